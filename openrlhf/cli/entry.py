@@ -1,0 +1,56 @@
+"""How every command begins and ends: parse, check, print the batch table; errors become one line and an exit code."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, Protocol
+
+from openrlhf.config.batch_table import render, rl_table, supervised_table
+from openrlhf.config.check import check
+from openrlhf.config.commands import COMMANDS, RLConfig, SupervisedConfig
+from openrlhf.config.parser import parse
+from openrlhf.errors import ConfigError, OpenRLHFError
+from openrlhf.monitor import say
+
+INTERRUPTED = 130  # what a shell expects of a program that Ctrl-C ended
+
+
+class Main(Protocol):
+    """A command's entry: without argv it reads the program's own."""
+
+    def __call__(self, argv: Sequence[str] | None = None) -> None: ...
+
+
+def command(main: Callable[[Sequence[str]], None]) -> Main:
+    """The entry of a command: takes argv (or the program's own), and turns our errors into a line and an exit code."""
+
+    @wraps(main)
+    def entry(argv: Sequence[str] | None = None) -> None:
+        try:
+            main(sys.argv[1:] if argv is None else argv)
+        except OpenRLHFError as error:
+            say(f"error: {error}")
+            raise SystemExit(error.exit_code) from None
+        except KeyboardInterrupt:
+            say("interrupted")
+            raise SystemExit(INTERRUPTED) from None
+        except BrokenPipeError:  # `--help | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+    return entry
+
+
+def start(name: str, argv: Sequence[str]) -> Any:
+    """The checked config of a command; training commands print what their batch sizes mean."""
+    config = check(parse(COMMANDS[name], argv, prog=f"openrlhf {name}"))
+    if isinstance(config, RLConfig):
+        say("batches\n" + render(rl_table(config)))
+    elif isinstance(config, SupervisedConfig):
+        say("batches\n" + render(supervised_table(config)))
+    return config
+
+
+def not_built(name: str) -> ConfigError:
+    """For a command whose flags are checked today and whose work is not built yet."""
+    return ConfigError(f"{name} checks its flags but cannot run yet; README.md has the table of what works today")

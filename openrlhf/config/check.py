@@ -1,0 +1,137 @@
+"""Which rules each command keeps, in the order in which they run."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from openrlhf.config.checks import common, extras, inference, numbers, paths, placement, rl, supervised
+from openrlhf.config.checks.rule import Rule, apply
+from openrlhf.config.commands import (
+    BatchInferenceConfig,
+    ChatConfig,
+    DPOConfig,
+    KDConfig,
+    KTOConfig,
+    LocalRLConfig,
+    LoraCombinerConfig,
+    PRMConfig,
+    RLConfig,
+    RMConfig,
+    ServeRMConfig,
+    SFTConfig,
+)
+from openrlhf.monitor import say
+
+C = TypeVar("C")
+Rules = tuple[Rule[Any], ...]
+
+FILES: Rules = (paths.model_folders_exist, paths.dataset_files_exist, paths.code_files_exist)
+TEMPLATE: Rules = (
+    common.empty_template_is_none,
+    common.template_has_a_place,
+    common.chat_template_kwargs_are_json,
+)
+TRAINING: Rules = (
+    common.a_model_is_given,
+    numbers.numbers_are_in_range,
+    common.four_bit_needs_bf16,
+    common.four_bit_trains_adapters,
+    common.tensor_parallel_needs_bf16,
+    common.probabilities_match_datasets,
+    common.resuming_needs_checkpoints,
+    extras.asked_extras_are_installed,
+)
+SUPERVISED: Rules = (
+    *TRAINING,
+    supervised.a_dataset_is_given,
+    supervised.ring_attention_needs_packing,
+    supervised.processes_fill_the_groups,
+    supervised.micro_batches_divide_the_batch,
+)
+RL: Rules = (
+    *TRAINING,
+    *TEMPLATE,
+    rl.prompts_are_given,
+    rl.a_reward_is_given,
+    rl.reward_addresses_are_http_or_python,
+    rl.agents_are_python_files,
+    rl.reward_weights_match_models,
+    rl.group_estimators_need_several_samples,
+    rl.group_estimators_do_not_discount,
+    rl.only_gae_has_a_critic,
+    rl.ring_attention_packs,
+    rl.dynamic_batches_pack,
+    rl.kl_estimator_suits_its_place,
+    rl.oversampling_needs_async,
+    rl.filter_range_is_an_interval,
+    rl.filtering_needs_groups,
+    rl.thresholds_are_an_interval,
+    rl.clip_range_is_positive,
+    rl.gspo_clips_narrowly,
+    rl.context_leaves_room,
+    rl.overlong_buffer_fits_the_response,
+    rl.reward_clip_is_an_interval,
+    rl.evaluation_has_a_rhythm,
+    rl.inert_flags_say_so,
+    placement.local_runtime_is_one_device,
+    placement.sleep_needs_colocation,
+    placement.async_engines_have_their_own_devices,
+    placement.async_engines_do_not_sleep,
+    rl.partial_rollout_needs_async,
+    rl.empty_queue_is_synchronous,
+    placement.shared_devices_have_equal_counts,
+    placement.hybrid_engines_cover_the_policy,
+    placement.engines_have_a_device,
+    rl.scoring_batches_cover_the_devices,
+    rl.rollouts_divide_into_steps,
+    extras.cluster_extras_are_installed,
+    *FILES,
+)
+
+RULES: dict[type, Rules] = {
+    SFTConfig: (
+        *SUPERVISED,
+        *TEMPLATE,
+        supervised.multiturn_needs_a_chat_template,
+        supervised.pretraining_has_no_turns,
+        *FILES,
+    ),
+    RMConfig: (*SUPERVISED, *TEMPLATE, *FILES),
+    DPOConfig: (*SUPERVISED, *TEMPLATE, *FILES),
+    KTOConfig: (*SUPERVISED, *TEMPLATE, *FILES),
+    KDConfig: (*SUPERVISED, *TEMPLATE, supervised.a_teacher_is_given, *FILES),
+    PRMConfig: (*SUPERVISED, supervised.step_marker_is_given, supervised.labels_have_two_sides, *FILES),
+    RLConfig: RL,
+    LocalRLConfig: RL,
+    BatchInferenceConfig: (
+        common.a_model_is_given,
+        numbers.numbers_are_in_range,
+        inference.a_task_is_given,
+        inference.post_processors_need_rewards,
+        inference.reward_template_has_its_places,
+        common.probabilities_match_datasets,
+        *TEMPLATE,
+        *FILES,
+    ),
+    ChatConfig: (
+        common.a_model_is_given,
+        numbers.numbers_are_in_range,
+        common.four_bit_needs_bf16,
+        extras.asked_extras_are_installed,
+        *TEMPLATE,
+        paths.template_file_exists,
+        *FILES,
+    ),
+    ServeRMConfig: (
+        inference.a_reward_model_is_given,
+        numbers.numbers_are_in_range,
+        common.four_bit_needs_bf16,
+        extras.asked_extras_are_installed,
+        *FILES,
+    ),
+    LoraCombinerConfig: (inference.merge_folders_are_given, *FILES, paths.adapter_folder_exists),
+}
+
+
+def check(config: C, tell: Callable[[str], None] = say) -> C:
+    """The config after its rules: the one that the rest of the program sees, and that nothing writes to."""
+    return apply(config, RULES[type(config)], tell)

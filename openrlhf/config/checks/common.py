@@ -1,0 +1,108 @@
+"""Rules that every training command shares."""
+
+import json
+
+from openrlhf.config.checks.rule import Changed, change
+from openrlhf.config.commands import (
+    BatchInferenceConfig,
+    ChatConfig,
+    DPOConfig,
+    KDConfig,
+    KTOConfig,
+    RLConfig,
+    RMConfig,
+    SFTConfig,
+    TrainingConfig,
+)
+from openrlhf.config.flags import flag_values
+from openrlhf.errors import ConfigError
+
+Templated = SFTConfig | RMConfig | DPOConfig | KTOConfig | KDConfig | RLConfig | BatchInferenceConfig | ChatConfig
+
+
+def needed_flag(config: object, name: str, example: str) -> None:
+    if not flag_values(config)[name]:
+        raise ConfigError(
+            f"--{name} is not given, and this command cannot do without it", try_this=f"--{name} {example}"
+        )
+
+
+def a_model_is_given(config: object) -> None:
+    needed_flag(config, "pretrain", "./model")
+
+
+def empty_template_is_none(config: Templated) -> Changed[Templated] | None:
+    """Pipelines pass an empty template to say that the prompt is complete as it stands."""
+    if config.template.input_template == "":
+        return change(config, "--input_template is empty: inputs are used as they stand", input_template=None)
+    return None
+
+
+def template_has_a_place(config: Templated) -> str | None:
+    template = config.template.input_template
+    if template is None or config.template.apply_chat_template:
+        return None
+    if "{}" not in template:
+        raise ConfigError(
+            f"--input_template {template!r} has no {{}} for the input",
+            try_this="--input_template $'User: {}\\nAssistant: '",
+        )
+    if "\\n" in template:
+        return "--input_template holds a backslash and an n; for a line break write it as $'...\\n...' in the shell"
+    return None
+
+
+def chat_template_kwargs_are_json(config: Templated) -> None:
+    given = config.template.chat_template_kwargs
+    if given is None:
+        return
+    try:
+        kwargs = json.loads(given)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"--chat_template_kwargs {given!r} is not JSON: {error}") from None
+    if not isinstance(kwargs, dict):
+        raise ConfigError(
+            f"--chat_template_kwargs {given!r} is no JSON object", try_this="""'{"enable_thinking": false}'"""
+        )
+
+
+def four_bit_needs_bf16(config: object) -> None:
+    values = flag_values(config)
+    if values["load_in_4bit"] and values["param_dtype"] != "bf16":
+        raise ConfigError(f"--load_in_4bit computes in bf16, but --param_dtype is {values['param_dtype']}")
+
+
+def four_bit_trains_adapters(config: TrainingConfig) -> None:
+    if config.model.load_in_4bit and config.lora.lora_rank == 0:
+        raise ConfigError("--load_in_4bit freezes the base, so there is nothing to train", try_this="--lora_rank 16")
+
+
+def tensor_parallel_needs_bf16(config: TrainingConfig) -> None:
+    size = config.sharding.ds_tensor_parallel_size
+    if size > 1 and config.model.param_dtype != "bf16":
+        raise ConfigError(f"--ds_tensor_parallel_size {size} needs --param_dtype bf16, not {config.model.param_dtype}")
+
+
+def probabilities_match_datasets(config: object) -> None:
+    values = flag_values(config)
+    for data, probs in (("dataset", "dataset_probs"), ("prompt_data", "prompt_data_probs")):
+        given = values.get(probs)
+        if not isinstance(given, str):
+            continue
+        count = len(str(values[data] or "").split(","))
+        try:
+            shares = [float(item) for item in given.split(",")]
+        except ValueError:
+            raise ConfigError(
+                f"--{probs} {given!r} is no comma list of numbers", try_this=f"--{probs} 0.7,0.3"
+            ) from None
+        if len(shares) != count:
+            raise ConfigError(f"--{probs} has {len(shares)} values, but --{data} names {count}")
+        if min(shares) < 0 or abs(sum(shares) - 1) > 1e-6:
+            raise ConfigError(f"--{probs} {given} must be 0 or more each and sum to 1")
+
+
+def resuming_needs_checkpoints(config: TrainingConfig) -> str | None:
+    if config.checkpoints.load_checkpoint and config.checkpoints.disable_ds_ckpt:
+        return "--disable_ds_ckpt writes no resumable checkpoints: --load_checkpoint will find only older ones"
+    return None

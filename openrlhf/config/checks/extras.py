@@ -1,0 +1,43 @@
+"""Parts that are extras: asked for by a flag, they must be installed, and the message is the pip command."""
+
+from importlib.util import find_spec
+
+from openrlhf.config.commands import RLConfig
+from openrlhf.config.flags import flag_values
+from openrlhf.config.runtime import resolve_runtime
+from openrlhf.errors import MissingExtraError
+
+EXTRA_OF = {  # package -> extra
+    "ray": "ray",
+    "deepspeed": "deepspeed",
+    "vllm": "vllm",
+    "liger_kernel": "liger",
+    "bitsandbytes": "qlora",
+    "wandb": "wandb",
+}
+
+
+def require(package: str, needed_by: str) -> None:
+    """Raises with the command that installs a package, unless it is there; imports nothing."""
+    if find_spec(package) is None:
+        raise MissingExtraError(
+            f"{needed_by} needs {package}, which is not installed", try_this=f"pip install '.[{EXTRA_OF[package]}]'"
+        )
+
+
+def asked_extras_are_installed(config: object) -> None:
+    values = flag_values(config)
+    for name, package in (
+        ("load_in_4bit", "bitsandbytes"),
+        ("use_liger_kernel", "liger_kernel"),
+        ("use_wandb", "wandb"),
+    ):
+        if values.get(name):
+            require(package, f"--{name}")
+
+
+def cluster_extras_are_installed(config: RLConfig) -> None:
+    if resolve_runtime(config) == "ray":
+        require("ray", "--runtime ray (several nodes, devices or engines ask for it)")
+    if config.engines.vllm_num_engines:
+        require("vllm", "--vllm_num_engines")

@@ -1,0 +1,65 @@
+"""Files and folders that flags name: whatever is plainly local must be there before anything loads."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from openrlhf.config.flags import flag_values
+from openrlhf.config.sections.data import split_names
+from openrlhf.errors import ConfigError
+
+MODEL_FLAGS = ("pretrain", "ref_pretrain", "critic_pretrain", "reward_pretrain", "teacher_model", "model_path")
+DATA_FLAGS = ("dataset", "eval_dataset", "prompt_data")
+DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".py")
+
+
+def looks_local(name: str) -> bool:
+    """`/x`, `./x`, `../x`, `~/x`: a hub name cannot begin like this."""
+    return name.startswith(("/", "./", "../", "~"))
+
+
+def named_by(config: object, flags: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """(flag, item) for each item of the comma lists under these flags."""
+    values = flag_values(config)
+    for name in flags:
+        value = values.get(name)
+        if isinstance(value, str):
+            yield from ((name, item) for item in split_names(value))
+
+
+def model_folders_exist(config: object) -> None:
+    for name, item in named_by(config, MODEL_FLAGS):
+        folder = Path(item).expanduser()
+        if looks_local(item) and not folder.exists():
+            raise ConfigError(
+                f"--{name} {item}: no such folder", try_this="a model folder, or a hub name such as org/model"
+            )
+        if folder.is_file():
+            raise ConfigError(f"--{name} {item} is a file, but a model is a folder with config.json")
+        if looks_local(item) and not (folder / "config.json").exists():
+            raise ConfigError(f"--{name} {item} holds no config.json, so it is no model folder")
+
+
+def adapter_folder_exists(config: object) -> None:
+    for name, item in named_by(config, ("lora_path",)):
+        folder = Path(item).expanduser()
+        if looks_local(item) and not (folder / "adapter_config.json").exists():
+            raise ConfigError(f"--{name} {item} holds no adapter_config.json, so it is no LoRA adapter")
+
+
+def dataset_files_exist(config: object) -> None:
+    for name, item in named_by(config, DATA_FLAGS):
+        path = item.partition("@")[0]
+        if (looks_local(path) or path.endswith(DATA_SUFFIXES)) and not Path(path).expanduser().exists():
+            raise ConfigError(f"--{name} {path}: no such file or folder")
+
+
+def code_files_exist(config: object) -> None:
+    for name, item in named_by(config, ("remote_rm_url", "agent_func_path")):
+        if item.endswith(".py") and not Path(item).expanduser().is_file():
+            raise ConfigError(f"--{name} {item}: no such file")
+
+
+def template_file_exists(config: object) -> None:
+    for name, item in named_by(config, ("ta_prompt",)):
+        if not Path(item).expanduser().is_file():
+            raise ConfigError(f"--{name} {item}: no such file")

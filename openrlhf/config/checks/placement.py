@@ -1,0 +1,79 @@
+"""Rules about who sits where: devices, engines, sleep."""
+
+from openrlhf.config.checks.rule import Changed, change
+from openrlhf.config.commands import RLConfig
+from openrlhf.config.runtime import num_devices, resolve_runtime, several_devices, uses_critic, uses_reference
+from openrlhf.config.sections.cluster import Role
+from openrlhf.errors import ConfigError
+
+
+def local_runtime_is_one_device(config: RLConfig) -> None:
+    if config.placement.runtime != "local":
+        return
+    engines = config.engines.vllm_num_engines or 0
+    if several_devices(config) or engines > 1:
+        raise ConfigError(
+            "--runtime local is one process on one device, but several nodes, devices or engines are asked for",
+            try_this="--runtime ray",
+        )
+
+
+def sleep_needs_colocation(config: RLConfig) -> Changed[RLConfig] | None:
+    if config.engines.vllm_enable_sleep and not config.placement.colocate_all_models:
+        line = "--vllm_enable_sleep is turned off: without --colocate_all_models the engines have their own devices"
+        return change(config, line, vllm_enable_sleep=False)
+    return None
+
+
+def async_engines_have_their_own_devices(config: RLConfig) -> str | None:
+    if config.placement.colocate_all_models and config.asynchrony.async_train:
+        return "--colocate_all_models with --async_train: the models share devices, the engines get their own"
+    return None
+
+
+def async_engines_do_not_sleep(config: RLConfig) -> None:
+    if config.asynchrony.async_train and config.engines.vllm_enable_sleep:
+        raise ConfigError(
+            "--vllm_enable_sleep stops the engines while the models train, --async_train runs both at once",
+            try_this="without --vllm_enable_sleep",
+        )
+
+
+def shared_devices_have_equal_counts(config: RLConfig) -> None:
+    placement = config.placement
+    shared: list[tuple[str, Role, Role]] = []
+    if uses_reference(config) and (placement.colocate_actor_ref or placement.colocate_all_models):
+        shared.append(
+            ("--colocate_all_models" if placement.colocate_all_models else "--colocate_actor_ref", "actor", "ref")
+        )
+    if uses_critic(config) and config.rewards.reward_pretrain and placement.colocate_critic_reward:
+        shared.append(("--colocate_critic_reward", "critic", "reward"))
+    for flag, one, other in shared:
+        here, there = num_devices(config, one), num_devices(config, other)
+        if (placement.num_nodes(one), here) != (placement.num_nodes(other), there):
+            raise ConfigError(
+                f"{flag} puts {one} and {other} on the same devices, but they ask for {here} and {there}",
+                try_this=f"equal --{one}_num_nodes/--{other}_num_nodes and --{one}_num_gpus_per_node/"
+                f"--{other}_num_gpus_per_node",
+            )
+
+
+def hybrid_engines_cover_the_policy(config: RLConfig) -> None:
+    engines = config.engines.vllm_num_engines or 0
+    if not (config.placement.colocate_all_models and engines) or config.asynchrony.async_train:
+        return
+    policy, size = num_devices(config, "actor"), config.engines.vllm_tensor_parallel_size
+    if policy != engines * size:
+        raise ConfigError(
+            f"--colocate_all_models shares the policy's {policy} devices with the engines, but "
+            f"--vllm_num_engines {engines} x --vllm_tensor_parallel_size {size} is {engines * size}",
+            try_this=f"--actor_num_gpus_per_node {engines * size // config.placement.actor_num_nodes}"
+            if engines * size % config.placement.actor_num_nodes == 0
+            else f"--vllm_num_engines {policy // size}",
+        )
+
+
+def engines_have_a_device(config: RLConfig) -> str | None:
+    if resolve_runtime(config) == "ray" and not config.engines.vllm_num_engines:
+        return "--vllm_num_engines is not given: Transformers generates inside the policy's workers, slower than vLLM"
+    return None

@@ -1,0 +1,212 @@
+"""Rules of reinforcement learning: samples, rewards, losses."""
+
+from openrlhf.config.checks.common import needed_flag
+from openrlhf.config.checks.rule import Changed, change
+from openrlhf.config.commands import RLConfig
+from openrlhf.config.runtime import num_devices
+from openrlhf.config.sections.rl import GROUP_ESTIMATORS
+from openrlhf.errors import ConfigError
+
+
+def prompts_are_given(config: RLConfig) -> None:
+    needed_flag(config, "prompt_data", "./prompts.jsonl")
+
+
+def a_reward_is_given(config: RLConfig) -> None:
+    rewards = config.rewards
+    if not (rewards.reward_pretrain or rewards.remote_rm_url or rewards.agent_func_path):
+        raise ConfigError(
+            "nothing rewards the samples: none of --reward_pretrain, --remote_rm_url and --agent_func_path is given",
+            try_this="--remote_rm_url ./reward_func.py",
+        )
+
+
+def reward_addresses_are_http_or_python(config: RLConfig) -> None:
+    for address in config.rewards.reward_servers:
+        if not address.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"--remote_rm_url {address} is neither a .py file nor an address",
+                try_this="--remote_rm_url http://127.0.0.1:5000/get_reward",
+            )
+
+
+def agents_are_python_files(config: RLConfig) -> None:
+    path = config.rewards.agent_func_path
+    if path and not path.endswith(".py"):
+        raise ConfigError(f"--agent_func_path {path} is no .py file")
+
+
+def reward_weights_match_models(config: RLConfig) -> None:
+    weights, models = config.rewards.reward_weights, config.rewards.reward_models
+    if weights and len(weights) != len(models):
+        raise ConfigError(f"--reward_weights has {len(weights)} values, but --reward_pretrain names {len(models)}")
+
+
+def group_estimators_need_several_samples(config: RLConfig) -> None:
+    estimator, n = config.advantage.advantage_estimator, config.rollout.n_samples_per_prompt
+    if estimator in GROUP_ESTIMATORS and n < 2:
+        raise ConfigError(
+            f"--advantage_estimator {estimator} compares the samples of a prompt, but --n_samples_per_prompt is {n}",
+            try_this="--n_samples_per_prompt 8",
+        )
+
+
+def group_estimators_do_not_discount(config: RLConfig) -> Changed[RLConfig] | None:
+    estimator, gamma = config.advantage.advantage_estimator, config.advantage.gamma
+    if estimator in GROUP_ESTIMATORS and gamma != 1.0:
+        return change(
+            config, f"--gamma {gamma} is set to 1: {estimator} gives one reward to the whole response", gamma=1.0
+        )
+    return None
+
+
+def only_gae_has_a_critic(config: RLConfig) -> Changed[RLConfig] | None:
+    estimator = config.advantage.advantage_estimator
+    if config.critic.critic_pretrain and estimator != "gae":
+        line = f"--critic_pretrain is dropped: --advantage_estimator {estimator} has no critic"
+        return change(config, line, critic_pretrain=None)
+    return None
+
+
+def ring_attention_packs(config: RLConfig) -> Changed[RLConfig] | None:
+    if config.sharding.ring_attn_size > 1 and not config.batches.packing_samples:
+        return change(
+            config, "--packing_samples is turned on: --ring_attn_size splits packed sequences", packing_samples=True
+        )
+    return None
+
+
+def dynamic_batches_pack(config: RLConfig) -> Changed[RLConfig] | None:
+    if config.rollout.use_dynamic_batch and not config.batches.packing_samples:
+        return change(config, "--packing_samples is turned on: --use_dynamic_batch counts tokens", packing_samples=True)
+    return None
+
+
+def partial_rollout_needs_async(config: RLConfig) -> None:
+    if config.asynchrony.partial_rollout and not config.asynchrony.async_train:
+        raise ConfigError("--partial_rollout pauses a generation that runs beside training", try_this="--async_train")
+
+
+def empty_queue_is_synchronous(config: RLConfig) -> str | None:
+    if config.asynchrony.async_train and config.asynchrony.async_queue_size == 0:
+        return "--async_queue_size 0: every sample is trained by the weights that made it, as without --async_train"
+    return None
+
+
+def kl_estimator_suits_its_place(config: RLConfig) -> str | None:
+    estimator, in_loss = config.kl.kl_estimator, config.kl.use_kl_loss
+    if in_loss and estimator == "k1":
+        return "--use_kl_loss with --kl_estimator k1 has a gradient of zero mean; k2 or k3 is meant for the loss"
+    if not in_loss and estimator != "k1":
+        return f"--kl_estimator {estimator} is meant for the loss (--use_kl_loss); k1 is unbiased in the reward"
+    return None
+
+
+def oversampling_needs_async(config: RLConfig) -> None:
+    asked, size = config.rollout.vllm_generate_batch_size, config.rollout.rollout_batch_size
+    if asked is not None and asked > size and not config.asynchrony.async_train:
+        raise ConfigError(
+            f"--vllm_generate_batch_size {asked} is more than --rollout_batch_size {size}: the surplus would wait",
+            try_this=f"--async_train, or --vllm_generate_batch_size {size}",
+        )
+
+
+def filter_range_is_an_interval(config: RLConfig) -> None:
+    low, high = config.rollout.dynamic_filtering_reward_range
+    if config.rollout.dynamic_filtering and not low < high:
+        raise ConfigError(
+            f"--dynamic_filtering_reward_range {low} {high} is empty", try_this="--dynamic_filtering_reward_range 0 1"
+        )
+
+
+def filtering_needs_groups(config: RLConfig) -> None:
+    n = config.rollout.n_samples_per_prompt
+    if config.rollout.dynamic_filtering and n < 2:
+        raise ConfigError(
+            f"--dynamic_filtering judges the mean of a group, but --n_samples_per_prompt is {n}",
+            try_this="--n_samples_per_prompt 8",
+        )
+
+
+def scoring_batches_cover_the_devices(config: RLConfig) -> str | None:
+    samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
+    batches = -(-samples // config.rollout.micro_rollout_batch_size)
+    ranks = num_devices(config, "actor") // (config.sharding.ring_attn_size * config.sharding.ds_tensor_parallel_size)
+    if batches < ranks and not config.rollout.use_dynamic_batch:
+        return f"a rollout is {batches} scoring micro-batches for {ranks} devices: some will wait"
+    return None
+
+
+def rollouts_divide_into_steps(config: RLConfig) -> str | None:
+    samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
+    step = config.batches.train_batch_size
+    if samples < step:
+        return f"a rollout has {samples} samples, fewer than --train_batch_size {step}: it is one optimizer step"
+    if samples % step:
+        return f"a rollout of {samples} samples ends with a step of {samples % step} (--train_batch_size is {step})"
+    return None
+
+
+def thresholds_are_an_interval(config: RLConfig) -> None:
+    given = config.policy.vllm_is_truncated_threshold
+    if len(given) not in (1, 2):
+        raise ConfigError(
+            f"--vllm_is_truncated_threshold takes one or two values, not {len(given)}", try_this="0.5 5.0"
+        )
+    low, high = config.policy.correction_range
+    if not 0 <= low < high:
+        raise ConfigError(f"--vllm_is_truncated_threshold {low} {high} is no interval of weights", try_this="0.5 5.0")
+
+
+def clip_range_is_positive(config: RLConfig) -> None:
+    low, high = config.policy.clip_range
+    if not (0 <= low < 1 and high >= 0):
+        raise ConfigError(
+            f"--eps_clip_low_high {low} {high}: the ratio is kept in [1 - low, 1 + high]", try_this="0.2 0.28"
+        )
+
+
+def gspo_clips_narrowly(config: RLConfig) -> str | None:
+    if config.policy.policy_loss_type == "gspo" and max(config.policy.clip_range) >= 0.1:
+        return "gspo's ratio is a mean over the sequence and moves little: try --eps_clip_low_high 3e-4 4e-4"
+    return None
+
+
+def overlong_buffer_fits_the_response(config: RLConfig) -> None:
+    buffer = config.rewards.overlong_buffer_len
+    limit = config.rollout.response_length or config.rollout.context_length
+    if buffer is not None and buffer > limit:
+        raise ConfigError(f"--overlong_buffer_len {buffer:g} is more than the {limit} tokens of a response")
+
+
+def context_leaves_room(config: RLConfig) -> None:
+    new, context = config.rollout.max_new_tokens, config.rollout.context_length
+    if new is not None and new >= context:
+        raise ConfigError(
+            f"--max_new_tokens {new} leaves no prompt in a context of {context}", try_this=f"--max_len {2 * new}"
+        )
+
+
+def reward_clip_is_an_interval(config: RLConfig) -> None:
+    low, high = config.rewards.reward_clip_range
+    if not low < high:
+        raise ConfigError(f"--reward_clip_range {low} {high} is empty", try_this="--reward_clip_range -10 10")
+
+
+def evaluation_has_a_rhythm(config: RLConfig) -> str | None:
+    if config.prompts.eval_dataset and config.logs.eval_steps == -1:
+        return "--eval_dataset is given but --eval_steps is -1: it is evaluated only at step 0"
+    return None
+
+
+def inert_flags_say_so(config: RLConfig) -> str | None:
+    given = [
+        name
+        for name, used in (
+            ("--ptx_coef", config.inert.ptx_coef is not None),
+            ("--perf", config.inert.perf),
+            ("--actor_init_on_gpu", config.inert.actor_init_on_gpu),
+        )
+        if used
+    ]
+    return f"accepted without effect: {', '.join(given)}" if given else None

@@ -1,0 +1,70 @@
+"""Rules of the six commands that train on a dataset."""
+
+import os
+
+from openrlhf.config.checks.common import needed_flag
+from openrlhf.config.commands import KDConfig, PRMConfig, SFTConfig, SupervisedConfig
+from openrlhf.errors import ConfigError
+
+
+def world_size() -> int:
+    """Processes that a launcher started; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def data_parallel_size(config: SupervisedConfig) -> int:
+    return world_size() // (config.sharding.ring_attn_size * config.sharding.ds_tensor_parallel_size)
+
+
+def a_dataset_is_given(config: SupervisedConfig) -> None:
+    needed_flag(config, "dataset", "./data.jsonl")
+
+
+def ring_attention_needs_packing(config: SupervisedConfig) -> None:
+    if config.sharding.ring_attn_size > 1 and not config.batches.packing_samples:
+        raise ConfigError(
+            f"--ring_attn_size {config.sharding.ring_attn_size} splits packed sequences", try_this="--packing_samples"
+        )
+
+
+def processes_fill_the_groups(config: SupervisedConfig) -> None:
+    ring, tensor = config.sharding.ring_attn_size, config.sharding.ds_tensor_parallel_size
+    if world_size() % (ring * tensor):
+        raise ConfigError(
+            f"--ring_attn_size {ring} x --ds_tensor_parallel_size {tensor} does not divide {world_size()} processes",
+            try_this=f"deepspeed --num_gpus {ring * tensor} ...",
+        )
+
+
+def micro_batches_divide_the_batch(config: SupervisedConfig) -> str | None:
+    batch, micro = config.batches.train_batch_size, config.batches.micro_train_batch_size
+    ranks = data_parallel_size(config)
+    if batch % (micro * ranks):
+        return (
+            f"--train_batch_size {batch} is no multiple of {micro} x {ranks} devices: the last micro-batch is smaller"
+        )
+    return None
+
+
+def multiturn_needs_a_chat_template(config: SFTConfig) -> None:
+    if config.fields.multiturn and not config.template.apply_chat_template:
+        raise ConfigError("--multiturn finds the turns by the chat template", try_this="--apply_chat_template")
+
+
+def pretraining_has_no_turns(config: SFTConfig) -> None:
+    if config.fields.pretrain_mode and config.fields.multiturn:
+        raise ConfigError("--pretrain_mode trains on plain text, --multiturn on conversations: give one of them")
+
+
+def a_teacher_is_given(config: KDConfig) -> None:
+    needed_flag(config, "teacher_model", "./teacher")
+
+
+def step_marker_is_given(config: PRMConfig) -> None:
+    needed_flag(config, "placeholder_token", "'ки'")
+
+
+def labels_have_two_sides(config: PRMConfig) -> None:
+    tokens = config.fields.reward_tokens
+    if len(tokens) == 1 or len(set(tokens)) != len(tokens):
+        raise ConfigError(f"--reward_tokens {' '.join(tokens)} cannot tell steps apart", try_this="--reward_tokens + -")

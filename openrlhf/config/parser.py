@@ -1,0 +1,182 @@
+"""From dataclasses to a command line: sections become argparse groups, fields become flags."""
+
+import argparse
+import difflib
+import os
+import types
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
+
+from openrlhf.config.aliases import environment_arguments, known_spellings, rewrite
+from openrlhf.config.flags import Flag, flags_of
+from openrlhf.errors import ConfigError
+from openrlhf.monitor import say
+
+C = TypeVar("C")
+
+TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+
+
+def parse(
+    command: type[C], argv: Sequence[str], *, prog: str = "openrlhf", environ: Mapping[str, str] | None = None
+) -> C:
+    """Flags from the environment, then `--config FILE`, then `argv`; what comes later wins."""
+    environ = os.environ if environ is None else environ
+    from_environment, became = environment_arguments(command, environ)
+    from_file, argv = take_config_file(command, list(argv))
+    given, notes = rewrite(command, [*from_environment, *from_file, *argv])
+    parser = build_parser(command, prog)
+    values, unknown = parser.parse_known_args(given)
+    if unknown:
+        raise unknown_flag(command, unknown[0])
+    for note in [*became, *notes]:
+        say(note)
+    return assemble(command, vars(values))
+
+
+def assemble(command: type[C], values: Mapping[str, object]) -> C:
+    """The frozen config of a command from its flags by name; every flag must be there."""
+    by_section: dict[str, dict[str, object]] = {}
+    defaults = command()
+    for name, item in flags_of(command).items():
+        value = values[name]
+        by_section.setdefault(item.section, {})[name] = tuple(value) if isinstance(value, list) else value
+    return command(**{part: type(getattr(defaults, part))(**given) for part, given in by_section.items()})
+
+
+class FlagParser(argparse.ArgumentParser):
+    """argparse with our errors: a ConfigError instead of a usage dump and an exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message.replace("argument ", "", 1), try_this=f"{self.prog} --help")
+
+
+class FlagHelp(argparse.HelpFormatter):
+    """Help with room for long names, and no brackets behind switches."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=44, width=120)
+
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        return "" if action.nargs == "?" else super()._format_args(action, default_metavar)
+
+
+def build_parser(command: type, prog: str) -> FlagParser:
+    description = (command.__doc__ or "").strip()
+    parser = FlagParser(
+        prog=prog, usage=f"{prog} [--flag value ...]", description=description, formatter_class=FlagHelp
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file with the same names; flags given here win over it")
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for item in flags_of(command).values():
+        if item.section not in groups:
+            groups[item.section] = parser.add_argument_group(item.title)
+        groups[item.section].add_argument(f"--{item.name}", dest=item.name, **argument_options(item))
+    return parser
+
+
+def argument_options(item: Flag) -> dict[str, Any]:
+    """The keywords for `add_argument` that a field's type asks for."""
+    shown = " ".join(map(str, item.default)) if isinstance(item.default, tuple) else item.default
+    wanted = without_none(item.type)
+    suffix = "" if item.default in (None, False, "") else f" (default: {shown!r})".replace("'", "")
+    options: dict[str, Any] = {"default": item.default, "help": (item.help + suffix).replace("%", "%%")}
+    if wanted is bool:
+        return options | {"nargs": "?", "const": True, "type": to_bool}
+    if get_origin(wanted) is Literal:
+        choices = get_args(wanted)
+        return options | {"choices": choices, "type": type(choices[0])}
+    if get_origin(wanted) is tuple:
+        element, second = get_args(wanted)[:2]
+        return options | {"nargs": "*" if second is Ellipsis else 2, "type": element, "metavar": metavar(element)}
+    return options | {"type": wanted, "metavar": metavar(wanted)}
+
+
+def without_none(form: Any) -> Any:
+    if get_origin(form) in (Union, types.UnionType):
+        (form,) = (member for member in get_args(form) if member is not type(None))
+    return form
+
+
+def metavar(kind: Callable[..., object]) -> str:
+    return {int: "N", float: "X", str: "TEXT"}.get(kind, "VALUE")  # type: ignore[call-overload]
+
+
+def to_bool(text: str) -> bool:
+    if text.lower() in TRUE:
+        return True
+    if text.lower() in FALSE:
+        return False
+    raise argparse.ArgumentTypeError(f"this is a switch: it takes no value, or true or false, not {text!r}")
+
+
+def unknown_flag(command: type, given: str) -> ConfigError:
+    """Names the nearest known flags, old and dotted spellings included."""
+    name = given.split("=")[0].lstrip("-")
+    if not given.startswith("--"):
+        return ConfigError(
+            f"{given!r} stands where a flag is expected", try_this="put quotes around values with spaces"
+        )
+    near = difflib.get_close_matches(name, known_spellings(command), n=3, cutoff=0.6)
+    hint = " or ".join(f"--{match}" for match in near) if near else "--help for all flags"
+    return ConfigError(f"--{name} is not a flag of this command", try_this=hint)
+
+
+def take_config_file(command: type, argv: list[str]) -> tuple[list[str], list[str]]:
+    """Splits `--config FILE` off `argv` and returns (the file's flags as arguments, the rest)."""
+    for place, word in enumerate(argv):
+        if word == "--config" and place + 1 < len(argv):
+            return file_arguments(command, Path(argv[place + 1])), argv[:place] + argv[place + 2 :]
+        if word.startswith("--config="):
+            return file_arguments(command, Path(word.removeprefix("--config="))), argv[:place] + argv[place + 1 :]
+    return [], argv
+
+
+def file_arguments(command: type, path: Path) -> list[str]:
+    """A YAML file as command-line arguments, so that both pass through the same reading and the same errors."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"--config {path}: no such file") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"--config {path} holds no flags", try_this="lines such as `pretrain: ./model`")
+    known = known_spellings(command)
+    arguments: list[str] = []
+    for name, value in flatten(content, known):
+        if name not in known:
+            raise ConfigError(f"in --config {path}: {unknown_flag(command, '--' + name)}")
+        arguments += as_arguments(name, value)
+    return arguments
+
+
+def flatten(content: Mapping[str, Any], known: Sequence[str], prefix: str = "") -> list[tuple[str, Any]]:
+    """`{ds: {zero_stage: 3}}` gives `ds.zero_stage`: nested files read as the dotted names do."""
+    rows: list[tuple[str, Any]] = []
+    for key, value in content.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and name not in known:
+            rows += flatten(value, known, f"{name}.")
+        else:
+            rows.append((name, value))
+    return rows
+
+
+def as_arguments(name: str, value: Any) -> list[str]:
+    match value:
+        case None:
+            return []
+        case bool():
+            return [f"--{name}={str(value).lower()}"]
+        case list():
+            return [f"--{name}", *map(str, value)]
+        case Mapping():
+            import json
+
+            return [f"--{name}={json.dumps(value)}"]
+        case _:
+            return [f"--{name}={value}"]

