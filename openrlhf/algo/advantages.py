@@ -1,0 +1,116 @@
+"""From token rewards to advantages and returns, and their normalisation over a whole rollout."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from openrlhf.algo.reduce import divide, masked
+
+Advantages = Callable[[Tensor, Tensor | None, Tensor, float, float], tuple[Tensor, Tensor]]
+
+
+@torch.no_grad()
+def gae(
+    token_rewards: Tensor, values: Tensor | None, action_mask: Tensor, gamma: float, lambd: float
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (arXiv 1506.02438, eq. 16): advantages and returns, each [batch, tokens].
+
+    delta_t = r_t + gamma V_next - V_t and A_t = delta_t + gamma lambd A_next, where next is the next ACTION token: what
+    the environment says between turns takes no step, so it neither decays nor bootstraps. V after the last one is 0.
+    """
+    assert values is not None, "gae needs a critic's values"
+    acts = _time_first(action_mask.bool())
+    value = masked(_time_first(values), acts)
+    value_from_here = decayed_sums(value, acts, 0.0)  # of this token if it acts, else of the next that does
+    deltas = _time_first(token_rewards).float() - value
+    deltas[:-1].add_(value_from_here[1:], alpha=gamma)
+    advantages = masked(decayed_sums(masked(deltas, acts), acts, gamma * lambd), acts)
+    return _time_first(advantages), _time_first(advantages + value)
+
+
+@torch.no_grad()
+def discounted_returns(token_rewards: Tensor, action_mask: Tensor, gamma: float) -> Tensor:
+    """G_t = r_t + gamma G_next over action tokens, [batch, tokens] (REINFORCE, Williams 1992)."""
+    steps = masked(token_rewards, action_mask)
+    if gamma == 1.0:
+        return masked(steps.flip(-1).cumsum(-1).flip(-1), action_mask)
+    acts = _time_first(action_mask.bool())
+    return _time_first(masked(decayed_sums(_time_first(steps), acts, gamma), acts))
+
+
+def critic_free(
+    token_rewards: Tensor, values: Tensor | None, action_mask: Tensor, gamma: float, lambd: float
+) -> tuple[Tensor, Tensor]:
+    """Without a critic the advantage is the return of the shaped reward; `values` and `lambd` are not used."""
+    returns = discounted_returns(token_rewards, action_mask, gamma)
+    return returns.clone(), returns
+
+
+def decayed_sums(steps: Tensor, acts: Tensor, decay: float) -> Tensor:
+    """S_t = x_t + decay S_{t+1} at action tokens and S_t = S_{t+1} elsewhere, from the last token to the first.
+
+    `steps` and `acts` are [tokens, batch], `steps` zero where nothing acts: time comes first, so that a step touches
+    contiguous memory, in one fused operation over the batch. Decay 0 gives the input of this or the next action token.
+    """
+    sums = steps.clone()
+    columns, decays = sums.unbind(0), torch.where(acts, decay, 1.0).to(sums.dtype).unbind(0)
+    for t in range(len(columns) - 2, -1, -1):
+        columns[t].addcmul_(decays[t], columns[t + 1])
+    return sums
+
+
+def _time_first(tensor: Tensor) -> Tensor:
+    """[batch, tokens] to [tokens, batch], or back."""
+    return tensor.T.contiguous()
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Sufficient statistics of a masked tensor; the sum over ranks is the statistics of all of them."""
+
+    count: Tensor  # [] float64, as the others: the difference of squares cancels in float32
+    total: Tensor
+    squares: Tensor
+
+    def __add__(self, other: "Moments") -> "Moments":
+        return Moments(self.count + other.count, self.total + other.total, self.squares + other.squares)
+
+    @property
+    def mean(self) -> Tensor:
+        return divide(self.total, self.count)
+
+    @property
+    def variance(self) -> Tensor:
+        """Population variance."""
+        return (divide(self.squares, self.count) - self.mean.square()).clamp(min=0.0)
+
+
+@torch.no_grad()
+def moments(values: Tensor, mask: Tensor) -> Moments:
+    """Count, sum and sum of squares where `mask` holds."""
+    kept = masked(values, mask).double()
+    return Moments(mask.bool().sum().double(), kept.sum(), kept.square().sum())
+
+
+@torch.no_grad()
+def whiten(advantages: Tensor, mask: Tensor, statistics: Moments, divide_by_std: bool = True) -> Tensor:
+    """Centre and scale by the statistics of a whole rollout; zero where masked (REINFORCE++, arXiv 2501.03262)."""
+    scale = statistics.variance.clamp(min=1e-8).rsqrt() if divide_by_std else torch.ones_like(statistics.count)
+    return masked((masked(advantages, mask) - statistics.mean.float()) * scale.float(), mask)
+
+
+def normalize(advantages: Tensor, action_mask: Tensor, divide_by_std: bool = True) -> Tensor:
+    """Whiten by a tensor's own statistics, where it holds the whole rollout."""
+    return whiten(advantages, action_mask, moments(advantages, action_mask), divide_by_std)
+
+
+ADVANTAGES: dict[str, Advantages] = {
+    "gae": gae,
+    "reinforce": critic_free,
+    "rloo": critic_free,
+    "reinforce_baseline": critic_free,
+    "group_norm": critic_free,
+    "dr_grpo": critic_free,
+}

@@ -1,0 +1,138 @@
+"""Length balancing: how many micro-batches are needed, who goes into which, and which rank gets what."""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Part = tuple[int, int, list[int]]  # total length, a unique number to break ties, indices
+
+
+def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Indices per bin: each item, in order, goes into the first bin that still has room; O(n log n).
+
+    An item longer than `capacity` gets a bin of its own.
+    """
+    if capacity <= 0:
+        raise ValueError(f"capacity must be positive, got {capacity}")
+    bins: list[list[int]] = []
+    room = _Room(len(lengths), capacity)
+    for index, length in enumerate(lengths):
+        if length > capacity:
+            room.close(len(bins))
+            bins.append([index])
+            continue
+        slot = room.take(length)
+        if slot == len(bins):
+            bins.append([])
+        bins[slot].append(index)
+    return bins
+
+
+def first_fit_count(lengths: Sequence[int], capacity: int) -> int:
+    """How many bins first-fit opens: [5, 3, 7, 2, 6] with capacity 10 needs 3."""
+    return len(first_fit(lengths, capacity))
+
+
+def karmarkar_karp(lengths: Sequence[int], k: int) -> list[list[int]]:
+    """k index lists of nearly equal total length, by largest differencing (Karmarkar and Karp 1982); O(n log^2 n).
+
+    Every item is in exactly one part, and no part is empty when there are at least k items.
+    """
+    if k <= 0:
+        raise ValueError(f"the number of parts must be positive, got {k}")
+    heap = [_Partial([(length, index, [index])], length).entry(k) for index, length in enumerate(lengths)]
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        (_, number, one), (_, _, other) = heapq.heappop(heap), heapq.heappop(heap)
+        merged = one.merge(other, k) if len(one.parts) >= len(other.parts) else other.merge(one, k)
+        heapq.heappush(heap, merged.entry(k, number))
+    parts = [sorted(indices) for _, _, indices in heap[0][2].parts] if heap else []
+    return sorted(parts) + [[] for _ in range(k - len(parts))]
+
+
+def micro_batches(lengths: Sequence[int], capacity: int, at_least: int = 1) -> list[list[int]]:
+    """Balanced parts that all keep the token budget, as few as first-fit needs, or `at_least` where there are items.
+
+    Differencing balances but knows no capacity: a part that came out too long is cut again.
+    """
+    count = max(first_fit_count(lengths, capacity), at_least)
+    batches: list[list[int]] = []
+    for part in karmarkar_karp(lengths, count):
+        cuts = first_fit([lengths[index] for index in part], capacity)
+        batches += [[part[position] for position in cut] for cut in cuts]
+    return batches
+
+
+def interleave(lengths: Sequence[int], ranks: int) -> list[list[int]]:
+    """Indices per data-parallel rank: chunks of long items alternate with reversed chunks of short ones.
+
+    8..1 over 2 ranks gives lengths [8, 1, 6, 3] and [7, 2, 5, 4]. Counts differ by at most one: what is left of the
+    last chunk goes to the ranks that hold the fewest tokens.
+    """
+    if ranks <= 0:
+        raise ValueError(f"the number of ranks must be positive, got {ranks}")
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    whole = len(order) // ranks
+    chunks = [order[i * ranks : (i + 1) * ranks] for i in range(whole)]
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    for step in range(whole):
+        chunk = chunks[step // 2] if step % 2 == 0 else chunks[whole - 1 - step // 2][::-1]
+        for share, index in zip(shares, chunk, strict=True):
+            share.append(index)
+    lightest = sorted(shares, key=lambda share: sum(lengths[index] for index in share))
+    for share, index in zip(lightest, order[whole * ranks :], strict=False):
+        share.append(index)
+    return shares
+
+
+class _Room:
+    """The room left in each bin, as a tree of maxima: the first bin with enough room is found in O(log n)."""
+
+    def __init__(self, bins: int, capacity: int) -> None:
+        self.leaves = 1 << max(bins - 1, 0).bit_length()
+        self.tree = [capacity] * (2 * self.leaves)
+
+    def take(self, length: int) -> int:
+        node = 1
+        while node < self.leaves:
+            node = 2 * node if self.tree[2 * node] >= length else 2 * node + 1
+        self._set(node, self.tree[node] - length)
+        return node - self.leaves
+
+    def close(self, slot: int) -> None:
+        self._set(self.leaves + slot, -1)
+
+    def _set(self, node: int, room: int) -> None:
+        self.tree[node] = room
+        while node > 1:
+            node //= 2
+            self.tree[node] = max(self.tree[2 * node], self.tree[2 * node + 1])
+
+
+@dataclass
+class _Partial:
+    """A partition of some of the items. Empty parts are not stored, so that merging costs the smaller side's size."""
+
+    parts: list[Part]  # a heap, smallest first
+    longest: int
+
+    def entry(self, k: int, number: int | None = None) -> tuple[int, int, "_Partial"]:
+        """For a heap that yields the largest difference between longest and shortest part first."""
+        shortest = self.parts[0][0] if len(self.parts) == k else 0
+        return shortest - self.longest, self.parts[0][1] if number is None else number, self
+
+    def merge(self, other: "_Partial", k: int) -> "_Partial":
+        """Pair the longest of `other` with the shortest of this one, an empty part while there is one."""
+        longest_first = sorted(other.parts, reverse=True)
+        empty = k - len(self.parts)
+        fresh, paired = longest_first[:empty], longest_first[empty:]
+        shortest = [heapq.heappop(self.parts) for _ in paired]
+        for mine, theirs in zip(shortest, paired, strict=True):
+            small, large = sorted((mine[2], theirs[2]), key=len)
+            large.extend(small)
+            fresh.append((mine[0] + theirs[0], mine[1], large))
+        for part in fresh:
+            heapq.heappush(self.parts, part)
+        kept = self.longest if len(paired) < k else 0
+        self.longest = max(kept, *(part[0] for part in fresh))
+        return self

@@ -1,0 +1,109 @@
+"""KL divergence from the reference policy: estimators, penalty, loss, and the controllers of its coefficient."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from openrlhf.algo.reduce import Denominator, Metrics, aggregate, masked, mean_of
+
+LIMIT = 10.0  # of a token's KL as a reward, and of the log-ratio in a loss
+MAX_WEIGHT = 10.0  # of the importance weight in the unbiased gradient
+
+
+def k1(log_ratio: Tensor) -> Tensor:
+    """log pi - log ref: unbiased, high variance (Schulman, "Approximating KL Divergence", 2020)."""
+    return log_ratio
+
+
+def k2(log_ratio: Tensor) -> Tensor:
+    """(log pi - log ref)^2 / 2: low variance, small bias; its gradient is that of the KL on policy (Schulman 2020)."""
+    return log_ratio.square() / 2
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """exp(-r) - 1 + r with r = log pi - log ref: unbiased and never negative (Schulman 2020; GRPO eq. 4)."""
+    return torch.expm1(-log_ratio) + log_ratio
+
+
+KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+
+
+@torch.no_grad()
+def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, action_mask: Tensor, estimator: str = "k1") -> Tensor:
+    """Per-token KL as a reward term: clamped to [-10, 10], zero where masked, without gradient."""
+    log_ratio = masked(log_probs, action_mask) - masked(ref_log_probs, action_mask)
+    return _estimator(estimator)(_clamp_keeping_gradient(log_ratio)).clamp(-LIMIT, LIMIT)
+
+
+def kl_loss(
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    action_mask: Tensor,
+    denominator: Denominator,
+    estimator: str = "k3",
+    mode: str = "token-mean",
+    rows: Tensor | None = None,
+    old_log_probs: Tensor | None = None,
+) -> tuple[Tensor, Metrics]:
+    """KL as a loss term, to be multiplied by its coefficient.
+
+    The log-ratio is clamped, never the value, and the clamp lets the gradient through: a token that drifted furthest
+    keeps the pull it had at the limit, instead of none.
+
+    With `old_log_probs` the value stays, and the gradient becomes that of w k1^2 / 2, which is unbiased for the reverse
+    KL off policy; w = min(pi / pi_old, 10) is detached (arXiv 2510.01555; DeepSeek-V3.2).
+    """
+    current, reference = masked(log_probs, action_mask), masked(ref_log_probs, action_mask)
+    log_ratio = current - reference
+    values = _estimator(estimator)(_clamp_keeping_gradient(log_ratio))
+    if old_log_probs is not None:
+        log_weight = (current - masked(old_log_probs, action_mask)).detach()
+        pull = current * (log_weight.clamp(max=20.0).exp().clamp(max=MAX_WEIGHT) * log_ratio.detach())
+        values = values.detach() + (pull - pull.detach())
+    return aggregate(values, action_mask, mode, denominator, rows), {"kl_loss": mean_of(values, action_mask)}
+
+
+def _clamp_keeping_gradient(log_ratio: Tensor) -> Tensor:
+    """Clamp the value and keep a gradient of one."""
+    return log_ratio + (log_ratio.clamp(-LIMIT, LIMIT) - log_ratio).detach()
+
+
+def _estimator(name: str) -> Callable[[Tensor], Tensor]:
+    if name not in KL_ESTIMATORS:
+        raise ValueError(f"unknown KL estimator {name!r}; known: {', '.join(KL_ESTIMATORS)}")
+    return KL_ESTIMATORS[name]
+
+
+@dataclass(frozen=True)
+class FixedKL:
+    """A coefficient that stays."""
+
+    coef: float
+
+    def updated(self, kl: float, num_samples: int) -> "FixedKL":
+        return self
+
+
+@dataclass(frozen=True)
+class AdaptiveKL:
+    """A coefficient steered so that the KL stays near `target` (Ziegler et al., arXiv 1909.08593, section 2.2)."""
+
+    coef: float
+    target: float
+    horizon: float
+
+    def __post_init__(self) -> None:
+        if self.target <= 0 or self.horizon <= 0:
+            raise ValueError(f"KL target and horizon must be positive, got {self.target} and {self.horizon}")
+
+    def updated(self, kl: float, num_samples: int) -> "AdaptiveKL":
+        """The controller after a rollout of `num_samples` samples with mean KL `kl`."""
+        error = min(max(kl / self.target - 1, -0.2), 0.2)
+        return replace(self, coef=self.coef * (1 + error * num_samples / self.horizon))
+
+
+def kl_controller(coef: float, target: float | None, horizon: float) -> FixedKL | AdaptiveKL:
+    """Adaptive when a target is given. Its whole state is its fields: `dataclasses.asdict` saves it."""
+    return FixedKL(coef) if target is None else AdaptiveKL(coef, target, horizon)

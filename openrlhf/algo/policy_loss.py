@@ -1,0 +1,175 @@
+"""The policy's loss: clipped surrogate per token or per sequence, rollout correction, entropy bonus."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from openrlhf.algo.reduce import (
+    AGGREGATIONS,
+    Denominator,
+    Metrics,
+    aggregate,
+    masked,
+    mean_of,
+    sequence_means,
+    to_tokens,
+)
+
+MAX_LOG_RATIO = 20.0  # exp stays finite, and a ratio of 5e8 says no more than one of infinity
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Which tokens act, and which sequence each belongs to."""
+
+    mask: Tensor
+    rows: Tensor | None
+
+
+Ratio = Callable[[Tensor, Tokens], Tensor]
+Correction = Callable[[Tensor, Tokens, float, float], Tensor]
+
+
+def token_ratio(log_ratio: Tensor, tokens: Tokens) -> Tensor:
+    """PPO: each token's own ratio pi / pi_old (arXiv 1707.06347)."""
+    return _exp(log_ratio)
+
+
+def sequence_ratio(log_ratio: Tensor, tokens: Tokens) -> Tensor:
+    """GSPO: the geometric mean of a sequence's token ratios, at each of its tokens (arXiv 2507.18071, eq. 7)."""
+    return _exp(to_tokens(sequence_means(log_ratio, tokens.mask, tokens.rows), tokens.mask, tokens.rows))
+
+
+def truncate(log_weight: Tensor, tokens: Tokens, low: float, high: float) -> Tensor:
+    """TIS: the importance weight, held in [low, high] (Yao et al., "Your Efficient RL Framework Secretly Brings You
+    Off-Policy RL Training", 2025)."""
+    return _exp(log_weight).clamp(low, high)
+
+
+def icepop(log_weight: Tensor, tokens: Tokens, low: float, high: float) -> Tensor:
+    """IcePop: a token whose weight leaves [low, high] is dropped, the others keep theirs (arXiv 2510.18855)."""
+    weight = _exp(log_weight)
+    return torch.where(_within(weight, low, high), weight, 0.0)
+
+
+def sequence_mask(log_weight: Tensor, tokens: Tokens, low: float, high: float) -> Tensor:
+    """Masked importance sampling by sequence: the geometric mean of a sequence's weights must be in [low, high]
+    (Liu et al., "When Speed Kills Stability", 2025).
+
+    Kept weights are held in the interval too: +100 and -100 average to a sequence that passes with a weight of e^100.
+    """
+    return torch.where(_within(sequence_ratio(log_weight, tokens), low, high), _exp(log_weight).clamp(low, high), 0.0)
+
+
+POLICY_LOSSES: dict[str, Ratio] = {"ppo": token_ratio, "gspo": sequence_ratio}
+CORRECTIONS: dict[str, Correction] = {"tis": truncate, "icepop": icepop, "seq-mask-tis": sequence_mask}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicySettings:
+    """How a policy is updated: plain values, so that they can travel to a worker."""
+
+    loss_type: str = "ppo"
+    eps_low: float = 0.2
+    eps_high: float = 0.2
+    dual_clip: float | None = None
+    loss_agg_mode: str = "token-mean"
+    correction: str | None = None
+    correction_range: tuple[float, float] = (0.5, 5.0)
+
+    def __post_init__(self) -> None:
+        _known("policy loss", self.loss_type, list(POLICY_LOSSES))
+        _known("aggregation", self.loss_agg_mode, list(AGGREGATIONS))
+        if self.correction is not None:
+            _known("correction", self.correction, list(CORRECTIONS))
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            raise ValueError(f"dual clip must be above 1, got {self.dual_clip}")
+        if not 0 <= self.correction_range[0] <= self.correction_range[1]:
+            raise ValueError(f"the correction range must be 0 <= low <= high, got {self.correction_range}")
+
+    @property
+    def aggregation(self) -> str:
+        """The mode in force, which says what the denominator counts: GSPO is defined by the mean over sequences."""
+        return "seq-mean" if self.loss_type == "gspo" else self.loss_agg_mode
+
+
+def policy_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    action_mask: Tensor,
+    denominator: Denominator,
+    settings: PolicySettings,
+    rollout_log_probs: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> tuple[Tensor, Metrics]:
+    """Clipped surrogate (arXiv 1707.06347, eq. 7) with an asymmetric range (DAPO, arXiv 2503.14476, eq. 10).
+
+    `denominator` counts what `settings.aggregation` says. A single on-policy step may pass the current log-probs as the
+    old ones: only the first argument carries gradient. `rollout_log_probs` are the engine's own, for the correction
+    of the difference between engine and trainer: a weight on each token for PPO; for GSPO they take the place of
+    `old_log_probs` in the ratio, and there is no weight.
+    """
+    if settings.correction is not None and rollout_log_probs is None:
+        raise ValueError(f"correction {settings.correction!r} needs the rollout's log-probs")
+    tokens = Tokens(action_mask.bool(), rows)
+    current, old = masked(log_probs, tokens.mask), masked(old_log_probs.detach(), tokens.mask)
+    advantage = masked(advantages, tokens.mask)
+    metrics = {"ppo_kl": mean_of(old - current, tokens.mask)}
+
+    behaviour, weight = old, None
+    if rollout_log_probs is not None:
+        rollout = masked(rollout_log_probs.detach(), tokens.mask)
+        metrics["vllm_kl"] = mean_of(rollout - old, tokens.mask)
+        if settings.correction is not None and settings.loss_type == "gspo":
+            behaviour = rollout
+        elif settings.correction is not None:
+            weight = CORRECTIONS[settings.correction](old - rollout, tokens, *settings.correction_range)
+            metrics["is_filter_ratio"] = mean_of(weight == 0, tokens.mask)
+
+    ratio = POLICY_LOSSES[settings.loss_type](current - behaviour, tokens)
+    losses, clipped = clipped_surrogate(ratio, advantage, settings)
+    metrics["clip_ratio"] = mean_of(clipped, tokens.mask)
+    if weight is not None:
+        losses = losses * weight
+    return aggregate(losses, tokens.mask, settings.aggregation, denominator, rows), metrics
+
+
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, settings: PolicySettings) -> tuple[Tensor, Tensor]:
+    """Per-token losses, and where the clipped term was the smaller.
+
+    Dual clip (arXiv 1912.09729, eq. 5) bounds the loss of a bad action by c|A|, however likely it became.
+    """
+    plain = ratio * advantages
+    bounded = ratio.clamp(1 - settings.eps_low, 1 + settings.eps_high) * advantages
+    objective = torch.minimum(plain, bounded)
+    if settings.dual_clip is not None:
+        floor = torch.maximum(objective, settings.dual_clip * advantages)
+        objective = torch.where(advantages < 0, floor, objective)
+    return -objective, (bounded < plain).detach()
+
+
+def entropy_loss(
+    entropy: Tensor,
+    action_mask: Tensor,
+    denominator: Denominator,
+    mode: str = "token-mean",
+    rows: Tensor | None = None,
+) -> tuple[Tensor, Metrics]:
+    """Minus the mean entropy: added with its coefficient it is the entropy bonus (A3C, arXiv 1602.01783)."""
+    return -aggregate(entropy, action_mask, mode, denominator, rows), {"entropy": mean_of(entropy, action_mask)}
+
+
+def _exp(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _within(values: Tensor, low: float, high: float) -> Tensor:
+    return (low <= values) & (values <= high)
+
+
+def _known(what: str, name: str, names: list[str]) -> None:
+    if name not in names:
+        raise ValueError(f"unknown {what} {name!r}; known: {', '.join(names)}")

@@ -1,0 +1,126 @@
+"""Masked and global reductions: what a loss does with its tokens, without knowing the cluster."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Denominator = float | Tensor
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A sum and how many things were summed, so that micro-batches, ranks and packs can be added exactly."""
+
+    total: Tensor  # [] float64
+    count: Tensor  # [] float64
+
+    def __add__(self, other: "Mean") -> "Mean":
+        return Mean(self.total + other.total, self.count + other.count)
+
+    @property
+    def value(self) -> Tensor:
+        """The mean; zero when nothing was counted."""
+        return divide(self.total, self.count)
+
+
+Metrics = dict[str, Mean]
+
+
+@torch.no_grad()
+def mean_of(values: Tensor, mask: Tensor | None = None) -> Mean:
+    """The detached sum and count of `values` where `mask` holds."""
+    if mask is None:
+        mask = torch.ones_like(values, dtype=torch.bool)
+    kept = mask.bool()
+    # float64, because a float32 counter stops counting at 16M tokens
+    return Mean(masked(values, kept).sum(dtype=torch.float64), kept.sum().double())
+
+
+def add_metrics(parts: Iterable[Metrics]) -> Metrics:
+    """Sum the metrics of micro-batches or ranks key by key; a key may be absent from some of them."""
+    sums: Metrics = {}
+    for part in parts:
+        for key, mean in part.items():
+            sums[key] = sums[key] + mean if key in sums else mean
+    return sums
+
+
+def masked(values: Tensor, mask: Tensor) -> Tensor:
+    """`values` in fp32, exact zero where masked: a product would let a masked NaN through, in the gradient too."""
+    return torch.where(mask.bool(), values.float(), 0.0)
+
+
+def divide(total: Tensor, denominator: Denominator) -> Tensor:
+    """`total / denominator`; a step with nothing to learn from gives zero instead of 0/0."""
+    if isinstance(denominator, Tensor):
+        return total / torch.where(denominator == 0, 1, denominator)
+    return total / (denominator if denominator != 0 else 1.0)
+
+
+def sequence_sums(values: Tensor, mask: Tensor, rows: Tensor | None = None, num_sequences: int | None = None) -> Tensor:
+    """Sum of each sequence's tokens, [sequences].
+
+    `rows` numbers each token's sequence, from 0 within the micro-batch (any value where masked); without it, each row
+    of a 2-D tensor is a sequence. `num_sequences` is the length of the result for packed tokens; by default as many as
+    there are tokens, an upper bound that needs no look at the device: numbers without tokens get zero.
+    """
+    kept = masked(values, mask)
+    if rows is None:
+        if values.dim() != 2:
+            raise ValueError(f"packed tokens of shape {list(values.shape)} need rows, each token's sequence number")
+        return kept.sum(-1)
+    sums = kept.new_zeros(rows.numel() if num_sequences is None else num_sequences)
+    return sums.index_add(0, _clean_rows(rows, mask).flatten(), kept.flatten())
+
+
+def sequence_means(
+    values: Tensor, mask: Tensor, rows: Tensor | None = None, num_sequences: int | None = None
+) -> Tensor:
+    """Mean of each sequence over its own tokens, [sequences]; zero for a fully masked one."""
+    lengths = sequence_sums(torch.ones_like(mask, dtype=torch.float32), mask, rows, num_sequences)
+    return divide(sequence_sums(values, mask, rows, num_sequences), lengths)
+
+
+def to_tokens(per_sequence: Tensor, mask: Tensor, rows: Tensor | None = None) -> Tensor:
+    """Each sequence's number at each of its tokens, in the shape of `mask`."""
+    if rows is None:
+        return per_sequence.unsqueeze(-1).expand(mask.shape)
+    return per_sequence[_clean_rows(rows, mask)]
+
+
+def sequence_count(mask: Tensor, rows: Tensor | None = None) -> Tensor:
+    """How many sequences have at least one token: what a seq-mean denominator counts."""
+    return (sequence_sums(torch.ones_like(mask, dtype=torch.float32), mask, rows) > 0).sum()
+
+
+def aggregate(values: Tensor, mask: Tensor, mode: str, denominator: Denominator, rows: Tensor | None = None) -> Tensor:
+    """Reduce per-token losses to this micro-batch's share of the loss of the whole optimizer step.
+
+    `denominator` is that step's global count: action tokens for token-mean (DAPO, arXiv 2503.14476), non-empty
+    sequences for seq-mean (GRPO, arXiv 2402.03300), sequences times maximum length for constant (Dr. GRPO,
+    arXiv 2503.20783). The shares of all micro-batches and ranks add up to the loss.
+    """
+    if mode not in AGGREGATIONS:
+        raise ValueError(f"unknown aggregation {mode!r}; known: {', '.join(AGGREGATIONS)}")
+    return divide(AGGREGATIONS[mode](values, mask, rows), denominator)
+
+
+def _token_sum(values: Tensor, mask: Tensor, rows: Tensor | None) -> Tensor:
+    return masked(values, mask).sum()
+
+
+def _sum_of_sequence_means(values: Tensor, mask: Tensor, rows: Tensor | None) -> Tensor:
+    return sequence_means(values, mask, rows).sum()
+
+
+def _clean_rows(rows: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask.bool(), rows, 0).long()
+
+
+AGGREGATIONS: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
+    "token-mean": _token_sum,
+    "seq-mean": _sum_of_sequence_means,
+    "constant": _token_sum,
+}

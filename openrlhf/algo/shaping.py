@@ -1,0 +1,140 @@
+"""Scalar rewards before they become advantages: penalties, comparison within a group, spreading over tokens."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from openrlhf.algo.reduce import masked
+
+Shaping = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class GroupStats:
+    """What each sample's group looks like; every field is [samples]."""
+
+    mean: Tensor
+    std: Tensor  # unbiased; 0 for a group of one
+    low: Tensor
+    high: Tensor
+    size: Tensor
+
+
+def group_stats(rewards: Tensor, group_ids: Tensor) -> GroupStats:
+    """Statistics of each sample's group, for groups of any size in any order.
+
+    Sums run in float64, in which the mean of equal fp32 rewards is that reward exactly.
+    """
+    _, group = torch.unique(group_ids, return_inverse=True)
+    exact = rewards.double()
+    zeros = torch.zeros_like(exact)  # at least as long as there are groups
+    size = zeros.index_add(0, group, torch.ones_like(exact))[group]
+    mean = zeros.index_add(0, group, exact)[group] / size
+    squares = zeros.index_add(0, group, (exact - mean).square())[group]
+    return GroupStats(
+        mean=mean.float(),
+        std=(squares / (size - 1).clamp(min=1)).sqrt().float(),
+        low=zeros.scatter_reduce(0, group, exact, "amin", include_self=False)[group].float(),
+        high=zeros.scatter_reduce(0, group, exact, "amax", include_self=False)[group].float(),
+        size=size.float(),
+    )
+
+
+def identity(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """PPO and REINFORCE++: the reward as it is, in fp32."""
+    return rewards.float()
+
+
+def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """RLOO: a reward minus the mean of the others of its group (arXiv 2402.14740); 0 for a group of one."""
+    group = group_stats(rewards, group_ids)
+    # r - (sum - r) / (n - 1) = (r - mean) n / (n - 1), which cancels less
+    return (rewards.float() - group.mean) * group.size / (group.size - 1).clamp(min=1)
+
+
+def group_centred(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """REINFORCE++-baseline (arXiv 2501.03262) and Dr. GRPO (arXiv 2503.20783): a reward minus its group's mean."""
+    return rewards.float() - group_stats(rewards, group_ids).mean
+
+
+def group_norm(rewards: Tensor, group_ids: Tensor, eps: float = 1e-9) -> Tensor:
+    """GRPO: a reward relative to its group, in units of the group's deviation (arXiv 2402.03300, section 4.1.2).
+
+    A group whose rewards are all equal carries no signal and gets exact zeros: rounding could leave its centred rewards
+    and its deviation both tiny, and their ratio would be noise.
+    """
+    group = group_stats(rewards, group_ids)
+    centred = (rewards.float() - group.mean) / (group.std + eps)
+    return torch.where(group.low == group.high, 0.0, centred)
+
+
+SHAPING: dict[str, Shaping] = {
+    "gae": identity,
+    "reinforce": identity,
+    "rloo": leave_one_out,
+    "reinforce_baseline": group_centred,
+    "group_norm": group_norm,
+    "dr_grpo": group_centred,
+}
+NEEDS_GROUPS = frozenset({"rloo", "reinforce_baseline", "group_norm", "dr_grpo"})
+WHITENED = frozenset({"gae", "reinforce", "reinforce_baseline"})  # advantages normalised over the whole rollout
+
+
+def response_lengths(action_mask: Tensor) -> Tensor:
+    """Tokens from the first to the last action token, both counted, [batch]; 0 without any."""
+    acts = action_mask.bool()
+    begun = acts.cumsum(-1) > 0
+    unfinished = acts.flip(-1).cumsum(-1).flip(-1) > 0
+    return (begun & unfinished).sum(-1)
+
+
+def overlong_penalty(rewards: Tensor, lengths: Tensor, max_len: int, buffer: float, factor: float) -> Tensor:
+    """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13): up to `factor` over the last `buffer` tokens."""
+    if not 0 < buffer <= max_len:
+        raise ValueError(f"the overlong buffer must be in (0, {max_len}], the longest response, got {buffer}")
+    excess = (lengths.float() - (max_len - buffer)).clamp(min=0.0, max=buffer)
+    return rewards.float() - excess / buffer * factor
+
+
+def stop_properly_penalty(rewards: Tensor, truncated: Tensor, coef: float) -> Tensor:
+    """ProRL (arXiv 2505.24864): a truncated response keeps only `coef` of its reward; a negative `coef` is its reward.
+
+    The smaller of old and new is taken: scaling a negative reward towards zero would make truncation a gain.
+    """
+    if coef > 1:
+        raise ValueError(f"the stop-properly coefficient must be at most 1, got {coef}")
+    before = rewards.float()
+    penalised = before * coef if coef >= 0 else torch.full_like(before, coef)
+    return torch.where(truncated.bool(), torch.minimum(before, penalised), before)
+
+
+def clip_rewards(rewards: Tensor, low: float, high: float) -> Tensor:
+    """Shaped rewards within [low, high]."""
+    return rewards.float().clamp(low, high)
+
+
+@torch.no_grad()
+def spread(rewards: Tensor, kl: Tensor | None, action_mask: Tensor, kl_coef: float) -> Tensor:
+    """Token rewards [batch, tokens]: -kl_coef kl at each action token, plus the reward at the last one.
+
+    (InstructGPT, arXiv 2203.02155, eq. 2.) No KL and a coefficient that is not positive both mean no penalty.
+    """
+    acts = action_mask.bool()
+    remaining = acts.flip(-1).cumsum(-1).flip(-1)  # action tokens from here on
+    token_rewards = masked(rewards.unsqueeze(-1).expand(acts.shape), acts & (remaining == 1))
+    if kl is None or kl_coef <= 0:
+        return token_rewards
+    return token_rewards - kl_coef * masked(kl, acts)
+
+
+def group_is_kept(scores: Tensor, group_ids: Tensor, low: float, high: float) -> Tensor:
+    """DAPO's dynamic sampling (arXiv 2503.14476, eq. 11): low < mean score of the group < high, [samples] bool.
+
+    A missing score is NaN; its group is kept, since nothing is known against it.
+    """
+    if low >= high:
+        raise ValueError(f"the filter range must have low < high, got {low} and {high}")
+    mean = group_stats(scores, group_ids).mean
+    return ~((mean <= low) | (mean >= high))

@@ -1,0 +1,97 @@
+"""Losses on next tokens: supervised fine-tuning, distillation, process rewards.
+
+Position t holds what predicts `labels[t]`: the caller has shifted already, and one mask covers every term.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from openrlhf.algo.reduce import Denominator, Metrics, aggregate, masked, mean_of
+
+
+def sft_loss(
+    log_probs: Tensor,
+    loss_mask: Tensor,
+    denominator: Denominator,
+    mode: str = "token-mean",
+    rows: Tensor | None = None,
+) -> tuple[Tensor, Metrics]:
+    """Negative log-likelihood of the target tokens; `denominator` is the whole optimizer step's."""
+    loss = -aggregate(log_probs, loss_mask, mode, denominator, rows)
+    return loss, {"gpt_loss": mean_of(-log_probs, loss_mask)}
+
+
+def kd_terms(student_logits: Tensor, teacher_logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """(log p(label), sum over the vocabulary of p_teacher x log p_student) at each position; logits are [..., vocab].
+
+    A vocabulary entry that the student rules out (a logit of -inf) contributes nothing to the teacher's term.
+    """
+    log_probs = student_logits.float().log_softmax(-1)
+    teacher = teacher_logits.detach().float().softmax(-1)
+    cross = (teacher * torch.where(log_probs.isinf(), 0.0, log_probs)).sum(-1)
+    return log_probs.gather(-1, labels.unsqueeze(-1)).squeeze(-1), cross
+
+
+def kd_loss(
+    log_probs: Tensor, cross: Tensor, loss_mask: Tensor, denominator: Denominator, kd_coef: float
+) -> tuple[Tensor, Metrics]:
+    """(1 - c) cross-entropy with the labels + c cross-entropy with the teacher (Hinton et al., arXiv 1503.02531).
+
+    Both terms (see `kd_terms`) stand at the same positions, under one mask.
+    """
+    loss = -aggregate((1 - kd_coef) * log_probs + kd_coef * cross, loss_mask, "token-mean", denominator)
+    return loss, {"gpt_loss": mean_of(-log_probs, loss_mask), "distil_loss": mean_of(-cross, loss_mask)}
+
+
+def prm_loss(
+    logits: Tensor,
+    labels: Tensor,
+    mask: Tensor,
+    denominator: Denominator,
+    reward_token_ids: Sequence[int] | None = None,
+) -> tuple[Tensor, Metrics]:
+    """Process rewards: cross-entropy at step ends (Math-Shepherd, arXiv 2312.08935; `denominator` counts steps).
+
+    Integer labels are token ids, over the whole vocabulary, or over `reward_token_ids` alone when given. Float labels
+    are probabilities p of the first of two reward tokens: cross-entropy against [p, 1 - p].
+    """
+    kept = mask.bool()
+    if reward_token_ids is not None:
+        logits = logits[..., torch.tensor(reward_token_ids, device=logits.device)]
+    log_probs = _masked_log_softmax(logits, kept)
+    if labels.is_floating_point():
+        targets = _soft_targets(masked(labels, kept), reward_token_ids)
+        losses, best = -(targets * log_probs).sum(-1), targets.argmax(-1)
+    else:
+        best = masked_labels(labels, kept) if reward_token_ids is None else _columns(labels, kept, reward_token_ids)
+        losses = -log_probs.gather(-1, best.unsqueeze(-1)).squeeze(-1)
+    metrics = {"prm_loss": mean_of(losses, kept), "acc": mean_of(log_probs.argmax(-1) == best, kept)}
+    return aggregate(losses, kept, "token-mean", denominator), metrics
+
+
+def masked_labels(labels: Tensor, mask: Tensor) -> Tensor:
+    """Labels that can index: 0 where masked, whatever padding stood there."""
+    return torch.where(mask.bool(), labels, 0).long()
+
+
+def _masked_log_softmax(logits: Tensor, mask: Tensor) -> Tensor:
+    return masked(logits, mask.unsqueeze(-1)).log_softmax(-1)
+
+
+def _soft_targets(probabilities: Tensor, reward_token_ids: Sequence[int] | None) -> Tensor:
+    count = 0 if reward_token_ids is None else len(reward_token_ids)
+    if count != 2:
+        raise ValueError(f"float labels need exactly 2 reward tokens, the positive one first; got {count}")
+    return torch.stack([probabilities, 1 - probabilities], dim=-1)
+
+
+def _columns(labels: Tensor, mask: Tensor, reward_token_ids: Sequence[int]) -> Tensor:
+    """Which of the reward tokens each label is."""
+    matches = labels.unsqueeze(-1) == torch.tensor(reward_token_ids, device=labels.device)
+    unknown = mask & ~matches.any(-1)
+    if bool(unknown.any()):
+        ids = sorted(set(labels[unknown].tolist()))
+        raise ValueError(f"labels {ids[:5]} are not reward tokens; known: {list(reward_token_ids)}")
+    return matches.int().argmax(-1)

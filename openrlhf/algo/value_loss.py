@@ -1,0 +1,27 @@
+"""The critic's loss."""
+
+import torch
+from torch import Tensor
+
+from openrlhf.algo.reduce import Denominator, Metrics, aggregate, masked, mean_of
+
+
+def value_loss(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    action_mask: Tensor,
+    denominator: Denominator,
+    value_clip: float | None = 0.5,
+) -> tuple[Tensor, Metrics]:
+    """Half the squared error, the worse of plain and clipped around the old value (PPO's reference implementation,
+    arXiv 2005.12729, section 3); `denominator` is the optimizer step's global action tokens."""
+    value, target = masked(values, action_mask), masked(returns, action_mask)
+    errors = (value - target).square()
+    metrics = {"values": mean_of(value, action_mask)}
+    if value_clip is not None:
+        old = masked(old_values, action_mask)
+        bounded = (old + (value - old).clamp(-value_clip, value_clip) - target).square()
+        metrics["value_clip_ratio"] = mean_of(bounded > errors, action_mask)
+        errors = torch.maximum(errors, bounded)
+    return aggregate(0.5 * errors, action_mask, "token-mean", denominator), metrics

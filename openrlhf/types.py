@@ -1,0 +1,73 @@
+"""The vocabulary that rooms hand to each other: frozen dataclasses, with the shape of each array beside it.
+
+One convention holds everywhere: a mask, a log-prob or an advantage at place t belongs to token t, never to the position
+that predicts it. So a prompt of two tokens with a response of three has
+
+    input_ids    [ p0  p1  r0  r1  r2 ]
+    target_mask  [ 0   0   1   1   1  ]
+    log_probs    [ 0   .   a   b   c  ]   a = log p(r0 | p0 p1); the first token of a sequence has none
+
+and nothing changes when several sequences are packed into one row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """A sequence of a dataset, and which of its tokens are learned."""
+
+    input_ids: NDArray[np.int32]  # [tokens]
+    target_mask: NDArray[np.bool_]  # [tokens]
+
+
+@dataclass(frozen=True)
+class PairRow:
+    """A preferred and another response to one prompt; the prompt's tokens are not targets."""
+
+    chosen: TokenRow
+    rejected: TokenRow
+    margin: float = 0.0
+
+
+@dataclass(frozen=True)
+class LabelledRow:
+    """A response with a verdict: True is desirable. `prompt_length` is where another row's response would begin."""
+
+    tokens: TokenRow
+    prompt_length: int
+    label: bool
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """A text whose steps end at `step_places`, each with the probability of its positive label or a class number."""
+
+    input_ids: NDArray[np.int32]  # [tokens]
+    step_places: NDArray[np.int32]  # [steps]
+    step_labels: NDArray[np.float32]  # [steps]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences side by side, padded to one length or packed into a single row.
+
+    `sequence_ids` numbers the sequences from 0 and is -1 on padding; `position_ids` restarts with each sequence.
+    """
+
+    input_ids: Tensor  # [rows, tokens]
+    position_ids: Tensor  # [rows, tokens]
+    sequence_ids: Tensor  # [rows, tokens]
+    target_mask: Tensor  # [rows, tokens] bool
+    num_sequences: int
+    extras: Mapping[str, Tensor] = field(default_factory=dict)  # by name, [sequences] or [rows, tokens]

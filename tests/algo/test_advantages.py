@@ -1,0 +1,108 @@
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+from openrlhf.algo.advantages import ADVANTAGES, discounted_returns, gae, moments, normalize, whiten
+from openrlhf.algo.shaping import SHAPING
+from tests.algo.cases import batches, batches_with_split
+
+DECAYS = st.sampled_from([0.0, 0.5, 0.99, 1.0])
+
+
+def naive_gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lambd: float) -> Tensor:
+    """Token by token, over the action tokens alone."""
+    result = torch.zeros_like(rewards)
+    for row in range(len(mask)):
+        advantage = next_value = 0.0
+        for t in reversed(mask[row].nonzero().flatten().tolist()):
+            value = values[row, t].item()
+            advantage = rewards[row, t].item() + gamma * next_value - value + gamma * lambd * advantage
+            next_value = value
+            result[row, t] = advantage
+    return result
+
+
+def test_gae_by_hand():
+    # delta = [0 + .9*2 - 1, 1 + 0 - 2] = [.8, -1]; A = [.8 + .9*.5*-1, -1]
+    rewards, values = torch.tensor([[0.0, 1.0]]), torch.tensor([[1.0, 2.0]])
+    advantages, returns = gae(rewards, values, torch.ones(1, 2), 0.9, 0.5)
+    assert_close(advantages, torch.tensor([[0.35, -1.0]]))
+    assert_close(returns, torch.tensor([[1.35, 1.0]]))
+
+
+def test_environment_tokens_take_no_step():
+    rewards = torch.tensor([[0.0, 7.0, torch.nan, 1.0]])
+    mask = torch.tensor([[1, 0, 0, 1]])
+    assert_close(discounted_returns(rewards, mask, 0.5), torch.tensor([[0.5, 0, 0, 1]]))
+    advantages, returns = gae(rewards, torch.tensor([[1.0, 9, torch.inf, 2]]), mask, 0.9, 0.5)
+    assert_close(advantages, torch.tensor([[0.35, 0, 0, -1]]))
+    assert_close(returns, torch.tensor([[1.35, 0, 0, 1]]))
+
+
+def test_without_discount_the_return_is_what_is_left():
+    rewards = torch.tensor([[1, 2, 3]], dtype=torch.bfloat16)
+    got = discounted_returns(rewards, torch.tensor([[True, False, True]]), 1.0)
+    assert_close(got, torch.tensor([[4.0, 0, 3]]))
+
+
+def test_every_estimator_has_advantages_and_shaping():
+    assert list(ADVANTAGES) == list(SHAPING)
+    rewards, mask = torch.tensor([[0.0, 2.0]]), torch.ones(1, 2)
+    for name, function in ADVANTAGES.items():
+        advantages, returns = function(rewards, torch.zeros(1, 2), mask, 0.5, 1.0)
+        assert_close(advantages, torch.tensor([[1.0, 2.0]]), msg=name)
+        assert advantages.data_ptr() != returns.data_ptr()
+
+
+@given(batches(2), DECAYS, DECAYS)
+def test_gae_equals_a_loop_over_action_tokens(batch, gamma, lambd):
+    rewards, values = batch.tensors
+    advantages, returns = gae(rewards, values, batch.mask, gamma, lambd)
+    expected = naive_gae(rewards, values, batch.mask, gamma, lambd)
+    assert_close(advantages, expected)
+    assert_close(returns, expected + torch.where(batch.mask, values, 0))
+
+
+@given(batches(1), DECAYS)
+def test_returns_equal_a_loop_over_action_tokens(batch, gamma):
+    (rewards,) = batch.tensors
+    expected = naive_gae(rewards, torch.zeros_like(rewards), batch.mask, gamma, 1.0)
+    assert_close(discounted_returns(rewards, batch.mask, gamma), expected)
+
+
+@given(batches(2), DECAYS, DECAYS)
+def test_environment_tokens_could_be_cut_out(batch, gamma, lambd):
+    rewards, values = batch.tensors
+    advantages, _ = gae(rewards, values, batch.mask, gamma, lambd)
+    for row, mask in enumerate(batch.mask):
+        alone = gae(rewards[row, mask][None], values[row, mask][None], mask[mask][None], gamma, lambd)[0]
+        assert_close(advantages[row, mask], alone[0])
+
+
+def test_normalisation_by_hand():
+    advantages, mask = torch.tensor([[1.0, 3, torch.nan]]), torch.tensor([[1, 1, 0]])
+    assert_close(normalize(advantages, mask), torch.tensor([[-1.0, 1, 0]]))
+    assert_close(normalize(advantages + 1, mask, divide_by_std=False), torch.tensor([[-1.0, 1, 0]]))
+
+
+def test_equal_advantages_normalise_to_zero():
+    assert_close(normalize(torch.full((2, 3), 0.7), torch.ones(2, 3)), torch.zeros(2, 3))
+
+
+def test_moments_survive_a_large_mean():
+    values = 10_000 + torch.tensor([[-0.5, 0.5]])
+    assert_close(normalize(values, torch.ones(1, 2)), torch.tensor([[-1.0, 1.0]]))
+
+
+@given(batches_with_split(1))
+def test_moments_of_ranks_add_up(case):
+    batch, parts = case
+    (values,) = batch.tensors
+    whole = normalize(values, batch.mask)
+    first, *others = (moments(values[rows], batch.mask[rows]) for rows in parts)
+    statistics = sum(others, start=first)
+    for rows in parts:
+        assert_close(whiten(values[rows], batch.mask[rows], statistics), whole[rows])
+    assert_close(statistics.variance, values[batch.mask].double().var(correction=0))
