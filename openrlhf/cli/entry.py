@@ -28,7 +28,10 @@ def command(main: Callable[[Sequence[str]], None]) -> Main:
     @wraps(main)
     def entry(argv: Sequence[str] | None = None) -> None:
         try:
-            main(sys.argv[1:] if argv is None else argv)
+            try:
+                main(sys.argv[1:] if argv is None else argv)
+            finally:
+                sys.stdout.flush()  # here, where a reader that left is understood, and not at the interpreter's end
         except OpenRLHFError as error:
             say(f"error: {error}")
             raise SystemExit(error.exit_code) from None

@@ -28,6 +28,7 @@ FILES: Rules = (paths.model_folders_exist, paths.dataset_files_exist, paths.code
 TEMPLATE: Rules = (
     common.empty_template_is_none,
     common.template_has_a_place,
+    common.template_has_line_breaks,
     common.chat_template_kwargs_are_json,
 )
 TRAINING: Rules = (
@@ -67,6 +68,9 @@ RL: Rules = (
     rl.thresholds_are_an_interval,
     rl.clip_range_is_positive,
     rl.gspo_clips_narrowly,
+    rl.mis_is_the_sequence_mask,
+    rl.sampling_has_a_temperature,
+    rl.generate_max_len_within_max_len,
     rl.context_leaves_room,
     rl.overlong_buffer_fits_the_response,
     rl.reward_clip_is_an_interval,
@@ -81,6 +85,7 @@ RL: Rules = (
     placement.shared_devices_have_equal_counts,
     placement.hybrid_engines_cover_the_policy,
     placement.engines_have_a_device,
+    placement.groups_divide_the_devices,
     rl.scoring_batches_cover_the_devices,
     rl.rollouts_divide_into_steps,
     extras.cluster_extras_are_installed,
@@ -95,7 +100,7 @@ RULES: dict[type, Rules] = {
         supervised.pretraining_has_no_turns,
         *FILES,
     ),
-    RMConfig: (*SUPERVISED, *TEMPLATE, *FILES),
+    RMConfig: (*SUPERVISED, *TEMPLATE, supervised.margins_belong_to_the_sigmoid, *FILES),
     DPOConfig: (*SUPERVISED, *TEMPLATE, *FILES),
     KTOConfig: (*SUPERVISED, *TEMPLATE, *FILES),
     KDConfig: (*SUPERVISED, *TEMPLATE, supervised.a_teacher_is_given, *FILES),
@@ -105,7 +110,10 @@ RULES: dict[type, Rules] = {
     BatchInferenceConfig: (
         common.a_model_is_given,
         numbers.numbers_are_in_range,
+        common.four_bit_needs_bf16,
+        extras.asked_extras_are_installed,
         inference.a_task_is_given,
+        extras.batch_engine_is_installed,
         inference.post_processors_need_rewards,
         inference.reward_template_has_its_places,
         common.probabilities_match_datasets,

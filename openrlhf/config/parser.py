@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import os
+import re
 import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from openrlhf.monitor import say
 
 C = TypeVar("C")
 
+NEGATIVE_NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$", re.IGNORECASE)
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
@@ -23,15 +25,16 @@ def parse(
 ) -> C:
     """Flags from the environment, then `--config FILE`, then `argv`; what comes later wins."""
     environ = os.environ if environ is None else environ
-    from_environment, became = environment_arguments(command, environ)
-    from_file, argv = take_config_file(command, list(argv))
-    given, notes = rewrite(command, [*from_environment, *from_file, *argv])
     parser = build_parser(command, prog)
+    files = parser.parse_known_args(rewrite(command, argv)[0])[0].config
+    from_files = [word for file in files for word in file_arguments(command, Path(file))]
+    from_environment, became = environment_arguments(command, environ)
+    given, notes = rewrite(command, [*from_environment, *from_files, *argv])
+    for note in [*became, *notes]:
+        say(note)
     values, unknown = parser.parse_known_args(given)
     if unknown:
         raise unknown_flag(command, unknown[0])
-    for note in [*became, *notes]:
-        say(note)
     return assemble(command, vars(values))
 
 
@@ -67,7 +70,14 @@ def build_parser(command: type, prog: str) -> FlagParser:
     parser = FlagParser(
         prog=prog, usage=f"{prog} [--flag value ...]", description=description, formatter_class=FlagHelp
     )
-    parser.add_argument("--config", metavar="FILE", help="YAML file with the same names; flags given here win over it")
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="YAML file with the same names; flags given here win over it",
+    )
+    parser._negative_number_matcher = NEGATIVE_NUMBER  # argparse's own takes -1e-3 for a flag
     groups: dict[str, argparse._ArgumentGroup] = {}
     for item in flags_of(command).values():
         if item.section not in groups:
@@ -80,7 +90,8 @@ def argument_options(item: Flag) -> dict[str, Any]:
     """The keywords for `add_argument` that a field's type asks for."""
     shown = " ".join(map(str, item.default)) if isinstance(item.default, tuple) else item.default
     wanted = without_none(item.type)
-    suffix = "" if item.default in (None, False, "") else f" (default: {shown!r})".replace("'", "")
+    unset = item.default is None or item.default is False or shown == ""
+    suffix = "" if unset else f" (default: {shown!r})".replace("'", "")
     options: dict[str, Any] = {"default": item.default, "help": (item.help + suffix).replace("%", "%%")}
     if wanted is bool:
         return options | {"nargs": "?", "const": True, "type": to_bool}
@@ -123,16 +134,6 @@ def unknown_flag(command: type, given: str) -> ConfigError:
     return ConfigError(f"--{name} is not a flag of this command", try_this=hint)
 
 
-def take_config_file(command: type, argv: list[str]) -> tuple[list[str], list[str]]:
-    """Splits `--config FILE` off `argv` and returns (the file's flags as arguments, the rest)."""
-    for place, word in enumerate(argv):
-        if word == "--config" and place + 1 < len(argv):
-            return file_arguments(command, Path(argv[place + 1])), argv[:place] + argv[place + 2 :]
-        if word.startswith("--config="):
-            return file_arguments(command, Path(word.removeprefix("--config="))), argv[:place] + argv[place + 1 :]
-    return [], argv
-
-
 def file_arguments(command: type, path: Path) -> list[str]:
     """A YAML file as command-line arguments, so that both pass through the same reading and the same errors."""
     import yaml
@@ -141,7 +142,9 @@ def file_arguments(command: type, path: Path) -> list[str]:
         content = yaml.safe_load(path.read_text())
     except FileNotFoundError:
         raise ConfigError(f"--config {path}: no such file") from None
-    except yaml.YAMLError as error:
+    except OSError as error:
+        raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, Mapping):
         raise ConfigError(f"--config {path} holds no flags", try_this="lines such as `pretrain: ./model`")

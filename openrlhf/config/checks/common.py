@@ -38,16 +38,17 @@ def empty_template_is_none(config: Templated) -> Changed[Templated] | None:
     return None
 
 
-def template_has_a_place(config: Templated) -> str | None:
+def template_has_a_place(config: Templated) -> None:
     template = config.template.input_template
-    if template is None or config.template.apply_chat_template:
-        return None
-    if "{}" not in template:
+    if template is not None and "{}" not in template and not config.template.apply_chat_template:
         raise ConfigError(
             f"--input_template {template!r} has no {{}} for the input",
             try_this="--input_template $'User: {}\\nAssistant: '",
         )
-    if "\\n" in template:
+
+
+def template_has_line_breaks(config: Templated) -> str | None:
+    if "\\n" in (config.template.input_template or ""):
         return "--input_template holds a backslash and an n; for a line break write it as $'...\\n...' in the shell"
     return None
 

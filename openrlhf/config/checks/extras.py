@@ -2,7 +2,7 @@
 
 from importlib.util import find_spec
 
-from openrlhf.config.commands import RLConfig
+from openrlhf.config.commands import BatchInferenceConfig, RLConfig
 from openrlhf.config.flags import flag_values
 from openrlhf.config.runtime import resolve_runtime
 from openrlhf.errors import MissingExtraError
@@ -41,3 +41,8 @@ def cluster_extras_are_installed(config: RLConfig) -> None:
         require("ray", "--runtime ray (several nodes, devices or engines ask for it)")
     if config.engines.vllm_num_engines:
         require("vllm", "--vllm_num_engines")
+
+
+def batch_engine_is_installed(config: BatchInferenceConfig) -> None:
+    if config.task.eval_task == "generate_vllm":
+        require("vllm", "--eval_task generate_vllm")

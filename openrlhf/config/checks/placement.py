@@ -73,6 +73,19 @@ def hybrid_engines_cover_the_policy(config: RLConfig) -> None:
         )
 
 
+def groups_divide_the_devices(config: RLConfig) -> None:
+    ring, tensor = config.sharding.ring_attn_size, config.sharding.ds_tensor_parallel_size
+    used: dict[Role, bool] = {"actor": True, "critic": uses_critic(config), "ref": uses_reference(config)}
+    for role in (role for role, runs in used.items() if runs):
+        devices = num_devices(config, role)
+        if devices % (ring * tensor):
+            raise ConfigError(
+                f"--ring_attn_size {ring} x --ds_tensor_parallel_size {tensor} does not divide the "
+                f"{devices} device(s) of {role}",
+                try_this=f"--{role}_num_gpus_per_node {ring * tensor}",
+            )
+
+
 def engines_have_a_device(config: RLConfig) -> str | None:
     if resolve_runtime(config) == "ray" and not config.engines.vllm_num_engines:
         return "--vllm_num_engines is not given: Transformers generates inside the policy's workers, slower than vLLM"

@@ -4,7 +4,7 @@ from openrlhf.config.checks.common import needed_flag
 from openrlhf.config.checks.rule import Changed, change
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.runtime import num_devices
-from openrlhf.config.sections.rl import GROUP_ESTIMATORS
+from openrlhf.config.sections.rl import GENERATE_MAX_LEN, GROUP_ESTIMATORS
 from openrlhf.errors import ConfigError
 
 
@@ -151,18 +151,24 @@ def thresholds_are_an_interval(config: RLConfig) -> None:
     given = config.policy.vllm_is_truncated_threshold
     if len(given) not in (1, 2):
         raise ConfigError(
-            f"--vllm_is_truncated_threshold takes one or two values, not {len(given)}", try_this="0.5 5.0"
+            f"--vllm_is_truncated_threshold takes one or two values, not {len(given)}",
+            try_this="--vllm_is_truncated_threshold 0.5 5.0",
         )
     low, high = config.policy.correction_range
     if not 0 <= low < high:
-        raise ConfigError(f"--vllm_is_truncated_threshold {low} {high} is no interval of weights", try_this="0.5 5.0")
+        raise ConfigError(
+            f"--vllm_is_truncated_threshold {low} {high} is no interval of weights",
+            try_this="--vllm_is_truncated_threshold 0.5 5.0",
+        )
 
 
 def clip_range_is_positive(config: RLConfig) -> None:
-    low, high = config.policy.clip_range
+    given, (low, high) = config.policy.eps_clip_low_high, config.policy.clip_range
     if not (0 <= low < 1 and high >= 0):
+        flag = f"--eps_clip_low_high {low} {high}" if given else f"--eps_clip {low}"
         raise ConfigError(
-            f"--eps_clip_low_high {low} {high}: the ratio is kept in [1 - low, 1 + high]", try_this="0.2 0.28"
+            f"{flag}: the ratio is kept in [1 - low, 1 + high], with low below 1 and none negative",
+            try_this="--eps_clip_low_high 0.2 0.28",
         )
 
 
@@ -185,6 +191,31 @@ def context_leaves_room(config: RLConfig) -> None:
         raise ConfigError(
             f"--max_new_tokens {new} leaves no prompt in a context of {context}", try_this=f"--max_len {2 * new}"
         )
+
+
+def generate_max_len_within_max_len(config: RLConfig) -> Changed[RLConfig] | None:
+    """Scripts of 0.9.7 and before give both; later ones give the context alone and let a response fill it."""
+    rollout = config.rollout
+    given = rollout.generate_max_len != GENERATE_MAX_LEN
+    if given and rollout.max_len is not None and rollout.max_new_tokens is None:
+        line = f"--generate_max_len {rollout.generate_max_len} is read as --max_new_tokens beside --max_len"
+        return change(config, line, max_new_tokens=rollout.generate_max_len)
+    return None
+
+
+def sampling_has_a_temperature(config: RLConfig) -> None:
+    if config.rollout.temperature == 0:
+        raise ConfigError(
+            "--temperature 0 always takes the likeliest token, so nothing is explored: it must be above 0"
+        )
+
+
+def mis_is_the_sequence_mask(config: RLConfig) -> Changed[RLConfig] | None:
+    if config.policy.vllm_is_correction_type == "mis":
+        return change(
+            config, "--vllm_is_correction_type mis is now seq-mask-tis", vllm_is_correction_type="seq-mask-tis"
+        )
+    return None
 
 
 def reward_clip_is_an_interval(config: RLConfig) -> None:

@@ -3,7 +3,7 @@
 import os
 
 from openrlhf.config.checks.common import needed_flag
-from openrlhf.config.commands import KDConfig, PRMConfig, SFTConfig, SupervisedConfig
+from openrlhf.config.commands import KDConfig, PRMConfig, RMConfig, SFTConfig, SupervisedConfig
 from openrlhf.errors import ConfigError
 
 
@@ -54,6 +54,11 @@ def multiturn_needs_a_chat_template(config: SFTConfig) -> None:
 def pretraining_has_no_turns(config: SFTConfig) -> None:
     if config.fields.pretrain_mode and config.fields.multiturn:
         raise ConfigError("--pretrain_mode trains on plain text, --multiturn on conversations: give one of them")
+
+
+def margins_belong_to_the_sigmoid(config: RMConfig) -> None:
+    if config.objective.margin_loss and config.objective.loss != "sigmoid":
+        raise ConfigError(f"--margin_loss has no place in --loss {config.objective.loss}", try_this="--loss sigmoid")
 
 
 def a_teacher_is_given(config: KDConfig) -> None:

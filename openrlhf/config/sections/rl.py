@@ -10,7 +10,8 @@ from openrlhf.config.sections.training import Optimizer
 Estimator = Literal["gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo"]
 GROUP_ESTIMATORS: frozenset[Estimator] = frozenset({"rloo", "reinforce_baseline", "group_norm", "dr_grpo"})
 KLEstimator = Literal["k1", "k2", "k3"]
-Correction = Literal["tis", "icepop", "seq-mask-tis"]
+GENERATE_MAX_LEN = 1024
+Correction = Literal["tis", "icepop", "seq-mask-tis", "mis"]  # mis: 0.9.3's name of the sequence mask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,7 @@ class Rollout:
     micro_rollout_batch_size: int = flag(8, "samples per forward when log-probs, values and rewards are computed")
     num_episodes: int = flag(1, "passes over the prompts")
     prompt_max_len: int = flag(1024, "tokens of a prompt; used with --generate_max_len when --max_len is not given")
-    generate_max_len: int = flag(1024, "tokens of a response; used when --max_len is not given")
+    generate_max_len: int = flag(GENERATE_MAX_LEN, "tokens of a response; used when --max_len is not given")
     max_len: int | None = flag(
         None, "tokens of prompt and response together; none is prompt_max_len + generate_max_len"
     )

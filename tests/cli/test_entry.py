@@ -1,0 +1,136 @@
+"""The commands as a user starts them: real processes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import openrlhf
+from openrlhf.cli.main import main
+from openrlhf.config.commands import COMMANDS
+
+ROOT = Path(openrlhf.__file__).parents[1]
+SFT = ["train_sft", "--pretrain", "org/model", "--dataset", "org/data"]
+RL = ["train_ppo", "--pretrain", "org/model", "--prompt_data", "org/data", "--remote_rm_url", "http://127.0.0.1:5000"]
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "RAY_ADDRESS", "OPENRLHF_ASYNC_QUEUE_SIZE", "OPENRLHF_ASYNC_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def python(*words):
+    return subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+
+def openrlhf_cli(*argv):
+    return python("-m", "openrlhf.cli.main", *argv)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_module_is_grouped_and_ends_well(command):
+    done = python("-m", f"openrlhf.cli.{command}", "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"usage: openrlhf {command} ")
+    headings = [line for line in done.stdout.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert len(headings) >= 3
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_module_and_the_console_entry_are_the_same_command(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == python("-m", f"openrlhf.cli.{command}", "--help").stdout
+
+
+def test_without_a_command_all_are_listed():
+    done = openrlhf_cli()
+    assert done.returncode == 0
+    assert all(f"  {command} " in done.stdout for command in COMMANDS)
+    assert openrlhf_cli("--help").stdout == done.stdout
+
+
+def test_the_console_entry_gives_help_in_a_process_of_its_own():
+    done = openrlhf_cli("train-sft", "--help")
+    assert done.returncode == 0
+    assert "--packing_samples" in done.stdout
+
+
+def test_flags_are_parsed_and_checked_without_a_heavy_import():
+    program = f"""
+import sys
+from openrlhf.cli.entry import start
+from openrlhf.config.commands import COMMANDS
+from openrlhf.config.parser import build_parser
+for name, command in COMMANDS.items():
+    build_parser(command, name).format_help()
+start({SFT[0]!r}, {SFT[1:]!r})
+start({RL[0]!r}, {RL[1:]!r})
+start("train_ppo_ray", {RL[1:]!r} + ["--vllm_num_engines", "8"])
+heavy = {{"torch", "transformers", "datasets", "ray", "vllm", "deepspeed", "wandb", "numpy"}}
+print(sorted(heavy & sys.modules.keys()))
+"""
+    done = python("-c", program)
+    assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        (["train_sft"], "--pretrain is not given"),
+        ([*SFT, "--zero_stage", "9"], "--zero_stage is 9, but must be 0, 1, 2 or 3"),
+        ([*SFT, "--zero_stag3"], "--zero_stag3 is not a flag of this command. Try: --zero_stage"),
+        ([*SFT, "--use_liger_kernel"], "pip install '.[liger]'"),
+        ([*SFT, "--config", "nowhere.yaml"], "--config nowhere.yaml: no such file"),
+        (["train_stf"], "there is no command train_stf. Try: train_sft"),
+        (["bake"], "there is no command bake. Try: openrlhf --help"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(argv, complaint):
+    done = openrlhf_cli(*argv)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("openrlhf: error: ")
+    assert complaint in line
+
+
+def test_only_the_first_process_of_a_launcher_speaks(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    done = openrlhf_cli("train_sft")
+    assert (done.returncode, done.stderr) == (2, "")
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["train_ppo_ray", "--help"]], ids=["short", "long"])
+def test_a_reader_that_leaves_early_is_no_error(argv, monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "openrlhf.cli.main", *argv]
+    done = subprocess.run(command, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, timeout=60, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize(
+    ("argv", "numbers"),
+    [
+        (SFT, ["samples per step", "128", "micro-batches per step", "16"]),
+        (RL, ["prompts per rollout", "1,024", "optimizer steps per rollout", "8"]),
+    ],
+    ids=["train_sft", "train_ppo"],
+)
+def test_a_dry_run_prints_the_batch_table_and_stops(argv, numbers):
+    done = openrlhf_cli(*argv, "--dry_run")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert done.stderr.startswith("openrlhf: batches\n")
+    assert all(number in done.stderr for number in numbers)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_file_fits_a_screen(command):
+    assert len((ROOT / "openrlhf" / "cli" / f"{command}.py").read_text().splitlines()) <= 40

@@ -1,0 +1,22 @@
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def nothing_in_the_environment(monkeypatch):
+    """Flags, rules and the runtime read these; a test that wants one sets it."""
+    for name in ("RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR", "WORLD_SIZE", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("OPENRLHF_ASYNC_QUEUE_SIZE", "OPENRLHF_ASYNC_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def workspace(tmp_path, monkeypatch):
+    """A folder to stand in, with the smallest files that a command line can name."""
+    for folder, file in (("model", "config.json"), ("adapter", "adapter_config.json"), ("empty", "readme.txt")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / file).write_text("{}")
+    for file in ("data.jsonl", "reward.py", "agent.py", "history.txt"):
+        (tmp_path / file).write_text("")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

@@ -1,0 +1,507 @@
+"""Each rule once: what it refuses, changes or says. A case is a valid command and what is added to it."""
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import openrlhf
+from openrlhf.config.check import RULES, check
+from openrlhf.config.checks.numbers import RANGES
+from openrlhf.config.commands import COMMANDS
+from openrlhf.config.flags import flag_values, flags_of
+from openrlhf.config.parser import parse
+from openrlhf.config.runtime import critic_model, num_devices, resolve_runtime
+from openrlhf.errors import ConfigError, MissingExtraError
+
+SUPERVISED = "--pretrain ./model --dataset ./data.jsonl"
+RL = "--pretrain ./model --prompt_data ./data.jsonl --remote_rm_url ./reward.py"
+VALID = {
+    "train_sft": SUPERVISED,
+    "train_rm": SUPERVISED,
+    "train_dpo": SUPERVISED,
+    "train_kto": SUPERVISED,
+    "train_kd": f"{SUPERVISED} --teacher_model ./model",
+    "train_prm": f"{SUPERVISED} --placeholder_token ки --reward_tokens + -",
+    "train_ppo": RL,
+    "train_ppo_ray": RL,
+    "batch_inference": f"{SUPERVISED} --eval_task generate --output_path ./out.jsonl",
+    "interactive_chat": "--pretrain ./model",
+    "serve_rm": "--reward_pretrain ./model",
+    "lora_combiner": "--model_path ./model --lora_path ./adapter --output_path ./merged",
+}
+HYBRID = "--colocate_all_models --vllm_num_engines 8"
+
+REFUSED = [  # rule, command, what is added, what the message must hold
+    ("a_model_is_given", "train_sft", "--pretrain=", "--pretrain is not given|Try: --pretrain ./model"),
+    ("a_dataset_is_given", "train_sft", "--dataset=", "--dataset is not given"),
+    ("a_teacher_is_given", "train_kd", "--teacher_model=", "--teacher_model is not given"),
+    ("step_marker_is_given", "train_prm", "--placeholder_token=", "--placeholder_token is not given"),
+    ("labels_have_two_sides", "train_prm", "--reward_tokens +", "--reward_tokens +|--reward_tokens + -"),
+    ("labels_have_two_sides", "train_prm", "--reward_tokens + +", "--reward_tokens + +"),
+    ("prompts_are_given", "train_ppo", "--prompt_data=", "--prompt_data is not given"),
+    ("a_reward_is_given", "train_ppo", "--remote_rm_url=", "--reward_pretrain, --remote_rm_url and --agent_func_path"),
+    ("a_reward_model_is_given", "serve_rm", "--reward_pretrain=", "--reward_pretrain is not given"),
+    ("a_task_is_given", "batch_inference", "--output_path=", "--output_path is not given"),
+    ("a_task_is_given", "batch_inference", "--dataset=", "--dataset is not given"),
+    ("merge_folders_are_given", "lora_combiner", "--lora_path=", "--lora_path is not given"),
+    ("numbers_are_in_range", "train_sft", "--train_batch_size 0", "--train_batch_size is 0|above 0"),
+    ("numbers_are_in_range", "train_sft", "--zero_stage 4", "--zero_stage is 4|0, 1, 2 or 3"),
+    ("numbers_are_in_range", "train_sft", "--adam_betas 0.9 1.0", "--adam_betas is 1.0|below 1"),
+    ("numbers_are_in_range", "train_sft", "--learning_rate nan", "--learning_rate is nan|0 or more"),
+    ("numbers_are_in_range", "train_sft", "--save_steps 0", "--save_steps is 0|above 0, or -1"),
+    ("numbers_are_in_range", "train_dpo", "--label_smoothing 0.7", "--label_smoothing is 0.7|between 0 and 0.5"),
+    ("numbers_are_in_range", "train_ppo", "--dual_clip 1.0", "--dual_clip is 1.0|above 1"),
+    ("numbers_are_in_range", "train_ppo", "--async_queue_size -1", "--async_queue_size is -1|0 or more"),
+    ("numbers_are_in_range", "train_ppo", "--top_p 0", "--top_p is 0.0|above 0 and at most 1"),
+    ("numbers_are_in_range", "train_ppo", "--stop_properly_penalty_coef 2", "--stop_properly_penalty_coef|at most 1"),
+    ("numbers_are_in_range", "serve_rm", "--port 0", "--port is 0|above 0"),
+    (
+        "four_bit_needs_bf16",
+        "train_sft",
+        "--load_in_4bit --lora_rank 8 --param_dtype fp16",
+        "--load_in_4bit|--param_dtype is fp16",
+    ),
+    ("four_bit_needs_bf16", "serve_rm", "--load_in_4bit --param_dtype fp16", "--load_in_4bit|--param_dtype is fp16"),
+    ("four_bit_trains_adapters", "train_sft", "--load_in_4bit", "--load_in_4bit|Try: --lora_rank 16"),
+    (
+        "tensor_parallel_needs_bf16",
+        "train_sft",
+        "--ds_tensor_parallel_size 2 --param_dtype fp16",
+        "--ds_tensor_parallel_size 2|--param_dtype bf16, not fp16",
+    ),
+    ("probabilities_match_datasets", "train_sft", "--dataset_probs 0.5,0.5", "--dataset_probs has 2|--dataset names 1"),
+    ("probabilities_match_datasets", "train_sft", "--dataset a/b,c/d --dataset_probs 0.5,0.6", "0.5,0.6|sum to 1"),
+    ("probabilities_match_datasets", "train_ppo", "--prompt_data_probs half", "--prompt_data_probs 'half'|0.7,0.3"),
+    (
+        "chat_template_kwargs_are_json",
+        "train_sft",
+        "--chat_template_kwargs '{a'",
+        "--chat_template_kwargs '{a'|not JSON",
+    ),
+    ("chat_template_kwargs_are_json", "train_sft", "--chat_template_kwargs [1]", "'[1]'|JSON object"),
+    ("asked_extras_are_installed", "train_sft", "--use_liger_kernel", "liger_kernel|pip install '.[liger]'"),
+    ("ring_attention_needs_packing", "train_sft", "--ring_attn_size 2", "--ring_attn_size 2|--packing_samples"),
+    (
+        "processes_fill_the_groups",
+        "train_sft",
+        "--ring_attn_size 2 --packing_samples",
+        "--ring_attn_size 2 x --ds_tensor_parallel_size 1|1 processes",
+    ),
+    ("template_has_a_place", "train_sft", "--input_template User:", "--input_template 'User:'|User: {}"),
+    ("sampling_has_a_temperature", "train_ppo", "--temperature 0", "--temperature 0|above 0"),
+    ("margins_belong_to_the_sigmoid", "train_rm", "--margin_loss --loss logexp", "--loss logexp|Try: --loss sigmoid"),
+    ("multiturn_needs_a_chat_template", "train_sft", "--multiturn", "--multiturn|Try: --apply_chat_template"),
+    (
+        "pretraining_has_no_turns",
+        "train_sft",
+        "--pretrain_mode --multiturn --apply_chat_template",
+        "--pretrain_mode|--multiturn",
+    ),
+    ("reward_addresses_are_http_or_python", "train_ppo", "--remote_rm_url localhost:5000", "localhost:5000|http://"),
+    ("agents_are_python_files", "train_ppo", "--agent_func_path ./agent", "--agent_func_path ./agent is no .py file"),
+    (
+        "reward_weights_match_models",
+        "train_ppo",
+        "--reward_pretrain a/b,c/d --reward_weights 1",
+        "--reward_weights has 1|names 2",
+    ),
+    *(
+        (
+            "group_estimators_need_several_samples",
+            "train_ppo",
+            f"--advantage_estimator {estimator}",
+            f"--advantage_estimator {estimator}|--n_samples_per_prompt is 1|Try: --n_samples_per_prompt 8",
+        )
+        for estimator in ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
+    ),
+    (
+        "oversampling_needs_async",
+        "train_ppo",
+        "--rollout_batch_size 64 --vllm_generate_batch_size 128",
+        "--vllm_generate_batch_size 128|--rollout_batch_size 64|--async_train",
+    ),
+    (
+        "filter_range_is_an_interval",
+        "train_ppo",
+        "--dynamic_filtering --n_samples_per_prompt 2 --dynamic_filtering_reward_range 1 0",
+        "--dynamic_filtering_reward_range 1.0 0.0 is empty",
+    ),
+    ("filtering_needs_groups", "train_ppo", "--dynamic_filtering", "--dynamic_filtering|--n_samples_per_prompt is 1"),
+    ("thresholds_are_an_interval", "train_ppo", "--vllm_is_truncated_threshold 5 0.5", "5.0 0.5|no interval"),
+    ("thresholds_are_an_interval", "train_ppo", "--vllm_is_truncated_threshold 1 2 3", "one or two values, not 3"),
+    ("clip_range_is_positive", "train_ppo", "--eps_clip 1.5", "--eps_clip 1.5|[1 - low, 1 + high]"),
+    ("clip_range_is_positive", "train_ppo", "--eps_clip_low_high 0.2 -1", "--eps_clip_low_high 0.2 -1.0"),
+    ("context_leaves_room", "train_ppo", "--max_new_tokens 2048", "--max_new_tokens 2048|context of 2048"),
+    ("overlong_buffer_fits_the_response", "train_ppo", "--overlong_buffer_len 1025", "--overlong_buffer_len 1025|1024"),
+    ("reward_clip_is_an_interval", "train_ppo", "--reward_clip_range 1 -1", "--reward_clip_range 1.0 -1.0 is empty"),
+    ("local_runtime_is_one_device", "train_ppo", "--vllm_num_engines 2", "--runtime local|Try: --runtime ray"),
+    ("local_runtime_is_one_device", "train_ppo_ray", "--runtime local --actor_num_nodes 2", "--runtime local"),
+    (
+        "async_engines_do_not_sleep",
+        "train_ppo_ray",
+        f"{HYBRID} --async_train --vllm_enable_sleep",
+        "--vllm_enable_sleep|--async_train",
+    ),
+    ("partial_rollout_needs_async", "train_ppo", "--partial_rollout", "--partial_rollout|Try: --async_train"),
+    (
+        "shared_devices_have_equal_counts",
+        "train_ppo_ray",
+        "--colocate_actor_ref --actor_num_gpus_per_node 4 --ref_num_gpus_per_node 2",
+        "--colocate_actor_ref|actor and ref|4 and 2",
+    ),
+    (
+        "shared_devices_have_equal_counts",
+        "train_ppo_ray",
+        "--colocate_critic_reward --reward_pretrain ./model --critic_num_gpus_per_node 4 --reward_num_gpus_per_node 2",
+        "--colocate_critic_reward|critic and reward|4 and 2",
+    ),
+    (
+        "hybrid_engines_cover_the_policy",
+        "train_ppo_ray",
+        "--colocate_all_models --vllm_num_engines 2 --vllm_tensor_parallel_size 2",
+        "policy's 8 devices|--vllm_num_engines 2 x --vllm_tensor_parallel_size 2 is 4|--actor_num_gpus_per_node 4",
+    ),
+    (
+        "groups_divide_the_devices",
+        "train_ppo",
+        "--ring_attn_size 2",
+        "--ring_attn_size 2 x --ds_tensor_parallel_size 1|1 device(s) of actor|--actor_num_gpus_per_node 2",
+    ),
+    (
+        "groups_divide_the_devices",
+        "train_ppo_ray",
+        "--actor_num_gpus_per_node 2 --critic_num_gpus_per_node 1 --ds_tensor_parallel_size 2",
+        "1 device(s) of critic",
+    ),
+    (
+        "post_processors_need_rewards",
+        "batch_inference",
+        "--post_processor rs",
+        "--post_processor rs|--eval_task generate",
+    ),
+    (
+        "reward_template_has_its_places",
+        "batch_inference",
+        "--eval_task rm --post_processor csft --reward_template {input}",
+        "'{input}'|{reward}",
+    ),
+    ("model_folders_exist", "train_sft", "--pretrain ./nowhere", "--pretrain ./nowhere: no such folder|org/model"),
+    (
+        "model_folders_exist",
+        "train_ppo",
+        "--reward_pretrain ./model,./gone",
+        "--reward_pretrain ./gone: no such folder",
+    ),
+    ("model_folders_exist", "train_sft", "--pretrain ./data.jsonl", "./data.jsonl is a file"),
+    ("model_folders_exist", "train_sft", "--pretrain ./empty", "./empty holds no config.json"),
+    ("dataset_files_exist", "train_sft", "--dataset ./data.jsonl,gone.jsonl", "--dataset gone.jsonl: no such file"),
+    ("dataset_files_exist", "train_sft", "--eval_dataset ./gone@dir", "--eval_dataset ./gone: no such file or folder"),
+    ("code_files_exist", "train_ppo", "--remote_rm_url gone.py", "--remote_rm_url gone.py: no such file"),
+    ("code_files_exist", "train_ppo", "--agent_func_path ./gone.py", "--agent_func_path ./gone.py: no such file"),
+    ("template_file_exists", "interactive_chat", "--ta_prompt ./gone.txt", "--ta_prompt ./gone.txt: no such file"),
+    (
+        "adapter_folder_exists",
+        "lora_combiner",
+        "--lora_path ./model",
+        "--lora_path ./model holds no adapter_config.json",
+    ),
+]
+
+CHANGED = [  # rule, command, what is added, what the line must hold, the flag, its value afterwards
+    (
+        "mis_is_the_sequence_mask",
+        "train_ppo",
+        "--vllm_is_correction_type mis",
+        "mis is now seq-mask-tis",
+        "vllm_is_correction_type",
+        "seq-mask-tis",
+    ),
+    (
+        "generate_max_len_within_max_len",
+        "train_ppo",
+        "--max_len 4096 --generate_max_len 512",
+        "--generate_max_len 512|--max_new_tokens",
+        "max_new_tokens",
+        512,
+    ),
+    ("empty_template_is_none", "train_sft", "--input_template=", "--input_template is empty", "input_template", None),
+    (
+        "group_estimators_do_not_discount",
+        "train_ppo",
+        "--advantage_estimator group_norm --n_samples_per_prompt 2 --gamma 0.9",
+        "--gamma 0.9 is set to 1: group_norm",
+        "gamma",
+        1.0,
+    ),
+    (
+        "only_gae_has_a_critic",
+        "train_ppo",
+        "--advantage_estimator reinforce --critic_pretrain ./model",
+        "--critic_pretrain is dropped: --advantage_estimator reinforce",
+        "critic_pretrain",
+        None,
+    ),
+    (
+        "ring_attention_packs",
+        "train_ppo_ray",
+        "--vllm_num_engines 8 --ring_attn_size 2",
+        "--packing_samples is turned on: --ring_attn_size",
+        "packing_samples",
+        True,
+    ),
+    (
+        "dynamic_batches_pack",
+        "train_ppo",
+        "--use_dynamic_batch",
+        "--packing_samples is turned on: --use_dynamic_batch",
+        "packing_samples",
+        True,
+    ),
+    (
+        "sleep_needs_colocation",
+        "train_ppo_ray",
+        "--vllm_num_engines 8 --vllm_enable_sleep",
+        "--vllm_enable_sleep is turned off: without --colocate_all_models",
+        "vllm_enable_sleep",
+        False,
+    ),
+]
+
+SAID = [  # rule, command, what is added, what the line must hold
+    ("template_has_line_breaks", "train_sft", r"--input_template 'User: {}\nBot: '", "--input_template|backslash"),
+    ("resuming_needs_checkpoints", "train_sft", "--load_checkpoint --disable_ds_ckpt", "--disable_ds_ckpt"),
+    ("micro_batches_divide_the_batch", "train_sft", "--train_batch_size 12", "--train_batch_size 12|8 x 1|smaller"),
+    ("kl_estimator_suits_its_place", "train_ppo", "--use_kl_loss", "--use_kl_loss with --kl_estimator k1"),
+    ("kl_estimator_suits_its_place", "train_ppo", "--kl_estimator k3", "--kl_estimator k3|--use_kl_loss"),
+    ("gspo_clips_narrowly", "train_ppo", "--policy_loss_type gspo", "--eps_clip_low_high 3e-4 4e-4"),
+    ("evaluation_has_a_rhythm", "train_ppo", "--eval_dataset ./data.jsonl", "--eval_dataset|--eval_steps is -1"),
+    ("inert_flags_say_so", "train_ppo", "--perf", "without effect: --perf"),
+    (
+        "async_engines_have_their_own_devices",
+        "train_ppo_ray",
+        f"{HYBRID} --async_train",
+        "--colocate_all_models with --async_train",
+    ),
+    ("empty_queue_is_synchronous", "train_ppo", "--async_train --async_queue_size 0", "--async_queue_size 0"),
+    ("engines_have_a_device", "train_ppo_ray", "--actor_num_gpus_per_node 2", "--vllm_num_engines is not given"),
+    (
+        "scoring_batches_cover_the_devices",
+        "train_ppo_ray",
+        "--vllm_num_engines 8 --rollout_batch_size 16 --train_batch_size 16",
+        "2 scoring micro-batches for 8 devices",
+    ),
+    ("rollouts_divide_into_steps", "train_ppo", "--rollout_batch_size 64", "64 samples|--train_batch_size 128"),
+    ("rollouts_divide_into_steps", "train_ppo", "--rollout_batch_size 200", "200 samples|a step of 72"),
+]
+WITHOUT_EXTRAS = {"cluster_extras_are_installed", "batch_engine_is_installed"}  # tried where nothing is installed
+
+
+@pytest.fixture
+def run(workspace):
+    """The config after its rules, and the lines that they said."""
+
+    def run(command, added=""):
+        lines = []
+        config = parse(COMMANDS[command], shlex.split(f"{VALID[command]} {added}"), environ={})
+        return check(config, lines.append), lines
+
+    return run
+
+
+def holds(message, parts):
+    return [part for part in parts.split("|") if part not in message] == []
+
+
+def test_every_rule_is_tried():
+    known = {rule.__name__ for rules in RULES.values() for rule in rules}
+    assert {case[0] for case in [*REFUSED, *CHANGED, *SAID]} | WITHOUT_EXTRAS == known
+
+
+def test_every_command_has_rules():
+    assert RULES.keys() == set(COMMANDS.values())
+
+
+@pytest.mark.parametrize("command", VALID)
+def test_a_valid_command_passes_unchanged_and_in_silence(run, command):
+    config, lines = run(command)
+    assert config == parse(COMMANDS[command], shlex.split(VALID[command]), environ={})
+    assert lines == []
+
+
+@pytest.mark.parametrize(("rule", "command", "added", "parts"), REFUSED)
+def test_a_rule_refuses(run, rule, command, added, parts):
+    with pytest.raises((ConfigError, MissingExtraError)) as caught:
+        run(command, added)
+    assert holds(str(caught.value), parts), caught.value
+    assert "\n" not in str(caught.value)
+    assert rule in [entry.name for entry in caught.traceback]
+
+
+@pytest.mark.parametrize(("rule", "command", "added", "parts", "flag", "value"), CHANGED)
+def test_a_rule_changes_a_value_and_says_so(run, rule, command, added, parts, flag, value):
+    config, lines = run(command, added)
+    assert flag_values(config)[flag] == value
+    assert len(lines) == 1
+    assert holds(lines[0], parts), lines
+
+
+@pytest.mark.parametrize(("rule", "command", "added", "parts"), SAID)
+def test_a_rule_says_a_line_and_changes_nothing(run, rule, command, added, parts):
+    config, lines = run(command, added)
+    assert config == parse(COMMANDS[command], shlex.split(f"{VALID[command]} {added}"), environ={})
+    assert len(lines) == 1
+    assert holds(lines[0], parts), lines
+
+
+def test_every_range_belongs_to_a_flag():
+    assert RANGES.keys() <= {name for command in COMMANDS.values() for name in flags_of(command)}
+
+
+@pytest.mark.parametrize("command", VALID)
+def test_every_default_is_in_its_range(command):
+    for name, item in flags_of(COMMANDS[command]).items():
+        values = item.default if isinstance(item.default, tuple) else (item.default,)
+        if name in RANGES and item.default is not None:
+            assert all(RANGES[name][1](value) for value in values), name
+
+
+# what upstream refuses and we do not
+
+
+@pytest.mark.parametrize(
+    "added",
+    [
+        "--packing_samples",  # without engines
+        "--eval_dataset ./data.jsonl --eval_steps 5 --remote_rm_url= --reward_pretrain ./model",
+        "--dynamic_filtering --n_samples_per_prompt 2 --remote_rm_url= --reward_pretrain ./model",
+        "--async_train --async_queue_size 4",
+        "--vllm_is_truncated_threshold 2",
+        "--reward_pretrain ./model,./model --reward_weights 1 0.5",
+        "--stop_properly_penalty_coef -1",
+    ],
+)
+def test_what_decisions_allow_passes_in_silence(run, added):
+    assert run("train_ppo", added)[1] == []
+
+
+def test_a_hub_name_is_not_looked_for_on_disk(run):
+    assert run("train_sft", "--pretrain org/model --dataset org/data --eval_dataset json@./x")[1] == []
+
+
+# processes
+
+
+def test_a_launcher_with_enough_processes_fills_the_groups(run, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert run("train_sft", "--ring_attn_size 2 --ds_tensor_parallel_size 2 --packing_samples")[1] == []
+
+
+def test_three_processes_cannot_share_a_batch_evenly(run, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    (line,) = run("train_sft")[1]
+    assert "--train_batch_size 128 is no multiple of 8 x 3 devices" in line
+
+
+# the runtime
+
+
+def rl(added="", command="train_ppo_ray"):
+    return parse(COMMANDS[command], shlex.split(f"{RL} {added}"), environ={})
+
+
+@pytest.mark.parametrize(
+    ("added", "environ", "runtime"),
+    [
+        ("", {}, "local"),
+        ("--vllm_num_engines 1", {}, "local"),
+        ("--vllm_num_engines 0", {}, "local"),
+        ("--actor_num_gpus_per_node 1 --ref_num_gpus_per_node 1", {}, "local"),
+        ("--vllm_num_engines 2", {}, "ray"),
+        ("--vllm_tensor_parallel_size 2", {}, "ray"),
+        ("--reward_num_gpus_per_node 2", {}, "ray"),
+        ("--critic_num_nodes 2", {}, "ray"),
+        ("", {"RAY_ADDRESS": "10.0.0.1:6379"}, "ray"),
+        ("", {"RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"}, "ray"),
+        ("--runtime local", {"RAY_ADDRESS": "10.0.0.1:6379"}, "local"),
+        ("--runtime ray", {}, "ray"),
+    ],
+)
+def test_auto_looks_at_what_was_given(added, environ, runtime):
+    assert resolve_runtime(rl(added), environ) == runtime
+
+
+def test_train_ppo_stays_local_beside_a_cluster():
+    assert resolve_runtime(rl(command="train_ppo"), {"RAY_ADDRESS": "auto"}) == "local"
+
+
+def test_an_unnamed_count_is_eight_on_ray_and_one_locally():
+    assert num_devices(rl(), "actor", {}) == 1
+    assert num_devices(rl(), "actor", {"RAY_ADDRESS": "auto"}) == 8
+    assert num_devices(rl("--actor_num_nodes 2"), "actor", {}) == 16
+    assert num_devices(rl("--actor_num_nodes 2 --actor_num_gpus_per_node 4"), "actor", {}) == 8
+    assert num_devices(rl("--actor_num_gpus_per_node 4"), "ref", {}) == 8
+
+
+def test_the_critic_starts_from_its_flag_then_the_reward_model_then_the_policy():
+    assert critic_model(rl("--critic_pretrain c --remote_rm_url= --reward_pretrain r")) == "c"
+    assert critic_model(rl("--remote_rm_url= --reward_pretrain r,s")) == "r"
+    assert critic_model(rl("--reward_pretrain r")) == "./model"  # the reward comes from elsewhere
+    assert critic_model(rl("--advantage_estimator reinforce")) is None
+
+
+def test_one_clip_serves_both_sides():
+    assert rl("--eps_clip 0.3").policy.clip_range == (0.3, 0.3)
+    assert rl("--eps_clip 0.3 --eps_clip_low_high 0.1 0.2").policy.clip_range == (0.1, 0.2)
+
+
+def test_one_threshold_is_the_upper_end():
+    assert rl("--vllm_is_truncated_threshold 2").policy.correction_range == (0.0, 2.0)
+
+
+def test_addresses_are_a_list_and_a_file_is_none_of_them():
+    assert rl("--remote_rm_url http://a,http://b").rewards.reward_servers == ("http://a", "http://b")
+    assert rl().rewards.reward_servers == ()
+    assert rl().rewards.reward_file == "./reward.py"
+
+
+# extras
+
+NEEDED = {  # what is asked for -> package, extra
+    "train_ppo_ray --vllm_num_engines 8": ("ray", "ray"),
+    "train_ppo --vllm_num_engines 1": ("vllm", "vllm"),
+    "train_sft --load_in_4bit --lora_rank 8": ("bitsandbytes", "qlora"),
+    "train_sft --use_wandb key": ("wandb", "wandb"),
+    "train_dpo --use_liger_kernel": ("liger_kernel", "liger"),
+    "interactive_chat --load_in_4bit": ("bitsandbytes", "qlora"),
+    "batch_inference --eval_task generate_vllm": ("vllm", "vllm"),
+}
+BARE_PYTHON = """
+import shlex, sys
+sys.path.insert(0, sys.argv[1])
+from openrlhf.config.check import check
+from openrlhf.config.commands import COMMANDS
+from openrlhf.config.parser import parse
+from openrlhf.errors import MissingExtraError
+for line in sys.stdin:
+    command, *argv = shlex.split(line)
+    try:
+        check(parse(COMMANDS[command], argv, environ={}))
+    except MissingExtraError as error:
+        print(error)
+"""
+
+
+def test_a_missing_extra_gives_its_pip_command(workspace):
+    """In a Python that sees no installed package at all (-S), which also shows that flags and rules need none."""
+    words = [asked.split(maxsplit=1) for asked in NEEDED]
+    asked = "\n".join(f"{command} {VALID[command]} {added}" for command, added in words)
+    root = str(Path(openrlhf.__file__).parents[1])
+    bare = [sys.executable, "-S", "-I", "-c", BARE_PYTHON, root]
+    done = subprocess.run(bare, input=asked, capture_output=True, text=True, check=True, timeout=60)
+    said = done.stdout.splitlines()
+    assert len(said) == len(NEEDED), done
+    for line, (package, extra) in zip(said, NEEDED.values(), strict=True):
+        assert f"needs {package}, which is not installed. Try: pip install '.[{extra}]'" in line
