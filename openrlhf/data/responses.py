@@ -1,0 +1,59 @@
+"""Rows with one prompt and one response, plain or chat: what SFT, distillation and KTO read alike."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from openrlhf.data.messages import Message, read_messages, says_something
+from openrlhf.data.rows import Dropped
+from openrlhf.data.templates import Chat, fill
+from openrlhf.data.tokens import Marked
+from openrlhf.errors import ConfigError
+
+if TYPE_CHECKING:
+    from openrlhf.config.sections.data import Responses
+    from openrlhf.data.records import Record
+
+EMPTY_PROMPT = "with an empty prompt"
+EMPTY_RESPONSE = "with an empty response"
+NO_ANSWER = "whose last message is not the assistant's"
+
+
+def check_fields(fields: Responses, chat: Chat | None) -> None:
+    if chat is None and fields.output_key is None:
+        raise ConfigError(
+            "without a chat template the response needs a field of its own",
+            try_this="--output_key output, or --apply_chat_template",
+        )
+
+
+def mark_response(record: Record, fields: Responses, chat: Chat | None, input_template: str | None) -> Marked:
+    """The whole text of a row with its response as the learned span."""
+    if chat is not None:
+        messages = read_conversation(record, fields)
+        if messages and messages[-1]["role"] != "assistant":
+            raise Dropped(NO_ANSWER)
+        if not any(says_something(message) for message in messages[:-1]):
+            raise Dropped(EMPTY_PROMPT)
+        if not says_something(messages[-1]):
+            raise Dropped(EMPTY_RESPONSE)
+        talk = chat.conversation(record, messages)
+        return chat.mark_response(talk, len(talk.messages) - 1)
+    prompt, response = record.text(fields.input_key), record.text(str(fields.output_key))
+    if not prompt.strip():
+        raise Dropped(EMPTY_PROMPT)
+    if not response.strip():
+        raise Dropped(EMPTY_RESPONSE)
+    return mark_plain(fill(input_template, prompt), response)
+
+
+def mark_plain(prompt: str, response: str) -> Marked:
+    return Marked(prompt + response, ((len(prompt), len(prompt) + len(response)),))
+
+
+def read_conversation(record: Record, fields: Responses) -> list[Message]:
+    """Prompt and response as one list: both in the input field, or the response in its own."""
+    if fields.output_key is None:
+        return read_messages(record, fields.input_key)
+    prompt = read_messages(record, fields.input_key, speaker="user")
+    return prompt + read_messages(record, fields.output_key, speaker="assistant")

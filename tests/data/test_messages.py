@@ -1,0 +1,119 @@
+import pytest
+from chat_words import TOOLS, assistant, user, word_tokenizer
+
+from openrlhf.config.sections.data import Template
+from openrlhf.data.messages import read_messages, read_tools
+from openrlhf.data.templates import open_chat
+from openrlhf.errors import DataError
+
+CALL = '{"name": "two", "arguments": {"x": 1}}'
+SHAREGPT = [
+    {"from": "system", "value": "be kind"},
+    {"from": "human", "value": "one"},
+    {"from": "function_call", "value": CALL},
+    {"from": "observation", "value": "three"},
+    {"from": "gpt", "value": "four"},
+]
+
+
+def read(records, value, **more):
+    (record,) = records({"input": value})
+    return read_messages(record, "input", **more)
+
+
+def test_text_becomes_a_message_of_the_named_speaker(records):
+    assert read(records, "one", speaker="user") == [user("one")]
+    assert read(records, None, speaker="assistant") == [assistant("")]
+
+
+def test_messages_keep_their_keys_but_not_the_nulls(records):
+    got = read(records, [{"role": "user", "content": "one", "name": None}, assistant("two", reasoning="three")])
+    assert got == [user("one"), assistant("two", reasoning="three")]
+
+
+def test_text_parts_are_joined(records):
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    assert read(records, [{"role": "user", "content": parts}]) == [user("one two")]
+
+
+def test_sharegpt_roles_and_calls(records):
+    got = read(records, SHAREGPT)
+    assert [message["role"] for message in got] == ["system", "user", "assistant", "tool", "assistant"]
+    assert got[2]["tool_calls"] == [{"type": "function", "function": {"name": "two", "arguments": {"x": 1}}}]
+    assert got[2]["content"] == ""
+
+
+def test_a_call_that_is_no_json_stays_text(records):
+    assert read(records, [{"from": "function_call", "value": "two(1)"}]) == [assistant("two(1)")]
+    assert read(records, [{"from": "function_call", "value": "[1]"}]) == [assistant("[1]")]
+
+
+def test_calls_are_structure_or_text_as_the_template_knows_them(records):
+    (record,) = records({"input": SHAREGPT, "tools": '[{"name": "five"}]'})
+    for template, call in ((TOOLS, "call two "), (None, CALL)):
+        chat = open_chat(word_tokenizer(), Template(apply_chat_template=True, tokenizer_chat_template=template))
+        text = chat.render(chat.conversation(record, read_messages(record, "input"))).text
+        assert f"<assistant> {call} <eos>\n<tool> three <eos>\n<assistant> four <eos>" in text
+        assert text.startswith("<tool> five \n<system>" if template else "<system> be kind")
+
+
+def test_calls_in_messages_are_never_lost(records):
+    calls = [{"type": "function", "function": {"name": "two", "arguments": {}}}]
+    (record,) = records({"input": [user("one"), {"role": "assistant", "content": None, "tool_calls": calls}]})
+    for template, call in ((TOOLS, "call two "), (None, '{"name": "two", "arguments": {}}')):
+        chat = open_chat(word_tokenizer(), Template(apply_chat_template=True, tokenizer_chat_template=template))
+        text = chat.render(chat.conversation(record, read_messages(record, "input"))).text
+        assert text.endswith(f"<assistant> {call} <eos>\n")
+
+
+@pytest.mark.parametrize(
+    ("value", "complaint"),
+    [
+        (3, "a message list is wanted, but the number 3 came"),
+        ("one", "a message list is wanted, but the text 'one' came"),
+        (["one"], "a message with role and content is wanted, but the text 'one' came"),
+        (
+            [{"content": "one"}],
+            "a message with role and content (or from and value) is wanted, but an object with cont",
+        ),
+        ([{"role": "user", "content": 4}], "text as a message's content is wanted, but the number 4 came"),
+        (
+            [{"role": "user", "content": [{"type": "image"}]}],
+            "text in every part of a message's content is wanted, but an object with type came",
+        ),
+        ([{"from": "bird", "value": "one"}], "no role is known for 'bird'; known are human, user, gpt"),
+        ([{"from": "human", "value": 4}], "text as a message's content is wanted, but the number 4 came"),
+    ],
+)
+def test_what_is_no_conversation_is_said_with_its_place(records, value, complaint):
+    with pytest.raises(DataError) as caught:
+        read(records, value)
+    assert str(caught.value).startswith(f"data.jsonl, row 1, field 'input': {complaint}")
+
+
+@pytest.mark.parametrize("tools", [[{"name": "two"}], '[{"name": "two"}]', ['{"name": "two"}']])
+def test_tools_come_as_a_list_or_as_json(records, tools):
+    (record,) = records({"tools": tools})
+    assert read_tools(record) == [{"name": "two"}]
+
+
+@pytest.mark.parametrize("tools", [None, [], "", "[]"])
+def test_no_tools(records, tools):
+    without, record = records({}, {"tools": tools})
+    assert read_tools(without) is None
+    assert read_tools(record) is None
+
+
+@pytest.mark.parametrize(
+    ("tools", "complaint"),
+    [
+        ("two", "JSON is wanted, but the text 'two' came"),
+        (7, "a list of tool descriptions is wanted, but the number 7 came"),
+        ([7], "a list of tool descriptions is wanted, but the number 7 came"),
+    ],
+)
+def test_tools_that_are_none_are_said(records, tools, complaint):
+    (record,) = records({"tools": tools})
+    with pytest.raises(DataError) as caught:
+        read_tools(record)
+    assert str(caught.value).startswith(f"data.jsonl, row 1, field 'tools': {complaint}")

@@ -1,0 +1,118 @@
+import numpy as np
+import pytest
+from chat_words import merging_tokenizer, word_tokenizer
+
+from openrlhf.config.sections.data import Steps
+from openrlhf.data.process import step_rows, step_tokens
+from openrlhf.errors import ConfigError, DataError
+
+TEXT = "one two ки three ки"
+
+
+def read(records, *, max_len=100, placeholder="ки", reward_tokens=("+", "-"), tokenizer=None):
+    fields = Steps(placeholder_token=placeholder, reward_tokens=reward_tokens)
+    return step_rows(records, tokenizer or word_tokenizer(), fields, max_len)
+
+
+def test_hard_labels_by_hand(records):
+    steps = read(records({"input": TEXT, "label": ["+", "-"]}))
+    (row,) = steps.rows
+    assert not steps.soft
+    assert row.input_ids.tolist() == [7, 3, 8, 3, 20, 3, 9, 3, 20]
+    assert row.step_places.tolist() == [4, 8]
+    assert row.step_labels.tolist() == [0.0, 1.0]
+    assert row.step_labels.dtype == np.float32
+
+
+def test_soft_labels_are_probabilities(records):
+    steps = read(records({"input": TEXT, "label": [0.25, 1]}))
+    assert steps.soft
+    assert steps.rows[0].step_labels.tolist() == [0.25, 1.0]
+
+
+def test_without_reward_tokens_a_label_is_a_token_of_the_vocabulary(records):
+    steps = read(records({"input": TEXT, "label": ["+", "six"]}), reward_tokens=())
+    assert steps.rows[0].step_labels.tolist() == [21.0, 12.0]
+
+
+def test_labels_are_cut_with_the_text(records, capsys):
+    steps = read(
+        records({"input": TEXT, "label": ["+", "-"]}, {"input": "one two three ки", "label": ["+"]}), max_len=6
+    )
+    (row,) = steps.rows
+    assert row.input_ids.tolist() == [7, 3, 8, 3, 20, 3]
+    assert row.step_labels.tolist() == [0.0]
+    assert "dropped 1 of 2 rows: 1 whose first step ends past --max_len 6" in capsys.readouterr().err
+
+
+def test_a_text_without_a_step_is_dropped(records):
+    with pytest.raises(DataError, match=r"no row is left of 1: 1 without a step$"):
+        read(records({"input": "one", "label": []}))
+
+
+def test_labels_written_into_the_text_are_read(records):
+    steps = read(records({"input": "one + ки two ки", "label": "one + - two +"}))
+    assert steps.rows[0].step_labels.tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("label", ["+-", "one two + four -", "one two + three ки", "one two + three + more", "+"])
+def test_a_text_that_is_not_the_input_is_refused(records, label):
+    with pytest.raises(DataError, match=r"^data.jsonl, row 1, field 'label': a list with one label per step is wanted"):
+        read(records({"input": TEXT, "label": label}))
+
+
+def test_labels_in_the_text_that_can_be_read_in_two_ways_are_refused(records):
+    with pytest.raises(DataError, match=r"a list with one label per step is wanted"):
+        read(records({"input": "one ки", "label": "one ++"}), reward_tokens=("+", "++"))
+
+
+@pytest.mark.parametrize(
+    ("label", "complaint"),
+    [
+        (["+"], "1 labels for 2 placeholders 'ки'"),
+        (["+", "six"], r"the label 'six' is none of --reward_tokens \+ -"),
+        ([0.5, 1.5], "a probability from 0 to 1 is wanted, but 1.5 came"),
+        (["+", 0.5], "labels were tokens so far, and here are probabilities"),
+        ([0.5, "+"], "labels were probabilities so far, and here are tokens"),
+        (["+", None], "a label is a token or a probability, but null came"),
+        (7, "a list with one label per step is wanted, but the number 7 came"),
+    ],
+)
+def test_labels_that_do_not_fit_name_the_row(records, label, complaint):
+    with pytest.raises(DataError, match=f"^data.jsonl, row 1, field 'label': {complaint}$"):
+        read(records({"input": TEXT, "label": label}))
+
+
+def test_kinds_may_not_change_between_rows(records):
+    with pytest.raises(DataError, match=r"^data.jsonl, row 2, field 'label': labels were tokens so far"):
+        read(records({"input": TEXT, "label": ["+", "-"]}, {"input": TEXT, "label": [0.5, 0.5]}))
+
+
+def test_probabilities_need_two_reward_tokens(records):
+    with pytest.raises(ConfigError, match=r"^data.jsonl, row 1: labels are probabilities, which need exactly two"):
+        read(records({"input": TEXT, "label": [0.5, 0.5]}), reward_tokens=("+", "-", "six"))
+
+
+def test_each_token_is_exactly_one():
+    tokenizer = word_tokenizer()
+    tokens = step_tokens(tokenizer, Steps(placeholder_token="ки", reward_tokens=("+", "-")))
+    assert (tokens.placeholder_id, tokens.reward_ids) == (20, (21, 22))
+    with pytest.raises(ConfigError, match=r"^--placeholder_token 'ки ки' is 3 tokens of this tokenizer"):
+        step_tokens(tokenizer, Steps(placeholder_token="ки ки", reward_tokens=("+", "-")))
+    with pytest.raises(ConfigError, match=r"^--reward_tokens 'one two' is 3 tokens"):
+        step_tokens(tokenizer, Steps(placeholder_token="ки", reward_tokens=("+", "one two")))
+
+
+def test_placeholders_that_melt_into_their_surroundings_are_explained(records):
+    with pytest.raises(DataError, match=r"field 'input': 1 of 2 placeholders 'b' are merged with the text around them"):
+        read(
+            records({"input": "cb ab", "label": ["a", "c"]}),
+            placeholder="b",
+            reward_tokens=("a", "c"),
+            tokenizer=merging_tokenizer(),
+        )
+
+
+def test_a_step_needs_text(records):
+    with pytest.raises(DataError, match=r"^data.jsonl, row 1: the first step is empty"):
+        read(records({"input": "ки one ки", "label": ["+", "+"]}))

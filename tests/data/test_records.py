@@ -1,0 +1,45 @@
+import pytest
+
+from openrlhf.data.records import describe
+from openrlhf.errors import DataError
+
+
+def test_a_wrong_key_names_the_fields_there_are(records):
+    (record,) = records({"question": "one", "answer": "two"})
+    with pytest.raises(DataError, match=r"^data.jsonl, row 1: no field 'input'; there are 'question', 'answer'$"):
+        record.text("input")
+
+
+def test_a_number_where_text_is_wanted_names_file_row_and_field(records):
+    _, record = records({"chosen": "one"}, {"chosen": 17})
+    with pytest.raises(DataError, match=r"^data.jsonl, row 2, field 'chosen': text is wanted, but the number 17 came$"):
+        record.text("chosen")
+
+
+def test_null_reads_as_empty_text(records):
+    (record,) = records({"chosen": None})
+    assert record.text("chosen") == ""
+
+
+@pytest.mark.parametrize("value", ["much", True, [1]])
+def test_a_margin_must_be_a_number(records, value):
+    (record,) = records({"margin": value})
+    with pytest.raises(DataError, match=r"^data.jsonl, row 1, field 'margin': a number is wanted, but .* came$"):
+        record.number("margin", default=0.0)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (None, "null"),
+        (True, "true"),
+        (2.5, "the number 2.5"),
+        ("x" * 50, f"the text '{'x' * 40}'..."),
+        ([1, 2], "a list of 2"),
+        ({"from": "gpt"}, "an object with from"),
+        ({}, "an object with no keys"),
+        (object(), "a object"),
+    ],
+)
+def test_values_are_described_in_a_few_words(value, words):
+    assert describe(value) == words

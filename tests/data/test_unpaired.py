@@ -1,0 +1,86 @@
+import pytest
+from chat_words import assistant, spoken, user, word_tokenizer
+
+from openrlhf.config.sections.data import LabelledResponses, Template
+from openrlhf.data.unpaired import labelled_rows, mismatched
+from openrlhf.errors import ConfigError, DataError
+
+PLAIN = Template(input_template="User: {} ")
+CHAT = Template(apply_chat_template=True)
+
+
+def read(records, *, template=PLAIN, max_len=100, output_key="output", input_key="input"):
+    fields = LabelledResponses(input_key=input_key, output_key=output_key)
+    return labelled_rows(records, word_tokenizer(), fields, template, max_len)
+
+
+def row(prompt, response, label=1):
+    return {"input": prompt, "output": response, "label": label}
+
+
+def test_plain_rows_by_hand(records):
+    (got,) = read(records(row("one", "two")))
+    assert got.tokens.input_ids.tolist() == [5, 3, 7, 3, 8, 0]
+    assert got.tokens.target_mask.tolist() == [False] * 4 + [True] * 2
+    assert got.prompt_length == 4
+    assert got.label is True
+
+
+def test_messages_in_one_field(records):
+    data = records({"messages": [user("one"), assistant("two")], "label": False})
+    (got,) = read(data, template=CHAT, output_key=None, input_key="messages")
+    assert spoken(got.tokens)[1] == "two <eos>"
+    assert got.label is False
+
+
+@pytest.mark.parametrize(("label", "want"), [(1, True), (0, False), (True, True), (False, False), (1.0, True)])
+def test_labels(records, label, want):
+    (got,) = read(records(row("one", "two", label)))
+    assert got.label is want
+
+
+@pytest.mark.parametrize(
+    ("label", "came"),
+    [(2, "the number 2"), (0.5, "the number 0.5"), ("yes", "the text 'yes'"), (None, "null"), (-1, "the number -1")],
+)
+def test_another_label_names_the_row(records, label, came):
+    message = rf"^data.jsonl, row 2, field 'label': 0, 1, true or false is wanted, but {came} came$"
+    with pytest.raises(DataError, match=message):
+        read(records(row("one", "two"), row("one", "two", label)))
+
+
+def test_a_missing_label_names_the_fields(records):
+    with pytest.raises(DataError, match=r"^data.jsonl, row 1: no field 'label'; there are 'input', 'output'$"):
+        read(records({"input": "one", "output": "two"}))
+
+
+def test_long_prompts_are_dropped(records, capsys):
+    assert len(read(records(row("one", "two"), row("one one one", "two")), max_len=8)) == 1
+    assert "1 with a prompt of 6 tokens or more (--max_len 8)" in capsys.readouterr().err
+
+
+def test_plain_rows_need_an_output_key(records):
+    with pytest.raises(ConfigError, match=r"--output_key"):
+        read(records(row("one", "two")), output_key=None)
+
+
+def test_mismatched_pairs_take_the_next_response_and_the_last_the_first(records):
+    rows = read(records(row("one", "two"), row("three", "four four"), row("five", "six")))
+    got = mismatched(rows, 100)
+    assert [spoken(item) for item in got] == [
+        ("User: one four four<eos>", "four four<eos>"),
+        ("User: three six<eos>", "six<eos>"),
+        ("User: five two<eos>", "two<eos>"),
+    ]
+
+
+def test_mismatched_pairs_are_cut_and_end_in_eos(records):
+    rows = read(records(row("one", "two"), row("three", "four four")))
+    assert spoken(mismatched(rows, 6)[0]) == ("User: one four<eos>", "four<eos>")
+    assert spoken(rows[1].tokens)[0] == "User: three four four<eos>"  # the row itself is untouched
+
+
+def test_a_single_row_is_matched_with_itself(records):
+    (only,) = read(records(row("one", "two")))
+    assert spoken(mismatched([only], 100)[0]) == spoken(only.tokens)
+    assert mismatched([], 100) == []
