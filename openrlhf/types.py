@@ -13,7 +13,7 @@ and nothing changes when several sequences are packed into one row.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -71,3 +71,72 @@ class Batch:
     target_mask: Tensor  # [rows, tokens] bool
     num_sequences: int
     extras: Mapping[str, Tensor] = field(default_factory=dict)  # by name, [sequences] or [rows, tokens]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a group of samples begins with; `index`, its row in the prompt set, tells groups of equal text apart."""
+
+    index: int
+    text: str
+    input_ids: tuple[int, ...]
+    label: Any = ""
+    datasource: str = "default"
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn, with the names that vLLM gives them."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    min_tokens: int = 1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Request:
+    """One generation: tokens in."""
+
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One generation: tokens out, each with its log-prob under the distribution it was drawn from."""
+
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    text: str
+    finish_reason: FinishReason
+    version: int  # of the weights that drew the first token
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """A whole episode as training sees it. A two-turn one, with environment tokens e between the actions a:
+
+    input_ids          [ p p a a e e a a ]
+    action_mask        [ 0 0 1 1 0 0 1 1 ]
+    rollout_log_probs  [ 0 0 . . 0 0 . . ]
+    """
+
+    prompt: Prompt
+    input_ids: tuple[int, ...]
+    action_mask: tuple[bool, ...]
+    rollout_log_probs: tuple[float, ...]
+    reward: float
+    score: float
+    truncated: bool
+    version: int
+    extra_logs: Mapping[str, float] = field(default_factory=dict)
+    step_rewards: tuple[tuple[int, float], ...] = ()  # (place of a turn's last action token, reward)

@@ -1,8 +1,11 @@
 """How every command begins and ends: parse, check, print the batch table; errors become one line and an exit code."""
 
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Protocol
 
@@ -29,7 +32,8 @@ def command(main: Callable[[Sequence[str]], None]) -> Main:
     def entry(argv: Sequence[str] | None = None) -> None:
         try:
             try:
-                main(sys.argv[1:] if argv is None else argv)
+                with sigterm_like_ctrl_c():
+                    main(sys.argv[1:] if argv is None else argv)
             finally:
                 sys.stdout.flush()  # here, where a reader that left is understood, and not at the interpreter's end
         except OpenRLHFError as error:
@@ -42,6 +46,19 @@ def command(main: Callable[[Sequence[str]], None]) -> Main:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     return entry
+
+
+@contextmanager
+def sigterm_like_ctrl_c() -> Iterator[None]:
+    """A scheduler's polite request to end is heard as a person's; only a program's main thread may arrange it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def start(name: str, argv: Sequence[str]) -> Any:

@@ -1,0 +1,161 @@
+"""SFT throughput of a 1.5B shape (Qwen2.5) with random weights through our backend, objective and optimizer.
+
+    python benchmarks/train_throughput.py [--compile] [--gradient_checkpointing] [--layers 28] [--repeats 3]
+    python benchmarks/train_throughput.py --device cpu --hidden 64 --layers 2 --vocab 1000 --tokens 512 --row 128
+
+A micro-batch is rows of `--row` tokens packed to `--tokens`; a step is one micro-batch and one update. Prints tokens/s
+as the median over repeats after a warm-up, the share of the matrix-product peak measured here (MFU), and the peak of
+memory over weights and optimizer. FLOPs are 6 per parameter of a matrix and token, and 12 x layers x hidden x (row / 2)
+per token for causal attention; what is computed again for checkpointing or in the head does not count as useful.
+"""
+
+import argparse
+import os
+import statistics
+import time
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from openrlhf.data.collate import pack
+from openrlhf.models.attention import choose_attention
+from openrlhf.models.forward import Network
+from openrlhf.models.load import choose_dtype, recompute_activations
+from openrlhf.training.local import LocalBackend
+from openrlhf.training.objectives import SFT
+from openrlhf.training.optim import OptimizerSettings
+from openrlhf.types import Batch, TokenRow
+
+GIB = 1024**3
+
+
+def make_network(args: argparse.Namespace, device: torch.device) -> Network:
+    """Random weights, made where they are used."""
+    config = Qwen2Config(
+        hidden_size=args.hidden,
+        intermediate_size=args.mlp,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.heads,
+        num_key_value_heads=args.key_heads,
+        vocab_size=args.vocab,
+        max_position_embeddings=max(args.row, 1024),
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    attention, _ = choose_attention(args.attention, device, packing=True)
+    with device:
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=choose_dtype("bf16", device), attn_implementation=attention
+        )
+    if args.gradient_checkpointing:
+        recompute_activations(model, reentrant=False)
+    return Network(model)
+
+
+def make_batch(args: argparse.Namespace) -> Batch:
+    random = np.random.default_rng(0)
+    lengths = [args.row] * (args.tokens // args.row)
+    rows = [
+        TokenRow(random.integers(0, args.vocab, length).astype(np.int32), np.ones(length, dtype=bool))
+        for length in lengths
+    ]
+    return pack(rows)
+
+
+def matmul_flops(device: torch.device, size: int) -> float:
+    """FLOP/s of the fastest of several square products in the training's dtype."""
+    left, right = (torch.randn(size, size, device=device, dtype=choose_dtype("bf16", device)) for _ in range(2))
+    best = float("inf")
+    for _ in range(10):
+        finish(device)
+        start = time.perf_counter()
+        for _ in range(5):
+            left @ right
+        finish(device)
+        best = min(best, (time.perf_counter() - start) / 5)
+    return 2 * size**3 / best
+
+
+def useful_flops(network: Network, args: argparse.Namespace) -> float:
+    """Of a forward and backward pass, per token."""
+    matrices = sum(parameter.numel() for parameter in network.parameters() if parameter.ndim == 2)  # tied: once
+    return 6 * matrices + 12 * args.layers * args.hidden * args.row / 2
+
+
+def finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def measure(backend: LocalBackend, batch: Batch, args: argparse.Namespace) -> list[float]:
+    """Seconds per step of each repeat, after a warm-up."""
+
+    def step() -> float:
+        loss = backend.forward_backward([batch], SFT()).losses.sum()
+        backend.optim_step(1.0)
+        return float(loss)
+
+    first = step()
+    finish(backend.device)
+    if backend.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    step()
+    times = []
+    for _ in range(args.repeats):
+        finish(backend.device)
+        start = time.perf_counter()
+        for _ in range(args.steps):
+            last = step()
+        finish(backend.device)
+        times.append((time.perf_counter() - start) / args.steps)
+    print(f"loss {first:.3f} -> {last:.3f} on one repeated batch")
+    return times
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    for name, default in (("hidden", 1536), ("mlp", 8960), ("layers", 28), ("heads", 12), ("key_heads", 2)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    for name, default in (("vocab", 151_936), ("tokens", 16_384), ("row", 1024), ("steps", 3), ("repeats", 3)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--attention", default="auto")
+    parser.add_argument("--compile", action="store_true", help="compile each decoder layer")
+    parser.add_argument("--gradient_checkpointing", action="store_true")
+    parser.add_argument("--adam_offload", action="store_true")
+    args = parser.parse_args()
+    if args.hidden < 256:  # a toy: heads that fit it
+        args.heads, args.key_heads = 4, 2
+    return args
+
+
+def main() -> None:
+    args = parse()
+    device = torch.device(args.device)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
+    peak = matmul_flops(device, 8192 if device.type == "cuda" else 1024)
+    network = make_network(args, device)
+    settings = OptimizerSettings(learning_rate=1e-5)
+    backend = LocalBackend(network, settings, device, adam_offload=args.adam_offload, compile_layers=args.compile)
+    batch = make_batch(args)
+    times = measure(backend, batch, args)
+    seconds, tokens = statistics.median(times), batch.input_ids.numel()
+    rate = tokens / seconds
+    count = sum(parameter.numel() for parameter in network.parameters())
+    how = [name for name in ("compile", "gradient_checkpointing", "adam_offload") if vars(args)[name]]
+    print(
+        f"{count / 1e9:.3f}B parameters, {next(network.parameters()).dtype}, {tokens} tokens in rows of {args.row}, "
+        f"{network.decoder.config._attn_implementation}, {', '.join(how) or 'plain'}"
+    )
+    print(f"{rate:,.0f} tokens/s, {1000 * seconds:.1f} ms a step, spread {1000 * (max(times) - min(times)):.1f} ms")
+    print(f"MFU {100 * rate * useful_flops(network, args) / peak:.1f}% of {peak / 1e12:.2f} TFLOP/s")
+    if device.type == "cuda":
+        kept = [*network.parameters(), *backend.optimizer.state().values()]
+        held = sum(tensor.numel() * tensor.element_size() for tensor in kept if tensor.is_cuda)
+        most = torch.cuda.max_memory_allocated()
+        print(f"peak {most / GIB:.1f} GiB, {(most - held) / GIB:.1f} GiB over weights and optimizer")
+
+
+if __name__ == "__main__":
+    main()

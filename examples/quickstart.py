@@ -1,0 +1,164 @@
+"""The front door: a small model learns to sort digits on a laptop CPU, with the ordinary commands and ordinary flags.
+
+    make quickstart                (or: python examples/quickstart.py --folder somewhere)
+
+It writes a task by program, builds a Llama of half a million parameters with a character tokenizer, then runs
+supervised fine-tuning, a reward model and preference learning, each as the command that it prints. Held-out items are
+never trained on; what is reported is measured on them.
+"""
+
+import argparse
+import json
+import random
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+)
+from transformers.utils.logging import disable_progress_bar
+
+DIGITS = 5
+CHARACTERS = "0123456789sort :>"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("runs/quickstart"), help="where everything is written")
+    folder: Path = parser.parse_args().folder
+    disable_progress_bar()
+    started = time.perf_counter()
+    held_out = write_task(folder)
+    build_model(folder / "base")
+    base = accuracy(folder / "base", held_out)
+
+    common = "--train_batch_size 64 --micro_train_batch_size 64 --max_len 64"
+    run(
+        f"train_sft --pretrain {folder}/base --dataset {folder}/sft.jsonl --eval_dataset {folder}/sft_test.jsonl "
+        f"--input_template {{}} --output_key output --learning_rate 3e-3 --max_epochs 1 {common} "
+        f"--save_path {folder}/sft"
+    )
+    tuned = accuracy(folder / "sft", held_out)
+
+    pairs = f"--dataset {folder}/pairs.jsonl --eval_dataset {folder}/pairs_test.jsonl --prompt_key prompt"
+    run(f"train_rm --pretrain {folder}/sft {pairs} --learning_rate 1e-3 {common} --save_path {folder}/rm")
+    run(
+        f"train_dpo --pretrain {folder}/sft {pairs} --learning_rate 3e-4 --beta 0.5 --nll_loss_coef 1 {common} "
+        f"--save_path {folder}/dpo"
+    )
+    preferred = accuracy(folder / "dpo", held_out)
+
+    show("held-out items sorted correctly", {"base": base, "after SFT": tuned, "after SFT and DPO": preferred})
+    show(
+        "held-out pairs ranked correctly",
+        {
+            "reward model, untrained": evaluations(folder / "rm")[0]["acc_mean"],
+            "reward model": evaluations(folder / "rm")[-1]["acc_mean"],
+            "after DPO": evaluations(folder / "dpo")[-1]["acc_mean"],
+        },
+    )
+    samples(folder, held_out[:3])
+    print(f"\n{time.perf_counter() - started:.0f} seconds; everything is in {folder}")
+
+
+def write_task(folder: Path) -> list[tuple[str, str]]:
+    """Rows for each stage from one shuffled list of distinct items; the last ones are held out from all of them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    chance = random.Random(0)
+    items = {"".join(chance.choices("0123456789", k=DIGITS)) for _ in range(9000)}
+    tasks = [(f"sort {item}>", "".join(sorted(item))) for item in sorted(items, key=lambda _: chance.random())]
+    train, held_out = tasks[:-300], tasks[-300:]
+    for name, rows in (("sft", train[:3000]), ("sft_test", held_out)):
+        write(folder / f"{name}.jsonl", [{"input": prompt, "output": answer} for prompt, answer in rows])
+    for name, rows in (("pairs", train[3000:5000]), ("pairs_test", held_out)):
+        write(
+            folder / f"{name}.jsonl",
+            [{"prompt": prompt, "chosen": answer, "rejected": spoiled(answer, chance)} for prompt, answer in rows],
+        )
+    return held_out
+
+
+def spoiled(answer: str, chance: random.Random) -> str:
+    """The answer with two neighbours exchanged or one digit replaced: close, and wrong."""
+    place = chance.randrange(DIGITS - 1)
+    if answer[place] != answer[place + 1]:
+        return answer[:place] + answer[place + 1] + answer[place] + answer[place + 2 :]
+    return answer[:place] + str((int(answer[place]) + 1) % 10) + answer[place + 1 :]
+
+
+def write(path: Path, rows: list[dict[str, str]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def build_model(folder: Path) -> None:
+    """A decoder with random weights, and one token for each character."""
+    vocabulary = {token: number for number, token in enumerate(["</s>", "<pad>", *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=" "))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="<pad>").save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=128,
+        eos_token_id=0,
+        pad_token_id=1,
+        bos_token_id=None,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+def run(command: str) -> None:
+    """One of our commands in a process of its own, printed so that it can be run by hand."""
+    print(f"\n$ openrlhf {command}", flush=True)
+    subprocess.run([sys.executable, "-m", "openrlhf.cli.main", *shlex.split(command)], check=True)
+
+
+def accuracy(folder: Path, items: list[tuple[str, str]]) -> float:
+    answers = generate(folder, [prompt for prompt, _ in items])
+    return sum(given == wanted for given, (_, wanted) in zip(answers, items, strict=True)) / len(items)
+
+
+def generate(folder: Path, prompts: list[str]) -> list[str]:
+    """Greedy answers; all prompts have one length, so nothing is padded."""
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    ids = tokenizer(prompts, return_tensors="pt", return_token_type_ids=False)
+    with torch.no_grad():
+        out = model.generate(**ids, max_new_tokens=DIGITS + 2, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+    return tokenizer.batch_decode(out[:, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def evaluations(folder: Path) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["kind"] == "eval"]
+
+
+def samples(folder: Path, items: list[tuple[str, str]]) -> None:
+    prompts = [prompt for prompt, _ in items]
+    columns = [generate(folder / name, prompts) for name in ("base", "sft", "dpo")]
+    print(f"\n{'prompt':<14}{'base':<12}{'SFT':<12}{'DPO':<12}wanted")
+    for (prompt, wanted), *answers in zip(items, *columns, strict=True):
+        print(f"{prompt:<14}" + "".join(f"{answer:<12}" for answer in answers) + wanted)
+
+
+def show(title: str, values: dict[str, float]) -> None:
+    print(f"\n{title}")
+    for name, value in values.items():
+        print(f"  {name:<25}{value:>7.1%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""From config to what trains: networks, backends, objectives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.algo.reduce import Metrics
+from openrlhf.config.commands import (
+    DPOConfig,
+    KDConfig,
+    KTOConfig,
+    PRMConfig,
+    RMConfig,
+    SFTConfig,
+    SupervisedConfig,
+)
+from openrlhf.data.process import step_tokens
+from openrlhf.errors import ConfigError
+from openrlhf.launch.distributed import loading, uses_deepspeed
+from openrlhf.models.attention import choose_attention
+from openrlhf.models.forward import Network
+from openrlhf.models.heads import separate_pad_from_eos
+from openrlhf.models.load import add_adapters, load_causal_lm, load_scalar_model, recompute_activations
+from openrlhf.monitor import say
+from openrlhf.training import objectives
+from openrlhf.training.backend import Frozen, TrainBackend, values_of
+from openrlhf.training.fit import Evaluated, Summary
+from openrlhf.training.local import LocalBackend, LocalFrozen
+from openrlhf.training.objectives import AUX_ON, SupervisedObjective
+from openrlhf.training.optim import OptimizerSettings
+
+
+def evaluation_values(metrics: Metrics) -> dict[str, float]:
+    """Evaluation metrics under the names that dashboards know."""
+    values = values_of(metrics)
+    names = PROCESS_NAMES if "prm_loss" in values else EVALUATION_NAMES
+    return {names.get(name, name): value for name, value in values.items()}
+
+
+EVALUATION_NAMES = {"loss": "eval_loss", "kto_loss": "eval_loss", "gpt_loss": "eval gpt_loss", "acc": "acc_mean"}
+PROCESS_NAMES = {"prm_loss": "eval prm_loss", "acc": "eval acc"}
+
+
+def reward_values(metrics: Metrics) -> dict[str, float]:
+    """A reward model's evaluation with the mean and spread of all its scores."""
+    mean, count = float(metrics["_score"].value), float(metrics["_score"].count)
+    variance = max(float(metrics["_score_squared"].value) - mean * mean, 0.0) * count / max(count - 1, 1)
+    spread = max(math.sqrt(variance), 1e-8)
+    return evaluation_values(metrics) | {"reward_mean": mean, "reward_std": spread}
+
+
+def keep_reward_statistics(network: Network, values: Mapping[str, float]) -> None:
+    """Into the model's config, where --normalize_reward looks for them."""
+    network.decoder.config.update({"mean": values["reward_mean"], "std": values["reward_std"]})
+
+
+@dataclass(frozen=True)
+class Built:
+    """Everything that a supervised run is made of."""
+
+    backend: TrainBackend
+    objective: SupervisedObjective
+    frozen: Frozen | None = None
+    summarise: Summary = evaluation_values
+    on_evaluated: Evaluated | None = None
+
+
+def build(
+    config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device, *, soft_labels: bool
+) -> Built:
+    """The parts of a command; models load here."""
+    config = settle_attention(config, device)
+    network = trained_network(config, tokenizer, device)
+    backend = make_backend(config, network, device)
+    frozen = frozen_model(config, device, vocabulary=network.decoder.config.get_text_config().vocab_size)
+    objective = make_objective(config, tokenizer, frozen, soft_labels)
+    if isinstance(config, RMConfig):
+        return Built(backend, objective, frozen, reward_values, partial(keep_reward_statistics, network))
+    return Built(backend, objective, frozen)
+
+
+def settle_attention(config: SupervisedConfig, device: torch.device) -> SupervisedConfig:
+    """The config with the attention that will really run, said once though several models load."""
+    attention, line = choose_attention(config.model.attn_implementation, device, config.batches.packing_samples)
+    if line:
+        say(line)
+    return replace(config, model=replace(config.model, attn_implementation=attention))
+
+
+def trained_network(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> Network:
+    """The model that learns, with head, adapters and recomputation as asked."""
+    packing, name = config.batches.packing_samples, str(config.model.pretrain)
+    scalar = isinstance(config, RMConfig)
+    if isinstance(config, RMConfig):
+        prefix = config.head.value_head_prefix
+        model = load_scalar_model(name, config.model, device=device, packing=packing, head_prefix=prefix)
+        separate_pad_from_eos(model, tokenizer)
+        model.config.update({"value_head_prefix": prefix, "normalize_reward": False})
+    else:
+        with loading(config, device):
+            model = load_causal_lm(name, config.model, device=device, packing=packing)
+    if isinstance(config, PRMConfig):
+        fields = config.fields
+        tokens = {"placeholder_token": fields.placeholder_token, "reward_tokens": list(fields.reward_tokens)}
+        model.config.update(tokens)
+    adapted = add_adapters(model, config.lora, scalar=scalar)
+    if config.sharding.gradient_checkpointing:
+        recompute_activations(adapted, reentrant=config.sharding.gradient_checkpointing_use_reentrant)
+    return Network(adapted, with_aux_loss=balances_experts(config, model.config))
+
+
+def balances_experts(config: SupervisedConfig, model_config: Any) -> bool:
+    if config.model.aux_loss_coef <= AUX_ON:
+        return False
+    if "router_aux_loss_coef" not in model_config.to_dict():
+        raise ConfigError("--aux_loss_coef balances the experts of a mixture, but this model has none")
+    return True
+
+
+def make_backend(config: SupervisedConfig, network: Network, device: torch.device) -> TrainBackend:
+    """One process trains by itself; several need DeepSpeed."""
+    settings = optimizer_settings(config)
+    if not uses_deepspeed(config):
+        return LocalBackend(
+            network,
+            settings,
+            device,
+            adam_offload=config.sharding.adam_offload,
+            compile_layers=config.sharding.deepcompile,
+        )
+    from openrlhf.training.deepspeed import DeepSpeedBackend
+
+    return DeepSpeedBackend(
+        network, settings, config.sharding, device, universal_checkpoint=config.checkpoints.use_ds_universal_ckpt
+    )
+
+
+def frozen_model(config: SupervisedConfig, device: torch.device, *, vocabulary: int) -> Frozen | None:
+    """The reference of DPO and KTO, the teacher of distillation; either speaks the trained model's vocabulary."""
+    match config:
+        case DPOConfig(reference=reference) | KTOConfig(reference=reference):
+            name, offload = reference.ref_pretrain or config.model.pretrain, reference.ref_offload
+        case KDConfig(objective=objective):
+            name, offload = objective.teacher_model, objective.teacher_offload
+        case _:
+            return None
+    with loading(config, device):
+        model = load_causal_lm(str(name), config.model, device=device, packing=config.batches.packing_samples)
+    found = model.config.get_text_config().vocab_size
+    if found != vocabulary:
+        flag = "--teacher_model" if isinstance(config, KDConfig) else "--ref_pretrain"
+        raise ConfigError(
+            f"{flag} {name} has a vocabulary of {found} tokens, but --pretrain one of {vocabulary}:"
+            " the two are compared token by token"
+        )
+    if not uses_deepspeed(config):
+        return LocalFrozen(Network(model), device, offload=offload)
+    from openrlhf.training.deepspeed import DeepSpeedFrozen
+
+    return DeepSpeedFrozen(Network(model), config.sharding, device, offload=offload)
+
+
+def make_objective(
+    config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase, frozen: Frozen | None, soft_labels: bool
+) -> SupervisedObjective:
+    aux = config.model.aux_loss_coef
+    match config:
+        case SFTConfig():
+            return objectives.SFT(aux)
+        case KDConfig(objective=flags):
+            return objectives.Distillation(flags.kd_coef, aux, frozen)
+        case RMConfig(objective=flags):
+            return objectives.PairwiseReward(flags.loss, flags.margin_loss, aux)
+        case DPOConfig(objective=flags):
+            return objectives.DirectPreference(
+                flags.beta, flags.ipo, flags.ipo_length_average, flags.label_smoothing, flags.nll_loss_coef, aux
+            )
+        case KTOConfig(objective=flags):
+            return objectives.UnpairedPreference(
+                beta=flags.beta,
+                desirable_weight=flags.desirable_loss_weight,
+                undesirable_weight=flags.undesirable_loss_weight,
+                aux_loss_coef=aux,
+                packing=config.batches.packing_samples,
+                pad_id=tokenizer.pad_token_id,
+                max_len=config.data.max_len,
+            )
+        case PRMConfig(fields=fields):
+            ids = step_tokens(tokenizer, fields).reward_ids
+            return objectives.ProcessReward(ids, soft_labels, aux)
+    raise AssertionError(f"{type(config).__name__} has no objective")
+
+
+def optimizer_settings(config: SupervisedConfig) -> OptimizerSettings:
+    flags = config.optimizer
+    return OptimizerSettings(
+        learning_rate=flags.learning_rate,
+        optim=flags.optim,
+        weight_decay=flags.l2,
+        betas=flags.adam_betas,
+        eps=flags.adam_eps,
+        max_norm=flags.max_norm,
+        muon_lr=flags.muon_lr,
+        muon_momentum=flags.muon_momentum,
+        muon_ns_steps=flags.muon_ns_steps,
+        muon_nesterov=flags.muon_nesterov,
+    )

@@ -1,0 +1,169 @@
+"""The six commands that train on a dataset, from config to a saved model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
+from openrlhf.config.commands import SupervisedConfig
+from openrlhf.data.collate import collate
+from openrlhf.data.supervised import load_data
+from openrlhf.launch.build import Built, build
+from openrlhf.launch.device import explain_precision, seed_everything
+from openrlhf.launch.distributed import join
+from openrlhf.launch.record import shown_flags, write_run_config
+from openrlhf.models.load import load_tokenizer
+from openrlhf.monitor import MetricsFile, Monitor, Sink, TensorBoard, Wandb, is_main_process, say
+from openrlhf.training import checkpoint
+from openrlhf.training.fit import Fit, Interrupted, Plan, Saving
+from openrlhf.training.optim import schedule
+from openrlhf.training.order import Order
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a finished run leaves: the model's folder and its last metrics."""
+
+    save_path: Path
+    steps: int
+    train: Mapping[str, float]
+    evaluation: Mapping[str, float]
+
+
+def run(config: SupervisedConfig, sinks: Sequence[Sink] = ()) -> Result:
+    """Trains, evaluates and saves; the config has been checked. `sinks` hear every metric beside the usual ones."""
+    disable_progress_bar()  # Transformers' own; ours is the one to look at
+    device = join(config)
+    explain_precision(config.model.param_dtype, device)
+    seed_everything(config.batches.seed, deterministic=config.batches.full_determinism)
+    tokenizer = load_tokenizer(str(config.model.pretrain), config.model)
+    data = load_data(config, tokenizer)
+    order = Order(
+        num_rows=len(data.train),
+        batch_size=config.batches.train_batch_size,
+        epochs=config.batches.max_epochs,
+        seed=config.batches.seed,
+        max_steps=config.batches.max_steps,
+    )
+    if len(data.train) < order.batch_size:
+        say(f"{len(data.train)} rows are fewer than --train_batch_size {order.batch_size}: a step takes what there is")
+    plan = make_plan(config, order)
+    built = build(config, tokenizer, device, soft_labels=data.soft_labels)
+    fit = Fit(
+        backend=built.backend,
+        objective=built.objective,
+        collate=partial(collate, packing=config.batches.packing_samples, pad_id=tokenizer.pad_token_id),
+        rows=data.train,
+        eval_rows=data.evaluation,
+        plan=plan,
+        frozen=built.frozen,
+        export=lambda folder: save_model_folder(built, tokenizer, folder),
+        summarise=built.summarise,
+        on_evaluated=built.on_evaluated,
+    )
+    resume_from = find_checkpoint(config)
+    first_step = fit.resume(resume_from) if resume_from else 0
+    folder = Path(config.checkpoints.save_path)
+    try:
+        # Only now, when nothing is left to refuse, does the run write anything.
+        with make_monitor(config, order.total_steps, first_step, sinks) as fit.monitor:
+            train = train_through(fit, first_step)
+            save_model_folder(built, tokenizer, folder)
+    except Interrupted as stop:
+        say(explain_stop(stop))
+        raise
+    say(f"saved {folder}")
+    return Result(folder, order.total_steps, train, fit.last_evaluation)
+
+
+def train_through(fit: Fit, first_step: int) -> dict[str, float]:
+    if first_step == 0:
+        fit.evaluate(0)
+    if first_step >= fit.plan.order.total_steps:
+        fit.monitor.tell(f"the checkpoint stands at step {first_step}, and no step is left to train")
+    return fit.run(first_step)
+
+
+def explain_stop(stop: Interrupted) -> str:
+    if stop.folder is None:
+        return "stopped; --disable_ds_ckpt leaves nothing to go on from"
+    return f"stopped; {stop.folder} holds everything: the same command with --load_checkpoint goes on from there"
+
+
+def save_model_folder(built: Built, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    def fill(aside: Path) -> None:
+        built.backend.export(aside)
+        if built.backend.rank == 0:
+            tokenizer.save_pretrained(aside)
+
+    checkpoint.export_together(built.backend, folder, fill)
+
+
+def find_checkpoint(config: SupervisedConfig) -> Path | None:
+    """Where --load_checkpoint goes on from; flags that changed since are named."""
+    if not config.checkpoints.load_checkpoint:
+        return None
+    root = Path(config.checkpoints.ckpt_path)
+    found = checkpoint.newest(root)
+    if found is None:
+        say(f"--load_checkpoint: there is no checkpoint in {root}, so the run starts fresh")
+        return None
+    saved = checkpoint.read_state(found)["settings"]
+    now = shown_flags(config)
+    changed = [name for name, value in now.items() if name in saved and saved[name] != value]
+    changed = [name for name in changed if name not in ("load_checkpoint", "dry_run")]
+    say(f"going on from {found}")
+    if changed:
+        say("flags that changed since: " + ", ".join(f"--{name} {saved[name]} -> {now[name]}" for name in changed))
+    return found
+
+
+def make_plan(config: SupervisedConfig, order: Order) -> Plan:
+    saving = config.checkpoints
+    return Plan(
+        order=order,
+        micro_size=config.batches.micro_train_batch_size,
+        learning_rate=config.optimizer.learning_rate,
+        schedule=schedule(
+            config.optimizer.lr_scheduler,
+            warmup_ratio=config.optimizer.lr_warmup_ratio,
+            total_steps=order.total_steps,
+            min_lr_ratio=config.optimizer.min_lr_ratio,
+        ),
+        saving=Saving(
+            root=Path(saving.ckpt_path),
+            every=saving.save_steps,
+            keep=saving.max_ckpt_num,
+            max_gib=saving.max_ckpt_mem,
+            resumable=not saving.disable_ds_ckpt,
+            export_too=saving.save_hf_ckpt,
+        ),
+        eval_every=config.logs.eval_steps,
+        log_every=config.logs.logging_steps,
+        settings=shown_flags(config),
+    )
+
+
+def make_monitor(config: SupervisedConfig, total_steps: int, first_step: int, more: Sequence[Sink] = ()) -> Monitor:
+    """Progress bar and metrics file always; TensorBoard and Weights & Biases where asked for."""
+    logs = config.logs
+    if not is_main_process():
+        return Monitor([], total_steps=total_steps, first_step=first_step)
+    name = logs.wandb_run_name.replace("%s", datetime.now().strftime("%m%dT%H:%M"))
+    flags = shown_flags(config)
+    sinks: list[Sink] = [*more]
+    if logs.use_wandb:  # first, because it may refuse
+        place = {"project": logs.wandb_project, "group": logs.wandb_group, "org": logs.wandb_org}
+        sinks.append(Wandb(logs.use_wandb, name=name, **place, config=flags))
+    if logs.use_tensorboard:
+        sinks.append(TensorBoard(Path(logs.use_tensorboard) / name))
+    run_dir = Path(config.run.run_dir or Path(config.checkpoints.save_path) / "run")
+    sinks.append(MetricsFile(run_dir, resumed_at=first_step))
+    write_run_config(run_dir, flags)
+    return Monitor(sinks, total_steps=total_steps, first_step=first_step)

@@ -1,0 +1,95 @@
+"""Attention over packed sequences: PyTorch's varlen flash kernel on CUDA, SDPA per segment elsewhere.
+
+Registered with Transformers as one more attention implementation, so any model that takes its attention from the
+registry packs exactly: a token sees its own sequence and nothing else. No compiled package is needed.
+"""
+
+import inspect
+from collections.abc import Container
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import varlen
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from openrlhf.errors import ConfigError
+
+SEGMENTED = "openrlhf_segmented"
+FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+
+_KERNEL = inspect.signature(varlen.varlen_attn).parameters
+
+
+def choose_attention(asked: str, device: torch.device, packing: bool) -> tuple[str, str | None]:
+    """The implementation to load a model with, and a line to print where it is not the one asked for."""
+    if asked == "auto":
+        return (SEGMENTED if packing or device.type == "cuda" else "sdpa"), None
+    package = FLASH_PACKAGES.get(asked)
+    if package and (find_spec(package) is None or device.type != "cuda"):
+        why = f"{package} is not installed" if device.type == "cuda" else "there is no GPU"
+        kernel = "PyTorch's varlen kernel" if device.type == "cuda" else "SDPA"
+        return choose_attention("auto", device, packing)[0], f"{asked}: {why}, so {kernel} is used"
+    return asked, None
+
+
+def segmented_attention(  # noqa: PLR0913 - the signature is the registry's
+    module: nn.Module,
+    query: Tensor,  # [1, heads, tokens, dim]
+    key: Tensor,  # [1, key_heads, tokens, dim]
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    cu_seq_lens_q: Tensor,
+    max_length_q: int,
+    **ignored: object,
+) -> tuple[Tensor, None]:
+    """Causal attention within each segment of one packed row; returns [1, tokens, heads, dim]."""
+    if softcap is not None or s_aux is not None:
+        raise ConfigError("this model caps its attention scores or adds sinks", try_this="--attn_implementation eager")
+    assert attention_mask is None, "packed rows carry their structure in cu_seq_lens, not in a mask"
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        parts = [part.squeeze(0).transpose(0, 1).contiguous() for part in (query, key, value)]  # [tokens, heads, dim]
+        bounds = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
+        kernel: Any = varlen.varlen_attn
+        return kernel(*parts, *bounds, scale=scaling, **kernel_options(sliding_window, _KERNEL)).unsqueeze(0), None
+    bounds = cu_seq_lens_q.tolist()
+    outputs = [
+        _segment(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], scaling, sliding_window)
+        for a, b in pairwise(bounds)
+    ]
+    return torch.cat(outputs, dim=2).transpose(1, 2), None
+
+
+def kernel_options(sliding_window: int | None, known: Container[str]) -> dict[str, Any]:
+    """Causal attention in the words of the kernel at hand: the names of its arguments changed between releases.
+
+    Until `enable_gqa` came (2.12), fewer key heads than query heads were simply understood.
+    """
+    gqa = {"enable_gqa": True} if "enable_gqa" in known else {}
+    if "window_size" in known:
+        return gqa | {"window_size": (-1 if sliding_window is None else sliding_window - 1, 0)}
+    if sliding_window is not None:
+        raise ConfigError("this PyTorch's varlen kernel has no sliding window", try_this="--attn_implementation sdpa")
+    return gqa | {"is_causal": True}
+
+
+def _segment(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
+    tokens = query.shape[2]
+    gqa = query.shape[1] != key.shape[1]
+    if window is None or tokens <= window:
+        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=gqa)
+    places = torch.arange(tokens, device=query.device)
+    distance = places[:, None] - places[None, :]
+    visible = (distance >= 0) & (distance < window)
+    return scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scaling, enable_gqa=gqa)
+
+
+AttentionInterface.register(SEGMENTED, segmented_attention)

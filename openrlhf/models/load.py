@@ -1,0 +1,184 @@
+"""Models and tokenizers from folders or hubs: precision, attention, adapters, 4-bit, recomputation."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging
+
+from openrlhf.config.checks.paths import looks_local
+from openrlhf.config.sections.model import Loading, Lora, Model
+from openrlhf.errors import ConfigError
+from openrlhf.models.attention import choose_attention
+from openrlhf.models.heads import SCALAR_HEAD, init_scalar_head
+from openrlhf.monitor import say
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def choose_dtype(asked: str, device: torch.device) -> torch.dtype:
+    """fp32 on a CPU, where half precision is many times slower."""
+    return torch.float32 if device.type == "cpu" else DTYPES[asked]
+
+
+def load_tokenizer(name: str, loading: Loading) -> PreTrainedTokenizerBase:
+    """A tokenizer with a pad token: where it has none, its EOS."""
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            _resolve(name, loading),
+            use_fast=not loading.disable_fast_tokenizer,
+            trust_remote_code=loading.trust_remote_code,
+        )
+    except (OSError, ValueError, TypeError) as error:
+        raise _cannot_load("tokenizer", name, error) from None
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"the tokenizer of {name} has no EOS token, so nothing can end")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_causal_lm(name: str, loading: Loading, *, device: torch.device, packing: bool) -> PreTrainedModel:
+    """A decoder with its vocabulary head, on the CPU unless it is quantised; the backend moves it."""
+    options = _options(name, loading, device, packing)
+    if isinstance(loading, Model) and loading.use_liger_kernel:
+        return _from_pretrained(_liger_class(), name, loading, options)
+    return _from_pretrained(AutoModelForCausalLM, name, loading, options)
+
+
+def load_scalar_model(
+    name: str, loading: Loading, *, device: torch.device, packing: bool, head_prefix: str
+) -> PreTrainedModel:
+    """A decoder with a scalar head: a saved reward model, or a language model that gets a new head."""
+    options = _options(name, loading, device, packing)
+    options["config"].num_labels = 1
+    saved_prefix = options["config"].to_dict().get("value_head_prefix", head_prefix)
+    if saved_prefix != SCALAR_HEAD:
+        options["key_mapping"] = {rf"^{saved_prefix}\.": f"{SCALAR_HEAD}."}
+    with _without_load_report():
+        model, report = _from_pretrained(
+            AutoModelForSequenceClassification, name, loading, options | {"output_loading_info": True}
+        )
+    if not hasattr(model, SCALAR_HEAD):
+        raise ConfigError(
+            f"{type(model).__name__} has no head called {SCALAR_HEAD}, so it cannot be a reward model here"
+        )
+    missing = report["missing_keys"]
+    lacking = [key for key in missing if not key.startswith(f"{SCALAR_HEAD}.")]
+    if lacking:
+        raise ConfigError(f"the weights of {name} lack {len(lacking)} of the model's tensors, such as {min(lacking)}")
+    if missing:
+        init_scalar_head(model)
+    return model
+
+
+@contextmanager
+def _without_load_report() -> Iterator[None]:
+    """Transformers lists a new head and the dropped one as oddities; here they are meant, and others are errors."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def add_adapters(model: PreTrainedModel, lora: Lora, *, scalar: bool) -> nn.Module:
+    """LoRA around the model, or the model itself at rank 0."""
+    if lora.lora_rank == 0:
+        return model
+    from peft import LoraConfig, TaskType, get_peft_model, prepare_model_for_kbit_training
+
+    if vars(model).get("is_loaded_in_4bit"):
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    model.enable_input_require_grads()
+    targets: Any = lora.target_modules[0] if lora.target_modules == ("all-linear",) else list(lora.target_modules)
+    config = LoraConfig(
+        task_type=TaskType.SEQ_CLS if scalar else TaskType.CAUSAL_LM,
+        r=lora.lora_rank,
+        lora_alpha=lora.lora_alpha,
+        lora_dropout=lora.lora_dropout,
+        target_modules=targets,
+        bias="none",
+    )
+    try:
+        return get_peft_model(model, config)
+    except ValueError as error:
+        raise ConfigError(f"--target_modules {' '.join(lora.target_modules)}: {_first_line(error)}") from None
+
+
+def recompute_activations(model: nn.Module, *, reentrant: bool) -> None:
+    """Gradient checkpointing: keep a layer's input, compute the rest again in the backward pass."""
+    module: Any = model
+    module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+
+
+def _options(name: str, loading: Loading, device: torch.device, packing: bool) -> dict[str, Any]:
+    attention, line = choose_attention(loading.attn_implementation, device, packing)
+    if line:
+        say(line)
+    dtype = choose_dtype(loading.param_dtype, device)
+    try:
+        config = AutoConfig.from_pretrained(_resolve(name, loading), trust_remote_code=loading.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise _cannot_load("model", name, error) from None
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention, "config": config}
+    if isinstance(loading, Model) and loading.experts_implementation:
+        options["experts_implementation"] = loading.experts_implementation
+    if loading.load_in_4bit:
+        options |= {"quantization_config": _four_bit(dtype), "device_map": {"": device}}
+    return options
+
+
+def _four_bit(dtype: torch.dtype) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+
+
+def _from_pretrained(kind: Any, name: str, loading: Loading, options: dict[str, Any]) -> Any:
+    try:
+        return kind.from_pretrained(_resolve(name, loading), trust_remote_code=loading.trust_remote_code, **options)
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
+        raise _cannot_load("model", name, error) from None
+
+
+def _liger_class() -> Any:
+    from liger_kernel.transformers import AutoLigerKernelForCausalLM  # pyrefly: ignore[missing-import]
+
+    return AutoLigerKernelForCausalLM
+
+
+def _resolve(name: str, loading: Loading) -> str:
+    """A local folder as it is; a hub name, or with --use_ms the folder that ModelScope downloads it to."""
+    folder = Path(name).expanduser()
+    if looks_local(name) or folder.is_dir() or not loading.use_ms:
+        return str(folder) if looks_local(name) else name
+    from modelscope import snapshot_download  # pyrefly: ignore[missing-import]
+
+    return snapshot_download(name)
+
+
+def _cannot_load(what: str, name: str, error: Exception) -> ConfigError:
+    return ConfigError(f"cannot load the {what} {name}: {_first_line(error)}")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,155 @@
+"""The seam between what is trained and how: a small Protocol that one process and DeepSpeed both fulfil."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from openrlhf.algo.reduce import Metrics
+from openrlhf.models.chunks import Head
+from openrlhf.models.forward import Ask, Outputs
+from openrlhf.types import Batch
+
+
+class Run(Protocol):
+    """A network, or an engine around one: what an objective calls to get outputs with gradients."""
+
+    def __call__(
+        self,
+        batch: Batch,
+        ask: Ask,
+        *,
+        temperature: float = 1.0,
+        teacher_hidden: Tensor | None = None,
+        teacher_head: Head | None = None,
+    ) -> Outputs: ...
+
+
+class Objective(Protocol):
+    """What one optimizer step minimises.
+
+    `counts` are this micro-batch's share of the denominators (tokens, pairs); the backend adds them over all
+    micro-batches and ranks of the step and hands the totals to `loss`, whose values then add up to the step's loss.
+    """
+
+    def counts(self, batch: Batch) -> Tensor: ...  # [kinds] float64
+
+    def loss(self, run: Run, batch: Batch, totals: Tensor) -> tuple[Tensor, Metrics]: ...
+
+
+@dataclass(frozen=True)
+class StepLosses:
+    """What a forward and backward pass over one step's micro-batches gave, before the optimizer moves."""
+
+    losses: Tensor  # [micro-batches]: shares of the step's loss, on this rank
+    metrics: Metrics  # sums over all ranks
+
+
+class Frozen(Protocol):
+    """A model that only looks: a reference or a teacher."""
+
+    def forward(self, batch: Batch, ask: Ask, *, temperature: float = 1.0) -> Outputs:
+        """Outputs without gradients."""
+        ...
+
+    @property
+    def head(self) -> Head:
+        """The projection to the vocabulary, usable wherever the backend keeps its weight."""
+        ...
+
+
+class TrainBackend(Frozen, Protocol):
+    """Owns a network, its optimizer, and how both are spread over devices.
+
+    One `forward_backward` takes all micro-batches of an optimizer step; a rank whose share is empty still takes part
+    with micro-batches of weight zero, because a sharded model waits for everyone.
+    """
+
+    @property
+    def rank(self) -> int:
+        """Number of this process among the data-parallel ranks."""
+        ...
+
+    @property
+    def data_parallel_size(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def forward_backward(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLosses: ...
+
+    def evaluate(self, micro_batches: Sequence[Batch], objective: Objective) -> Metrics:
+        """The objective's metrics without gradients, summed over ranks."""
+        ...
+
+    def optim_step(self, scale: float) -> float:
+        """Moves the weights with `scale` times the peak learning rates; returns the gradient norm before clipping."""
+        ...
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors by checkpoint name, on every rank."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Everything that resuming needs: weights, optimizer."""
+        ...
+
+    def load(self, folder: Path) -> None: ...
+
+    def export(self, folder: Path) -> None:
+        """A folder that plain Transformers loads (adapters: that PEFT loads)."""
+        ...
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor: ...
+
+    def barrier(self) -> None: ...
+
+    def sleep(self) -> None:
+        """Gives the device's memory back until `wake`."""
+        ...
+
+    def wake(self) -> None: ...
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    def move(tensor: Tensor) -> Tensor:
+        return tensor.to(device, non_blocking=True)
+
+    return replace(
+        batch,
+        input_ids=move(batch.input_ids),
+        position_ids=move(batch.position_ids),
+        sequence_ids=move(batch.sequence_ids),
+        target_mask=move(batch.target_mask),
+        extras={name: move(tensor) for name, tensor in batch.extras.items()},
+    )
+
+
+def with_extras(batch: Batch, **extras: Tensor) -> Batch:
+    """The batch with more tensors beside it, such as a reference's log-probs."""
+    return replace(batch, extras={**batch.extras, **extras})
+
+
+def is_weightless(batch: Batch) -> bool:
+    """True for the filler of a rank that has fewer micro-batches than the others."""
+    return "weightless" in batch.extras
+
+
+def values_of(metrics: Metrics) -> dict[str, float]:
+    """The means to log; a name that begins with an underscore is a statistic for someone else."""
+    return {name: float(mean.value) for name, mean in metrics.items() if not name.startswith("_")}
+
+
+def flatten(metrics: Metrics) -> tuple[list[str], Tensor]:
+    """Metrics as one tensor, so that one collective adds them all; keys in sorted order, the same on each rank."""
+    names = sorted(metrics)
+    rows = [torch.stack([metrics[name].total, metrics[name].count]) for name in names]
+    return names, torch.stack(rows) if rows else torch.zeros(0, 2, dtype=torch.float64)
+
+
+Settings = Mapping[str, object]

@@ -1,0 +1,273 @@
+"""Training over several devices with DeepSpeed: ZeRO 0 to 3, offloading, tensor parallelism."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.checkpoint.constants import (
+    UNIVERSAL_CHECKPOINT_INFO,
+    UNIVERSAL_CHECKPOINT_VERSION_KEY,
+    UNIVERSAL_CHECKPOINT_VERSION_VALUE,
+)
+from deepspeed.runtime.utils import clip_grad_norm_
+from torch import Tensor
+from torch import distributed as dist
+
+from openrlhf.algo.reduce import Mean, Metrics, add_metrics
+from openrlhf.config.sections.training import Sharding
+from openrlhf.errors import BackendError, ConfigError
+from openrlhf.models.chunks import Head
+from openrlhf.models.export import save_model
+from openrlhf.models.forward import Ask, Network, Outputs
+from openrlhf.training.backend import Objective, StepLosses, is_weightless, to_device
+from openrlhf.training.deepspeed_config import Site, clips_outside, engine_config, frozen_config
+from openrlhf.training.deepspeed_shards import (
+    EngineRun,
+    Shell,
+    hold_whole,
+    is_absent,
+    mark_experts,
+    unhook_head,
+    whole_tensors,
+)
+from openrlhf.training.deepspeed_sleep import put_to_sleep, wake_up
+from openrlhf.training.optim import OptimizerSettings, parameter_groups, trainable
+from openrlhf.types import Batch
+
+TAG = "deepspeed"
+UNIVERSAL_TAG = "universal"
+
+
+class DeepSpeedFrozen:
+    """A reference or a teacher: sharded under ZeRO-3, else a copy on each rank; `offload` keeps it in host memory."""
+
+    def __init__(self, network: Network, sharding: Sharding, device: torch.device, *, offload: bool = False) -> None:
+        self.network = network.eval().requires_grad_(False)
+        self.device = device
+        self.visits = offload and sharding.zero_stage != 3
+        if sharding.zero_stage == 3:
+            config = frozen_config(sharding, _site(network, device), offload=offload)
+            self.run: Any = _engine_around(network, config)[1]
+            hold_whole(unhook_head(network))
+        else:
+            self.run = network.to("cpu" if offload else device)
+
+    @property
+    def head(self) -> Head:
+        return self.network.vocabulary_head
+
+    @torch.no_grad()
+    def forward(self, batch: Batch, ask: Ask, *, temperature: float = 1.0) -> Outputs:
+        if self.visits:
+            self.network.to(self.device)
+        outputs = self.run(to_device(batch, self.device), ask, temperature=temperature)
+        if self.visits:
+            self.network.to("cpu")
+        return outputs
+
+
+class DeepSpeedBackend:
+    """One network and its optimizer over all processes of the launch.
+
+    Needs `start_distributed`. The optimizer is PyTorch's AdamW, which DeepSpeed shards and moves: the arithmetic of the
+    local backend, and nothing to compile.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        settings: OptimizerSettings,
+        sharding: Sharding,
+        device: torch.device,
+        *,
+        universal_checkpoint: bool = False,
+    ) -> None:
+        self.network = network
+        self.settings = settings
+        self.sharding = sharding
+        self.device = device
+        self.universal = universal_checkpoint
+        named = trainable(network)
+        if not named:
+            raise ConfigError("nothing to train: every parameter is frozen")
+        site = _site(network, device)
+        config = engine_config(sharding, settings, site, universal=universal_checkpoint)
+        # DeepSpeed may try the optimizer out on gradients of zero: a rate of zero and forgetting the state undo that.
+        groups = parameter_groups(named, settings)
+        self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
+        self.decays = [group["weight_decay"] for group in self.optimizer.param_groups]
+        self.engine, self.run = _engine_around(network, config, self.optimizer)
+        if sharding.zero_stage == 0:
+            self.optimizer.state.clear()
+        self.held = unhook_head(network) if sharding.zero_stage == 3 else []
+        hold_whole(self.held)
+        self.moved: list[Tensor] = []
+        self.group = self.engine.data_parallel_group
+        self.rank = dist.get_rank(self.group)
+        self.data_parallel_size = dist.get_world_size(self.group)
+        self.clips_here = clips_outside(sharding, site)
+        self.engine.enable_backward_allreduce = not self.clips_here
+        self.engine.train()
+
+    @property
+    def head(self) -> Head:
+        return self.network.vocabulary_head
+
+    @torch.no_grad()
+    def forward(self, batch: Batch, ask: Ask, *, temperature: float = 1.0) -> Outputs:
+        self.engine.eval()
+        outputs = self.run(to_device(batch, self.device), ask, temperature=temperature)
+        self.engine.train()
+        return outputs
+
+    def forward_backward(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLosses:
+        on_device = [to_device(batch, self.device) for batch in micro_batches]
+        totals = self._totals(on_device, objective)
+        losses: list[Tensor] = []
+        metrics: list[Metrics] = []
+        for batch in on_device:
+            loss, measured = objective.loss(self.run, batch, totals)
+            weight = 0.0 if is_weightless(batch) else 1.0
+            # DeepSpeed averages gradients over ranks, and ours are shares of one sum.
+            self.engine.backward(loss * (weight * self.data_parallel_size), scale_wrt_gas=False)
+            losses.append(loss.detach() * weight)
+            metrics += [measured] if weight else []
+        return StepLosses(torch.stack(losses), self._over_ranks(add_metrics(metrics)))
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Sequence[Batch], objective: Objective) -> Metrics:
+        self.engine.eval()
+        metrics: list[Metrics] = []
+        for batch in micro_batches:
+            here = to_device(batch, self.device)
+            measured = objective.loss(self.run, here, objective.counts(here))[1]
+            metrics += [] if is_weightless(batch) else [measured]
+        self.engine.train()
+        return self._over_ranks(add_metrics(metrics))
+
+    def optim_step(self, scale: float) -> float:
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.settings.learning_rate * scale
+        if self.clips_here:
+            norm: Any = self._average_and_clip()
+            self.engine.step()
+        else:
+            self.engine.step()
+            norm = self.engine.get_global_grad_norm()
+        hold_whole(self.held)
+        return float(norm)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        return whole_tensors(self.network.decoder)
+
+    def save(self, folder: Path) -> None:
+        adapters = self.network.model is not self.network.decoder
+        mark = {UNIVERSAL_CHECKPOINT_INFO: {UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE}}
+        if self.sharding.ds_tensor_parallel_size > 1:
+            mark.clear()  # AutoTP writes its own
+        self.engine.save_checkpoint(
+            str(folder), tag=TAG, client_state=mark, save_latest=False, exclude_frozen_parameters=adapters
+        )
+        hold_whole(self.held)
+
+    def load(self, folder: Path) -> None:
+        tag = UNIVERSAL_TAG if self.universal else TAG
+        if not (folder / tag).is_dir():
+            raise BackendError(
+                f"{folder} has no {tag} folder, so it is not a checkpoint of this backend{_hint(folder, tag)}"
+            )
+        adapters = self.network.model is not self.network.decoder
+        self.engine.load_checkpoint(str(folder), tag=tag, load_module_strict=not adapters)
+        self._restore_groups()
+        hold_whole(self.held)
+
+    def export(self, folder: Path) -> None:
+        adapters = self.network.model is not self.network.decoder
+        root: Any = self.network.model if adapters else self.network.decoder
+        weights = {}
+        for name, tensor in whole_tensors(root, trained_only=adapters):
+            if dist.get_rank() == 0:
+                weights[name] = tensor.to("cpu", copy=True)
+        if dist.get_rank() == 0:
+            save_model(self.network, folder, weights)
+        self.barrier()
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        total = values.to(self.device, copy=True)
+        dist.all_reduce(total, group=self.group)
+        return total.to(values.device)
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+    def sleep(self) -> None:
+        if self.device.type != "cpu":
+            self.moved = put_to_sleep(self.engine, self.network, self.optimizer, self.sharding.zero_stage)
+
+    def wake(self) -> None:
+        if self.device.type != "cpu":
+            wake_up(self.engine, self.moved, self.device, self.sharding.zero_stage)
+            self.moved = []
+            hold_whole(self.held)
+
+    def _restore_groups(self) -> None:
+        """Undoes two liberties of universal checkpoints under ZeRO-3: one group's decay and one step count for all."""
+        for group, decay in zip(self.optimizer.param_groups, self.decays, strict=True):
+            group["weight_decay"] = decay
+        for parameter, slots in self.optimizer.state.items():
+            slots["step"] = slots["step"].to(parameter.device, copy=True)
+
+    def _totals(self, batches: Sequence[Batch], objective: Objective) -> Tensor:
+        counts = torch.stack([objective.counts(batch).to(self.device) for batch in batches])
+        filler = torch.tensor([is_weightless(batch) for batch in batches], device=self.device)
+        return self.sum_over_ranks(counts.masked_fill(filler[:, None], 0.0).sum(0))
+
+    def _over_ranks(self, metrics: Metrics) -> Metrics:
+        """Metrics added in the order of ranks; a rank of fillers has no names of its own and learns them."""
+        here = {name: (float(mean.total), float(mean.count)) for name, mean in metrics.items()}
+        everyone: list[Any] = [None] * self.data_parallel_size
+        dist.all_gather_object(everyone, here, group=self.group)
+        return add_metrics(
+            {name: Mean(*torch.tensor(pair, dtype=torch.float64)) for name, pair in one.items()} for one in everyone
+        )
+
+    def _average_and_clip(self) -> Tensor:
+        self.engine.buffered_allreduce_fallback()
+        parameters = [parameter for _, parameter in trainable(self.network)]
+        return clip_grad_norm_(parameters, self.settings.max_norm or math.inf, mpu=self.engine.mpu)
+
+
+def _site(network: Network, device: torch.device) -> Site:
+    decoder: Any = network.decoder
+    parameters: list[Any] = list(network.parameters())
+    return Site(
+        dtype=decoder.dtype,
+        device_type=device.type,
+        hidden_size=decoder.config.get_text_config().hidden_size,
+        num_parameters=sum(p.ds_numel if is_absent(p) else p.numel() for p in parameters),
+        world_size=dist.get_world_size(),
+        adapters=network.model is not decoder,
+        quantised=bool(vars(decoder).get("is_loaded_in_4bit")),
+    )
+
+
+def _engine_around(
+    network: Network, config: dict[str, Any], optimizer: torch.optim.Optimizer | None = None
+) -> tuple[Any, EngineRun]:
+    if config["zero_optimization"]["stage"] == 3:
+        mark_experts(network)
+    shell = Shell(network)
+    engine, *_ = deepspeed.initialize(model=shell, optimizer=optimizer, config=config)
+    return engine, EngineRun(engine, shell)
+
+
+def _hint(folder: Path, tag: str) -> str:
+    if tag == TAG:
+        return ""
+    command = "python -m deepspeed.checkpoint.ds_to_universal"
+    return f"; `{command} --input_folder {folder / TAG} --output_folder {folder / tag}` makes one"

@@ -1,0 +1,54 @@
+"""Giving the device's memory back while somebody else computes, and taking it again."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
+from torch import Tensor
+
+from openrlhf.models.forward import Network
+
+
+def put_to_sleep(engine: Any, network: Network, optimizer: torch.optim.Optimizer, stage: int) -> list[Tensor]:
+    """Moves weights, gradients and optimizer to host memory; returns what `wake_up` has to move back by hand."""
+    if stage > 0:
+        engine.offload_states(include=_sharded_states(network) if stage == 3 else None)
+    moved = []
+    for tensor in _left_behind(engine, network, optimizer, stage):
+        if tensor.device.type != "cpu":
+            tensor.data = tensor.data.cpu()
+            moved.append(tensor)
+    torch.cuda.empty_cache()
+    return moved
+
+
+def wake_up(engine: Any, moved: list[Tensor], device: torch.device, stage: int) -> None:
+    for tensor in moved:
+        tensor.data = tensor.data.to(device)
+    if stage > 0:
+        engine.reload_states()
+
+
+def _sharded_states(network: Network) -> list[State]:
+    """What DeepSpeed moves at stage 3: no optimizer but its own, and no weights where some of them are frozen."""
+    states = [State.lp_grads, State.contiguous_grad_buffer]
+    return states if any(True for _ in _frozen(network)) else [State.lp_params, *states]
+
+
+def _frozen(network: Network) -> Iterator[Any]:
+    return (parameter for parameter in network.parameters() if not parameter.requires_grad)
+
+
+def _left_behind(engine: Any, network: Network, optimizer: torch.optim.Optimizer, stage: int) -> Iterator[Tensor]:
+    """What DeepSpeed does not move: everything without ZeRO, else frozen weights, and at stage 3 the optimizer."""
+    if stage == 0:
+        yield from network.parameters()
+        yield from (master for group in optimizer.param_groups for master in group["params"])
+    elif stage == 3:
+        yield from (parameter.ds_tensor for parameter in _frozen(network))
+        yield from engine.optimizer.fp32_partitioned_groups_flat
+    else:
+        yield from _frozen(network)
+    if stage in (0, 3):
+        yield from (value for slots in optimizer.state.values() for value in slots.values())

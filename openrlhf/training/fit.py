@@ -1,0 +1,234 @@
+"""The supervised loop, written once: rows in, an objective, a backend; checkpoints, evaluation and logs on the way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from openrlhf.algo.reduce import Metrics, add_metrics
+from openrlhf.errors import BackendError
+from openrlhf.monitor import Monitor
+from openrlhf.training import checkpoint
+from openrlhf.training.backend import Frozen, StepLosses, TrainBackend, values_of, with_extras
+from openrlhf.training.interrupt import Interrupt
+from openrlhf.training.objectives import Collate, Step, SupervisedObjective
+from openrlhf.training.order import Order, micro_batches, num_micro_batches, share
+from openrlhf.training.rng import load_rng, save_rng
+from openrlhf.types import Batch, LabelledRow, PairRow, StepRow, TokenRow
+
+Summary = Callable[[Metrics], dict[str, float]]
+Evaluated = Callable[[Mapping[str, float]], None]
+
+
+@dataclass(frozen=True)
+class Saving:
+    """When and where a run writes what it could continue from."""
+
+    root: Path
+    every: int = -1
+    keep: int = 3
+    max_gib: float = float("inf")
+    resumable: bool = True
+    export_too: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The numbers that a run follows; none of them changes while it runs."""
+
+    order: Order
+    micro_size: int
+    learning_rate: float
+    schedule: Callable[[int], float]
+    saving: Saving
+    eval_every: int = -1  # -1: at the end of each epoch
+    log_every: int = 1
+    settings: Mapping[str, object] = field(default_factory=dict)  # written beside a checkpoint, compared on resume
+
+    def evaluates_after(self, step: int) -> bool:
+        """Every so many steps or at each epoch's end, and always after the last step: that model is the one saved."""
+        due = self.order.ends_epoch(step) if self.eval_every == -1 else (step + 1) % self.eval_every == 0
+        return due or step + 1 == self.order.total_steps
+
+
+class Interrupted(KeyboardInterrupt):
+    """The run stopped because it was asked to, after writing `folder`."""
+
+    def __init__(self, folder: Path | None) -> None:
+        super().__init__()
+        self.folder = folder
+
+
+@dataclass
+class Fit:
+    """A supervised run: call `run` once."""
+
+    backend: TrainBackend
+    objective: SupervisedObjective
+    collate: Collate
+    rows: Sequence[Any]
+    eval_rows: Sequence[Any]
+    plan: Plan
+    monitor: Monitor = field(default_factory=Monitor)
+    frozen: Frozen | None = None
+    export: Callable[[Path], None] | None = None
+    summarise: Summary = values_of  # evaluation metrics to the values that are logged
+    on_evaluated: Evaluated | None = None  # told those values, also when a checkpoint brings them back
+    last_evaluation: Mapping[str, float] = field(default_factory=dict)
+
+    def run(self, first_step: int = 0) -> dict[str, float]:
+        """Trains from `first_step` to the end; returns the last step's metrics."""
+        plan = self.plan
+        last: dict[str, float] = {}
+        with Interrupt() as interrupt:
+            for step in range(first_step, plan.order.total_steps):
+                last = self._train(step)
+                if plan.evaluates_after(step):
+                    self.evaluate(step + 1)
+                stopping = self._anyone(interrupt.wished)
+                if stopping or (plan.saving.every > 0 and (step + 1) % plan.saving.every == 0):
+                    folder = self.save(step + 1)
+                    if stopping:
+                        raise Interrupted(folder)
+        return last
+
+    def _train(self, step: int) -> dict[str, float]:
+        """One optimizer step, from its rows to its metrics."""
+        plan, started = self.plan, time.perf_counter()
+        places = plan.order.rows(step)
+        result = self._forward_backward(places)
+        self._must_be_finite(result, places, step)
+        scale = plan.schedule(step)
+        norm = self.backend.optim_step(scale)
+        values = with_means(values_of(result.metrics)) | {"lr": plan.learning_rate * scale, "grad_norm": norm}
+        seconds = time.perf_counter() - started
+        tokens = self._tokens(places)
+        self.monitor.advance(_shown(values) | {"tok/s": tokens / seconds})
+        if (step + 1) % plan.log_every == 0:
+            self.monitor.log("train", step + 1, values)
+        return values
+
+    def _forward_backward(self, places: Sequence[int]) -> StepLosses:
+        rows = [self.rows[place] for place in places]
+        return self.backend.forward_backward(self._batches(rows), self.objective)
+
+    def _batches(self, rows: Sequence[Any]) -> list[Batch]:
+        """This rank's micro-batches of some rows: as many as every other rank has, with fillers where rows run out."""
+        ranks, size = self.backend.data_parallel_size, self.plan.micro_size
+        mine = share(range(len(rows)), self.backend.rank, ranks)
+        batches = [self.collate([rows[place] for place in part]) for part in micro_batches(mine, size)]
+        missing = num_micro_batches(len(rows), ranks, size) - len(batches)
+        filler = [with_extras(self.collate(rows[:1]), weightless=torch.ones(1)) for _ in range(missing)]
+        return self.objective.prepare(batches + filler, Step(rows, mine, size), self.backend, self.frozen)
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """The objective over the whole evaluation set, its tail included."""
+        if not self.eval_rows:
+            return {}
+        chunk = self.plan.order.batch_size
+        parts: list[Metrics] = []
+        for place in range(0, len(self.eval_rows), chunk):
+            batches = self._batches(self.eval_rows[place : place + chunk])
+            parts.append(self.backend.evaluate(batches, self.objective))
+        values = self.summarise(add_metrics(parts))
+        self._keep(values)
+        self.monitor.log("eval", step, values)
+        self.monitor.tell(f"step {step}: " + ", ".join(f"{name} {value:.4f}" for name, value in values.items()))
+        return values
+
+    def _keep(self, values: Mapping[str, float]) -> None:
+        self.last_evaluation = values
+        if self.on_evaluated:
+            self.on_evaluated(values)
+
+    def save(self, step: int) -> Path | None:
+        """A resumable checkpoint and, where asked for, a model folder beside it."""
+        saving = self.plan.saving
+        folder = checkpoint.step_folder(saving.root, step)
+        if saving.resumable:
+            checkpoint.write_together(self.backend, folder, lambda aside: self._fill(aside, step))
+            if self.backend.rank == 0:
+                checkpoint.point_latest(saving.root, step)
+        if saving.export_too and self.export:
+            self.export(folder.with_name(f"{folder.name}_hf"))
+        if self.backend.rank == 0:
+            checkpoint.rotate(saving.root, keep=saving.keep, max_gib=saving.max_gib)
+        return folder if saving.resumable else None
+
+    def _fill(self, folder: Path, step: int) -> None:
+        self.backend.save(folder)
+        save_rng(folder, self.backend.rank)
+        if self.backend.rank == 0:
+            state = {"step": step, "num_rows": len(self.rows), "evaluation": dict(self.last_evaluation)}
+            checkpoint.write_state(folder, state | {"settings": dict(self.plan.settings)})
+
+    def resume(self, folder: Path) -> int:
+        """Puts the run where the checkpoint left it; returns the step to go on with."""
+        state = checkpoint.read_state(folder)
+        if state["num_rows"] != len(self.rows):
+            raise BackendError(
+                f"the checkpoint {folder} was made on {state['num_rows']} rows, but the data now has {len(self.rows)}: "
+                "its place in the data cannot be found again"
+            )
+        self.backend.load(folder)
+        load_rng(folder, self.backend.rank)
+        if state["evaluation"]:
+            self._keep(state["evaluation"])
+        return state["step"]
+
+    def _anyone(self, wished: bool) -> bool:
+        """True on all ranks when a signal reached any of them."""
+        return bool(self.backend.sum_over_ranks(torch.tensor([float(wished)], dtype=torch.float64)).item())
+
+    def _must_be_finite(self, result: StepLosses, places: Sequence[int], step: int) -> None:
+        """Stops all ranks, each with the same words, when a micro-batch of any of them has no finite loss."""
+        ranks = self.backend.data_parallel_size
+        bad = (~result.losses.isfinite()).nonzero().flatten().tolist()
+        first = torch.zeros(ranks, dtype=torch.float64)  # of each rank, counted from 1; 0 where all is well
+        first[self.backend.rank] = bad[0] + 1 if bad else 0
+        first = self.backend.sum_over_ranks(first)
+        if not first.any():
+            return
+        rank = int(first.nonzero()[0])
+        number = int(first[rank])
+        rows = micro_batches(share(places, rank, ranks), self.plan.micro_size)[number - 1]
+        raise BackendError(
+            f"the loss of step {step + 1} is not finite in micro-batch {number} of {len(result.losses)}"
+            f" (training rows {', '.join(str(row + 1) for row in rows)}); no weight was changed",
+            try_this="a smaller --learning_rate, or look at those rows",
+        )
+
+    def _tokens(self, places: Sequence[int]) -> int:
+        return sum(num_tokens(self.rows[place]) for place in places)
+
+
+def num_tokens(row: Any) -> int:
+    """Tokens that a row brings into the forward pass, whichever kind it is."""
+    match row:
+        case TokenRow() | StepRow():
+            return len(row.input_ids)
+        case LabelledRow():
+            return len(row.tokens.input_ids)
+        case PairRow():
+            return len(row.chosen.input_ids) + len(row.rejected.input_ids)
+    raise AssertionError(f"{type(row).__name__} is no row")
+
+
+def with_means(values: dict[str, float]) -> dict[str, float]:
+    """`loss_mean` and `acc_mean` beside the step's values: here they are equal, and dashboards ask for either."""
+    loss = {"loss_mean": values[_loss_name(values)]}
+    return values | loss | ({"acc_mean": values["acc"]} if "acc" in values else {})
+
+
+def _loss_name(values: Mapping[str, float]) -> str:
+    return next(name for name in ("loss", "gpt_loss", "kto_loss", "prm_loss") if name in values)
+
+
+def _shown(values: Mapping[str, float]) -> dict[str, float]:
+    """What stands beside the progress bar: the loss, how well it goes, the learning rate."""
+    return {name: values[name] for name in (_loss_name(values), "acc", "lr") if name in values}

@@ -1,0 +1,40 @@
+"""Ctrl-C and SIGTERM as a wish that the loop honours at its next safe place."""
+
+import os
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+from openrlhf.monitor import is_main_process
+
+STDERR = 2
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+HEARD = "\nopenrlhf: stopping after this step, with a checkpoint; once more stops at once, without\n"
+
+
+class Interrupt:
+    """Within it the first signal only sets `wished`; a second one interrupts at once, as without it.
+
+    Signals reach only a program's main thread: in another one nothing is changed.
+    """
+
+    def __init__(self) -> None:
+        self.wished = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "Interrupt":
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.wished:
+            raise KeyboardInterrupt
+        self.wished = True
+        if is_main_process():
+            os.write(STDERR, HEARD.encode())  # a print may be what the signal interrupted

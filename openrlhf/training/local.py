@@ -1,0 +1,151 @@
+"""Training in one process, on the CPU or one GPU. Needs nothing beyond PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from openrlhf.algo.reduce import Metrics, add_metrics
+from openrlhf.errors import BackendError
+from openrlhf.models.chunks import Head
+from openrlhf.models.export import checkpoint_weights, save_model
+from openrlhf.models.forward import Ask, Network, Outputs
+from openrlhf.training.backend import Objective, StepLosses, to_device
+from openrlhf.training.optim import MasterOptimizer, OptimizerSettings
+from openrlhf.types import Batch
+
+OPTIMIZER_FILE = "optimizer.safetensors"
+
+
+class LocalFrozen:
+    """A model that only looks; with `offload` its weights wait in host memory between looks."""
+
+    def __init__(self, network: Network, device: torch.device, *, offload: bool = False) -> None:
+        self.network = network.eval().requires_grad_(False)
+        self.device = device
+        self.offload = offload
+        self.network.to("cpu" if offload else device)
+
+    @property
+    def head(self) -> Head:
+        return self.network.vocabulary_head
+
+    @torch.no_grad()
+    def forward(self, batch: Batch, ask: Ask, *, temperature: float = 1.0) -> Outputs:
+        if self.offload:
+            self.network.to(self.device)
+        outputs = self.network(to_device(batch, self.device), ask, temperature=temperature)
+        if self.offload:
+            self.network.to("cpu")
+        return outputs
+
+
+class LocalBackend:
+    """One network, one optimizer, one device."""
+
+    rank = 0
+    data_parallel_size = 1
+
+    def __init__(
+        self,
+        network: Network,
+        settings: OptimizerSettings,
+        device: torch.device,
+        *,
+        adam_offload: bool = False,
+        compile_layers: bool = False,
+    ) -> None:
+        self.device = device
+        self.adam_offload = adam_offload
+        self.network = network.to(device).train()
+        self.optimizer = MasterOptimizer(self.network, settings, offload=adam_offload)
+        if compile_layers:
+            compile_decoder_layers(self.network)
+
+    @property
+    def head(self) -> Head:
+        return self.network.vocabulary_head
+
+    @torch.no_grad()
+    def forward(self, batch: Batch, ask: Ask, *, temperature: float = 1.0) -> Outputs:
+        self.network.eval()
+        outputs = self.network(to_device(batch, self.device), ask, temperature=temperature)
+        self.network.train()
+        return outputs
+
+    def forward_backward(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLosses:
+        on_device = [to_device(batch, self.device) for batch in micro_batches]
+        totals = torch.stack([objective.counts(batch) for batch in on_device]).sum(0)
+        losses: list[Tensor] = []
+        metrics: list[Metrics] = []
+        for batch in on_device:
+            loss, measured = objective.loss(self.network, batch, totals)
+            loss.backward()
+            losses.append(loss.detach())
+            metrics.append(measured)
+        return StepLosses(torch.stack(losses), add_metrics(metrics))
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Sequence[Batch], objective: Objective) -> Metrics:
+        self.network.eval()
+        on_device = (to_device(batch, self.device) for batch in micro_batches)
+        metrics = add_metrics(objective.loss(self.network, batch, objective.counts(batch))[1] for batch in on_device)
+        self.network.train()
+        return metrics
+
+    def optim_step(self, scale: float) -> float:
+        return self.optimizer.step(scale)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        return checkpoint_weights(self.network)
+
+    def save(self, folder: Path) -> None:
+        tensors = {name: tensor.contiguous() for name, tensor in self.optimizer.state().items()}
+        save_file(tensors, folder / OPTIMIZER_FILE)
+
+    def load(self, folder: Path) -> None:
+        try:
+            self.optimizer.load_state(load_file(folder / OPTIMIZER_FILE))
+        except (OSError, KeyError, RuntimeError, SafetensorError) as error:
+            raise BackendError(
+                f"the checkpoint {folder} does not fit this model: {str(error).splitlines()[0]}"
+            ) from None
+
+    def export(self, folder: Path) -> None:
+        save_model(self.network, folder)
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        return values
+
+    def barrier(self) -> None:
+        """Nobody to wait for."""
+
+    def sleep(self) -> None:
+        self.network.to("cpu")
+        self._move_masters(torch.device("cpu"))
+
+    def wake(self) -> None:
+        self.network.to(self.device)
+        self._move_masters(self.device)
+
+    def _move_masters(self, device: torch.device) -> None:
+        if self.adam_offload:
+            return  # they never leave the host
+        for _, master in self.optimizer.split:
+            master.data = master.data.to(device)
+        for optimizer in self.optimizer.optimizers:
+            for slots in optimizer.state.values():
+                slots |= {name: value.to(device) for name, value in slots.items() if name != "step"}
+
+
+def compile_decoder_layers(network: Network) -> None:
+    """torch.compile on each decoder layer: nearly all of the work, and the layers share one compiled graph."""
+    for module in network.decoder.base_model.children():
+        if isinstance(module, nn.ModuleList):
+            for layer in module:
+                layer.compile(dynamic=True)

@@ -1,0 +1,194 @@
+"""Parameter groups, learning-rate schedules, and fp32 master weights behind a half-precision model."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from transformers import get_scheduler
+
+from openrlhf.errors import BackendError, ConfigError
+
+# Parameters that never decay, by a part of their name: biases and the gains of normalisation layers.
+NO_DECAY = ("bias", "layer_norm.weight", "layernorm.weight", "norm.weight", "ln_f.weight")
+WITH_MIN_LR = ("cosine_with_min_lr", "cosine_warmup_with_min_lr")
+
+Named = tuple[str, nn.Parameter]
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """One network's optimizer, as the flags give it."""
+
+    learning_rate: float
+    optim: str = "adam"
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    max_norm: float = 1.0
+    muon_lr: float = 0.02
+    muon_momentum: float = 0.95
+    muon_ns_steps: int = 5
+    muon_nesterov: bool = True
+
+
+def schedule(name: str, *, warmup_ratio: float, total_steps: int, min_lr_ratio: float) -> Callable[[int], float]:
+    """Factor on the peak learning rate at each step, counted from 0; warm-up begins at zero, as in Transformers."""
+    kwargs = {"min_lr_rate": min_lr_ratio} if name in WITH_MIN_LR else None
+    dummy = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    try:
+        made = get_scheduler(
+            name,
+            dummy,
+            num_warmup_steps=math.ceil(total_steps * warmup_ratio),
+            num_training_steps=total_steps,
+            scheduler_specific_kwargs=kwargs,
+        )
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"--lr_scheduler {name}: {str(error).splitlines()[0]}") from None
+    if not isinstance(made, torch.optim.lr_scheduler.LambdaLR):
+        raise ConfigError(f"--lr_scheduler {name} follows the loss and not the step, which cannot be resumed exactly")
+    return made.lr_lambdas[0]
+
+
+def trainable(network: nn.Module) -> list[Named]:
+    """Parameters that learn, each once though it may be tied under two names."""
+    return [(name, parameter) for name, parameter in network.named_parameters() if parameter.requires_grad]
+
+
+def parameter_groups(named: Iterable[Named], settings: OptimizerSettings) -> list[dict[str, object]]:
+    """Two groups, with and without weight decay."""
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
+    for name, parameter in named:
+        (plain if any(part in name for part in NO_DECAY) else decayed).append(parameter)
+    groups = [(decayed, settings.weight_decay), (plain, 0.0)]
+    return [{"params": members, "weight_decay": decay} for members, decay in groups if members]
+
+
+def is_matrix(name: str, parameter: nn.Parameter) -> bool:
+    """What Muon orthogonalises: the matrices inside the layers, not embeddings and heads."""
+    outer = any(part in name for part in ("embed", "lm_head", "score", "wte", "wpe"))
+    return parameter.ndim == 2 and not outer
+
+
+class MasterOptimizer:
+    """Adam (and Muon for matrices) on fp32 weights, whatever precision the network computes in.
+
+    A bf16 weight near 1 cannot hold a change below 1/256, and most updates are smaller. So half-precision parameters
+    get an fp32 master, on the device or (`offload`) in host memory; gradients are added into it as they appear, which
+    frees them at once.
+    """
+
+    def __init__(self, network: nn.Module, settings: OptimizerSettings, *, offload: bool = False) -> None:
+        self.settings = settings
+        self.named = trainable(network)
+        if not self.named:
+            raise ConfigError("nothing to train: every parameter is frozen")
+        self.masters: list[Named] = [(name, self._master(parameter, offload)) for name, parameter in self.named]
+        pairs = zip(self.named, self.masters, strict=True)
+        self.split = [(parameter, master) for (_, parameter), (_, master) in pairs if parameter is not master]
+        for parameter, master in self.split:
+            parameter.register_post_accumulate_grad_hook(partial(_move_gradient, master))
+        self.optimizers = list(self._build())
+        self.peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
+
+    def _master(self, parameter: nn.Parameter, offload: bool) -> nn.Parameter:
+        moves = offload and parameter.device.type != "cpu"
+        if parameter.dtype == torch.float32 and not moves:
+            return parameter
+        target = torch.device("cpu") if offload else parameter.device
+        return nn.Parameter(parameter.detach().to(target, torch.float32))
+
+    def _build(self) -> Iterator[torch.optim.Optimizer]:
+        s = self.settings
+        matrices = [(n, p) for n, p in self.masters if s.optim == "muon" and is_matrix(n, p)]
+        chosen = {id(p) for _, p in matrices}
+        rest = [(n, p) for n, p in self.masters if id(p) not in chosen]
+        if rest:
+            yield torch.optim.AdamW(parameter_groups(rest, s), lr=s.learning_rate, betas=s.betas, eps=s.eps, fused=True)
+        if matrices:
+            yield torch.optim.Muon(
+                [p for _, p in matrices],
+                lr=s.muon_lr,
+                weight_decay=s.weight_decay,
+                momentum=s.muon_momentum,
+                nesterov=s.muon_nesterov,
+                ns_steps=s.muon_ns_steps,
+            )
+
+    def step(self, scale: float) -> float:
+        """One update with `scale` times each peak learning rate; returns the gradient norm before clipping."""
+        masters = [master for _, master in self.masters]
+        norm = float(torch.nn.utils.clip_grad_norm_(masters, self.settings.max_norm or math.inf, foreach=True))
+        if not math.isfinite(norm):
+            raise BackendError(
+                f"the gradient norm is {norm}, so nothing was changed", try_this="a smaller learning rate"
+            )
+        for optimizer, peaks in zip(self.optimizers, self.peaks, strict=True):
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                group["lr"] = peak * scale
+            with _safe_kernels(optimizer):
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self.publish()
+        return norm
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Masters to the network's own weights."""
+        if self.split:
+            for parameter, master in self.split:
+                parameter.copy_(master, non_blocking=True)
+
+    def state(self) -> dict[str, Tensor]:
+        """Masters and optimizer states by parameter name, flat, for a file without code in it."""
+        names = {id(master): name for name, master in self.masters}
+        tensors = {f"weight/{name}": master.detach() for name, master in self.masters}
+        for optimizer in self.optimizers:
+            for master, slots in optimizer.state.items():
+                tensors |= {f"{slot}/{names[id(master)]}": value for slot, value in slots.items()}
+        return tensors
+
+    @torch.no_grad()
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        """Takes back what `state` gave; raises before anything changes where it was another network's."""
+        slots: dict[str, dict[str, Tensor]] = {}
+        for key, value in tensors.items():
+            slot, _, name = key.partition("/")
+            slots.setdefault(name, {})[slot] = value
+        for name, master in self.masters:
+            saved = slots.get(name, {}).get("weight")
+            if saved is None or saved.shape != master.shape:
+                there = "missing" if saved is None else f"{list(saved.shape)}"
+                raise BackendError(f"{name} is {there} there and {list(master.shape)} here")
+        names: dict[int, str] = {}
+        for name, master in self.masters:
+            master.copy_(slots[name].pop("weight"))
+            names[id(master)] = name
+        for optimizer in self.optimizers:
+            on_device = any(group.get("fused") for group in optimizer.param_groups)
+            for master in (member for group in optimizer.param_groups for member in group["params"]):
+                found = slots[names[id(master)]]
+                optimizer.state[master] = {
+                    slot: value.to(master.device) if slot != "step" or on_device else value
+                    for slot, value in found.items()
+                }
+        self.publish()
+
+
+def _safe_kernels(optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+    """Muon multiplies in bf16, and oneDNN's kernels for that die on CPUs that announce AMX and trap it, as VMs may."""
+    on_host = optimizer.param_groups[0]["params"][0].device.type == "cpu"
+    risky = on_host and isinstance(optimizer, torch.optim.Muon)
+    return torch.backends.mkldnn.flags(enabled=False) if risky else nullcontext()
+
+
+def _move_gradient(master: nn.Parameter, parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    gradient = parameter.grad.to(master.device, torch.float32)
+    master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+    parameter.grad = None

@@ -1,0 +1,167 @@
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from transformers import LlamaConfig
+
+from openrlhf.algo.token_loss import kd_terms
+from openrlhf.models.chunks import (
+    distillation_terms,
+    plain_weight,
+    token_log_probs,
+    token_log_probs_and_entropy,
+)
+from openrlhf.models.heads import VocabularyHead
+
+TOKENS, HIDDEN, VOCAB, CHUNK = 37, 6, 41, 8
+PLAIN = LlamaConfig()
+
+
+class Case:
+    """Hidden states, targets and a head; `weights` makes each token's gradient another."""
+
+    def __init__(self, tokens: int = TOKENS, *, bias: bool = False, dtype: torch.dtype = torch.float32) -> None:
+        torch.manual_seed(0)
+        self.hidden = torch.randn(tokens, HIDDEN, dtype=dtype).requires_grad_()
+        self.head = nn.Linear(HIDDEN, VOCAB, bias=bias, dtype=dtype)
+        self.targets = torch.randint(VOCAB, (tokens,))
+        self.weights = torch.randn(tokens)
+
+    def backward(self, *results: Tensor) -> list[Tensor]:
+        """The results with the gradients of hidden states and head."""
+        total = sum((number + 1) * (result * self.weights).sum() for number, result in enumerate(results))
+        leaves = [self.hidden, *self.head.parameters()]
+        return [*results, *torch.autograd.grad(total, leaves)]
+
+
+def full_log_probs(logits: Tensor, targets: Tensor) -> Tensor:
+    return logits.log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
+
+
+HEADS = {
+    "linear": lambda linear: linear,
+    "of a model": lambda linear: VocabularyHead(linear, PLAIN),
+    "a callable": lambda linear: lambda hidden: linear(hidden),
+    "capped": lambda linear: VocabularyHead(linear, LlamaConfig(final_logit_softcapping=2.0)),
+    "scaled": lambda linear: VocabularyHead(linear, LlamaConfig(logits_scaling=3.0)),
+}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", HEADS)
+def test_log_probs_in_chunks_are_the_full_ones(kind, bias, temperature):
+    case = Case(bias=bias)
+    head = HEADS[kind](case.head)
+    got = token_log_probs(case.hidden, case.targets, head, temperature=temperature, chunk=CHUNK)
+    expected = full_log_probs(head(case.hidden) / temperature, case.targets)
+    assert_close(case.backward(got), case.backward(expected))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_entropy_in_chunks_is_the_full_one(temperature):
+    case = Case()
+    got = token_log_probs_and_entropy(case.hidden, case.targets, case.head, temperature=temperature, chunk=CHUNK)
+    logits = case.head(case.hidden) / temperature
+    entropy = torch.distributions.Categorical(logits=logits).entropy()
+    assert_close(case.backward(*got), case.backward(full_log_probs(logits, case.targets), entropy))
+
+
+def test_distillation_in_chunks_is_the_full_one():
+    case, teacher = Case(), nn.Linear(4, VOCAB)
+    states = torch.randn(TOKENS, 4)
+    got = distillation_terms(case.hidden, states, case.targets, case.head, teacher, chunk=CHUNK)
+    expected = kd_terms(case.head(case.hidden), teacher(states), case.targets)
+    assert_close(case.backward(*got), case.backward(*expected))
+    assert teacher.weight.grad is None
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the most numbers that any operation's result held, in forward and backward passes alike."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **kwargs or {})
+        sizes = [leaf.numel() for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
+        self.numbers = max(self.numbers, *sizes, 0)
+        return result
+
+
+@pytest.mark.parametrize("function", [token_log_probs, token_log_probs_and_entropy, distillation_terms])
+@pytest.mark.parametrize("kind", HEADS)
+def test_no_tensor_is_larger_than_a_chunk_of_logits(kind, function):
+    case = Case(tokens=200)
+    head = HEADS[kind](case.head)
+    teacher = (torch.randn(200, HIDDEN), case.targets, head, head)
+    with LargestTensor() as largest:
+        if function is distillation_terms:
+            results = function(case.hidden, *teacher, chunk=CHUNK)
+        else:
+            results = function(case.hidden, case.targets, head, chunk=CHUNK)
+        case.backward(*([results] if isinstance(results, Tensor) else results))
+    assert largest.numbers <= max(CHUNK * VOCAB, 200 * HIDDEN) < 200 * VOCAB
+
+
+def test_a_head_is_called_on_a_chunk_at_a_time():
+    class Recording(nn.Linear):
+        rows: list[int] = []  # noqa: RUF012
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            self.rows.append(len(hidden))
+            return super().forward(hidden)
+
+    case = Case()
+    head = Recording(HIDDEN, VOCAB, bias=False)
+    token_log_probs(case.hidden, case.targets, head, chunk=CHUNK).sum().backward()
+    assert head.rows == [8, 8, 8, 8, 5, 5, 8, 8, 8, 8]  # and again, from the end, for the backward pass
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_no_targets_is_no_gradient(kind):
+    case = Case(tokens=0)
+    got = token_log_probs(case.hidden, case.targets, HEADS[kind](case.head), chunk=CHUNK)
+    assert got.shape == (0,)
+    got.sum().backward()
+    assert (case.head.weight.grad == 0).all()
+    assert case.hidden.grad.shape == (0, HIDDEN)
+
+
+def test_half_precision_is_summed_in_full():
+    case, exact = Case(tokens=500, dtype=torch.bfloat16), Case(tokens=500)
+    exact.targets, exact.weights = case.targets, case.weights
+    with torch.no_grad():
+        exact.hidden.copy_(case.hidden)
+        exact.head.weight.copy_(case.head.weight)
+    with torch.backends.mkldnn.flags(enabled=False):  # its bf16 kernels die on CPUs that claim AMX and trap it
+        got = token_log_probs(case.hidden, case.targets, case.head, chunk=100)
+        measured = case.backward(got)
+    assert got.dtype == torch.float32
+    expected = exact.backward(full_log_probs(exact.head(exact.hidden), exact.targets))
+    for ours, theirs in zip(measured, expected, strict=True):
+        assert (ours.float() - theirs).norm() < 0.01 * theirs.norm()
+
+
+def test_a_frozen_head_gets_no_gradient_and_a_trained_one_below_frozen_states_does():
+    case = Case()
+    case.head.requires_grad_(False)
+    token_log_probs(case.hidden, case.targets, case.head, chunk=CHUNK).sum().backward()
+    assert case.head.weight.grad is None
+    assert case.hidden.grad is not None
+    other = Case()
+    token_log_probs(other.hidden.detach(), other.targets, other.head, chunk=CHUNK).sum().backward()
+    assert other.head.weight.grad is not None
+
+
+def test_which_heads_are_a_mere_matrix_product():
+    linear = nn.Linear(2, 3, bias=False)
+    assert plain_weight(linear) is linear.weight
+    assert plain_weight(VocabularyHead(linear, PLAIN)) is linear.weight
+    assert plain_weight(VocabularyHead(linear, LlamaConfig(logit_scale=0.5))) is None
+    assert plain_weight(nn.Linear(2, 3)) is None
+    assert plain_weight(type("Adapted", (nn.Linear,), {})(2, 3, bias=False)) is None
+    assert plain_weight(linear.forward) is None
+    linear.weight.ds_id = 0  # ZeRO-3's mark
+    assert plain_weight(linear) is None

@@ -1,0 +1,178 @@
+import numpy as np
+import pytest
+import torch
+from networks import gradients
+from torch.testing import assert_close
+from transformers import PreTrainedTokenizerFast
+
+from openrlhf.config.sections.model import Loading, Lora, Model
+from openrlhf.data.collate import pack
+from openrlhf.errors import ConfigError
+from openrlhf.launch.device import explain_precision
+from openrlhf.models.attention import SEGMENTED
+from openrlhf.models.forward import Network
+from openrlhf.models.load import (
+    add_adapters,
+    choose_dtype,
+    load_causal_lm,
+    load_scalar_model,
+    load_tokenizer,
+    recompute_activations,
+)
+from openrlhf.training.optim import MasterOptimizer, OptimizerSettings
+from openrlhf.types import TokenRow
+from tests.tiny import make_model, make_tokenizer
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+def load(name, *, packing=False, **flags):
+    return load_causal_lm(str(name), Model(**flags), device=CPU, packing=packing)
+
+
+def rows(*texts):
+    ids = [make_tokenizer()(text).input_ids for text in texts]
+    return [TokenRow(np.array(row, dtype=np.int32), np.arange(len(row)) > 0) for row in ids]
+
+
+def said(capsys):
+    """Our own lines on the console, between Transformers' progress bars."""
+    lines = capsys.readouterr().err.splitlines()
+    return [line.removeprefix("openrlhf: ") for line in lines if line.startswith("openrlhf: ")]
+
+
+def test_a_cpu_computes_in_fp32_and_says_so(folder, capsys):
+    assert choose_dtype("bf16", CPU) == torch.float32
+    assert choose_dtype("bf16", torch.device("cuda")) == torch.bfloat16
+    assert choose_dtype("fp16", torch.device("cuda")) == torch.float16
+    assert load(folder, param_dtype="bf16").dtype == torch.float32
+    explain_precision("bf16", CPU)
+    assert said(capsys) == ["no GPU: everything computes in fp32, since bf16 is many times slower on a CPU"]
+    explain_precision("fp32", CPU)
+    assert said(capsys) == []
+
+
+def test_the_attention_that_was_chosen_is_the_one_loaded(folder, capsys):
+    assert load(folder).config._attn_implementation == "sdpa"
+    assert load(folder, packing=True).config._attn_implementation == SEGMENTED
+    assert load(folder, attn_implementation="eager").config._attn_implementation == "eager"
+    assert said(capsys) == []
+    assert load(folder, attn_implementation="flash_attention_2").config._attn_implementation == "sdpa"
+    assert said(capsys) == ["flash_attention_2: there is no GPU, so SDPA is used"]
+
+
+def test_what_cannot_be_loaded_is_one_line(folder, tmp_path):
+    broken = tmp_path / "broken"
+    make_model(broken)
+    (broken / "model.safetensors").write_bytes(b"not a tensor file")
+    headless = tmp_path / "headless"
+    make_model(headless)
+    (headless / "model.safetensors").unlink()
+    for name in (tmp_path / "nowhere", broken, headless):
+        with pytest.raises(ConfigError, match=f"cannot load the model {name}: ") as caught:
+            load(name)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"cannot load the tokenizer .*nowhere: "):
+        load_tokenizer(str(tmp_path / "nowhere"), Loading())
+    with pytest.raises(ConfigError, match=r"cannot load the model .*: .*made_up"):
+        load(folder, attn_implementation="made_up")
+
+
+def test_a_tokenizer_gets_padding_and_needs_an_end(tmp_path):
+    made = make_tokenizer(pad_is_eos=True)
+    PreTrainedTokenizerFast(tokenizer_object=made.backend_tokenizer, eos_token="</s>").save_pretrained(tmp_path / "a")
+    assert load_tokenizer(str(tmp_path / "a"), Loading()).pad_token == "</s>"
+    PreTrainedTokenizerFast(tokenizer_object=made.backend_tokenizer).save_pretrained(tmp_path / "b")
+    with pytest.raises(ConfigError, match="has no EOS token"):
+        load_tokenizer(str(tmp_path / "b"), Loading())
+
+
+def test_a_model_without_our_head_is_no_reward_model(tmp_path):
+    from transformers import AutoModelForSequenceClassification, DistilBertConfig
+
+    config = DistilBertConfig(vocab_size=30, dim=8, n_heads=2, n_layers=1, hidden_dim=8, num_labels=1)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="has no head called score"):
+        load_scalar_model(str(tmp_path), Model(), device=CPU, packing=False, head_prefix="score")
+
+
+def test_a_new_scalar_head_is_ours_and_not_transformers(tmp_path):
+    name = make_model(tmp_path, hidden_size=512, intermediate_size=8, num_hidden_layers=1)
+    torch.manual_seed(0)
+    model = load_scalar_model(name, Model(), device=CPU, packing=False, head_prefix="score")
+    assert model.score.weight.shape == (1, 512)
+    assert model.score.weight.std().item() == pytest.approx(1 / 513, rel=0.15)
+
+
+def adapted(folder, *, scalar=False, **flags):
+    lora = Lora(lora_rank=4, **flags)
+    if scalar:
+        model = load_scalar_model(folder, Model(), device=CPU, packing=False, head_prefix="score")
+    else:
+        model = load(folder)
+    return add_adapters(model, lora, scalar=scalar)
+
+
+def learning(model):
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def test_no_rank_is_no_adapter(folder):
+    model = load(folder)
+    assert add_adapters(model, Lora(), scalar=False) is model
+
+
+def test_adapters_on_every_linear_layer_but_the_head(folder):
+    names = learning(adapted(folder))
+    assert all("lora_" in name for name in names)
+    assert {name.split(".lora_")[0].split(".")[-1] for name in names} == {
+        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    }
+
+
+def test_adapters_on_named_modules_beside_the_scalar_head(folder):
+    names = learning(adapted(folder, target_modules=("q_proj", "v_proj"), scalar=True))
+    assert {name.split(".lora_")[0].split(".")[-1] for name in names if "lora_" in name} == {"q_proj", "v_proj"}
+    assert [name for name in names if "lora_" not in name] == ["base_model.model.score.modules_to_save.default.weight"]
+
+
+def test_modules_that_are_not_there_are_named(folder):
+    with pytest.raises(ConfigError, match=r"--target_modules q_prj: Target modules .*q_prj.* not found") as caught:
+        adapted(folder, target_modules=("q_prj",))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_adapters_learn_through_recomputation(folder, reentrant):
+    network = Network(adapted(folder)).train()
+    batch = pack(rows("hello world", "abc"))
+    results = []
+    for recompute in (False, True):
+        if recompute:
+            recompute_activations(network.model, reentrant=reentrant)
+        network(batch, "log_probs").log_probs.sum().backward()
+        results.append(gradients(network))
+    assert results[0].keys() == dict.fromkeys(learning(network)).keys()
+    assert_close(results[1], results[0])
+
+
+def test_four_bits_learn_in_their_adapters_alone(tmp_path):
+    name = make_model(tmp_path, hidden_size=64, intermediate_size=64, num_hidden_layers=1)
+    model = add_adapters(load(name, load_in_4bit=True), Lora(lora_rank=2), scalar=False)
+    network = Network(model).train()
+    projection = network.decoder.model.layers[0].mlp.up_proj.base_layer
+    assert type(projection).__name__ == "Linear4bit"
+    assert projection.weight.dtype == torch.uint8
+    before = {name: parameter.detach().clone() for name, parameter in network.named_parameters()}
+    optimizer = MasterOptimizer(network, OptimizerSettings(learning_rate=0.1))
+    for _ in range(2):  # adapters begin with B = 0, so A moves in the second step
+        (-network(pack(rows("hello", "abc")), "log_probs").log_probs.sum()).backward()
+        optimizer.step(1.0)
+    moved = {name for name, parameter in network.named_parameters() if not torch.equal(parameter, before[name])}
+    assert moved == set(learning(network))
+    assert all("lora_" in name for name in moved)

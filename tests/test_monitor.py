@@ -1,0 +1,97 @@
+"""What a run says, and to whom."""
+
+import json
+
+import pytest
+
+from openrlhf.monitor import MetricsFile, Monitor, is_main_process, say
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+
+
+def written(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_only_the_first_process_speaks(monkeypatch, capsys):
+    assert is_main_process()
+    say("hello")
+    monkeypatch.setenv("RANK", "1")
+    assert not is_main_process()
+    say("hello from behind")
+    assert capsys.readouterr() == ("", "openrlhf: hello\n")
+
+
+def test_metrics_are_one_object_a_line_and_there_at_once(tmp_path):
+    file = MetricsFile(tmp_path / "run")
+    file.log("train", 1, {"loss": 0.5})
+    assert written(tmp_path / "run") == [{"kind": "train", "step": 1, "loss": 0.5}]
+    file.close()
+
+
+def test_a_fresh_run_starts_its_file_anew(tmp_path):
+    for loss in (0.5, 0.25):
+        file = MetricsFile(tmp_path)
+        file.log("train", 1, {"loss": loss})
+        file.close()
+    assert written(tmp_path) == [{"kind": "train", "step": 1, "loss": 0.25}]
+
+
+def test_a_resumed_run_drops_what_came_after_its_checkpoint_and_a_line_cut_short(tmp_path):
+    file = MetricsFile(tmp_path)
+    for step in (1, 2, 3):
+        file.log("train", step, {"loss": float(step)})
+    file.close()
+    with (tmp_path / "metrics.jsonl").open("a") as torn:
+        torn.write('{"kind": "train", "st')
+    again = MetricsFile(tmp_path, resumed_at=2)
+    again.log("train", 3, {"loss": 0.0})
+    again.close()
+    assert [(line["step"], line["loss"]) for line in written(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 0.0)]
+
+
+class Notes:
+    def __init__(self):
+        self.lines, self.closed = [], False
+
+    def log(self, kind, step, values):
+        self.lines.append((kind, step, values))
+
+    def close(self):
+        self.closed = True
+
+
+def test_a_monitor_feeds_its_sinks_and_closes_them_though_the_run_fails():
+    notes = Notes()
+
+    def fail():
+        with Monitor([notes]) as monitor:
+            monitor.log("eval", 3, {"loss": 1.0})
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert (notes.lines, notes.closed) == ([("eval", 3, {"loss": 1.0})], True)
+
+
+def test_the_bar_shows_where_the_run_stands_and_lines_stand_above_it(capsys):
+    with Monitor(total_steps=4, first_step=2) as monitor:
+        monitor.advance({"loss": 0.123456, "tok/s": 1000.0})
+        monitor.tell("a line")
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "3/4" in said.err
+    assert "loss=0.1235, tok/s=1000" in said.err
+    assert "openrlhf: a line\n" in said.err
+
+
+def test_a_monitor_of_no_steps_and_one_of_another_rank_are_silent(monkeypatch, capsys):
+    Monitor().close()
+    monkeypatch.setenv("RANK", "3")
+    with Monitor(total_steps=2) as monitor:
+        monitor.advance({"loss": 1.0})
+        monitor.tell("a line")
+    assert capsys.readouterr() == ("", "")

@@ -1,0 +1,82 @@
+"""Tiny models and tokenizers, made on the spot: a character tokenizer and decoders of a few thousand parameters."""
+
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+CHARACTERS = "\n abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789+-*/=.,:;?!'\"()[]{}<>|#_@"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ '<' + m['role'][0] + '>' + m['content'] }}"
+    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<a>' }}{% endif %}"
+)
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+GPT2_SHAPE = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512}
+NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+CONFIGS = {
+    "llama": lambda **shape: LlamaConfig(**SHAPE | shape),
+    "qwen2": lambda **shape: Qwen2Config(**SHAPE | shape),
+    "qwen3": lambda **shape: Qwen3Config(**SHAPE | {"head_dim": 8} | shape),
+    "mistral": lambda **shape: MistralConfig(**SHAPE | {"sliding_window": 4} | shape),
+    "gemma2": lambda **shape: Gemma2Config(**SHAPE | {"head_dim": 8, "sliding_window": 4} | shape),
+    "gemma3": lambda **shape: Gemma3TextConfig(**SHAPE | {"head_dim": 8, "sliding_window": 4} | shape),
+    "granite": lambda **shape: GraniteConfig(**SHAPE | {"logits_scaling": 3.0} | shape),
+    "cohere": lambda **shape: CohereConfig(**SHAPE | {"logit_scale": 0.3} | shape),
+    "gpt2": lambda **shape: GPT2Config(**GPT2_SHAPE | NO_DROPOUT | shape),
+    "mixtral": lambda **shape: MixtralConfig(**SHAPE | {"num_local_experts": 4, "sliding_window": None} | shape),
+    "qwen3_moe": lambda **shape: Qwen3MoeConfig(
+        **SHAPE | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8} | shape
+    ),
+}
+
+
+def make_tokenizer(*, pad_is_eos: bool = False) -> PreTrainedTokenizerFast:
+    """One token a character; EOS is </s>, padding <pad> unless it is EOS itself."""
+    special = ["</s>"] if pad_is_eos else ["</s>", "<pad>"]
+    vocabulary = {token: number for number, token in enumerate([*special, *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    pad = "</s>" if pad_is_eos else "<pad>"
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token=pad)
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def make_model(folder: Path, kind: str = "llama", *, pad_is_eos: bool = False, seed: int = 0, **shape: object) -> str:
+    """A model folder with random weights and its tokenizer; returns its path."""
+    tokenizer = make_tokenizer(pad_is_eos=pad_is_eos)
+    torch.manual_seed(seed)
+    config = CONFIGS[kind](
+        vocab_size=len(tokenizer),
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        pad_token_id=tokenizer.pad_token_id,
+        **shape,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)

@@ -1,0 +1,104 @@
+"""The same small training on any backend: networks, micro-batches and an objective, all functions of a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from openrlhf.algo.reduce import Metrics
+from openrlhf.algo.token_loss import kd_loss, sft_loss
+from openrlhf.models.attention import SEGMENTED
+from openrlhf.models.forward import Network
+from openrlhf.training.backend import Frozen, Run, TrainBackend, with_extras
+from openrlhf.training.optim import OptimizerSettings
+from openrlhf.types import Batch
+
+# An eps above rounding: a gradient that is zero but for rounding would otherwise move a weight by its sign.
+SETTINGS = OptimizerSettings(learning_rate=1e-2, weight_decay=0.1, eps=1e-5, max_norm=0.5)
+SCALES = (0.5, 1.0, 0.25)
+# Lengths of the rows of each micro-batch: three a step, so that one of two ranks gets a filler.
+STEPS = (((9, 5), (7, 7, 4), (12,)), ((6,), (10, 3), (8, 8)), ((5, 5), (4,), (11, 6, 2)))
+VOCABULARY = 80
+
+
+def load_network(
+    folder: str | Path, *, packed: bool = False, lora: bool = False, with_aux_loss: bool = False
+) -> Network:
+    attention = SEGMENTED if packed else "sdpa"
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
+    if lora:
+        torch.manual_seed(7)
+        model.enable_input_require_grads()
+        config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
+        model = get_peft_model(model, config)
+    return Network(model, with_aux_loss=with_aux_loss)
+
+
+def make_batch(lengths: Sequence[int], seed: int, *, packed: bool) -> Batch:
+    """Rows of random tokens; all but the first of each row are targets."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.randint(2, VOCABULARY, (length,), generator=generator) for length in lengths]
+    places = [torch.arange(length) for length in lengths]
+    numbers = [torch.full((length,), number) for number, length in enumerate(lengths)]
+    if packed:
+        ids, positions, sequences = (torch.cat(parts)[None] for parts in (rows, places, numbers))
+    else:
+        pad = torch.nn.utils.rnn.pad_sequence
+        ids, positions = pad(rows, batch_first=True), pad(places, batch_first=True)
+        sequences = pad(numbers, batch_first=True, padding_value=-1)
+    return Batch(ids, positions, sequences, (sequences >= 0) & (positions > 0), len(lengths))
+
+
+def step_batches(step: int, *, packed: bool) -> list[Batch]:
+    return [make_batch(lengths, 10 * step + part, packed=packed) for part, lengths in enumerate(STEPS[step])]
+
+
+def of_rank(batches: Sequence[Batch], rank: int) -> list[Batch]:
+    """The first rank takes two micro-batches, the second one and a filler."""
+    first, second, third = batches
+    return [first, second] if rank == 0 else [third, with_extras(first, weightless=torch.ones(1))]
+
+
+class Sft:
+    def counts(self, batch: Batch) -> Tensor:
+        return torch.tensor([float(batch.target_mask.sum()), 1.0], dtype=torch.float64)
+
+    def loss(self, run: Run, batch: Batch, totals: Tensor) -> tuple[Tensor, Metrics]:
+        outputs = run(batch, "log_probs")
+        assert outputs.log_probs is not None
+        loss, metrics = sft_loss(outputs.log_probs, batch.target_mask, totals[0])
+        if outputs.aux_loss is not None:
+            loss = loss + 0.1 * outputs.aux_loss / totals[1]
+        return loss, metrics
+
+
+class Distil(Sft):
+    def __init__(self, teacher: Frozen) -> None:
+        self.teacher = teacher
+
+    def loss(self, run: Run, batch: Batch, totals: Tensor) -> tuple[Tensor, Metrics]:
+        hidden = self.teacher.forward(batch, "hidden").hidden
+        outputs = run(batch, "distillation", teacher_hidden=hidden, teacher_head=self.teacher.head)
+        assert outputs.log_probs is not None
+        assert outputs.cross is not None
+        return kd_loss(outputs.log_probs, outputs.cross, batch.target_mask, totals[0], 0.4)
+
+
+def train(
+    backend: TrainBackend, steps: Sequence[Sequence[Batch]], objective: Any = None, *, first: int = 0
+) -> dict[str, Any]:
+    """Trains on one list of micro-batches a step; what a step gave, in plain numbers."""
+    losses, norms, measured = [], [], []
+    for number, batches in enumerate(steps, start=first):
+        result = backend.forward_backward(batches, objective or Sft())
+        losses.append(result.losses.sum().item())
+        mean = result.metrics["gpt_loss"]
+        measured.append([mean.total.item(), mean.count.item()])
+        norms.append(backend.optim_step(SCALES[number]))
+    return {"losses": losses, "norms": norms, "metrics": measured}

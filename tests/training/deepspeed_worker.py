@@ -1,0 +1,206 @@
+"""One of two processes that run DeepSpeed over the whole matrix; rank 0 writes what happened."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import distributed as dist
+
+from openrlhf.config.sections.training import Sharding
+from openrlhf.training.deepspeed import DeepSpeedBackend, DeepSpeedFrozen
+from openrlhf.training.deepspeed_shards import hold_whole
+from openrlhf.training.deepspeed_sleep import put_to_sleep, wake_up
+from openrlhf.training.deepspeed_start import sharded_loading, start_distributed
+from tests.training.deepspeed_cases import SETTINGS, Distil, Sft, load_network, make_batch, of_rank, step_batches, train
+
+CPU = torch.device("cpu")
+
+
+class Worker:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.rank = dist.get_rank()
+
+    def build(self, sharding: Sharding, model: str = "llama", **kwargs: Any) -> DeepSpeedBackend:
+        return DeepSpeedBackend(load_network(self.folder / model, **kwargs), SETTINGS, sharding, CPU)
+
+    def mine(self, step: int, *, packed: bool = False) -> list[Any]:
+        return of_rank(step_batches(step, packed=packed), self.rank)
+
+    def keep_weights(self, backend: DeepSpeedBackend, name: str) -> None:
+        kept = {key: tensor.clone() for key, tensor in backend.weights()}
+        if self.rank == 0:
+            save_file(kept, self.folder / f"{name}.safetensors")
+
+    def matrix(self) -> dict[str, Any]:
+        results = {}
+        for stage in range(4):
+            for packed in (False, True):
+                for lora in (False, True):
+                    name = f"zero{stage}-{'packed' if packed else 'padded'}-{'lora' if lora else 'full'}"
+                    backend = self.build(Sharding(zero_stage=stage), packed=packed, lora=lora)
+                    results[name] = train(backend, [self.mine(step, packed=packed) for step in range(3)])
+                    self.keep_weights(backend, name)
+                    if stage in (2, 3) and packed:
+                        backend.export(self.folder / f"export-{name}")
+        return results
+
+    def variants(self) -> dict[str, Any]:
+        """Options and models that the matrix does not vary."""
+        results = {}
+        cases = {
+            "overlap": (Sharding(zero_stage=2, overlap_comm=True, grad_accum_dtype="fp32"), {}),
+            "hierarchy": (Sharding(zero_stage=3, zpg=2), {}),
+            "tied": (Sharding(zero_stage=3), {"model": "tied"}),
+            "experts": (Sharding(zero_stage=3), {"model": "mixtral", "with_aux_loss": True}),
+        }
+        for name, (sharding, kwargs) in cases.items():
+            backend = self.build(sharding, **kwargs)
+            results[name] = train(backend, [self.mine(step) for step in range(3)])
+            self.keep_weights(backend, name)
+            if name != "overlap":
+                backend.export(self.folder / f"export-{name}")
+        return results
+
+    def uneven_chunks(self) -> dict[str, Any]:
+        """One rank's targets take several chunks of the head, the other's a single one."""
+        long, short = make_batch([400] * 6, 1, packed=True), make_batch([9, 5], 2, packed=True)
+        backend = self.build(Sharding(zero_stage=3), packed=True)
+        return train(backend, [[long if self.rank == 0 else short]] * 2)
+
+    def resume(self, stage: int, *, lora: bool) -> dict[str, Any]:
+        """Saves after the first step into a folder that is renamed, and continues in a new engine."""
+        sharding, name = Sharding(zero_stage=stage), f"resumed-zero{stage}-{'lora' if lora else 'full'}"
+        writing, written = self.folder / f".{name}.writing", self.folder / f"checkpoint-{name}"
+        first = self.build(sharding, lora=lora)
+        before = train(first, [self.mine(0)])
+        first.save(writing)
+        if self.rank == 0:
+            writing.rename(written)
+        dist.barrier()
+        second = self.build(sharding, lora=lora)
+        second.load(written)
+        after = train(second, [self.mine(step) for step in (1, 2)], first=1)
+        self.keep_weights(second, name)
+        again = train(first, [self.mine(step) for step in (1, 2)], first=1)  # saving leaves the first one fit to go on
+        return {"joined": {key: before[key] + after[key] for key in before}, "again": again}
+
+    def naps(self) -> dict[str, Any]:
+        """States out to host memory and back between steps; on a CPU DeepSpeed still takes its buffers apart."""
+        results = {}
+        for stage in range(4):
+            for lora in (False, True):
+                backend = self.build(Sharding(zero_stage=stage), lora=lora)
+                parts = []
+                for step in range(3):
+                    moved = put_to_sleep(backend.engine, backend.network, backend.optimizer, stage)
+                    wake_up(backend.engine, moved, CPU, stage)
+                    hold_whole(backend.held)
+                    parts.append(train(backend, [self.mine(step)], first=step))
+                name = f"zero{stage}-{'lora' if lora else 'full'}"
+                results[name] = {key: [part[key][0] for part in parts] for key in parts[0]}
+        return results
+
+    def sharded(self) -> dict[str, Any]:
+        sharding = Sharding(zero_stage=3)
+        with sharded_loading(sharding, torch.float32):
+            network = load_network(self.folder / "llama")
+            adapted = load_network(self.folder / "llama", lora=True)
+        here = sum(parameter.numel() for parameter in network.parameters())
+        backend = DeepSpeedBackend(network, SETTINGS, sharding, CPU)
+        loaded = DeepSpeedBackend(adapted, SETTINGS, sharding, CPU)
+        self.keep_weights(backend, "sharded-loading")
+        return {
+            "numbers_here": here,
+            "full": train(backend, [self.mine(step) for step in range(3)]),
+            "lora": train(loaded, [self.mine(step) for step in range(3)]),
+        }
+
+    def frozen(self) -> dict[str, Any]:
+        """A sharded teacher: its log-probs, and a distillation through its head."""
+        sharding = Sharding(zero_stage=3)
+        teacher = DeepSpeedFrozen(load_network(self.folder / "teacher"), sharding, CPU)
+        replica = DeepSpeedFrozen(load_network(self.folder / "teacher"), Sharding(zero_stage=2), CPU, offload=True)
+        batch = make_batch((9, 5), 3, packed=False)
+        looks = [model.forward(batch, "log_probs").log_probs for model in (teacher, replica)]
+        backend = self.build(sharding)
+        distilled = train(backend, [self.mine(step) for step in range(3)], Distil(teacher))
+        metrics = backend.evaluate(self.mine(0), Sft())["gpt_loss"]
+        outputs = backend.forward(batch, "log_probs").log_probs
+        return {
+            "looks": [look.tolist() for look in looks],
+            "distilled": distilled,
+            "evaluated": [metrics.total.item(), metrics.count.item()],
+            "forward": outputs.tolist(),
+            "sum": backend.sum_over_ranks(torch.tensor([1.0 + self.rank, 2.0])).tolist(),
+        }
+
+    def tensor_parallel(self) -> dict[str, Any]:
+        """Both processes share one replica, so both see every micro-batch."""
+        results = {}
+        for stage in (0, 2, 3):
+            for model in ("llama", "tied"):
+                name = f"tensor-parallel-zero{stage}-{model}"
+                backend = self.build(Sharding(zero_stage=stage, ds_tensor_parallel_size=2), model)
+                results[name] = train(backend, [step_batches(step, packed=False) for step in range(2)])
+                self.keep_weights(backend, f"early-{name}")
+                last = train(backend, [step_batches(2, packed=False)], first=2)
+                results[name] = {key: results[name][key] + last[key] for key in last}
+                self.keep_weights(backend, name)
+                backend.export(self.folder / f"export-{name}")
+        return results
+
+    def tensor_parallel_resume(self) -> dict[str, Any]:
+        sharding, written = (
+            Sharding(zero_stage=2, ds_tensor_parallel_size=2),
+            self.folder / "checkpoint-tensor-parallel",
+        )
+        first = self.build(sharding)
+        before = train(first, [step_batches(0, packed=False)])
+        first.save(written)
+        second = self.build(sharding)
+        second.load(written)
+        after = train(second, [step_batches(step, packed=False) for step in (1, 2)], first=1)
+        return {key: before[key] + after[key] for key in before}
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    device = start_distributed(torch.device("cpu"))
+    assert device == CPU
+    worker = Worker(folder)
+    results: dict[str, Any] = {}
+    only = sys.argv[2:]
+    parts = {
+        "matrix": worker.matrix,
+        "variants": worker.variants,
+        "uneven_chunks": worker.uneven_chunks,
+        "resume": lambda: {
+            "resumed-zero3-full": worker.resume(3, lora=False),
+            "resumed-zero3-lora": worker.resume(3, lora=True),
+            "resumed-zero2-full": worker.resume(2, lora=False),
+            "resumed-zero0-lora": worker.resume(0, lora=True),
+        },
+        "naps": worker.naps,
+        "sharded": worker.sharded,
+        "frozen": worker.frozen,
+        "tensor_parallel": worker.tensor_parallel,
+        "tensor_parallel_resume": worker.tensor_parallel_resume,
+    }
+    for name, part in parts.items():
+        if not only or name in only:
+            results[name] = part()
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, results)
+    if worker.rank == 0:
+        (folder / "results.json").write_text(json.dumps(everyone))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

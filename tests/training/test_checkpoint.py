@@ -1,0 +1,274 @@
+import os
+
+import pytest
+
+from openrlhf.errors import BackendError
+from openrlhf.training.checkpoint import (
+    GIB,
+    export_together,
+    newest,
+    point_latest,
+    read_state,
+    rotate,
+    step_folder,
+    write_state,
+    write_text_whole,
+    write_together,
+)
+
+
+class Alone:
+    """One process; counts how often it would have waited for others."""
+
+    rank = 0
+    waits = 0
+
+    def barrier(self):
+        self.waits += 1
+
+
+class Second(Alone):
+    rank = 1
+
+
+def save(root, step, *, age=0, content="x", hf=False):
+    """A finished checkpoint of a step; of several, the one with the larger `age` is older."""
+    folder = step_folder(root, step)
+    write_together(Alone(), folder, lambda aside: fill(aside, step, content))
+    point_latest(root, step)
+    made = [folder]
+    if hf:
+        export_together(Alone(), folder.with_name(f"{folder.name}_hf"), lambda aside: fill_model(aside, content))
+        made.append(folder.with_name(f"{folder.name}_hf"))
+    for path in made:
+        os.utime(path, (1e9 - age, 1e9 - age))
+    return folder
+
+
+def fill(aside, step, content="x"):
+    (aside / "weights").write_text(content)
+    write_state(aside, {"step": step})
+
+
+def fill_model(aside, content="x"):
+    (aside / "config.json").write_text("{}")
+    (aside / "model.safetensors").write_text(content)
+
+
+def names(root):
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_a_checkpoint_appears_whole(tmp_path):
+    folder = save(tmp_path, 3)
+    assert names(tmp_path) == ["global_step3", "latest"]
+    assert names(folder) == ["state.json", "weights"]
+    assert read_state(folder) == {"step": 3}
+    assert newest(tmp_path) == folder
+
+
+def test_a_crash_while_writing_leaves_the_older_one(tmp_path):
+    older = save(tmp_path, 3)
+
+    def crash(aside):
+        fill(aside, 6)
+        raise KeyboardInterrupt
+
+    for _ in range(2):  # the second attempt meets the first one's remains
+        with pytest.raises(KeyboardInterrupt):
+            write_together(Alone(), step_folder(tmp_path, 6), crash)
+        assert not step_folder(tmp_path, 6).exists()
+        assert newest(tmp_path) == older
+    assert newest(tmp_path) == older
+    assert save(tmp_path, 6) == newest(tmp_path)
+    assert names(tmp_path) == ["global_step3", "global_step6", "latest"]
+
+
+def test_writing_a_step_again_replaces_it(tmp_path):
+    save(tmp_path, 3, content="old")
+    folder = save(tmp_path, 3, content="new")
+    assert (folder / "weights").read_text() == "new"
+    assert names(tmp_path) == ["global_step3", "latest"]
+
+
+def test_only_the_first_rank_makes_and_moves_the_folder(tmp_path):
+    second = Second()
+    filled = []
+    write_together(second, step_folder(tmp_path, 1), filled.append)
+    assert filled == [tmp_path / ".global_step1.writing"]
+    assert list(tmp_path.iterdir()) == []
+    assert second.waits == 3
+
+
+def test_nothing_there(tmp_path):
+    assert newest(tmp_path) is None
+    assert newest(tmp_path / "nowhere") is None
+
+
+def test_latest_may_name_what_was_deleted(tmp_path):
+    older = save(tmp_path, 9)
+    save(tmp_path, 10)
+    point_latest(tmp_path, 11)
+    assert newest(tmp_path) == tmp_path / "global_step10"  # ten is after nine: by number, not by letter
+    (tmp_path / "global_step10" / "state.json").unlink()
+    assert newest(tmp_path) == older
+
+
+def test_latest_wins_over_the_highest_number(tmp_path):
+    save(tmp_path, 100)
+    fresh = save(tmp_path, 2)
+    assert newest(tmp_path) == fresh
+
+
+def test_other_folders_are_nobodys_checkpoint(tmp_path):
+    (tmp_path / "global_step_best").mkdir()
+    (tmp_path / "global_step5_hf").mkdir()
+    assert newest(tmp_path) is None
+
+
+def test_rotation_by_number(tmp_path):
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step, age=10 - step, hf=True)
+    rotate(tmp_path, keep=2, max_gib=float("inf"))
+    assert names(tmp_path) == ["global_step3", "global_step3_hf", "global_step4", "global_step4_hf", "latest"]
+    rotate(tmp_path, keep=2, max_gib=float("inf"))
+    assert len(names(tmp_path)) == 5
+
+
+def test_rotation_by_size_counts_the_exports(tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path, step, age=10 - step, content=1000 * "x", hf=True)
+    rotate(tmp_path, keep=9, max_gib=6500 / GIB)
+    assert len(names(tmp_path)) == 7
+    rotate(tmp_path, keep=9, max_gib=4500 / GIB)
+    assert names(tmp_path) == ["global_step2", "global_step2_hf", "global_step3", "global_step3_hf", "latest"]
+
+
+def test_rotation_of_exports_alone(tmp_path):
+    for step in (1, 2, 3):
+        (tmp_path / f"global_step{step}_hf").mkdir()
+    rotate(tmp_path, keep=1, max_gib=float("inf"))
+    assert names(tmp_path) == ["global_step3_hf"]
+
+
+def test_rotation_never_takes_the_newest(tmp_path):
+    save(tmp_path, 7)
+    rotate(tmp_path, keep=0, max_gib=0)
+    assert newest(tmp_path) == tmp_path / "global_step7"
+
+
+def test_rotation_takes_what_an_earlier_run_left_though_its_steps_are_higher(tmp_path):
+    save(tmp_path, 100, age=50)
+    save(tmp_path, 5, age=1)
+    rotate(tmp_path, keep=1, max_gib=float("inf"))
+    assert names(tmp_path) == ["global_step5", "latest"]
+
+
+def test_rotation_leaves_other_files_alone(tmp_path):
+    (tmp_path / "global_step_best").mkdir()
+    (tmp_path / "notes.txt").write_text("mine")
+    for step in (1, 2):
+        save(tmp_path, step, age=10 - step)
+    rotate(tmp_path, keep=1, max_gib=float("inf"))
+    assert names(tmp_path) == ["global_step2", "global_step_best", "latest", "notes.txt"]
+
+
+def test_an_export_leaves_what_else_is_in_the_folder(tmp_path):
+    folder = tmp_path / "out"
+    (folder / "runs").mkdir(parents=True)
+    (folder / "runs" / "metrics.jsonl").write_text("{}")
+    export_together(Alone(), folder, fill_model)
+    assert names(folder) == ["config.json", "model.safetensors", "runs"]
+    assert (folder / "runs" / "metrics.jsonl").read_text() == "{}"
+    assert names(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("marker", ["config.json", "adapter_config.json"])
+def test_a_model_that_moved_in_half_way_is_not_taken_for_whole(tmp_path, marker):
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / "templates").write_text("a file where the export has a folder")
+
+    def fill_all(aside):
+        (aside / "templates").mkdir()
+        for name in (marker, "a.json", "z.json"):
+            (aside / name).write_text("{}")
+
+    with pytest.raises(NotADirectoryError):
+        export_together(Alone(), folder, fill_all)
+    assert not (folder / marker).exists()
+
+
+def test_an_older_models_config_does_not_vouch_for_half_of_a_new_one(tmp_path):
+    folder = tmp_path / "out"
+    export_together(Alone(), folder, fill_model)
+    (folder / "templates").write_text("a file where the export has a folder")
+
+    def fill_all(aside):
+        (aside / "templates").mkdir()
+        fill_model(aside, "new")
+
+    with pytest.raises(NotADirectoryError):
+        export_together(Alone(), folder, fill_all)
+    assert not (folder / "config.json").exists()
+
+
+def test_a_crash_while_exporting_leaves_the_older_model(tmp_path):
+    folder = tmp_path / "out"
+    export_together(Alone(), folder, fill_model)
+
+    def crash(aside):
+        fill_model(aside, "new")
+        raise RuntimeError("the disk is full")
+
+    with pytest.raises(RuntimeError, match="disk"):
+        export_together(Alone(), folder, crash)
+    assert (folder / "model.safetensors").read_text() == "x"
+    export_together(Alone(), folder, lambda aside: fill_model(aside, "new"))
+    assert (folder / "model.safetensors").read_text() == "new"
+
+
+def test_new_shards_are_not_hidden_by_an_older_single_file(tmp_path):
+    folder = tmp_path / "out"
+    export_together(Alone(), folder, fill_model)
+
+    def shards(aside):
+        for name in ("config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json"):
+            (aside / name).write_text("{}")
+
+    export_together(Alone(), folder, shards)
+    assert names(folder) == ["config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json"]
+
+
+def test_adapters_beside_a_model_leave_it_whole(tmp_path):
+    folder = tmp_path / "base"
+    export_together(Alone(), folder, fill_model)
+    export_together(Alone(), folder, lambda aside: (aside / "adapter_config.json").write_text("{}"))
+    assert names(folder) == ["adapter_config.json", "config.json", "model.safetensors"]
+
+
+def test_exported_folders_replace_older_ones(tmp_path):
+    def templates(aside):
+        (aside / "additional_chat_templates").mkdir()
+        (aside / "additional_chat_templates" / "tool.jinja").write_text("new")
+
+    folder = tmp_path / "out"
+    (folder / "additional_chat_templates").mkdir(parents=True)
+    (folder / "additional_chat_templates" / "old.jinja").write_text("old")
+    export_together(Alone(), folder, templates)
+    assert names(folder / "additional_chat_templates") == ["tool.jinja"]
+
+
+def test_text_appears_whole(tmp_path):
+    write_text_whole(tmp_path / "latest", "one")
+    write_text_whole(tmp_path / "latest", "two")
+    assert (tmp_path / "latest").read_text() == "two"
+    assert names(tmp_path) == ["latest"]
+
+
+def test_a_broken_state_is_one_line(tmp_path):
+    (tmp_path / "state.json").write_text("{")
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(BackendError, match=f"the checkpoint {folder} cannot be read: ") as caught:
+            read_state(folder)
+        assert "\n" not in str(caught.value)

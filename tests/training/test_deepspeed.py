@@ -1,0 +1,323 @@
+"""Two processes under DeepSpeed give what one gives, whatever is sharded; what cannot be combined is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM
+
+from openrlhf.config.sections.training import Sharding
+from openrlhf.errors import ConfigError
+from openrlhf.training.deepspeed_config import Site, engine_config, frozen_config
+from openrlhf.training.deepspeed_start import _free_port
+from openrlhf.training.local import LocalBackend, LocalFrozen
+from tests.tiny import make_model
+from tests.training.deepspeed_cases import SETTINGS, Distil, Sft, load_network, make_batch, step_batches, train
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+WORKER = "tests.training.deepspeed_worker"
+LAUNCHED = "tests.training.deepspeed_launched"
+DEADLINE = 600  # seconds: a watchdog for a hang, far above what it takes
+MATRIX = [(stage, packed, lora) for stage in range(4) for packed in (False, True) for lora in (False, True)]
+
+
+def launch(command: list[str]) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+    environment["PYTHONFAULTHANDLER"] = "1"
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-15000:]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models, and beside them everything that two processes made of them."""
+    root = tmp_path_factory.mktemp("deepspeed")
+    make_model(root / "llama")
+    make_model(root / "tied", tie_word_embeddings=True)
+    make_model(root / "mixtral", "mixtral")
+    make_model(root / "teacher", seed=3)
+    run = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(_free_port())]
+    launch([*run, "-m", WORKER, str(root)])
+    return root
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[dict[str, Any]]:
+    return json.loads((folder / "results.json").read_text())
+
+
+class Local:
+    """The same training in one process, each kind once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.done: dict[Any, tuple[LocalBackend, dict[str, Any]]] = {}
+
+    def __call__(self, model: str = "llama", *, packed: bool = False, **kwargs: Any) -> tuple[LocalBackend, Any]:
+        key = (model, packed, *kwargs.items())
+        if key not in self.done:
+            backend = LocalBackend(load_network(self.folder / model, packed=packed, **kwargs), SETTINGS, CPU)
+            self.done[key] = backend, train(backend, [step_batches(step, packed=packed) for step in range(3)])
+        return self.done[key]
+
+
+@pytest.fixture(scope="module")
+def local(folder: Path) -> Local:
+    return Local(folder)
+
+
+def summed(shares: list[dict[str, Any]]) -> list[float]:
+    return [sum(parts) for parts in zip(*(share["losses"] for share in shares), strict=True)]
+
+
+def assert_same_training(shares: list[dict[str, Any]], expected: dict[str, Any], atol: float = 1e-5) -> None:
+    """Losses add up over ranks to those of one process; norms and metrics are the same on each rank."""
+    close = {"rtol": 0.0, "atol": atol}
+    assert_close(torch.tensor(summed(shares)), torch.tensor(expected["losses"]), **close)
+    for share in shares:
+        assert_close(torch.tensor(share["norms"]), torch.tensor(expected["norms"]), **close)
+        assert_close(torch.tensor(share["metrics"]), torch.tensor(expected["metrics"]), rtol=1e-5, atol=atol)
+
+
+def assert_same_weights(path: Path, backend: LocalBackend, atol: float = 1e-5) -> None:
+    expected = dict(backend.weights())
+    got = load_file(path)
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert_close(got[name], tensor, rtol=0.0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize(("stage", "packed", "lora"), MATRIX)
+def test_two_ranks_train_as_one(
+    stage: int, packed: bool, lora: bool, folder: Path, ranks: list[dict[str, Any]], local: Local
+) -> None:
+    name = f"zero{stage}-{'packed' if packed else 'padded'}-{'lora' if lora else 'full'}"
+    backend, expected = local(packed=packed, lora=lora)
+    assert_same_training([rank["matrix"][name] for rank in ranks], expected)
+    assert_same_weights(folder / f"{name}.safetensors", backend)
+
+
+@pytest.mark.parametrize("name", ["overlap", "hierarchy", "tied", "experts"])
+def test_options_and_models_do_not_change_the_training(
+    name: str, folder: Path, ranks: list[dict[str, Any]], local: Local
+) -> None:
+    kwargs = {"tied": {"model": "tied"}, "experts": {"model": "mixtral", "with_aux_loss": True}}.get(name, {})
+    backend, expected = local(**kwargs)
+    assert_same_training([rank["variants"][name] for rank in ranks], expected)
+    assert_same_weights(folder / f"{name}.safetensors", backend)
+
+
+def test_ranks_may_need_different_numbers_of_chunks(folder: Path, ranks: list[dict[str, Any]]) -> None:
+    backend = LocalBackend(load_network(folder / "llama", packed=True), SETTINGS, CPU)
+    batches = [make_batch([400] * 6, 1, packed=True), make_batch([9, 5], 2, packed=True)]
+    assert_same_training([rank["uneven_chunks"] for rank in ranks], train(backend, [batches] * 2))
+
+
+@pytest.mark.parametrize("name", ["zero3-full", "zero3-lora", "zero2-full", "zero0-lora"])
+def test_resuming_equals_going_on(name: str, folder: Path, ranks: list[dict[str, Any]], local: Local) -> None:
+    backend, expected = local(lora=name.endswith("lora"))
+    resumed = [rank["resume"][f"resumed-{name}"] for rank in ranks]
+    assert_same_training([rank["joined"] for rank in resumed], expected)
+    for rank in resumed:
+        for key, values in rank["again"].items():
+            assert_close(torch.tensor(values), torch.tensor(rank["joined"][key][1:]), rtol=0.0, atol=1e-6)
+    assert_same_weights(folder / f"resumed-{name}.safetensors", backend)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_sleeping_between_steps_changes_nothing(
+    stage: int, kind: str, ranks: list[dict[str, Any]], local: Local
+) -> None:
+    assert_same_training([rank["naps"][f"zero{stage}-{kind}"] for rank in ranks], local(lora=kind == "lora")[1])
+
+
+def test_loading_in_shards_gives_the_same_model(folder: Path, ranks: list[dict[str, Any]], local: Local) -> None:
+    saved = AutoModelForCausalLM.from_pretrained(folder / "llama").state_dict()
+    for name, tensor in load_file(folder / "sharded-loading.safetensors").items():
+        assert torch.equal(tensor, saved[name]), name
+    assert all(rank["sharded"]["numbers_here"] == 0 for rank in ranks)
+    assert_same_training([rank["sharded"]["full"] for rank in ranks], local()[1])
+    assert_same_training([rank["sharded"]["lora"] for rank in ranks], local(lora=True)[1])
+
+
+def test_a_sharded_teacher_teaches_as_a_whole_one(folder: Path, ranks: list[dict[str, Any]]) -> None:
+    teacher = LocalFrozen(load_network(folder / "teacher"), CPU)
+    batch = make_batch((9, 5), 3, packed=False)
+    look = teacher.forward(batch, "log_probs").log_probs
+    backend = LocalBackend(load_network(folder / "llama"), SETTINGS, CPU)
+    distilled = train(backend, [step_batches(step, packed=False) for step in range(3)], Distil(teacher))
+    evaluated = backend.evaluate(step_batches(0, packed=False), Sft())["gpt_loss"]
+    here = backend.forward(batch, "log_probs").log_probs
+    assert_same_training([rank["frozen"]["distilled"] for rank in ranks], distilled)
+    for rank in ranks:
+        got = rank["frozen"]
+        for given in got["looks"]:
+            assert_close(torch.tensor(given), look, rtol=0.0, atol=1e-5)
+        assert_close(torch.tensor(got["forward"]), here, rtol=0.0, atol=1e-4)
+        assert_close(torch.tensor(got["evaluated"]), torch.stack([evaluated.total, evaluated.count]).float())
+        assert got["sum"] == [3.0, 4.0]
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("model", ["llama", "tied"])
+def test_tensor_parallel_ranks_train_as_one(
+    stage: int, model: str, folder: Path, ranks: list[dict[str, Any]], local: Local
+) -> None:
+    backend, expected = local(model)
+    name = f"tensor-parallel-zero{stage}-{model}"
+    for rank in ranks:
+        assert_same_training([rank["tensor_parallel"][name]], expected)
+    assert_same_weights(folder / f"{name}.safetensors", backend)
+
+
+def test_tensor_parallel_training_resumes(ranks: list[dict[str, Any]], local: Local) -> None:
+    for rank in ranks:
+        assert_same_training([rank["tensor_parallel_resume"]], local()[1])
+
+
+EXPORTS = {
+    "zero2-packed-full": "llama",
+    "zero3-packed-full": "llama",
+    "hierarchy": "llama",
+    "tied": "tied",
+    "experts": "mixtral",
+    "tensor-parallel-zero2-llama": "llama",
+    "tensor-parallel-zero3-tied": "tied",
+}
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+def test_exports_load_in_plain_transformers(name: str, folder: Path) -> None:
+    exported = AutoModelForCausalLM.from_pretrained(folder / f"export-{name}", dtype=torch.float32).eval()
+    saved = load_file(folder / f"{name}.safetensors")
+    trained = load_network(folder / EXPORTS[name]).decoder
+    trained.load_state_dict(saved, strict=EXPORTS[name] != "tied")
+    ids = torch.arange(2, 12)[None]
+    with torch.no_grad():
+        assert_close(exported(ids).logits, trained.eval()(ids).logits, rtol=0.0, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_adapters_are_exported_alone(stage: int, folder: Path) -> None:
+    name = f"zero{stage}-packed-lora"
+    files = {path.name for path in (folder / f"export-{name}").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= files
+    assert not any(file.startswith("model") or file.endswith(".bin") for file in files)
+    base = AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=torch.float32)
+    exported = PeftModel.from_pretrained(base, folder / f"export-{name}").eval()
+    trained = load_network(folder / "llama", lora=True)
+    trained.decoder.load_state_dict(load_file(folder / f"{name}.safetensors"))
+    ids = torch.arange(2, 12)[None]
+    with torch.no_grad():
+        assert_close(exported(ids).logits, trained.decoder.eval()(ids).logits, rtol=0.0, atol=1e-6)
+
+
+def read(folder: Path, name: str, ranks: int) -> list[dict[str, Any]]:
+    return [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def test_a_universal_checkpoint_continues_in_one_plain_process(folder: Path, local: Local) -> None:
+    checkpoint = folder / "checkpoint-resumed-zero3-full"
+    convert = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--num_extract_workers", "1"]
+    launch(
+        [*convert, "--input_folder", str(checkpoint / "deepspeed"), "--output_folder", str(checkpoint / "universal")]
+    )
+    launch([sys.executable, "-m", LAUNCHED, str(folder), "plain", "--universal", str(checkpoint)])
+    (seen,) = read(folder, "plain", 1)
+    assert seen["world"] == 1
+    expected = {key: values[1:] for key, values in local()[1].items()}
+    assert_same_training([seen], expected)
+
+
+def test_the_deepspeed_launcher_starts_two_ranks(folder: Path, local: Local) -> None:
+    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "2"]
+    launch([*launcher, "--master_port", str(_free_port()), "--module", LAUNCHED, str(folder), "launcher"])
+    seen = read(folder, "launcher", 2)
+    assert [(one["world"], one["local"]) for one in seen] == [(2, "0"), (2, "1")]
+    assert_same_training(seen, local()[1])
+
+
+def site(**facts: Any) -> Site:
+    usual = {"dtype": torch.bfloat16, "device_type": "cuda", "hidden_size": 64, "num_parameters": 1000, "world_size": 4}
+    return Site(**usual | facts)
+
+
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"overlap_comm": True, "zero_stage": 1}, {}, "--overlap_comm"),
+    ({"adam_offload": True, "zero_stage": 0}, {}, "--adam_offload"),
+    ({"zpg": 2, "zero_stage": 2}, {}, "--zpg 2"),
+    ({"zpg": 3, "zero_stage": 3}, {}, "does not divide the 4"),
+    ({"grad_accum_dtype": "fp16"}, {}, "--grad_accum_dtype fp16"),
+    ({"grad_accum_dtype": "fp32", "zero_stage": 0}, {}, "--grad_accum_dtype fp32"),
+    ({"deepcompile": True, "zero_stage": 3}, {}, "--deepcompile"),
+    ({"zero_stage": 0}, {"dtype": torch.float16}, "fp16 needs a scaled loss"),
+    ({"ds_tensor_parallel_size": 3}, {}, "does not divide the 4"),
+    ({"ds_tensor_parallel_size": 2}, {"adapters": True}, "LoRA"),
+    ({"zero_stage": 3}, {"quantised": True}, "--load_in_4bit"),
+]
+
+
+@pytest.mark.parametrize(("flags", "facts", "words"), REFUSED)
+def test_what_cannot_be_combined_is_refused(flags: dict[str, Any], facts: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        engine_config(Sharding(**flags), SETTINGS, site(**facts))
+
+
+def test_muon_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--optim muon"):
+        engine_config(Sharding(), replace(SETTINGS, optim="muon"), site())
+
+
+def test_flags_become_deepspeed_settings() -> None:
+    sharding = Sharding(zero_stage=3, adam_offload=True, zpg=2, overlap_comm=True, grad_accum_dtype="fp32")
+    config = engine_config(sharding, SETTINGS, site(), universal=True)
+    zero = config["zero_optimization"]
+    assert zero["stage"] == 3
+    assert zero["offload_optimizer"]["device"] == "cpu"
+    assert zero["zero_hpz_partition_size"] == 2
+    assert zero["overlap_comm"]
+    assert zero["stage3_param_persistence_threshold"] == 640
+    assert config["bf16"] == {"enabled": True}
+    assert config["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert config["gradient_clipping"] == SETTINGS.max_norm
+    assert config["checkpoint"] == {"load_universal": True}
+    assert not config["managed_gradient_accumulation"]
+
+
+def test_on_a_cpu_there_is_nowhere_to_offload_to() -> None:
+    here = site(dtype=torch.float32, device_type="cpu")
+    assert "offload_optimizer" not in engine_config(Sharding(adam_offload=True), SETTINGS, here)["zero_optimization"]
+    assert "offload_param" not in frozen_config(Sharding(zero_stage=3), here, offload=True)["zero_optimization"]
+    assert "offload_param" in frozen_config(Sharding(zero_stage=3), site(), offload=True)["zero_optimization"]
+
+
+def test_tensor_parallelism_keeps_whole_logits() -> None:
+    config = engine_config(Sharding(ds_tensor_parallel_size=2), SETTINGS, site())
+    assert config["tensor_parallel"] == {"autotp_size": 2, "vocab_parallel_lm_head": False}
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype", "summed_in"),
+    [
+        ({"zero_stage": 3}, torch.bfloat16, "fp32"),
+        ({"zero_stage": 2, "grad_accum_dtype": "bf16"}, torch.bfloat16, "bf16"),
+        ({"zero_stage": 1}, torch.bfloat16, None),
+        ({"zero_stage": 2}, torch.float32, None),
+    ],
+)
+def test_sharded_bf16_gradients_are_summed_in_fp32(flags: dict[str, Any], dtype: torch.dtype, summed_in: str) -> None:
+    config = engine_config(Sharding(**flags), SETTINGS, site(dtype=dtype))
+    assert config.get("data_types", {"grad_accum_dtype": None}) == {"grad_accum_dtype": summed_in}

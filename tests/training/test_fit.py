@@ -1,0 +1,198 @@
+"""The supervised loop on a tiny model: what is trained and when, what is said, and how it stops."""
+
+import signal
+import threading
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM
+
+from openrlhf.data.collate import collate
+from openrlhf.errors import BackendError
+from openrlhf.models.forward import Network
+from openrlhf.monitor import Monitor
+from openrlhf.training.fit import Fit, Interrupted, Plan, Saving
+from openrlhf.training.local import LocalBackend
+from openrlhf.training.objectives import SFT
+from openrlhf.training.optim import OptimizerSettings
+from openrlhf.training.order import Order
+from openrlhf.types import TokenRow
+from tests.tiny import make_model
+
+CPU = torch.device("cpu")
+POISON = 79  # a token whose embedding is not a number
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+def rows(count, seed=0, length=6):
+    chance = np.random.default_rng(seed)
+    ids = [chance.integers(2, POISON, length).astype(np.int32) for _ in range(count)]
+    return [TokenRow(row, np.arange(length) >= 2) for row in ids]
+
+
+class Notes:
+    """A sink that remembers, and may do something at a step."""
+
+    def __init__(self, at=None, do=None):
+        self.lines, self.at, self.do = [], at, do
+
+    def log(self, kind, step, values):
+        self.lines.append((kind, step, dict(values)))
+        if (kind, step) == self.at:
+            self.do()
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def fit(folder, tmp_path):
+    """A run over some rows in batches of 4 and micro-batches of 3; `notes` gets its metrics."""
+
+    def make(train, notes=None, *, held_out=(), epochs=1, eval_every=-1, every=-1):
+        backend = LocalBackend(
+            Network(AutoModelForCausalLM.from_pretrained(folder)), OptimizerSettings(learning_rate=1e-2), CPU
+        )
+        order = Order(num_rows=len(train), batch_size=4, epochs=epochs, seed=0)
+        saving = Saving(tmp_path / "ckpt", every=every)
+        return Fit(
+            backend=backend,
+            objective=SFT(),
+            collate=partial(collate, packing=False, pad_id=1),
+            rows=train,
+            eval_rows=held_out,
+            plan=Plan(order, 3, 1e-2, lambda step: 1.0, saving, eval_every=eval_every),
+            monitor=Monitor([notes] if notes else []),
+        )
+
+    return make
+
+
+def weights(fit):
+    return {name: tensor.clone() for name, tensor in fit.backend.network.state_dict().items()}
+
+
+def steps(notes, kind):
+    return [step for seen, step, _ in notes.lines if seen == kind]
+
+
+def test_the_tail_of_an_epoch_is_a_step_of_its_own(fit):
+    notes = Notes()
+    run = fit(rows(10), notes, epochs=2)
+    last = run.run()
+    assert steps(notes, "train") == [1, 2, 3, 4, 5, 6]
+    assert last == notes.lines[-1][2]
+    assert set(last) == {"gpt_loss", "loss_mean", "lr", "grad_norm"}
+
+
+def test_a_set_smaller_than_a_batch_trains_what_it_has(fit):
+    notes = Notes()
+    fit(rows(2), notes).run()
+    assert steps(notes, "train") == [1]
+
+
+@pytest.mark.parametrize(
+    ("eval_every", "expected"), [(-1, [3, 6]), (2, [2, 4, 6]), (4, [4, 6])], ids=["epochs", "even", "uneven"]
+)
+def test_evaluation_comes_when_asked_and_after_the_last_step(eval_every, expected, fit):
+    notes = Notes()
+    fit(rows(10), notes, held_out=rows(5, seed=1), epochs=2, eval_every=eval_every).run()
+    assert steps(notes, "eval") == expected
+
+
+def test_evaluation_covers_its_tail_and_leaves_no_trace(fit):
+    """Nine rows in chunks of four: the mean over all their tokens, whatever the chunks."""
+    held_out = rows(9, seed=1)
+    run = fit(rows(4), held_out=held_out)
+    before = weights(run)
+    got = run.evaluate(0)["gpt_loss"]
+    with torch.no_grad():
+        losses = []
+        for row in held_out:
+            ids = torch.from_numpy(row.input_ids).long()[None]
+            scores = run.backend.network.decoder(ids).logits[0, 1:-1].log_softmax(-1)
+            losses.append(-scores.gather(-1, ids[0, 2:, None]))
+    assert got == pytest.approx(torch.cat(losses).mean().item(), abs=1e-5)
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights(run).items())
+    assert run.backend.network.training
+
+
+def test_what_an_evaluation_gave_is_told_again_on_resume(fit, tmp_path):
+    told = []
+    run = fit(rows(8), held_out=rows(3, seed=1), every=1)
+    run.on_evaluated = told.append
+    run.run()
+    again = fit(rows(8), held_out=rows(3, seed=1))
+    again.on_evaluated = told.append
+    assert again.resume(tmp_path / "ckpt" / "global_step2") == 2
+    assert told[0] == told[1] == again.last_evaluation == run.last_evaluation
+
+
+def poisoned(fit, train, notes):
+    run = fit(train, notes)
+    with torch.no_grad():
+        run.backend.network.decoder.get_input_embeddings().weight[POISON] = float("nan")
+    return run
+
+
+def test_a_loss_that_is_no_number_stops_the_run_before_a_weight_moves(fit):
+    train = rows(12)
+    order = Order(num_rows=12, batch_size=4, epochs=1, seed=0)
+    guilty = order.rows(1)[3]  # the second step, its last row: alone in micro-batch 2
+    train[guilty].input_ids[3] = POISON
+    notes = Notes()
+    run = poisoned(fit, train, notes)
+    reached = {}
+    notes.at, notes.do = ("train", 1), lambda: reached.update(weights(run))
+    with pytest.raises(BackendError) as caught:
+        run.run()
+    assert str(caught.value) == (
+        f"the loss of step 2 is not finite in micro-batch 2 of 2 (training rows {guilty + 1}); no weight was changed. "
+        "Try: a smaller --learning_rate, or look at those rows"
+    )
+    assert steps(notes, "train") == [1]
+    for name, tensor in weights(run).items():
+        assert_close(tensor, reached[name], atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_lets_the_step_end_and_leaves_a_checkpoint(number, fit, tmp_path):
+    untouched = fit(rows(10), epochs=2)
+    untouched.run()
+    before = signal.getsignal(number)
+    notes = Notes(at=("train", 2), do=lambda: signal.raise_signal(number))
+    with pytest.raises(Interrupted) as stopped:
+        fit(rows(10), notes, epochs=2).run()
+    assert steps(notes, "train") == [1, 2]
+    assert stopped.value.folder == tmp_path / "ckpt" / "global_step2"
+    assert signal.getsignal(number) is before
+
+    again = fit(rows(10), epochs=2)
+    again.run(again.resume(stopped.value.folder))
+    assert all(torch.equal(tensor, weights(untouched)[name]) for name, tensor in weights(again).items())
+
+
+def test_a_second_signal_stops_at_once(fit, tmp_path):
+    def twice():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        fit(rows(10), Notes(at=("train", 2), do=twice)).run()
+    assert not isinstance(stopped.value, Interrupted)
+    assert not (tmp_path / "ckpt").exists()
+
+
+def test_a_run_in_another_thread_trains_without_signals(fit):
+    notes = Notes()
+    thread = threading.Thread(target=fit(rows(4), notes).run)
+    thread.start()
+    thread.join()
+    assert steps(notes, "train") == [1]

@@ -1,0 +1,243 @@
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM
+
+from openrlhf.config.sections.model import Lora, Model
+from openrlhf.data.collate import collate
+from openrlhf.errors import BackendError
+from openrlhf.models.forward import Network
+from openrlhf.models.load import add_adapters, load_causal_lm
+from openrlhf.training.backend import values_of
+from openrlhf.training.local import LocalBackend, LocalFrozen
+from openrlhf.training.objectives import SFT, DirectPreference, Step
+from openrlhf.training.optim import OptimizerSettings
+from openrlhf.training.order import micro_batches
+from openrlhf.types import PairRow, TokenRow
+from tests.tiny import make_model, make_tokenizer
+
+CPU = torch.device("cpu")
+VOCAB = len(make_tokenizer())
+SETTINGS = OptimizerSettings(learning_rate=1e-2, weight_decay=0.01)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"), initializer_range=0.1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Tensors this small are faster on one thread than on several."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_backend(folder, *, packing=False, lora=0):
+    torch.manual_seed(0)
+    model = load_causal_lm(folder, Model(), device=CPU, packing=packing)
+    return LocalBackend(Network(add_adapters(model, Lora(lora_rank=lora), scalar=False)), SETTINGS, CPU)
+
+
+def token_rows(number, seed=0):
+    random = np.random.default_rng(seed)
+    lengths = random.integers(3, 12, number)
+    return [
+        TokenRow(random.integers(2, VOCAB, length).astype(np.int32), np.arange(length) >= random.integers(1, 3))
+        for length in lengths
+    ]
+
+
+def pair_rows(number):
+    chosen, rejected = token_rows(number, 1), token_rows(number, 2)
+    return [PairRow(*pair) for pair in zip(chosen, rejected, strict=True)]
+
+
+def batches(rows, size, *, packing=False):
+    return [collate(part, packing=packing, pad_id=1) for part in micro_batches(rows, size)]
+
+
+def frozen(folder, packing=False):
+    """A reference that is not the policy, so that log-ratios are not zero."""
+    network = Network(load_causal_lm(folder, Model(), device=CPU, packing=packing))
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.mul_(0.9)
+    return LocalFrozen(network, CPU)
+
+
+CASES = {
+    "sft": (SFT(), token_rows(7)),
+    "dpo": (DirectPreference(beta=0.1), pair_rows(7)),
+    "dpo_nll": (DirectPreference(beta=0.1, nll_loss_coef=0.2, label_smoothing=0.1), pair_rows(7)),
+}
+
+
+def prepared(case, folder, backend, size, packing):
+    objective, rows = CASES[case]
+    cut = batches(rows, size, packing=packing)
+    return objective, objective.prepare(cut, Step(rows, range(len(rows)), size), backend, frozen(folder, packing))
+
+
+def gradients_of(backend):
+    return {name: p.grad.clone() for name, p in backend.network.named_parameters() if p.grad is not None}
+
+
+def weights_of(backend):
+    return {name: tensor.clone() for name, tensor in backend.network.state_dict().items()}
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_how_a_step_is_cut_changes_nothing(folder, case, packing):
+    results = []
+    for size in (7, 1, 2, 4):
+        backend = make_backend(folder, packing=packing)
+        objective, cut = prepared(case, folder, backend, size, packing)
+        step = backend.forward_backward(cut, objective)
+        assert len(step.losses) == len(cut)
+        gradients = gradients_of(backend)
+        norm = backend.optim_step(0.1)
+        metrics = values_of(step.metrics)
+        results.append((step.losses.sum(), gradients, torch.tensor(norm), metrics, weights_of(backend)))
+    for other in results[1:]:
+        assert_close(other, results[0], rtol=1e-5, atol=1e-6)
+
+
+def test_sft_is_the_mean_over_all_target_tokens(folder):
+    backend = make_backend(folder)
+    rows = token_rows(5)
+    step = backend.forward_backward(batches(rows, 2), SFT())
+    sums, count = 0.0, 0
+    for row in rows:
+        ids = torch.from_numpy(row.input_ids).long()[None]
+        log_probs = backend.network.model(input_ids=ids).logits[0, :-1].log_softmax(-1)
+        taken = log_probs.gather(-1, ids[0, 1:, None]).squeeze(-1)[torch.from_numpy(row.target_mask[1:])]
+        sums, count = sums - taken.sum().item(), count + len(taken)
+    assert step.losses.sum().item() == pytest.approx(sums / count, rel=1e-5)
+    assert values_of(step.metrics)["gpt_loss"] == pytest.approx(sums / count, rel=1e-5)
+
+
+def train(backend, steps):
+    for step in steps:
+        backend.forward_backward(batches(token_rows(4, seed=step), 2), SFT())
+        backend.optim_step(1 / (step + 1))
+
+
+@pytest.mark.parametrize("lora", [0, 2])
+def test_a_saved_run_goes_on_bit_for_bit(folder, tmp_path, lora):
+    whole = make_backend(folder, lora=lora)
+    train(whole, range(3))
+    whole.save(tmp_path)
+    train(whole, range(3, 6))
+    resumed = make_backend(folder, lora=lora)
+    resumed.load(tmp_path)
+    train(resumed, range(3, 6))
+    assert_close(weights_of(resumed), weights_of(whole), rtol=0, atol=0)
+    assert_close(resumed.optimizer.state(), whole.optimizer.state(), rtol=0, atol=0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["optimizer.safetensors"]
+
+
+def test_a_checkpoint_that_does_not_fit_is_one_line(folder, tmp_path):
+    backend = make_backend(folder)
+    with pytest.raises(BackendError, match="does not fit this model: No such file"):
+        backend.load(tmp_path)
+    make_backend(folder, lora=2).save(tmp_path)
+    before = weights_of(backend)
+    with pytest.raises(BackendError, match=r"does not fit this model: model.model.embed_tokens.weight is missing"):
+        backend.load(tmp_path)
+    (tmp_path / "optimizer.safetensors").write_bytes(b"torn")
+    with pytest.raises(BackendError, match="does not fit this model") as caught:
+        backend.load(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert_close(weights_of(backend), before, rtol=0, atol=0)
+
+
+def test_loss_falls_and_the_export_loads_in_plain_transformers(folder, tmp_path):
+    backend = make_backend(folder)
+    cut = batches(token_rows(4), 2)
+    losses = []
+    for _ in range(15):
+        losses.append(backend.forward_backward(cut, SFT()).losses.sum().item())
+        backend.optim_step(1.0)
+    assert losses[-1] < 0.5 * losses[0]
+    backend.export(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = torch.arange(2, 20)[None]
+    assert_close(plain(ids).logits, backend.network.model(ids).logits)
+    named = dict(backend.weights())
+    assert_close(named, dict(plain.state_dict()), rtol=0, atol=0)
+
+
+def test_looking_changes_nothing(folder):
+    backend = make_backend(folder, lora=2)
+    cut = batches(token_rows(4), 2)
+    train(backend, range(2))
+    before, state = weights_of(backend), copy.deepcopy(backend.optimizer.state())
+    random = torch.get_rng_state()
+    metrics = backend.evaluate(cut, SFT())
+    outputs = backend.forward(cut[0], "log_probs")
+    assert not outputs.log_probs.requires_grad
+    assert backend.network.training
+    assert all(parameter.grad is None for parameter in backend.network.parameters())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert_close(weights_of(backend), before, rtol=0, atol=0)
+    assert_close(backend.optimizer.state(), state, rtol=0, atol=0)
+    step = backend.forward_backward(cut, SFT())
+    assert values_of(metrics) == pytest.approx(values_of(step.metrics))
+    smaller = backend.evaluate(batches(token_rows(4), 1), SFT())
+    assert values_of(smaller) == pytest.approx(values_of(metrics), rel=1e-6)
+
+
+def test_dropout_is_for_training_alone(tmp_path):
+    name = make_model(tmp_path, attention_dropout=0.5)
+    backend = LocalBackend(Network(load_causal_lm(name, Model(), device=CPU, packing=False)), SETTINGS, CPU)
+    batch = batches(token_rows(3), 3)[0]
+    looks = [backend.forward(batch, "log_probs").log_probs for _ in range(2)]
+    assert torch.equal(*looks)
+    runs = [backend.network(batch, "log_probs").log_probs for _ in range(2)]
+    assert not torch.equal(*runs)
+
+
+def test_a_step_without_targets_changes_nothing(folder):
+    backend = make_backend(folder)
+    empty = [TokenRow(row.input_ids, np.zeros_like(row.target_mask)) for row in token_rows(2)]
+    step = backend.forward_backward(batches(empty, 1), SFT())
+    assert step.losses.tolist() == [0.0, 0.0]
+    assert all((gradient == 0).all() for gradient in gradients_of(backend).values())
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_frozen_model_only_looks(folder, offload):
+    network = Network(load_causal_lm(folder, Model(), device=CPU, packing=False))
+    looker = LocalFrozen(network, CPU, offload=offload)
+    batch = batches(token_rows(3), 3)[0]
+    log_probs = looker.forward(batch, "log_probs").log_probs
+    assert not log_probs.requires_grad
+    assert not any(parameter.requires_grad for parameter in network.parameters())
+    assert_close(log_probs, make_backend(folder).forward(batch, "log_probs").log_probs)
+    hidden = looker.forward(batch, "hidden").hidden
+    assert looker.head(hidden).shape == (int(batch.target_mask.sum()), VOCAB)
+
+
+def test_sleeping_and_waking_changes_nothing(folder):
+    rested, steady = make_backend(folder), make_backend(folder)
+    for backend in (rested, steady):
+        train(backend, range(2))
+    rested.sleep()
+    rested.wake()
+    for backend in (rested, steady):
+        train(backend, range(2, 4))
+    assert_close(weights_of(rested), weights_of(steady), rtol=0, atol=0)
+
+
+def test_one_process_is_all_ranks(folder):
+    backend = make_backend(folder)
+    assert (backend.rank, backend.data_parallel_size) == (0, 1)
+    assert_close(backend.sum_over_ranks(torch.ones(2)), torch.ones(2))
+    backend.barrier()

@@ -1,0 +1,220 @@
+"""The six objectives through the local backend: what they minimise, however a step is cut into micro-batches."""
+
+import math
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from openrlhf.data.collate import collate
+from openrlhf.models.forward import Network
+from openrlhf.training.local import LocalBackend, LocalFrozen
+from openrlhf.training.objectives import (
+    SFT,
+    DirectPreference,
+    Distillation,
+    PairwiseReward,
+    ProcessReward,
+    Step,
+    UnpairedPreference,
+)
+from openrlhf.training.optim import OptimizerSettings
+from openrlhf.training.order import micro_batches
+from openrlhf.types import LabelledRow, PairRow, StepRow, TokenRow
+from tests.tiny import make_model
+
+assert_close = partial(torch.testing.assert_close, check_dtype=False)  # sums are float64, hand-worked ones are not
+CPU = torch.device("cpu")
+VOCABULARY = 80
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def policy(folder):
+    """A model that has left its reference."""
+    return moved(AutoModelForCausalLM.from_pretrained(folder), seed=1)
+
+
+@pytest.fixture(scope="module")
+def reference(folder):
+    return LocalFrozen(Network(AutoModelForCausalLM.from_pretrained(folder)), CPU)
+
+
+@pytest.fixture(scope="module")
+def scorer(folder):
+    return moved(AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1), seed=1)
+
+
+def moved(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model
+
+
+def tokens(chance, prompt=3, response=None):
+    """A row of random tokens, the response learned."""
+    length = chance.integers(1, 7) if response is None else response
+    ids = chance.integers(2, VOCABULARY, prompt + length).astype(np.int32)
+    return TokenRow(ids, np.arange(prompt + length) >= prompt)
+
+
+def token_rows(count=7, seed=0):
+    chance = np.random.default_rng(seed)
+    return [tokens(chance) for _ in range(count)]
+
+
+def pair_rows(count=7, seed=0):
+    chance = np.random.default_rng(seed)
+    return [PairRow(tokens(chance), tokens(chance), margin=0.1 * index) for index in range(count)]
+
+
+def labelled_rows(count=7, seed=0):
+    chance = np.random.default_rng(seed)
+    return [LabelledRow(tokens(chance), 3, bool(index % 3)) for index in range(count)]
+
+
+def step_rows(count=7, seed=0, *, soft):
+    chance = np.random.default_rng(seed)
+    rows = []
+    for _ in range(count):
+        ids = chance.integers(2, VOCABULARY, 9).astype(np.int32)
+        places = np.sort(chance.choice(np.arange(1, 9), chance.integers(1, 4), replace=False)).astype(np.int32)
+        labels = chance.random(len(places)) if soft else chance.integers(0, 2, len(places))
+        rows.append(StepRow(ids, places, labels.astype(np.float32)))
+    return rows
+
+
+def through(model, objective, rows, size, *, frozen=None):
+    """One step's losses and metrics, and the gradients that it leaves."""
+    backend = LocalBackend(Network(deepcopy(model)), OptimizerSettings(learning_rate=0.0), CPU)
+    batches = [collate(part, packing=False, pad_id=1) for part in micro_batches(rows, size)]
+    batches = objective.prepare(batches, Step(rows, range(len(rows)), size), backend, frozen)
+    result = backend.forward_backward(batches, objective)
+    gradients = {name: parameter.grad for name, parameter in backend.network.named_parameters()}
+    return result, gradients
+
+
+CASES = {
+    "sft": (lambda frozen: SFT(), token_rows()),
+    "kd": (lambda frozen: Distillation(0.4, teacher=frozen), token_rows()),
+    "rm": (lambda frozen: PairwiseReward(), pair_rows()),
+    "rm with margins": (lambda frozen: PairwiseReward(use_margin=True), pair_rows()),
+    "rm by logexp": (lambda frozen: PairwiseReward("logexp"), pair_rows()),
+    "dpo": (lambda frozen: DirectPreference(0.1), pair_rows()),
+    "cdpo with nll": (lambda frozen: DirectPreference(0.1, label_smoothing=0.1, nll_loss_coef=0.3), pair_rows()),
+    "ipo": (lambda frozen: DirectPreference(0.1, ipo=True), pair_rows()),
+    "ipo by length": (lambda frozen: DirectPreference(0.1, ipo=True, length_average=True), pair_rows()),
+    "kto": (lambda frozen: UnpairedPreference(0.3, 1.5, 0.5), labelled_rows()),
+    "prm": (lambda frozen: ProcessReward((5, 6)), step_rows(soft=False)),
+    "prm over all tokens": (lambda frozen: ProcessReward(), step_rows(soft=False)),
+    "prm with soft labels": (lambda frozen: ProcessReward((5, 6), soft=True), step_rows(soft=True)),
+}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_the_cut_into_micro_batches_changes_nothing(name, size, policy, scorer, reference):
+    make, rows = CASES[name]
+    model = scorer if name.startswith("rm") else policy
+    whole, expected = through(model, make(reference), rows, len(rows), frozen=reference)
+    parts, got = through(model, make(reference), rows, size, frozen=reference)
+    assert len(parts.losses) == math.ceil(len(rows) / size)
+    assert_close(parts.losses.sum(), whole.losses.sum(), atol=1e-6, rtol=1e-5)
+    assert parts.metrics.keys() == whole.metrics.keys()
+    for key, metric in whole.metrics.items():
+        assert_close(parts.metrics[key].value, metric.value, atol=1e-6, rtol=1e-5)
+    assert sum(gradient.abs().sum() for gradient in expected.values()) > 0.01
+    for key, gradient in expected.items():
+        assert_close(got[key], gradient, atol=1e-6, rtol=1e-4)
+
+
+@torch.no_grad()
+def response_log_probs(model, row):
+    """log p of the response's tokens, one row at a time through Transformers alone."""
+    ids = torch.from_numpy(row.input_ids).long()[None]
+    log_probs = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
+    return log_probs[torch.from_numpy(row.target_mask)[1:]]
+
+
+def test_sft_is_the_mean_over_all_tokens_of_the_step(policy):
+    rows = token_rows()
+    expected = -torch.cat([response_log_probs(policy, row) for row in rows]).mean()
+    result, _ = through(policy, SFT(), rows, 2)
+    assert_close(result.losses.sum(), expected)
+    assert_close(result.metrics["gpt_loss"].value.float(), expected)
+
+
+def test_dpo_compares_log_ratios_with_the_reference(policy, reference):
+    rows, frozen = pair_rows(), reference.network.decoder
+    ratios = [
+        [response_log_probs(policy, side).sum() - response_log_probs(frozen, side).sum() for side in sides]
+        for sides in ((row.chosen, row.rejected) for row in rows)
+    ]
+    margins = torch.tensor([chosen - rejected for chosen, rejected in ratios])
+    result, _ = through(policy, DirectPreference(0.1), rows, 2, frozen=reference)
+    assert_close(result.losses.sum(), -torch.nn.functional.logsigmoid(0.1 * margins).mean())
+    assert_close(result.metrics["acc"].value, (margins > 0).double().mean())
+
+
+def test_ktos_baseline_is_the_mean_over_the_steps_mismatched_pairs(policy, reference):
+    """Each prompt with the next row's response, the last with the first's; all rows have prompts of three tokens."""
+    rows, frozen = labelled_rows(), reference.network.decoder
+    others = [
+        TokenRow(np.concatenate([row.tokens.input_ids[:3], other.tokens.input_ids[3:]]), other.tokens.target_mask)
+        for row, other in zip(rows, [*rows[1:], rows[0]], strict=True)
+    ]
+
+    def ratios(responses):
+        return torch.stack(
+            [(response_log_probs(policy, row) - response_log_probs(frozen, row)).sum() for row in responses]
+        )
+
+    baseline = ratios(others).mean().clamp(min=0)
+    signs = torch.tensor([1.0 if row.label else -1.0 for row in rows])
+    losses = torch.sigmoid(-signs * 0.3 * (ratios([row.tokens for row in rows]) - baseline))
+    weights = torch.where(signs > 0, 1.5, 0.5)
+    result, _ = through(policy, UnpairedPreference(0.3, 1.5, 0.5), rows, 2, frozen=reference)
+    assert_close(result.metrics["kl"].value.float(), baseline)
+    assert_close(result.losses.sum(), (weights * losses).mean())
+
+
+def test_a_teacher_that_is_the_student_costs_only_its_entropy(policy):
+    itself = LocalFrozen(Network(deepcopy(policy)), CPU)
+    rows = token_rows()
+    result, gradients = through(policy, Distillation(1.0, teacher=itself), rows, 3, frozen=itself)
+    assert result.metrics["distil_loss"].value > 0
+    for gradient in gradients.values():  # cross entropy is least where both agree
+        assert_close(gradient, torch.zeros_like(gradient), atol=1e-6, rtol=0)
+
+
+def test_a_steps_tail_counts_as_much_as_its_rows(policy):
+    """Three rows in micro-batches of two: the last row alone is a third of the step, not a half."""
+    rows = [tokens(np.random.default_rng(seed), response=4) for seed in range(3)]
+    result, _ = through(policy, SFT(), rows, 2)
+    alone, _ = through(policy, SFT(), rows[2:], 1)
+    assert_close(result.losses[1], alone.losses[0] / 3)
+
+
+def test_the_balance_of_experts_is_taken_per_micro_batch_and_averaged(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(make_model(Path(tmp_path), "mixtral"))
+    rows = token_rows()
+
+    def losses(size, coef):
+        backend = LocalBackend(Network(deepcopy(model), with_aux_loss=True), OptimizerSettings(0.0), CPU)
+        batches = [collate(part, packing=False, pad_id=1) for part in micro_batches(rows, size)]
+        return backend.forward_backward(batches, SFT(coef))
+
+    for size in (2, 7):
+        plain, balanced = losses(size, 0.0), losses(size, 0.5)
+        aux = balanced.metrics["aux_loss"].value
+        assert_close((balanced.losses.sum() - plain.losses.sum()).double(), 0.5 * aux, atol=1e-5, rtol=1e-5)

@@ -1,0 +1,32 @@
+import torch
+
+from openrlhf.training.rng import load_rng, save_rng
+
+
+def test_chance_goes_on_where_it_was(tmp_path):
+    torch.manual_seed(0)
+    torch.rand(3)
+    save_rng(tmp_path, rank=0)
+    expected = torch.rand(5)
+    torch.manual_seed(1)
+    load_rng(tmp_path, rank=0)
+    assert torch.equal(torch.rand(5), expected)
+
+
+def test_each_rank_has_its_own(tmp_path):
+    drawn = []
+    for rank in (0, 1):
+        torch.manual_seed(rank)
+        save_rng(tmp_path, rank)
+        drawn.append(torch.rand(2))
+    for rank in (1, 0):
+        load_rng(tmp_path, rank)
+        assert torch.equal(torch.rand(2), drawn[rank])
+
+
+def test_a_rank_that_did_not_exist_keeps_its_own(tmp_path):
+    torch.manual_seed(0)
+    load_rng(tmp_path, rank=7)
+    here = torch.rand(2)
+    torch.manual_seed(0)
+    assert torch.equal(torch.rand(2), here)
