@@ -3,8 +3,9 @@
     make quickstart                (or: python examples/quickstart.py --folder somewhere)
 
 It writes a task by program, builds a Llama of half a million parameters with a character tokenizer, then runs
-supervised fine-tuning, a reward model and preference learning, each as the command that it prints. Held-out items are
-never trained on; what is reported is measured on them.
+supervised fine-tuning on a little data, a reward model from preferences, PPO against that reward model, and GRPO with a
+reward that can be checked, each as the command that it prints. Held-out items are never trained on; what is reported is
+measured on them.
 """
 
 import argparse
@@ -15,8 +16,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
+from curves import write_page
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -28,6 +31,7 @@ from transformers.utils.logging import disable_progress_bar
 
 DIGITS = 5
 CHARACTERS = "0123456789sort :>"
+REWARD = Path(__file__).parent / "rewards" / "sorted_digits.py"
 
 
 def main() -> None:
@@ -40,33 +44,48 @@ def main() -> None:
     build_model(folder / "base")
     base = accuracy(folder / "base", held_out)
 
-    common = "--train_batch_size 64 --micro_train_batch_size 64 --max_len 64"
+    small = "--train_batch_size 64 --micro_train_batch_size 64 --max_len 64"
     run(
         f"train_sft --pretrain {folder}/base --dataset {folder}/sft.jsonl --eval_dataset {folder}/sft_test.jsonl "
-        f"--input_template {{}} --output_key output --learning_rate 3e-3 --max_epochs 1 {common} "
+        f"--input_template {{}} --output_key output --learning_rate 3e-3 --max_epochs 2 {small} "
         f"--save_path {folder}/sft"
     )
     tuned = accuracy(folder / "sft", held_out)
-
     pairs = f"--dataset {folder}/pairs.jsonl --eval_dataset {folder}/pairs_test.jsonl --prompt_key prompt"
-    run(f"train_rm --pretrain {folder}/sft {pairs} --learning_rate 1e-3 {common} --save_path {folder}/rm")
-    run(
-        f"train_dpo --pretrain {folder}/sft {pairs} --learning_rate 3e-4 --beta 0.5 --nll_loss_coef 1 {common} "
-        f"--save_path {folder}/dpo"
-    )
-    preferred = accuracy(folder / "dpo", held_out)
+    run(f"train_rm --pretrain {folder}/sft {pairs} --learning_rate 1e-3 {small} --save_path {folder}/rm")
 
-    show("held-out items sorted correctly", {"base": base, "after SFT": tuned, "after SFT and DPO": preferred})
-    show(
-        "held-out pairs ranked correctly",
-        {
-            "reward model, untrained": evaluations(folder / "rm")[0]["acc_mean"],
-            "reward model": evaluations(folder / "rm")[-1]["acc_mean"],
-            "after DPO": evaluations(folder / "dpo")[-1]["acc_mean"],
-        },
+    prompts = (
+        f"--prompt_data {folder}/prompts.jsonl --label_key label --prompt_max_len 32 --generate_max_len {DIGITS + 2} "
+        "--micro_train_batch_size 256 --micro_rollout_batch_size 256 --lr_warmup_ratio 0.05"
     )
-    samples(folder, held_out[:3])
-    print(f"\n{time.perf_counter() - started:.0f} seconds; everything is in {folder}")
+    run(
+        f"train_ppo --pretrain {folder}/sft --reward_pretrain {folder}/rm {prompts} --rollout_batch_size 256 "
+        f"--train_batch_size 256 --actor_learning_rate 1e-4 --critic_learning_rate 1e-3 --init_kl_coef 0.3 "
+        f"--freezing_actor_steps 5 --max_steps 30 --save_path {folder}/ppo"
+    )
+    against_model = accuracy(folder / "ppo", held_out)
+    run(
+        f"train_ppo --pretrain {folder}/sft --remote_rm_url {REWARD} {prompts} --advantage_estimator group_norm "
+        f"--n_samples_per_prompt 8 --rollout_batch_size 32 --train_batch_size 128 --actor_learning_rate 3e-4 "
+        f"--init_kl_coef 0 --max_steps 120 --save_path {folder}/grpo"
+    )
+    verified = accuracy(folder / "grpo", held_out)
+
+    ranked = [row["acc_mean"] for row in metrics(folder / "rm") if row["kind"] == "eval"]
+    rewards = [row["reward"] for row in metrics(folder / "ppo") if row["kind"] == "train"]
+    results = {
+        "before training": f"{base:.1%}",
+        "after SFT": f"{tuned:.1%}",
+        "after SFT, then PPO against the reward model": f"{against_model:.1%}",
+        "after SFT, then GRPO with the checkable reward": f"{verified:.1%}",
+        "held-out pairs that the reward model ranks right": f"{ranked[0]:.1%} -> {ranked[-1]:.1%}",
+        "what the reward model gives PPO's samples": f"{rewards[0]:.2f} -> {rewards[-1]:.2f}",
+    }
+    show("held-out items sorted correctly", results)
+    samples(folder, held_out[:4])
+    stages = ("sft", "rm", "ppo", "grpo")
+    write_page(folder / "report.html", {name: folder / name / "run" for name in stages}, "Quickstart", results)
+    print(f"\n{time.perf_counter() - started:.0f} seconds; curves: {folder / 'report.html'}; everything: {folder}")
 
 
 def write_task(folder: Path) -> list[tuple[str, str]]:
@@ -76,13 +95,14 @@ def write_task(folder: Path) -> list[tuple[str, str]]:
     items = {"".join(chance.choices("0123456789", k=DIGITS)) for _ in range(9000)}
     tasks = [(f"sort {item}>", "".join(sorted(item))) for item in sorted(items, key=lambda _: chance.random())]
     train, held_out = tasks[:-300], tasks[-300:]
-    for name, rows in (("sft", train[:3000]), ("sft_test", held_out)):
+    for name, rows in (("sft", train[:1100]), ("sft_test", held_out)):
         write(folder / f"{name}.jsonl", [{"input": prompt, "output": answer} for prompt, answer in rows])
     for name, rows in (("pairs", train[3000:5000]), ("pairs_test", held_out)):
         write(
             folder / f"{name}.jsonl",
             [{"prompt": prompt, "chosen": answer, "rejected": spoiled(answer, chance)} for prompt, answer in rows],
         )
+    write(folder / "prompts.jsonl", [{"input": prompt, "label": answer} for prompt, answer in train[3000:]])
     return held_out
 
 
@@ -141,23 +161,22 @@ def generate(folder: Path, prompts: list[str]) -> list[str]:
     return tokenizer.batch_decode(out[:, ids["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def evaluations(folder: Path) -> list[dict[str, float]]:
-    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if row["kind"] == "eval"]
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
 def samples(folder: Path, items: list[tuple[str, str]]) -> None:
     prompts = [prompt for prompt, _ in items]
-    columns = [generate(folder / name, prompts) for name in ("base", "sft", "dpo")]
-    print(f"\n{'prompt':<14}{'base':<12}{'SFT':<12}{'DPO':<12}wanted")
+    columns = [generate(folder / name, prompts) for name in ("base", "sft", "ppo", "grpo")]
+    print(f"\n{'prompt':<14}{'before':<12}{'SFT':<12}{'PPO':<12}{'GRPO':<12}wanted")
     for (prompt, wanted), *answers in zip(items, *columns, strict=True):
         print(f"{prompt:<14}" + "".join(f"{answer:<12}" for answer in answers) + wanted)
 
 
-def show(title: str, values: dict[str, float]) -> None:
+def show(title: str, rows: dict[str, str]) -> None:
     print(f"\n{title}")
-    for name, value in values.items():
-        print(f"  {name:<25}{value:>7.1%}")
+    for name, value in rows.items():
+        print(f"  {name:<52}{value}")
 
 
 if __name__ == "__main__":

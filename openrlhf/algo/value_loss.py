@@ -21,7 +21,8 @@ def value_loss(
     metrics = {"values": mean_of(value, action_mask)}
     if value_clip is not None:
         old = masked(old_values, action_mask)
-        bounded = (old + (value - old).clamp(-value_clip, value_clip) - target).square()
+        # Not old + clamp(value - old): its rounding would count values that nothing clipped.
+        bounded = (value.clamp(old - value_clip, old + value_clip) - target).square()
         metrics["value_clip_ratio"] = mean_of(bounded > errors, action_mask)
         errors = torch.maximum(errors, bounded)
     return aggregate(0.5 * errors, action_mask, "token-mean", denominator), metrics

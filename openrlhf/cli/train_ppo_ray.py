@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from openrlhf.cli.entry import command, not_built, start
+from openrlhf.cli.entry import command, start
 
 
 @command
@@ -10,7 +10,9 @@ def main(argv: Sequence[str]) -> None:
     config = start("train_ppo_ray", argv)
     if config.run.dry_run:
         return
-    raise not_built("train_ppo_ray")
+    from openrlhf.launch import rl  # torch and transformers are imported only past this line
+
+    rl.run(config)
 
 
 if __name__ == "__main__":

@@ -69,6 +69,7 @@ RL: Rules = (
     rl.clip_range_is_positive,
     rl.gspo_clips_narrowly,
     rl.mis_is_the_sequence_mask,
+    rl.correction_needs_the_whole_distribution,
     rl.sampling_has_a_temperature,
     rl.generate_max_len_within_max_len,
     rl.context_leaves_room,
@@ -90,6 +91,7 @@ RL: Rules = (
     rl.rollouts_divide_into_steps,
     extras.cluster_extras_are_installed,
     *FILES,
+    paths.recorded_rollouts_exist,
 )
 
 RULES: dict[type, Rules] = {

@@ -24,6 +24,7 @@ from openrlhf.config.commands import (
 from openrlhf.data.process import step_tokens
 from openrlhf.errors import ConfigError
 from openrlhf.launch.distributed import loading, uses_deepspeed
+from openrlhf.launch.optimizers import optimizer_settings
 from openrlhf.models.attention import choose_attention
 from openrlhf.models.forward import Network
 from openrlhf.models.heads import separate_pad_from_eos
@@ -34,7 +35,6 @@ from openrlhf.training.backend import Frozen, TrainBackend, values_of
 from openrlhf.training.fit import Evaluated, Summary
 from openrlhf.training.local import LocalBackend, LocalFrozen
 from openrlhf.training.objectives import AUX_ON, SupervisedObjective
-from openrlhf.training.optim import OptimizerSettings
 
 
 def evaluation_values(metrics: Metrics) -> dict[str, float]:
@@ -126,7 +126,7 @@ def balances_experts(config: SupervisedConfig, model_config: Any) -> bool:
 
 def make_backend(config: SupervisedConfig, network: Network, device: torch.device) -> TrainBackend:
     """One process trains by itself; several need DeepSpeed."""
-    settings = optimizer_settings(config)
+    settings = optimizer_settings(config.optimizer, config.optimizer.learning_rate)
     if not uses_deepspeed(config):
         return LocalBackend(
             network,
@@ -196,19 +196,3 @@ def make_objective(
             ids = step_tokens(tokenizer, fields).reward_ids
             return objectives.ProcessReward(ids, soft_labels, aux)
     raise AssertionError(f"{type(config).__name__} has no objective")
-
-
-def optimizer_settings(config: SupervisedConfig) -> OptimizerSettings:
-    flags = config.optimizer
-    return OptimizerSettings(
-        learning_rate=flags.learning_rate,
-        optim=flags.optim,
-        weight_decay=flags.l2,
-        betas=flags.adam_betas,
-        eps=flags.adam_eps,
-        max_norm=flags.max_norm,
-        muon_lr=flags.muon_lr,
-        muon_momentum=flags.muon_momentum,
-        muon_ns_steps=flags.muon_ns_steps,
-        muon_nesterov=flags.muon_nesterov,
-    )

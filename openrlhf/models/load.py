@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -48,6 +49,14 @@ def load_tokenizer(name: str, loading: Loading) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def read_config(name: str, loading: Loading) -> PretrainedConfig:
+    """A model's config.json, without its weights."""
+    try:
+        return AutoConfig.from_pretrained(_resolve(name, loading), trust_remote_code=loading.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise _cannot_load("model", name, error) from None
 
 
 def load_causal_lm(name: str, loading: Loading, *, device: torch.device, packing: bool) -> PreTrainedModel:
@@ -130,10 +139,7 @@ def _options(name: str, loading: Loading, device: torch.device, packing: bool) -
     if line:
         say(line)
     dtype = choose_dtype(loading.param_dtype, device)
-    try:
-        config = AutoConfig.from_pretrained(_resolve(name, loading), trust_remote_code=loading.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise _cannot_load("model", name, error) from None
+    config = read_config(name, loading)
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention, "config": config}
     if isinstance(loading, Model) and loading.experts_implementation:
         options["experts_implementation"] = loading.experts_implementation

@@ -53,6 +53,24 @@ REFUSED = [  # rule, command, what is added, what the message must hold
     ("numbers_are_in_range", "train_sft", "--learning_rate nan", "--learning_rate is nan|0 or more"),
     ("numbers_are_in_range", "train_sft", "--save_steps 0", "--save_steps is 0|above 0, or -1"),
     ("numbers_are_in_range", "train_dpo", "--label_smoothing 0.7", "--label_smoothing is 0.7|between 0 and 0.5"),
+    (
+        "correction_needs_the_whole_distribution",
+        "train_ppo",
+        "--enable_vllm_is_correction --top_p 0.9",
+        "--top_p 0.9 leaves tokens out|without --top_p",
+    ),
+    (
+        "correction_needs_the_whole_distribution",
+        "train_ppo",
+        "--enable_vllm_is_correction --top_k 5",
+        "--top_k 5 leaves tokens out",
+    ),
+    (
+        "correction_needs_the_whole_distribution",
+        "train_ppo",
+        "--enable_vllm_is_correction --min_p 0.1",
+        "--min_p 0.1 leaves tokens out",
+    ),
     ("numbers_are_in_range", "train_ppo", "--dual_clip 1.0", "--dual_clip is 1.0|above 1"),
     ("numbers_are_in_range", "train_ppo", "--async_queue_size -1", "--async_queue_size is -1|0 or more"),
     ("numbers_are_in_range", "train_ppo", "--top_p 0", "--top_p is 0.0|above 0 and at most 1"),
@@ -201,6 +219,8 @@ REFUSED = [  # rule, command, what is added, what the message must hold
     ("dataset_files_exist", "train_sft", "--eval_dataset ./gone@dir", "--eval_dataset ./gone: no such file or folder"),
     ("code_files_exist", "train_ppo", "--remote_rm_url gone.py", "--remote_rm_url gone.py: no such file"),
     ("code_files_exist", "train_ppo", "--agent_func_path ./gone.py", "--agent_func_path ./gone.py: no such file"),
+    ("recorded_rollouts_exist", "train_ppo", "--replay ./gone", "--replay ./gone: no such folder"),
+    ("recorded_rollouts_exist", "train_ppo", "--replay .", "--replay . holds no step_*.jsonl"),
     ("template_file_exists", "interactive_chat", "--ta_prompt ./gone.txt", "--ta_prompt ./gone.txt: no such file"),
     (
         "adapter_folder_exists",

@@ -59,6 +59,15 @@ def code_files_exist(config: object) -> None:
             raise ConfigError(f"--{name} {item}: no such file")
 
 
+def recorded_rollouts_exist(config: object) -> None:
+    for name, item in named_by(config, ("replay",)):
+        folder = Path(item).expanduser()
+        if not folder.is_dir():
+            raise ConfigError(f"--{name} {item}: no such folder", try_this=f"--{name} ./ckpt/run/rollouts")
+        if not any(folder.glob("step_*.jsonl")):
+            raise ConfigError(f"--{name} {item} holds no step_*.jsonl, so nothing was recorded there")
+
+
 def template_file_exists(config: object) -> None:
     for name, item in named_by(config, ("ta_prompt",)):
         if not Path(item).expanduser().is_file():

@@ -210,6 +210,23 @@ def sampling_has_a_temperature(config: RLConfig) -> None:
         )
 
 
+def correction_needs_the_whole_distribution(config: RLConfig) -> None:
+    """The engine's log-probs are those of what it draws from, the trainer's run over the whole vocabulary."""
+    rollout = config.rollout
+    limits = {
+        f"--top_p {rollout.top_p:g}": rollout.top_p < 1,
+        f"--top_k {rollout.top_k}": rollout.top_k > 0,
+        f"--min_p {rollout.min_p:g}": rollout.min_p > 0,
+    }
+    given = [flag for flag, limits_it in limits.items() if limits_it]
+    if config.policy.enable_vllm_is_correction and given:
+        raise ConfigError(
+            f"{given[0]} leaves tokens out, so every weight of --enable_vllm_is_correction would be too small by the "
+            "probability of those left",
+            try_this=f"without {given[0].split()[0]}, or without --enable_vllm_is_correction",
+        )
+
+
 def mis_is_the_sequence_mask(config: RLConfig) -> Changed[RLConfig] | None:
     if config.policy.vllm_is_correction_type == "mis":
         return change(

@@ -48,6 +48,7 @@ class Rollout:
     top_k: int = flag(-1, "sample from the k likeliest tokens; -1 from all")
     min_p: float = flag(0.0, "drop tokens less likely than this share of the likeliest")
     stop: tuple[str, ...] = flag((), "texts that end a response")
+    replay: str | None = flag(None, "folder of recorded rollouts (RUN_DIR/rollouts) to train on instead of generating")
     vllm_generate_batch_size: int | None = flag(None, "prompts per generation call; none is rollout_batch_size")
     dynamic_filtering: bool = flag(False, "replace prompt groups whose mean score is outside the range (DAPO)")
     dynamic_filtering_reward_range: tuple[float, float] = flag((0.0, 1.0), "open interval for a group's mean score")

@@ -1,0 +1,180 @@
+"""The engine in process beside `model.generate`: requests of uneven prompt and response lengths, greedy, equal tokens.
+
+    python benchmarks/engine.py
+    python benchmarks/engine.py --model DIR --requests 64 --longest_response 512       (on a GPU if there is one)
+
+Each request has a length of its own to reach. `generate` gets them in batches of `--rows` in the order they came,
+left-padded, as a script would call it; it goes on until the longest of a batch has ended. The engine gives a finished
+row's place to the next request. The last line is `generate` told beforehand how long each response will be, sorted by
+that: what no policy knows, and the best that batches can do.
+"""
+
+import argparse
+import random
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils.logging import set_verbosity_error
+
+from openrlhf.models.forward import Network
+from openrlhf.rollout.hf import HFEngine
+from openrlhf.types import Request, SamplingParams
+
+Generated = list[tuple[int, ...]]
+NO_END = -1  # responses end by length alone, so that both sides do the same work
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a model folder; none builds a Llama of these sizes")
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--vocabulary", type=int, default=4096)
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--rows", type=int, nargs="+", default=[64, 16], help="sequences at a time, both sides")
+    parser.add_argument("--longest_prompt", type=int, default=64)
+    parser.add_argument("--longest_response", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=2, help="of which the fastest counts")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    set_verbosity_error()
+    model, tokenizer = build(args)
+    requests = make_requests(args, model.config.vocab_size)
+    warm(model, tokenizer, requests)
+    for rows in args.rows:
+        compare(args, rows, model, tokenizer, requests)
+
+
+def compare(
+    args: argparse.Namespace,
+    rows: int,
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    requests: Sequence[Request],
+) -> None:
+    by_length = sorted(range(len(requests)), key=lambda place: requests[place].params.max_tokens)
+    ways: dict[str, Callable[[], Generated]] = {
+        "openrlhf engine": lambda: run_engine(model, tokenizer, requests, rows),
+        "generate, as they came": lambda: run_generate(model, requests, range(len(requests)), rows),
+    }
+    if rows < len(requests):
+        ways["generate, lengths foreseen"] = lambda: run_generate(model, requests, by_length, rows)
+    report(rows, model, {name: timed(way, args.repeats) for name, way in ways.items()})
+
+
+def build(args: argparse.Namespace) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(args.seed)
+    if args.model:
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+    else:
+        heads = max(1, args.hidden // 64)
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=args.vocabulary,
+                hidden_size=args.hidden,
+                intermediate_size=3 * args.hidden,
+                num_hidden_layers=args.layers,
+                num_attention_heads=heads,
+                num_key_value_heads=heads,
+                initializer_range=0.1,  # logits far enough apart that rounding does not choose between them
+            )
+        )
+        tokenizer = plain_tokenizer(args.vocabulary)
+    model.generation_config.eos_token_id = NO_END
+    tokenizer.eos_token = None
+    return model.to(device).eval(), tokenizer
+
+
+def plain_tokenizer(size: int) -> PreTrainedTokenizerFast:
+    from tokenizers import Tokenizer, models
+
+    words = {f"w{number}": number for number in range(size)}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")))
+
+
+def make_requests(args: argparse.Namespace, vocabulary: int) -> list[Request]:
+    """Lengths of responses are as uneven as those of a policy: most short, a few up to the limit."""
+    chance = random.Random(args.seed)
+    requests = []
+    for _ in range(args.requests):
+        prompt = tuple(chance.randrange(4, vocabulary) for _ in range(chance.randint(4, args.longest_prompt)))
+        length = min(args.longest_response, max(4, int(chance.expovariate(4 / args.longest_response))))
+        requests.append(Request(prompt, SamplingParams(max_tokens=length, temperature=0.0)))
+    return requests
+
+
+def run_engine(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, requests: Sequence[Request], rows: int
+) -> Generated:
+    engine = HFEngine(Network(model), tokenizer, max_rows=rows)
+    return [completion.token_ids for completion in engine.complete(requests)]
+
+
+@torch.no_grad()
+def run_generate(model: LlamaForCausalLM, requests: Sequence[Request], order: Sequence[int], rows: int) -> Generated:
+    """`generate` on batches in this order; what a request did not ask for is cut off."""
+    found: dict[int, tuple[int, ...]] = {}
+    for start in range(0, len(order), rows):
+        places = order[start : start + rows]
+        longest = max(len(requests[place].prompt_token_ids) for place in places)
+        ids = torch.zeros(len(places), longest, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, place in enumerate(places):
+            prompt = requests[place].prompt_token_ids
+            ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+            mask[row, longest - len(prompt) :] = 1
+        whole = model.generate(
+            ids.to(model.device),
+            attention_mask=mask.to(model.device),
+            max_new_tokens=max(requests[place].params.max_tokens for place in places),
+            do_sample=False,
+            pad_token_id=0,
+        )
+        for place, tokens in zip(places, whole[:, longest:].tolist(), strict=True):
+            found[place] = tuple(tokens[: requests[place].params.max_tokens])
+    return [found[place] for place in range(len(requests))]
+
+
+def warm(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, requests: Sequence[Request]) -> None:
+    """What happens once per process happens before the clock runs."""
+    few = requests if torch.cuda.is_available() else requests[:2]
+    run_generate(model, few, range(len(few)), len(few))
+    run_engine(model, tokenizer, few, len(few))
+
+
+def timed(way: Callable[[], Generated], repeats: int) -> tuple[Generated, float]:
+    """The last answer and the shortest time."""
+    seconds = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        generated = way()
+        seconds.append(time.perf_counter() - started)
+    return generated, min(seconds)
+
+
+def report(rows: int, model: LlamaForCausalLM, results: dict[str, tuple[Generated, float]]) -> None:
+    ours, our_seconds = results["openrlhf engine"]
+    tokens = sum(map(len, ours))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    print(
+        f"\n{len(ours)} requests, {rows} at a time, {parameters / 1e6:.1f}M parameters on {model.device}, "
+        f"{torch.get_num_threads()} threads\nresponses of {min(map(len, ours))} to {max(map(len, ours))} tokens, "
+        f"{tokens} in all\n"
+    )
+    print(f"{'':<28}{'seconds':>9}{'tokens/s':>10}{'beside ours':>13}{'equal responses':>17}")
+    for name, (generated, seconds) in results.items():
+        equal = sum(one == other for one, other in zip(generated, ours, strict=True))
+        print(
+            f"{name:<28}{seconds:>9.2f}{tokens / seconds:>10.0f}{seconds / our_seconds:>12.2f}x{equal:>12}/{len(ours)}"
+        )
+    different = sum(generated != ours for generated, _ in results.values())
+    if different:
+        raise SystemExit(f"{different} ways gave other tokens: rounding chose between near-equal logits, or a fault")
+
+
+if __name__ == "__main__":
+    main()

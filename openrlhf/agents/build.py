@@ -1,0 +1,91 @@
+"""From flags to the executor that serves them."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from openrlhf.agents.episodes import Episodes
+from openrlhf.agents.executor import GroupExecutor
+from openrlhf.agents.http import ServerRewards
+from openrlhf.agents.messages import Spec
+from openrlhf.agents.pool import Limits, Pool
+from openrlhf.agents.rewards import FileRewards, NoRewards, Scorer
+from openrlhf.agents.single_turn import SingleTurn
+from openrlhf.config.sections.rl import Rewards
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MOST_PROCESSES = 8
+EPISODES_BEFORE_ANOTHER = 16  # in a process, before a second one is started
+
+
+def build_executor(
+    rewards: Rewards,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    context_length: int,
+    processes: int | None = None,
+    trust_remote_code: bool = False,
+) -> GroupExecutor:
+    """An agent's file, a reward file, reward servers, or none of them: then reward models score the samples later.
+
+    The file is loaded in a first worker process, so that what is wrong with it is known before any training.
+    """
+    processes = processes or max(1, min(MOST_PROCESSES, (os.cpu_count() or 2) // 2))
+    if rewards.agent_func_path:
+        return _episodes(rewards, tokenizer, context_length, processes, trust_remote_code)
+    return SingleTurn(
+        _scorer(rewards, processes), tokenizer, context_length=context_length, on_error=rewards.on_reward_error
+    )
+
+
+def _scorer(rewards: Rewards, processes: int) -> Scorer:
+    if rewards.reward_file:
+        limits = Limits(rewards.reward_timeout, processes, calls_before_another=1, calls_per_process=1)
+        pool = Pool(Spec(_path(rewards.reward_file), "reward"), limits)
+        pool.start()
+        return FileRewards(pool, stop_at_failure=rewards.on_reward_error == "stop")
+    if rewards.reward_servers:
+        return ServerRewards(rewards.reward_servers, timeout=rewards.reward_timeout)
+    return NoRewards()
+
+
+def _episodes(
+    rewards: Rewards,
+    tokenizer: PreTrainedTokenizerBase,
+    context_length: int,
+    processes: int,
+    trust_remote_code: bool,
+) -> Episodes:
+    folder = tempfile.TemporaryDirectory(prefix="openrlhf-tokenizer-")
+    tokenizer.save_pretrained(folder.name)
+    spec = Spec(
+        _path(str(rewards.agent_func_path)),
+        "agent",
+        max_length=context_length,
+        max_turns=rewards.max_turns,
+        tokenizer_folder=folder.name,
+        tokenizer_class=_class_of(tokenizer),
+        trust_remote_code=trust_remote_code,
+    )
+    limits = Limits(rewards.reward_timeout, processes, calls_before_another=EPISODES_BEFORE_ANOTHER)
+    pool = Pool(spec, limits, owns=folder)
+    pool.start()
+    return Episodes(
+        pool, context_length=context_length, step_rewards=rewards.step_rewards, on_error=rewards.on_reward_error
+    )
+
+
+def _class_of(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+    """Where a worker finds the class; AutoTokenizer, which takes seconds to import, only for code from a hub."""
+    kind = type(tokenizer)
+    is_known = kind.__module__.startswith("transformers.")
+    return (kind.__module__, kind.__qualname__) if is_known else ("transformers", "AutoTokenizer")
+
+
+def _path(file: str) -> str:
+    return str(Path(file).expanduser().resolve())

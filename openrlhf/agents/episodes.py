@@ -1,0 +1,68 @@
+"""Episodes of a user's agent: each runs in a worker process and comes back as a checked trajectory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from openrlhf.agents.executor import GroupResult, OnError, SampleError, Session, all_of, sample_name, settle
+from openrlhf.agents.pool import Pool
+from openrlhf.agents.process import Failure
+from openrlhf.agents.rewards import episode_error
+from openrlhf.agents.trajectory import read_trajectory
+from openrlhf.errors import RewardError, RolloutError
+from openrlhf.types import Prompt, SamplingParams, Trajectory
+
+RETRIES = 1  # of an episode that ended its process or ran out of time
+
+
+class Episodes:
+    """The samples of a prompt as episodes side by side."""
+
+    def __init__(self, pool: Pool, *, context_length: int, step_rewards: bool, on_error: OnError) -> None:
+        self.pool = pool
+        self.context_length = context_length
+        self.step_rewards = step_rewards
+        self.on_error: OnError = on_error
+        self.source = f"the agent in {pool.spec.file}"
+
+    async def run_group(
+        self, prompt: Prompt, params: Sequence[SamplingParams], sessions: Sequence[Session]
+    ) -> GroupResult:
+        outcomes = await all_of(
+            self._episode(prompt, number, item, session)
+            for number, (item, session) in enumerate(zip(params, sessions, strict=True))
+        )
+        return settle(outcomes, self.on_error)
+
+    async def close(self) -> None:
+        await self.pool.close()
+
+    async def _episode(
+        self, prompt: Prompt, number: int, params: SamplingParams, session: Session
+    ) -> Trajectory | SampleError:
+        try:
+            return await self._run(prompt, number, params, session)
+        except (RewardError, RolloutError) as error:
+            if self.on_error == "stop":
+                raise
+            return error
+        finally:
+            session.close()
+
+    async def _run(self, prompt: Prompt, number: int, params: SamplingParams, session: Session) -> Trajectory:
+        body = {"prompt": prompt.text, "label": prompt.label, "params": params}
+        sample = sample_name(prompt, sample=number)
+        try:
+            reply = await self.pool.call(body, retries=RETRIES, generate=session.generate)
+        except Failure as failure:
+            raise episode_error(failure, self.source, sample) from None
+        try:
+            return read_trajectory(
+                reply.result,
+                prompt,
+                reply.completions,
+                context_length=self.context_length,
+                step_rewards=self.step_rewards,
+            )
+        except (RewardError, RolloutError) as error:
+            raise type(error)(f"{self.source}: {error.message}, for {sample}") from None

@@ -1,0 +1,102 @@
+"""What a user's .py file offers: a reward function, an agent executor, or the older step function.
+
+What a function accepts is read from its signature, never found out by calling it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import itertools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from openrlhf.agents.interface import AgentExecutorBase
+from openrlhf.errors import ConfigError
+
+RewardCall = Callable[[list[str], list[str], list[Any]], Any]
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_numbers = itertools.count()
+
+
+def load_module(file: str) -> ModuleType:
+    """The file, run anew under a name of its own; modules beside it can be imported."""
+    path = Path(file).expanduser().resolve()
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    name = f"openrlhf_user_{path.stem}_{next(_numbers)}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{file} cannot be loaded as a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickles of the file look it up
+    spec.loader.exec_module(module)
+    return module
+
+
+def find_reward(module: ModuleType, file: str) -> RewardCall:
+    found = vars(module).get("reward_func")
+    if not callable(found):
+        raise ConfigError(
+            f"--remote_rm_url {file} has no function reward_func; it defines {defined(module)}",
+            try_this="def reward_func(queries, prompts, labels): ...",
+        )
+    return adapt_reward(found, file)
+
+
+def adapt_reward(function: Callable[..., Any], file: str) -> RewardCall:
+    """Any generation of the contract as a call with (queries, prompts, labels)."""
+    parameters = inspect.signature(function).parameters
+    kinds = [item.kind for item in parameters.values()]
+    room = 3 if inspect.Parameter.VAR_POSITIONAL in kinds else sum(kind in POSITIONAL for kind in kinds)
+    required = [item for item in parameters.values() if item.kind in POSITIONAL and item.default is item.empty]
+    if room < 2 or len(required) > 3:
+        raise ConfigError(
+            f"reward_func{inspect.signature(function)} in {file} cannot be called with (queries, prompts, labels)",
+            try_this="def reward_func(queries, prompts, labels): ...",
+        )
+    if room >= 3:
+        return function
+    if "labels" in parameters or inspect.Parameter.VAR_KEYWORD in kinds:
+        return lambda queries, prompts, labels: function(queries, prompts, labels=labels)
+    return lambda queries, prompts, labels: function(queries, prompts)
+
+
+def find_agent(module: ModuleType, file: str) -> type[AgentExecutorBase] | None:
+    """The file's AgentExecutor, or None where it has the older step function instead."""
+    found = vars(module).get("AgentExecutor")
+    if inspect.isclass(found):
+        if not issubclass(found, AgentExecutorBase):
+            raise ConfigError(
+                f"class AgentExecutor in --agent_func_path {file} does not extend AgentExecutorBase",
+                try_this="from openrlhf.utils.agent import AgentExecutorBase, MultiTurnAgentExecutor",
+            )
+        return found
+    if callable(vars(module).get("step")):
+        return None
+    raise ConfigError(
+        f"--agent_func_path {file} has neither class AgentExecutor nor function step; it defines {defined(module)}",
+        try_this="class AgentExecutor(MultiTurnAgentExecutor): ...",
+    )
+
+
+def takes_keyword(function: Callable[..., Any], name: str) -> bool:
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(item.kind is item.VAR_KEYWORD for item in parameters.values())
+
+
+def defined(module: ModuleType) -> str:
+    own = [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+    return ", ".join(own) or "nothing"
+
+
+async def make(kind: Callable[[], Any]) -> Any:
+    """An instance; `async def __init__`, which Python itself refuses to call, is awaited."""
+    if not (inspect.isclass(kind) and inspect.iscoroutinefunction(kind.__init__)):
+        return kind()
+    instance = kind.__new__(kind)
+    await kind.__init__(instance)
+    return instance

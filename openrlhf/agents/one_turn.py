@@ -1,0 +1,70 @@
+"""The single-turn executor that a user's agent file may extend: one generation, then a reward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from openrlhf.agents.http import Server
+from openrlhf.agents.interface import AgentExecutorBase, LLMEngine
+from openrlhf.agents.loading import RewardCall, adapt_reward, find_reward, load_module
+from openrlhf.agents.messages import plain
+from openrlhf.agents.multi_turn import begin, settled
+from openrlhf.agents.scores import Group, read_scores
+from openrlhf.errors import RewardError
+from openrlhf.types import Prompt
+
+SERVER_TIMEOUT = 180.0
+
+
+class SingleTurnAgentExecutor(AgentExecutorBase):
+    """One generation and its reward: a reward_func, the .py file of one, or the address of a reward server."""
+
+    def __init__(self, remote_rm_url: Callable[..., Any] | str | None = None) -> None:
+        self.reward = reward_call(remote_rm_url)
+
+    async def execute(
+        self,
+        prompt: str,
+        label: Any,
+        sampling_params: Any,
+        max_length: int,
+        hf_tokenizer: Any,
+        llm_engine: LLMEngine,
+    ) -> dict[str, Any]:
+        talk = begin(prompt, hf_tokenizer, max_length, sampling_params.max_tokens)
+        prompt_length = len(talk.tokens)
+        action = (await llm_engine.generate(list(talk.tokens), sampling_params)).outputs[0]
+        talk.act(action)
+        query = hf_tokenizer.decode(talk.tokens)
+        group = Group(Prompt(0, prompt, tuple(talk.tokens[:prompt_length]), label), (query,), (action.text,))
+        result = plain(await settled(self.reward([query], [prompt], [label])))
+        (scored,) = read_scores(result, group, "the reward")
+        if isinstance(scored, RewardError):
+            raise scored
+        return {
+            "prompt": prompt,
+            "label": label,
+            "observation_tokens": talk.tokens,
+            "action_ranges": talk.action_ranges,
+            "rollout_log_probs": talk.log_probs,
+            "reward": scored.reward,
+            "scores": scored.score,
+            "extra_logs": dict(scored.extra_logs),
+            "truncated": action.finish_reason == "length",
+        }
+
+
+def reward_call(given: Callable[..., Any] | str | None) -> RewardCall:
+    if given is None:
+        return _no_reward
+    if callable(given):
+        return adapt_reward(given, "the agent's file")
+    if given.endswith(".py"):
+        return find_reward(load_module(given), given)
+    server = Server(given, SERVER_TIMEOUT)
+    return lambda queries, prompts, labels: server.ask({"query": queries, "prompts": prompts, "labels": labels})
+
+
+def _no_reward(queries: list[str], prompts: list[str], labels: list[Any]) -> Any:
+    raise RewardError("SingleTurnAgentExecutor was made without a reward; hand it a reward_func")

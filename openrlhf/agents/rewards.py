@@ -1,0 +1,105 @@
+"""Rewards of single-turn samples: from a user's file in a process of its own, or from reward models later on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from openrlhf.agents.executor import all_of
+from openrlhf.agents.pool import Pool
+from openrlhf.agents.process import Failure
+from openrlhf.agents.scores import Group, Scored, read_scores
+from openrlhf.errors import RewardError, RolloutError
+
+NOT_YET = Scored(float("nan"), float("nan"))
+
+
+class Scorer(Protocol):
+    """Scores the samples of a prompt: a verdict or an error for each, in order."""
+
+    async def score(self, group: Group) -> Sequence[Scored | RewardError]: ...
+
+    async def close(self) -> None: ...
+
+
+class NoRewards:
+    """Reward models score later."""
+
+    async def score(self, group: Group) -> list[Scored]:
+        return [NOT_YET] * len(group.queries)
+
+    async def close(self) -> None:
+        """Nothing was opened."""
+
+
+class FileRewards:
+    """reward_func of a .py file, called once for a group.
+
+    When that call fails, each sample is tried alone: those that fail again are the cause, and the others are scored
+    once more together, because a function may compare the samples it is given.
+    """
+
+    def __init__(self, pool: Pool, *, stop_at_failure: bool) -> None:
+        self.pool = pool
+        self.stop_at_failure = stop_at_failure
+        self.source = f"reward_func in {pool.spec.file}"
+
+    async def score(self, group: Group) -> Sequence[Scored | RewardError]:
+        places = range(len(group.queries))
+        together = await self._call(group)
+        if not isinstance(together, Failure):
+            return together
+        alone = await all_of(self._alone(group.part([place])) for place in places)
+        guilty = {place: error for place, error in enumerate(alone) if error is not None}
+        innocent = [place for place in places if place not in guilty]
+        if not innocent:
+            return [guilty[place] for place in places]
+        again = await self._call(group.part(innocent))
+        if isinstance(again, Failure):
+            error = reward_error(again, self.source, f"{len(innocent)} samples together, the first: {group.name(0)}")
+            again = [error] * len(innocent)
+        verdicts = dict(zip(innocent, again, strict=True)) | guilty
+        return [verdicts[place] for place in places]
+
+    async def _alone(self, one: Group) -> RewardError | None:
+        outcome = await self._call(one)
+        if not isinstance(outcome, Failure):
+            return None
+        error = reward_error(outcome, self.source, one.name(0))
+        if self.stop_at_failure:
+            raise error
+        return error
+
+    async def _call(self, group: Group) -> Sequence[Scored | RewardError] | Failure:
+        count = len(group.queries)
+        body = {
+            "queries": list(group.queries),
+            "prompts": [group.prompt.text] * count,
+            "labels": [group.prompt.label] * count,
+            "seed": group.seed,
+        }
+        try:
+            reply = await self.pool.call(body, retries=0)
+        except Failure as failure:
+            return failure
+        try:
+            return read_scores(reply.result, group, self.source)
+        except RewardError as error:
+            return [RewardError(f"{error}; the first sample is {group.name(0)}")] * count
+
+    async def close(self) -> None:
+        await self.pool.close()
+
+
+def reward_error(failure: Failure, source: str, sample: str) -> RewardError:
+    text = f"{failure.text}, for {sample}" if failure.is_ours else f"{source} {failure.text}, for {sample}"
+    error = RewardError(text)
+    if failure.traceback:
+        error.add_note(failure.traceback)
+    return error
+
+
+def episode_error(failure: Failure, source: str, sample: str) -> RewardError | RolloutError:
+    """A RolloutError where the agent broke its contract, a RewardError where its code failed."""
+    error = reward_error(failure, source, sample)
+    return RolloutError(error.message) if failure.kind == RolloutError.__name__ else error

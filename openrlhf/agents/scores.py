@@ -1,0 +1,118 @@
+"""What a reward function, server or agent gave, read strictly: one finite number per sample, or an error that says why.
+
+Everything here has been through `messages.plain`: numbers, strings, lists and dicts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from openrlhf.agents.executor import clip, sample_name
+from openrlhf.errors import RewardError
+from openrlhf.types import Prompt
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The verdict on a sample: `reward` is learned from, `score` decides dynamic filtering."""
+
+    reward: float
+    score: float
+    extra_logs: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Group:
+    """The samples of a prompt as a reward sees them."""
+
+    prompt: Prompt
+    queries: tuple[str, ...]  # prompt and response, special tokens kept
+    responses: tuple[str, ...]
+    seed: int = 0
+
+    def part(self, places: Sequence[int]) -> Group:
+        queries, responses = (tuple(texts[place] for place in places) for texts in (self.queries, self.responses))
+        return Group(self.prompt, queries, responses, self.seed)
+
+    def name(self, place: int) -> str:
+        return sample_name(self.prompt, self.responses[place])
+
+
+def read_scores(result: Any, group: Group, source: str) -> list[Scored | RewardError]:
+    """A verdict or an error for each sample; raises where the result as a whole has the wrong shape."""
+    count = len(group.queries)
+    given = result if isinstance(result, Mapping) else {"rewards": result}
+    if "rewards" not in given:
+        raise RewardError(f"{source} returned a dict without 'rewards': its keys are {sorted(given)}")
+    rewards = per_sample(given["rewards"], count, f"{source}: rewards")
+    scores = rewards if given.get("scores") is None else per_sample(given["scores"], count, f"{source}: scores")
+    logs = _logs(given.get("extra_logs"), count, source)
+
+    def read(place: int) -> Scored | RewardError:
+        try:
+            reward = read_number(rewards[place], "the reward")
+            score = read_number(scores[place], "the score")
+        except RewardError as error:
+            return RewardError(f"{source}: {error} for {group.name(place)}")
+        return Scored(reward, score, {name: values[place] for name, values in logs.items()})
+
+    return [read(place) for place in range(count)]
+
+
+def per_sample(values: Any, count: int, what: str) -> list[Any]:
+    """One value for each sample; a lone number serves a lone sample."""
+    if isinstance(values, int | float) and count == 1:
+        return [values]
+    if not isinstance(values, list):
+        raise RewardError(
+            f"{what} of {count} samples came as {kind_of(values)}; wanted is a list or tensor of {count} numbers"
+        )
+    if len(values) != count:
+        raise RewardError(
+            f"{what} has {len(values)} values for {count} samples; a call gets all samples of a prompt and returns one"
+            " value for each"
+        )
+    return values
+
+
+def read_number(value: Any, what: str) -> float:
+    """A finite number, also as a list of one."""
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if not isinstance(value, int | float):
+        raise RewardError(f"{what} is {kind_of(value)}, not a number")
+    if not math.isfinite(value):
+        raise RewardError(f"{what} is {float(value)}, not a finite number")
+    return float(value)
+
+
+def read_logs(given: Any, source: str) -> dict[str, float]:
+    """The extra_logs of one sample."""
+    return {name: values[0] for name, values in _logs(given, 1, source).items()}
+
+
+def _logs(given: Any, count: int, source: str) -> dict[str, list[float]]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise RewardError(f"{source}: extra_logs is {kind_of(given)}, not a dict of numbers")
+    return {str(name): _log_values(values, count, f"{source}: extra_logs {name!r}") for name, values in given.items()}
+
+
+def _log_values(values: Any, count: int, what: str) -> list[float]:
+    """Floats for each sample; one value stands for all. A metric that is not a number may be logged as that."""
+    if not isinstance(values, list):
+        values = [values]
+    if len(values) == 1:
+        values = values * count
+    floats = [value for value in values if isinstance(value, int | float)]
+    if len(values) != count or len(floats) != count:
+        raise RewardError(f"{what} is {clip(repr(values))}; wanted is a number, or one for each of {count} samples")
+    return [float(value) for value in floats]
+
+
+def kind_of(value: Any) -> str:
+    return "None" if value is None else f"{clip(repr(value), 60)} ({type(value).__name__})"

@@ -1,0 +1,150 @@
+"""From what an agent returned to a checked Trajectory: pure functions, with messages that say what was wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from openrlhf.agents.scores import kind_of, read_logs, read_number
+from openrlhf.errors import RolloutError
+from openrlhf.types import Completion, Prompt, Trajectory
+
+Ranges = list[tuple[int, int]]
+
+
+def one_turn(prompt: Prompt, completion: Completion, context_length: int) -> Trajectory:
+    """A prompt and its response; reward and score are still to come."""
+    input_ids = (*prompt.input_ids, *completion.token_ids)[:context_length]
+    start = min(len(prompt.input_ids), len(input_ids))
+    drawn = len(input_ids) - start
+    return Trajectory(
+        prompt=prompt,
+        input_ids=input_ids,
+        action_mask=(False,) * start + (True,) * drawn,
+        rollout_log_probs=(0.0,) * start + completion.log_probs[:drawn],
+        reward=float("nan"),
+        score=float("nan"),
+        truncated=completion.finish_reason == "length",
+        version=completion.version,
+    )
+
+
+def read_trajectory(
+    response: Any,
+    prompt: Prompt,
+    completions: Sequence[Completion],
+    *,
+    context_length: int,
+    step_rewards: bool = False,
+) -> Trajectory:
+    """The response dict of an episode as training takes it.
+
+    Tokens past the context are cut, and so are those after the last action, from which nothing is learned.
+    `completions` are what the engine drew for this episode, in order.
+    """
+    if not isinstance(response, Mapping):
+        raise RolloutError(f"execute returned {kind_of(response)}; wanted is a dict with observation_tokens")
+    tokens = read_tokens(response.get("observation_tokens"))
+    ranges = read_ranges(response.get("action_ranges"), len(tokens))
+    log_probs = read_log_probs(response.get("rollout_log_probs"), tokens, ranges, completions)
+    kept = [(start, min(end, context_length)) for start, end in ranges if start < context_length]
+    if not kept:
+        raise RolloutError(
+            f"the episode has no action within {context_length} tokens: action_ranges are {ranges} of {len(tokens)}"
+        )
+    length = kept[-1][1]
+    mask = [False] * length
+    for start, end in kept:
+        mask[start:end] = [True] * (end - start)
+    mask[0] = False  # nothing predicts the first token
+    reward = read_number(response.get("reward"), "'reward' of the episode")
+    score = response.get("scores")
+    return Trajectory(
+        prompt=prompt,
+        input_ids=tuple(tokens[:length]),
+        action_mask=tuple(mask),
+        rollout_log_probs=tuple(value if acted else 0.0 for value, acted in zip(log_probs, mask, strict=False)),
+        reward=reward,
+        score=reward if score is None else read_number(score, "'scores' of the episode"),
+        truncated=bool(response.get("truncated")) or kept != ranges,
+        version=min((item.version for item in completions), default=0),
+        extra_logs=read_logs(response.get("extra_logs"), "the episode"),
+        step_rewards=read_step_rewards(response.get("step_rewards"), length) if step_rewards else (),
+    )
+
+
+def read_tokens(given: Any) -> list[int]:
+    if not isinstance(given, list) or not given:
+        raise RolloutError(f"'observation_tokens' is {kind_of(given)}; wanted are the ids of the whole episode")
+    wrong = next((item for item in given if not isinstance(item, int)), None)
+    if wrong is not None:
+        raise RolloutError(f"'observation_tokens' holds {kind_of(wrong)}, which is no token id")
+    return given
+
+
+def read_ranges(given: Any, length: int) -> Ranges:
+    """Half-open ranges in order, inside the tokens, none over another; empty ones are left out."""
+    if not isinstance(given, list):
+        raise RolloutError(f"'action_ranges' is {kind_of(given)}; wanted is a list of (start, end)")
+    ranges: Ranges = []
+    last = 0
+    for item in given:
+        if not (isinstance(item, (list, tuple)) and len(item) == 2 and all(isinstance(edge, int) for edge in item)):
+            raise RolloutError(f"'action_ranges' holds {kind_of(item)}; wanted is (start, end)")
+        start, end = item
+        if not 0 <= start <= end <= length:
+            raise RolloutError(f"action range ({start}, {end}) does not lie within the {length} observation_tokens")
+        if start < last:
+            raise RolloutError(f"action range ({start}, {end}) begins before the one before it ends, at {last}")
+        last = end
+        if start < end:
+            ranges.append((start, end))
+    return ranges
+
+
+def read_log_probs(
+    given: Any, tokens: Sequence[int], ranges: Ranges, completions: Sequence[Completion]
+) -> Sequence[float]:
+    """One for each token; where the agent kept none, those of the engine."""
+    if given is None:
+        return log_probs_from_engine(tokens, ranges, completions)
+    if not isinstance(given, list):
+        raise RolloutError(f"'rollout_log_probs' is {kind_of(given)}; wanted is a list, or None")
+    if len(given) != len(tokens):
+        raise RolloutError(
+            f"'rollout_log_probs' has {len(given)} values for {len(tokens)} observation_tokens; wanted is one for each,"
+            " 0.0 where no action is"
+        )
+    return [read_number(value, f"rollout_log_probs[{place}]") for place, value in enumerate(given)]
+
+
+def log_probs_from_engine(tokens: Sequence[int], ranges: Ranges, completions: Sequence[Completion]) -> list[float]:
+    """Log-probs of the actions, found again in what the engine drew."""
+    log_probs = [0.0] * len(tokens)
+    waiting = iter(completions)
+    for start, end in ranges:
+        place = start
+        while place < end:
+            wanted = tuple(tokens[place:end])
+            found = next((item for item in waiting if item.token_ids and starts_alike(item.token_ids, wanted)), None)
+            if found is None:
+                raise RolloutError(
+                    f"'rollout_log_probs' is None, and the tokens of action range ({start}, {end}) are not what the"
+                    " engine drew: return the log-probs with them"
+                )
+            count = min(len(found.token_ids), len(wanted))
+            log_probs[place : place + count] = found.log_probs[:count]
+            place += count
+    return log_probs
+
+
+def starts_alike(one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether the shorter is the beginning of the longer."""
+    return all(a == b for a, b in zip(one, other, strict=False))
+
+
+def read_step_rewards(given: Any, length: int) -> tuple[tuple[int, float], ...]:
+    """(place of a turn's last action token, reward); those of turns that were cut go to the last token."""
+    if given is None:
+        return ()
+    return tuple((min(int(place), length - 1), read_number(reward, "a step reward")) for place, reward in given)

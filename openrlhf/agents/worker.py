@@ -1,0 +1,264 @@
+"""A worker process: user code, one event loop, and a pipe to the trainer.
+
+It tells the trainer which call has the processor at every moment, so that a deadline or a crash meets the right one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections.abc
+import importlib
+import os
+import random
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+from openrlhf.agents.interface import (
+    AgentExecutorBase,
+    RequestOutput,
+    output_of,
+    params_for_agent,
+    params_for_engine,
+    seed_for,
+)
+from openrlhf.agents.lifeline import die_with, end_group
+from openrlhf.agents.loading import RewardCall, find_agent, find_reward, load_module, make
+from openrlhf.agents.messages import HEADER, Spec, pack_reply, plain, unpack_call
+from openrlhf.agents.multi_turn import MultiTurnAgentExecutor, settled
+from openrlhf.agents.step_function import StepFunction
+from openrlhf.errors import OpenRLHFError, RolloutError
+from openrlhf.types import Completion
+
+RESPONSE_KEYS = (
+    *("observation_tokens", "action_ranges", "rollout_log_probs", "reward", "scores"),
+    *("extra_logs", "truncated", "step_rewards"),
+)
+current: ContextVar[int | None] = ContextVar("current", default=None)
+
+
+class Pipe:
+    """The worker's ends: blocking reads in a thread, whole messages out."""
+
+    def __init__(self, calls: socket.socket, replies: socket.socket) -> None:
+        self.calls, self.replies = calls, replies
+        self.writing = threading.Lock()
+
+    def send(self, *message: Any) -> None:
+        with self.writing:
+            self.replies.sendall(pack_reply(list(message)))
+
+    def receive(self) -> Any:
+        """The next message; raises EOFError when the trainer is gone."""
+        (length,) = HEADER.unpack(self._read(HEADER.size))
+        return unpack_call(self._read(length))
+
+    def _read(self, length: int) -> bytes:
+        data = bytearray()
+        while len(data) < length:
+            piece = self.calls.recv(min(length - len(data), 1 << 20))
+            if not piece:
+                raise EOFError
+            data += piece
+        return bytes(data)
+
+
+class Watched(collections.abc.Coroutine[Any, Any, Any]):
+    """A coroutine that reports whenever it gets the processor and gives it up."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], call: int, pipe: Pipe) -> None:
+        self.coroutine, self.call, self.pipe = coroutine, call, pipe
+
+    @contextmanager
+    def _on_processor(self) -> Iterator[None]:
+        self.pipe.send("on", self.call)
+        try:
+            yield
+        finally:
+            self.pipe.send("off", self.call)
+
+    def send(self, value: Any) -> Any:
+        with self._on_processor():
+            return self.coroutine.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        with self._on_processor():
+            return self.coroutine.throw(*error)
+
+    def close(self) -> None:
+        self.coroutine.close()
+
+    def __await__(self) -> Any:
+        return self.coroutine.__await__()
+
+
+class EngineProxy:
+    """`llm_engine` of one episode: requests go to the trainer, tokens come back."""
+
+    def __init__(self, call: int, seed: int, max_length: int, pipe: Pipe) -> None:
+        self.call, self.seed, self.max_length, self.pipe = call, seed, max_length, pipe
+        self.waiting: dict[int, asyncio.Future[Completion]] = {}
+        self.asked = 0
+
+    async def generate(
+        self, prompt_token_ids: Sequence[int], sampling_params: Any, multi_modal_data: None = None
+    ) -> RequestOutput:
+        """The policy's continuation of these tokens, never past the episode's budget."""
+        ids = [int(token) for token in plain(prompt_token_ids)]
+        room = self.max_length - len(ids)
+        if not ids or room <= 0:
+            raise RolloutError(f"generate was asked to continue {len(ids)} tokens, and max_length is {self.max_length}")
+        number, self.asked = self.asked, self.asked + 1
+        seed = seed_for(self.seed, number)
+        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self.waiting[number] = answer
+        self.pipe.send("generate", self.call, number, ids, params_for_engine(sampling_params, room=room, seed=seed))
+        completion = await answer
+        set_seed(seed_for(self.seed, number + 1))
+        return output_of(ids, completion)
+
+
+class Worker:
+    """Answers calls with what the file offers."""
+
+    def __init__(self, spec: Spec, pipe: Pipe) -> None:
+        self.spec, self.pipe = spec, pipe
+        self.tasks: dict[int, asyncio.Task[None]] = {}
+        self.engines: dict[int, EngineProxy] = {}
+        self.reward: RewardCall | None = None
+        self.executor: AgentExecutorBase | None = None
+        self.tokenizer: Any = None
+
+    async def serve(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_task_factory(self._task)
+        _, trouble = await self._try(self._load())
+        if trouble is not None:
+            self.pipe.send("broken", trouble)
+            return
+        self.pipe.send("ready")
+        threading.Thread(target=listen, args=(self.pipe, loop, self._hear), daemon=True).start()
+        await loop.create_future()  # until the trainer ends the process
+
+    async def _load(self) -> None:
+        module = load_module(self.spec.file)
+        if self.spec.kind == "reward":
+            self.reward = find_reward(module, self.spec.file)
+            return
+        kind = find_agent(module, self.spec.file)
+        file = self.spec.file
+        self.executor = await make(kind) if kind else MultiTurnAgentExecutor(lambda: StepFunction(file))
+        self.executor.max_turns = self.spec.max_turns
+        self.tokenizer = load_tokenizer(self.spec)
+
+    def _task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+        """Every task that a call starts, directly or not, is watched as a part of it."""
+        call = current.get()
+        watched = coroutine if call is None else Watched(coroutine, call, self.pipe)
+        return asyncio.Task(watched, loop=loop, **options)
+
+    def _hear(self, kind: str, call: int, *rest: Any) -> None:
+        if kind == "call":
+            token = current.set(call)
+            task = asyncio.get_running_loop().create_task(self._answer(call, *rest))
+            current.reset(token)
+            self.tasks[call] = task
+            task.add_done_callback(lambda _: self.tasks.pop(call))
+        elif kind == "cancel" and call in self.tasks:
+            self.tasks[call].cancel()
+        elif kind == "completion" and call in self.engines:
+            number, completion = rest
+            answer = self.engines[call].waiting.pop(number)
+            if not answer.done():
+                answer.set_result(completion)
+
+    async def _answer(self, call: int, body: dict[str, Any]) -> None:
+        result, trouble = await self._try(self._score(body) if self.reward else self._episode(call, body))
+        self.engines.pop(call, None)
+        if trouble is None:
+            self.pipe.send("result", call, result)
+        else:
+            self.pipe.send("error", call, trouble)
+
+    async def _try(self, work: Coroutine[Any, Any, Any]) -> tuple[Any, dict[str, str] | None]:
+        """What user code returned, or what it raised: anything at all, sys.exit too, is for the trainer to hear."""
+        try:
+            return await work, None
+        except BaseException as error:  # noqa: BLE001 - the one place where it is not ours to choose
+            return None, explain(error, self.spec.file)
+
+    async def _score(self, body: dict[str, Any]) -> Any:
+        assert self.reward is not None
+        set_seed(body["seed"])
+        return plain(await settled(self.reward(body["queries"], body["prompts"], body["labels"])))
+
+    async def _episode(self, call: int, body: dict[str, Any]) -> Any:
+        assert self.executor is not None
+        seed = body["params"].seed
+        engine = EngineProxy(call, seed, self.spec.max_length, self.pipe)
+        self.engines[call] = engine
+        set_seed(seed)
+        response = await settled(
+            self.executor.execute(
+                prompt=body["prompt"],
+                label=body["label"],
+                sampling_params=params_for_agent(body["params"]),
+                max_length=self.spec.max_length,
+                hf_tokenizer=self.tokenizer,
+                llm_engine=engine,
+            )
+        )
+        if not isinstance(response, collections.abc.Mapping):
+            return plain(response)
+        return {key: plain(response[key]) for key in RESPONSE_KEYS if key in response}
+
+
+def load_tokenizer(spec: Spec) -> Any:
+    module, name = spec.tokenizer_class
+    kind = getattr(importlib.import_module(module), name)
+    return kind.from_pretrained(spec.tokenizer_folder, trust_remote_code=spec.trust_remote_code)
+
+
+def set_seed(seed: int) -> None:
+    """Chance in user code follows from the sample, not from who else shares the process."""
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(seed)
+
+
+def explain(error: BaseException, file: str) -> dict[str, str]:
+    """What was raised, where in the user's file, and the whole traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if Path(frame.filename).name == Path(file).name] or frames
+    where = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
+    full = "".join(traceback.format_exception(error))
+    if isinstance(error, OpenRLHFError):
+        return {"kind": type(error).__name__, "text": str(error), "traceback": full}
+    if isinstance(error, SystemExit):
+        return {"kind": "raised", "text": f"called sys.exit({error.code!r}){where}", "traceback": full}
+    return {"kind": "raised", "text": f"raised {type(error).__name__}: {error}{where}", "traceback": full}
+
+
+def listen(pipe: Pipe, loop: asyncio.AbstractEventLoop, hear: Callable[..., None]) -> None:
+    """Hands messages to the event loop; when the trainer is gone, nothing of this process group stays."""
+    try:
+        while True:
+            loop.call_soon_threadsafe(hear, *pipe.receive())
+    except (EOFError, OSError):
+        end_group()
+
+
+def main(calls: int, replies: int, parent: int) -> None:
+    die_with(parent)
+    for descriptor in (calls, replies):
+        os.set_inheritable(descriptor, False)
+    pipe = Pipe(socket.socket(fileno=calls), socket.socket(fileno=replies))
+    asyncio.run(Worker(pipe.receive(), pipe).serve())

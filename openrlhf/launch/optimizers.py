@@ -1,0 +1,19 @@
+"""Optimizer settings from the flags."""
+
+from openrlhf.config.sections.training import Optimizer
+from openrlhf.training.optim import OptimizerSettings
+
+
+def optimizer_settings(flags: Optimizer, learning_rate: float) -> OptimizerSettings:
+    return OptimizerSettings(
+        learning_rate=learning_rate,
+        optim=flags.optim,
+        weight_decay=flags.l2,
+        betas=flags.adam_betas,
+        eps=flags.adam_eps,
+        max_norm=flags.max_norm,
+        muon_lr=flags.muon_lr,
+        muon_momentum=flags.muon_momentum,
+        muon_ns_steps=flags.muon_ns_steps,
+        muon_nesterov=flags.muon_nesterov,
+    )

@@ -1,0 +1,128 @@
+"""The flags of reinforcement learning as the plain values that each part of the loop takes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from openrlhf.algo.policy_loss import PolicySettings
+from openrlhf.config.commands import RLConfig
+from openrlhf.data.collate import Layout
+from openrlhf.rl.controller import LoopSettings, Settings
+from openrlhf.rl.experience import ExperienceSettings
+from openrlhf.rl.rollouts import PromptOrder, RolloutSettings
+from openrlhf.rl.samples import Batching
+from openrlhf.training.rl_objectives import PolicyObjective
+from openrlhf.types import SamplingParams
+
+
+def num_rollouts(config: RLConfig, order: PromptOrder) -> int:
+    """Rollouts that the prompts give, at most; filtering may end a run earlier."""
+    rollouts = math.ceil(len(order) / config.rollout.rollout_batch_size)
+    return rollouts if config.batches.max_steps is None else min(rollouts, config.batches.max_steps)
+
+
+def steps_per_rollout(config: RLConfig) -> int:
+    samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
+    return math.ceil(samples / config.batches.train_batch_size) * config.batches.max_epochs
+
+
+def make_settings(config: RLConfig, layout: Layout) -> Settings:
+    rollout, logs = config.rollout, config.logs
+    sampling = rollout_settings(config)
+    return Settings(
+        loop=LoopSettings(
+            train_batch_size=config.batches.train_batch_size,
+            epochs=config.batches.max_epochs,
+            queue_size=config.asynchrony.async_queue_size if config.asynchrony.async_train else 0,
+            seed=config.batches.seed,
+            max_rollouts=config.batches.max_steps,
+            freezing_steps=config.policy.freezing_actor_steps,
+            eval_every=logs.eval_steps,
+            log_every=logs.logging_steps,
+        ),
+        rollout=sampling,
+        evaluation=replace(
+            sampling,
+            samples_per_prompt=config.prompts.eval_n_samples_per_prompt,
+            params=replace(sampling.params, temperature=config.prompts.eval_temperature),
+            keep_between=None,
+        ),
+        experience=experience_settings(config),
+        scoring=Batching(
+            layout,
+            rollout.micro_rollout_batch_size,
+            rollout.scoring_token_budget if rollout.use_dynamic_batch else None,
+        ),
+        training=Batching(
+            layout,
+            config.batches.micro_train_batch_size,
+            rollout.train_max_tokens_per_gpu if rollout.use_dynamic_batch else None,
+        ),
+    )
+
+
+def rollout_settings(config: RLConfig) -> RolloutSettings:
+    rollout = config.rollout
+    return RolloutSettings(
+        batch_size=rollout.rollout_batch_size,
+        samples_per_prompt=rollout.n_samples_per_prompt,
+        params=SamplingParams(
+            max_tokens=rollout.response_length or rollout.context_length,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            min_p=rollout.min_p,
+            stop=rollout.stop,
+        ),
+        context_length=rollout.context_length,
+        seed=config.batches.seed,
+        keep_between=rollout.dynamic_filtering_reward_range if rollout.dynamic_filtering else None,
+    )
+
+
+def experience_settings(config: RLConfig) -> ExperienceSettings:
+    rewards = config.rewards
+    longest = config.rollout.response_length or config.rollout.context_length
+    kl_in_reward = not config.kl.use_kl_loss
+    return ExperienceSettings(
+        estimator=config.advantage.advantage_estimator,
+        gamma=config.advantage.gamma,
+        lambd=config.advantage.lambd,
+        divide_by_std=not config.advantage.no_advantage_std_norm,
+        kl_estimator=config.kl.kl_estimator,
+        kl_in_reward=kl_in_reward,
+        clip_range=rewards.reward_clip_range,
+        overlong=None
+        if rewards.overlong_buffer_len is None
+        else (longest, rewards.overlong_buffer_len, rewards.overlong_penalty_factor),
+        stop_properly=rewards.stop_properly_penalty_coef,
+        step_rewards=rewards.step_rewards,
+        # A single step compares the current log-probs with themselves.
+        needs_old_log_probs=steps_per_rollout(config) > 1
+        or config.policy.enable_vllm_is_correction
+        or (config.kl.init_kl_coef > 0 and kl_in_reward),
+    )
+
+
+def policy_objective(config: RLConfig) -> PolicyObjective:
+    policy, low_high = config.policy, config.policy.clip_range
+    constant = config.advantage.advantage_estimator == "dr_grpo"
+    return PolicyObjective(
+        settings=PolicySettings(
+            loss_type=policy.policy_loss_type,
+            eps_low=low_high[0],
+            eps_high=low_high[1],
+            dual_clip=policy.dual_clip,
+            loss_agg_mode=policy.loss_agg_mode or ("constant" if constant else "token-mean"),
+            correction=policy.vllm_is_correction_type if policy.enable_vllm_is_correction else None,
+            correction_range=policy.correction_range,
+        ),
+        temperature=config.rollout.temperature,
+        kl_coef=config.kl.init_kl_coef if config.kl.use_kl_loss else 0.0,
+        kl_estimator=config.kl.kl_estimator,
+        kl_unbiased_gradient=config.kl.kl_unbiased_gradient,
+        entropy_coef=policy.entropy_loss_coef,
+        aux_loss_coef=config.model.aux_loss_coef,
+        constant_length=config.rollout.response_length or config.rollout.context_length,
+    )

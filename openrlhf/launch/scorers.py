@@ -1,0 +1,100 @@
+"""Reward models: each scores whole samples with its own tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.data.collate import Layout
+from openrlhf.rl.samples import Batching
+from openrlhf.training.backend import Frozen
+from openrlhf.types import TokenRow, Trajectory
+
+
+class Scorer(Protocol):
+    """A reward for each sample, already weighted: [samples]."""
+
+    def score(self, trajectories: Sequence[Trajectory]) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Tokens of a sample for a model: the sampled ones where the vocabulary is shared, else the text read anew."""
+
+    policy: PreTrainedTokenizerBase
+    own: PreTrainedTokenizerBase
+    shared: bool
+
+    def ids(self, item: Trajectory) -> list[int]:
+        if self.shared:
+            return list(item.input_ids)
+        return self.own(self.policy.decode(list(item.input_ids)), add_special_tokens=False)["input_ids"]
+
+
+def share_vocabulary(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
+    return one.get_vocab() == other.get_vocab()
+
+
+@dataclass(frozen=True)
+class OutcomeScorer:
+    """A scalar head at the last token, normalised by the model's own statistics where asked."""
+
+    model: Frozen
+    texts: Texts
+    batching: Batching
+    weight: float = 1.0
+    mean: float = 0.0
+    std: float = 1.0
+
+    def score(self, trajectories: Sequence[Trajectory]) -> Tensor:
+        rows = [np.array(self.texts.ids(item), dtype=np.int32) for item in trajectories]
+        scores = torch.zeros(len(rows))
+        for part in self.batching.cut([len(row) for row in rows]):
+            batch = self.batching.layout.batch(
+                [TokenRow(rows[place], np.zeros(len(rows[place]), bool)) for place in part]
+            )
+            found = self.model.forward(batch, "scores").scores
+            assert found is not None
+            scores[part] = found.cpu()
+        return self.weight * (scores - self.mean) / self.std
+
+
+REDUCE: dict[str, Any] = {
+    "min": lambda steps: steps.min(),
+    "mean": lambda steps: steps.mean(),
+    "last": lambda steps: steps[-1],
+    "product": lambda steps: steps.prod(),
+}
+
+
+@dataclass(frozen=True)
+class ProcessScorer:
+    """The probability of the positive label at each step's end, made one number."""
+
+    model: Frozen
+    texts: Texts
+    layout: Layout
+    placeholder_id: int
+    reward_ids: tuple[int, ...]
+    reduce: str = "min"
+    weight: float = 1.0
+
+    def score(self, trajectories: Sequence[Trajectory]) -> Tensor:
+        return torch.stack([self._one(item) for item in trajectories])
+
+    def _one(self, item: Trajectory) -> Tensor:
+        ids = np.array(self.texts.ids(item), dtype=np.int32)
+        marks = (ids == self.placeholder_id) & (np.arange(len(ids)) > 0)
+        if not marks.any():
+            return torch.tensor(0.0)  # a response without a finished step has shown nothing
+        batch = self.layout.batch([TokenRow(ids, marks)])
+        logits = self.model.forward(batch, "target_logits").target_logits
+        assert logits is not None
+        positive = logits[:, list(self.reward_ids)].softmax(-1)[:, 0]
+        return self.weight * REDUCE[self.reduce](positive).cpu()

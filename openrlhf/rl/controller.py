@@ -1,0 +1,241 @@
+"""The RL loop, written once: a producer of rollouts and a trainer around a bounded queue.
+
+Synchronous training is the queue of length zero. A rollout numbered i may begin once the weights have reached version
+i - k, so a sample is at most k versions old when it is trained. In lockstep (one process) it begins exactly then, which
+makes a run a function of its seed; on a cluster timing decides within the same bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from openrlhf.agents.executor import GroupExecutor
+from openrlhf.algo.kl import AdaptiveKL, FixedKL
+from openrlhf.monitor import Monitor
+from openrlhf.rl.evaluate import evaluate
+from openrlhf.rl.experience import Experience, ExperienceSettings, make_experience
+from openrlhf.rl.record import Recorder
+from openrlhf.rl.rollouts import Rollout, RolloutSettings, Source
+from openrlhf.rl.samples import Batching, batch_samples
+from openrlhf.rl.workers import WeightSync, Workers
+from openrlhf.rollout.engine import Engine
+from openrlhf.types import Prompt
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """How often what happens; plain values from the flags."""
+
+    train_batch_size: int
+    epochs: int
+    queue_size: int
+    seed: int
+    max_rollouts: int | None
+    freezing_steps: int = -1
+    eval_every: int = -1
+    save_every: int = -1
+    log_every: int = 1
+    lockstep: bool = True
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Who takes part in a run."""
+
+    source: Source
+    engine: Engine
+    executor: GroupExecutor
+    workers: Workers
+    sync: WeightSync
+    monitor: Monitor
+    recorder: Recorder
+    eval_prompts: Sequence[Prompt] = ()
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What each part of the loop needs to know."""
+
+    loop: LoopSettings
+    rollout: RolloutSettings
+    evaluation: RolloutSettings
+    experience: ExperienceSettings
+    scoring: Batching
+    training: Batching
+
+
+@dataclass
+class State:
+    """Where a run stands: everything that resuming needs beside weights and optimizer."""
+
+    kl: FixedKL | AdaptiveKL
+    version: int = 0  # updates done
+    made: int = 0  # rollouts generated
+    place: int = 0  # of the next rollout in its source
+    queue: deque[Rollout] = field(default_factory=deque)
+    best: float | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """Without the queue, which the recorder writes beside it."""
+        return {
+            "kl": asdict(self.kl),
+            "version": self.version,
+            "made": self.made,
+            "place": self.place,
+            "best": self.best,
+        }
+
+
+class Controller:
+    """Runs the loop from where its state stands."""
+
+    def __init__(self, parts: Parts, settings: Settings, state: State) -> None:
+        self.parts = parts
+        self.settings = settings
+        self.state = state
+        self.changed = asyncio.Condition()
+        self.last: dict[str, float] = {}
+        self.last_evaluation: dict[str, float] = {}
+
+    async def run(self, after_step: AfterStep) -> None:
+        """Trains until prompts or steps run out; `after_step` saves, and may stop the run by raising."""
+        if self.state.version == 0:
+            await self.evaluate()
+        producer = asyncio.create_task(self._produce())
+        consumer = asyncio.create_task(self._consume(after_step))
+        try:
+            done, _ = await asyncio.wait((producer, consumer), return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+        finally:
+            for task in (producer, consumer):
+                task.cancel()
+            await asyncio.gather(producer, consumer, return_exceptions=True)
+
+    @property
+    def exhausted(self) -> bool:
+        """True when no rollout is left to make; asked anew, because a resumed run may have more steps or prompts."""
+        most = self.settings.loop.max_rollouts
+        return self.state.place >= len(self.parts.source) or (most is not None and self.state.made >= most)
+
+    async def _produce(self) -> None:
+        state, parts = self.state, self.parts
+        while not self.exhausted:
+            async with self.changed:
+                await self.changed.wait_for(lambda: state.made <= state.version + self.settings.loop.queue_size)
+            rollout = await parts.source.take(state.made, state.place)
+            async with self.changed:
+                state.made += 1
+                state.place = rollout.next_place
+                if rollout.trajectories:
+                    state.queue.append(rollout)
+                self.changed.notify_all()
+
+    async def _consume(self, after_step: AfterStep) -> None:
+        state = self.state
+        while True:
+            async with self.changed:
+                await self.changed.wait_for(self._may_train)
+            if not state.queue:
+                return
+            rollout = state.queue.popleft()
+            await self._train(rollout)
+            await self._finish_step(after_step)
+
+    def _may_train(self) -> bool:
+        """In lockstep a rollout waits until those that its weights must make have been made."""
+        state, loop = self.state, self.settings.loop
+        ahead = loop.queue_size if loop.lockstep else 0
+        return self.exhausted or len(state.queue) > ahead
+
+    async def _finish_step(self, after_step: AfterStep) -> None:
+        loop, state = self.settings.loop, self.state
+        version = state.version + 1
+        await self.parts.sync.sync(version)
+        state.version = version
+        if loop.eval_every > 0 and version % loop.eval_every == 0:
+            await self.evaluate()
+        await after_step(self)
+        async with self.changed:
+            self.changed.notify_all()
+
+    async def _train(self, rollout: Rollout) -> None:
+        """One rollout: experience, its optimizer steps, the KL controller, the logs."""
+        settings, state, parts = self.settings, self.state, self.parts
+        coef = state.kl.coef
+        experience = await make_experience(
+            rollout.trajectories, parts.workers, settings.scoring, settings.experience, coef
+        )
+        steps = [
+            await self._step(experience, places, coef)
+            for epoch in range(settings.loop.epochs)
+            for places in self._minibatches(len(experience.samples), epoch)
+        ]
+        if experience.kl is not None:
+            state.kl = state.kl.updated(experience.kl, len(experience.samples))
+        values = averaged(steps) | experience.metrics | rollout.metrics
+        values |= {"kl_coef": coef, "staleness": float(state.version - rollout.version)}
+        self.last = values
+        step = state.version + 1
+        if step % settings.loop.log_every == 0:
+            parts.monitor.log("train", step, values)
+        parts.recorder.write(step, experience.samples)
+        parts.monitor.advance(shown(values))
+
+    async def _step(self, experience: Experience, places: Sequence[int], kl_coef: float) -> dict[str, float]:
+        samples = [experience.samples[place] for place in places]
+        batching = self.settings.training
+        parts = batching.cut([len(sample.trajectory.input_ids) for sample in samples])
+        batches = [batch_samples([samples[place] for place in part], batching.layout) for part in parts]
+        train_policy = self.state.version + 1 > self.settings.loop.freezing_steps
+        return await self.parts.workers.train(batches, kl_coef=kl_coef, train_policy=train_policy)
+
+    def _minibatches(self, count: int, epoch: int) -> list[list[int]]:
+        """Places of the samples of each optimizer step; the last one takes what is left."""
+        seed = (self.settings.loop.seed, self.state.version, epoch)
+        order = np.random.default_rng(seed).permutation(count).tolist()
+        size = self.settings.loop.train_batch_size
+        return [order[place : place + size] for place in range(0, count, size)]
+
+    async def evaluate(self) -> None:
+        parts = self.parts
+        if not parts.eval_prompts:
+            return
+        values = await evaluate(
+            parts.eval_prompts, parts.engine, parts.executor, parts.workers, self.settings.evaluation
+        )
+        self.last_evaluation = values
+        parts.monitor.log("eval", self.state.version, values)
+        passes = [f"{name} {value:.4f}" for name, value in values.items() if "_pass" in name]
+        parts.monitor.tell(f"step {self.state.version}: " + ", ".join(passes))
+
+
+class AfterStep(Protocol):
+    """Called after each step with the controller; see launch."""
+
+    async def __call__(self, controller: Controller) -> None: ...
+
+
+def averaged(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Means over the optimizer steps of a rollout; of learning rates the last."""
+    names = dict.fromkeys(name for step in steps for name in step)
+    means = {name: float(np.mean([step[name] for step in steps if name in step])) for name in names}
+    return means | {name: value for name, value in steps[-1].items() if name.endswith("_lr")}
+
+
+def shown(values: dict[str, float]) -> dict[str, float]:
+    """What stands beside the progress bar, under the short names that people know."""
+    names = {
+        "reward": "reward",
+        "policy_loss": "act_loss",
+        "kl": "kl",
+        "response_length": "gen_len",
+        "actor_lr": "act_lr",
+    }
+    return {short: values[name] for name, short in names.items() if name in values}

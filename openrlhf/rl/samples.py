@@ -1,0 +1,51 @@
+"""Samples on their way from episodes to micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from openrlhf.algo.balance import micro_batches as by_tokens
+from openrlhf.data.collate import Layout
+from openrlhf.types import Batch, TokenRow, Trajectory
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A trajectory with everything that training needs beside its tokens; each array is [tokens]."""
+
+    trajectory: Trajectory
+    arrays: Mapping[str, NDArray[np.float32]]  # advantages, returns, old_log_probs, reference_log_probs, ...
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How samples become micro-batches: so many of them, or so many tokens."""
+
+    layout: Layout
+    size: int
+    token_budget: int | None = None
+
+    def cut(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Places of the samples of each micro-batch; nothing is lost, an overlong sample is alone."""
+        if self.token_budget is not None:
+            return by_tokens(lengths, self.token_budget)
+        return [list(range(place, min(place + self.size, len(lengths)))) for place in range(0, len(lengths), self.size)]
+
+
+def token_row(trajectory: Trajectory) -> TokenRow:
+    ids = np.array(trajectory.input_ids, dtype=np.int32)
+    return TokenRow(ids, np.array(trajectory.action_mask, dtype=np.bool_))
+
+
+def batch_trajectories(trajectories: Sequence[Trajectory], layout: Layout) -> Batch:
+    return layout.batch([token_row(trajectory) for trajectory in trajectories])
+
+
+def batch_samples(samples: Sequence[Sample], layout: Layout) -> Batch:
+    names = samples[0].arrays.keys()
+    extras = {name: layout.lay([sample.arrays[name] for sample in samples], 0.0) for name in names}
+    return layout.batch([token_row(sample.trajectory) for sample in samples], extras)

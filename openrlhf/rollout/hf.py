@@ -1,0 +1,240 @@
+"""The engine in process: Transformers' own model, continuous batching, exact log-probs. Needs no other package.
+
+A finished row frees its place for a waiting request. Every request draws from its own stream of random numbers, so what
+it says does not depend on who shares the batch (beyond the rounding of the matrix products).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.models.forward import Network
+from openrlhf.rollout.cache import RowCache
+from openrlhf.rollout.sampling import Draws, draw
+from openrlhf.types import Completion, FinishReason, Request
+
+DECODING = "sdpa"  # attention over left-padded rows with a cache
+
+
+@dataclass
+class Row:
+    """One request on its way."""
+
+    place: int  # in the list of requests
+    request: Request
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+
+@dataclass
+class Running:
+    """The rows of the current batch and everything that grows with them."""
+
+    rows: list[Row]
+    cache: RowCache
+    mask: Tensor  # [rows, columns]: 1 where a token stands, 0 on the padding at the left
+    draws: Draws
+
+    def keep(self, places: list[int]) -> None:
+        keep = torch.tensor(places, device=self.mask.device)
+        mask = self.mask[keep]
+        drop_left = int((mask.cumsum(1) == 0).sum(1).min()) if places else 0
+        self.cache.keep_rows(keep, drop_left)
+        self.mask, self.draws = mask[:, drop_left:], self.draws.rows(keep)
+        self.rows = [self.rows[place] for place in places]
+
+    def add(self, other: Running) -> None:
+        self.cache.add_rows(other.cache)
+        longest = max(self.mask.shape[1], other.mask.shape[1])
+        wide = [torch.nn.functional.pad(mask, (longest - mask.shape[1], 0)) for mask in (self.mask, other.mask)]
+        self.mask, self.draws = torch.cat(wide), self.draws.joined(other.draws)
+        self.rows += other.rows
+
+
+class HFEngine:
+    """Generates with a network that training may share."""
+
+    def __init__(self, network: Network, tokenizer: PreTrainedTokenizerBase, *, max_rows: int = 256) -> None:
+        self.network = network
+        self.tokenizer = tokenizer
+        self.max_rows = max_rows
+        self.version = 0
+        self.ends = end_tokens(network, tokenizer)
+
+    @property
+    def device(self) -> torch.device:
+        return self.network.decoder.device
+
+    async def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        return self.complete(requests)
+
+    @torch.no_grad()
+    def complete(self, requests: Sequence[Request], on_done: Callable[[int], None] | None = None) -> list[Completion]:
+        """All completions, in the order of the requests; `on_done` hears each place as it finishes."""
+        waiting = [Row(place, request) for place, request in enumerate(requests)]
+        waiting.sort(key=lambda row: -len(row.request.prompt_token_ids))  # neighbours of like length pad little
+        finished: list[Row] = []
+        running: Running | None = None
+        with self._decoding():
+            while waiting or running:
+                running = self._admit(running, waiting)
+                running = self._retire(running, finished, on_done, crowded=bool(waiting))
+                if running:
+                    self._step(running)
+        finished.sort(key=lambda row: row.place)
+        return [self._completion(row) for row in finished]
+
+    def _admit(self, running: Running | None, waiting: list[Row]) -> Running:
+        """Fills free places, a quarter of them at a time, because each admission copies the cache."""
+        free = self.max_rows - (len(running.rows) if running else 0)
+        if running and (not waiting or free < min(len(waiting), max(1, self.max_rows // 4))):
+            return running
+        taken, waiting[:] = waiting[:free], waiting[free:]
+        fresh = self._prefill(taken)
+        if running is None:
+            return fresh
+        running.add(fresh)
+        return running
+
+    def _prefill(self, rows: list[Row]) -> Running:
+        longest = max(len(row.request.prompt_token_ids) for row in rows)
+        ids = torch.zeros(len(rows), longest, dtype=torch.long)
+        mask = torch.zeros(len(rows), longest, dtype=torch.long)
+        for number, row in enumerate(rows):
+            prompt = row.request.prompt_token_ids
+            ids[number, longest - len(prompt) :] = torch.tensor(prompt)
+            mask[number, longest - len(prompt) :] = 1
+        vocabulary = self.network.decoder.config.get_text_config().vocab_size
+        draws = Draws.of([row.request.params for row in rows], vocabulary, self.device)
+        fresh = Running(rows, RowCache(), mask.to(self.device), draws)
+        self._advance(fresh, ids.to(self.device))
+        return fresh
+
+    def _step(self, running: Running) -> None:
+        last = torch.tensor([[row.token_ids[-1]] for row in running.rows], device=self.device)
+        running.mask = torch.nn.functional.pad(running.mask, (0, 1), value=1)
+        self._advance(running, last)
+
+    def _advance(self, running: Running, ids: Tensor) -> None:
+        """The new tokens through the model, and the next one drawn for each row."""
+        positions = (running.mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        outputs = self.network.decoder.base_model(
+            input_ids=ids,
+            attention_mask=running.mask,
+            position_ids=positions,
+            past_key_values=running.cache,
+            use_cache=True,
+        )
+        logits = self.network.vocabulary_head(outputs.last_hidden_state[:, -1])
+        logits = self._without_early_end(logits, running.rows)
+        places = torch.tensor([len(row.token_ids) for row in running.rows], device=self.device)
+        tokens, log_probs = draw(logits, running.draws, places)
+        for row, token, log_prob in zip(running.rows, tokens.tolist(), log_probs.tolist(), strict=True):
+            if row.finish_reason is None:  # a row that ended may wait a little for its place to be cleared
+                row.token_ids.append(token)
+                row.log_probs.append(log_prob)
+                row.finish_reason = self._finish_reason(row)
+
+    def _without_early_end(self, logits: Tensor, rows: list[Row]) -> Tensor:
+        """What would end a response that is too short cannot be drawn, as vLLM has it."""
+        for number, row in enumerate(rows):
+            if self._is_young(row):
+                logits[number, sorted({*self.ends, *row.request.params.stop_token_ids})] = -torch.inf
+        return logits
+
+    @staticmethod
+    def _is_young(row: Row) -> bool:
+        """True while the next token may not be the last."""
+        return len(row.token_ids) + 1 < row.request.params.min_tokens
+
+    def _finish_reason(self, row: Row) -> FinishReason | None:
+        params, token = row.request.params, row.token_ids[-1]
+        if len(row.token_ids) < params.min_tokens:
+            return None
+        if token in self.ends or token in params.stop_token_ids:
+            return "stop"
+        if params.stop and any(text in self._tail(row) for text in params.stop):
+            return "stop"
+        return "length" if len(row.token_ids) >= params.max_tokens else None
+
+    def _tail(self, row: Row) -> str:
+        longest = max(len(text) for text in row.request.params.stop)
+        return self._text(row.token_ids[-longest - 8 :])
+
+    def _text(self, token_ids: list[int]) -> str:
+        text = self.tokenizer.decode(token_ids)
+        assert isinstance(text, str)
+        return text
+
+    def _retire(
+        self, running: Running, finished: list[Row], on_done: Callable[[int], None] | None, *, crowded: bool
+    ) -> Running | None:
+        """Takes out rows that ended. While nobody waits, only when an eighth of the batch did: it copies the cache."""
+        going = [place for place, row in enumerate(running.rows) if row.finish_reason is None]
+        done = len(running.rows) - len(going)
+        if going and done and not crowded and done < len(running.rows) // 8:
+            return running
+        for row in running.rows:
+            if row.finish_reason is not None:
+                finished.append(row)
+                if on_done:
+                    on_done(row.place)
+        if not going:
+            return None
+        if done:
+            running.keep(going)
+        return running
+
+    def _completion(self, row: Row) -> Completion:
+        assert row.finish_reason is not None
+        return Completion(
+            token_ids=tuple(row.token_ids),
+            log_probs=tuple(row.log_probs),
+            text=self._text(row.token_ids),
+            finish_reason=row.finish_reason,
+            version=self.version,
+        )
+
+    @contextmanager
+    def _decoding(self) -> Iterator[None]:
+        """The model in evaluation mode, with attention that knows a cache; as it was before, afterwards."""
+        decoder = self.network.decoder
+        before, training = str(decoder.config._attn_implementation), decoder.training
+        decoder.set_attn_implementation(DECODING)
+        decoder.eval()
+        try:
+            yield
+        finally:
+            decoder.set_attn_implementation(before)
+            decoder.train(training)
+
+    @torch.no_grad()
+    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Copies weights into the engine's own network; one that is shared needs only the new version number."""
+        own = self.network.decoder.state_dict()
+        for name, tensor in weights:
+            if own[name].data_ptr() != tensor.data_ptr():
+                own[name].copy_(tensor)
+        self.version = version
+
+    def sleep(self) -> None:
+        """A shared network sleeps with its trainer; an own one stays where it is."""
+
+    def wake(self) -> None:
+        """The counterpart of `sleep`."""
+
+
+def end_tokens(network: Network, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Tokens that end a response: the tokenizer's EOS, and what the model's generation config adds."""
+    settings: Any = network.decoder.generation_config
+    configured = settings.eos_token_id
+    more = configured if isinstance(configured, list) else [configured]
+    return frozenset(int(token) for token in (*more, tokenizer.eos_token_id) if token is not None)

@@ -1,0 +1,99 @@
+"""What a policy and a critic minimise over a rollout: settings that can travel, and the formulas of `algo`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from openrlhf.algo.kl import kl_loss
+from openrlhf.algo.policy_loss import PolicySettings, entropy_loss, policy_loss
+from openrlhf.algo.reduce import Mean, Metrics, mean_of, sequence_count
+from openrlhf.algo.value_loss import value_loss
+from openrlhf.training.backend import Run
+from openrlhf.training.objectives import add_aux
+from openrlhf.types import Batch
+
+
+@dataclass(frozen=True)
+class PolicyObjective:
+    """Clipped policy loss with its optional terms: KL to the reference, entropy, expert balance."""
+
+    settings: PolicySettings
+    temperature: float = 1.0
+    kl_coef: float = 0.0  # 0 where the KL is in the reward
+    kl_estimator: str = "k2"
+    kl_unbiased_gradient: bool = False
+    entropy_coef: float | None = None
+    aux_loss_coef: float = 0.0
+    constant_length: int = 1  # what a sequence counts for in the constant mode
+
+    def counts(self, batch: Batch) -> Tensor:
+        tokens, sequences = batch.target_mask.sum(), sequence_count(batch.target_mask, batch.sequence_ids)
+        return torch.tensor([float(tokens), float(sequences), 1.0], dtype=torch.float64)
+
+    def loss(self, run: Run, batch: Batch, totals: Tensor) -> tuple[Tensor, Metrics]:
+        ask = "log_probs" if self.entropy_coef is None else "log_probs_and_entropy"
+        outputs = run(batch, ask, temperature=self.temperature)
+        log_probs, extras, mask = outputs.log_probs, batch.extras, batch.target_mask
+        assert log_probs is not None
+        mode, denominator, rows = self.settings.aggregation, self._denominator(totals), batch.sequence_ids
+        loss, metrics = policy_loss(
+            log_probs,
+            extras.get("old_log_probs", log_probs.detach()),
+            extras["advantages"],
+            mask,
+            denominator,
+            self.settings,
+            extras.get("rollout_log_probs"),
+            rows,
+        )
+        metrics = {"ppo_clip_ratio" if name == "clip_ratio" else name: mean for name, mean in metrics.items()}
+        metrics["policy_loss"] = whole_loss(loss, totals)
+        if self.kl_coef > 0:
+            old = extras.get("old_log_probs", log_probs.detach()) if self.kl_unbiased_gradient else None
+            term, measured = kl_loss(
+                log_probs, extras["reference_log_probs"], mask, denominator, self.kl_estimator, mode, rows, old
+            )
+            loss, metrics = loss + self.kl_coef * term, metrics | measured
+        if self.entropy_coef is not None:
+            assert outputs.entropy is not None
+            term, measured = entropy_loss(outputs.entropy, mask, denominator, mode, rows)
+            loss, metrics = loss + self.entropy_coef * term, metrics | measured
+        return add_aux(loss, metrics, outputs, self.aux_loss_coef, totals)
+
+    def _denominator(self, totals: Tensor) -> Tensor:
+        tokens, sequences = totals[0], totals[1]
+        by_mode = {"token-mean": tokens, "seq-mean": sequences, "constant": sequences * self.constant_length}
+        return by_mode[self.settings.aggregation]
+
+
+@dataclass(frozen=True)
+class ValueObjective:
+    """Clipped value loss over the action tokens of the step."""
+
+    value_clip: float
+    aux_loss_coef: float = 0.0
+
+    def counts(self, batch: Batch) -> Tensor:
+        return torch.tensor([float(batch.target_mask.sum()), 1.0], dtype=torch.float64)
+
+    def loss(self, run: Run, batch: Batch, totals: Tensor) -> tuple[Tensor, Metrics]:
+        outputs = run(batch, "values")
+        assert outputs.values is not None
+        loss, metrics = value_loss(
+            outputs.values,
+            batch.extras["old_values"],
+            batch.extras["returns"],
+            batch.target_mask,
+            totals[0],
+            self.value_clip,
+        )
+        metrics["critic_loss"] = whole_loss(loss, totals)
+        return add_aux(loss, metrics, outputs, self.aux_loss_coef, totals)
+
+
+def whole_loss(share: Tensor, totals: Tensor) -> Mean:
+    """The step's loss as a metric: shares, times the number of micro-batches, average to the whole."""
+    return mean_of(share.detach().double().reshape(1) * totals[-1].to(share.device))

@@ -1,0 +1,7 @@
+"""The public agent classes, under the path that users' files import."""
+
+from openrlhf.agents.interface import AgentExecutorBase, AgentInstanceBase
+from openrlhf.agents.multi_turn import MultiTurnAgentExecutor
+from openrlhf.agents.one_turn import SingleTurnAgentExecutor
+
+__all__ = ["AgentExecutorBase", "AgentInstanceBase", "MultiTurnAgentExecutor", "SingleTurnAgentExecutor"]

@@ -1,0 +1,327 @@
+"""Agents in real processes: exact tokens, faults that meet only the guilty, and nothing left behind."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+from sessions import WATCHDOG, InStep, Say, decode, params, prompt, run, run_all
+
+from openrlhf.config.sections.model import Model
+from openrlhf.errors import ConfigError, RewardError, RolloutError
+from openrlhf.models.forward import Network
+from openrlhf.models.load import load_causal_lm
+from openrlhf.rollout.hf import HFEngine
+from tests.tiny import make_model
+
+AGENT = """
+    import asyncio, os, signal, sys, time
+    from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
+
+    class Agent(AgentInstanceBase):
+        async def __init__(self, *args, **kwargs):
+            self.turn = 0
+
+        async def step(self, states, **kwargs):
+            self.turn += 1
+            action = states["action_text"]
+            {body}
+            return {{"rewards": self.turn, "environment_feedback": ";", "done": self.turn == 2,
+                    "sampling_params": states["sampling_params"], "extra_logs": {{"turns": self.turn}}}}
+
+    class AgentExecutor(MultiTurnAgentExecutor):
+        def __init__(self):
+            super().__init__(Agent)
+"""
+
+
+def agent(body="pass"):
+    return AGENT.format(body=textwrap.indent(textwrap.dedent(body).strip(), " " * 12).strip())
+
+
+def test_two_turns_through_a_process(build, write):
+    body = """
+        given = states["sampling_params"]
+        assert (given.temperature, given.top_p, given.top_k, given.stop) == (0.5, 0.9, 7, ["Q"])
+        assert given.seed is None
+    """
+    session = Say("ab</s>", "c")
+    drawn = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "stop": ("Q",)}
+    got = run(build(agent_func_path=write(agent(body)), step_rewards=True), [session], **drawn).trajectories[0]
+    assert decode(got.input_ids) == "1+1=ab</s>;c"
+    assert got.action_mask == (False,) * 4 + (True,) * 3 + (False,) + (True,)
+    assert got.rollout_log_probs == (0.0,) * 4 + (-1.0,) * 3 + (0.0, -2.0)
+    assert (got.reward, got.score, got.extra_logs) == (3.0, 3.0, {"turns": 2.0})
+    assert got.step_rewards == ((6, 1.0), (8, 2.0))
+    assert (got.truncated, got.version, session.closed) == (False, 3, 1)
+    first, second = session.requests
+    assert decode(first.prompt_token_ids) == "1+1="
+    assert decode(second.prompt_token_ids) == "1+1=ab</s>;"
+    assert first.params == params(1, **drawn)[0]
+    assert second.params.seed != 0  # the turns of an episode do not share their chance
+    assert (first.params.max_tokens, second.params.max_tokens) == (16, 16)
+
+
+def test_an_executor_written_from_scratch(build, write):
+    file = write("""
+        from openrlhf.utils.agent import AgentExecutorBase
+
+        class AgentExecutor(AgentExecutorBase):
+            async def execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine):
+                ids = hf_tokenizer(prompt, add_special_tokens=False)["input_ids"]
+                params = sampling_params.clone()
+                params.stop, params.max_tokens = ["."], 1000
+                output = (await llm_engine.generate(prompt_token_ids=ids, sampling_params=params)).outputs[0]
+                assert [place[token].logprob for token, place in zip(output.token_ids, output.logprobs)] == [-1.0] * 2
+                assert (output.text, output.finish_reason) == ("ab", "stop")
+                assert (label, max_length) == ("2", 64)
+                return {"observation_tokens": ids + output.token_ids, "action_ranges": [(len(ids), len(ids) + 2)],
+                        "rollout_log_probs": None, "reward": 1.0}
+    """)
+    session = Say("ab")
+    got = run(build(agent_func_path=file), [session]).trajectories[0]
+    assert decode(got.input_ids) == "1+1=ab"
+    assert got.rollout_log_probs == (0.0,) * 4 + (-1.0, -1.0)
+    assert session.requests[0].params.stop == (".",)
+    assert session.requests[0].params.max_tokens == 60  # what the context leaves
+
+
+def test_the_step_function_of_001_keeps_globals_of_its_own(build, write):
+    file = write("""
+        turn = 0
+        async def step(observation, action, label, **kwargs):
+            global turn
+            turn += 1
+            return {"rewards": turn, "next_observation": observation + action + ";", "done": turn == 2,
+                    "sampling_params": kwargs["sampling_params"]}
+    """)
+    got = run(build(agent_func_path=file), [Say("a", "b"), Say("c", "d")])
+    assert [decode(item.input_ids) for item in got.trajectories] == ["1+1=a;b", "1+1=c;d"]
+    assert [item.reward for item in got.trajectories] == [3.0, 3.0]
+
+
+def test_an_agent_that_never_says_done_ends_at_max_turns(build, write):
+    file = write(agent("self.turn = 0"))
+    got = run(build(agent_func_path=file, max_turns=3), [Say("a")]).trajectories[0]
+    assert decode(got.input_ids) == "1+1=a;a;a"
+    assert got.truncated
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [("def reward_func(q, p): ...", "neither class AgentExecutor nor function step"), ("1 / 0", "ZeroDivisionError")],
+)
+def test_a_file_that_is_no_agent_is_known_before_training(build, write, source, message):
+    with pytest.raises(ConfigError, match=message):
+        build(agent_func_path=write(source))
+
+
+def test_a_fault_that_ends_the_process_meets_only_its_episode(build, write):
+    """One process, four episodes: one is well, one blocks it for ever, one is slow, one kills it."""
+    body = """
+        match action:
+            case "v": time.sleep(3600)
+            case "w": await asyncio.sleep(0.3)
+            case "x": os.kill(os.getpid(), signal.SIGKILL)
+    """
+    sessions = InStep.group(*((text, "b") for text in "avwx"))
+    executor = build(agent_func_path=write(agent(body)), reward_timeout=1.0, on_reward_error="skip")
+    got = run(executor, sessions)
+    assert [decode(item.input_ids) for item in got.trajectories] == ["1+1=a;b", "1+1=w;b"]
+    assert [item.reward for item in got.trajectories] == [3.0, 3.0]
+    blocked, killed = got.failures
+    assert "did not return within 1 s (--reward_timeout), for sample 1 of prompt 7 '1+1='" in str(blocked)
+    assert "ended its process: killed by SIGKILL, for sample 3 of prompt 7" in str(killed)
+    assert all(isinstance(failure, RewardError) for failure in got.failures)
+    assert [len(session.requests) for session in sessions] == [2, 1, 2, 1]  # what was drawn is not drawn again
+    assert [session.closed for session in sessions] == [1] * 4
+
+
+def test_a_process_that_ends_while_its_episodes_wait_is_nobodys_fault(build, write, tmp_path):
+    class Killer(InStep):
+        async def generate(self, request):
+            completion = await super().generate(request)
+            if len(self.requests) == 2:
+                os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+            return completion
+
+    file = write(agent(f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))"))
+    sessions = []
+    sessions += [Killer(sessions, "a", "b"), InStep(sessions, "c", "d"), InStep(sessions, "e", "f")]
+    got = run(build(agent_func_path=file), sessions)
+    assert [decode(item.input_ids) for item in got.trajectories] == ["1+1=a;b", "1+1=c;d", "1+1=e;f"]
+    assert [len(session.requests) for session in sessions] == [2, 2, 2]
+
+
+def test_a_neighbour_that_waits_for_ever_disturbs_nobody(build, write, tmp_path):
+    """What only waits is cancelled: the process goes on, and its other episode runs once."""
+    log = str(tmp_path / "log")
+    body = f"""
+        with open({log!r}, "a") as log:
+            log.write(action)
+        if action == "x":
+            await asyncio.sleep(3600)
+        await asyncio.sleep(0.6)
+    """
+    executor = build(agent_func_path=write(agent(body)), reward_timeout=1.0, on_reward_error="skip")
+    got = run(executor, [Say("a", "b"), Say("x")])
+    assert [decode(item.input_ids) for item in got.trajectories] == ["1+1=a;b"]
+    assert "did not return within 1 s" in str(got.failures[0])
+    said = (tmp_path / "log").read_text()
+    assert sorted(said) == ["a", "b", "x", "x"]
+
+
+def test_faults_that_leave_the_process_alive_meet_only_their_episodes(build, write):
+    body = """
+        match action:
+            case "v": raise KeyError("k")
+            case "w": sys.exit(2)
+            case "x": return {"rewards": float("nan"), "done": True}
+            case "y": return {"done": True}
+            case "z": raise asyncio.CancelledError
+    """
+    executor = build(agent_func_path=write(agent(body)), on_reward_error="skip")
+    got = run(executor, [Say(text, "b") for text in "avwxyz"])
+    assert [decode(item.input_ids) for item in got.trajectories] == ["1+1=a;b"]
+    expected = [
+        (RewardError, "raised KeyError: 'k' at"),
+        (RewardError, "called sys.exit(2) at"),
+        (RewardError, "'rewards' of the agent's step is nan"),
+        (RolloutError, "without rewards"),
+        (RewardError, "raised CancelledError"),
+    ]
+    for failure, (error, message) in zip(got.failures, expected, strict=True):
+        assert type(failure) is error
+        assert message in str(failure)
+
+
+def test_a_fault_stops_the_run_unless_it_is_skipped(build, write):
+    executor = build(agent_func_path=write(agent("if action == 'x':\n    raise OSError('no disk')")))
+    with pytest.raises(RewardError, match=r"raised OSError: no disk at .*user.py:.*, for sample 1 of prompt 7"):
+        run(executor, [Say("a", "b"), Say("x")])
+
+
+class Slow(Say):
+    """An engine in the trainer's process: it holds the trainer's event loop for longer than user code may take."""
+
+    async def generate(self, request):
+        if not self.requests:
+            time.sleep(1.5)
+        return await super().generate(request)
+
+
+def test_time_of_the_engine_is_not_charged_even_when_it_holds_the_loop(build, write):
+    executor = build(agent_func_path=write(agent("await asyncio.sleep(0.2)")), reward_timeout=1.0)
+    got = run(executor, [Slow("a", "b"), Say("c", "d")])
+    assert [decode(item.input_ids) for item in got.trajectories] == ["1+1=a;b", "1+1=c;d"]
+
+
+def test_requests_of_one_episode_come_one_at_a_time(build, write):
+    file = write("""
+        import asyncio
+        from openrlhf.utils.agent import AgentExecutorBase
+
+        class AgentExecutor(AgentExecutorBase):
+            async def execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine):
+                ids = hf_tokenizer(prompt, add_special_tokens=False)["input_ids"]
+                outputs = await asyncio.gather(*(llm_engine.generate(ids, sampling_params) for _ in range(4)))
+                best = max((item.outputs[0] for item in outputs), key=lambda item: item.text)
+                return {"observation_tokens": ids + best.token_ids, "action_ranges": [(len(ids), len(ids) + 1)],
+                        "rollout_log_probs": None, "reward": 1.0}
+    """)
+
+    class OneAtATime(Say):
+        busy = False
+
+        async def generate(self, request):
+            assert not self.busy
+            self.busy = True
+            await asyncio.sleep(0)
+            self.busy = False
+            return await super().generate(request)
+
+    session = OneAtATime("a", "d", "c", "b")
+    got = run(build(agent_func_path=file), [session]).trajectories[0]
+    assert decode(got.input_ids) == "1+1=d"
+    assert got.rollout_log_probs[-1] == -2.0
+    assert len({request.params.seed for request in session.requests}) == 4
+
+
+def test_a_real_engine_gives_the_same_episodes_twice(build, write, tmp_path, tokenizer):
+    folder = make_model(tmp_path / "model")
+    model = load_causal_lm(folder, Model(pretrain=folder), device=torch.device("cpu"), packing=False)
+    engine = HFEngine(Network(model), tokenizer)
+
+    class Session(Say):
+        async def generate(self, request):
+            self.requests.append(request)
+            return (await engine.generate([request]))[0]
+
+    file = write(agent("assert action"))
+    groups = [[Session() for _ in range(3)] for _ in range(2)]
+    results = run_all(build(agent_func_path=file), [(prompt(), group) for group in groups], max_tokens=6)
+    first, second = (result.trajectories for result in results)
+    assert first == second
+    assert len({item.input_ids for item in first}) == 3
+    for item, session in zip(first, groups[0], strict=True):
+        assert all(value < 0 for value, acted in zip(item.rollout_log_probs, item.action_mask, strict=True) if acted)
+        spans = [item.input_ids[len(r.prompt_token_ids) :][: r.params.max_tokens] for r in session.requests]
+        assert len(spans) == 2
+        assert item.input_ids[: len(session.requests[1].prompt_token_ids)] == session.requests[1].prompt_token_ids
+
+
+def test_many_episodes_share_processes(build, write):
+    executor = build(agent_func_path=write(agent()), processes=2)
+    groups = [(prompt(index=n), [Say("a", "b") for _ in range(4)]) for n in range(10)]
+    got = run_all(executor, groups)
+    assert [len(item.trajectories) for item in got] == [4] * 10
+    assert {decode(sample.input_ids) for item in got for sample in item.trajectories} == {"1+1=a;b"}
+    assert all(len(session.requests) == 2 for _, group in groups for session in group)
+
+
+PARENT = """
+    import asyncio, os, sys
+    sys.path.insert(0, {root!r})
+    from openrlhf.agents.pool import Limits, Pool
+    from openrlhf.agents.messages import Spec
+    pool = Pool(Spec({file!r}, "reward"), Limits(timeout=3600.0))
+    pool.start()
+    asyncio.run(pool.call({{"queries": [], "prompts": [], "labels": [], "seed": 0}}, retries=0))
+"""
+
+
+def test_a_trainer_that_is_killed_takes_its_processes_with_it(write, tmp_path):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    file = write(f"""
+        import os, subprocess, time
+        def reward_func(queries, prompts):
+            child = subprocess.Popen(["sleep", "3600"])
+            with open({str(fifo)!r}, "w") as out:
+                out.write(f"{{os.getpid()}} {{child.pid}}")
+            time.sleep(3600)
+    """)
+    root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+    source = textwrap.dedent(PARENT.format(root=root, file=file))
+    trainer = subprocess.Popen([sys.executable, "-c", source])
+    pids = [int(pid) for pid in fifo.read_text().split()]
+    trainer.send_signal(signal.SIGKILL)
+    trainer.wait()
+    deadline = time.monotonic() + WATCHDOG
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        os.sched_yield()
+
+
+def alive(pid):
+    """False also for one that only waits to be collected by init."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,151 @@
+import json
+import threading
+import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from sessions import Numbered, Say, prompt, run, run_all
+
+from openrlhf.agents.http import ServerRewards
+from openrlhf.agents.single_turn import SingleTurn
+from openrlhf.errors import RewardError
+
+
+@contextmanager
+def serving(*answers):
+    """A reward server; the k-th request gets the k-th answer, later ones the last: (status, text) or a function."""
+    heard, released = [], threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            answer = answers[min(len(heard), len(answers) - 1)]
+            heard.append((body, dict(self.headers)))
+            if answer == "close":
+                return
+            if answer == "hang":
+                released.wait(30)
+                return
+            status, text = answer(body) if callable(answer) else answer
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/get_reward", heard
+    finally:
+        released.set()
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def by_length(body):
+    return 200, json.dumps({"rewards": [len(query) for query in body["query"]]})
+
+
+@pytest.fixture
+def through(tokenizer):
+    def make(*urls, timeout=10.0, on_error="stop", **options):
+        scorer = ServerRewards(urls, timeout=timeout, first_pause=0.01, **options)
+        return SingleTurn(scorer, tokenizer, context_length=64, on_error=on_error)
+
+    return make
+
+
+def test_a_group_is_one_request(through):
+    answer = json.dumps({"rewards": [1, 2], "scores": [0, 0.5], "extra_logs": {"a": [3, 4], "b": 5}})
+    with serving((200, answer)) as (url, heard):
+        got = run(through(url, api_key="secret"), Numbered.group(2), asked=prompt(label={"answer": 2}))
+    assert [(item.reward, item.score) for item in got.trajectories] == [(1.0, 0.0), (2.0, 0.5)]
+    assert [item.extra_logs for item in got.trajectories] == [{"a": 3.0, "b": 5.0}, {"a": 4.0, "b": 5.0}]
+    ((body, headers),) = heard
+    assert body == {"query": ["1+1=0", "1+1=1"], "prompts": ["1+1="] * 2, "labels": [{"answer": 2}] * 2}
+    assert headers["Authorization"] == "Bearer secret"
+
+
+def test_several_servers_have_their_turns_and_the_order_stays(through):
+    with serving(by_length) as (first, heard_first), serving(by_length) as (second, heard_second):
+        groups = [(prompt("1" * (n + 1), index=n), [Say("x" * (n + 1))]) for n in range(6)]
+        got = run_all(through(first, second), groups)
+    assert [item.trajectories[0].reward for item in got] == [2.0, 4.0, 6.0, 8.0, 10.0, 12.0]
+    assert (len(heard_first), len(heard_second)) == (3, 3)
+
+
+@pytest.mark.parametrize("trouble", [(500, "busy"), "close"])
+def test_a_server_that_recovers_is_asked_again(through, trouble):
+    with serving(trouble, trouble, by_length) as (url, heard):
+        got = run(through(url), [Say("2")])
+    assert got.trajectories[0].reward == 5.0
+    assert len(heard) == 3
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ((500, "busy"), "failed 5 times, the last time with: status 500 busy"),
+        ("close", "failed 5 times, the last time with: RemoteDisconnected"),
+    ],
+)
+def test_a_server_that_does_not_recover_is_named(through, answer, message):
+    with serving(answer) as (url, heard), pytest.raises(RewardError) as error:
+        run(through(url), [Say("2")])
+    assert f"reward server {url} {message}" in str(error.value)
+    assert len(heard) == 5
+
+
+def test_a_server_that_never_answers_ends_at_the_deadline(through):
+    started = time.monotonic()
+    with serving("hang") as (url, heard), pytest.raises(RewardError, match="failed 5 times") as error:
+        run(through(url, timeout=0.2), [Say("2")])
+    assert url in str(error.value)
+    assert len(heard) == 5
+    assert time.monotonic() - started < 20
+
+
+def test_a_server_that_is_not_there_is_named(through):
+    with serving(by_length) as (url, _):
+        pass
+    with pytest.raises(RewardError, match=f"{url} failed 5 times.*refused"):
+        run(through(url), [Say("2")])
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ((200, "<html>"), "not JSON: '<html>'"),
+        ((200, "[1]"), "answered [1], not a JSON object"),
+        ((404, "no such path"), "refused the request: 404 no such path"),
+        ((200, '{"reward": [1]}'), "without 'rewards'"),
+        ((200, '{"rewards": [1, 2]}'), "2 values for 1 samples"),
+        ((200, '{"rewards": [null]}'), "the reward is None"),
+        ((200, '{"rewards": [NaN]}'), "the reward is nan"),
+    ],
+)
+def test_an_answer_that_makes_no_sense_is_an_error_at_once(through, answer, message):
+    with serving(answer) as (url, heard), pytest.raises(RewardError) as error:
+        run(through(url), [Say("2")])
+    assert message in str(error.value)
+    assert url in str(error.value)
+    assert len(heard) == 1
+
+
+def test_skipped_failures_are_counted(through):
+    with serving((200, '{"rewards": [1, null, 3]}')) as (url, _):
+        got = run(through(url, on_error="skip"), Numbered.group(3))
+    assert [item.reward for item in got.trajectories] == [1.0, 3.0]
+    assert len(got.failures) == 1
+    assert "response '1'" in str(got.failures[0])
+
+
+def test_a_label_that_is_no_json_is_named(through):
+    with serving(by_length) as (url, heard), pytest.raises(RewardError, match="label cannot be sent"):
+        run(through(url), [Say("2")], asked=prompt(label={1, 2}))
+    assert not heard

@@ -1,0 +1,283 @@
+"""The public executors as classes, without processes: a policy that says what the test wrote down."""
+
+import asyncio
+import copy
+
+import pytest
+import torch
+from sessions import TOKENIZER, decode, encode
+
+from openrlhf.agents.interface import params_for_agent, params_for_engine, seed_for
+from openrlhf.agents.step_function import StepFunction
+from openrlhf.errors import ConfigError, RewardError, RolloutError
+from openrlhf.types import SamplingParams
+from openrlhf.utils.agent import (
+    AgentExecutorBase,
+    AgentInstanceBase,
+    MultiTurnAgentExecutor,
+    SingleTurnAgentExecutor,
+)
+
+
+class Speaker:
+    """An llm_engine that says these texts in turn."""
+
+    def __init__(self, *texts):
+        self.texts = list(texts)
+        self.heard = []
+
+    async def generate(self, prompt_token_ids, sampling_params, multi_modal_data=None):
+        from openrlhf.agents.interface import output_of
+        from openrlhf.types import Completion
+
+        self.heard.append((decode(prompt_token_ids), copy.copy(sampling_params)))
+        ids = tuple(encode(self.texts.pop(0)))
+        number = len(self.heard)
+        return output_of(list(prompt_token_ids), Completion(ids, (-float(number),) * len(ids), decode(ids), "stop", 0))
+
+
+class Echo(AgentInstanceBase):
+    """Two turns; keeps what it was given."""
+
+    seen: list
+
+    def __init__(self):
+        self.states = []
+        Echo.seen.append(self.states)
+
+    async def reset(self, states, **kwargs):
+        self.states.append(dict(states))
+        return {"observation": "Q:" + states["observation"]}
+
+    async def step(self, states, **kwargs):
+        self.states.append(dict(states))
+        last = len(self.states) == 3
+        return {
+            "rewards": torch.tensor([0.25]) if last else torch.tensor(1),
+            "scores": torch.tensor(0.0) if last else torch.tensor(1.0),
+            "environment_feedback": "!" if last else " no;",
+            "done": last,
+            "sampling_params": states["sampling_params"],
+            "extra_logs": {"turn": torch.tensor(len(self.states) - 1.0)},
+        }
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    Echo.seen = []
+
+
+def execute(executor, *texts, max_length=64, max_tokens=8, prompt="hi "):
+    speaker = Speaker(*texts)
+    answer = asyncio.run(
+        executor.execute(
+            prompt=prompt,
+            label="L",
+            sampling_params=params_for_agent(SamplingParams(max_tokens=max_tokens)),
+            max_length=max_length,
+            hf_tokenizer=TOKENIZER,
+            llm_engine=speaker,
+        )
+    )
+    return answer, speaker
+
+
+def test_two_turns_by_hand():
+    answer, speaker = execute(MultiTurnAgentExecutor(Echo), "ab</s>", "c</s>")
+    assert decode(answer["observation_tokens"]) == "Q:hi ab</s> no;c</s>!"
+    assert answer["action_ranges"] == [(5, 8), (12, 14)]
+    assert answer["rollout_log_probs"] == [0.0] * 5 + [-1.0] * 3 + [0.0] * 4 + [-2.0] * 2 + [0.0]
+    assert (answer["reward"], answer["scores"], answer["extra_logs"]) == (1.25, 0.0, {"turn": 2.0})
+    assert answer["step_rewards"] == [(7, 1.0), (13, 0.25)]
+    assert answer["truncated"] is False
+    assert [heard for heard, _ in speaker.heard] == ["Q:hi ", "Q:hi ab</s> no;"]
+    states = [{key: value for key, value in item.items() if key != "sampling_params"} for item in Echo.seen[0]]
+    assert states == [
+        {"observation": "hi ", "label": "L"},
+        {"observation_text": "Q:hi ", "action_text": "ab</s>", "label": "L"},
+        {"observation_text": "Q:hi ab</s> no;", "action_text": "c</s>", "label": "L"},
+    ]
+
+
+def test_each_sample_has_an_instance_of_its_own():
+    executor = MultiTurnAgentExecutor(Echo)
+    for _ in range(2):
+        execute(executor, "a", "b")
+    assert [len(states) for states in Echo.seen] == [3, 3]
+
+
+class Endless(AgentInstanceBase):
+    async def step(self, states, **kwargs):
+        return {"rewards": 1, "environment_feedback": ".", "done": False}
+
+
+def test_an_agent_that_never_says_done_ends_at_the_budget():
+    answer, _ = execute(MultiTurnAgentExecutor(Endless), *["ab"] * 9, max_length=16)
+    assert decode(answer["observation_tokens"]) == "hi ab.ab.ab.ab.ab."
+    assert answer["truncated"]
+    assert answer["reward"] == 5.0
+
+
+def test_an_agent_that_never_says_done_ends_at_max_turns():
+    executor = MultiTurnAgentExecutor(Endless)
+    executor.max_turns = 2
+    answer, speaker = execute(executor, *["ab"] * 9)
+    assert len(speaker.heard) == 2
+    assert answer["truncated"]
+
+
+def test_sampling_params_of_a_step_serve_the_next_turn():
+    class Colder(Endless):
+        async def step(self, states, **kwargs):
+            params = copy.copy(states["sampling_params"])
+            params.temperature, params.max_tokens, params.stop = 0.5, 3, ["x"]
+            return await super().step(states) | {"sampling_params": params}
+
+    executor = MultiTurnAgentExecutor(Colder)
+    executor.max_turns = 2
+    _, speaker = execute(executor, "a", "b")
+    assert [(item.temperature, item.max_tokens, item.stop) for _, item in speaker.heard] == [
+        (1.0, 8, []),
+        (0.5, 3, ["x"]),
+    ]
+
+
+def test_an_overlong_observation_keeps_its_end_and_says_so(capsys):
+    executor = MultiTurnAgentExecutor(Endless)
+    executor.max_turns = 1
+    answer, speaker = execute(executor, "ab", prompt="0123456789", max_length=10, max_tokens=4)
+    assert speaker.heard[0][0] == "456789"
+    assert decode(answer["observation_tokens"]) == "456789ab."
+    assert "an observation of 10 tokens keeps its last 6" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("result", "error", "message"),
+    [
+        (None, RolloutError, "step returned None"),
+        ({"rewards": 1}, RolloutError, "without done; its keys are ['rewards']"),
+        ({"done": True}, RolloutError, "without rewards"),
+        ({"done": True, "rewards": None}, RewardError, "'rewards' of the agent's step is None"),
+        ({"done": True, "rewards": float("nan")}, RewardError, "is nan"),
+        ({"done": True, "rewards": 1, "scores": "high"}, RewardError, "'scores' of the agent's step is 'high'"),
+        ({"done": True, "rewards": 1, "environment_feedback": 5}, RolloutError, "'environment_feedback'"),
+    ],
+)
+def test_a_step_that_returns_something_else_is_told_what_is_wanted(result, error, message):
+    class Wrong(AgentInstanceBase):
+        async def step(self, states, **kwargs):
+            return result
+
+    with pytest.raises(error) as caught:
+        execute(MultiTurnAgentExecutor(Wrong), "a")
+    assert message in str(caught.value)
+
+
+def test_a_reset_without_an_observation_is_an_error():
+    class Wrong(Endless):
+        async def reset(self, states, **kwargs):
+            return {"observation": None}
+
+    with pytest.raises(RolloutError, match="reset returned"):
+        execute(MultiTurnAgentExecutor(Wrong), "a")
+
+
+def test_the_base_classes_want_their_methods():
+    with pytest.raises(TypeError):
+        AgentExecutorBase()
+    with pytest.raises(TypeError):
+        AgentInstanceBase()
+
+
+def test_a_single_turn_executor_scores_with_a_function():
+    def reward_func(queries, prompts, labels):
+        assert (queries, prompts, labels) == (["hi ok</s>"], ["hi "], ["L"])
+        return {"rewards": torch.tensor([2.0]), "extra_logs": {"n": 1}}
+
+    answer, _ = execute(SingleTurnAgentExecutor(reward_func), "ok</s>")
+    assert answer["action_ranges"] == [(3, 6)]
+    assert (answer["reward"], answer["scores"], answer["extra_logs"]) == (2.0, 2.0, {"n": 1.0})
+    assert answer["truncated"] is False
+
+
+def test_a_single_turn_executor_takes_a_file_or_nothing(write):
+    file = write("def reward_func(queries, prompts): return [float(len(queries[0]))]")
+    assert execute(SingleTurnAgentExecutor(file), "ok")[0]["reward"] == 5.0
+    with pytest.raises(RewardError, match="made without a reward"):
+        execute(SingleTurnAgentExecutor(), "ok")
+    with pytest.raises(ConfigError, match="no function reward_func"):
+        SingleTurnAgentExecutor(write("x = 1", "empty.py"))
+
+
+STEP_001 = """
+    step_idx = 0
+    async def step(observation, action, label, **kwargs):
+        global step_idx
+        step_idx += 1
+        done = step_idx == 2
+        return {"rewards": float(done), "scores": 0.5, "next_observation": observation + action + f"[{step_idx}]",
+                "done": done, "sampling_params": kwargs.get("sampling_params"), "extra_logs": {"steps": step_idx}}
+"""
+
+
+def test_the_step_function_of_001_begins_anew_with_every_episode(write):
+    file = write(STEP_001)
+    for _ in range(2):
+        answer, speaker = execute(MultiTurnAgentExecutor(lambda: StepFunction(file)), "ab</s>", "c")
+        assert decode(answer["observation_tokens"]) == "hi ab</s>[1]c[2]"
+        assert answer["action_ranges"] == [(3, 6), (9, 10)]
+        assert (answer["reward"], answer["scores"], answer["extra_logs"]) == (1.0, 0.5, {"steps": 2.0})
+        assert [heard for heard, _ in speaker.heard] == ["hi ", "hi ab</s>[1]"]
+
+
+def test_the_tuple_of_the_oldest_step_function_is_understood(write):
+    file = write("""
+        async def step(state, action, label):
+            return 0.5, state + action + ";", action == "b", {"extra_logs": {"n": 1}}
+    """)
+    answer, _ = execute(MultiTurnAgentExecutor(lambda: StepFunction(file)), "a", "b")
+    assert decode(answer["observation_tokens"]) == "hi a;b;"
+    assert (answer["reward"], answer["extra_logs"]) == (1.0, {"n": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("after", "message"),
+    [
+        ("observation + action.upper()", "at character 3 it has 'hi AB', where observation + action has 'hi ab'"),
+        ("observation", "at character 3 it has 'hi '"),
+        ("None", "'next_observation' of step is None"),
+    ],
+)
+def test_a_step_function_may_only_add(write, after, message):
+    file = write(f"""
+        def step(observation, action, label):
+            return {{"rewards": 0, "next_observation": {after}, "done": False}}
+    """)
+    with pytest.raises(RolloutError) as error:
+        execute(MultiTurnAgentExecutor(lambda: StepFunction(file)), "ab")
+    assert message in str(error.value)
+
+
+def test_sampling_params_may_be_any_object_with_these_names():
+    class Foreign:
+        temperature = 0.5
+        stop = "END"
+        max_tokens = None
+
+    got = params_for_engine(Foreign(), room=7, seed=5)
+    assert got == vars(SamplingParams(max_tokens=7, temperature=0.5, seed=5)) | {"stop": ["END"], "stop_token_ids": []}
+
+
+@pytest.mark.parametrize(("name", "value"), [("n", 2), ("temperature", "hot"), ("max_tokens", 0)])
+def test_sampling_params_that_cannot_be_used_are_an_error(name, value):
+    params = params_for_agent(SamplingParams(max_tokens=4))
+    setattr(params, name, value)
+    with pytest.raises(RolloutError, match="sampling_params"):
+        params_for_engine(params, room=7, seed=5)
+
+
+def test_each_request_of_an_episode_has_a_seed_of_its_own():
+    seeds = [seed_for(3, request) for request in range(20)]
+    assert seeds[0] == 3
+    assert len(set(seeds)) == 20
+    assert seeds == [seed_for(3, request) for request in range(20)]

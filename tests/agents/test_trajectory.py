@@ -1,0 +1,118 @@
+import math
+
+import pytest
+from sessions import encode, prompt
+
+from openrlhf.agents.trajectory import one_turn, read_trajectory
+from openrlhf.errors import RewardError, RolloutError
+from openrlhf.types import Completion
+
+NUMBERS = Completion((21, 22), (-0.5, -0.25), "ab", "stop", 4)
+MORE = Completion((23,), (-0.125,), "c", "length", 3)
+
+
+def episode(**changes):
+    """p p a a e e a, with two log-probs for the first action and one for the second."""
+    return {
+        "observation_tokens": [11, 12, 21, 22, 31, 32, 23],
+        "action_ranges": [[2, 4], [6, 7]],
+        "rollout_log_probs": [0.0, 0.0, -0.5, -0.25, 0.0, 0.0, -0.125],
+        "reward": 1.5,
+    } | changes
+
+
+def read(context_length=100, each_step=False, completions=(NUMBERS, MORE), **changes):
+    return read_trajectory(
+        episode(**changes), prompt(), completions, context_length=context_length, step_rewards=each_step
+    )
+
+
+def test_one_turn_by_hand():
+    got = one_turn(prompt("1+"), NUMBERS, 100)
+    assert got.input_ids == (*encode("1+"), 21, 22)
+    assert got.action_mask == (False, False, True, True)
+    assert got.rollout_log_probs == (0.0, 0.0, -0.5, -0.25)
+    assert (got.truncated, got.version) == (False, 4)
+    assert math.isnan(got.reward)
+    assert math.isnan(got.score)
+    assert one_turn(prompt("1+"), MORE, 100).truncated
+
+
+def test_two_turns_by_hand():
+    got = read()
+    assert got.input_ids == (11, 12, 21, 22, 31, 32, 23)
+    assert got.action_mask == (False, False, True, True, False, False, True)
+    assert got.rollout_log_probs == (0.0, 0.0, -0.5, -0.25, 0.0, 0.0, -0.125)
+    assert (got.reward, got.score, got.truncated) == (1.5, 1.5, False)
+    assert got.version == 3  # the oldest weights that had a part in it
+    assert got.step_rewards == ()
+
+
+def test_feedback_after_the_last_action_is_cut_off():
+    got = read(action_ranges=[[2, 4]])
+    assert got.input_ids == (11, 12, 21, 22)
+    assert not got.truncated
+
+
+def test_an_episode_past_the_context_is_cut_and_counts_as_truncated():
+    got = read(context_length=3)
+    assert got.input_ids == (11, 12, 21)
+    assert got.action_mask == (False, False, True)
+    assert got.truncated
+
+
+def test_scores_logs_and_step_rewards_are_taken_over():
+    given = {"scores": 0.0, "extra_logs": {"turns": 2}, "truncated": True, "step_rewards": [[3, 0.5], [6, 1.0]]}
+    got = read(each_step=True, **given)
+    assert (got.score, got.extra_logs, got.truncated) == (0.0, {"turns": 2.0}, True)
+    assert got.step_rewards == ((3, 0.5), (6, 1.0))
+    assert read(each_step=True, context_length=5, **given).step_rewards == ((3, 0.5), (3, 1.0))
+
+
+def test_log_probs_that_the_agent_did_not_keep_are_the_engines():
+    assert read(rollout_log_probs=None) == read()
+    assert read(rollout_log_probs=None, action_ranges=[[2, 3]]).rollout_log_probs == (0.0, 0.0, -0.5)
+    joined = read(rollout_log_probs=None, observation_tokens=[11, 21, 22, 23], action_ranges=[[1, 4]])
+    assert joined.rollout_log_probs == (0.0, -0.5, -0.25, -0.125)
+
+
+def test_the_first_token_is_never_an_action():
+    got = read(action_ranges=[[0, 4]])
+    assert got.action_mask == (False, True, True, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"observation_tokens": None}, "'observation_tokens' is None"),
+        ({"observation_tokens": [1, "x"]}, "'x' (str), which is no token id"),
+        ({"action_ranges": None}, "'action_ranges' is None"),
+        ({"action_ranges": [[2]]}, "wanted is (start, end)"),
+        ({"action_ranges": [[2, 9]]}, "(2, 9) does not lie within the 7 observation_tokens"),
+        ({"action_ranges": [[4, 2]]}, "(4, 2) does not lie within"),
+        ({"action_ranges": [[2, 4], [3, 5]]}, "(3, 5) begins before the one before it ends, at 4"),
+        ({"action_ranges": []}, "no action within 100 tokens"),
+        ({"rollout_log_probs": [0.0]}, "1 values for 7 observation_tokens"),
+        ({"rollout_log_probs": "none"}, "'none' (str)"),
+        ({"rollout_log_probs": None, "observation_tokens": [1, 2, 3, 4, 5, 6, 7]}, "not what the engine drew"),
+    ],
+)
+def test_a_wrong_episode_says_what_is_wrong(changes, message):
+    with pytest.raises(RolloutError) as error:
+        read(**changes)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [(None, "is None"), (float("nan"), "is nan"), (float("inf"), "is inf"), ("1", "'1' (str)"), ([1, 2], "[1, 2]")],
+)
+def test_an_episode_without_a_reward_is_an_error(reward, message):
+    with pytest.raises(RewardError, match="'reward' of the episode") as error:
+        read(reward=reward)
+    assert message in str(error.value)
+
+
+def test_what_is_no_dict_is_shown():
+    with pytest.raises(RolloutError, match=r"execute returned None"):
+        read_trajectory(None, prompt(), [], context_length=10)

@@ -1,0 +1,228 @@
+"""Hand-made trajectories through scoring, penalties, shaping, KL and advantages; every number was worked out by hand.
+
+Prompts are tokens 4 to 6, actions 7 and 8, and 9 is what an environment says. The models give each token a number:
+
+    token                      7      8      any other
+    policy's log-prob         -0.7   -0.8    -5
+    reference's log-prob      -0.9   -0.4     0
+    value                      1      2      100
+
+so a KL of the k1 kind is 0.2 at token 7 and -0.4 at token 8.
+"""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+import torch
+
+from openrlhf.data.collate import Layout
+from openrlhf.rl.experience import ExperienceSettings, make_experience
+from openrlhf.rl.samples import Batching
+from openrlhf.rl.workers import Scores
+from openrlhf.types import Prompt, Trajectory
+
+LOG_PROBS = torch.tensor([-5.0] * 7 + [-0.7, -0.8, -5.0])
+REFERENCE = torch.tensor([0.0] * 7 + [-0.9, -0.4, 0.0])
+VALUES = torch.tensor([100.0] * 7 + [1.0, 2.0, 100.0])
+NAN = float("nan")
+
+
+class TableWorkers:
+    """Models that look up each token."""
+
+    def __init__(self, *, reference=True, critic=True, rewards=None):
+        self.reference, self.critic, self.given = reference, critic, rewards
+
+    async def score(self, batches, *, log_probs):
+        def look(table, wanted):
+            return [table[batch.input_ids] for batch in batches] if wanted else None
+
+        return Scores(look(LOG_PROBS, log_probs), look(REFERENCE, self.reference), look(VALUES, self.critic))
+
+    async def rewards(self, trajectories):
+        return None if self.given is None else torch.tensor(self.given[: len(trajectories)])
+
+
+def made(index, ids, acts, reward, **more):
+    prompt = Prompt(index, "", ids[: acts.index(1)])
+    log_probs = tuple(-1.0 * act for act in acts)
+    mask = tuple(bool(act) for act in acts)
+    return Trajectory(prompt, ids, mask, log_probs, reward, reward, more.pop("truncated", False), 0, **more)
+
+
+TWO_GROUPS = [
+    made(0, (5, 6, 7, 8), (0, 0, 1, 1), 1.0),
+    made(0, (5, 6, 7, 9, 9, 8), (0, 0, 1, 0, 0, 1), 3.0, step_rewards=((2, 1.0), (5, 2.0))),
+    made(1, (4, 7), (0, 1), 2.0, extra_logs={"speed": 4.0}),
+    made(1, (4, 7, 8), (0, 1, 1), 2.0, truncated=True, extra_logs={"speed": 5.0}),
+]
+PPO = ExperienceSettings(
+    estimator="gae",
+    gamma=1.0,
+    lambd=0.5,
+    divide_by_std=False,
+    kl_estimator="k1",
+    kl_in_reward=True,
+    clip_range=(-10.0, 10.0),
+    overlong=None,
+    stop_properly=None,
+    step_rewards=False,
+    needs_old_log_probs=True,
+)
+GRPO = replace(PPO, estimator="group_norm", lambd=1.0, kl_in_reward=False)
+ALL_AT_ONCE = Batching(Layout(packing=False, pad_id=0), 100)
+
+
+def experience(settings=PPO, workers=None, batching=ALL_AT_ONCE, trajectories=TWO_GROUPS, kl_coef=0.5):
+    return asyncio.run(make_experience(trajectories, workers or TableWorkers(), batching, settings, kl_coef))
+
+
+def acted(made, name):
+    """An array at the action tokens of each sample."""
+    pairs = [(sample.arrays[name], sample.trajectory.action_mask) for sample in made.samples]
+    return [[value for value, acts in zip(array.tolist(), mask, strict=True) if acts] for array, mask in pairs]
+
+
+def near(rows):
+    return [pytest.approx(row, abs=1e-5) for row in rows]
+
+
+def test_ppo_with_a_critic_and_kl_in_the_reward():
+    found = experience()
+    # Token rewards are -0.5 kl: -0.1 at 7 and 0.2 at 8, plus the sample's reward at its last action. In the first
+    # sample delta is 1.2 - 2 at 8 and -0.1 + 2 - 1 at 7, so A is -0.8 and 0.9 - 0.5 x 0.8; tokens of the environment
+    # take no step, so the second one goes the same way from 3.2 - 2.
+    assert acted(found, "returns") == near([[1.5, 1.2], [2.5, 3.2], [1.9], [2.0, 2.2]])
+    mean = 4.5 / 7  # of the advantages over all action tokens
+    raw = [[0.5, -0.8], [1.5, 1.2], [0.9], [1.0, 0.2]]
+    assert acted(found, "advantages") == near([[value - mean for value in row] for row in raw])
+    assert acted(found, "old_values") == near([[1, 2], [1, 2], [1], [1, 2]])
+    assert acted(found, "old_log_probs") == near([[-0.7, -0.8], [-0.7, -0.8], [-0.7], [-0.7, -0.8]])
+    assert acted(found, "rollout_log_probs") == near([[-1, -1], [-1, -1], [-1], [-1, -1]])
+    assert found.kl == pytest.approx((4 * 0.2 - 3 * 0.4) / 7)
+
+
+def test_whitening_divides_by_the_deviation_over_the_rollout():
+    found = experience(replace(PPO, divide_by_std=True))
+    # The mean of squares is 6.43 / 7 and the mean 4.5 / 7, so the deviation is 0.710849.
+    wanted = [[-0.200967, -2.029766], [1.205802, 0.783771], [0.361740], [0.502417, -0.622998]]
+    assert acted(found, "advantages") == near(wanted)
+
+
+def test_nothing_but_actions_has_an_advantage():
+    for settings in (PPO, GRPO):
+        for sample in experience(settings).samples:
+            idle = ~torch.tensor(sample.trajectory.action_mask)
+            assert not torch.tensor(sample.arrays["advantages"])[idle].any()
+
+
+def test_grpo_compares_the_samples_of_a_prompt():
+    found = experience(GRPO, TableWorkers(critic=False))
+    # 1 and 3 are one deviation of sqrt(2) around 2 in units of 1; equal rewards carry no signal.
+    a = 0.5**0.5
+    assert acted(found, "advantages") == near([[-a, -a], [a, a], [0.0], [0.0, 0.0]])
+    assert "returns" not in found.samples[0].arrays
+    assert found.kl == pytest.approx(-0.4 / 7)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "wanted"),
+    [
+        ("reinforce", [-1.0, 1.0, 0.0]),  # rewards 1 1 3 3 2 2 2 over seven tokens have mean 2
+        ("rloo", [-2.0, 2.0, 0.0]),
+        ("reinforce_baseline", [-1.0, 1.0, 0.0]),
+        ("dr_grpo", [-1.0, 1.0, 0.0]),
+    ],
+)
+def test_the_other_estimators(estimator, wanted):
+    found = experience(replace(GRPO, estimator=estimator), TableWorkers(critic=False))
+    first, second, third = wanted
+    assert acted(found, "advantages") == near([[first] * 2, [second] * 2, [third], [third] * 2])
+
+
+def test_a_discount_counts_action_tokens():
+    found = experience(replace(PPO, gamma=0.5, lambd=1.0), kl_coef=0.0)
+    assert acted(found, "returns") == near([[0.5, 1.0], [1.5, 3.0], [2.0], [1.0, 2.0]])
+
+
+def test_step_rewards_stand_where_their_turns_end():
+    summed = experience(replace(PPO, lambd=1.0), kl_coef=0.0)
+    spread = experience(replace(PPO, lambd=1.0, step_rewards=True), kl_coef=0.0)
+    assert acted(summed, "returns")[1] == near([[3.0, 3.0]])[0]
+    assert acted(spread, "returns")[1] == near([[3.0, 2.0]])[0]
+    assert acted(spread, "returns")[0] == acted(summed, "returns")[0]
+    assert spread.metrics["return"] == pytest.approx(summed.metrics["return"])
+
+
+def test_penalties_come_before_the_comparison():
+    # The two-turn response spans 4 tokens, two of them in the buffer: 3 - 1. The truncated one keeps half of 2.
+    found = experience(replace(GRPO, estimator="dr_grpo", overlong=(4, 2, 1.0), stop_properly=0.5))
+    assert acted(found, "advantages") == near([[-0.5, -0.5], [0.5, 0.5], [0.5], [-0.5, -0.5]])
+    assert found.metrics["reward"] == pytest.approx((1 + 2 + 2 + 1) / 4)
+    assert found.metrics["score"] == pytest.approx(2.0)
+
+
+def test_the_clip_comes_after_the_comparison():
+    found = experience(replace(GRPO, clip_range=(-0.25, 0.5)))
+    assert acted(found, "advantages") == near([[-0.25, -0.25], [0.5, 0.5], [0.0], [0.0, 0.0]])
+
+
+def test_reward_models_score_what_has_no_reward():
+    blank = [replace(item, reward=NAN, score=NAN) for item in TWO_GROUPS]
+    given = [item.reward for item in TWO_GROUPS]
+    found = experience(GRPO, TableWorkers(rewards=given), trajectories=blank)
+    assert acted(found, "advantages") == acted(experience(GRPO), "advantages")
+    assert [sample.trajectory.score for sample in found.samples] == given
+    assert [sample.trajectory for sample in experience(GRPO).samples] == TWO_GROUPS
+
+
+def test_without_a_reference_there_is_no_kl():
+    found = experience(GRPO, TableWorkers(reference=False, critic=False))
+    assert found.kl is None
+    assert "kl" not in found.metrics
+    assert set(found.samples[0].arrays) == {"old_log_probs", "rollout_log_probs", "advantages"}
+
+
+def test_a_single_step_needs_no_old_log_probs_and_measures_the_kl_of_what_was_sampled():
+    found = experience(replace(GRPO, needs_old_log_probs=False), TableWorkers(critic=False))
+    assert "old_log_probs" not in found.samples[0].arrays
+    assert found.kl == pytest.approx((4 * (-1 + 0.9) + 3 * (-1 + 0.4)) / 7)
+
+
+def test_what_is_logged():
+    assert experience().metrics == pytest.approx(
+        {
+            "reward": 2.0,
+            "score": 2.0,
+            "return": (1.1 + 3.1 + 1.9 + 2.1) / 4,
+            "response_length": 7 / 4,
+            "total_length": 15 / 4,
+            "truncated": 1 / 4,
+            "group_reward_std": 2**0.5 / 2,
+            "speed": 4.5,
+            "kl": -0.4 / 7,
+        }
+    )
+
+
+CUTS = {
+    "one by one": (False, 1, None),
+    "by three": (False, 3, None),
+    "packed by two": (True, 2, None),
+    "six tokens": (True, 1, 6),
+    "ten tokens, padded": (False, 1, 10),
+    "an overlong sample": (True, 1, 3),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("settings", [PPO, GRPO], ids=["ppo", "grpo"])
+def test_the_cut_into_micro_batches_changes_nothing(cut, settings):
+    packing, size, budget = CUTS[cut]
+    whole, cut_up = experience(settings), experience(settings, batching=Batching(Layout(packing, 0), size, budget))
+    assert cut_up.metrics == whole.metrics
+    for here, there in zip(cut_up.samples, whole.samples, strict=True):
+        assert here.trajectory == there.trajectory
+        assert here.arrays.keys() == there.arrays.keys()
+        assert all((here.arrays[name] == there.arrays[name]).all() for name in here.arrays)

@@ -1,0 +1,65 @@
+"""What a run writes down comes back as it was."""
+
+import asyncio
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+
+from openrlhf.rl.record import Recorder, Replay, plain, read_queue, trajectory, write_queue
+from openrlhf.rl.rollouts import Rollout
+from openrlhf.rl.samples import Sample
+from openrlhf.types import Prompt, Trajectory
+
+THIRD = float(np.float32(1 / 3))
+ITEM = Trajectory(
+    prompt=Prompt(7, "say é", (1, 2), label={"answer": [1, 2]}, datasource="words"),
+    input_ids=(1, 2, 3, 4, 5),
+    action_mask=(False, False, True, False, True),
+    rollout_log_probs=(0.0, 0.0, -THIRD, 0.0, -1e-9),
+    reward=0.1,
+    score=THIRD,
+    truncated=True,
+    version=3,
+    extra_logs={"speed": 2.0},
+    step_rewards=((2, 0.25), (4, -1.5)),
+)
+
+
+def test_a_trajectory_comes_back():
+    assert trajectory(json.loads(json.dumps(plain(ITEM)))) == ITEM
+
+
+def test_the_queue_comes_back(tmp_path):
+    unscored = replace(ITEM, reward=float("nan"), score=float("nan"))
+    queue = [Rollout(4, 2, [ITEM, replace(ITEM, extra_logs={})], 9, {"rollout/failures": 1.0}), Rollout(5, 3, [], 9)]
+    write_queue(tmp_path / "queue.jsonl", queue)
+    assert list(read_queue(tmp_path / "queue.jsonl")) == queue
+    write_queue(tmp_path / "queue.jsonl", [Rollout(0, 0, [unscored], 1)])
+    (back,) = read_queue(tmp_path / "queue.jsonl")
+    assert math.isnan(back.trajectories[0].reward)
+    write_queue(tmp_path / "queue.jsonl", [])
+    assert list(read_queue(tmp_path / "queue.jsonl")) == []
+
+
+def test_recorded_samples_can_be_trained_on_again(tmp_path):
+    arrays = {"advantages": np.array([0, 0, THIRD, 0, -1], np.float32), "rollout_log_probs": np.zeros(5, np.float32)}
+    recorder = Recorder(tmp_path, decode=lambda ids: " ".join(map(str, ids)))
+    recorder.write(1, [Sample(ITEM, arrays)])
+    recorder.write(2, [Sample(replace(ITEM, version=4), arrays)] * 2)
+    line = json.loads((tmp_path / "rollouts" / "step_000001.jsonl").read_text())
+    assert (line["step"], line["response"]) == (1, "3 4 5")
+    assert line["advantages"] == [0, 0, 0.333333, 0, -1]
+
+    replay = Replay(tmp_path / "rollouts")
+    assert len(replay) == 2
+    first, second = (asyncio.run(replay.take(number, number)) for number in (0, 1))
+    assert first.trajectories == [ITEM]
+    assert [item.version for item in second.trajectories] == [4, 4]
+    assert (second.number, second.version, second.next_place) == (1, 4, 2)
+
+
+def test_nothing_is_written_without_a_folder(tmp_path):
+    Recorder(None).write(1, [Sample(ITEM, {})])
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,109 @@
+"""Prompts in order, a group for each, and what filtering does to them."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+import torch
+from hand import EchoEngine, NoModels, OneTurn, Turns, prompts
+
+from openrlhf.rl.rollouts import PromptOrder, RolloutSettings, roll_out, run_groups, sampling
+from openrlhf.types import SamplingParams
+
+SETTINGS = RolloutSettings(3, 2, SamplingParams(max_tokens=10), context_length=8, seed=5)
+
+
+def rolled(reward=lambda prompt, sample: 1.0, settings=SETTINGS, place=0, count=8, workers=None):
+    order = PromptOrder(prompts(count), 1, 0)
+    work = roll_out(4, place, order, EchoEngine(), OneTurn(reward), workers or NoModels(), settings)
+    return order, asyncio.run(work)
+
+
+def places(rollout):
+    return [item.prompt.index for item in rollout.trajectories]
+
+
+def test_every_episode_is_a_shuffle_of_its_own():
+    order = PromptOrder(prompts(20), 3, seed=1)
+    texts = [prompt.text for prompt in order.take(0, 100)]
+    assert len(texts) == len(order) == 60
+    episodes = [texts[start : start + 20] for start in (0, 20, 40)]
+    assert all(sorted(episode) == sorted(prompt.text for prompt in prompts(20)) for episode in episodes)
+    assert episodes[0] != episodes[1] != episodes[2]
+    assert [prompt.index for prompt in order.take(18, 4)] == [18, 19, 20, 21]
+    assert [prompt.text for prompt in order.take(18, 4)] == texts[18:22]
+    assert [prompt.text for prompt in PromptOrder(prompts(20), 3, seed=2).take(0, 100)] != texts
+
+
+def test_a_rollout_takes_its_prompts_in_order():
+    order, rollout = rolled(place=2)
+    assert places(rollout) == [2, 2, 3, 3, 4, 4]
+    assert [item.prompt for item in rollout.trajectories][::2] == order.take(2, 3)
+    assert (rollout.number, rollout.next_place, rollout.metrics) == (4, 5, {})
+
+
+def test_the_last_rollout_takes_what_is_left():
+    _, rollout = rolled(place=6)
+    assert places(rollout) == [6, 6, 7, 7]
+    assert rollout.next_place == 8
+
+
+def test_samples_have_seeds_and_room_of_their_own():
+    prompt = prompts(3)[2]
+    params = sampling(prompt, SETTINGS)
+    assert {item.max_tokens for item in params} == {6}  # the context less a prompt of two
+    assert len({item.seed for item in params}) == 2
+    assert params == sampling(prompt, SETTINGS)
+    assert params[0].seed != sampling(replace(prompt, index=9), SETTINGS)[0].seed
+    assert params[0].seed != sampling(prompt, replace(SETTINGS, seed=6))[0].seed
+    assert sampling(prompt, replace(SETTINGS, context_length=2))[0].max_tokens == 1
+
+
+FILTERED = replace(SETTINGS, keep_between=(0.0, 1.0))
+
+
+def by_place(kept):
+    return lambda prompt, sample: 0.5 if prompt.index in kept else 1.0
+
+
+def test_rejected_groups_are_replaced_by_the_next_prompts():
+    _, rollout = rolled(by_place({0, 3, 4, 6}), FILTERED)
+    assert places(rollout)[::2] == [0, 3, 4]
+    assert rollout.next_place == 5
+    assert rollout.metrics == {"dynamic_filtering_pass_rate": pytest.approx(60.0)}
+
+
+def test_accepted_groups_are_kept_when_prompts_run_out():
+    _, rollout = rolled(by_place({1, 7}), FILTERED)
+    assert places(rollout)[::2] == [1, 7]
+    assert rollout.next_place == 8
+    _, nothing = rolled(by_place({}), FILTERED)
+    assert nothing.trajectories == []
+
+
+def test_reward_models_are_asked_before_a_group_is_judged():
+    class Half:
+        async def rewards(self, trajectories):
+            return torch.tensor([0.5 if item.prompt.index % 2 else 0.0 for item in trajectories])
+
+    _, rollout = rolled(lambda prompt, sample: float("nan"), FILTERED, workers=Half())
+    assert places(rollout)[::2] == [1, 3, 5]
+    assert {item.reward for item in rollout.trajectories} == {0.5}
+
+
+def test_a_group_left_with_one_sample_is_dropped_and_counted():
+    def reward(prompt, sample):
+        return None if prompt.index == 1 and sample == 0 else 1.0
+
+    _, rollout = rolled(reward)
+    assert places(rollout)[::2] == [0, 2, 3]
+    assert rollout.metrics == {"rollout/failures": 1.0}
+    _, single = rolled(reward, replace(SETTINGS, samples_per_prompt=1))
+    assert places(single) == [0, 2, 3]
+
+
+def test_all_samples_of_all_prompts_take_their_turns_together():
+    engine = EchoEngine()
+    executor = Turns(lambda prompt, sample: prompt.index)
+    asyncio.run(run_groups(prompts(3), engine, executor, replace(SETTINGS, samples_per_prompt=1)))
+    assert engine.batches == [[(1, 0, 0), (2, 0, 0)], [(2, 0, 1)]]

@@ -1,0 +1,34 @@
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from openrlhf.models.forward import Network
+from tests.tiny import make_model, make_tokenizer
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Tensors this small are faster on one thread than on several."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"), seed=3)
+
+
+@pytest.fixture
+def network(folder):
+    """A network of its own for each test; sharper than at birth, so that greedy choices have no ties."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(20)
+    return Network(model)

@@ -1,0 +1,194 @@
+"""The engine in process: what model.generate says, whoever shares the batch, with the log-probs that training sees."""
+
+import asyncio
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from openrlhf.data.collate import Layout
+from openrlhf.models.forward import Network
+from openrlhf.rl.samples import batch_trajectories
+from openrlhf.rollout.hf import HFEngine
+from openrlhf.types import Prompt, Request, SamplingParams, Trajectory
+from tests.tiny import CONFIGS, make_model
+
+PROMPTS = ["a", "hello", "the cat", "x" * 20, "1+1=", "Z", "q?", "what is it", "no", "abcdefghijkl", "==", "w"]
+
+
+def requests(tokenizer, **params):
+    """One request for each prompt, of uneven length and each with its own seed."""
+    return [
+        Request(
+            tuple(tokenizer(text)["input_ids"]),
+            SamplingParams(**{"max_tokens": 3 + 5 * number % 17, "seed": number} | params),
+        )
+        for number, text in enumerate(PROMPTS)
+    ]
+
+
+def said(completions):
+    return [completion.token_ids for completion in completions]
+
+
+@pytest.mark.parametrize("max_rows", [2, 5, 128])
+def test_greedy_is_what_generate_says(max_rows, network, tokenizer):
+    asked = requests(tokenizer, temperature=0.0)
+    made = HFEngine(network, tokenizer, max_rows=max_rows).complete(asked)
+    for request, completion in zip(asked, made, strict=True):
+        ids = torch.tensor([request.prompt_token_ids])
+        whole = network.decoder.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=request.params.max_tokens,
+            do_sample=False,
+        )
+        assert completion.token_ids == tuple(whole[0, ids.shape[1] :].tolist())
+        assert completion.log_probs == (0.0,) * len(completion.token_ids)
+        assert completion.text == tokenizer.decode(list(completion.token_ids))
+
+
+def assert_trainable(network, asked, made, temperature=1.0):
+    """The engine's log-probs are those of a forward pass over the whole sequence."""
+    for request, completion in zip(asked, made, strict=True):
+        prompt, answer = request.prompt_token_ids, completion.token_ids
+        mask = (False,) * len(prompt) + (True,) * len(answer)
+        item = Trajectory(Prompt(0, "", prompt), prompt + answer, mask, (), 0.0, 0.0, False, 0)
+        batch = batch_trajectories([item], Layout(packing=False, pad_id=0))
+        found = network(batch, "log_probs", temperature=temperature).log_probs[0, len(prompt) :]
+        assert completion.log_probs == pytest.approx(found.tolist(), abs=1e-5)
+
+
+def test_log_probs_are_those_that_training_computes(network, tokenizer):
+    asked = requests(tokenizer, temperature=0.7)
+    assert_trainable(network, asked, HFEngine(network, tokenizer, max_rows=4).complete(asked), 0.7)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_every_family_of_models(kind, tmp_path, tokenizer):
+    model = AutoModelForCausalLM.from_pretrained(make_model(tmp_path, kind))
+    with torch.no_grad():  # attention that looks at few places, so that a wrong mask or position shows
+        for name, weight in model.named_parameters():
+            if any(part in name for part in ("q_proj", "k_proj", "c_attn")):
+                weight.mul_(8)
+    network, asked = Network(model.eval()), requests(tokenizer)
+    assert_trainable(network, asked, HFEngine(network, tokenizer, max_rows=3).complete(asked))
+
+
+@pytest.mark.parametrize("max_rows", [1, 3, 128])
+def test_an_answer_does_not_depend_on_its_neighbours(max_rows, network, tokenizer):
+    asked = requests(tokenizer)
+    whole = HFEngine(network, tokenizer).complete(asked)
+    backwards = HFEngine(network, tokenizer, max_rows=max_rows).complete(asked[::-1])[::-1]
+    assert said(backwards) == said(whole)
+    for ours, theirs in zip(backwards, whole, strict=True):
+        assert ours.log_probs == pytest.approx(theirs.log_probs, abs=1e-4)
+
+
+def test_a_seed_is_a_stream_of_its_own(network, tokenizer):
+    engine = HFEngine(network, tokenizer)
+    asked = [requests(tokenizer, max_tokens=12)[1]] * 3
+    first, second, third = engine.complete(
+        [replace(asked[0], params=replace(asked[0].params, seed=seed)) for seed in (1, 2, 1)]
+    )
+    assert first == third
+    assert first.token_ids != second.token_ids
+
+
+def test_each_place_is_heard_once(network, tokenizer):
+    heard = []
+    HFEngine(network, tokenizer, max_rows=4).complete(requests(tokenizer), heard.append)
+    assert sorted(heard) == list(range(len(PROMPTS)))
+
+
+def test_nothing_asked_is_nothing_said(network, tokenizer):
+    assert HFEngine(network, tokenizer).complete([]) == []
+
+
+def answer(network, tokenizer, **params):
+    (completion,) = HFEngine(network, tokenizer).complete(
+        [Request(tuple(tokenizer("hello")["input_ids"]), SamplingParams(**{"max_tokens": 40, "seed": 5} | params))]
+    )
+    return completion
+
+
+def test_the_longest_answer(network, tokenizer):
+    with_limit, longer = answer(network, tokenizer, max_tokens=4), answer(network, tokenizer, max_tokens=6)
+    assert with_limit.finish_reason == "length"
+    assert with_limit.token_ids == longer.token_ids[:4]
+
+
+def test_stop_tokens_and_texts_end_an_answer_and_belong_to_it(network, tokenizer):
+    whole = answer(network, tokenizer, temperature=0.5)
+    fifth = whole.token_ids[4]
+    end = whole.token_ids.index(fifth) + 1
+    by_token = answer(network, tokenizer, temperature=0.5, stop_token_ids=(fifth,))
+    assert by_token.token_ids == whole.token_ids[:end]
+    assert by_token.finish_reason == "stop"
+    text = tokenizer.decode(list(whole.token_ids[3:6]))
+    by_text = answer(network, tokenizer, temperature=0.5, stop=("never said", text))
+    assert by_text.text.endswith(text)
+    assert by_text.finish_reason == "stop"
+    assert by_text.token_ids == whole.token_ids[: len(by_text.token_ids)]
+
+
+def test_eos_ends_an_answer_and_the_least_length_forbids_it(network, tokenizer):
+    eos = tokenizer.eos_token_id
+    with torch.no_grad():
+        network.decoder.lm_head.weight.zero_()  # every token is as likely as any other
+    seeds = range(400)
+    lengths = [
+        len(made.token_ids)
+        for made in HFEngine(network, tokenizer).complete(
+            [Request((5,), SamplingParams(max_tokens=30, min_tokens=10, stop_token_ids=(7,), seed=s)) for s in seeds]
+        )
+    ]
+    assert min(lengths) >= 10
+    made = answer(network, tokenizer, max_tokens=3000, min_tokens=1)
+    assert made.token_ids[-1] == eos
+    assert made.finish_reason == "stop"
+    assert eos not in made.token_ids[:-1]
+
+
+def test_a_stop_text_waits_for_the_least_length(network, tokenizer):
+    first = answer(network, tokenizer, temperature=0.5).text[0]
+    assert len(answer(network, tokenizer, temperature=0.5, stop=(first,)).token_ids) == 1
+    assert len(answer(network, tokenizer, temperature=0.5, stop=(first,), min_tokens=4).token_ids) >= 4
+
+
+def test_a_shared_network_needs_no_copy(network, tokenizer):
+    engine = HFEngine(network, tokenizer)
+    before = said(engine.complete(requests(tokenizer)))
+    with torch.no_grad():
+        network.decoder.lm_head.weight.copy_(network.decoder.lm_head.weight.flip(0))
+    engine.load([], 3)
+    made = engine.complete(requests(tokenizer))
+    assert said(made) != before
+    assert {completion.version for completion in made} == {3}
+
+
+def test_an_own_network_is_given_its_weights(network, tokenizer):
+    engine = HFEngine(copy.deepcopy(network), tokenizer)
+    before = said(engine.complete(requests(tokenizer)))
+    with torch.no_grad():
+        for weight in network.parameters():
+            weight.mul_(1.5)
+    assert said(engine.complete(requests(tokenizer))) == before
+    engine.load(network.decoder.state_dict().items(), 1)
+    assert said(engine.complete(requests(tokenizer))) == said(
+        HFEngine(network, tokenizer).complete(requests(tokenizer))
+    )
+    assert engine.network.decoder.lm_head.weight.data_ptr() != network.decoder.lm_head.weight.data_ptr()
+
+
+def test_the_network_is_left_as_it_was(network, tokenizer):
+    network.train()
+    attention = network.decoder.config._attn_implementation
+    made = asyncio.run(HFEngine(network, tokenizer).generate(requests(tokenizer)))
+    assert len(made) == len(PROMPTS)
+    assert network.training
+    assert network.decoder.training
+    assert network.decoder.config._attn_implementation == attention
+    assert all(weight.grad is None for weight in network.parameters())

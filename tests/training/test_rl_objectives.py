@@ -1,0 +1,132 @@
+"""Policy and value objectives through the local backend: one step is one loss, however it is cut and laid out."""
+
+from copy import deepcopy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from openrlhf.algo.policy_loss import PolicySettings
+from openrlhf.data.collate import Layout
+from openrlhf.models.forward import Network
+from openrlhf.rl.samples import Batching, Sample, batch_samples
+from openrlhf.training.backend import values_of
+from openrlhf.training.local import LocalBackend
+from openrlhf.training.optim import OptimizerSettings
+from openrlhf.training.rl_objectives import PolicyObjective, ValueObjective
+from openrlhf.types import Prompt, Trajectory
+from tests.tiny import make_model
+
+CPU = torch.device("cpu")
+POLICY = PolicyObjective(PolicySettings(), temperature=0.8)
+OBJECTIVES = {
+    "token-mean": POLICY,
+    "seq-mean": replace(POLICY, settings=PolicySettings(loss_agg_mode="seq-mean")),
+    "constant": replace(POLICY, settings=PolicySettings(loss_agg_mode="constant"), constant_length=12),
+    "gspo": replace(POLICY, settings=PolicySettings(loss_type="gspo")),
+    "kl": replace(POLICY, kl_coef=0.3, kl_estimator="k3"),
+    "unbiased kl": replace(POLICY, kl_coef=0.3, kl_unbiased_gradient=True),
+    "entropy": replace(POLICY, entropy_coef=0.1),
+    "correction": replace(POLICY, settings=PolicySettings(correction="tis")),
+    "value": ValueObjective(0.5),
+}
+
+
+@pytest.fixture(scope="module")
+def networks(tmp_path_factory):
+    folder = make_model(tmp_path_factory.mktemp("model"))
+    scalar = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+    return {"policy": Network(AutoModelForCausalLM.from_pretrained(folder)), "value": Network(scalar)}
+
+
+@pytest.fixture(scope="module")
+def samples():
+    """Seven samples of uneven length; the third says something between its turns."""
+    chance = np.random.default_rng(0)
+    made = []
+    for length in (9, 4, 12, 3, 7, 5, 10):
+        mask = np.arange(length) >= 2
+        if length == 12:
+            mask[5:8] = False
+        ids = tuple(chance.integers(2, 60, length).tolist())
+        item = Trajectory(Prompt(0, "", ids[:2]), ids, tuple(mask.tolist()), (), 0.0, 0.0, False, 0)
+        arrays = {"advantages": chance.normal(size=length), "returns": chance.normal(size=length)}
+        for name in ("old_log_probs", "reference_log_probs", "rollout_log_probs"):
+            arrays[name] = -4.4 + 0.3 * chance.normal(size=length)
+        arrays["old_values"] = chance.normal(size=length)
+        made.append(Sample(item, {name: value.astype(np.float32) for name, value in arrays.items()}))
+    return made
+
+
+def stepped(networks, objective, samples, batching):
+    """Loss, metrics and gradients of one step."""
+    kind = "value" if isinstance(objective, ValueObjective) else "policy"
+    backend = LocalBackend(deepcopy(networks[kind]), OptimizerSettings(learning_rate=0.0), CPU)
+    cut = batching.cut([len(sample.trajectory.input_ids) for sample in samples])
+    batches = [batch_samples([samples[place] for place in part], batching.layout) for part in cut]
+    result = backend.forward_backward(batches, objective)
+    gradients = {name: weight.grad for name, weight in backend.network.named_parameters()}
+    return float(result.losses.sum()), values_of(result.metrics), gradients
+
+
+WHOLE = Batching(Layout(packing=False, pad_id=1), 100)
+CUTS = {
+    "one by one": Batching(Layout(packing=False, pad_id=1), 1),
+    "by three": Batching(Layout(packing=False, pad_id=1), 3),
+    "packed": Batching(Layout(packing=True, pad_id=1), 100),
+    "by tokens": Batching(Layout(packing=True, pad_id=1), 1, 16),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_cut_of_a_step_changes_nothing(name, networks, samples):
+    objective = OBJECTIVES[name]
+    loss, metrics, gradients = stepped(networks, objective, samples, WHOLE)
+    assert any(gradient.abs().max() > 1e-5 for gradient in gradients.values() if gradient is not None)
+    for batching in CUTS.values():
+        other, measured, found = stepped(networks, objective, samples, batching)
+        assert other == pytest.approx(loss, rel=1e-4, abs=1e-6)
+        assert measured == pytest.approx(metrics, rel=1e-4, abs=1e-5)
+        for weight, gradient in gradients.items():
+            if gradient is not None:
+                torch.testing.assert_close(found[weight], gradient, rtol=1e-3, atol=1e-6)
+
+
+def test_the_loss_is_the_formula(networks, samples):
+    batch = batch_samples(samples, WHOLE.layout)
+    mask = batch.target_mask
+    with torch.no_grad():
+        log_probs = networks["policy"].eval()(batch, "log_probs", temperature=0.8).log_probs
+    extras = batch.extras
+    ratio = (log_probs - extras["old_log_probs"]).exp()
+    each = -torch.minimum(ratio * extras["advantages"], ratio.clamp(0.8, 1.2) * extras["advantages"]) * mask
+    drift = (log_probs - extras["reference_log_probs"]) * mask
+    lengths = mask.sum(1)
+    wanted = {
+        "token-mean": each.sum() / mask.sum(),
+        "seq-mean": (each.sum(1) / lengths).mean(),
+        "constant": each.sum() / (12 * len(samples)),
+        "kl": (each + 0.3 * (torch.expm1(-drift) + drift)).sum() / mask.sum(),
+    }
+    for name, value in wanted.items():
+        loss, metrics, _ = stepped(networks, OBJECTIVES[name], samples, WHOLE)
+        assert loss == pytest.approx(float(value), rel=1e-4), name
+        if name != "kl":
+            assert metrics["policy_loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_without_old_log_probs_the_ratio_is_one(networks, samples):
+    bare = [Sample(sample.trajectory, {"advantages": sample.arrays["advantages"]}) for sample in samples]
+    loss, metrics, _ = stepped(networks, POLICY, bare, WHOLE)
+    batch = batch_samples(bare, WHOLE.layout)
+    assert loss == pytest.approx(-float(batch.extras["advantages"][batch.target_mask].mean()), rel=1e-5)
+    assert metrics["ppo_clip_ratio"] == 0.0
+    assert metrics["ppo_kl"] == 0.0
+
+
+def test_an_entropy_weight_of_zero_only_measures(networks, samples):
+    loss, metrics, _ = stepped(networks, replace(POLICY, entropy_coef=0.0), samples, WHOLE)
+    assert loss == pytest.approx(stepped(networks, POLICY, samples, WHOLE)[0], rel=1e-5)
+    assert metrics["entropy"] > 0
