@@ -14,7 +14,7 @@ from openrlhf.config.check import check
 from openrlhf.config.commands import COMMANDS, RLConfig, SupervisedConfig
 from openrlhf.config.parser import parse
 from openrlhf.errors import ConfigError, OpenRLHFError
-from openrlhf.monitor import say
+from openrlhf.monitor import is_main_process, say
 
 INTERRUPTED = 130  # what a shell expects of a program that Ctrl-C ended
 
@@ -38,6 +38,8 @@ def command(main: Callable[[Sequence[str]], None]) -> Main:
                 sys.stdout.flush()  # here, where a reader that left is understood, and not at the interpreter's end
         except OpenRLHFError as error:
             say(f"error: {error}")
+            if not is_main_process() and error.exit_code == 1:  # wrong flags and rows are wrong everywhere: said once
+                sys.stderr.write(f"openrlhf: error in rank {os.environ['RANK']}: {error}\n")
             raise SystemExit(error.exit_code) from None
         except KeyboardInterrupt:
             say("interrupted")

@@ -193,8 +193,9 @@ def rewrite(command: type, argv: Sequence[str]) -> tuple[list[str], list[str]]:
             words.append(word)
         elif name in RENAMED and RENAMED[name][0].removeprefix("--") in flags:
             became = RENAMED[name]
-            words += replacement(became, equals + value)
-            notes.append(f"--{name} is now {' '.join(became)}")
+            stand_in = replacement(became, equals + value)
+            words += stand_in
+            notes += [f"--{name} is now {' '.join(became)}"] if stand_in else []
         else:
             flat = next((target for target in DOTTED.get(name, ()) if target in flags), None)
             words.append(f"--{flat}{equals}{value}" if flat else word)
@@ -205,7 +206,7 @@ def replacement(became: Sequence[str], value: str) -> list[str]:
     """What stands for `--old` or `--old=value`; a file gives a switch as `=true` or `=false`."""
     if len(became) == 1:
         return [became[0] + value]
-    return [] if value.lower() == "=false" else list(became)
+    return [] if value.lower() in ("=false", "=no", "=off", "=0") else list(became)
 
 
 def environment_arguments(command: type, environ: Mapping[str, str]) -> tuple[list[str], list[str]]:

@@ -40,6 +40,7 @@ TRAINING: Rules = (
     common.probabilities_match_datasets,
     common.resuming_needs_checkpoints,
     extras.asked_extras_are_installed,
+    paths.outputs_can_be_written,
 )
 SUPERVISED: Rules = (
     *TRAINING,

@@ -231,7 +231,7 @@ async def export_policy(workers: LocalWorkers, tokenizer: PreTrainedTokenizerBas
 class Alone:
     """One process, for functions that several share."""
 
-    rank = 0
+    process = 0
 
     def barrier(self) -> None:
         """Nobody to wait for."""

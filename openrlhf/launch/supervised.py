@@ -93,7 +93,7 @@ def train_through(fit: Fit, first_step: int) -> dict[str, float]:
 def save_model_folder(built: Built, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     def fill(aside: Path) -> None:
         built.backend.export(aside)
-        if built.backend.rank == 0:
+        if built.backend.process == 0:
             tokenizer.save_pretrained(aside)
 
     checkpoint.export_together(built.backend, folder, fill)

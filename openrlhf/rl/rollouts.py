@@ -6,12 +6,9 @@ import asyncio
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from openrlhf.agents.executor import GroupExecutor, GroupResult
 from openrlhf.algo.shaping import group_is_kept
@@ -19,6 +16,7 @@ from openrlhf.rl.experience import with_model_rewards
 from openrlhf.rl.lockstep import Turnstile
 from openrlhf.rl.workers import Workers
 from openrlhf.rollout.engine import Engine
+from openrlhf.training.order import permutation
 from openrlhf.types import Prompt, SamplingParams, Trajectory
 
 
@@ -39,12 +37,7 @@ class PromptOrder:
 
     def at(self, place: int) -> Prompt:
         episode, within = divmod(place, len(self.prompts))
-        return self.prompts[int(shuffled(len(self.prompts), self.seed, episode)[within])]
-
-
-@lru_cache(maxsize=4)
-def shuffled(count: int, seed: int, episode: int) -> NDArray[np.int64]:
-    return np.random.default_rng((seed, episode)).permutation(count)
+        return self.prompts[int(permutation(len(self.prompts), self.seed, episode)[within])]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -79,6 +79,11 @@ class TrainBackend(Frozen, Protocol):
     def data_parallel_size(self) -> int: ...
 
     @property
+    def process(self) -> int:
+        """Number of this process among all, tensor-parallel peers included; 0 is the one that writes files."""
+        ...
+
+    @property
     def device(self) -> torch.device: ...
 
     def forward_backward(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLosses: ...
@@ -106,6 +111,10 @@ class TrainBackend(Frozen, Protocol):
         ...
 
     def sum_over_ranks(self, values: Tensor) -> Tensor: ...
+
+    def anyone(self, wished: bool) -> bool:
+        """True in all processes when it is in any of them."""
+        ...
 
     def barrier(self) -> None: ...
 
@@ -150,6 +159,3 @@ def flatten(metrics: Metrics) -> tuple[list[str], Tensor]:
     names = sorted(metrics)
     rows = [torch.stack([metrics[name].total, metrics[name].count]) for name in names]
     return names, torch.stack(rows) if rows else torch.zeros(0, 2, dtype=torch.float64)
-
-
-Settings = Mapping[str, object]

@@ -22,7 +22,7 @@ class Ranks(Protocol):
     """Processes that write one checkpoint together."""
 
     @property
-    def rank(self) -> int: ...
+    def process(self) -> int: ...
 
     def barrier(self) -> None: ...
 
@@ -34,13 +34,13 @@ def step_folder(root: Path, step: int) -> Path:
 def write_together(ranks: Ranks, folder: Path, fill: Callable[[Path], None]) -> None:
     """A folder that all ranks fill aside; then the first one flushes it to the disk and renames it into place."""
     aside = folder.with_name(f".{folder.name}.writing")
-    if ranks.rank == 0:
+    if ranks.process == 0:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
     ranks.barrier()
     fill(aside)
     ranks.barrier()
-    if ranks.rank == 0:
+    if ranks.process == 0:
         flush_tree(aside)
         publish(aside, folder)
     ranks.barrier()
@@ -66,13 +66,14 @@ def export_together(ranks: Ranks, folder: Path, fill: Callable[[Path], None]) ->
     """A model folder written aside and moved file by file, so that what else lies in `folder` stays.
 
     config.json goes first and comes last: a folder without it is no model, so a half-moved one is never taken for
-    whole. Weights of an older export go too, because Transformers would take its model.safetensors before new shards.
+    whole. An older export goes: Transformers would take its model.safetensors before new shards, and put its adapter on
+    new weights. Adapters leave a whole model alone, which may be the one they belong to.
     """
     aside = folder.parent / f".{folder.name}.exporting"
     write_together(ranks, aside, fill)
-    if ranks.rank == 0:
+    if ranks.process == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        for path in _replaced(folder) if (aside / "config.json").exists() else []:
+        for path in _replaced(folder, whole_model=(aside / "config.json").exists()):
             path.unlink()
         for path in sorted(aside.iterdir(), key=lambda path: path.name in MARKERS):
             if (folder / path.name).is_dir():
@@ -143,9 +144,10 @@ def _by_age(root: Path) -> list[list[Path]]:
     return [paths for _, paths in in_order]
 
 
-def _replaced(folder: Path) -> list[Path]:
-    """An older model in the folder of a new one, config.json first."""
-    names = ("config.json", "model.safetensors.index.json", "model*.safetensors")
+def _replaced(folder: Path, *, whole_model: bool) -> list[Path]:
+    """An older export in the folder of a new one, what marks it first."""
+    model = ("config.json", "model.safetensors.index.json", "model*.safetensors") if whole_model else ()
+    names = (*model, "adapter_config.json", "adapter_model*.safetensors", "head_config.json")
     return [path for name in names for path in folder.glob(name)]
 
 

@@ -109,6 +109,7 @@ class DeepSpeedBackend:
         self.moved: list[Tensor] = []
         self.group = self.engine.data_parallel_group
         self.rank = dist.get_rank(self.group)
+        self.process = dist.get_rank()
         self.data_parallel_size = dist.get_world_size(self.group)
         self.clips_here = clips_outside(sharding, site)
         self.engine.enable_backward_allreduce = not self.clips_here
@@ -155,6 +156,8 @@ class DeepSpeedBackend:
             group["lr"] = self.settings.learning_rate * scale
         if self.clips_here:
             norm: Any = self._average_and_clip()
+            if not math.isfinite(norm):
+                raise BackendError(f"the gradient norm is {float(norm)}, so nothing was changed")
             self.engine.step()
         else:
             self.engine.step()
@@ -191,11 +194,16 @@ class DeepSpeedBackend:
         root: Any = self.network.model if adapters else self.network.decoder
         weights = {}
         for name, tensor in whole_tensors(root, trained_only=adapters):
-            if dist.get_rank() == 0:
+            if self.process == 0:
                 weights[name] = tensor.to("cpu", copy=True)
-        if dist.get_rank() == 0:
+        if self.process == 0:
             save_model(self.network, folder, weights)
         self.barrier()
+
+    def anyone(self, wished: bool) -> bool:
+        flag = torch.tensor([float(wished)], device=self.device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag.item())
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         total = values.to(self.device, copy=True)

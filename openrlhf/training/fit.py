@@ -90,7 +90,7 @@ class Fit:
                 last = self._train(step)
                 if plan.evaluates_after(step):
                     self.evaluate(step + 1)
-                stopping = self._anyone(interrupt.wished)
+                stopping = self.backend.anyone(interrupt.wished)
                 if stopping or (plan.saving.every > 0 and (step + 1) % plan.saving.every == 0):
                     folder = self.save(step + 1)
                     if stopping:
@@ -152,18 +152,18 @@ class Fit:
         folder = checkpoint.step_folder(saving.root, step)
         if saving.resumable:
             checkpoint.write_together(self.backend, folder, lambda aside: self._fill(aside, step))
-            if self.backend.rank == 0:
+            if self.backend.process == 0:
                 checkpoint.point_latest(saving.root, step)
         if saving.export_too and self.export:
             self.export(folder.with_name(f"{folder.name}_hf"))
-        if self.backend.rank == 0:
+        if self.backend.process == 0:
             checkpoint.rotate(saving.root, keep=saving.keep, max_gib=saving.max_gib)
         return folder if saving.resumable else None
 
     def _fill(self, folder: Path, step: int) -> None:
         self.backend.save(folder)
-        save_rng(folder, self.backend.rank)
-        if self.backend.rank == 0:
+        save_rng(folder, self.backend.process)
+        if self.backend.process == 0:
             state = {"step": step, "num_rows": len(self.rows), "evaluation": dict(self.last_evaluation)}
             checkpoint.write_state(folder, state | {"settings": dict(self.plan.settings)})
 
@@ -176,14 +176,10 @@ class Fit:
                 "its place in the data cannot be found again"
             )
         self.backend.load(folder)
-        load_rng(folder, self.backend.rank)
+        load_rng(folder, self.backend.process)
         if state["evaluation"]:
             self._keep(state["evaluation"])
         return state["step"]
-
-    def _anyone(self, wished: bool) -> bool:
-        """True on all ranks when a signal reached any of them."""
-        return bool(self.backend.sum_over_ranks(torch.tensor([float(wished)], dtype=torch.float64)).item())
 
     def _must_be_finite(self, result: StepLosses, places: Sequence[int], step: int) -> None:
         """Stops all ranks, each with the same words, when a micro-batch of any of them has no finite loss."""

@@ -10,12 +10,13 @@ from openrlhf.monitor import is_main_process
 
 STDERR = 2
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-HEARD = "\nopenrlhf: stopping after this step, with a checkpoint; once more stops at once, without\n"
+HEARD = "\nopenrlhf: stopping after this step, with a checkpoint; Ctrl-C once more stops at once, without\n"
 
 
 class Interrupt:
-    """Within it the first signal only sets `wished`; a second one interrupts at once, as without it.
+    """Within it the first signal only sets `wished`; a second Ctrl-C interrupts at once, as without it.
 
+    A SIGTERM behind a Ctrl-C is no second wish: the `deepspeed` launcher sends one to everybody who already heard.
     Signals reach only a program's main thread: in another one nothing is changed.
     """
 
@@ -33,8 +34,10 @@ class Interrupt:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.wished:
+        if self.wished and number == signal.SIGINT:
             raise KeyboardInterrupt
+        if self.wished:
+            return
         self.wished = True
         if is_main_process():
             os.write(STDERR, HEARD.encode())  # a print may be what the signal interrupted

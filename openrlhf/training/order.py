@@ -6,9 +6,11 @@ Nothing here has state, so resuming is asking for the next step.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 T = TypeVar("T")
 
@@ -35,11 +37,17 @@ class Order:
     def rows(self, step: int) -> list[int]:
         """Row numbers of an optimizer step, counted from 0 over all epochs."""
         epoch, within = divmod(step, self.steps_per_epoch)
-        shuffled = np.random.default_rng((self.seed, epoch)).permutation(self.num_rows)
+        shuffled = permutation(self.num_rows, self.seed, epoch)
         return shuffled[within * self.batch_size : (within + 1) * self.batch_size].tolist()
 
     def ends_epoch(self, step: int) -> bool:
         return (step + 1) % self.steps_per_epoch == 0
+
+
+@lru_cache(maxsize=2)
+def permutation(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """The order of an epoch; kept, because every step of it asks."""
+    return np.random.default_rng((seed, epoch)).permutation(count)
 
 
 def share(items: Sequence[T], rank: int, ranks: int) -> list[T]:

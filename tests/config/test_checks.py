@@ -108,6 +108,7 @@ REFUSED = [  # rule, command, what is added, what the message must hold
         "--ring_attn_size 2 --packing_samples",
         "--ring_attn_size 2 x --ds_tensor_parallel_size 1|1 processes",
     ),
+    ("outputs_can_be_written", "train_sft", "--save_path ./data.jsonl", "--save_path ./data.jsonl|is a file"),
     ("template_has_a_place", "train_sft", "--input_template User:", "--input_template 'User:'|User: {}"),
     ("sampling_has_a_temperature", "train_ppo", "--temperature 0", "--temperature 0|above 0"),
     ("margins_belong_to_the_sigmoid", "train_rm", "--margin_loss --loss logexp", "--loss logexp|Try: --loss sigmoid"),

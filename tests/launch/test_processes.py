@@ -33,6 +33,7 @@ CASES = [
     for packed in (False, True)
     for lora in (False, True)
 ] + [("kto", 3, True, False), ("rm", 3, False, False)]
+TENSOR_PARALLEL = "tensor-parallel"  # SFT with two processes that share every matrix; saves on the way
 
 
 def label(case):
@@ -79,6 +80,8 @@ def root(tmp_path_factory):
 def together(root):
     """All cases in one launched pair: starting processes and loading PyTorch is most of the time."""
     plan = [(KINDS[case[0]][0], as_argv(flags_of(case, root, label(case)))) for case in CASES]
+    shared = flags_of(CASES[0], root, TENSOR_PARALLEL) | {"ds_tensor_parallel_size": 2, "save_steps": 3}
+    plan.append(("train_sft", as_argv(shared)))
     (root / "plan.json").write_text(json.dumps(plan))
     script = Path(__file__).with_name("commands_in_turn.py")
     code = launched(root, str(script), str(root / "plan.json")).wait(timeout=DEADLINE)
@@ -97,6 +100,15 @@ def test_two_processes_train_as_one(case, together, root):
     run(KINDS[case[0]][0], alone)
     one, two = (Ran(root / name, root) for name in (f"{label(case)}-alone", label(case)))
     assert_equal_metrics(two, one, 1e-5)
+
+
+def test_processes_that_share_every_matrix_train_and_save_as_one(together, root):
+    run("train_sft", flags_of(CASES[0], root, "tensor-alone"))
+    assert_equal_metrics(Ran(root / TENSOR_PARALLEL, root), Ran(root / "tensor-alone", root), 1e-5)
+    assert (root / f"{TENSOR_PARALLEL}_ckpt" / "global_step6" / "state.json").is_file()
+    expected, found = (load_file(root / name / "model.safetensors") for name in ("tensor-alone", TENSOR_PARALLEL))
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5)
 
 
 def test_a_killed_pair_goes_on_as_if_nothing_had_been(root):

@@ -20,7 +20,7 @@ from openrlhf.training.checkpoint import (
 class Alone:
     """One process; counts how often it would have waited for others."""
 
-    rank = 0
+    process = 0
     waits = 0
 
     def barrier(self):
@@ -28,7 +28,7 @@ class Alone:
 
 
 class Second(Alone):
-    rank = 1
+    process = 1
 
 
 def save(root, step, *, age=0, content="x", hf=False):

@@ -1,5 +1,6 @@
 """Files and folders that flags name: whatever is plainly local must be there before anything loads."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from openrlhf.config.sections.data import split_names
 from openrlhf.errors import ConfigError
 
 MODEL_FLAGS = ("pretrain", "ref_pretrain", "critic_pretrain", "reward_pretrain", "teacher_model", "model_path")
+OUTPUT_FLAGS = ("save_path", "ckpt_path", "run_dir")
 DATA_FLAGS = ("dataset", "eval_dataset", "prompt_data")
 DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".py")
 
@@ -66,6 +68,17 @@ def recorded_rollouts_exist(config: object) -> None:
             raise ConfigError(f"--{name} {item}: no such folder", try_this=f"--{name} ./ckpt/run/rollouts")
         if not any(folder.glob("step_*.jsonl")):
             raise ConfigError(f"--{name} {item} holds no step_*.jsonl, so nothing was recorded there")
+
+
+def outputs_can_be_written(config: object) -> None:
+    """Found now, and not when hours of work are to be saved."""
+    for name, item in named_by(config, OUTPUT_FLAGS):
+        folder = Path(item).expanduser()
+        nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if not nearest.is_dir():
+            raise ConfigError(f"--{name} {item}: {nearest} is a file, and not a folder to write to")
+        if not os.access(nearest, os.W_OK):
+            raise ConfigError(f"--{name} {item}: {nearest} cannot be written to")
 
 
 def template_file_exists(config: object) -> None:
