@@ -29,7 +29,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-DIGITS = 5
+DIGITS = 4
 CHARACTERS = "0123456789sort :>"
 REWARD = Path(__file__).parent / "rewards" / "sorted_digits.py"
 
@@ -61,13 +61,13 @@ def main() -> None:
     run(
         f"train_ppo --pretrain {folder}/sft --reward_pretrain {folder}/rm {prompts} --rollout_batch_size 256 "
         f"--train_batch_size 256 --actor_learning_rate 1e-4 --critic_learning_rate 1e-3 --init_kl_coef 0.3 "
-        f"--freezing_actor_steps 5 --max_steps 30 --save_path {folder}/ppo"
+        f"--freezing_actor_steps 4 --max_steps 16 --save_path {folder}/ppo"
     )
     against_model = accuracy(folder / "ppo", held_out)
     run(
         f"train_ppo --pretrain {folder}/sft --remote_rm_url {REWARD} {prompts} --advantage_estimator group_norm "
         f"--n_samples_per_prompt 8 --rollout_batch_size 32 --train_batch_size 128 --actor_learning_rate 3e-4 "
-        f"--init_kl_coef 0 --max_steps 120 --save_path {folder}/grpo"
+        f"--init_kl_coef 0 --max_steps 100 --save_path {folder}/grpo"
     )
     verified = accuracy(folder / "grpo", held_out)
 
@@ -95,14 +95,14 @@ def write_task(folder: Path) -> list[tuple[str, str]]:
     items = {"".join(chance.choices("0123456789", k=DIGITS)) for _ in range(9000)}
     tasks = [(f"sort {item}>", "".join(sorted(item))) for item in sorted(items, key=lambda _: chance.random())]
     train, held_out = tasks[:-300], tasks[-300:]
-    for name, rows in (("sft", train[:1100]), ("sft_test", held_out)):
+    for name, rows in (("sft", train[:1000]), ("sft_test", held_out)):
         write(folder / f"{name}.jsonl", [{"input": prompt, "output": answer} for prompt, answer in rows])
-    for name, rows in (("pairs", train[3000:5000]), ("pairs_test", held_out)):
+    for name, rows in (("pairs", train[1500:3500]), ("pairs_test", held_out)):
         write(
             folder / f"{name}.jsonl",
             [{"prompt": prompt, "chosen": answer, "rejected": spoiled(answer, chance)} for prompt, answer in rows],
         )
-    write(folder / "prompts.jsonl", [{"input": prompt, "label": answer} for prompt, answer in train[3000:]])
+    write(folder / "prompts.jsonl", [{"input": prompt, "label": answer} for prompt, answer in train[1000:]])
     return held_out
 
 
