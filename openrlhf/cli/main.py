@@ -4,6 +4,7 @@ import difflib
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.metadata import version
 
 from openrlhf.cli.entry import command
 from openrlhf.config.commands import COMMANDS
@@ -14,6 +15,9 @@ from openrlhf.errors import ConfigError
 def main(argv: Sequence[str]) -> None:
     if not argv or argv[0] in ("-h", "--help"):
         sys.stdout.write(overview())
+        return
+    if argv[0] == "--version":
+        sys.stdout.write(f"openrlhf {version('openrlhf')}\n")
         return
     name, rest = argv[0].replace("-", "_"), argv[1:]
     if name not in COMMANDS:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
-from openrlhf.config.aliases import environment_arguments, known_spellings, rewrite
+from openrlhf.config.aliases import DOTTED, environment_arguments, known_spellings, rewrite
 from openrlhf.config.flags import Flag, flags_of
 from openrlhf.errors import ConfigError
 from openrlhf.monitor import say
@@ -153,8 +153,17 @@ def file_arguments(command: type, path: Path) -> list[str]:
     for name, value in flatten(content, known):
         if name not in known:
             raise ConfigError(f"in --config {path}: {unknown_flag(command, '--' + name)}")
+        if isinstance(value, list) and takes_text(command, name):
+            value = ",".join(map(str, value))  # a list of datasets is one word with commas on the command line
         arguments += as_arguments(name, value)
     return arguments
+
+
+def takes_text(command: type, name: str) -> bool:
+    """True for a flag of ours that is one text, such as a comma list of datasets."""
+    flags = flags_of(command)
+    flat = next((target for target in (name, *DOTTED.get(name, ())) if target in flags), None)
+    return flat is not None and without_none(flags[flat].type) is str
 
 
 def flatten(content: Mapping[str, Any], known: Sequence[str], prefix: str = "") -> list[tuple[str, Any]]:

@@ -4,7 +4,7 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from openrlhf.config.commands import COMMANDS, PRMConfig, RLConfig, SFTConfig
+from openrlhf.config.commands import COMMANDS, PRMConfig, RLConfig, RMConfig, SFTConfig
 from openrlhf.config.flags import flag_values, flags_of, replace_flags
 from openrlhf.config.parser import build_parser, parse
 from openrlhf.errors import ConfigError
@@ -320,3 +320,11 @@ def test_help_shows_defaults_that_are_zero_and_leaves_out_those_that_are_nothing
     assert "(default: prm_%s)" in text
     assert "(default: )" not in text
     assert "(default: False)" not in text
+
+
+def test_a_list_in_a_file_is_a_comma_list_where_the_flag_is_one_text(tmp_path):
+    (tmp_path / "run.yaml").write_text("dataset: [a/b, c/d]\ndata.chosen_key: good\ntarget_modules: [q_proj, v_proj]\n")
+    config = parse(RMConfig, ["--config", str(tmp_path / "run.yaml")])
+    assert config.data.dataset == "a/b,c/d"
+    assert config.fields.chosen_key == "good"
+    assert config.lora.target_modules == ("q_proj", "v_proj")
