@@ -93,7 +93,8 @@ def write_task(folder: Path) -> list[tuple[str, str]]:
     folder.mkdir(parents=True, exist_ok=True)
     chance = random.Random(0)
     items = {"".join(chance.choices("0123456789", k=DIGITS)) for _ in range(9000)}
-    tasks = [(f"sort {item}>", "".join(sorted(item))) for item in sorted(items, key=lambda _: chance.random())]
+    shuffled = chance.sample(sorted(items), len(items))
+    tasks = [(f"sort {item}>", "".join(sorted(item))) for item in shuffled]
     train, held_out = tasks[:-300], tasks[-300:]
     for name, rows in (("sft", train[:1000]), ("sft_test", held_out)):
         write(folder / f"{name}.jsonl", [{"input": prompt, "output": answer} for prompt, answer in rows])
