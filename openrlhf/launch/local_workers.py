@@ -143,4 +143,4 @@ class LocalSync:
         self.shared = shared
 
     async def sync(self, version: int) -> None:
-        self.engine.load([] if self.shared else self.policy.weights(), version)
+        await self.engine.load([] if self.shared else self.policy.weights(), version)

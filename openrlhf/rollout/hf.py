@@ -6,7 +6,7 @@ it says does not depend on who shares the batch (beyond the rounding of the matr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,8 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.models.forward import Network
 from openrlhf.rollout.cache import RowCache
+from openrlhf.rollout.checksum import checksum
+from openrlhf.rollout.engine import Checksums, Part, Weights
 from openrlhf.rollout.sampling import Draws, draw
 from openrlhf.types import Completion, FinishReason, Request
 
@@ -217,19 +219,35 @@ class HFEngine:
             decoder.train(training)
 
     @torch.no_grad()
-    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    async def load(self, weights: Weights, version: int, *, verify: bool = False) -> Checksums:
         """Copies weights into the engine's own network; one that is shared needs only the new version number."""
         own = self.network.decoder.state_dict()
+        sums: dict[str, int] = {}
         for name, tensor in weights:
             if own[name].data_ptr() != tensor.data_ptr():
                 own[name].copy_(tensor)
+            if verify:
+                sums[name] = checksum(tensor)
         self.version = version
+        return sums
 
-    def sleep(self) -> None:
+    async def pause(self, *, drain: bool) -> None:
+        """Nothing runs between two calls of `generate`."""
+
+    async def resume(self) -> None:
+        """The counterpart of `pause`."""
+
+    async def sleep(self) -> None:
         """A shared network sleeps with its trainer; an own one stays where it is."""
 
-    def wake(self) -> None:
+    async def wake(self, part: Part) -> None:
         """The counterpart of `sleep`."""
+
+    async def health(self) -> None:
+        """As well as the process it lives in."""
+
+    async def close(self) -> None:
+        """Nothing was started."""
 
 
 def end_tokens(network: Network, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -163,7 +163,7 @@ def test_a_shared_network_needs_no_copy(network, tokenizer):
     before = said(engine.complete(requests(tokenizer)))
     with torch.no_grad():
         network.decoder.lm_head.weight.copy_(network.decoder.lm_head.weight.flip(0))
-    engine.load([], 3)
+    asyncio.run(engine.load([], 3))
     made = engine.complete(requests(tokenizer))
     assert said(made) != before
     assert {completion.version for completion in made} == {3}
@@ -176,7 +176,7 @@ def test_an_own_network_is_given_its_weights(network, tokenizer):
         for weight in network.parameters():
             weight.mul_(1.5)
     assert said(engine.complete(requests(tokenizer))) == before
-    engine.load(network.decoder.state_dict().items(), 1)
+    asyncio.run(engine.load(network.decoder.state_dict().items(), 1))
     assert said(engine.complete(requests(tokenizer))) == said(
         HFEngine(network, tokenizer).complete(requests(tokenizer))
     )
