@@ -103,29 +103,29 @@ class LinearLogProbs(torch.autograd.Function):
             part = slice(place, place + chunk)
             logits = scaled_product(hidden[part], weight, temperature)
             log_probs[part] = logits.log_softmax(-1, dtype=torch.float32).gather(-1, targets[part, None]).squeeze(-1)
-        ctx.save_for_backward(hidden, weight, targets)
+        ctx.save_for_backward(hidden, weight, targets, log_probs)
         ctx.temperature, ctx.chunk = temperature, chunk
         return log_probs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        hidden, weight, targets = ctx.saved_tensors
+        """Only the softmax passes over [chunk, vocabulary]: a token's factor goes onto its hidden state instead."""
+        hidden, weight, targets, log_probs = ctx.saved_tensors
         to_hidden, to_weight = (
             torch.zeros_like(tensor) if wanted else None
             for tensor, wanted in zip((hidden, weight), ctx.needs_input_grad, strict=False)
         )
-        scale = gradient / ctx.temperature
+        factor = (-gradient / ctx.temperature)[:, None]
+        at_target = torch.expm1(log_probs)[:, None].to(weight.dtype)  # p - 1, exact where p is nearly 1
         for place in range(0, len(targets), ctx.chunk):
             part = slice(place, place + ctx.chunk)
             logits = scaled_product(hidden[part], weight, ctx.temperature)
-            softmax = logits.softmax(-1, dtype=torch.float32)
-            softmax.scatter_add_(-1, targets[part, None], scale.new_full((len(logits), 1), -1.0))
-            logits = torch.mul(softmax, -scale[part, None], out=logits.to(weight.dtype))  # rounded once
+            off = logits.softmax(-1).to(weight.dtype).scatter_(-1, targets[part, None], at_target[part])
             if to_hidden is not None:
-                torch.mm(logits, weight, out=to_hidden[part])
+                to_hidden[part] = (off @ weight) * factor[part]
             if to_weight is not None:
-                to_weight.addmm_(logits.T, hidden[part])
+                to_weight.addmm_(off.T, (hidden[part] * factor[part]).to(hidden.dtype))
         return to_hidden, to_weight, None, None, None
 
 
