@@ -17,7 +17,10 @@ Part: TypeAlias = Literal["weights", "cache"]  # of the memory that sleep gives 
 class Engine(Protocol):
     """Generates. Requests come in bulk, so that admission costs once and not once per request."""
 
-    version: int  # of the weights that the next token is drawn with
+    @property
+    def version(self) -> int:
+        """Of the weights that the next token is drawn with."""
+        ...
 
     async def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """All completions, in the order of the requests; a caller that is cancelled takes its requests back."""

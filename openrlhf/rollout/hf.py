@@ -69,7 +69,8 @@ class HFEngine:
         self.tokenizer = tokenizer
         self.max_rows = max_rows
         self.version = 0
-        self.ends = end_tokens(network, tokenizer)
+        generation: Any = network.decoder.generation_config
+        self.ends = end_tokens(generation.eos_token_id, tokenizer)
 
     @property
     def device(self) -> torch.device:
@@ -250,9 +251,7 @@ class HFEngine:
         """Nothing was started."""
 
 
-def end_tokens(network: Network, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def end_tokens(configured: int | list[int] | None, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Tokens that end a response: the tokenizer's EOS, and what the model's generation config adds."""
-    settings: Any = network.decoder.generation_config
-    configured = settings.eos_token_id
     more = configured if isinstance(configured, list) else [configured]
     return frozenset(int(token) for token in (*more, tokenizer.eos_token_id) if token is not None)

@@ -1,0 +1,203 @@
+"""vLLM in this process: the trainer's own in the local runtime, or that of a Ray actor.
+
+vLLM runs without its engine process, on a thread of ours (see vllm_loop). What it does to its host:
+
+- it makes torch's default process group, of one process, and destroys it when it is closed;
+- on CPU it replaces `torch.set_num_threads`, everywhere it sets the precision of fp32 products: both are put back here;
+- it seeds torch's global generators when it starts, and draws from them unless `seeded_requests` is on.
+
+So build the engine first, and seed and build the trainer after it.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.config.checks.extras import require
+from openrlhf.errors import RolloutError
+from openrlhf.rollout.engine import Checksums, Part, Weights
+from openrlhf.rollout.hf import end_tokens
+from openrlhf.rollout.vllm_loop import Ask, Generated, StepLoop
+from openrlhf.types import Completion, Request, SamplingParams
+
+SEEDS = 1 << 63  # vLLM keeps a seed in a signed 64-bit integer
+
+
+@dataclass(frozen=True)
+class VLLMSettings:
+    """What vLLM is built with."""
+
+    model: str  # a folder or a name on the hub
+    dtype: str
+    max_model_len: int
+    tensor_parallel_size: int = 1
+    gpu_memory_utilization: float = 0.9
+    enforce_eager: bool = False
+    enable_prefix_caching: bool = False
+    enable_sleep: bool = False
+    seed: int = 0
+    trust_remote_code: bool = False
+    max_num_seqs: int | None = None
+    seeded_requests: bool = False  # each request from its own stream: repeatable, and slow in large batches
+    load_format: str = "auto"
+
+
+class VLLMEngine:
+    """A LoadingEngine. `weights` of `load` are iterated by the workers: in this process, or, with tensor
+    parallelism, in others, each of which unpickles them and iterates on its own."""
+
+    def __init__(self, settings: VLLMSettings, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.settings = settings
+        self.tokenizer = tokenizer
+        _prepare_environment()
+        self._ends: frozenset[int] = frozenset()
+        try:
+            self._steps = StepLoop(self._build)
+        except Exception as error:
+            raise RolloutError(f"vLLM did not start with {settings.model}: {error}") from error
+
+    def _build(self) -> Any:
+        with _host_left_alone():
+            engine = build_engine(self.settings)
+        generation = engine.model_config.try_get_generation_config()
+        self._ends = end_tokens(generation.get("eos_token_id"), self.tokenizer)
+        return engine
+
+    @property
+    def version(self) -> int:
+        return self._steps.version
+
+    async def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        if not requests:
+            return []
+        made = await self._steps.generate([self._ask(request) for request in requests])
+        texts = self.tokenizer.batch_decode([list(generated.token_ids) for generated in made])
+        return [
+            _completion(request.params, generated, text)
+            for request, generated, text in zip(requests, made, texts, strict=True)
+        ]
+
+    def _ask(self, request: Request) -> Ask:
+        from vllm.inputs import tokens_input
+
+        return Ask(tokens_input(list(request.prompt_token_ids)), self._sampling(request.params))
+
+    def _sampling(self, params: SamplingParams) -> Any:
+        """Our meaning in vLLM's words. It forbids an end until `min_tokens` are there; ours may be the last of them."""
+        import vllm
+        from vllm.sampling_params import RequestOutputKind
+
+        return vllm.SamplingParams(
+            max_tokens=params.max_tokens,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            min_p=params.min_p,
+            min_tokens=max(0, params.min_tokens - 1),
+            stop=list(params.stop),
+            stop_token_ids=sorted({*self._ends, *params.stop_token_ids}),
+            ignore_eos=True,  # the ends are among the stop tokens, whatever vLLM reads from the model's folder
+            seed=params.seed % SEEDS if self.settings.seeded_requests else None,
+            logprobs=0,  # the sampled token's alone
+            flat_logprobs=True,
+            detokenize=bool(params.stop),
+            skip_special_tokens=False,
+            spaces_between_special_tokens=False,
+            include_stop_str_in_output=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
+        )
+
+    async def load(self, weights: Weights, version: int, *, verify: bool = False) -> Checksums:
+        return await self._steps.load(weights, version, verify=verify)
+
+    async def pause(self, *, drain: bool) -> None:
+        await self._steps.pause(drain=drain)
+
+    async def resume(self) -> None:
+        await self._steps.resume()
+
+    async def sleep(self) -> None:
+        if not self.settings.enable_sleep:
+            raise RolloutError("this vLLM engine cannot sleep", try_this="--vllm_enable_sleep")
+        await self._steps.sleep()
+
+    async def wake(self, part: Part) -> None:
+        await self._steps.wake(part)
+
+    async def health(self) -> None:
+        await self._steps.health()
+
+    async def close(self) -> None:
+        await self._steps.close()
+
+
+def _completion(params: SamplingParams, generated: Generated, text: str) -> Completion:
+    """A greedy token is certain under the distribution it was drawn from; vLLM gives the model's instead."""
+    greedy = params.temperature == 0.0
+    return Completion(
+        token_ids=tuple(generated.token_ids),
+        log_probs=(0.0,) * len(generated.token_ids) if greedy else tuple(generated.log_probs),
+        text=text,
+        finish_reason=generated.finish_reason,
+        version=generated.version,
+    )
+
+
+def _prepare_environment() -> None:
+    """vLLM reads these when it is imported and when it starts. What the user set stays, except the first."""
+    require("vllm", "this engine")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+    sampler = {} if find_spec("flashinfer") else {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    for name, value in {**quiet, **sampler, "VLLM_CPU_KVCACHE_SPACE": "1"}.items():  # GiB
+        os.environ.setdefault(name, value)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+
+
+@contextmanager
+def _host_left_alone() -> Iterator[None]:
+    set_num_threads, precision = torch.set_num_threads, torch.get_float32_matmul_precision()
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        torch.set_float32_matmul_precision(precision)
+
+
+def build_engine(settings: VLLMSettings) -> Any:
+    """vLLM's engine with everything that its adapter relies on."""
+    from vllm import EngineArgs, LLMEngine
+    from vllm.platforms import current_platform
+
+    dtype: Any = settings.dtype  # vLLM knows which names it takes
+    return LLMEngine.from_engine_args(
+        EngineArgs(
+            model=settings.model,
+            dtype=dtype,
+            max_model_len=settings.max_model_len,
+            tensor_parallel_size=settings.tensor_parallel_size,
+            gpu_memory_utilization=settings.gpu_memory_utilization,
+            enforce_eager=settings.enforce_eager,
+            enable_prefix_caching=settings.enable_prefix_caching,
+            enable_sleep_mode=settings.enable_sleep and not current_platform.is_cpu(),  # there it is accepted anyway
+            seed=settings.seed,
+            trust_remote_code=settings.trust_remote_code,
+            max_num_seqs=settings.max_num_seqs,
+            load_format=settings.load_format,
+            distributed_executor_backend="uni" if settings.tensor_parallel_size == 1 else "mp",
+            worker_extension_cls="openrlhf.rollout.vllm_worker.WeightLoading",
+            logprobs_mode="processed_logprobs",  # under the distribution that was drawn from
+            disable_log_stats=True,
+            use_tqdm_on_load=False,
+        )
+    )

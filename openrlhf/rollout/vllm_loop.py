@@ -1,0 +1,331 @@
+"""The thread that owns vLLM's engine: commands go in between two steps, answers go back to whoever awaits them.
+
+Nothing polls. With nothing to generate the thread waits for its next command; a caller waits in its own event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+
+from openrlhf.errors import RolloutError
+from openrlhf.rollout.engine import Checksums, Part, Weights
+from openrlhf.types import FinishReason
+
+Result = TypeVar("Result")
+Waiter: TypeAlias = asyncio.Future[Any]
+Command: TypeAlias = tuple[Callable[[], None] | None, Waiter]  # None ends the thread
+CLOSED = "this engine was closed"
+TAGS: dict[Part, str] = {"weights": "weights", "cache": "kv_cache"}  # what vLLM calls the parts of its memory
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One generation as vLLM takes it."""
+
+    prompt: Any  # vllm.inputs.TokensInput
+    params: Any  # vllm.SamplingParams
+
+
+@dataclass(frozen=True)
+class Generated:
+    """One generation as vLLM gives it."""
+
+    token_ids: Sequence[int]
+    log_probs: Sequence[float]
+    finish_reason: FinishReason
+    version: int
+
+
+@dataclass(eq=False)
+class Batch:
+    """What one caller asked for together, and what of it is there."""
+
+    asks: Sequence[Ask]
+    waiter: Waiter
+    generated: dict[int, Generated]  # by place in `asks`
+
+
+@dataclass(frozen=True)
+class Running:
+    """One request that vLLM works on."""
+
+    batch: Batch
+    place: int
+    inner_id: str  # vLLM's own name for it
+
+
+class Answers:
+    """Collected during a step and sent after it, with one wake-up for each event loop and not one for each answer."""
+
+    def __init__(self) -> None:
+        self.by_loop: defaultdict[asyncio.AbstractEventLoop, list[tuple[Waiter, object]]] = defaultdict(list)
+
+    def give(self, waiter: Waiter, result: object) -> None:
+        self.by_loop[waiter.get_loop()].append((waiter, result))
+
+    def send(self) -> None:
+        for loop, answers in self.by_loop.items():
+            with suppress(RuntimeError):  # the loop was closed: nobody waits there any more
+                loop.call_soon_threadsafe(_deliver, answers)
+        self.by_loop.clear()
+
+
+def _deliver(answers: list[tuple[Waiter, object]]) -> None:
+    for waiter, result in answers:
+        if waiter.done():
+            continue
+        if isinstance(result, Exception):
+            waiter.set_exception(result)
+        else:
+            waiter.set_result(result)
+
+
+class StepLoop:
+    """Methods that are awaited belong to the callers; what `_run` calls happens on the thread alone."""
+
+    def __init__(self, build: Callable[[], Any]) -> None:
+        self.version = 0
+        self._engine: Any = None  # vllm.v1.engine.llm_engine.LLMEngine
+        self._door = threading.Lock()  # nothing follows the command that closes
+        self._closed = False
+        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._answers = Answers()
+        self._running: dict[str, Running] = {}  # by request id
+        self._count = 0  # of requests, which names them
+        self._began: dict[str, int] = {}  # the version of a request's first token, where weights changed since
+        self._held: list[Batch] = []  # came while paused
+        self._draining: list[Waiter] = []
+        self._paused = False
+        self._asleep: set[Part] = set()
+        self._has_weights = True
+        self._failure: Exception | None = None
+        started: Future[None] = Future()
+        arguments = (build, torch.get_num_threads(), started)
+        self._thread = threading.Thread(target=self._run, args=arguments, daemon=True, name="openrlhf-vllm")
+        self._thread.start()
+        started.result()
+
+    async def generate(self, asks: Sequence[Ask]) -> list[Generated]:
+        batch = Batch(asks, asyncio.get_running_loop().create_future(), {})
+        self._post(lambda: self._submit(batch), batch.waiter)
+        try:
+            return await batch.waiter
+        except asyncio.CancelledError:
+            with suppress(RolloutError):  # closed meanwhile
+                self._post(lambda: self._take_back(batch), batch.waiter)
+            raise
+
+    async def pause(self, *, drain: bool) -> None:
+        waiter = asyncio.get_running_loop().create_future()
+        self._post(lambda: self._pause(waiter, drain=drain), waiter)
+        await waiter
+
+    async def resume(self) -> None:
+        await self._do(self._resume)
+
+    async def load(self, weights: Weights, version: int, *, verify: bool) -> Checksums:
+        return await self._do(lambda: self._load(weights, version, verify=verify))
+
+    async def sleep(self) -> None:
+        await self._do(self._sleep)
+
+    async def wake(self, part: Part) -> None:
+        await self._do(lambda: self._wake(part))
+
+    async def health(self) -> None:
+        """Does not wait for the thread, which may be busy with a long step."""
+        if self._failure is not None:
+            raise self._dead()
+        if self._closed:
+            raise RolloutError(CLOSED)
+
+    async def close(self) -> None:
+        with self._door:
+            if not self._closed:
+                self._closed = True
+                self._inbox.put((None, asyncio.get_running_loop().create_future()))
+        await asyncio.to_thread(self._thread.join)
+
+    async def _do(self, work: Callable[[], Result]) -> Result:
+        """Runs `work` between two steps."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._post(lambda: self._answers.give(waiter, work()), waiter)
+        return await waiter
+
+    def _post(self, work: Callable[[], None], waiter: Waiter) -> None:
+        with self._door:
+            if self._closed:
+                raise RolloutError(CLOSED)
+            self._inbox.put((work, waiter))
+
+    def _run(self, build: Callable[[], Any], num_threads: int, started: Future[None]) -> None:
+        torch.set_num_threads(num_threads)  # OpenMP counts per thread: this one would take every core
+        try:
+            self._engine = build()
+        except Exception as error:  # noqa: BLE001 - whatever it is, whoever builds must hear of it
+            started.set_exception(error)
+            return
+        started.set_result(None)
+        while self._obey():
+            if self._may_step():
+                self._guarded(self._step, None)
+            self._answers.send()
+        self._shut_down()
+
+    def _obey(self) -> bool:
+        """All commands that are there; waits for one when there is nothing else to do. False at the end."""
+        idle = not self._may_step()
+        while True:
+            try:
+                work, waiter = self._inbox.get(block=idle)
+            except queue.Empty:
+                return True
+            if work is None:
+                return False
+            self._guarded(work, waiter)
+            idle = False
+
+    def _may_step(self) -> bool:
+        awake = self._has_weights and not self._asleep
+        return bool(self._running) and awake and not self._paused and self._failure is None
+
+    def _guarded(self, work: Callable[[], None], waiter: Waiter | None) -> None:
+        """An error here leaves the engine in a state that nobody knows: everyone who waits hears of it."""
+        if self._failure is None:
+            try:
+                work()
+            except Exception as error:  # noqa: BLE001 - vLLM raises anything, and the callers must not hang
+                self._failure = error
+                for other in self._everyone():
+                    self._answers.give(other, self._dead())
+        if self._failure is not None and waiter is not None:
+            self._answers.give(waiter, self._dead())
+
+    def _everyone(self) -> set[Waiter]:
+        batches = {entry.batch for entry in self._running.values()} | set(self._held)
+        return {batch.waiter for batch in batches} | set(self._draining)
+
+    def _dead(self) -> RolloutError:
+        error = RolloutError(f"vLLM failed and generates no more: {self._failure!r}")
+        error.__cause__ = self._failure
+        return error
+
+    def _submit(self, batch: Batch) -> None:
+        if self._paused or self._draining:
+            self._held.append(batch)
+        else:
+            self._admit(batch)
+
+    def _admit(self, batch: Batch) -> None:
+        from vllm.exceptions import VLLMValidationError
+
+        if self._asleep or not self._has_weights:
+            error = "vLLM was put to sleep, and generates after wake('weights'), load and wake('cache')"
+            self._answers.give(batch.waiter, RolloutError(error))
+            return
+        try:
+            for place, ask in enumerate(batch.asks):
+                name = str(self._count)
+                self._count += 1
+                inner_id = self._engine.add_request(name, ask.prompt, ask.params)
+                self._running[name] = Running(batch, place, inner_id)
+        except (ValueError, VLLMValidationError) as error:  # a prompt that is too long, a parameter out of range
+            self._take_back(batch)
+            self._answers.give(batch.waiter, RolloutError(f"vLLM takes no such request: {error}"))
+
+    def _take_back(self, batch: Batch) -> None:
+        if batch in self._held:
+            self._held.remove(batch)
+        names = [name for name, entry in self._running.items() if entry.batch is batch]
+        self._engine.abort_request(names)
+        for name in names:
+            del self._running[name]
+            self._began.pop(name, None)
+        self._end_drain()
+
+    def _step(self) -> None:
+        for output in self._engine.step():
+            if output.finished:
+                self._finish(output.request_id, output.outputs[0])
+        self._end_drain()
+
+    def _finish(self, name: str, said: Any) -> None:
+        if said.finish_reason not in ("stop", "length"):
+            raise RolloutError(f"vLLM ended a request with {said.finish_reason!r}")
+        entry = self._running.pop(name)
+        version = self._began.pop(name, self.version)
+        batch, log_probs = entry.batch, said.logprobs.logprobs
+        batch.generated[entry.place] = Generated(said.token_ids, log_probs, said.finish_reason, version)
+        if len(batch.generated) == len(batch.asks):
+            self._answers.give(batch.waiter, [batch.generated[place] for place in range(len(batch.asks))])
+
+    def _pause(self, waiter: Waiter, *, drain: bool) -> None:
+        if drain:
+            self._draining.append(waiter)
+            self._end_drain()
+        else:
+            self._paused = True
+            self._answers.give(waiter, None)
+
+    def _end_drain(self) -> None:
+        if self._draining and not self._running:
+            self._paused = True
+            self._answer_draining()
+
+    def _answer_draining(self) -> None:
+        for waiter in self._draining:
+            self._answers.give(waiter, None)
+        self._draining.clear()
+
+    def _resume(self) -> None:
+        self._paused = False
+        self._answer_draining()
+        held = tuple(self._held)
+        self._held.clear()
+        for batch in held:
+            self._admit(batch)
+
+    def _load(self, weights: Weights, version: int, *, verify: bool) -> Checksums:
+        states = self._engine.output_processor.request_states
+        for name, entry in self._running.items():
+            if not states[entry.inner_id].is_prefilling:
+                self._began.setdefault(name, self.version)
+        received = self._engine.collective_rpc("receive_weights", args=(weights,), kwargs={"verify": verify})
+        missing = sorted({name for worker in received for name in worker.missing})
+        if missing:
+            raise RolloutError(f"no weights came for {', '.join(missing)}")
+        self._engine.reset_prefix_cache(reset_running_requests=True)  # what the old weights computed goes too
+        self._has_weights = True
+        self.version = version
+        return received[0].checksums
+
+    def _sleep(self) -> None:
+        """Level 2 drops the weights instead of copying them to the host, since new ones come anyway."""
+        self._engine.sleep(level=2, mode="keep")
+        self._asleep = {"weights", "cache"}
+        self._has_weights = False
+
+    def _wake(self, part: Part) -> None:
+        if part in self._asleep:
+            self._engine.wake_up(tags=[TAGS[part]])
+            self._asleep.remove(part)
+
+    def _shut_down(self) -> None:
+        for waiter in self._everyone():
+            self._answers.give(waiter, RolloutError(CLOSED))
+        self._answers.send()
+        # This also destroys torch's default process group, as vLLM has it: a trainer in this process is closed first.
+        self._engine.engine_core.shutdown()
+        self._engine = None
+        gc.collect()
