@@ -1,0 +1,185 @@
+"""Weights between processes; receivers are real ones, told what to expect through pipes."""
+
+import multiprocessing
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from openrlhf.errors import BackendError, RolloutError
+from openrlhf.rollout.bucket import ALIGNMENT
+from openrlhf.rollout.channel import Channel, Incoming, Sender
+from openrlhf.rollout.checksum import checksum
+
+SPAWN = multiprocessing.get_context("spawn")
+BUCKET = 4096  # bytes: small, so that a few tensors need several
+PATIENT, HASTY = 60.0, 4.0  # seconds: a watchdog, and where the deadline is what is tested
+
+
+def weights(version):
+    generator = torch.Generator().manual_seed(version)
+    yield "scalar", torch.tensor(float(version))
+    yield "empty", torch.empty(0, 4)
+    for number in range(20):
+        yield f"layers.{number}", torch.randn(7, 11 + number, generator=generator)
+    yield "larger.than.a.bucket", torch.randn(50, 60, generator=generator)
+    yield "half", torch.randn(33, generator=generator).to(torch.bfloat16)
+    yield "bytes", torch.arange(9, dtype=torch.uint8)
+    yield "flags", torch.tensor([True, False, True])
+    yield "long", torch.arange(5)
+    yield "transposed", torch.randn(6, 8, generator=generator).T
+    yield "eight.bits", torch.randn(10, generator=generator).to(torch.float8_e4m3fn)
+
+
+def broken():
+    for number, pair in enumerate(weights(0)):
+        if number == 15:
+            raise ValueError("the shard is torn")
+        yield pair
+
+
+def receive(incoming: Incoming) -> dict[str, object]:
+    found = {}
+    for name, tensor in incoming:
+        assert tensor.data_ptr() % ALIGNMENT == 0
+        found[name] = (checksum(tensor), tensor.dtype, tuple(tensor.shape))
+    return found
+
+
+def serve_receiver(pipe) -> None:
+    """Answers each `Incoming` with what came, or with the error's text; a number asks for that many tensors only."""
+    torch.set_num_threads(1)
+    pipe.send("ready")
+    while True:
+        incoming, only = pipe.recv()
+        try:
+            if only is None:
+                pipe.send(receive(incoming))
+            else:
+                stream = iter(incoming)
+                pipe.send([next(stream)[0] for _ in range(only)])
+                stream.close()
+        except RolloutError as error:
+            pipe.send(str(error))
+
+
+@contextmanager
+def receivers(count):
+    pairs = []
+    for _ in range(count):
+        here, there = SPAWN.Pipe()
+        process = SPAWN.Process(target=serve_receiver, args=(there,), daemon=True)
+        process.start()
+        pairs.append((process, here))
+    assert answers(pairs) == ["ready"] * count  # so that deadlines do not count the start of Python
+    try:
+        yield pairs
+    finally:
+        for process, _ in pairs:
+            process.kill()
+            process.join()
+
+
+def make_sender(count, timeout=PATIENT):
+    return Sender(Channel("127.0.0.1", "gloo", count, bucket_bytes=BUCKET, timeout=timeout), torch.device("cpu"))
+
+
+def ask(pairs, sender, version, only=None):
+    for number, (_, pipe) in enumerate(pairs):
+        pipe.send((Incoming(sender.channel, number, version), only))
+
+
+def answers(pairs):
+    return [pipe.recv() for _, pipe in pairs]
+
+
+def expected(version):
+    return {name: (checksum(tensor), tensor.dtype, tuple(tensor.shape)) for name, tensor in weights(version)}
+
+
+def send(sender, pairs, version):
+    ask(pairs, sender, version)
+    sums = sender.send(weights(version), version, verify=True)
+    assert answers(pairs) == [expected(version)] * len(pairs)
+    assert sums == {name: found[0] for name, found in expected(version).items()}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_every_receiver_gets_every_tensor_of_every_version(count):
+    with receivers(count) as pairs:
+        sender = make_sender(count)
+        keys = set()
+        for version in (1, 2, 5):
+            send(sender, pairs, version)
+            keys.add(sender.root.num_keys())
+        assert len(keys) == 1, "the store grows with the versions"
+        ask(pairs, sender, 6)
+        assert sender.send([], 6) == {}
+        assert answers(pairs) == [{}] * count
+        sender.close()
+        with pytest.raises(BackendError, match="form a new one"):
+            sender.send([], 7)
+
+
+def test_an_iterator_that_raises_tells_the_receivers_and_the_channel_stays_usable():
+    with receivers(2) as pairs:
+        sender = make_sender(2)
+        ask(pairs, sender, 1)
+        with pytest.raises(ValueError, match="torn"):
+            sender.send(broken(), 1)
+        assert answers(pairs) == ["the sender of weights failed: ValueError: the shard is torn"] * 2
+        send(sender, pairs, 2)
+        sender.close()
+
+
+def test_a_receiver_that_stops_early_fails_the_send_and_a_new_channel_works():
+    with receivers(1) as pairs:
+        sender = make_sender(1)
+        ask(pairs, sender, 1, only=3)
+        with pytest.raises(RolloutError, match="receiver 0 of weights stopped before the end"):
+            sender.send(weights(1), 1)
+        assert answers(pairs) == [["scalar", "empty", "layers.0"]]
+        send(make_sender(1), pairs, 1)
+
+
+def test_after_the_death_of_a_receiver_a_new_channel_is_formed_with_another():
+    with receivers(2) as (dies, lives):
+        sender = make_sender(2, HASTY)
+        send(sender, [dies, lives], 1)
+        dies[0].kill()
+        dies[0].join()
+        lives[1].send((Incoming(sender.channel, 1, 2), None))
+        with pytest.raises(RolloutError, match="receiver"):
+            sender.send(weights(2), 2)
+        assert "the sender of weights" in lives[1].recv()
+        with receivers(1) as fresh:
+            send(make_sender(2), [lives, *fresh], 2)
+
+
+def test_a_missing_receiver_is_named():
+    with receivers(1) as pairs:
+        sender = make_sender(2, HASTY)
+        ask(pairs, sender, 1)
+        with pytest.raises(RolloutError, match="receiver 1 of weights did not join in 4 s"):
+            sender.send(weights(1), 1)
+        sender.close()
+        assert "or another receiver did not join" in answers(pairs)[0]
+
+
+def test_a_missing_sender_is_named():
+    sender = make_sender(1, HASTY)
+    with receivers(1) as pairs:
+        send(sender, pairs, 1)
+        ask(pairs, sender, 2)
+        assert "sent no header 2/0 in 4 s" in answers(pairs)[0]
+
+
+def test_ipc_is_between_two_processes():
+    with pytest.raises(BackendError, match="one channel for each GPU"):
+        Sender(Channel("127.0.0.1", "ipc", 2), torch.device("cpu"))
+
+
+def test_expandable_segments_cannot_be_shared(monkeypatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    with pytest.raises(RolloutError, match="expandable segments"):
+        Sender(Channel("127.0.0.1", "ipc", 1), torch.device("cpu"))
