@@ -137,12 +137,6 @@ def plan_vllm(config: RLConfig, policy: Group) -> tuple[EngineSeat, ...]:
     """Engines on the models' devices in a hybrid run; an asynchronous one trains and generates at once, so apart."""
     count, size = config.engines.vllm_num_engines or 0, config.engines.vllm_tensor_parallel_size
     hybrid = config.placement.colocate_all_models and not config.asynchrony.async_train
-    if hybrid and policy.devices_per_node % size:
-        raise ConfigError(
-            f"--vllm_tensor_parallel_size {size} does not divide the {policy.devices_per_node} devices that the policy "
-            "has on a node, and the devices of an engine lie on one node",
-            try_this=f"--actor_num_gpus_per_node {size}",
-        )
     return tuple(EngineSeat(number, size, policy.name if hybrid else None) for number in range(count))
 
 
