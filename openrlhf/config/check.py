@@ -87,6 +87,7 @@ RL: Rules = (
     rl.empty_queue_is_synchronous,
     placement.shared_devices_have_equal_counts,
     placement.hybrid_engines_cover_the_policy,
+    placement.hybrid_engines_lie_on_one_node,
     placement.engines_have_a_device,
     placement.groups_divide_the_devices,
     rl.scoring_batches_cover_the_devices,

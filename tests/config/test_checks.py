@@ -73,6 +73,8 @@ REFUSED = [  # rule, command, what is added, what the message must hold
     ),
     ("numbers_are_in_range", "train_ppo", "--dual_clip 1.0", "--dual_clip is 1.0|above 1"),
     ("numbers_are_in_range", "train_ppo", "--async_queue_size -1", "--async_queue_size is -1|0 or more"),
+    ("numbers_are_in_range", "train_ppo_ray", "--max_restarts -1", "--max_restarts is -1|0 or more"),
+    ("numbers_are_in_range", "train_ppo_ray", "--sync_check_every -1", "--sync_check_every is -1|0 or more"),
     ("numbers_are_in_range", "train_ppo", "--top_p 0", "--top_p is 0.0|above 0 and at most 1"),
     ("numbers_are_in_range", "train_ppo", "--stop_properly_penalty_coef 2", "--stop_properly_penalty_coef|at most 1"),
     ("numbers_are_in_range", "serve_rm", "--port 0", "--port is 0|above 0"),
@@ -182,6 +184,13 @@ REFUSED = [  # rule, command, what is added, what the message must hold
         "train_ppo_ray",
         "--colocate_all_models --vllm_num_engines 2 --vllm_tensor_parallel_size 2",
         "policy's 8 devices|--vllm_num_engines 2 x --vllm_tensor_parallel_size 2 is 4|--actor_num_gpus_per_node 4",
+    ),
+    (
+        "hybrid_engines_lie_on_one_node",
+        "train_ppo_ray",
+        "--colocate_all_models --vllm_num_engines 3 --vllm_tensor_parallel_size 2 --actor_num_nodes 2 "
+        "--actor_num_gpus_per_node 3 --ref_num_nodes 2 --ref_num_gpus_per_node 3",
+        "--vllm_tensor_parallel_size 2|3 devices|a multiple of 2 for --actor_num_gpus_per_node",
     ),
     (
         "groups_divide_the_devices",

@@ -418,6 +418,8 @@ ADDED_TO_RL = {
     "max_concurrent_episodes": None,
     "kl_unbiased_gradient": False,
     "ref_pretrain": None,
+    "max_restarts": 1,
+    "sync_check_every": 0,
 }
 TRAINING = [name for name in COMMANDS if name.startswith("train_")]
 

@@ -46,6 +46,7 @@ RANGES: Mapping[str, Range] = {
             ),
             *("desirable_loss_weight", "undesirable_loss_weight", "dataloader_num_workers", "entropy_loss_coef"),
             *("async_queue_size", "vllm_num_engines", "overlong_penalty_factor", "iter"),
+            *("max_restarts", "sync_check_every"),
             *("critic_l2", "critic_max_norm", "critic_muon_lr"),
         ),
         NOT_NEGATIVE,

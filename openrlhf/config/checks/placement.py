@@ -73,6 +73,19 @@ def hybrid_engines_cover_the_policy(config: RLConfig) -> None:
         )
 
 
+def hybrid_engines_lie_on_one_node(config: RLConfig) -> None:
+    if not (config.placement.colocate_all_models and config.engines.vllm_num_engines) or config.asynchrony.async_train:
+        return
+    size = config.engines.vllm_tensor_parallel_size
+    per_node = num_devices(config, "actor") // config.placement.actor_num_nodes
+    if per_node % size:
+        raise ConfigError(
+            f"--vllm_tensor_parallel_size {size} does not divide the {per_node} devices that the policy has on a node, "
+            "and an engine lies on one node",
+            try_this=f"a multiple of {size} for --actor_num_gpus_per_node",
+        )
+
+
 def groups_divide_the_devices(config: RLConfig) -> None:
     ring, tensor = config.sharding.ring_attn_size, config.sharding.ds_tensor_parallel_size
     used: dict[Role, bool] = {"actor": True, "critic": uses_critic(config), "ref": uses_reference(config)}

@@ -62,3 +62,7 @@ class Engines:
     vllm_sync_with_ray: bool = flag(False, "send the weights through a Ray collective group")
     enable_prefix_caching: bool = flag(False, "share the cache of common prefixes; reset at each weight sync")
     enforce_eager: bool = flag(False, "no CUDA graphs in the engines")
+    max_restarts: int = flag(1, "restarts of a dead engine before the run stops")
+    sync_check_every: int = flag(
+        0, "prove every N-th weight sync, beside the first, by checksums and log-probs; 0 is the first alone"
+    )

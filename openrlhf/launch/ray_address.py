@@ -1,0 +1,128 @@
+"""Which cluster a run joins: the one that RAY_ADDRESS or a Ray job names, one that runs on this machine, or none."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+from typing import Literal
+
+from openrlhf.errors import ConfigError
+from openrlhf.monitor import say
+
+SECONDS_TO_REACH = 3.0
+SECONDS_TO_ANSWER = 20.0  # of which Ray's import takes one or two
+NEEDS_TOKEN = 3  # exit code of ASK
+
+# In a process of its own, since Ray waits for 40 seconds where nobody answers, and aborts where a token is missing.
+ASK = f"""
+import sys
+from ray._raylet import GcsClient
+from ray.exceptions import AuthenticationError
+try:
+    GcsClient(address=sys.argv[1])
+except AuthenticationError:
+    sys.exit({NEEDS_TOKEN})
+"""
+
+State = Literal["alive", "needs a token", "dead"]
+
+
+def find_cluster(environ: MutableMapping[str, str]) -> str | None:
+    """The address of the cluster to join; None to start one. A cluster that was named and is not there is an error.
+
+    Where the cluster wants a token and one lies ready, RAY_AUTH_MODE is set; Ray reads it when it is imported.
+    """
+    given = environ.get("RAY_ADDRESS") or ("auto" if "RAY_JOB_CONFIG_JSON_ENV_VAR" in environ else None)
+    if given == "local":
+        return None
+    if given is not None and "://" in given:
+        raise ConfigError(
+            f"RAY_ADDRESS is {given}, an address for submitting jobs or for clients, and a run is neither",
+            try_this="ray job submit -- python -m openrlhf.cli.train_ppo_ray ..., or RAY_ADDRESS=auto on a node",
+        )
+    named = given not in (None, "auto")
+    address = given if named else address_on_this_machine(environ)
+    if address is not None and is_alive(address, environ):
+        return address
+    if given is not None:
+        raise nobody_there(given, address)
+    if address is not None:
+        say(f"Ray at {address} is gone, though {address_file(environ)} still names it")
+    return None
+
+
+def is_alive(address: str, environ: MutableMapping[str, str]) -> bool:
+    state = probe(address, environ)
+    if state == "needs a token" and "RAY_AUTH_MODE" not in environ and has_token(environ):
+        environ["RAY_AUTH_MODE"] = "token"
+        state = probe(address, environ)
+    if state == "needs a token":
+        raise token_error(address)
+    return state == "alive"
+
+
+def address_file(environ: Mapping[str, str]) -> Path:
+    """Where `ray start` notes the cluster of this machine; it stays there when Ray dies."""
+    folder = environ.get("RAY_TMPDIR") or environ.get("TMPDIR") or "/tmp"
+    return Path(folder) / "ray" / "ray_current_cluster"
+
+
+def address_on_this_machine(environ: Mapping[str, str]) -> str | None:
+    try:
+        return address_file(environ).read_text().strip() or None
+    except OSError:
+        return None
+
+
+def probe(address: str, environ: Mapping[str, str]) -> State:
+    """Whether a Ray answers there, within seconds."""
+    if not is_reachable(address):
+        return "dead"
+    if environ.get("RAY_AUTH_MODE", "").lower() == "token" and not has_token(environ):
+        return "needs a token"
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-c", ASK, address], env=environ, capture_output=True, timeout=SECONDS_TO_ANSWER
+        )
+    except subprocess.TimeoutExpired:
+        return "dead"
+    if asked.returncode == NEEDS_TOKEN:
+        return "needs a token"
+    return "alive" if asked.returncode == 0 else "dead"
+
+
+def is_reachable(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(f"RAY_ADDRESS is {address}, but must be host:port, auto or local")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=SECONDS_TO_REACH):
+            return True
+    except OSError:
+        return False
+
+
+def has_token(environ: Mapping[str, str]) -> bool:
+    """True where Ray would find a token: in the environment, in the file it names, or in the home directory."""
+    if environ.get("RAY_AUTH_TOKEN"):
+        return True
+    return Path(environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token").is_file()
+
+
+def token_error(address: str) -> ConfigError:
+    return ConfigError(
+        f"the Ray cluster at {address} wants a token, and the one in this environment is missing or another",
+        try_this="export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=<the file with the cluster's token>, or "
+        "RAY_ADDRESS=local for a Ray of your own",
+    )
+
+
+def nobody_there(given: str, address: str | None) -> ConfigError:
+    where = f"at {address}" if address is not None else "on this machine"
+    return ConfigError(
+        f"RAY_ADDRESS is {given}, but no Ray answers {where}",
+        try_this="ray start --head there, or unset RAY_ADDRESS to start a Ray of your own",
+    )

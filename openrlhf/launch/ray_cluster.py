@@ -1,0 +1,337 @@
+"""Joins or starts Ray, counts what is there, reserves devices and says where each process sits.
+
+Ray only reserves and starts processes: one placement group holds all devices of a run, so that it starts as a whole
+or not at all, and each process is told its devices in its environment. Files with rewards and agents need not travel:
+user code runs in processes beside the controller, on the node of the driver.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openrlhf
+from openrlhf.config.commands import RLConfig
+from openrlhf.errors import BackendError, ConfigError
+from openrlhf.launch import ray_probes
+from openrlhf.launch.ray_address import find_cluster, token_error
+from openrlhf.launch.ray_placement import Node, Plan, explain_shortage, pack
+from openrlhf.monitor import say
+
+PROCESSES_PER_CORE = 4  # how many processes share a core before a run on CPUs makes no sense
+SECONDS_TO_RESERVE = 60.0
+
+
+@dataclass(frozen=True)
+class Device:
+    """One reserved device: a bundle of the placement group, numbered in the order of the plan."""
+
+    bundle: int
+    node: Node
+    visible: str | None  # the device as CUDA_VISIBLE_DEVICES names it; none on a CPU
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where one process sits: `Actor.options(**seat.options).remote(...)`."""
+
+    options: Mapping[str, Any]
+    environment: Mapping[str, str]  # already part of the options
+    address: str  # of its node
+    node: str  # id of its node
+
+
+class Cluster:
+    """The reserved devices of a run, by group and engine. Made by `connect`."""
+
+    def __init__(self, plan: Plan, reserved: Any, devices: Mapping[str, Sequence[Device]], *, unit: str) -> None:
+        self.plan = plan
+        self.reserved = reserved  # the placement group
+        self.devices = devices  # of each group and of each engine that has its own, by rank
+        self.unit = unit  # GPU or CPU
+
+    def seats(self, group: str) -> tuple[Seat, ...]:
+        """The seats of a group by rank, with the address at which its processes meet; each call finds a new port."""
+        devices = self.devices[group]
+        master = {"MASTER_ADDR": devices[0].node.address, "MASTER_PORT": str(self.free_port(devices[0]))}
+        per_node = self.plan.group(group).devices_per_node
+        return tuple(
+            self.seat(
+                (device,),
+                {
+                    **master,
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(len(devices)),
+                    "LOCAL_RANK": "0" if device.visible is not None else str(rank % per_node),
+                    "LOCAL_WORLD_SIZE": str(per_node),
+                },
+            )
+            for rank, device in enumerate(devices)
+        )
+
+    def engine_seat(self, number: int) -> Seat:
+        """The seat of an engine: it sees all its devices, and its process stands on their node."""
+        engine = self.plan.engines[number]
+        if engine.shares is None:
+            return self.seat(self.devices[engine.name])
+        first = number * engine.devices
+        return self.seat(self.devices[engine.shares][first : first + engine.devices])
+
+    def seat(self, devices: Sequence[Device], environment: Mapping[str, str] | None = None) -> Seat:
+        """Options for a process on these devices of one node.
+
+        It asks Ray for nothing: the placement group holds the devices, so the processes that share them need no
+        fractions, and Ray leaves CUDA_VISIBLE_DEVICES of a process that asks for no GPU as we set it.
+        """
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        node = devices[0].node
+        values = {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": str(self.threads(node)), **(environment or {})}
+        if self.unit == "GPU":
+            values["CUDA_VISIBLE_DEVICES"] = ",".join(device.visible or "" for device in devices)
+        strategy = PlacementGroupSchedulingStrategy(
+            placement_group=self.reserved,
+            placement_group_bundle_index=devices[0].bundle,
+            placement_group_capture_child_tasks=False,
+        )
+        options = {
+            "num_cpus": 0,
+            "num_gpus": 0,
+            "scheduling_strategy": strategy,
+            "runtime_env": {"env_vars": values},
+        }
+        return Seat(options, values, node.address, node.id)
+
+    def threads(self, node: Node) -> int:
+        """Threads of a process, so that those of one node together use its cores once."""
+        here = sum(device.node.id == node.id for device in self.all_devices())
+        return max(1, node.cores // here)
+
+    def free_port(self, device: Device) -> int:
+        import ray
+
+        return ray.get(ask(ray_probes.find_free_port, self.reserved, device.bundle).remote())
+
+    def all_devices(self) -> tuple[Device, ...]:
+        return tuple(device for devices in self.devices.values() for device in devices)
+
+
+@contextmanager
+def connect(config: RLConfig, plan: Plan) -> Iterator[Cluster]:
+    """Joins the cluster that is there, or starts one of its own, and holds the devices of the plan while it is open.
+
+    To be called in the main thread: the processes of a Ray of our own end with the thread that started them.
+    """
+    with joined(plan) as private:
+        nodes, unit = count_nodes(private=private)
+        chosen = pack(plan.blocks(), nodes)
+        if chosen is None:
+            raise explain_shortage(plan, nodes, unit, private=private)
+        if unit == "CPU" and not private:
+            say("the cluster has no GPU: each device of this run is one CPU")
+        with reserve(plan, chosen, nodes, unit) as cluster:
+            check_shared_folders(cluster, config)
+            yield cluster
+
+
+@contextmanager
+def joined(plan: Plan) -> Iterator[bool]:
+    """Within it this process is a Ray driver; the value says whether the Ray is our own.
+
+    A Ray that the process already uses is left as it is found.
+    """
+    if is_driver():
+        yield False
+        return
+    address = find_cluster(os.environ)
+    if address is not None:
+        start_driver(address=address)
+        folder = None
+    else:
+        slots = private_slots(plan)
+        folder = private_folder()
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray leaves one in the home directory
+        say("starting a Ray of our own on this machine; it ends with the run")
+        start_driver(address="local", include_dashboard=False, _temp_dir=str(folder), **slots)
+    import ray
+
+    try:
+        yield folder is not None
+    finally:
+        ray.shutdown()
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def is_driver() -> bool:
+    """Whether this process uses a Ray already; asked without importing Ray, which then reads its environment."""
+    if "ray" not in sys.modules:
+        return False
+    import ray
+
+    return ray.is_initialized()
+
+
+def start_driver(**options: Any) -> None:
+    """`ray.init` without its chatter, and with our way of ending on SIGTERM left in place."""
+    import ray
+
+    ending = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(namespace=f"openrlhf-{secrets.token_hex(4)}", logging_level=logging.ERROR, **options)
+    except ray.exceptions.AuthenticationError:
+        raise token_error(str(options["address"])) from None
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"Ray at {options['address']} does not take this process: {' '.join(str(error).split())}",
+            try_this="to start the run on a node of the cluster, with the cluster's versions of Ray and Python",
+        ) from error
+    finally:
+        signal.signal(signal.SIGTERM, ending)
+
+
+def private_slots(plan: Plan) -> dict[str, int]:
+    """How many CPUs and GPUs a Ray of our own says it has; refused here, before ten seconds of starting it."""
+    import torch
+
+    cores, gpus = os.cpu_count() or 1, torch.cuda.device_count()
+    room = gpus or PROCESSES_PER_CORE * cores
+    here = Node("here", "this machine", room, room, cores)
+    if pack(plan.blocks(), [here]) is None:
+        raise explain_shortage(plan, [here], "GPU" if gpus else "CPU slot", private=True)
+    if gpus:
+        return {"num_gpus": gpus}
+    say(f"no GPU here: the run's {plan.devices} devices are processes on {cores} CPU cores")
+    return {"num_cpus": max(cores, plan.devices), "num_gpus": 0}
+
+
+def private_folder() -> Path:
+    """A folder with a short path, since Ray keeps sockets deep below it and a socket's path has at most 107 letters."""
+    return Path(tempfile.mkdtemp(prefix="openrlhf-ray-", dir=os.environ.get("RAY_TMPDIR", "/tmp")))
+
+
+def count_nodes(*, private: bool) -> tuple[list[Node], str]:
+    """The living nodes with their devices, and what a device is: a GPU, or a CPU where the whole cluster has no GPU."""
+    import ray
+    from ray._private.state import available_resources_per_node
+
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    unit = "GPU" if any(node["Resources"].get("GPU", 0) >= 1 for node in alive) else "CPU"
+    free = available_resources_per_node()
+    counted = []
+    for node in alive:
+        total, left = node["Resources"], free.get(node["NodeID"], {})
+        cores = (os.cpu_count() or 1) if private else int(total.get("CPU", 1))
+        devices, room = int(total.get(unit, 0)), int(left.get(unit, 0))
+        counted.append(Node(node["NodeID"], node["NodeManagerAddress"], devices, room, cores))
+    return counted, unit
+
+
+@contextmanager
+def reserve(plan: Plan, chosen: Sequence[str], nodes: Sequence[Node], unit: str) -> Iterator[Cluster]:
+    """Holds one bundle per device, each on the node that was chosen for its block."""
+    from ray.util import placement_group, remove_placement_group
+
+    blocks, by_id = plan.blocks(), {node.id: node for node in nodes}
+    places = [(block.owner, name) for block, name in zip(blocks, chosen, strict=True) for _ in range(block.devices)]
+    reserved = placement_group(
+        [{unit: 1}] * len(places),
+        strategy="PACK",
+        bundle_label_selector=[{"ray.io/node-id": name} for _, name in places],
+    )
+    try:
+        if not reserved.wait(SECONDS_TO_RESERVE):
+            raise BackendError(
+                f"Ray did not give the run its {len(places)} {unit}s ({plan.describe()}) within "
+                f"{SECONDS_TO_RESERVE:.0f} seconds, though they were free: another job may have taken them",
+                try_this="ray status, and then again",
+            )
+        visible = visible_devices(reserved, len(places)) if unit == "GPU" else [None] * len(places)
+        devices: dict[str, list[Device]] = {}
+        for bundle, (owner, name) in enumerate(places):
+            devices.setdefault(owner, []).append(Device(bundle, by_id[name], visible[bundle]))
+        yield Cluster(plan, reserved, {owner: by_number(found) for owner, found in devices.items()}, unit=unit)
+    finally:
+        remove_placement_group(reserved)
+
+
+def by_number(devices: Sequence[Device]) -> list[Device]:
+    """A group's devices with neighbours on a node in the order of their numbers."""
+    order = list(dict.fromkeys(device.node.id for device in devices))
+    return sorted(devices, key=lambda device: (order.index(device.node.id), natural(device.visible)))
+
+
+def natural(visible: str | None) -> tuple[int, str]:
+    """Order of device names: numbers by value, UUIDs by letters."""
+    return (int(visible), "") if visible is not None and visible.isdecimal() else (0, visible or "")
+
+
+def visible_devices(reserved: Any, count: int) -> list[str]:
+    """Which GPU stands behind each bundle: only a process within it can tell."""
+    import ray
+
+    asked = [ask(ray_probes.own_device, reserved, bundle, num_gpus=1) for bundle in range(count)]
+    return ray.get([task.remote() for task in asked])
+
+
+def ask(question: Callable[..., Any], reserved: Any, bundle: int, *, num_gpus: int = 0) -> Any:
+    """A function of ray_probes as a task on the node of a bundle. It travels by value and needs no package there."""
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    ray.cloudpickle.register_pickle_by_value(ray_probes)
+    strategy = PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=bundle)
+    return ray.remote(question).options(num_cpus=0, num_gpus=num_gpus, scheduling_strategy=strategy)
+
+
+def check_shared_folders(cluster: Cluster, config: RLConfig) -> None:
+    """Every node must see the folders of checkpoints and results: a file written here is looked for there."""
+    import ray
+
+    here = ray.get_runtime_context().get_node_id()
+    others = {device.node.id: device for device in cluster.all_devices() if device.node.id != here}
+    if not others:
+        return
+    folders = {"--ckpt_path": config.checkpoints.ckpt_path, "--save_path": config.checkpoints.save_path}
+    token = f".openrlhf-{secrets.token_hex(8)}"
+    files = {flag: nearest_folder(Path(folder)) / token for flag, folder in folders.items()}
+    try:
+        for file in files.values():
+            file.touch()
+        for device in others.values():
+            unseen = ray.get(ask(ray_probes.unseen, cluster.reserved, device.bundle).remote(list(files.values())))
+            for flag in (flag for flag, file in files.items() if file in unseen):
+                raise ConfigError(
+                    f"{flag} {folders[flag]} is not one folder for all nodes: {device.node.address} does not see what "
+                    "this node writes there, and workers of all nodes write one checkpoint",
+                    try_this=f"{flag} on a file system that the nodes share",
+                )
+    finally:
+        for file in files.values():
+            file.unlink(missing_ok=True)
+
+
+def nearest_folder(folder: Path) -> Path:
+    """The folder itself, or the nearest one above that exists."""
+    found = folder.absolute()
+    while not found.is_dir():
+        found = found.parent
+    return found
+
+
+def python_path() -> str:
+    """Where workers find this package when it runs from a checkout, before what the environment says."""
+    here = Path(openrlhf.__file__).parents[1]
+    checkout = [] if here.name in ("site-packages", "dist-packages") else [str(here)]
+    given = os.environ.get("PYTHONPATH")
+    return os.pathsep.join([*checkout, given] if given else checkout)

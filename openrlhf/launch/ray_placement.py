@@ -1,0 +1,187 @@
+"""Who sits where on a cluster: worker groups, engines, and the nodes that have room for them. Knows no Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from openrlhf.config.commands import RLConfig
+from openrlhf.config.runtime import num_devices, uses_critic, uses_reference
+from openrlhf.config.sections.cluster import ROLES, Role
+from openrlhf.errors import ConfigError
+
+NAMES: Mapping[Role, str] = {"actor": "policy", "ref": "reference", "critic": "critic", "reward": "reward"}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Processes that share one torch world: one process per device, each holding all `roles`."""
+
+    name: str
+    roles: tuple[Role, ...]
+    nodes: int
+    devices_per_node: int
+    rewards: tuple[int, ...] = ()  # which reward models, by their place in --reward_pretrain
+
+    @property
+    def size(self) -> int:
+        return self.nodes * self.devices_per_node
+
+
+@dataclass(frozen=True)
+class EngineSeat:
+    """One engine: on `devices` of its own, or on those of the ranks [number * devices, (number + 1) * devices)."""
+
+    number: int
+    devices: int
+    shares: str | None  # name of the group whose devices these are
+
+    @property
+    def name(self) -> str:
+        return f"engine-{self.number}"
+
+
+@dataclass(frozen=True)
+class Block:
+    """Devices that must lie on one node. Blocks of one owner lie on different nodes."""
+
+    owner: str
+    devices: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All groups and engines of a run."""
+
+    groups: tuple[Group, ...]
+    engines: tuple[EngineSeat, ...]
+    engine: Literal["vllm", "transformers"]
+
+    def group(self, name: str) -> Group:
+        return next(group for group in self.groups if group.name == name)
+
+    def holding(self, role: Role, reward: int = 0) -> Group | None:
+        """The group whose workers hold a role's model; for rewards, the model of this number."""
+        found = (group for group in self.groups if role in group.roles)
+        return next((group for group in found if role != "reward" or reward in group.rewards), None)
+
+    def blocks(self) -> tuple[Block, ...]:
+        """Every device of the run once, in the order of its bundles: groups by rank, then engines of their own."""
+        of_groups = [Block(group.name, group.devices_per_node) for group in self.groups for _ in range(group.nodes)]
+        own = [Block(engine.name, engine.devices) for engine in self.engines if engine.shares is None]
+        return (*of_groups, *own)
+
+    @property
+    def devices(self) -> int:
+        return sum(block.devices for block in self.blocks())
+
+    def describe(self) -> str:
+        """What is asked for, as it stands in messages: `policy 1 x 8, engines 2 x 4`."""
+        parts = [f"{group.name} {group.nodes} x {group.devices_per_node}" for group in self.groups]
+        own = [engine for engine in self.engines if engine.shares is None]
+        if own:
+            parts.append(f"engines {len(own)} x {own[0].devices}")
+        return ", ".join(parts)
+
+
+def plan(config: RLConfig) -> Plan:
+    groups = plan_groups(config)
+    policy = next(group for group in groups if "actor" in group.roles)
+    if config.engines.vllm_num_engines:
+        return Plan(groups, plan_vllm(config, policy), "vllm")
+    beside = tuple(EngineSeat(rank, 1, policy.name) for rank in range(policy.size))
+    return Plan(groups, beside, "transformers")
+
+
+def plan_groups(config: RLConfig) -> tuple[Group, ...]:
+    """One group per set of roles that share processes; those of one set ask for equal devices (a rule of config)."""
+    placement = config.placement
+    rewards = tuple(range(len(config.rewards.reward_models))) if scored_by_models(config) else ()
+    runs: dict[Role, bool] = {
+        "actor": True,
+        "ref": uses_reference(config),
+        "critic": uses_critic(config),
+        "reward": bool(rewards),
+    }
+    used = [role for role in ROLES if runs[role]]
+    if placement.colocate_all_models:
+        return (make_group(config, tuple(used), rewards, "models"),)
+    together: list[tuple[Role, ...]] = []
+    if placement.colocate_actor_ref and "ref" in used:
+        together.append(("actor", "ref"))
+    if placement.colocate_critic_reward and "critic" in used and rewards:
+        together.append(("critic", "reward"))
+    alone: list[tuple[Role, ...]] = [(role,) for role in used if not any(role in roles for roles in together)]
+    groups: list[Group] = []
+    for roles in sorted((*together, *alone), key=lambda roles: used.index(roles[0])):
+        if roles == ("reward",) and len(rewards) > 1:
+            groups += [make_group(config, roles, (number,), f"reward-{number}") for number in rewards]
+        else:
+            groups.append(make_group(config, roles, rewards, "+".join(NAMES[role] for role in roles)))
+    return tuple(groups)
+
+
+def make_group(config: RLConfig, roles: tuple[Role, ...], rewards: tuple[int, ...], name: str) -> Group:
+    nodes = config.placement.num_nodes(roles[0])
+    per_node = num_devices(config, roles[0]) // nodes
+    return Group(name, roles, nodes, per_node, rewards if "reward" in roles else ())
+
+
+def scored_by_models(config: RLConfig) -> bool:
+    rewards = config.rewards
+    return bool(rewards.reward_models) and not (rewards.remote_rm_url or rewards.agent_func_path)
+
+
+def plan_vllm(config: RLConfig, policy: Group) -> tuple[EngineSeat, ...]:
+    """Engines on the models' devices in a hybrid run; an asynchronous one trains and generates at once, so apart."""
+    count, size = config.engines.vllm_num_engines or 0, config.engines.vllm_tensor_parallel_size
+    hybrid = config.placement.colocate_all_models and not config.asynchrony.async_train
+    return tuple(EngineSeat(number, size, policy.name if hybrid else None) for number in range(count))
+
+
+@dataclass(frozen=True)
+class Node:
+    """A machine of the cluster, counted in devices: GPUs, or CPU cores where the cluster has no GPU."""
+
+    id: str
+    address: str
+    devices: int
+    free: int
+    cores: int
+
+
+def pack(blocks: Sequence[Block], nodes: Sequence[Node]) -> tuple[str, ...] | None:
+    """The id of a node for each block, or None where they do not fit.
+
+    Large blocks choose first, each the fullest node that still has room, so that whole nodes stay whole.
+    """
+    free = {node.id: node.free for node in nodes}
+    chosen: dict[int, str] = {}
+    for index in sorted(range(len(blocks)), key=lambda index: -blocks[index].devices):
+        block = blocks[index]
+        taken = {chosen[other] for other in chosen if blocks[other].owner == block.owner}
+        fitting = [name for name, room in free.items() if room >= block.devices and name not in taken]
+        if not fitting:
+            return None
+        chosen[index] = min(fitting, key=lambda name: free[name])
+        free[chosen[index]] -= block.devices
+    return tuple(chosen[index] for index in range(len(blocks)))
+
+
+def explain_shortage(asked: Plan, nodes: Sequence[Node], unit: str, *, private: bool) -> ConfigError:
+    """Why a plan does not fit: what is asked for, what is there, what to change."""
+    free, total = sum(node.free for node in nodes), sum(node.devices for node in nodes)
+    there = ", ".join(f"{node.address} has {node.free} of {node.devices} free" for node in nodes) or "no node is alive"
+    message = f"the run asks for {asked.devices} {unit}s ({asked.describe()}), but {there}"
+    widest = max(group.nodes for group in asked.groups)
+    if widest > len(nodes):
+        message += f"; {widest} nodes are asked for, and there are {len(nodes)}"
+    elif free >= asked.devices:
+        message += "; the devices of a group's node, and those of an engine, must lie on one node"
+    if widest > len(nodes) and private:
+        return ConfigError(message, try_this="ray start on every node first (docs/cluster.md), or fewer --*_num_nodes")
+    if total >= asked.devices > free:
+        return ConfigError(message, try_this="ray status, to see who holds the others, or fewer --*_num_gpus_per_node")
+    shared = "" if len(asked.blocks()) == 1 else "--colocate_all_models, or "
+    return ConfigError(message, try_this=f"{shared}fewer --*_num_nodes, --*_num_gpus_per_node and --vllm_num_engines")

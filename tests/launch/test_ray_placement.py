@@ -1,0 +1,149 @@
+"""Who sits where, from flags alone: groups, engines, blocks of devices, and nodes with room for them."""
+
+import shlex
+
+import pytest
+
+from openrlhf.config.commands import RLConfig
+from openrlhf.config.parser import parse
+from openrlhf.launch.ray_placement import Block, EngineSeat, Group, Node, explain_shortage, pack, plan
+
+BASE = "--pretrain ./model --prompt_data ./data.jsonl --runtime ray"
+REWARD_MODEL = "--reward_pretrain ./reward"
+FUNCTION = "--remote_rm_url ./reward.py"
+
+
+def planned(flags):
+    return plan(parse(RLConfig, shlex.split(f"{BASE} {flags}"), environ={}))
+
+
+def names(flags):
+    return [group.name for group in planned(flags).groups]
+
+
+def nodes(*free, total=8):
+    return [Node(f"n{number}", f"10.0.0.{number}", total, room, 64) for number, room in enumerate(free)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (REWARD_MODEL, ["policy", "reference", "critic", "reward"]),
+        (FUNCTION, ["policy", "reference", "critic"]),
+        (f"{REWARD_MODEL} {FUNCTION}", ["policy", "reference", "critic"]),  # the reward model is the critic's start
+        (f"{FUNCTION} --advantage_estimator reinforce", ["policy", "reference"]),
+        (f"{FUNCTION} --advantage_estimator reinforce --init_kl_coef 0", ["policy"]),
+        (f"{FUNCTION} --colocate_actor_ref --init_kl_coef 0", ["policy", "critic"]),
+        (f"{REWARD_MODEL} --colocate_actor_ref", ["policy+reference", "critic", "reward"]),
+        (f"{REWARD_MODEL} --colocate_critic_reward", ["policy", "reference", "critic+reward"]),
+        (f"{REWARD_MODEL} --colocate_actor_ref --colocate_critic_reward", ["policy+reference", "critic+reward"]),
+        (f"{REWARD_MODEL},./other", ["policy", "reference", "critic", "reward-0", "reward-1"]),
+        (f"{REWARD_MODEL},./other --colocate_critic_reward", ["policy", "reference", "critic+reward"]),
+        (f"{REWARD_MODEL} --colocate_all_models", ["models"]),
+    ],
+)
+def test_each_set_of_roles_that_shares_processes_is_a_group(flags, expected):
+    assert names(flags) == expected
+
+
+def test_all_models_together_are_one_process_per_device_of_the_policy():
+    (models,) = planned(f"{REWARD_MODEL},./b --colocate_all_models --actor_num_gpus_per_node 4").groups
+    assert models == Group("models", ("actor", "ref", "critic", "reward"), 1, 4, rewards=(0, 1))
+
+
+def test_each_role_has_its_own_count_and_eight_where_none_is_given():
+    found = planned(f"{REWARD_MODEL} --actor_num_nodes 2 --actor_num_gpus_per_node 4 --reward_num_gpus_per_node 1")
+    assert {group.name: (group.nodes, group.devices_per_node) for group in found.groups} == {
+        "policy": (2, 4),
+        "reference": (1, 8),
+        "critic": (1, 8),
+        "reward": (1, 1),
+    }
+    assert found.group("policy").size == 8
+
+
+def test_a_role_is_found_in_the_group_that_holds_it():
+    found = planned(f"{REWARD_MODEL},./b --colocate_actor_ref")
+    assert found.holding("ref") == found.group("policy+reference")
+    assert found.holding("reward", 1) == found.group("reward-1")
+    assert planned(f"{FUNCTION}").holding("reward") is None
+
+
+def test_hybrid_engines_sit_on_the_devices_of_the_models():
+    found = planned(f"{FUNCTION} --colocate_all_models --vllm_num_engines 4 --vllm_tensor_parallel_size 2")
+    assert found.engine == "vllm"
+    assert found.engines == tuple(EngineSeat(number, 2, "models") for number in range(4))
+    assert found.blocks() == (Block("models", 8),)
+
+
+@pytest.mark.parametrize("flags", ["", "--colocate_all_models --async_train"])
+def test_other_engines_have_devices_of_their_own(flags):
+    found = planned(f"{FUNCTION} {flags} --vllm_num_engines 2 --vllm_tensor_parallel_size 4")
+    assert [engine.shares for engine in found.engines] == [None, None]
+    assert found.blocks()[-2:] == (Block("engine-0", 4), Block("engine-1", 4))
+
+
+def test_without_vllm_a_transformers_engine_sits_beside_each_process_of_the_policy():
+    found = planned(f"{FUNCTION} --actor_num_gpus_per_node 2 --colocate_actor_ref --ref_num_gpus_per_node 2")
+    assert found.engine == "transformers"
+    assert found.engines == (EngineSeat(0, 1, "policy+reference"), EngineSeat(1, 1, "policy+reference"))
+
+
+def test_a_block_is_what_one_node_must_hold():
+    flags = "--advantage_estimator reinforce --actor_num_nodes 2 --actor_num_gpus_per_node 4 --ref_num_gpus_per_node 2"
+    found = planned(f"{FUNCTION} {flags} --vllm_num_engines 1")
+    assert found.blocks() == (
+        Block("policy", 4),
+        Block("policy", 4),
+        Block("reference", 2),
+        Block("engine-0", 1),
+    )
+    assert found.devices == 11
+    assert found.describe() == "policy 2 x 4, reference 1 x 2, engines 1 x 1"
+
+
+def test_blocks_fill_the_fullest_node_that_has_room():
+    blocks = [Block("a", 2), Block("b", 8), Block("c", 4)]
+    assert pack(blocks, nodes(8, 6)) == ("n1", "n0", "n1")
+
+
+def test_the_nodes_of_a_group_are_different_nodes():
+    blocks = [Block("a", 4), Block("a", 4)]
+    assert pack(blocks, nodes(8)) is None
+    assert set(pack(blocks, nodes(8, 8)) or ()) == {"n0", "n1"}
+
+
+def test_a_block_is_never_split():
+    assert pack([Block("engine-0", 4)], nodes(3, 3)) is None
+
+
+def shortage(flags, found, *, private=False):
+    return str(
+        explain_shortage(planned(f"{FUNCTION} --advantage_estimator reinforce {flags}"), found, "GPU", private=private)
+    )
+
+
+def test_too_few_devices_are_explained_with_what_is_asked_and_there():
+    message = shortage("--vllm_num_engines 2", nodes(8))
+    assert "asks for 18 GPUs (policy 1 x 8, reference 1 x 8, engines 2 x 1)" in message
+    assert "10.0.0.0 has 8 of 8 free" in message
+    assert "Try: --colocate_all_models, or fewer --*_num_nodes" in message
+
+
+def test_devices_that_others_hold_are_told_from_devices_that_do_not_exist():
+    assert "ray status" in shortage("--init_kl_coef 0", nodes(3))
+    assert "ray status" not in shortage("--init_kl_coef 0", nodes(3, total=4))
+
+
+def test_devices_on_the_wrong_nodes_are_explained():
+    assert "must lie on one node" in shortage("--init_kl_coef 0", nodes(4, 4))
+
+
+def test_too_few_nodes_are_explained_and_a_ray_of_our_own_has_one():
+    flags = "--init_kl_coef 0 --actor_num_nodes 2 --actor_num_gpus_per_node 1"
+    assert "2 nodes are asked for, and there are 1" in shortage(flags, nodes(8))
+    assert "ray start on every node" in shortage(flags, nodes(8), private=True)
+
+
+def test_a_cluster_without_nodes_is_said():
+    assert "no node is alive" in shortage("", [])
