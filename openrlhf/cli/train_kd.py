@@ -8,11 +8,12 @@ from openrlhf.cli.entry import command, start
 @command
 def main(argv: Sequence[str]) -> None:
     config = start("train_kd", argv)
-    if config.run.dry_run:
-        return
-    from openrlhf.launch import supervised  # torch and transformers are imported only past this line
+    from openrlhf.launch import supervised, trial  # torch and transformers are imported only past this line
 
-    supervised.run(config)
+    if config.run.dry_run:
+        trial.dry_run(config)
+    else:
+        supervised.run(config)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,12 @@ from openrlhf.cli.entry import command, start
 @command
 def main(argv: Sequence[str]) -> None:
     config = start("train_ppo", argv)
-    if config.run.dry_run:
-        return
-    from openrlhf.launch import rl  # torch and transformers are imported only past this line
+    from openrlhf.launch import rl, trial  # torch and transformers are imported only past this line
 
-    rl.run(config)
+    if config.run.dry_run:
+        trial.dry_run(config)
+    else:
+        rl.run(config)
 
 
 if __name__ == "__main__":

@@ -77,7 +77,6 @@ RL: Rules = (
     rl.overlong_buffer_fits_the_response,
     rl.reward_clip_is_an_interval,
     rl.evaluation_has_a_rhythm,
-    rl.episodes_run_side_by_side,
     rl.inert_flags_say_so,
     placement.local_runtime_is_one_device,
     placement.sleep_needs_colocation,

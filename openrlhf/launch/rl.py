@@ -6,14 +6,15 @@ import asyncio
 import copy
 import shutil
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from openrlhf.agents.build import build_executor
+from openrlhf.agents.executor import GroupExecutor
 from openrlhf.algo.kl import AdaptiveKL, FixedKL, kl_controller
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.runtime import resolve_runtime
@@ -26,6 +27,7 @@ from openrlhf.launch.local_workers import LocalSync, LocalWorkers
 from openrlhf.launch.record import shown_flags
 from openrlhf.launch.rl_settings import make_settings, num_rollouts
 from openrlhf.launch.run_files import explain_stop, find_checkpoint, make_monitor, run_folder
+from openrlhf.launch.trial import tried_executor
 from openrlhf.models.load import load_tokenizer
 from openrlhf.monitor import say
 from openrlhf.rl.controller import Controller, Parts, State
@@ -36,6 +38,7 @@ from openrlhf.training import checkpoint
 from openrlhf.training.fit import Interrupted
 from openrlhf.training.interrupt import Interrupt
 from openrlhf.training.rng import load_rng, save_rng
+from openrlhf.types import Prompt
 
 QUEUE_FILE = "queue.jsonl"
 
@@ -65,17 +68,27 @@ def run(config: RLConfig) -> RLResult:
     order = PromptOrder(prompts, config.rollout.num_episodes, config.batches.seed)
     if len(prompts) < config.rollout.rollout_batch_size:
         say(f"{len(prompts)} prompts are fewer than --rollout_batch_size: a rollout takes what there is")
+    executor = tried_executor(config, tokenizer, prompts)
+    try:
+        return run_with(executor, config, tokenizer, device, order, eval_prompts)
+    finally:
+        asyncio.run(executor.close())
+
+
+def run_with(
+    executor: GroupExecutor,
+    config: RLConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+    order: PromptOrder,
+    eval_prompts: Sequence[Prompt],
+) -> RLResult:
+    """The run from here on: models load now, after all that could be refused without them."""
     workers = build_workers(config, tokenizer, device, num_rollouts(config, order))
     engine, sync = make_engine(config, workers, tokenizer)
     resume_from = find_checkpoint(config)
     state = load_state(resume_from, first_kl(config))
     settings = make_settings(config, Layout(config.batches.packing_samples, tokenizer.pad_token_id))
-    executor = build_executor(
-        config.rewards,
-        tokenizer,
-        context_length=config.rollout.context_length,
-        trust_remote_code=config.model.trust_remote_code,
-    )
     live = Generated(order, engine, executor, workers, settings.rollout)
     parts = Parts(
         source=Replay(Path(config.rollout.replay).expanduser()) if config.rollout.replay else live,

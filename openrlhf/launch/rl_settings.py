@@ -78,6 +78,7 @@ def rollout_settings(config: RLConfig) -> RolloutSettings:
         context_length=rollout.context_length,
         seed=config.batches.seed,
         keep_between=rollout.dynamic_filtering_reward_range if rollout.dynamic_filtering else None,
+        most_episodes=config.rewards.max_concurrent_episodes,
     )
 
 

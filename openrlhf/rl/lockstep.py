@@ -1,11 +1,13 @@
 """Episodes side by side, in step: whenever every living one waits for the engine, their requests go to it in one batch.
 
 Bulk admission is what engines are fast at, and the batches depend on nothing but the episodes: a run repeats exactly.
+That holds under a limit too: who may begin before the next turn depends on how many have ended, never on who was first.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,14 +27,35 @@ class Waiting:
 class Turnstile:
     """Lets requests through when nobody is left who could still add one."""
 
-    def __init__(self, engine: Engine, sessions: int) -> None:
+    def __init__(self, engine: Engine, limit: int | None = None) -> None:
         self.engine = engine
-        self.alive = sessions
+        self.limit = limit
+        self.alive = 0
+        self.begun = 0
+        self.line: deque[tuple[int, asyncio.Future[list[Session]]]] = deque()  # groups that wait to begin
         self.waiting: list[Waiting] = []
         self.turns: set[asyncio.Future[list[Completion]]] = set()  # kept, or they might be collected
 
-    def sessions(self) -> list[Session]:
-        return [Session(self, number) for number in range(self.alive)]
+    def line_up(self, size: int) -> asyncio.Future[list[Session]]:
+        """Sessions of a group, as soon as the limit has room for all of them, or nobody else is left.
+
+        A group that finds room counts as alive at once: no turn is made before it has asked.
+        """
+        door: asyncio.Future[list[Session]] = asyncio.get_running_loop().create_future()
+        self.line.append((size, door))
+        self._admit()
+        return door
+
+    def _admit(self) -> None:
+        while self.line and self._has_room(self.line[0][0]):
+            size, door = self.line.popleft()
+            if not door.done():  # else it was called off
+                door.set_result([Session(self, number) for number in range(self.begun, self.begun + size)])
+                self.begun += size
+                self.alive += size
+
+    def _has_room(self, size: int) -> bool:
+        return self.limit is None or self.alive == 0 or self.alive + size <= self.limit
 
     async def ask(self, number: int, request: Request) -> Completion:
         entry = Waiting(number, request, asyncio.get_running_loop().create_future())
@@ -42,6 +65,7 @@ class Turnstile:
 
     def leave(self) -> None:
         self.alive -= 1
+        self._admit()
         self.turn_if_ready()
 
     def turn_if_ready(self) -> None:

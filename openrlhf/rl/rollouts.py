@@ -13,7 +13,7 @@ import torch
 from openrlhf.agents.executor import GroupExecutor, GroupResult
 from openrlhf.algo.shaping import group_is_kept
 from openrlhf.rl.experience import with_model_rewards
-from openrlhf.rl.lockstep import Turnstile
+from openrlhf.rl.lockstep import Session, Turnstile
 from openrlhf.rl.workers import Workers
 from openrlhf.rollout.engine import Engine
 from openrlhf.training.order import permutation
@@ -50,6 +50,7 @@ class RolloutSettings:
     context_length: int
     seed: int
     keep_between: tuple[float, float] | None = None  # dynamic filtering
+    most_episodes: int | None = None  # at a time
 
 
 @dataclass(frozen=True)
@@ -122,13 +123,14 @@ async def roll_out(
 async def run_groups(
     prompts: Sequence[Prompt], engine: Engine, executor: GroupExecutor, settings: RolloutSettings
 ) -> list[GroupResult]:
-    """All samples of all prompts at once, in lockstep."""
-    n = settings.samples_per_prompt
-    sessions = Turnstile(engine, len(prompts) * n).sessions()
-    jobs = [
-        executor.run_group(prompt, sampling(prompt, settings), sessions[number * n : (number + 1) * n])
-        for number, prompt in enumerate(prompts)
-    ]
+    """The samples of all prompts side by side, in lockstep; past a limit, groups begin in order as others end."""
+    turnstile = Turnstile(engine, settings.most_episodes)
+    doors = [turnstile.line_up(settings.samples_per_prompt) for _ in prompts]
+
+    async def run(prompt: Prompt, door: asyncio.Future[list[Session]]) -> GroupResult:
+        return await executor.run_group(prompt, sampling(prompt, settings), await door)
+
+    jobs = map(run, prompts, doors)
     tasks = [asyncio.ensure_future(job) for job in jobs]
     try:
         return await asyncio.gather(*tasks)

@@ -307,7 +307,6 @@ SAID = [  # rule, command, what is added, what the line must hold
     ("kl_estimator_suits_its_place", "train_ppo", "--use_kl_loss", "--use_kl_loss with --kl_estimator k1"),
     ("kl_estimator_suits_its_place", "train_ppo", "--kl_estimator k3", "--kl_estimator k3|--use_kl_loss"),
     ("gspo_clips_narrowly", "train_ppo", "--policy_loss_type gspo", "--eps_clip_low_high 3e-4 4e-4"),
-    ("episodes_run_side_by_side", "train_ppo", "--max_concurrent_episodes 4", "--max_concurrent_episodes|together"),
     ("evaluation_has_a_rhythm", "train_ppo", "--eval_dataset ./data.jsonl", "--eval_dataset|--eval_steps is -1"),
     ("inert_flags_say_so", "train_ppo", "--perf", "without effect: --perf"),
     (

@@ -212,6 +212,7 @@ VARIANTS = {
     "truncated sampling": {"top_p": 0.9, "top_k": 40, "min_p": 0.01},
     "stop": {"stop": ["a", "b"]},
     "experts": {"aux_loss_coef": 0.01},
+    "few episodes at a time": {"max_concurrent_episodes": 6},
     "muon": {"optim": "muon"},
     "averaged adapters": {"lora_rank": 4, "enable_ema": True},
     "adapters of policy and critic": {"lora_rank": 4, "advantage_estimator": "gae", "save_value_network": True},

@@ -1,6 +1,7 @@
 """Requests go to the engine together, in an order that depends on nothing but the episodes."""
 
 import asyncio
+import random
 
 import pytest
 from hand import EchoEngine
@@ -24,7 +25,7 @@ def test_turns_advance_together_whoever_comes_first(order):
     engine, turns = EchoEngine(), (3, 1, 2)
 
     async def main():
-        sessions = Turnstile(engine, 3).sessions()
+        sessions = await Turnstile(engine).line_up(3)
         tasks = {number: asyncio.create_task(episode(sessions[number], number, turns[number])) for number in order}
         return [await tasks[number] for number in range(3)]
 
@@ -36,7 +37,7 @@ def test_who_leaves_without_asking_holds_nobody_up():
     engine = EchoEngine()
 
     async def main():
-        first, second = Turnstile(engine, 2).sessions()
+        first, second = await Turnstile(engine).line_up(2)
         asks = asyncio.create_task(episode(first, 0, 1))
         await asyncio.sleep(0)
         assert engine.batches == []
@@ -55,7 +56,7 @@ def test_a_failing_engine_is_heard_by_everyone():
             raise RuntimeError("no memory")
 
     async def main():
-        sessions = Turnstile(Broken(), 2).sessions()
+        sessions = await Turnstile(Broken()).line_up(2)
         return await asyncio.gather(
             *(episode(session, number, 1) for number, session in enumerate(sessions)), return_exceptions=True
         )
@@ -65,9 +66,73 @@ def test_a_failing_engine_is_heard_by_everyone():
 
 def test_an_episode_that_ended_cannot_ask():
     async def main():
-        (session,) = Turnstile(EchoEngine(), 1).sessions()
+        (session,) = await Turnstile(EchoEngine()).line_up(1)
         session.close()
         await session.generate(request(1))
 
     with pytest.raises(AssertionError, match="an episode that has ended asked for more tokens"):
         asyncio.run(main())
+
+
+def limited(limit, turns, order=None):
+    """The engine's batches when groups of these turns per sample run under a limit; `order`: who runs first."""
+    engine = EchoEngine()
+
+    async def group(door, lengths):
+        sessions = await door
+        runs = (episode(session, session.number, turns) for session, turns in zip(sessions, lengths, strict=True))
+        await asyncio.gather(*runs)
+
+    async def main():
+        turnstile = Turnstile(engine, limit)
+        doors = [turnstile.line_up(len(lengths)) for lengths in turns]
+        places = order or range(len(turns))
+        tasks = [asyncio.create_task(group(doors[place], turns[place])) for place in places]
+        await asyncio.gather(*tasks)
+        assert turnstile.alive == 0
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+    return [[ids[0] for ids in batch] for batch in engine.batches]
+
+
+def test_a_limit_bounds_who_runs_and_the_next_group_begins_when_there_is_room():
+    assert limited(2, [(2,), (1,), (1,), (3,)]) == [[0, 1], [0, 2], [3], [3], [3]]
+    assert limited(4, [(1, 3), (1, 1), (1, 1)]) == [[0, 1, 2, 3], [1, 4, 5], [1]]
+    assert limited(3, [(2, 2), (1, 1)]) == [[0, 1], [0, 1], [2, 3]]  # two and two are more than three
+
+
+def test_a_limit_smaller_than_a_group_runs_one_group_at_a_time():
+    assert limited(1, [(1, 2), (1, 1)]) == [[0, 1], [1], [2, 3]]
+
+
+def test_episodes_that_ask_for_nothing_make_room_too():
+    assert limited(2, [(0, 0), (0, 0), (1, 0), (0, 1)]) == [[4], [7]]
+    assert limited(2, [(0,), (0,), (0,)]) == []
+
+
+@pytest.mark.parametrize("limit", [1, 3, 4, 7, None])
+def test_who_runs_first_changes_no_batch(limit):
+    turns = [(1, 2), (3, 0), (0, 0), (2, 2), (1, 4), (0, 1)]
+    expected = limited(limit, turns)
+    assert sorted(number for batch in expected for number in batch) == sorted(
+        number for number, count in enumerate(count for group in turns for count in group) for _ in range(count)
+    )
+    assert all(len(batch) <= max(limit or 12, 2) for batch in expected)
+    for seed in range(10):
+        order = list(range(len(turns)))
+        random.Random(seed).shuffle(order)
+        assert limited(limit, turns, order) == expected
+
+
+def test_a_group_that_was_called_off_takes_no_room():
+    engine = EchoEngine()
+
+    async def main():
+        turnstile = Turnstile(engine, 1)
+        first, second, third = (turnstile.line_up(1) for _ in range(3))
+        second.cancel()
+        await episode((await first)[0], 0, 1)
+        await episode((await third)[0], 2, 1)
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+    assert engine.batches == [[(0, 0)], [(2, 0)]]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hand import EchoEngine, NoModels, OneTurn, Turns, prompts
 
+from openrlhf.errors import RolloutError
 from openrlhf.rl.rollouts import PromptOrder, RolloutSettings, roll_out, run_groups, sampling
 from openrlhf.types import SamplingParams
 
@@ -107,3 +108,23 @@ def test_all_samples_of_all_prompts_take_their_turns_together():
     executor = Turns(lambda prompt, sample: prompt.index)
     asyncio.run(run_groups(prompts(3), engine, executor, replace(SETTINGS, samples_per_prompt=1)))
     assert engine.batches == [[(1, 0, 0), (2, 0, 0)], [(2, 0, 1)]]
+
+
+def test_a_limit_runs_groups_one_after_the_other_with_the_same_result():
+    engine = EchoEngine()
+    executor = Turns(lambda prompt, sample: 1)
+    settings = replace(SETTINGS, samples_per_prompt=1, most_episodes=2)
+    asyncio.run(run_groups(prompts(5), engine, executor, settings))
+    assert engine.batches == [[(0, 0, 0), (1, 0, 0)], [(2, 0, 0), (3, 0, 0)], [(4, 0, 0)]]
+    _, free = rolled()
+    _, bounded = rolled(settings=replace(SETTINGS, most_episodes=2))
+    assert free == bounded
+
+
+def test_a_failing_group_calls_off_those_that_wait():
+    class Failing:
+        async def run_group(self, prompt, params, sessions):
+            raise RolloutError(f"prompt {prompt.index}")
+
+    with pytest.raises(RolloutError, match="prompt 0"):
+        asyncio.run(run_groups(prompts(5), EchoEngine(), Failing(), replace(SETTINGS, most_episodes=1)))

@@ -247,12 +247,6 @@ def evaluation_has_a_rhythm(config: RLConfig) -> str | None:
     return None
 
 
-def episodes_run_side_by_side(config: RLConfig) -> str | None:
-    if config.rewards.max_concurrent_episodes is not None:
-        return "--max_concurrent_episodes is not used in one process: all episodes of a rollout advance together"
-    return None
-
-
 def inert_flags_say_so(config: RLConfig) -> str | None:
     given = [
         name

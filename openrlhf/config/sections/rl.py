@@ -111,7 +111,11 @@ class Rewards:
         "stop", "what a failing reward does to the run; skip drops the sample"
     )
     max_turns: int | None = flag(None, "turns after which an agent's episode ends")
-    max_concurrent_episodes: int | None = flag(None, "agent episodes at a time per engine; none is no limit")
+    max_concurrent_episodes: int | None = flag(
+        None,
+        "episodes (samples) that run at a time; a prompt's begin together, so a smaller limit runs one prompt at a "
+        "time; none is no limit",
+    )
 
     @property
     def reward_models(self) -> tuple[str, ...]:

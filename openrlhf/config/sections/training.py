@@ -98,4 +98,6 @@ class Run:
     run_dir: str | None = flag(
         None, "folder for the run's config, metrics and rollouts; none takes a folder in --save_path"
     )
-    dry_run: bool = flag(False, "check everything, print the batch table, and stop")
+    dry_run: bool = flag(
+        False, "check the flags, try the first 8 rows and their reward, and stop before any model loads"
+    )
