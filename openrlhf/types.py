@@ -105,6 +105,7 @@ class Request:
 
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
+    prefix: int = 0  # requests of one number begin alike, so that they do well to meet in one cache
 
 
 FinishReason = Literal["stop", "length"]

@@ -8,18 +8,18 @@ import torch
 
 from openrlhf.config.checks.extras import require
 from openrlhf.config.checks.supervised import world_size
-from openrlhf.config.commands import SupervisedConfig
+from openrlhf.config.commands import TrainingConfig
 from openrlhf.errors import ConfigError
 from openrlhf.launch.device import choose_device
 from openrlhf.models.load import choose_dtype
 
 
-def uses_deepspeed(config: SupervisedConfig) -> bool:
+def uses_deepspeed(config: TrainingConfig) -> bool:
     """One process trains by itself, unless it reads a checkpoint that only DeepSpeed can."""
     return world_size() > 1 or config.checkpoints.use_ds_universal_ckpt
 
 
-def join(config: SupervisedConfig) -> torch.device:
+def join(config: TrainingConfig) -> torch.device:
     """This process's device, after it has met the others."""
     if config.sharding.ring_attn_size > 1:
         raise ConfigError(f"--ring_attn_size {config.sharding.ring_attn_size}: ring attention is not built yet")
@@ -32,7 +32,7 @@ def join(config: SupervisedConfig) -> torch.device:
     return start_distributed(device)
 
 
-def loading(config: SupervisedConfig, device: torch.device) -> AbstractContextManager[None]:
+def loading(config: TrainingConfig, device: torch.device) -> AbstractContextManager[None]:
     """Within it a language model comes in shards where ZeRO-3 will train it."""
     if not uses_deepspeed(config) or config.sharding.zero_stage != 3 or config.model.load_in_4bit:
         return nullcontext()

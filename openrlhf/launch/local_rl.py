@@ -1,189 +1,153 @@
-"""The models of reinforcement learning in one process, from config."""
+"""Reinforcement learning in one process: models, engine and the weights between them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+import asyncio
+import copy
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
 
-import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.commands import RLConfig
-from openrlhf.config.runtime import critic_model, uses_critic, uses_reference
-from openrlhf.data.collate import Layout
-from openrlhf.data.process import one_token
-from openrlhf.errors import ConfigError
-from openrlhf.launch.local_workers import LocalWorkers, Trained
-from openrlhf.launch.optimizers import optimizer_settings
-from openrlhf.launch.rl_settings import policy_objective, steps_per_rollout
-from openrlhf.launch.scorers import OutcomeScorer, ProcessScorer, Scorer, Texts, share_vocabulary
-from openrlhf.models.forward import Network
-from openrlhf.models.load import (
-    add_adapters,
-    load_causal_lm,
-    load_scalar_model,
-    load_tokenizer,
-    read_config,
-    recompute_activations,
-)
-from openrlhf.monitor import say
-from openrlhf.rl.samples import Batching
-from openrlhf.training.local import LocalBackend, LocalFrozen
-from openrlhf.training.optim import OptimizerSettings, schedule
-from openrlhf.training.rl_objectives import ValueObjective
+from openrlhf.launch.device import explain_precision, seed_everything
+from openrlhf.launch.distributed import join
+from openrlhf.launch.engines import vllm_settings
+from openrlhf.launch.proof import Sent, compare
+from openrlhf.launch.rl_build import build_models
+from openrlhf.launch.rl_models import Models
+from openrlhf.models.load import choose_dtype
+from openrlhf.rl.workers import Scores, WeightSync, Workers
+from openrlhf.rollout.engine import Engine, LoadingEngine
+from openrlhf.rollout.hf import HFEngine
+from openrlhf.types import Batch, Trajectory
+
+Made = TypeVar("Made")
 
 
-def build_workers(
-    config: RLConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device, rollouts: int
-) -> LocalWorkers:
-    """Policy, and where the flags ask for them critic, reference and reward models."""
-    policy = Network(trainable_model(config, device), with_aux_loss=config.model.aux_loss_coef > 1e-8)
-    total_steps = rollouts * steps_per_rollout(config)
-    reference = None
-    if uses_reference(config):
-        name = config.critic.ref_pretrain or str(config.model.pretrain)
-        model = load_causal_lm(name, config.model, device=device, packing=config.batches.packing_samples)
-        reference = LocalFrozen(Network(model), device, offload=config.critic.ref_reward_offload)
-    return LocalWorkers(
-        Trained(
-            make_backend(
-                config, policy, optimizer_settings(config.optimizer, config.optimizer.actor_learning_rate), device
-            ),
-            make_schedule(config, total_steps),
-            config.optimizer.actor_learning_rate,
-        ),
-        policy_objective(config),
-        critic=build_critic(config, tokenizer, device, total_steps) if uses_critic(config) else None,
-        value_objective=ValueObjective(config.policy.value_clip) if uses_critic(config) else None,
-        reference=reference,
-        scorers=build_scorers(config, tokenizer, device),
-        ema_beta=config.policy.ema_beta if config.policy.enable_ema else None,
-    )
+@dataclass(frozen=True)
+class Machinery:
+    """What a run is made on: one process, or a cluster."""
+
+    workers: Workers
+    engine: Engine
+    sync: WeightSync
 
 
-def trainable_model(config: RLConfig, device: torch.device) -> torch.nn.Module:
-    model = load_causal_lm(
-        str(config.model.pretrain), config.model, device=device, packing=config.batches.packing_samples
-    )
-    return adapted(config, model, scalar=False)
+class LocalWorkers:
+    """A run's models in this process. With `aside` they compute on a thread, so that an engine goes on meanwhile."""
 
+    def __init__(self, models: Models, *, aside: bool = False) -> None:
+        self.models = models
+        self.aside = aside
 
-def adapted(config: RLConfig, model: PreTrainedModel, *, scalar: bool) -> torch.nn.Module:
-    made = add_adapters(model, config.lora, scalar=scalar)
-    if config.sharding.gradient_checkpointing:
-        recompute_activations(made, reentrant=config.sharding.gradient_checkpointing_use_reentrant)
-    return made
+    async def _do(self, work: Callable[..., Made], *arguments: object) -> Made:
+        return await asyncio.to_thread(work, *arguments) if self.aside else work(*arguments)
 
-
-def make_backend(config: RLConfig, network: Network, settings: OptimizerSettings, device: torch.device) -> LocalBackend:
-    return LocalBackend(
-        network,
-        settings,
-        device,
-        adam_offload=config.sharding.adam_offload,
-        compile_layers=config.sharding.deepcompile,
-    )
-
-
-def build_critic(
-    config: RLConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device, total_steps: int
-) -> Trained:
-    name = str(critic_model(config))
-    if not share_vocabulary(tokenizer, load_tokenizer(name, config.model)):
-        raise ConfigError(f"the critic {name} has another tokenizer than the policy", try_this="--critic_pretrain")
-    model = load_scalar_model(
-        name,
-        config.model,
-        device=device,
-        packing=config.batches.packing_samples,
-        head_prefix=config.head.value_head_prefix,
-    )
-    network = Network(adapted(config, model, scalar=True))
-    flags = config.optimizer
-    scheduled = make_schedule(
-        config,
-        total_steps,
-        name=flags.critic_lr_scheduler,
-        warmup=flags.critic_lr_warmup_ratio,
-        least=flags.critic_min_lr_ratio,
-    )
-    backend = make_backend(config, network, critic_optimizer(config), device)
-    return Trained(backend, scheduled, flags.critic_learning_rate)
-
-
-def build_scorers(config: RLConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> list[Scorer]:
-    """One for each reward model; none where a function, a server or an agent gives the reward."""
-    rewards = config.rewards
-    if rewards.remote_rm_url or rewards.agent_func_path:
-        return []
-    weights = rewards.reward_weights or (1.0,) * len(rewards.reward_models)
-    return [
-        build_scorer(config, name, weight, tokenizer, device)
-        for name, weight in zip(rewards.reward_models, weights, strict=True)
-    ]
-
-
-def build_scorer(
-    config: RLConfig, name: str, weight: float, tokenizer: PreTrainedTokenizerBase, device: torch.device
-) -> Scorer:
-    own = load_tokenizer(name, config.model)
-    shared = share_vocabulary(tokenizer, own)
-    if not shared:
-        say(f"the reward model {name} has another tokenizer: it scores the text, tokenised anew")
-    texts = Texts(tokenizer, own, shared)
-    layout = Layout(packing=config.batches.packing_samples, pad_id=own.pad_token_id)
-    offload, packing = config.critic.ref_reward_offload, config.batches.packing_samples
-    saved = read_config(name, config.model).to_dict()
-    if "placeholder_token" in saved:
-        model = load_causal_lm(name, config.model, device=device, packing=packing)
-        return ProcessScorer(
-            LocalFrozen(Network(model), device, offload=offload),
-            texts,
-            layout,
-            one_token(own, saved["placeholder_token"], "placeholder_token in config.json"),
-            tuple(one_token(own, token, "reward_tokens in config.json") for token in saved["reward_tokens"]),
-            config.rewards.prm_reduce,
-            weight,
+    async def score(self, batches: Sequence[Batch], *, log_probs: bool) -> Scores:
+        models = self.models
+        return Scores(
+            log_probs=await self._do(models.log_probs, batches) if log_probs else None,
+            reference_log_probs=await self._do(models.reference_log_probs, batches) if models.reference else None,
+            values=await self._do(models.values, batches) if models.critic else None,
         )
-    prefix = config.head.value_head_prefix
-    model = load_scalar_model(name, config.model, device=device, packing=packing, head_prefix=prefix)
-    if config.rewards.normalize_reward and "mean" not in saved:
-        say(f"--normalize_reward: {name} has no mean and std in its config.json, so its scores stay as they are")
-    normalises = config.rewards.normalize_reward
-    return OutcomeScorer(
-        LocalFrozen(Network(model), device, offload=offload),
-        texts,
-        Batching(layout, config.rollout.micro_rollout_batch_size),
-        weight,
-        saved.get("mean", 0.0) if normalises else 0.0,
-        saved.get("std", 1.0) if normalises else 1.0,
-    )
+
+    async def rewards(self, trajectories: Sequence[Trajectory]) -> Tensor | None:
+        return await self._do(self.models.rewards, trajectories) if self.models.scorers else None
+
+    async def train(self, micro_batches: Sequence[Batch], *, kl_coef: float, train_policy: bool) -> dict[str, float]:
+        values: dict[str, float] = {}
+        if train_policy:
+            values |= await self._do(self.models.train_policy, micro_batches, kl_coef)
+        if self.models.critic is not None:
+            values |= await self._do(self.models.train_critic, micro_batches)
+        return values
+
+    async def save(self, folder: Path) -> None:
+        self.models.save(folder)
+
+    async def load(self, folder: Path) -> None:
+        self.models.load(folder)
+
+    async def export(self, folder: Path) -> None:
+        self.models.export(folder)
+
+    async def export_critic(self, folder: Path) -> None:
+        self.models.export_critic(folder)
 
 
-def make_schedule(
-    config: RLConfig, steps: int, *, name: str | None = None, warmup: float | None = None, least: float | None = None
-) -> Callable[[int], float]:
-    flags = config.optimizer
-    return schedule(
-        name or flags.lr_scheduler,
-        warmup_ratio=flags.lr_warmup_ratio if warmup is None else warmup,
-        total_steps=steps,
-        min_lr_ratio=flags.min_lr_ratio if least is None else least,
-    )
+class SharedSync:
+    """For an engine that generates with the policy's own network: there is nothing to send."""
+
+    def __init__(self, engine: HFEngine) -> None:
+        self.engine = engine
+
+    async def sync(self, version: int) -> None:
+        await self.engine.load([], version)
+
+    async def begin_training(self) -> None:
+        """The network is shared, not handed over."""
 
 
-def critic_optimizer(config: RLConfig) -> OptimizerSettings:
-    """The policy's, with what the critic's own flags change."""
-    flags = config.optimizer
-    own: dict[str, Any] = {
-        "optim": flags.critic_optim,
-        "weight_decay": flags.critic_l2,
-        "betas": flags.critic_adam_betas,
-        "eps": flags.critic_adam_eps,
-        "max_norm": flags.critic_max_norm,
-        "muon_lr": flags.critic_muon_lr,
-        "muon_momentum": flags.critic_muon_momentum,
-    }
-    given = {name: value for name, value in own.items() if value is not None}
-    return replace(optimizer_settings(flags, flags.critic_learning_rate), **given)
+@dataclass
+class LocalSync:
+    """Weights to an engine with a copy of its own in this process."""
+
+    models: Models
+    engine: LoadingEngine
+    sleeps: bool = False  # the engine, while the models train
+    drains: bool = True  # what is being generated is finished with the weights that began it
+    check_every: int = 0
+    syncs: int = 0
+
+    async def sync(self, version: int) -> None:
+        verify = self.syncs == 0 or (self.check_every > 0 and self.syncs % self.check_every == 0)
+        await self.engine.pause(drain=self.drains)
+        if self.sleeps:
+            await self.engine.wake("weights")
+        sent = Sent(self.models.weights(), verify=verify)
+        received = await self.engine.load(sent, version, verify=verify)
+        compare(sent.checksums, received, "the engine")
+        self.models.rest()
+        if self.sleeps:
+            await self.engine.wake("cache")
+        await self.engine.resume()
+        self.syncs += 1
+
+    async def begin_training(self) -> None:
+        if self.sleeps:
+            await self.engine.sleep()
+
+
+@asynccontextmanager
+async def open_local(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollouts: int) -> AsyncIterator[Machinery]:
+    """All in this process. vLLM comes first and sleeps while the models load: see rollout/vllm."""
+    device = join(config)
+    explain_precision(config.model.param_dtype, device)
+    asynchronous = config.asynchrony.async_train and config.asynchrony.async_queue_size > 0
+    if not config.engines.vllm_num_engines:
+        models = build_models(config, tokenizer, device, rollouts)
+        assert models.policy is not None
+        network = models.policy.trained.backend.network
+        engine = HFEngine(copy.deepcopy(network) if asynchronous else network, tokenizer)
+        sync = LocalSync(models, engine) if asynchronous else SharedSync(engine)
+        yield Machinery(LocalWorkers(models), engine, sync)
+        return
+    from openrlhf.rollout.vllm import VLLMEngine
+
+    vllm = VLLMEngine(vllm_settings(config, choose_dtype(config.model.param_dtype, device)), tokenizer)
+    try:
+        sleeps = config.engines.vllm_enable_sleep
+        if sleeps:
+            await vllm.sleep()
+        seed_everything(config.batches.seed, deterministic=config.batches.full_determinism)
+        models = build_models(config, tokenizer, device, rollouts)
+        drains = not config.asynchrony.partial_rollout
+        sync = LocalSync(models, vllm, sleeps, drains, config.engines.sync_check_every)
+        yield Machinery(LocalWorkers(models, aside=asynchronous), vllm, sync)
+    finally:
+        await vllm.close()

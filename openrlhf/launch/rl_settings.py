@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from openrlhf.algo.policy_loss import PolicySettings
 from openrlhf.config.commands import RLConfig
+from openrlhf.config.runtime import resolve_runtime
 from openrlhf.data.collate import Layout
 from openrlhf.rl.controller import LoopSettings, Settings
 from openrlhf.rl.experience import ExperienceSettings
@@ -40,6 +41,7 @@ def make_settings(config: RLConfig, layout: Layout) -> Settings:
             freezing_steps=config.policy.freezing_actor_steps,
             eval_every=logs.eval_steps,
             log_every=logs.logging_steps,
+            lockstep=resolve_runtime(config) == "local",
         ),
         rollout=sampling,
         evaluation=replace(
@@ -79,6 +81,8 @@ def rollout_settings(config: RLConfig) -> RolloutSettings:
         seed=config.batches.seed,
         keep_between=rollout.dynamic_filtering_reward_range if rollout.dynamic_filtering else None,
         most_episodes=config.rewards.max_concurrent_episodes,
+        most_prompts=rollout.vllm_generate_batch_size,
+        lockstep=resolve_runtime(config) == "local" and not config.engines.vllm_num_engines,
     )
 
 

@@ -169,6 +169,8 @@ class Controller:
         """One rollout: experience, its optimizer steps, the KL controller, the logs."""
         settings, state, parts = self.settings, self.state, self.parts
         coef = state.kl.coef
+        if settings.loop.queue_size == 0:
+            await parts.sync.begin_training()
         experience = await make_experience(
             rollout.trajectories, parts.workers, settings.scoring, settings.experience, coef
         )

@@ -1,15 +1,19 @@
-"""Episodes side by side, in step: whenever every living one waits for the engine, their requests go to it in one batch.
+"""Episodes side by side. In lockstep, whenever every living one waits for the engine, their requests go to it at once.
 
 Bulk admission is what engines are fast at, and the batches depend on nothing but the episodes: a run repeats exactly.
 That holds under a limit too: who may begin before the next turn depends on how many have ended, never on who was first.
+
+Out of step nobody waits for others: what the samples of a prompt ask in the same moment is one batch, for the engine
+that has their prompt in its cache.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 
 from openrlhf.rollout.engine import Engine
 from openrlhf.types import Completion, Request
@@ -27,30 +31,31 @@ class Waiting:
 class Turnstile:
     """Lets requests through when nobody is left who could still add one."""
 
-    def __init__(self, engine: Engine, limit: int | None = None) -> None:
+    def __init__(self, engine: Engine, limit: int | None = None, *, lockstep: bool = True) -> None:
         self.engine = engine
         self.limit = limit
+        self.lockstep = lockstep
         self.alive = 0
         self.begun = 0
-        self.line: deque[tuple[int, asyncio.Future[list[Session]]]] = deque()  # groups that wait to begin
+        self.line: deque[tuple[int, int, asyncio.Future[list[Session]]]] = deque()  # groups that wait to begin
         self.waiting: list[Waiting] = []
         self.turns: set[asyncio.Future[list[Completion]]] = set()  # kept, or they might be collected
 
-    def line_up(self, size: int) -> asyncio.Future[list[Session]]:
-        """Sessions of a group, as soon as the limit has room for all of them, or nobody else is left.
+    def line_up(self, size: int, prefix: int = 0) -> asyncio.Future[list[Session]]:
+        """Sessions of a group that begins alike, as soon as the limit has room for all of them, or nobody else is left.
 
         A group that finds room counts as alive at once: no turn is made before it has asked.
         """
         door: asyncio.Future[list[Session]] = asyncio.get_running_loop().create_future()
-        self.line.append((size, door))
+        self.line.append((size, prefix, door))
         self._admit()
         return door
 
     def _admit(self) -> None:
         while self.line and self._has_room(self.line[0][0]):
-            size, door = self.line.popleft()
+            size, prefix, door = self.line.popleft()
             if not door.done():  # else it was called off
-                door.set_result([Session(self, number) for number in range(self.begun, self.begun + size)])
+                door.set_result([Session(self, number, prefix) for number in range(self.begun, self.begun + size)])
                 self.begun += size
                 self.alive += size
 
@@ -69,12 +74,24 @@ class Turnstile:
         self.turn_if_ready()
 
     def turn_if_ready(self) -> None:
-        if self.waiting and len(self.waiting) == self.alive:
-            batch = sorted(self.waiting, key=lambda entry: entry.number)
-            self.waiting.clear()
-            turn = asyncio.ensure_future(self.engine.generate([entry.request for entry in batch]))
-            self.turns.add(turn)
-            turn.add_done_callback(partial(self._answer, batch))
+        if self.lockstep and self.waiting and len(self.waiting) == self.alive:
+            self._turn(self._taken())
+        elif not self.lockstep and len(self.waiting) == 1:  # the first of this moment calls for them all
+            asyncio.get_running_loop().call_soon(self._turn_by_prefix)
+
+    def _taken(self) -> list[Waiting]:
+        batch = sorted(self.waiting, key=lambda entry: entry.number)
+        self.waiting.clear()
+        return batch
+
+    def _turn_by_prefix(self) -> None:
+        for _, batch in groupby(self._taken(), key=lambda entry: entry.request.prefix):
+            self._turn(list(batch))
+
+    def _turn(self, batch: list[Waiting]) -> None:
+        turn = asyncio.ensure_future(self.engine.generate([entry.request for entry in batch]))
+        self.turns.add(turn)
+        turn.add_done_callback(partial(self._answer, batch))
 
     def _answer(self, batch: list[Waiting], turn: asyncio.Future[list[Completion]]) -> None:
         """What became of a turn, to all who still wait for it: completions, an error, or that it was called off."""
@@ -94,14 +111,15 @@ class Turnstile:
 class Session:
     """One episode's access to the engine; closed when the episode asks for nothing more."""
 
-    def __init__(self, turnstile: Turnstile, number: int) -> None:
+    def __init__(self, turnstile: Turnstile, number: int, prefix: int) -> None:
         self.turnstile = turnstile
         self.number = number
+        self.prefix = prefix
         self.open = True
 
     async def generate(self, request: Request) -> Completion:
         assert self.open, "an episode that has ended asked for more tokens"
-        return await self.turnstile.ask(self.number, request)
+        return await self.turnstile.ask(self.number, replace(request, prefix=self.prefix))
 
     def close(self) -> None:
         if self.open:

@@ -51,6 +51,8 @@ class RolloutSettings:
     seed: int
     keep_between: tuple[float, float] | None = None  # dynamic filtering
     most_episodes: int | None = None  # at a time
+    most_prompts: int | None = None  # per call for generation
+    lockstep: bool = True
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,8 @@ async def roll_out(
     start, failures = place, 0
     version = engine.version
     while len(accepted) < settings.batch_size and place < len(order):
-        prompts = order.take(place, settings.batch_size - len(accepted))
+        missing = settings.batch_size - len(accepted)
+        prompts = order.take(place, min(missing, settings.most_prompts or missing))
         place += len(prompts)
         results = await run_groups(prompts, engine, executor, settings)
         failures += sum(len(result.failures) for result in results)
@@ -123,9 +126,9 @@ async def roll_out(
 async def run_groups(
     prompts: Sequence[Prompt], engine: Engine, executor: GroupExecutor, settings: RolloutSettings
 ) -> list[GroupResult]:
-    """The samples of all prompts side by side, in lockstep; past a limit, groups begin in order as others end."""
-    turnstile = Turnstile(engine, settings.most_episodes)
-    doors = [turnstile.line_up(settings.samples_per_prompt) for _ in prompts]
+    """The samples of all prompts side by side; past a limit, groups begin in order as others end."""
+    turnstile = Turnstile(engine, settings.most_episodes, lockstep=settings.lockstep)
+    doors = [turnstile.line_up(settings.samples_per_prompt, prompt.index) for prompt in prompts]
 
     async def run(prompt: Prompt, door: asyncio.Future[list[Session]]) -> GroupResult:
         return await executor.run_group(prompt, sampling(prompt, settings), await door)

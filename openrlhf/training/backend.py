@@ -12,7 +12,7 @@ from torch import Tensor
 
 from openrlhf.algo.reduce import Metrics
 from openrlhf.models.chunks import Head
-from openrlhf.models.forward import Ask, Outputs
+from openrlhf.models.forward import Ask, Network, Outputs
 from openrlhf.types import Batch
 
 
@@ -69,6 +69,9 @@ class TrainBackend(Frozen, Protocol):
     One `forward_backward` takes all micro-batches of an optimizer step; a rank whose share is empty still takes part
     with micro-batches of weight zero, because a sharded model waits for everyone.
     """
+
+    @property
+    def network(self) -> Network: ...
 
     @property
     def rank(self) -> int:

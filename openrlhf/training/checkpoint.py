@@ -69,18 +69,40 @@ def export_together(ranks: Ranks, folder: Path, fill: Callable[[Path], None]) ->
     whole. An older export goes: Transformers would take its model.safetensors before new shards, and put its adapter on
     new weights. Adapters leave a whole model alone, which may be the one they belong to.
     """
-    aside = folder.parent / f".{folder.name}.exporting"
+    aside = _exporting(folder)
     write_together(ranks, aside, fill)
     if ranks.process == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in _replaced(folder, whole_model=(aside / "config.json").exists()):
-            path.unlink()
-        for path in sorted(aside.iterdir(), key=lambda path: path.name in MARKERS):
-            if (folder / path.name).is_dir():
-                shutil.rmtree(folder / path.name)
-            path.replace(folder / path.name)
-        aside.rmdir()
+        _move_into(folder, aside)
     ranks.barrier()
+
+
+def begin_export(folder: Path) -> Path:
+    """A fresh folder beside `folder`, to be filled and handed to `finish_export`."""
+    aside = _exporting(folder)
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    return aside
+
+
+def finish_export(aside: Path, folder: Path) -> None:
+    """What `export_together` does at its end, for one process that had others fill the folder."""
+    flush_tree(aside)
+    _move_into(folder, aside)
+
+
+def _exporting(folder: Path) -> Path:
+    return folder.parent / f".{folder.name}.exporting"
+
+
+def _move_into(folder: Path, aside: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in _replaced(folder, whole_model=(aside / "config.json").exists()):
+        path.unlink()
+    for path in sorted(aside.iterdir(), key=lambda path: path.name in MARKERS):
+        if (folder / path.name).is_dir():
+            shutil.rmtree(folder / path.name)
+        path.replace(folder / path.name)
+    aside.rmdir()
 
 
 def write_text_whole(path: Path, text: str) -> None:

@@ -102,13 +102,19 @@ def kl_estimator_suits_its_place(config: RLConfig) -> str | None:
     return None
 
 
-def oversampling_needs_async(config: RLConfig) -> None:
+def oversampling_needs_async(config: RLConfig) -> str | None:
     asked, size = config.rollout.vllm_generate_batch_size, config.rollout.rollout_batch_size
-    if asked is not None and asked > size and not config.asynchrony.async_train:
+    if asked is None or asked <= size:
+        return None
+    if not config.asynchrony.async_train:
         raise ConfigError(
             f"--vllm_generate_batch_size {asked} is more than --rollout_batch_size {size}: the surplus would wait",
             try_this=f"--async_train, or --vllm_generate_batch_size {size}",
         )
+    return (
+        f"--vllm_generate_batch_size {asked}: a call takes the {size} prompts of a rollout at most, because a surplus "
+        "would be older than --async_queue_size allows when it is trained"
+    )
 
 
 def filter_range_is_an_interval(config: RLConfig) -> None:

@@ -1,0 +1,186 @@
+"""What one process holds of a run's models. Where several processes hold one model, each of them calls every verb."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from openrlhf.launch.scorers import Scorer
+from openrlhf.models.export import save_model
+from openrlhf.rollout.engine import Weights
+from openrlhf.training.backend import Frozen, TrainBackend, values_of
+from openrlhf.training.rl_objectives import PolicyObjective, ValueObjective
+from openrlhf.types import Batch, Trajectory
+
+EMA_FILE = "ema.safetensors"
+STEPS_FILE = "steps.safetensors"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A network that learns, with its learning rate over the optimizer steps."""
+
+    backend: TrainBackend
+    schedule: Callable[[int], float]
+    learning_rate: float
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The trained policy: what it minimises, and how slowly its average follows it (None: no average is kept)."""
+
+    trained: Trained
+    objective: PolicyObjective
+    ema_beta: float | None = None
+
+
+@dataclass(frozen=True)
+class Critic:
+    trained: Trained
+    objective: ValueObjective
+
+
+class Models:
+    """Policy, critic, reference and reward models: those of them that live in this process."""
+
+    def __init__(
+        self,
+        policy: Policy | None = None,
+        critic: Critic | None = None,
+        reference: Frozen | None = None,
+        scorers: Sequence[Scorer] = (),
+        *,
+        temperature: float = 1.0,
+        sleeps: bool = False,
+    ) -> None:
+        self.policy = policy
+        self.critic = critic
+        self.reference = reference
+        self.scorers = scorers
+        self.temperature = temperature
+        self.sleeps = sleeps
+        self.ema = self._first_average()
+        self.steps = {"_actor": 0, "_critic": 0}  # optimizer steps of each
+        self.awake: TrainBackend | None = None
+        if sleeps:
+            for _, trained in self._trained():
+                trained.backend.sleep()
+
+    def log_probs(self, batches: Sequence[Batch]) -> list[Tensor]:
+        assert self.policy is not None
+        return self._log_probs(self._use(self.policy.trained.backend), batches)
+
+    def reference_log_probs(self, batches: Sequence[Batch]) -> list[Tensor]:
+        assert self.reference is not None
+        return self._log_probs(self.reference, batches)
+
+    def _log_probs(self, model: Frozen, batches: Sequence[Batch]) -> list[Tensor]:
+        found = (model.forward(batch, "log_probs", temperature=self.temperature).log_probs for batch in batches)
+        return [tensor.cpu() for tensor in found if tensor is not None]
+
+    def values(self, batches: Sequence[Batch]) -> list[Tensor]:
+        assert self.critic is not None
+        model = self._use(self.critic.trained.backend)
+        found = (model.forward(batch, "values").values for batch in batches)
+        return [tensor.cpu() for tensor in found if tensor is not None]
+
+    def rewards(self, trajectories: Sequence[Trajectory]) -> Tensor:
+        """[samples], weighted and summed over the reward models that are here."""
+        return torch.stack([scorer.score(trajectories) for scorer in self.scorers]).sum(0)
+
+    def train_policy(self, micro_batches: Sequence[Batch], kl_coef: float) -> dict[str, float]:
+        """One optimizer step; `kl_coef` counts only where the objective has the KL as a term."""
+        assert self.policy is not None
+        objective = self.policy.objective
+        objective = replace(objective, kl_coef=kl_coef if objective.kl_coef > 0 else 0.0)
+        result = self._use(self.policy.trained.backend).forward_backward(micro_batches, objective)
+        values = values_of(result.metrics) | self._move("actor", self.policy.trained)
+        self._average()
+        return values
+
+    def train_critic(self, micro_batches: Sequence[Batch]) -> dict[str, float]:
+        assert self.critic is not None
+        trained = self.critic.trained
+        result = self._use(trained.backend).forward_backward(micro_batches, self.critic.objective)
+        return values_of(result.metrics) | self._move("critic", trained)
+
+    def _move(self, name: str, trained: Trained) -> dict[str, float]:
+        scale = trained.schedule(self.steps[f"_{name}"])
+        norm = trained.backend.optim_step(scale)
+        self.steps[f"_{name}"] += 1
+        return {f"{name}_lr": trained.learning_rate * scale, f"{name}_grad_norm": norm}
+
+    def _use(self, backend: TrainBackend) -> TrainBackend:
+        """Wakes a model that is needed, after the one that was: where they sleep, one at a time is on the device."""
+        if self.sleeps and self.awake is not backend:
+            self.rest()
+            backend.wake()
+            self.awake = backend
+        return backend
+
+    def rest(self) -> None:
+        """Where models sleep, the device is given back."""
+        if self.awake is not None:
+            self.awake.sleep()
+        self.awake = None
+
+    def weights(self) -> Weights:
+        """The policy's, for engines."""
+        assert self.policy is not None
+        return self._use(self.policy.trained.backend).weights()
+
+    def _first_average(self) -> dict[str, Tensor]:
+        """Kept by the process that writes files; the others only take part where weights are gathered."""
+        if self.policy is None or not self.policy.ema_beta:
+            return {}
+        backend = self.policy.trained.backend
+        return {name: tensor.clone() for name, tensor in backend.weights() if backend.process == 0}
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        assert self.policy is not None
+        if self.policy.ema_beta:
+            backend = self.policy.trained.backend
+            for name, tensor in backend.weights():
+                if backend.process == 0:
+                    self.ema[name].lerp_(tensor.to(self.ema[name]), 1.0 - self.policy.ema_beta)
+
+    def save(self, folder: Path) -> None:
+        """Into a folder that all processes of the run fill."""
+        for name, trained in self._trained():
+            backend = self._use(trained.backend)
+            (folder / name).mkdir(exist_ok=True)
+            backend.save(folder / name)
+            if backend.process == 0:
+                save_file({"steps": torch.tensor(self.steps[name])}, folder / name / STEPS_FILE)
+        if self.ema:
+            save_file({name: tensor.contiguous() for name, tensor in self.ema.items()}, folder / EMA_FILE)
+
+    def load(self, folder: Path) -> None:
+        for name, trained in self._trained():
+            self._use(trained.backend).load(folder / name)
+            self.steps[name] = int(load_file(folder / name / STEPS_FILE)["steps"])
+        if self.ema:
+            self.ema = load_file(folder / EMA_FILE)
+
+    def _trained(self) -> list[tuple[str, Trained]]:
+        policy = [("_actor", self.policy.trained)] if self.policy else []
+        return policy + ([("_critic", self.critic.trained)] if self.critic else [])
+
+    def export(self, folder: Path) -> None:
+        """The policy, or its average where one is kept, for plain Transformers."""
+        assert self.policy is not None
+        backend = self._use(self.policy.trained.backend)
+        if not self.policy.ema_beta:
+            backend.export(folder)
+        elif backend.process == 0:
+            save_model(backend.network, folder, self.ema)
+
+    def export_critic(self, folder: Path) -> None:
+        assert self.critic is not None
+        self._use(self.critic.trained.backend).export(folder)
