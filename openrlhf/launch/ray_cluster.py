@@ -12,7 +12,6 @@ import os
 import secrets
 import shutil
 import signal
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -150,7 +149,9 @@ def joined(plan: Plan) -> Iterator[bool]:
 
     A Ray that the process already uses is left as it is found.
     """
-    if is_driver():
+    import ray
+
+    if ray.is_initialized():
         yield False
         return
     address = find_cluster(os.environ)
@@ -163,8 +164,6 @@ def joined(plan: Plan) -> Iterator[bool]:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray leaves one in the home directory
         say("starting a Ray of our own on this machine; it ends with the run")
         start_driver(address="local", include_dashboard=False, _temp_dir=str(folder), **slots)
-    import ray
-
     try:
         yield folder is not None
     finally:
@@ -173,19 +172,12 @@ def joined(plan: Plan) -> Iterator[bool]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def is_driver() -> bool:
-    """Whether this process uses a Ray already; asked without importing Ray, which then reads its environment."""
-    if "ray" not in sys.modules:
-        return False
-    import ray
-
-    return ray.is_initialized()
-
-
 def start_driver(**options: Any) -> None:
     """`ray.init` without its chatter, and with our way of ending on SIGTERM left in place."""
     import ray
+    from ray._raylet import Config  # pyrefly: ignore[missing-module-attribute]
 
+    Config.initialize("")  # Ray read RAY_AUTH_MODE when it was imported, and it may have been set since
     ending = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(namespace=f"openrlhf-{secrets.token_hex(4)}", logging_level=logging.ERROR, **options)
