@@ -33,7 +33,7 @@ State = Literal["alive", "needs a token", "dead"]
 def find_cluster(environ: MutableMapping[str, str]) -> str | None:
     """The address of the cluster to join; None to start one. A cluster that was named and is not there is an error.
 
-    Where the cluster wants a token and one lies ready, RAY_AUTH_MODE is set; Ray reads it when it is imported.
+    Where the cluster wants a token and one lies ready, RAY_AUTH_MODE is set.
     """
     given = environ.get("RAY_ADDRESS") or ("auto" if "RAY_JOB_CONFIG_JSON_ENV_VAR" in environ else None)
     if given == "local":

@@ -1,4 +1,4 @@
-"""Joins or starts Ray, counts what is there, reserves devices and says where each process sits.
+"""Counts what a cluster has, reserves the devices of a run and says where each process sits.
 
 Ray only reserves and starts processes: one placement group holds all devices of a run, so that it starts as a whole
 or not at all, and each process is told its devices in its environment. Files with rewards and agents need not travel:
@@ -7,13 +7,8 @@ user code runs in processes beside the controller, on the node of the driver.
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
-import shutil
-import signal
-import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,11 +19,10 @@ import openrlhf
 from openrlhf.config.commands import RLConfig
 from openrlhf.errors import BackendError, ConfigError
 from openrlhf.launch import ray_probes
-from openrlhf.launch.ray_address import find_cluster, token_error
+from openrlhf.launch.ray_driver import joined
 from openrlhf.launch.ray_placement import Node, Plan, explain_shortage, pack
 from openrlhf.monitor import say
 
-PROCESSES_PER_CORE = 4  # how many processes share a core before a run on CPUs makes no sense
 SECONDS_TO_RESERVE = 60.0
 
 
@@ -142,82 +136,6 @@ def connect(config: RLConfig, plan: Plan) -> Iterator[Cluster]:
         with reserve(plan, chosen, nodes, unit) as cluster:
             check_shared_folders(cluster, config)
             yield cluster
-
-
-@contextmanager
-def joined(plan: Plan) -> Iterator[bool]:
-    """Within it this process is a Ray driver; the value says whether the Ray is our own.
-
-    A Ray that the process already uses is left as it is found.
-    """
-    if is_driver():
-        yield False
-        return
-    address = find_cluster(os.environ)
-    if address is not None:
-        start_driver(address=address)
-        folder = None
-    else:
-        slots = private_slots(plan)
-        folder = private_folder()
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray leaves one in the home directory
-        say("starting a Ray of our own on this machine; it ends with the run")
-        start_driver(address="local", include_dashboard=False, _temp_dir=str(folder), **slots)
-    import ray
-
-    try:
-        yield folder is not None
-    finally:
-        ray.shutdown()
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def is_driver() -> bool:
-    """Whether this process uses a Ray already; asked without importing Ray, which then reads its environment."""
-    if "ray" not in sys.modules:
-        return False
-    import ray
-
-    return ray.is_initialized()
-
-
-def start_driver(**options: Any) -> None:
-    """`ray.init` without its chatter, and with our way of ending on SIGTERM left in place."""
-    import ray
-
-    ending = signal.getsignal(signal.SIGTERM)
-    try:
-        ray.init(namespace=f"openrlhf-{secrets.token_hex(4)}", logging_level=logging.ERROR, **options)
-    except ray.exceptions.AuthenticationError:
-        raise token_error(str(options["address"])) from None
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ConfigError(
-            f"Ray at {options['address']} does not take this process: {' '.join(str(error).split())}",
-            try_this="to start the run on a node of the cluster, with the cluster's versions of Ray and Python",
-        ) from error
-    finally:
-        signal.signal(signal.SIGTERM, ending)
-
-
-def private_slots(plan: Plan) -> dict[str, int]:
-    """How many CPUs and GPUs a Ray of our own says it has; refused here, before ten seconds of starting it."""
-    import torch
-
-    cores, gpus = os.cpu_count() or 1, torch.cuda.device_count()
-    room = gpus or PROCESSES_PER_CORE * cores
-    here = Node("here", "this machine", room, room, cores)
-    if pack(plan.blocks(), [here]) is None:
-        raise explain_shortage(plan, [here], "GPU" if gpus else "CPU slot", private=True)
-    if gpus:
-        return {"num_gpus": gpus}
-    say(f"no GPU here: the run's {plan.devices} devices are processes on {cores} CPU cores")
-    return {"num_cpus": max(cores, plan.devices), "num_gpus": 0}
-
-
-def private_folder() -> Path:
-    """A folder with a short path, since Ray keeps sockets deep below it and a socket's path has at most 107 letters."""
-    return Path(tempfile.mkdtemp(prefix="openrlhf-ray-", dir=os.environ.get("RAY_TMPDIR", "/tmp")))
 
 
 def count_nodes(*, private: bool) -> tuple[list[Node], str]:

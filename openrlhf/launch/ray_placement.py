@@ -152,21 +152,35 @@ class Node:
 
 
 def pack(blocks: Sequence[Block], nodes: Sequence[Node]) -> tuple[str, ...] | None:
-    """The id of a node for each block, or None where they do not fit.
+    """The id of a node for each block, or None where there is no way to place them all.
 
-    Large blocks choose first, each the fullest node that still has room, so that whole nodes stay whole.
+    Large blocks choose first, each the fullest node that has room, so that whole nodes stay whole; where that ends
+    nowhere, the choice is taken back. Nodes with equal room are alike, so a state that failed is not tried again.
     """
-    free = {node.id: node.free for node in nodes}
-    chosen: dict[int, str] = {}
-    for index in sorted(range(len(blocks)), key=lambda index: -blocks[index].devices):
-        block = blocks[index]
-        taken = {chosen[other] for other in chosen if blocks[other].owner == block.owner}
-        fitting = [name for name, room in free.items() if room >= block.devices and name not in taken]
-        if not fitting:
+    order = sorted(range(len(blocks)), key=lambda index: -blocks[index].devices)
+    failed: set[tuple[int, tuple[tuple[int, bool], ...]]] = set()
+
+    def place(step: int, free: Mapping[str, int], taken: frozenset[str]) -> dict[int, str] | None:
+        if step == len(order):
+            return {}
+        block = blocks[order[step]]
+        if step and blocks[order[step - 1]].owner != block.owner:
+            taken = frozenset()
+        state = (step, tuple(sorted((room, name in taken) for name, room in free.items())))
+        if state in failed:
             return None
-        chosen[index] = min(fitting, key=lambda name: free[name])
-        free[chosen[index]] -= block.devices
-    return tuple(chosen[index] for index in range(len(blocks)))
+        for name, room in sorted(free.items(), key=lambda item: item[1]):
+            if room >= block.devices and name not in taken:
+                rest = place(step + 1, {**free, name: room - block.devices}, taken | {name})
+                if rest is not None:
+                    return {order[step]: name, **rest}
+        failed.add(state)
+        return None
+
+    if sum(block.devices for block in blocks) > sum(node.free for node in nodes):
+        return None
+    chosen = place(0, {node.id: node.free for node in nodes}, frozenset())
+    return None if chosen is None else tuple(chosen[index] for index in range(len(blocks)))
 
 
 def explain_shortage(asked: Plan, nodes: Sequence[Node], unit: str, *, private: bool) -> ConfigError:

@@ -113,6 +113,20 @@ def test_the_nodes_of_a_group_are_different_nodes():
     assert set(pack(blocks, nodes(8, 8)) or ()) == {"n0", "n1"}
 
 
+def test_a_choice_that_leads_nowhere_is_taken_back():
+    blocks = [
+        Block("a", 1),
+        Block("a", 1),
+        Block("engine-0", 2),
+    ]  # the engine fits the smaller node, but must not sit there
+    assert pack(blocks, nodes(3, 2)) == ("n0", "n1", "n0")
+
+
+def test_many_blocks_without_a_place_are_refused_at_once():
+    blocks = [Block(f"engine-{number}", 3) for number in range(40)]
+    assert pack(blocks, nodes(*[8] * 16)) is None
+
+
 def test_a_block_is_never_split():
     assert pack([Block("engine-0", 4)], nodes(3, 3)) is None
 

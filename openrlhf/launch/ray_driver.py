@@ -1,0 +1,110 @@
+"""Makes this process a Ray driver: it joins a cluster that is there, or starts a Ray of its own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from openrlhf.errors import BackendError, ConfigError, RolloutError
+from openrlhf.launch.ray_address import find_cluster, token_error
+from openrlhf.launch.ray_placement import Node, Plan, explain_shortage, pack
+from openrlhf.monitor import say
+
+PROCESSES_PER_CORE = 4  # how many processes share a core before a run on CPUs makes no sense
+
+
+@contextmanager
+def joined(plan: Plan) -> Iterator[bool]:
+    """Within it this process is a Ray driver; the value says whether the Ray is our own.
+
+    A Ray that the process already uses is left as it is found.
+    """
+    import ray
+
+    if ray.is_initialized():
+        yield False
+        return
+    address = find_cluster(os.environ)
+    if address is not None:
+        start_driver(address=address)
+        try:
+            yield False
+        finally:
+            ray.shutdown()
+        return
+    with private_ray(plan):
+        yield True
+
+
+@contextmanager
+def private_ray(plan: Plan) -> Iterator[None]:
+    """A Ray of our own on this machine, with a token of its own; its logs stay where a worker or engine failed."""
+    import ray
+
+    slots, folder = private_slots(plan), private_folder()
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray leaves one in the home directory
+    say("starting a Ray of our own on this machine; it ends with the run")
+    start_driver(address="local", include_dashboard=False, _temp_dir=str(folder), **slots)
+    failed = False
+    try:
+        yield
+    except (BackendError, RolloutError):
+        failed = True
+        raise
+    finally:
+        ray.shutdown()
+        if failed:
+            say(f"logs of all processes: {folder}/session_latest/logs")
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def start_driver(**options: Any) -> None:
+    """`ray.init` without its chatter, and with our way of ending on SIGTERM left in place."""
+    import ray
+    from ray._raylet import Config  # pyrefly: ignore[missing-module-attribute]
+
+    Config.initialize("")  # Ray read RAY_AUTH_MODE when it was imported, and it may have been set since
+    ending = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(namespace=f"openrlhf-{secrets.token_hex(4)}", logging_level=logging.ERROR, **options)
+    except ray.exceptions.AuthenticationError:
+        raise token_error(str(options["address"])) from None
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        if options["address"] == "local":
+            raise BackendError(f"Ray did not start on this machine: {reason}") from error
+        raise ConfigError(
+            f"the Ray cluster at {options['address']} does not take this process: {reason}",
+            try_this="the same on a node of the cluster, with the cluster's versions of Ray and Python",
+        ) from error
+    finally:
+        signal.signal(signal.SIGTERM, ending)
+
+
+def private_slots(plan: Plan) -> dict[str, int]:
+    """How many CPUs and GPUs a Ray of our own says it has; refused here, before ten seconds of starting it."""
+    import torch
+
+    cores, gpus = os.cpu_count() or 1, torch.cuda.device_count()
+    room = gpus or PROCESSES_PER_CORE * cores
+    here = Node("here", "this machine", room, room, cores)
+    if pack(plan.blocks(), [here]) is None:
+        raise explain_shortage(plan, [here], "GPU" if gpus else "CPU slot", private=True)
+    if gpus:
+        return {"num_gpus": gpus}
+    say(f"no GPU here: the run's {plan.devices} devices are processes on {cores} CPU cores")
+    return {"num_cpus": max(cores, plan.devices), "num_gpus": 0}
+
+
+def private_folder() -> Path:
+    """A folder with a short path, since Ray keeps sockets deep below it and a socket's path has at most 107 letters."""
+    return Path(tempfile.mkdtemp(prefix="openrlhf-ray-", dir=os.environ.get("RAY_TMPDIR", "/tmp")))

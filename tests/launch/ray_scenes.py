@@ -1,0 +1,109 @@
+"""Drivers for tests of Ray, each its own process: `python ray_scenes.py SCENE FLAGS` writes what it saw as JSON."""
+
+import json
+import os
+import sys
+from contextlib import contextmanager
+
+from openrlhf.config.commands import RLConfig
+from openrlhf.config.parser import parse
+from openrlhf.errors import OpenRLHFError
+from openrlhf.launch.ray_cluster import connect
+from openrlhf.launch.ray_placement import plan
+
+BASE = ["--pretrain", "./model", "--prompt_data", "./data.jsonl", "--remote_rm_url", "./reward.py", "--runtime", "ray"]
+SHOWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+
+
+def write(line):
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+@contextmanager
+def opened(flags):
+    config = parse(RLConfig, [*BASE, *flags])
+    with connect(config, plan(config)) as cluster:
+        yield cluster
+
+
+def look_around(flags):
+    """Who found itself where, and what is free while the run holds its devices and afterwards."""
+    import ray
+
+    @ray.remote
+    class Worker:
+        def look(self):
+            import openrlhf
+
+            here = {name: os.environ[name] for name in SHOWN if name in os.environ}
+            return here | {"node": ray.get_runtime_context().get_node_id(), "package": openrlhf.__file__}
+
+    def report(seats):
+        workers = [Worker.options(**seat.options).remote() for seat in seats]
+        found = ray.get([worker.look.remote() for worker in workers])
+        return [one | {"told": seat.node} for one, seat in zip(found, seats, strict=True)]
+
+    with opened(flags) as cluster:
+        groups = {group.name: report(cluster.seats(group.name)) for group in cluster.plan.groups}
+        engines = report([cluster.engine_seat(engine.number) for engine in cluster.plan.engines])
+        return {"groups": groups, "engines": engines, "unit": cluster.unit}
+
+
+def unshared(flags):
+    """A run whose driver stands in another folder than the workers."""
+    os.chdir("elsewhere")
+    return look_around(flags)
+
+
+def stay(flags):
+    """A run that never ends by itself, with a process that computes without looking up."""
+    import ray
+
+    @ray.remote
+    class Worker:
+        def compute(self, ready):
+            ray.get(ready.set.remote())
+            while True:
+                pass
+
+    @ray.remote(num_cpus=0)
+    class Ready:
+        def __init__(self):
+            import asyncio
+
+            self.event = asyncio.Event()
+
+        async def set(self):
+            self.event.set()
+
+        async def wait(self):
+            await self.event.wait()
+
+    with opened(flags) as cluster:
+        ready = Ready.remote()
+        busy = [Worker.options(**seat.options).remote().compute.remote(ready) for seat in cluster.seats("policy")]
+        ray.get(ready.wait.remote())
+        write("up")
+        ray.get(busy)
+
+
+def two_nodes(_):
+    """A cluster of two nodes on this machine, until standard input ends."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 2, "include_dashboard": False})
+    cluster.add_node(num_cpus=2, num_gpus=3)
+    cluster.wait_for_nodes()
+    write(cluster.address)
+    sys.stdin.read()
+
+
+SCENES = {scene.__name__: scene for scene in (look_around, unshared, stay, two_nodes)}
+
+if __name__ == "__main__":
+    scene, *given = sys.argv[1:]
+    try:
+        write(json.dumps(SCENES[scene](given)))
+    except OpenRLHFError as error:
+        write(json.dumps({"error": type(error).__name__, "message": str(error)}))

@@ -1,0 +1,210 @@
+"""Joining, starting, counting and leaving a real Ray. Drivers are processes of their own (ray_scenes.py)."""
+
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray")
+
+HERE = Path(__file__).parent
+TOKEN = "0123456789abcdef" * 4
+WATCHDOG = 120  # seconds; nothing here should take a quarter of it
+ONE_GROUP = "--advantage_estimator reinforce --init_kl_coef 0"
+
+
+class Machine:
+    """A home and a temporary folder in which drivers start, with a short path as Ray's sockets need it."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        (folder / "home").mkdir()
+
+    def start(self, scene, flags="", **environ):
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "CUDA_"))}
+        places = {"HOME": f"{self.folder}/home", "RAY_TMPDIR": str(self.folder), "PYTHONPATH": str(HERE.parents[1])}
+        return subprocess.Popen(
+            [sys.executable, str(HERE / "ray_scenes.py"), scene, *flags.split()],
+            env=kept | places | environ,
+            cwd=self.folder,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def see(self, scene, flags="", **environ):
+        """What a driver saw, and what it said."""
+        with self.start(scene, flags, **environ) as driver:
+            out, said = driver.communicate(timeout=WATCHDOG)
+        assert out, said
+        return json.loads(out.splitlines()[-1]), said
+
+    def processes(self):
+        """All that run with this folder in their environment."""
+        return [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/environ") if self.is_ours(path)]
+
+    def is_ours(self, path):
+        try:
+            return f"RAY_TMPDIR={self.folder}\0".encode() in path.read_bytes()
+        except OSError:  # it has ended, or is another user's
+            return False
+
+
+def make_machine():
+    return Machine(Path(tempfile.mkdtemp(prefix="or", dir="/tmp")))
+
+
+@pytest.fixture
+def machine():
+    made = make_machine()
+    yield made
+    shutil.rmtree(made.folder)
+
+
+@pytest.fixture(scope="module")
+def two_nodes():
+    """A cluster with a token, of nodes with 2 and 3 devices that count as GPUs, and how to join it."""
+    made = make_machine()
+    with made.start("two_nodes", RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=TOKEN) as cluster:
+        address = cluster.stdout.readline().strip()
+        yield made, {"RAY_ADDRESS": address, "RAY_AUTH_TOKEN": TOKEN}
+        cluster.stdin.close()
+        cluster.wait(WATCHDOG)
+    shutil.rmtree(made.folder)
+
+
+def wait_until_gone(processes):
+    """True when all of them have ended before the watchdog barks."""
+    for process in processes:
+        try:
+            handle = os.pidfd_open(process)
+        except ProcessLookupError:
+            continue
+        if not select.select([handle], [], [], WATCHDOG)[0]:
+            return False
+        os.close(handle)
+    return True
+
+
+@pytest.fixture
+def dead_address():
+    with socket.socket() as briefly:
+        briefly.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{briefly.getsockname()[1]}"
+
+
+def test_ranks_follow_the_nodes_and_each_process_sees_its_own_device(two_nodes):
+    machine, environ = two_nodes
+    flags = f"{ONE_GROUP} --actor_num_nodes 2 --actor_num_gpus_per_node 2 --vllm_num_engines 1"
+    seen, _ = machine.see("look_around", flags, **environ)
+    ranks = seen["groups"]["policy"]
+    assert [one["RANK"] for one in ranks] == ["0", "1", "2", "3"]
+    assert {one["WORLD_SIZE"] for one in ranks} == {"4"}
+    assert {one["LOCAL_RANK"] for one in ranks} == {"0"}  # each sees one GPU, which torch then calls number 0
+    assert len({(one["MASTER_ADDR"], one["MASTER_PORT"]) for one in ranks}) == 1
+    first, second = [one["node"] for one in ranks[:2]], [one["node"] for one in ranks[2:]]
+    assert first[0] == first[1] != second[0] == second[1]
+    assert all(one["node"] == one["told"] for one in [*ranks, *seen["engines"]])
+    devices = [(one["node"], one["CUDA_VISIBLE_DEVICES"]) for one in [*ranks, *seen["engines"]]]
+    assert len(set(devices)) == 5
+    assert devices[:2] == sorted(devices[:2])
+    assert devices[2:4] == sorted(devices[2:4])
+
+
+def test_an_engine_of_two_devices_sees_both_and_the_package(two_nodes):
+    machine, environ = two_nodes
+    flags = f"{ONE_GROUP} --actor_num_nodes 2 --actor_num_gpus_per_node 1 --vllm_num_engines 1"
+    seen, _ = machine.see("look_around", f"{flags} --vllm_tensor_parallel_size 2", **environ)
+    (engine,) = seen["engines"]
+    taken = {one["CUDA_VISIBLE_DEVICES"] for one in seen["groups"]["policy"] if one["node"] == engine["node"]}
+    assert sorted([*engine["CUDA_VISIBLE_DEVICES"].split(","), *taken]) == ["0", "1", "2"]
+    assert Path(engine["package"]).is_relative_to(HERE.parents[1])
+
+
+def test_hybrid_engines_see_the_devices_of_their_ranks(two_nodes):
+    machine, environ = two_nodes
+    counts = "--actor_num_gpus_per_node 2 --vllm_num_engines 1 --vllm_tensor_parallel_size 2"
+    seen, _ = machine.see("look_around", f"{ONE_GROUP} --colocate_all_models {counts}", **environ)
+    ranks = [one["CUDA_VISIBLE_DEVICES"] for one in seen["groups"]["models"]]
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in seen["engines"]] == [",".join(ranks)]
+
+
+def test_more_devices_than_there_are_is_refused_and_nothing_stays_reserved(two_nodes):
+    machine, environ = two_nodes
+    seen, _ = machine.see("look_around", f"{ONE_GROUP} --actor_num_gpus_per_node 4", **environ)
+    assert seen["error"] == "ConfigError"
+    assert "asks for 4 GPUs (policy 1 x 4)" in seen["message"]
+    assert "2 of 2 free" in seen["message"]
+    assert "3 of 3 free" in seen["message"]
+
+
+def test_a_folder_that_the_nodes_do_not_share_is_refused(two_nodes):
+    """/proc/self/cwd is another folder in every process that stands elsewhere: here, in the workers of the nodes."""
+    machine, environ = two_nodes
+    (machine.folder / "elsewhere").mkdir(exist_ok=True)
+    flags = f"{ONE_GROUP} --actor_num_nodes 2 --actor_num_gpus_per_node 1 --save_path ./out"
+    seen, _ = machine.see("unshared", f"{flags} --ckpt_path /proc/self/cwd/ckpt", **environ)
+    assert seen["error"] == "ConfigError"
+    assert "--ckpt_path /proc/self/cwd/ckpt is not one folder for all nodes" in seen["message"]
+    assert list((machine.folder / "elsewhere").iterdir()) == []
+
+
+def test_a_cluster_with_a_token_is_joined_with_it_alone(two_nodes):
+    machine, environ = two_nodes
+    seen, _ = machine.see("look_around", ONE_GROUP, RAY_ADDRESS=environ["RAY_ADDRESS"])
+    assert seen["error"] == "ConfigError"
+    assert "wants a token" in seen["message"]
+    assert "RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=" in seen["message"]
+
+
+def test_a_cluster_that_was_named_and_is_gone_is_an_error(machine, dead_address):
+    seen, _ = machine.see("look_around", ONE_GROUP, RAY_ADDRESS=dead_address)
+    assert seen["error"] == "ConfigError"
+    assert f"RAY_ADDRESS is {dead_address}, but no Ray answers" in seen["message"]
+
+
+def test_an_address_for_clients_is_an_error(machine):
+    seen, _ = machine.see("look_around", ONE_GROUP, RAY_ADDRESS="http://127.0.0.1:8265")
+    assert "RAY_ADDRESS is http://127.0.0.1:8265" in seen["message"]
+    assert "ray job submit" in seen["message"]
+
+
+def test_a_private_ray_with_too_many_devices_is_refused_before_it_starts(machine):
+    cores = os.cpu_count()
+    seen, said = machine.see("look_around", f"{ONE_GROUP} --actor_num_gpus_per_node {4 * cores + 1}")
+    assert seen["error"] == "ConfigError"
+    assert f"this machine has {4 * cores} of {4 * cores} free" in seen["message"]
+    assert "starting a Ray" not in said
+
+
+def test_a_killed_driver_takes_its_ray_along_and_the_next_one_starts(machine, dead_address):
+    """The address file of a Ray that died long ago is in the way of neither."""
+    (machine.folder / "ray").mkdir()
+    (machine.folder / "ray" / "ray_current_cluster").write_text(dead_address)
+    flags = f"{ONE_GROUP} --actor_num_gpus_per_node 2"
+    with machine.start("stay", flags) as driver:
+        assert driver.stdout.readline() == "up\n"
+        processes = machine.processes()
+        driver.send_signal(signal.SIGKILL)
+        assert wait_until_gone(processes)
+        driver.communicate(timeout=WATCHDOG)
+    assert len(processes) > 4
+    assert machine.processes() == []
+
+    seen, said = machine.see("look_around", flags)
+    assert f"Ray at {dead_address} is gone" in said
+    assert "processes on" in said
+    assert seen["unit"] == "CPU"
+    assert [one["LOCAL_RANK"] for one in seen["groups"]["policy"]] == ["0", "1"]
+    assert len(seen["engines"]) == 2
+    assert machine.processes() == []
+    assert list((machine.folder / "home").iterdir()) == []  # no token is left there
