@@ -26,7 +26,7 @@ from openrlhf.config.checks.extras import require
 from openrlhf.errors import RolloutError
 from openrlhf.rollout.engine import Checksums, Part, Weights
 from openrlhf.rollout.hf import end_tokens
-from openrlhf.rollout.vllm_loop import Ask, Generated, StepLoop
+from openrlhf.rollout.vllm_loop import Ask, Generated, StepLoop, refusals
 from openrlhf.types import Completion, Request, SamplingParams
 
 SEEDS = 1 << 63  # vLLM keeps a seed in a signed 64-bit integer
@@ -79,7 +79,9 @@ class VLLMEngine:
     async def generate(self, requests: Sequence[Request]) -> list[Completion]:
         if not requests:
             return []
-        made = await self._steps.generate([self._ask(request) for request in requests])
+        with refusals():
+            asks = [self._ask(request) for request in requests]
+        made = await self._steps.generate(asks)
         texts = self.tokenizer.batch_decode([list(generated.token_ids) for generated in made])
         return [
             _completion(request.params, generated, text)
@@ -102,7 +104,7 @@ class VLLMEngine:
             top_p=params.top_p,
             top_k=params.top_k,
             min_p=params.min_p,
-            min_tokens=max(0, params.min_tokens - 1),
+            min_tokens=max(0, min(params.min_tokens - 1, params.max_tokens)),
             stop=list(params.stop),
             stop_token_ids=sorted({*self._ends, *params.stop_token_ids}),
             ignore_eos=True,  # the ends are among the stop tokens, whatever vLLM reads from the model's folder

@@ -10,9 +10,9 @@ import gc
 import queue
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -89,6 +89,17 @@ def _deliver(answers: list[tuple[Waiter, object]]) -> None:
             waiter.set_exception(result)
         else:
             waiter.set_result(result)
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """What vLLM does not take (a prompt that is too long, a parameter out of range) as an error of one request."""
+    from vllm.exceptions import VLLMValidationError  # a ValueError in some versions only
+
+    try:
+        yield
+    except (ValueError, VLLMValidationError) as error:
+        raise RolloutError(f"vLLM takes no such request: {error}") from error
 
 
 class StepLoop:
@@ -228,21 +239,20 @@ class StepLoop:
             self._admit(batch)
 
     def _admit(self, batch: Batch) -> None:
-        from vllm.exceptions import VLLMValidationError
-
         if self._asleep or not self._has_weights:
             error = "vLLM was put to sleep, and generates after wake('weights'), load and wake('cache')"
             self._answers.give(batch.waiter, RolloutError(error))
             return
         try:
-            for place, ask in enumerate(batch.asks):
-                name = str(self._count)
-                self._count += 1
-                inner_id = self._engine.add_request(name, ask.prompt, ask.params)
-                self._running[name] = Running(batch, place, inner_id)
-        except (ValueError, VLLMValidationError) as error:  # a prompt that is too long, a parameter out of range
+            with refusals():
+                for place, ask in enumerate(batch.asks):
+                    name = str(self._count)
+                    self._count += 1
+                    inner_id = self._engine.add_request(name, ask.prompt, ask.params)
+                    self._running[name] = Running(batch, place, inner_id)
+        except RolloutError as error:
             self._take_back(batch)
-            self._answers.give(batch.waiter, RolloutError(f"vLLM takes no such request: {error}"))
+            self._answers.give(batch.waiter, error)
 
     def _take_back(self, batch: Batch) -> None:
         if batch in self._held:

@@ -1,0 +1,381 @@
+"""vLLM in this process says what the engine of Transformers says, through new weights, pauses, sleep and errors."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from openrlhf.data.collate import Layout, collate
+from openrlhf.errors import RolloutError
+from openrlhf.models.forward import Network
+from openrlhf.rl.samples import batch_trajectories
+from openrlhf.rollout.checksum import checksum
+from openrlhf.rollout.hf import HFEngine
+from openrlhf.rollout.sampling import Draws, truncate
+from openrlhf.rollout.vllm import VLLMEngine, VLLMSettings
+from openrlhf.training.local import LocalBackend
+from openrlhf.training.objectives import SFT
+from openrlhf.training.optim import OptimizerSettings
+from openrlhf.types import Prompt, Request, SamplingParams, TokenRow, Trajectory
+from tests.tiny import make_model
+
+pytest.importorskip("vllm")
+
+PROMPTS = ["a", "hello", "the cat", "x" * 20, "1+1=", "Z", "q?", "what is it", "no", "abcdefghijkl", "==", "w"]
+LONGEST = 2048
+ATTENTION = {"head_dim": 32}  # vLLM's attention on CPU knows no smaller one
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Sharper than at birth, so that greedy choices have no ties."""
+    made = make_model(tmp_path_factory.mktemp("model"), seed=3, max_position_embeddings=LONGEST, **ATTENTION)
+    model = AutoModelForCausalLM.from_pretrained(made)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(20)
+    model.save_pretrained(made)
+    return made
+
+
+@pytest.fixture
+def network(folder):
+    return Network(AutoModelForCausalLM.from_pretrained(folder))
+
+
+def build(folder, tokenizer, **settings):
+    fixed = {"enforce_eager": True, "enable_sleep": True, "seeded_requests": True}
+    return VLLMEngine(VLLMSettings(folder, "float32", LONGEST, **fixed | settings), tokenizer)
+
+
+@pytest.fixture(scope="module")
+def shared(folder, tokenizer):
+    """One engine for the whole module: a start costs seconds."""
+    engine = build(folder, tokenizer)
+    yield engine
+    asyncio.run(engine.close())
+
+
+@pytest.fixture
+def engine(shared, folder):
+    """The shared engine, which gets its first weights back afterwards."""
+    yield shared
+    asyncio.run(shared.load(weights_of(Network(AutoModelForCausalLM.from_pretrained(folder))), 0))
+
+
+def requests(tokenizer, **params):
+    """One request for each prompt, of uneven length and each with its own seed."""
+    return [
+        Request(
+            tuple(tokenizer(text)["input_ids"]),
+            SamplingParams(**{"max_tokens": 3 + 5 * number % 17, "seed": number} | params),
+        )
+        for number, text in enumerate(PROMPTS)
+    ]
+
+
+def weights_of(network):
+    return list(network.decoder.state_dict().items())
+
+
+def other(network, factor=1.5):
+    """The same network with other weights."""
+    with torch.no_grad():
+        for weight in network.parameters():
+            weight.mul_(factor)
+    return network
+
+
+def said(completions):
+    return [completion.token_ids for completion in completions]
+
+
+def log_probs(network, request, completion, temperature=1.0):
+    """What training computes for a completion."""
+    prompt, answer = request.prompt_token_ids, completion.token_ids
+    mask = (False,) * len(prompt) + (True,) * len(answer)
+    item = Trajectory(Prompt(0, "", prompt), prompt + answer, mask, (), 0.0, 0.0, False, 0)
+    batch = batch_trajectories([item], Layout(packing=False, pad_id=0))
+    with torch.no_grad():
+        return network(batch, "log_probs", temperature=temperature).log_probs[0, len(prompt) :].tolist()
+
+
+def test_greedy_is_what_the_other_engine_says(engine, network, tokenizer):
+    asked = requests(tokenizer, temperature=0.0)
+    assert asyncio.run(engine.generate(asked)) == HFEngine(network, tokenizer).complete(asked)
+
+
+def test_log_probs_are_those_that_training_computes(engine, network, tokenizer):
+    asked = requests(tokenizer, temperature=0.7)
+    for request, completion in zip(asked, asyncio.run(engine.generate(asked)), strict=True):
+        assert completion.log_probs == pytest.approx(log_probs(network, request, completion, 0.7), abs=1e-4)
+        assert completion.text == tokenizer.decode(list(completion.token_ids))
+
+
+@pytest.mark.parametrize("limit", [{"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.3}, {"top_k": 4, "top_p": 0.8}], ids=str)
+def test_log_probs_are_those_of_the_distribution_drawn_from(limit, engine, network, tokenizer):
+    asked = requests(tokenizer, temperature=1.3, max_tokens=6, **limit)
+    for request, completion in zip(asked, asyncio.run(engine.generate(asked)), strict=True):
+        ids = torch.tensor([request.prompt_token_ids + completion.token_ids])
+        with torch.no_grad():
+            logits = network.decoder(ids).logits[0, len(request.prompt_token_ids) - 1 : -1]
+        draws = Draws.of([request.params] * len(logits), logits.shape[-1], logits.device)
+        expected = truncate((logits / 1.3).log_softmax(-1), draws).gather(1, torch.tensor([completion.token_ids]).T)
+        assert completion.log_probs == pytest.approx(expected[:, 0].tolist(), abs=1e-4)
+
+
+def test_a_seed_is_a_stream_of_its_own(engine, tokenizer):
+    base = requests(tokenizer, max_tokens=12)[1]
+    asked = [replace(base, params=replace(base.params, seed=seed)) for seed in (1, 2, 1)]
+    first, second, third = asyncio.run(engine.generate(asked))
+    assert first.token_ids == third.token_ids
+    assert first.token_ids != second.token_ids
+
+
+def answer(engine, tokenizer, **params):
+    request = Request(tuple(tokenizer("hello")["input_ids"]), SamplingParams(**{"max_tokens": 40, "seed": 5} | params))
+    (completion,) = asyncio.run(engine.generate([request]))
+    return completion
+
+
+def test_the_longest_answer(engine, tokenizer):
+    with_limit, longer = answer(engine, tokenizer, max_tokens=4), answer(engine, tokenizer, max_tokens=6)
+    assert with_limit.finish_reason == "length"
+    assert with_limit.token_ids == longer.token_ids[:4]
+
+
+def test_stop_tokens_and_texts_end_an_answer_and_belong_to_it(engine, tokenizer):
+    whole = answer(engine, tokenizer)
+    fifth = whole.token_ids[4]
+    by_token = answer(engine, tokenizer, stop_token_ids=(fifth,))
+    assert by_token.token_ids == whole.token_ids[: whole.token_ids.index(fifth) + 1]
+    assert by_token.finish_reason == "stop"
+    text = tokenizer.decode(list(whole.token_ids[3:6]))
+    by_text = answer(engine, tokenizer, stop=("never said", text))
+    assert by_text.text.endswith(text)
+    assert by_text.finish_reason == "stop"
+    assert by_text.token_ids == whole.token_ids[: len(by_text.token_ids)]
+    assert len(by_text.log_probs) == len(by_text.token_ids)
+
+
+def test_the_least_length_counts_the_token_that_ends(engine, network, tokenizer):
+    with torch.no_grad():
+        network.decoder.lm_head.weight.zero_()  # every token is as likely as any other
+    asyncio.run(engine.load(weights_of(network), 1))
+    ends = tuple(range(40, 70))
+    params = SamplingParams(max_tokens=60, min_tokens=10, stop_token_ids=ends)
+    asked = [Request((5,), replace(params, seed=seed)) for seed in range(100)]
+    made = asyncio.run(engine.generate(asked))
+    assert min(len(completion.token_ids) for completion in made) == 10
+    endings = {completion.token_ids[-1] for completion in made if completion.finish_reason == "stop"}
+    assert endings <= {*ends, tokenizer.eos_token_id}
+    assert all(not {*completion.token_ids[:9]} & {*ends, tokenizer.eos_token_id} for completion in made)
+
+
+def test_eos_ends_an_answer_and_belongs_to_it(engine, network, tokenizer):
+    with torch.no_grad():
+        network.decoder.lm_head.weight.zero_()
+    asyncio.run(engine.load(weights_of(network), 1))
+    made = answer(engine, tokenizer, max_tokens=2000)
+    assert made.token_ids[-1] == tokenizer.eos_token_id
+    assert tokenizer.eos_token_id not in made.token_ids[:-1]
+    assert made.finish_reason == "stop"
+    assert made.text.endswith(tokenizer.eos_token)
+
+
+def test_a_stop_text_waits_for_the_least_length(engine, tokenizer):
+    first = answer(engine, tokenizer).text[0]
+    assert len(answer(engine, tokenizer, stop=(first,)).token_ids) == 1
+    assert len(answer(engine, tokenizer, stop=(first,), min_tokens=4).token_ids) >= 4
+
+
+def test_nothing_asked_is_nothing_said(engine):
+    assert asyncio.run(engine.generate([])) == []
+
+
+def test_new_weights_and_what_arrived(engine, network, tokenizer):
+    asked = requests(tokenizer, temperature=0.0)
+    before = asyncio.run(engine.generate(asked))
+    weights = weights_of(other(network))
+    sums = asyncio.run(engine.load(iter(weights), 7, verify=True))
+    assert sums == {name: checksum(tensor) for name, tensor in weights}
+    after = asyncio.run(engine.generate(asked))
+    assert said(after) == said(HFEngine(network, tokenizer).complete(asked)) != said(before)
+    assert engine.version == 7
+    assert {completion.version for completion in after} == {7}
+    assert asyncio.run(engine.load(weights, 8)) == {}
+
+
+def test_training_goes_on_in_the_same_process(engine, network, tokenizer):
+    torch.set_num_threads(2)  # which vLLM would forbid
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(1)
+    backend = LocalBackend(network, OptimizerSettings(learning_rate=1e-2), torch.device("cpu"))
+    ids = torch.tensor(tokenizer("the cat sat")["input_ids"], dtype=torch.int32).numpy()
+    batch = collate([TokenRow(ids, ids > 0)], packing=False, pad_id=1)
+    asked = requests(tokenizer, temperature=0.0)
+    losses = []
+    for version in (1, 2):
+        losses.append(float(backend.forward_backward([batch], SFT()).losses.sum()))
+        backend.optim_step(1.0)
+        asyncio.run(engine.load(backend.weights(), version))
+        assert said(asyncio.run(engine.generate(asked))) == said(HFEngine(network, tokenizer).complete(asked))
+    assert losses[1] < losses[0]
+
+
+def test_many_callers_side_by_side(engine, tokenizer):
+    asked = requests(tokenizer, temperature=0.0) * 5
+
+    async def one_by_one():
+        return await asyncio.gather(*(engine.generate([request]) for request in asked))
+
+    assert [made for (made,) in asyncio.run(one_by_one())] == asyncio.run(engine.generate(asked))
+
+
+LONG = Request((5, 6, 7), SamplingParams(max_tokens=500, min_tokens=501, seed=1))
+SHORT = replace(LONG, params=replace(LONG.params, max_tokens=3))
+
+
+async def begun(engine):
+    """A long request of which some tokens are there: a short one that came with it has ended."""
+    task = asyncio.create_task(engine.generate([LONG]))
+    await engine.generate([SHORT])
+    assert not task.done()
+    return task
+
+
+def test_a_cancelled_caller_takes_its_requests_back(engine):
+    async def cancel():
+        task = await begun(engine)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await engine.resume()  # nothing was paused: an answer that comes after the cancellation was heard
+        assert not engine._steps._engine.has_unfinished_requests()
+
+    asyncio.run(cancel())
+
+
+def test_an_answer_goes_on_with_new_weights(engine, network, folder, tokenizer):
+    async def change():
+        task = await begun(engine)
+        await engine.pause(drain=False)
+        await engine.load(weights_of(other(network)), 5)
+        waiting = asyncio.create_task(engine.generate([SHORT]))
+        await engine.resume()
+        return *await task, *await waiting
+
+    made, later = asyncio.run(change())
+    assert made.version == 0
+    assert later.version == 5
+    old = without_end(AutoModelForCausalLM.from_pretrained(folder), made, tokenizer)
+    new = without_end(network.decoder, made, tokenizer)
+    follows_old = [abs(ours - theirs) < 1e-4 for ours, theirs in zip(made.log_probs, old, strict=True)]
+    changed = follows_old.index(False)
+    assert 3 <= changed < len(old)
+    assert made.log_probs[changed:] == pytest.approx(new[changed:], abs=1e-4)
+
+
+def without_end(decoder, completion, tokenizer):
+    """Log-probs of the long request's tokens where none of them may end it."""
+    with torch.no_grad():
+        logits = decoder(torch.tensor([LONG.prompt_token_ids + completion.token_ids])).logits[0, 2:-1]
+    logits[:, tokenizer.eos_token_id] = -torch.inf
+    return logits.log_softmax(-1).gather(1, torch.tensor([completion.token_ids]).T)[:, 0].tolist()
+
+
+def test_draining_lets_the_running_finish_and_the_new_wait(engine):
+    async def drain():
+        task = await begun(engine)
+        pausing = asyncio.create_task(engine.pause(drain=True))
+        await asyncio.sleep(0)  # the command is on its way before the next request
+        late = asyncio.create_task(engine.generate([SHORT]))
+        await pausing
+        (made,) = await task
+        assert len(made.token_ids) == LONG.params.max_tokens
+        assert not late.done()
+        await engine.resume()
+        assert len(await late) == 1
+
+    asyncio.run(drain())
+
+
+def test_sleep_asks_for_weights_and_forgets_nobody(engine, network, tokenizer):
+    asked = requests(tokenizer, temperature=0.0)
+
+    async def sleep():
+        task = await begun(engine)
+        await engine.pause(drain=False)
+        await engine.sleep()
+        await engine.resume()
+        with pytest.raises(RolloutError, match="put to sleep"):
+            await engine.generate(asked)
+        await engine.wake("weights")
+        await engine.load(weights_of(other(network)), 2)
+        await engine.wake("cache")
+        return await engine.generate(asked), await task
+
+    made, (long,) = asyncio.run(sleep())
+    assert said(made) == said(HFEngine(network, tokenizer).complete(asked))
+    assert len(long.token_ids) == LONG.params.max_tokens
+
+
+def test_a_request_that_is_too_long_fails_alone(engine, tokenizer):
+    asked = requests(tokenizer, temperature=0.0)
+    too_long = Request((5,) * (LONGEST + 1), SamplingParams(max_tokens=1))
+
+    async def both():
+        fine, refused = await asyncio.gather(
+            engine.generate(asked), engine.generate([*asked, too_long]), return_exceptions=True
+        )
+        await engine.health()
+        return fine, refused
+
+    fine, refused = asyncio.run(both())
+    assert len(fine) == len(asked)
+    assert isinstance(refused, RolloutError)
+    assert "maximum" in str(refused)
+    assert not engine._steps._engine.has_unfinished_requests()
+
+
+def test_a_missing_parameter_is_named_and_ends_the_engine(shared, network):
+    name = "model.layers.1.self_attn.k_proj.weight"
+    weights = [(key, tensor) for key, tensor in weights_of(network) if key not in (name, "model.norm.weight")]
+
+    async def fail():
+        task = await begun(shared)
+        with pytest.raises(RolloutError, match=f"no weights came for {name}, model.norm.weight"):
+            await shared.load(weights, 1)
+        with pytest.raises(RolloutError, match="no weights came"):
+            await task
+        with pytest.raises(RolloutError, match="no weights came"):
+            await shared.health()
+        with pytest.raises(RolloutError, match="generates no more"):
+            await shared.generate([SHORT])
+        await shared.close()
+        with pytest.raises(RolloutError, match="closed"):
+            await shared.generate([SHORT])
+        await shared.close()
+
+    asyncio.run(fail())
+
+
+def test_an_error_within_a_step_reaches_those_who_wait(shared, tokenizer, tmp_path):
+    asyncio.run(shared.close())
+    broken = build(make_model(tmp_path, head_dim=8, max_position_embeddings=LONGEST), tokenizer)
+
+    async def fail():
+        waiting = [broken.generate([SHORT]), broken.generate([LONG])]
+        errors = await asyncio.gather(*waiting, return_exceptions=True)
+        assert all(isinstance(error, RolloutError) and "head_dim=8" in str(error) for error in errors)
+        with pytest.raises(RolloutError, match="head_dim=8"):
+            await broken.health()
+        await broken.close()
+
+    asyncio.run(fail())
+
+
+def test_a_model_that_is_not_there(tokenizer, tmp_path):
+    with pytest.raises(RolloutError, match="did not start"):
+        build(str(tmp_path / "nothing"), tokenizer)
