@@ -97,7 +97,7 @@ def run_with(
         workers=workers,
         sync=sync,
         monitor=make_monitor(config, num_rollouts(config, order), state.version),
-        recorder=Recorder(run_folder(config), tokenizer.decode),
+        recorder=Recorder(run_folder(config), tokenizer.decode, resumed_at=state.version),
         eval_prompts=eval_prompts,
     )
     controller = Controller(parts, settings, state)
