@@ -93,6 +93,7 @@ RL: Rules = (
     rl.rollouts_divide_into_steps,
     extras.cluster_extras_are_installed,
     *FILES,
+    paths.replay_is_of_another_run,
     paths.recorded_rollouts_exist,
 )
 

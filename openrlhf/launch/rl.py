@@ -104,7 +104,7 @@ async def train(
             workers=made.workers,
             sync=made.sync,
             monitor=make_monitor(config, rollouts, state.version),
-            recorder=Recorder(run_folder(config), tokenizer.decode),
+            recorder=Recorder(run_folder(config), tokenizer.decode, resumed_at=state.version),
             eval_prompts=eval_prompts,
         )
         controller = Controller(parts, settings, state)

@@ -32,13 +32,18 @@ class Texts:
     shared: bool
 
     def ids(self, item: Trajectory) -> list[int]:
+        ids = list(item.input_ids)
         if self.shared:
-            return list(item.input_ids)
-        return self.own(self.policy.decode(list(item.input_ids)), add_special_tokens=False)["input_ids"]
+            return ids
+        ended = ids[-1] == self.policy.eos_token_id
+        text = self.policy.decode(ids[:-1] if ended else ids)
+        read: list[int] = self.own(text, add_special_tokens=False)["input_ids"]
+        return [*read, self.own.eos_token_id] if ended else read  # each calls its end by a name of its own
 
 
-def share_vocabulary(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
-    return one.get_vocab() == other.get_vocab()
+def share_vocabulary(policy: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
+    """True when every token of the policy is the other's too; a reward model may have one more, for padding."""
+    return policy.get_vocab().items() <= other.get_vocab().items()
 
 
 @dataclass(frozen=True)

@@ -12,21 +12,33 @@ from openrlhf.rl.samples import Sample
 from openrlhf.types import Prompt, Trajectory
 
 FOLDER = "rollouts"
+STEP_FILES = "step_*.jsonl"
+
+
+def step_file(step: int) -> str:
+    return f"step_{step:06d}.jsonl"
 
 
 class Recorder:
-    """Writes `run_dir/rollouts/step_000001.jsonl`, one line per sample; `datasets` reads the folder as it is."""
+    """Writes `run_dir/rollouts/step_000001.jsonl`, one line per sample; `datasets` reads the folder as it is.
 
-    def __init__(self, run_dir: Path | None, decode: Any = None) -> None:
+    What an earlier run left there after `resumed_at` is dropped, as from the metrics: the folder tells of one run.
+    """
+
+    def __init__(self, run_dir: Path | None, decode: Any = None, resumed_at: int = 0) -> None:
         self.folder = run_dir / FOLDER if run_dir else None
         self.decode = decode
         if self.folder:
             self.folder.mkdir(parents=True, exist_ok=True)
+            kept = {step_file(step) for step in range(1, resumed_at + 1)}
+            for file in self.folder.glob(STEP_FILES):
+                if file.name not in kept:
+                    file.unlink()
 
     def write(self, step: int, samples: Sequence[Sample]) -> None:
         if self.folder:
             lines = (json.dumps(self._line(step, sample)) + "\n" for sample in samples)
-            (self.folder / f"step_{step:06d}.jsonl").write_text("".join(lines))
+            (self.folder / step_file(step)).write_text("".join(lines))
 
     def _line(self, step: int, sample: Sample) -> dict[str, Any]:
         item = sample.trajectory
@@ -41,7 +53,7 @@ class Replay:
     """Rollouts that another run recorded, in their order; a place is a file."""
 
     def __init__(self, folder: Path) -> None:
-        self.files = sorted(folder.glob("step_*.jsonl"))
+        self.files = sorted(folder.glob(STEP_FILES))
 
     def __len__(self) -> int:
         return len(self.files)

@@ -229,6 +229,7 @@ REFUSED = [  # rule, command, what is added, what the message must hold
     ("dataset_files_exist", "train_sft", "--eval_dataset ./gone@dir", "--eval_dataset ./gone: no such file or folder"),
     ("code_files_exist", "train_ppo", "--remote_rm_url gone.py", "--remote_rm_url gone.py: no such file"),
     ("code_files_exist", "train_ppo", "--agent_func_path ./gone.py", "--agent_func_path ./gone.py: no such file"),
+    ("replay_is_of_another_run", "train_ppo", "--run_dir ./run --replay run/rollouts", "--replay run/rollouts|its own"),
     ("recorded_rollouts_exist", "train_ppo", "--replay ./gone", "--replay ./gone: no such folder"),
     ("recorded_rollouts_exist", "train_ppo", "--replay .", "--replay . holds no step_*.jsonl"),
     ("template_file_exists", "interactive_chat", "--ta_prompt ./gone.txt", "--ta_prompt ./gone.txt: no such file"),

@@ -84,3 +84,11 @@ def test_a_shorter_record_ends_the_run(run):
 def test_a_folder_without_rollouts_is_refused(run, folder):
     with pytest.raises(ConfigError, match=r"--replay .* (no such folder|holds no step_)"):
         run("out", replay=folder)
+
+
+@pytest.mark.parametrize("flags", [{}, {"run_dir": "./one/run"}])
+def test_a_run_does_not_replay_what_it_would_overwrite(run, flags):
+    run("one", max_steps=1)
+    with pytest.raises(ConfigError, match="is where this run writes its own rollouts"):
+        run("other" if flags else "one", replay="./one/run/rollouts", **flags)
+    assert list(Path("one/run/rollouts").glob("step_*.jsonl"))

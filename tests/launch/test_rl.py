@@ -1,5 +1,7 @@
 """Reinforcement learning from the command line on a toy: it learns, repeats exactly, and every flag does its work."""
 
+import shutil
+
 import datasets
 import pytest
 import torch
@@ -324,3 +326,22 @@ def test_a_run_that_is_over_can_be_given_more_steps(learn):
     whole = learn("whole", max_steps=4, save_steps=2)
     assert ran.metrics == whole.metrics
     assert same(weights(ran), weights(whole))
+
+
+def rollouts(ran):
+    return sorted(path.name for path in (ran.save_path / "run" / "rollouts").iterdir())
+
+
+def test_a_fresh_run_in_the_folder_of_a_longer_one_leaves_only_its_own_rollouts(learn):
+    learn(max_steps=3, save_steps=2)
+    ran = learn(max_steps=3, save_steps=2, load_checkpoint=True, seed=9)
+    assert rollouts(ran) == ["step_000001.jsonl", "step_000002.jsonl", "step_000003.jsonl"]
+    assert rollouts(learn(max_steps=1)) == ["step_000001.jsonl"]
+
+
+def test_a_run_goes_on_though_its_run_folder_is_gone(learn):
+    ran = learn(max_steps=2, save_steps=2)
+    shutil.rmtree(ran.save_path)
+    ran = learn(max_steps=3, load_checkpoint=True)
+    assert rollouts(ran) == ["step_000003.jsonl"]
+    assert [line["step"] for line in ran.metrics] == [3]

@@ -63,3 +63,22 @@ def test_recorded_samples_can_be_trained_on_again(tmp_path):
 def test_nothing_is_written_without_a_folder(tmp_path):
     Recorder(None).write(1, [Sample(ITEM, {})])
     assert not list(tmp_path.iterdir())
+
+
+def test_what_an_older_run_left_is_cleared(tmp_path):
+    def names():
+        return sorted(path.name for path in (tmp_path / "rollouts").iterdir())
+
+    recorder = Recorder(tmp_path)
+    for step in (1, 2, 3, 1000000):
+        recorder.write(step, [Sample(ITEM, {})])
+    (tmp_path / "rollouts" / "notes.txt").write_text("mine")
+    Recorder(tmp_path, resumed_at=2)
+    assert names() == ["notes.txt", "step_000001.jsonl", "step_000002.jsonl"]
+    Recorder(tmp_path)
+    assert names() == ["notes.txt"]
+
+
+def test_a_folder_that_is_gone_is_made_again(tmp_path):
+    Recorder(tmp_path / "gone", resumed_at=2).write(3, [Sample(ITEM, {})])
+    assert [path.name for path in (tmp_path / "gone" / "rollouts").iterdir()] == ["step_000003.jsonl"]

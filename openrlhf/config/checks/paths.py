@@ -70,6 +70,18 @@ def recorded_rollouts_exist(config: object) -> None:
             raise ConfigError(f"--{name} {item} holds no step_*.jsonl, so nothing was recorded there")
 
 
+def replay_is_of_another_run(config: object) -> None:
+    """A run clears the folder of its own rollouts before it writes the first."""
+    values = flag_values(config)
+    if values.get("replay"):
+        own = Path(str(values["run_dir"] or Path(str(values["save_path"])) / "run")) / "rollouts"
+        if own.expanduser().resolve() == Path(str(values["replay"])).expanduser().resolve():
+            raise ConfigError(
+                f"--replay {values['replay']} is where this run writes its own rollouts",
+                try_this="another --save_path or --run_dir",
+            )
+
+
 def outputs_can_be_written(config: object) -> None:
     """Found now, and not when hours of work are to be saved."""
     for name, item in named_by(config, OUTPUT_FLAGS):

@@ -1,0 +1,199 @@
+"""Reward models of every kind, from their folders to the rewards that a run records."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from rl_toys import SMALL, asked, recorded
+from safetensors.torch import load_file
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from toys import FAST, PAIRS, STEPS, Ran, pairs, run, steps, write_rows
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from openrlhf.rollout.hf import HFEngine
+from tests.tiny import CHARACTERS, SHAPE
+
+PPO = {"advantage_estimator": "gae", "init_kl_coef": 0.05}
+
+
+@pytest.fixture
+def learn(tmp_path, models):
+    """Two steps of train_ppo with reward models alone."""
+
+    def start(name="out", **flags):
+        paths = {"save_path": f"./{name}", "ckpt_path": f"./{name}_ckpt", "pretrain": models()}
+        prompts = write_rows(tmp_path / "prompts.jsonl", asked(16))
+        run("train_ppo", paths | SMALL | {"prompt_data": prompts} | flags)
+        return Ran(tmp_path / name, tmp_path / f"{name}_ckpt")
+
+    return start
+
+
+@pytest.fixture
+def reward_model(tmp_path, models):
+    """Trains a reward model on pairs; returns the flag's value."""
+
+    def make(name="rm", pretrain=None, **flags):
+        rows = write_rows(tmp_path / "pairs.jsonl", pairs(48))
+        paths = {"pretrain": pretrain or models(), "save_path": name, "ckpt_path": f"{name}_ckpt", "dataset": rows}
+        run("train_rm", FAST | PAIRS | paths | flags)
+        return f"./{name}"
+
+    return make
+
+
+@pytest.fixture
+def process_model(tmp_path, models):
+    rows = write_rows(tmp_path / "steps.jsonl", steps(48))
+    paths = {"pretrain": models(), "save_path": "prm", "ckpt_path": "prm_ckpt", "dataset": rows}
+    run("train_prm", FAST | STEPS | paths)
+    return "./prm"
+
+
+def other_tokenizer():
+    """The same characters under other numbers, and another EOS."""
+    vocabulary = {token: number for number, token in enumerate(["<pad>", "<end>", *reversed(CHARACTERS)])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>")
+
+
+def other_model(folder):
+    tokenizer = other_tokenizer()
+    torch.manual_seed(3)
+    config = LlamaConfig(**SHAPE, vocab_size=len(tokenizer), eos_token_id=1, bos_token_id=None, pad_token_id=0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@torch.no_grad()
+def plain_scores(folder, rows, read=lambda ids: ids):
+    """What Transformers alone says of recorded samples, one at a time."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).eval()
+    return [model(torch.tensor([read(row["input_ids"])])).logits.item() for row in rows]
+
+
+def rewards(rows):
+    return [row["reward"] for row in rows]
+
+
+def unpadded(rows, pad=1):
+    """Without samples in which the policy drew a pad token, which Transformers would not look at."""
+    return [row for row in rows if pad not in row["input_ids"]]
+
+
+def test_a_model_with_another_tokenizer_scores_the_text(learn, reward_model, tmp_path, models, capsys):
+    folder = reward_model(pretrain=other_model(tmp_path / "other"))
+    rows = unpadded(recorded(learn(reward_pretrain=folder, max_steps=1, generate_max_len=32), 1))
+    assert "the reward model ./rm has another tokenizer: it scores the text, tokenised anew" in capsys.readouterr().err
+    policy, own = AutoTokenizer.from_pretrained(models()), AutoTokenizer.from_pretrained(folder)
+
+    def read(ids):
+        ended = ids[-1] == policy.eos_token_id
+        text = policy.decode(ids[:-1] if ended else ids)
+        return own(text, add_special_tokens=False)["input_ids"] + [own.eos_token_id] * ended
+
+    assert any(row["input_ids"][-1] == policy.eos_token_id for row in rows)
+    assert rewards(rows) == pytest.approx(plain_scores(folder, rows, read), abs=1e-5)
+
+
+def test_such_a_model_is_no_beginning_for_a_critic(learn, reward_model, tmp_path, models, capsys):
+    folder = reward_model(pretrain=other_model(tmp_path / "other"))
+    with pytest.raises(SystemExit):
+        learn(reward_pretrain=folder, **PPO)
+    assert "has another tokenizer than the policy. Try: --critic_pretrain" in capsys.readouterr().err
+    ran = learn("own", reward_pretrain=folder, critic_pretrain=models(), max_steps=1, **PPO)
+    assert ran.train("critic_loss")[0] > 0
+
+
+@pytest.mark.parametrize("packing", [None, True], ids=["padded", "packed"])
+def test_two_models_are_weighed(learn, reward_model, packing, models):
+    one, other = reward_model("one"), reward_model("two", models(seed=5), seed=5)
+    flags = {"reward_pretrain": f"{one},{other}", "reward_weights": [0.75, -2.0], "packing_samples": packing}
+    rows = unpadded(recorded(learn(max_steps=1, **flags), 1))
+    assert len(rows) > 20
+    pairs_of_scores = zip(plain_scores(one, rows), plain_scores(other, rows), strict=True)
+    expected = [0.75 * first - 2.0 * second for first, second in pairs_of_scores]
+    assert rewards(rows) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("pad_is_eos", [False, True])
+def test_rewards_are_normalised_by_what_the_model_was_saved_with(learn, reward_model, pad_is_eos, models, capsys):
+    policy = models(pad_is_eos=pad_is_eos)
+    folder = reward_model(pretrain=policy)
+    flags = {"pretrain": policy, "reward_pretrain": folder, "max_steps": 1}
+    plain, normal = (recorded(learn(name, **flags, **more), 1) for name, more in (("a", {}), ("b", NORMALISED)))
+    saved = json.loads((Path(folder) / "config.json").read_text())
+    assert saved["std"] > 0
+    expected = [(reward - saved["mean"]) / saved["std"] for reward in rewards(plain)]
+    assert rewards(normal) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    learn("critic", **flags, **PPO)  # whose critic begins with the reward model
+    said = capsys.readouterr().err
+    assert "no mean and std" not in said
+    assert "another tokenizer" not in said
+
+
+NORMALISED = {"normalize_reward": True}
+
+
+def test_a_model_without_statistics_says_that_it_stays_as_it_is(learn, models, capsys):
+    learn(reward_pretrain=models(), normalize_reward=True, max_steps=1)
+    assert "has no mean and std in its config.json, so its scores stay as they are" in capsys.readouterr().err
+
+
+REDUCED = {"min": min, "mean": lambda steps: sum(steps) / len(steps), "last": lambda steps: steps[-1]}
+
+
+@pytest.mark.parametrize("reduce", REDUCED)
+def test_a_process_reward_model_scores_the_steps(learn, process_model, models, reduce):
+    ran = learn(reward_pretrain=process_model, prm_reduce=reduce, max_steps=1, generate_max_len=32)
+    rows = recorded(ran, 1)
+    model = AutoModelForCausalLM.from_pretrained(process_model).eval()
+    tokenizer = AutoTokenizer.from_pretrained(process_model)
+    mark, *labels = tokenizer.convert_tokens_to_ids(["#", "+", "-"])
+
+    @torch.no_grad()
+    def expected(ids):
+        logits = model(torch.tensor([ids])).logits[0]
+        found = [place for place, token in enumerate(ids) if token == mark]
+        good = [logits[place, labels].softmax(-1)[0].item() for place in found]
+        return REDUCED[reduce](good) if good else 0.0
+
+    wanted = [expected(row["input_ids"]) for row in rows]
+    assert any(value == 0 for value in wanted)
+    assert any(value > 0 for value in wanted)
+    assert rewards(rows) == pytest.approx(wanted, abs=1e-5)
+
+
+def test_a_process_reward_model_beside_another(learn, process_model, reward_model):
+    ran = learn(reward_pretrain=f"{process_model},{reward_model()}", reward_weights=[2.0, 1.0], max_steps=2, **PPO)
+    assert all(value == value for line in ran.metrics for value in line.values())
+    assert ran.train("critic_loss")[0] > 0
+
+
+def refuse(*_):
+    raise AssertionError("a replay asked the engine")
+
+
+def test_a_replay_with_reward_model_and_critic_is_the_run_that_it_replays(learn, reward_model, monkeypatch):
+    flags = {"reward_pretrain": reward_model(), "normalize_reward": True, "save_value_network": True, **PPO}
+    live = learn("live", **flags)
+    monkeypatch.setattr(HFEngine, "generate", refuse)
+    replayed = learn("replayed", replay="./live/run/rollouts", **flags)
+    assert replayed.metrics == live.metrics
+    for name in ("live", "live_critic"):
+        ours, theirs = (
+            load_file(live.save_path.parent / name.replace("live", run_name) / "model.safetensors")
+            for run_name in ("live", "replayed")
+        )
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
