@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from openrlhf.launch.scorers import Scorer
-from openrlhf.models.export import save_model
+from openrlhf.models.export import save_model, saved_tensors
 from openrlhf.rl.workers import Scores
 from openrlhf.rollout.hf import HFEngine
 from openrlhf.training.backend import Frozen, values_of
@@ -52,7 +52,7 @@ class LocalWorkers:
         self.reference = reference
         self.scorers = scorers
         self.ema_beta = ema_beta
-        self.ema = {name: tensor.clone() for name, tensor in policy.backend.weights()} if ema_beta else {}
+        self.ema = {name: tensor.clone() for name, tensor in saved_tensors(policy.backend.network)} if ema_beta else {}
         self.steps = 0  # optimizer steps of the critic, and of the policy where it was not held still
         self.policy_steps = 0
 
@@ -105,7 +105,7 @@ class LocalWorkers:
     @torch.no_grad()
     def _average(self) -> None:
         if self.ema_beta:
-            for name, tensor in self.policy.backend.weights():
+            for name, tensor in saved_tensors(self.policy.backend.network):
                 self.ema[name].lerp_(tensor.to(self.ema[name]), 1.0 - self.ema_beta)
 
     async def save(self, folder: Path) -> None:

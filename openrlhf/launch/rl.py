@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import shutil
 from collections import deque
 from collections.abc import Mapping
@@ -27,6 +26,7 @@ from openrlhf.launch.record import shown_flags
 from openrlhf.launch.rl_settings import make_settings, num_rollouts
 from openrlhf.launch.run_files import explain_stop, find_checkpoint, make_monitor, run_folder
 from openrlhf.models.load import load_tokenizer
+from openrlhf.models.plain import plain_copy
 from openrlhf.monitor import say
 from openrlhf.rl.controller import Controller, Parts, State
 from openrlhf.rl.record import Recorder, Replay, read_queue, write_queue
@@ -183,10 +183,10 @@ class Saver:
 def make_engine(
     config: RLConfig, workers: LocalWorkers, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[HFEngine, LocalSync]:
-    """The engine shares the policy's network, or has a copy where training must not move what generates."""
+    """The engine shares the policy's network, or has a plain copy where training must not move what generates."""
     policy = workers.policy.backend
     shared = not (config.asynchrony.async_train and config.asynchrony.async_queue_size > 0)
-    network = policy.network if shared else copy.deepcopy(policy.network)
+    network = policy.network if shared else plain_copy(policy.network)
     engine = HFEngine(network, tokenizer)
     return engine, LocalSync(policy, engine, shared=shared)
 
