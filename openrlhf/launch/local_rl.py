@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from openrlhf.launch.proof import Sent, compare
 from openrlhf.launch.rl_build import build_models
 from openrlhf.launch.rl_models import Models
 from openrlhf.models.load import choose_dtype
+from openrlhf.models.plain import plain_copy
 from openrlhf.rl.workers import Scores, WeightSync, Workers
 from openrlhf.rollout.engine import Engine, LoadingEngine
 from openrlhf.rollout.hf import HFEngine
@@ -133,7 +133,7 @@ async def open_local(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollo
         models = build_models(config, tokenizer, device, rollouts)
         assert models.policy is not None
         network = models.policy.trained.backend.network
-        engine = HFEngine(copy.deepcopy(network) if asynchronous else network, tokenizer)
+        engine = HFEngine(plain_copy(network) if asynchronous else network, tokenizer)
         sync = LocalSync(models, engine) if asynchronous else SharedSync(engine)
         yield Machinery(LocalWorkers(models), engine, sync)
         return

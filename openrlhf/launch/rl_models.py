@@ -139,14 +139,14 @@ class Models:
         if self.policy is None or not self.policy.ema_beta:
             return {}
         backend = self.policy.trained.backend
-        return {name: tensor.clone() for name, tensor in backend.weights() if backend.process == 0}
+        return {name: tensor.clone() for name, tensor in backend.exported() if backend.process == 0}
 
     @torch.no_grad()
     def _average(self) -> None:
         assert self.policy is not None
         if self.policy.ema_beta:
             backend = self.policy.trained.backend
-            for name, tensor in backend.weights():
+            for name, tensor in backend.exported():
                 if backend.process == 0:
                     self.ema[name].lerp_(tensor.to(self.ema[name]), 1.0 - self.policy.ema_beta)
 

@@ -14,13 +14,15 @@ HEAD_CONFIG = "head_config.json"
 HEAD_KEYS = ("value_head_prefix", "mean", "std", "normalize_reward", "pad_token_id")
 
 
-def checkpoint_weights(network: Network) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor once under its name in the decoder; a head tied to the embeddings is left to them."""
+def saved_tensors(network: Network) -> Iterator[tuple[str, Tensor]]:
+    """What `save_model` takes as weights: the decoder's tensors, each once, or what is trained of an adapted model."""
+    model: Any = network.model
+    adapted = model is not network.decoder
     seen: set[int] = set()
-    for name, tensor in network.decoder.state_dict().items():
-        if tensor.data_ptr() not in seen:
-            seen.add(tensor.data_ptr())
-            yield name, tensor
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen and (tensor.requires_grad or not adapted):
+            seen.add(id(tensor))
+            yield name, tensor.detach()
 
 
 def save_model(network: Network, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.models.forward import Network
+from openrlhf.models.plain import checkpoint_places, load_weights
 from openrlhf.rollout.cache import RowCache
 from openrlhf.rollout.checksum import checksum
 from openrlhf.rollout.engine import Checksums, Part, Weights
@@ -71,6 +73,11 @@ class HFEngine:
         self.version = 0
         generation: Any = network.decoder.generation_config
         self.ends = end_tokens(generation.eos_token_id, tokenizer)
+
+    @cached_property
+    def places(self) -> dict[str, Tensor]:
+        """Where the tensors of a checkpoint lie in the network."""
+        return checkpoint_places(self.network)
 
     @property
     def device(self) -> torch.device:
@@ -221,12 +228,9 @@ class HFEngine:
 
     @torch.no_grad()
     async def load(self, weights: Weights, version: int, *, verify: bool = False) -> Checksums:
-        """Copies weights into the engine's own network; one that is shared needs only the new version number."""
-        own = self.network.decoder.state_dict()
+        """Copies weights into the engine's own plain network; a shared one needs only the new version number."""
         sums: dict[str, int] = {}
-        for name, tensor in weights:
-            if own[name].data_ptr() != tensor.data_ptr():
-                own[name].copy_(tensor)
+        for name, tensor in load_weights(self.places, weights):
             if verify:
                 sums[name] = checksum(tensor)
         self.version = version

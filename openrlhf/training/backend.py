@@ -100,7 +100,14 @@ class TrainBackend(Frozen, Protocol):
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors by checkpoint name, on every rank."""
+        """What an engine loads: whole tensors of the plain model by checkpoint name, adapters merged, on every rank.
+
+        Every rank goes through all of them. A tensor holds until the next one is asked for.
+        """
+        ...
+
+    def exported(self) -> Iterator[tuple[str, Tensor]]:
+        """What `export` writes (of adapters, themselves alone) under its names in memory; as with `weights`."""
         ...
 
     def save(self, folder: Path) -> None:

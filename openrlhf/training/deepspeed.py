@@ -24,11 +24,13 @@ from openrlhf.errors import BackendError, ConfigError
 from openrlhf.models.chunks import Head
 from openrlhf.models.export import save_model
 from openrlhf.models.forward import Ask, Network, Outputs
+from openrlhf.models.plain import checkpoint_weights
 from openrlhf.training.backend import Objective, StepLosses, is_weightless, to_device
 from openrlhf.training.deepspeed_config import Site, clips_outside, engine_config, frozen_config
 from openrlhf.training.deepspeed_shards import (
     EngineRun,
     Shell,
+    gather_whole,
     hold_whole,
     is_absent,
     mark_experts,
@@ -166,7 +168,12 @@ class DeepSpeedBackend:
         return float(norm)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        return whole_tensors(self.network.decoder)
+        return checkpoint_weights(self.network, gather_whole)
+
+    def exported(self) -> Iterator[tuple[str, Tensor]]:
+        adapters = self.network.model is not self.network.decoder
+        root: Any = self.network.model if adapters else self.network.decoder
+        return whole_tensors(root, trained_only=adapters)
 
     def save(self, folder: Path) -> None:
         adapters = self.network.model is not self.network.decoder
@@ -190,10 +197,8 @@ class DeepSpeedBackend:
         hold_whole(self.held)
 
     def export(self, folder: Path) -> None:
-        adapters = self.network.model is not self.network.decoder
-        root: Any = self.network.model if adapters else self.network.decoder
         weights = {}
-        for name, tensor in whole_tensors(root, trained_only=adapters):
+        for name, tensor in self.exported():
             if self.process == 0:
                 weights[name] = tensor.to("cpu", copy=True)
         if self.process == 0:
@@ -201,9 +206,13 @@ class DeepSpeedBackend:
         self.barrier()
 
     def anyone(self, wished: bool) -> bool:
-        flag = torch.tensor([float(wished)], device=self.device)
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
-        return bool(flag.item())
+        return bool(self._most(torch.tensor([float(wished)])).item())
+
+    def _most(self, values: Tensor) -> Tensor:
+        """The elementwise maximum over all processes."""
+        found = values.to(self.device, copy=True)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return found.to(values.device)
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         total = values.to(self.device, copy=True)

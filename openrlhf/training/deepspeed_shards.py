@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
@@ -109,8 +110,20 @@ def whole_tensors(root: nn.Module, *, trained_only: bool = False) -> Iterator[tu
         if id(tensor) in seen or (trained_only and not tensor.requires_grad):
             continue
         seen.add(id(tensor))
-        with deepspeed.zero.GatheredParameters([tensor], enabled=is_absent(tensor)):
-            whole = tensor.detach()
-            if hasattr(tensor, "gather_params"):  # AutoTP's; on an alias, because ZeRO's buffers must stay the weights'
-                tensor.gather_params([whole])
-            yield name, whole
+        with gather_whole([tensor]) as look:
+            yield name, look(tensor)
+
+
+@contextmanager
+def gather_whole(tensors: Sequence[Tensor]) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Within it a function shows each of these tensors whole. Every rank enters with the same ones."""
+    absent = [tensor for tensor in tensors if is_absent(tensor)]
+    with deepspeed.zero.GatheredParameters(absent, enabled=bool(absent)):
+        yield _whole
+
+
+def _whole(tensor: Any) -> Tensor:
+    alias = tensor.detach()
+    if hasattr(tensor, "gather_params"):  # AutoTP's; on an alias, because ZeRO's buffers must stay the weights'
+        tensor.gather_params([alias])
+    return alias

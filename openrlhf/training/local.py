@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from openrlhf.algo.reduce import Metrics, add_metrics
 from openrlhf.errors import BackendError
 from openrlhf.models.chunks import Head
-from openrlhf.models.export import checkpoint_weights, save_model
+from openrlhf.models.export import save_model, saved_tensors
 from openrlhf.models.forward import Ask, Network, Outputs
+from openrlhf.models.plain import checkpoint_weights
 from openrlhf.training.backend import Objective, StepLosses, to_device
 from openrlhf.training.optim import MasterOptimizer, OptimizerSettings
 from openrlhf.types import Batch
@@ -104,6 +105,9 @@ class LocalBackend:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return checkpoint_weights(self.network)
+
+    def exported(self) -> Iterator[tuple[str, Tensor]]:
+        return saved_tensors(self.network)
 
     def save(self, folder: Path) -> None:
         tensors = {name: tensor.contiguous() for name, tensor in self.optimizer.state().items()}

@@ -10,10 +10,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from openrlhf.config.sections.model import Lora, Model
 from openrlhf.data.collate import pack, pad
-from openrlhf.models.export import checkpoint_weights, save_model
+from openrlhf.models.export import save_model
 from openrlhf.models.forward import Network
 from openrlhf.models.heads import separate_pad_from_eos
 from openrlhf.models.load import add_adapters, load_causal_lm, load_scalar_model, load_tokenizer
+from openrlhf.models.plain import checkpoint_weights
 from openrlhf.types import TokenRow
 from tests.tiny import make_model
 

@@ -8,9 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from openrlhf.config.sections.model import Lora, Model
 from openrlhf.data.collate import Layout
 from openrlhf.models.forward import Network
+from openrlhf.models.load import add_adapters, load_causal_lm
+from openrlhf.models.plain import checkpoint_weights, plain_copy
 from openrlhf.rl.samples import batch_trajectories
+from openrlhf.rollout.checksum import checksum
 from openrlhf.rollout.hf import HFEngine
 from openrlhf.types import Prompt, Request, SamplingParams, Trajectory
 from tests.tiny import CONFIGS, make_model
@@ -176,11 +180,32 @@ def test_an_own_network_is_given_its_weights(network, tokenizer):
         for weight in network.parameters():
             weight.mul_(1.5)
     assert said(engine.complete(requests(tokenizer))) == before
-    asyncio.run(engine.load(network.decoder.state_dict().items(), 1))
+    asyncio.run(engine.load(checkpoint_weights(network), 1))
     assert said(engine.complete(requests(tokenizer))) == said(
         HFEngine(network, tokenizer).complete(requests(tokenizer))
     )
     assert engine.network.decoder.lm_head.weight.data_ptr() != network.decoder.lm_head.weight.data_ptr()
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_an_own_network_of_a_policy_with_adapters_is_the_merged_model(tmp_path, tokenizer, kind):
+    name = make_model(tmp_path, kind, initializer_range=0.3)
+    model = load_causal_lm(name, Model(), device=torch.device("cpu"), packing=False)
+    torch.manual_seed(2)
+    policy = Network(add_adapters(model, Lora(lora_rank=4, target_modules=("all-linear",)), scalar=False)).eval()
+    engine = HFEngine(plain_copy(policy), tokenizer)
+    before = said(engine.complete(requests(tokenizer)))
+    with torch.no_grad():
+        for weight in policy.parameters():
+            if weight.requires_grad:
+                weight.normal_(std=0.3)
+    assert said(engine.complete(requests(tokenizer))) == before
+    sums = asyncio.run(engine.load(checkpoint_weights(policy), 1, verify=True))
+    assert sums == {name: checksum(tensor) for name, tensor in checkpoint_weights(policy)}
+    merged = Network(copy.deepcopy(policy.model).merge_and_unload())
+    made = said(engine.complete(requests(tokenizer)))
+    assert made == said(HFEngine(merged, tokenizer).complete(requests(tokenizer)))
+    assert made != before
 
 
 def test_the_network_is_left_as_it_was(network, tokenizer):

@@ -33,7 +33,7 @@ class Worker:
         return of_rank(step_batches(step, packed=packed), self.rank)
 
     def keep_weights(self, backend: DeepSpeedBackend, name: str) -> None:
-        kept = {key: tensor.clone() for key, tensor in backend.weights()}
+        kept = {key: tensor.clone(memory_format=torch.contiguous_format) for key, tensor in backend.weights()}
         if self.rank == 0:
             save_file(kept, self.folder / f"{name}.safetensors")
 
