@@ -218,6 +218,20 @@ class Incoming:
             raise RolloutError(f"the sender of weights failed: {failure}")
 
 
+@dataclass(frozen=True)
+class PerWorker:
+    """The weights of one version for an engine of several workers: each takes what comes for it."""
+
+    arriving: tuple[Incoming, ...]
+
+    def of(self, worker: int) -> Incoming:
+        return self.arriving[worker]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """For an engine that is its own only worker."""
+        return iter(self.of(0))
+
+
 class _Receiver:
     """An engine process's end, kept between versions."""
 

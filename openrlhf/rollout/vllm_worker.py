@@ -16,6 +16,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
+from openrlhf.rollout.channel import PerWorker
 from openrlhf.rollout.checksum import checksum
 
 COPIED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)  # loading these is copying into place
@@ -34,13 +35,15 @@ class WeightLoading:
 
     vllm_config: Any
     model_runner: Any
+    rank: int
 
     @torch.no_grad()
     def receive_weights(self, weights: Iterable[tuple[str, Tensor]], *, verify: bool) -> Received:
         """Goes through `weights` once: a tensor is used before the next one is asked for."""
         model: Any = self.model_runner.get_model()
         expected = {name for name, _ in model.named_parameters()}
-        arrivals = Arrivals(weights, verify=verify)
+        own = weights.of(self.rank) if isinstance(weights, PerWorker) else weights
+        arrivals = Arrivals(own, verify=verify)
         with set_current_vllm_config(self.vllm_config):
             if loads_by_copying(model):
                 loaded = model.load_weights(arrivals)

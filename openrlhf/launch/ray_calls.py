@@ -1,0 +1,102 @@
+"""Calls to the processes of a cluster, and what becomes of them: an answer, their own error by name, or a death."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from openrlhf.errors import BackendError, OpenRLHFError
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True)
+class Process:
+    """An actor with the name and node that messages call it by."""
+
+    actor: Any
+    name: str
+    address: str
+
+    def __str__(self) -> str:
+        return f"{self.name} on {self.address}"
+
+    async def call(self, method: str, *arguments: object, **named: object) -> Any:
+        return await self.answer(getattr(self.actor, method).remote(*arguments, **named))
+
+    async def answer(self, reference: Awaitable[Answer]) -> Answer:
+        """Awaits; an error of ours keeps its kind, anything else becomes a BackendError, a death a DeathError."""
+        from ray.exceptions import RayActorError, RayTaskError
+
+        try:
+            return await reference
+        except RayTaskError as error:
+            raise self._told(error.cause) from error
+        except RayActorError as error:
+            raise DeathError(f"{self} died: {_reason(error)}") from None
+
+    def _told(self, cause: BaseException) -> OpenRLHFError:
+        if isinstance(cause, OpenRLHFError):
+            return type(cause)(f"{self}: {cause.message}", try_this=cause.try_this)
+        return BackendError(f"{self}: {type(cause).__name__}: {cause}")
+
+    def kill(self) -> None:
+        import ray
+
+        ray.kill(self.actor)
+
+
+class DeathError(BackendError):
+    """A process is gone."""
+
+
+class Fate:
+    """Of processes that a run cannot do without: whatever is awaited here ends at once when one of them dies."""
+
+    def __init__(self) -> None:
+        self.died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.watches: list[asyncio.Task[None]] = []
+
+    def depend_on(self, process: Process) -> None:
+        self.watches.append(asyncio.create_task(self._watch(process)))
+
+    async def _watch(self, process: Process) -> None:
+        pulse = process.actor.pulse.options(concurrency_group="pulse").remote()
+        try:
+            await process.answer(pulse)
+        except BackendError as error:
+            if not self.died.done():
+                self.died.set_exception(
+                    BackendError(
+                        error.message,
+                        try_this="the same command with --load_checkpoint goes on from the last checkpoint",
+                    )
+                )
+
+    async def race(self, awaited: Awaitable[Answer]) -> Answer:
+        task = asyncio.ensure_future(awaited)
+        try:
+            await asyncio.wait((task, self.died), return_when=asyncio.FIRST_COMPLETED)
+            if self.died.done():
+                self.died.result()
+            return await task
+        finally:
+            task.cancel()
+
+    def forget(self) -> None:
+        """The run is over: deaths are expected."""
+        for watch in self.watches:
+            watch.cancel()
+        if self.died.done():
+            self.died.exception()  # looked at, so that asyncio does not complain
+        else:
+            self.died.cancel()
+
+
+def _reason(error: Exception) -> str:
+    """Ray's account of a death in one line, without its advice."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = [line for line in lines if "exit" in line.lower() or "killed" in line.lower()]
+    return (told or lines or [type(error).__name__])[0]

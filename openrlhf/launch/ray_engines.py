@@ -1,0 +1,125 @@
+"""The engines of a run on a cluster, as one: who generates what, and what happens when one of them dies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from openrlhf.errors import RolloutError
+from openrlhf.launch.ray_calls import DeathError, Fate, Process
+from openrlhf.monitor import say
+from openrlhf.rollout.engine import Checksums, Part, Weights
+from openrlhf.types import Completion, Request
+
+SLACK = 32  # requests that an engine may have more than the idlest one before its cached prompts no longer count
+
+
+@dataclass
+class Engine:
+    """One engine: `process` is replaced when it dies."""
+
+    number: int
+    process: Process
+    running: int = 0
+    restarts: int = 0
+
+
+class RayEngines:
+    """Requests go to the least busy engine, or to the one that has their prompt in its cache."""
+
+    def __init__(
+        self, engines: Sequence[Engine], start: Callable[[int], Awaitable[Process]], fate: Fate, *, max_restarts: int
+    ) -> None:
+        self.engines = engines
+        self.start = start
+        self.fate = fate
+        self.max_restarts = max_restarts
+        self.version = 0
+        self.homes: dict[int, Engine] = {}  # by prefix; caches are empty after each sync
+        self.reviving = asyncio.Lock()
+        self.after_restart: Callable[[], Awaitable[None]] | None = None  # brings the weights
+
+    async def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """What one engine had not finished when it died is generated again by whoever is there."""
+        order = sorted(range(len(requests)), key=lambda place: requests[place].prefix)
+        groups = [list(places) for _, places in groupby(order, key=lambda place: requests[place].prefix)]
+        calls = (self._generate([requests[place] for place in places]) for places in groups)
+        answers = await self.fate.race(asyncio.gather(*calls))
+        found = {
+            place: made
+            for places, answer in zip(groups, answers, strict=True)
+            for place, made in zip(places, answer, strict=True)
+        }
+        return [found[place] for place in range(len(requests))]
+
+    async def _generate(self, requests: Sequence[Request]) -> list[Completion]:
+        if not self.engines:
+            raise RolloutError("there is no engine to generate with", try_this="without --replay")
+        while True:
+            engine = self.choose(requests[0].prefix)
+            process = engine.process
+            engine.running += len(requests)
+            try:
+                return await process.call("generate", list(requests))
+            except DeathError as death:
+                await self.revive(engine, process, death)
+            finally:
+                engine.running -= len(requests)
+
+    def choose(self, prefix: int) -> Engine:
+        idlest = min(self.engines, key=lambda engine: engine.running)
+        home = self.homes.get(prefix, idlest)
+        chosen = home if home.running <= idlest.running + SLACK else idlest
+        self.homes[prefix] = chosen
+        return chosen
+
+    async def revive(self, engine: Engine, dead: Process, death: DeathError) -> None:
+        """A new process in the place of a dead one, with the policy's weights; only the first to notice does it."""
+        async with self.reviving:
+            if engine.process is dead:
+                await self.replace(engine, death)
+                if self.after_restart is not None:
+                    await self.after_restart()
+
+    async def replace(self, engine: Engine, death: DeathError) -> None:
+        if engine.restarts >= self.max_restarts:
+            raise RolloutError(
+                f"{death.message}, after {engine.restarts} restarts (--max_restarts)",
+                try_this="the same command with --load_checkpoint goes on from the last checkpoint",
+            )
+        engine.restarts += 1
+        say(f"{death.message}; it is started again, and what it had not finished is generated again")
+        engine.process = await self.start(engine.number)
+
+    async def each(self, verb: str, *arguments: object, **named: object) -> None:
+        await asyncio.gather(*(engine.process.call("do", verb, *arguments, **named) for engine in self.engines))
+
+    async def receive(self, weights: Sequence[Weights], version: int, *, verify: bool) -> list[Checksums | Exception]:
+        """What each engine made of its weights, failures included, in the order of the engines."""
+        calls = (
+            engine.process.call("load", own, version, verify) for engine, own in zip(self.engines, weights, strict=True)
+        )
+        answers: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
+        return answers
+
+    async def pause(self, *, drain: bool) -> None:
+        await self.each("pause", drain=drain)
+
+    async def resume(self) -> None:
+        await self.each("resume")
+
+    async def sleep(self) -> None:
+        await self.each("sleep")
+
+    async def wake(self, part: Part) -> None:
+        await self.each("wake", part)
+
+    async def health(self) -> None:
+        await self.each("health")
+
+    async def close(self) -> None:
+        for engine in self.engines:
+            engine.process.kill()

@@ -1,0 +1,144 @@
+"""The models of a run on a cluster: one group of processes or several, each with its share of every batch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openrlhf.algo.balance import interleave
+from openrlhf.config.sections.cluster import Role
+from openrlhf.launch.ray_calls import Fate, Process
+from openrlhf.launch.ray_placement import Group
+from openrlhf.launch.ray_worker import Standing
+from openrlhf.rl.workers import Scores
+from openrlhf.training.backend import with_extras
+from openrlhf.types import Batch, Trajectory
+
+
+@dataclass(frozen=True)
+class WorkerGroup:
+    """The processes of one group."""
+
+    group: Group
+    processes: tuple[Process, ...]
+    standings: tuple[Standing, ...]
+    fate: Fate
+
+    @property
+    def ranks(self) -> int:
+        return self.standings[0].data_parallel_size
+
+    def firsts(self) -> list[int]:
+        """The first process of each data-parallel rank: its tensor-parallel peers say the same."""
+        by_rank = {standing.rank: place for place, standing in reversed(list(enumerate(self.standings)))}
+        return [by_rank[rank] for rank in range(self.ranks)]
+
+    async def everyone(self, method: str, *arguments: object) -> list[Any]:
+        return await self.fate.race(asyncio.gather(*(process.call(method, *arguments) for process in self.processes)))
+
+    async def shared_out(self, verb: str, shares: Sequence[object], *arguments: object) -> list[Any]:
+        """Each data-parallel rank works on its share; the answers by rank. Shares travel by reference."""
+        import ray
+
+        references = [ray.put(share) for share in shares]
+        calls = (
+            process.call("do", verb, references[standing.rank], *arguments)
+            for process, standing in zip(self.processes, self.standings, strict=True)
+        )
+        answers = await self.fate.race(asyncio.gather(*calls))
+        return [answers[place] for place in self.firsts()]
+
+
+class RayWorkers:
+    """Every verb goes to the group that holds the model; groups of their own devices work at the same time."""
+
+    def __init__(self, groups: Sequence[WorkerGroup]) -> None:
+        self.groups = groups
+        held = {role: self._holding(role) for role in ("actor", "ref", "critic")}
+        self.policy, self.reference, self.critic = held["actor"], held["ref"], held["critic"]
+
+    def _holding(self, role: Role) -> WorkerGroup | None:
+        return next((group for group in self.groups if role in group.group.roles), None)
+
+    async def score(self, batches: Sequence[Batch], *, log_probs: bool) -> Scores:
+        own, reference, values = await asyncio.gather(
+            self._scored(self.policy if log_probs else None, "log_probs", batches),
+            self._scored(self.reference, "reference_log_probs", batches),
+            self._scored(self.critic, "values", batches),
+        )
+        return Scores(own, reference, values)
+
+    async def _scored(self, group: WorkerGroup | None, verb: str, batches: Sequence[Batch]) -> list[Tensor] | None:
+        if group is None:
+            return None
+        places, shares = share_out(batches, group.ranks)
+        answers = await group.shared_out(verb, shares)
+        found = {
+            place: tensor
+            for own, answer in zip(places, answers, strict=True)
+            for place, tensor in zip(own, answer, strict=False)  # what fillers gave is left over
+        }
+        return [found[place] for place in range(len(batches))]
+
+    async def rewards(self, trajectories: Sequence[Trajectory]) -> Tensor | None:
+        scoring = [group for group in self.groups if group.group.rewards]
+        if not scoring:
+            return None
+        return torch.stack(await asyncio.gather(*(self._rewarded(group, trajectories) for group in scoring))).sum(0)
+
+    async def _rewarded(self, group: WorkerGroup, trajectories: Sequence[Trajectory]) -> Tensor:
+        """Equal numbers for all ranks, because sharded models are called together; what fills up is dropped."""
+        each = -(-len(trajectories) // group.ranks)
+        shares = [list(trajectories[rank * each : (rank + 1) * each]) for rank in range(group.ranks)]
+        full = [share + [trajectories[0]] * (each - len(share)) for share in shares]
+        answers = await group.shared_out("rewards", full)
+        return torch.cat([answer[: len(share)] for answer, share in zip(answers, shares, strict=True)])
+
+    async def train(self, micro_batches: Sequence[Batch], *, kl_coef: float, train_policy: bool) -> dict[str, float]:
+        steps = [self._trained(self.policy, "train_policy", micro_batches, kl_coef)] if train_policy else []
+        if self.critic is not None:
+            steps.append(self._trained(self.critic, "train_critic", micro_batches))
+        return {name: value for values in await asyncio.gather(*steps) for name, value in values.items()}
+
+    async def _trained(
+        self, group: WorkerGroup | None, verb: str, micro_batches: Sequence[Batch], *arguments: object
+    ) -> dict[str, float]:
+        assert group is not None
+        answers = await group.shared_out(verb, share_out(micro_batches, group.ranks)[1], *arguments)
+        return answers[0]  # metrics are sums over the ranks already
+
+    async def save(self, folder: Path) -> None:
+        await asyncio.gather(*(group.everyone("do", "save", folder.absolute()) for group in self._training()))
+
+    async def load(self, folder: Path) -> None:
+        await asyncio.gather(*(group.everyone("do", "load", folder.absolute()) for group in self._training()))
+
+    def _training(self) -> list[WorkerGroup]:
+        return [group for group in self.groups if {"actor", "critic"} & set(group.group.roles)]
+
+    async def export(self, folder: Path) -> None:
+        assert self.policy is not None
+        await self.policy.everyone("do", "export", folder.absolute())
+
+    async def export_critic(self, folder: Path) -> None:
+        assert self.critic is not None
+        await self.critic.everyone("do", "export_critic", folder.absolute())
+
+
+def share_out(batches: Sequence[Batch], ranks: int) -> tuple[list[list[int]], list[list[Batch]]]:
+    """Micro-batches for each rank with tokens balanced: their places, and they themselves.
+
+    Ranks of a sharded model wait for each other, so a shorter share is filled up with a batch that counts for nothing.
+    """
+    sizes = [int((batch.sequence_ids >= 0).sum()) for batch in batches]
+    places = interleave(sizes, ranks)
+    longest = max(map(len, places))
+    smallest = batches[min(range(len(batches)), key=lambda place: sizes[place])]
+    filler = with_extras(smallest, weightless=torch.ones(1))
+    return places, [[batches[place] for place in own] + [filler] * (longest - len(own)) for own in places]
