@@ -206,5 +206,6 @@ def test_a_killed_driver_takes_its_ray_along_and_the_next_one_starts(machine, de
     assert seen["unit"] == "CPU"
     assert [one["LOCAL_RANK"] for one in seen["groups"]["policy"]] == ["0", "1"]
     assert len(seen["engines"]) == 2
+    assert seen["sigterm_kept"]
     assert machine.processes() == []
     assert list((machine.folder / "home").iterdir()) == []  # no token is left there
