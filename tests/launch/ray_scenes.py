@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 from contextlib import contextmanager
 
@@ -44,10 +45,15 @@ def look_around(flags):
         found = ray.get([worker.look.remote() for worker in workers])
         return [one | {"told": seat.node} for one, seat in zip(found, seats, strict=True)]
 
+    def ours(*_):
+        """Stands for the way in which a run ends on SIGTERM."""
+
+    signal.signal(signal.SIGTERM, ours)
     with opened(flags) as cluster:
         groups = {group.name: report(cluster.seats(group.name)) for group in cluster.plan.groups}
         engines = report([cluster.engine_seat(engine.number) for engine in cluster.plan.engines])
-        return {"groups": groups, "engines": engines, "unit": cluster.unit}
+        kept = signal.getsignal(signal.SIGTERM) is ours
+        return {"groups": groups, "engines": engines, "unit": cluster.unit, "sigterm_kept": kept}
 
 
 def unshared(flags):

@@ -102,39 +102,27 @@ def dead_address():
         return f"127.0.0.1:{briefly.getsockname()[1]}"
 
 
-def test_ranks_follow_the_nodes_and_each_process_sees_its_own_device(two_nodes):
-    machine, environ = two_nodes
-    flags = f"{ONE_GROUP} --actor_num_nodes 2 --actor_num_gpus_per_node 2 --vllm_num_engines 1"
-    seen, _ = machine.see("look_around", flags, **environ)
-    ranks = seen["groups"]["policy"]
-    assert [one["RANK"] for one in ranks] == ["0", "1", "2", "3"]
-    assert {one["WORLD_SIZE"] for one in ranks} == {"4"}
-    assert {one["LOCAL_RANK"] for one in ranks} == {"0"}  # each sees one GPU, which torch then calls number 0
-    assert len({(one["MASTER_ADDR"], one["MASTER_PORT"]) for one in ranks}) == 1
-    first, second = [one["node"] for one in ranks[:2]], [one["node"] for one in ranks[2:]]
-    assert first[0] == first[1] != second[0] == second[1]
-    assert all(one["node"] == one["told"] for one in [*ranks, *seen["engines"]])
-    devices = [(one["node"], one["CUDA_VISIBLE_DEVICES"]) for one in [*ranks, *seen["engines"]]]
-    assert len(set(devices)) == 5
-    assert devices[:2] == sorted(devices[:2])
-    assert devices[2:4] == sorted(devices[2:4])
-
-
-def test_an_engine_of_two_devices_sees_both_and_the_package(two_nodes):
+def test_a_group_spans_its_nodes_and_an_engine_sees_all_its_own_devices(two_nodes):
     machine, environ = two_nodes
     flags = f"{ONE_GROUP} --actor_num_nodes 2 --actor_num_gpus_per_node 1 --vllm_num_engines 1"
     seen, _ = machine.see("look_around", f"{flags} --vllm_tensor_parallel_size 2", **environ)
-    (engine,) = seen["engines"]
-    taken = {one["CUDA_VISIBLE_DEVICES"] for one in seen["groups"]["policy"] if one["node"] == engine["node"]}
-    assert sorted([*engine["CUDA_VISIBLE_DEVICES"].split(","), *taken]) == ["0", "1", "2"]
+    ranks, (engine,) = seen["groups"]["policy"], seen["engines"]
+    assert [(one["RANK"], one["WORLD_SIZE"], one["LOCAL_RANK"]) for one in ranks] == [("0", "2", "0"), ("1", "2", "0")]
+    assert len({(one["MASTER_ADDR"], one["MASTER_PORT"]) for one in ranks}) == 1
+    assert ranks[0]["node"] != ranks[1]["node"]
+    assert all(one["node"] == one["told"] for one in [*ranks, engine])
+    beside = [one["CUDA_VISIBLE_DEVICES"] for one in ranks if one["node"] == engine["node"]]
+    assert sorted([*engine["CUDA_VISIBLE_DEVICES"].split(","), *beside]) == ["0", "1", "2"]
     assert Path(engine["package"]).is_relative_to(HERE.parents[1])
 
 
-def test_hybrid_engines_see_the_devices_of_their_ranks(two_nodes):
+def test_ranks_follow_the_numbers_of_the_devices_and_hybrid_engines_share_them(two_nodes):
     machine, environ = two_nodes
     counts = "--actor_num_gpus_per_node 2 --vllm_num_engines 1 --vllm_tensor_parallel_size 2"
     seen, _ = machine.see("look_around", f"{ONE_GROUP} --colocate_all_models {counts}", **environ)
     ranks = [one["CUDA_VISIBLE_DEVICES"] for one in seen["groups"]["models"]]
+    assert ranks == sorted(ranks)
+    assert {one["LOCAL_RANK"] for one in seen["groups"]["models"]} == {"0"}  # torch calls the one GPU it sees number 0
     assert [one["CUDA_VISIBLE_DEVICES"] for one in seen["engines"]] == [",".join(ranks)]
 
 
@@ -206,5 +194,6 @@ def test_a_killed_driver_takes_its_ray_along_and_the_next_one_starts(machine, de
     assert seen["unit"] == "CPU"
     assert [one["LOCAL_RANK"] for one in seen["groups"]["policy"]] == ["0", "1"]
     assert len(seen["engines"]) == 2
+    assert seen["sigterm_kept"]
     assert machine.processes() == []
     assert list((machine.folder / "home").iterdir()) == []  # no token is left there
