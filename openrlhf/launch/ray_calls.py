@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from openrlhf.errors import BackendError, OpenRLHFError
 
 Answer = TypeVar("Answer")
+GO_ON = "the same command with --load_checkpoint, which goes on from the last checkpoint"
 
 
 @dataclass(frozen=True)
@@ -68,12 +69,7 @@ class Fate:
             await process.answer(pulse)
         except BackendError as error:
             if not self.died.done():
-                self.died.set_exception(
-                    BackendError(
-                        error.message,
-                        try_this="the same command with --load_checkpoint goes on from the last checkpoint",
-                    )
-                )
+                self.died.set_exception(BackendError(error.message, try_this=GO_ON))
 
     async def race(self, awaited: Awaitable[Answer]) -> Answer:
         task = asyncio.ensure_future(awaited)

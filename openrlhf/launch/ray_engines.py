@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from openrlhf.errors import RolloutError
-from openrlhf.launch.ray_calls import DeathError, Fate, Process
+from openrlhf.launch.ray_calls import GO_ON, DeathError, Fate, Process
 from openrlhf.monitor import say
 from openrlhf.rollout.engine import Checksums, Part, Weights
 from openrlhf.types import Completion, Request
@@ -48,11 +48,8 @@ class RayEngines:
         groups = [list(places) for _, places in groupby(order, key=lambda place: requests[place].prefix)]
         calls = (self._generate([requests[place] for place in places]) for places in groups)
         answers = await self.fate.race(asyncio.gather(*calls))
-        found = {
-            place: made
-            for places, answer in zip(groups, answers, strict=True)
-            for place, made in zip(places, answer, strict=True)
-        }
+        made = [completion for answer in answers for completion in answer]
+        found = dict(zip(order, made, strict=True))
         return [found[place] for place in range(len(requests))]
 
     async def _generate(self, requests: Sequence[Request]) -> list[Completion]:
@@ -88,7 +85,7 @@ class RayEngines:
         if engine.restarts >= self.max_restarts:
             raise RolloutError(
                 f"{death.message}, after {engine.restarts} restarts (--max_restarts)",
-                try_this="the same command with --load_checkpoint goes on from the last checkpoint",
+                try_this=GO_ON,
             )
         engine.restarts += 1
         say(f"{death.message}; it is started again, and what it had not finished is generated again")

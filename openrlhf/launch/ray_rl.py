@@ -1,4 +1,4 @@
-"""Reinforcement learning on a cluster: Ray places the processes, and the controller of the local runtime drives them."""
+"""Reinforcement learning on a cluster: Ray places the processes, and the same controller drives them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -89,10 +90,12 @@ class Starting:
     async def group(self, group: Group) -> WorkerGroup:
         import ray
 
-        actor = ray.remote(max_restarts=0, concurrency_groups={"pulse": 1})(ModelWorker)
+        actor: Any = ray.remote(ModelWorker)
         processes = []
         for number, seat in enumerate(self.cluster.seats(group.name)):
-            handle = actor.options(**seat.options).remote(self.config, group, self.rollouts, number)
+            handle = actor.options(**seat.options, concurrency_groups={"pulse": 1}).remote(
+                self.config, group, self.rollouts, number
+            )
             processes.append(Process(handle, f"{group.name} {number}", seat.address))
         self.processes += processes
         for process in processes:
@@ -109,8 +112,10 @@ class Starting:
         import ray
 
         seat = self.cluster.engine_seat(number)
-        actor = ray.remote(max_restarts=0, max_concurrency=ENGINE_CALLS)(EngineWorker)
-        handle = actor.options(**seat.options).remote(self.config, self.plan.engine, number)
+        actor: Any = ray.remote(EngineWorker)
+        handle = actor.options(**seat.options, max_concurrency=ENGINE_CALLS).remote(
+            self.config, self.plan.engine, number
+        )
         process = Process(handle, f"engine {number}", seat.address)
         self.processes.append(process)
         await self.fate.race(process.call("start"))

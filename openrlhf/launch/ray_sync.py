@@ -14,7 +14,7 @@ from openrlhf.rollout.engine import Checksums
 
 
 class RaySync:
-    """By CUDA IPC where an engine's worker shares its GPU with a rank of the policy; else from the first rank to all."""
+    """By CUDA IPC where an engine's worker shares a GPU with a rank of the policy, else from the first rank to all."""
 
     def __init__(
         self,

@@ -22,6 +22,7 @@ from openrlhf.models.load import choose_dtype, load_causal_lm, load_tokenizer
 from openrlhf.rollout.channel import Channel, Sender
 from openrlhf.rollout.engine import Checksums, LoadingEngine, Weights
 from openrlhf.rollout.hf import HFEngine
+from openrlhf.training.local import LocalFrozen
 from openrlhf.types import Completion, Request
 
 
@@ -105,7 +106,7 @@ class EngineWorker:
             self.engine: LoadingEngine = VLLMEngine(vllm_settings(config, dtype, self.number), tokenizer)
         else:
             model = load_causal_lm(str(config.model.pretrain), config.model, device=device, packing=False)
-            self.engine = HFEngine(Network(model.to(device).eval().requires_grad_(False)), tokenizer)
+            self.engine = HFEngine(LocalFrozen(Network(model), device).network, tokenizer)
 
     async def generate(self, requests: Sequence[Request]) -> list[Completion]:
         return await self.engine.generate(requests)
