@@ -240,6 +240,7 @@ SHORT = replace(LONG, params=replace(LONG.params, max_tokens=3))
 async def begun(engine):
     """A long request of which some tokens are there: a short one that came with it has ended."""
     task = asyncio.create_task(engine.generate([LONG]))
+    await asyncio.sleep(0)  # it has asked before the short one asks
     await engine.generate([SHORT])
     assert not task.done()
     return task
