@@ -29,6 +29,13 @@ from openrlhf.rollout.hf import end_tokens
 from openrlhf.rollout.vllm_loop import Ask, Generated, StepLoop, refusals
 from openrlhf.types import Completion, Request, SamplingParams
 
+ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork of a process with threads may hang
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # cores are the host's to give
+}
 SEEDS = 1 << 63  # vLLM keeps a seed in a signed 64-bit integer
 
 
@@ -159,10 +166,10 @@ def _prepare_environment() -> None:
     """vLLM reads these when it is imported and when it starts. What the user set stays, except the first."""
     require("vllm", "this engine")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
-    sampler = {} if find_spec("flashinfer") else {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
-    for name, value in {**quiet, **sampler, "VLLM_CPU_KVCACHE_SPACE": "1"}.items():  # GiB
+    for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    if find_spec("flashinfer") is None:
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
 
 
@@ -180,26 +187,27 @@ def build_engine(settings: VLLMSettings) -> Any:
     """vLLM's engine with everything that its adapter relies on."""
     from vllm import EngineArgs, LLMEngine
     from vllm.platforms import current_platform
+    from vllm.usage.usage_lib import UsageContext
 
     dtype: Any = settings.dtype  # vLLM knows which names it takes
-    return LLMEngine.from_engine_args(
-        EngineArgs(
-            model=settings.model,
-            dtype=dtype,
-            max_model_len=settings.max_model_len,
-            tensor_parallel_size=settings.tensor_parallel_size,
-            gpu_memory_utilization=settings.gpu_memory_utilization,
-            enforce_eager=settings.enforce_eager,
-            enable_prefix_caching=settings.enable_prefix_caching,
-            enable_sleep_mode=settings.enable_sleep and not current_platform.is_cpu(),  # there it is accepted anyway
-            seed=settings.seed,
-            trust_remote_code=settings.trust_remote_code,
-            max_num_seqs=settings.max_num_seqs,
-            load_format=settings.load_format,
-            distributed_executor_backend="uni" if settings.tensor_parallel_size == 1 else "mp",
-            worker_extension_cls="openrlhf.rollout.vllm_worker.WeightLoading",
-            logprobs_mode="processed_logprobs",  # under the distribution that was drawn from
-            disable_log_stats=True,
-            use_tqdm_on_load=False,
-        )
+    arguments = EngineArgs(
+        model=settings.model,
+        dtype=dtype,
+        max_model_len=settings.max_model_len,
+        tensor_parallel_size=settings.tensor_parallel_size,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        enforce_eager=settings.enforce_eager,
+        enable_prefix_caching=settings.enable_prefix_caching,
+        enable_sleep_mode=settings.enable_sleep and not current_platform.is_cpu(),  # there it is accepted anyway
+        seed=settings.seed,
+        trust_remote_code=settings.trust_remote_code,
+        max_num_seqs=settings.max_num_seqs,
+        load_format=settings.load_format,
+        distributed_executor_backend="uni" if settings.tensor_parallel_size == 1 else "mp",
+        worker_extension_cls="openrlhf.rollout.vllm_worker.WeightLoading",
+        logprobs_mode="processed_logprobs",  # under the distribution that was drawn from
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
     )
+    # As vLLM's own offline class: otherwise the defaults are those of a server, and fewer requests run side by side.
+    return LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)

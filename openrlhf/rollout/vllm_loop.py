@@ -282,6 +282,7 @@ class StepLoop:
 
     def _pause(self, waiter: Waiter, *, drain: bool) -> None:
         if drain:
+            self._paused = False  # what an earlier pause interrupted finishes too
             self._draining.append(waiter)
             self._end_drain()
         else:

@@ -39,7 +39,8 @@ class WeightLoading:
 
     @torch.no_grad()
     def receive_weights(self, weights: Iterable[tuple[str, Tensor]], *, verify: bool) -> Received:
-        """Goes through `weights` once: a tensor is used before the next one is asked for."""
+        """Goes through `weights` once."""
+        _settle()
         model: Any = self.model_runner.get_model()
         expected = {name for name, _ in model.named_parameters()}
         own = weights.of(self.rank) if isinstance(weights, PerWorker) else weights
@@ -51,6 +52,7 @@ class WeightLoading:
                 initialize_layerwise_reload(model)
                 loaded = model.load_weights(arrivals)
                 finalize_layerwise_reload(model, self.vllm_config.model_config)
+        _settle()
         absent = expected - loaded if loaded is not None else set()
         fused = getattr(model, "packed_modules_mapping", {})
         return Received(arrivals.checksums, tuple(sorted(absent | _absent_parts(expected, fused, arrivals.names))))
@@ -71,6 +73,15 @@ class Arrivals:
             if self.verify:
                 self.checksums[name] = checksum(tensor)
             yield name, tensor
+
+
+def _settle() -> None:
+    """vLLM works on a stream of its own, which knows nothing of the trainer's.
+
+    Before loading the trainer's last kernels must have written the weights; after it the trainer may change them.
+    """
+    if not current_platform.is_cpu():
+        torch.accelerator.synchronize()
 
 
 def loads_by_copying(model: nn.Module) -> bool:

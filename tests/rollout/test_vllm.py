@@ -240,6 +240,7 @@ SHORT = replace(LONG, params=replace(LONG.params, max_tokens=3))
 async def begun(engine):
     """A long request of which some tokens are there: a short one that came with it has ended."""
     task = asyncio.create_task(engine.generate([LONG]))
+    await asyncio.sleep(0)  # it has asked before the short one asks
     await engine.generate([SHORT])
     assert not task.done()
     return task
@@ -285,9 +286,12 @@ def without_end(decoder, completion, tokenizer):
     return logits.log_softmax(-1).gather(1, torch.tensor([completion.token_ids]).T)[:, 0].tolist()
 
 
-def test_draining_lets_the_running_finish_and_the_new_wait(engine):
+@pytest.mark.parametrize("paused", [False, True])
+def test_draining_lets_the_running_finish_and_the_new_wait(paused, engine):
     async def drain():
         task = await begun(engine)
+        if paused:
+            await engine.pause(drain=False)
         pausing = asyncio.create_task(engine.pause(drain=True))
         await asyncio.sleep(0)  # the command is on its way before the next request
         late = asyncio.create_task(engine.generate([SHORT]))
