@@ -90,12 +90,11 @@ class Starting:
     async def group(self, group: Group) -> WorkerGroup:
         import ray
 
-        actor: Any = ray.remote(ModelWorker)
+        remote: Any = ray.remote  # its annotations know fewer options than it does
+        actor = remote(concurrency_groups={"pulse": 1})(ModelWorker)
         processes = []
         for number, seat in enumerate(self.cluster.seats(group.name)):
-            handle = actor.options(**seat.options, concurrency_groups={"pulse": 1}).remote(
-                self.config, group, self.rollouts, number
-            )
+            handle = actor.options(**seat.options).remote(self.config, group, self.rollouts, number)
             processes.append(Process(handle, f"{group.name} {number}", seat.address))
         self.processes += processes
         for process in processes:
