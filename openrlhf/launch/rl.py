@@ -121,7 +121,7 @@ async def train(
         load_rng(resume_from, 0)
         await controller.parts.sync.sync(controller.state.version)
     try:
-        with Interrupt() as interrupt:
+        with Interrupt(saves=not config.checkpoints.disable_ds_ckpt) as interrupt:
             await controller.run(Saver(config, workers, interrupt, tokenizer))
         if not controller.last:
             say(explain_nothing(controller.state.version))
