@@ -9,25 +9,30 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-WIDTH, HEIGHT, EDGE = 460, 180, 34
+WIDTH, HEIGHT = 460, 190
+LEFT, RIGHT, TOP, BOTTOM = 60, 14, 16, 30  # what lies around a curve; at the left the longest number
+FEW = 12  # points, up to which each is marked
 CURVES = ("gpt_loss", "eval gpt_loss", "loss", "acc_mean", "reward", "score", "kl", "response_length", "critic_loss")
+EVALUATION = " (evaluation)"
 STYLE = (
-    "body{font:15px system-ui,sans-serif;margin:2rem auto;max-width:1000px;color:#222}"
-    "figure{display:inline-block;margin:0 1rem 1.5rem 0}figcaption{font-weight:600}"
-    "svg{background:#f7f7f8;border-radius:6px}path{fill:none;stroke:#3b6ea5;stroke-width:1.6}"
+    "body{font:15px system-ui,sans-serif;margin:2rem auto;max-width:1000px;padding:0 1rem;color:#222}"
+    "section{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(26rem,100%),1fr));gap:1.2rem}"
+    "h2{margin:2rem 0 .8rem}figure{margin:0}figcaption{font-weight:600;margin-bottom:.3rem}"
+    "svg{display:block;width:100%;height:auto;background:#f7f7f8;border-radius:6px}"
+    "path{fill:none;stroke:#3b6ea5;stroke-width:1.6;stroke-linejoin:round}circle{fill:#3b6ea5}line{stroke:#ddd}"
     "text{font-size:11px;fill:#666}table{border-collapse:collapse}td,th{padding:.2rem .9rem .2rem 0;text-align:left}"
 )
 
 
 def read(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
-    """Every metric of a run as (step, value) pairs, training and evaluation together."""
+    """Every metric of a run as (step, value) pairs; what evaluation gives is never mixed with training."""
     curves: dict[str, list[tuple[int, float]]] = {}
     for line in (run_dir / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
-        step = row.pop("step")
-        row.pop("kind")
+        step, kind = row.pop("step"), row.pop("kind")
         for name, value in row.items():
-            curves.setdefault(name, []).append((step, value))
+            known = kind == "train" or name.startswith("eval")
+            curves.setdefault(name if known else name + EVALUATION, []).append((step, value))
     return curves
 
 
@@ -35,17 +40,24 @@ def figure(name: str, points: Sequence[tuple[int, float]]) -> str:
     """One curve with its extremes at the axes."""
     steps, values = [step for step, _ in points], [value for _, value in points]
     low, high = min(values), max(values)
-    across = (WIDTH - 2 * EDGE) / max(max(steps) - min(steps), 1)
-    up = (HEIGHT - 2 * EDGE) / ((high - low) or 1.0)
-    places = [(EDGE + (step - min(steps)) * across, HEIGHT - EDGE - (value - low) * up) for step, value in points]
+    across = (WIDTH - LEFT - RIGHT) / max(max(steps) - min(steps), 1)
+    up = (HEIGHT - TOP - BOTTOM) / ((high - low) or 1.0)
+    places = [(LEFT + (step - min(steps)) * across, HEIGHT - BOTTOM - (value - low) * up) for step, value in points]
     path = "M" + "L".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    labels = (
-        f'<text x="4" y="{EDGE}">{high:.3g}</text><text x="4" y="{HEIGHT - EDGE}">{low:.3g}</text>'
-        f'<text x="{EDGE}" y="{HEIGHT - 10}">step {min(steps)}</text>'
-        f'<text x="{WIDTH - EDGE}" y="{HEIGHT - 10}" text-anchor="end">{max(steps)}</text>'
+    marks = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>' for x, y in places) if len(places) <= FEW else ""
+    heights = {HEIGHT - BOTTOM: low} | ({TOP: high} if high > low else {})
+    labels = "".join(
+        f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>'
+        f'<text x="{LEFT - 8}" y="{y + 4}" text-anchor="end">{value:.3g}</text>'
+        for y, value in heights.items()
     )
-    size = f'width="{WIDTH}" height="{HEIGHT}" role="img" aria-label="{html.escape(name)}"'
-    return f'<figure><figcaption>{html.escape(name)}</figcaption><svg {size}>{labels}<path d="{path}"/></svg></figure>'
+    ends = {f'x="{LEFT}"': f"step {min(steps)}"}
+    if max(steps) > min(steps):
+        ends[f'x="{WIDTH - RIGHT}" text-anchor="end"'] = str(max(steps))
+    labels += "".join(f'<text {place} y="{HEIGHT - 10}">{text}</text>' for place, text in ends.items())
+    size = f'viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(name)}"'
+    drawn = f'<svg {size}>{labels}<path d="{path}"/>{marks}</svg>'
+    return f"<figure><figcaption>{html.escape(name)}</figcaption>{drawn}</figure>"
 
 
 def table(rows: Mapping[str, str]) -> str:
@@ -59,9 +71,11 @@ def write_page(path: Path, runs: Mapping[str, Path], title: str, summary: Mappin
     parts = [f"<h1>{html.escape(title)}</h1>", table(summary)]
     for name, run_dir in runs.items():
         curves = read(run_dir)
-        wanted = [key for key in curves if key in CURVES or key.endswith("_pass1")]
-        parts.append(f"<h2>{html.escape(name)}</h2>" + "".join(figure(key, curves[key]) for key in wanted))
-    page = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        wanted = [key for key in curves if key.removesuffix(EVALUATION) in CURVES or key.endswith("_pass1")]
+        figures = "".join(figure(key, curves[key]) for key in wanted)
+        parts.append(f"<h2>{html.escape(name)}</h2><section>{figures}</section>")
+    page = '<!doctype html><html lang="en"><meta charset="utf-8">'
+    page += f'<meta name="viewport" content="width=device-width"><title>{html.escape(title)}</title>'
     path.write_text(f"{page}<style>{STYLE}</style>{''.join(parts)}</html>")
 
 

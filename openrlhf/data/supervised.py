@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from openrlhf.data.collate import Row
     from openrlhf.data.records import Records
 
+SCORED_ROWS = 100  # at least, where there are as many: mean and spread of fewer say little
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -53,7 +55,7 @@ def load_data(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase) -> S
     train = load_train(config, tokenizer)
     evaluation = load_eval(config, tokenizer)
     if evaluation is None:
-        held = train.rows[: max(1, len(train.rows) // 100)] if isinstance(config, RMConfig) else []
+        held = train.rows[: max(SCORED_ROWS, len(train.rows) // 100)] if isinstance(config, RMConfig) else []
         if held:
             say(f"no --eval_dataset: the first {len(held)} training rows serve for the mean and spread of scores")
         return SupervisedData(train.rows, held, train.soft_labels)

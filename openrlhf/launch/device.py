@@ -34,3 +34,8 @@ def seed_everything(seed: int, *, deterministic: bool) -> None:
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+
+
+def seed_dropout(seed: int, rank: int) -> None:
+    """Masks of its own for each data-parallel rank; until here all draw alike, so that new weights are the same."""
+    torch.manual_seed(int(np.random.default_rng((seed, rank)).integers(2**63)))

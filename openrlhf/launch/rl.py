@@ -113,7 +113,7 @@ async def train(
             load_rng(resume_from, 0)
         try:
             await made.sync.sync(state.version)
-            with Interrupt() as interrupt:
+            with Interrupt(saves=not config.checkpoints.disable_ds_ckpt) as interrupt:
                 await controller.run(Saver(config, made.workers, interrupt, tokenizer))
             if not controller.last:
                 say(explain_nothing(state.version))

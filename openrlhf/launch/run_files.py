@@ -19,9 +19,11 @@ def run_folder(config: TrainingConfig) -> Path:
 
 def find_checkpoint(config: TrainingConfig) -> Path | None:
     """Where --load_checkpoint goes on from; flags that changed since are named."""
-    if not config.checkpoints.load_checkpoint:
-        return None
     root = Path(config.checkpoints.ckpt_path)
+    if not config.checkpoints.load_checkpoint:
+        if count := len(checkpoint.finished(root)):
+            say(explain_older(count, root))
+        return None
     found = checkpoint.newest(root)
     if found is None:
         say(f"--load_checkpoint: there is no checkpoint in {root}, so the run starts fresh")
@@ -34,6 +36,11 @@ def find_checkpoint(config: TrainingConfig) -> Path | None:
     if changed:
         say("flags that changed since: " + ", ".join(f"--{name} {saved[name]} -> {now[name]}" for name in changed))
     return found
+
+
+def explain_older(count: int, root: Path) -> str:
+    left = "1 checkpoint of an earlier run is" if count == 1 else f"{count} checkpoints of an earlier run are"
+    return f"{left} in {root}: rotation (--max_ckpt_num) counts them too, and --load_checkpoint would go on from there"
 
 
 def explain_stop(stop: Interrupted) -> str:

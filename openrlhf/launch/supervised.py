@@ -14,7 +14,7 @@ from openrlhf.config.commands import SupervisedConfig
 from openrlhf.data.collate import collate
 from openrlhf.data.supervised import load_data
 from openrlhf.launch.build import Built, build
-from openrlhf.launch.device import explain_precision, seed_everything
+from openrlhf.launch.device import explain_precision, seed_dropout, seed_everything
 from openrlhf.launch.distributed import join
 from openrlhf.launch.record import shown_flags
 from openrlhf.launch.run_files import explain_stop, find_checkpoint, make_monitor
@@ -55,6 +55,7 @@ def run(config: SupervisedConfig, sinks: Sequence[Sink] = ()) -> Result:
         say(f"{len(data.train)} rows are fewer than --train_batch_size {order.batch_size}: a step takes what there is")
     plan = make_plan(config, order)
     built = build(config, tokenizer, device, soft_labels=data.soft_labels)
+    seed_dropout(config.batches.seed, built.backend.rank)
     fit = Fit(
         backend=built.backend,
         objective=built.objective,

@@ -199,8 +199,9 @@ def explain(results: Sequence[GroupResult], tokenizer: PreTrainedTokenizerBase) 
     made = [item for result in results for item in result.trajectories if not math.isnan(item.reward)]
     if made:
         rewards = [item.reward for item in made]
+        extremes = dict.fromkeys(f"{reward:g}" for reward in (min(rewards), max(rewards)))
         say(
-            f"rewards of made-up answers to the first {len(results)} prompts are {min(rewards):g} to {max(rewards):g};"
+            f"rewards of made-up answers to the first {len(results)} prompts are {' to '.join(extremes)};"
             f" {shorten(response(made[0], tokenizer))} gets {rewards[0]:g}"
         )
 

@@ -85,7 +85,7 @@ class Fit:
         """Trains from `first_step` to the end; returns the last step's metrics."""
         plan = self.plan
         last: dict[str, float] = {}
-        with Interrupt() as interrupt:
+        with Interrupt(saves=plan.saving.resumable) as interrupt:
             for step in range(first_step, plan.order.total_steps):
                 last = self._train(step)
                 if plan.evaluates_after(step):

@@ -11,6 +11,7 @@ from openrlhf.monitor import is_main_process
 STDERR = 2
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 HEARD = "\nopenrlhf: stopping after this step, with a checkpoint; Ctrl-C once more stops at once, without\n"
+UNSAVED = "\nopenrlhf: stopping after this step, without a checkpoint (--disable_ds_ckpt); Ctrl-C again: at once\n"
 
 
 class Interrupt:
@@ -20,8 +21,9 @@ class Interrupt:
     Signals reach only a program's main thread: in another one nothing is changed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, saves: bool = True) -> None:
         self.wished = False
+        self.heard = HEARD if saves else UNSAVED
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "Interrupt":
@@ -40,4 +42,4 @@ class Interrupt:
             return
         self.wished = True
         if is_main_process():
-            os.write(STDERR, HEARD.encode())  # a print may be what the signal interrupted
+            os.write(STDERR, self.heard.encode())  # a print may be what the signal interrupted

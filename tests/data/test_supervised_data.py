@@ -68,8 +68,8 @@ def test_chat_flags_reach_the_rows(tmp_path):
     assert spoken(load_data(config, word_tokenizer()).train[0])[0].startswith("<system> be kind <eos>")
 
 
-@pytest.mark.parametrize(("count", "held"), [(1, 1), (99, 1), (250, 2)])
-def test_a_reward_model_without_eval_data_takes_the_first_hundredth(count, held, tmp_path, capsys):
+@pytest.mark.parametrize(("count", "held"), [(1, 1), (99, 99), (250, 100), (10300, 103)])
+def test_a_reward_model_without_eval_data_takes_the_first_hundred_rows_or_hundredth(count, held, tmp_path, capsys):
     write_lines(tmp_path / "train.jsonl", [ROWS[RMConfig]] * count)
     got = load_data(RMConfig(data=Dataset(dataset="train.jsonl"), fields=FIELDS[RMConfig]), word_tokenizer())
     assert len(got.train) == count

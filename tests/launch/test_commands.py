@@ -78,7 +78,7 @@ def test_a_reward_model_prefers_what_it_should_and_scores_equally_in_plain_trans
 
 def test_a_reward_model_without_evaluation_data_takes_its_statistics_from_training_rows(tmp_path, train, capsys):
     ran = train("train_rm", dataset=write_rows(tmp_path / "a.jsonl", pairs(110)), **PAIRS, max_steps=2)
-    assert "no --eval_dataset: the first 1 training rows" in capsys.readouterr().err
+    assert "no --eval_dataset: the first 100 training rows" in capsys.readouterr().err
     assert ran.config["mean"] == ran.evaluation("reward_mean")[-1] != ran.evaluation("reward_mean")[0]
 
 

@@ -88,6 +88,12 @@ def together(root):
     assert code == 0, (root / "said.txt").read_text()[-3000:]
 
 
+def same_chance(folder):
+    """Whether the processes would draw the same dropout next."""
+    one, two = (load_file(folder / f"rng_rank{process}.safetensors")["cpu"] for process in (0, 1))
+    return torch.equal(one, two)
+
+
 def assert_equal_metrics(found, expected, tolerance):
     for here, there in zip(found.metrics, expected.metrics, strict=True):
         assert here.pop("kind") == there.pop("kind")
@@ -106,6 +112,7 @@ def test_processes_that_share_every_matrix_train_and_save_as_one(together, root)
     run("train_sft", flags_of(CASES[0], root, "tensor-alone"))
     assert_equal_metrics(Ran(root / TENSOR_PARALLEL, root), Ran(root / "tensor-alone", root), 1e-5)
     assert (root / f"{TENSOR_PARALLEL}_ckpt" / "global_step6" / "state.json").is_file()
+    assert same_chance(root / f"{TENSOR_PARALLEL}_ckpt" / "global_step6")  # both hold parts of the same rows
     expected, found = (load_file(root / name / "model.safetensors") for name in ("tensor-alone", TENSOR_PARALLEL))
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5)
@@ -129,6 +136,8 @@ def test_a_killed_pair_goes_on_as_if_nothing_had_been(root):
             folder.rename(folder.with_name(f"later_{folder.name}"))
     assert launched(root, *words, *as_argv(cut | {"load_checkpoint": True})).wait(timeout=DEADLINE) == 0
     assert_equal_metrics(Ran(root / "cut", root), Ran(root / "whole", root), 1e-6)
+    last = (root / "whole_ckpt" / "latest").read_text()
+    assert not same_chance(root / "whole_ckpt" / last)  # dropout differs where the rows do
     expected, found = (load_file(root / name / "model.safetensors") for name in ("whole", "cut"))
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-6)

@@ -236,5 +236,7 @@ def test_a_stop_without_checkpoints_says_that_nothing_is_left(tmp_path, case):
     when(process, lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 2)
     process.send_signal(signal.SIGINT)
     assert process.wait(DEADLINE) == 130
-    assert "openrlhf: stopped; --disable_ds_ckpt leaves nothing to go on from\n" in (tmp_path / "said.txt").read_text()
+    said = (tmp_path / "said.txt").read_text()
+    assert "openrlhf: stopping after this step, without a checkpoint (--disable_ds_ckpt)" in said
+    assert "openrlhf: stopped; --disable_ds_ckpt leaves nothing to go on from\n" in said
     assert not (tmp_path / "lost_ckpt").exists()

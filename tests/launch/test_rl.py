@@ -339,6 +339,14 @@ def test_a_fresh_run_in_the_folder_of_a_longer_one_leaves_only_its_own_rollouts(
     assert rollouts(learn(max_steps=1)) == ["step_000001.jsonl"]
 
 
+def test_checkpoints_of_an_earlier_run_are_mentioned(learn, capsys):
+    learn(max_steps=2, save_steps=1)
+    said = capsys.readouterr().err
+    assert "earlier run" not in said
+    learn(max_steps=1)
+    assert "2 checkpoints of an earlier run are in out_ckpt: rotation (--max_ckpt_num)" in capsys.readouterr().err
+
+
 def test_a_run_goes_on_though_its_run_folder_is_gone(learn):
     ran = learn(max_steps=2, save_steps=2)
     shutil.rmtree(ran.save_path)

@@ -114,7 +114,7 @@ def test_labels_that_are_no_text_are_handed_on(attempt):
     rows = [row | {"label": {"answer": [1, 2]}} for row in asked(3)]
     code, said = attempt(reward("return [float(label['answer'][1]) for label in labels]"), rows, dry_run=True)
     assert code == 0
-    assert "to the first 3 prompts are 2 to 2; 'a made-u' gets 2" in said  # --generate_max_len is 8
+    assert "to the first 3 prompts are 2; 'a made-u' gets 2" in said  # --generate_max_len is 8
 
 
 def test_a_reward_model_is_not_asked(attempt, models, tmp_path):

@@ -1,5 +1,6 @@
 import torch
 
+from openrlhf.launch.device import seed_dropout
 from openrlhf.training.rng import load_rng, save_rng
 
 
@@ -30,3 +31,13 @@ def test_a_rank_that_did_not_exist_keeps_its_own(tmp_path):
     here = torch.rand(2)
     torch.manual_seed(0)
     assert torch.equal(torch.rand(2), here)
+
+
+def test_ranks_draw_their_own_dropout_and_the_same_every_time():
+    def drawn(seed, rank):
+        seed_dropout(seed, rank)
+        return tuple(torch.rand(3).tolist())
+
+    cases = [(42, 0), (42, 1), (43, 0), (43, 1)]
+    assert len({drawn(*case) for case in cases}) == len(cases)
+    assert drawn(42, 1) == drawn(42, 1)
