@@ -212,6 +212,12 @@ VARIANTS = {
     "truncated sampling": {"top_p": 0.9, "top_k": 40, "min_p": 0.01},
     "stop": {"stop": ["a", "b"]},
     "experts": {"aux_loss_coef": 0.01},
+    "adapted experts beside an engine of their own": {
+        "lora_rank": 4,
+        "target_modules": ["all-linear"],
+        "async_train": True,
+        "async_queue_size": 1,
+    },
     "muon": {"optim": "muon"},
     "averaged adapters": {"lora_rank": 4, "enable_ema": True},
     "adapters of policy and critic": {"lora_rank": 4, "advantage_estimator": "gae", "save_value_network": True},
@@ -229,7 +235,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants_run(variant, learn, models):
-    flags = VARIANTS[variant] | ({"pretrain": models("mixtral")} if variant == "experts" else {})
+    flags = VARIANTS[variant] | ({"pretrain": models("mixtral")} if "experts" in variant else {})
     ran = learn(max_steps=2, **flags)
     assert all(value == value for line in ran.metrics for value in line.values())
     assert all(norm > 0 for norm in ran.train("actor_grad_norm"))
