@@ -113,10 +113,17 @@ class Sender:
         self.root = self.store = None
 
     def _meet(self) -> None:
-        if not self.joined:
+        if self.joined:
+            return
+        try:
             self.await_receivers("joined", "did not join")
             self.group = self.channel.group(self.root, 0)
             self.joined = True
+        except RuntimeError as error:
+            self.close()
+            if isinstance(error, RolloutError):
+                raise
+            raise RolloutError(f"no group was formed with the receivers of weights: {_first_line(error)}") from None
 
     def await_receivers(self, what: str, complaint: str) -> None:
         """Waits for an answer of each receiver."""
@@ -170,7 +177,7 @@ class _Parcel:
 
     def _retire(self) -> None:
         """Waits until the oldest bucket under way was used by everyone."""
-        number, bucket, work = self.under_way.popleft()
+        number, bucket, work = self.under_way[0]
         key = f"{self.version}/{number}"
         if work is not None:
             try:
@@ -179,6 +186,7 @@ class _Parcel:
                 raise RolloutError(f"a receiver of weights is gone: {_first_line(error)}") from None
         self.sender.await_receivers(f"{key}/used", f"did not take bucket {number} of version {self.version}")
         self.sender.store.delete_key(key)
+        self.under_way.popleft()
         if bucket is not None:
             bucket.clear()
             self.idle.append(bucket)
@@ -200,7 +208,7 @@ class _Parcel:
 class Incoming:
     """The weights of one version as they arrive at one receiver: what `Engine.load` iterates over, in any process.
 
-    A tensor is a view that holds until the next one is asked for.
+    A tensor is a view of a bucket that holds until the next one is asked for; who keeps it longer copies it.
     """
 
     channel: Channel

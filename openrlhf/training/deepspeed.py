@@ -25,6 +25,7 @@ from openrlhf.models.chunks import Head
 from openrlhf.models.export import save_model
 from openrlhf.models.forward import Ask, Network, Outputs
 from openrlhf.models.plain import checkpoint_weights
+from openrlhf.training.audit import Audit
 from openrlhf.training.backend import Objective, StepLosses, is_weightless, to_device
 from openrlhf.training.deepspeed_config import Site, clips_outside, engine_config, frozen_config
 from openrlhf.training.deepspeed_shards import (
@@ -34,6 +35,7 @@ from openrlhf.training.deepspeed_shards import (
     hold_whole,
     is_absent,
     mark_experts,
+    master_shard,
     unhook_head,
     whole_tensors,
 )
@@ -116,6 +118,7 @@ class DeepSpeedBackend:
         self.clips_here = clips_outside(sharding, site)
         self.engine.enable_backward_allreduce = not self.clips_here
         self.engine.train()
+        self.audit = Audit(trainable(network), master_shard, self._most)
 
     @property
     def head(self) -> Head:
@@ -156,6 +159,7 @@ class DeepSpeedBackend:
     def optim_step(self, scale: float) -> float:
         for group in self.optimizer.param_groups:
             group["lr"] = self.settings.learning_rate * scale
+        self.audit.begin(self.settings.learning_rate * scale)
         if self.clips_here:
             norm: Any = self._average_and_clip()
             if not math.isfinite(norm):
@@ -165,6 +169,7 @@ class DeepSpeedBackend:
             self.engine.step()
             norm = self.engine.get_global_grad_norm()
         hold_whole(self.held)
+        self.audit.end(moved=self.engine.was_step_applied())
         return float(norm)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
+import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 
@@ -98,6 +99,15 @@ def hold_whole(parameters: list[nn.Parameter]) -> None:
 def is_absent(tensor: Any) -> bool:
     """True for a parameter of which only a shard is here."""
     return hasattr(tensor, "ds_status") and tensor.ds_status != ZeroParamStatus.AVAILABLE
+
+
+def master_shard(parameter: Any) -> Tensor | None:
+    """What this rank has of a parameter's fp32 weights; None where all of it is elsewhere."""
+    if hasattr(parameter, "ds_id"):
+        return deepspeed.utils.safe_get_local_fp32_param(parameter)
+    if hasattr(parameter, "_hp_mapping"):  # ZeRO 1 and 2, and bf16 without ZeRO
+        return None if parameter._hp_mapping is None else parameter._hp_mapping.get_hp_fragment()
+    return parameter if parameter.dtype == torch.float32 else None
 
 
 def whole_tensors(root: nn.Module, *, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:

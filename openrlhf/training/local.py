@@ -16,6 +16,7 @@ from openrlhf.models.chunks import Head
 from openrlhf.models.export import save_model, saved_tensors
 from openrlhf.models.forward import Ask, Network, Outputs
 from openrlhf.models.plain import checkpoint_weights
+from openrlhf.training.audit import Audit
 from openrlhf.training.backend import Objective, StepLosses, to_device
 from openrlhf.training.optim import MasterOptimizer, OptimizerSettings
 from openrlhf.types import Batch
@@ -66,6 +67,8 @@ class LocalBackend:
         self.adam_offload = adam_offload
         self.network = network.to(device).train()
         self.optimizer = MasterOptimizer(self.network, settings, offload=adam_offload)
+        masters = {id(parameter): master for parameter, master in self.optimizer.pairs()}
+        self.audit = Audit(self.optimizer.named, lambda parameter: masters[id(parameter)], lambda found: found)
         if compile_layers:
             compile_decoder_layers(self.network)
 
@@ -101,7 +104,10 @@ class LocalBackend:
         return metrics
 
     def optim_step(self, scale: float) -> float:
-        return self.optimizer.step(scale)
+        self.audit.begin(scale * self.optimizer.settings.learning_rate)
+        norm = self.optimizer.step(scale)
+        self.audit.end()
+        return norm
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return checkpoint_weights(self.network)

@@ -89,12 +89,16 @@ class MasterOptimizer:
         if not self.named:
             raise ConfigError("nothing to train: every parameter is frozen")
         self.masters: list[Named] = [(name, self._master(parameter, offload)) for name, parameter in self.named]
-        pairs = zip(self.named, self.masters, strict=True)
-        self.split = [(parameter, master) for (_, parameter), (_, master) in pairs if parameter is not master]
+        self.split = [(parameter, master) for parameter, master in self.pairs() if parameter is not master]
         for parameter, master in self.split:
             parameter.register_post_accumulate_grad_hook(partial(_move_gradient, master))
         self.optimizers = list(self._build())
         self.peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
+
+    def pairs(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        """Each parameter and its master, which may be itself."""
+        for (_, parameter), (_, master) in zip(self.named, self.masters, strict=True):
+            yield parameter, master
 
     def _master(self, parameter: nn.Parameter, offload: bool) -> nn.Parameter:
         moves = offload and parameter.device.type != "cpu"

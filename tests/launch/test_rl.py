@@ -215,6 +215,12 @@ VARIANTS = {
     "stop": {"stop": ["a", "b"]},
     "experts": {"aux_loss_coef": 0.01},
     "few episodes at a time": {"max_concurrent_episodes": 6},
+    "adapted experts beside an engine of their own": {
+        "lora_rank": 4,
+        "target_modules": ["all-linear"],
+        "async_train": True,
+        "async_queue_size": 1,
+    },
     "muon": {"optim": "muon"},
     "averaged adapters": {"lora_rank": 4, "enable_ema": True},
     "adapters of policy and critic": {"lora_rank": 4, "advantage_estimator": "gae", "save_value_network": True},
@@ -232,7 +238,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants_run(variant, learn, models):
-    flags = VARIANTS[variant] | ({"pretrain": models("mixtral")} if variant == "experts" else {})
+    flags = VARIANTS[variant] | ({"pretrain": models("mixtral")} if "experts" in variant else {})
     ran = learn(max_steps=2, **flags)
     assert all(value == value for line in ran.metrics for value in line.values())
     assert all(norm > 0 for norm in ran.train("actor_grad_norm"))

@@ -12,6 +12,8 @@ from safetensors.torch import save_file
 from torch import distributed as dist
 
 from openrlhf.config.sections.training import Sharding
+from openrlhf.errors import BackendError
+from openrlhf.training.audit import Audit
 from openrlhf.training.deepspeed import DeepSpeedBackend, DeepSpeedFrozen
 from openrlhf.training.deepspeed_shards import hold_whole
 from openrlhf.training.deepspeed_sleep import put_to_sleep, wake_up
@@ -106,6 +108,31 @@ class Worker:
                 results[name] = {key: [part[key][0] for part in parts] for key in parts[0]}
         return results
 
+    def audits(self) -> dict[str, Any]:
+        """Three steps, of which the audit says what it saw; then again with a layer that nothing uses."""
+        results: dict[str, Any] = {}
+        cases: dict[str, tuple[Sharding, dict[str, Any]]] = {
+            f"zero{stage}-{'lora' if lora else 'full'}": (Sharding(zero_stage=stage), {"lora": lora})
+            for stage in range(4)
+            for lora in (False, True)
+        }
+        cases["offload"] = (Sharding(zero_stage=2, adam_offload=True), {})
+        cases["experts"] = (Sharding(zero_stage=3), {"model": "mixtral"})
+        for name, (sharding, kwargs) in cases.items():
+            network = load_network(self.folder / kwargs.pop("model", "llama"), **kwargs)
+            backend = DeepSpeedBackend(network, SETTINGS, sharding, CPU)
+            train(backend, [self.mine(step) for step in range(3)])
+            results[name] = seen_by(backend.audit)
+        for stage in range(4):
+            network = load_network(self.folder / "llama")
+            network.decoder.model.layers[1].extra = torch.nn.Linear(3, 3, bias=False)
+            backend = DeepSpeedBackend(network, SETTINGS, Sharding(zero_stage=stage), CPU)
+            try:
+                train(backend, [self.mine(step) for step in range(3)])
+            except BackendError as error:
+                results[f"forgotten-zero{stage}"] = error.message
+        return results
+
     def sharded(self) -> dict[str, Any]:
         sharding = Sharding(zero_stage=3)
         with sharded_loading(sharding, torch.float32):
@@ -155,6 +182,11 @@ class Worker:
                 backend.export(self.folder / f"export-{name}")
         return results
 
+    def tensor_parallel_audit(self) -> dict[str, Any]:
+        backend = self.build(Sharding(zero_stage=2, ds_tensor_parallel_size=2), "tied")
+        train(backend, [step_batches(step, packed=False) for step in range(3)])
+        return seen_by(backend.audit)
+
     def tensor_parallel_resume(self) -> dict[str, Any]:
         sharding, written = (
             Sharding(zero_stage=2, ds_tensor_parallel_size=2),
@@ -167,6 +199,10 @@ class Worker:
         second.load(written)
         after = train(second, [step_batches(step, packed=False) for step in (1, 2)], first=1)
         return {key: before[key] + after[key] for key in before}
+
+
+def seen_by(audit: Audit) -> dict[str, Any]:
+    return {"seen": audit.ever.all(1).tolist(), "hooks": len(audit.hooks), "steps": audit.steps}
 
 
 def main() -> None:
@@ -187,9 +223,11 @@ def main() -> None:
             "resumed-zero0-lora": worker.resume(0, lora=True),
         },
         "naps": worker.naps,
+        "audits": worker.audits,
         "sharded": worker.sharded,
         "frozen": worker.frozen,
         "tensor_parallel": worker.tensor_parallel,
+        "tensor_parallel_audit": worker.tensor_parallel_audit,
         "tensor_parallel_resume": worker.tensor_parallel_resume,
     }
     for name, part in parts.items():

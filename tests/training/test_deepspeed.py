@@ -145,6 +145,17 @@ def test_sleeping_between_steps_changes_nothing(
     assert_same_training([rank["naps"][f"zero{stage}-{kind}"] for rank in ranks], local(lora=kind == "lora")[1])
 
 
+def test_the_audit_sees_gradients_and_masters_wherever_they_are(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        found_by_case = rank["audits"] | {"tensor parallel": rank["tensor_parallel_audit"]}
+        for name, found in found_by_case.items():
+            if name.startswith("forgotten"):
+                assert "1 of 22 trainable parameters (model.layers.1.extra.weight) received no gradient" in found, name
+            else:
+                assert found == {"seen": [True] * 4, "hooks": 0, "steps": 3}, name
+        assert len(found_by_case) == 15
+
+
 def test_loading_in_shards_gives_the_same_model(folder: Path, ranks: list[dict[str, Any]], local: Local) -> None:
     saved = AutoModelForCausalLM.from_pretrained(folder / "llama").state_dict()
     for name, tensor in load_file(folder / "sharded-loading.safetensors").items():

@@ -1,0 +1,103 @@
+"""Does everything that should learn, learn? Asked during the first optimizer steps, and never again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from openrlhf.errors import BackendError
+from openrlhf.monitor import say
+from openrlhf.training.optim import Named
+
+STEPS = 3  # with a learning rate above zero
+NAMES = 4  # that a line lists
+ONE_EXPERT = re.compile(r"\.experts\.\d+\.")  # kept apart from the others, it has no gradient while no token comes
+Master = Callable[[nn.Parameter], Tensor | None]  # the fp32 weights of a parameter, or what is here of them
+
+
+class Audit:
+    """Watches gradients as they are produced, before anything shards or frees them, and whether masters move.
+
+    `most` is the elementwise maximum over processes: a rank that only has fillers saw nothing, and others did.
+    """
+
+    def __init__(self, named: Sequence[Named], master: Master, most: Callable[[Tensor], Tensor]) -> None:
+        self.named = list(named)
+        self.master = master
+        self.most = most
+        self.steps = 0
+        self.audited = False  # the step that is under way
+        self.nonzero: dict[int, Tensor] = {}  # of this step, by the parameter's number
+        self.before: list[Tensor | None] = []
+        self.ever = torch.zeros(4, len(self.named), dtype=torch.bool)  # the rows of `_step`
+        self.hooks = [
+            parameter.register_hook(partial(self._see, number)) for number, (_, parameter) in enumerate(self.named)
+        ]
+
+    def _see(self, number: int, gradient: Tensor) -> None:
+        found = gradient.detach().any()
+        seen = self.nonzero.get(number)
+        self.nonzero[number] = found if seen is None else seen | found
+
+    def begin(self, learning_rate: float) -> None:
+        """Before the optimizer moves."""
+        self.audited = bool(self.hooks) and learning_rate > 0
+        if self.audited:
+            self.before = self._fingerprints()
+
+    def end(self, *, moved: bool = True) -> None:
+        """After it moved, or (`moved` false) skipped a step whose gradients overflowed."""
+        if self.audited and moved:
+            self.ever |= self._step()
+            self.steps += 1
+        self.nonzero.clear()
+        self.before = []
+        if self.steps == STEPS and self.hooks:
+            for hook in self.hooks:
+                hook.remove()
+            self.hooks = []
+            self._conclude()
+
+    def _step(self) -> Tensor:
+        """[4, parameters]: got a gradient, one that is not zero, has a master, which moved; on any rank."""
+        happened = torch.zeros(4, len(self.named))
+        for number, nonzero in self.nonzero.items():
+            happened[0, number] = 1.0
+            happened[1, number] = nonzero
+        for number, (before, after) in enumerate(zip(self.before, self._fingerprints(), strict=True)):
+            if before is not None and after is not None:
+                happened[2, number] = 1.0
+                happened[3, number] = before != after
+        return self.most(happened).bool()
+
+    @torch.no_grad()
+    def _fingerprints(self) -> list[Tensor | None]:
+        """A sum over the bits of each master: any movement changes it, and it costs no copy."""
+        masters = [self.master(parameter) for _, parameter in self.named]
+        return [None if one is None else one.detach().view(torch.int32).sum(dtype=torch.int64) for one in masters]
+
+    def _conclude(self) -> None:
+        received, nonzero, judged, moved = self.ever
+        absent = [name for (name, _), came in zip(self.named, received.tolist(), strict=True) if not came]
+        forgotten = [name for name in absent if not ONE_EXPERT.search(name)]
+        if forgotten:
+            raise BackendError(
+                f"{self._some(forgotten)} received no gradient in {STEPS} steps: the loss does not depend on it",
+                try_this="another model, or freeze what is not used",
+            )
+        self._report(~nonzero, f"gradients of exactly zero in the first {STEPS} steps")
+        self._report(nonzero & judged & ~moved, f"gradients, and fp32 weights that did not move in {STEPS} steps")
+
+    def _report(self, which: Tensor, what: str) -> None:
+        names = [name for (name, _), chosen in zip(self.named, which.tolist(), strict=True) if chosen]
+        if names:
+            say(f"{self._some(names)} had {what}")
+
+    def _some(self, names: list[str]) -> str:
+        shown = ", ".join(name.removeprefix("model.") for name in names[:NAMES])
+        more = ", ..." if len(names) > NAMES else ""
+        return f"{len(names)} of {len(self.named)} trainable parameters ({shown}{more})"

@@ -1,0 +1,169 @@
+"""The audit of the first steps, on networks where something does or does not learn."""
+
+import pytest
+import torch
+from torch import nn
+
+from openrlhf.config.sections.model import Lora, Model
+from openrlhf.errors import BackendError
+from openrlhf.models.forward import Network
+from openrlhf.models.load import add_adapters, load_causal_lm, load_scalar_model, recompute_activations
+from openrlhf.training.audit import STEPS, Audit
+from openrlhf.training.local import LocalBackend
+from openrlhf.training.optim import OptimizerSettings
+from tests.tiny import CONFIGS, make_model
+from tests.training.deepspeed_cases import Sft, make_batch
+
+CPU = torch.device("cpu")
+SETTINGS = OptimizerSettings(learning_rate=1e-3)
+BATCH = [make_batch((5, 7), 0, packed=False)]
+
+
+class Scores(Sft):
+    """The scalar head, at the last token or before each one."""
+
+    def __init__(self, ask="scores"):
+        self.ask = ask
+
+    def loss(self, run, batch, totals):
+        outputs = run(batch, self.ask)
+        found = outputs.scores if self.ask == "scores" else outputs.values
+        return (found - 1.0).square().sum() / totals[1], {}
+
+
+class Nothing(Sft):
+    def loss(self, run, batch, totals):
+        loss, metrics = super().loss(run, batch, totals)
+        return loss * 0.0, metrics
+
+
+def causal(folder, kind="llama", lora=0, targets=("all-linear",), **shape):
+    name = make_model(folder, kind, initializer_range=0.1, **shape)
+    model = load_causal_lm(name, Model(), device=CPU, packing=False)
+    torch.manual_seed(0)
+    return Network(add_adapters(model, Lora(lora_rank=lora, target_modules=targets), scalar=False))
+
+
+def train(network, objective=None, scales=(1.0,) * STEPS, settings=SETTINGS):
+    backend = LocalBackend(network, settings, CPU)
+    for scale in scales:
+        backend.forward_backward(BATCH, objective or Sft())
+        backend.optim_step(scale)
+    return backend
+
+
+def lines(capsys):
+    return [line for line in capsys.readouterr().err.splitlines() if line.startswith("openrlhf:")]
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_nothing_is_said_of_a_model_that_learns(tmp_path, kind, tied, capsys):
+    backend = train(causal(tmp_path, kind, tie_word_embeddings=tied))
+    assert lines(capsys) == []
+    assert backend.audit.hooks == []
+    assert all(not parameter._backward_hooks for parameter in backend.network.parameters())
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral"])
+def test_adapters_begin_with_zeros_and_then_learn(tmp_path, kind, capsys):
+    backend = train(causal(tmp_path, kind, lora=4))
+    assert backend.audit.ever.all()
+    assert lines(capsys) == []
+
+
+@pytest.mark.parametrize("ask", ["scores", "values"])
+@pytest.mark.parametrize("lora", [0, 4])
+def test_reward_models_and_critics_use_all_they_train(tmp_path, ask, lora, capsys):
+    name = make_model(tmp_path)
+    model = load_scalar_model(name, Model(), device=CPU, packing=False, head_prefix="score")
+    train(Network(add_adapters(model, Lora(lora_rank=lora), scalar=True)), Scores(ask))
+    assert lines(capsys) == []
+
+
+def test_a_parameter_without_a_gradient_stops_the_run_by_name(tmp_path):
+    network = causal(tmp_path)
+    network.decoder.model.layers[1].extra = nn.Linear(3, 3)
+    backend = train(network, scales=[1.0] * (STEPS - 1))
+    backend.forward_backward(BATCH, Sft())
+    with pytest.raises(BackendError, match=r"2 of 23 trainable parameters \(model.layers.1.extra.weight, "):
+        backend.optim_step(1.0)
+
+
+def test_recomputation_that_cuts_the_graph_is_found(tmp_path):
+    """Reentrant recomputation needs inputs with gradients; under frozen embeddings the layers learn nothing."""
+    network = causal(tmp_path)
+    network.decoder.get_input_embeddings().requires_grad_(False)
+    recompute_activations(network.model, reentrant=True)
+    network.decoder.get_input_embeddings()._forward_hooks.clear()
+    with pytest.raises(BackendError, match="received no gradient"):
+        train(network)
+
+
+def test_frozen_parts_are_not_asked_for(tmp_path, capsys):
+    network = causal(tmp_path)
+    network.decoder.model.layers[0].requires_grad_(False)
+    train(network)
+    assert lines(capsys) == []
+
+
+def test_one_expert_that_no_token_reached_is_only_reported(tmp_path, capsys):
+    network = causal(tmp_path)
+    network.decoder.model.layers[0].mlp.experts = nn.ModuleList([nn.Linear(3, 3, bias=False)])
+    train(network)
+    (line,) = lines(capsys)
+    assert "1 of 22 trainable parameters (model.layers.0.mlp.experts.0.weight) had gradients of exactly zero" in line
+
+
+def test_steps_without_a_learning_rate_do_not_count(tmp_path):
+    backend = train(causal(tmp_path), scales=(0.0, 1.0, 0.0, 1.0))
+    assert backend.audit.steps == 2
+    assert backend.audit.hooks
+
+
+def test_gradients_of_zero_are_reported_in_one_line(tmp_path, capsys):
+    train(causal(tmp_path), Nothing())
+    (line,) = lines(capsys)
+    assert "21 of 21 trainable parameters" in line
+    assert "exactly zero in the first 3 steps" in line
+
+
+def test_masters_that_cannot_move_are_reported(tmp_path, capsys):
+    train(causal(tmp_path), settings=OptimizerSettings(learning_rate=1e-30))
+    (line,) = lines(capsys)
+    assert "fp32 weights that did not move" in line
+
+
+def test_half_precision_weights_are_judged_by_their_masters(capsys):
+    """A rate too small for bf16, on a parameter by itself because this CPU multiplies in fp32."""
+    weight, master = nn.Parameter(torch.ones(4, dtype=torch.bfloat16)), nn.Parameter(torch.ones(4))
+    audit = Audit([("weight", weight)], lambda parameter: master, lambda found: found)
+    for _ in range(STEPS):
+        weight.float().sum().backward()
+        audit.begin(1e-6)
+        with torch.no_grad():
+            master.sub_(1e-6)
+            weight.copy_(master)
+        audit.end()
+    assert (weight == 1.0).all()
+    assert audit.hooks == []
+    assert lines(capsys) == []
+
+
+def test_another_rank_may_have_the_gradients(capsys):
+    """A rank with fillers alone sees none; the maximum over ranks decides."""
+    weight = nn.Parameter(torch.ones(4))
+    audit = Audit([("weight", weight)], lambda parameter: None, lambda found: torch.ones_like(found))
+    for _ in range(STEPS):
+        audit.begin(1.0)
+        audit.end()
+    assert audit.hooks == []
+    assert lines(capsys) == []
+
+
+def test_a_skipped_step_does_not_count():
+    weight = nn.Parameter(torch.ones(4))
+    audit = Audit([("weight", weight)], lambda parameter: weight, lambda found: found)
+    audit.begin(1.0)
+    audit.end(moved=False)
+    assert audit.steps == 0
