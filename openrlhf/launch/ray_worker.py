@@ -11,7 +11,7 @@ from typing import Any
 from transformers.utils.logging import disable_progress_bar
 
 from openrlhf.config.commands import RLConfig
-from openrlhf.launch.device import choose_device, seed_everything
+from openrlhf.launch.device import choose_device, seed_dropout, seed_everything
 from openrlhf.launch.distributed import join
 from openrlhf.launch.engines import vllm_settings
 from openrlhf.launch.ray_placement import Group
@@ -60,6 +60,7 @@ class ModelWorker:
         if trained is None:  # models that only look are not split by tensor
             return Standing(self.number, self.number, self.group.size)
         backend = trained.trained.backend
+        seed_dropout(config.batches.seed, backend.rank)
         return Standing(backend.process, backend.rank, backend.data_parallel_size)
 
     def do(self, verb: str, *arguments: object) -> Any:

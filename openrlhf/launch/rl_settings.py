@@ -7,10 +7,11 @@ from dataclasses import replace
 
 from openrlhf.algo.policy_loss import PolicySettings
 from openrlhf.config.commands import RLConfig
-from openrlhf.config.runtime import resolve_runtime
+from openrlhf.config.runtime import num_devices, resolve_runtime
 from openrlhf.data.collate import Layout
 from openrlhf.rl.controller import LoopSettings, Settings
 from openrlhf.rl.experience import ExperienceSettings
+from openrlhf.rl.proof import LogProbProof
 from openrlhf.rl.rollouts import PromptOrder, RolloutSettings
 from openrlhf.rl.samples import Batching
 from openrlhf.training.rl_objectives import PolicyObjective
@@ -31,6 +32,7 @@ def steps_per_rollout(config: RLConfig) -> int:
 def make_settings(config: RLConfig, layout: Layout) -> Settings:
     rollout, logs = config.rollout, config.logs
     sampling = rollout_settings(config)
+    ranks = num_devices(config, "actor") // (config.sharding.ring_attn_size * config.sharding.ds_tensor_parallel_size)
     return Settings(
         loop=LoopSettings(
             train_batch_size=config.batches.train_batch_size,
@@ -42,6 +44,7 @@ def make_settings(config: RLConfig, layout: Layout) -> Settings:
             eval_every=logs.eval_steps,
             log_every=logs.logging_steps,
             lockstep=resolve_runtime(config) == "local",
+            proof=log_prob_proof(config),
         ),
         rollout=sampling,
         evaluation=replace(
@@ -55,13 +58,26 @@ def make_settings(config: RLConfig, layout: Layout) -> Settings:
             layout,
             rollout.micro_rollout_batch_size,
             rollout.scoring_token_budget if rollout.use_dynamic_batch else None,
+            ranks,
         ),
         training=Batching(
             layout,
             config.batches.micro_train_batch_size,
             rollout.train_max_tokens_per_gpu if rollout.use_dynamic_batch else None,
+            ranks,
         ),
     )
+
+
+def log_prob_proof(config: RLConfig) -> LogProbProof | None:
+    """Nothing to compare where engine and trainer are one, where none generates, or where tokens were left out."""
+    rollout = config.rollout
+    separate = resolve_runtime(config) == "ray" or bool(config.engines.vllm_num_engines)
+    truncated = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0 or rollout.temperature == 0
+    if not separate or truncated or rollout.replay:
+        return None
+    exact = config.model.param_dtype == "fp32"
+    return LogProbProof(1e-3 if exact else 0.1, config.engines.sync_check_every)
 
 
 def rollout_settings(config: RLConfig) -> RolloutSettings:

@@ -8,6 +8,7 @@ makes a run a function of its seed; on a cluster timing decides within the same 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,6 +21,7 @@ from openrlhf.algo.kl import AdaptiveKL, FixedKL
 from openrlhf.monitor import Monitor
 from openrlhf.rl.evaluate import evaluate
 from openrlhf.rl.experience import Experience, ExperienceSettings, make_experience
+from openrlhf.rl.proof import LogProbProof, log_prob_difference
 from openrlhf.rl.record import Recorder
 from openrlhf.rl.rollouts import Rollout, RolloutSettings, Source
 from openrlhf.rl.samples import Batching, batch_samples
@@ -42,6 +44,7 @@ class LoopSettings:
     save_every: int = -1
     log_every: int = 1
     lockstep: bool = True
+    proof: LogProbProof | None = None  # none where engine and trainer share one network
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,8 @@ class Controller:
         self.settings = settings
         self.state = state
         self.changed = asyncio.Condition()
+        self.first_step = state.version + 1
+        self.generation_seconds: dict[int, float] = {}  # by the number of the rollout
         self.last: dict[str, float] = {}
         self.last_evaluation: dict[str, float] = {}
 
@@ -129,7 +134,9 @@ class Controller:
         while not self.exhausted:
             async with self.changed:
                 await self.changed.wait_for(lambda: state.made <= state.version + self.settings.loop.queue_size)
+            began = time.perf_counter()
             rollout = await parts.source.take(state.made, state.place)
+            self.generation_seconds[rollout.number] = time.perf_counter() - began
             async with self.changed:
                 state.made += 1
                 state.place = rollout.next_place
@@ -145,8 +152,9 @@ class Controller:
             if not state.queue:
                 return
             rollout = state.queue.popleft()
-            await self._train(rollout)
-            await self._finish_step(after_step)
+            began = time.perf_counter()
+            values = await self._train(rollout)
+            await self._finish_step(values, began, after_step)
 
     def _may_train(self) -> bool:
         """In lockstep a rollout waits until those that its weights must make have been made."""
@@ -154,41 +162,63 @@ class Controller:
         ahead = loop.queue_size if loop.lockstep else 0
         return self.exhausted or len(state.queue) > ahead
 
-    async def _finish_step(self, after_step: AfterStep) -> None:
-        loop, state = self.settings.loop, self.state
+    async def _finish_step(self, values: dict[str, float], began: float, after_step: AfterStep) -> None:
+        """The new weights to the engine, what is logged, and what is due after so many steps."""
+        loop, state, parts = self.settings.loop, self.state, self.parts
         version = state.version + 1
-        await self.parts.sync.sync(version)
+        trained = time.perf_counter()
+        await parts.sync.sync(version)
+        now = time.perf_counter()
         state.version = version
+        values |= {"timing/broadcast": now - trained, "timing/step_total": now - began}
+        self.last = values
+        if version % loop.log_every == 0:
+            parts.monitor.log("train", version, values)
+        parts.monitor.advance(shown(values))
         if loop.eval_every > 0 and version % loop.eval_every == 0:
             await self.evaluate()
         await after_step(self)
         async with self.changed:
             self.changed.notify_all()
 
-    async def _train(self, rollout: Rollout) -> None:
-        """One rollout: experience, its optimizer steps, the KL controller, the logs."""
+    async def _train(self, rollout: Rollout) -> dict[str, float]:
+        """One rollout: experience, its optimizer steps, the KL controller; what there is to log about it."""
         settings, state, parts = self.settings, self.state, self.parts
-        coef = state.kl.coef
+        began, coef = time.perf_counter(), state.kl.coef
         if settings.loop.queue_size == 0:
             await parts.sync.begin_training()
+        values = await self._proven(rollout)
         experience = await make_experience(
             rollout.trajectories, parts.workers, settings.scoring, settings.experience, coef
         )
+        scored = time.perf_counter()
+        writing = asyncio.create_task(
+            asyncio.to_thread(parts.recorder.write, state.version + 1, experience.samples)
+        )  # beside the training
         steps = [
             await self._step(experience, places, coef)
             for epoch in range(settings.loop.epochs)
             for places in self._minibatches(len(experience.samples), epoch)
         ]
+        await writing
         if experience.kl is not None:
             state.kl = state.kl.updated(experience.kl, len(experience.samples))
-        values = averaged(steps) | experience.metrics | rollout.metrics
+        values |= averaged(steps) | experience.metrics | rollout.metrics
         values |= {"kl_coef": coef, "staleness": float(state.version - rollout.version)}
-        self.last = values
-        step = state.version + 1
-        if step % settings.loop.log_every == 0:
-            parts.monitor.log("train", step, values)
-        parts.recorder.write(step, experience.samples)
-        parts.monitor.advance(shown(values))
+        values |= {"timing/make_experience": scored - began, "timing/ppo_train": time.perf_counter() - scored}
+        if rollout.number in self.generation_seconds:  # not where it comes from a checkpoint's queue
+            values["timing/generation"] = self.generation_seconds.pop(rollout.number)
+        return values
+
+    async def _proven(self, rollout: Rollout) -> dict[str, float]:
+        """The distance of engine and trainer, when it is time to look at it."""
+        proof, version = self.settings.loop.proof, self.state.version
+        if proof is None or not proof.is_due(version + 1, self.first_step):
+            return {}
+        apart = await log_prob_difference(
+            rollout.trajectories, self.parts.workers, self.settings.scoring, proof, version
+        )
+        return {} if apart is None else {"rollout/log_prob_difference": apart}
 
     async def _step(self, experience: Experience, places: Sequence[int], kl_coef: float) -> dict[str, float]:
         samples = [experience.samples[place] for place in places]

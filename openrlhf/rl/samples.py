@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from openrlhf.algo.balance import first_fit_count
 from openrlhf.algo.balance import micro_batches as by_tokens
 from openrlhf.data.collate import Layout
 from openrlhf.types import Batch, TokenRow, Trajectory
@@ -28,12 +29,19 @@ class Batching:
     layout: Layout
     size: int
     token_budget: int | None = None
+    ranks: int = 1  # that share the micro-batches
 
     def cut(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Places of the samples of each micro-batch; nothing is lost, an overlong sample is alone."""
+        """Places of the samples of each micro-batch; nothing is lost, an overlong sample is alone.
+
+        Where there are samples enough, no rank is without one.
+        """
+        count = len(lengths)
         if self.token_budget is not None:
-            return by_tokens(lengths, self.token_budget)
-        return [list(range(place, min(place + self.size, len(lengths)))) for place in range(0, len(lengths), self.size)]
+            rounds = -(-first_fit_count(lengths, self.token_budget) // self.ranks)
+            return by_tokens(lengths, self.token_budget, at_least=min(rounds * self.ranks, count))
+        size = min(self.size, max(1, count // self.ranks))
+        return [list(range(place, min(place + size, count))) for place in range(0, count, size)]
 
 
 def token_row(trajectory: Trajectory) -> TokenRow:

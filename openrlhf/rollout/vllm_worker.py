@@ -44,9 +44,10 @@ class WeightLoading:
         model: Any = self.model_runner.get_model()
         expected = {name for name, _ in model.named_parameters()}
         own = weights.of(self.rank) if isinstance(weights, PerWorker) else weights
-        arrivals = Arrivals(own, verify=verify)
+        at_once = loads_by_copying(model)
+        arrivals = Arrivals(own, verify=verify, kept=not at_once)
         with set_current_vllm_config(self.vllm_config):
-            if loads_by_copying(model):
+            if at_once:
                 loaded = model.load_weights(arrivals)
             else:
                 initialize_layerwise_reload(model)
@@ -59,11 +60,15 @@ class WeightLoading:
 
 
 class Arrivals:
-    """Weights on their way into the model, remembered by name."""
+    """Weights on their way into the model, remembered by name.
 
-    def __init__(self, weights: Iterable[tuple[str, Tensor]], *, verify: bool) -> None:
+    A tensor holds until the next one is asked for, so it is copied where it is `kept` until its layer is complete.
+    """
+
+    def __init__(self, weights: Iterable[tuple[str, Tensor]], *, verify: bool, kept: bool) -> None:
         self.weights = weights
         self.verify = verify
+        self.kept = kept
         self.names: set[str] = set()
         self.checksums: dict[str, int] = {}
 
@@ -72,7 +77,7 @@ class Arrivals:
             self.names.add(name)
             if self.verify:
                 self.checksums[name] = checksum(tensor)
-            yield name, tensor
+            yield name, tensor.clone() if self.kept else tensor
 
 
 def _settle() -> None:

@@ -98,7 +98,8 @@ class Ran:
     @property
     def metrics(self):
         lines = (self.save_path / "run" / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
+        rows = [json.loads(line) for line in lines]  # less the seconds, which no two runs share
+        return [{name: value for name, value in row.items() if not name.startswith("timing/")} for row in rows]
 
     def train(self, name):
         return [line[name] for line in self.metrics if line["kind"] == "train"]
