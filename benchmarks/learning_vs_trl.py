@@ -43,7 +43,7 @@ from openrlhf.config.check import check
 from openrlhf.config.commands import LocalRLConfig
 from openrlhf.config.parser import parse
 from openrlhf.launch import rl
-from openrlhf.rl.rollouts import shuffled
+from openrlhf.training.order import permutation
 
 DIGITS = 3
 ANSWER = DIGITS + 1  # with the token that ends it
@@ -197,7 +197,7 @@ def run_trl(args: argparse.Namespace, train: Sequence[str], held_out: Sequence[s
         save_strategy="no",
         disable_tqdm=True,
     )
-    in_our_order = [train[place] for place in shuffled(len(train), seed, 0).tolist()]
+    in_our_order = [train[place] for place in permutation(len(train), seed, 0).tolist()]
     model = AutoModelForCausalLM.from_pretrained(folder / "start", dtype=torch.float32)
     trainer = trl.GRPOTrainer(
         model=model,

@@ -91,6 +91,7 @@ def rollout_settings(config: RLConfig) -> RolloutSettings:
             top_p=rollout.top_p,
             top_k=rollout.top_k,
             min_p=rollout.min_p,
+            min_tokens=rollout.min_new_tokens,
             stop=rollout.stop,
         ),
         context_length=rollout.context_length,

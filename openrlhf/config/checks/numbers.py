@@ -20,7 +20,7 @@ RANGES: Mapping[str, Range] = {
             *("train_batch_size", "micro_train_batch_size", "max_epochs", "max_steps", "max_samples", "max_len"),
             *("rollout_batch_size", "micro_rollout_batch_size", "n_samples_per_prompt", "num_episodes"),
             *("prompt_max_len", "generate_max_len", "max_new_tokens", "eval_n_samples_per_prompt"),
-            *("train_max_tokens_per_gpu", "rollout_max_tokens_per_gpu", "vllm_generate_batch_size"),
+            *("train_max_tokens_per_gpu", "rollout_max_tokens_per_gpu", "vllm_generate_batch_size", "min_new_tokens"),
             *("actor_num_nodes", "ref_num_nodes", "critic_num_nodes", "reward_num_nodes"),
             *("actor_num_gpus_per_node", "ref_num_gpus_per_node", "critic_num_gpus_per_node"),
             *("reward_num_gpus_per_node", "vllm_tensor_parallel_size", "ds_tensor_parallel_size"),

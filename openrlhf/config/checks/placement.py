@@ -19,7 +19,8 @@ def local_runtime_is_one_device(config: RLConfig) -> None:
 
 
 def sleep_needs_colocation(config: RLConfig) -> Changed[RLConfig] | None:
-    if config.engines.vllm_enable_sleep and not config.placement.colocate_all_models:
+    shares = config.placement.colocate_all_models or resolve_runtime(config) == "local"
+    if config.engines.vllm_enable_sleep and not shares:
         line = "--vllm_enable_sleep is turned off: without --colocate_all_models the engines have their own devices"
         return change(config, line, vllm_enable_sleep=False)
     return None

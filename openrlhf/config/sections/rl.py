@@ -43,6 +43,7 @@ class Rollout:
         None, "tokens of prompt and response together; none is prompt_max_len + generate_max_len"
     )
     max_new_tokens: int | None = flag(None, "tokens of a response; none is what the context leaves")
+    min_new_tokens: int = flag(1, "tokens that a response has at least")
     temperature: float = flag(1.0, "sampling temperature; policy and reference divide their logits by it too")
     top_p: float = flag(1.0, "sample from the smallest set of tokens with this probability")
     top_k: int = flag(-1, "sample from the k likeliest tokens; -1 from all")

@@ -1,0 +1,179 @@
+"""Seconds of a GRPO step, by phase, beside vLLM's own generate for the same rollout.
+
+    python benchmarks/rl_step.py                       one process, vLLM in it
+    python benchmarks/rl_step.py --runtime ray         Ray, engine and models on the same GPU
+    python benchmarks/rl_step.py --tiny                a small shape on a CPU, to try the script
+
+The 1.5B shape of Qwen2.5 with random weights, 64 prompts of 128 tokens x 8 samples of exactly 512 tokens, one optimizer
+step over the 512 samples, no reference model, bf16 with fp32 masters. It is the ordinary command with ordinary flags;
+more of them may follow `--`. The first step compiles; the median of the others is printed. Generation, experience,
+training and weight sync are the run's own `timing/*` metrics; what a step has beyond them is the controller.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+REWARD = """
+def reward_func(queries, prompts, labels):
+    return {"rewards": [sum(map(ord, query[-9:])) % 10 / 10 for query in queries]}
+"""
+SHAPES = {
+    False: {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
+    | {"num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True, "max_position_embeddings": 2048},
+    True: {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    | {"num_key_value_heads": 2, "vocab_size": 1000, "tie_word_embeddings": True, "max_position_embeddings": 2048},
+}
+PHASES = ("generation", "make_experience", "ppo_train", "broadcast")
+
+
+def make_model(folder: Path, shape: dict[str, int]) -> None:
+    """Random weights, and a tokenizer with a word for each of them: letters are one token each."""
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(
+            Qwen2Config(**shape), dtype=torch.bfloat16 if device == "cuda" else torch.float32
+        )
+    model.save_pretrained(folder)
+    words = ["</s>", "<pad>", *LETTERS]
+    words += [f"<{number}>" for number in range(len(words), shape["vocab_size"])]
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="<pad>").save_pretrained(folder)
+
+
+def make_task(folder: Path, args: argparse.Namespace) -> None:
+    generator = torch.Generator().manual_seed(0)
+    places = torch.randint(len(LETTERS), (args.prompts * args.steps, args.prompt_length), generator=generator)
+    rows = ["".join(LETTERS[place] for place in row) for row in places.tolist()]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"input": row}) + "\n" for row in rows))
+    (folder / "reward.py").write_text(REWARD)
+
+
+def flags(folder: Path, args: argparse.Namespace) -> list[str]:
+    given = {
+        "pretrain": folder / "model",
+        "prompt_data": folder / "prompts.jsonl",
+        "remote_rm_url": folder / "reward.py",
+        "runtime": args.runtime,
+        "advantage_estimator": "group_norm",
+        "init_kl_coef": 0,
+        "actor_learning_rate": 1e-6,
+        "rollout_batch_size": args.prompts,
+        "n_samples_per_prompt": args.samples,
+        "train_batch_size": args.prompts * args.samples,
+        "train_max_tokens_per_gpu": args.tokens,
+        "max_len": args.prompt_length + args.new_tokens,
+        "max_new_tokens": args.new_tokens,
+        "min_new_tokens": args.new_tokens,
+        "vllm_num_engines": 1,
+        "vllm_gpu_memory_utilization": args.memory,
+        "actor_num_gpus_per_node": 1,
+        "max_steps": args.steps,
+        "save_path": folder / "out",
+        "run_dir": folder / "run",
+    }
+    switches = [
+        "use_dynamic_batch",
+        "enable_prefix_caching",
+        *(["colocate_all_models"] if args.runtime == "ray" else []),
+    ]
+    switches += ["enforce_eager"] if args.tiny else ["deepcompile"]
+    pairs = [part for name, value in given.items() for part in (f"--{name}", str(value))]
+    return [*pairs, *(f"--{name}" for name in switches), *args.more]
+
+
+def report(folder: Path, alone: float | None) -> None:
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [{name: line[f"timing/{name}"] for name in (*PHASES, "step_total")} for line in lines]
+    print(f"{'step':>6} {'seconds':>9} " + " ".join(f"{name:>16}" for name in PHASES))
+    wholes = [row["generation"] + row["step_total"] for row in rows]  # one after the other
+    for number, (row, whole) in enumerate(zip(rows, wholes, strict=True), 1):
+        print(f"{number:6} {whole:9.2f} " + " ".join(f"{row[name]:16.2f}" for name in PHASES))
+    medians = {name: statistics.median(row[name] for row in rows[1:]) for name in PHASES}
+    whole = statistics.median(wholes[1:])
+    print(f"median {whole:9.2f} " + " ".join(f"{medians[name]:16.2f}" for name in PHASES))
+    rest = whole - medians["generation"] - medians["ppo_train"] - medians["broadcast"]
+    print(f"neither generating, training nor syncing: {rest:.2f} s, {100 * rest / whole:.1f}%")
+    tokens = sum(line["total_length"] for line in lines[1:]) / len(lines[1:])
+    print(f"mean sample {tokens:.0f} tokens; log-probs of engine and trainer: vllm_kl {lines[-1]['vllm_kl']:.2e}")
+    if alone is not None:
+        print(f"vLLM's own generate {alone:.2f} s: the rollout takes {medians['generation'] / alone:.2f}x that")
+
+
+def vllm_alone(folder: Path, args: argparse.Namespace) -> None:
+    """The same rollout by vLLM's LLM.generate; run in a process of its own."""
+    import vllm
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    engine = vllm.LLM(
+        str(folder / "model"),
+        dtype="float32" if args.tiny else "bfloat16",
+        max_model_len=args.prompt_length + args.new_tokens,
+        gpu_memory_utilization=args.memory,
+        enable_prefix_caching=True,
+        enforce_eager=args.tiny,
+        logprobs_mode="processed_logprobs",
+    )
+    texts = [json.loads(line)["input"] for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    params = vllm.SamplingParams(
+        max_tokens=args.new_tokens, min_tokens=args.new_tokens, temperature=1.0, logprobs=0, detokenize=False
+    )
+    seconds = []
+    for step in range(min(args.steps, 3)):
+        ids = [tokenizer(text)["input_ids"] for text in texts[step * args.prompts : (step + 1) * args.prompts]]
+        prompts = [{"prompt_token_ids": row} for row in ids for _ in range(args.samples)]
+        start = time.perf_counter()
+        engine.generate(prompts, params, use_tqdm=False)
+        seconds.append(time.perf_counter() - start)
+    print(f"alone {min(seconds):.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runtime", choices=("local", "ray"), default="local")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--memory", type=float, default=0.35, help="share of the GPU that the engine takes")
+    parser.add_argument("--tokens", type=int, default=16_640, help="of a micro-batch")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--skip_alone", action="store_true", help="without vLLM's own generate")
+    parser.add_argument("--folder", type=Path, help="where model and results lie; none is a temporary one")
+    parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("more", nargs="*", help="flags of train_ppo_ray, after --")
+    args = parser.parse_args()
+    args.prompts, args.samples, args.prompt_length, args.new_tokens = (4, 2, 16, 16) if args.tiny else (64, 8, 128, 512)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        if args.alone:
+            vllm_alone(folder, args)
+            return
+        if not (folder / "model").exists():
+            make_model(folder / "model", SHAPES[args.tiny])
+            torch.cuda.empty_cache()
+        make_task(folder, args)
+        alone = None
+        if not args.skip_alone:
+            command = [sys.executable, __file__, "--alone", "--folder", str(folder), "--steps", str(args.steps)]
+            command += ["--memory", str(args.memory), *(["--tiny"] if args.tiny else [])]
+            printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            alone = next(float(line.split()[1]) for line in printed.splitlines() if line.startswith("alone"))
+        subprocess.run([sys.executable, "-m", "openrlhf.cli.train_ppo_ray", *flags(folder, args)], check=True)
+        report(folder, alone)
+
+
+if __name__ == "__main__":
+    main()
