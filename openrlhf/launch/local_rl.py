@@ -50,10 +50,10 @@ class LocalWorkers:
 
     async def score(self, batches: Sequence[Batch], *, log_probs: bool) -> Scores:
         models = self.models
-        return Scores(
-            log_probs=await self._do(models.log_probs, batches) if log_probs else None,
-            reference_log_probs=await self._do(models.reference_log_probs, batches) if models.reference else None,
+        return Scores(  # the policy last: where models sleep, it is awake then for its training
             values=await self._do(models.values, batches) if models.critic else None,
+            reference_log_probs=await self._do(models.reference_log_probs, batches) if models.reference else None,
+            log_probs=await self._do(models.log_probs, batches) if log_probs else None,
         )
 
     async def rewards(self, trajectories: Sequence[Trajectory]) -> Tensor | None:

@@ -40,6 +40,7 @@ from openrlhf.training.deepspeed_shards import (
     whole_tensors,
 )
 from openrlhf.training.deepspeed_sleep import put_to_sleep, wake_up
+from openrlhf.training.host_memory import HostMemory
 from openrlhf.training.optim import OptimizerSettings, parameter_groups, trainable
 from openrlhf.types import Batch
 
@@ -110,7 +111,7 @@ class DeepSpeedBackend:
             self.optimizer.state.clear()
         self.held = unhook_head(network) if sharding.zero_stage == 3 else []
         hold_whole(self.held)
-        self.moved: list[Tensor] = []
+        self.host = HostMemory()
         self.group = self.engine.data_parallel_group
         self.rank = dist.get_rank(self.group)
         self.process = dist.get_rank()
@@ -229,12 +230,11 @@ class DeepSpeedBackend:
 
     def sleep(self) -> None:
         if self.device.type != "cpu":
-            self.moved = put_to_sleep(self.engine, self.network, self.optimizer, self.sharding.zero_stage)
+            put_to_sleep(self.engine, self.network, self.optimizer, self.sharding.zero_stage, self.host)
 
     def wake(self) -> None:
         if self.device.type != "cpu":
-            wake_up(self.engine, self.moved, self.device, self.sharding.zero_stage)
-            self.moved = []
+            wake_up(self.engine, self.sharding.zero_stage, self.host)
             hold_whole(self.held)
 
     def _restore_groups(self) -> None:

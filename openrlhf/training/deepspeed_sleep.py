@@ -8,24 +8,19 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
 from torch import Tensor
 
 from openrlhf.models.forward import Network
+from openrlhf.training.host_memory import HostMemory
 
 
-def put_to_sleep(engine: Any, network: Network, optimizer: torch.optim.Optimizer, stage: int) -> list[Tensor]:
-    """Moves weights, gradients and optimizer to host memory; returns what `wake_up` has to move back by hand."""
+def put_to_sleep(engine: Any, network: Network, optimizer: torch.optim.Optimizer, stage: int, host: HostMemory) -> None:
+    """Moves weights, gradients and optimizer to host memory."""
     if stage > 0:
         engine.offload_states(include=_sharded_states(network) if stage == 3 else None)
-    moved = []
-    for tensor in _left_behind(engine, network, optimizer, stage):
-        if tensor.device.type != "cpu":
-            tensor.data = tensor.data.cpu()
-            moved.append(tensor)
+    host.take(_left_behind(engine, network, optimizer, stage))
     torch.cuda.empty_cache()
-    return moved
 
 
-def wake_up(engine: Any, moved: list[Tensor], device: torch.device, stage: int) -> None:
-    for tensor in moved:
-        tensor.data = tensor.data.to(device)
+def wake_up(engine: Any, stage: int, host: HostMemory) -> None:
+    host.give_back()
     if stage > 0:
         engine.reload_states()
 

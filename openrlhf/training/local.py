@@ -18,6 +18,7 @@ from openrlhf.models.forward import Ask, Network, Outputs
 from openrlhf.models.plain import checkpoint_weights
 from openrlhf.training.audit import Audit
 from openrlhf.training.backend import Objective, StepLosses, to_device
+from openrlhf.training.host_memory import HostMemory
 from openrlhf.training.optim import MasterOptimizer, OptimizerSettings
 from openrlhf.types import Batch
 
@@ -64,7 +65,7 @@ class LocalBackend:
         compile_layers: bool = False,
     ) -> None:
         self.device = device
-        self.adam_offload = adam_offload
+        self.host = HostMemory()
         self.network = network.to(device).train()
         self.optimizer = MasterOptimizer(self.network, settings, offload=adam_offload)
         masters = {id(parameter): master for parameter, master in self.optimizer.pairs()}
@@ -140,21 +141,18 @@ class LocalBackend:
         """Nobody to wait for."""
 
     def sleep(self) -> None:
-        self.network.to("cpu")
-        self._move_masters(torch.device("cpu"))
+        self.host.take(self._everything())
 
     def wake(self) -> None:
-        self.network.to(self.device)
-        self._move_masters(self.device)
+        self.host.give_back()
 
-    def _move_masters(self, device: torch.device) -> None:
-        if self.adam_offload:
-            return  # they never leave the host
-        for _, master in self.optimizer.split:
-            master.data = master.data.to(device)
+    def _everything(self) -> Iterator[Tensor]:
+        """All that lies on the device between two steps."""
+        yield from self.network.parameters()
+        yield from self.network.buffers()
+        yield from (master for _, master in self.optimizer.masters)
         for optimizer in self.optimizer.optimizers:
-            for slots in optimizer.state.values():
-                slots |= {name: value.to(device) for name, value in slots.items() if name != "step"}
+            yield from (value for slots in optimizer.state.values() for value in slots.values())
 
 
 def compile_decoder_layers(network: Network) -> None:

@@ -100,8 +100,8 @@ class Worker:
                 backend = self.build(Sharding(zero_stage=stage), lora=lora)
                 parts = []
                 for step in range(3):
-                    moved = put_to_sleep(backend.engine, backend.network, backend.optimizer, stage)
-                    wake_up(backend.engine, moved, CPU, stage)
+                    put_to_sleep(backend.engine, backend.network, backend.optimizer, stage, backend.host)
+                    wake_up(backend.engine, stage, backend.host)
                     hold_whole(backend.held)
                     parts.append(train(backend, [self.mine(step)], first=step))
                 name = f"zero{stage}-{'lora' if lora else 'full'}"
