@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -36,7 +37,7 @@ class Process:
         except RayTaskError as error:
             raise self._told(error.cause) from error
         except RayActorError as error:
-            raise DeathError(f"{self} died: {_reason(error)}") from None
+            raise DeathError(f"{self} died: {_reason(error)}", try_this=GO_ON) from None
 
     def _told(self, cause: BaseException) -> OpenRLHFError:
         if isinstance(cause, OpenRLHFError):
@@ -51,6 +52,11 @@ class Process:
 
 class DeathError(BackendError):
     """A process is gone."""
+
+
+def final(error: BackendError) -> BackendError:
+    """A death that nobody is to repair."""
+    return BackendError(error.message, try_this=GO_ON)
 
 
 class Fate:
@@ -69,7 +75,7 @@ class Fate:
             await process.answer(pulse)
         except BackendError as error:
             if not self.died.done():
-                self.died.set_exception(BackendError(error.message, try_this=GO_ON))
+                self.died.set_exception(final(error))
 
     async def race(self, awaited: Awaitable[Answer]) -> Answer:
         task = asyncio.ensure_future(awaited)
@@ -78,6 +84,8 @@ class Fate:
             if self.died.done():
                 self.died.result()
             return await task
+        except DeathError as death:  # heard here before the watch did
+            raise final(death) from None
         finally:
             task.cancel()
 
@@ -92,7 +100,9 @@ class Fate:
 
 
 def _reason(error: Exception) -> str:
-    """Ray's account of a death in one line, without its advice."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [line for line in lines if "exit" in line.lower() or "killed" in line.lower()]
-    return (told or lines or [type(error).__name__])[0]
+    """Ray's account of a death in one sentence, without its advice."""
+    told = " ".join(str(error).split())
+    detail = told.partition("Worker exit detail: ")[2] or told
+    if "connection error code" in detail:  # all that Ray knows of a process that a signal ended
+        return "it crashed or was killed, by a signal or for want of memory"
+    return re.split(r"(?<=\w)\. ", detail)[0].rstrip(".") or type(error).__name__

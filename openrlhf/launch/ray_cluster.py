@@ -90,7 +90,12 @@ class Cluster:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         node = devices[0].node
-        values = {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": str(self.threads(node)), **(environment or {})}
+        values = {
+            "PYTHONPATH": python_path(),
+            "OMP_NUM_THREADS": str(self.threads(node)),
+            "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),  # warnings of C++ help nobody here
+            **(environment or {}),
+        }
         if self.unit == "GPU":
             values["CUDA_VISIBLE_DEVICES"] = ",".join(device.visible or "" for device in devices)
         strategy = PlacementGroupSchedulingStrategy(

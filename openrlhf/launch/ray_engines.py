@@ -6,9 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
-from openrlhf.errors import RolloutError
+from openrlhf.errors import OpenRLHFError, RolloutError
 from openrlhf.launch.ray_calls import GO_ON, DeathError, Fate, Process
 from openrlhf.monitor import say
 from openrlhf.rollout.engine import Checksums, Part, Weights
@@ -75,32 +74,43 @@ class RayEngines:
 
     async def revive(self, engine: Engine, dead: Process, death: DeathError) -> None:
         """A new process in the place of a dead one, with the policy's weights; only the first to notice does it."""
-        async with self.reviving:
-            if engine.process is dead:
-                await self.replace(engine, death)
-                if self.after_restart is not None:
-                    await self.after_restart()
+        if await self.replace(engine, dead, death) and self.after_restart is not None:
+            await self.after_restart()
 
-    async def replace(self, engine: Engine, death: DeathError) -> None:
-        if engine.restarts >= self.max_restarts:
-            raise RolloutError(
-                f"{death.message}, after {engine.restarts} restarts (--max_restarts)",
-                try_this=GO_ON,
-            )
-        engine.restarts += 1
-        say(f"{death.message}; it is started again, and what it had not finished is generated again")
-        engine.process = await self.start(engine.number)
+    async def replace(self, engine: Engine, dead: Process, failure: OpenRLHFError) -> bool:
+        """True when it was done here, and not by somebody else meanwhile. Until weights come the new one only waits."""
+        async with self.reviving:
+            if engine.process is not dead:
+                return False
+            if engine.restarts >= self.max_restarts:
+                raise RolloutError(
+                    f"{failure.message}, after {engine.restarts} restarts (--max_restarts)",
+                    try_this=GO_ON,
+                )
+            engine.restarts += 1
+            say(f"{failure.message}; it is started again, and what it had not finished is generated again")
+            dead.kill()
+            engine.process = await self.start(engine.number)
+            return True
+
+    async def replace_unfit(self) -> None:
+        """Those that died, and those that do not generate any more because weights stopped half-way."""
+        for engine in self.engines:
+            process = engine.process
+            try:
+                await process.call("do", "health")
+            except (DeathError, RolloutError) as failure:
+                await self.replace(engine, process, failure)
 
     async def each(self, verb: str, *arguments: object, **named: object) -> None:
         await asyncio.gather(*(engine.process.call("do", verb, *arguments, **named) for engine in self.engines))
 
-    async def receive(self, weights: Sequence[Weights], version: int, *, verify: bool) -> list[Checksums | Exception]:
-        """What each engine made of its weights, failures included, in the order of the engines."""
+    def receive(self, weights: Sequence[Weights], version: int, *, verify: bool) -> list[asyncio.Future[Checksums]]:
+        """What each engine will make of its weights, in the order of the engines."""
         calls = (
             engine.process.call("load", own, version, verify) for engine, own in zip(self.engines, weights, strict=True)
         )
-        answers: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
-        return answers
+        return [asyncio.ensure_future(call) for call in calls]
 
     async def pause(self, *, drain: bool) -> None:
         await self.each("pause", drain=drain)

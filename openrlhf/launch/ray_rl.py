@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -99,7 +100,7 @@ class Starting:
         self.processes += processes
         for process in processes:
             self.fate.depend_on(process)
-        starts = asyncio.gather(*(process.call("start") for process in processes))
+        starts = asyncio.gather(*(process.call("start", os.getcwd()) for process in processes))
         return WorkerGroup(group, tuple(processes), tuple(await self.fate.race(starts)), self.fate)
 
     async def engines(self) -> RayEngines:
@@ -117,7 +118,7 @@ class Starting:
         )
         process = Process(handle, f"engine {number}", seat.address)
         self.processes.append(process)
-        await self.fate.race(process.call("start"))
+        await self.fate.race(process.call("start", os.getcwd()))
         return process
 
     def kill_all(self) -> None:

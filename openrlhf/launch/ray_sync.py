@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
+from openrlhf.errors import RolloutError
 from openrlhf.launch.proof import compare
-from openrlhf.launch.ray_calls import DeathError
+from openrlhf.launch.ray_calls import DeathError, Process
 from openrlhf.launch.ray_engines import RayEngines
 from openrlhf.launch.ray_workers import WorkerGroup
 from openrlhf.rollout.channel import Channel, Incoming, PerWorker, Transport
@@ -36,56 +37,80 @@ class RaySync:
         self.check_every = check_every
         self.syncs = 0
         self.channels: list[tuple[Channel, int]] = []  # channel and number of each receiver, engine by engine
+        self.reached: list[Process] = []  # the engines that these channels lead to
         self.entering = asyncio.Lock()
         engines.after_restart = self.again
 
     async def sync(self, version: int) -> None:
         verify = self.syncs == 0 or (self.check_every > 0 and self.syncs % self.check_every == 0)
-        await self._sync(version, drain=self.drains, verify=verify)
+        async with self.entering:
+            await self._insist(lambda: self._bring(version, drain=self.drains, verify=verify))
         self.syncs += 1
 
     async def again(self) -> None:
-        """For an engine that was started anew. The others get what they have: nothing they draw changes."""
-        await self._sync(self.engines.version, drain=False, verify=True)
+        """For an engine that was started anew. In a synchronous run the others get what they have."""
+        async with self.entering:
+            await self._insist(lambda: self._bring(self.engines.version, drain=False, verify=True))
 
     async def begin_training(self) -> None:
         if self.sleeps:
-            await self.engines.sleep()
+            async with self.entering:
+                await self._insist(self.engines.sleep)
 
-    async def _sync(self, version: int, *, drain: bool, verify: bool) -> None:
-        async with self.entering:
-            while self.engines.engines:
-                try:
-                    await self._send(version, drain=drain, verify=verify)
-                    break
-                except DeathError as death:
-                    await self._replace_dead(death)
-            if self.sleeps:
-                await self.policy.everyone("do", "rest")
-                await self.engines.wake("cache")
-            await self.engines.resume()
-            self.engines.homes.clear()
-            self.engines.version = version
+    async def _insist(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Until no engine dies over it."""
+        while True:
+            try:
+                return await work()
+            except DeathError:
+                await self.engines.replace_unfit()
+
+    async def _bring(self, version: int, *, drain: bool, verify: bool) -> None:
+        if self.engines.engines:
+            await self._send(version, drain=drain, verify=verify)
+        if self.sleeps:
+            await self.policy.everyone("do", "rest")
+            await self.engines.wake("cache")
+        await self.engines.resume()
+        self.engines.homes.clear()
+        self.engines.version = version
 
     async def _send(self, version: int, *, drain: bool, verify: bool) -> None:
-        if not self.channels:
+        processes = [engine.process for engine in self.engines.engines]
+        if self.reached != processes:
             await self._form()
+            self.reached = processes
         await self.engines.pause(drain=drain)
         if self.sleeps:
             await self.engines.wake("weights")
         sending = asyncio.ensure_future(self.policy.everyone("send", version, verify))
+        receiving = self.engines.receive(self._incoming(version), version, verify=verify)
         try:
-            received = await self.engines.receive(self._incoming(version), version, verify=verify)
-            failures = [answer for answer in received if isinstance(answer, BaseException)]
-            if failures:
-                self.channels = []
-                await asyncio.gather(sending, return_exceptions=True)  # it gives up by itself
-                raise next((failure for failure in failures if isinstance(failure, DeathError)), failures[0])
-            sent = next(sums for sums in await sending if sums or not verify)
+            await asyncio.wait((sending, *receiving), return_when=asyncio.FIRST_EXCEPTION)
+            await self._call_off_if_failed(sending, receiving)
+            sent = next(sums for sums in sending.result() if sums or not verify)
+        except BaseException:
+            self.reached = []
+            raise
         finally:
-            sending.cancel()
-        for engine, sums in zip(self.engines.engines, received, strict=True):
-            compare(sent, as_checksums(sums), str(engine.process))
+            for work in (sending, *receiving):
+                work.cancel()
+        for process, received in zip(processes, receiving, strict=True):
+            compare(sent, received.result(), str(process))
+
+    async def _call_off_if_failed(
+        self, sending: asyncio.Future[list[Checksums]], receiving: Sequence[asyncio.Future[Checksums]]
+    ) -> None:
+        """When one side is gone the others would wait for it: they are told. A death says more than what they say."""
+        if sending.done() and (error := sending.exception()) and not isinstance(error, RolloutError):
+            raise error  # a rank of the policy is gone, and the run with it
+        if all(work.done() and not work.exception() for work in (sending, *receiving)):
+            return
+        for channel in dict.fromkeys(channel for channel, _ in self.channels):
+            await asyncio.to_thread(channel.call_off)
+        ended = await asyncio.gather(sending, *receiving, return_exceptions=True)
+        failures = [answer for answer in ended if isinstance(answer, BaseException)]
+        raise next((failure for failure in failures if isinstance(failure, DeathError)), failures[0])
 
     async def _form(self) -> None:
         """Channels to the engines as they are now; a dead one's are not used again."""
@@ -107,17 +132,5 @@ class RaySync:
         size = self.workers_per_engine
         return [PerWorker(tuple(arriving[place : place + size])) for place in range(0, len(arriving), size)]
 
-    async def _replace_dead(self, death: DeathError) -> None:
-        for engine in self.engines.engines:
-            try:
-                await engine.process.call("do", "health")
-            except DeathError:
-                await self.engines.replace(engine, death)
 
-
-def as_checksums(answer: Checksums | Exception) -> Checksums:
-    assert not isinstance(answer, Exception)
-    return answer
-
-
-SECONDS = 60.0  # that a sender waits for an engine that may have died
+SECONDS = 60.0  # that either end of a channel waits for the other before it gives up by itself

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,8 +48,8 @@ class ModelWorker:
         self.models = Models()
         self.sender: Sender | None = None
 
-    def start(self) -> Standing:
-        disable_progress_bar()
+    def start(self, folder: str) -> Standing:
+        settle_in(folder)
         config = self.config
         device = join(config)
         seed_everything(config.batches.seed, deterministic=config.batches.full_determinism)
@@ -75,12 +77,12 @@ class ModelWorker:
 
     def send(self, version: int, verify: bool) -> Checksums:
         """The policy's weights to the engines; a process without a channel helps to gather them."""
-        weights = self.models.weights()
-        if self.sender is not None:
-            return self.sender.send(weights, version, verify=verify)
-        for _ in weights:
-            pass
-        return {}
+        weights = iter(self.models.weights())
+        try:
+            return self.sender.send(weights, version, verify=verify) if self.sender is not None else {}
+        finally:
+            for _ in weights:  # ranks gather together, so to the end, whatever became of the channel
+                pass
 
     def pulse(self) -> None:
         """Never returns: whoever awaits it hears at once when the process dies."""
@@ -88,15 +90,16 @@ class ModelWorker:
 
 
 class EngineWorker:
-    """One engine."""
+    """One engine. Nothing is drawn from the weights of the model's folder: requests wait for the policy's."""
 
     def __init__(self, config: RLConfig, kind: str, number: int) -> None:
         self.config = config
         self.kind = kind
         self.number = number
+        self.has_weights = asyncio.Event()
 
-    async def start(self) -> None:
-        disable_progress_bar()
+    async def start(self, folder: str) -> None:
+        settle_in(folder)
         config = self.config
         device = choose_device(config.model.device)
         tokenizer = load_tokenizer(str(config.model.pretrain), config.model)
@@ -110,10 +113,13 @@ class EngineWorker:
             self.engine = HFEngine(LocalFrozen(Network(model), device).network, tokenizer)
 
     async def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        await self.has_weights.wait()
         return await self.engine.generate(requests)
 
     async def load(self, weights: Weights, version: int, verify: bool) -> Checksums:
-        return await self.engine.load(weights, version, verify=verify)
+        sums = await self.engine.load(weights, version, verify=verify)
+        self.has_weights.set()
+        return sums
 
     async def do(self, verb: str, *arguments: object, **named: object) -> None:
         await getattr(self.engine, verb)(*arguments, **named)
@@ -121,3 +127,10 @@ class EngineWorker:
     async def pulse(self) -> None:
         """Never returns, like a worker's."""
         await asyncio.Event().wait()
+
+
+def settle_in(folder: str) -> None:
+    """Stands where the driver stands, so that a relative path means the same here; not every node need have it."""
+    disable_progress_bar()
+    with suppress(FileNotFoundError):
+        os.chdir(folder)

@@ -67,10 +67,10 @@ class RayWorkers:
         return next((group for group in self.groups if role in group.group.roles), None)
 
     async def score(self, batches: Sequence[Batch], *, log_probs: bool) -> Scores:
-        own, reference, values = await asyncio.gather(
-            self._scored(self.policy if log_probs else None, "log_probs", batches),
-            self._scored(self.reference, "reference_log_probs", batches),
+        values, reference, own = await asyncio.gather(  # in one process in this order: see LocalWorkers
             self._scored(self.critic, "values", batches),
+            self._scored(self.reference, "reference_log_probs", batches),
+            self._scored(self.policy if log_probs else None, "log_probs", batches),
         )
         return Scores(own, reference, values)
 

@@ -29,6 +29,8 @@ from openrlhf.rollout.engine import Checksums, Weights
 from openrlhf.rollout.ipc import check_allocator, describe, open_mapping
 
 Transport = Literal["gloo", "nccl", "ipc"]
+CALLED_OFF = "called off"
+SECONDS_BETWEEN_LOOKS = 1.0  # for whether a sender is still wanted
 OK = "ok"  # a receiver's consent; any other answer says what went wrong
 
 
@@ -62,6 +64,11 @@ class Channel:
         options._timeout = timedelta(seconds=self.timeout)
         options._devices = [kind.create_device(hostname=_own_address(self.host))]
         return kind(meeting, rank, size, options)
+
+    def call_off(self) -> None:
+        """Tells the sender, from any process, that a receiver will not come; a sender that is gone needs no telling."""
+        with suppress(dist.DistError):
+            dist.PrefixStore(self.key, self.connect()).set(CALLED_OFF, "")
 
     def bucket_device(self, device: torch.device) -> torch.device:
         return torch.device("cpu") if self.transport == "gloo" else device
@@ -118,27 +125,38 @@ class Sender:
         try:
             self.await_receivers("joined", "did not join")
             self.group = self.channel.group(self.root, 0)
-            self.joined = True
+        except RolloutError:
+            self.close()
+            raise
         except RuntimeError as error:
             self.close()
-            if isinstance(error, RolloutError):
-                raise
-            raise RolloutError(f"no group was formed with the receivers of weights: {_first_line(error)}") from None
+            raise RolloutError(f"a receiver of weights is gone: {_first_line(error)}") from None
+        self.joined = True
 
     def await_receivers(self, what: str, complaint: str) -> None:
         """Waits for an answer of each receiver."""
         keys = {number: f"{what}/{number}" for number in range(self.channel.receivers)}
-        try:
-            self.store.wait(list(keys.values()), timedelta(seconds=self.channel.timeout))
-        except dist.DistError:
+        deadline = time.monotonic() + self.channel.timeout
+        while not self._are_there(list(keys.values()), deadline):
             missing = [number for number, key in keys.items() if not self.store.check([key])]
-            seconds = f"in {self.channel.timeout:g} s"
-            raise RolloutError(f"{_receivers(missing)} of weights {complaint} {seconds}") from None
+            if missing and self.store.check([CALLED_OFF]):
+                raise RolloutError(f"{_receivers(missing)} of weights {complaint}, and will not")
+            if missing and time.monotonic() > deadline:
+                raise RolloutError(f"{_receivers(missing)} of weights {complaint} in {self.channel.timeout:g} s")
         for number, key in keys.items():
             answer = self.store.get(key).decode()
             self.store.delete_key(key)
             if answer != OK:
                 raise RolloutError(f"receiver {number} of weights {answer}")
+
+    def _are_there(self, keys: list[str], deadline: float) -> bool:
+        """Waits for them, for so long as nothing else need be looked at."""
+        seconds = min(SECONDS_BETWEEN_LOOKS, max(0.001, deadline - time.monotonic()))
+        try:
+            self.store.wait(keys, timedelta(seconds=seconds))
+        except dist.DistError:
+            return False
+        return True
 
 
 class _Parcel:

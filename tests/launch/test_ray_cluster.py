@@ -1,66 +1,18 @@
 """Joining, starting, counting and leaving a real Ray. Drivers are processes of their own (ray_scenes.py)."""
 
-import json
 import os
-import select
 import shutil
 import signal
 import socket
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 
 import pytest
+from ray_machine import HERE, WATCHDOG, make_machine, wait_until_gone
 
 pytest.importorskip("ray")
 
-HERE = Path(__file__).parent
 TOKEN = "0123456789abcdef" * 4
-WATCHDOG = 120  # seconds; nothing here should take a quarter of it
 ONE_GROUP = "--advantage_estimator reinforce --init_kl_coef 0"
-
-
-class Machine:
-    """A home and a temporary folder in which drivers start, with a short path as Ray's sockets need it."""
-
-    def __init__(self, folder):
-        self.folder = folder
-        (folder / "home").mkdir()
-
-    def start(self, scene, flags="", **environ):
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "CUDA_"))}
-        places = {"HOME": f"{self.folder}/home", "RAY_TMPDIR": str(self.folder), "PYTHONPATH": str(HERE.parents[1])}
-        return subprocess.Popen(
-            [sys.executable, str(HERE / "ray_scenes.py"), scene, *flags.split()],
-            env=kept | places | environ,
-            cwd=self.folder,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def see(self, scene, flags="", **environ):
-        """What a driver saw, and what it said."""
-        with self.start(scene, flags, **environ) as driver:
-            out, said = driver.communicate(timeout=WATCHDOG)
-        assert out, said
-        return json.loads(out.splitlines()[-1]), said
-
-    def processes(self):
-        """All that run with this folder in their environment."""
-        return [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/environ") if self.is_ours(path)]
-
-    def is_ours(self, path):
-        try:
-            return f"RAY_TMPDIR={self.folder}\0".encode() in path.read_bytes()
-        except OSError:  # it has ended, or is another user's
-            return False
-
-
-def make_machine():
-    return Machine(Path(tempfile.mkdtemp(prefix="or", dir="/tmp")))
 
 
 @pytest.fixture
@@ -80,19 +32,6 @@ def two_nodes():
         cluster.stdin.close()
         cluster.wait(WATCHDOG)
     shutil.rmtree(made.folder)
-
-
-def wait_until_gone(processes):
-    """True when all of them have ended before the watchdog barks."""
-    for process in processes:
-        try:
-            handle = os.pidfd_open(process)
-        except ProcessLookupError:
-            continue
-        if not select.select([handle], [], [], WATCHDOG)[0]:
-            return False
-        os.close(handle)
-    return True
 
 
 @pytest.fixture

@@ -1,0 +1,71 @@
+"""Drivers of Ray as processes of their own, each set with a home and a temporary folder that tell them apart."""
+
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+WATCHDOG = 120  # seconds; nothing here should take a quarter of it
+
+
+class Machine:
+    """A home and a temporary folder in which drivers start, with a short path as Ray's sockets need it."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        (folder / "home").mkdir()
+
+    def start(self, scene, flags="", **environ):
+        return self.open([str(HERE / "ray_scenes.py"), scene, *flags.split()], **environ)
+
+    def open(self, argv, **environ):
+        """A Python process, its standard streams in our hands."""
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "CUDA_"))}
+        places = {"HOME": f"{self.folder}/home", "RAY_TMPDIR": str(self.folder), "PYTHONPATH": str(HERE.parents[1])}
+        return subprocess.Popen(
+            [sys.executable, *argv],
+            env=kept | places | environ,
+            cwd=self.folder,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def see(self, scene, flags="", **environ):
+        """What a driver saw, and what it said."""
+        with self.start(scene, flags, **environ) as driver:
+            out, said = driver.communicate(timeout=WATCHDOG)
+        assert out, said
+        return json.loads(out.splitlines()[-1]), said
+
+    def processes(self):
+        """All that run with this folder in their environment."""
+        return [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/environ") if self.is_ours(path)]
+
+    def is_ours(self, path):
+        try:
+            return f"RAY_TMPDIR={self.folder}\0".encode() in path.read_bytes()
+        except OSError:  # it has ended, or is another user's
+            return False
+
+
+def make_machine():
+    return Machine(Path(tempfile.mkdtemp(prefix="or", dir="/tmp")))
+
+
+def wait_until_gone(processes):
+    """True when all of them have ended before the watchdog barks."""
+    for process in processes:
+        try:
+            handle = os.pidfd_open(process)
+        except ProcessLookupError:
+            continue
+        if not select.select([handle], [], [], WATCHDOG)[0]:
+            return False
+        os.close(handle)
+    return True

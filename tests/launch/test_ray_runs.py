@@ -1,0 +1,220 @@
+"""Whole runs on a real Ray with DeepSpeed and vLLM: they train what they should, and survive or report every death."""
+
+import shlex
+import shutil
+import signal
+
+import pytest
+from peft import PeftModel
+from ray_machine import WATCHDOG, make_machine, wait_until_gone
+from rl_toys import asked, recorded, task
+from safetensors.torch import load_file
+from toys import FAST, PAIRS, Ran, as_argv, data, pairs, run, write_rows
+from transformers import AutoModelForCausalLM
+
+pytest.importorskip("ray")
+pytest.importorskip("deepspeed")
+pytest.importorskip("vllm")
+
+from ray_toys import AGENT, ON_RAY, Assassin, asked_for, mismatch, rows, two_nodes
+
+from openrlhf.config.check import check
+from openrlhf.config.commands import COMMANDS
+from openrlhf.config.parser import parse
+from openrlhf.errors import BackendError, RolloutError
+from openrlhf.launch import rl
+from tests.config.test_snapshots import PRINTED
+
+REGICIDE = """
+import os, signal
+from pathlib import Path
+
+def reward_func(queries, prompts, labels):
+    here = Path(__file__).parent
+    with open(here / "calls", "a") as calls:
+        calls.write("+")
+    driver = (here / "driver").read_text()
+    if driver and (here / "calls").stat().st_size > 8 + 4:  # amid the second rollout of eight groups
+        os.kill(int(driver), signal.SIGKILL)
+    return {"rewards": [float(len(query)) for query in queries]}
+"""
+VLLM = {"head_dim": 32}  # vLLM's attention on CPU knows no smaller one
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    with two_nodes(cpus=8):
+        yield
+
+
+@pytest.fixture
+def model(models):
+    return models(**VLLM)
+
+
+@pytest.fixture
+def go(tmp_path, model):
+    """A run on the toy, with 8 prompts and 4 samples a step."""
+
+    def start(name, steps, command="train_ppo_ray", printed="", **flags):
+        paths = {"save_path": f"./{name}", "ckpt_path": f"./{name}_ckpt", "pretrain": model}
+        given = task(tmp_path, asked(8 * steps))
+        if not {"reward_pretrain", "agent_func_path"}.isdisjoint(flags):
+            del given["remote_rm_url"]
+        argv = [*shlex.split(printed), *as_argv((ON_RAY if not printed else {}) | paths | given | flags)]
+        rl.run(check(parse(COMMANDS[command], argv)))
+        return Ran(tmp_path / name, tmp_path / f"{name}_ckpt")
+
+    return start
+
+
+@pytest.fixture
+def local(go):
+    def start(name, steps, **flags):
+        return go(name, steps, command="train_ppo", **flags | {"runtime": "local"})
+
+    return start
+
+
+def weights(folder):
+    return load_file(f"{folder}/model.safetensors")
+
+
+def distance(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    return max((ours[name] - theirs[name]).abs().max().item() for name in ours)
+
+
+@pytest.fixture
+def reward_model(tmp_path, model):
+    flags = FAST | PAIRS | data(tmp_path, pairs(16), pairs(5, seed=1))
+    run("train_rm", flags | {"pretrain": model, "save_path": "rm", "ckpt_path": "rm_ckpt"})
+    return "./rm"  # the workers stand elsewhere
+
+
+def test_ppo_with_every_model_in_a_place_of_its_own(go, model, reward_model):
+    ran = go(
+        "out",
+        2,
+        reward_pretrain=f"{reward_model},{reward_model}",
+        advantage_estimator="gae",
+        init_kl_coef=0.01,
+        actor_num_nodes=2,
+        zero_stage=3,
+        train_batch_size=16,
+        vllm_num_engines=1,
+        save_value_network=True,
+    )
+    assert len(ran.train("critic_loss")) == 2
+    assert max(ran.train("staleness")) == 0
+    assert asked_for(ran) == dict.fromkeys(range(16), 4)
+    assert {row["version"] for row in recorded(ran, 2)} == {1}
+    assert mismatch(ran) <= 1e-4
+    trained = AutoModelForCausalLM.from_pretrained(ran.save_path).state_dict()
+    assert distance(trained, weights(model)) > 1e-3
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("estimator", ["gae", "group_norm"])
+def test_one_step_on_two_ranks_is_that_of_one_process(estimator, stage, go, local):
+    flags = {"advantage_estimator": estimator, "init_kl_coef": 0.01, "train_batch_size": 16}
+    flags |= {"actor_learning_rate": 1e-3, "critic_learning_rate": 1e-3, "enable_ema": True if stage == 3 else None}
+    once = local("once", 1, **flags)
+    two = {f"{role}_num_gpus_per_node": 2 for role in ("actor", "ref", "critic")}
+    again = go("again", 1, replay="./once/run/rollouts", zero_stage=stage, colocate_all_models=True, **flags | two)
+    assert distance(weights(once.save_path), weights(again.save_path)) <= 1e-5
+
+
+def test_the_hybrid_command_of_the_readme_with_adapters(go, tmp_path, model, reward_model, offline):
+    """Engines on the models' devices, everyone asleep while others work; what is learned reaches the engines."""
+    chats = [{"context_messages": [{"role": "user", "content": row["input"]}]} for row in asked(24)]
+    two = {f"{role}_num_gpus_per_node": 2 for role in ("actor", "ref", "critic", "reward")}
+    _, printed, _ = PRINTED["004 group_norm"]
+    ran = go(
+        "out",
+        3,
+        printed=printed,
+        prompt_data=write_rows(tmp_path / "chats.jsonl", chats),
+        reward_pretrain=reward_model,
+        vllm_num_engines=2,
+        vllm_tensor_parallel_size=1,
+        lora_rank=4,
+        **two,
+        **{name: ON_RAY[name] for name in ("rollout_batch_size", "prompt_max_len", "generate_max_len")},
+        train_batch_size=16,
+        actor_learning_rate=1e-2,
+    )
+    assert asked_for(ran) == dict.fromkeys(range(24), 4)
+    assert len(ran.train("kl")) == 3
+    assert abs(ran.train("kl")[-1]) > 1e-3  # the adapters moved
+    assert mismatch(ran) <= 1e-4
+    merged = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), ran.save_path).merge_and_unload()
+    assert distance(merged.state_dict(), weights(model)) > 1e-3
+
+
+def test_an_engine_that_dies_amid_asynchronous_episodes_is_replaced(go, tmp_path, model, monkeypatch, capsys):
+    (tmp_path / "agent.py").write_text(AGENT)
+    Assassin(monkeypatch, "engine 0", "generate", at=20)
+    _, printed, _ = PRINTED["001 and 004 agent"]
+    ran = go(
+        "out",
+        4,
+        printed=printed,
+        **ON_RAY | {"actor_num_gpus_per_node": 2, "vllm_num_engines": 1, "prompt_max_len": 32},
+        agent_func_path="./agent.py",
+        partial_rollout=True,
+        max_restarts=1,
+    )
+    assert "engine 0 on" in capsys.readouterr().err
+    assert asked_for(ran) == dict.fromkeys(range(32), 4)
+    assert set(ran.train("turns")) == {2.0}
+    assert max(ran.train("staleness")) <= 1
+    assert all(row["version"] >= row["step"] - 2 for row in rows(ran))
+    trained = AutoModelForCausalLM.from_pretrained(ran.save_path).state_dict()
+    assert distance(trained, weights(model)) > 1e-3
+
+
+def test_an_engine_that_may_not_be_replaced_ends_the_run(go, monkeypatch):
+    Assassin(monkeypatch, "engine 0", "generate", at=10)
+    with pytest.raises(RolloutError, match=r"engine 0 on \S+ died: .*, after 0 restarts \(--max_restarts\)"):
+        go("out", 2, max_restarts=0)
+
+
+def test_a_rank_that_dies_amid_a_step_ends_the_run_and_it_goes_on_elsewhere(go, monkeypatch, tmp_path):
+    """Before it an engine dies amid a sync, which the ranks, that gather the weights together, must survive."""
+    flags = {"actor_num_gpus_per_node": 2, "zero_stage": 3, "save_steps": 1}
+    with monkeypatch.context() as patch:
+        Assassin(patch, "engine 1", "load", at=2)
+        Assassin(patch, "policy 1", "do", "train_policy", at=3)
+        with pytest.raises(BackendError, match=r"policy 1 on \S+ died: .*Try: .*--load_checkpoint"):
+            go("out", 3, **flags)
+    ran = Ran(tmp_path / "out", tmp_path / "out_ckpt")
+    assert [line["step"] for line in ran.metrics] == [1, 2]
+    go("out", 3, load_checkpoint=True, vllm_num_engines=1, **flags)
+    assert [line["step"] for line in ran.metrics] == [1, 2, 3]
+    assert asked_for(ran) == dict.fromkeys(range(24), 4)
+
+
+def test_a_killed_driver_takes_models_and_engine_along_and_the_next_run_starts(tmp_path, model):
+    machine = make_machine()
+    (tmp_path / "reward.py").write_text(REGICIDE)
+    flags = ON_RAY | {"pretrain": model, "save_path": f"{tmp_path}/out", "ckpt_path": f"{tmp_path}/ckpt"}
+    flags |= {"prompt_data": write_rows(tmp_path / "prompts.jsonl", asked(16)), "vllm_num_engines": 1}
+    flags |= {"remote_rm_url": str(tmp_path / "reward.py")}
+    command = ["-m", "openrlhf.cli.train_ppo_ray", *as_argv(flags)]
+    with machine.open(command) as driver:
+        (tmp_path / "driver").write_text(str(driver.pid))
+        assert driver.wait(WATCHDOG) == -signal.SIGKILL
+    processes = machine.processes()
+    assert wait_until_gone(processes)
+    assert machine.processes() == []
+    assert len((tmp_path / "out" / "run" / "metrics.jsonl").read_text().splitlines()) == 1
+
+    (tmp_path / "driver").write_text("")
+    with machine.open(command) as driver:
+        _, said = driver.communicate(timeout=WATCHDOG)
+    assert driver.returncode == 0, said
+    lines = [line for line in said.splitlines() if not line.startswith(("openrlhf: ", "  ", "train: "))]
+    assert lines == []  # nothing that workers, Ray or vLLM say to themselves
+    assert machine.processes() == []
+    shutil.rmtree(machine.folder)
