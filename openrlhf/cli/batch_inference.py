@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 
-from openrlhf.cli.entry import command, not_built, start
+from openrlhf.cli.entry import command, start
 
 
 @command
 def main(argv: Sequence[str]) -> None:
-    start("batch_inference", argv)
-    raise not_built("batch_inference")
+    config = start("batch_inference", argv)
+    from openrlhf.launch import batch_inference  # torch and transformers are imported only past this line
+
+    batch_inference.run(config)
 
 
 if __name__ == "__main__":

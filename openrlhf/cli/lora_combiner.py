@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 
-from openrlhf.cli.entry import command, not_built, start
+from openrlhf.cli.entry import command, start
 
 
 @command
 def main(argv: Sequence[str]) -> None:
-    start("lora_combiner", argv)
-    raise not_built("lora_combiner")
+    config = start("lora_combiner", argv)
+    from openrlhf.launch import merge  # torch and transformers are imported only past this line
+
+    merge.run(config)
 
 
 if __name__ == "__main__":

@@ -121,6 +121,8 @@ RULES: dict[type, Rules] = {
         extras.batch_engine_is_installed,
         inference.post_processors_need_rewards,
         inference.reward_template_has_its_places,
+        inference.rows_go_to_a_file,
+        inference.processes_hold_whole_models,
         common.probabilities_match_datasets,
         *TEMPLATE,
         *FILES,
@@ -141,7 +143,12 @@ RULES: dict[type, Rules] = {
         extras.asked_extras_are_installed,
         *FILES,
     ),
-    LoraCombinerConfig: (inference.merge_folders_are_given, *FILES, paths.adapter_folder_exists),
+    LoraCombinerConfig: (
+        inference.merge_folders_are_given,
+        *FILES,
+        paths.adapter_folder_exists,
+        inference.merging_keeps_its_sources,
+    ),
 }
 
 

@@ -68,7 +68,7 @@ def prompt_rows(
 
     def make(record: Record) -> Iterable[tuple[str, tuple[int, ...], Any, str]]:
         nonlocal cut
-        text = prompt_text(record, flags, chat, template)
+        text = prompt_text(record, flags.input_key, chat, template)
         ids: Sequence[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
         if not ids:
             raise Dropped("an empty prompt")
@@ -83,9 +83,9 @@ def prompt_rows(
     return [Prompt(number, *values) for number, values in enumerate(made)]
 
 
-def prompt_text(record: Record, flags: Prompts, chat: Chat | None, template: Template) -> str:
+def prompt_text(record: Record, input_key: str, chat: Chat | None, template: Template) -> str:
     """What the model reads: the chat template up to where it answers, or the input in its template."""
     if chat is None:
-        return fill(template.input_template, record.text(flags.input_key))
-    messages = read_messages(record, flags.input_key, speaker="user")
+        return fill(template.input_template, record.text(input_key))
+    messages = read_messages(record, input_key, speaker="user")
     return chat.render(chat.conversation(record, messages), prompt=True).text

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -21,6 +22,10 @@ class Scorer(Protocol):
     """A reward for each sample, already weighted: [samples]."""
 
     def score(self, trajectories: Sequence[Trajectory]) -> Tensor: ...
+
+    def score_rows(self, rows: Sequence[NDArray[np.int32]]) -> Tensor:
+        """The same for sequences of the model's own tokens, without the weight."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,9 @@ class OutcomeScorer:
 
     def score(self, trajectories: Sequence[Trajectory]) -> Tensor:
         rows = [np.array(self.texts.ids(item), dtype=np.int32) for item in trajectories]
+        return self.weight * self.score_rows(rows)
+
+    def score_rows(self, rows: Sequence[NDArray[np.int32]]) -> Tensor:
         scores = torch.zeros(len(rows))
         for part in self.batching.cut([len(row) for row in rows]):
             batch = self.batching.layout.batch(
@@ -67,7 +75,7 @@ class OutcomeScorer:
             found = self.model.forward(batch, "scores").scores
             assert found is not None
             scores[part] = found.cpu()
-        return self.weight * (scores - self.mean) / self.std
+        return (scores - self.mean) / self.std
 
 
 REDUCE: dict[str, Any] = {
@@ -91,10 +99,13 @@ class ProcessScorer:
     weight: float = 1.0
 
     def score(self, trajectories: Sequence[Trajectory]) -> Tensor:
-        return torch.stack([self._one(item) for item in trajectories])
+        rows = [np.array(self.texts.ids(item), dtype=np.int32) for item in trajectories]
+        return self.weight * self.score_rows(rows)
 
-    def _one(self, item: Trajectory) -> Tensor:
-        ids = np.array(self.texts.ids(item), dtype=np.int32)
+    def score_rows(self, rows: Sequence[NDArray[np.int32]]) -> Tensor:
+        return torch.stack([self._one(ids) for ids in rows])
+
+    def _one(self, ids: NDArray[np.int32]) -> Tensor:
         marks = (ids == self.placeholder_id) & (np.arange(len(ids)) > 0)
         if not marks.any():
             return torch.tensor(0.0)  # a response without a finished step has shown nothing
@@ -102,4 +113,4 @@ class ProcessScorer:
         logits = self.model.forward(batch, "target_logits").target_logits
         assert logits is not None
         positive = logits[:, list(self.reward_ids)].softmax(-1)[:, 0]
-        return self.weight * REDUCE[self.reduce](positive).cpu()
+        return REDUCE[self.reduce](positive).cpu()

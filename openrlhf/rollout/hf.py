@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,9 +21,10 @@ from openrlhf.models.plain import checkpoint_places, load_weights
 from openrlhf.rollout.cache import RowCache
 from openrlhf.rollout.checksum import checksum
 from openrlhf.rollout.engine import Checksums, Part, Weights
-from openrlhf.rollout.sampling import Draws, draw
+from openrlhf.rollout.sampling import Draws, draw, penalise
 from openrlhf.types import Completion, FinishReason, Request
 
+OnDone: TypeAlias = Callable[[int, Completion], None]
 DECODING = "sdpa"  # attention over left-padded rows with a cache
 
 
@@ -87,8 +88,8 @@ class HFEngine:
         return self.complete(requests)
 
     @torch.no_grad()
-    def complete(self, requests: Sequence[Request], on_done: Callable[[int], None] | None = None) -> list[Completion]:
-        """All completions, in the order of the requests; `on_done` hears each place as it finishes."""
+    def complete(self, requests: Sequence[Request], on_done: OnDone | None = None) -> list[Completion]:
+        """All completions, in the order of the requests; `on_done` gets each with its place as it finishes."""
         waiting = [Row(place, request) for place, request in enumerate(requests)]
         waiting.sort(key=lambda row: -len(row.request.prompt_token_ids))  # neighbours of like length pad little
         finished: list[Row] = []
@@ -144,6 +145,7 @@ class HFEngine:
             use_cache=True,
         )
         logits = self.network.vocabulary_head(outputs.last_hidden_state[:, -1])
+        logits = self._without_repetition(logits, running.rows)
         logits = self._without_early_end(logits, running.rows)
         places = torch.tensor([len(row.token_ids) for row in running.rows], device=self.device)
         tokens, log_probs = draw(logits, running.draws, places)
@@ -152,6 +154,15 @@ class HFEngine:
                 row.token_ids.append(token)
                 row.log_probs.append(log_prob)
                 row.finish_reason = self._finish_reason(row)
+
+    def _without_repetition(self, logits: Tensor, rows: list[Row]) -> Tensor:
+        """A penalty counts the prompt's tokens too, as in vLLM."""
+        for number, row in enumerate(rows):
+            penalty = row.request.params.repetition_penalty
+            if penalty != 1.0:
+                seen = torch.tensor(sorted({*row.request.prompt_token_ids, *row.token_ids}), device=self.device)
+                logits[number] = penalise(logits[number], seen, penalty)
+        return logits
 
     def _without_early_end(self, logits: Tensor, rows: list[Row]) -> Tensor:
         """What would end a response that is too short cannot be drawn, as vLLM has it."""
@@ -185,7 +196,7 @@ class HFEngine:
         return text
 
     def _retire(
-        self, running: Running, finished: list[Row], on_done: Callable[[int], None] | None, *, crowded: bool
+        self, running: Running, finished: list[Row], on_done: OnDone | None, *, crowded: bool
     ) -> Running | None:
         """Takes out rows that ended. While nobody waits, only when an eighth of the batch did: it copies the cache."""
         going = [place for place, row in enumerate(running.rows) if row.finish_reason is None]
@@ -196,7 +207,7 @@ class HFEngine:
             if row.finish_reason is not None:
                 finished.append(row)
                 if on_done:
-                    on_done(row.place)
+                    on_done(row.place, self._completion(row))
         if not going:
             return None
         if done:

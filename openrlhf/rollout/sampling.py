@@ -72,6 +72,12 @@ def draw(logits: Tensor, draws: Draws, places: Tensor) -> tuple[Tensor, Tensor]:
     return tokens, torch.where(greedy, 0.0, chosen)
 
 
+def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Logits [vocabulary] with tokens that already stand there made less likely (CTRL, arXiv 1909.05858, eq. 2)."""
+    before = logits[seen]
+    return logits.index_put((seen,), torch.where(before > 0, before / penalty, before * penalty))
+
+
 def truncate(log_probs: Tensor, draws: Draws) -> Tensor:
     """The distribution within min-p, top-k and top-p, normalised again; untouched where none of them limits.
 

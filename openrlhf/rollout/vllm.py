@@ -111,6 +111,7 @@ class VLLMEngine:
             top_p=params.top_p,
             top_k=params.top_k,
             min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty,
             min_tokens=max(0, min(params.min_tokens - 1, params.max_tokens)),
             stop=list(params.stop),
             stop_token_ids=sorted({*self._ends, *params.stop_token_ids}),

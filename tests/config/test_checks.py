@@ -233,6 +233,8 @@ REFUSED = [  # rule, command, what is added, what the message must hold
     ("recorded_rollouts_exist", "train_ppo", "--replay ./gone", "--replay ./gone: no such folder"),
     ("recorded_rollouts_exist", "train_ppo", "--replay .", "--replay . holds no step_*.jsonl"),
     ("template_file_exists", "interactive_chat", "--ta_prompt ./gone.txt", "--ta_prompt ./gone.txt: no such file"),
+    ("rows_go_to_a_file", "batch_inference", "--output_path ./model", "is a folder|--output_path model/rows.jsonl"),
+    ("merging_keeps_its_sources", "lora_combiner", "--output_path ./model", "is --model_path itself|./merged"),
     (
         "adapter_folder_exists",
         "lora_combiner",
@@ -302,6 +304,7 @@ CHANGED = [  # rule, command, what is added, what the line must hold, the flag, 
 ]
 
 SAID = [  # rule, command, what is added, what the line must hold
+    ("processes_hold_whole_models", "batch_inference", "--zero_stage 3", "--zero_stage 3 changes nothing here"),
     ("template_has_line_breaks", "train_sft", r"--input_template 'User: {}\nBot: '", "--input_template|backslash"),
     ("resuming_needs_checkpoints", "train_sft", "--load_checkpoint --disable_ds_ckpt", "--disable_ds_ckpt"),
     ("micro_batches_divide_the_batch", "train_sft", "--train_batch_size 12", "--train_batch_size 12|8 x 1|smaller"),

@@ -37,9 +37,10 @@ def said(completions):
     return [completion.token_ids for completion in completions]
 
 
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
 @pytest.mark.parametrize("max_rows", [2, 5, 128])
-def test_greedy_is_what_generate_says(max_rows, network, tokenizer):
-    asked = requests(tokenizer, temperature=0.0)
+def test_greedy_is_what_generate_says(max_rows, penalty, network, tokenizer):
+    asked = requests(tokenizer, temperature=0.0, repetition_penalty=penalty)
     made = HFEngine(network, tokenizer, max_rows=max_rows).complete(asked)
     for request, completion in zip(asked, made, strict=True):
         ids = torch.tensor([request.prompt_token_ids])
@@ -48,6 +49,7 @@ def test_greedy_is_what_generate_says(max_rows, network, tokenizer):
             attention_mask=torch.ones_like(ids),
             max_new_tokens=request.params.max_tokens,
             do_sample=False,
+            repetition_penalty=penalty,
         )
         assert completion.token_ids == tuple(whole[0, ids.shape[1] :].tolist())
         assert completion.log_probs == (0.0,) * len(completion.token_ids)
@@ -103,8 +105,8 @@ def test_a_seed_is_a_stream_of_its_own(network, tokenizer):
 
 def test_each_place_is_heard_once(network, tokenizer):
     heard = []
-    HFEngine(network, tokenizer, max_rows=4).complete(requests(tokenizer), heard.append)
-    assert sorted(heard) == list(range(len(PROMPTS)))
+    made = HFEngine(network, tokenizer, max_rows=4).complete(requests(tokenizer), lambda *one: heard.append(one))
+    assert sorted(heard, key=lambda one: one[0]) == list(enumerate(made))
 
 
 def test_nothing_asked_is_nothing_said(network, tokenizer):

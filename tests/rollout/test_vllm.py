@@ -101,8 +101,9 @@ def log_probs(network, request, completion, temperature=1.0):
         return network(batch, "log_probs", temperature=temperature).log_probs[0, len(prompt) :].tolist()
 
 
-def test_greedy_is_what_the_other_engine_says(engine, network, tokenizer):
-    asked = requests(tokenizer, temperature=0.0)
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_greedy_is_what_the_other_engine_says(penalty, engine, network, tokenizer):
+    asked = requests(tokenizer, temperature=0.0, repetition_penalty=penalty)
     assert asyncio.run(engine.generate(asked)) == HFEngine(network, tokenizer).complete(asked)
 
 

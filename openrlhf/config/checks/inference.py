@@ -1,7 +1,12 @@
 """Rules of generation, scoring, chat, serving and merging."""
 
+import os
+from pathlib import Path
+
 from openrlhf.config.checks.common import needed_flag
 from openrlhf.config.commands import BatchInferenceConfig, LoraCombinerConfig, ServeRMConfig
+from openrlhf.config.flags import flag_values
+from openrlhf.config.sections.data import split_names
 from openrlhf.errors import ConfigError
 
 
@@ -25,6 +30,28 @@ def reward_template_has_its_places(config: BatchInferenceConfig) -> None:
         raise ConfigError(f"--reward_template {template!r} must hold {{input}} and {{reward}}")
 
 
+def rows_go_to_a_file(config: BatchInferenceConfig) -> None:
+    output = Path(str(config.task.output_path)).expanduser()
+    if output.is_dir():
+        raise ConfigError(
+            f"--output_path {output} is a folder, but rows go to a file", try_this=f"--output_path {output}/rows.jsonl"
+        )
+    nearest = next(path for path in output.absolute().parents if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise ConfigError(f"--output_path {output}: {nearest} cannot be written to")
+    for name in split_names(config.data.dataset):
+        if Path(name).expanduser().resolve() == output.resolve():
+            raise ConfigError(
+                f"--output_path {output} is the dataset itself, which would be lost", try_this="another --output_path"
+            )
+
+
+def processes_hold_whole_models(config: BatchInferenceConfig) -> str | None:
+    if config.task.zero_stage > 0:
+        return f"--zero_stage {config.task.zero_stage} changes nothing here: each process holds the whole model"
+    return None
+
+
 def a_reward_model_is_given(config: ServeRMConfig) -> None:
     needed_flag(config, "reward_pretrain", "./reward_model")
 
@@ -33,3 +60,12 @@ def merge_folders_are_given(config: LoraCombinerConfig) -> None:
     needed_flag(config, "model_path", "./base")
     needed_flag(config, "lora_path", "./adapter")
     needed_flag(config, "output_path", "./merged")
+
+
+def merging_keeps_its_sources(config: LoraCombinerConfig) -> None:
+    output = Path(str(config.merge.output_path)).expanduser()
+    if output.is_file():
+        raise ConfigError(f"--output_path {output} is a file, but a model is a folder")
+    for name in ("model_path", "lora_path"):
+        if Path(str(flag_values(config)[name])).expanduser().resolve() == output.resolve():
+            raise ConfigError(f"--output_path {output} is --{name} itself, which would be lost", try_this="./merged")

@@ -1,0 +1,35 @@
+"""Conditional SFT: every answer is learned behind the reward it got; then a high reward is asked for.
+
+    python examples/pipelines/conditional_sft.py --policy ./sft --reward ./rm --prompts ./prompts.jsonl --folder ./csft
+
+The answers are the policy's own, or with --answers those of a dataset with the fields input and output. Rewards are
+normalised, so that --wish 2 asks for an answer two deviations above the mean.
+"""
+
+import argparse
+
+from steps import COMPLETE, Run, Steps, arguments
+
+
+def learn(args: argparse.Namespace, run: Run | None = None) -> str:
+    steps = Steps(args, run)
+    steps.mean_reward("before", args.policy)
+    answers = args.answers or steps.answers(
+        args.folder / "answers.jsonl", args.policy, args.prompts, "--best_of_n", args.samples
+    )
+    how = ["--post_processor", "csft", "--normalize_reward"]
+    rows = steps.scored(args.folder / "conditional.jsonl", answers, *how)
+    policy = steps.trained(args.folder / "policy", "train_sft", "--pretrain", args.policy, "--dataset", rows, *COMPLETE)
+    steps.mean_reward("after", policy, "--enable_csft", "--csft_prompt", f"<rm_score>: {args.wish:.2f}")
+    return policy
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = arguments(str(__doc__), iterations=1, samples=4)
+    parser.add_argument("--answers", help="dataset with answers; none lets the policy make them")
+    parser.add_argument("--wish", type=float, default=2.0, help="the reward asked for, in deviations")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    learn(parse())

@@ -1,0 +1,81 @@
+"""What the pipelines share: their flags, and steps that are ordinary commands, each skipped where its output lies."""
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Run = Callable[[list[str]], None]
+COMPLETE = ["--input_key", "input", "--output_key", "output", "--input_template", ""]  # rows that hold whole prompts
+
+
+def arguments(description: str, *, iterations: int, samples: int) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policy", required=True, help="model that learns")
+    parser.add_argument("--reward", required=True, help="reward model")
+    parser.add_argument("--prompts", required=True, help="dataset with the prompts")
+    parser.add_argument("--held_out", help="dataset with prompts to measure on; none measures nothing")
+    parser.add_argument("--folder", type=Path, required=True, help="where everything is written")
+    parser.add_argument("--iterations", type=int, default=iterations)
+    parser.add_argument("--prompts_per_iteration", type=int, default=2048)
+    parser.add_argument("--samples", type=int, default=samples, help="answers per prompt")
+    parser.add_argument("--engine", choices=["generate", "generate_vllm"], default="generate")
+    parser.add_argument("--generate", default="", help="flags for generation, such as '--max_new_tokens 512'")
+    parser.add_argument("--score", default="", help="flags for scoring")
+    parser.add_argument("--train", default="", help="flags for training, such as '--learning_rate 5e-7'")
+    parser.add_argument("--launcher", default=f"{sys.executable} -m", help="such as 'deepspeed --module'")
+    return parser
+
+
+class Steps:
+    """The commands of a pipeline, printed as they can be typed."""
+
+    def __init__(self, args: argparse.Namespace, run: Run | None = None) -> None:
+        self.args = args
+        self.run = run or self.launch
+        args.folder.mkdir(parents=True, exist_ok=True)
+
+    def launch(self, words: list[str]) -> None:
+        subprocess.run([*shlex.split(self.args.launcher), f"openrlhf.cli.{words[0]}", *words[1:]], check=True)
+
+    def step(self, output: Path, command: str, *flags: object) -> str:
+        """Runs a command unless what it makes is there already; a step that was killed goes on or starts again."""
+        words = [command, *map(str, flags)]
+        if output.exists():
+            print(f"# {output} is there")
+        else:
+            print(f"$ openrlhf {shlex.join(words)}", flush=True)
+            self.run(words)
+        return str(output)
+
+    def answers(self, output: Path, policy: str, prompts: str, *flags: object) -> str:
+        given = ["--eval_task", self.args.engine, "--pretrain", policy, "--dataset", prompts, "--output_path", output]
+        return self.step(output, "batch_inference", *given, *flags, *shlex.split(self.args.generate))
+
+    def scored(self, output: Path, answers: str, *flags: object) -> str:
+        given = ["--eval_task", "rm", "--pretrain", self.args.reward, "--dataset", answers, "--output_path", output]
+        return self.step(output, "batch_inference", *given, *flags, *shlex.split(self.args.score))
+
+    def trained(self, folder: Path, command: str, *flags: object) -> str:
+        """A model is there when its config.json is, which comes last."""
+        paths = ["--save_path", folder, "--ckpt_path", folder.with_name(f"{folder.name}_ckpt")]
+        self.step(folder / "config.json", command, *paths, *flags, *shlex.split(self.args.train))
+        return str(folder)
+
+    def mean_reward(self, name: str, policy: str, *flags: object) -> float | None:
+        """Of one answer to each held-out prompt."""
+        if not self.args.held_out:
+            return None
+        answers = self.answers(self.args.folder / f"{name}_answers.jsonl", policy, self.args.held_out, *flags)
+        rewards = [row["reward"] for row in read(self.scored(self.args.folder / f"{name}_scored.jsonl", answers))]
+        mean = sum(rewards) / len(rewards)
+        print(f"held-out reward {name}: {mean:.3f}")
+        return mean
+
+
+def read(path: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(path).read_text().split("\n") if line]

@@ -1,0 +1,114 @@
+"""Rows for batch inference: prompts that wait for an answer, and answers that wait for a score."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from openrlhf.config.sections.data import Responses, Template
+from openrlhf.data.prompts import prompt_text
+from openrlhf.data.records import Record, Records, describe
+from openrlhf.data.responses import check_fields, mark_response
+from openrlhf.data.rows import Dropped, build_rows
+from openrlhf.data.templates import open_chat
+from openrlhf.data.tokens import check_tokenizer, encode
+from openrlhf.errors import DataError
+from openrlhf.monitor import say
+from openrlhf.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+INDEX = "index"  # the column with the row number of a prompt, by which its answers are found again
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A prompt and a response as complete texts, and the tokens of both together as a reward model reads them."""
+
+    prompt: str
+    response: str
+    index: int | str | None
+    input_ids: NDArray[np.int32]
+
+
+def with_condition(prompt: str, condition: str) -> str:
+    """A prompt that names the reward wanted of its answer: one space on either side, in training as in generation."""
+    return f"{prompt}{'' if prompt[-1:].isspace() else ' '}{condition} "
+
+
+def one_slice(records: Records, number: int | None, size: int) -> tuple[Records, int]:
+    """The rows of one iteration, and the row number of their first; all of them without an iteration."""
+    if number is None:
+        return records, 0
+    first = number * size
+    if first >= len(records):
+        raise DataError(
+            f"--iter {number} with --rollout_batch_size {size} begins at row {first} of {records.name},"
+            f" which has {len(records)}",
+            try_this=f"--iter 0 to {(len(records) - 1) // size}",
+        )
+    return Records(records.sources, records.order[first : first + size]), first
+
+
+def waiting_prompts(
+    records: Records,
+    tokenizer: PreTrainedTokenizerBase,
+    input_key: str,
+    template: Template,
+    *,
+    first_index: int,
+    budget: int,
+    condition: str | None = None,
+) -> list[Prompt]:
+    """A Prompt for each row, numbered as in the whole dataset; longer ones keep their end, and a line counts them."""
+    chat = open_chat(tokenizer, template)
+    indices = count(first_index)
+    cut = 0
+
+    def make(record: Record) -> Iterable[Prompt]:
+        nonlocal cut
+        index = next(indices)
+        text = prompt_text(record, input_key, chat, template)
+        if not text.strip():
+            raise Dropped("with an empty prompt")
+        if condition is not None:
+            text = with_condition(text, condition)
+        ids: Sequence[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        cut += len(ids) > budget
+        yield Prompt(index, text, tuple(ids[-budget:]))
+
+    prompts = build_rows(records, make)
+    if cut:
+        say(f"{cut} of {len(prompts)} prompts are longer than {budget} tokens and keep their end")
+    return prompts
+
+
+def waiting_answers(
+    records: Records, tokenizer: PreTrainedTokenizerBase, fields: Responses, template: Template, max_len: int
+) -> list[Answer]:
+    """Prompts with responses, tokenised as a reward model's training does it: ended by EOS, cut to `max_len`."""
+    check_tokenizer(tokenizer)
+    chat = open_chat(tokenizer, template)
+    check_fields(fields, chat)
+
+    def make(record: Record) -> Iterable[Answer]:
+        marked = mark_response(record, fields, chat, template.input_template)
+        start, end = marked.spans[0][0], marked.spans[-1][1]
+        ids = encode(marked, tokenizer, max_len).row.input_ids
+        yield Answer(marked.text[:start], marked.text[start:end], prompt_index(record), ids)
+
+    return build_rows(records, make)
+
+
+def prompt_index(record: Record) -> int | str | None:
+    """What names the prompt of a row; None where its text must."""
+    value = record.row.get(INDEX)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | str)):
+        raise record.place.error(f"the row number of a prompt is wanted, but {describe(value)} came", INDEX)
+    return value

@@ -1,0 +1,101 @@
+"""Generation and scoring over whole datasets, from config to a file of rows."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
+from openrlhf.config.commands import BatchInferenceConfig
+from openrlhf.data.records import Records
+from openrlhf.data.sources import load_dataset_rows
+from openrlhf.launch.device import seed_everything
+from openrlhf.launch.generate import generate, plan_generation
+from openrlhf.launch.parts import Parts, wait_for_everyone
+from openrlhf.launch.postprocess import POST_PROCESSORS, Conditioning
+from openrlhf.launch.score import plan_scoring, score
+from openrlhf.models.load import load_tokenizer
+from openrlhf.monitor import is_main_process, say
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    """What a finished run leaves: a file, its number of rows, and of scored ones mean and spread of the reward."""
+
+    output_path: Path
+    rows: int
+    reward_mean: float | None = None
+    reward_std: float | None = None
+
+
+def run(config: BatchInferenceConfig) -> BatchResult | None:
+    """Makes every row of the output; the config has been checked. Of several processes the first has the result."""
+    disable_progress_bar()
+    seed_everything(config.task.seed, deterministic=config.task.full_determinism)
+    tokenizer = load_tokenizer(str(config.model.pretrain), config.model)
+    parts, work = plan(config, tokenizer, load_rows(config))
+    with parts:
+        if parts.found:
+            say(f"going on: {len(parts.found)} of {parts.total} rows are in {parts.folder}")
+        try:
+            work()
+        except KeyboardInterrupt:
+            say(f"stopped; {parts.folder} holds what is finished: the same command goes on from there")
+            raise
+    wait_for_everyone()
+    return finish(config, parts) if is_main_process() else None
+
+
+def plan(
+    config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, records: Records
+) -> tuple[Parts, Callable[[], None]]:
+    """The rows to make, and what makes them; nothing is written before all that can be refused was read."""
+    output = Path(str(config.task.output_path)).expanduser()
+    if config.task.eval_task == "rm":
+        answers = plan_scoring(config, tokenizer, records)
+        parts = Parts(output, config, total=len(answers))
+        return parts, lambda: score(config, answers, parts, tokenizer)
+    generation = plan_generation(config, tokenizer, records)
+    parts = Parts(output, config, total=generation.num_rows, group=generation.samples)
+    return parts, lambda: generate(generation, parts, tokenizer)
+
+
+def load_rows(config: BatchInferenceConfig) -> Records:
+    data = config.data
+    return load_dataset_rows(
+        str(data.dataset),
+        split=data.dataset_split,
+        probs=None if data.dataset_probs is None else [float(share) for share in data.dataset_probs.split(",")],
+        max_samples=data.max_samples,
+        seed=config.task.seed,
+        use_ms=config.model.use_ms,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+
+
+def finish(config: BatchInferenceConfig, parts: Parts) -> BatchResult:
+    """The output in order, after its post-processor."""
+    if config.task.eval_task != "rm":
+        count = parts.finish(parts.rows())
+        say(f"saved {parts.output}: {count} rows")
+        return BatchResult(parts.output, count)
+    rows = list(parts.rows())
+    mean, std = reward_statistics(rows)
+    say(f"reward: mean {mean:.4f}, std {std:.4f} over {len(rows)} rows")
+    processor = config.task.post_processor
+    if processor not in (None, "null"):
+        how = Conditioning(config.task.reward_template, config.task.normalize_reward)
+        rows = POST_PROCESSORS[processor](rows, how)
+    count = parts.finish(rows)
+    say(f"saved {parts.output}: {count} rows")
+    return BatchResult(parts.output, count, mean, std)
+
+
+def reward_statistics(rows: list[Any]) -> tuple[float, float]:
+    rewards = [row["reward"] for row in rows]
+    return statistics.fmean(rewards), statistics.stdev(rewards) if len(rewards) > 1 else 0.0

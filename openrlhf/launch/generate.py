@@ -1,0 +1,211 @@
+"""Answers to the prompts of a dataset, by Transformers or vLLM in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.config.commands import BatchInferenceConfig
+from openrlhf.config.sections.inference import Sampling
+from openrlhf.data.answers import INDEX, one_slice, waiting_prompts
+from openrlhf.data.records import Records
+from openrlhf.errors import ConfigError
+from openrlhf.launch.device import choose_device, explain_precision
+from openrlhf.launch.parts import Parts
+from openrlhf.launch.progress import Progress
+from openrlhf.models.forward import Network
+from openrlhf.models.load import choose_dtype, load_causal_lm, read_config
+from openrlhf.monitor import say
+from openrlhf.rl.rollouts import seed_of
+from openrlhf.rollout.hf import HFEngine
+from openrlhf.types import Completion, Prompt, Request, SamplingParams
+
+if TYPE_CHECKING:
+    from openrlhf.rollout.engine import Engine
+    from openrlhf.rollout.vllm import VLLMSettings
+
+OnDone = Callable[[int, Completion], None]
+AHEAD = 2  # requests that wait at an engine, for each one that it runs
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What is asked for: prompts, answers to each, and how long prompt and answer may be together."""
+
+    prompts: Sequence[Prompt]
+    context: int
+    config: BatchInferenceConfig
+
+    @property
+    def samples(self) -> int:
+        return self.config.task.best_of_n
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.prompts) * self.samples
+
+    def prompt(self, number: int) -> Prompt:
+        return self.prompts[number // self.samples]
+
+    def request(self, number: int) -> Request:
+        """Row number `number`: a stream of chance of its own, whichever process draws from it."""
+        prompt, task = self.prompt(number), self.config.task
+        longest = min(task.max_new_tokens, self.context - len(prompt.input_ids))
+        seed = seed_of(task.seed, prompt.index, number % self.samples)
+        params = sampling_params(self.config.sampling, max_tokens=longest, seed=seed)
+        return Request(prompt.input_ids, params, prefix=prompt.index)
+
+    def row(self, number: int, completion: Completion) -> dict[str, object]:
+        prompt = self.prompt(number)
+        return {"input": prompt.text, "output": completion.text, INDEX: prompt.index}
+
+
+def sampling_params(flags: Sampling, *, max_tokens: int, seed: int) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=0.0 if flags.greedy_sampling else flags.temperature,
+        top_p=flags.top_p,
+        repetition_penalty=flags.repetition_penalty,
+        seed=seed,
+    )
+
+
+def plan_generation(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, records: Records) -> Generation:
+    """The prompts of this run, cut so that an answer fits behind them."""
+    task = config.task
+    chosen, first = one_slice(records, task.iter, task.rollout_batch_size)
+    context = context_length(config)
+    prompts = waiting_prompts(
+        chosen,
+        tokenizer,
+        config.data.input_key,
+        config.template,
+        first_index=first,
+        budget=min(task.prompt_max_len, context - 1),
+        condition=config.sampling.csft_prompt if config.sampling.enable_csft else None,
+    )
+    return Generation(prompts, context, config)
+
+
+def context_length(config: BatchInferenceConfig) -> int:
+    """Tokens of prompt and answer together: what the flags ask for, as far as the model reaches."""
+    asked = config.task.prompt_max_len + config.task.max_new_tokens
+    text_config = read_config(str(config.model.pretrain), config.model).get_text_config().to_dict()
+    reach = text_config.get("max_position_embeddings") or asked
+    if asked > reach:
+        say(
+            f"--prompt_max_len and --max_new_tokens are {asked} tokens together, but the model reaches {reach}:"
+            " an answer ends there"
+        )
+    return min(asked, reach)
+
+
+def generate(generation: Generation, parts: Parts, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Makes the rows that are missing and this process's to make."""
+    missing = parts.missing
+    if not missing:
+        return
+    requests = [generation.request(number) for number in missing]
+    with Progress("generate", total=len(parts.share), done=len(parts.share) - len(missing)) as progress:
+
+        def on_done(place: int, completion: Completion) -> None:
+            parts.write(missing[place], generation.row(missing[place], completion))
+            progress.advance(tokens=len(completion.token_ids))
+
+        if generation.config.task.eval_task == "generate_vllm":
+            asyncio.run(generate_with_vllm(generation, tokenizer, requests, on_done))
+        else:
+            open_hf_engine(generation.config, tokenizer).complete(requests, on_done)
+
+
+def open_hf_engine(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase) -> HFEngine:
+    device = choose_device(config.model.device, config.task.local_rank)
+    explain_precision(config.model.param_dtype, device)
+    model = load_causal_lm(str(config.model.pretrain), config.model, device=device, packing=False)
+    network = Network(model).to(device)
+    return HFEngine(network, tokenizer, max_rows=config.task.micro_batch_size)
+
+
+async def generate_with_vllm(
+    generation: Generation, tokenizer: PreTrainedTokenizerBase, requests: Sequence[Request], on_done: OnDone
+) -> None:
+    from openrlhf.rollout.vllm import VLLMEngine
+
+    engine = VLLMEngine(vllm_settings(generation), tokenizer)
+    try:
+        await stream(engine, requests, on_done, window=AHEAD * generation.config.task.max_num_seqs)
+    finally:
+        await engine.close()
+
+
+async def stream(engine: Engine, requests: Sequence[Request], on_done: OnDone, *, window: int) -> None:
+    """All requests, at most `window` of them at the engine; each answer is handed on as it comes."""
+    running: dict[asyncio.Task[list[Completion]], int] = {}
+    waiting = iter(enumerate(requests))
+    while True:
+        for place, request in waiting:
+            running[asyncio.create_task(engine.generate([request]))] = place
+            if len(running) >= window:
+                break
+        if not running:
+            return
+        done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            on_done(running.pop(task), task.result()[0])
+
+
+def vllm_settings(generation: Generation) -> VLLMSettings:
+    """An engine on this process's devices; without a GPU it computes eagerly, since compiling takes longer there."""
+    from openrlhf.rollout.vllm import VLLMSettings
+
+    config, task = generation.config, generation.config.task
+    devices = take_devices(task.tp_size) if config.model.device != "cpu" else 0
+    device = torch.device("cuda" if devices else "cpu")
+    explain_precision(config.model.param_dtype, device)
+    return VLLMSettings(
+        model=str(config.model.pretrain),
+        dtype=str(choose_dtype(config.model.param_dtype, device)).removeprefix("torch."),
+        max_model_len=generation.context,
+        tensor_parallel_size=max(1, devices),
+        enforce_eager=device.type == "cpu",
+        enable_prefix_caching=task.enable_prefix_caching,
+        seed=task.seed + int(os.environ.get("RANK", "0")),
+        trust_remote_code=config.model.trust_remote_code,
+        max_num_seqs=task.max_num_seqs,
+        seeded_requests=task.full_determinism,
+    )
+
+
+def take_devices(asked: int | None) -> int:
+    """How many GPUs this process's engine has; it sees no others, since vLLM would take the first ones."""
+    count = torch.cuda.device_count()  # asks the driver's library alone: what is visible may still be changed
+    if not count:
+        return 0
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = given.split(",") if given else [str(number) for number in range(count)]
+    local_rank, neighbours = (int(os.environ.get(name, default)) for name, default in LAUNCHER)
+    own = own_devices(visible, asked, local_rank, neighbours)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+    return len(own)
+
+
+LAUNCHER = (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
+
+
+def own_devices(visible: Sequence[str], asked: int | None, local_rank: int, neighbours: int) -> list[str]:
+    """The devices of one of several processes on a machine; without a wish an equal part of all there are."""
+    count = asked or max(1, len(visible) // neighbours)
+    own = list(visible[local_rank * count : (local_rank + 1) * count])
+    if len(own) < count:
+        raise ConfigError(
+            f"{neighbours} processes with {count} GPUs each (--tp_size) need {neighbours * count}, but"
+            f" {len(visible)} are visible",
+            try_this=f"--tp_size {max(1, len(visible) // neighbours)}, or fewer processes",
+        )
+    return own

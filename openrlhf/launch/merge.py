@@ -1,0 +1,34 @@
+"""A merged model, from config to its folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers.utils.logging import disable_progress_bar
+
+from openrlhf.config.commands import LoraCombinerConfig
+from openrlhf.models.export import save_model
+from openrlhf.models.forward import Network
+from openrlhf.models.load import DTYPES
+from openrlhf.models.merge import merge_adapter
+from openrlhf.monitor import say
+from openrlhf.training.checkpoint import begin_export, finish_export
+
+
+def run(config: LoraCombinerConfig) -> Path:
+    """Merges and saves; the config has been checked. The folder appears whole."""
+    disable_progress_bar()
+    flags = config.merge
+    model, tokenizer = merge_adapter(
+        str(flags.model_path),
+        Path(str(flags.lora_path)).expanduser(),
+        is_rm=flags.is_rm,
+        dtype=DTYPES[config.model.param_dtype],
+    )
+    folder = Path(str(flags.output_path)).expanduser()
+    aside = begin_export(folder)
+    save_model(Network(model), aside)
+    tokenizer.save_pretrained(aside)
+    finish_export(aside, folder)
+    say(f"saved {folder} in {config.model.param_dtype}")
+    return folder

@@ -1,0 +1,107 @@
+"""What becomes of scored rows: the best answer of each prompt, pairs for DPO, rows for conditional SFT."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from openrlhf.data.answers import INDEX, with_condition
+from openrlhf.errors import DataError
+from openrlhf.monitor import say
+
+Row = Mapping[str, Any]  # input, output, reward, and mostly index
+CONDITION = "<rm_score>: {reward}"
+
+
+@dataclass(frozen=True)
+class Conditioning:
+    """How conditional SFT writes a reward into a prompt; without a template as --enable_csft does it."""
+
+    template: str | None = None
+    normalize: bool = False
+
+
+def groups(rows: Iterable[Row]) -> list[list[Row]]:
+    """The answers to one prompt together, in the order of their first.
+
+    A prompt is known by its row number and its text: without numbers equal texts are one prompt, and files with
+    numbers of their own may be put together.
+    """
+    found: dict[tuple[Any, Any], list[Row]] = {}
+    for row in rows:
+        found.setdefault((row.get(INDEX), row["input"]), []).append(row)
+    return list(found.values())
+
+
+def best(group: Sequence[Row]) -> Row:
+    return max(group, key=lambda row: row["reward"])  # the first of equals
+
+
+def rejection_sampling(rows: Sequence[Row], _: Conditioning) -> list[Row]:
+    """The best answer to each prompt."""
+    return [best(group) for group in groups(rows)]
+
+
+def preference_pairs(rows: Sequence[Row], _: Conditioning) -> list[Row]:
+    """The best and the worst answer to each prompt; where all are equally good there is nothing to prefer."""
+    together = groups(rows)
+    pairs = [pair for pair in map(preference_pair, together) if pair is not None]
+    without = len(together) - len(pairs)
+    if not pairs:
+        raise DataError(
+            f"none of {len(together)} prompts has two answers of different reward, so there is no pair",
+            try_this="answers made with --best_of_n 4 or more and a --temperature above 0",
+        )
+    if without:
+        say(f"iter_dpo: {without} of {len(together)} prompts give no pair, since their answers are equally good")
+    return pairs
+
+
+def preference_pair(group: Sequence[Row]) -> Row | None:
+    chosen, rejected = best(group), min(group, key=lambda row: row["reward"])
+    # One answer scored twice may differ by the rounding of its batch.
+    if chosen["reward"] == rejected["reward"] or chosen["output"] == rejected["output"]:
+        return None
+    pair = {
+        "prompt": chosen["input"],
+        "chosen": chosen["output"],
+        "chosen_reward": chosen["reward"],
+        "rejected": rejected["output"],
+        "rejected_reward": rejected["reward"],
+    }
+    return pair | ({INDEX: chosen[INDEX]} if INDEX in chosen else {})
+
+
+def conditional_rows(rows: Sequence[Row], how: Conditioning) -> list[Row]:
+    """Every row, with its reward written into its prompt."""
+    rewards = [float(row["reward"]) for row in rows]
+    if how.normalize:
+        rewards = standardised(rewards)
+    return [
+        {**row, "input": conditioned(row["input"], reward, how.template), "reward": reward}
+        for row, reward in zip(rows, rewards, strict=True)
+    ]
+
+
+def conditioned(prompt: str, reward: float, template: str | None) -> str:
+    shown = f"{reward:.2f}"
+    if template is None:
+        return with_condition(prompt, CONDITION.replace("{reward}", shown))
+    before, _, after = template.partition("{input}")  # a prompt may itself hold {reward}
+    return before.replace("{reward}", shown) + prompt + after.replace("{reward}", shown)
+
+
+def standardised(rewards: Sequence[float]) -> list[float]:
+    """Mean 0 and (unbiased) deviation 1; rewards that are all equal become 0."""
+    mean = statistics.fmean(rewards)
+    spread = statistics.stdev(rewards) if len(rewards) > 1 else 0.0
+    return [(reward - mean) / spread if spread else 0.0 for reward in rewards]
+
+
+POST_PROCESSORS: dict[str, Callable[[Sequence[Row], Conditioning], list[Row]]] = {
+    "rs": rejection_sampling,
+    "iter_dpo": preference_pairs,
+    "csft": conditional_rows,
+}

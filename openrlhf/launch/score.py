@@ -1,0 +1,83 @@
+"""Rewards for the answers of a dataset, by a reward model or a process reward model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.config.commands import BatchInferenceConfig
+from openrlhf.config.sections.data import Responses
+from openrlhf.data.answers import INDEX, Answer, one_slice, waiting_answers
+from openrlhf.data.collate import Layout
+from openrlhf.data.process import one_token
+from openrlhf.data.records import Records
+from openrlhf.errors import RewardError
+from openrlhf.launch.device import choose_device, explain_precision
+from openrlhf.launch.parts import Parts
+from openrlhf.launch.progress import Progress
+from openrlhf.launch.scorers import OutcomeScorer, ProcessScorer, Scorer, Texts
+from openrlhf.models.forward import Network
+from openrlhf.models.load import load_causal_lm, load_scalar_model, read_config
+from openrlhf.monitor import say
+from openrlhf.rl.samples import Batching
+from openrlhf.training.local import LocalFrozen
+
+
+def plan_scoring(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, records: Records) -> list[Answer]:
+    chosen, _ = one_slice(records, config.task.iter, config.task.rollout_batch_size)
+    fields = Responses(input_key=config.data.input_key, output_key=config.data.output_key)
+    return waiting_answers(chosen, tokenizer, fields, config.template, config.data.max_len)
+
+
+def score(
+    config: BatchInferenceConfig, answers: Sequence[Answer], parts: Parts, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Scores the rows that are missing and this process's; like lengths together, the longest first."""
+    missing = sorted(parts.missing, key=lambda number: -len(answers[number].input_ids))
+    if not missing:
+        return
+    scorer = open_scorer(config, tokenizer, choose_device(config.model.device, config.task.local_rank))
+    size = config.task.micro_batch_size
+    with Progress("score", total=len(parts.share), done=len(parts.share) - len(missing)) as progress:
+        for start in range(0, len(missing), size):
+            numbers = missing[start : start + size]
+            rewards = scorer.score_rows([answers[number].input_ids for number in numbers]).tolist()
+            for number, reward in zip(numbers, rewards, strict=True):
+                parts.write(number, scored_row(answers[number], reward))
+                progress.advance(tokens=len(answers[number].input_ids))
+
+
+def scored_row(answer: Answer, reward: float) -> dict[str, object]:
+    if not math.isfinite(reward):
+        raise RewardError(f"the reward model gives {reward} to the answer {answer.response[:80]!r}")
+    row: dict[str, object] = {"input": answer.prompt, "output": answer.response, "reward": reward}
+    return row if answer.index is None else row | {INDEX: answer.index}
+
+
+def open_scorer(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> Scorer:
+    """The model in --pretrain: what its config.json holds tells which kind of reward it gives."""
+    explain_precision(config.model.param_dtype, device)
+    name = str(config.model.pretrain)
+    saved = read_config(name, config.model).to_dict()
+    texts = Texts(tokenizer, tokenizer, shared=True)
+    layout = Layout(packing=False, pad_id=tokenizer.pad_token_id)
+    if "placeholder_token" in saved:
+        model = load_causal_lm(name, config.model, device=device, packing=False)
+        return ProcessScorer(
+            LocalFrozen(Network(model), device),
+            texts,
+            layout,
+            one_token(tokenizer, saved["placeholder_token"], "placeholder_token in config.json"),
+            tuple(one_token(tokenizer, token, "reward_tokens in config.json") for token in saved["reward_tokens"]),
+        )
+    prefix = config.head.value_head_prefix
+    model = load_scalar_model(name, config.model, device=device, packing=False, head_prefix=prefix)
+    mean, std = saved.get("mean", 0.0), saved.get("std", 1.0)
+    if "mean" in saved:
+        say(f"rewards are (score - {mean:.4g}) / {std:.4g}, with the mean and std in the model's config.json")
+    return OutcomeScorer(
+        LocalFrozen(Network(model), device), texts, Batching(layout, config.task.micro_batch_size), mean=mean, std=std
+    )

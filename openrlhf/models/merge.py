@@ -1,0 +1,92 @@
+"""A LoRA adapter added to the weights it was trained on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from openrlhf.config.sections.model import Loading
+from openrlhf.errors import ConfigError
+from openrlhf.models.export import HEAD_CONFIG, HEAD_KEYS
+from openrlhf.models.heads import SCALAR_HEAD
+from openrlhf.models.load import load_causal_lm, load_scalar_model, load_tokenizer
+
+CPU = torch.device("cpu")
+FULL = Loading(param_dtype="fp32")  # sums are rounded once, to the dtype that is asked for
+TASKS = {"SEQ_CLS": True, "CAUSAL_LM": False}  # whether an adapter of this kind belongs to a reward model
+
+
+def merge_adapter(
+    base: str, adapter: Path, *, is_rm: bool, dtype: torch.dtype
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The base with the adapter in its weights, and the tokenizer that the adapter was trained with.
+
+    The base is loaded unquantised, also for an adapter that was trained on a 4-bit one.
+    """
+    check_kind(adapter, is_rm=is_rm)
+    tokenizer = load_tokenizer(str(adapter) if (adapter / "tokenizer_config.json").is_file() else base, FULL)
+    head = read_head(adapter)
+    model = load_base(base, head, is_rm=is_rm)
+    embeddings: Any = model.get_input_embeddings()
+    if len(tokenizer) > embeddings.weight.shape[0]:  # a padding token was added in training
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    wearing: Any = adapted(model, adapter, base)
+    merged = wearing.merge_and_unload()
+    merged.config.update(head)
+    return merged.to(dtype), tokenizer
+
+
+def load_base(base: str, head: dict[str, Any], *, is_rm: bool) -> PreTrainedModel:
+    if not is_rm:
+        return load_causal_lm(base, FULL, device=CPU, packing=False)
+    prefix = head.get("value_head_prefix", SCALAR_HEAD)
+    return load_scalar_model(base, FULL, device=CPU, packing=False, head_prefix=prefix)
+
+
+def read_head(adapter: Path) -> dict[str, Any]:
+    """What a reward model's adapter keeps beside its weights: prefix and statistics of its scores."""
+    path = adapter / HEAD_CONFIG
+    saved = json.loads(path.read_text()) if path.is_file() else {}
+    return {name: saved[name] for name in HEAD_KEYS if name in saved}
+
+
+def check_kind(adapter: Path, *, is_rm: bool) -> None:
+    settings = adapter / "adapter_config.json"
+    if not settings.is_file():
+        raise ConfigError(
+            f"--lora_path {adapter}: no such folder with an adapter_config.json; adapters are read locally"
+        )
+    task = json.loads(settings.read_text()).get("task_type")
+    if task not in TASKS or TASKS[task] == is_rm:
+        return
+    if is_rm:
+        raise ConfigError(f"--is_rm, but {adapter} is the adapter of a language model", try_this="without --is_rm")
+    raise ConfigError(f"{adapter} is the adapter of a reward model", try_this="--is_rm")
+
+
+def adapted(model: PreTrainedModel, adapter: Path, base: str) -> nn.Module:
+    """The model wearing the adapter; every tensor of the adapter must find its place."""
+    from peft import PeftModel, get_peft_model_state_dict
+
+    misfit = f"{adapter} does not fit {base}; is that the model it was trained on?"
+    try:
+        wearing = PeftModel.from_pretrained(model, str(adapter))
+    except (ValueError, RuntimeError, KeyError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise ConfigError(f"{misfit} {lines[min(1, len(lines) - 1)]}" if lines else misfit) from None
+    weights = adapter / "adapter_model.safetensors"
+    if not weights.is_file():
+        raise ConfigError(f"{adapter} holds no adapter_model.safetensors")
+    with safe_open(weights, framework="pt") as file:
+        saved = set(file.keys())
+    places = set(get_peft_model_state_dict(wearing, save_embedding_layers=False))
+    odd = {name for name in saved ^ places if "embed" not in name}  # resized embeddings travel with an adapter
+    if odd:
+        raise ConfigError(f"{misfit} {len(odd)} tensors of one have no match in the other, such as {min(odd)}")
+    return wearing

@@ -1,0 +1,62 @@
+"""Rows of several processes that come together in one file, whoever made them and however often a run was stopped."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from openrlhf.config.commands import BatchInferenceConfig
+from openrlhf.errors import BackendError, DataError
+from openrlhf.launch.parts import Parts
+
+OUTPUT = Path("out.jsonl")
+ROWS = [{"output": f"answer {number} “quoted”\n\u2028"} for number in range(10)]
+
+
+@pytest.fixture
+def process(monkeypatch):
+    """The parts as a process of this rank opens them."""
+
+    def start(rank=0, world=1, group=1):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", str(world))
+        return Parts(OUTPUT, BatchInferenceConfig(), total=len(ROWS), group=group)
+
+    return start
+
+
+def write(parts, count=None):
+    with parts:
+        for number in parts.missing[:count]:
+            parts.write(number, ROWS[number])
+
+
+def test_groups_stay_together_and_every_row_is_somebodys(process):
+    shares = [process(rank, 2, group=3).share for rank in (0, 1)]
+    assert shares == [[0, 1, 2, 6, 7, 8], [3, 4, 5, 9]]
+
+
+def test_another_number_of_processes_goes_on(process):
+    for rank in range(3):
+        write(process(rank, 3), count=2)
+    with Path("out.jsonl.parts/rank2.jsonl").open("a") as file:
+        file.write('{"number": 8, "ro')  # the process was killed here; no process of its rank will come again
+    later = process(0, 1)
+    assert later.missing == [6, 7, 8, 9]
+    write(later)
+    assert later.finish(later.rows()) == len(ROWS)
+    assert [json.loads(line) for line in OUTPUT.read_text().split("\n")[:-1]] == ROWS
+    assert not Path("out.jsonl.parts").exists()
+
+
+def test_rows_that_are_not_there_are_not_passed_over(process):
+    write(process(0, 2))
+    with pytest.raises(BackendError, match="lacks 5 of 10 rows"):
+        next(process(0, 2).rows())
+
+
+def test_a_damaged_file_is_named(process):
+    write(process())
+    Path("out.jsonl.parts/rank0.jsonl").write_bytes(b"\0\0\0\n")
+    with pytest.raises(DataError, match=r"rank0\.jsonl is damaged. Try: rm -r out.jsonl.parts"):
+        process()

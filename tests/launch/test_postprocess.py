@@ -1,0 +1,82 @@
+"""Scored rows into best answers, pairs and conditional rows."""
+
+import pytest
+
+from openrlhf.errors import DataError
+from openrlhf.launch.postprocess import Conditioning, conditional_rows, preference_pairs, rejection_sampling
+
+PLAIN = Conditioning()
+
+
+def rows(*scored, index=None):
+    """(prompt, answer, reward) as rows; with an index of their prompt where it is given."""
+    made = [{"input": prompt, "output": answer, "reward": reward} for prompt, answer, reward in scored]
+    return made if index is None else [row | {"index": number} for row, number in zip(made, index, strict=True)]
+
+
+TWO_PROMPTS = rows(("p", "a", 0.1), ("q", "b", 0.9), ("p", "c", 0.7), ("q", "d", 0.2), ("p", "e", 0.7))
+
+
+def test_rejection_sampling_keeps_the_first_of_the_best():
+    assert rejection_sampling(TWO_PROMPTS, PLAIN) == [TWO_PROMPTS[2], TWO_PROMPTS[1]]
+
+
+def test_pairs_are_best_and_worst():
+    assert preference_pairs(TWO_PROMPTS, PLAIN) == [
+        {"prompt": "p", "chosen": "c", "chosen_reward": 0.7, "rejected": "a", "rejected_reward": 0.1},
+        {"prompt": "q", "chosen": "b", "chosen_reward": 0.9, "rejected": "d", "rejected_reward": 0.2},
+    ]
+
+
+def test_prompts_of_equal_text_are_told_apart_by_their_index():
+    scored = rows(("p", "a", 1.0), ("p", "b", 2.0), ("p", "c", 3.0), ("p", "d", 0.0), index=[4, 4, 9, 9])
+    assert rejection_sampling(scored, PLAIN) == [scored[1], scored[2]]
+    assert [(pair["chosen"], pair["rejected"], pair["index"]) for pair in preference_pairs(scored, PLAIN)] == [
+        ("b", "a", 4),
+        ("c", "d", 9),
+    ]
+
+
+def test_files_with_row_numbers_of_their_own_may_be_put_together():
+    scored = rows(("p", "a", 1.0), ("q", "b", 2.0), index=[0, 0])
+    assert rejection_sampling(scored, PLAIN) == scored
+
+
+def test_equally_good_answers_give_no_pair_and_are_counted(capfd):
+    scored = rows(
+        *[("equal", "a", 1.0), ("equal", "b", 1.0), ("alone", "a", 3.0)],
+        *[("rounding", "same", 1.0), ("rounding", "same", 1.0000001), ("p", "a", 1.0), ("p", "b", 0.0)],
+    )
+    assert [pair["prompt"] for pair in preference_pairs(scored, PLAIN)] == ["p"]
+    assert "iter_dpo: 3 of 4 prompts give no pair" in capfd.readouterr().err
+
+
+def test_no_pair_at_all_is_an_error():
+    with pytest.raises(DataError, match=r"none of 1 prompts has two answers of different reward.*--best_of_n"):
+        preference_pairs(rows(("p", "a", 1.0), ("p", "b", 1.0)), PLAIN)
+
+
+def test_conditional_rows_have_their_reward_in_the_prompt():
+    scored = rows(("p", "a", 1.256), ("q ", "b", -3.0), index=[0, 1])
+    assert conditional_rows(scored, PLAIN) == rows(
+        ("p <rm_score>: 1.26 ", "a", 1.256), ("q <rm_score>: -3.00 ", "b", -3.0), index=[0, 1]
+    )
+
+
+def test_conditional_rewards_are_normalised_with_the_unbiased_deviation():
+    made = conditional_rows(rows(("p", "a", 1.0), ("q", "b", 2.0), ("r", "c", 6.0)), Conditioning(normalize=True))
+    deviation = 7**0.5  # of 1, 2, 6 with mean 3: (4 + 1 + 9) / 2
+    assert [row["reward"] for row in made] == pytest.approx([-2 / deviation, -1 / deviation, 3 / deviation])
+    assert made[2]["input"] == f"r <rm_score>: {3 / deviation:.2f} "
+
+
+@pytest.mark.parametrize("rewards", [[2.0], [2.0, 2.0]])
+def test_rewards_without_spread_become_zero(rewards):
+    scored = rows(*(("p", "a", reward) for reward in rewards))
+    assert {row["reward"] for row in conditional_rows(scored, Conditioning(normalize=True))} == {0.0}
+
+
+def test_a_template_is_taken_as_it_stands():
+    how = Conditioning("[{reward}] {input} ->")
+    (row,) = conditional_rows(rows(("say {reward} and {input}", "a", 0.5)), how)
+    assert row["input"] == "[0.50] say {reward} and {input} ->"
