@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -61,13 +62,15 @@ class OutcomeScorer:
         rows = [np.array(self.texts.ids(item), dtype=np.int32) for item in trajectories]
         scores = torch.zeros(len(rows))
         for part in self.batching.cut([len(row) for row in rows]):
-            batch = self.batching.layout.batch(
-                [TokenRow(rows[place], np.zeros(len(rows[place]), bool)) for place in part]
-            )
-            found = self.model.forward(batch, "scores").scores
-            assert found is not None
-            scores[part] = found.cpu()
+            scores[part] = scores_of([rows[place] for place in part], self.model, self.batching.layout)
         return self.weight * (scores - self.mean) / self.std
+
+
+def scores_of(rows: Sequence[NDArray[np.int32]], model: Frozen, layout: Layout) -> Tensor:
+    """The scalar head at the last token of each row, all in one forward: [rows], on the CPU."""
+    scores = model.forward(layout.batch([TokenRow(row, np.zeros(len(row), bool)) for row in rows]), "scores").scores
+    assert scores is not None
+    return scores.cpu()
 
 
 REDUCE: dict[str, Any] = {
