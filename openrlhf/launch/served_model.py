@@ -16,7 +16,7 @@ from openrlhf.data.collate import Layout
 from openrlhf.errors import ConfigError
 from openrlhf.launch.scorers import scores_of
 from openrlhf.models.forward import Network
-from openrlhf.models.load import load_scalar_model, load_tokenizer, read_config
+from openrlhf.models.load import load_scalar_model, load_tokenizer, read_config, usable_length
 from openrlhf.monitor import say
 from openrlhf.training.backend import Frozen
 from openrlhf.training.local import LocalFrozen
@@ -64,7 +64,7 @@ def load_reward_model(config: ServeRMConfig, device: torch.device) -> RewardMode
         LocalFrozen(Network(model), device),
         tokenizer,
         Layout(flags.packing_samples, tokenizer.pad_token_id),
-        context_of(name, settings, flags.max_len),
+        usable_length(name, settings, flags.max_len),
         mean,
         std,
     )
@@ -87,11 +87,3 @@ def saved_statistics(name: str, saved: dict[str, Any]) -> tuple[float, float]:
     if "mean" not in saved:
         say(f"--normalize_reward: {name} has no mean and std in its config.json, so its scores stay as they are")
     return saved.get("mean", 0.0), saved.get("std", 1.0)
-
-
-def context_of(name: str, settings: PretrainedConfig, asked: int) -> int:
-    """--max_len, or the number of positions that a model knows where that is less."""
-    known = settings.get_text_config().to_dict().get("max_position_embeddings") or asked
-    if known < asked:
-        say(f"--max_len {asked} is more than the {known} positions that {name} knows: {known} is used")
-    return min(known, asked)

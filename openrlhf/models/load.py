@@ -59,6 +59,14 @@ def read_config(name: str, loading: Loading) -> PretrainedConfig:
         raise _cannot_load("model", name, error) from None
 
 
+def usable_length(name: str, config: PretrainedConfig, asked: int) -> int:
+    """--max_len, or the number of positions that a model knows where that is less."""
+    known = config.get_text_config().to_dict().get("max_position_embeddings") or asked
+    if known < asked:
+        say(f"--max_len {asked} is more than the {known} positions that {name} knows: {known} is used")
+    return min(known, asked)
+
+
 def load_causal_lm(name: str, loading: Loading, *, device: torch.device, packing: bool) -> PreTrainedModel:
     """A decoder with its vocabulary head, on the CPU unless it is quantised; the backend moves it."""
     options = _options(name, loading, device, packing)
