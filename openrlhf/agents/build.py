@@ -50,7 +50,9 @@ def _scorer(rewards: Rewards, processes: int) -> Scorer:
         pool.start()
         return FileRewards(pool, stop_at_failure=rewards.on_reward_error == "stop")
     if rewards.reward_servers:
-        return ServerRewards(rewards.reward_servers, timeout=rewards.reward_timeout)
+        return ServerRewards(
+            rewards.reward_servers, timeout=rewards.reward_timeout, api_key=rewards.reward_api_key or None
+        )
     return NoRewards()
 
 

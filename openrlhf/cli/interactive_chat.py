@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 
-from openrlhf.cli.entry import command, not_built, start
+from openrlhf.cli.entry import command, start
 
 
 @command
 def main(argv: Sequence[str]) -> None:
-    start("interactive_chat", argv)
-    raise not_built("interactive_chat")
+    config = start("interactive_chat", argv)
+    from openrlhf.launch import chat  # torch and transformers are imported only past this line
+
+    chat.run(config)
 
 
 if __name__ == "__main__":

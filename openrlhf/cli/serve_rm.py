@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 
-from openrlhf.cli.entry import command, not_built, start
+from openrlhf.cli.entry import command, start
 
 
 @command
 def main(argv: Sequence[str]) -> None:
-    start("serve_rm", argv)
-    raise not_built("serve_rm")
+    config = start("serve_rm", argv)
+    from openrlhf.launch import serve  # torch, transformers and fastapi are imported only past this line
+
+    serve.run(config)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,9 @@ ENVIRONMENT: Mapping[str, str] = {
     "OPENRLHF_ASYNC_NUM_TASKS": "max_concurrent_episodes",
 }
 
+# Keys, which a command line would show to everyone on the machine -> the flag; the first that the command has is meant.
+SECRETS: Mapping[str, tuple[str, ...]] = {"OPENRLHF_RM_API_KEY": ("api_key", "reward_api_key")}
+
 
 def _same(prefix: str, *names: str) -> dict[str, tuple[str, ...]]:
     return {f"{prefix}.{name}": (name,) for name in names}
@@ -210,7 +213,8 @@ def replacement(became: Sequence[str], value: str) -> list[str]:
 
 
 def environment_arguments(command: type, environ: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """What older versions read from the environment: as arguments that a flag may override, and a line for each."""
+    """What the environment says, as arguments that a flag may override, and a line for each name of older versions."""
     flags = flags_of(command)
-    met = [(key, name) for key, name in ENVIRONMENT.items() if key in environ and name in flags]
-    return [f"--{name}={environ[key]}" for key, name in met], [f"{key} is now --{name}" for key, name in met]
+    old = [(key, name) for key, name in ENVIRONMENT.items() if key in environ and name in flags]
+    keys = [(key, name) for key, names in SECRETS.items() if key in environ for name in names if name in flags]
+    return [f"--{name}={environ[key]}" for key, name in [*old, *keys]], [f"{key} is now --{name}" for key, name in old]

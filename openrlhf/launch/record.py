@@ -11,7 +11,7 @@ from typing import Any
 from openrlhf.config.flags import flag_values
 
 PACKAGES = ("openrlhf", "torch", "transformers", "peft", "datasets", "deepspeed", "ray", "vllm")
-SECRET = ("use_wandb", "api_key")  # keys that must not lie about in files
+SECRET = ("use_wandb", "api_key", "reward_api_key")  # keys that must not lie about in files
 
 
 def shown_flags(config: object) -> dict[str, Any]:

@@ -69,13 +69,15 @@ class OutcomeScorer:
     def score_rows(self, rows: Sequence[NDArray[np.int32]]) -> Tensor:
         scores = torch.zeros(len(rows))
         for part in self.batching.cut([len(row) for row in rows]):
-            batch = self.batching.layout.batch(
-                [TokenRow(rows[place], np.zeros(len(rows[place]), bool)) for place in part]
-            )
-            found = self.model.forward(batch, "scores").scores
-            assert found is not None
-            scores[part] = found.cpu()
+            scores[part] = scores_of([rows[place] for place in part], self.model, self.batching.layout)
         return (scores - self.mean) / self.std
+
+
+def scores_of(rows: Sequence[NDArray[np.int32]], model: Frozen, layout: Layout) -> Tensor:
+    """The scalar head at the last token of each row, all in one forward: [rows], on the CPU."""
+    scores = model.forward(layout.batch([TokenRow(row, np.zeros(len(row), bool)) for row in rows]), "scores").scores
+    assert scores is not None
+    return scores.cpu()
 
 
 REDUCE: dict[str, Any] = {

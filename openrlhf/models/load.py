@@ -59,6 +59,14 @@ def read_config(name: str, loading: Loading) -> PretrainedConfig:
         raise _cannot_load("model", name, error) from None
 
 
+def usable_length(name: str, config: PretrainedConfig, asked: int) -> int:
+    """--max_len, or the number of positions that a model knows where that is less."""
+    known = config.get_text_config().to_dict().get("max_position_embeddings") or asked
+    if known < asked:
+        say(f"--max_len {asked} is more than the {known} positions that {name} knows: {known} is used")
+    return min(known, asked)
+
+
 def load_causal_lm(name: str, loading: Loading, *, device: torch.device, packing: bool) -> PreTrainedModel:
     """A decoder with its vocabulary head, on the CPU unless it is quantised; the backend moves it."""
     options = _options(name, loading, device, packing)
@@ -68,9 +76,9 @@ def load_causal_lm(name: str, loading: Loading, *, device: torch.device, packing
 
 
 def load_scalar_model(
-    name: str, loading: Loading, *, device: torch.device, packing: bool, head_prefix: str
+    name: str, loading: Loading, *, device: torch.device, packing: bool, head_prefix: str, new_head: bool = True
 ) -> PreTrainedModel:
-    """A decoder with a scalar head: a saved reward model, or a language model that gets a new head."""
+    """A decoder with a scalar head: a saved reward model, or unless refused, a language model that gets a new head."""
     options = _options(name, loading, device, packing)
     options["config"].num_labels = 1
     saved_prefix = options["config"].to_dict().get("value_head_prefix", head_prefix)
@@ -88,6 +96,11 @@ def load_scalar_model(
     lacking = [key for key in missing if not key.startswith(f"{SCALAR_HEAD}.")]
     if lacking:
         raise ConfigError(f"the weights of {name} lack {len(lacking)} of the model's tensors, such as {min(lacking)}")
+    if missing and not new_head:
+        raise ConfigError(
+            f"{name} holds no weights for a scalar head called {saved_prefix}, so its rewards would be noise",
+            try_this="a folder that train_rm saved, or --value_head_prefix with the head's name",
+        )
     if missing:
         init_scalar_head(model)
     return model

@@ -44,6 +44,17 @@ REFUSED = [  # rule, command, what is added, what the message must hold
     ("prompts_are_given", "train_ppo", "--prompt_data=", "--prompt_data is not given"),
     ("a_reward_is_given", "train_ppo", "--remote_rm_url=", "--reward_pretrain, --remote_rm_url and --agent_func_path"),
     ("a_reward_model_is_given", "serve_rm", "--reward_pretrain=", "--reward_pretrain is not given"),
+    ("other_machines_need_a_key", "serve_rm", "--host 0.0.0.0", "--host 0.0.0.0|OPENRLHF_RM_API_KEY"),
+    ("other_machines_need_a_key", "serve_rm", "--host example.org --api_key=", "--host example.org|no key"),
+    ("keys_fit_into_a_header", "serve_rm", "--api_key 'a key'", "--api_key must be ASCII|openssl"),
+    ("keys_fit_into_a_header", "train_ppo", "--reward_api_key ключ", "--reward_api_key must be ASCII"),
+    ("a_chat_begins_once", "interactive_chat", "--system_prompt Hi", "--system_prompt|--apply_chat_template"),
+    (
+        "a_chat_begins_once",
+        "interactive_chat",
+        "--apply_chat_template --system_prompt Hi --ta_prompt ./history.txt",
+        "--ta_prompt and --system_prompt",
+    ),
     ("a_task_is_given", "batch_inference", "--output_path=", "--output_path is not given"),
     ("a_task_is_given", "batch_inference", "--dataset=", "--dataset is not given"),
     ("merge_folders_are_given", "lora_combiner", "--lora_path=", "--lora_path is not given"),
@@ -78,6 +89,7 @@ REFUSED = [  # rule, command, what is added, what the message must hold
     ("numbers_are_in_range", "train_ppo", "--top_p 0", "--top_p is 0.0|above 0 and at most 1"),
     ("numbers_are_in_range", "train_ppo", "--stop_properly_penalty_coef 2", "--stop_properly_penalty_coef|at most 1"),
     ("numbers_are_in_range", "serve_rm", "--port 0", "--port is 0|above 0"),
+    ("numbers_are_in_range", "serve_rm", "--port 65536", "--port is 65536|at most 65535"),
     (
         "four_bit_needs_bf16",
         "train_sft",
@@ -225,6 +237,7 @@ REFUSED = [  # rule, command, what is added, what the message must hold
     ),
     ("model_folders_exist", "train_sft", "--pretrain ./data.jsonl", "./data.jsonl is a file"),
     ("model_folders_exist", "train_sft", "--pretrain ./empty", "./empty holds no config.json"),
+    ("model_folders_exist", "serve_rm", "--reward_pretrain ./adapter", "./adapter is a LoRA adapter|lora_combiner"),
     ("dataset_files_exist", "train_sft", "--dataset ./data.jsonl,gone.jsonl", "--dataset gone.jsonl: no such file"),
     ("dataset_files_exist", "train_sft", "--eval_dataset ./gone@dir", "--eval_dataset ./gone: no such file or folder"),
     ("code_files_exist", "train_ppo", "--remote_rm_url gone.py", "--remote_rm_url gone.py: no such file"),
@@ -330,7 +343,11 @@ SAID = [  # rule, command, what is added, what the line must hold
     ("rollouts_divide_into_steps", "train_ppo", "--rollout_batch_size 64", "64 samples|--train_batch_size 128"),
     ("rollouts_divide_into_steps", "train_ppo", "--rollout_batch_size 200", "200 samples|a step of 72"),
 ]
-WITHOUT_EXTRAS = {"cluster_extras_are_installed", "batch_engine_is_installed"}  # tried where nothing is installed
+WITHOUT_EXTRAS = {  # tried where nothing is installed
+    "cluster_extras_are_installed",
+    "batch_engine_is_installed",
+    "the_server_is_installed",
+}
 
 
 @pytest.fixture
@@ -425,6 +442,20 @@ def test_a_hub_name_is_not_looked_for_on_disk(run):
     assert run("train_sft", "--pretrain org/model --dataset org/data --eval_dataset json@./x")[1] == []
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost", "0.0.0.0 --api_key k"])
+def test_a_server_for_this_machine_or_with_a_key_may_start(run, host):
+    assert run("serve_rm", f"--host {host}")[1] == []
+
+
+@pytest.mark.parametrize(("command", "flag"), [("serve_rm", "api_key"), ("train_ppo", "reward_api_key")])
+def test_keys_come_from_the_environment_unless_they_are_given(command, flag, capsys):
+    environ = {"OPENRLHF_RM_API_KEY": "from-outside"}
+    argv = shlex.split(VALID[command])
+    assert flag_values(parse(COMMANDS[command], argv, environ=environ))[flag] == "from-outside"
+    assert flag_values(parse(COMMANDS[command], [*argv, f"--{flag}", "given"], environ=environ))[flag] == "given"
+    assert capsys.readouterr().err == ""
+
+
 # processes
 
 
@@ -511,6 +542,7 @@ NEEDED = {  # what is asked for -> package, extra
     "train_dpo --use_liger_kernel": ("liger_kernel", "liger"),
     "interactive_chat --load_in_4bit": ("bitsandbytes", "qlora"),
     "batch_inference --eval_task generate_vllm": ("vllm", "vllm"),
+    "serve_rm --port 5001": ("fastapi", "serve"),
 }
 BARE_PYTHON = """
 import shlex, sys

@@ -420,6 +420,7 @@ ADDED_TO_RL = {
     "ref_pretrain": None,
     "max_restarts": 1,
     "sync_check_every": 0,
+    "reward_api_key": None,
 }
 TRAINING = [name for name in COMMANDS if name.startswith("train_")]
 

@@ -107,3 +107,12 @@ def resuming_needs_checkpoints(config: TrainingConfig) -> str | None:
     if config.checkpoints.load_checkpoint and config.checkpoints.disable_ds_ckpt:
         return "--disable_ds_ckpt writes no resumable checkpoints: --load_checkpoint will find only older ones"
     return None
+
+
+def keys_fit_into_a_header(config: object) -> None:
+    """Found now, and not as an odd failure of the first request."""
+    values = flag_values(config)
+    for name in ("api_key", "reward_api_key"):
+        key = str(values.get(name) or "")
+        if not (key.isascii() and key.isprintable() and " " not in key):
+            raise ConfigError(f"--{name} must be ASCII without spaces or line breaks", try_this="openssl rand -hex 16")

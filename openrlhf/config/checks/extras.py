@@ -2,7 +2,7 @@
 
 from importlib.util import find_spec
 
-from openrlhf.config.commands import BatchInferenceConfig, RLConfig
+from openrlhf.config.commands import BatchInferenceConfig, RLConfig, ServeRMConfig
 from openrlhf.config.flags import flag_values
 from openrlhf.config.runtime import resolve_runtime
 from openrlhf.errors import MissingExtraError
@@ -14,6 +14,8 @@ EXTRA_OF = {  # package -> extra
     "liger_kernel": "liger",
     "bitsandbytes": "qlora",
     "wandb": "wandb",
+    "fastapi": "serve",
+    "uvicorn": "serve",
 }
 
 
@@ -46,3 +48,8 @@ def cluster_extras_are_installed(config: RLConfig) -> None:
 def batch_engine_is_installed(config: BatchInferenceConfig) -> None:
     if config.task.eval_task == "generate_vllm":
         require("vllm", "--eval_task generate_vllm")
+
+
+def the_server_is_installed(config: ServeRMConfig) -> None:
+    for package in ("fastapi", "uvicorn"):
+        require(package, "serve_rm")

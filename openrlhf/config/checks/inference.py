@@ -1,10 +1,11 @@
 """Rules of generation, scoring, chat, serving and merging."""
 
 import os
+from ipaddress import ip_address
 from pathlib import Path
 
 from openrlhf.config.checks.common import needed_flag
-from openrlhf.config.commands import BatchInferenceConfig, LoraCombinerConfig, ServeRMConfig
+from openrlhf.config.commands import BatchInferenceConfig, ChatConfig, LoraCombinerConfig, ServeRMConfig
 from openrlhf.config.flags import flag_values
 from openrlhf.config.sections.data import split_names
 from openrlhf.errors import ConfigError
@@ -54,6 +55,35 @@ def processes_hold_whole_models(config: BatchInferenceConfig) -> str | None:
 
 def a_reward_model_is_given(config: ServeRMConfig) -> None:
     needed_flag(config, "reward_pretrain", "./reward_model")
+
+
+def other_machines_need_a_key(config: ServeRMConfig) -> None:
+    host = config.server.host
+    if not (is_loopback(host) or config.server.api_key):
+        raise ConfigError(
+            f"--host {host} lets other machines in, but there is no key that would tell them apart",
+            try_this="OPENRLHF_RM_API_KEY=$(openssl rand -hex 16) in the environment of server and trainer",
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """True for an address that only this machine can reach."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"
+
+
+def a_chat_begins_once(config: ChatConfig) -> None:
+    if config.template.system_prompt is None:
+        return
+    if not config.template.apply_chat_template:
+        raise ConfigError(
+            "--system_prompt is a message, and only --apply_chat_template has messages",
+            try_this="--apply_chat_template, or --ta_prompt FILE",
+        )
+    if config.chat.ta_prompt is not None:
+        raise ConfigError("--ta_prompt and --system_prompt both begin the conversation; give one of them")
 
 
 def merge_folders_are_given(config: LoraCombinerConfig) -> None:

@@ -74,10 +74,15 @@ class Serving:
     reward_pretrain: str | None = flag(None, "reward model folder or hub name")
     normalize_reward: bool = flag(False, "(reward - mean) / std with the values stored in the reward model")
     max_len: int = flag(2048, "tokens per query; longer ones are cut")
-    batch_size: int | None = flag(None, "queries per forward; none is a whole request")
+    batch_size: int | None = flag(None, "queries per forward; none is as many as wait and --batch_tokens allows")
+    batch_tokens: int = flag(32768, "tokens per forward, padding included; a query longer than that goes alone")
     packing_samples: bool = flag(False, "concatenate queries instead of padding them")
-    host: str = flag("127.0.0.1", "address to bind; upstream binds 0.0.0.0")
+    host: str = flag("127.0.0.1", "address to bind; upstream binds 0.0.0.0, which here needs --api_key")
     port: int = flag(5000, "port to bind")
+    api_key: str | None = flag(
+        None, "key that requests must bring (Authorization: Bearer KEY); better given as OPENRLHF_RM_API_KEY"
+    )
+    max_request_mb: int = flag(32, "largest request body in MiB")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,6 +93,9 @@ class Rewards:
     reward_pretrain: str | None = flag(None, "reward model, or several separated by commas")
     reward_weights: tuple[float, ...] = flag((), "weight of each reward model; none is 1 each")
     remote_rm_url: str | None = flag(None, "comma list of reward servers, or a .py file with reward_func")
+    reward_api_key: str | None = flag(
+        None, "key that the reward servers ask for (serve_rm --api_key); better given as OPENRLHF_RM_API_KEY"
+    )
     agent_func_path: str | None = flag(None, ".py file with class AgentExecutor")
     normalize_reward: bool = flag(False, "(reward - mean) / std with the values stored in the reward model")
     reward_clip_range: tuple[float, float] = flag((-10.0, 10.0), "clip on the shaped reward")

@@ -1,0 +1,92 @@
+"""Talk to a model at a terminal or through a pipe."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from openrlhf.config.commands import ChatConfig
+from openrlhf.launch.chat_history import History, open_history
+from openrlhf.launch.chat_input import QUOTES, CtrlC, Interrupted, Lines
+from openrlhf.launch.chat_reply import Speaker
+from openrlhf.launch.device import choose_device, explain_precision
+from openrlhf.models.load import load_causal_lm, load_tokenizer, read_config, usable_length
+from openrlhf.monitor import say
+
+BANNER = (
+    "exit or Ctrl-D leaves, clear begins anew, Ctrl-C stops a reply;"
+    f" {QUOTES} begins and ends a message of several lines"
+)
+
+
+def run(config: ChatConfig) -> None:
+    """Until exit or the end of the input."""
+    name = str(config.model.pretrain)
+    device = choose_device(config.model.device)
+    explain_precision(config.model.param_dtype, device)
+    tokenizer = load_tokenizer(name, config.model)
+    history = open_history(config, tokenizer)
+    max_len = usable_length(name, read_config(name, config.model), config.chat.max_len)
+    model: Any = load_causal_lm(name, config.model, device=device, packing=False)
+    if not config.model.load_in_4bit:  # a quantised one was loaded where it belongs
+        model.to(device)
+    with CtrlC() as ctrl_c:
+        Talk(Speaker(model, tokenizer, config.sampling, max_len=max_len), history, ctrl_c).run()
+
+
+class Talk:
+    """Messages in, replies out. Replies go to standard output, remarks to standard error."""
+
+    def __init__(self, speaker: Speaker, history: History, ctrl_c: CtrlC) -> None:
+        self.speaker = speaker
+        self.history = history
+        self.ctrl_c = ctrl_c
+        self.lines = Lines()
+
+    def run(self) -> None:
+        if self.lines.is_terminal:
+            say(BANNER)
+        going = True
+        while going:
+            try:
+                going = self._turn()
+            except Interrupted:
+                sys.stdout.write("\n")
+                say("interrupted; exit or Ctrl-D leaves")
+        if self.lines.is_terminal:
+            sys.stdout.write("\n")
+
+    def _turn(self) -> bool:
+        """One message and what follows from it; False when it was the last."""
+        said = self.lines.message()
+        if said is None or said.strip() == "exit":
+            return False
+        if said.strip() == "clear":
+            self.history.clear()
+            say("the conversation begins anew")
+        elif said.strip():
+            self._answer(said)
+        return True
+
+    def _answer(self, said: str) -> None:
+        """A reply; the turn is remembered unless the conversation has no room for one."""
+        prompt_ids = self.speaker.read(self.history.prompt(said))
+        if len(prompt_ids) >= self.speaker.max_len:
+            say(
+                f"this would make {len(prompt_ids)} tokens, which leaves no room for a reply within --max_len"
+                f" {self.speaker.max_len}, so it was not said: clear begins anew, or say less"
+            )
+            return
+        with self.ctrl_c.wishes():
+            reply = self.speaker.reply(prompt_ids, show, lambda: self.ctrl_c.wished)
+        show("\n")
+        self.history.add(said, reply.text)
+        if reply.end == "length":
+            say(f"the context is full (--max_len {self.speaker.max_len}), which ended the reply: clear begins anew")
+        elif reply.end == "interrupted":
+            say("the reply was interrupted; what is there of it stays in the conversation")
+
+
+def show(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

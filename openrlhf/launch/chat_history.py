@@ -1,0 +1,75 @@
+"""What was said so far, and the text that a model continues: messages of a chat template, or one growing string."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.config.commands import ChatConfig
+from openrlhf.data.messages import Conversation, Message
+from openrlhf.data.records import Place
+from openrlhf.data.templates import Chat, fill, open_chat
+
+
+class History(Protocol):
+    """A conversation. `prompt` changes nothing: a turn is part of it when both sides of it are."""
+
+    def prompt(self, said: str) -> str: ...
+
+    def add(self, said: str, reply: str) -> None: ...
+
+    def clear(self) -> None: ...
+
+
+@dataclass
+class Messages:
+    """With --apply_chat_template: the text of --ta_prompt or --system_prompt is the system message."""
+
+    chat: Chat
+    first: str | None
+    suffix: str
+    turns: list[Message] = field(default_factory=list)
+
+    def prompt(self, said: str) -> str:
+        system = [] if self.first is None else [{"role": "system", "content": self.first}]
+        messages = [*system, *self.turns, {"role": "user", "content": said}]
+        place = Place("this conversation", len(self.turns) // 2 + 1)
+        return self.chat.render(Conversation(messages, None, place), prompt=True).text + self.suffix
+
+    def add(self, said: str, reply: str) -> None:
+        self.turns += [{"role": "user", "content": said}, {"role": "assistant", "content": reply}]
+
+    def clear(self) -> None:
+        self.turns = []
+
+
+@dataclass
+class Transcript:
+    """Without a chat template: everything so far, a line break, and what is said in --input_template."""
+
+    template: str | None
+    first: str | None
+    suffix: str
+    text: str = ""
+
+    def prompt(self, said: str) -> str:
+        before = self.text or self.first
+        asked = fill(self.template, said) + self.suffix
+        return f"{before}\n{asked}" if before else asked
+
+    def add(self, said: str, reply: str) -> None:
+        self.text = self.prompt(said) + reply
+
+    def clear(self) -> None:
+        self.text = ""
+
+
+def open_history(config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> History:
+    file = config.chat.ta_prompt
+    first = Path(file).expanduser().read_text() if file else config.template.system_prompt
+    suffix = f"{config.sampling.csft_prompt.strip()} " if config.sampling.enable_csft else ""
+    chat = open_chat(tokenizer, config.template)
+    return Messages(chat, first, suffix) if chat else Transcript(config.template.input_template, first, suffix)

@@ -1,0 +1,147 @@
+"""The HTTP face of a reward model: POST /get_reward, GET /health, and refusals that say why."""
+
+import asyncio
+import hmac
+import json
+import math
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse
+
+from openrlhf.launch.batcher import Batcher
+from openrlhf.launch.served_model import RewardModel, Row
+from openrlhf.monitor import say
+
+MOST_QUERIES = 8192  # in one request
+MOST_WAITING = 65536  # queries of all requests that wait for the model
+
+
+@dataclass(frozen=True)
+class Door:
+    """Who may ask, and how much at a time."""
+
+    api_key: str | None
+    max_bytes: int
+
+    def check_key(self, request: Request) -> None:
+        given = request.headers.get("authorization", "")
+        wanted = f"Bearer {self.api_key}"
+        if self.api_key and not hmac.compare_digest(given.encode(), wanted.encode()):
+            what = "another key" if given else "no key"
+            raise HTTPException(
+                401,
+                f"the request brought {what}: send Authorization: Bearer KEY with the server's --api_key"
+                " (train_ppo: --reward_api_key, or OPENRLHF_RM_API_KEY)",
+                {"WWW-Authenticate": "Bearer"},
+            )
+
+    async def read_body(self, request: Request) -> bytes:
+        """The whole body; one that is too large is heard to its end and not kept, so that its sender reads why."""
+        kept = bytearray()
+        size = 0
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size <= self.max_bytes:
+                kept += chunk
+        if size > self.max_bytes:
+            limit = self.max_bytes >> 20
+            raise HTTPException(413, f"the body has {size} bytes, and --max_request_mb is {limit}: send fewer queries")
+        return bytes(kept)
+
+
+class Service:
+    """Requests on their way through tokenizer and model."""
+
+    def __init__(self, model: RewardModel, batcher: Batcher, door: Door) -> None:
+        self.model = model
+        self.batcher = batcher
+        self.door = door
+        self.reader = ThreadPoolExecutor(1, "openrlhf-tokenizing")  # long texts must not stop the others' answers
+        self.has_cut = False
+
+    async def get_reward(self, request: Request) -> dict[str, Any]:
+        self.door.check_key(request)
+        texts = read_queries(await self.door.read_body(request))
+        if self.batcher.num_waiting and self.batcher.num_waiting + len(texts) > MOST_WAITING:
+            raise HTTPException(503, "too many queries wait already; ask again later", {"Retry-After": "1"})
+        loop = asyncio.get_running_loop()
+        rows = await loop.run_in_executor(self.reader, self.model.read, texts)
+        for place, row in enumerate(rows):
+            if not len(row):
+                raise HTTPException(422, f"query {place} has no tokens, so there is nothing to score")
+        rewards = await self.batcher.score([row[: self.model.max_len] for row in rows])
+        for place, reward in enumerate(rewards):
+            if not math.isfinite(reward):
+                raise HTTPException(500, f"the model's score of query {place} is {reward}, not a finite number")
+        extra_logs = {"dummy_scores": rewards, "truncated": self._truncated(rows)}
+        return {"rewards": rewards, "scores": rewards, "extra_logs": extra_logs}
+
+    def _truncated(self, rows: Sequence[Row]) -> list[float]:
+        limit = self.model.max_len
+        longest = max(len(row) for row in rows)
+        if longest > limit and not self.has_cut:
+            self.has_cut = True
+            say(f"a query of {longest} tokens is cut to the first {limit} (--max_len); said once")
+        return [float(len(row) > limit) for row in rows]
+
+    async def health(self) -> dict[str, str]:
+        return {"status": "ok"}
+
+
+def read_queries(body: bytes) -> list[str]:
+    """The texts to score. Prompts, labels and whatever else a request brings are not needed here."""
+    try:
+        asked = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise HTTPException(400, f"the body is not JSON: {error}") from None
+    if not isinstance(asked, Mapping):
+        raise HTTPException(422, f"the body is a {type(asked).__name__}, not an object such as {EXAMPLE}")
+    given = [name for name in ("query", "queries") if name in asked]
+    if len(given) != 1:
+        raise HTTPException(422, f"the body must have either query or queries, as in {EXAMPLE}")
+    texts = [asked[given[0]]] if isinstance(asked[given[0]], str) else asked[given[0]]
+    if not isinstance(texts, list) or not texts:
+        raise HTTPException(422, f"{given[0]} must be a text or a list of texts, and not empty")
+    if len(texts) > MOST_QUERIES:
+        raise HTTPException(413, f"{len(texts)} queries in one request; {MOST_QUERIES} is the most, so split them")
+    for place, text in enumerate(texts):
+        check_text(text, place)
+    return texts
+
+
+EXAMPLE = '{"query": ["a text to score"]}'
+
+
+def check_text(text: Any, place: int) -> None:
+    if not isinstance(text, str):
+        raise HTTPException(422, f"query {place} is a {type(text).__name__}, not a text")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise HTTPException(422, f"query {place} holds half of a surrogate pair, which is no text") from None
+
+
+async def failed(request: Request, error: Exception) -> JSONResponse:
+    """The error itself, with its traceback, goes to the server's log."""
+    return JSONResponse({"detail": f"scoring failed: {type(error).__name__}: {error}"}, 500)
+
+
+def build_app(model: RewardModel, batcher: Batcher, door: Door) -> FastAPI:
+    service = Service(model, batcher, door)
+
+    @asynccontextmanager
+    async def scoring(app: FastAPI) -> AsyncIterator[None]:
+        async with batcher:
+            yield
+        service.reader.shutdown(wait=False)
+
+    app = FastAPI(lifespan=scoring, openapi_url=None)
+    app.add_api_route("/get_reward", service.get_reward, methods=["POST"], response_model=None)
+    app.add_api_route("/health", service.health, methods=["GET"], response_model=None)
+    app.add_exception_handler(Exception, failed)
+    return app

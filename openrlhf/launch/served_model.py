@@ -1,0 +1,89 @@
+"""The reward model behind a server: from texts to tokens, from tokens to rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from openrlhf.config.commands import ServeRMConfig
+from openrlhf.data.collate import Layout
+from openrlhf.errors import ConfigError
+from openrlhf.launch.scorers import scores_of
+from openrlhf.models.forward import Network
+from openrlhf.models.load import load_scalar_model, load_tokenizer, read_config, usable_length
+from openrlhf.monitor import say
+from openrlhf.training.backend import Frozen
+from openrlhf.training.local import LocalFrozen
+
+Row = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class RewardModel:
+    """A tokenizer and a frozen scalar model; one thread at a time may use either."""
+
+    model: Frozen
+    tokenizer: PreTrainedTokenizerBase
+    layout: Layout
+    max_len: int
+    mean: float = 0.0
+    std: float = 1.0
+
+    def read(self, texts: Sequence[str]) -> list[Row]:
+        """Tokens of each text as it stands: none are added, and none are cut."""
+        ids = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+        return [np.asarray(row, dtype=np.int32) for row in ids]
+
+    def score(self, rows: Sequence[Row]) -> list[float]:
+        """The rewards of rows, all in one forward."""
+        scores = scores_of(rows, self.model, self.layout)
+        return ((scores - self.mean) / self.std).tolist()
+
+
+def load_reward_model(config: ServeRMConfig, device: torch.device) -> RewardModel:
+    flags, name = config.server, str(config.server.reward_pretrain)
+    settings = read_config(name, config.model)
+    check_is_outcome_model(name, settings)
+    tokenizer = load_tokenizer(name, config.model)
+    model = load_scalar_model(
+        name,
+        config.model,
+        device=device,
+        packing=flags.packing_samples,
+        head_prefix=config.head.value_head_prefix,
+        new_head=False,
+    )
+    mean, std = saved_statistics(name, settings.to_dict()) if flags.normalize_reward else (0.0, 1.0)
+    return RewardModel(
+        LocalFrozen(Network(model), device),
+        tokenizer,
+        Layout(flags.packing_samples, tokenizer.pad_token_id),
+        usable_length(name, settings, flags.max_len),
+        mean,
+        std,
+    )
+
+
+def check_is_outcome_model(name: str, settings: PretrainedConfig) -> None:
+    if "placeholder_token" in settings.to_dict():
+        raise ConfigError(
+            f"{name} is a process reward model, which scores steps; train_ppo uses it without a server",
+            try_this=f"openrlhf train_ppo --reward_pretrain {name}",
+        )
+    classifies = any("SequenceClassification" in kind for kind in settings.architectures or ())
+    if classifies and settings.num_labels != 1:
+        raise ConfigError(
+            f"{name} sorts texts into {settings.num_labels} classes; a reward model has one output (num_labels 1)"
+        )
+
+
+def saved_statistics(name: str, saved: dict[str, Any]) -> tuple[float, float]:
+    if "mean" not in saved:
+        say(f"--normalize_reward: {name} has no mean and std in its config.json, so its scores stay as they are")
+    return saved.get("mean", 0.0), saved.get("std", 1.0)
