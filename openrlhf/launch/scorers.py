@@ -109,10 +109,11 @@ class ProcessScorer:
 
     def _one(self, ids: NDArray[np.int32]) -> Tensor:
         marks = (ids == self.placeholder_id) & (np.arange(len(ids)) > 0)
-        if not marks.any():
-            return torch.tensor(0.0)  # a response without a finished step has shown nothing
-        batch = self.layout.batch([TokenRow(ids, marks)])
-        logits = self.model.forward(batch, "target_logits").target_logits
+        shown = bool(marks.any())
+        marks[-1] |= not shown  # a sharded model is called by all ranks or none, so there is always something to ask
+        logits = self.model.forward(self.layout.batch([TokenRow(ids, marks)]), "target_logits").target_logits
         assert logits is not None
         positive = logits[:, list(self.reward_ids)].softmax(-1)[:, 0]
+        if not shown:
+            return torch.tensor(0.0)  # a response without a finished step has shown nothing
         return REDUCE[self.reduce](positive).cpu()
