@@ -10,7 +10,7 @@ from itertools import groupby
 from openrlhf.errors import OpenRLHFError, RolloutError
 from openrlhf.launch.ray_calls import GO_ON, DeathError, Fate, Process
 from openrlhf.monitor import say
-from openrlhf.rollout.engine import Checksums, Part, Weights
+from openrlhf.rollout.engine import Part
 from openrlhf.types import Completion, Request
 
 SLACK = 32  # requests that an engine may have more than the idlest one before its cached prompts no longer count
@@ -104,13 +104,6 @@ class RayEngines:
 
     async def each(self, verb: str, *arguments: object, **named: object) -> None:
         await asyncio.gather(*(engine.process.call("do", verb, *arguments, **named) for engine in self.engines))
-
-    def receive(self, weights: Sequence[Weights], version: int, *, verify: bool) -> list[asyncio.Future[Checksums]]:
-        """What each engine will make of its weights, in the order of the engines."""
-        calls = (
-            engine.process.call("load", own, version, verify) for engine, own in zip(self.engines, weights, strict=True)
-        )
-        return [asyncio.ensure_future(call) for call in calls]
 
     async def pause(self, *, drain: bool) -> None:
         await self.each("pause", drain=drain)

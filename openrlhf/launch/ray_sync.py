@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 from openrlhf.errors import RolloutError
 from openrlhf.launch.proof import compare
@@ -84,7 +85,10 @@ class RaySync:
         if self.sleeps:
             await self.engines.wake("weights")
         sending = asyncio.ensure_future(self.policy.everyone("send", version, verify))
-        receiving = self.engines.receive(self._incoming(version), version, verify=verify)
+        receiving = [
+            asyncio.ensure_future(process.call("load", weights, version, verify))
+            for process, weights in zip(processes, self._incoming(version), strict=True)
+        ]
         try:
             await asyncio.wait((sending, *receiving), return_when=asyncio.FIRST_EXCEPTION)
             await self._call_off_if_failed(sending, receiving)
@@ -93,8 +97,7 @@ class RaySync:
             self.reached = []
             raise
         finally:
-            for work in (sending, *receiving):
-                work.cancel()
+            abandon(sending, *receiving)
         for process, received in zip(processes, receiving, strict=True):
             compare(sent, received.result(), str(process))
 
@@ -106,8 +109,9 @@ class RaySync:
             raise error  # a rank of the policy is gone, and the run with it
         if all(work.done() and not work.exception() for work in (sending, *receiving)):
             return
-        for channel in dict.fromkeys(channel for channel, _ in self.channels):
-            await asyncio.to_thread(channel.call_off)
+        if not sending.done():
+            called = {channel for channel, _ in self.channels}
+            await asyncio.gather(*(asyncio.to_thread(channel.call_off) for channel in called))
         ended = await asyncio.gather(sending, *receiving, return_exceptions=True)
         failures = [answer for answer in ended if isinstance(answer, BaseException)]
         raise next((failure for failure in failures if isinstance(failure, DeathError)), failures[0])
@@ -131,6 +135,13 @@ class RaySync:
         arriving = [Incoming(channel, number, version) for channel, number in self.channels]
         size = self.workers_per_engine
         return [PerWorker(tuple(arriving[place : place + size])) for place in range(0, len(arriving), size)]
+
+
+def abandon(*work: asyncio.Future[Any]) -> None:
+    """Nobody waits for it any more, nor wants to hear how it failed."""
+    for one in work:
+        if not one.cancel() and not one.cancelled():
+            one.exception()
 
 
 SECONDS = 60.0  # that either end of a channel waits for the other before it gives up by itself

@@ -30,6 +30,7 @@ from openrlhf.rollout.ipc import check_allocator, describe, open_mapping
 
 Transport = Literal["gloo", "nccl", "ipc"]
 CALLED_OFF = "called off"
+SECONDS_TO_CALL = 3.0
 SECONDS_BETWEEN_LOOKS = 1.0  # for whether a sender is still wanted
 OK = "ok"  # a receiver's consent; any other answer says what went wrong
 
@@ -68,7 +69,7 @@ class Channel:
     def call_off(self) -> None:
         """Tells the sender, from any process, that a receiver will not come; a sender that is gone needs no telling."""
         with suppress(dist.DistError):
-            dist.PrefixStore(self.key, self.connect()).set(CALLED_OFF, "")
+            dist.PrefixStore(self.key, replace(self, timeout=SECONDS_TO_CALL).connect()).set(CALLED_OFF, "")
 
     def bucket_device(self, device: torch.device) -> torch.device:
         return torch.device("cpu") if self.transport == "gloo" else device

@@ -8,7 +8,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from transformers import get_scheduler
 
 from openrlhf.errors import BackendError, ConfigError
 
@@ -37,6 +36,8 @@ class OptimizerSettings:
 
 def schedule(name: str, *, warmup_ratio: float, total_steps: int, min_lr_ratio: float) -> Callable[[int], float]:
     """Factor on the peak learning rate at each step, counted from 0; warm-up begins at zero, as in Transformers."""
+    from transformers import get_scheduler  # brings PEFT and bitsandbytes along: a third of a process's imports
+
     kwargs = {"min_lr_rate": min_lr_ratio} if name in WITH_MIN_LR else None
     dummy = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     try:

@@ -1,5 +1,6 @@
 """Whole runs on a real Ray with DeepSpeed and vLLM: they train what they should, and survive or report every death."""
 
+import os
 import shlex
 import shutil
 import signal
@@ -31,11 +32,9 @@ from pathlib import Path
 
 def reward_func(queries, prompts, labels):
     here = Path(__file__).parent
-    with open(here / "calls", "a") as calls:
-        calls.write("+")
-    driver = (here / "driver").read_text()
-    if driver and (here / "calls").stat().st_size > 8 + 4:  # amid the second rollout of eight groups
-        os.kill(int(driver), signal.SIGKILL)
+    driver, metrics = here / "driver", here / "out" / "run" / "metrics.jsonl"
+    if driver.exists() and metrics.exists() and metrics.read_text():  # amid the second rollout
+        os.kill(int(driver.read_text()), signal.SIGKILL)
     return {"rewards": [float(len(query)) for query in queries]}
 """
 VLLM = {"head_dim": 32}  # vLLM's attention on CPU knows no smaller one
@@ -202,7 +201,8 @@ def test_a_killed_driver_takes_models_and_engine_along_and_the_next_run_starts(t
     flags |= {"prompt_data": write_rows(tmp_path / "prompts.jsonl", asked(16)), "vllm_num_engines": 1}
     flags |= {"remote_rm_url": str(tmp_path / "reward.py")}
     command = ["-m", "openrlhf.cli.train_ppo_ray", *as_argv(flags)]
-    with machine.open(command) as driver:
+    home = {"HOME": os.environ["HOME"]}  # where vLLM keeps what it learned of the model
+    with machine.open(command, **home) as driver:
         (tmp_path / "driver").write_text(str(driver.pid))
         assert driver.wait(WATCHDOG) == -signal.SIGKILL
     processes = machine.processes()
@@ -210,8 +210,8 @@ def test_a_killed_driver_takes_models_and_engine_along_and_the_next_run_starts(t
     assert machine.processes() == []
     assert len((tmp_path / "out" / "run" / "metrics.jsonl").read_text().splitlines()) == 1
 
-    (tmp_path / "driver").write_text("")
-    with machine.open(command) as driver:
+    (tmp_path / "driver").unlink()
+    with machine.open(command, **home) as driver:
         _, said = driver.communicate(timeout=WATCHDOG)
     assert driver.returncode == 0, said
     lines = [line for line in said.splitlines() if not line.startswith(("openrlhf: ", "  ", "train: "))]

@@ -156,6 +156,14 @@ def test_after_the_death_of_a_receiver_a_new_channel_is_formed_with_another():
             send(make_sender(2), [lives, *fresh], 2)
 
 
+def test_a_sender_that_is_called_off_waits_no_longer():
+    sender = make_sender(2)
+    sender.channel.call_off()
+    with pytest.raises(RolloutError, match="receivers 0, 1 of weights did not join, and will not"):
+        sender.send(weights(1), 1)
+    sender.channel.call_off()  # nobody is there to hear it
+
+
 def test_a_missing_receiver_is_named():
     with receivers(1) as pairs:
         sender = make_sender(2, HASTY)
