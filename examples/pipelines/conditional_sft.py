@@ -20,7 +20,7 @@ def learn(args: argparse.Namespace, run: Run | None = None) -> str:
     how = ["--post_processor", "csft", "--normalize_reward"]
     rows = steps.scored(args.folder / "conditional.jsonl", answers, *how)
     policy = steps.trained(args.folder / "policy", "train_sft", "--pretrain", args.policy, "--dataset", rows, *COMPLETE)
-    steps.mean_reward("after", policy, "--enable_csft", "--csft_prompt", f"<rm_score>: {args.wish:.2f}")
+    steps.mean_reward("after", policy, condition=f"<rm_score>: {args.wish:.2f}")
     return policy
 
 

@@ -66,11 +66,15 @@ class Steps:
         self.step(folder / "config.json", command, *paths, *flags, *shlex.split(self.args.train))
         return str(folder)
 
-    def mean_reward(self, name: str, policy: str, *flags: object) -> float | None:
-        """Of one answer to each held-out prompt."""
+    def mean_reward(self, name: str, policy: str, condition: str | None = None) -> float | None:
+        """Of one answer to each held-out prompt; the reward model reads the prompt without the condition."""
         if not self.args.held_out:
             return None
-        answers = self.answers(self.args.folder / f"{name}_answers.jsonl", policy, self.args.held_out, *flags)
+        wish = [] if condition is None else ["--enable_csft", "--csft_prompt", condition]
+        answers = self.answers(self.args.folder / f"{name}_answers.jsonl", policy, self.args.held_out, *wish)
+        if condition is not None:
+            rows = [{**row, "input": row["input"].removesuffix(f" {condition} ")} for row in read(answers)]
+            Path(answers).write_text("".join(json.dumps(row) + "\n" for row in rows))
         rewards = [row["reward"] for row in read(self.scored(self.args.folder / f"{name}_scored.jsonl", answers))]
         mean = sum(rewards) / len(rewards)
         print(f"held-out reward {name}: {mean:.3f}")

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from openrlhf.rollout.vllm import VLLMSettings
 
 OnDone = Callable[[int, Completion], None]
+NEIGHBOURS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")  # processes on a machine, as torchrun and deepspeed say it
 AHEAD = 2  # requests that wait at an engine, for each one that it runs
 
 
@@ -189,13 +190,10 @@ def take_devices(asked: int | None) -> int:
         return 0
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     visible = given.split(",") if given else [str(number) for number in range(count)]
-    local_rank, neighbours = (int(os.environ.get(name, default)) for name, default in LAUNCHER)
-    own = own_devices(visible, asked, local_rank, neighbours)
+    neighbours = next((int(os.environ[name]) for name in NEIGHBOURS if name in os.environ), 1)
+    own = own_devices(visible, asked, int(os.environ.get("LOCAL_RANK", "0")), neighbours)
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(own)
     return len(own)
-
-
-LAUNCHER = (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
 
 
 def own_devices(visible: Sequence[str], asked: int | None, local_rank: int, neighbours: int) -> list[str]:
