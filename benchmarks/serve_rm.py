@@ -4,8 +4,8 @@
     python benchmarks/serve_rm.py --reward_pretrain ./rm --requests 20000 --packing_samples
 
 The server is the command itself in a process of its own; clients are connections of this one, each sending its next
-request when the last one was answered. A request is a group of texts of uneven length. What the clients cost is part of
-the figures where both share the cores. Unknown flags go to the server.
+request when the last one was answered. A request is a group of texts of uneven length. Where clients and server share
+the cores, what the clients cost is part of the figures. Unknown flags go to the server.
 """
 
 import argparse
@@ -28,7 +28,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz "
 
 
 def make_reward_model(folder: str) -> None:
-    """Four layers, hidden 256, one token a letter."""
+    """Two layers, hidden 64, one token a letter."""
     vocabulary = {token: number for number, token in enumerate(["</s>", "<pad>", *LETTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=" "))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", behavior="isolated")
@@ -37,9 +37,9 @@ def make_reward_model(folder: str) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(vocabulary),
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_labels=1,
         pad_token_id=1,
