@@ -136,3 +136,16 @@ def test_a_group_that_was_called_off_takes_no_room():
 
     asyncio.run(asyncio.wait_for(main(), 60))
     assert engine.batches == [[(0, 0)], [(2, 0)]]
+
+
+def test_out_of_step_what_a_prompt_asks_in_one_moment_is_one_batch_and_nobody_waits():
+    engine, turns = EchoEngine(), (1, 2, 1, 1)
+
+    async def main():
+        turnstile = Turnstile(engine, lockstep=False)
+        groups = [await turnstile.line_up(2, prefix) for prefix in (7, 8)]
+        sessions = [session for group in groups for session in group]
+        return await asyncio.gather(*(episode(*each) for each in zip(sessions, range(4), turns, strict=True)))
+
+    assert asyncio.run(main()) == [[0], [1, 2], [2], [3]]
+    assert engine.batches == [[(0, 0), (1, 0)], [(2, 0), (3, 0)], [(1, 1)]]

@@ -1,0 +1,52 @@
+"""Micro-batches over ranks, and weights compared on both sides: what a cluster does without Ray."""
+
+import numpy as np
+import pytest
+import torch
+
+from openrlhf.data.collate import Layout
+from openrlhf.errors import RolloutError
+from openrlhf.launch.proof import Sent, compare
+from openrlhf.launch.ray_workers import share_out
+from openrlhf.rollout.checksum import checksum
+from openrlhf.training.backend import is_weightless
+from openrlhf.types import TokenRow
+
+
+def batch(length):
+    return Layout(packing=True, pad_id=0).batch([TokenRow(np.ones(length, np.int32), np.ones(length, bool))])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_every_micro_batch_goes_to_one_rank_and_shares_are_equally_long(ranks):
+    batches = [batch(length) for length in (9, 1, 7, 3)]
+    places, shares = share_out(batches, ranks)
+    assert sorted(place for own in places for place in own) == [0, 1, 2, 3]
+    assert len({len(share) for share in shares}) == 1
+    for own, share in zip(places, shares, strict=True):
+        assert [batches[place] for place in own] == share[: len(own)]
+        assert all(is_weightless(filler) for filler in share[len(own) :])
+
+
+def test_the_tokens_of_ranks_are_balanced():
+    places, _ = share_out([batch(length) for length in (9, 1, 7, 3)], 2)
+    assert sorted(map(sorted, places)) == [[0, 1], [2, 3]]
+
+
+def sums(**tensors):
+    return {name: checksum(tensor) for name, tensor in tensors.items()}
+
+
+def test_weights_that_arrived_are_not_complained_about():
+    tensors = {"a": torch.randn(3), "b": torch.randn(2, 2)}
+    sent = Sent(tensors.items(), verify=True)
+    assert dict(sent) == tensors
+    compare(sent.checksums, sums(**tensors), "engine 0")
+
+
+def test_what_is_missing_changed_or_unknown_is_named():
+    one, other = torch.zeros(2), torch.ones(2)
+    with pytest.raises(
+        RolloutError, match=r"engine 0.*1 did not arrive \(b\).*1 arrived changed \(a\).*never sent \(c\)"
+    ):
+        compare(sums(a=one, b=one), sums(a=other, c=one), "engine 0")
