@@ -79,6 +79,7 @@ class Fate:
 
     async def race(self, awaited: Awaitable[Answer]) -> Answer:
         task = asyncio.ensure_future(awaited)
+        task.add_done_callback(_look_at)
         try:
             await asyncio.wait((task, self.died), return_when=asyncio.FIRST_COMPLETED)
             if self.died.done():
@@ -97,6 +98,12 @@ class Fate:
             self.died.exception()  # looked at, so that asyncio does not complain
         else:
             self.died.cancel()
+
+
+def _look_at(task: asyncio.Future[Any]) -> None:
+    """Who was cancelled while awaiting does not look any more, and asyncio complains about what nobody looked at."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _reason(error: Exception) -> str:
