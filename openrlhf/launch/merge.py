@@ -7,6 +7,7 @@ from pathlib import Path
 from transformers.utils.logging import disable_progress_bar
 
 from openrlhf.config.commands import LoraCombinerConfig
+from openrlhf.launch.device import choose_device
 from openrlhf.models.export import save_model
 from openrlhf.models.forward import Network
 from openrlhf.models.load import DTYPES
@@ -18,6 +19,7 @@ from openrlhf.training.checkpoint import begin_export, finish_export
 def run(config: LoraCombinerConfig) -> Path:
     """Merges and saves; the config has been checked. The folder appears whole."""
     disable_progress_bar()
+    choose_device("cpu")  # a few sums: no GPU is worth waking for them
     flags = config.merge
     model, tokenizer = merge_adapter(
         str(flags.model_path),

@@ -77,7 +77,7 @@ def open_scorer(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase
     model = load_scalar_model(name, config.model, device=device, packing=False, head_prefix=prefix)
     mean, std = saved.get("mean", 0.0), saved.get("std", 1.0)
     if "mean" in saved:
-        say(f"rewards are (score - {mean:.4g}) / {std:.4g}, with the mean and std in the model's config.json")
+        say(f"rewards are normalised by the mean ({mean:.4g}) and std ({std:.4g}) in the model's config.json")
     return OutcomeScorer(
         LocalFrozen(Network(model), device), texts, Batching(layout, config.task.micro_batch_size), mean=mean, std=std
     )

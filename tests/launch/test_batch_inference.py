@@ -225,7 +225,7 @@ def test_two_processes_give_the_rows_of_one(infer, folder, reward_model, tmp_pat
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
 def test_a_killed_run_goes_on_without_loss_or_repetition(sent, infer, folder, tmp_path):
-    long = {"dataset": prompts([f"{word}{number}" for number in range(30) for word in WORDS]), "input_template": "{}="}
+    long = {"dataset": prompts([f"{word}{number}" for number in range(16) for word in WORDS]), "input_template": "{}="}
     flags = long | {"best_of_n": 2, "max_new_tokens": 24, "micro_batch_size": 4}
     whole = infer(**flags)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
