@@ -87,7 +87,7 @@ class Fate:
         except DeathError as death:  # heard here before the watch did
             raise final(death) from None
         finally:
-            task.cancel()
+            abandon(task)
 
     def forget(self) -> None:
         """The run is over: deaths are expected."""
@@ -97,6 +97,13 @@ class Fate:
             self.died.exception()  # looked at, so that asyncio does not complain
         else:
             self.died.cancel()
+
+
+def abandon(*work: asyncio.Future[Any]) -> None:
+    """Nobody waits for it any more, nor wants to hear how it failed."""
+    for one in work:
+        if not one.cancel() and not one.cancelled():
+            one.exception()
 
 
 def _reason(error: Exception) -> str:
