@@ -88,7 +88,7 @@ class Fate:
         except DeathError as death:  # heard here before the watch did
             raise final(death) from None
         finally:
-            task.cancel()
+            abandon(task)
 
     def forget(self) -> None:
         """The run is over: deaths are expected."""
@@ -104,6 +104,13 @@ def _look_at(task: asyncio.Future[Any]) -> None:
     """Who was cancelled while awaiting does not look any more, and asyncio complains about what nobody looked at."""
     if not task.cancelled():
         task.exception()
+
+
+def abandon(*work: asyncio.Future[Any]) -> None:
+    """Nobody waits for it any more, nor wants to hear how it failed."""
+    for one in work:
+        if not one.cancel() and not one.cancelled():
+            one.exception()
 
 
 def _reason(error: Exception) -> str:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
 
 from openrlhf.errors import RolloutError
 from openrlhf.launch.proof import compare
-from openrlhf.launch.ray_calls import DeathError, Process
+from openrlhf.launch.ray_calls import DeathError, Process, abandon
 from openrlhf.launch.ray_engines import RayEngines
 from openrlhf.launch.ray_workers import WorkerGroup
 from openrlhf.rollout.channel import Channel, Incoming, PerWorker, Transport
@@ -135,13 +134,6 @@ class RaySync:
         arriving = [Incoming(channel, number, version) for channel, number in self.channels]
         size = self.workers_per_engine
         return [PerWorker(tuple(arriving[place : place + size])) for place in range(0, len(arriving), size)]
-
-
-def abandon(*work: asyncio.Future[Any]) -> None:
-    """Nobody waits for it any more, nor wants to hear how it failed."""
-    for one in work:
-        if not one.cancel() and not one.cancelled():
-            one.exception()
 
 
 SECONDS = 60.0  # that either end of a channel waits for the other before it gives up by itself
