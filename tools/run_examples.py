@@ -28,7 +28,7 @@ WATCHDOG = 600  # seconds for one script; none should take a quarter of it
 # Variables for all; {toys} is the folder of models and data, {work} the script's own, {port} a free port.
 SETTING = """
 MODEL={toys}/llama REWARD_MODEL={toys}/reward TEACHER={toys}/llama PROMPTS={toys}/prompts.jsonl PLACEHOLDER=#
-MAX_SAMPLES=8 MAX_LEN=128 TRAIN_BATCH=8 MICRO_BATCH=2 LAUNCHER='deepspeed --master_port {port} --num_gpus 1 --module'
+MAX_SAMPLES=8 MAX_LEN=128 TRAIN_BATCH=4 MICRO_BATCH=2 LAUNCHER='deepspeed --master_port {port} --num_gpus 1 --module'
 PROMPT_LEN=64 ANSWER_LEN=8 ROLLOUT_BATCH=4 SAMPLES=2 MICRO_ROLLOUT_BATCH=4 ITERATIONS=1 PROMPTS_PER_ITERATION=4
 ACTOR_NODES=1 ACTOR_GPUS=1 CRITIC_NODES=1 CRITIC_GPUS=1 ENGINES=1 ENGINE_TP=1 GPUS_PER_NODE=1
 SYSTEM_PROMPT=help TURNS=2 OVERLONG=4 SAVE_PATH={work}/model CKPT_PATH={work}/ckpt SCRIPTS={scripts}
@@ -44,10 +44,9 @@ STANDS_IN = {
     "docker": 'echo docker "$@"',
 }
 UNIVERSAL = """
-"$SCRIPTS/train_sft.sh" --zero_stage 3 --save_steps 1 --ckpt_path ckpt --max_samples 4 --train_batch_size 4
+"$SCRIPTS/train_sft.sh" --zero_stage 3 --save_steps 1 --ckpt_path ckpt --max_samples 4
 "$SCRIPTS/ckpt_ds_zero_to_universal.sh" ckpt --num_extract_workers 1
-LAUNCHER="python3 -m" "$SCRIPTS/train_sft.sh" --ckpt_path ckpt --train_batch_size 4 --load_checkpoint \
-    --use_ds_universal_ckpt
+LAUNCHER="python3 -m" "$SCRIPTS/train_sft.sh" --ckpt_path ckpt --load_checkpoint --use_ds_universal_ckpt
 """
 SERVE = """
 "$SCRIPTS/serve_remote_rm.sh" &

@@ -3,14 +3,14 @@
 # GPU driver must be there already.
 set -euo pipefail
 
-readonly source=https://nvidia.github.io/libnvidia-container
+readonly packages=https://nvidia.github.io/libnvidia-container
 readonly keyring=/usr/share/keyrings/nvidia-container-toolkit-keyring.gpg
 
 for needed in docker nvidia-smi curl gpg; do
     command -v "$needed" > /dev/null || { echo "$needed is not there: install it first" >&2; exit 1; }
 done
-curl -fsSL "$source/gpgkey" | sudo gpg --dearmor --yes --output "$keyring"
-curl -fsSL "$source/stable/deb/nvidia-container-toolkit.list" |
+curl -fsSL "$packages/gpgkey" | sudo gpg --dearmor --yes --output "$keyring"
+curl -fsSL "$packages/stable/deb/nvidia-container-toolkit.list" |
     sed "s#deb https://#deb [signed-by=$keyring] https://#" |
     sudo tee /etc/apt/sources.list.d/nvidia-container-toolkit.list > /dev/null
 sudo apt-get update

@@ -16,7 +16,7 @@ python3 "$examples/pipelines/rejection_sampling.py" \
     --launcher "${LAUNCHER:-deepspeed --module}" \
     --generate "--input_key ${INPUT_KEY:-context_messages} --apply_chat_template --prompt_max_len ${PROMPT_LEN:-1024} \
         --max_new_tokens ${ANSWER_LEN:-1024}" \
-    --score "--max_len ${MAX_LEN:-2048} --zero_stage 3 --param_dtype bf16" \
+    --score "--max_len ${MAX_LEN:-2048} --param_dtype bf16" \
     --train "--max_len ${MAX_LEN:-2048} --train_batch_size ${TRAIN_BATCH:-128} \
         --micro_train_batch_size ${MICRO_BATCH:-2} --max_epochs 1 --learning_rate 2e-6 --zero_stage 3 \
         --param_dtype bf16 --packing_samples --gradient_checkpointing ${TRAIN_FLAGS:-}" \
