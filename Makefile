@@ -1,6 +1,7 @@
 # make quickstart   set up the embedded default in .venv and run it end to end
 # make test         set up everything (CPU builds), then lint, import contract, types and every test
 # make lint         what `make test` runs before pytest
+# make examples     every script of examples/scripts at tiny scale, with a table of what ran
 # PYTHON=python3.12 make ...   takes another interpreter (3.11 or newer)
 
 PYTHON ?= python3
@@ -16,7 +17,7 @@ FULL := $(VENV)/full.stamp
 export TOKENIZERS_PARALLELISM := false
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: quickstart test lint clean
+.PHONY: quickstart test lint examples clean
 .NOTPARALLEL:
 
 quickstart: $(CORE)
@@ -30,6 +31,10 @@ lint: $(FULL)
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/pyrefly check
+	$(BIN)/shellcheck examples/scripts/*.sh
+
+examples: $(FULL)
+	$(BIN)/python tools/run_examples.py
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 Run = Callable[[list[str]], None]
+ALONE = [sys.executable, "-m"]
 COMPLETE = ["--input_key", "input", "--output_key", "output", "--input_template", ""]  # rows that hold whole prompts
 
 
@@ -27,7 +28,7 @@ def arguments(description: str, *, iterations: int, samples: int) -> argparse.Ar
     parser.add_argument("--generate", default="", help="flags for generation, such as '--max_new_tokens 512'")
     parser.add_argument("--score", default="", help="flags for scoring")
     parser.add_argument("--train", default="", help="flags for training, such as '--learning_rate 5e-7'")
-    parser.add_argument("--launcher", default=f"{sys.executable} -m", help="such as 'deepspeed --module'")
+    parser.add_argument("--launcher", default=shlex.join(ALONE), help="such as 'deepspeed --module'")
     return parser
 
 
@@ -40,7 +41,9 @@ class Steps:
         args.folder.mkdir(parents=True, exist_ok=True)
 
     def launch(self, words: list[str]) -> None:
-        subprocess.run([*shlex.split(self.args.launcher), f"openrlhf.cli.{words[0]}", *words[1:]], check=True)
+        """One vLLM takes all devices by itself, so it needs no launcher."""
+        launcher = ALONE if "generate_vllm" in words else shlex.split(self.args.launcher)
+        subprocess.run([*launcher, f"openrlhf.cli.{words[0]}", *words[1:]], check=True)
 
     def step(self, output: Path, command: str, *flags: object) -> str:
         """Runs a command unless what it makes is there already; a step that was killed goes on or starts again."""

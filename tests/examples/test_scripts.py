@@ -1,0 +1,128 @@
+"""The scripts of examples/scripts: their shell, what they ask for by default, and some of them run at tiny scale."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from openrlhf.config.check import check
+from openrlhf.config.commands import COMMANDS
+from openrlhf.config.flags import flag_values
+from openrlhf.config.parser import parse
+from tests.config.test_snapshots import PRINTED, read
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted(path for path in (ROOT / "examples" / "scripts").glob("*.sh") if path.name != "common.sh")
+NOT_TRAINING = ("build_openrlhf", "ckpt_ds_zero_to_universal", "docker_run", "nvidia_docker_install")
+PIPELINES = ("train_conditional", "train_iterative_dpo", "train_rejection_sampling")
+FAST = (
+    "train_sft",
+    "train_dpo_llama",
+    "train_llama_slurm",
+    "train_ppo_llama",
+    "train_reinforce_baseline_hybrid_engine",
+)
+WATCHDOG = 900  # seconds; on two idle cores they take a tenth of it
+RECORDER = '#!/bin/sh\nprintf "%s\\0" "${0##*/}" "$@" > "$RECORDED"\n'
+
+
+@pytest.fixture
+def words(tmp_path):
+    """Runs a script in a world where every program but the shell's own writes down how it was called."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("python3", "deepspeed", "ray", "docker"):
+        (programs / name).write_text(RECORDER)
+        (programs / name).chmod(0o755)
+
+    def run(script, *flags, **variables):
+        environment = {"PATH": f"{programs}:/usr/bin:/bin", "HOME": str(tmp_path), "RECORDED": str(tmp_path / "words")}
+        command = ["bash", str(ROOT / "examples" / "scripts" / f"{script}.sh"), *flags]
+        subprocess.run(command, env=environment | variables, cwd=tmp_path, check=True)
+        return (tmp_path / "words").read_text().split("\0")[:-1]
+
+    return run
+
+
+@pytest.fixture
+def asked(words, monkeypatch):
+    """The command that a script calls, and its flags after every check, on one node of eight devices."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+
+    def run(script, *flags):
+        called = words(script, *flags)
+        place = next(number for number, word in enumerate(called) if word.startswith("openrlhf.cli."))
+        command = called[place].removeprefix("openrlhf.cli.")
+        return command, flag_values(check(parse(COMMANDS[command], called[place + 1 :], environ={}), lambda line: None))
+
+    return run
+
+
+def names(*, without=()):
+    return [path.stem for path in SCRIPTS if not path.stem.startswith(without)]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_a_script_can_be_called_and_says_what_it_does(script):
+    lines = script.read_text().splitlines()
+    assert os.access(script, os.X_OK)
+    assert lines[0].startswith("#!")
+    assert any(line.startswith("# ") for line in lines)
+    assert any(line.startswith(("set -euo pipefail", "source ")) for line in lines)
+
+
+@pytest.mark.parametrize("script", [name for name in names(without=(*NOT_TRAINING, *PIPELINES)) if "slurm" not in name])
+def test_what_a_script_asks_for_by_default_keeps_every_rule(script, asked):
+    command, flags = asked(script)
+    assert command in COMMANDS
+    assert flags["param_dtype"] == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("script", "place"),
+    [("train_sft", "004 sft"), ("train_rm", "004 rm"), ("train_ppo_ray_hybrid_engine", "004 ppo")],
+)
+def test_a_script_asks_for_what_the_document_prints(script, place, asked):
+    command, flags = asked(script)
+    printed_command, printed, _ = PRINTED[place]
+    documented = flag_values(check(read(printed_command, printed), lambda line: None))
+    own = {"use_wandb", "save_path", "ckpt_path", "run_dir"}
+    assert command == printed_command
+    assert {name: value for name, value in flags.items() if name not in own} == {
+        name: value for name, value in documented.items() if name not in own
+    }
+
+
+@pytest.mark.parametrize("script", ["train_sft_llama", "train_dpo_ring_llama", "train_dapo_ray_hybrid_engine"])
+def test_flags_behind_the_name_win(script, asked):
+    assert asked(script, "--train_batch_size", "72")[1]["train_batch_size"] == 72
+
+
+def test_a_dashboard_takes_the_run_as_a_job(words, tmp_path):
+    called = words("train_ppo_ray_hybrid_engine", RAY_ADDRESS="http://127.0.0.1:8265")
+    job = ["ray", "job", "submit", "--address", "http://127.0.0.1:8265", "--working-dir", str(tmp_path), "--"]
+    assert called[: len(job) + 2] == [*job, "python3", "-m"]
+
+
+def test_another_ray_is_joined_by_the_command_itself(words):
+    assert words("train_ppo_ray_hybrid_engine", RAY_ADDRESS="head:6379")[:2] == ["python3", "-m"]
+
+
+def test_a_few_of_them_run(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "run_examples.py"), "--folder", str(tmp_path), *FAST],
+        capture_output=True,
+        text=True,
+        timeout=WATCHDOG,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_script_is_known_to_the_driver(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    from run_examples import EXAMPLES, ONLY_READ
+
+    assert {example.name for example in EXAMPLES} - {"ray_job_submit"} | set(ONLY_READ) == set(names())
