@@ -55,10 +55,10 @@ def tokenizer():
     return made
 
 
-def agent(body):
-    """A run_agent with a client `c`; `ask(*messages, **more)` returns the first choice's message."""
+def agents(**bodies):
+    """A run_agent that does what the prompt's label names; `ask(*messages, **more)` returns the policy's message."""
     source = """
-        from openai import APIStatusError, AsyncOpenAI
+        from openai import APIStatusError, AsyncOpenAI, BadRequestError
 
         async def run_agent(base_url, api_key, prompt, label):
             c = AsyncOpenAI(base_url=base_url, api_key=api_key)
@@ -66,8 +66,18 @@ def agent(body):
                 got = await c.chat.completions.create(model="policy", messages=list(messages), **more)
                 return got.choices[0].message
             u = {"role": "user", "content": prompt}
+            return await globals()[label](c, ask, u, base_url, api_key)
     """
-    return textwrap.dedent(source) + textwrap.indent(textwrap.dedent(body), "    ")
+    functions = [
+        f"async def {name}(c, ask, u, base_url, api_key):\n" + textwrap.indent(textwrap.dedent(body), "    ")
+        for name, body in bodies.items()
+    ]
+    return "\n".join([textwrap.dedent(source), *functions])
+
+
+def play(executor, said, **options):
+    """One episode for each label, with what the policy says in it."""
+    return run_all(executor, [(prompt(label=label), [session]) for label, session in said.items()], **options)
 
 
 def test_a_client_with_tools_two_turns_by_hand(build, write):
@@ -107,7 +117,9 @@ def test_the_tokens_of_a_real_engine_stand_as_they_were_drawn(build, write, tmp_
         return float(len(second.content))
     """
     sessions = [Session() for _ in range(3)]
-    got = run(build(agent_func_path=write(agent(body))), sessions, max_tokens=9).trajectories
+    got = run(
+        build(agent_func_path=write(agents(twice=body))), sessions, asked=prompt(label="twice"), max_tokens=9
+    ).trajectories
     assert len({item.input_ids for item in got}) == 3
     for item, session in zip(got, sessions, strict=True):
         (first, drawn), (second, last) = session.requests
@@ -136,8 +148,8 @@ def test_clients_that_block_do_not_hold_each_other_up(build, write):
     assert [item.reward for item in got.trajectories] == [float(number) for number in range(40)]
 
 
-def test_a_stream_brings_the_same(build, write):
-    body = f"""
+SERVED = {
+    "streamed": f"""
         parts = [part async for part in await c.chat.completions.create(
             model="policy", messages=[u], stream=True, tools={TOOLS!r}, stream_options={{"include_usage": True}})]
         delta = parts[0].choices[0].delta
@@ -145,13 +157,8 @@ def test_a_stream_brings_the_same(build, write):
         assert parts[1].choices[0].finish_reason == "tool_calls"
         assert (parts[2].usage.prompt_tokens, parts[2].usage.completion_tokens) == (15, {len(encode(CALL)) + 2})
         return len(parts)
-    """
-    got = run(build(agent_func_path=write(agent(body)), context_length=200), [Say("so" + CALL)], max_tokens=99)
-    assert got.trajectories[0].reward == 3.0
-
-
-def test_what_else_is_served(build, write):
-    body = """
+    """,
+    "everything": """
         import httpx
         models = await c.models.list()
         assert [item.id for item in models.data] == ["policy"]
@@ -167,67 +174,74 @@ def test_what_else_is_served(build, write):
         assert [item.logprob for item in got.choices[0].logprobs.content] == [-1.0, -1.0]
         assert got.token_ids["completion_token_ids"][-1] == 0
         return got.usage.completion_tokens
-    """
-    assert run(build(agent_func_path=write(agent(body))), [Say("x</s>")]).trajectories[0].reward == 2.0
-
-
-def test_a_request_may_end_a_turn_earlier_and_nothing_else(build, write, capfd):
-    body = """
+    """,
+    "lost": """
+        first = await ask(u)
+        again = await ask(u, extra_headers={"x-stainless-retry-count": "1"})
+        await ask(u, again, u)
+        return float(first == again)
+    """,
+    "shorter": """
         await ask(u, max_tokens=3, temperature=0.1, top_p=1.0, stop="x", seed=3)
-        return 1.0
-    """
-    session = Say("abcdef")
-    got = run(build(agent_func_path=write(agent(body))), [session], stop=("y",)).trajectories[0]
-    asked = session.requests[0].params
+        return 4.0
+    """,
+    "raises": "await ask(u); raise KeyError('lost')",
+}
+
+
+def test_what_is_served(build, write, capfd):
+    executor = build(agent_func_path=write(agents(**SERVED)), context_length=200, on_reward_error="skip")
+    texts = {"streamed": ["so" + CALL], "everything": ["x</s>"], "lost": "ab", "shorter": ["abcdef"], "raises": "a"}
+    said = {label: Say(*text) for label, text in texts.items()}
+    *results, raised = play(executor, said, max_tokens=99, stop=("y",))
+    (failure,) = raised.failures
+    assert isinstance(failure, RewardError)
+    assert "raised KeyError: 'lost' at" in str(failure)
+    assert [failure for result in results for failure in result.failures] == []
+    assert [result.trajectories[0].reward for result in results] == [3.0, 2.0, 1.0, 4.0]
+    assert len(said["lost"].requests) == 2
+    asked = said["shorter"].requests[0].params
     assert (asked.max_tokens, asked.temperature, asked.stop, asked.seed) == (3, 1.0, ("y", "x"), 0)
-    assert got.truncated
+    assert results[3].trajectories[0].truncated
     assert "temperature=0.1 (the run has 1.0): training draws as its flags say" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ("await ask(u); await ask(u)", "it ends after 1 messages, where the episode has 2"),
-        (
-            'said = await ask(u); await ask(u, {"role": "assistant", "content": "other"}, u)',
-            'message 1 is \'{"role": "assistant", "content": "other"}\', where the episode has',
-        ),
-        ('said = await ask(u); await ask({"role": "user", "content": "!"}, said, u)', "message 0 is"),
-        (f"said = await ask(u, tools={TOOLS!r}); await ask(u, said, u)", "other tools than the first one"),
-        ("await ask(u, n=2)", "asks for n=2"),
-        ("await ask(u, tool_choice='required')", "asks for tool_choice='required'"),
-        ("await ask(u, response_format={'type': 'json_object'})", "asks for response_format"),
-        ("await ask()", "a list of messages is wanted"),
-        ("await ask({'role': 'user', 'content': [{'type': 'image_url'}]})", "text in every part"),
-        ("await ask({'role': 'user', 'content': 'long' * 99})", "the first request of an episode has 402 tokens"),
-        ("pass", "returned before it asked the policy anything"),
-        ("return await ask(u) and None", "run_agent returned None; wanted is a number"),
-        ("return await ask(u) and {'score': 1}", "run_agent returned {'score': 1}"),
-    ],
-)
-@pytest.mark.parametrize("swallowed", [False, True])
-def test_what_cannot_be_trained_on_is_an_error_even_if_the_agent_swallows_it(build, write, body, message, swallowed):
-    tried = f"try:\n    {body}\nexcept APIStatusError:\n    pass\n"
-    if swallowed:
-        body = tried + ("" if "return" in body or body == "pass" else "return 1.0")
-    executor = build(agent_func_path=write(agent(body)), on_reward_error="skip")
-    (failure,) = run(executor, [Say("a")]).failures
-    assert isinstance(failure, RolloutError)
-    assert message in str(failure)
+REFUSED = [
+    ("await ask(u); await ask(u)", "it ends after 1 messages, where the episode has 2"),
+    (
+        'said = await ask(u); await ask(u, {"role": "assistant", "content": "other"}, u)',
+        'message 1 is \'{"role": "assistant", "content": "other"}\', where the episode has',
+    ),
+    ('said = await ask(u); await ask({"role": "user", "content": "!"}, said, u)', "message 0 is"),
+    (f"said = await ask(u, tools={TOOLS!r}); await ask(u, said, u)", "other tools than the first one"),
+    ("await ask(u, n=2)", "asks for n=2"),
+    ("await ask(u, tool_choice='required')", "asks for tool_choice='required'"),
+    ("await ask(u, response_format={'type': 'json_object'})", "asks for response_format"),
+    ("await ask(u, extra_body={'max_tokens': 0})", "max_tokens of a request is [0]"),
+    ("await ask()", "a list of messages is wanted"),
+    ("await ask({'role': 'user', 'content': [{'type': 'image_url'}]})", "text in every part"),
+    ("await ask({'role': 'user', 'content': 'long' * 99})", "the first request of an episode has 402 tokens"),
+    ("pass", "returned before it asked the policy anything"),
+    ("return await ask(u) and None", "run_agent returned None; wanted is a number"),
+    ("return await ask(u) and {'score': 1}", "run_agent returned {'score': 1}"),
+]
 
 
-def test_what_the_agent_raises_is_its_own(build, write):
-    executor = build(agent_func_path=write(agent("await ask(u); raise KeyError('lost')")), on_reward_error="skip")
-    (failure,) = run(executor, [Say("a")]).failures
-    assert isinstance(failure, RewardError)
-    assert "raised KeyError: 'lost' at" in str(failure)
+def test_what_cannot_be_trained_on_is_an_error_even_if_the_agent_swallows_it(build, write):
+    bodies, wanted = {}, []
+    for number, (body, message) in enumerate(REFUSED):
+        bodies[f"loud{number}"] = f"{body}\nreturn 1.0"
+        bodies[f"quiet{number}"] = f"try:\n    {body}\nexcept APIStatusError:\n    pass\nreturn 1.0"
+        wanted += [message] * 2
+    executor = build(agent_func_path=write(agents(**bodies)), on_reward_error="skip")
+    failures = [result.failures for result in play(executor, {label: Say("a") for label in bodies})]
+    assert all(len(found) == 1 and isinstance(found[0], RolloutError) for found in failures)
+    assert [message for message, (found,) in zip(wanted, failures, strict=True) if message not in str(found)] == []
 
 
-@pytest.mark.parametrize(("ending", "reward"), [("return 2.0", 2.0), ("raise", 0.0)])
 @pytest.mark.parametrize("flags", [{"max_turns": 2}, {"context_length": 25}])
-def test_an_episode_without_room_is_over(build, write, ending, reward, flags):
-    body = f"""
-        from openai import BadRequestError
+def test_an_episode_without_room_is_over(build, write, flags):
+    body = """
         heard = [u]
         while True:
             try:
@@ -236,22 +250,12 @@ def test_an_episode_without_room_is_over(build, write, ending, reward, flags):
                 assert error.code == "context_length_exceeded"
                 {ending}
     """
-    session = Say("abc</s>")
-    got = run(build(agent_func_path=write(agent(body)), **flags), [session]).trajectories[0]
-    assert len(session.requests) == 2
-    assert (got.reward, got.truncated) == (reward, True)
-
-
-def test_an_answer_that_was_lost_is_given_again_not_drawn_again(build, write):
-    body = """
-        first = await ask(u)
-        again = await ask(u, extra_headers={"x-stainless-retry-count": "1"})
-        await ask(u, again, u)
-        return float(first == again)
-    """
-    session = Say("a", "b")
-    assert run(build(agent_func_path=write(agent(body))), [session]).trajectories[0].reward == 1.0
-    assert len(session.requests) == 2
+    said = {"judged": Say("abc</s>"), "gave_up": Say("abc</s>")}
+    source = agents(judged=body.format(ending="return 2.0"), gave_up=body.format(ending="raise"))
+    results = play(build(agent_func_path=write(source), **flags), said)
+    assert [len(session.requests) for session in said.values()] == [2, 2]
+    ended = [result.trajectories[0] for result in results]
+    assert [(item.reward, item.truncated) for item in ended] == [(2.0, True), (0.0, True)]
 
 
 def test_an_executor_of_ones_own_reads_other_tool_calls(build, write):
