@@ -14,6 +14,7 @@ from openrlhf.agents.messages import Spec
 from openrlhf.agents.pool import Limits, Pool
 from openrlhf.agents.rewards import FileRewards, NoRewards, Scorer
 from openrlhf.agents.single_turn import SingleTurn
+from openrlhf.config.sections.data import Template
 from openrlhf.config.sections.rl import Rewards
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def build_executor(
     context_length: int,
     processes: int | None = None,
     trust_remote_code: bool = False,
+    template: Template | None = None,
 ) -> GroupExecutor:
     """An agent's file, a reward file, reward servers, or none of them: then reward models score the samples later.
 
@@ -37,7 +39,7 @@ def build_executor(
     """
     processes = processes or max(1, min(MOST_PROCESSES, (os.cpu_count() or 2) // 2))
     if rewards.agent_func_path:
-        return _episodes(rewards, tokenizer, context_length, processes, trust_remote_code)
+        return _episodes(rewards, tokenizer, context_length, processes, trust_remote_code, template or Template())
     return SingleTurn(
         _scorer(rewards, processes), tokenizer, context_length=context_length, on_error=rewards.on_reward_error
     )
@@ -62,6 +64,7 @@ def _episodes(
     context_length: int,
     processes: int,
     trust_remote_code: bool,
+    template: Template,
 ) -> Episodes:
     folder = tempfile.TemporaryDirectory(prefix="openrlhf-tokenizer-")
     tokenizer.save_pretrained(folder.name)
@@ -73,6 +76,7 @@ def _episodes(
         tokenizer_folder=folder.name,
         tokenizer_class=_class_of(tokenizer),
         trust_remote_code=trust_remote_code,
+        template=template,
     )
     limits = Limits(rewards.reward_timeout, processes, calls_before_another=EPISODES_BEFORE_ANOTHER)
     pool = Pool(spec, limits, owns=folder)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 from openrlhf.agents.messages import plain
+from openrlhf.config.sections.data import Template
 from openrlhf.errors import RolloutError
 from openrlhf.types import Completion, SamplingParams
 
@@ -84,6 +85,10 @@ class AgentExecutorBase(ABC):
     """Full control: `execute` makes one episode, token by token."""
 
     max_turns: int | None = None  # set from --max_turns
+    template: Template = Template()  # set from the flags of chat templates
+
+    async def prepare(self) -> None:  # noqa: B027 - most have nothing to do
+        """Called once, before the first episode."""
 
     @abstractmethod
     async def execute(

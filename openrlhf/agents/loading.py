@@ -1,4 +1,4 @@
-"""What a user's .py file offers: a reward function, an agent executor, or the older step function.
+"""What a user's .py file offers: a reward function, an agent executor, an agent of its own, or the older step function.
 
 What a function accepts is read from its signature, never found out by calling it.
 """
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from openrlhf.agents.interface import AgentExecutorBase
 from openrlhf.errors import ConfigError
@@ -65,8 +65,8 @@ def adapt_reward(function: Callable[..., Any], file: str) -> RewardCall:
     return lambda queries, prompts, labels: function(queries, prompts)
 
 
-def find_agent(module: ModuleType, file: str) -> type[AgentExecutorBase] | None:
-    """The file's AgentExecutor, or None where it has the older step function instead."""
+def find_agent(module: ModuleType, file: str) -> type[AgentExecutorBase] | Literal["run_agent", "step"]:
+    """The file's AgentExecutor, or the name of the function that it has instead."""
     found = vars(module).get("AgentExecutor")
     if inspect.isclass(found):
         if not issubclass(found, AgentExecutorBase):
@@ -75,10 +75,13 @@ def find_agent(module: ModuleType, file: str) -> type[AgentExecutorBase] | None:
                 try_this="from openrlhf.utils.agent import AgentExecutorBase, MultiTurnAgentExecutor",
             )
         return found
+    if callable(vars(module).get("run_agent")):
+        return "run_agent"
     if callable(vars(module).get("step")):
-        return None
+        return "step"
     raise ConfigError(
-        f"--agent_func_path {file} has neither class AgentExecutor nor function step; it defines {defined(module)}",
+        f"--agent_func_path {file} has neither class AgentExecutor nor function run_agent or step;"
+        f" it defines {defined(module)}",
         try_this="class AgentExecutor(MultiTurnAgentExecutor): ...",
     )
 

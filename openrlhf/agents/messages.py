@@ -10,8 +10,10 @@ import json
 import pickle
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from openrlhf.config.sections.data import Template
 
 HEADER = struct.Struct(">Q")
 Kind = Literal["reward", "agent"]
@@ -28,6 +30,7 @@ class Spec:
     tokenizer_folder: str | None = None
     tokenizer_class: tuple[str, str] = ("transformers", "AutoTokenizer")  # module and name
     trust_remote_code: bool = False
+    template: Template = field(default_factory=Template)
 
 
 def pack_call(message: object) -> bytes:

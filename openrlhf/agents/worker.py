@@ -18,6 +18,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from openrlhf.agents.interface import (
@@ -32,6 +33,7 @@ from openrlhf.agents.lifeline import die_with, end_group
 from openrlhf.agents.loading import RewardCall, find_agent, find_reward, load_module, make
 from openrlhf.agents.messages import HEADER, Spec, pack_reply, plain, unpack_call
 from openrlhf.agents.multi_turn import MultiTurnAgentExecutor, settled
+from openrlhf.agents.openai_agent import OpenAIAgentExecutor
 from openrlhf.agents.step_function import StepFunction
 from openrlhf.errors import OpenRLHFError, RolloutError
 from openrlhf.types import Completion
@@ -151,10 +153,10 @@ class Worker:
         if self.spec.kind == "reward":
             self.reward = find_reward(module, self.spec.file)
             return
-        kind = find_agent(module, self.spec.file)
-        file = self.spec.file
-        self.executor = await make(kind) if kind else MultiTurnAgentExecutor(lambda: StepFunction(file))
-        self.executor.max_turns = self.spec.max_turns
+        executor = await make(executor_of(module, self.spec.file))
+        executor.max_turns, executor.template = self.spec.max_turns, self.spec.template
+        await executor.prepare()
+        self.executor = executor
         self.tokenizer = load_tokenizer(self.spec)
 
     def _task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
@@ -217,6 +219,15 @@ class Worker:
         if not isinstance(response, collections.abc.Mapping):
             return plain(response)
         return {key: plain(response[key]) for key in RESPONSE_KEYS if key in response}
+
+
+def executor_of(module: ModuleType, file: str) -> Callable[[], AgentExecutorBase]:
+    offered = find_agent(module, file)
+    if offered == "run_agent":
+        return lambda: OpenAIAgentExecutor(vars(module)["run_agent"])
+    if offered == "step":
+        return lambda: MultiTurnAgentExecutor(lambda: StepFunction(file))
+    return offered
 
 
 def load_tokenizer(spec: Spec) -> Any:

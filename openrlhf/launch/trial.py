@@ -124,6 +124,7 @@ def tried_executor(config: RLConfig, tokenizer: PreTrainedTokenizerBase, prompts
         tokenizer,
         context_length=config.rollout.context_length,
         trust_remote_code=config.model.trust_remote_code,
+        template=config.template,
     )
     if config.rollout.replay:  # its rewards are recorded
         return executor

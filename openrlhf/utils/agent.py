@@ -3,5 +3,12 @@
 from openrlhf.agents.interface import AgentExecutorBase, AgentInstanceBase
 from openrlhf.agents.multi_turn import MultiTurnAgentExecutor
 from openrlhf.agents.one_turn import SingleTurnAgentExecutor
+from openrlhf.agents.openai_agent import OpenAIAgentExecutor
 
-__all__ = ["AgentExecutorBase", "AgentInstanceBase", "MultiTurnAgentExecutor", "SingleTurnAgentExecutor"]
+__all__ = [
+    "AgentExecutorBase",
+    "AgentInstanceBase",
+    "MultiTurnAgentExecutor",
+    "OpenAIAgentExecutor",
+    "SingleTurnAgentExecutor",
+]

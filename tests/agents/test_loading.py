@@ -45,7 +45,7 @@ def test_a_file_without_what_is_wanted_says_what_it_has(write):
     file = write("import os\ndef score(): ...\nclass Agent: ...")
     with pytest.raises(ConfigError, match=r"no function reward_func; it defines score, Agent\. Try: def reward_func"):
         find_reward(load_module(file), file)
-    with pytest.raises(ConfigError, match="neither class AgentExecutor nor function step; it defines score, Agent"):
+    with pytest.raises(ConfigError, match="nor function run_agent or step; it defines score, Agent"):
         find_agent(load_module(file), file)
 
 

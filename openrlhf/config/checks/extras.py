@@ -16,6 +16,7 @@ EXTRA_OF = {  # package -> extra
     "wandb": "wandb",
     "fastapi": "serve",
     "uvicorn": "serve",
+    "aiohttp": "serve",
 }
 
 

@@ -96,7 +96,7 @@ class Rewards:
     reward_api_key: str | None = flag(
         None, "key that the reward servers ask for (serve_rm --api_key); better given as OPENRLHF_RM_API_KEY"
     )
-    agent_func_path: str | None = flag(None, ".py file with class AgentExecutor")
+    agent_func_path: str | None = flag(None, ".py file with class AgentExecutor, or function run_agent or step")
     normalize_reward: bool = flag(False, "(reward - mean) / std with the values stored in the reward model")
     reward_clip_range: tuple[float, float] = flag((-10.0, 10.0), "clip on the shaped reward")
     overlong_buffer_len: float | None = flag(None, "tokens before the limit over which the overlong penalty grows")

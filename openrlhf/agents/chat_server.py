@@ -1,0 +1,231 @@
+"""The policy behind the address of an OpenAI-compatible server, one address for each episode.
+
+It runs in the worker process, on 127.0.0.1 and a free port, and hands every request on as the tokens of its episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from openrlhf.agents.chat_session import ChatSession, read_chat
+from openrlhf.agents.chat_wire import (
+    MODEL,
+    Answer,
+    ChatRequest,
+    chunks,
+    completion,
+    find_calls,
+    not_followed,
+    problem,
+    read_request,
+)
+from openrlhf.agents.interface import AgentSamplingParams, CompletionOutput, LLMEngine
+from openrlhf.agents.multi_turn import tokenise
+from openrlhf.data.messages import Message
+from openrlhf.errors import DataError, OpenRLHFError, RolloutError
+from openrlhf.monitor import say
+
+if TYPE_CHECKING:
+    from openrlhf.data.templates import Chat
+
+HOST = "127.0.0.1"
+LARGEST_BODY = 1 << 28  # bytes
+RETRY = "x-stainless-retry-count"  # by which OpenAI's clients tell that they ask again after a broken connection
+ENDPOINTS = "/v1/chat/completions, /v1/models and /tokenize"
+FindCalls = Callable[[str, int], tuple[str, list[dict[str, Any]]]]
+
+
+class Full(Exception):
+    """The episode has no room for another turn."""
+
+
+@dataclass(eq=False)
+class Episode:
+    """One session of the server: a conversation, the engine that continues it, and what went wrong."""
+
+    chat: Chat
+    params: AgentSamplingParams
+    max_length: int
+    max_turns: int | None
+    engine: LLMEngine
+    find_calls: FindCalls = find_calls
+    name: str = field(default_factory=lambda: secrets.token_hex(8))
+    key: str = field(default_factory=lambda: f"sk-{secrets.token_hex(16)}")
+    trouble: OpenRLHFError | None = None
+    full: bool = False
+    answered: tuple[Any, Answer] | None = None  # the last request and its answer
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def __post_init__(self) -> None:
+        self.session = ChatSession(self.chat)
+        self.drawn: list[CompletionOutput] = []
+
+    async def answer(self, request: ChatRequest) -> Answer:
+        """The policy's next turn."""
+        session = self.session
+        added = session.extension(request.messages, request.tools)
+        asked = [*session.transcript.tokens, *added]
+        if len(asked) >= self.max_length or len(self.drawn) == self.max_turns:
+            raise self._full(len(asked))
+        session.hear(request.messages, request.tools, added)
+        output = (await self.engine.generate(asked, self._params(request))).outputs[0]
+        message = self._message(output, request)
+        session.say(output, message)
+        self.drawn.append(output)
+        texts = [str(self.chat.tokenizer.decode([token])) for token in output.token_ids]
+        return Answer(len(self.drawn), message, output, asked, texts)
+
+    def _full(self, length: int) -> Exception:
+        if not self.drawn:
+            return RolloutError(
+                f"the first request of an episode has {length} tokens, and prompt and turns together may have"
+                f" {self.max_length}: ask with less, or raise --max_len (or --prompt_max_len and --generate_max_len)"
+            )
+        self.full = True
+        return Full(
+            f"the episode is over: its next turn would begin with {length} tokens of at most {self.max_length}, after"
+            f" {len(self.drawn)} turns of at most {self.max_turns or 'any number'}"
+        )
+
+    def _params(self, request: ChatRequest) -> AgentSamplingParams:
+        """The run's own; a request may only end a turn earlier."""
+        params = self.params.clone()
+        limits = [limit for limit in (params.max_tokens, request.max_tokens) if limit is not None]
+        params.max_tokens = min(limits, default=None)
+        params.stop = [*params.stop, *request.stop]
+        return params
+
+    def _message(self, output: CompletionOutput, request: ChatRequest) -> Message:
+        """What was drawn, less the special tokens that end it, as the assistant's message."""
+        ids, special = list(output.token_ids), self.chat.tokenizer.all_special_ids
+        while ids and ids[-1] in special:
+            ids.pop()
+        text = str(self.chat.tokenizer.decode(ids))
+        content, calls = self.find_calls(text, len(self.drawn)) if request.may_call else (text, [])
+        return {"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {})
+
+
+class ChatServer:
+    """Episodes by name. A request that cannot be served is remembered: an agent may swallow the error it gets."""
+
+    def __init__(self) -> None:
+        self.episodes: dict[str, Episode] = {}
+        self.explained: set[str] = set()
+        self.port = 0
+
+    async def start(self) -> None:
+        app = web.Application(client_max_size=LARGEST_BODY)
+        app.router.add_get("/health", health)
+        app.router.add_get("/s/{episode}/v1/models", self._with_episode(self._models))
+        app.router.add_post("/s/{episode}/tokenize", self._with_episode(self._tokenize))
+        app.router.add_post("/s/{episode}/v1/chat/completions", self._with_episode(self._chat))
+        app.router.add_route("*", "/{path:.*}", unknown)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, HOST, 0).start()
+        self.port = int(runner.addresses[0][1])
+
+    def open(self, episode: Episode) -> str:
+        """The base_url of an episode."""
+        self.episodes[episode.name] = episode
+        return f"http://{HOST}:{self.port}/s/{episode.name}/v1"
+
+    def close(self, episode: Episode) -> None:
+        del self.episodes[episode.name]
+
+    def _with_episode(
+        self, handler: Callable[[Episode, web.Request], Awaitable[web.StreamResponse]]
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            episode = self.episodes.get(request.match_info["episode"])
+            if episode is None:
+                return refusal(404, "this episode is over, or never was; ask at the base_url that run_agent was given")
+            if request.headers.get("Authorization") != f"Bearer {episode.key}":
+                return refusal(401, "the api_key is not the one that run_agent was given for this base_url")
+            return await handler(episode, request)
+
+        return handle
+
+    async def _models(self, episode: Episode, request: web.Request) -> web.Response:
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "openrlhf"}
+        return web.json_response({"object": "list", "data": [model | {"max_model_len": episode.max_length}]})
+
+    async def _tokenize(self, episode: Episode, request: web.Request) -> web.Response:
+        """The tokens of a text, or of messages as a first request would have them."""
+        try:
+            body = await read_json(request)
+            text = body.get("prompt")
+            if text is None:
+                text = episode.session.render(read_chat(body.get("messages")), body.get("tools") or None)
+        except (RolloutError, DataError) as error:
+            return refusal(400, error.message)
+        ids = tokenise(str(text), episode.chat.tokenizer)
+        return web.json_response({"count": len(ids), "max_model_len": episode.max_length, "tokens": ids})
+
+    async def _chat(self, episode: Episode, request: web.Request) -> web.StreamResponse:
+        try:
+            body = await read_json(request)
+            self._explain(body, episode)
+            asked = read_request(body)
+            async with episode.turn:
+                answer = await self._once(episode, asked, body, again=request.headers.get(RETRY, "0") != "0")
+        except Full as over:
+            return refusal(400, str(over), "context_length_exceeded")
+        except OpenRLHFError as error:
+            episode.trouble = episode.trouble or error
+            return refusal(400, error.message)
+        if asked.stream:
+            return await stream(request, chunks(answer, asked))
+        return web.json_response(completion(answer, asked))
+
+    async def _once(self, episode: Episode, asked: ChatRequest, body: Any, *, again: bool) -> Answer:
+        """An answer that was lost on its way is given once more, not drawn once more."""
+        if again and episode.answered is not None and episode.answered[0] == body:
+            return episode.answered[1]
+        answer = await episode.answer(asked)
+        episode.answered = body, answer
+        return answer
+
+    def _explain(self, body: dict[str, Any], episode: Episode) -> None:
+        for difference in not_followed(body, episode.params):
+            if difference not in self.explained:
+                self.explained.add(difference)
+                say(f"the agent asks for {difference}: training draws as its flags say, so that is not followed")
+
+
+async def read_json(request: web.Request) -> dict[str, Any]:
+    try:
+        body = await request.json()
+    except json.JSONDecodeError as error:
+        raise RolloutError(f"the body of a request is no JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise RolloutError("the body of a request is no JSON object")
+    return body
+
+
+async def stream(request: web.Request, pieces: list[dict[str, Any]]) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    for piece in [*map(json.dumps, pieces), "[DONE]"]:
+        await response.write(f"data: {piece}\n\n".encode())
+    await response.write_eof()
+    return response
+
+
+async def health(request: web.Request) -> web.Response:
+    return web.json_response({"status": "ok"})
+
+
+async def unknown(request: web.Request) -> web.Response:
+    return refusal(404, f"{request.method} {request.path} is not served; an episode has {ENDPOINTS}")
+
+
+def refusal(status: int, message: str, code: str | None = None) -> web.Response:
+    return web.json_response(problem(message, code), status=status)

@@ -1,0 +1,161 @@
+"""Agents written against OpenAI's client: `run_agent` gets an address and a key, and its conversation is the sample."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from openrlhf.agents.interface import AgentExecutorBase, LLMEngine
+from openrlhf.agents.messages import plain
+from openrlhf.agents.multi_turn import settled
+from openrlhf.agents.scores import kind_of
+from openrlhf.config.checks.extras import require
+from openrlhf.errors import ConfigError, RolloutError
+
+if TYPE_CHECKING:
+    from openrlhf.agents.chat_server import ChatServer, Episode
+
+OFFERED = ("base_url", "api_key", "prompt", "label", "session_id", "seed")
+RESULT = "wanted is a number, or a dict with 'reward' (and 'scores', 'extra_logs')"
+
+
+class OpenAIAgentExecutor(AgentExecutorBase):
+    """Serves the policy at a base_url of its own for each episode; extend it with `run_agent`, or hand one over.
+
+    `run_agent` may be async or not and use any client: it has a thread to itself. It names what it wants to know of
+    base_url, api_key, prompt, label, session_id and seed, and returns the reward.
+    """
+
+    server: ChatServer
+
+    def __init__(self, run_agent: Callable[..., Any] | None = None) -> None:
+        self.given = run_agent
+
+    def run_agent(self, base_url: str, api_key: str, prompt: str, label: Any) -> Any:
+        """The agent: asks the policy at base_url, and returns a reward or {reward, scores, extra_logs}."""
+        raise NotImplementedError("class AgentExecutor(OpenAIAgentExecutor) needs a method run_agent")
+
+    def find_calls(self, text: str, number: int) -> tuple[str, list[dict[str, Any]]]:
+        """The text of a turn without its tool calls, and the calls as OpenAI's clients know them.
+
+        Understood is what Qwen and Hermes write: <tool_call>{"name": ..., "arguments": {...}}</tool_call>. For a model
+        that writes them otherwise, override this; the arguments are a dict.
+        """
+        from openrlhf.agents.chat_wire import find_calls
+
+        return find_calls(text, number)
+
+    async def prepare(self) -> None:
+        require("aiohttp", "an agent with run_agent")
+        self.wanted = wanted_by(self.given or self.run_agent)
+        if self.template.apply_chat_template:
+            raise ConfigError(
+                "--apply_chat_template renders a prompt before run_agent gets it, and the messages that run_agent sends"
+                " are rendered again; leave the flag out"
+            )
+        from openrlhf.agents.chat_server import HOST, ChatServer
+
+        os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(filter(None, [os.environ.get("NO_PROXY"), HOST]))
+        self.server = ChatServer()
+        await self.server.start()
+
+    async def execute(
+        self,
+        prompt: str,
+        label: Any,
+        sampling_params: Any,
+        max_length: int,
+        hf_tokenizer: Any,
+        llm_engine: LLMEngine,
+    ) -> dict[str, Any]:
+        episode = self._episode(sampling_params, max_length, hf_tokenizer, llm_engine)
+        known = {
+            "base_url": self.server.open(episode),
+            "api_key": episode.key,
+            "prompt": prompt,
+            "label": label,
+            "session_id": episode.name,
+            "seed": getattr(llm_engine, "seed", 0),
+        }
+        try:
+            result = await self._outcome(episode, {name: known[name] for name in self.wanted})
+        finally:
+            self.server.close(episode)
+        said = episode.session.transcript
+        if not episode.drawn:
+            raise RolloutError("run_agent returned before it asked the policy anything at base_url with its api_key")
+        return read_result(result) | {
+            "prompt": prompt,
+            "label": label,
+            "observation_tokens": said.tokens,
+            "action_ranges": said.action_ranges,
+            "rollout_log_probs": said.log_probs,
+            "truncated": episode.full or episode.drawn[-1].finish_reason == "length",
+        }
+
+    def _episode(self, params: Any, max_length: int, tokenizer: Any, engine: LLMEngine) -> Episode:
+        from openrlhf.agents.chat_server import Episode
+        from openrlhf.data.templates import Chat
+
+        flags = self.template
+        if flags.tokenizer_chat_template is None and not tokenizer.chat_template:
+            raise RolloutError("the tokenizer brings no chat template; give one by --tokenizer_chat_template")
+        chat = Chat(tokenizer, flags.tokenizer_chat_template, flags.template_kwargs, flags.system_prompt)
+        return Episode(chat, params, max_length, self.max_turns, engine, self.find_calls)
+
+    async def _outcome(self, episode: Episode, arguments: dict[str, Any]) -> Any:
+        """What run_agent returned. One that gives up because its episode has no room left has earned nothing."""
+        try:
+            result = await in_thread(lambda: called(self.given or self.run_agent, arguments))
+        except Exception as error:
+            if episode.trouble is not None:
+                raise episode.trouble from error
+            if not episode.full:
+                raise
+            return 0.0
+        if episode.trouble is not None:
+            raise episode.trouble
+        return result
+
+
+def wanted_by(function: Callable[..., Any]) -> list[str]:
+    """Which of the offered arguments a run_agent takes, read from its signature."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(item.kind is item.VAR_KEYWORD for item in parameters):
+        return list(OFFERED)
+    unknown = [item.name for item in parameters if item.name not in OFFERED and item.default is item.empty]
+    if unknown:
+        raise ConfigError(
+            f"run_agent{inspect.signature(function)} wants {', '.join(unknown)}; it may name {', '.join(OFFERED)}",
+            try_this="async def run_agent(base_url, api_key, prompt, label): ...",
+        )
+    return [item.name for item in parameters if item.name in OFFERED]
+
+
+def called(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    result = function(**arguments)
+    return asyncio.run(settled(result)) if inspect.isawaitable(result) else result
+
+
+async def in_thread(work: Callable[[], Any]) -> Any:
+    """A thread for each: in a pool, those that have a place could wait for the engine, and it for those without."""
+    executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="run_agent")
+    try:
+        return await asyncio.get_running_loop().run_in_executor(executor, work)
+    finally:
+        executor.shutdown(wait=False)
+
+
+def read_result(result: Any) -> dict[str, Any]:
+    """The verdict of a run_agent, with the keys of an episode."""
+    given = plain(result)
+    if not isinstance(given, Mapping):
+        given = {"reward": given}
+    reward = given.get("reward", given.get("rewards"))
+    if reward is None:
+        raise RolloutError(f"run_agent returned {kind_of(plain(result))}; {RESULT}")
+    return {"reward": reward, "scores": given.get("scores"), "extra_logs": given.get("extra_logs")}

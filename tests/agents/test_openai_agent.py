@@ -1,0 +1,362 @@
+"""Agents written against OpenAI's client, driven by that client: what they hear, and what is trained on."""
+
+import textwrap
+
+import pytest
+import torch
+from sessions import InStep, Say, decode, encode, prompt, run, run_all
+
+from openrlhf.agents.chat_session import ChatSession
+from openrlhf.agents.chat_wire import find_calls
+from openrlhf.config.sections.data import Template
+from openrlhf.config.sections.model import Model
+from openrlhf.data.templates import Chat
+from openrlhf.errors import ConfigError, RewardError, RolloutError
+from openrlhf.models.forward import Network
+from openrlhf.models.load import load_causal_lm
+from openrlhf.rollout.hf import HFEngine
+from tests.tiny import make_model, make_tokenizer
+
+TEMPLATE = (  # as those of Qwen: tools in front, calls as tagged JSON
+    "{% for t in tools or [] %}{{ '[' + t['function']['name'] + ']' }}{% endfor %}"
+    "{% for m in messages %}{{ '<' + m['role'][0] + '>' + m['content'] }}"
+    "{% for c in m['tool_calls'] or [] %}{{ '<tool_call>' + c['function'] | tojson + '</tool_call>' }}{% endfor %}"
+    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<a>' }}{% endif %}"
+)
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call></s>'
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+TOOL_AGENT = f"""
+    import json
+    from openai import OpenAI
+
+    def run_agent(base_url, api_key, prompt, label):
+        client = OpenAI(base_url=base_url, api_key=api_key)
+        messages = [{{"role": "user", "content": prompt}}]
+        calls = 0
+        while True:
+            reply = client.chat.completions.create(model="any", messages=messages, tools={TOOLS!r}).choices[0]
+            messages.append(reply.message)
+            if reply.finish_reason != "tool_calls":
+                break
+            for call in reply.message.tool_calls:
+                calls += 1
+                given = json.loads(call.function.arguments)
+                result = str(given["a"] + given["b"])
+                messages.append({{"role": "tool", "tool_call_id": call.id, "content": result}})
+        return {{"reward": float(reply.message.content == label), "scores": 0.5, "extra_logs": {{"calls": calls}}}}
+"""
+
+
+@pytest.fixture
+def tokenizer():
+    made = make_tokenizer()
+    made.chat_template = TEMPLATE
+    return made
+
+
+def agents(**bodies):
+    """A run_agent that does what the prompt's label names; `ask(*messages, **more)` returns the policy's message."""
+    source = """
+        from openai import APIStatusError, AsyncOpenAI, BadRequestError
+
+        async def run_agent(base_url, api_key, prompt, label):
+            c = AsyncOpenAI(base_url=base_url, api_key=api_key)
+            async def ask(*messages, **more):
+                got = await c.chat.completions.create(model="policy", messages=list(messages), **more)
+                return got.choices[0].message
+            u = {"role": "user", "content": prompt}
+            return await globals()[label](c, ask, u, base_url, api_key)
+    """
+    functions = [
+        f"async def {name}(c, ask, u, base_url, api_key):\n" + textwrap.indent(textwrap.dedent(body), "    ")
+        for name, body in bodies.items()
+    ]
+    return "\n".join([textwrap.dedent(source), *functions])
+
+
+def play(executor, said, **options):
+    """One episode for each label, with what the policy says in it."""
+    return run_all(executor, [(prompt(label=label), [session]) for label, session in said.items()], **options)
+
+
+def test_a_client_with_tools_two_turns_by_hand(build, write):
+    session = Say(CALL, "3</s>")
+    got = run(
+        build(agent_func_path=write(TOOL_AGENT), context_length=200),
+        [session],
+        asked=prompt("1+2?", label="3"),
+        max_tokens=100,
+    ).trajectories[0]
+    assert decode(got.input_ids) == f"[add]<u>1+2?<a>{CALL}<t>3<a>3</s>"
+    start, between, end = len(encode("[add]<u>1+2?<a>")), len(encode("<t>3<a>")), len(encode("3</s>"))
+    actions = [False] * start + [True] * len(encode(CALL)) + [False] * between + [True] * end
+    assert list(got.action_mask) == actions
+    assert list(got.rollout_log_probs) == [0.0] * start + [-1.0] * len(encode(CALL)) + [0.0] * between + [-2.0] * end
+    assert (got.reward, got.score, got.extra_logs, got.truncated) == (1.0, 0.5, {"calls": 1.0}, False)
+    assert [decode(request.prompt_token_ids) for request in session.requests] == [
+        "[add]<u>1+2?<a>",
+        f"[add]<u>1+2?<a>{CALL}<t>3<a>",
+    ]
+
+
+def test_the_tokens_of_a_real_engine_stand_as_they_were_drawn(build, write, tmp_path, tokenizer):
+    folder = make_model(tmp_path / "model")
+    model = load_causal_lm(folder, Model(pretrain=folder), device=torch.device("cpu"), packing=False)
+    engine = HFEngine(Network(model), tokenizer)
+
+    class Session(Say):
+        async def generate(self, request):
+            (completion,) = await engine.generate([request])
+            self.requests.append((request, completion))
+            return completion
+
+    body = """
+        first = await ask(u, max_tokens=5)
+        second = await ask(u, first, {"role": "user", "content": "more"})
+        return float(len(second.content))
+    """
+    sessions = [Session() for _ in range(3)]
+    got = run(
+        build(agent_func_path=write(agents(twice=body))), sessions, asked=prompt(label="twice"), max_tokens=9
+    ).trajectories
+    assert len({item.input_ids for item in got}) == 3
+    for item, session in zip(got, sessions, strict=True):
+        (first, drawn), (second, last) = session.requests
+        assert second.prompt_token_ids[: len(first.prompt_token_ids) + 5] == first.prompt_token_ids + drawn.token_ids
+        assert item.input_ids == second.prompt_token_ids + last.token_ids
+        acted = [value for value, mask in zip(item.rollout_log_probs, item.action_mask, strict=True) if mask]
+        assert acted == [*drawn.log_probs, *last.log_probs]
+        assert [token for token, mask in zip(item.input_ids, item.action_mask, strict=True) if mask] == [
+            *drawn.token_ids,
+            *last.token_ids,
+        ]
+        assert decode(second.prompt_token_ids[len(first.prompt_token_ids) + 5 :]) in ("</s><u>more<a>", "<u>more<a>")
+
+
+def test_clients_that_block_do_not_hold_each_other_up(build, write):
+    """As in a run, the engine answers when all of them wait."""
+    source = """
+        from openai import OpenAI
+        async def run_agent(base_url, api_key, prompt):
+            client = OpenAI(base_url=base_url, api_key=api_key)
+            said = client.chat.completions.create(model="", messages=[{"role": "user", "content": prompt}])
+            return float(said.choices[0].message.content)
+    """
+    sessions = InStep.group(*([str(number)] for number in range(40)))
+    got = run(build(agent_func_path=write(source)), sessions)
+    assert [item.reward for item in got.trajectories] == [float(number) for number in range(40)]
+
+
+SERVED = {
+    "streamed": f"""
+        parts = [part async for part in await c.chat.completions.create(
+            model="policy", messages=[u], stream=True, tools={TOOLS!r}, stream_options={{"include_usage": True}})]
+        delta = parts[0].choices[0].delta
+        assert (delta.role, delta.content, delta.tool_calls[0].function.name) == ("assistant", "so", "add")
+        assert parts[1].choices[0].finish_reason == "tool_calls"
+        assert (parts[2].usage.prompt_tokens, parts[2].usage.completion_tokens) == (15, {len(encode(CALL)) + 2})
+        return len(parts)
+    """,
+    "everything": """
+        import httpx
+        models = await c.models.list()
+        assert [item.id for item in models.data] == ["policy"]
+        at = base_url.removesuffix("/v1") + "/tokenize"
+        head = {"Authorization": f"Bearer {api_key}"}
+        async with httpx.AsyncClient(headers=head) as http:
+            assert (await http.post(at, json={"prompt": "ab"})).json()["count"] == 2
+            assert (await http.post(at, json={"messages": [u]})).json()["count"] == 10
+            assert (await http.post(at, json={"prompt": "ab"}, headers={"Authorization": "no"})).status_code == 401
+            assert (await http.post(base_url + "/responses", json={})).status_code == 404
+            assert (await http.get(base_url.split("/s/")[0] + "/health")).status_code == 200
+        got = await c.chat.completions.create(model="policy", messages=[u], logprobs=True)
+        assert [item.logprob for item in got.choices[0].logprobs.content] == [-1.0, -1.0]
+        assert got.token_ids["completion_token_ids"][-1] == 0
+        return got.usage.completion_tokens
+    """,
+    "lost": """
+        first = await ask(u)
+        again = await ask(u, extra_headers={"x-stainless-retry-count": "1"})
+        await ask(u, again, u)
+        return float(first == again)
+    """,
+    "shorter": """
+        await ask(u, max_tokens=3, temperature=0.1, top_p=1.0, stop="x", seed=3)
+        return 4.0
+    """,
+    "raises": "await ask(u); raise KeyError('lost')",
+}
+
+
+def test_what_is_served(build, write, capfd):
+    executor = build(agent_func_path=write(agents(**SERVED)), context_length=200, on_reward_error="skip")
+    texts = {"streamed": ["so" + CALL], "everything": ["x</s>"], "lost": "ab", "shorter": ["abcdef"], "raises": "a"}
+    said = {label: Say(*text) for label, text in texts.items()}
+    *results, raised = play(executor, said, max_tokens=99, stop=("y",))
+    (failure,) = raised.failures
+    assert isinstance(failure, RewardError)
+    assert "raised KeyError: 'lost' at" in str(failure)
+    assert [failure for result in results for failure in result.failures] == []
+    assert [result.trajectories[0].reward for result in results] == [3.0, 2.0, 1.0, 4.0]
+    assert len(said["lost"].requests) == 2
+    asked = said["shorter"].requests[0].params
+    assert (asked.max_tokens, asked.temperature, asked.stop, asked.seed) == (3, 1.0, ("y", "x"), 0)
+    assert results[3].trajectories[0].truncated
+    assert "temperature=0.1 (the run has 1.0): training draws as its flags say" in capfd.readouterr().err
+
+
+REFUSED = [
+    ("await ask(u); await ask(u)", "it ends after 1 messages, where the episode has 2"),
+    (
+        'said = await ask(u); await ask(u, {"role": "assistant", "content": "other"}, u)',
+        'message 1 is \'{"role": "assistant", "content": "other"}\', where the episode has',
+    ),
+    ('said = await ask(u); await ask({"role": "user", "content": "!"}, said, u)', "message 0 is"),
+    (f"said = await ask(u, tools={TOOLS!r}); await ask(u, said, u)", "other tools than the first one"),
+    ("await ask(u, n=2)", "asks for n=2"),
+    ("await ask(u, tool_choice='required')", "asks for tool_choice='required'"),
+    ("await ask(u, response_format={'type': 'json_object'})", "asks for response_format"),
+    ("await ask(u, extra_body={'max_tokens': 0})", "max_tokens of a request is [0]"),
+    ("await ask()", "a list of messages is wanted"),
+    ("await ask({'role': 'user', 'content': [{'type': 'image_url'}]})", "text in every part"),
+    ("await ask({'role': 'user', 'content': 'long' * 99})", "the first request of an episode has 402 tokens"),
+    ("pass", "returned before it asked the policy anything"),
+    ("return await ask(u) and None", "run_agent returned None; wanted is a number"),
+    ("return await ask(u) and {'score': 1}", "run_agent returned {'score': 1}"),
+]
+
+
+def test_what_cannot_be_trained_on_is_an_error_even_if_the_agent_swallows_it(build, write):
+    bodies, wanted = {}, []
+    for number, (body, message) in enumerate(REFUSED):
+        bodies[f"loud{number}"] = f"{body}\nreturn 1.0"
+        bodies[f"quiet{number}"] = f"try:\n    {body}\nexcept APIStatusError:\n    pass\nreturn 1.0"
+        wanted += [message] * 2
+    executor = build(agent_func_path=write(agents(**bodies)), on_reward_error="skip")
+    failures = [result.failures for result in play(executor, {label: Say("a") for label in bodies})]
+    assert all(len(found) == 1 and isinstance(found[0], RolloutError) for found in failures)
+    assert [message for message, (found,) in zip(wanted, failures, strict=True) if message not in str(found)] == []
+
+
+@pytest.mark.parametrize("flags", [{"max_turns": 2}, {"context_length": 25}])
+def test_an_episode_without_room_is_over(build, write, flags):
+    body = """
+        heard = [u]
+        while True:
+            try:
+                heard += [await ask(*heard), u]
+            except BadRequestError as error:
+                assert error.code == "context_length_exceeded"
+                {ending}
+    """
+    said = {"judged": Say("abc</s>"), "gave_up": Say("abc</s>")}
+    source = agents(judged=body.format(ending="return 2.0"), gave_up=body.format(ending="raise"))
+    results = play(build(agent_func_path=write(source), **flags), said)
+    assert [len(session.requests) for session in said.values()] == [2, 2]
+    ended = [result.trajectories[0] for result in results]
+    assert [(item.reward, item.truncated) for item in ended] == [(2.0, True), (0.0, True)]
+
+
+def test_an_executor_of_ones_own_reads_other_tool_calls(build, write):
+    source = f"""
+        from openai import OpenAI
+        from openrlhf.utils.agent import OpenAIAgentExecutor
+
+        class AgentExecutor(OpenAIAgentExecutor):
+            def run_agent(self, base_url, api_key, prompt, label, **known):
+                client = OpenAI(base_url=base_url, api_key=api_key)
+                asked = [{{"role": "user", "content": prompt}}]
+                said = client.chat.completions.create(model="", messages=asked, tools={TOOLS!r}).choices[0].message
+                assert known["session_id"] in base_url
+                return {{"rewards": known["seed"], "extra_logs": {{"named": said.tool_calls[0].function.name == "go"}}}}
+
+            def find_calls(self, text, number):
+                return "", [{{"id": "1", "type": "function", "function": {{"name": text, "arguments": {{}}}}}}]
+    """
+    got = run(build(agent_func_path=write(source)), [Say("no"), Say("go")]).trajectories
+    assert [(item.reward, item.extra_logs) for item in got] == [(0.0, {"named": 0.0}), (1.0, {"named": 1.0})]
+
+
+def test_an_agent_that_hangs_is_ended(build, write):
+    source = """
+        import threading
+        def run_agent(base_url, prompt):
+            threading.Event().wait()
+    """
+    executor = build(agent_func_path=write(source), reward_timeout=0.5, on_reward_error="skip")
+    results = run_all(executor, [(prompt(), [Say("a")])])
+    assert "did not return within 0.5 s" in str(results[0].failures[0])
+
+
+@pytest.mark.parametrize(
+    ("source", "flags", "message"),
+    [
+        ("def run_agent(base_url, question): ...", {}, "wants question; it may name base_url, api_key, prompt"),
+        ("def run_agent(base_url): ...", {"apply_chat_template": True}, "leave the flag out"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_known_at_once(write, tokenizer, source, flags, message):
+    from openrlhf.agents.build import build_executor
+    from openrlhf.config.sections.rl import Rewards
+
+    with pytest.raises(ConfigError) as error:
+        build_executor(
+            Rewards(agent_func_path=write(source)),
+            tokenizer,
+            context_length=9,
+            processes=1,
+            template=Template(**flags),
+        )
+    assert message in str(error.value)
+
+
+def session(template, **options):
+    made = make_tokenizer()
+    made.chat_template = template
+    return ChatSession(Chat(made, None, {}, None, **options))
+
+
+def test_a_template_that_rewrites_earlier_turns_rewrites_no_tokens():
+    """As reasoning models have it, only the last turn shows its thoughts."""
+    forgets = (
+        "{% for m in messages %}{{ '<' + m['role'][0] + '>' }}"
+        "{{ m['content'] if loop.last else m['content'].split('|')[-1] }}"
+        "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<a>' }}{% endif %}"
+    )
+    from openrlhf.agents.interface import CompletionOutput, Logprob
+
+    chat = session(forgets)
+    asked = [{"role": "user", "content": "q"}]
+    chat.hear(asked, None, chat.extension(asked, None))
+    ids = encode("well|yes</s>")
+    chat.say(
+        CompletionOutput(ids, "", [{token: Logprob(-1.0)} for token in ids], "stop"),
+        {"role": "assistant", "content": "well|yes"},
+    )
+    more = [*asked, {"role": "assistant", "content": " well|yes\n"}, {"role": "user", "content": "r"}]
+    assert decode(chat.extension(more, None)) == "<u>r<a>"
+
+
+def test_a_template_that_hides_the_last_turn_is_refused():
+    chat = session("{{ messages[-1]['content'] }}")
+    chat.messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    with pytest.raises(RolloutError, match="leaves out what the assistant said"):
+        chat.extension([*chat.messages, {"role": "user", "content": "r"}], None)
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "names"),
+    [
+        ("plain", "plain", []),
+        ('hm <tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>', "hm", ["f"]),
+        ('<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g"}', "", ["f", "g"]),
+        ("<tool_call>nothing</tool_call>", "<tool_call>nothing</tool_call>", []),
+        ('<tool_call>{"name": 1}</tool_call>', '<tool_call>{"name": 1}</tool_call>', []),
+    ],
+)
+def test_tool_calls_in_a_text(text, content, names):
+    got, calls = find_calls(text, 2)
+    assert (got, [call["function"]["name"] for call in calls]) == (content, names)
+    assert [call["id"] for call in calls] == [f"call_2_{place}" for place in range(len(calls))]
