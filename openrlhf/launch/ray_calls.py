@@ -79,7 +79,6 @@ class Fate:
 
     async def race(self, awaited: Awaitable[Answer]) -> Answer:
         task = asyncio.ensure_future(awaited)
-        task.add_done_callback(_look_at)
         try:
             await asyncio.wait((task, self.died), return_when=asyncio.FIRST_COMPLETED)
             if self.died.done():
@@ -101,7 +100,7 @@ class Fate:
 
 
 def _look_at(task: asyncio.Future[Any]) -> None:
-    """Who was cancelled while awaiting does not look any more, and asyncio complains about what nobody looked at."""
+    """asyncio complains about an exception that nobody looked at."""
     if not task.cancelled():
         task.exception()
 
@@ -109,8 +108,8 @@ def _look_at(task: asyncio.Future[Any]) -> None:
 def abandon(*work: asyncio.Future[Any]) -> None:
     """Nobody waits for it any more, nor wants to hear how it failed."""
     for one in work:
-        if not one.cancel() and not one.cancelled():
-            one.exception()
+        one.add_done_callback(_look_at)
+        one.cancel()
 
 
 def _reason(error: Exception) -> str:
