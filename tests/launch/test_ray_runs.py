@@ -218,7 +218,7 @@ def test_a_killed_driver_takes_models_and_engine_along_and_the_next_run_starts(t
     with machine.open(command, **home) as driver:
         _, said = driver.communicate(timeout=WATCHDOG)
     assert driver.returncode == 0, said
-    lines = [line for line in said.split("\n") if line and not line.startswith(("openrlhf: ", "  ", "\rtrain: "))]
+    lines = [line for line in said.splitlines() if line and not line.startswith(("openrlhf: ", "  ", "train: "))]
     assert lines == []  # nothing that workers, Ray or vLLM say to themselves
     assert machine.processes() == []
     shutil.rmtree(machine.folder)
