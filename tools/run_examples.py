@@ -44,21 +44,26 @@ STANDS_IN = {
     "docker": 'echo docker "$@"',
 }
 UNIVERSAL = """
-"$SCRIPTS/train_sft.sh" --zero_stage 3 --save_steps 1 --ckpt_path ckpt --max_samples 4
+"$SCRIPTS/train_sft.sh" --zero_stage 3 --save_steps 1 --ckpt_path ckpt --max_steps 1
 "$SCRIPTS/ckpt_ds_zero_to_universal.sh" ckpt --num_extract_workers 1
-LAUNCHER="python3 -m" "$SCRIPTS/train_sft.sh" --ckpt_path ckpt --load_checkpoint --use_ds_universal_ckpt
+LAUNCHER="python3 -m" "$SCRIPTS/train_sft.sh" --zero_stage 3 --ckpt_path ckpt --load_checkpoint \
+    --use_ds_universal_ckpt
 """
 SERVE = """
 "$SCRIPTS/serve_remote_rm.sh" &
 trap 'kill $!; wait' EXIT
 curl --silent --show-error --fail --retry 100 --retry-delay 1 --retry-connrefused \
-    --header 'Content-Type: application/json' --data '{"query": ["abc"], "prompts": ["a"], "labels": [""]}' "http://127.0.0.1:$PORT/get_reward"
+    --header 'Content-Type: application/json' --data '{"query": ["abc"], "prompts": ["a"], "labels": [""]}' \
+    "http://127.0.0.1:$PORT/get_reward"
 """
 AS_A_JOB = """
 head -c 32 /dev/urandom | base64 --wrap 0 > "$RAY_AUTH_TOKEN_PATH"
 ray start --head --port 0 --dashboard-port "$PORT" --num-gpus 0 --disable-usage-stats --block > ray.log 2>&1 &
 trap 'kill $!; wait' EXIT
-curl --silent --retry 100 --retry-delay 1 --retry-connrefused --output version "http://127.0.0.1:$PORT/api/version"
+for _ in {1..50}; do  # the cluster takes jobs some time after it answers
+    if ray job submit --address "http://127.0.0.1:$PORT" -- true; then break; fi
+    sleep 1
+done > waiting.log 2>&1
 RAY_ADDRESS="http://127.0.0.1:$PORT" "$SCRIPTS/train_ppo_ray_hybrid_engine.sh"
 """
 
