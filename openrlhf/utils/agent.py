@@ -3,6 +3,7 @@
 from openrlhf.agents.gem import GemAgentExecutor
 from openrlhf.agents.interface import AgentExecutorBase, AgentInstanceBase
 from openrlhf.agents.multi_turn import MultiTurnAgentExecutor
+from openrlhf.agents.nemo_gym import NemoGymAgentExecutor
 from openrlhf.agents.one_turn import SingleTurnAgentExecutor
 from openrlhf.agents.openai_agent import OpenAIAgentExecutor
 
@@ -11,6 +12,7 @@ __all__ = [
     "AgentInstanceBase",
     "GemAgentExecutor",
     "MultiTurnAgentExecutor",
+    "NemoGymAgentExecutor",
     "OpenAIAgentExecutor",
     "SingleTurnAgentExecutor",
 ]
