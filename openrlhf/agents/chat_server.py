@@ -5,111 +5,32 @@ It runs in the worker process, on 127.0.0.1 and a free port, and hands every req
 
 from __future__ import annotations
 
-import asyncio
 import json
-import secrets
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aiohttp import web
 
-from openrlhf.agents.chat_session import ChatSession, read_chat
+from openrlhf.agents.chat_episode import Episode, Full
+from openrlhf.agents.chat_session import read_chat
 from openrlhf.agents.chat_wire import (
     MODEL,
     Answer,
     ChatRequest,
     chunks,
     completion,
-    find_calls,
     not_followed,
     problem,
     read_request,
 )
-from openrlhf.agents.interface import AgentSamplingParams, CompletionOutput, LLMEngine
 from openrlhf.agents.multi_turn import tokenise
-from openrlhf.data.messages import Message
 from openrlhf.errors import DataError, OpenRLHFError, RolloutError
 from openrlhf.monitor import say
-
-if TYPE_CHECKING:
-    from openrlhf.data.templates import Chat
 
 HOST = "127.0.0.1"
 LARGEST_BODY = 1 << 28  # bytes
 RETRY = "x-stainless-retry-count"  # by which OpenAI's clients tell that they ask again after a broken connection
 ENDPOINTS = "/v1/chat/completions, /v1/models and /tokenize"
-FindCalls = Callable[[str, int], tuple[str, list[dict[str, Any]]]]
-
-
-class Full(Exception):
-    """The episode has no room for another turn."""
-
-
-@dataclass(eq=False)
-class Episode:
-    """One session of the server: a conversation, the engine that continues it, and what went wrong."""
-
-    chat: Chat
-    params: AgentSamplingParams
-    max_length: int
-    max_turns: int | None
-    engine: LLMEngine
-    find_calls: FindCalls = find_calls
-    name: str = field(default_factory=lambda: secrets.token_hex(8))
-    key: str = field(default_factory=lambda: f"sk-{secrets.token_hex(16)}")
-    trouble: OpenRLHFError | None = None
-    full: bool = False
-    answered: tuple[Any, Answer] | None = None  # the last request and its answer
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    def __post_init__(self) -> None:
-        self.session = ChatSession(self.chat)
-        self.drawn: list[CompletionOutput] = []
-
-    async def answer(self, request: ChatRequest) -> Answer:
-        """The policy's next turn."""
-        session = self.session
-        added = session.extension(request.messages, request.tools)
-        asked = [*session.transcript.tokens, *added]
-        if len(asked) >= self.max_length or len(self.drawn) == self.max_turns:
-            raise self._full(len(asked))
-        session.hear(request.messages, request.tools, added)
-        output = (await self.engine.generate(asked, self._params(request))).outputs[0]
-        message = self._message(output, request)
-        session.say(output, message)
-        self.drawn.append(output)
-        texts = [str(self.chat.tokenizer.decode([token])) for token in output.token_ids]
-        return Answer(len(self.drawn), message, output, asked, texts)
-
-    def _full(self, length: int) -> Exception:
-        if not self.drawn:
-            return RolloutError(
-                f"the first request of an episode has {length} tokens, and prompt and turns together may have"
-                f" {self.max_length}: ask with less, or raise --max_len (or --prompt_max_len and --generate_max_len)"
-            )
-        self.full = True
-        return Full(
-            f"the episode is over: its next turn would begin with {length} tokens of at most {self.max_length}, after"
-            f" {len(self.drawn)} turns of at most {self.max_turns or 'any number'}"
-        )
-
-    def _params(self, request: ChatRequest) -> AgentSamplingParams:
-        """The run's own; a request may only end a turn earlier."""
-        params = self.params.clone()
-        limits = [limit for limit in (params.max_tokens, request.max_tokens) if limit is not None]
-        params.max_tokens = min(limits, default=None)
-        params.stop = [*params.stop, *request.stop]
-        return params
-
-    def _message(self, output: CompletionOutput, request: ChatRequest) -> Message:
-        """What was drawn, less the special tokens that end it, as the assistant's message."""
-        ids, special = list(output.token_ids), self.chat.tokenizer.all_special_ids
-        while ids and ids[-1] in special:
-            ids.pop()
-        text = str(self.chat.tokenizer.decode(ids))
-        content, calls = self.find_calls(text, len(self.drawn)) if request.may_call else (text, [])
-        return {"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {})
 
 
 class ChatServer:

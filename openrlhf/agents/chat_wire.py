@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from openrlhf.agents.chat_session import Tools, read_chat
@@ -32,13 +32,13 @@ class ChatRequest:
     """What of a request counts."""
 
     messages: list[Message]
-    tools: Tools
-    may_call: bool
-    max_tokens: int | None
-    stop: list[str]
-    stream: bool
-    with_usage: bool
-    with_log_probs: bool
+    tools: Tools = None
+    may_call: bool = False
+    max_tokens: int | None = None
+    stop: list[str] = field(default_factory=list)
+    stream: bool = False
+    with_usage: bool = False
+    with_log_probs: bool = False
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from openrlhf.agents.chat_episode import Episode, open_episode, refuse_rendered_prompts
+from openrlhf.agents.chat_wire import find_calls
 from openrlhf.agents.interface import AgentExecutorBase, LLMEngine
 from openrlhf.agents.messages import plain
 from openrlhf.agents.multi_turn import settled
@@ -17,7 +19,7 @@ from openrlhf.config.checks.extras import require
 from openrlhf.errors import ConfigError, RolloutError
 
 if TYPE_CHECKING:
-    from openrlhf.agents.chat_server import ChatServer, Episode
+    from openrlhf.agents.chat_server import ChatServer
 
 OFFERED = ("base_url", "api_key", "prompt", "label", "session_id", "seed")
 RESULT = "wanted is a number, or a dict with 'reward' (and 'scores', 'extra_logs')"
@@ -45,19 +47,13 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         Understood is what Qwen and Hermes write: <tool_call>{"name": ..., "arguments": {...}}</tool_call>. For a model
         that writes them otherwise, override this; the arguments are a dict.
         """
-        from openrlhf.agents.chat_wire import find_calls
-
         return find_calls(text, number)
 
     async def prepare(self) -> None:
         require("aiohttp", "an agent with run_agent")
         self.wanted = wanted_by(self.given or self.run_agent)
-        if self.template.apply_chat_template:
-            raise ConfigError(
-                "--apply_chat_template renders a prompt before run_agent gets it, and the messages that run_agent sends"
-                " are rendered again; leave the flag out"
-            )
-        from openrlhf.agents.chat_server import HOST, ChatServer
+        refuse_rendered_prompts(self, "run_agent")
+        from openrlhf.agents.chat_server import HOST, ChatServer  # aiohttp
 
         os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(filter(None, [os.environ.get("NO_PROXY"), HOST]))
         self.server = ChatServer()
@@ -72,7 +68,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         hf_tokenizer: Any,
         llm_engine: LLMEngine,
     ) -> dict[str, Any]:
-        episode = self._episode(sampling_params, max_length, hf_tokenizer, llm_engine)
+        episode = open_episode(self, sampling_params, max_length, hf_tokenizer, llm_engine, self.find_calls)
         known = {
             "base_url": self.server.open(episode),
             "api_key": episode.key,
@@ -85,27 +81,9 @@ class OpenAIAgentExecutor(AgentExecutorBase):
             result = await self._outcome(episode, {name: known[name] for name in self.wanted})
         finally:
             self.server.close(episode)
-        said = episode.session.transcript
         if not episode.drawn:
             raise RolloutError("run_agent returned before it asked the policy anything at base_url with its api_key")
-        return read_result(result) | {
-            "prompt": prompt,
-            "label": label,
-            "observation_tokens": said.tokens,
-            "action_ranges": said.action_ranges,
-            "rollout_log_probs": said.log_probs,
-            "truncated": episode.full or episode.drawn[-1].finish_reason == "length",
-        }
-
-    def _episode(self, params: Any, max_length: int, tokenizer: Any, engine: LLMEngine) -> Episode:
-        from openrlhf.agents.chat_server import Episode
-        from openrlhf.data.templates import Chat
-
-        flags = self.template
-        if flags.tokenizer_chat_template is None and not tokenizer.chat_template:
-            raise RolloutError("the tokenizer brings no chat template; give one by --tokenizer_chat_template")
-        chat = Chat(tokenizer, flags.tokenizer_chat_template, flags.template_kwargs, flags.system_prompt)
-        return Episode(chat, params, max_length, self.max_turns, engine, self.find_calls)
+        return {"prompt": prompt, "label": label} | episode.sample() | read_result(result)
 
     async def _outcome(self, episode: Episode, arguments: dict[str, Any]) -> Any:
         """What run_agent returned. One that gives up because its episode has no room left has earned nothing."""

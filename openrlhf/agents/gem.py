@@ -1,0 +1,91 @@
+"""Games of GEM (the package gem-llm): the environment speaks as the user, the policy plays."""
+
+from __future__ import annotations
+
+import importlib
+from importlib.util import find_spec
+from typing import Any
+
+from openrlhf.agents.chat_episode import Episode, Full, open_episode, refuse_rendered_prompts
+from openrlhf.agents.chat_wire import ChatRequest
+from openrlhf.agents.interface import AgentExecutorBase, LLMEngine
+from openrlhf.agents.scores import kind_of
+from openrlhf.data.messages import Message
+from openrlhf.errors import ConfigError, RolloutError
+
+PIP = "pip install gem-llm"
+LEAST_REWARD = -1.0  # of an episode: a long row of small penalties is no worse than that
+
+
+class GemAgentExecutor(AgentExecutorBase):
+    """A prompt is the name of an environment, such as game:GuessTheNumber-v0-easy, and its label the seed of the game.
+
+    So all samples of a prompt play the same game. Turns go through the chat template; the reward is the sum of the
+    environment's, and not less than -1.
+    """
+
+    async def prepare(self) -> None:
+        if find_spec("gem") is None:
+            raise ConfigError("GemAgentExecutor needs the package gem, which is not installed", try_this=PIP)
+        refuse_rendered_prompts(self, "GemAgentExecutor")
+        self.gem: Any = importlib.import_module("gem")
+
+    async def execute(
+        self,
+        prompt: str,
+        label: Any,
+        sampling_params: Any,
+        max_length: int,
+        hf_tokenizer: Any,
+        llm_engine: LLMEngine,
+    ) -> dict[str, Any]:
+        game = self._make(prompt)
+        episode = open_episode(self, sampling_params, max_length, hf_tokenizer, llm_engine)
+        rewards, done = await play(game, read_seed(label), episode)
+        ends = [end - 1 for _, end in episode.session.transcript.action_ranges]
+        sample = episode.sample()
+        return sample | {
+            "prompt": prompt,
+            "label": label,
+            "reward": max(LEAST_REWARD, sum(rewards)),
+            "extra_logs": {"turn_count": len(rewards)},
+            "step_rewards": list(zip(ends, rewards, strict=True)),
+            "truncated": sample["truncated"] or not done,
+        }
+
+    def _make(self, name: str) -> Any:
+        try:
+            return self.gem.make(name)
+        except ValueError as error:
+            raise RolloutError(
+                f"a prompt must name an environment of GEM, and {name!r} is none ({error}); gem.print_envs() lists them"
+            ) from None
+
+
+async def play(game: Any, seed: int, episode: Episode) -> tuple[list[float], bool]:
+    """The reward of each turn, and whether the game came to its end."""
+    observation, _ = game.reset(seed=seed)
+    messages: list[Message] = [{"role": "user", "content": observation}]
+    rewards: list[float] = []
+    done = False
+    while not done:
+        try:
+            answer = await episode.answer(ChatRequest(messages))
+        except Full:
+            break
+        observation, reward, terminated, cut, info = game.step(answer.message["content"])
+        rewards.append(float(reward))
+        done = bool(terminated or cut)
+        hint = "\n".join(filter(None, [observation, info.get("suffix")]))
+        messages = [*messages, answer.message, {"role": "user", "content": hint}]
+    return rewards, done
+
+
+def read_seed(label: Any) -> int:
+    try:
+        return int(label)
+    except (TypeError, ValueError):
+        raise RolloutError(
+            f"the label of a prompt for GEM is {kind_of(label)}; wanted is a whole number, the seed of its game:"
+            " give each row one, and name the field by --label_key"
+        ) from None

@@ -1,0 +1,168 @@
+"""Environments of NeMo Gym: the policy plays against one resources server, over its HTTP protocol.
+
+An episode is POST /seed_session with the row, POST /TOOL with the arguments of each call that the policy makes, and
+POST /verify with the row and the whole conversation as a Responses object, which answers with the reward. A cookie
+that the server sets goes with everything that follows. The loop is ours, so that no token leaves this project's hands:
+the agent and model servers of NeMo Gym have no part in it. Its other protocols (Gymnasium's reset and step, MCP,
+sessions by an id of the caller's) are not spoken.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from openrlhf.agents.chat_episode import Episode, Full, open_episode, refuse_rendered_prompts
+from openrlhf.agents.chat_session import read_chat
+from openrlhf.agents.chat_wire import MODEL, ChatRequest, sent_message
+from openrlhf.agents.executor import clip
+from openrlhf.agents.interface import AgentExecutorBase, LLMEngine
+from openrlhf.agents.scores import kind_of
+from openrlhf.config.checks.extras import require
+from openrlhf.data.messages import Message
+from openrlhf.errors import DataError, RewardError, RolloutError
+
+if TYPE_CHECKING:
+    from aiohttp import ClientSession
+
+ROW = "the label of a prompt for NeMo Gym is its row, as an object or as JSON text, with responses_create_params.input"
+
+
+class NemoGymAgentExecutor(AgentExecutorBase):
+    """Plays the rows of a resources server at `url`; the label of a prompt is its row."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+
+    async def prepare(self) -> None:
+        require("aiohttp", "NemoGymAgentExecutor")
+        refuse_rendered_prompts(self, "NemoGymAgentExecutor")
+
+    async def execute(
+        self,
+        prompt: str,
+        label: Any,
+        sampling_params: Any,
+        max_length: int,
+        hf_tokenizer: Any,
+        llm_engine: LLMEngine,
+    ) -> dict[str, Any]:
+        from aiohttp import ClientSession, CookieJar
+
+        row = read_row(label)
+        episode = open_episode(self, sampling_params, max_length, hf_tokenizer, llm_engine)
+        async with ClientSession(cookie_jar=CookieJar(unsafe=True)) as http:  # else none for a server without a name
+            await self._ask(http, "/seed_session", row)
+            output = await self._play(http, row["responses_create_params"], episode)
+            verdict = await self._ask(http, "/verify", row | {"response": response_of(output, row)})
+        if not isinstance(verdict, Mapping) or "reward" not in verdict:
+            raise RewardError(f"{self.url}/verify answered without a reward: {clip(repr(verdict))}")
+        sample = episode.sample()
+        return sample | {"prompt": prompt, "label": label, "reward": verdict["reward"], "extra_logs": logs(output)}
+
+    async def _play(self, http: ClientSession, params: Mapping[str, Any], episode: Episode) -> list[dict[str, Any]]:
+        """Turns until one makes no calls or nothing fits any more; what was said, as items of a Responses object."""
+        messages, tools = read_input(params["input"]), [chat_tool(tool) for tool in params.get("tools") or []]
+        output: list[dict[str, Any]] = []
+        while True:
+            try:
+                answer = await episode.answer(ChatRequest(messages, tools or None, may_call=bool(tools)))
+            except Full:
+                return output
+            output += items_of(answer.message, answer.number)
+            calls = answer.message.get("tool_calls") or []
+            if not calls or answer.drawn.finish_reason == "length":
+                return output
+            results = [await self._call(http, call, tools) for call in calls]
+            output += [result_item(result) for result in results]
+            messages = [*messages, answer.message, *results]
+
+    async def _call(self, http: ClientSession, call: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> Message:
+        """What a tool says, also when it says that it failed; only tools of the row are addresses."""
+        function = call["function"]
+        text = f"there is no tool {function['name']}"
+        if any(tool["function"]["name"] == function["name"] for tool in tools):
+            async with http.post(f"{self.url}/{function['name']}", json=function["arguments"]) as answer:
+                text = await answer.text()
+        return {"role": "tool", "tool_call_id": call["id"], "content": text}
+
+    async def _ask(self, http: ClientSession, path: str, body: Mapping[str, Any]) -> Any:
+        from aiohttp import ClientError
+
+        try:
+            async with http.post(self.url + path, json=body) as answer:
+                text = await answer.text()
+        except ClientError as error:
+            raise RewardError(f"{self.url}{path} cannot be reached: {error}; is the resources server up?") from None
+        if answer.status != 200:
+            raise RewardError(f"{self.url}{path} answered {answer.status}: {clip(text)}")
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError:
+            raise RewardError(f"{self.url}{path} answered no JSON: {clip(text)}") from None
+
+
+def read_row(label: Any) -> dict[str, Any]:
+    try:
+        row = json.loads(label) if isinstance(label, str) else label
+    except json.JSONDecodeError:
+        row = None
+    if isinstance(row, dict):
+        params = row.get("responses_create_params")
+        if isinstance(params, Mapping) and params.get("input"):
+            return row
+    raise RolloutError(f"{ROW}; it is {kind_of(label)}")
+
+
+def read_input(given: Any) -> list[Message]:
+    """The input of a row as messages of a chat: a text is the user's."""
+    try:
+        return read_chat([{"role": "user", "content": given}] if isinstance(given, str) else given)
+    except DataError as error:
+        raise RolloutError(f"responses_create_params.input: {error.message}") from None
+
+
+def chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool of the Responses interface, which is flat, as chat templates know it."""
+    if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
+        raise RolloutError(f"a tool of responses_create_params is {kind_of(tool)}; understood are functions")
+    known = ("name", "description", "parameters")
+    return {"type": "function", "function": {key: tool[key] for key in known if tool.get(key) is not None}}
+
+
+def items_of(message: Message, number: int) -> list[dict[str, Any]]:
+    """A turn of the policy as items of a Responses object."""
+    sent = sent_message(message)
+    text = {"type": "output_text", "text": message["content"], "annotations": []}
+    spoken = {"type": "message", "id": f"msg_{number}", "role": "assistant", "status": "completed", "content": [text]}
+    calls = [
+        {"type": "function_call", "id": f"fc_{call['id']}", "call_id": call["id"], "status": "completed"}
+        | {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
+        for call in sent.get("tool_calls") or []
+    ]
+    return ([spoken] if message["content"] or not calls else []) + calls
+
+
+def result_item(message: Message) -> dict[str, Any]:
+    call = message["tool_call_id"]
+    item = {"type": "function_call_output", "id": f"fco_{call}", "call_id": call, "status": "completed"}
+    return item | {"output": message["content"]}
+
+
+def response_of(output: list[dict[str, Any]], row: Mapping[str, Any]) -> dict[str, Any]:
+    params = row["responses_create_params"]
+    return {
+        "id": "resp_1",
+        "object": "response",
+        "created_at": 0,
+        "model": MODEL,
+        "output": output,
+        "parallel_tool_calls": True,
+        "tool_choice": params.get("tool_choice") or "auto",
+        "tools": params.get("tools") or [],
+    }
+
+
+def logs(output: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    return {"tool_calls": float(sum(item["type"] == "function_call" for item in output))}

@@ -1,0 +1,111 @@
+"""GEM's games: with the package where it is installed, else with an environment of its interface."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from sessions import Say, decode, encode, prompt, run
+
+from openrlhf.errors import ConfigError
+from openrlhf.types import Completion
+from tests.tiny import make_tokenizer
+
+EXAMPLE = Path(__file__).parents[2] / "examples/agents/gem_game.py"
+INTERFACE = """
+    import random
+
+    class Higher:
+        def reset(self, seed=None):
+            random.seed(seed)
+            self.number, self.turns = random.randint(1, 9), 0
+            return f"from {seed}", {"suffix": "go"}
+
+        def step(self, action):
+            self.turns += 1
+            won = action == str(self.number)
+            return f"not {action}", 1.0 if won else -0.75, won, self.turns == 3, {"suffix": "go"}
+
+    def make(name):
+        if name != "game:Higher":
+            raise ValueError(f"Environment {name} not found in registry.")
+        return Higher()
+"""
+
+
+@pytest.fixture
+def example(write):
+    """The example beside a module with GEM's interface."""
+    write(INTERFACE, "gem.py")
+    return write(EXAMPLE.read_text())
+
+
+@pytest.mark.skipif(find_spec("gem") is not None, reason="the installed package would come first")
+def test_a_game_by_hand(build, example):
+    game = prompt("game:Higher", label="2")
+    won, lost = Say("3</s>", "1</s>"), Say("9</s>")
+    executor = build(agent_func_path=example, step_rewards=True)
+    first, second = run(executor, [won, lost], asked=game).trajectories
+    assert decode(first.input_ids) == "<u>from 2<a>3</s><u>not 3\ngo<a>1</s>"
+    assert decode(second.input_ids) == "<u>from 2<a>9</s><u>not 9\ngo<a>9</s><u>not 9\ngo<a>9</s>"
+    assert (first.reward, first.extra_logs, first.truncated) == (0.25, {"turn_count": 2.0}, False)
+    assert (second.reward, second.extra_logs, second.truncated) == (-1.0, {"turn_count": 3.0}, False)
+    assert first.step_rewards == ((12 + 1, -0.75), (len(first.input_ids) - 1, 1.0))
+    acted = [token for token, mask in zip(first.input_ids, first.action_mask, strict=True) if mask]
+    assert acted == encode("3</s>1</s>")
+
+
+@pytest.mark.skipif(find_spec("gem") is not None, reason="the installed package would come first")
+@pytest.mark.parametrize(
+    ("name", "label", "message"),
+    [
+        ("game:Lower", "2", "'game:Lower' is none (Environment game:Lower not found"),
+        ("game:Higher", "", "the label of a prompt for GEM is '' (str); wanted is a whole number"),
+    ],
+)
+def test_rows_that_name_no_game_are_told_so(build, example, name, label, message):
+    executor = build(agent_func_path=example, on_reward_error="skip")
+    (failure,) = run(executor, [Say("a")], asked=prompt(name, label=label)).failures
+    assert message in str(failure)
+
+
+@pytest.mark.skipif(find_spec("gem") is not None, reason="nothing is missing")
+def test_without_the_package_the_command_is_shown(build):
+    with pytest.raises(ConfigError, match="Try: pip install gem-llm"):
+        build(agent_func_path=str(EXAMPLE))
+
+
+class Guesses(Say):
+    """Says its texts in a vocabulary that has the backslash of a boxed number."""
+
+    def __init__(self, tokenizer, *texts):
+        super().__init__(*texts)
+        self.tokenizer = tokenizer
+
+    async def generate(self, request):
+        self.requests.append(request)
+        ids = tuple(self.tokenizer(self.texts[len(self.requests) - 1], add_special_tokens=False)["input_ids"])
+        return Completion(ids, (-1.0,) * len(ids), self.tokenizer.decode(ids), "stop", 0)
+
+
+@pytest.fixture
+def tokenizer():
+    made = make_tokenizer()
+    made.add_tokens(["\\"])
+    return made
+
+
+@pytest.mark.skipif(find_spec("gem") is None, reason="pip install gem-llm")
+def test_the_real_game_of_guessing_a_number(build, tokenizer):
+    halving = Guesses(tokenizer, *(f"\\boxed{{{guess}}}</s>" for guess in (8, 2, 4, 3)))
+    silent = Guesses(tokenizer, "no idea</s>")
+    game = prompt("game:GuessTheNumber-v0-easy", label=3)
+    executor = build(agent_func_path=str(EXAMPLE), context_length=2000)
+    played, failed = run(executor, [halving, silent], asked=game, max_tokens=100).trajectories
+    first, second = (session.requests[0].prompt_token_ids for session in (halving, silent))
+    assert first == second
+    assert "between 1 and 10" in tokenizer.decode(list(first))
+    assert 0.0 <= played.reward <= 1.0
+    assert played.extra_logs["turn_count"] == len(halving.requests)
+    assert "At turn 1, you guessed 8" in tokenizer.decode(list(played.input_ids))
+    assert failed.reward == pytest.approx(-0.1)
+    assert not played.truncated

@@ -1,0 +1,150 @@
+"""A resources server of NeMo Gym's protocol: seeded, called and asked for a verdict over real HTTP.
+
+The server here reads what it gets by OpenAI's own types, as NeMo Gym's does.
+"""
+
+import asyncio
+import json
+import threading
+from contextlib import contextmanager
+
+import pytest
+from aiohttp import web
+from openai.types.responses import Response
+from sessions import Say, decode, encode, prompt, run
+from test_openai_agent import TEMPLATE
+
+from openrlhf.errors import RewardError, RolloutError
+from tests.tiny import make_tokenizer
+
+TOOL = {"type": "function", "name": "weigh", "parameters": {"type": "object", "properties": {}}, "strict": True}
+ROW = {
+    "responses_create_params": {"input": [{"role": "user", "content": "how heavy?"}], "tools": [TOOL]},
+    "answer": "7",
+}
+CALL = '<tool_call>{"name": "weigh", "arguments": {"what": "it"}}</tool_call></s>'
+AGENT = """
+    from openrlhf.utils.agent import NemoGymAgentExecutor
+
+    class AgentExecutor(NemoGymAgentExecutor):
+        def __init__(self):
+            super().__init__({url!r})
+"""
+
+
+@pytest.fixture
+def tokenizer():
+    made = make_tokenizer()
+    made.chat_template = TEMPLATE
+    return made
+
+
+class Scales:
+    """An environment with state: what /verify says depends on what was seeded and called in the same session."""
+
+    def __init__(self):
+        self.sessions = {}
+        self.verified = []
+
+    async def seed(self, request):
+        body = await request.json()
+        name = f"s{len(self.sessions)}"
+        self.sessions[name] = {"answer": body["answer"], "calls": 0}
+        response = web.json_response({})
+        response.set_cookie("session", name)
+        return response
+
+    async def weigh(self, request):
+        assert await request.json() == {"what": "it"}
+        session = self.sessions[request.cookies["session"]]
+        session["calls"] += 1
+        return web.json_response({"kg": session["answer"]})
+
+    async def verify(self, request):
+        body = await request.json()
+        response = Response.model_validate(body["response"])
+        self.verified.append(response)
+        session = self.sessions[request.cookies["session"]]
+        said = response.output_text.split("</s>")[0]
+        return web.json_response(body | {"reward": session["calls"] + float(said == body["answer"])})
+
+    async def broken(self, request):
+        return web.json_response({"detail": "no such row"}, status=422)
+
+    def app(self, **instead):
+        app = web.Application()
+        routes = {"/seed_session": self.seed, "/weigh": self.weigh, "/verify": self.verify} | instead
+        app.add_routes([web.post(path, handler) for path, handler in routes.items()])
+        return app
+
+
+@contextmanager
+def served(app):
+    """The address of the app, which runs in a thread."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    runner = web.AppRunner(app)
+
+    async def start():
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return runner.addresses[0][1]
+
+    try:
+        yield f"http://127.0.0.1:{asyncio.run_coroutine_threadsafe(start(), loop).result()}"
+    finally:
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def test_an_episode_with_a_tool(build, write):
+    scales = Scales()
+    with served(scales.app()) as url:
+        executor = build(agent_func_path=write(AGENT.format(url=url)), context_length=300)
+        sessions = [Say(CALL, "7</s>"), Say("hm " + CALL, "8</s>"), Say("7</s>")]
+        asked = prompt("how heavy?", label=json.dumps(ROW))
+        got = run(executor, sessions, asked=asked, max_tokens=120).trajectories
+    assert [item.reward for item in got] == [2.0, 1.0, 1.0]
+    assert [item.extra_logs for item in got] == [{"tool_calls": 1.0}, {"tool_calls": 1.0}, {"tool_calls": 0.0}]
+    assert decode(got[0].input_ids) == f'[weigh]<u>how heavy?<a>{CALL}<t>{{"kg": "7"}}<a>7</s>'
+    acted = [token for token, mask in zip(got[0].input_ids, got[0].action_mask, strict=True) if mask]
+    assert acted == encode(CALL + "7</s>")
+    kinds = {tuple(item.type for item in response.output) for response in scales.verified}
+    assert kinds == {
+        ("function_call", "function_call_output", "message"),
+        ("message", "function_call", "function_call_output", "message"),
+        ("message",),
+    }
+
+
+def test_only_the_tools_of_the_row_are_addresses(build, write):
+    with served(Scales().app()) as url:
+        call = '<tool_call>{"name": "verify", "arguments": {}}</tool_call></s>'
+        executor = build(agent_func_path=write(AGENT.format(url=url)), context_length=300)
+        asked = prompt("how heavy?", label=json.dumps(ROW))
+        got = run(executor, [Say(call, "7</s>")], asked=asked, max_tokens=120).trajectories[0]
+    assert got.reward == 1.0
+    assert "<t>there is no tool verify<a>" in decode(got.input_ids)
+
+
+def test_what_goes_wrong_is_told(build, write):
+    scales = Scales()
+    with served(scales.app(**{"/verify": scales.broken})) as url:
+        executor = build(agent_func_path=write(AGENT.format(url=url)), on_reward_error="skip")
+        (failure,) = run(executor, [Say("7</s>")], asked=prompt("how heavy?", label=json.dumps(ROW))).failures
+    assert isinstance(failure, RewardError)
+    assert '/verify answered 422: {"detail": "no such row"}' in str(failure)
+
+
+def test_a_server_that_is_away_and_a_label_that_is_no_row(build, write):
+    file = write(AGENT.format(url="http://127.0.0.1:9"))
+    (failure,) = run(
+        build(agent_func_path=file, on_reward_error="skip"), [Say("7")], asked=prompt("?", label=json.dumps(ROW))
+    ).failures
+    assert "is the resources server up?" in str(failure)
+    (failure,) = run(build(agent_func_path=file, on_reward_error="skip"), [Say("7")], asked=prompt("?")).failures
+    assert isinstance(failure, RolloutError)
+    assert "the label of a prompt for NeMo Gym is its row" in str(failure)
