@@ -123,6 +123,7 @@ RULES: dict[type, Rules] = {
         inference.post_processors_need_rewards,
         inference.reward_template_has_its_places,
         inference.rows_go_to_a_file,
+        inference.engines_on_ray_are_vllm,
         inference.processes_hold_whole_models,
         common.probabilities_match_datasets,
         *TEMPLATE,

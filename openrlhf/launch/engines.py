@@ -1,32 +1,61 @@
-"""The flags of vLLM engines as their settings."""
+"""What an engine is made of, and making it: in this process, or in another one that the description travels to."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.commands import RLConfig
+from openrlhf.config.sections.model import ServedModel
+from openrlhf.models.forward import Network
+from openrlhf.models.load import choose_dtype, load_causal_lm
+from openrlhf.rollout.engine import LoadingEngine
+from openrlhf.rollout.hf import HFEngine
+from openrlhf.rollout.vllm import VLLMEngine, VLLMSettings
+from openrlhf.training.local import LocalFrozen
 
-if TYPE_CHECKING:
-    from openrlhf.rollout.vllm import VLLMSettings
+BY_DEVICE = "by device"  # a dtype that is chosen where the engine is made
 
 
-def vllm_settings(config: RLConfig, dtype: torch.dtype, number: int = 0) -> VLLMSettings:
-    """For the engine of this number: each draws from a seed of its own."""
-    from openrlhf.rollout.vllm import VLLMSettings
+@dataclass(frozen=True)
+class EngineSpec:
+    """An engine of vLLM, or without settings for it one of Transformers."""
 
+    model: ServedModel
+    vllm: VLLMSettings | None = None
+    awaits_weights: bool = True  # it draws nothing before the weights of a policy have come
+
+
+def engine_spec(config: RLConfig) -> EngineSpec:
+    """The engines of a run of reinforcement learning."""
+    return EngineSpec(config.model, vllm_settings(config) if config.engines.vllm_num_engines else None)
+
+
+def vllm_settings(config: RLConfig) -> VLLMSettings:
     engines = config.engines
     return VLLMSettings(
         model=str(config.model.pretrain),
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=BY_DEVICE,
         max_model_len=config.rollout.context_length,
         tensor_parallel_size=engines.vllm_tensor_parallel_size,
         gpu_memory_utilization=engines.vllm_gpu_memory_utilization,
         enforce_eager=engines.enforce_eager,
         enable_prefix_caching=engines.enable_prefix_caching,
         enable_sleep=engines.vllm_enable_sleep,
-        seed=config.batches.seed + number,
+        seed=config.batches.seed,
         trust_remote_code=config.model.trust_remote_code,
         seeded_requests=config.batches.full_determinism,
     )
+
+
+def make_engine(
+    spec: EngineSpec, tokenizer: PreTrainedTokenizerBase, device: torch.device, number: int = 0
+) -> LoadingEngine:
+    """The engine of this number; each of several draws from a seed of its own."""
+    if spec.vllm is None:
+        model = load_causal_lm(str(spec.model.pretrain), spec.model, device=device, packing=False)
+        return HFEngine(LocalFrozen(Network(model), device).network, tokenizer)
+    dtype = str(choose_dtype(spec.model.param_dtype, device)).removeprefix("torch.")
+    return VLLMEngine(replace(spec.vllm, dtype=dtype, seed=spec.vllm.seed + number), tokenizer)

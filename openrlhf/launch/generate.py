@@ -1,4 +1,4 @@
-"""Answers to the prompts of a dataset, by Transformers or vLLM in this process."""
+"""Answers to the prompts of a dataset, by Transformers or vLLM in this process, or by engines on a cluster."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from openrlhf.data.answers import INDEX, one_slice, waiting_prompts
 from openrlhf.data.records import Records
 from openrlhf.errors import ConfigError
 from openrlhf.launch.device import choose_device, explain_precision
+from openrlhf.launch.engines import BY_DEVICE, EngineSpec, make_engine
 from openrlhf.launch.parts import Parts
 from openrlhf.launch.progress import Progress
 from openrlhf.models.forward import Network
-from openrlhf.models.load import choose_dtype, load_causal_lm, read_config
+from openrlhf.models.load import load_causal_lm, read_config
 from openrlhf.monitor import say
 from openrlhf.rl.rollouts import seed_of
 from openrlhf.rollout.hf import HFEngine
+from openrlhf.rollout.vllm import VLLMSettings
 from openrlhf.types import Completion, Prompt, Request, SamplingParams
 
 if TYPE_CHECKING:
     from openrlhf.rollout.engine import Engine
-    from openrlhf.rollout.vllm import VLLMSettings
 
 OnDone = Callable[[int, Completion], None]
 NEIGHBOURS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")  # processes on a machine, as torchrun and deepspeed say it
@@ -119,7 +120,11 @@ def generate(generation: Generation, parts: Parts, tokenizer: PreTrainedTokenize
             parts.write(missing[place], generation.row(missing[place], completion))
             progress.advance(tokens=len(completion.token_ids))
 
-        if generation.config.task.eval_task == "generate_vllm":
+        if generation.config.task.vllm_num_engines:
+            from openrlhf.launch.ray_generate import generate_on_ray
+
+            asyncio.run(generate_on_ray(generation, requests, on_done))
+        elif generation.config.task.eval_task == "generate_vllm":
             asyncio.run(generate_with_vllm(generation, tokenizer, requests, on_done))
         else:
             open_hf_engine(generation.config, tokenizer).complete(requests, on_done)
@@ -136,9 +141,12 @@ def open_hf_engine(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerB
 async def generate_with_vllm(
     generation: Generation, tokenizer: PreTrainedTokenizerBase, requests: Sequence[Request], on_done: OnDone
 ) -> None:
-    from openrlhf.rollout.vllm import VLLMEngine
-
-    engine = VLLMEngine(vllm_settings(generation), tokenizer)
+    config = generation.config
+    devices = take_devices(config.task.tp_size) if config.model.device != "cpu" else 0
+    device = torch.device("cuda" if devices else "cpu")
+    explain_precision(config.model.param_dtype, device)
+    spec = EngineSpec(config.model, engine_settings(generation, max(1, devices)))
+    engine = make_engine(spec, tokenizer, device)
     try:
         await stream(engine, requests, on_done, window=AHEAD * generation.config.task.max_num_seqs)
     finally:
@@ -161,20 +169,15 @@ async def stream(engine: Engine, requests: Sequence[Request], on_done: OnDone, *
             on_done(running.pop(task), task.result()[0])
 
 
-def vllm_settings(generation: Generation) -> VLLMSettings:
-    """An engine on this process's devices; without a GPU it computes eagerly, since compiling takes longer there."""
-    from openrlhf.rollout.vllm import VLLMSettings
-
+def engine_settings(generation: Generation, devices: int) -> VLLMSettings:
+    """Of an engine on so many devices."""
     config, task = generation.config, generation.config.task
-    devices = take_devices(task.tp_size) if config.model.device != "cpu" else 0
-    device = torch.device("cuda" if devices else "cpu")
-    explain_precision(config.model.param_dtype, device)
     return VLLMSettings(
         model=str(config.model.pretrain),
-        dtype=str(choose_dtype(config.model.param_dtype, device)).removeprefix("torch."),
+        dtype=BY_DEVICE,
         max_model_len=generation.context,
-        tensor_parallel_size=max(1, devices),
-        enforce_eager=device.type == "cpu",
+        tensor_parallel_size=devices,
+        enforce_eager=not torch.cuda.is_available(),  # without a GPU compiling takes longer than it saves
         enable_prefix_caching=task.enable_prefix_caching,
         seed=task.seed + int(os.environ.get("RANK", "0")),
         trust_remote_code=config.model.trust_remote_code,

@@ -15,11 +15,10 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.config.commands import RLConfig
 from openrlhf.launch.device import explain_precision, seed_everything
 from openrlhf.launch.distributed import join
-from openrlhf.launch.engines import vllm_settings
+from openrlhf.launch.engines import engine_spec, make_engine
 from openrlhf.launch.proof import Sent, compare
 from openrlhf.launch.rl_build import build_models
 from openrlhf.launch.rl_models import Models
-from openrlhf.models.load import choose_dtype
 from openrlhf.models.plain import plain_copy
 from openrlhf.rl.workers import Scores, WeightSync, Workers
 from openrlhf.rollout.engine import Engine, LoadingEngine
@@ -129,7 +128,7 @@ async def open_local(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollo
     device = join(config)
     explain_precision(config.model.param_dtype, device)
     asynchronous = config.asynchrony.async_train and config.asynchrony.async_queue_size > 0
-    if not config.engines.vllm_num_engines:
+    if not config.engines.vllm_num_engines or config.rollout.replay:
         models = build_models(config, tokenizer, device, rollouts)
         assert models.policy is not None
         network = models.policy.trained.backend.network
@@ -137,9 +136,7 @@ async def open_local(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollo
         sync = LocalSync(models, engine) if asynchronous else SharedSync(engine)
         yield Machinery(LocalWorkers(models), engine, sync)
         return
-    from openrlhf.rollout.vllm import VLLMEngine
-
-    vllm = VLLMEngine(vllm_settings(config, choose_dtype(config.model.param_dtype, device)), tokenizer)
+    vllm = make_engine(engine_spec(config), tokenizer, device)
     try:
         sleeps = config.engines.vllm_enable_sleep
         if sleeps:

@@ -26,6 +26,7 @@ PLAN = "plan.json"
 # Flags that decide how fast rows come, or what becomes of them at the end, and not what they are.
 FREE_TO_CHANGE = (
     *("output_path", "micro_batch_size", "max_num_seqs", "tp_size", "enable_prefix_caching", "zero_stage"),
+    "vllm_num_engines",
     *("local_rank", "post_processor", "reward_template", "normalize_reward"),
 )
 PATIENCE = timedelta(days=7)  # a process may finish its share long before the others

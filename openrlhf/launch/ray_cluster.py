@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import openrlhf
-from openrlhf.config.commands import RLConfig
 from openrlhf.errors import BackendError, ConfigError
 from openrlhf.launch import ray_probes
 from openrlhf.launch.ray_driver import joined
@@ -126,8 +125,10 @@ class Cluster:
 
 
 @contextmanager
-def connect(config: RLConfig, plan: Plan) -> Iterator[Cluster]:
+def connect(plan: Plan, folders: Mapping[str, str]) -> Iterator[Cluster]:
     """Joins the cluster that is there, or starts one of its own, and holds the devices of the plan while it is open.
+
+    All nodes of the plan must see `folders`, which are named by their flags.
 
     To be called in the main thread: the processes of a Ray of our own end with the thread that started them.
     """
@@ -139,7 +140,7 @@ def connect(config: RLConfig, plan: Plan) -> Iterator[Cluster]:
         if unit == "CPU" and not private:
             say("the cluster has no GPU: each device of this run is one CPU")
         with reserve(plan, chosen, nodes, unit) as cluster:
-            check_shared_folders(cluster, config)
+            check_shared_folders(cluster, folders)
             yield cluster
 
 
@@ -217,7 +218,7 @@ def ask(question: Callable[..., Any], reserved: Any, bundle: int, *, num_gpus: i
     return ray.remote(question).options(num_cpus=0, num_gpus=num_gpus, scheduling_strategy=strategy)
 
 
-def check_shared_folders(cluster: Cluster, config: RLConfig) -> None:
+def check_shared_folders(cluster: Cluster, folders: Mapping[str, str]) -> None:
     """Every node must see the folders of checkpoints and results: a file written here is looked for there."""
     import ray
 
@@ -225,7 +226,6 @@ def check_shared_folders(cluster: Cluster, config: RLConfig) -> None:
     others = {device.node.id: device for device in cluster.all_devices() if device.node.id != here}
     if not others:
         return
-    folders = {"--ckpt_path": config.checkpoints.ckpt_path, "--save_path": config.checkpoints.save_path}
     token = f".openrlhf-{secrets.token_hex(8)}"
     files = {flag: nearest_folder(Path(folder)) / token for flag, folder in folders.items()}
     try:

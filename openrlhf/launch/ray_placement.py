@@ -188,7 +188,7 @@ def explain_shortage(asked: Plan, nodes: Sequence[Node], unit: str, *, private: 
     free, total = sum(node.free for node in nodes), sum(node.devices for node in nodes)
     there = ", ".join(f"{node.address} has {node.free} of {node.devices} free" for node in nodes) or "no node is alive"
     message = f"the run asks for {asked.devices} {unit}s ({asked.describe()}), but {there}"
-    widest = max(group.nodes for group in asked.groups)
+    widest = max((group.nodes for group in asked.groups), default=1)
     if widest > len(nodes):
         message += f"; {widest} nodes are asked for, and there are {len(nodes)}"
     elif free >= asked.devices:

@@ -15,16 +15,13 @@ from transformers.utils.logging import disable_progress_bar
 from openrlhf.config.commands import RLConfig
 from openrlhf.launch.device import choose_device, seed_dropout, seed_everything
 from openrlhf.launch.distributed import join
-from openrlhf.launch.engines import vllm_settings
+from openrlhf.launch.engines import EngineSpec, make_engine
 from openrlhf.launch.ray_placement import Group
 from openrlhf.launch.rl_build import build_models
 from openrlhf.launch.rl_models import Models
-from openrlhf.models.forward import Network
-from openrlhf.models.load import choose_dtype, load_causal_lm, load_tokenizer
+from openrlhf.models.load import load_tokenizer
 from openrlhf.rollout.channel import Channel, Sender
-from openrlhf.rollout.engine import Checksums, LoadingEngine, Weights
-from openrlhf.rollout.hf import HFEngine
-from openrlhf.training.local import LocalFrozen
+from openrlhf.rollout.engine import Checksums, Weights
 from openrlhf.types import Completion, Request
 
 
@@ -90,35 +87,28 @@ class ModelWorker:
 
 
 class EngineWorker:
-    """One engine. Nothing is drawn from the weights of the model's folder: requests wait for the policy's."""
+    """One engine. Where it serves a policy, requests wait for its weights: those of the folder are not drawn from."""
 
-    def __init__(self, config: RLConfig, kind: str, number: int) -> None:
-        self.config = config
-        self.kind = kind
+    def __init__(self, spec: EngineSpec, number: int) -> None:
+        self.spec = spec
         self.number = number
-        self.has_weights = asyncio.Event()
+        self.may_draw = asyncio.Event()
+        if not spec.awaits_weights:
+            self.may_draw.set()
 
     async def start(self, folder: str) -> None:
         settle_in(folder)
-        config = self.config
-        device = choose_device(config.model.device)
-        tokenizer = load_tokenizer(str(config.model.pretrain), config.model)
-        if self.kind == "vllm":
-            from openrlhf.rollout.vllm import VLLMEngine
-
-            dtype = choose_dtype(config.model.param_dtype, device)
-            self.engine: LoadingEngine = VLLMEngine(vllm_settings(config, dtype, self.number), tokenizer)
-        else:
-            model = load_causal_lm(str(config.model.pretrain), config.model, device=device, packing=False)
-            self.engine = HFEngine(LocalFrozen(Network(model), device).network, tokenizer)
+        model = self.spec.model
+        tokenizer = load_tokenizer(str(model.pretrain), model)
+        self.engine = make_engine(self.spec, tokenizer, choose_device(model.device), self.number)
 
     async def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        await self.has_weights.wait()
+        await self.may_draw.wait()
         return await self.engine.generate(requests)
 
     async def load(self, weights: Weights, version: int, verify: bool) -> Checksums:
         sums = await self.engine.load(weights, version, verify=verify)
-        self.has_weights.set()
+        self.may_draw.set()
         return sums
 
     async def do(self, verb: str, *arguments: object, **named: object) -> None:

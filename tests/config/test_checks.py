@@ -216,6 +216,13 @@ REFUSED = [  # rule, command, what is added, what the message must hold
         "--actor_num_gpus_per_node 2 --critic_num_gpus_per_node 1 --ds_tensor_parallel_size 2",
         "1 device(s) of critic",
     ),
+    ("engines_on_ray_are_vllm", "batch_inference", "--vllm_num_engines 2", "--eval_task generate_vllm|on Ray"),
+    (
+        "engines_on_ray_are_vllm",
+        "batch_inference",
+        "--eval_task generate_vllm --vllm_num_engines 0",
+        "--vllm_num_engines 0 generates nothing",
+    ),
     (
         "post_processors_need_rewards",
         "batch_inference",

@@ -24,7 +24,8 @@ def write(line):
 @contextmanager
 def opened(flags):
     config = parse(RLConfig, [*BASE, *flags])
-    with connect(config, plan(config)) as cluster:
+    folders = {"--ckpt_path": config.checkpoints.ckpt_path, "--save_path": config.checkpoints.save_path}
+    with connect(plan(config), folders) as cluster:
         yield cluster
 
 

@@ -298,7 +298,6 @@ def test_a_changed_run_is_refused(stopped, infer, reward_model, capfd):
 
 
 def test_vllm_says_what_transformers_says(infer):
-    pytest.importorskip("vllm")
     flags = {"dataset": prompts(WORDS * 4), "greedy_sampling": True, **SHORT}
     expected = infer(**flags)
     assert infer("generate_vllm", **flags, max_num_seqs=4) == expected
@@ -307,6 +306,11 @@ def test_vllm_says_what_transformers_says(infer):
     assert len({row["output"] for row in many}) > len(WORDS)
     penalised = flags | {"repetition_penalty": 1.3}
     assert infer("generate_vllm", **penalised) == infer(**penalised)
+
+
+def test_engines_on_ray_say_it_too(infer):
+    flags = {"dataset": prompts(WORDS * 4), "greedy_sampling": True, **SHORT}
+    assert infer("generate_vllm", **flags, vllm_num_engines=2, max_num_seqs=4) == infer(**flags)
 
 
 @pytest.mark.parametrize(

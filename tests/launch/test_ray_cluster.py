@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from ray_machine import HERE, WATCHDOG, make_machine, wait_until_gone
 
-pytest.importorskip("ray")
-
 TOKEN = "0123456789abcdef" * 4
 ONE_GROUP = "--advantage_estimator reinforce --init_kl_coef 0"
 

@@ -8,16 +8,11 @@ import signal
 import pytest
 from peft import PeftModel
 from ray_machine import WATCHDOG, make_machine, wait_until_gone
+from ray_toys import AGENT, ON_RAY, Assassin, asked_for, mismatch, rows, two_nodes
 from rl_toys import asked, recorded, task
 from safetensors.torch import load_file
 from toys import FAST, PAIRS, Ran, as_argv, data, pairs, run, write_rows
 from transformers import AutoModelForCausalLM
-
-pytest.importorskip("ray")
-pytest.importorskip("deepspeed")
-pytest.importorskip("vllm")
-
-from ray_toys import AGENT, ON_RAY, Assassin, asked_for, mismatch, rows, two_nodes
 
 from openrlhf.config.check import check
 from openrlhf.config.commands import COMMANDS

@@ -49,6 +49,8 @@ def cluster_extras_are_installed(config: RLConfig) -> None:
 def batch_engine_is_installed(config: BatchInferenceConfig) -> None:
     if config.task.eval_task == "generate_vllm":
         require("vllm", "--eval_task generate_vllm")
+    if config.task.vllm_num_engines is not None:
+        require("ray", "--vllm_num_engines")
 
 
 def the_server_is_installed(config: ServeRMConfig) -> None:

@@ -5,6 +5,7 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from openrlhf.config.checks.common import needed_flag
+from openrlhf.config.checks.supervised import world_size
 from openrlhf.config.commands import BatchInferenceConfig, ChatConfig, LoraCombinerConfig, ServeRMConfig
 from openrlhf.config.flags import flag_values
 from openrlhf.config.sections.data import split_names
@@ -45,6 +46,27 @@ def rows_go_to_a_file(config: BatchInferenceConfig) -> None:
             raise ConfigError(
                 f"--output_path {output} is the dataset itself, which would be lost", try_this="another --output_path"
             )
+
+
+def engines_on_ray_are_vllm(config: BatchInferenceConfig) -> None:
+    task = config.task
+    if task.vllm_num_engines is None:
+        return
+    if task.vllm_num_engines < 1:
+        raise ConfigError(
+            f"--vllm_num_engines {task.vllm_num_engines} generates nothing", try_this="--vllm_num_engines 2"
+        )
+    if task.eval_task != "generate_vllm":
+        raise ConfigError(
+            f"--vllm_num_engines starts vLLM engines on Ray, but --eval_task {task.eval_task} uses none",
+            try_this="--eval_task generate_vllm",
+        )
+    if world_size() > 1:
+        raise ConfigError(
+            f"--vllm_num_engines {task.vllm_num_engines} starts its engines from one process, but a launcher "
+            f"started {world_size()}",
+            try_this="the same command without the launcher, or without --vllm_num_engines",
+        )
 
 
 def processes_hold_whole_models(config: BatchInferenceConfig) -> str | None:

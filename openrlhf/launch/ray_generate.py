@@ -1,0 +1,27 @@
+"""Generation over a dataset by several engines on a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from openrlhf.launch.engines import EngineSpec
+from openrlhf.launch.generate import AHEAD, Generation, OnDone, engine_settings, stream
+from openrlhf.launch.ray_cluster import connect
+from openrlhf.launch.ray_placement import EngineSeat, Plan
+from openrlhf.launch.ray_start import started_on
+from openrlhf.monitor import say
+from openrlhf.types import Request
+
+RESTARTS = 1  # of an engine that dies; what it had not finished is generated again
+
+
+async def generate_on_ray(generation: Generation, requests: Sequence[Request], on_done: OnDone) -> None:
+    """Requests go to whichever engine is least busy; this process writes what comes back."""
+    task = generation.config.task
+    size = task.tp_size or 1
+    asked = Plan((), tuple(EngineSeat(number, size, None) for number in range(task.vllm_num_engines or 1)), "vllm")
+    spec = EngineSpec(generation.config.model, engine_settings(generation, size), awaits_weights=False)
+    with connect(asked, {}) as cluster, started_on(cluster) as starting:
+        say(f"starting {asked.describe()}")
+        engines = await starting.engines(spec, max_restarts=RESTARTS)
+        await stream(engines, requests, on_done, window=AHEAD * task.max_num_seqs * len(engines.engines))

@@ -1,0 +1,75 @@
+"""The processes of a plan: they are started here, and end together, whatever happened."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from openrlhf.config.commands import RLConfig
+from openrlhf.launch.engines import EngineSpec
+from openrlhf.launch.ray_calls import Fate, Process
+from openrlhf.launch.ray_cluster import Cluster
+from openrlhf.launch.ray_engines import Engine, RayEngines
+from openrlhf.launch.ray_placement import Group
+from openrlhf.launch.ray_worker import EngineWorker, ModelWorker
+from openrlhf.launch.ray_workers import WorkerGroup
+
+ENGINE_CALLS = 10_000  # of one engine at a time: it is told everything at once and orders it by itself
+
+
+@contextmanager
+def started_on(cluster: Cluster) -> Iterator[Starting]:
+    """Whatever is started within it ends with it."""
+    starting = Starting(cluster, Fate())
+    try:
+        yield starting
+    finally:
+        starting.fate.forget()
+        for process in starting.processes:
+            process.kill()
+
+
+class Starting:
+    """Makes the processes of a plan, and knows all of them."""
+
+    def __init__(self, cluster: Cluster, fate: Fate) -> None:
+        self.cluster = cluster
+        self.fate = fate
+        self.processes: list[Process] = []
+
+    async def group(self, group: Group, config: RLConfig, rollouts: int) -> WorkerGroup:
+        import ray
+
+        remote: Any = ray.remote  # its annotations know fewer options than it does
+        actor = remote(concurrency_groups={"pulse": 1})(ModelWorker)
+        processes = []
+        for number, seat in enumerate(self.cluster.seats(group.name)):
+            handle = actor.options(**seat.options).remote(config, group, rollouts, number)
+            processes.append(Process(handle, f"{group.name} {number}", seat.address))
+        self.processes += processes
+        for process in processes:
+            self.fate.depend_on(process)
+        starts = asyncio.gather(*(process.call("start", os.getcwd()) for process in processes))
+        return WorkerGroup(group, tuple(processes), tuple(await self.fate.race(starts)), self.fate)
+
+    async def engines(self, spec: EngineSpec, *, max_restarts: int) -> RayEngines:
+        async def start(number: int) -> Process:
+            return await self.engine(spec, number)
+
+        started = await asyncio.gather(*(start(seat.number) for seat in self.cluster.plan.engines))
+        engines = [Engine(number, process) for number, process in enumerate(started)]
+        return RayEngines(engines, start, self.fate, max_restarts=max_restarts)
+
+    async def engine(self, spec: EngineSpec, number: int) -> Process:
+        import ray
+
+        seat = self.cluster.engine_seat(number)
+        actor: Any = ray.remote(EngineWorker)
+        handle = actor.options(**seat.options, max_concurrency=ENGINE_CALLS).remote(spec, number)
+        process = Process(handle, f"engine {number}", seat.address)
+        self.processes.append(process)
+        await self.fate.race(process.call("start", os.getcwd()))
+        return process
