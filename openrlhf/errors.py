@@ -44,5 +44,9 @@ class RolloutError(OpenRLHFError, RuntimeError):
     """An engine or an agent episode that failed."""
 
 
+class EngineError(RolloutError):
+    """An engine that generates no more: no sample's fault, and skipping samples does not help."""
+
+
 class BackendError(OpenRLHFError, RuntimeError):
     """Training that cannot go on: a dead worker, a loss that is not a number, a checkpoint that does not fit."""

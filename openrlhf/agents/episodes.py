@@ -9,7 +9,7 @@ from openrlhf.agents.pool import Pool
 from openrlhf.agents.process import Failure
 from openrlhf.agents.rewards import episode_error
 from openrlhf.agents.trajectory import read_trajectory
-from openrlhf.errors import RewardError, RolloutError
+from openrlhf.errors import EngineError, RewardError, RolloutError
 from openrlhf.types import Prompt, SamplingParams, Trajectory
 
 RETRIES = 1  # of an episode that ended its process or ran out of time
@@ -42,6 +42,8 @@ class Episodes:
     ) -> Trajectory | SampleError:
         try:
             return await self._run(prompt, number, params, session)
+        except EngineError:
+            raise
         except (RewardError, RolloutError) as error:
             if self.on_error == "stop":
                 raise

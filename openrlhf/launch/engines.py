@@ -55,7 +55,8 @@ def make_engine(
 ) -> LoadingEngine:
     """The engine of this number; each of several draws from a seed of its own."""
     if spec.vllm is None:
-        model = load_causal_lm(str(spec.model.pretrain), spec.model, device=device, packing=False)
+        whole = replace(spec.model, load_in_4bit=False)  # weights come merged and whole
+        model = load_causal_lm(str(spec.model.pretrain), whole, device=device, packing=False)
         return HFEngine(LocalFrozen(Network(model), device).network, tokenizer)
     dtype = str(choose_dtype(spec.model.param_dtype, device)).removeprefix("torch.")
     return VLLMEngine(replace(spec.vllm, dtype=dtype, seed=spec.vllm.seed + number), tokenizer)

@@ -82,14 +82,19 @@ class LocalWorkers:
 class SharedSync:
     """For an engine that generates with the policy's own network: there is nothing to send."""
 
-    def __init__(self, engine: HFEngine) -> None:
+    def __init__(self, models: Models, engine: HFEngine) -> None:
+        self.models = models
         self.engine = engine
 
     async def sync(self, version: int) -> None:
+        self.models.wake_policy()
         await self.engine.load([], version)
 
     async def begin_training(self) -> None:
         """The network is shared, not handed over."""
+
+    async def end_training(self, version: int) -> None:
+        self.models.wake_policy()
 
 
 @dataclass
@@ -121,6 +126,10 @@ class LocalSync:
         if self.sleeps:
             await self.engine.sleep()
 
+    async def end_training(self, version: int) -> None:
+        if self.sleeps:
+            await self.sync(version)
+
 
 @asynccontextmanager
 async def open_local(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollouts: int) -> AsyncIterator[Machinery]:
@@ -131,9 +140,10 @@ async def open_local(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollo
     if not config.engines.vllm_num_engines or config.rollout.replay:
         models = build_models(config, tokenizer, device, rollouts)
         assert models.policy is not None
+        models.wake_policy()
         network = models.policy.trained.backend.network
         engine = HFEngine(plain_copy(network) if asynchronous else network, tokenizer)
-        sync = LocalSync(models, engine) if asynchronous else SharedSync(engine)
+        sync = LocalSync(models, engine) if asynchronous else SharedSync(models, engine)
         yield Machinery(LocalWorkers(models), engine, sync)
         return
     vllm = make_engine(engine_spec(config), tokenizer, device)

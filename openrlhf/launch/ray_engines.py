@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from openrlhf.errors import OpenRLHFError, RolloutError
+from openrlhf.errors import EngineError, OpenRLHFError
 from openrlhf.launch.ray_calls import GO_ON, DeathError, Fate, Process
 from openrlhf.monitor import say
 from openrlhf.rollout.engine import Part
@@ -53,15 +53,15 @@ class RayEngines:
 
     async def _generate(self, requests: Sequence[Request]) -> list[Completion]:
         if not self.engines:
-            raise RolloutError("there is no engine to generate with", try_this="without --replay")
+            raise EngineError("there is no engine to generate with", try_this="without --replay")
         while True:
             engine = self.choose(requests[0].prefix)
             process = engine.process
             engine.running += len(requests)
             try:
                 return await process.call("generate", list(requests))
-            except DeathError as death:
-                await self.revive(engine, process, death)
+            except (DeathError, EngineError) as failure:
+                await self.revive(engine, process, failure)
             finally:
                 engine.running -= len(requests)
 
@@ -72,9 +72,9 @@ class RayEngines:
         self.homes[prefix] = chosen
         return chosen
 
-    async def revive(self, engine: Engine, dead: Process, death: DeathError) -> None:
-        """A new process in the place of a dead one, with the policy's weights; only the first to notice does it."""
-        if await self.replace(engine, dead, death) and self.after_restart is not None:
+    async def revive(self, engine: Engine, dead: Process, failure: OpenRLHFError) -> None:
+        """A new process in place of one that failed, with the policy's weights; only the first to notice does it."""
+        if await self.replace(engine, dead, failure) and self.after_restart is not None:
             await self.after_restart()
 
     async def replace(self, engine: Engine, dead: Process, failure: OpenRLHFError) -> bool:
@@ -83,7 +83,7 @@ class RayEngines:
             if engine.process is not dead:
                 return False
             if engine.restarts >= self.max_restarts:
-                raise RolloutError(
+                raise EngineError(
                     f"{failure.message}, after {engine.restarts} restarts (--max_restarts)",
                     try_this=GO_ON,
                 )
@@ -99,7 +99,7 @@ class RayEngines:
             process = engine.process
             try:
                 await process.call("do", "health")
-            except (DeathError, RolloutError) as failure:
+            except (DeathError, EngineError) as failure:
                 await self.replace(engine, process, failure)
 
     async def each(self, verb: str, *arguments: object, **named: object) -> None:

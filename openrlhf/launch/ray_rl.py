@@ -35,7 +35,7 @@ async def open_ray(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollout
 
 
 async def start(starting: Starting, config: RLConfig, rollouts: int) -> Machinery:
-    """Models and engines. Engines that sleep come first, and have the devices to themselves until they do."""
+    """Models and engines. Engines that share devices come first, and have them to themselves until they are ready."""
     sleeps = config.engines.vllm_enable_sleep
     cluster, seats = starting.cluster, starting.cluster.plan.engines
 
@@ -46,9 +46,10 @@ async def start(starting: Starting, config: RLConfig, rollouts: int) -> Machiner
         starts = (starting.group(group, config, rollouts) for group in cluster.plan.groups)
         return list(await asyncio.gather(*starts))
 
-    if sleeps:
+    if any(seat.shares is not None for seat in seats):  # vLLM measures how much memory is free
         engines = await start_engines()
-        await engines.sleep()
+        if sleeps:
+            await engines.sleep()
         groups = await start_groups()
     else:
         engines, groups = await asyncio.gather(start_engines(), start_groups())
@@ -57,7 +58,7 @@ async def start(starting: Starting, config: RLConfig, rollouts: int) -> Machiner
     sync = RaySync(
         workers.policy,
         engines,
-        transport(cluster),
+        transport(cluster, config),
         workers_per_engine=seats[0].devices if seats else 1,
         sleeps=sleeps,
         drains=not config.asynchrony.partial_rollout,
@@ -66,8 +67,10 @@ async def start(starting: Starting, config: RLConfig, rollouts: int) -> Machiner
     return Machinery(workers, engines, sync)
 
 
-def transport(cluster: Cluster) -> Transport:
-    """CUDA IPC where engines share the policy's GPUs, NCCL where they have their own, gloo without GPUs."""
+def transport(cluster: Cluster, config: RLConfig) -> Transport:
+    """CUDA IPC where engines share the policy's GPUs, NCCL where they have their own, gloo without GPUs or if asked."""
     if cluster.unit == "CPU":
         return "gloo"
-    return "ipc" if any(engine.shares is not None for engine in cluster.plan.engines) else "nccl"
+    if any(engine.shares is not None for engine in cluster.plan.engines):
+        return "ipc"
+    return "gloo" if config.engines.vllm_sync_backend == "gloo" else "nccl"

@@ -48,14 +48,21 @@ class RaySync:
         self.syncs += 1
 
     async def again(self) -> None:
-        """For an engine that was started anew. In a synchronous run the others get what they have."""
+        """For an engine that was started anew. The others get what they have, or what comes next."""
         async with self.entering:
-            await self._insist(lambda: self._bring(self.engines.version, drain=False, verify=True))
+            if self.sleeps:  # the policy needs the room
+                await self.engines.pause(drain=False)
+                await self._insist(self.engines.sleep)
+            await self._insist(lambda: self._bring(self.engines.version, drain=self.drains, verify=True))
 
     async def begin_training(self) -> None:
         if self.sleeps:
             async with self.entering:
                 await self._insist(self.engines.sleep)
+
+    async def end_training(self, version: int) -> None:
+        if self.sleeps:
+            await self.sync(version)
 
     async def _insist(self, work: Callable[[], Awaitable[None]]) -> None:
         """Until no engine dies over it."""
@@ -63,6 +70,8 @@ class RaySync:
             try:
                 return await work()
             except DeathError:
+                if self.sleeps:  # an engine starts only where there is room
+                    await self.policy.everyone("do", "rest")
                 await self.engines.replace_unfit()
 
     async def _bring(self, version: int, *, drain: bool, verify: bool) -> None:
@@ -112,7 +121,9 @@ class RaySync:
             called = {channel for channel, _ in self.channels}
             await asyncio.gather(*(asyncio.to_thread(channel.call_off) for channel in called))
         ended = await asyncio.gather(sending, *receiving, return_exceptions=True)
-        failures = [answer for answer in ended if isinstance(answer, BaseException)]
+        failures = [
+            answer for answer in (*ended[1:], ended[0]) if isinstance(answer, BaseException)
+        ]  # engines know more
         raise next((failure for failure in failures if isinstance(failure, DeathError)), failures[0])
 
     async def _form(self) -> None:
@@ -120,14 +131,14 @@ class RaySync:
         per_engine, engines = self.workers_per_engine, len(self.engines.engines)
         if self.transport == "ipc":
             senders = self.policy.processes[: per_engine * engines]
-            made = await asyncio.gather(
-                *(sender.call("open_channel", Channel("127.0.0.1", "ipc", 1)) for sender in senders)
-            )
+            asked = [Channel(sender.address, "ipc", 1, timeout=SECONDS) for sender in senders]
+            opened = (sender.call("open_channel", one) for sender, one in zip(senders, asked, strict=True))
+            made = await self.policy.fate.race(asyncio.gather(*opened))
             self.channels = [(channel, 0) for channel in made]
             return
         first = self.policy.processes[0]
-        asked = Channel(first.address, self.transport, per_engine * engines, timeout=SECONDS)
-        channel = await first.call("open_channel", asked)
+        wanted = Channel(first.address, self.transport, per_engine * engines, timeout=SECONDS)
+        channel = await self.policy.fate.race(first.call("open_channel", wanted))
         self.channels = [(channel, number) for number in range(per_engine * engines)]
 
     def _incoming(self, version: int) -> Sequence[PerWorker]:

@@ -117,6 +117,7 @@ async def train(
                 await controller.run(Saver(config, made.workers, interrupt, tokenizer))
             if not controller.last:
                 say(explain_nothing(state.version))
+            await made.sync.begin_training()
             folder = await save_policy(made.workers, tokenizer, config)
         finally:
             parts.monitor.close()
@@ -143,10 +144,14 @@ class Saver:
 
     async def __call__(self, controller: Controller) -> None:
         flags, version = self.config.checkpoints, controller.state.version
-        due = flags.save_steps > 0 and version % flags.save_steps == 0
-        if self.is_best(controller):
+        due = (flags.save_steps > 0 and version % flags.save_steps == 0) or self.interrupt.wished
+        best = self.is_best(controller)
+        if not (due or best):
+            return
+        await controller.parts.sync.begin_training()
+        if best:
             await self.save(controller, Path(flags.ckpt_path) / "best")
-        if due or self.interrupt.wished:
+        if due:
             root = Path(flags.ckpt_path)
             folder = checkpoint.step_folder(root, version)
             if not flags.disable_ds_ckpt:
@@ -157,6 +162,7 @@ class Saver:
             checkpoint.rotate(root, keep=flags.max_ckpt_num, max_gib=flags.max_ckpt_mem)
             if self.interrupt.wished:
                 raise Interrupted(None if flags.disable_ds_ckpt else folder)
+        await controller.parts.sync.end_training(version)
 
     async def save(self, controller: Controller, folder: Path) -> None:
         aside = folder.with_name(f".{folder.name}.writing")

@@ -129,6 +129,11 @@ class Models:
             self.awake.sleep()
         self.awake = None
 
+    def wake_policy(self) -> None:
+        """For an engine that generates with the policy's own network."""
+        assert self.policy is not None
+        self._use(self.policy.trained.backend)
+
     def weights(self) -> Weights:
         """The policy's, for engines."""
         assert self.policy is not None
@@ -139,7 +144,7 @@ class Models:
         if self.policy is None or not self.policy.ema_beta:
             return {}
         backend = self.policy.trained.backend
-        return {name: tensor.clone() for name, tensor in backend.exported() if backend.process == 0}
+        return {name: in_host_memory(tensor) for name, tensor in backend.exported() if backend.process == 0}
 
     @torch.no_grad()
     def _average(self) -> None:
@@ -148,7 +153,7 @@ class Models:
             backend = self.policy.trained.backend
             for name, tensor in backend.exported():
                 if backend.process == 0:
-                    self.ema[name].lerp_(tensor.to(self.ema[name]), 1.0 - self.policy.ema_beta)
+                    self.ema[name].lerp_(in_host_memory(tensor), 1.0 - self.policy.ema_beta)
 
     def save(self, folder: Path) -> None:
         """Into a folder that all processes of the run fill."""
@@ -160,6 +165,7 @@ class Models:
                 save_file({"steps": torch.tensor(self.steps[name])}, folder / name / STEPS_FILE)
         if self.ema:
             save_file({name: tensor.contiguous() for name, tensor in self.ema.items()}, folder / EMA_FILE)
+        self.rest()
 
     def load(self, folder: Path) -> None:
         for name, trained in self._trained():
@@ -179,8 +185,16 @@ class Models:
         if not self.policy.ema_beta:
             backend.export(folder)
         elif backend.process == 0:
-            save_model(backend.network, folder, self.ema)
+            dtype = backend.network.decoder.dtype
+            save_model(backend.network, folder, {name: tensor.to(dtype) for name, tensor in self.ema.items()})
+        self.rest()
 
     def export_critic(self, folder: Path) -> None:
         assert self.critic is not None
         self._use(self.critic.trained.backend).export(folder)
+        self.rest()
+
+
+def in_host_memory(tensor: Tensor) -> Tensor:
+    """A copy in fp32: an average of bf16 weights moves by less than bf16 can hold."""
+    return tensor.detach().to("cpu", torch.float32, copy=True)

@@ -103,7 +103,7 @@ class Controller:
         self.settings = settings
         self.state = state
         self.changed = asyncio.Condition()
-        self.first_step = state.version + 1
+        self.unproven = True  # that the engine draws from the policy
         self.generation_seconds: dict[int, float] = {}  # by the number of the rollout
         self.last: dict[str, float] = {}
         self.last_evaluation: dict[str, float] = {}
@@ -138,9 +138,9 @@ class Controller:
             rollout = await parts.source.take(state.made, state.place)
             self.generation_seconds[rollout.number] = time.perf_counter() - began
             async with self.changed:
-                state.made += 1
                 state.place = rollout.next_place
-                if rollout.trajectories:
+                if rollout.trajectories:  # an empty one is trained by nobody, so nobody may wait for it
+                    state.made += 1
                     state.queue.append(rollout)
                 self.changed.notify_all()
 
@@ -213,12 +213,15 @@ class Controller:
     async def _proven(self, rollout: Rollout) -> dict[str, float]:
         """The distance of engine and trainer, when it is time to look at it."""
         proof, version = self.settings.loop.proof, self.state.version
-        if proof is None or not proof.is_due(version + 1, self.first_step):
+        if proof is None or not (self.unproven or proof.is_due(version + 1)):
             return {}
         apart = await log_prob_difference(
             rollout.trajectories, self.parts.workers, self.settings.scoring, proof, version
         )
-        return {} if apart is None else {"rollout/log_prob_difference": apart}
+        if apart is None:
+            return {}
+        self.unproven = False
+        return {"rollout/log_prob_difference": apart}
 
     async def _step(self, experience: Experience, places: Sequence[int], kl_coef: float) -> dict[str, float]:
         samples = [experience.samples[place] for place in places]

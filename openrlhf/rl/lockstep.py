@@ -66,7 +66,11 @@ class Turnstile:
         entry = Waiting(number, request, asyncio.get_running_loop().create_future())
         self.waiting.append(entry)
         self.turn_if_ready()
-        return await entry.answer
+        try:
+            return await entry.answer
+        finally:
+            if entry in self.waiting:  # its episode was given up
+                self.waiting.remove(entry)
 
     def leave(self) -> None:
         self.alive -= 1

@@ -19,10 +19,10 @@ class LogProbProof:
     """How far engine and trainer may be apart, as the mean over a sample's tokens, and how often that is looked at."""
 
     tolerance: float
-    every: int = 0  # steps; 0: only at the first
+    every: int = 0  # steps; 0: only once, when there are samples that tell
 
-    def is_due(self, step: int, first: int) -> bool:
-        return step == first or (self.every > 0 and step % self.every == 0)
+    def is_due(self, step: int) -> bool:
+        return self.every > 0 and step % self.every == 0
 
 
 async def log_prob_difference(

@@ -61,3 +61,7 @@ class WeightSync(Protocol):
     async def begin_training(self) -> None:
         """Nothing is generated until the next sync, so engines that share devices with the models give them up."""
         ...
+
+    async def end_training(self, version: int) -> None:
+        """Engines that gave their devices up (to save, say) take them over again; the others noticed nothing."""
+        ...

@@ -32,6 +32,7 @@ Transport = Literal["gloo", "nccl", "ipc"]
 CALLED_OFF = "called off"
 SECONDS_TO_CALL = 3.0
 SECONDS_BETWEEN_LOOKS = 1.0  # for whether a sender is still wanted
+PATIENCE = 24 * 3600.0  # a trainer may have a step to finish before it sends; that it is gone is heard at once
 OK = "ok"  # a receiver's consent; any other answer says what went wrong
 
 
@@ -280,7 +281,7 @@ class _Receiver:
         number = 0
         while True:
             key = f"{version}/{number}"
-            header = self._header(key)
+            header = self._header(key, self.channel.timeout if number else PATIENCE)
             if header.end:
                 self.buffer = None
                 self.store.set(f"{key}/used/{self.number}", OK)
@@ -294,12 +295,12 @@ class _Receiver:
                     self.store.set(f"{key}/used/{self.number}", answer)
             number += 1
 
-    def _header(self, key: str) -> Header:
+    def _header(self, key: str, seconds: float) -> Header:
         try:
-            self.store.wait([key], timedelta(seconds=self.channel.timeout))
+            self.store.wait([key], timedelta(seconds=seconds))
             return Header.decode(self.store.get(key))
         except dist.DistError as error:
-            raise self._gone(f"sent no header {key} in {self.channel.timeout:g} s", error) from None
+            raise self._gone(f"sent no header {key} in {seconds:g} s", error) from None
 
     def _tensors(self, header: Header) -> Iterator[tuple[str, Tensor]]:
         if self.group is None:

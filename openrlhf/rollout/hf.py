@@ -6,6 +6,7 @@ it says does not depend on who shares the batch (beyond the rounding of the matr
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from openrlhf.errors import RolloutError
 from openrlhf.models.forward import Network
 from openrlhf.models.plain import checkpoint_places, load_weights
 from openrlhf.rollout.cache import RowCache
@@ -72,6 +74,8 @@ class HFEngine:
         self.tokenizer = tokenizer
         self.max_rows = max_rows
         self.version = 0
+        self.may_draw = asyncio.Event()
+        self.may_draw.set()
         generation: Any = network.decoder.generation_config
         self.ends = end_tokens(generation.eos_token_id, tokenizer)
 
@@ -85,6 +89,7 @@ class HFEngine:
         return self.network.decoder.device
 
     async def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        await self.may_draw.wait()
         return self.complete(requests)
 
     @torch.no_grad()
@@ -241,17 +246,23 @@ class HFEngine:
     async def load(self, weights: Weights, version: int, *, verify: bool = False) -> Checksums:
         """Copies weights into the engine's own plain network; a shared one needs only the new version number."""
         sums: dict[str, int] = {}
+        came: set[str] = set()
         for name, tensor in load_weights(self.places, weights):
+            came.add(name)
             if verify:
                 sums[name] = checksum(tensor)
+        missing = sorted(self.places.keys() - came) if came else []
+        if missing:
+            raise RolloutError(f"no weights came for {', '.join(missing)}")
         self.version = version
         return sums
 
     async def pause(self, *, drain: bool) -> None:
-        """Nothing runs between two calls of `generate`."""
+        """Nothing runs between two calls of `generate`, so nothing is left to drain."""
+        self.may_draw.clear()
 
     async def resume(self) -> None:
-        """The counterpart of `pause`."""
+        self.may_draw.set()
 
     async def sleep(self) -> None:
         """A shared network sleeps with its trainer; an own one stays where it is."""

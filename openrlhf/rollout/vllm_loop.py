@@ -18,7 +18,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from openrlhf.errors import RolloutError
+from openrlhf.errors import EngineError, RolloutError
 from openrlhf.rollout.engine import Checksums, Part, Weights
 from openrlhf.types import FinishReason
 
@@ -159,7 +159,7 @@ class StepLoop:
         if self._failure is not None:
             raise self._dead()
         if self._closed:
-            raise RolloutError(CLOSED)
+            raise EngineError(CLOSED)
 
     async def close(self) -> None:
         with self._door:
@@ -177,7 +177,7 @@ class StepLoop:
     def _post(self, work: Callable[[], None], waiter: Waiter) -> None:
         with self._door:
             if self._closed:
-                raise RolloutError(CLOSED)
+                raise EngineError(CLOSED)
             self._inbox.put((work, waiter))
 
     def _run(self, build: Callable[[], Any], num_threads: int, started: Future[None]) -> None:
@@ -227,8 +227,8 @@ class StepLoop:
         batches = {entry.batch for entry in self._running.values()} | set(self._held)
         return {batch.waiter for batch in batches} | set(self._draining)
 
-    def _dead(self) -> RolloutError:
-        error = RolloutError(f"vLLM failed and generates no more: {self._failure!r}")
+    def _dead(self) -> EngineError:
+        error = EngineError(f"vLLM failed and generates no more: {self._failure!r}")
         error.__cause__ = self._failure
         return error
 
@@ -319,7 +319,10 @@ class StepLoop:
         self._engine.reset_prefix_cache(reset_running_requests=True)  # what the old weights computed goes too
         self._has_weights = True
         self.version = version
-        return received[0].checksums
+        sums = [worker.checksums for worker in received]
+        if any(other != sums[0] for other in sums):
+            raise RolloutError("the workers of this engine received different weights")
+        return sums[0]
 
     def _sleep(self) -> None:
         """Level 2 drops the weights instead of copying them to the host, since new ones come anyway."""
@@ -334,7 +337,7 @@ class StepLoop:
 
     def _shut_down(self) -> None:
         for waiter in self._everyone():
-            self._answers.give(waiter, RolloutError(CLOSED))
+            self._answers.give(waiter, EngineError(CLOSED))
         self._answers.send()
         # This also destroys torch's default process group, as vLLM has it: a trainer in this process is closed first.
         self._engine.engine_core.shutdown()

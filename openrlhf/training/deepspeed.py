@@ -117,6 +117,7 @@ class DeepSpeedBackend:
         self.process = dist.get_rank()
         self.data_parallel_size = dist.get_world_size(self.group)
         self.clips_here = clips_outside(sharding, site)
+        self._scales_loss = site.dtype == torch.float16  # a step that overflows is skipped there, and the scale lowered
         self.engine.enable_backward_allreduce = not self.clips_here
         self.engine.train()
         self.audit = Audit(trainable(network), master_shard, self._most)
@@ -169,6 +170,8 @@ class DeepSpeedBackend:
         else:
             self.engine.step()
             norm = self.engine.get_global_grad_norm()
+            if not (math.isfinite(norm) or self._scales_loss):
+                raise BackendError(f"the gradient norm is {float(norm)}", try_this="a smaller learning rate")
         hold_whole(self.held)
         self.audit.end(moved=self.engine.was_step_applied())
         return float(norm)

@@ -26,6 +26,7 @@ class HostMemory:
             torch.cuda.synchronize()
             for tensor, place, _ in self.inside:
                 tensor.data = place
+            torch.cuda.ipc_collect()  # buckets of a sync that its receiver has let go
             torch.cuda.empty_cache()
 
     def give_back(self) -> None:

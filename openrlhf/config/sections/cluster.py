@@ -58,8 +58,8 @@ class Engines:
     vllm_enable_sleep: bool = flag(
         False, "engines give their memory back while the models train (needs --colocate_all_models)"
     )
-    vllm_sync_backend: str = flag("nccl", "transport of the weights to engines on other devices")
-    vllm_sync_with_ray: bool = flag(False, "send the weights through a Ray collective group")
+    vllm_sync_backend: str = flag("nccl", "how weights reach engines on other devices: nccl, or gloo")
+    vllm_sync_with_ray: bool = flag(False, "accepted; weights never travel through Ray here")
     enable_prefix_caching: bool = flag(False, "share the cache of common prefixes; reset at each weight sync")
     enforce_eager: bool = flag(False, "no CUDA graphs in the engines")
     max_restarts: int = flag(1, "restarts of a dead engine before the run stops")
