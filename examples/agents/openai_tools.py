@@ -35,7 +35,11 @@ SIGNS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a *
 
 
 async def run_agent(base_url, api_key, prompt, label):
-    client = AsyncOpenAI(base_url=base_url, api_key=api_key)
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        return await solve(client, prompt, label)
+
+
+async def solve(client, prompt, label):
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": prompt}]
     used = 0
     while True:

@@ -73,7 +73,8 @@ def test_a_game_needs_its_package(build, file):
     assert got.trajectories[0].reward < 0
 
 
-def test_a_resources_server_must_be_up(build, file):
+def test_a_resources_server_must_be_up(build, write):
     row = '{"responses_create_params": {"input": "hi"}}'
-    executor = build(agent_func_path=file("gym.py"), on_reward_error="skip")
+    away = FILES["gym.py"].replace("8000", "9")
+    executor = build(agent_func_path=write(away), on_reward_error="skip")
     assert "/seed_session" in str(run(executor, [Say("x")], asked=prompt("0", label=row)).failures[0])
