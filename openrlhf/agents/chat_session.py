@@ -117,6 +117,8 @@ def with_open_arguments(message: Message, at: Field) -> Message:
     calls = message.get("tool_calls")
     if not calls:
         return {key: value for key, value in message.items() if key != "tool_calls"}
+    if not isinstance(calls, list):
+        raise at.wants("a list of tool calls", calls)
     return {**message, "tool_calls": [open_call(call, at) for call in calls]}
 
 

@@ -58,6 +58,12 @@ def read_request(body: Any) -> ChatRequest:
         raise RolloutError("a chat completion is asked for with a JSON object")
     refuse_constraints(body)
     stop = body.get("stop") or []
+    stop = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stop, list) or not all(isinstance(text, str) for text in stop):
+        raise RolloutError(f"stop of a request is {stop!r}, not a text or a list of texts")
+    tools = body.get("tools") or None
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
+        raise RolloutError(f"tools of a request is {tools!r}, not a list of objects")
     limits = [body[name] for name in ("max_tokens", "max_completion_tokens") if body.get(name) is not None]
     if not all(isinstance(limit, int) and limit > 0 for limit in limits):
         raise RolloutError(f"max_tokens of a request is {limits}, not a number of tokens")
@@ -67,10 +73,10 @@ def read_request(body: Any) -> ChatRequest:
         raise RolloutError(error.message) from None
     return ChatRequest(
         messages=messages,
-        tools=body.get("tools") or None,
-        may_call=bool(body.get("tools")) and body.get("tool_choice") != "none",
+        tools=tools,
+        may_call=tools is not None and body.get("tool_choice") != "none",
         max_tokens=min(limits, default=None),
-        stop=[stop] if isinstance(stop, str) else list(stop),
+        stop=stop,
         stream=bool(body.get("stream")),
         with_usage=bool((body.get("stream_options") or {}).get("include_usage")),
         with_log_probs=bool(body.get("logprobs")),

@@ -55,7 +55,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         refuse_rendered_prompts(self, "run_agent")
         from openrlhf.agents.chat_server import HOST, ChatServer  # aiohttp
 
-        os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(filter(None, [os.environ.get("NO_PROXY"), HOST]))
+        without_proxy(HOST)
         self.server = ChatServer()
         await self.server.start()
 
@@ -98,6 +98,12 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         if episode.trouble is not None:
             raise episode.trouble
         return result
+
+
+def without_proxy(host: str) -> None:
+    """Clients in this process reach a host directly, whatever proxy the machine has."""
+    known = {os.environ.get(name, "") for name in ("NO_PROXY", "no_proxy")}
+    os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(filter(None, [*sorted(known), host]))
 
 
 def wanted_by(function: Callable[..., Any]) -> list[str]:

@@ -9,6 +9,13 @@ from tests.tiny import make_tokenizer
 
 TOKENIZER = make_tokenizer()
 WATCHDOG = 50.0
+TOOL_TEMPLATE = (  # as those of Qwen: tools in front, calls as tagged JSON
+    "{% for t in tools or [] %}{{ '[' + t['function']['name'] + ']' }}{% endfor %}"
+    "{% for m in messages %}{{ '<' + m['role'][0] + '>' + m['content'] }}"
+    "{% for c in m['tool_calls'] or [] %}{{ '<tool_call>' + c['function'] | tojson + '</tool_call>' }}{% endfor %}"
+    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<a>' }}{% endif %}"
+)
 
 
 class Say:

@@ -114,7 +114,10 @@ def test_an_agent_that_never_says_done_ends_at_max_turns(build, write):
 
 @pytest.mark.parametrize(
     ("source", "message"),
-    [("def reward_func(q, p): ...", "neither class AgentExecutor nor function step"), ("1 / 0", "ZeroDivisionError")],
+    [
+        ("def reward_func(q, p): ...", "neither class AgentExecutor nor function"),
+        ("1 / 0", "ZeroDivisionError"),
+    ],
 )
 def test_a_file_that_is_no_agent_is_known_before_training(build, write, source, message):
     with pytest.raises(ConfigError, match=message):

@@ -11,8 +11,7 @@ from contextlib import contextmanager
 import pytest
 from aiohttp import web
 from openai.types.responses import Response
-from sessions import Say, decode, encode, prompt, run
-from test_openai_agent import TEMPLATE
+from sessions import TOOL_TEMPLATE, Say, decode, encode, prompt, run
 
 from openrlhf.errors import RewardError, RolloutError
 from tests.tiny import make_tokenizer
@@ -35,7 +34,7 @@ AGENT = """
 @pytest.fixture
 def tokenizer():
     made = make_tokenizer()
-    made.chat_template = TEMPLATE
+    made.chat_template = TOOL_TEMPLATE
     return made
 
 

@@ -4,7 +4,7 @@ import textwrap
 
 import pytest
 import torch
-from sessions import InStep, Say, decode, encode, prompt, run, run_all
+from sessions import TOOL_TEMPLATE, InStep, Say, decode, encode, prompt, run, run_all
 
 from openrlhf.agents.chat_session import ChatSession
 from openrlhf.agents.chat_wire import find_calls
@@ -17,13 +17,6 @@ from openrlhf.models.load import load_causal_lm
 from openrlhf.rollout.hf import HFEngine
 from tests.tiny import make_model, make_tokenizer
 
-TEMPLATE = (  # as those of Qwen: tools in front, calls as tagged JSON
-    "{% for t in tools or [] %}{{ '[' + t['function']['name'] + ']' }}{% endfor %}"
-    "{% for m in messages %}{{ '<' + m['role'][0] + '>' + m['content'] }}"
-    "{% for c in m['tool_calls'] or [] %}{{ '<tool_call>' + c['function'] | tojson + '</tool_call>' }}{% endfor %}"
-    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<a>' }}{% endif %}"
-)
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call></s>'
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 TOOL_AGENT = f"""
@@ -51,22 +44,23 @@ TOOL_AGENT = f"""
 @pytest.fixture
 def tokenizer():
     made = make_tokenizer()
-    made.chat_template = TEMPLATE
+    made.chat_template = TOOL_TEMPLATE
     return made
 
 
 def agents(**bodies):
     """A run_agent that does what the prompt's label names; `ask(*messages, **more)` returns the policy's message."""
     source = """
+        import httpx
         from openai import APIStatusError, AsyncOpenAI, BadRequestError
 
         async def run_agent(base_url, api_key, prompt, label):
-            c = AsyncOpenAI(base_url=base_url, api_key=api_key)
             async def ask(*messages, **more):
                 got = await c.chat.completions.create(model="policy", messages=list(messages), **more)
                 return got.choices[0].message
             u = {"role": "user", "content": prompt}
-            return await globals()[label](c, ask, u, base_url, api_key)
+            async with AsyncOpenAI(base_url=base_url, api_key=api_key) as c:
+                return await globals()[label](c, ask, u, base_url, api_key)
     """
     functions = [
         f"async def {name}(c, ask, u, base_url, api_key):\n" + textwrap.indent(textwrap.dedent(body), "    ")
@@ -159,7 +153,6 @@ SERVED = {
         return len(parts)
     """,
     "everything": """
-        import httpx
         models = await c.models.list()
         assert [item.id for item in models.data] == ["policy"]
         at = base_url.removesuffix("/v1") + "/tokenize"
@@ -218,6 +211,9 @@ REFUSED = [
     ("await ask(u, tool_choice='required')", "asks for tool_choice='required'"),
     ("await ask(u, response_format={'type': 'json_object'})", "asks for response_format"),
     ("await ask(u, extra_body={'max_tokens': 0})", "max_tokens of a request is [0]"),
+    ("await ask(u, stop=[1])", "stop of a request is [1]"),
+    ("await ask(u, extra_body={'tools': {'a': 1}})", "tools of a request is {'a': 1}"),
+    ("await ask(u, {'role': 'assistant', 'tool_calls': [{}]})", "a tool call with function.name"),
     ("await ask()", "a list of messages is wanted"),
     ("await ask({'role': 'user', 'content': [{'type': 'image_url'}]})", "text in every part"),
     ("await ask({'role': 'user', 'content': 'long' * 99})", "the first request of an episode has 402 tokens"),
