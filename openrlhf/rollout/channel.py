@@ -32,7 +32,6 @@ Transport = Literal["gloo", "nccl", "ipc"]
 CALLED_OFF = "called off"
 SECONDS_TO_CALL = 3.0
 SECONDS_BETWEEN_LOOKS = 1.0  # for whether a sender is still wanted
-PATIENCE = 24 * 3600.0  # a trainer may have a step to finish before it sends; that it is gone is heard at once
 OK = "ok"  # a receiver's consent; any other answer says what went wrong
 
 
@@ -45,6 +44,7 @@ class Channel:
     receivers: int  # processes, numbered from 0
     bucket_bytes: int = 1 << 28
     timeout: float = 120.0  # seconds
+    patience: float = 24 * 3600.0  # for a version to begin: a trainer may have a step to finish before it sends
     port: int = 0
     key: str = ""  # so that a channel formed anew never meets the keys of an older one
 
@@ -281,7 +281,7 @@ class _Receiver:
         number = 0
         while True:
             key = f"{version}/{number}"
-            header = self._header(key, self.channel.timeout if number else PATIENCE)
+            header = self._header(key, self.channel.timeout if number else self.channel.patience)
             if header.end:
                 self.buffer = None
                 self.store.set(f"{key}/used/{self.number}", OK)

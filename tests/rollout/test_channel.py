@@ -81,7 +81,8 @@ def receivers(count):
 
 
 def make_sender(count, timeout=PATIENT):
-    return Sender(Channel("127.0.0.1", "gloo", count, bucket_bytes=BUCKET, timeout=timeout), torch.device("cpu"))
+    waits = {"timeout": timeout, "patience": timeout}
+    return Sender(Channel("127.0.0.1", "gloo", count, bucket_bytes=BUCKET, **waits), torch.device("cpu"))
 
 
 def ask(pairs, sender, version, only=None):
