@@ -239,6 +239,7 @@ def test_ctrl_c_stops_a_reply_and_not_the_program(tmp_path):
     with terminal(pretrain=folder, max_len=1_000_000, temperature=1.0, top_p=1.0, input_template=SHORT) as screen:
         screen.wait_for("> ")
         screen.press("ab")
+        screen.wait_for("ab")  # the line is being read
         screen.press("\x03")
         screen.wait_for("interrupted; exit or Ctrl-D leaves")
         screen.wait_for("> ")
