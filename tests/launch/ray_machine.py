@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-WATCHDOG = 120  # seconds; nothing here should take a quarter of it
+WATCHDOG = 400  # seconds; a generous watchdog, since a whole run loads Ray, vLLM and DeepSpeed on two cores
 
 
 class Machine:
