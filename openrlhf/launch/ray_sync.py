@@ -88,7 +88,7 @@ class RaySync:
         processes = [engine.process for engine in self.engines.engines]
         if self.reached != processes:
             await self._form()
-            self.reached = processes
+        self.reached = []  # until this version went through: channels that failed are not used again
         await self.engines.pause(drain=drain)
         if self.sleeps:
             await self.engines.wake("weights")
@@ -101,11 +101,9 @@ class RaySync:
             await asyncio.wait((sending, *receiving), return_when=asyncio.FIRST_EXCEPTION)
             await self._call_off_if_failed(sending, receiving)
             sent = next(sums for sums in sending.result() if sums or not verify)
-        except BaseException:
-            self.reached = []
-            raise
         finally:
             abandon(sending, *receiving)
+        self.reached = processes
         for process, received in zip(processes, receiving, strict=True):
             compare(sent, received.result(), str(process))
 

@@ -11,8 +11,7 @@ import plain
 import pytest
 import torch
 from test_processes import DEADLINE, launched
-from test_resume import when
-from toys import FAST, PAIRS, STEPS, as_argv, pairs, run, steps, write_rows
+from toys import FAST, PAIRS, STEPS, as_argv, pairs, run, steps, when, write_rows
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from openrlhf.errors import ConfigError

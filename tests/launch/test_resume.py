@@ -1,19 +1,14 @@
 """A run that was killed, stopped or copied and then goes on ends as one that was never touched, to the last bit."""
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
 from plain import mean_loss
 from safetensors.torch import load_file
-from toys import ANSWERS, FAST, PAIRS, Ran, answers, as_argv, data, pairs, run, write_rows
-
-DEADLINE = 180  # seconds: a watchdog, not an expectation
+from toys import ANSWERS, DEADLINE, FAST, PAIRS, Ran, answers, begin, data, pairs, run, when, write_rows
 
 # 43 rows in batches of 8: six steps an epoch, the last of three rows
 SHAPE = {"train_batch_size": 8, "micro_train_batch_size": 3, "max_epochs": 4, "save_steps": 4}
@@ -49,27 +44,6 @@ def finish(tmp_path, command, flags):
     run(command, flags)
     name = flags["save_path"]
     return Ran(tmp_path / name, tmp_path / f"{name}_ckpt")
-
-
-def begin(tmp_path, command, flags):
-    """The command in a process of its own."""
-    words = [sys.executable, "-m", f"openrlhf.cli.{command}", *as_argv(flags)]
-    with (tmp_path / "said.txt").open("w") as said:
-        return subprocess.Popen(words, cwd=tmp_path, stderr=said, env={**os.environ, "OMP_NUM_THREADS": "1"})
-
-
-def when(process, happened):
-    """Waits until something has happened while the process runs."""
-    for _ in range(DEADLINE * 200):
-        if happened():
-            return
-        try:
-            code = process.wait(timeout=0.005)
-        except subprocess.TimeoutExpired:
-            continue
-        raise AssertionError(f"the run ended with {code} before its time")
-    process.kill()
-    raise AssertionError("the run takes forever")
 
 
 def assert_same(resumed, untouched, weights):

@@ -1,18 +1,14 @@
 """Reinforcement learning that was killed or stopped goes on as if nothing had been, to the last bit."""
 
-import os
 import shutil
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
 from rl_toys import SMALL, asked, task
 from safetensors.torch import load_file
-from toys import Ran, as_argv, run, write_rows
+from toys import DEADLINE, Ran, begin, run, when, write_rows
 
-DEADLINE = 180  # seconds: a watchdog, not an expectation
 STEPS = 12
 PPO = {
     "advantage_estimator": "gae",
@@ -53,26 +49,6 @@ def finish(tmp_path, flags):
     return Ran(tmp_path / name, tmp_path / f"{name}_ckpt")
 
 
-def begin(tmp_path, flags):
-    words = [sys.executable, "-m", "openrlhf.cli.train_ppo", *as_argv(flags)]
-    with (tmp_path / "said.txt").open("w") as said:
-        return subprocess.Popen(words, cwd=tmp_path, stderr=said, env={**os.environ, "OMP_NUM_THREADS": "1"})
-
-
-def when(process, happened):
-    """Waits until something has happened while the process runs."""
-    for _ in range(DEADLINE * 200):
-        if happened():
-            return
-        try:
-            code = process.wait(timeout=0.005)
-        except subprocess.TimeoutExpired:
-            continue
-        raise AssertionError(f"the run ended with {code} before its time")
-    process.kill()
-    raise AssertionError("the run takes forever")
-
-
 def assert_same(resumed, untouched):
     """Weights, metrics, and everything that the last checkpoint holds."""
     assert resumed.metrics == untouched.metrics
@@ -93,7 +69,7 @@ def assert_same(resumed, untouched):
 @pytest.mark.parametrize("kind", ["sync", "async"])
 def test_a_killed_run_goes_on_as_if_nothing_had_been(kind, tmp_path, case):
     untouched = finish(tmp_path, case(kind, "untouched"))
-    process = begin(tmp_path, case(kind, "killed"))
+    process = begin(tmp_path, "train_ppo", case(kind, "killed"))
     when(process, (tmp_path / "killed_ckpt" / "global_step3").exists)
     process.kill()
     assert process.wait(DEADLINE) == -signal.SIGKILL
@@ -119,7 +95,7 @@ def test_every_checkpoint_leads_to_the_same_end(kind, tmp_path, case):
 
 def test_a_run_that_is_asked_to_stop_leaves_a_checkpoint_and_says_how_to_go_on(tmp_path, case):
     untouched = finish(tmp_path, case("async", "untouched", num_episodes=3))
-    process = begin(tmp_path, case("async", "asked", num_episodes=3, save_steps=-1))
+    process = begin(tmp_path, "train_ppo", case("async", "asked", num_episodes=3, save_steps=-1))
     metrics = tmp_path / "asked" / "run" / "metrics.jsonl"
     when(process, lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 2)
     process.terminate()
@@ -135,7 +111,7 @@ def test_a_run_that_is_asked_to_stop_leaves_a_checkpoint_and_says_how_to_go_on(t
 
 
 def test_a_stop_without_checkpoints_says_that_nothing_is_left(tmp_path, case):
-    process = begin(tmp_path, case("sync", "lost", disable_ds_ckpt=True, save_steps=-1, num_episodes=3))
+    process = begin(tmp_path, "train_ppo", case("sync", "lost", disable_ds_ckpt=True, save_steps=-1, num_episodes=3))
     metrics = tmp_path / "lost" / "run" / "metrics.jsonl"
     when(process, lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 2)
     process.send_signal(signal.SIGINT)

@@ -1,11 +1,15 @@
 """Toy data that a model of a few thousand parameters learns in seconds, and commands run on it in this process."""
 
 import json
+import os
 import random
+import subprocess
+import sys
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
+DEADLINE = 180  # seconds: a watchdog, not an expectation
 EARLY, LATE = "abcdefghijklm", "nopqrstuvwxyz"
 TEMPLATE = "{}="
 ANSWERS = {"output_key": "output", "input_template": TEMPLATE}  # flags for answers and verdicts
@@ -81,6 +85,27 @@ def as_argv(flags):
         values = value if isinstance(value, list) else [] if value is True else [value]
         argv += [] if value is None else [f"--{name}", *map(str, values)]
     return argv
+
+
+def begin(tmp_path, command, flags):
+    """The command in a process of its own."""
+    words = [sys.executable, "-m", f"openrlhf.cli.{command}", *as_argv(flags)]
+    with (tmp_path / "said.txt").open("w") as said:
+        return subprocess.Popen(words, cwd=tmp_path, stderr=said, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def when(process, happened):
+    """Waits until something has happened while the process runs."""
+    for _ in range(DEADLINE * 200):
+        if happened():
+            return
+        try:
+            code = process.wait(timeout=0.005)
+        except subprocess.TimeoutExpired:
+            continue
+        raise AssertionError(f"the run ended with {code} before its time")
+    process.kill()
+    raise AssertionError("the run takes forever")
 
 
 def run(command, flags):
