@@ -121,7 +121,7 @@ def generate(generation: Generation, parts: Parts, tokenizer: PreTrainedTokenize
             progress.advance(tokens=len(completion.token_ids))
 
         if generation.config.task.vllm_num_engines:
-            from openrlhf.launch.ray_generate import generate_on_ray
+            from openrlhf.launch.ray.generate import generate_on_ray
 
             asyncio.run(generate_on_ray(generation, requests, on_done))
         elif generation.config.task.eval_task == "generate_vllm":

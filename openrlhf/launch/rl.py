@@ -78,7 +78,7 @@ def open_machinery(
     if resolve_runtime(config) == "local":
         return open_local(config, tokenizer, rollouts)
     require("ray", "--runtime ray")
-    from openrlhf.launch.ray_rl import open_ray
+    from openrlhf.launch.ray.rl import open_ray
 
     return open_ray(config, tokenizer, rollouts)
 

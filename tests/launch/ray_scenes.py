@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.parser import parse
 from openrlhf.errors import OpenRLHFError
-from openrlhf.launch.ray_cluster import connect
-from openrlhf.launch.ray_placement import plan
+from openrlhf.launch.ray.cluster import connect
+from openrlhf.launch.ray.placement import plan
 
 BASE = ["--pretrain", "./model", "--prompt_data", "./data.jsonl", "--remote_rm_url", "./reward.py", "--runtime", "ray"]
 SHOWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")

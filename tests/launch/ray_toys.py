@@ -10,7 +10,7 @@ import ray
 from ray.cluster_utils import Cluster
 from rl_toys import SMALL, recorded
 
-from openrlhf.launch.ray_calls import Process
+from openrlhf.launch.ray.calls import Process
 
 ON_RAY = SMALL | {  # the fewest processes; each test asks for what it needs beyond
     "runtime": "ray",

@@ -6,7 +6,7 @@ import pytest
 
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.parser import parse
-from openrlhf.launch.ray_placement import Block, EngineSeat, Group, Node, explain_shortage, pack, plan
+from openrlhf.launch.ray.placement import Block, EngineSeat, Group, Node, explain_shortage, pack, plan
 
 BASE = "--pretrain ./model --prompt_data ./data.jsonl --runtime ray"
 REWARD_MODEL = "--reward_pretrain ./reward"

@@ -7,7 +7,7 @@ import torch
 from openrlhf.data.collate import Layout
 from openrlhf.errors import RolloutError
 from openrlhf.launch.proof import Sent, compare
-from openrlhf.launch.ray_workers import share_out
+from openrlhf.launch.ray.workers import share_out
 from openrlhf.rollout.checksum import checksum
 from openrlhf.training.backend import is_weightless
 from openrlhf.types import TokenRow

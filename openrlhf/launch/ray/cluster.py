@@ -17,9 +17,9 @@ from typing import Any
 
 import openrlhf
 from openrlhf.errors import BackendError, ConfigError
-from openrlhf.launch import ray_probes
-from openrlhf.launch.ray_driver import joined
-from openrlhf.launch.ray_placement import Node, Plan, explain_shortage, pack
+from openrlhf.launch.ray import probes
+from openrlhf.launch.ray.driver import joined
+from openrlhf.launch.ray.placement import Node, Plan, explain_shortage, pack
 from openrlhf.monitor import say
 
 SECONDS_TO_RESERVE = 60.0
@@ -118,7 +118,7 @@ class Cluster:
     def free_port(self, device: Device) -> int:
         import ray
 
-        return ray.get(ask(ray_probes.find_free_port, self.reserved, device.bundle).remote())
+        return ray.get(ask(probes.find_free_port, self.reserved, device.bundle).remote())
 
     def all_devices(self) -> tuple[Device, ...]:
         return tuple(device for devices in self.devices.values() for device in devices)
@@ -204,16 +204,16 @@ def visible_devices(reserved: Any, count: int) -> list[str]:
     """Which GPU stands behind each bundle: only a process within it can tell."""
     import ray
 
-    asked = [ask(ray_probes.own_device, reserved, bundle, num_gpus=1) for bundle in range(count)]
+    asked = [ask(probes.own_device, reserved, bundle, num_gpus=1) for bundle in range(count)]
     return ray.get([task.remote() for task in asked])
 
 
 def ask(question: Callable[..., Any], reserved: Any, bundle: int, *, num_gpus: int = 0) -> Any:
-    """A function of ray_probes as a task on the node of a bundle. It travels by value and needs no package there."""
+    """A function of `probes` as a task on the node of a bundle. It travels by value and needs no package there."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    ray.cloudpickle.register_pickle_by_value(ray_probes)
+    ray.cloudpickle.register_pickle_by_value(probes)
     strategy = PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=bundle)
     return ray.remote(question).options(num_cpus=0, num_gpus=num_gpus, scheduling_strategy=strategy)
 
@@ -232,7 +232,7 @@ def check_shared_folders(cluster: Cluster, folders: Mapping[str, str]) -> None:
         for file in files.values():
             file.touch()
         for device in others.values():
-            unseen = ray.get(ask(ray_probes.unseen, cluster.reserved, device.bundle).remote(list(files.values())))
+            unseen = ray.get(ask(probes.unseen, cluster.reserved, device.bundle).remote(list(files.values())))
             for flag in (flag for flag, file in files.items() if file in unseen):
                 raise ConfigError(
                     f"{flag} {folders[flag]} is not one folder for all nodes: {device.node.address} does not see what "

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf.errors import BackendError, ConfigError, RolloutError
-from openrlhf.launch.ray_address import find_cluster, token_error
-from openrlhf.launch.ray_placement import Node, Plan, explain_shortage, pack
+from openrlhf.launch.ray.address import find_cluster, token_error
+from openrlhf.launch.ray.placement import Node, Plan, explain_shortage, pack
 from openrlhf.monitor import say
 
 PROCESSES_PER_CORE = 4  # how many processes share a core before a run on CPUs makes no sense

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from openrlhf.algo.balance import interleave
 from openrlhf.config.sections.cluster import Role
-from openrlhf.launch.ray_calls import Fate, Process
-from openrlhf.launch.ray_placement import Group
-from openrlhf.launch.ray_worker import Standing
+from openrlhf.launch.ray.calls import Fate, Process
+from openrlhf.launch.ray.placement import Group
+from openrlhf.launch.ray.worker import Standing
 from openrlhf.rl.workers import Scores
 from openrlhf.training.backend import with_extras
 from openrlhf.types import Batch, Trajectory

@@ -10,12 +10,12 @@ from typing import Any
 
 from openrlhf.config.commands import RLConfig
 from openrlhf.launch.engines import EngineSpec
-from openrlhf.launch.ray_calls import Fate, Process
-from openrlhf.launch.ray_cluster import Cluster
-from openrlhf.launch.ray_engines import Engine, RayEngines
-from openrlhf.launch.ray_placement import Group
-from openrlhf.launch.ray_worker import EngineWorker, ModelWorker
-from openrlhf.launch.ray_workers import WorkerGroup
+from openrlhf.launch.ray.calls import Fate, Process
+from openrlhf.launch.ray.cluster import Cluster
+from openrlhf.launch.ray.engines import Engine, RayEngines
+from openrlhf.launch.ray.placement import Group
+from openrlhf.launch.ray.worker import EngineWorker, ModelWorker
+from openrlhf.launch.ray.workers import WorkerGroup
 
 ENGINE_CALLS = 10_000  # of one engine at a time: it is told everything at once and orders it by itself
 

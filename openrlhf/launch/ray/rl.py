@@ -12,12 +12,12 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.config.commands import RLConfig
 from openrlhf.launch.engines import engine_spec
 from openrlhf.launch.local_rl import Machinery
-from openrlhf.launch.ray_cluster import Cluster, connect
-from openrlhf.launch.ray_engines import RayEngines
-from openrlhf.launch.ray_placement import plan
-from openrlhf.launch.ray_start import Starting, started_on
-from openrlhf.launch.ray_sync import RaySync
-from openrlhf.launch.ray_workers import RayWorkers, WorkerGroup
+from openrlhf.launch.ray.cluster import Cluster, connect
+from openrlhf.launch.ray.engines import RayEngines
+from openrlhf.launch.ray.placement import plan
+from openrlhf.launch.ray.start import Starting, started_on
+from openrlhf.launch.ray.sync import RaySync
+from openrlhf.launch.ray.workers import RayWorkers, WorkerGroup
 from openrlhf.monitor import say
 from openrlhf.rollout.channel import Transport
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from openrlhf.launch.engines import EngineSpec
 from openrlhf.launch.generate import AHEAD, Generation, OnDone, engine_settings, stream
-from openrlhf.launch.ray_cluster import connect
-from openrlhf.launch.ray_placement import EngineSeat, Plan
-from openrlhf.launch.ray_start import started_on
+from openrlhf.launch.ray.cluster import connect
+from openrlhf.launch.ray.placement import EngineSeat, Plan
+from openrlhf.launch.ray.start import started_on
 from openrlhf.monitor import say
 from openrlhf.types import Request
 

@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from openrlhf.errors import RolloutError
 from openrlhf.launch.proof import compare
-from openrlhf.launch.ray_calls import DeathError, Process, abandon
-from openrlhf.launch.ray_engines import RayEngines
-from openrlhf.launch.ray_workers import WorkerGroup
+from openrlhf.launch.ray.calls import DeathError, Process, abandon
+from openrlhf.launch.ray.engines import RayEngines
+from openrlhf.launch.ray.workers import WorkerGroup
 from openrlhf.rollout.channel import Channel, Incoming, PerWorker, Transport
 from openrlhf.rollout.engine import Checksums
 

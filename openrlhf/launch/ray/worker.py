@@ -16,7 +16,7 @@ from openrlhf.config.commands import RLConfig
 from openrlhf.launch.device import choose_device, seed_dropout, seed_everything
 from openrlhf.launch.distributed import join
 from openrlhf.launch.engines import EngineSpec, make_engine
-from openrlhf.launch.ray_placement import Group
+from openrlhf.launch.ray.placement import Group
 from openrlhf.launch.rl_build import build_models
 from openrlhf.launch.rl_models import Models
 from openrlhf.models.load import load_tokenizer

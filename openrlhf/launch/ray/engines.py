@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from openrlhf.errors import EngineError, OpenRLHFError
-from openrlhf.launch.ray_calls import GO_ON, DeathError, Fate, Process
+from openrlhf.launch.ray.calls import GO_ON, DeathError, Fate, Process
 from openrlhf.monitor import say
 from openrlhf.rollout.engine import Part
 from openrlhf.types import Completion, Request
