@@ -2,20 +2,32 @@
 
     python benchmarks/engine.py
     python benchmarks/engine.py --model DIR --requests 64 --longest_response 512       (on a GPU if there is one)
+    python benchmarks/engine.py --hidden 1536 --layers 28 --dtype bfloat16 --rows 512 --requests 512
 
 Each request has a length of its own to reach. `generate` gets them in batches of `--rows` in the order they came,
 left-padded, as a script would call it; it goes on until the longest of a batch has ended. The engine gives a finished
-row's place to the next request. The last line is `generate` told beforehand how long each response will be, sorted by
-that: what no policy knows, and the best that batches can do.
+row's place to the next request. "lengths foreseen" is `generate` told beforehand how long each response will be, sorted
+by that: what no policy knows, and the best that batches can do. The last line is Transformers' own continuous
+batching, a manager that was started and warmed up before the clock runs, with log-probs, which training needs.
 """
 
 import argparse
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.utils.logging import set_verbosity_error
 
 from openrlhf.models.forward import Network
@@ -36,6 +48,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 16], help="sequences at a time, both sides")
     parser.add_argument("--longest_prompt", type=int, default=64)
     parser.add_argument("--longest_response", type=int, default=128)
+    parser.add_argument("--dtype", default="float32", help="bfloat16 rounds: responses may then differ")
     parser.add_argument("--repeats", type=int, default=2, help="of which the fastest counts")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -55,38 +68,46 @@ def compare(
     requests: Sequence[Request],
 ) -> None:
     by_length = sorted(range(len(requests)), key=lambda place: requests[place].params.max_tokens)
-    ways: dict[str, Callable[[], Generated]] = {
-        "openrlhf engine": lambda: run_engine(model, tokenizer, requests, rows),
-        "generate, as they came": lambda: run_generate(model, requests, range(len(requests)), rows),
-    }
+    ours = timed(lambda: run_engine(model, tokenizer, requests, rows), args.repeats)
+    report = Report(rows, model, *ours)
+    report.add("openrlhf engine", *ours)
+    report.add(
+        "generate, as they came",
+        *timed(lambda: run_generate(model, requests, range(len(requests)), rows), args.repeats),
+    )
     if rows < len(requests):
-        ways["generate, lengths foreseen"] = lambda: run_generate(model, requests, by_length, rows)
-    report(rows, model, {name: timed(way, args.repeats) for name, way in ways.items()})
+        foreseen = timed(lambda: run_generate(model, requests, by_length, rows), args.repeats)
+        report.add("generate, lengths foreseen", *foreseen)
+    with continuous_batching(model, rows) as manager:
+        run_manager(manager, requests)
+        report.add("continuous batching", *timed(lambda: run_manager(manager, requests), args.repeats))
+    report.end()
 
 
 def build(args: argparse.Namespace) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(args.seed)
+    dtype = getattr(torch, args.dtype)
     if args.model:
-        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
         tokenizer = AutoTokenizer.from_pretrained(args.model)
     else:
         heads = max(1, args.hidden // 64)
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=args.vocabulary,
-                hidden_size=args.hidden,
-                intermediate_size=3 * args.hidden,
-                num_hidden_layers=args.layers,
-                num_attention_heads=heads,
-                num_key_value_heads=heads,
-                initializer_range=0.1,  # logits far enough apart that rounding does not choose between them
-            )
+        config = LlamaConfig(
+            vocab_size=args.vocabulary,
+            hidden_size=args.hidden,
+            intermediate_size=3 * args.hidden,
+            num_hidden_layers=args.layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            initializer_range=0.1,  # logits far enough apart that rounding does not choose between them
         )
+        with torch.device(device):
+            model = LlamaForCausalLM(config)
         tokenizer = plain_tokenizer(args.vocabulary)
     model.generation_config.eos_token_id = NO_END
     tokenizer.eos_token = None
-    return model.to(device).eval(), tokenizer
+    return model.to(device, dtype).eval(), tokenizer
 
 
 def plain_tokenizer(size: int) -> PreTrainedTokenizerFast:
@@ -139,6 +160,34 @@ def run_generate(model: LlamaForCausalLM, requests: Sequence[Request], order: Se
     return [found[place] for place in range(len(requests))]
 
 
+@contextmanager
+def continuous_batching(model: LlamaForCausalLM, rows: int) -> Iterator[ContinuousBatchingManager]:
+    """Transformers' own, left to its defaults but for the number of rows and a share of memory that training needs."""
+    asked = GenerationConfig(do_sample=False, eos_token_id=NO_END, pad_token_id=0)
+    settings = ContinuousBatchingConfig(max_requests_per_batch=rows, return_logprobs=True, max_memory_percent=0.4)
+    before = model.config._attn_implementation
+    with model.continuous_batching_context_manager(asked, continuous_batching_config=settings) as manager:
+        yield manager
+    model.set_attn_implementation(before)
+
+
+def run_manager(manager: ContinuousBatchingManager, requests: Sequence[Request]) -> Generated:
+    names = [
+        manager.add_request(list(request.prompt_token_ids), max_new_tokens=request.params.max_tokens)
+        for request in requests
+    ]
+    found: dict[str, tuple[int, ...]] = {}
+    while len(found) < len(requests):
+        result = manager.get_result(timeout=1)
+        if result is None and not manager.is_running():
+            raise SystemExit("continuous batching stopped on its way")
+        if result is not None and result.is_finished():
+            if result.error is not None:
+                raise SystemExit(f"continuous batching: {result.error}")
+            found[result.request_id] = tuple(result.generated_tokens)
+    return [found[name] for name in names]
+
+
 def warm(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, requests: Sequence[Request]) -> None:
     """What happens once per process happens before the clock runs."""
     few = requests if torch.cuda.is_available() else requests[:2]
@@ -156,24 +205,33 @@ def timed(way: Callable[[], Generated], repeats: int) -> tuple[Generated, float]
     return generated, min(seconds)
 
 
-def report(rows: int, model: LlamaForCausalLM, results: dict[str, tuple[Generated, float]]) -> None:
-    ours, our_seconds = results["openrlhf engine"]
-    tokens = sum(map(len, ours))
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    print(
-        f"\n{len(ours)} requests, {rows} at a time, {parameters / 1e6:.1f}M parameters on {model.device}, "
-        f"{torch.get_num_threads()} threads\nresponses of {min(map(len, ours))} to {max(map(len, ours))} tokens, "
-        f"{tokens} in all\n"
-    )
-    print(f"{'':<28}{'seconds':>9}{'tokens/s':>10}{'beside ours':>13}{'equal responses':>17}")
-    for name, (generated, seconds) in results.items():
-        equal = sum(one == other for one, other in zip(generated, ours, strict=True))
+class Report:
+    """A line for each way as soon as it is known, beside ours."""
+
+    def __init__(self, rows: int, model: LlamaForCausalLM, ours: Generated, seconds: float) -> None:
+        self.ours, self.seconds = ours, seconds
+        self.tokens = sum(map(len, ours))
+        self.exact = model.dtype == torch.float32
+        self.different = 0
+        parameters = sum(parameter.numel() for parameter in model.parameters())
         print(
-            f"{name:<28}{seconds:>9.2f}{tokens / seconds:>10.0f}{seconds / our_seconds:>12.2f}x{equal:>12}/{len(ours)}"
+            f"\n{len(ours)} requests, {rows} at a time, {parameters / 1e6:.1f}M parameters on {model.device}, "
+            f"{torch.get_num_threads()} threads\nresponses of {min(map(len, ours))} to {max(map(len, ours))} tokens, "
+            f"{self.tokens} in all\n"
         )
-    different = sum(generated != ours for generated, _ in results.values())
-    if different:
-        raise SystemExit(f"{different} ways gave other tokens: rounding chose between near-equal logits, or a fault")
+        print(f"{'':<28}{'seconds':>9}{'tokens/s':>10}{'beside ours':>13}{'equal responses':>17}")
+
+    def add(self, name: str, generated: Generated, seconds: float) -> None:
+        equal = sum(one == other for one, other in zip(generated, self.ours, strict=True))
+        self.different += equal < len(self.ours)
+        speed, beside = self.tokens / seconds, seconds / self.seconds
+        print(f"{name:<28}{seconds:>9.2f}{speed:>10.0f}{beside:>12.2f}x{equal:>12}/{len(self.ours)}", flush=True)
+
+    def end(self) -> None:
+        if self.different and self.exact:
+            raise SystemExit(
+                f"{self.different} ways gave other tokens: rounding chose between near-equal logits, or a fault"
+            )
 
 
 if __name__ == "__main__":

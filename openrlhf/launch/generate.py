@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,6 @@ from openrlhf.types import Completion, Prompt, Request, SamplingParams
 if TYPE_CHECKING:
     from openrlhf.rollout.engine import Engine
 
-OnDone = Callable[[int, Completion], None]
 NEIGHBOURS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")  # processes on a machine, as torchrun and deepspeed say it
 AHEAD = 2  # requests that wait at an engine, for each one that it runs
 
@@ -108,26 +107,42 @@ def context_length(config: BatchInferenceConfig) -> int:
     return min(asked, reach)
 
 
+class Answers:
+    """Takes rows as they are finished: to their file, and onto the bar."""
+
+    def __init__(self, generation: Generation, parts: Parts, progress: Progress) -> None:
+        self.generation, self.parts, self.progress = generation, parts, progress
+        self.numbers = parts.missing
+        self.requests = [generation.request(number) for number in self.numbers]
+
+    def begin(self) -> None:
+        """The engine stands: from here on speed is counted."""
+        self.progress.begin()
+
+    def finish(self, place: int, completion: Completion) -> None:
+        number = self.numbers[place]
+        self.parts.write(number, self.generation.row(number, completion))
+        self.progress.advance(tokens=len(completion.token_ids))
+
+
 def generate(generation: Generation, parts: Parts, tokenizer: PreTrainedTokenizerBase) -> None:
     """Makes the rows that are missing and this process's to make."""
-    missing = parts.missing
-    if not missing:
+    if not parts.missing:
         return
-    requests = [generation.request(number) for number in missing]
-    with Progress("generate", total=len(parts.share), done=len(parts.share) - len(missing)) as progress:
-
-        def on_done(place: int, completion: Completion) -> None:
-            parts.write(missing[place], generation.row(missing[place], completion))
-            progress.advance(tokens=len(completion.token_ids))
-
+    with Progress("generate", total=len(parts.share), done=len(parts.share) - len(parts.missing)) as progress:
+        answers = Answers(generation, parts, progress)
         if generation.config.task.vllm_num_engines:
             from openrlhf.launch.ray.generate import generate_on_ray
 
-            asyncio.run(generate_on_ray(generation, requests, on_done))
+            asyncio.run(generate_on_ray(generation, answers))
         elif generation.config.task.eval_task == "generate_vllm":
-            asyncio.run(generate_with_vllm(generation, tokenizer, requests, on_done))
+            asyncio.run(generate_with_vllm(generation, tokenizer, answers))
         else:
-            open_hf_engine(generation.config, tokenizer).complete(requests, on_done)
+            engine = open_hf_engine(generation.config, tokenizer)
+            answers.begin()
+            engine.complete(answers.requests, answers.finish)
+        tokens, seconds = progress.tokens, progress.seconds
+    say(f"generated {tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s")
 
 
 def open_hf_engine(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase) -> HFEngine:
@@ -138,9 +153,7 @@ def open_hf_engine(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerB
     return HFEngine(network, tokenizer, max_rows=config.task.micro_batch_size)
 
 
-async def generate_with_vllm(
-    generation: Generation, tokenizer: PreTrainedTokenizerBase, requests: Sequence[Request], on_done: OnDone
-) -> None:
+async def generate_with_vllm(generation: Generation, tokenizer: PreTrainedTokenizerBase, answers: Answers) -> None:
     config = generation.config
     devices = take_devices(config.task.tp_size) if config.model.device != "cpu" else 0
     device = torch.device("cuda" if devices else "cpu")
@@ -148,15 +161,16 @@ async def generate_with_vllm(
     spec = EngineSpec(config.model, engine_settings(generation, max(1, devices)))
     engine = make_engine(spec, tokenizer, device)
     try:
-        await stream(engine, requests, on_done, window=AHEAD * generation.config.task.max_num_seqs)
+        await stream(engine, answers, window=AHEAD * config.task.max_num_seqs)
     finally:
         await engine.close()
 
 
-async def stream(engine: Engine, requests: Sequence[Request], on_done: OnDone, *, window: int) -> None:
+async def stream(engine: Engine, answers: Answers, *, window: int) -> None:
     """All requests, at most `window` of them at the engine; each answer is handed on as it comes."""
+    answers.begin()
     running: dict[asyncio.Task[list[Completion]], int] = {}
-    waiting = iter(enumerate(requests))
+    waiting = iter(enumerate(answers.requests))
     while True:
         for place, request in waiting:
             running[asyncio.create_task(engine.generate([request]))] = place
@@ -166,7 +180,7 @@ async def stream(engine: Engine, requests: Sequence[Request], on_done: OnDone, *
             return
         done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
-            on_done(running.pop(task), task.result()[0])
+            answers.finish(running.pop(task), task.result()[0])
 
 
 def engine_settings(generation: Generation, devices: int) -> VLLMSettings:

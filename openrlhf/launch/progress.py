@@ -19,15 +19,23 @@ class Progress:
         self.bar: Any = tqdm(
             total=total, initial=done, desc=name, unit="row", disable=not is_main_process(), mininterval=pause
         )
-        self.started = time.perf_counter()
         self.tokens = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """The time that it took to get ready does not count."""
+        self.started = time.perf_counter()
+        self.bar.unpause()
 
     def advance(self, *, tokens: int) -> None:
         """One more row, of so many tokens."""
         self.tokens += tokens
-        seconds = max(time.perf_counter() - self.started, 1e-9)
-        self.bar.set_postfix({"tokens/s": f"{self.tokens / seconds:.0f}"}, refresh=False)
+        self.bar.set_postfix({"tokens/s": f"{self.tokens / self.seconds:.0f}"}, refresh=False)
         self.bar.update()
+
+    @property
+    def seconds(self) -> float:
+        return max(time.perf_counter() - self.started, 1e-9)
 
     def __enter__(self) -> Progress:
         return self

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from openrlhf.launch.engines import EngineSpec
-from openrlhf.launch.generate import AHEAD, Generation, OnDone, engine_settings, stream
+from openrlhf.launch.generate import AHEAD, Answers, Generation, engine_settings, stream
 from openrlhf.launch.ray.cluster import connect
 from openrlhf.launch.ray.placement import EngineSeat, Plan
 from openrlhf.launch.ray.start import started_on
 from openrlhf.monitor import say
-from openrlhf.types import Request
 
 RESTARTS = 1  # of an engine that dies; what it had not finished is generated again
 
 
-async def generate_on_ray(generation: Generation, requests: Sequence[Request], on_done: OnDone) -> None:
+async def generate_on_ray(generation: Generation, answers: Answers) -> None:
     """Requests go to whichever engine is least busy; this process writes what comes back."""
     task = generation.config.task
     size = task.tp_size or 1
@@ -24,4 +21,4 @@ async def generate_on_ray(generation: Generation, requests: Sequence[Request], o
     with connect(asked, {}) as cluster, started_on(cluster) as starting:
         say(f"starting {asked.describe()}")
         engines = await starting.engines(spec, max_restarts=RESTARTS)
-        await stream(engines, requests, on_done, window=AHEAD * task.max_num_seqs * len(engines.engines))
+        await stream(engines, answers, window=AHEAD * task.max_num_seqs * len(engines.engines))
