@@ -2,52 +2,61 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers.cache_utils import Cache, DynamicLayer
 
 
 class GrowingLayer(DynamicLayer):
-    """Room is doubled when it runs out, instead of copying everything for each new token."""
+    """Tokens are written into room that lies ahead, instead of copying everything for each new one."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-            self.room = key_states.new_empty(0), value_states.new_empty(0)
             self.length = 0
-        end = self.length + key_states.shape[-2]
-        if self.room[0].numel() == 0 or end > self.room[0].shape[-2]:
-            self.room = tuple(
-                _grown(old, new, self.length, 2 * end)
-                for old, new in zip(self.room, (key_states, value_states), strict=True)
-            )
+            self.room = tuple(with_room(new, len(new), 0) for new in (key_states, value_states))
+        start, end = self.length, self.length + key_states.shape[-2]
+        if end > self.room[0].shape[-2]:
+            grown = tuple(with_room(room, len(room), end) for room in self.room)
+            for old, new in zip(self.room, grown, strict=True):
+                new[..., :start, :] = old[..., :start, :]
+            self.room = grown
         for room, new in zip(self.room, (key_states, value_states), strict=True):
-            room[..., self.length : end, :] = new
-        self.length = end
-        self.keys, self.values = (room[..., :end, :] for room in self.room)
+            room[..., start:end, :] = new
+        return self._show(self.room, end)
+
+    def _show(self, room: tuple[Tensor, ...], length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values are what was written so far."""
+        self.room, self.length = room, length
+        self.keys, self.values = (part[..., :length, :] for part in room)
         return self.keys, self.values
 
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of all tokens so far, each [rows, heads, tokens, size]."""
-        assert self.keys is not None
-        assert self.values is not None
-        return self.keys, self.values
+    def keep(self, rows: Tensor, drop_left: int) -> None:
+        left = self.length - drop_left
+        kept = tuple(with_room(room, len(rows), left) for room in self.room)
+        for old, new in zip(self.room, kept, strict=True):
+            new[..., :left, :] = old[:, :, drop_left : self.length].index_select(0, rows)
+        self._show(kept, left)
 
-    def replace(self, keys: Tensor, values: Tensor) -> None:
-        """Other rows or another length; the next token makes room anew."""
-        self.keys, self.values = keys, values
-        self.room, self.length = (keys, values), keys.shape[-2]
+    def join(self, other: GrowingLayer) -> None:
+        longest, mine = max(self.length, other.length), len(self.room[0])
+        rooms = tuple(with_room(room, mine + len(other.room[0]), longest) for room in self.room)
+        for upper, lower, new in zip(self.room, other.room, rooms, strict=True):
+            _write(new[:mine], upper, self.length, longest)
+            _write(new[mine:], lower, other.length, longest)
+        self._show(rooms, longest)
 
 
-def _grown(old: Tensor, new: Tensor, length: int, room: int) -> Tensor:
-    grown = new.new_empty(*new.shape[:-2], room, new.shape[-1])  # nobody reads past the tokens that were written
-    if length:
-        grown[..., :length, :] = old[..., :length, :]
-    return grown
+def with_room(like: Tensor, rows: int, tokens: int) -> Tensor:
+    """Unwritten memory for these tokens and half as many more."""
+    return like.new_empty(rows, like.shape[1], tokens + tokens // 2 + 32, like.shape[-1])
+
+
+def _write(room: Tensor, tokens: Tensor, length: int, end: int) -> None:
+    """Tokens up to column `end`. What is left of them is padding: of weight zero, but it must be finite."""
+    room[..., : end - length, :] = 0
+    room[..., end - length : end, :] = tokens[..., :length, :]
 
 
 class RowCache(Cache):
@@ -60,20 +69,11 @@ class RowCache(Cache):
         """Only these rows, without the columns at the left that are padding in all of them."""
         for layer in self.layers:
             assert isinstance(layer, GrowingLayer), "only plain attention layers can be cached by rows"
-            layer.replace(*(tensor[keep, :, drop_left:] for tensor in layer.tensors))
+            layer.keep(keep, drop_left)
 
     def add_rows(self, other: RowCache) -> None:
         """The rows of another cache below ours, both padded at the left to the longer one."""
         for mine, yours in zip(self.layers, other.layers, strict=True):
             assert isinstance(mine, GrowingLayer)
             assert isinstance(yours, GrowingLayer)
-            longest = max(mine.length, yours.length)
-            joined = [
-                torch.cat([_left(here, longest), _left(there, longest)])
-                for here, there in zip(mine.tensors, yours.tensors, strict=True)
-            ]
-            mine.replace(*joined)
-
-
-def _left(tensor: Tensor, length: int) -> Tensor:
-    return pad(tensor, (0, 0, length - tensor.shape[-2], 0))
+            mine.join(yours)

@@ -109,9 +109,9 @@ class HFEngine:
         return [self._completion(row) for row in finished]
 
     def _admit(self, running: Running | None, waiting: list[Row]) -> Running:
-        """Fills free places, a quarter of them at a time, because each admission copies the cache."""
+        """Fills free places, once there are enough of them: each admission copies the cache."""
         free = self.max_rows - (len(running.rows) if running else 0)
-        if running and (not waiting or free < min(len(waiting), max(1, self.max_rows // 4))):
+        if running and (not waiting or free < min(len(waiting), self._enough(self.max_rows))):
             return running
         taken, waiting[:] = waiting[:free], waiting[free:]
         fresh = self._prefill(taken)
@@ -203,10 +203,10 @@ class HFEngine:
     def _retire(
         self, running: Running, finished: list[Row], on_done: OnDone | None, *, crowded: bool
     ) -> Running | None:
-        """Takes out rows that ended. While nobody waits, only when an eighth of the batch did: it copies the cache."""
+        """Takes out rows that ended, once there are enough of them: it copies the cache."""
         going = [place for place, row in enumerate(running.rows) if row.finish_reason is None]
         done = len(running.rows) - len(going)
-        if going and done and not crowded and done < len(running.rows) // 8:
+        if going and done < self._enough(self.max_rows if crowded else len(running.rows)):
             return running
         for row in running.rows:
             if row.finish_reason is not None:
@@ -215,9 +215,13 @@ class HFEngine:
                     on_done(row.place, self._completion(row))
         if not going:
             return None
-        if done:
-            running.keep(going)
+        running.keep(going)
         return running
+
+    @staticmethod
+    def _enough(rows: int) -> int:
+        """An eighth: what idle places cost until then is less than what copying at every end would."""
+        return max(1, rows // 8)
 
     def _completion(self, row: Row) -> Completion:
         assert row.finish_reason is not None
