@@ -64,7 +64,7 @@ for _ in {1..50}; do  # the cluster takes jobs some time after it answers
     if ray job submit --address "http://127.0.0.1:$PORT" -- true; then break; fi
     sleep 1
 done > waiting.log 2>&1
-RAY_ADDRESS="http://127.0.0.1:$PORT" "$SCRIPTS/train_ppo_ray_hybrid_engine.sh"
+RAY_ADDRESS="http://127.0.0.1:$PORT" "$SCRIPTS/$JOB.sh"
 """
 
 
@@ -87,6 +87,10 @@ class Example:
 
 def on_ray(name: str, what: str, variables: str = "") -> Example:
     return Example(name, f"{what}; Ray, DeepSpeed, vLLM", variables, "--runtime ray")
+
+
+def as_a_job(name: str, of: str) -> Example:
+    return Example(name, f"{of}, as a job", f"JOB={of}", program=AS_A_JOB)
 
 
 def other_name(name: str, of: str, variables: str = "") -> Example:
@@ -126,7 +130,8 @@ EXAMPLES = (
     on_ray("train_prorlv2_math_hybrid_engine", "ProRL v2, another reward function", TOY_REWARD),
     on_ray("train_reinforce_baseline_llama_ray_async", "REINFORCE++-baseline, async"),
     on_ray("train_reinforce_baseline_ray_agent_async", "an agent with a tool, async"),
-    Example("ray_job_submit", "train_ppo_ray_hybrid_engine through ray job submit", program=AS_A_JOB),
+    as_a_job("ray_job_submit", "train_ppo_ray_hybrid_engine"),
+    as_a_job("ray_job_submit_agent", "train_reinforce_baseline_ray_agent_async"),
     Example("train_llama_slurm", "SFT through torchrun; stand-in for srun", ANSWERS),
     Example("train_ppo_ray_slurm", "PPO on a Ray that it starts; stand-in for srun"),
     Example("ckpt_ds_zero_to_universal", "2 processes save, 1 goes on", f"{ANSWERS} {TWO}", program=UNIVERSAL),

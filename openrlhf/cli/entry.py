@@ -1,22 +1,18 @@
 """How every command begins and ends: parse, check, print the batch table; errors become one line and an exit code."""
 
 import os
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, Protocol
 
+from openrlhf.cli.signals import INTERRUPTED, end_at_once
 from openrlhf.config.batch_table import render, rl_table, supervised_table
 from openrlhf.config.check import check
 from openrlhf.config.commands import COMMANDS, RLConfig, SupervisedConfig
 from openrlhf.config.parser import parse
 from openrlhf.errors import ConfigError, OpenRLHFError
 from openrlhf.monitor import is_main_process, say
-
-INTERRUPTED = 130  # what a shell expects of a program that Ctrl-C ended
 
 
 class Main(Protocol):
@@ -32,8 +28,9 @@ def command(main: Callable[[Sequence[str]], None]) -> Main:
     def entry(argv: Sequence[str] | None = None) -> None:
         try:
             try:
-                with sigterm_like_ctrl_c():
-                    main(sys.argv[1:] if argv is None else argv)
+                if argv is None:
+                    end_at_once()
+                main(sys.argv[1:] if argv is None else argv)
             finally:
                 sys.stdout.flush()  # here, where a reader that left is understood, and not at the interpreter's end
         except OpenRLHFError as error:
@@ -43,24 +40,12 @@ def command(main: Callable[[Sequence[str]], None]) -> Main:
             raise SystemExit(error.exit_code) from None
         except KeyboardInterrupt:
             say("interrupted")
+            exec("")  # Python remembers an interrupt amid an exec until the next exec, and would end by that signal
             raise SystemExit(INTERRUPTED) from None
         except BrokenPipeError:  # `--help | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     return entry
-
-
-@contextmanager
-def sigterm_like_ctrl_c() -> Iterator[None]:
-    """A scheduler's polite request to end is heard as a person's; only a program's main thread may arrange it."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def start(name: str, argv: Sequence[str]) -> Any:

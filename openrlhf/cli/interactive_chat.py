@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from openrlhf.cli.entry import command, start
+from openrlhf.cli.signals import at_work
 
 
 @command
@@ -10,7 +11,8 @@ def main(argv: Sequence[str]) -> None:
     config = start("interactive_chat", argv)
     from openrlhf.launch import chat  # torch and transformers are imported only past this line
 
-    chat.run(config)
+    with at_work():
+        chat.run(config)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from openrlhf.cli.entry import command, start
+from openrlhf.cli.signals import at_work
 
 
 @command
@@ -10,10 +11,11 @@ def main(argv: Sequence[str]) -> None:
     config = start("train_ppo_ray", argv)
     from openrlhf.launch import rl, trial  # torch and transformers are imported only past this line
 
-    if config.run.dry_run:
-        trial.dry_run(config)
-    else:
-        rl.run(config)
+    with at_work():
+        if config.run.dry_run:
+            trial.dry_run(config)
+        else:
+            rl.run(config)
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ class Channel:
         """Tells the sender, from any process, that a receiver will not come; a sender that is gone needs no telling."""
         with suppress(OSError, dist.DistError):
             socket.create_connection((self.host, self.port), SECONDS_TO_CALL).close()  # torch is loud where nobody is
-            dist.PrefixStore(self.key, self.connect()).set(CALLED_OFF, "")
+            dist.PrefixStore(self.key, replace(self, timeout=SECONDS_TO_CALL).connect()).set(CALLED_OFF, "")
 
     def bucket_device(self, device: torch.device) -> torch.device:
         return torch.device("cpu") if self.transport == "gloo" else device

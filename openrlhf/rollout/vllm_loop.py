@@ -146,7 +146,9 @@ class StepLoop:
         await self._do(self._resume)
 
     async def load(self, weights: Weights, version: int, *, verify: bool) -> Checksums:
-        return await self._do(lambda: self._load(weights, version, verify=verify))
+        waiter = asyncio.get_running_loop().create_future()
+        self._post(lambda: self._load(waiter, weights, version, verify=verify), waiter)
+        return await waiter
 
     async def sleep(self) -> None:
         await self._do(self._sleep)
@@ -240,7 +242,7 @@ class StepLoop:
 
     def _admit(self, batch: Batch) -> None:
         if self._asleep or not self._has_weights:
-            error = "vLLM was put to sleep, and generates after wake('weights'), load and wake('cache')"
+            error = "vLLM sleeps or has no whole weights: it generates after wake('weights'), load and wake('cache')"
             self._answers.give(batch.waiter, RolloutError(error))
             return
         try:
@@ -307,12 +309,17 @@ class StepLoop:
         for batch in held:
             self._admit(batch)
 
-    def _load(self, weights: Weights, version: int, *, verify: bool) -> Checksums:
+    def _load(self, waiter: Waiter, weights: Weights, version: int, *, verify: bool) -> None:
+        """When the sender is lost half-way nothing is drawn any more until others came; that ends nothing."""
         states = self._engine.output_processor.request_states
         for name, entry in self._running.items():
             if not states[entry.inner_id].is_prefilling:
                 self._began.setdefault(name, self.version)
         received = self._engine.collective_rpc("receive_weights", args=(weights,), kwargs={"verify": verify})
+        if cut_short := [worker.cut_short for worker in received if worker.cut_short]:
+            self._has_weights = False
+            self._answers.give(waiter, RolloutError(cut_short[0]))
+            return
         missing = sorted({name for worker in received for name in worker.missing})
         if missing:
             raise RolloutError(f"no weights came for {', '.join(missing)}")
@@ -322,12 +329,13 @@ class StepLoop:
         sums = [worker.checksums for worker in received]
         if any(other != sums[0] for other in sums):
             raise RolloutError("the workers of this engine received different weights")
-        return sums[0]
+        self._answers.give(waiter, sums[0])
 
     def _sleep(self) -> None:
         """Level 2 drops the weights instead of copying them to the host, since new ones come anyway."""
-        self._engine.sleep(level=2, mode="keep")
-        self._asleep = {"weights", "cache"}
+        if not self._asleep:
+            self._engine.sleep(level=2, mode="keep")
+            self._asleep = {"weights", "cache"}
         self._has_weights = False
 
     def _wake(self, part: Part) -> None:

@@ -16,6 +16,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
+from openrlhf.errors import RolloutError
 from openrlhf.rollout.channel import PerWorker
 from openrlhf.rollout.checksum import checksum
 
@@ -27,7 +28,8 @@ class Received:
     """What one worker saw of a set of weights."""
 
     checksums: dict[str, int]  # by checkpoint name; empty unless asked for
-    missing: tuple[str, ...]  # parameters of the model that nothing came for
+    missing: tuple[str, ...] = ()  # parameters of the model that nothing came for
+    cut_short: str = ""  # why no more came: the model is sound, but its weights are old and new ones mixed
 
 
 class WeightLoading:
@@ -47,13 +49,17 @@ class WeightLoading:
         at_once = loads_by_copying(model)
         arrivals = Arrivals(own, verify=verify, kept=not at_once)
         with set_current_vllm_config(self.vllm_config):
-            if at_once:
-                loaded = model.load_weights(arrivals)
-            else:
+            if not at_once:
                 initialize_layerwise_reload(model)
-                loaded = model.load_weights(arrivals)
+            try:
+                loaded, cut_short = model.load_weights(arrivals), ""
+            except RolloutError as error:  # the sender's. Raised here, it would leave other workers' answers unread
+                loaded, cut_short = None, error.message
+            if not at_once:
                 finalize_layerwise_reload(model, self.vllm_config.model_config)
         _settle()
+        if cut_short:
+            return Received({}, cut_short=cut_short)
         absent = expected - loaded if loaded is not None else set()
         fused = getattr(model, "packed_modules_mapping", {})
         return Received(arrivals.checksums, tuple(sorted(absent | _absent_parts(expected, fused, arrivals.names))))

@@ -1,6 +1,7 @@
 """The commands as a user starts them: real processes."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,14 +17,40 @@ SFT = ["train_sft", "--pretrain", "org/model", "--dataset", "org/data"]
 RL = ["train_ppo", "--pretrain", "org/model", "--prompt_data", "org/data", "--remote_rm_url", "http://127.0.0.1:5000"]
 
 
+AMID_A_CALLBACK = """
+import os
+
+class Dying:
+    def __del__(self):
+        os.kill(os.getpid(), {number})
+
+Dying()
+raise AssertionError("the import went on")
+"""
+AMID_AN_EXEC = """
+from openrlhf.cli.entry import command
+
+@command
+def main(argv):
+    exec("raise KeyboardInterrupt")
+
+if __name__ == "__main__":
+    main()
+"""
+
+
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "RAY_ADDRESS", "OPENRLHF_ASYNC_QUEUE_SIZE", "OPENRLHF_ASYNC_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
 
 
-def python(*words):
-    return subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+def python(*words, cwd=ROOT):
+    """From its folder modules are imported before all others."""
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *words], cwd=cwd, env=environ, capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 def openrlhf_cli(*argv):
@@ -114,6 +141,24 @@ def test_a_reader_that_leaves_early_is_no_error(argv, monkeypatch):
     done = subprocess.run(command, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, timeout=60, check=False)
     os.close(writing)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["int", "term"])
+@pytest.mark.parametrize("module", ["argparse", "torch"], ids=["light", "heavy"])
+@pytest.mark.parametrize("entry", ["train_sft", "main"])
+def test_a_signal_amid_an_import_ends_the_command_with_one_line(entry, module, number, tmp_path):
+    (tmp_path / f"{module}.py").write_text(AMID_A_CALLBACK.format(number=int(number)))
+    argv = SFT if entry == "main" else SFT[1:]
+    done = python("-m", f"openrlhf.cli.{entry}", *argv, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (130, "")
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("  ")]  # less the batch table
+    assert lines == ["openrlhf: batches", "openrlhf: interrupted"][module == "argparse" :]
+
+
+def test_an_interrupt_amid_generated_code_ends_with_the_same_exit_code(tmp_path):
+    (tmp_path / "cut_short.py").write_text(AMID_AN_EXEC)
+    done = python("-m", "cut_short", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (130, "openrlhf: interrupted\n")
 
 
 @pytest.mark.parametrize(

@@ -125,4 +125,5 @@ def test_every_script_is_known_to_the_driver(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tools")
     from run_examples import EXAMPLES, ONLY_READ
 
-    assert {example.name for example in EXAMPLES} - {"ray_job_submit"} | set(ONLY_READ) == set(names())
+    jobs = {example.name for example in EXAMPLES if example.name.startswith("ray_job_submit")}  # run scripts of others
+    assert {example.name for example in EXAMPLES} - jobs | set(ONLY_READ) == set(names())

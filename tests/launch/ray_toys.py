@@ -3,7 +3,7 @@
 import os
 import signal
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import contextmanager
 
 import ray
@@ -107,7 +107,25 @@ class Assassin:
         return process.name == self.victim and method == self.method and self.verb in (None, *arguments[:1])
 
     async def strike(self, process, method, arguments, named):
-        pid = await process.actor.__ray_call__.remote(lambda _: os.getpid())
+        pid = await pid_of(process)
         reference = getattr(process.actor, method).remote(*arguments, **named)
         os.kill(pid, signal.SIGKILL)
         return await process.answer(reference)
+
+
+async def pid_of(process):
+    return await process.answer(process.actor.__ray_call__.remote(lambda _: os.getpid()))
+
+
+def census(monkeypatch, method):
+    """The processes that were called so, by name; filled while a run goes on."""
+    found = defaultdict(set)
+    before = Process.call
+
+    async def call(process, called, *arguments, **named):
+        if called == method:
+            found[process.name].add(await pid_of(process))
+        return await before(process, called, *arguments, **named)
+
+    monkeypatch.setattr(Process, "call", call)
+    return found

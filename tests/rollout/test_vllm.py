@@ -312,15 +312,43 @@ def test_sleep_asks_for_weights_and_forgets_nobody(engine, network, tokenizer):
         await engine.pause(drain=False)
         await engine.sleep()
         await engine.resume()
-        with pytest.raises(RolloutError, match="put to sleep"):
+        with pytest.raises(RolloutError, match="vLLM sleeps"):
             await engine.generate(asked)
         await engine.wake("weights")
+        await engine.sleep()  # the cache still does, and that is enough
         await engine.load(weights_of(other(network)), 2)
         await engine.wake("cache")
         return await engine.generate(asked), await task
 
     made, (long,) = asyncio.run(sleep())
     assert said(made) == said(HFEngine(network, tokenizer).complete(asked))
+    assert len(long.token_ids) == LONG.params.max_tokens
+
+
+def test_weights_that_stop_half_way_are_waited_for_anew(engine, network, tokenizer):
+    asked = requests(tokenizer, temperature=0.0)
+    weights = weights_of(other(network))
+    names = [name for name, _ in weights]
+
+    def cut_short():
+        yield from weights[: names.index("model.layers.1.self_attn.k_proj.weight")]  # of q, k and v one is there
+        raise RolloutError("the sender is gone")
+
+    async def change():
+        task = await begun(engine)
+        await engine.pause(drain=False)
+        with pytest.raises(RolloutError, match="the sender is gone"):
+            await engine.load(cut_short(), 2)
+        await engine.health()
+        await engine.resume()
+        with pytest.raises(RolloutError, match="no whole weights"):
+            await engine.generate(asked)
+        await engine.load(weights, 3)
+        return await engine.generate(asked), await task
+
+    made, (long,) = asyncio.run(change())
+    assert said(made) == said(HFEngine(network, tokenizer).complete(asked))
+    assert {completion.version for completion in made} == {3}
     assert len(long.token_ids) == LONG.params.max_tokens
 
 

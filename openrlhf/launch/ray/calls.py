@@ -8,7 +8,7 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from openrlhf.errors import BackendError, OpenRLHFError
+from openrlhf.errors import BackendError, EngineError, OpenRLHFError
 
 Answer = TypeVar("Answer")
 GO_ON = "the same command with --load_checkpoint, which goes on from the last checkpoint"
@@ -52,6 +52,9 @@ class Process:
 
 class DeathError(BackendError):
     """A process is gone."""
+
+
+LOST = (DeathError, EngineError)  # how a call to an engine ends that must be replaced
 
 
 def final(error: BackendError) -> BackendError:
@@ -99,7 +102,7 @@ class Fate:
             self.died.cancel()
 
 
-def _look_at(task: asyncio.Future[Any]) -> None:
+def look_at(task: asyncio.Future[Any]) -> None:
     """asyncio complains about an exception that nobody looked at."""
     if not task.cancelled():
         task.exception()
@@ -108,7 +111,7 @@ def _look_at(task: asyncio.Future[Any]) -> None:
 def abandon(*work: asyncio.Future[Any]) -> None:
     """Nobody waits for it any more, nor wants to hear how it failed."""
     for one in work:
-        one.add_done_callback(_look_at)
+        one.add_done_callback(look_at)
         one.cancel()
 
 

@@ -1,4 +1,8 @@
-"""The engines of a run on a cluster, as one: who generates what, and what happens when one of them dies."""
+"""The engines of a run on a cluster, as one: who generates what, and what happens when one of them fails.
+
+Only here is an engine replaced, and counted how often. A request that fails has its own replaced (`mend`), a sync that
+fails has all of them asked (`replace_failed`). Either holds `changing` until the weights have come.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from openrlhf.errors import EngineError, OpenRLHFError
-from openrlhf.launch.ray.calls import GO_ON, DeathError, Fate, Process
+from openrlhf.launch.ray.calls import GO_ON, LOST, Fate, Process, look_at
 from openrlhf.monitor import say
 from openrlhf.rollout.engine import Part
 from openrlhf.types import Completion, Request
@@ -18,7 +22,7 @@ SLACK = 32  # requests that an engine may have more than the idlest one before i
 
 @dataclass
 class Engine:
-    """One engine: `process` is replaced when it dies."""
+    """One engine: `process` is replaced when it fails."""
 
     number: int
     process: Process
@@ -38,8 +42,8 @@ class RayEngines:
         self.max_restarts = max_restarts
         self.version = 0
         self.homes: dict[int, Engine] = {}  # by prefix; caches are empty after each sync
-        self.reviving = asyncio.Lock()
-        self.after_restart: Callable[[], Awaitable[None]] | None = None  # brings the weights
+        self.changing = asyncio.Lock()
+        self.bring_weights: Callable[[], Awaitable[None]] | None = None  # of a policy, to one that was started anew
 
     async def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """What one engine had not finished when it died is generated again by whoever is there."""
@@ -60,8 +64,8 @@ class RayEngines:
             engine.running += len(requests)
             try:
                 return await process.call("generate", list(requests))
-            except (DeathError, EngineError) as failure:
-                await self.revive(engine, process, failure)
+            except LOST as failure:
+                await self.mend(engine, process, failure)
             finally:
                 engine.running -= len(requests)
 
@@ -72,35 +76,38 @@ class RayEngines:
         self.homes[prefix] = chosen
         return chosen
 
-    async def revive(self, engine: Engine, dead: Process, failure: OpenRLHFError) -> None:
-        """A new process in place of one that failed, with the policy's weights; only the first to notice does it."""
-        if await self.replace(engine, dead, failure) and self.after_restart is not None:
-            await self.after_restart()
+    async def mend(self, engine: Engine, failed: Process, failure: OpenRLHFError) -> None:
+        """Done to the end even when the request that noticed is taken back meanwhile."""
+        mending = asyncio.ensure_future(self.fate.race(self._mend(engine, failed, failure)))
+        mending.add_done_callback(look_at)
+        await asyncio.shield(mending)
 
-    async def replace(self, engine: Engine, dead: Process, failure: OpenRLHFError) -> bool:
-        """True when it was done here, and not by somebody else meanwhile. Until weights come the new one only waits."""
-        async with self.reviving:
-            if engine.process is not dead:
-                return False
-            if engine.restarts >= self.max_restarts:
-                raise EngineError(
-                    f"{failure.message}, after {engine.restarts} restarts (--max_restarts)",
-                    try_this=GO_ON,
-                )
-            engine.restarts += 1
-            say(f"{failure.message}; it is started again, and what it had not finished is generated again")
-            dead.kill()
-            engine.process = await self.start(engine.number)
-            return True
+    async def _mend(self, engine: Engine, failed: Process, failure: OpenRLHFError) -> None:
+        """The first to come replaces it, and the others wait until it may draw."""
+        async with self.changing:
+            if engine.process is failed:
+                await self._replace(engine, failure)
+                if self.bring_weights is not None:
+                    await self.bring_weights()
 
-    async def replace_unfit(self) -> None:
-        """Those that died, and those that do not generate any more because weights stopped half-way."""
+    async def replace_failed(self) -> None:
+        """All that are dead or generate no more; for whoever holds `changing` and then brings weights."""
         for engine in self.engines:
-            process = engine.process
             try:
-                await process.call("do", "health")
-            except (DeathError, EngineError) as failure:
-                await self.replace(engine, process, failure)
+                await engine.process.call("do", "health")
+            except LOST as failure:
+                await self._replace(engine, failure)
+
+    async def _replace(self, engine: Engine, failure: OpenRLHFError) -> None:
+        if engine.restarts >= self.max_restarts:
+            raise EngineError(
+                f"{failure.message}, after {engine.restarts} restarts (--max_restarts)",
+                try_this=GO_ON,
+            )
+        engine.restarts += 1
+        say(f"{failure.message}; it is started again, and what it had not finished is generated again")
+        engine.process.kill()
+        engine.process = await self.start(engine.number)
 
     async def each(self, verb: str, *arguments: object, **named: object) -> None:
         await asyncio.gather(*(engine.process.call("do", verb, *arguments, **named) for engine in self.engines))

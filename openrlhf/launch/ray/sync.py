@@ -7,11 +7,14 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from openrlhf.errors import RolloutError
 from openrlhf.launch.proof import compare
-from openrlhf.launch.ray.calls import DeathError, Process, abandon
+from openrlhf.launch.ray.calls import LOST, Process, abandon
 from openrlhf.launch.ray.engines import RayEngines
 from openrlhf.launch.ray.workers import WorkerGroup
 from openrlhf.rollout.channel import Channel, Incoming, PerWorker, Transport
 from openrlhf.rollout.engine import Checksums
+
+SECONDS = 60.0  # that either end of a channel waits for the other before it gives up by itself
+SECONDS_TO_NOTICE = 2.0  # that a sender has for finding out by itself that a receiver is gone, as it mostly does
 
 
 class RaySync:
@@ -38,26 +41,22 @@ class RaySync:
         self.syncs = 0
         self.channels: list[tuple[Channel, int]] = []  # channel and number of each receiver, engine by engine
         self.reached: list[Process] = []  # the engines that these channels lead to
-        self.entering = asyncio.Lock()
-        engines.after_restart = self.again
+        engines.bring_weights = self.again
 
     async def sync(self, version: int) -> None:
         verify = self.syncs == 0 or (self.check_every > 0 and self.syncs % self.check_every == 0)
-        async with self.entering:
+        async with self.engines.changing:
             await self._insist(lambda: self._bring(version, drain=self.drains, verify=verify))
         self.syncs += 1
 
     async def again(self) -> None:
         """For an engine that was started anew. The others get what they have, or what comes next."""
-        async with self.entering:
-            if self.sleeps:  # the policy needs the room
-                await self.engines.pause(drain=False)
-                await self._insist(self.engines.sleep)
-            await self._insist(lambda: self._bring(self.engines.version, drain=self.drains, verify=True))
+        drain = self.drains and not self.sleeps  # where they take turns the policy did not move: nothing need finish
+        await self._insist(lambda: self._bring(self.engines.version, drain=drain, verify=True))
 
     async def begin_training(self) -> None:
         if self.sleeps:
-            async with self.entering:
+            async with self.engines.changing:
                 await self._insist(self.engines.sleep)
 
     async def end_training(self, version: int) -> None:
@@ -65,14 +64,14 @@ class RaySync:
             await self.sync(version)
 
     async def _insist(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Until no engine dies over it."""
+        """Until no engine fails over it."""
         while True:
             try:
                 return await work()
-            except DeathError:
+            except LOST:
                 if self.sleeps:  # an engine starts only where there is room
                     await self.policy.everyone("do", "rest")
-                await self.engines.replace_unfit()
+                await self.engines.replace_failed()
 
     async def _bring(self, version: int, *, drain: bool, verify: bool) -> None:
         if self.engines.engines:
@@ -91,6 +90,7 @@ class RaySync:
         self.reached = []  # until this version went through: channels that failed are not used again
         await self.engines.pause(drain=drain)
         if self.sleeps:
+            await self.engines.sleep()  # who was awake, or has just been started, makes room for the policy
             await self.engines.wake("weights")
         sending = asyncio.ensure_future(self.policy.everyone("send", version, verify))
         receiving = [
@@ -110,19 +110,20 @@ class RaySync:
     async def _call_off_if_failed(
         self, sending: asyncio.Future[list[Checksums]], receiving: Sequence[asyncio.Future[Checksums]]
     ) -> None:
-        """When one side is gone the others would wait for it: they are told. A death says more than what they say."""
+        """When one side is gone the others would wait for it: they are told. Who is lost says more than who waited."""
         if sending.done() and (error := sending.exception()) and not isinstance(error, RolloutError):
             raise error  # a rank of the policy is gone, and the run with it
         if all(work.done() and not work.exception() for work in (sending, *receiving)):
             return
+        await asyncio.wait((sending,), timeout=SECONDS_TO_NOTICE)
         if not sending.done():
-            called = {channel for channel, _ in self.channels}
-            await asyncio.gather(*(asyncio.to_thread(channel.call_off) for channel in called))
+            for channel in {channel for channel, _ in self.channels}:
+                asyncio.get_running_loop().run_in_executor(None, channel.call_off)  # may be slow when it ends just now
         ended = await asyncio.gather(sending, *receiving, return_exceptions=True)
         failures = [
             answer for answer in (*ended[1:], ended[0]) if isinstance(answer, BaseException)
         ]  # engines know more
-        raise next((failure for failure in failures if isinstance(failure, DeathError)), failures[0])
+        raise next((failure for failure in failures if isinstance(failure, LOST)), failures[0])
 
     async def _form(self) -> None:
         """Channels to the engines as they are now; a dead one's are not used again."""
@@ -143,6 +144,3 @@ class RaySync:
         arriving = [Incoming(channel, number, version) for channel, number in self.channels]
         size = self.workers_per_engine
         return [PerWorker(tuple(arriving[place : place + size])) for place in range(0, len(arriving), size)]
-
-
-SECONDS = 60.0  # that either end of a channel waits for the other before it gives up by itself

@@ -114,10 +114,6 @@ class EngineWorker:
     async def do(self, verb: str, *arguments: object, **named: object) -> None:
         await getattr(self.engine, verb)(*arguments, **named)
 
-    async def pulse(self) -> None:
-        """Never returns, like a worker's."""
-        await asyncio.Event().wait()
-
 
 def settle_in(folder: str) -> None:
     """Stands where the driver stands, so that a relative path means the same here; not every node need have it."""
