@@ -225,7 +225,7 @@ REFUSED = [  # rule, command, what is added, what the message must hold
     (
         "groups_divide_the_devices",
         "train_ppo_ray",
-        "--reward_pretrain ./model --reward_num_gpus_per_node 3 --ring_attn_size 2",
+        "--remote_rm_url= --reward_pretrain ./model --reward_num_gpus_per_node 3 --ring_attn_size 2",
         "3 device(s) of reward|--reward_num_gpus_per_node 2",
     ),
     ("engines_on_ray_are_vllm", "batch_inference", "--vllm_num_engines 2", "--eval_task generate_vllm|on Ray"),
