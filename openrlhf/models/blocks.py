@@ -67,7 +67,7 @@ def block_gradients(
     if takes_flash(seen.query, scoring):
         given = (seen.gradient, seen.query, key, value, seen.output, seen.lse.T.contiguous())
         bounds = flash_bounds(block, key.device)
-        no_dropout = torch.zeros(2, dtype=torch.uint64, device=key.device), key.new_empty(0)
+        no_dropout = torch.zeros(2, dtype=torch.uint64, device=key.device), torch.empty(0, device=key.device)
         return torch.ops.aten._flash_attention_backward(
             *given, *bounds, 0.0, block.causal, *no_dropout, scale=scoring.scale
         )
