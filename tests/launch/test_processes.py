@@ -35,7 +35,7 @@ CASES = [
     for lora in (False, True)
 ] + [("kto", 3, True, False), ("rm", 3, False, False)]
 # Two processes share each packed row. Nothing else about a command changes, so what one process gives is the measure.
-RINGS = [("sft", 3, True, False), ("dpo", 2, True, False), ("dpo", 3, True, True), ("rm", 2, True, False)]
+RINGS = [("sft", 3, True, False), ("dpo", 2, True, False), ("dpo", 3, True, True), ("rm", 3, True, False)]
 RINGS += [("kto", 3, True, False), ("prm", 2, True, False)]
 TENSOR_PARALLEL = "tensor-parallel"  # SFT with two processes that share every matrix; saves on the way
 
