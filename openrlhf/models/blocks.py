@@ -7,6 +7,7 @@ kernel; elsewhere, and within a sliding window, plain products over tiles of que
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from openrlhf.models.ring import Block
 
+Bounds = tuple[int, ...]
 TILE = 1024  # queries at a time, so that scores take [heads, TILE, keys]
 
 
@@ -44,8 +46,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, block: Block, scoring: Sco
     """Outputs [queries, heads, dim] and log-sum-exps [queries, heads] in fp32, of tensors [tokens, heads, dim]."""
     query, key, value = query[block.queries], key[block.keys], value[block.keys]
     if takes_flash(query, scoring):
+        bounds = flash_bounds(block.query_bounds, block.key_bounds, query.device)
         output, lse, *_ = torch.ops.aten._flash_attention_forward(
-            query, key, value, *flash_bounds(block, query.device), 0.0, block.causal, False, scale=scoring.scale
+            query, key, value, *bounds, 0.0, block.causal, False, scale=scoring.scale
         )
         assert lse.shape == (query.shape[1], query.shape[0]), "the kernel's log-sum-exp is one number a head and token"
         return output.float(), lse.T
@@ -66,7 +69,7 @@ def block_gradients(
     seen, key, value = seen[block.queries], key[block.keys], value[block.keys]
     if takes_flash(seen.query, scoring):
         given = (seen.gradient, seen.query, key, value, seen.output, seen.lse.T.contiguous())
-        bounds = flash_bounds(block, key.device)
+        bounds = flash_bounds(block.query_bounds, block.key_bounds, key.device)
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=key.device), torch.empty(0, device=key.device)
         return torch.ops.aten._flash_attention_backward(
             *given, *bounds, 0.0, block.causal, *no_dropout, scale=scoring.scale
@@ -97,9 +100,10 @@ def takes_flash(query: Tensor, scoring: Scoring) -> bool:
     return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and scoring.window is None
 
 
-def flash_bounds(block: Block, device: torch.device) -> tuple[Any, ...]:
-    """Cumulative lengths and the longest, for queries and keys, as the kernel takes them."""
-    sides = (block.query_bounds, block.key_bounds)
+@lru_cache(maxsize=512)
+def flash_bounds(query_bounds: Bounds, key_bounds: Bounds, device: torch.device) -> tuple[Any, ...]:
+    """Cumulative lengths and the longest, as the kernel takes them; kept, because every layer asks for the same."""
+    sides = (query_bounds, key_bounds)
     bounds = [torch.tensor(side, dtype=torch.int32, device=device) for side in sides]
     longest = [max(b - a for a, b in pairwise(side)) for side in sides]
     return (*bounds, *longest)

@@ -202,6 +202,8 @@ def check_ring(config: PretrainedConfig, sharding: Sharding) -> None:
             f"--ring_attn_size cannot split a sequence for layers of {', '.join(sorted(others))}",
             try_this="--ring_attn_size 1 --ds_tensor_parallel_size 2",
         )
+    if values.get("attn_logit_softcapping"):
+        raise ConfigError("--ring_attn_size: this model caps its attention scores, which a ring does not do")
     angles = ROPE_OF_THE_LENGTH & set(rope_types(values.get("rope_parameters") or {}))
     if angles:
         raise ConfigError(

@@ -105,6 +105,7 @@ def test_heads_go_round_evenly():
 
 REFUSED = {
     "layers of linear_attention": Qwen3NextConfig(num_hidden_layers=4),
+    "caps its attention scores": CONFIGS["gemma2"](),
     "dynamic rotary": LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
 }
 
