@@ -78,7 +78,6 @@ class Example:
     flags: str = ""
     program: str = ""
     trains: bool = True
-    refused: str = ""  # the words with which it stops, where it cannot run yet
 
     @property
     def command(self) -> str:
@@ -105,12 +104,7 @@ EXAMPLES = (
     Example("train_sft_moe", "SFT of experts, 2 processes", f"{ANSWERS} {TWO} MODEL={{toys}}/qwen_moe"),
     Example("train_rm", "reward model, 2 processes", f"{PAIRS} {TWO}"),
     Example("train_dpo_llama", "DPO", PAIRS),
-    Example(
-        "train_dpo_ring_llama",
-        "DPO, 2 processes a sequence",
-        f"{PAIRS} {TWO}",
-        refused="ring attention is not built yet",
-    ),
+    Example("train_dpo_ring_llama", "DPO, 2 processes a sequence", f"{PAIRS} {TWO}"),
     Example("train_kto_llama", "KTO", ANSWERS),
     Example("train_knowledge_distillation", "distillation", ANSWERS),
     Example("train_prm_mistral", "process reward model", f"{STEPS} MODEL={{toys}}/mistral"),
@@ -171,7 +165,7 @@ def main() -> None:
     for name in args.names or known:
         began = time.monotonic()
         wrong = run(known[name], folder)
-        result = f"FAILED: {wrong}" if wrong else "refused, as it says" if known[name].refused else "ok"
+        result = f"FAILED: {wrong}" if wrong else "ok"
         print(f"{name:{width}}{time.monotonic() - began:6.0f} s  {known[name].what:55} {result}", flush=True)
         failed += [name] if wrong else []
     print(f"everything is in {folder}")
@@ -197,9 +191,6 @@ def run(example: Example, folder: Path) -> str:
         given = dict(word.split("=", 1) for word in words)
         with (work / "log").open("w") as log:
             code = execute(example.command, surroundings(folder) | given, work, log)
-    said = (work / "log").read_text()
-    if example.refused:
-        return "" if code and example.refused in said else f"did not say {example.refused!r}: {work}/log"
     if code:
         return f"exit {code}: {work}/log"
     if example.trains and not any(path.stat().st_size for path in work.rglob("metrics.jsonl")):

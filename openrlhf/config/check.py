@@ -37,6 +37,7 @@ TRAINING: Rules = (
     common.four_bit_needs_bf16,
     common.four_bit_trains_adapters,
     common.tensor_parallel_needs_bf16,
+    common.ring_attention_is_our_own,
     common.probabilities_match_datasets,
     common.resuming_needs_checkpoints,
     extras.asked_extras_are_installed,

@@ -37,5 +37,5 @@ def seed_everything(seed: int, *, deterministic: bool) -> None:
 
 
 def seed_dropout(seed: int, rank: int) -> None:
-    """Masks of its own for each data-parallel rank; until here all draw alike, so that new weights are the same."""
+    """Masks of their own for those with tokens of their own; until here all draw alike, so new weights are the same."""
     torch.manual_seed(int(np.random.default_rng((seed, rank)).integers(2**63)))

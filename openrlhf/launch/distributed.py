@@ -9,9 +9,9 @@ import torch
 from openrlhf.config.checks.extras import require
 from openrlhf.config.checks.supervised import world_size
 from openrlhf.config.commands import TrainingConfig
-from openrlhf.errors import ConfigError
 from openrlhf.launch.device import choose_device
-from openrlhf.models.load import choose_dtype
+from openrlhf.models.load import choose_dtype, read_config
+from openrlhf.models.ring import check_ring
 
 
 def uses_deepspeed(config: TrainingConfig) -> bool:
@@ -22,7 +22,7 @@ def uses_deepspeed(config: TrainingConfig) -> bool:
 def join(config: TrainingConfig) -> torch.device:
     """This process's device, after it has met the others."""
     if config.sharding.ring_attn_size > 1:
-        raise ConfigError(f"--ring_attn_size {config.sharding.ring_attn_size}: ring attention is not built yet")
+        check_ring(read_config(str(config.model.pretrain), config.model), config.sharding)
     device = choose_device(config.model.device, config.sharding.local_rank)
     if not uses_deepspeed(config):
         return device

@@ -55,7 +55,7 @@ def run(config: SupervisedConfig, sinks: Sequence[Sink] = ()) -> Result:
         say(f"{len(data.train)} rows are fewer than --train_batch_size {order.batch_size}: a step takes what there is")
     plan = make_plan(config, order)
     built = build(config, tokenizer, device, soft_labels=data.soft_labels)
-    seed_dropout(config.batches.seed, built.backend.rank)
+    seed_dropout(config.batches.seed, built.backend.process // config.sharding.ds_tensor_parallel_size)
     fit = Fit(
         backend=built.backend,
         objective=built.objective,

@@ -17,6 +17,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from openrlhf.errors import ConfigError
+from openrlhf.models.blocks import Scoring
+from openrlhf.models.ring import Share
+from openrlhf.models.ring_attention import ring_attention
 
 SEGMENTED = "openrlhf_segmented"
 FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
@@ -49,14 +52,21 @@ def segmented_attention(  # noqa: PLR0913 - the signature is the registry's
     s_aux: Tensor | None = None,
     cu_seq_lens_q: Tensor,
     max_length_q: int,
+    share: Share | None = None,
     **ignored: object,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each segment of one packed row; returns [1, tokens, heads, dim]."""
+    """Causal attention within each segment of one packed row; returns [1, tokens, heads, dim].
+
+    With a share these are the tokens of one process in a ring, and the segments are those of the share.
+    """
     if softcap is not None or s_aux is not None:
         raise ConfigError("this model caps its attention scores or adds sinks", try_this="--attn_implementation eager")
     assert attention_mask is None, "packed rows carry their structure in cu_seq_lens, not in a mask"
+    if share is not None:
+        scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window)
+        return ring_attention(by_token(query), by_token(key), by_token(value), share, scoring).unsqueeze(0), None
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        parts = [part.squeeze(0).transpose(0, 1).contiguous() for part in (query, key, value)]  # [tokens, heads, dim]
+        parts = (by_token(query), by_token(key), by_token(value))
         bounds = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
         kernel: Any = varlen.varlen_attn
         return kernel(*parts, *bounds, scale=scaling, **kernel_options(sliding_window, _KERNEL)).unsqueeze(0), None
@@ -66,6 +76,11 @@ def segmented_attention(  # noqa: PLR0913 - the signature is the registry's
         for a, b in pairwise(bounds)
     ]
     return torch.cat(outputs, dim=2).transpose(1, 2), None
+
+
+def by_token(tensor: Tensor) -> Tensor:
+    """[1, heads, tokens, dim] as [tokens, heads, dim]."""
+    return tensor.squeeze(0).transpose(0, 1).contiguous()
 
 
 def kernel_options(sliding_window: int | None, known: Container[str]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from openrlhf.errors import ConfigError
 from openrlhf.models.attention import SEGMENTED
 from openrlhf.models.chunks import Head, distillation_terms, token_log_probs, token_log_probs_and_entropy
 from openrlhf.models.heads import SCALAR_HEAD, VocabularyHead
+from openrlhf.models.ring import Ring, Share
 from openrlhf.types import Batch
 
 Ask = Literal["log_probs", "log_probs_and_entropy", "hidden", "distillation", "scores", "values", "target_logits"]
@@ -42,6 +43,7 @@ class Network(nn.Module):
         super().__init__()
         self.model = model
         self.with_aux_loss = with_aux_loss
+        self.ring: Ring | None = None  # a backend sets it where several processes share each packed row
 
     @property
     def decoder(self) -> PreTrainedModel:
@@ -67,57 +69,54 @@ class Network(nn.Module):
         teacher_hidden: Tensor | None = None,
         teacher_head: Head | None = None,
     ) -> Outputs:
-        hidden, aux_loss = self._hidden(batch)
+        share = None if self.ring is None else share_of(batch, self.ring)
+        hidden, aux_loss = self._hidden(batch, share)
+        looked = Looked(hidden, wanted_places(batch, ask), share)
         if ask in ("scores", "values"):
-            return self._scalars(hidden, batch, ask, aux_loss)
-        rows, places = batch.target_mask.nonzero(as_tuple=True)
+            scalars = looked.join(self.scalar_head(looked.here).squeeze(-1).float())
+            if ask == "scores":
+                return Outputs(scores=scalars, aux_loss=aux_loss)
+            return Outputs(values=_spread(scalars, batch), aux_loss=aux_loss)
         if ask == "target_logits":
-            return Outputs(target_logits=self.vocabulary_head(hidden[rows, places]).float(), aux_loss=aux_loss)
-        before = hidden[rows, places - 1]  # the state that predicts a token is the one before it
+            return Outputs(target_logits=looked.join(self.vocabulary_head(looked.here).float()), aux_loss=aux_loss)
         if ask == "hidden":
-            return Outputs(hidden=before, aux_loss=aux_loss)
-        targets = batch.input_ids[rows, places]
-        entropy = cross = None
+            return Outputs(hidden=looked.join(looked.here), aux_loss=aux_loss)
+        targets = batch.input_ids[batch.target_mask][looked.numbers]
+        head, entropy, cross = self.vocabulary_head, None, None
         if ask == "log_probs":
-            log_probs = token_log_probs(before, targets, self.vocabulary_head, temperature=temperature)
+            log_probs = token_log_probs(looked.here, targets, head, temperature=temperature)
         elif ask == "log_probs_and_entropy":
-            log_probs, entropy = token_log_probs_and_entropy(
-                before, targets, self.vocabulary_head, temperature=temperature
-            )
+            log_probs, entropy = token_log_probs_and_entropy(looked.here, targets, head, temperature=temperature)
         else:
             assert teacher_hidden is not None, "distillation needs a teacher's hidden states"
             assert teacher_head is not None, "distillation needs a teacher's head"
-            log_probs, cross = distillation_terms(before, teacher_hidden, targets, self.vocabulary_head, teacher_head)
+            teacher_here = teacher_hidden[looked.numbers]
+            log_probs, cross = distillation_terms(looked.here, teacher_here, targets, head, teacher_head)
         return Outputs(
-            log_probs=_spread(log_probs, batch),
-            entropy=None if entropy is None else _spread(entropy, batch),
-            cross=None if cross is None else _spread(cross, batch),
+            log_probs=_spread(looked.join(log_probs), batch),
+            entropy=None if entropy is None else _spread(looked.join(entropy), batch),
+            cross=None if cross is None else _spread(looked.join(cross), batch),
             aux_loss=aux_loss,
         )
 
-    def _scalars(self, hidden: Tensor, batch: Batch, ask: Ask, aux_loss: Tensor | None) -> Outputs:
-        if ask == "scores":
-            last = last_tokens(batch)  # [sequences] into the flattened batch
-            scores = self.scalar_head(hidden.flatten(0, 1)[last]).squeeze(-1).float()
-            return Outputs(scores=scores, aux_loss=aux_loss)
-        values = self.scalar_head(hidden).squeeze(-1).float()
-        before = torch.zeros_like(values)
-        before[:, 1:] = values[:, :-1]
-        return Outputs(values=before.masked_fill(~batch.target_mask, 0.0), aux_loss=aux_loss)
-
-    def _hidden(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Last hidden states [rows, tokens, hidden] of the batch's layout, and the auxiliary loss where wanted."""
+    def _hidden(self, batch: Batch, share: Share | None) -> tuple[Tensor, Tensor | None]:
+        """Last hidden states [places, hidden] of the flattened batch or a share of it; the auxiliary loss if wanted."""
         decoder = self.decoder
         segmented = decoder.config._attn_implementation == SEGMENTED
         kwargs = _packed_inputs(batch) if segmented else _padded_inputs(batch)
+        if share is not None:
+            kwargs = _shared_inputs(kwargs, share)
         if self.with_aux_loss:
             kwargs["output_router_logits"] = True
         outputs = decoder.base_model(use_cache=False, **kwargs)
-        hidden = outputs.last_hidden_state
+        hidden = outputs.last_hidden_state.flatten(0, 1)
         if segmented and batch.input_ids.shape[0] > 1:
-            rows, places = (batch.sequence_ids >= 0).nonzero(as_tuple=True)
-            hidden = hidden.new_zeros(*batch.input_ids.shape, hidden.shape[-1]).index_put((rows, places), hidden[0])
-        return hidden, self._aux_loss(outputs.router_logits, kwargs) if self.with_aux_loss else None
+            places = (batch.sequence_ids >= 0).flatten().nonzero().squeeze(-1)
+            hidden = hidden.new_zeros(batch.input_ids.numel(), hidden.shape[-1]).index_put((places,), hidden)
+        if not self.with_aux_loss:
+            return hidden, None
+        routed = outputs.router_logits if share is None else _whole_row(outputs.router_logits, batch, share)
+        return hidden, self._aux_loss(routed, kwargs)
 
     def _aux_loss(self, router_logits: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Tensor:
         """Load balancing as the model's own module defines it (Switch Transformer, arXiv 2101.03961, eq. 4)."""
@@ -131,6 +130,38 @@ class Network(nn.Module):
             )
         experts = config.num_local_experts if hasattr(config, "num_local_experts") else config.num_experts
         return balance(router_logits, experts, config.num_experts_per_tok, kwargs.get("attention_mask"))
+
+
+class Looked:
+    """The hidden states that an output is made of: those of them that are in this process, and how all come together.
+
+    Without a ring that is all of them.
+    """
+
+    def __init__(self, hidden: Tensor, wanted: Tensor, share: Share | None) -> None:
+        self.share = share
+        self.count = len(wanted)
+        self.numbers: Any = slice(None) if share is None else share.held(wanted)  # of those here among the wanted
+        places = wanted if share is None else share.local(wanted[self.numbers])
+        self.here = hidden[places]  # [wanted here, hidden]
+
+    def join(self, values: Tensor) -> Tensor:
+        """[wanted, ...] from what each process has made of its own."""
+        return values if self.share is None else self.share.join(values, self.numbers, self.count)
+
+
+def wanted_places(batch: Batch, ask: Ask) -> Tensor:
+    """Places in the flattened batch whose hidden states an output is made of."""
+    if ask == "scores":
+        return last_tokens(batch)
+    targets = batch.target_mask.flatten().nonzero().squeeze(-1)
+    return targets if ask == "target_logits" else targets - 1  # what predicts a token is the state before it
+
+
+def share_of(batch: Batch, ring: Ring) -> Share:
+    assert len(batch.input_ids) == 1, "a ring shares packed rows"
+    starts = (batch.position_ids[0] == 0).nonzero().squeeze(-1)
+    return Share.of((*starts.tolist(), batch.input_ids.shape[1]), ring)
 
 
 def last_tokens(batch: Batch) -> Tensor:
@@ -163,6 +194,23 @@ def _packed_inputs(batch: Batch) -> dict[str, Any]:
         "max_length_q": longest,
         "max_length_k": longest,
     }
+
+
+def _shared_inputs(packed: dict[str, Any], share: Share) -> dict[str, Any]:
+    """A process's tokens of a packed row. What fills the row up is a sequence of its own that nobody looks at."""
+    missing = share.bounds[-1] - packed["input_ids"].shape[1]
+    filling = torch.arange(missing, device=packed["input_ids"].device)
+    ids = torch.cat([packed["input_ids"][0], torch.zeros_like(filling)])
+    positions = torch.cat([packed["position_ids"][0], filling])
+    return packed | {"input_ids": share.cut(ids)[None], "position_ids": share.cut(positions)[None], "share": share}
+
+
+def _whole_row(router_logits: tuple[Tensor, ...], batch: Batch, share: Share) -> tuple[Tensor, ...]:
+    """Each layer's routing of all tokens of a row [tokens, experts], because balance is one number for the whole."""
+    places = torch.arange(batch.input_ids.numel(), device=batch.input_ids.device)
+    numbers = share.held(places)
+    here = share.local(places[numbers])
+    return tuple(share.join(logits[here], numbers, len(places)) for logits in router_logits)
 
 
 def _padded_inputs(batch: Batch) -> dict[str, Any]:

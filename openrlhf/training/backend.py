@@ -83,7 +83,7 @@ class TrainBackend(Frozen, Protocol):
 
     @property
     def process(self) -> int:
-        """Number of this process among all, tensor-parallel peers included; 0 is the one that writes files."""
+        """Number of this process among all, peers and rings included; 0 is the one that writes files."""
         ...
 
     @property

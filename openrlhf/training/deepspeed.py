@@ -42,6 +42,7 @@ from openrlhf.training.deepspeed_shards import (
 from openrlhf.training.deepspeed_sleep import put_to_sleep, wake_up
 from openrlhf.training.host_memory import HostMemory
 from openrlhf.training.optim import OptimizerSettings, parameter_groups, trainable
+from openrlhf.training.ring_groups import share_rows
 from openrlhf.types import Batch
 
 TAG = "deepspeed"
@@ -55,6 +56,7 @@ class DeepSpeedFrozen:
         self.network = network.eval().requires_grad_(False)
         self.device = device
         self.visits = offload and sharding.zero_stage != 3
+        share_rows(network, sharding)
         if sharding.zero_stage == 3:
             config = frozen_config(sharding, _site(network, device), offload=offload)
             self.run: Any = _engine_around(network, config)[1]
@@ -100,6 +102,7 @@ class DeepSpeedBackend:
         named = trainable(network)
         if not named:
             raise ConfigError("nothing to train: every parameter is frozen")
+        shared = share_rows(network, sharding)
         site = _site(network, device)
         config = engine_config(sharding, settings, site, universal=universal_checkpoint)
         # DeepSpeed may try the optimizer out on gradients of zero: a rate of zero and forgetting the state undo that.
@@ -112,7 +115,8 @@ class DeepSpeedBackend:
         self.held = unhook_head(network) if sharding.zero_stage == 3 else []
         hold_whole(self.held)
         self.host = HostMemory()
-        self.group = self.engine.data_parallel_group
+        self.averages = dist.get_world_size(self.engine.data_parallel_group)
+        self.group = shared.lane if shared else self.engine.data_parallel_group
         self.rank = dist.get_rank(self.group)
         self.process = dist.get_rank()
         self.data_parallel_size = dist.get_world_size(self.group)
@@ -141,8 +145,8 @@ class DeepSpeedBackend:
         for batch in on_device:
             loss, measured = objective.loss(self.run, batch, totals)
             weight = 0.0 if is_weightless(batch) else 1.0
-            # DeepSpeed averages gradients over ranks, and ours are shares of one sum.
-            self.engine.backward(loss * (weight * self.data_parallel_size), scale_wrt_gas=False)
+            # DeepSpeed averages gradients over processes, and ours are shares of one sum, in a ring too.
+            self.engine.backward(loss * (weight * self.averages), scale_wrt_gas=False)
             losses.append(loss.detach() * weight)
             metrics += [measured] if weight else []
         return StepLosses(torch.stack(losses), self._over_ranks(add_metrics(metrics)))

@@ -117,6 +117,12 @@ REFUSED = [  # rule, command, what is added, what the message must hold
     ("asked_extras_are_installed", "train_sft", "--use_liger_kernel", "liger_kernel|pip install '.[liger]'"),
     ("ring_attention_needs_packing", "train_sft", "--ring_attn_size 2", "--ring_attn_size 2|--packing_samples"),
     (
+        "ring_attention_is_our_own",
+        "train_sft",
+        "--ring_attn_size 2 --packing_samples --attn_implementation eager",
+        "--ring_attn_size 2|--attn_implementation eager|Try: --attn_implementation auto",
+    ),
+    (
         "processes_fill_the_groups",
         "train_sft",
         "--ring_attn_size 2 --packing_samples",
@@ -216,6 +222,12 @@ REFUSED = [  # rule, command, what is added, what the message must hold
         "--actor_num_gpus_per_node 2 --critic_num_gpus_per_node 1 --ds_tensor_parallel_size 2",
         "1 device(s) of critic",
     ),
+    (
+        "groups_divide_the_devices",
+        "train_ppo_ray",
+        "--remote_rm_url= --reward_pretrain ./model --reward_num_gpus_per_node 3 --ring_attn_size 2",
+        "3 device(s) of reward|--reward_num_gpus_per_node 2",
+    ),
     ("engines_on_ray_are_vllm", "batch_inference", "--vllm_num_engines 2", "--eval_task generate_vllm|on Ray"),
     (
         "engines_on_ray_are_vllm",
@@ -296,6 +308,14 @@ CHANGED = [  # rule, command, what is added, what the line must hold, the flag, 
         "--critic_pretrain is dropped: --advantage_estimator reinforce",
         "critic_pretrain",
         None,
+    ),
+    (
+        "ring_attention_is_our_own",
+        "train_ppo_ray",
+        "--vllm_num_engines 8 --ring_attn_size 2 --packing_samples --flash_attn",
+        "--attn_implementation flash_attention_2 is set to auto: --ring_attn_size",
+        "attn_implementation",
+        "auto",
     ),
     (
         "ring_attention_packs",

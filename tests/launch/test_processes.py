@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_resume import when
-from toys import ANSWERS, FAST, PAIRS, Ran, answers, as_argv, data, pairs, run, verdicts
+from toys import ANSWERS, FAST, PAIRS, STEPS, Ran, answers, as_argv, data, pairs, run, steps, verdicts
 
 from tests.tiny import make_model
 
@@ -25,6 +25,7 @@ KINDS = {
     "dpo": ("train_dpo", PAIRS | {"eval_split": "train"}, pairs(43), pairs(5, seed=1)),
     "kto": ("train_kto", ANSWERS | {"eval_split": "train"}, verdicts(43), verdicts(6, seed=1)),
     "rm": ("train_rm", PAIRS, pairs(43), pairs(5, seed=1)),
+    "prm": ("train_prm", STEPS | {"eval_split": "train"}, steps(43), steps(5, seed=1)),
 }
 CASES = [
     (kind, stage, packed, lora)
@@ -33,6 +34,9 @@ CASES = [
     for packed in (False, True)
     for lora in (False, True)
 ] + [("kto", 3, True, False), ("rm", 3, False, False)]
+# Two processes share each packed row. Nothing else about a command changes, so what one process gives is the measure.
+RINGS = [("sft", 3, True, False), ("dpo", 2, True, False), ("dpo", 3, True, True), ("rm", 3, True, False)]
+RINGS += [("kto", 3, True, False), ("prm", 2, True, False)]
 TENSOR_PARALLEL = "tensor-parallel"  # SFT with two processes that share every matrix; saves on the way
 
 
@@ -80,6 +84,9 @@ def root(tmp_path_factory):
 def together(root):
     """All cases in one launched pair: starting processes and loading PyTorch is most of the time."""
     plan = [(KINDS[case[0]][0], as_argv(flags_of(case, root, label(case)))) for case in CASES]
+    for number, case in enumerate(RINGS):  # one key head at a time or both
+        ring = {"ring_attn_size": 2, "ring_head_stride": 1 + number % 2}
+        plan.append((KINDS[case[0]][0], as_argv(flags_of(case, root, f"ring-{label(case)}") | ring)))
     shared = flags_of(CASES[0], root, TENSOR_PARALLEL) | {"ds_tensor_parallel_size": 2, "save_steps": 3}
     plan.append(("train_sft", as_argv(shared)))
     (root / "plan.json").write_text(json.dumps(plan))
@@ -106,6 +113,17 @@ def test_two_processes_train_as_one(case, together, root):
     run(KINDS[case[0]][0], alone)
     one, two = (Ran(root / name, root) for name in (f"{label(case)}-alone", label(case)))
     assert_equal_metrics(two, one, 1e-5)
+
+
+@pytest.mark.parametrize("case", RINGS, ids=label)
+def test_processes_that_share_every_row_train_as_one(case, together, root):
+    name = f"ring-{label(case)}"
+    run(KINDS[case[0]][0], flags_of(case, root, f"{name}-alone"))
+    assert_equal_metrics(Ran(root / name, root), Ran(root / f"{name}-alone", root), 1e-5)
+    weights = "adapter_model.safetensors" if case[3] else "model.safetensors"
+    expected, found = (load_file(root / folder / weights) for folder in (f"{name}-alone", name))
+    for key, tensor in expected.items():
+        torch.testing.assert_close(found[key], tensor, rtol=1e-5, atol=1e-5)
 
 
 def test_processes_that_share_every_matrix_train_and_save_as_one(together, root):

@@ -131,6 +131,20 @@ def test_the_average_of_two_ranks_is_that_of_the_weights_after_each_step(go, loc
     assert min(distance(by_hand, other) for other in (first, second, third)) > 1e-3
 
 
+def test_one_step_with_shared_rows_is_that_of_one_process(go, local, model):
+    """Policy, reference and critic, each with two processes of its own that share every row."""
+    flags = {"advantage_estimator": "gae", "init_kl_coef": 0.01, "train_batch_size": 16, "packing_samples": True}
+    flags |= {"actor_learning_rate": 1e-3, "critic_learning_rate": 1e-3, "save_value_network": True}
+    once = local("once", 1, **flags)
+    two = {f"{role}_num_gpus_per_node": 2 for role in ("actor", "ref", "critic")}
+    again = go("again", 1, replay="./once/run/rollouts", zero_stage=3, ring_attn_size=2, **flags | two)
+    apart, moved = (distance(weights(once.save_path), weights(other)) for other in (again.save_path, model))
+    assert apart <= 1e-5
+    assert moved > 1e-3
+    for name in ("critic_loss", "policy_loss", "kl"):
+        assert again.train(name) == pytest.approx(once.train(name), abs=1e-5)
+
+
 def test_the_hybrid_command_of_the_readme_with_adapters(go, tmp_path, model, reward_model, offline, monkeypatch):
     """Engines on the models' devices, everyone asleep while others work; what is learned reaches the engines.
 

@@ -84,6 +84,19 @@ def tensor_parallel_needs_bf16(config: TrainingConfig) -> None:
         raise ConfigError(f"--ds_tensor_parallel_size {size} needs --param_dtype bf16, not {config.model.param_dtype}")
 
 
+def ring_attention_is_our_own(config: TrainingConfig) -> Changed[TrainingConfig] | None:
+    size, asked = config.sharding.ring_attn_size, config.model.attn_implementation
+    if size == 1 or asked == "auto":
+        return None
+    if not asked.startswith("flash_attention"):
+        raise ConfigError(
+            f"--ring_attn_size {size} brings its own attention, which --attn_implementation {asked} would replace",
+            try_this="--attn_implementation auto",
+        )
+    line = f"--attn_implementation {asked} is set to auto: --ring_attn_size has its own attention on PyTorch's kernel"
+    return change(config, line, attn_implementation="auto")
+
+
 def probabilities_match_datasets(config: object) -> None:
     values = flag_values(config)
     for data, probs in (("dataset", "dataset_probs"), ("prompt_data", "prompt_data_probs")):

@@ -89,7 +89,14 @@ def hybrid_engines_lie_on_one_node(config: RLConfig) -> None:
 
 def groups_divide_the_devices(config: RLConfig) -> None:
     ring, tensor = config.sharding.ring_attn_size, config.sharding.ds_tensor_parallel_size
-    used: dict[Role, bool] = {"actor": True, "critic": uses_critic(config), "ref": uses_reference(config)}
+    rewards = config.rewards
+    scored_by_models = bool(rewards.reward_models) and not (rewards.remote_rm_url or rewards.agent_func_path)
+    used: dict[Role, bool] = {
+        "actor": True,
+        "critic": uses_critic(config),
+        "ref": uses_reference(config),
+        "reward": scored_by_models and ring > 1,  # no tensor of a reward model is split, but its rows are
+    }
     for role in (role for role, runs in used.items() if runs):
         devices = num_devices(config, role)
         if devices % (ring * tensor):

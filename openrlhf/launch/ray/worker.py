@@ -13,6 +13,7 @@ from typing import Any
 from transformers.utils.logging import disable_progress_bar
 
 from openrlhf.config.commands import RLConfig
+from openrlhf.config.sections.training import Sharding
 from openrlhf.launch.device import choose_device, seed_dropout, seed_everything
 from openrlhf.launch.distributed import join
 from openrlhf.launch.engines import EngineSpec, make_engine
@@ -27,7 +28,7 @@ from openrlhf.types import Completion, Request
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a process stands among those of its group: tensor-parallel peers share a data-parallel rank."""
+    """Where a process stands among those of its group: tensor-parallel peers and rings share a data-parallel rank."""
 
     process: int
     rank: int
@@ -56,10 +57,11 @@ class ModelWorker:
         )
         self.device = device
         trained = self.models.policy or self.models.critic
-        if trained is None:  # models that only look are not split by tensor
-            return Standing(self.number, self.number, self.group.size)
+        if trained is None:
+            together = processes_of_a_row(config.sharding)
+            return Standing(self.number, self.number // together, self.group.size // together)
         backend = trained.trained.backend
-        seed_dropout(config.batches.seed, backend.rank)
+        seed_dropout(config.batches.seed, backend.process // config.sharding.ds_tensor_parallel_size)
         return Standing(backend.process, backend.rank, backend.data_parallel_size)
 
     def do(self, verb: str, *arguments: object) -> Any:
@@ -113,6 +115,15 @@ class EngineWorker:
 
     async def do(self, verb: str, *arguments: object, **named: object) -> None:
         await getattr(self.engine, verb)(*arguments, **named)
+
+
+def processes_of_a_row(sharding: Sharding) -> int:
+    """How many processes of a group look at the same rows, where its models only look: those are not split by tensor.
+
+    In a ring they follow the layout of the models that are.
+    """
+    ring = sharding.ring_attn_size
+    return ring * sharding.ds_tensor_parallel_size if ring > 1 else 1
 
 
 def settle_in(folder: str) -> None:

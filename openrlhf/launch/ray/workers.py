@@ -35,7 +35,7 @@ class WorkerGroup:
         return self.standings[0].data_parallel_size
 
     def firsts(self) -> list[int]:
-        """The first process of each data-parallel rank: its tensor-parallel peers say the same."""
+        """The first process of each data-parallel rank: those that share its rows say the same."""
         by_rank = {standing.rank: place for place, standing in reversed(list(enumerate(self.standings)))}
         return [by_rank[rank] for rank in range(self.ranks)]
 

@@ -1,0 +1,144 @@
+"""Attention of some queries to some keys: outputs that can be merged with those to other keys, and their gradients.
+
+Each function knows the log-sum-exp of a query's scores beside its output; by it two partial outputs become one, and a
+gradient through the whole is a sum over blocks. On CUDA in half precision these are the two halves of PyTorch's flash
+kernel; elsewhere, and within a sliding window, plain products over tiles of queries.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openrlhf.models.ring import Block
+
+Bounds = tuple[int, ...]
+TILE = 1024  # queries at a time, so that scores take [heads, TILE, keys]
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """What a score is multiplied with, and how many tokens back a query sees; None is all."""
+
+    scale: float
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What queries made of all keys of all processes, and the gradient of it."""
+
+    query: Tensor  # [tokens, heads, dim]
+    output: Tensor  # [tokens, heads, dim]
+    lse: Tensor  # [tokens, heads]
+    gradient: Tensor  # [tokens, heads, dim]
+
+    def __getitem__(self, part: slice | tuple[slice, slice]) -> "Seen":
+        """Some of the tokens, or of tokens and heads."""
+        return Seen(self.query[part], self.output[part], self.lse[part], self.gradient[part])
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, block: Block, scoring: Scoring) -> tuple[Tensor, Tensor]:
+    """Outputs [queries, heads, dim] and log-sum-exps [queries, heads] in fp32, of tensors [tokens, heads, dim]."""
+    query, key, value = query[block.queries], key[block.keys], value[block.keys]
+    if takes_flash(query, scoring):
+        bounds = flash_bounds(block.query_bounds, block.key_bounds, query.device)
+        output, lse, *_ = torch.ops.aten._flash_attention_forward(
+            query, key, value, *bounds, 0.0, block.causal, False, scale=scoring.scale
+        )
+        assert lse.shape == (query.shape[1], query.shape[0]), "the kernel's log-sum-exp is one number a head and token"
+        return output.float(), lse.T
+    output, lse = query.new_empty(query.shape, dtype=torch.float32), query.new_empty(query.shape[:2]).float()
+    for queries, keys, distance in tiles(block, scoring.window):
+        scores = masked_scores(query[queries], key[keys], distance, scoring)  # [key heads, group, queries, keys]
+        sums = scores.logsumexp(-1)
+        weights = (scores - sums[..., None]).exp()
+        output[queries] = products(weights, value[keys]).float()
+        lse[queries] = sums.flatten(0, 1).T
+    return output, lse
+
+
+def block_gradients(
+    seen: Seen, key: Tensor, value: Tensor, block: Block, scoring: Scoring
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the block's queries, keys and values."""
+    seen, key, value = seen[block.queries], key[block.keys], value[block.keys]
+    if takes_flash(seen.query, scoring):
+        given = (seen.gradient, seen.query, key, value, seen.output, seen.lse.T.contiguous())
+        bounds = flash_bounds(block.query_bounds, block.key_bounds, key.device)
+        no_dropout = torch.zeros(2, dtype=torch.uint64, device=key.device), torch.empty(0, device=key.device)
+        return torch.ops.aten._flash_attention_backward(
+            *given, *bounds, 0.0, block.causal, *no_dropout, scale=scoring.scale
+        )
+    to_query, to_key, to_value = (torch.zeros_like(part, dtype=torch.float32) for part in (seen.query, key, value))
+    key_heads = key.shape[1]
+    pull = (seen.gradient.float() * seen.output.float()).sum(-1)  # [queries, heads]: what the softmax takes off again
+    for queries, keys, distance in tiles(block, scoring.window):
+        query, gradient = (grouped(part[queries], key_heads) for part in (seen.query, seen.gradient))
+        scores = masked_scores(seen.query[queries], key[keys], distance, scoring)
+        weights = (scores - by_key_head(seen.lse[queries], key_heads)[..., None]).exp()
+        to_weights = torch.einsum("qhgd,khd->hgqk", gradient, value[keys]).float()
+        to_scores = weights * (to_weights - by_key_head(pull[queries], key_heads)[..., None]) * scoring.scale
+        to_query[queries] = products(to_scores, key[keys]).float()
+        to_key[keys] += torch.einsum("hgqk,qhgd->khd", to_scores.to(key.dtype), query)
+        to_value[keys] += torch.einsum("hgqk,qhgd->khd", weights.to(value.dtype), gradient)
+    return to_query, to_key, to_value
+
+
+def merge(output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+    """Puts what the same queries make of other keys into `output` and `lse`."""
+    whole = torch.logaddexp(lse, other_lse)
+    output.mul_((lse - whole).exp()[..., None]).add_(other * (other_lse - whole).exp()[..., None])
+    lse.copy_(whole)
+
+
+def takes_flash(query: Tensor, scoring: Scoring) -> bool:
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and scoring.window is None
+
+
+@lru_cache(maxsize=512)
+def flash_bounds(query_bounds: Bounds, key_bounds: Bounds, device: torch.device) -> tuple[Any, ...]:
+    """Cumulative lengths and the longest, as the kernel takes them; kept, because every layer asks for the same."""
+    sides = (query_bounds, key_bounds)
+    bounds = [torch.tensor(side, dtype=torch.int32, device=device) for side in sides]
+    longest = [max(b - a for a, b in pairwise(side)) for side in sides]
+    return (*bounds, *longest)
+
+
+def tiles(block: Block, window: int | None) -> Iterator[tuple[slice, slice, int]]:
+    """Queries a tile at a time with the keys that they may see, and how far the first query is from the first key."""
+    sides = zip(pairwise(block.query_bounds), pairwise(block.key_bounds), strict=True)
+    for (start, end), (first_key, last_key) in sides:
+        for place in range(start, end, TILE):
+            stop, distance = min(place + TILE, end), block.distance + place - start
+            unseen = 0 if window is None else max(0, distance - window + 1)
+            visible = min(last_key, first_key + distance + stop - place)
+            yield slice(place, stop), slice(first_key + unseen, visible), distance - unseen
+
+
+def masked_scores(query: Tensor, key: Tensor, distance: int, scoring: Scoring) -> Tensor:
+    """[key heads, heads of each, queries, keys] in fp32, minus infinity where a query does not see."""
+    scores = torch.einsum("qhgd,khd->hgqk", grouped(query, key.shape[1]), key).float() * scoring.scale
+    places = torch.arange(len(query), device=query.device) + distance
+    back = places[:, None] - torch.arange(len(key), device=query.device)
+    hidden = back < 0 if scoring.window is None else (back < 0) | (back >= scoring.window)
+    return scores.masked_fill_(hidden, float("-inf"))
+
+
+def products(weights: Tensor, value: Tensor) -> Tensor:
+    """[queries, heads, dim]: values or keys, summed by weights."""
+    return torch.einsum("hgqk,khd->qhgd", weights.to(value.dtype), value).flatten(1, 2)
+
+
+def grouped(tensor: Tensor, key_heads: int) -> Tensor:
+    """[tokens, heads, dim] as [tokens, key heads, heads of each, dim]."""
+    return tensor.unflatten(1, (key_heads, -1))
+
+
+def by_key_head(numbers: Tensor, key_heads: int) -> Tensor:
+    """[tokens, heads] as [key heads, heads of each, tokens]."""
+    return numbers.T.unflatten(0, (key_heads, -1))

@@ -1,0 +1,86 @@
+"""Four processes that share rows in rings train as one process does, whatever is sharded beside."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.testing import assert_close
+
+from openrlhf.training.local import LocalBackend, LocalFrozen
+from openrlhf.training.ring_groups import Layout
+from tests.tiny import make_model
+from tests.training.deepspeed_cases import SETTINGS, Distil, load_network, step_batches, train
+from tests.training.ring_worker import CASES
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+DEADLINE = 600  # seconds: a watchdog for a hang
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models, and beside them what four processes made of them."""
+    root = tmp_path_factory.mktemp("rings")
+    for name, kind in {"llama": "llama", "mistral": "mistral", "mixtral": "mixtral"}.items():
+        make_model(root / name, kind)
+    make_model(root / "teacher", seed=3)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+    words = [*launcher, "-m", "tests.training.ring_worker", str(root)]
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-15000:]
+    return root
+
+
+@pytest.fixture(scope="module")
+def processes(folder: Path) -> list[dict[str, Any]]:
+    return json.loads((folder / "results.json").read_text())
+
+
+def assert_same_training(found: list[dict[str, Any]], name: str, expected: dict[str, Any]) -> None:
+    """Norms and metrics are the same in every process; losses are shares, those of a ring's members equal."""
+    ranks = 1 if name in ("ring of four", "tensor parallel") else 2
+    firsts = found[:: len(found) // ranks]
+    shares = torch.tensor([first["losses"] for first in firsts])
+    assert_close(shares.sum(0), torch.tensor(expected["losses"]), **CLOSE)
+    for number, one in enumerate(found):
+        assert one["losses"] == firsts[number * ranks // len(found)]["losses"]
+        assert_close(torch.tensor(one["norms"]), torch.tensor(expected["norms"]), **CLOSE)
+        assert_close(torch.tensor(one["metrics"]), torch.tensor(expected["metrics"]), **CLOSE)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_processes_that_share_rows_train_as_one(name: str, folder: Path, processes: list[dict[str, Any]]) -> None:
+    options = {key: value for key, value in CASES[name][1].items() if key != "recompute"}
+    model = options.pop("model", "llama")
+    backend = LocalBackend(load_network(folder / model, packed=True, **options), SETTINGS, CPU)
+    expected = train(backend, [step_batches(step, packed=True) for step in range(3)])
+    assert_same_training([one[name] for one in processes], name, expected)
+    weights = load_file(folder / f"{name}.safetensors")
+    for key, tensor in backend.weights():
+        assert_close(weights[key], tensor, rtol=0.0, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}")
+
+
+def test_a_teacher_shares_rows_too(folder: Path, processes: list[dict[str, Any]]) -> None:
+    teacher = LocalFrozen(load_network(folder / "teacher", packed=True), CPU)
+    backend = LocalBackend(load_network(folder / "llama", packed=True), SETTINGS, CPU)
+    expected = train(backend, [step_batches(step, packed=True) for step in range(3)], Distil(teacher))
+    assert_same_training([one["distilled"] for one in processes], "distilled", expected)
+
+
+def test_neighbours_share_rows() -> None:
+    layout = Layout(world=8, ring=2, tensor=1)
+    assert list(layout.rings()) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert list(layout.lanes()) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    beside = Layout(world=8, ring=2, tensor=2)
+    assert list(beside.rings()) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert list(beside.lanes()) == [[0, 4], [1, 5], [2, 6], [3, 7]]
