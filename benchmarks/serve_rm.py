@@ -1,11 +1,12 @@
-"""A reward server under many clients: requests per second, latency, errors, and whether its memory grows.
+"""A reward server under many clients: requests per second, latency, CPU time, errors, and whether its memory grows.
 
     python benchmarks/serve_rm.py                                       (a tiny model made on the spot)
     python benchmarks/serve_rm.py --reward_pretrain ./rm --requests 20000 --packing_samples
 
 The server is the command itself in a process of its own; clients are connections of this one, each sending its next
 request when the last one was answered. A request is a group of texts of uneven length. Where clients and server share
-the cores, what the clients cost is part of the figures. Unknown flags go to the server.
+the cores, what the clients cost is part of the figures, so the CPU time of a request is given for both sides: on a
+crowded machine it says more than the clock. Unknown flags go to the server.
 """
 
 import argparse
@@ -16,15 +17,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import httpx
+import aiohttp
 import psutil
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForSequenceClassification, LlamaConfig, PreTrainedTokenizerFast
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
+
+Body = dict[str, list[str]]
 
 
 def make_reward_model(folder: str) -> None:
@@ -66,27 +70,54 @@ def start(folder: str, port: int, more: list[str]) -> subprocess.Popen[str]:
     raise SystemExit("the server did not start")
 
 
-async def client(http: httpx.AsyncClient, url: str, bodies: list[dict[str, list[str]]]) -> list[float]:
+async def client(http: aiohttp.ClientSession, url: str, bodies: list[Body]) -> list[float]:
     """Seconds of each request; infinite for one that failed. Takes the next body when it has its answer."""
     seconds: list[float] = []
     while bodies:
         body = bodies.pop()
         begin = time.perf_counter()
         try:
-            answer = await http.post(url, json=body)
-            good = answer.status_code == 200 and len(answer.json()["rewards"]) == len(body["query"])
-        except httpx.HTTPError:
+            async with http.post(url, json=body) as answer:
+                good = answer.status == 200 and len((await answer.json())["rewards"]) == len(body["query"])
+        except (aiohttp.ClientError, TimeoutError):
             good = False
         seconds.append(time.perf_counter() - begin if good else float("inf"))
     return seconds
 
 
-async def load(url: str, clients: int, bodies: list[dict[str, list[str]]]) -> tuple[float, list[float]]:
-    limits = httpx.Limits(max_connections=clients, max_keepalive_connections=clients)
-    async with httpx.AsyncClient(limits=limits, timeout=120) as http:
-        begin = time.perf_counter()
-        seconds = await asyncio.gather(*(client(http, url, bodies) for _ in range(clients)))
-        return time.perf_counter() - begin, sorted(value for part in seconds for value in part)
+@dataclass
+class Measured:
+    """What a number of requests took, and the server's memory before and after each part of them."""
+
+    sizes: list[int]
+    latencies: list[float] = field(default_factory=list)
+    wall: float = 0.0
+    server: float = 0.0  # seconds of CPU time
+    clients: float = 0.0
+
+
+async def measure(
+    url: str, clients: int, server: psutil.Process, warm: list[Body], parts: list[list[Body]]
+) -> Measured:
+    """All parts over the same connections, which the warm-up has opened."""
+    connector = aiohttp.TCPConnector(limit=clients)
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=120)) as http:
+        await asyncio.gather(*(client(http, url, warm) for _ in range(clients)))
+        found = Measured([server.memory_info().rss])
+        for bodies in parts:
+            begin = (time.perf_counter(), cpu_seconds(server), time.process_time())
+            latencies = await asyncio.gather(*(client(http, url, bodies) for _ in range(clients)))
+            found.wall += time.perf_counter() - begin[0]
+            found.server += cpu_seconds(server) - begin[1]
+            found.clients += time.process_time() - begin[2]
+            found.latencies += [value for part in latencies for value in part]
+            found.sizes.append(server.memory_info().rss)
+    return found
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
 
 
 def main() -> None:
@@ -99,7 +130,7 @@ def main() -> None:
     given, more = parser.parse_known_args()
     chance = random.Random(0)
 
-    def body() -> dict[str, list[str]]:
+    def body() -> Body:
         return {
             "query": [
                 "".join(chance.choices(LETTERS, k=chance.randint(1, given.longest))) for _ in range(given.queries)
@@ -112,24 +143,23 @@ def main() -> None:
         port = free_port()
         url = f"http://127.0.0.1:{port}/get_reward"
         server = start(given.reward_pretrain or str(Path(folder)), port, more)
-        memory = psutil.Process(server.pid).memory_info
+        warm = [body() for _ in range(10 * given.clients)]
+        parts = [[body() for _ in range(given.requests // 4)] for _ in range(4)]
         try:
-            asyncio.run(load(url, given.clients, [body() for _ in range(10 * given.clients)]))  # warm
-            sizes, wall, seconds = [memory().rss], 0.0, list[float]()
-            for _ in range(4):  # memory that grows by as much in each quarter is a leak
-                took, part = asyncio.run(load(url, given.clients, [body() for _ in range(given.requests // 4)]))
-                sizes, wall, seconds = [*sizes, memory().rss], wall + took, sorted([*seconds, *part])
+            found = asyncio.run(measure(url, given.clients, psutil.Process(server.pid), warm, parts))
         finally:
             server.terminate()
             code = server.wait()
+    seconds, count = sorted(found.latencies), len(found.latencies)
     errors = sum(value == float("inf") for value in seconds)
-    p50, p99 = (1000 * seconds[int(share * (len(seconds) - 1))] for share in (0.5, 0.99))
-    print(
-        f"{given.clients} clients, {len(seconds)} requests of {given.queries} texts of up to {given.longest} characters"
-    )
-    print(f"{len(seconds) / wall:.0f} requests/s ({given.queries * len(seconds) / wall:.0f} texts/s), {errors} errors")
+    p50, p99 = (1000 * seconds[int(share * (count - 1))] for share in (0.5, 0.99))
+    print(f"{given.clients} clients, {count} requests of {given.queries} texts of up to {given.longest} characters")
+    print(f"{count / found.wall:.0f} requests/s ({given.queries * count / found.wall:.0f} texts/s), {errors} errors")
     print(f"latency p50 {p50:.0f} ms, p99 {p99:.0f} ms")
-    print(f"RSS before and after each quarter: {', '.join(str(size >> 20) for size in sizes)} MiB")
+    cpu = [1000 * spent / count for spent in (found.server, found.clients)]
+    print(f"CPU time of a request: server {cpu[0]:.2f} ms, client {cpu[1]:.2f} ms")
+    # memory that grows by as much in each quarter is a leak
+    print(f"RSS before and after each quarter: {', '.join(str(size >> 20) for size in found.sizes)} MiB")
     print(f"SIGTERM: exit code {code}")
 
 

@@ -74,6 +74,7 @@ def find_agent(module: ModuleType, file: str) -> type[AgentExecutorBase] | Liter
                 f"class AgentExecutor in --agent_func_path {file} does not extend AgentExecutorBase",
                 try_this="from openrlhf.utils.agent import AgentExecutorBase, MultiTurnAgentExecutor",
             )
+        check_is_whole(found, file)
         return found
     if callable(vars(module).get("run_agent")):
         return "run_agent"
@@ -84,6 +85,22 @@ def find_agent(module: ModuleType, file: str) -> type[AgentExecutorBase] | Liter
         f" it defines {defined(module)}",
         try_this="class AgentExecutor(MultiTurnAgentExecutor): ...",
     )
+
+
+def check_is_whole(kind: type[AgentExecutorBase], file: str) -> None:
+    """Refuses a class that lacks a method which only the user can write."""
+    missing = sorted(kind.__abstractmethods__)
+    if missing:
+        raise ConfigError(
+            f"class AgentExecutor in --agent_func_path {file} has no method {' and no '.join(missing)}",
+            try_this="; ".join(head_of(getattr(kind, name)) for name in missing),
+        )
+
+
+def head_of(function: Callable[..., Any]) -> str:
+    """How a definition of this function begins."""
+    kind = "async def" if inspect.iscoroutinefunction(function) else "def"
+    return f"{kind} {function.__name__}({', '.join(inspect.signature(function).parameters)}): ..."
 
 
 def takes_keyword(function: Callable[..., Any], name: str) -> bool:

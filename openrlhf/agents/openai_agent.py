@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ RESULT = "wanted is a number, or a dict with 'reward' (and 'scores', 'extra_logs
 
 
 class OpenAIAgentExecutor(AgentExecutorBase):
-    """Serves the policy at a base_url of its own for each episode; extend it with `run_agent`, or hand one over.
+    """Serves the policy at a base_url of its own for each episode; extend it with `run_agent`.
 
     `run_agent` may be async or not and use any client: it has a thread to itself. It names what it wants to know of
     base_url, api_key, prompt, label, session_id and seed, and returns the reward.
@@ -34,12 +35,9 @@ class OpenAIAgentExecutor(AgentExecutorBase):
 
     server: ChatServer
 
-    def __init__(self, run_agent: Callable[..., Any] | None = None) -> None:
-        self.given = run_agent
-
+    @abstractmethod
     def run_agent(self, base_url: str, api_key: str, prompt: str, label: Any) -> Any:
         """The agent: asks the policy at base_url, and returns a reward or {reward, scores, extra_logs}."""
-        raise NotImplementedError("class AgentExecutor(OpenAIAgentExecutor) needs a method run_agent")
 
     def find_calls(self, text: str, number: int) -> tuple[str, list[dict[str, Any]]]:
         """The text of a turn without its tool calls, and the calls as OpenAI's clients know them.
@@ -51,7 +49,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
 
     async def prepare(self) -> None:
         require("aiohttp", "an agent with run_agent")
-        self.wanted = wanted_by(self.given or self.run_agent)
+        self.wanted = wanted_by(self.run_agent)
         refuse_rendered_prompts(self, "run_agent")
         from openrlhf.agents.chat_server import HOST, ChatServer  # aiohttp
 
@@ -88,7 +86,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
     async def _outcome(self, episode: Episode, arguments: dict[str, Any]) -> Any:
         """What run_agent returned. One that gives up because its episode has no room left has earned nothing."""
         try:
-            result = await in_thread(lambda: called(self.given or self.run_agent, arguments))
+            result = await in_thread(lambda: called(self.run_agent, arguments))
         except Exception as error:
             if episode.trouble is not None:
                 raise episode.trouble from error
@@ -98,6 +96,15 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         if episode.trouble is not None:
             raise episode.trouble
         return result
+
+
+def executor_around(function: Callable[..., Any]) -> OpenAIAgentExecutor:
+    """The executor of a file that has a function run_agent and no class."""
+
+    class FunctionAgent(OpenAIAgentExecutor):
+        run_agent = staticmethod(function)
+
+    return FunctionAgent()
 
 
 def without_proxy(host: str) -> None:

@@ -1,4 +1,4 @@
-"""Rows of many requests scored together: whatever waits while the model is busy goes into its next forward."""
+"""Rows of many requests scored together: whatever waits when the model has time is one round of forwards."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from openrlhf.launch.served_model import Row
+
+ROUND = 8  # forwards of a full round: enough to find rows of a length, few enough that a newcomer's turn comes soon
+
+Asked = tuple[Row, asyncio.Future[float]]
 
 
 @dataclass(frozen=True)
@@ -25,12 +29,16 @@ class ForwardLimits:
 
 
 class Batcher:
-    """As a context it scores, on a thread of its own, first come first served; rows of a request may be split."""
+    """As a context it scores, on a thread of its own; the rows of a request may be split.
+
+    The oldest rows make a round, and within it rows of like length share a forward, so that little is padded: nobody
+    is overtaken by more than one round.
+    """
 
     def __init__(self, score: Callable[[Sequence[Row]], Sequence[float]], limits: ForwardLimits) -> None:
         self._score = score
         self._limits = limits
-        self._waiting: deque[tuple[Row, asyncio.Future[float]]] = deque()
+        self._waiting: deque[Asked] = deque()
         self._arrived = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "openrlhf-scoring")
         self._task: asyncio.Task[None] | None = None
@@ -51,21 +59,18 @@ class Batcher:
         loop = asyncio.get_running_loop()
         while True:
             await self._arrived.wait()
-            taken = self._take()
-            scoring = loop.run_in_executor(self._thread, self._score, [row for row, _ in taken])
-            await asyncio.wait({scoring})
-            settle([answer for _, answer in taken], scoring)
+            for together in cut(self._take_round(), self._limits):
+                scoring = loop.run_in_executor(self._thread, self._score, [row for row, _ in together])
+                await asyncio.wait({scoring})
+                settle([answer for _, answer in together], scoring)
 
-    def _take(self) -> list[tuple[Row, asyncio.Future[float]]]:
-        """The next forward: the oldest rows, as many as it may hold."""
-        taken = [self._waiting.popleft()]
-        longest = total = len(taken[0][0])
-        while self._waiting:
-            length = len(self._waiting[0][0])
-            longest, total = max(longest, length), total + length
-            if not self._limits.hold(len(taken) + 1, longest, total):
-                break
+    def _take_round(self) -> list[Asked]:
+        """The oldest rows, in the order they came."""
+        taken: list[Asked] = []
+        tokens = 0
+        while self._waiting and tokens < ROUND * self._limits.tokens:
             taken.append(self._waiting.popleft())
+            tokens += len(taken[-1][0])
         if not self._waiting:
             self._arrived.clear()
         return taken
@@ -81,6 +86,21 @@ class Batcher:
         self._task.cancel()
         await asyncio.wait({self._task})
         self._thread.shutdown(wait=False)
+
+
+def cut(taken: Sequence[Asked], limits: ForwardLimits) -> list[list[Asked]]:
+    """Forwards of a round, the shortest rows first, each as full as it may be."""
+    forwards: list[list[Asked]] = []
+    total = 0
+    for asked in sorted(taken, key=lambda one: len(one[0])):
+        length = len(asked[0])
+        if forwards and limits.hold(len(forwards[-1]) + 1, length, total + length):
+            forwards[-1].append(asked)
+            total += length
+        else:
+            forwards.append([asked])
+            total = length
+    return forwards
 
 
 def settle(answers: Sequence[asyncio.Future[float]], scoring: asyncio.Future[Sequence[float]]) -> None:

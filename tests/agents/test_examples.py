@@ -1,6 +1,5 @@
 """The files under examples/, each through the executor that a run would build."""
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -14,13 +13,16 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 def test_maths_are_compared_as_mathematics(build):
     file = str(EXAMPLES / "rewards/math_verification.py")
-    if importlib.util.find_spec("math_verify") is None:
-        with pytest.raises(ConfigError, match="pip install 'math-verify"):
-            build(remote_rm_url=file)
-        return
     sessions = [Say("so 0.5"), Say("it is 1/2"), Say("it is 3")]
     got = run(build(remote_rm_url=file), sessions, asked=prompt(label="\\frac{1}{2}"))
     assert [item.reward for item in got.trajectories] == [1.0, 1.0, 0.0]
+
+
+def test_without_its_package_mathematics_shows_the_command(build, write):
+    """Where sys.modules says None, the import system finds nothing."""
+    missing = "import sys\nsys.modules['math_verify'] = None\n"
+    with pytest.raises(ConfigError, match="pip install 'math-verify"):
+        build(remote_rm_url=write(missing + (EXAMPLES / "rewards/math_verification.py").read_text()))
 
 
 def test_format_and_length(build):

@@ -1,6 +1,5 @@
-"""GEM's games: with the package where it is installed, else with an environment of its interface."""
+"""GEM's games, with the package itself: one of its own, and one that a user's file registers with it."""
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,16 @@ from openrlhf.types import Completion
 from tests.tiny import make_tokenizer
 
 EXAMPLE = Path(__file__).parents[2] / "examples/agents/gem_game.py"
-INTERFACE = """
+HIGHER = """
     import random
 
-    class Higher:
+    import gem
+
+    from openrlhf.utils.agent import GemAgentExecutor
+
+    class Higher(gem.Env):
         def reset(self, seed=None):
-            random.seed(seed)
+            super().reset(seed)
             self.number, self.turns = random.randint(1, 9), 0
             return f"from {seed}", {"suffix": "go"}
 
@@ -25,25 +28,17 @@ INTERFACE = """
             won = action == str(self.number)
             return f"not {action}", 1.0 if won else -0.75, won, self.turns == 3, {"suffix": "go"}
 
-    def make(name):
-        if name != "game:Higher":
-            raise ValueError(f"Environment {name} not found in registry.")
-        return Higher()
+    gem.register("game:Higher", Higher)
+
+    class AgentExecutor(GemAgentExecutor):
+        pass
 """
 
 
-@pytest.fixture
-def example(write):
-    """The example beside a module with GEM's interface."""
-    write(INTERFACE, "gem.py")
-    return write(EXAMPLE.read_text())
-
-
-@pytest.mark.skipif(find_spec("gem") is not None, reason="the installed package would come first")
-def test_a_game_by_hand(build, example):
+def test_a_game_by_hand(build, write):
     game = prompt("game:Higher", label="2")
     won, lost = Say("3</s>", "1</s>"), Say("9</s>")
-    executor = build(agent_func_path=example, step_rewards=True)
+    executor = build(agent_func_path=write(HIGHER), step_rewards=True)
     first, second = run(executor, [won, lost], asked=game).trajectories
     assert decode(first.input_ids) == "<u>from 2<a>3</s><u>not 3\ngo<a>1</s>"
     assert decode(second.input_ids) == "<u>from 2<a>9</s><u>not 9\ngo<a>9</s><u>not 9\ngo<a>9</s>"
@@ -54,7 +49,6 @@ def test_a_game_by_hand(build, example):
     assert acted == encode("3</s>1</s>")
 
 
-@pytest.mark.skipif(find_spec("gem") is not None, reason="the installed package would come first")
 @pytest.mark.parametrize(
     ("name", "label", "message"),
     [
@@ -62,16 +56,17 @@ def test_a_game_by_hand(build, example):
         ("game:Higher", "", "the label of a prompt for GEM is '' (str); wanted is a whole number"),
     ],
 )
-def test_rows_that_name_no_game_are_told_so(build, example, name, label, message):
-    executor = build(agent_func_path=example, on_reward_error="skip")
+def test_rows_that_name_no_game_are_told_so(build, write, name, label, message):
+    executor = build(agent_func_path=write(HIGHER), on_reward_error="skip")
     (failure,) = run(executor, [Say("a")], asked=prompt(name, label=label)).failures
     assert message in str(failure)
 
 
-@pytest.mark.skipif(find_spec("gem") is not None, reason="nothing is missing")
-def test_without_the_package_the_command_is_shown(build):
+def test_without_the_package_the_command_is_shown(build, write):
+    """Where sys.modules says None, the import system finds nothing."""
+    missing = "import sys\nsys.modules['gem'] = None\n"
     with pytest.raises(ConfigError, match="Try: pip install gem-llm"):
-        build(agent_func_path=str(EXAMPLE))
+        build(agent_func_path=write(missing + EXAMPLE.read_text()))
 
 
 class Guesses(Say):
@@ -94,7 +89,6 @@ def tokenizer():
     return made
 
 
-@pytest.mark.skipif(find_spec("gem") is None, reason="pip install gem-llm")
 def test_the_real_game_of_guessing_a_number(build, tokenizer):
     halving = Guesses(tokenizer, *(f"\\boxed{{{guess}}}</s>" for guess in (8, 2, 4, 3)))
     silent = Guesses(tokenizer, "no idea</s>")

@@ -1,13 +1,10 @@
 """The files in docs/agents.md, each as a run would use it."""
 
 import re
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from sessions import Say, decode, prompt, run
-
-from openrlhf.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 GAME = "game:GuessTheNumber-v0-easy"
@@ -64,13 +61,9 @@ def test_the_example_of_a_client(build):
     assert "<t>42<a>42" in decode(used.input_ids)
 
 
-def test_a_game_needs_its_package(build, file):
-    if find_spec("gem") is None:
-        with pytest.raises(ConfigError, match="pip install gem-llm"):
-            build(agent_func_path=file("game.py"))
-        return
+def test_a_game_is_played(build, file):
     got = run(build(agent_func_path=file("game.py"), context_length=2000), [Say("x")], asked=prompt(GAME, label=3))
-    assert got.trajectories[0].reward < 0
+    assert got.trajectories[0].reward == pytest.approx(-0.1)  # no guess in a box
 
 
 def test_a_resources_server_must_be_up(build, write):

@@ -55,6 +55,20 @@ def test_an_executor_of_another_family_is_refused(write):
         find_agent(load_module(file), file)
 
 
+@pytest.mark.parametrize(
+    ("base", "said"),
+    [
+        ("OpenAIAgentExecutor", "no method run_agent. Try: def run_agent(self, base_url, api_key, prompt, label): ..."),
+        ("AgentExecutorBase", "no method execute. Try: async def execute(self, prompt, label, sampling_params"),
+    ],
+)
+def test_an_executor_without_its_method_is_told_what_to_write(write, base, said):
+    file = write(f"from openrlhf.utils.agent import {base}\nclass AgentExecutor({base}): ...")
+    with pytest.raises(ConfigError) as error:
+        find_agent(load_module(file), file)
+    assert said in str(error.value)
+
+
 def test_a_file_is_run_anew_each_time_and_sees_its_neighbours(write):
     write("VALUE = 5", "neighbour_of_user.py")
     file = write("import neighbour_of_user\nseen = [neighbour_of_user.VALUE]")

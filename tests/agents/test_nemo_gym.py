@@ -7,6 +7,7 @@ import asyncio
 import json
 import threading
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from aiohttp import web
@@ -16,6 +17,7 @@ from sessions import TOOL_TEMPLATE, Say, decode, encode, prompt, run
 from openrlhf.errors import RewardError, RolloutError
 from tests.tiny import make_tokenizer
 
+ROOT = Path(__file__).parents[2]
 TOOL = {"type": "function", "name": "weigh", "parameters": {"type": "object", "properties": {}}, "strict": True}
 ROW = {
     "responses_create_params": {"input": [{"role": "user", "content": "how heavy?"}], "tools": [TOOL]},
@@ -99,10 +101,24 @@ def served(app):
         loop.close()
 
 
-def test_an_episode_with_a_tool(build, write):
+@pytest.fixture(params=["a class of one's own", "the example"])
+def agent_at(request, write, monkeypatch):
+    """A file whose agent plays against the server at an address; the example is named from the root, as users do."""
+
+    def make(url):
+        if request.param != "the example":
+            return write(AGENT.format(url=url))
+        monkeypatch.setenv("NEMO_GYM_URL", url)
+        monkeypatch.chdir(ROOT)
+        return "examples/python/agent_func_nemogym_executor.py"
+
+    return make
+
+
+def test_an_episode_with_a_tool(build, agent_at):
     scales = Scales()
     with served(scales.app()) as url:
-        executor = build(agent_func_path=write(AGENT.format(url=url)), context_length=300)
+        executor = build(agent_func_path=agent_at(url), context_length=300)
         sessions = [Say(CALL, "7</s>"), Say("hm " + CALL, "8</s>"), Say("7</s>")]
         asked = prompt("how heavy?", label=json.dumps(ROW))
         got = run(executor, sessions, asked=asked, max_tokens=120).trajectories

@@ -1,4 +1,4 @@
-"""Which rows share a forward, with a model that is a plain function."""
+"""Which rows share a forward, and in what order, with a model that is a plain function."""
 
 import asyncio
 import threading
@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 
-from openrlhf.launch.batcher import Batcher, ForwardLimits
+from openrlhf.launch.batcher import ROUND, Batcher, ForwardLimits
 
 
 def rows(*lengths):
@@ -48,17 +48,24 @@ def score_behind_a_busy_model(limits, *requests):
 @pytest.mark.parametrize(
     ("limits", "forwards"),
     [
-        (ForwardLimits(None, 1000, packing=False), [[2, 3, 9, 4, 5]]),
-        (ForwardLimits(2, 1000, packing=False), [[2, 3], [9, 4], [5]]),
-        (ForwardLimits(None, 18, packing=False), [[2, 3], [9, 4], [5]]),
-        (ForwardLimits(None, 18, packing=True), [[2, 3, 9, 4], [5]]),
-        (ForwardLimits(None, 6, packing=True), [[2, 3], [9], [4], [5]]),  # what is too long goes alone
+        (ForwardLimits(None, 1000, packing=False), [[2, 3, 4, 5, 9]]),
+        (ForwardLimits(2, 1000, packing=False), [[2, 3], [4, 5], [9]]),
+        (ForwardLimits(None, 18, packing=False), [[2, 3, 4], [5, 9]]),
+        (ForwardLimits(None, 18, packing=True), [[2, 3, 4, 5], [9]]),
+        (ForwardLimits(None, 6, packing=True), [[2, 3], [4], [5], [9]]),  # what is too long goes alone
     ],
 )
-def test_what_waits_goes_into_the_next_forward_as_far_as_it_may(limits, forwards):
+def test_rows_of_like_length_among_those_that_wait_share_a_forward(limits, forwards):
     answers, seen = score_behind_a_busy_model(limits, (2, 3), (9,), (4, 5))
     assert answers == [[2.0, 3.0], [9.0], [4.0, 5.0]]
     assert seen == forwards
+
+
+def test_who_came_a_round_earlier_is_not_overtaken_by_shorter_rows():
+    limits = ForwardLimits(None, 10, packing=False)
+    long = (10,) * ROUND
+    _, seen = score_behind_a_busy_model(limits, long, (1, 2), (3,))
+    assert seen == [*([10] for _ in long), [1, 2, 3]]
 
 
 def test_a_model_that_fails_fails_those_who_shared_its_forward_and_goes_on():

@@ -24,7 +24,7 @@ from openrlhf.config.check import check
 from openrlhf.config.commands import ServeRMConfig
 from openrlhf.config.parser import parse
 from openrlhf.errors import ConfigError
-from openrlhf.launch.serve import bind, build_server
+from openrlhf.launch.serve import bind, build_server, leave_a_core
 from tests.tiny import make_model
 
 DEADLINE = 300  # seconds: a watchdog, not an expectation
@@ -105,6 +105,21 @@ def test_concurrent_clients_get_what_the_model_gives_alone(reward_model, flags):
     assert {status for status, _ in answers} == {200}
     for texts, (_, answer) in zip(requests, answers, strict=True):
         assert answer["rewards"] == pytest.approx([expected[text] for text in texts], abs=1e-5)
+
+
+def test_a_model_leaves_a_core_to_the_requests_unless_told_its_threads(monkeypatch):
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        monkeypatch.setenv("OMP_NUM_THREADS", "3")
+        leave_a_core()
+        assert torch.get_num_threads() == 3
+        monkeypatch.delenv("OMP_NUM_THREADS")
+        for expected in (2, 1, 1):
+            leave_a_core()
+            assert torch.get_num_threads() == expected
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_one_answer_serves_old_and_new_trainers(server, reward_model):

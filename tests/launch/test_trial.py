@@ -171,6 +171,16 @@ def test_an_agent_plays_an_episode_without_an_engine(attempt, tmp_path, step, co
     assert expected in said
 
 
+def test_an_agent_without_its_method_is_told_what_to_write(attempt, tmp_path):
+    source = "from openrlhf.utils.agent import OpenAIAgentExecutor\nclass AgentExecutor(OpenAIAgentExecutor): ..."
+    (tmp_path / "agent.py").write_text(source)
+    prompts = write_rows(tmp_path / "prompts.jsonl", asked(4))
+    code, said = attempt(prompt_data=prompts, agent_func_path="./agent.py")
+    assert code == 2
+    assert "agent.py has no method run_agent" in said
+    assert "def run_agent(self, base_url, api_key, prompt, label): ..." in said
+
+
 SUPERVISED = {
     "train_sft": (answers(12), ANSWERS, "'daced=D</s>'; learned: 'D</s>'"),
     "train_dpo": (pairs(12), PAIRS, "chosen, 12 tokens"),

@@ -76,7 +76,9 @@ class Serving:
     normalize_reward: bool = flag(False, "(reward - mean) / std with the values stored in the reward model")
     max_len: int = flag(2048, "tokens per query; longer ones are cut")
     batch_size: int | None = flag(None, "queries per forward; none is as many as wait and --batch_tokens allows")
-    batch_tokens: int = flag(32768, "tokens per forward, padding included; a query longer than that goes alone")
+    batch_tokens: int | None = flag(
+        None, "tokens per forward, padding included; a longer query goes alone; none is 32768 on a GPU, 2048 on CPUs"
+    )
     packing_samples: bool = flag(False, "concatenate queries instead of padding them")
     host: str = flag("127.0.0.1", "address to bind; upstream binds 0.0.0.0, which here needs --api_key")
     port: int = flag(5000, "port to bind")

@@ -1,0 +1,24 @@
+"""Rows of NeMo Gym, played against one of its resources servers, which is running already at NEMO_GYM_URL.
+
+A row of the prompts has NeMo Gym's row as JSON text for its label, and any text of its own for its prompt:
+
+    python -c 'import json, sys
+    for number, line in enumerate(sys.stdin): print(json.dumps({"input": str(number), "label": line}))' \\
+        < gym_rows.jsonl > prompts.jsonl
+    NEMO_GYM_URL=http://127.0.0.1:8000 python -m openrlhf.cli.train_ppo_ray --pretrain Qwen/Qwen2.5-1.5B-Instruct \\
+        --prompt_data prompts.jsonl --input_key input --label_key label --advantage_estimator group_norm \\
+        --n_samples_per_prompt 8 --max_len 4096 --max_new_tokens 512 --max_turns 6 \\
+        --agent_func_path examples/python/agent_func_nemogym_executor.py
+
+The chat template is applied to the messages of the row, so --apply_chat_template is left out. docs/agents.md says which
+parts of NeMo Gym are met.
+"""
+
+import os
+
+from openrlhf.utils.agent import NemoGymAgentExecutor
+
+
+class AgentExecutor(NemoGymAgentExecutor):
+    def __init__(self):
+        super().__init__(os.environ.get("NEMO_GYM_URL", "http://127.0.0.1:8000"))
