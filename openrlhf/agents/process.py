@@ -57,7 +57,9 @@ class Call:
         assert self.ask is not None
         before = self.asked.get(number)
         if before is None or before[0] != request:
-            self.asked[number] = request, self.ask(request)
+            answer = self.ask(request)
+            answer.add_done_callback(lambda late: late.cancelled() or late.exception())  # looked at, whoever is left
+            self.asked[number] = request, answer
         return self.asked[number][1]
 
     def completions(self) -> tuple[Completion, ...]:
