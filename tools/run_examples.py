@@ -161,12 +161,13 @@ def main() -> None:
     make_toys(folder / "toys")
     make_stand_ins(folder / "bin")
     width = max(map(len, known)) + 2
+    wide = max(len(example.what) for example in EXAMPLES) + 1
     failed = []
     for name in args.names or known:
         began = time.monotonic()
         wrong = run(known[name], folder)
         result = f"FAILED: {wrong}" if wrong else "ok"
-        print(f"{name:{width}}{time.monotonic() - began:6.0f} s  {known[name].what:55} {result}", flush=True)
+        print(f"{name:{width}}{time.monotonic() - began:6.0f} s  {known[name].what:{wide}} {result}", flush=True)
         failed += [name] if wrong else []
     print(f"everything is in {folder}")
     sys.exit(1 if failed else 0)
