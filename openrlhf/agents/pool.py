@@ -16,7 +16,7 @@ from typing import Any
 from openrlhf.agents.deadline import Deadline
 from openrlhf.agents.loop_thread import Ask, Generate, LoopThread, asker
 from openrlhf.agents.messages import Spec
-from openrlhf.agents.process import Call, Failure, WorkerProcess
+from openrlhf.agents.process import Call, Failure, WorkerProcess, heard
 from openrlhf.errors import ConfigError, RolloutError
 from openrlhf.types import Completion, Request, SamplingParams
 
@@ -103,7 +103,7 @@ class Pool:
     async def _call(self, body: dict[str, Any], ask: Ask | None, retries: int) -> Reply:
         if self.closed:
             raise RolloutError(CLOSED)
-        call = Call(next(self.numbers), body, ask, retries, asyncio.get_running_loop().create_future())
+        call = Call(next(self.numbers), body, ask, retries, heard(asyncio.get_running_loop().create_future()))
         try:
             self.queue.append(call)
             self._assign()

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from openrlhf.agents.deadline import Deadline, Processor
 from openrlhf.agents.loop_thread import Ask
@@ -19,6 +19,7 @@ from openrlhf.agents.messages import HEADER, Spec, pack_call, unpack_reply
 from openrlhf.types import Completion, Request
 
 START = "import sys; sys.path[:] = {path}; from openrlhf.agents.worker import main; main({calls}, {replies}, {parent})"
+Answer = TypeVar("Answer")
 DRAIN_SECONDS = 1.0  # for what a process said last
 
 
@@ -57,13 +58,17 @@ class Call:
         assert self.ask is not None
         before = self.asked.get(number)
         if before is None or before[0] != request:
-            answer = self.ask(request)
-            answer.add_done_callback(lambda late: late.cancelled() or late.exception())  # looked at, whoever is left
-            self.asked[number] = request, answer
+            self.asked[number] = request, heard(self.ask(request))
         return self.asked[number][1]
 
     def completions(self) -> tuple[Completion, ...]:
         return tuple(self.asked[number][1].result() for number in sorted(self.asked))
+
+
+def heard(answer: asyncio.Future[Answer]) -> asyncio.Future[Answer]:
+    """An answer whose error asyncio does not complain about where whoever waited for it has gone."""
+    answer.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return answer
 
 
 class WorkerProcess:

@@ -13,11 +13,16 @@ INTERRUPTED = 130  # what a shell expects of a program that Ctrl-C ended
 
 
 def end_at_once() -> None:
-    """Until `at_work`. There is nothing to tidy up yet, and an exception would not always be heard: amid an import it
-    may be raised in a callback, where Python prints it and goes on."""
+    """But for `at_work`. There is nothing to tidy up, and an exception would not always be heard: amid an import it may
+    be raised in a callback, where Python prints it and goes on."""
     if threading.current_thread() is threading.main_thread():
-        for number in SIGNALS:
+        for number in heard():
             signal.signal(number, _end)
+
+
+def heard() -> list[signal.Signals]:
+    """Without those that whoever started us had us ignore, as nohup and shells do for what runs in the background."""
+    return [number for number in SIGNALS if signal.getsignal(number) not in (signal.SIG_IGN, None)]
 
 
 def _end(number: int, frame: FrameType | None) -> None:
@@ -35,7 +40,7 @@ def at_work() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, signal.default_int_handler) for number in SIGNALS}
+    before = {number: signal.signal(number, signal.default_int_handler) for number in heard()}
     try:
         yield
     finally:

@@ -100,7 +100,7 @@ def trained_network(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase
     scalar = isinstance(config, RMConfig)
     if isinstance(config, RMConfig):
         prefix = config.head.value_head_prefix
-        model = load_scalar_model(name, config.model, device=device, packing=packing, head_prefix=prefix)
+        model = load_scalar_model(name, config.model, device=device, packing=packing, head_prefix=prefix, new_head=True)
         separate_pad_from_eos(model, tokenizer)
         model.config.update({"value_head_prefix": prefix, "normalize_reward": False})
     else:

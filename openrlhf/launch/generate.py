@@ -21,7 +21,7 @@ from openrlhf.launch.engines import BY_DEVICE, EngineSpec, make_engine
 from openrlhf.launch.parts import Parts
 from openrlhf.launch.progress import Progress
 from openrlhf.models.forward import Network
-from openrlhf.models.load import load_causal_lm, read_config
+from openrlhf.models.load import known_positions, load_causal_lm, read_config
 from openrlhf.monitor import say
 from openrlhf.rl.rollouts import seed_of
 from openrlhf.rollout.hf import HFEngine
@@ -97,8 +97,7 @@ def plan_generation(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizer
 def context_length(config: BatchInferenceConfig) -> int:
     """Tokens of prompt and answer together: what the flags ask for, as far as the model reaches."""
     asked = config.task.prompt_max_len + config.task.max_new_tokens
-    text_config = read_config(str(config.model.pretrain), config.model).get_text_config().to_dict()
-    reach = text_config.get("max_position_embeddings") or asked
+    reach = known_positions(read_config(str(config.model.pretrain), config.model)) or asked
     if asked > reach:
         say(
             f"--prompt_max_len and --max_new_tokens are {asked} tokens together, but the model reaches {reach}:"
@@ -107,7 +106,7 @@ def context_length(config: BatchInferenceConfig) -> int:
     return min(asked, reach)
 
 
-class Answers:
+class Sink:
     """Takes rows as they are finished: to their file, and onto the bar."""
 
     def __init__(self, generation: Generation, parts: Parts, progress: Progress) -> None:
@@ -130,19 +129,20 @@ def generate(generation: Generation, parts: Parts, tokenizer: PreTrainedTokenize
     if not parts.missing:
         return
     with Progress("generate", total=len(parts.share), done=len(parts.share) - len(parts.missing)) as progress:
-        answers = Answers(generation, parts, progress)
+        sink = Sink(generation, parts, progress)
         if generation.config.task.vllm_num_engines:
             from openrlhf.launch.ray.generate import generate_on_ray
 
-            asyncio.run(generate_on_ray(generation, answers))
+            asyncio.run(generate_on_ray(generation, sink))
         elif generation.config.task.eval_task == "generate_vllm":
-            asyncio.run(generate_with_vllm(generation, tokenizer, answers))
+            asyncio.run(generate_with_vllm(generation, tokenizer, sink))
         else:
             engine = open_hf_engine(generation.config, tokenizer)
-            answers.begin()
-            engine.complete(answers.requests, answers.finish)
+            sink.begin()
+            engine.complete(sink.requests, sink.finish)
         tokens, seconds = progress.tokens, progress.seconds
-    say(f"generated {tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s")
+    whose = "" if len(parts.share) == parts.total else " by this process"
+    say(f"generated {tokens:,} tokens in {seconds:.2f} s{whose}, {tokens / seconds:,.0f} tokens/s")
 
 
 def open_hf_engine(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase) -> HFEngine:
@@ -153,7 +153,7 @@ def open_hf_engine(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerB
     return HFEngine(network, tokenizer, max_rows=config.task.micro_batch_size)
 
 
-async def generate_with_vllm(generation: Generation, tokenizer: PreTrainedTokenizerBase, answers: Answers) -> None:
+async def generate_with_vllm(generation: Generation, tokenizer: PreTrainedTokenizerBase, sink: Sink) -> None:
     config = generation.config
     devices = take_devices(config.task.tp_size) if config.model.device != "cpu" else 0
     device = torch.device("cuda" if devices else "cpu")
@@ -161,16 +161,16 @@ async def generate_with_vllm(generation: Generation, tokenizer: PreTrainedTokeni
     spec = EngineSpec(config.model, engine_settings(generation, max(1, devices)))
     engine = make_engine(spec, tokenizer, device)
     try:
-        await stream(engine, answers, window=AHEAD * config.task.max_num_seqs)
+        await stream(engine, sink, window=AHEAD * config.task.max_num_seqs)
     finally:
         await engine.close()
 
 
-async def stream(engine: Engine, answers: Answers, *, window: int) -> None:
+async def stream(engine: Engine, sink: Sink, *, window: int) -> None:
     """All requests, at most `window` of them at the engine; each answer is handed on as it comes."""
-    answers.begin()
+    sink.begin()
     running: dict[asyncio.Task[list[Completion]], int] = {}
-    waiting = iter(enumerate(answers.requests))
+    waiting = iter(enumerate(sink.requests))
     while True:
         for place, request in waiting:
             running[asyncio.create_task(engine.generate([request]))] = place
@@ -180,7 +180,7 @@ async def stream(engine: Engine, answers: Answers, *, window: int) -> None:
             return
         done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
-            answers.finish(running.pop(task), task.result()[0])
+            sink.finish(running.pop(task), task.result()[0])
 
 
 def engine_settings(generation: Generation, devices: int) -> VLLMSettings:

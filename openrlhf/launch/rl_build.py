@@ -129,6 +129,7 @@ def build_critic(
         device=device,
         packing=config.batches.packing_samples,
         head_prefix=config.head.value_head_prefix,
+        new_head=True,
     )
     network = Network(adapted(config, model, scalar=True))
     flags = config.optimizer

@@ -57,7 +57,6 @@ def load_reward_model(config: ServeRMConfig, device: torch.device) -> RewardMode
         device=device,
         packing=flags.packing_samples,
         head_prefix=config.head.value_head_prefix,
-        new_head=False,
     )
     mean, std = saved_statistics(name, settings.to_dict()) if flags.normalize_reward else (0.0, 1.0)
     return RewardModel(

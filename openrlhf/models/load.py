@@ -61,10 +61,15 @@ def read_config(name: str, loading: Loading) -> PretrainedConfig:
 
 def usable_length(name: str, config: PretrainedConfig, asked: int) -> int:
     """--max_len, or the number of positions that a model knows where that is less."""
-    known = config.get_text_config().to_dict().get("max_position_embeddings") or asked
+    known = known_positions(config) or asked
     if known < asked:
         say(f"--max_len {asked} is more than the {known} positions that {name} knows: {known} is used")
     return min(known, asked)
+
+
+def known_positions(config: PretrainedConfig) -> int | None:
+    """How many positions a model knows, whatever its family calls it; None is no limit."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def load_causal_lm(name: str, loading: Loading, *, device: torch.device, packing: bool) -> PreTrainedModel:
@@ -76,9 +81,9 @@ def load_causal_lm(name: str, loading: Loading, *, device: torch.device, packing
 
 
 def load_scalar_model(
-    name: str, loading: Loading, *, device: torch.device, packing: bool, head_prefix: str, new_head: bool = True
+    name: str, loading: Loading, *, device: torch.device, packing: bool, head_prefix: str, new_head: bool = False
 ) -> PreTrainedModel:
-    """A decoder with a scalar head: a saved reward model, or unless refused, a language model that gets a new head."""
+    """A decoder with a scalar head: a saved reward model or, where one begins, a language model with a new head."""
     options = _options(name, loading, device, packing)
     options["config"].num_labels = 1
     saved_prefix = options["config"].to_dict().get("value_head_prefix", head_prefix)

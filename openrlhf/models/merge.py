@@ -46,7 +46,7 @@ def load_base(base: str, head: dict[str, Any], *, is_rm: bool) -> PreTrainedMode
     if not is_rm:
         return load_causal_lm(base, FULL, device=CPU, packing=False)
     prefix = head.get("value_head_prefix", SCALAR_HEAD)
-    return load_scalar_model(base, FULL, device=CPU, packing=False, head_prefix=prefix)
+    return load_scalar_model(base, FULL, device=CPU, packing=False, head_prefix=prefix, new_head=True)
 
 
 def read_head(adapter: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -36,7 +37,7 @@ class GrowingLayer(DynamicLayer):
         left = self.length - drop_left
         kept = tuple(with_room(room, len(rows), left) for room in self.room)
         for old, new in zip(self.room, kept, strict=True):
-            new[..., :left, :] = old[:, :, drop_left : self.length].index_select(0, rows)
+            torch.index_select(old[:, :, drop_left : self.length], 0, rows, out=new[..., :left, :])
         self._show(kept, left)
 
     def join(self, other: GrowingLayer) -> None:

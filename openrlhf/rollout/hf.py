@@ -102,7 +102,7 @@ class HFEngine:
         with self._decoding():
             while waiting or running:
                 running = self._admit(running, waiting)
-                running = self._retire(running, finished, on_done, crowded=bool(waiting))
+                running = self._retire(running, finished, on_done, num_waiting=len(waiting))
                 if running:
                     self._step(running)
         finished.sort(key=lambda row: row.place)
@@ -111,7 +111,7 @@ class HFEngine:
     def _admit(self, running: Running | None, waiting: list[Row]) -> Running:
         """Fills free places, once there are enough of them: each admission copies the cache."""
         free = self.max_rows - (len(running.rows) if running else 0)
-        if running and (not waiting or free < min(len(waiting), self._enough(self.max_rows))):
+        if running and (not waiting or free < self._enough(running, len(waiting))):
             return running
         taken, waiting[:] = waiting[:free], waiting[free:]
         fresh = self._prefill(taken)
@@ -142,6 +142,8 @@ class HFEngine:
     def _advance(self, running: Running, ids: Tensor) -> None:
         """The new tokens through the model, and the next one drawn for each row."""
         positions = (running.mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        ended = [number for number, row in enumerate(running.rows) if row.finish_reason is not None]
+        positions[ended] = 0  # until their places are cleared they might pass the last position that the model knows
         outputs = self.network.decoder.base_model(
             input_ids=ids,
             attention_mask=running.mask,
@@ -201,12 +203,12 @@ class HFEngine:
         return text
 
     def _retire(
-        self, running: Running, finished: list[Row], on_done: OnDone | None, *, crowded: bool
+        self, running: Running, finished: list[Row], on_done: OnDone | None, *, num_waiting: int
     ) -> Running | None:
         """Takes out rows that ended, once there are enough of them: it copies the cache."""
         going = [place for place, row in enumerate(running.rows) if row.finish_reason is None]
         done = len(running.rows) - len(going)
-        if going and done < self._enough(self.max_rows if crowded else len(running.rows)):
+        if going and done < self._enough(running, num_waiting):
             return running
         for row in running.rows:
             if row.finish_reason is not None:
@@ -218,10 +220,11 @@ class HFEngine:
         running.keep(going)
         return running
 
-    @staticmethod
-    def _enough(rows: int) -> int:
-        """An eighth: what idle places cost until then is less than what copying at every end would."""
-        return max(1, rows // 8)
+    def _enough(self, running: Running, num_waiting: int) -> int:
+        """Places that are worth a copy of the cache: an eighth of them, or one for each request that waits."""
+        if not num_waiting:
+            return max(1, len(running.rows) // 8)
+        return min(num_waiting, max(1, self.max_rows // 8))
 
     def _completion(self, row: Row) -> Completion:
         assert row.finish_reason is not None

@@ -14,13 +14,16 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 
 from openrlhf.errors import EngineError, RolloutError
 from openrlhf.rollout.engine import Checksums, Part, Weights
 from openrlhf.types import FinishReason
+
+if TYPE_CHECKING:
+    from openrlhf.rollout.vllm_worker import Received
 
 Result = TypeVar("Result")
 Waiter: TypeAlias = asyncio.Future[Any]
@@ -310,26 +313,20 @@ class StepLoop:
             self._admit(batch)
 
     def _load(self, waiter: Waiter, weights: Weights, version: int, *, verify: bool) -> None:
-        """When the sender is lost half-way nothing is drawn any more until others came; that ends nothing."""
+        """Weights that are not whole are the sender's fault: nothing is drawn until others come; all else stands."""
         states = self._engine.output_processor.request_states
         for name, entry in self._running.items():
             if not states[entry.inner_id].is_prefilling:
                 self._began.setdefault(name, self.version)
         received = self._engine.collective_rpc("receive_weights", args=(weights,), kwargs={"verify": verify})
-        if cut_short := [worker.cut_short for worker in received if worker.cut_short]:
+        if wrong := what_is_wrong(received):
             self._has_weights = False
-            self._answers.give(waiter, RolloutError(cut_short[0]))
+            self._answers.give(waiter, RolloutError(wrong))
             return
-        missing = sorted({name for worker in received for name in worker.missing})
-        if missing:
-            raise RolloutError(f"no weights came for {', '.join(missing)}")
         self._engine.reset_prefix_cache(reset_running_requests=True)  # what the old weights computed goes too
         self._has_weights = True
         self.version = version
-        sums = [worker.checksums for worker in received]
-        if any(other != sums[0] for other in sums):
-            raise RolloutError("the workers of this engine received different weights")
-        self._answers.give(waiter, sums[0])
+        self._answers.give(waiter, received[0].checksums)
 
     def _sleep(self) -> None:
         """Level 2 drops the weights instead of copying them to the host, since new ones come anyway."""
@@ -351,3 +348,16 @@ class StepLoop:
         self._engine.engine_core.shutdown()
         self._engine = None
         gc.collect()
+
+
+def what_is_wrong(received: Sequence[Received]) -> str | None:
+    """Why what the workers of an engine received is not one whole set of weights."""
+    for worker in received:
+        if worker.cut_short:
+            return worker.cut_short
+    missing = sorted({name for worker in received for name in worker.missing})
+    if missing:
+        return f"no weights came for {', '.join(missing)}"
+    if any(worker.checksums != received[0].checksums for worker in received):
+        return "the workers of this engine received different weights"
+    return None

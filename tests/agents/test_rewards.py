@@ -1,6 +1,7 @@
 """reward_func in real processes: every generation of its contract, and every way in which it can go wrong."""
 
 import asyncio
+import gc
 import os
 import signal
 import time
@@ -9,6 +10,7 @@ import pytest
 import torch
 from sessions import Numbered, Say, children, params, prompt, run, run_all
 
+from openrlhf.agents.process import Failure, heard
 from openrlhf.errors import ConfigError, RewardError, RolloutError
 
 LENGTHS = "[float(len(query)) for query in queries]"
@@ -243,3 +245,14 @@ def test_an_engine_error_goes_up_as_it_is(build, write):
     executor = build(remote_rm_url=write("def reward_func(q, p): return [1.0]"), on_reward_error="skip")
     with pytest.raises(RolloutError, match="the engine is gone"):
         run(executor, [Broken()])
+
+
+@pytest.mark.parametrize("listening", [heard, lambda answer: answer], ids=["heard", "left alone"])
+def test_an_error_that_comes_after_its_listener_left_makes_no_noise(listening, caplog):
+    async def leave():
+        listening(asyncio.get_running_loop().create_future()).set_exception(Failure("raised", "odd"))
+        await asyncio.sleep(0)
+
+    asyncio.run(leave())
+    gc.collect()
+    assert ("never retrieved" in caplog.text) == (listening is not heard)

@@ -161,6 +161,29 @@ def test_an_interrupt_amid_generated_code_ends_with_the_same_exit_code(tmp_path)
     assert (done.returncode, done.stderr) == (130, "openrlhf: interrupted\n")
 
 
+IGNORING = """
+import signal
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+from openrlhf.cli.signals import at_work, end_at_once
+end_at_once()
+signal.raise_signal(signal.SIGINT)
+with at_work():
+    signal.raise_signal(signal.SIGINT)
+print("still there")
+"""
+
+
+def test_a_signal_that_whoever_started_us_ignores_stays_ignored():
+    assert python("-c", IGNORING).stdout == "still there\n"
+
+
+def test_another_program_keeps_its_own_signals(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__init__.py").write_text("from openrlhf.cli.train_sft import main")
+    (tmp_path / "mine" / "run.py").write_text("import signal; print(signal.getsignal(signal.SIGTERM).name)")
+    assert python("-m", "mine.run", cwd=tmp_path).stdout == "SIG_DFL\n"
+
+
 @pytest.mark.parametrize(
     ("argv", "numbers"),
     [

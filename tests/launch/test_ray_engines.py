@@ -21,6 +21,8 @@ class Answering:
         self.killed = False
 
     async def call(self, method, requests):
+        if (method, requests) == ("do", "health"):
+            return None
         assert method == "generate"
         return [self.name] * len(requests)
 
@@ -88,6 +90,17 @@ def test_an_engine_that_was_lost_too_often_ends_the_run():
         crew = Crew(Failing("first", LOSSES["dead"]), max_restarts=0)
         with pytest.raises(EngineError, match=r"engine 0 died, after 0 restarts \(--max_restarts\)"):
             await crew.engines.generate(ASKED)
+
+    asyncio.run(play())
+
+
+def test_who_has_failed_is_replaced_and_nobody_else():
+    async def play():
+        crew = Crew(Answering("first"), Failing("second", LOSSES["broken within"]), Failing("third", LOSSES["dead"]))
+        assert await crew.engines.replace_failed()
+        assert crew.started == [1, 2]
+        assert not await crew.engines.replace_failed()
+        assert [engine.process.name for engine in crew.engines.engines] == ["first", "new 1", "new 2"]
 
     asyncio.run(play())
 

@@ -146,9 +146,22 @@ def test_rewards_are_normalised_by_what_the_model_was_saved_with(learn, reward_m
 NORMALISED = {"normalize_reward": True}
 
 
-def test_a_model_without_statistics_says_that_it_stays_as_it_is(learn, models, capsys):
-    learn(reward_pretrain=models(), normalize_reward=True, max_steps=1)
+def test_a_model_without_statistics_says_that_it_stays_as_it_is(learn, reward_model, capsys):
+    folder = reward_model()
+    path = Path(folder) / "config.json"
+    saved = json.loads(path.read_text())
+    path.write_text(json.dumps({name: value for name, value in saved.items() if name not in ("mean", "std")}))
+    learn(reward_pretrain=folder, normalize_reward=True, max_steps=1)
     assert "has no mean and std in its config.json, so its scores stay as they are" in capsys.readouterr().err
+
+
+def test_a_language_model_gives_no_rewards(learn, tmp_path, models, capsys):
+    answers = write_rows(tmp_path / "answers.jsonl", [{"input": "a", "output": "b"}])
+    with pytest.raises(SystemExit):
+        learn(reward_pretrain=models(), max_steps=1)
+    with pytest.raises(SystemExit):
+        run("batch_inference", {"eval_task": "rm", "pretrain": models(), "dataset": answers, "output_path": "./scored"})
+    assert capsys.readouterr().err.count("holds no weights for a scalar head called score") == 2
 
 
 REDUCED = {"min": min, "mean": lambda steps: sum(steps) / len(steps), "last": lambda steps: steps[-1]}

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from openrlhf.config.sections.model import Lora, Model
 from openrlhf.data.collate import Layout
@@ -107,6 +107,30 @@ def test_each_place_is_heard_once(network, tokenizer):
     heard = []
     made = HFEngine(network, tokenizer, max_rows=4).complete(requests(tokenizer), lambda *one: heard.append(one))
     assert sorted(heard, key=lambda one: one[0]) == list(enumerate(made))
+
+
+@pytest.mark.parametrize(("num_waiting", "fewest"), [(1, 30), (4, 30)])
+def test_who_waits_gets_the_first_places_that_come_free(num_waiting, fewest, network, tokenizer, monkeypatch):
+    """A few that wait begin when as many have ended: 10 steps after the others, of which each takes 20."""
+    lengths = [10] * num_waiting + [20] * (64 - num_waiting) + [20] * num_waiting
+    asked = [Request((5,), SamplingParams(max_tokens=length, min_tokens=length, temperature=0.0)) for length in lengths]
+    engine = HFEngine(network, tokenizer, max_rows=64)
+    steps = []
+    step = engine._step
+    monkeypatch.setattr(engine, "_step", lambda running: (steps.append(len(running.rows)), step(running)))
+    assert [len(one.token_ids) for one in engine.complete(asked)] == lengths
+    assert len(steps) <= fewest
+
+
+@pytest.mark.parametrize("max_rows", [16, 32])
+def test_a_row_that_ended_does_not_run_past_the_last_position(max_rows, tokenizer):
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=len(tokenizer), n_positions=32, n_embd=32, n_layer=1, n_head=2, eos_token_id=None)
+    network = Network(GPT2LMHeadModel(config).eval())
+    short = [Request((3, 4), SamplingParams(max_tokens=20, min_tokens=20)) for _ in range(31)]
+    full = Request(tuple(range(1, 29)), SamplingParams(max_tokens=4, min_tokens=4))
+    made = HFEngine(network, tokenizer, max_rows=max_rows).complete([full, *short])
+    assert [len(one.token_ids) for one in made] == [4] + [20] * 31
 
 
 def test_nothing_asked_is_nothing_said(network, tokenizer):

@@ -90,13 +90,17 @@ class RayEngines:
                 if self.bring_weights is not None:
                     await self.bring_weights()
 
-    async def replace_failed(self) -> None:
+    async def replace_failed(self) -> bool:
         """All that are dead or generate no more; for whoever holds `changing` and then brings weights."""
-        for engine in self.engines:
-            try:
-                await engine.process.call("do", "health")
-            except LOST as failure:
-                await self._replace(engine, failure)
+        return any(await asyncio.gather(*map(self._replace_if_failed, self.engines)))
+
+    async def _replace_if_failed(self, engine: Engine) -> bool:
+        try:
+            await engine.process.call("do", "health")
+        except LOST as failure:
+            await self._replace(engine, failure)
+            return True
+        return False
 
     async def _replace(self, engine: Engine, failure: OpenRLHFError) -> None:
         if engine.restarts >= self.max_restarts:

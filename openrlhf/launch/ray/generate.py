@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from openrlhf.launch.engines import EngineSpec
-from openrlhf.launch.generate import AHEAD, Answers, Generation, engine_settings, stream
+from openrlhf.launch.generate import AHEAD, Generation, Sink, engine_settings, stream
 from openrlhf.launch.ray.cluster import connect
 from openrlhf.launch.ray.placement import EngineSeat, Plan
 from openrlhf.launch.ray.start import started_on
@@ -12,7 +12,7 @@ from openrlhf.monitor import say
 RESTARTS = 1  # of an engine that dies; what it had not finished is generated again
 
 
-async def generate_on_ray(generation: Generation, answers: Answers) -> None:
+async def generate_on_ray(generation: Generation, sink: Sink) -> None:
     """Requests go to whichever engine is least busy; this process writes what comes back."""
     task = generation.config.task
     size = task.tp_size or 1
@@ -21,4 +21,4 @@ async def generate_on_ray(generation: Generation, answers: Answers) -> None:
     with connect(asked, {}) as cluster, started_on(cluster) as starting:
         say(f"starting {asked.describe()}")
         engines = await starting.engines(spec, max_restarts=RESTARTS)
-        await stream(engines, answers, window=AHEAD * task.max_num_seqs * len(engines.engines))
+        await stream(engines, sink, window=AHEAD * task.max_num_seqs * len(engines.engines))

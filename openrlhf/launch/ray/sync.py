@@ -71,7 +71,8 @@ class RaySync:
             except LOST:
                 if self.sleeps:  # an engine starts only where there is room
                     await self.policy.everyone("do", "rest")
-                await self.engines.replace_failed()
+                if not await self.engines.replace_failed():
+                    raise  # all are well: it would fail again
 
     async def _bring(self, version: int, *, drain: bool, verify: bool) -> None:
         if self.engines.engines:
@@ -111,11 +112,11 @@ class RaySync:
         self, sending: asyncio.Future[list[Checksums]], receiving: Sequence[asyncio.Future[Checksums]]
     ) -> None:
         """When one side is gone the others would wait for it: they are told. Who is lost says more than who waited."""
-        if sending.done() and (error := sending.exception()) and not isinstance(error, RolloutError):
-            raise error  # a rank of the policy is gone, and the run with it
         if all(work.done() and not work.exception() for work in (sending, *receiving)):
             return
         await asyncio.wait((sending,), timeout=SECONDS_TO_NOTICE)
+        if sending.done() and (error := sending.exception()) and not isinstance(error, RolloutError):
+            raise error  # a rank of the policy is gone, and the run with it
         if not sending.done():
             for channel in {channel for channel, _ in self.channels}:
                 asyncio.get_running_loop().run_in_executor(None, channel.call_off)  # may be slow when it ends just now
