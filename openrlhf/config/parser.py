@@ -68,7 +68,11 @@ class FlagHelp(argparse.HelpFormatter):
 def build_parser(command: type, prog: str) -> FlagParser:
     description = (command.__doc__ or "").strip()
     parser = FlagParser(
-        prog=prog, usage=f"{prog} [--flag value ...]", description=description, formatter_class=FlagHelp
+        prog=prog,
+        usage=f"{prog} [--flag value ...]",
+        description=description,
+        formatter_class=FlagHelp,
+        allow_abbrev=False,  # a slip of the pen would pass as an abbreviation, and mean whatever flag begins like it
     )
     parser.add_argument(
         "--config",
@@ -123,13 +127,15 @@ def to_bool(text: str) -> bool:
 
 
 def unknown_flag(command: type, given: str) -> ConfigError:
-    """Names the nearest known flags, old and dotted spellings included."""
+    """Names the flags that begin so, else the nearest; old and dotted spellings included."""
     name = given.split("=")[0].lstrip("-")
     if not given.startswith("--"):
         return ConfigError(
             f"{given!r} stands where a flag is expected", try_this="put quotes around values with spaces"
         )
-    near = difflib.get_close_matches(name, known_spellings(command), n=3, cutoff=0.6)
+    known = ["config", *known_spellings(command)]
+    near = [match for match in known if match.startswith(name)][:3]
+    near = near or difflib.get_close_matches(name, known, n=3, cutoff=0.6)
     hint = " or ".join(f"--{match}" for match in near) if near else "--help for all flags"
     return ConfigError(f"--{name} is not a flag of this command", try_this=hint)
 

@@ -55,9 +55,9 @@ def says_something(message: Message) -> bool:
     return bool(str(message["content"]).strip() or message.get("tool_calls"))
 
 
-def read_messages(record: Record, field: str, *, speaker: str | None = None) -> list[Message]:
-    """The messages in a field: a list, or where a speaker is named, one message's text."""
-    value, at = record.value(field), Field(record.place, field)
+def read_messages(record: Record, field: str, flag: str, *, speaker: str | None = None) -> list[Message]:
+    """The messages in the field that a flag names: a list, or where a speaker is named, one message's text."""
+    value, at = record.value(field, flag), Field(record.place, field)
     if speaker is not None and (value is None or isinstance(value, str)):
         return [{"role": speaker, "content": value or ""}]
     if value is None:

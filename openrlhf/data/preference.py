@@ -34,7 +34,8 @@ def preference_rows(
     chat = open_chat(tokenizer, template)
 
     def make(record: Record) -> list[PairRow]:
-        texts = [mark_side(record, fields, side, chat, template) for side in (fields.chosen_key, fields.rejected_key)]
+        sides = ((fields.chosen_key, "--chosen_key"), (fields.rejected_key, "--rejected_key"))
+        texts = [mark_side(record, fields, side, flag, chat, template) for side, flag in sides]
         if texts[0].text == texts[1].text:
             raise Dropped("with chosen equal to rejected")
         chosen, rejected = (encode(text, tokenizer, max_len) for text in texts)
@@ -47,17 +48,19 @@ def preference_rows(
     return build_rows(records, make)
 
 
-def mark_side(record: Record, fields: Pairs, side: str, chat: Chat | None, template: Template) -> Marked:
+def mark_side(record: Record, fields: Pairs, side: str, flag: str, chat: Chat | None, template: Template) -> Marked:
     """One response behind its prompt; without a prompt field a conversation holds both, and a plain text is all."""
     if chat is None:
-        prompt = "" if fields.prompt_key is None else fill(template.input_template, record.text(fields.prompt_key))
-        return mark_plain(prompt, record.text(side))
+        prompt = ""
+        if fields.prompt_key is not None:
+            prompt = fill(template.input_template, record.text(fields.prompt_key, "--prompt_key"))
+        return mark_plain(prompt, record.text(side, flag))
     if fields.prompt_key is None:
-        messages = read_messages(record, side)
+        messages = read_messages(record, side, flag)
         before = len(messages) - 1
     else:
-        prompt_messages = read_messages(record, fields.prompt_key, speaker="user")
-        messages = prompt_messages + read_messages(record, side, speaker="assistant")
+        prompt_messages = read_messages(record, fields.prompt_key, "--prompt_key", speaker="user")
+        messages = prompt_messages + read_messages(record, side, flag, speaker="assistant")
         before = len(prompt_messages)
     if before < 1:
         raise Dropped(EMPTY_PROMPT)

@@ -75,7 +75,7 @@ class StepReader:
     soft: bool | None = None  # unknown until the first label
 
     def make(self, record: Record) -> list[StepRow]:
-        text = record.text(self.fields.input_key)
+        text = record.text(self.fields.input_key, "--input_key")
         ids, _ = tokenize(text, self.tokenizer)
         places = np.flatnonzero(ids == self.tokens.placeholder_id).astype(np.int32)
         given = self._labels(record, text)
@@ -94,7 +94,7 @@ class StepReader:
     def _labels(self, record: Record, text: str) -> Sequence[object]:
         """The labels as a list; also read from a copy of the text with a reward token in each placeholder's stead."""
         field = self.fields.label_key
-        value = record.value(field)
+        value = record.value(field, "--label_key")
         if isinstance(value, list):
             return value
         if not isinstance(value, str):

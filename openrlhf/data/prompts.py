@@ -73,7 +73,7 @@ def prompt_rows(
         if not ids:
             raise Dropped("an empty prompt")
         cut += len(ids) > budget
-        label = "" if flags.label_key is None else record.value(flags.label_key)
+        label = "" if flags.label_key is None else record.value(flags.label_key, "--label_key")
         source = record.row.get(DATASOURCE, "default")
         yield text, tuple(ids[-budget:]), label, str(source)
 
@@ -86,6 +86,6 @@ def prompt_rows(
 def prompt_text(record: Record, input_key: str, chat: Chat | None, template: Template) -> str:
     """What the model reads: the chat template up to where it answers, or the input in its template."""
     if chat is None:
-        return fill(template.input_template, record.text(input_key))
-    messages = read_messages(record, input_key, speaker="user")
+        return fill(template.input_template, record.text(input_key, "--input_key"))
+    messages = read_messages(record, input_key, "--input_key", speaker="user")
     return chat.render(chat.conversation(record, messages), prompt=True).text

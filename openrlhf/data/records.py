@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from openrlhf.errors import DataError
+
+MOST_ADVISED = 3  # fields that a message advises to take instead of a missing one
 
 
 @dataclass(frozen=True)
@@ -52,15 +55,19 @@ class Record:
     row: Mapping[str, Any]
     place: Place
 
-    def value(self, field: str) -> Any:
-        """What stands in a field; a field that is not there is an error that names those that are."""
+    def value(self, field: str, flag: str) -> Any:
+        """What stands in the field that a flag names; where it is missing, the error names those that are there."""
         if field not in self.row:
-            raise self.place.error(f"no field {field!r}; there are {', '.join(map(repr, self.row)) or 'none'}")
+            there = list(self.row)
+            raise DataError(
+                f"{self.place}: no field {field!r}; there are {', '.join(map(repr, there)) or 'none'}",
+                try_this=f"{flag} {' or '.join(map(shlex.quote, there[:MOST_ADVISED]))}" if there else None,
+            )
         return self.row[field]
 
-    def text(self, field: str) -> str:
-        """Text in a field; null reads as empty, which the caller drops and counts."""
-        value = self.value(field)
+    def text(self, field: str, flag: str) -> str:
+        """Text in the field that a flag names; null reads as empty, which the caller drops and counts."""
+        value = self.value(field, flag)
         if value is None:
             return ""
         if not isinstance(value, str):

@@ -39,7 +39,8 @@ def mark_response(record: Record, fields: Responses, chat: Chat | None, input_te
             raise Dropped(EMPTY_RESPONSE)
         talk = chat.conversation(record, messages)
         return chat.mark_response(talk, len(talk.messages) - 1)
-    prompt, response = record.text(fields.input_key), record.text(str(fields.output_key))
+    prompt = record.text(fields.input_key, "--input_key")
+    response = record.text(str(fields.output_key), "--output_key")
     if not prompt.strip():
         raise Dropped(EMPTY_PROMPT)
     if not response.strip():
@@ -54,6 +55,6 @@ def mark_plain(prompt: str, response: str) -> Marked:
 def read_conversation(record: Record, fields: Responses) -> list[Message]:
     """Prompt and response as one list: both in the input field, or the response in its own."""
     if fields.output_key is None:
-        return read_messages(record, fields.input_key)
-    prompt = read_messages(record, fields.input_key, speaker="user")
-    return prompt + read_messages(record, fields.output_key, speaker="assistant")
+        return read_messages(record, fields.input_key, "--input_key")
+    prompt = read_messages(record, fields.input_key, "--input_key", speaker="user")
+    return prompt + read_messages(record, fields.output_key, "--output_key", speaker="assistant")

@@ -53,7 +53,7 @@ def pretrain_rows(records: Records, tokenizer: PreTrainedTokenizerBase, input_ke
     check_fast(tokenizer)
 
     def make(record: Record) -> list[TokenRow]:
-        ids = tokenize(record.text(input_key), tokenizer)[0][:max_len]
+        ids = tokenize(record.text(input_key, "--input_key"), tokenizer)[0][:max_len]
         if len(ids) < 2:
             raise Dropped("with fewer than two tokens")
         return [TokenRow(ids, np.arange(len(ids)) > 0)]

@@ -44,7 +44,7 @@ def labelled_rows(
 
 
 def read_label(record: Record, field: str) -> bool:
-    value = record.value(field)
+    value = record.value(field, "--label_key")
     if not isinstance(value, int | float) or value not in (0, 1):
         raise record.place.error(f"0, 1, true or false is wanted, but {describe(value)} came", field)
     return bool(value)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from transformers.utils.logging import disable_progress_bar
+
 from openrlhf.config.commands import ChatConfig
 from openrlhf.launch.chat_history import History, open_history
 from openrlhf.launch.chat_input import QUOTES, CtrlC, Interrupted, Lines
@@ -21,6 +23,7 @@ BANNER = (
 
 def run(config: ChatConfig) -> None:
     """Until exit or the end of the input."""
+    disable_progress_bar()
     name = str(config.model.pretrain)
     device = choose_device(config.model.device)
     explain_precision(config.model.param_dtype, device)

@@ -23,7 +23,8 @@ from openrlhf.data.prompts import load_eval_prompts, load_prompts
 from openrlhf.launch.device import seed_everything
 from openrlhf.launch.local_rl import Machinery, open_local
 from openrlhf.launch.record import shown_flags
-from openrlhf.launch.rl_settings import make_settings, num_rollouts
+from openrlhf.launch.rl_build import make_schedule
+from openrlhf.launch.rl_settings import make_settings, num_optimizer_steps, num_rollouts, steps_per_rollout
 from openrlhf.launch.run_files import explain_stop, find_checkpoint, make_monitor, run_folder
 from openrlhf.launch.trial import tried_executor
 from openrlhf.models.load import load_tokenizer
@@ -35,6 +36,7 @@ from openrlhf.rl.workers import Workers
 from openrlhf.training import checkpoint
 from openrlhf.training.fit import Interrupted
 from openrlhf.training.interrupt import Interrupt
+from openrlhf.training.optim import only_warmup
 from openrlhf.training.rng import load_rng, save_rng
 from openrlhf.types import Prompt
 
@@ -60,6 +62,7 @@ def run(config: RLConfig) -> RLResult:
     order = PromptOrder(prompts, config.rollout.num_episodes, config.batches.seed)
     if len(prompts) < config.rollout.rollout_batch_size:
         say(f"{len(prompts)} prompts are fewer than --rollout_batch_size: a rollout takes what there is")
+    explain_warmup(config, order)
     executor = tried_executor(config, tokenizer, prompts)
     try:
         # Models load from here on, after all that could be refused without them.
@@ -69,6 +72,20 @@ def run(config: RLConfig) -> RLResult:
         raise
     finally:
         asyncio.run(executor.close())
+
+
+def explain_warmup(config: RLConfig, order: PromptOrder) -> None:
+    """A line for a policy whose learning rate stays in its warm-up, and for a critic that has a warm-up of its own."""
+    flags = config.optimizer
+    steps, planned = num_optimizer_steps(config, order), num_rollouts(config, order) * steps_per_rollout(config)
+    warmups: list[tuple[str, float, str | None]] = [("--lr_warmup_ratio", flags.lr_warmup_ratio, flags.lr_scheduler)]
+    if uses_critic(config) and flags.critic_lr_warmup_ratio is not None:
+        warmups.append(("--critic_lr_warmup_ratio", flags.critic_lr_warmup_ratio, flags.critic_lr_scheduler))
+    for flag, ratio, name in warmups:
+        scheduled = make_schedule(config, planned, name=name, warmup=ratio)
+        line = only_warmup(scheduled, steps=steps, planned=planned, warmup_ratio=ratio, flag=flag)
+        if line:
+            say(line)
 
 
 def open_machinery(

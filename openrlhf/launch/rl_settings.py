@@ -29,6 +29,14 @@ def steps_per_rollout(config: RLConfig) -> int:
     return math.ceil(samples / config.batches.train_batch_size) * config.batches.max_epochs
 
 
+def num_optimizer_steps(config: RLConfig, order: PromptOrder) -> int:
+    """Steps of a run that keeps every group: those of full rollouts, and the fewer of a smaller last one."""
+    size, samples = config.rollout.rollout_batch_size, config.rollout.n_samples_per_prompt
+    prompts = (min(size, len(order) - size * rollout) for rollout in range(num_rollouts(config, order)))
+    batches = sum(math.ceil(count * samples / config.batches.train_batch_size) for count in prompts)
+    return batches * config.batches.max_epochs
+
+
 def make_settings(config: RLConfig, layout: Layout) -> Settings:
     rollout, logs = config.rollout, config.logs
     sampling = rollout_settings(config)

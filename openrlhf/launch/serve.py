@@ -13,6 +13,7 @@ from types import FrameType
 
 import torch
 import uvicorn
+from transformers.utils.logging import disable_progress_bar
 
 from openrlhf.config.commands import ServeRMConfig
 from openrlhf.errors import ConfigError
@@ -41,6 +42,7 @@ class Server(uvicorn.Server):
 
 def run(config: ServeRMConfig) -> None:
     """Serves until SIGTERM, which is a good end, or Ctrl-C, which is raised as everywhere."""
+    disable_progress_bar()
     host, port = config.server.host, config.server.port
     with bind(host, port) as listener:  # a port that is taken is known before a model loads
         leave_a_core()

@@ -22,7 +22,7 @@ from openrlhf.models.load import load_tokenizer
 from openrlhf.monitor import Sink, say
 from openrlhf.training import checkpoint
 from openrlhf.training.fit import Fit, Interrupted, Plan, Saving
-from openrlhf.training.optim import schedule
+from openrlhf.training.optim import only_warmup, schedule
 from openrlhf.training.order import Order
 
 
@@ -54,6 +54,7 @@ def run(config: SupervisedConfig, sinks: Sequence[Sink] = ()) -> Result:
     if len(data.train) < order.batch_size:
         say(f"{len(data.train)} rows are fewer than --train_batch_size {order.batch_size}: a step takes what there is")
     plan = make_plan(config, order)
+    explain_warmup(config, plan)
     built = build(config, tokenizer, device, soft_labels=data.soft_labels)
     seed_dropout(config.batches.seed, built.backend.process // config.sharding.ds_tensor_parallel_size)
     fit = Fit(
@@ -81,6 +82,14 @@ def run(config: SupervisedConfig, sinks: Sequence[Sink] = ()) -> Result:
         raise
     say(f"saved {folder}")
     return Result(folder, order.total_steps, train, fit.last_evaluation)
+
+
+def explain_warmup(config: SupervisedConfig, plan: Plan) -> None:
+    steps = plan.order.total_steps
+    ratio = config.optimizer.lr_warmup_ratio
+    line = only_warmup(plan.schedule, steps=steps, planned=steps, warmup_ratio=ratio, flag="--lr_warmup_ratio")
+    if line:
+        say(line)
 
 
 def train_through(fit: Fit, first_step: int) -> dict[str, float]:

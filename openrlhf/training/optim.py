@@ -44,7 +44,7 @@ def schedule(name: str, *, warmup_ratio: float, total_steps: int, min_lr_ratio: 
         made = get_scheduler(
             name,
             dummy,
-            num_warmup_steps=math.ceil(total_steps * warmup_ratio),
+            num_warmup_steps=num_warmup_steps(total_steps, warmup_ratio),
             num_training_steps=total_steps,
             scheduler_specific_kwargs=kwargs,
         )
@@ -53,6 +53,24 @@ def schedule(name: str, *, warmup_ratio: float, total_steps: int, min_lr_ratio: 
     if not isinstance(made, torch.optim.lr_scheduler.LambdaLR):
         raise ConfigError(f"--lr_scheduler {name} follows the loss and not the step, which cannot be resumed exactly")
     return made.lr_lambdas[0]
+
+
+def num_warmup_steps(total_steps: int, warmup_ratio: float) -> int:
+    return math.ceil(total_steps * warmup_ratio)
+
+
+def only_warmup(
+    scheduled: Callable[[int], float], *, steps: int, planned: int, warmup_ratio: float, flag: str
+) -> str | None:
+    """A line for a run that ends amid its warm-up; its `steps` may be fewer than those `planned` in the schedule."""
+    if not 0 < steps <= num_warmup_steps(planned, warmup_ratio) or scheduled(0) > 0:
+        return None
+    given = f"({flag} {warmup_ratio:g})"
+    if steps == 1:
+        line = f"the only optimizer step is warm-up {given}, with a learning rate of 0: nothing is learned"
+    else:
+        line = f"all {steps} optimizer steps are warm-up {given}, the first with a learning rate of 0"
+    return f"{line}. Try: {flag} 0"
 
 
 def trainable(network: nn.Module) -> list[Named]:

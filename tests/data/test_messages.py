@@ -18,7 +18,7 @@ SHAREGPT = [
 
 def read(records, value, **more):
     (record,) = records({"input": value})
-    return read_messages(record, "input", **more)
+    return read_messages(record, "input", "--input_key", **more)
 
 
 def test_text_becomes_a_message_of_the_named_speaker(records):
@@ -52,7 +52,7 @@ def test_calls_are_structure_or_text_as_the_template_knows_them(records):
     (record,) = records({"input": SHAREGPT, "tools": '[{"name": "five"}]'})
     for template, call in ((TOOLS, "call two "), (None, CALL)):
         chat = open_chat(word_tokenizer(), Template(apply_chat_template=True, tokenizer_chat_template=template))
-        text = chat.render(chat.conversation(record, read_messages(record, "input"))).text
+        text = chat.render(chat.conversation(record, read_messages(record, "input", "--input_key"))).text
         assert f"<assistant> {call} <eos>\n<tool> three <eos>\n<assistant> four <eos>" in text
         assert text.startswith("<tool> five \n<system>" if template else "<system> be kind")
 
@@ -62,7 +62,7 @@ def test_calls_in_messages_are_never_lost(records):
     (record,) = records({"input": [user("one"), {"role": "assistant", "content": None, "tool_calls": calls}]})
     for template, call in ((TOOLS, "call two "), (None, '{"name": "two", "arguments": {}}')):
         chat = open_chat(word_tokenizer(), Template(apply_chat_template=True, tokenizer_chat_template=template))
-        text = chat.render(chat.conversation(record, read_messages(record, "input"))).text
+        text = chat.render(chat.conversation(record, read_messages(record, "input", "--input_key"))).text
         assert text.endswith(f"<assistant> {call} <eos>\n")
 
 

@@ -100,7 +100,18 @@ def test_equal_pairs_everywhere_are_an_error(records):
     ("data", "complaint"),
     [
         ({"prompt": "one", "chosen": 17, "rejected": "x"}, "row 1, field 'chosen': text is wanted, but the number 17"),
-        ({"prompt": "one", "good": "two"}, "row 1: no field 'chosen'; there are 'prompt', 'good'"),
+        (
+            {"prompt": "one", "good": "two"},
+            "row 1: no field 'chosen'; there are 'prompt', 'good'. Try: --chosen_key prompt or good",
+        ),
+        (
+            {"prompt": "one", "chosen": "two"},
+            "row 1: no field 'rejected'; there are 'prompt', 'chosen'. Try: --rejected_key",
+        ),
+        (
+            {"chosen": "one", "rejected": "two"},
+            "row 1: no field 'prompt'; there are 'chosen', 'rejected'. Try: --prompt_key",
+        ),
         ({**PAIR, "margin": "far"}, "row 1, field 'margin': a number is wanted, but the text 'far' came"),
     ],
 )

@@ -1,24 +1,34 @@
 import pytest
 
-from openrlhf.data.records import describe
+from openrlhf.data.records import Place, Record, describe
 from openrlhf.errors import DataError
 
 
-def test_a_wrong_key_names_the_fields_there_are(records):
-    (record,) = records({"question": "one", "answer": "two"})
-    with pytest.raises(DataError, match=r"^data.jsonl, row 1: no field 'input'; there are 'question', 'answer'$"):
-        record.text("input")
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        (["question", "answer"], "there are 'question', 'answer'. Try: --input_key question or answer"),
+        (["the question"], "there are 'the question'. Try: --input_key 'the question'"),
+        (["a", "b", "c", "d"], "there are 'a', 'b', 'c', 'd'. Try: --input_key a or b or c"),
+        ([], "there are none"),
+    ],
+)
+def test_a_wrong_key_names_the_fields_there_are_and_its_flag(fields, complaint):
+    record = Record(dict.fromkeys(fields, "x"), Place("data.jsonl", 1))
+    with pytest.raises(DataError) as caught:
+        record.text("input", "--input_key")
+    assert str(caught.value) == f"data.jsonl, row 1: no field 'input'; {complaint}"
 
 
 def test_a_number_where_text_is_wanted_names_file_row_and_field(records):
     _, record = records({"chosen": "one"}, {"chosen": 17})
     with pytest.raises(DataError, match=r"^data.jsonl, row 2, field 'chosen': text is wanted, but the number 17 came$"):
-        record.text("chosen")
+        record.text("chosen", "--chosen_key")
 
 
 def test_null_reads_as_empty_text(records):
     (record,) = records({"chosen": None})
-    assert record.text("chosen") == ""
+    assert record.text("chosen", "--chosen_key") == ""
 
 
 @pytest.mark.parametrize("value", ["much", True, [1]])

@@ -50,7 +50,8 @@ def test_another_label_names_the_row(records, label, came):
 
 
 def test_a_missing_label_names_the_fields(records):
-    with pytest.raises(DataError, match=r"^data.jsonl, row 1: no field 'label'; there are 'input', 'output'$"):
+    message = r"^data.jsonl, row 1: no field 'label'; there are 'input', 'output'. Try: --label_key input or output$"
+    with pytest.raises(DataError, match=message):
         read(records({"input": "one", "output": "two"}))
 
 

@@ -132,6 +132,7 @@ def test_a_pipe_hears_no_banner_and_gets_exit_code_0(models, plain):
     )
     assert (done.returncode, done.stdout) == (0, plain("User: ab\nAssistant: ") + "\n")
     assert "Ctrl" not in done.stderr
+    assert "Loading" not in done.stderr  # Transformers' progress bar
     assert "deprecated" not in done.stderr
 
 

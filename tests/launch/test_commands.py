@@ -76,6 +76,14 @@ def test_a_reward_model_prefers_what_it_should_and_scores_equally_in_plain_trans
     assert ran.config["pad_token_id"] == tokenizer.pad_token_id != tokenizer.eos_token_id
 
 
+def test_a_run_without_a_learning_rate_says_so(tmp_path, train, capsys):
+    flags = data(tmp_path, answers(16), answers(4)) | ANSWERS | {"lr_scheduler": "linear", "lr_warmup_ratio": 0.03}
+    train("train_sft", **flags)
+    assert "the only optimizer step is warm-up (--lr_warmup_ratio 0.03)" in capsys.readouterr().err
+    train("train_sft", "longer", max_epochs=2, **flags)
+    assert "warm-up" not in capsys.readouterr().err
+
+
 def test_a_reward_model_without_evaluation_data_takes_its_statistics_from_training_rows(tmp_path, train, capsys):
     ran = train("train_rm", dataset=write_rows(tmp_path / "a.jsonl", pairs(110)), **PAIRS, max_steps=2)
     assert "no --eval_dataset: the first 100 training rows" in capsys.readouterr().err

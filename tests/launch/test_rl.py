@@ -278,6 +278,15 @@ def test_tails_are_trained_and_said(learn, capsys):
     assert "3 prompts are fewer than --rollout_batch_size: a rollout takes what there is" in capsys.readouterr().err
 
 
+def test_a_run_without_a_learning_rate_says_so(learn, capsys):
+    few = {"rows": asked(3), "lr_scheduler": "linear", "lr_warmup_ratio": 0.03}
+    learn(train_batch_size=12, **few)  # three steps were planned, and the three prompts give one
+    said = capsys.readouterr().err
+    assert "the only optimizer step is warm-up (--lr_warmup_ratio 0.03)" in said
+    learn("more", train_batch_size=8, **few)
+    assert "warm-up" not in capsys.readouterr().err
+
+
 def test_every_episode_asks_every_prompt_once(learn):
     ran = learn(rows=asked(8), num_episodes=3, n_samples_per_prompt=2)
     orders = [[row["prompt"]["text"] for row in recorded(ran, step)][::2] for step in (1, 2, 3)]

@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -286,7 +287,7 @@ def test_a_stop_answers_what_is_in_flight(reward_model, number, code):
     with subprocess.Popen(program, stderr=subprocess.PIPE, text=True, env=environment) as server:
         watchdog = threading.Timer(DEADLINE, server.kill)
         watchdog.start()
-        assert any("answers on" in line for line in server.stderr)
+        before = list(takewhile(lambda line: "answers on" not in line, server.stderr))
         body = json.dumps({"query": ["abc"]}).encode()
         with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE) as client:
             head = (
@@ -302,4 +303,5 @@ def test_a_stop_answers_what_is_in_flight(reward_model, number, code):
             answer = json.loads(response.read())
         assert server.wait(DEADLINE) == code
         watchdog.cancel()
+    assert "Loading" not in "".join(before)  # Transformers' progress bar
     assert answer["rewards"] == pytest.approx(alone(reward_model, ["abc"]), abs=1e-5)

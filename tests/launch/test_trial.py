@@ -205,8 +205,11 @@ def test_a_dry_run_shows_what_is_learned(command, hollow, tmp_path, capsys):
     ("flags", "complaint"),
     [
         ({"lr_scheduler": "sideways"}, "--lr_scheduler sideways"),
-        ({"output_key": "nowhere"}, "row 1: no field 'nowhere'"),
-        ({"eval_dataset": "./bad.jsonl"}, "bad.jsonl, row 1: no field 'input'"),
+        ({"output_key": "nowhere"}, "row 1: no field 'nowhere'; there are 'input', 'output'. Try: --output_key"),
+        (
+            {"eval_dataset": "./bad.jsonl"},
+            "bad.jsonl, row 1: no field 'input'; there are 'text'. Try: --input_key text",
+        ),
     ],
 )
 def test_a_dry_run_finds_what_a_run_would(hollow, tmp_path, capsys, flags, complaint):

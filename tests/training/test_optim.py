@@ -9,7 +9,15 @@ from torch.testing import assert_close
 from transformers import get_scheduler
 
 from openrlhf.errors import BackendError, ConfigError
-from openrlhf.training.optim import MasterOptimizer, OptimizerSettings, is_matrix, parameter_groups, schedule, trainable
+from openrlhf.training.optim import (
+    MasterOptimizer,
+    OptimizerSettings,
+    is_matrix,
+    only_warmup,
+    parameter_groups,
+    schedule,
+    trainable,
+)
 
 PEAK = 3e-4
 
@@ -86,6 +94,35 @@ def test_schedules_that_cannot_be():
         schedule("reduce_lr_on_plateau", **options)
     with pytest.raises(ConfigError, match="--lr_scheduler warmup_stable_decay: "):
         schedule("warmup_stable_decay", **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "ratio", "steps", "planned", "said"),
+    [
+        (
+            "cosine_with_min_lr",
+            0.03,
+            1,
+            1,
+            "the only optimizer step is warm-up (--lr_warmup_ratio 0.03), with a learning",
+        ),
+        (
+            "cosine_with_min_lr",
+            0.03,
+            1,
+            8,
+            "the only optimizer step is warm-up (--lr_warmup_ratio 0.03), with a learning",
+        ),
+        ("linear", 0.7, 3, 3, "all 3 optimizer steps are warm-up (--lr_warmup_ratio 0.7), the first with a learning"),
+        ("cosine_with_min_lr", 0.03, 2, 2, None),
+        ("cosine_with_min_lr", 0.0, 1, 1, None),
+        ("constant", 0.03, 1, 1, None),
+    ],
+)
+def test_a_run_that_is_all_warmup_is_said(name, ratio, steps, planned, said):
+    scheduled = schedule(name, warmup_ratio=ratio, total_steps=planned, min_lr_ratio=0.1)
+    line = only_warmup(scheduled, steps=steps, planned=planned, warmup_ratio=ratio, flag="--lr_warmup_ratio")
+    assert line is None if said is None else line.startswith(said) and line.endswith("Try: --lr_warmup_ratio 0")
 
 
 def test_weight_decay_spares_biases_and_norms():
