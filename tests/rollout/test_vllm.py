@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from openrlhf.data.collate import Layout, collate
-from openrlhf.errors import RolloutError
+from openrlhf.errors import EngineError, RolloutError
 from openrlhf.models.forward import Network
 from openrlhf.rl.samples import batch_trajectories
 from openrlhf.rollout.checksum import checksum
@@ -370,26 +370,36 @@ def test_a_request_that_is_too_long_fails_alone(engine, tokenizer):
     assert not engine._steps._engine.has_unfinished_requests()
 
 
-def test_a_missing_parameter_is_named_and_ends_the_engine(shared, network):
+def test_a_missing_parameter_is_named_and_nothing_is_drawn_until_it_came(shared, network):
     name = "model.layers.1.self_attn.k_proj.weight"
-    weights = [(key, tensor) for key, tensor in weights_of(network) if key not in (name, "model.norm.weight")]
+    whole = list(weights_of(network))
+    lacking = [(key, tensor) for key, tensor in whole if key not in (name, "model.norm.weight")]
 
-    async def fail():
+    async def change():
         task = await begun(shared)
-        with pytest.raises(RolloutError, match=f"no weights came for {name}, model.norm.weight"):
-            await shared.load(weights, 1)
-        with pytest.raises(RolloutError, match="no weights came"):
-            await task
-        with pytest.raises(RolloutError, match="no weights came"):
-            await shared.health()
-        with pytest.raises(RolloutError, match="generates no more"):
+        with pytest.raises(RolloutError, match=f"no weights came for {name}, model.norm.weight") as refusal:
+            await shared.load(lacking, 1)
+        assert not isinstance(refusal.value, EngineError)  # nobody is to start the engine anew
+        await shared.health()
+        with pytest.raises(RolloutError, match="no whole weights"):
             await shared.generate([SHORT])
+        await shared.load(whole, 2)
+        (long,) = await task
+        return long
+
+    assert len(asyncio.run(change()).token_ids) == LONG.params.max_tokens
+
+
+def test_a_closed_engine_says_so(shared):
+    async def close():
+        task = await begun(shared)
         await shared.close()
-        with pytest.raises(RolloutError, match="closed"):
-            await shared.generate([SHORT])
+        for waiting in (task, shared.generate([SHORT])):
+            with pytest.raises(EngineError, match="closed"):
+                await waiting
         await shared.close()
 
-    asyncio.run(fail())
+    asyncio.run(close())
 
 
 def test_an_error_within_a_step_reaches_those_who_wait(shared, tokenizer, tmp_path):
