@@ -26,8 +26,8 @@ def load_network(name):
     return Network(load_causal_lm(str(name), Model(), device=CPU, packing=False))
 
 
-def load_scalar(name, prefix="score"):
-    return Network(load_scalar_model(str(name), Model(), device=CPU, packing=False, head_prefix=prefix)).eval()
+def load_scalar(name, prefix="score", **how):
+    return Network(load_scalar_model(str(name), Model(), device=CPU, packing=False, head_prefix=prefix, **how)).eval()
 
 
 def rows(tokenizer):
@@ -45,7 +45,7 @@ def train_a_reward_model(base, folder, prefix="score"):
     """What train_rm does around its training: load, separate padding from EOS, note the prefix, save."""
     tokenizer = load_tokenizer(str(base), Model())
     torch.manual_seed(1)
-    network = load_scalar(base, prefix)
+    network = load_scalar(base, prefix, new_head=True)
     separate_pad_from_eos(network.decoder, tokenizer)
     network.decoder.config.update({"value_head_prefix": prefix, "mean": 0.5, "std": 2.0})
     with torch.no_grad():
@@ -142,7 +142,7 @@ def test_saved_adapters_give_equal_outputs_under_peft(tmp_path, targets):
 
 def test_saved_adapters_of_a_reward_model_bring_its_head(tmp_path):
     base = make_model(tmp_path / "base", initializer_range=0.2)
-    scalar = load_scalar(base).decoder
+    scalar = load_scalar(base, new_head=True).decoder
     network = Network(add_adapters(scalar, Lora(lora_rank=4), scalar=True)).eval()
     tokenizer = load_tokenizer(base, Model())
     with torch.no_grad():

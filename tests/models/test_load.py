@@ -104,7 +104,7 @@ def test_a_model_without_our_head_is_no_reward_model(tmp_path):
 def test_a_new_scalar_head_is_ours_and_not_transformers(tmp_path):
     name = make_model(tmp_path, hidden_size=512, intermediate_size=8, num_hidden_layers=1)
     torch.manual_seed(0)
-    model = load_scalar_model(name, Model(), device=CPU, packing=False, head_prefix="score")
+    model = load_scalar_model(name, Model(), device=CPU, packing=False, head_prefix="score", new_head=True)
     assert model.score.weight.shape == (1, 512)
     assert model.score.weight.std().item() == pytest.approx(1 / 513, rel=0.15)
 
@@ -112,7 +112,7 @@ def test_a_new_scalar_head_is_ours_and_not_transformers(tmp_path):
 def adapted(folder, *, scalar=False, **flags):
     lora = Lora(lora_rank=4, **flags)
     if scalar:
-        model = load_scalar_model(folder, Model(), device=CPU, packing=False, head_prefix="score")
+        model = load_scalar_model(folder, Model(), device=CPU, packing=False, head_prefix="score", new_head=True)
     else:
         model = load(folder)
     return add_adapters(model, lora, scalar=scalar)

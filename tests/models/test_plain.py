@@ -82,7 +82,7 @@ def test_other_kinds_of_adapters(tmp_path, kwargs):
 
 def test_a_scalar_model_with_adapters(tmp_path):
     name = make_model(tmp_path / "base")
-    scalar = load_scalar_model(name, Model(), device=CPU, packing=False, head_prefix="score")
+    scalar = load_scalar_model(name, Model(), device=CPU, packing=False, head_prefix="score", new_head=True)
     network = disturbed(add_adapters(scalar, Lora(lora_rank=4), scalar=True))
     assert_as_saved(network, copy.deepcopy(network.model).merge_and_unload(), tmp_path / "out")
 

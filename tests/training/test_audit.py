@@ -76,7 +76,7 @@ def test_adapters_begin_with_zeros_and_then_learn(tmp_path, kind, capsys):
 @pytest.mark.parametrize("lora", [0, 4])
 def test_reward_models_and_critics_use_all_they_train(tmp_path, ask, lora, capsys):
     name = make_model(tmp_path)
-    model = load_scalar_model(name, Model(), device=CPU, packing=False, head_prefix="score")
+    model = load_scalar_model(name, Model(), device=CPU, packing=False, head_prefix="score", new_head=True)
     train(Network(add_adapters(model, Lora(lora_rank=lora), scalar=True)), Scores(ask))
     assert lines(capsys) == []
 
