@@ -41,3 +41,9 @@ def asker(generate: Generate, home: asyncio.AbstractEventLoop) -> Ask:
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(generate(request), home))
 
     return ask
+
+
+def heard(answer: asyncio.Future[Result]) -> asyncio.Future[Result]:
+    """An answer whose error asyncio does not complain about where whoever waited for it has gone."""
+    answer.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return answer

@@ -14,9 +14,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from openrlhf.agents.deadline import Deadline
-from openrlhf.agents.loop_thread import Ask, Generate, LoopThread, asker
+from openrlhf.agents.loop_thread import Ask, Generate, LoopThread, asker, heard
 from openrlhf.agents.messages import Spec
-from openrlhf.agents.process import Call, Failure, WorkerProcess, heard
+from openrlhf.agents.process import Call, Failure, WorkerProcess
 from openrlhf.errors import ConfigError, RolloutError
 from openrlhf.types import Completion, Request, SamplingParams
 

@@ -11,15 +11,14 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from openrlhf.agents.deadline import Deadline, Processor
-from openrlhf.agents.loop_thread import Ask
+from openrlhf.agents.loop_thread import Ask, heard
 from openrlhf.agents.messages import HEADER, Spec, pack_call, unpack_reply
 from openrlhf.types import Completion, Request
 
 START = "import sys; sys.path[:] = {path}; from openrlhf.agents.worker import main; main({calls}, {replies}, {parent})"
-Answer = TypeVar("Answer")
 DRAIN_SECONDS = 1.0  # for what a process said last
 
 
@@ -63,12 +62,6 @@ class Call:
 
     def completions(self) -> tuple[Completion, ...]:
         return tuple(self.asked[number][1].result() for number in sorted(self.asked))
-
-
-def heard(answer: asyncio.Future[Answer]) -> asyncio.Future[Answer]:
-    """An answer whose error asyncio does not complain about where whoever waited for it has gone."""
-    answer.add_done_callback(lambda done: done.cancelled() or done.exception())
-    return answer
 
 
 class WorkerProcess:

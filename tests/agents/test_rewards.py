@@ -10,7 +10,8 @@ import pytest
 import torch
 from sessions import Numbered, Say, children, params, prompt, run, run_all
 
-from openrlhf.agents.process import Failure, heard
+from openrlhf.agents.loop_thread import heard
+from openrlhf.agents.process import Failure
 from openrlhf.errors import ConfigError, RewardError, RolloutError
 
 LENGTHS = "[float(len(query)) for query in queries]"

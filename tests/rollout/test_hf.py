@@ -109,8 +109,8 @@ def test_each_place_is_heard_once(network, tokenizer):
     assert sorted(heard, key=lambda one: one[0]) == list(enumerate(made))
 
 
-@pytest.mark.parametrize(("num_waiting", "fewest"), [(1, 30), (4, 30)])
-def test_who_waits_gets_the_first_places_that_come_free(num_waiting, fewest, network, tokenizer, monkeypatch):
+@pytest.mark.parametrize("num_waiting", [1, 4])
+def test_who_waits_gets_the_first_places_that_come_free(num_waiting, network, tokenizer, monkeypatch):
     """A few that wait begin when as many have ended: 10 steps after the others, of which each takes 20."""
     lengths = [10] * num_waiting + [20] * (64 - num_waiting) + [20] * num_waiting
     asked = [Request((5,), SamplingParams(max_tokens=length, min_tokens=length, temperature=0.0)) for length in lengths]
@@ -119,7 +119,7 @@ def test_who_waits_gets_the_first_places_that_come_free(num_waiting, fewest, net
     step = engine._step
     monkeypatch.setattr(engine, "_step", lambda running: (steps.append(len(running.rows)), step(running)))
     assert [len(one.token_ids) for one in engine.complete(asked)] == lengths
-    assert len(steps) <= fewest
+    assert len(steps) <= 10 + 20
 
 
 @pytest.mark.parametrize("max_rows", [16, 32])

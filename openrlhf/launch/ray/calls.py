@@ -8,6 +8,7 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from openrlhf.agents.loop_thread import heard
 from openrlhf.errors import BackendError, EngineError, OpenRLHFError
 
 Answer = TypeVar("Answer")
@@ -102,17 +103,10 @@ class Fate:
             self.died.cancel()
 
 
-def look_at(task: asyncio.Future[Any]) -> None:
-    """asyncio complains about an exception that nobody looked at."""
-    if not task.cancelled():
-        task.exception()
-
-
 def abandon(*work: asyncio.Future[Any]) -> None:
     """Nobody waits for it any more, nor wants to hear how it failed."""
     for one in work:
-        one.add_done_callback(look_at)
-        one.cancel()
+        heard(one).cancel()
 
 
 def _reason(error: Exception) -> str:

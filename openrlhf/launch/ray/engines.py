@@ -11,8 +11,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from openrlhf.agents.loop_thread import heard
 from openrlhf.errors import EngineError, OpenRLHFError
-from openrlhf.launch.ray.calls import GO_ON, LOST, Fate, Process, look_at
+from openrlhf.launch.ray.calls import GO_ON, LOST, Fate, Process
 from openrlhf.monitor import say
 from openrlhf.rollout.engine import Part
 from openrlhf.types import Completion, Request
@@ -78,8 +79,7 @@ class RayEngines:
 
     async def mend(self, engine: Engine, failed: Process, failure: OpenRLHFError) -> None:
         """Done to the end even when the request that noticed is taken back meanwhile."""
-        mending = asyncio.ensure_future(self.fate.race(self._mend(engine, failed, failure)))
-        mending.add_done_callback(look_at)
+        mending = heard(asyncio.ensure_future(self.fate.race(self._mend(engine, failed, failure))))
         await asyncio.shield(mending)
 
     async def _mend(self, engine: Engine, failed: Process, failure: OpenRLHFError) -> None:
