@@ -110,6 +110,7 @@ EXAMPLES = (
     Example("train_prm_mistral", "process reward model", f"{STEPS} MODEL={{toys}}/mistral"),
     Example("train_iterative_dpo", "vLLM, scoring, DPO"),
     Example("train_rejection_sampling_llama", "vLLM, scoring, SFT"),
+    Example("train_prm_best_of_n", "process reward model, vLLM, scoring", f"{STEPS} BASE={{toys}}/mistral"),
     Example("train_conditional", "scoring, SFT; Transformers generates", "ENGINE=generate"),
     Example("train_ppo_llama", "PPO in one process, Transformers generates"),
     on_ray("train_ppo_llama_ray", "PPO, devices for each"),

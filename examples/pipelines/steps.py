@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 Run = Callable[[list[str]], None]
@@ -15,14 +16,20 @@ COMPLETE = ["--input_key", "input", "--output_key", "output", "--input_template"
 
 
 def arguments(description: str, *, iterations: int, samples: int) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policy", required=True, help="model that learns")
+    """Flags of a pipeline that trains the policy by a reward model."""
+    parser = shared_arguments(description, samples=samples)
     parser.add_argument("--reward", required=True, help="reward model")
-    parser.add_argument("--prompts", required=True, help="dataset with the prompts")
     parser.add_argument("--held_out", help="dataset with prompts to measure on; none measures nothing")
-    parser.add_argument("--folder", type=Path, required=True, help="where everything is written")
     parser.add_argument("--iterations", type=int, default=iterations)
     parser.add_argument("--prompts_per_iteration", type=int, default=2048)
+    return parser
+
+
+def shared_arguments(description: str, *, samples: int) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policy", required=True, help="model that answers")
+    parser.add_argument("--prompts", required=True, help="dataset with the prompts")
+    parser.add_argument("--folder", type=Path, required=True, help="where everything is written")
     parser.add_argument("--samples", type=int, default=samples, help="answers per prompt")
     parser.add_argument("--engine", choices=["generate", "generate_vllm"], default="generate")
     parser.add_argument("--generate", default="", help="flags for generation, such as '--max_new_tokens 512'")
@@ -59,8 +66,9 @@ class Steps:
         given = ["--eval_task", self.args.engine, "--pretrain", policy, "--dataset", prompts, "--output_path", output]
         return self.step(output, "batch_inference", *given, *flags, *shlex.split(self.args.generate))
 
-    def scored(self, output: Path, answers: str, *flags: object) -> str:
-        given = ["--eval_task", "rm", "--pretrain", self.args.reward, "--dataset", answers, "--output_path", output]
+    def scored(self, output: Path, answers: str, *flags: object, reward: str | None = None) -> str:
+        model = reward or self.args.reward
+        given = ["--eval_task", "rm", "--pretrain", model, "--dataset", answers, "--output_path", output]
         return self.step(output, "batch_inference", *given, *flags, *shlex.split(self.args.score))
 
     def trained(self, folder: Path, command: str, *flags: object) -> str:
@@ -77,12 +85,19 @@ class Steps:
         answers = self.answers(self.args.folder / f"{name}_answers.jsonl", policy, self.args.held_out, *wish)
         if condition is not None:
             rows = [{**row, "input": row["input"].removesuffix(f" {condition} ")} for row in read(answers)]
-            Path(answers).write_text("".join(json.dumps(row) + "\n" for row in rows))
-        rewards = [row["reward"] for row in read(self.scored(self.args.folder / f"{name}_scored.jsonl", answers))]
-        mean = sum(rewards) / len(rewards)
+            write(Path(answers), rows)
+        mean = fmean(row["reward"] for row in read(self.scored(self.args.folder / f"{name}_scored.jsonl", answers)))
         print(f"held-out reward {name}: {mean:.3f}")
         return mean
 
 
 def read(path: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(path).read_text().split("\n") if line]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    """A file that holds these rows already stays untouched: a stopped step goes on only if its data did not change."""
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+    return str(path)

@@ -52,6 +52,16 @@ def write_rows(chance: random.Random) -> dict[str, list[dict[str, Any]]]:
     }
 
 
+def reward_func(queries: list[str], prompts: list[str], labels: list[str], **more: Any) -> list[float]:
+    """What answers in steps are truly worth: 1 where each step is one early letter, 0 otherwise."""
+
+    def worth(answer: str) -> float:
+        *steps, unfinished = answer.removesuffix("</s>").split("#")
+        return float(bool(steps) and not unfinished and set(steps) <= set(EARLY))
+
+    return [worth(query.removeprefix(prompt)) for query, prompt in zip(queries, prompts, strict=True)]
+
+
 def build_model(folder: Path) -> None:
     """A decoder with heads wide enough for vLLM on a CPU, and a tokenizer of characters."""
     vocabulary = {token: number for number, token in enumerate(["</s>", "<pad>", *CHARACTERS])}

@@ -16,7 +16,7 @@ from tests.config.test_snapshots import PRINTED, read
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(path for path in (ROOT / "examples" / "scripts").glob("*.sh") if path.name != "common.sh")
 NOT_TRAINING = ("build_openrlhf", "ckpt_ds_zero_to_universal", "docker_run", "nvidia_docker_install")
-PIPELINES = ("train_conditional", "train_iterative_dpo", "train_rejection_sampling")
+PIPELINES = ("train_conditional", "train_iterative_dpo", "train_prm_best_of_n", "train_rejection_sampling")
 FAST = (
     "train_sft",
     "train_dpo_llama",

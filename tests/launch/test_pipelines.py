@@ -1,6 +1,7 @@
 """The pipelines of examples/pipelines on a toy taste: early letters are good, and the policy begins at chance."""
 
 import json
+import os
 import random
 import re
 import shlex
@@ -8,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from toys import EARLY, FAST, LATE, PAIRS, TEMPLATE, pairs, run, word, write_rows
+from toys import EARLY, FAST, LATE, PAIRS, TEMPLATE, pairs, run, steps, word, write_rows
 
 from tests.tiny import make_model
 
@@ -48,18 +49,24 @@ def pipeline(start, monkeypatch, capsys):
         given |= {"folder": name, "generate": GENERATE, "train": f"{TRAIN} {training}"}
         argv = [item for flag, value in given.items() for item in (f"--{flag}", value)] + shlex.split(flags)
         parse = module.parse if name == "conditional_sft" else module.arguments("", iterations=2, samples=8).parse_args
-        commands = []
-
-        def in_process(words):
-            commands.append(words[0])
-            import_module(f"openrlhf.cli.{words[0]}").main(words[1:])
-
-        getattr(module, work)(parse(argv), in_process)
-        said = capsys.readouterr().out
-        getattr(module, work)(parse(argv), in_process)  # everything lies there: nothing runs again
+        said, commands = twice(lambda run: getattr(module, work)(parse(argv), run), capsys)
         return [float(value) for value in re.findall(r"held-out reward \w+: (-?[\d.]+)", said)], commands
 
     return go
+
+
+def twice(work, capsys):
+    """What a pipeline says, and its commands, which ran in this process; all lies there when it is called again."""
+    commands = []
+
+    def in_process(words):
+        commands.append(words[0])
+        import_module(f"openrlhf.cli.{words[0]}").main(words[1:])
+
+    work(in_process)
+    said = capsys.readouterr().out
+    work(in_process)
+    return said, commands
 
 
 def early_letters(path):
@@ -84,3 +91,66 @@ def test_held_out_reward_rises(name, pipeline):
     assert after > before + 0.2
     first, last = (early_letters(f"{name}/{when}_answers.jsonl") for when in ("before", "after"))
     assert last > first + 0.1
+
+
+@pytest.fixture
+def module(monkeypatch):
+    monkeypatch.syspath_prepend(PIPELINES)
+    return import_module("prm_best_of_n")
+
+
+@pytest.fixture
+def best_of_n(start, module, tmp_path, capsys):
+    """Runs the pipeline with a policy that writes such answers; its figures by name, and its commands."""
+
+    def go(written, *flags):
+        rows = [{"input": row["input"][:1], "output": text} for row, text in zip(steps(512), written, strict=True)]
+        data = write_rows(tmp_path / "answers.jsonl", rows)
+        paths = {"pretrain": str(start / "base"), "dataset": data, "save_path": "policy", "ckpt_path": "ckpt"}
+        run("train_sft", FAST | paths | {"output_key": "output", "input_template": TEMPLATE, "learning_rate": 3e-3})
+        train = f"{TRAIN} --learning_rate 3e-3 --placeholder_token # --reward_tokens + -"
+        given = {"policy": "policy", "base": str(start / "base"), "folder": "best", "train": train}
+        given |= {"labels": write_rows(tmp_path / "labels.jsonl", steps(1024, seed=1))}
+        given |= {"prompts": str(start / "held_out.jsonl"), "check": str(PIPELINES / "toy.py"), "generate": GENERATE}
+        argv = [item for flag, value in given.items() for item in (f"--{flag}", value)]
+        said, commands = twice(lambda run: module.choose(module.parse([*argv, *flags]), run), capsys)
+        return {name: float(value) for name, value in re.findall(r"(.+): ([\d.]+)\n", said)}, commands
+
+    return go
+
+
+@pytest.mark.parametrize(("end", "flags"), [("#", []), (".", ["--mark_steps", ".", "#"])], ids=["marked", "unmarked"])
+def test_a_process_reward_model_chooses_answers_that_are_truly_better(end, flags, best_of_n):
+    written = [row["input"].replace("#", end) for row in steps(512, seed=2)]
+    figures, commands = best_of_n(written, *flags)
+    assert commands == ["train_prm", *["batch_inference"] * 3]
+    assert figures["reward of the best of 8"] > figures["reward of one answer"] + 0.2
+    assert figures["true worth of the best of 8"] > figures["true worth of one answer"] + 0.2
+
+
+NEEDED = ["--policy", "policy", "--reward", "prm", "--folder", "best"]
+
+
+def test_the_check_gets_the_label_of_each_prompt(tmp_path, module):
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"input": "a", "wanted": "1"}, {"input": "b", "wanted": "2"}])
+    same = "[q == p + a for q, p, a in zip(queries, prompts, labels)]"
+    (tmp_path / "check.py").write_text(f"def reward_func(queries, prompts, labels): return {{'rewards': {same}}}\n")
+    flags = ["--prompts", prompts, "--check", str(tmp_path / "check.py"), "--label_key", "wanted"]
+    rows = [{"input": prompt, "output": "2", "index": index} for index, prompt in ((1, "b"), (0, "a"))]
+    assert module.worths(module.parse(NEEDED + flags), rows) == [1.0, 0.0]
+
+
+def test_prompts_without_a_judged_answer_are_counted(module, capsys):
+    args = module.parse([*NEEDED, "--prompts", "prompts.jsonl"])
+    module.report(args, [{"reward": 0.0}, {"reward": 0.0}], [{"reward": 0.0}, {"reward": 0.5}])
+    assert "# 1 of 2 prompts have no answer with a placeholder" in capsys.readouterr().out
+
+
+def test_rows_that_are_written_already_are_left_alone(tmp_path, module):
+    rows = [{"input": "a"}]
+    path = Path(module.write(tmp_path / "rows.jsonl", rows))
+    os.utime(path, ns=(1, 1))
+    module.write(path, rows)
+    assert path.stat().st_mtime_ns == 1
+    module.write(path, [*rows, {"input": "b"}])
+    assert path.read_text() == '{"input": "a"}\n{"input": "b"}\n'
