@@ -171,6 +171,7 @@ def main() -> None:
             command += ["--memory", str(args.memory), *(["--tiny"] if args.tiny else [])]
             printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
             alone = next(float(line.split()[1]) for line in printed.splitlines() if line.startswith("alone"))
+            print(f"vLLM's own generate: {alone:.2f} s", flush=True)
         subprocess.run([sys.executable, "-m", "openrlhf.cli.train_ppo_ray", *flags(folder, args)], check=True)
         report(folder, alone)
 

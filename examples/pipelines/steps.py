@@ -48,9 +48,12 @@ class Steps:
         args.folder.mkdir(parents=True, exist_ok=True)
 
     def launch(self, words: list[str]) -> None:
-        """One vLLM takes all devices by itself, so it needs no launcher."""
+        """One vLLM takes all devices by itself, so it needs no launcher. A command that fails has said why."""
         launcher = ALONE if "generate_vllm" in words else shlex.split(self.args.launcher)
-        subprocess.run([*launcher, f"openrlhf.cli.{words[0]}", *words[1:]], check=True)
+        code = subprocess.run([*launcher, f"openrlhf.cli.{words[0]}", *words[1:]], check=False).returncode
+        if code:
+            print(f"# openrlhf {words[0]} ended with exit code {code}; the same pipeline command goes on from here")
+            sys.exit(code)
 
     def step(self, output: Path, command: str, *flags: object) -> str:
         """Runs a command unless what it makes is there already; a step that was killed goes on or starts again."""
