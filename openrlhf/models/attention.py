@@ -60,7 +60,8 @@ def segmented_attention(  # noqa: PLR0913 - the signature is the registry's
     With a share these are the tokens of one process in a ring, and the segments are those of the share.
     """
     if softcap is not None or s_aux is not None:
-        raise ConfigError("this model caps its attention scores or adds sinks", try_this="--attn_implementation eager")
+        way_out = "--attn_implementation eager" if share is None else "--ring_attn_size 1 --attn_implementation eager"
+        raise ConfigError("this model caps its attention scores or adds sinks", try_this=way_out)
     assert attention_mask is None, "packed rows carry their structure in cu_seq_lens, not in a mask"
     if share is not None:
         scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window)

@@ -5,6 +5,7 @@ from torch.testing import assert_close
 
 from openrlhf.errors import ConfigError
 from openrlhf.models.attention import SEGMENTED, choose_attention, kernel_options, segmented_attention
+from openrlhf.models.ring import Ring, Share
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -53,6 +54,18 @@ def test_each_segment_attends_to_itself(window):
         for part in (slice(0, 5), slice(5, 6), slice(6, 9)):
             one = [tensor[0, place, part] for tensor, place in ((query, head), (key, head // 2), (value, head // 2))]
             assert_close(mixed[0, part, head], naive(*one, window or 99))
+
+
+def test_sinks_are_refused_with_a_way_out_that_is_open():
+    tokens, bounds = torch.randn(1, 2, 4, 8), torch.tensor([0, 4], dtype=torch.int32)
+    more = {"s_aux": torch.zeros(2), "cu_seq_lens_q": bounds, "max_length_q": 4}
+    with pytest.raises(ConfigError, match="adds sinks") as alone:
+        segmented_attention(nn.Identity(), tokens, tokens, tokens, None, **more)
+    assert alone.value.try_this == "--attn_implementation eager"
+    share = Share.of([0, 4], Ring(None, index=0, size=2))
+    with pytest.raises(ConfigError, match="adds sinks") as shared:
+        segmented_attention(nn.Identity(), tokens, tokens, tokens, None, share=share, **more)
+    assert shared.value.try_this == "--ring_attn_size 1 --attn_implementation eager"
 
 
 def test_the_kernels_arguments_in_each_release():
