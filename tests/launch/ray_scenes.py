@@ -106,7 +106,22 @@ def two_nodes(_):
     sys.stdin.read()
 
 
-SCENES = {scene.__name__: scene for scene in (look_around, unshared, stay, two_nodes)}
+def head_and_node(_):
+    """A cluster of two nodes with CPUs alone, until standard input ends: its address, and the processes of each."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 0, "include_dashboard": False})
+    other = cluster.add_node(num_cpus=2, num_gpus=0)
+    cluster.wait_for_nodes()
+    nodes = [
+        [info.process.pid for infos in node.all_processes.values() for info in infos]
+        for node in (cluster.head_node, other)
+    ]
+    write(json.dumps({"address": cluster.address, "head": nodes[0], "node": nodes[1]}))
+    sys.stdin.read()
+
+
+SCENES = {scene.__name__: scene for scene in (look_around, unshared, stay, two_nodes, head_and_node)}
 
 if __name__ == "__main__":
     scene, *given = sys.argv[1:]

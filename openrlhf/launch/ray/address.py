@@ -95,14 +95,21 @@ def probe(address: str, environ: Mapping[str, str]) -> State:
 
 
 def is_reachable(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise ConfigError(f"RAY_ADDRESS is {address}, but must be host:port, auto or local")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=SECONDS_TO_REACH):
+        with open_line(address):
             return True
     except OSError:
         return False
+
+
+def open_line(address: str) -> socket.socket:
+    """A connection to whoever listens there."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(f"RAY_ADDRESS is {address}, but must be host:port, auto or local")
+    line = socket.create_connection((host.strip("[]"), int(port)), timeout=SECONDS_TO_REACH)
+    line.settimeout(None)
+    return line
 
 
 def has_token(environ: Mapping[str, str]) -> bool:

@@ -12,6 +12,7 @@ from openrlhf.agents.loop_thread import heard
 from openrlhf.errors import BackendError, EngineError, OpenRLHFError
 
 Answer = TypeVar("Answer")
+ASIDE = "aside"  # the concurrency group of calls that do not wait for what a process is at
 GO_ON = "the same command with --load_checkpoint, which goes on from the last checkpoint"
 
 
@@ -50,6 +51,10 @@ class Process:
 
         ray.kill(self.actor)
 
+    def dismiss(self) -> None:
+        """Asks the process itself to end: killing is the business of Ray's head, which may be gone."""
+        self.actor.leave.options(concurrency_group=ASIDE).remote()
+
 
 class DeathError(BackendError):
     """A process is gone."""
@@ -74,7 +79,7 @@ class Fate:
         self.watches.append(asyncio.create_task(self._watch(process)))
 
     async def _watch(self, process: Process) -> None:
-        pulse = process.actor.pulse.options(concurrency_group="pulse").remote()
+        pulse = process.actor.pulse.options(concurrency_group=ASIDE).remote()
         try:
             await process.answer(pulse)
         except BackendError as error:

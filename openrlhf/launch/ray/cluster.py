@@ -19,6 +19,7 @@ import openrlhf
 from openrlhf.errors import BackendError, ConfigError
 from openrlhf.launch.ray import probes
 from openrlhf.launch.ray.driver import joined
+from openrlhf.launch.ray.head import Head
 from openrlhf.launch.ray.placement import Node, Plan, explain_shortage, pack
 from openrlhf.monitor import say
 
@@ -47,8 +48,11 @@ class Seat:
 class Cluster:
     """The reserved devices of a run, by group and engine. Made by `connect`."""
 
-    def __init__(self, plan: Plan, reserved: Any, devices: Mapping[str, Sequence[Device]], *, unit: str) -> None:
+    def __init__(
+        self, plan: Plan, head: Head, reserved: Any, devices: Mapping[str, Sequence[Device]], *, unit: str
+    ) -> None:
         self.plan = plan
+        self.head = head
         self.reserved = reserved  # the placement group
         self.devices = devices  # of each group and of each engine that has its own, by rank
         self.unit = unit  # GPU or CPU
@@ -164,8 +168,10 @@ def count_nodes(*, private: bool) -> tuple[list[Node], str]:
 @contextmanager
 def reserve(plan: Plan, chosen: Sequence[str], nodes: Sequence[Node], unit: str) -> Iterator[Cluster]:
     """Holds one bundle per device, each on the node that was chosen for its block."""
+    import ray
     from ray.util import placement_group, remove_placement_group
 
+    head = Head(ray.get_runtime_context().gcs_address)
     blocks, by_id = plan.blocks(), {node.id: node for node in nodes}
     places = [(block.owner, name) for block, name in zip(blocks, chosen, strict=True) for _ in range(block.devices)]
     reserved = placement_group(
@@ -184,9 +190,10 @@ def reserve(plan: Plan, chosen: Sequence[str], nodes: Sequence[Node], unit: str)
         devices: dict[str, list[Device]] = {}
         for bundle, (owner, name) in enumerate(places):
             devices.setdefault(owner, []).append(Device(bundle, by_id[name], visible[bundle]))
-        yield Cluster(plan, reserved, {owner: by_number(found) for owner, found in devices.items()}, unit=unit)
+        yield Cluster(plan, head, reserved, {owner: by_number(found) for owner, found in devices.items()}, unit=unit)
     finally:
-        remove_placement_group(reserved)
+        if not head.lost:
+            remove_placement_group(reserved)
 
 
 def by_number(devices: Sequence[Device]) -> list[Device]:

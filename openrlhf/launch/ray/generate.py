@@ -18,7 +18,8 @@ async def generate_on_ray(generation: Generation, sink: Sink) -> None:
     size = task.tp_size or 1
     asked = Plan((), tuple(EngineSeat(number, size, None) for number in range(task.vllm_num_engines or 1)), "vllm")
     spec = EngineSpec(generation.config.model, engine_settings(generation, size), awaits_weights=False)
-    with connect(asked, {}) as cluster, started_on(cluster) as starting:
-        say(f"starting {asked.describe()}")
-        engines = await starting.engines(spec, max_restarts=RESTARTS)
-        await stream(engines, sink, window=AHEAD * task.max_num_seqs * len(engines.engines))
+    with connect(asked, {}) as cluster:
+        async with started_on(cluster) as starting:
+            say(f"starting {asked.describe()}")
+            engines = await starting.engines(spec, max_restarts=RESTARTS)
+            await stream(engines, sink, window=AHEAD * task.max_num_seqs * len(engines.engines))

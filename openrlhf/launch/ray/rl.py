@@ -29,9 +29,10 @@ async def open_ray(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollout
     if config.rollout.replay:
         asked = replace(asked, engines=())
     folders = {"--ckpt_path": config.checkpoints.ckpt_path, "--save_path": config.checkpoints.save_path}
-    with connect(asked, folders) as cluster, started_on(cluster) as starting:
-        say(f"starting {asked.describe()}")
-        yield await start(starting, config, rollouts)
+    with connect(asked, folders) as cluster:
+        async with started_on(cluster) as starting:
+            say(f"starting {asked.describe()}")
+            yield await start(starting, config, rollouts)
 
 
 async def start(starting: Starting, config: RLConfig, rollouts: int) -> Machinery:

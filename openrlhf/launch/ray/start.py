@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 from openrlhf.config.commands import RLConfig
 from openrlhf.launch.engines import EngineSpec
-from openrlhf.launch.ray.calls import Fate, Process
+from openrlhf.launch.ray.calls import ASIDE, Fate, Process
 from openrlhf.launch.ray.cluster import Cluster
 from openrlhf.launch.ray.engines import Engine, RayEngines
 from openrlhf.launch.ray.placement import Group
@@ -20,16 +20,20 @@ from openrlhf.launch.ray.workers import WorkerGroup
 ENGINE_CALLS = 10_000  # of one engine at a time: it is told everything at once and orders it by itself
 
 
-@contextmanager
-def started_on(cluster: Cluster) -> Iterator[Starting]:
+@asynccontextmanager
+async def started_on(cluster: Cluster) -> AsyncIterator[Starting]:
     """Whatever is started within it ends with it."""
     starting = Starting(cluster, Fate())
     try:
-        yield starting
+        async with cluster.head.needed():
+            yield starting
     finally:
         starting.fate.forget()
         for process in starting.processes:
-            process.kill()
+            if cluster.head.lost:
+                process.dismiss()
+            else:
+                process.kill()
 
 
 class Starting:
@@ -44,7 +48,7 @@ class Starting:
         import ray
 
         remote: Any = ray.remote  # its annotations know fewer options than it does
-        actor = remote(concurrency_groups={"pulse": 1})(ModelWorker)
+        actor = remote(concurrency_groups={ASIDE: 2})(ModelWorker)  # its pulse, and to leave
         processes = []
         for number, seat in enumerate(self.cluster.seats(group.name)):
             handle = actor.options(**seat.options).remote(config, group, rollouts, number)
@@ -67,7 +71,8 @@ class Starting:
         import ray
 
         seat = self.cluster.engine_seat(number)
-        actor: Any = ray.remote(EngineWorker)
+        remote: Any = ray.remote
+        actor = remote(concurrency_groups={ASIDE: 1})(EngineWorker)
         handle = actor.options(**seat.options, max_concurrency=ENGINE_CALLS).remote(spec, number)
         process = Process(handle, f"engine {number}", seat.address)
         self.processes.append(process)

@@ -87,6 +87,9 @@ class ModelWorker:
         """Never returns: whoever awaits it hears at once when the process dies."""
         threading.Event().wait()
 
+    def leave(self) -> None:
+        os._exit(0)
+
 
 class EngineWorker:
     """One engine. Where it serves a policy, requests wait for its weights: those of the folder are not drawn from."""
@@ -115,6 +118,9 @@ class EngineWorker:
 
     async def do(self, verb: str, *arguments: object, **named: object) -> None:
         await getattr(self.engine, verb)(*arguments, **named)
+
+    async def leave(self) -> None:
+        os._exit(0)
 
 
 def processes_of_a_row(sharding: Sharding) -> int:
