@@ -120,7 +120,7 @@ def test_a_lost_head_ends_a_run_that_had_joined_it_and_the_run_goes_on_with_the_
 def test_a_private_ray_that_loses_its_head_ends_with_the_run_and_the_next_one_starts(machine, command, tmp_path):
     (tmp_path / "victims").write_text("private")
     assert_told(*outcome(machine, command))
-    assert wait_until_gone(machine.processes())  # Ray's agents look for its end once a second
+    assert wait_until_gone(machine.processes())
     assert machine.processes() == []
     assert steps(tmp_path) == [1]
 

@@ -8,8 +8,8 @@ import secrets
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +60,33 @@ def private_ray(plan: Plan) -> Iterator[None]:
         failed = True
         raise
     finally:
+        helpers = ray_helpers()
         ray.shutdown()
+        end(helpers)
         if failed:
             say(f"logs of all processes: {folder}/session_latest/logs")
         else:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def ray_helpers() -> list[Any]:
+    """What the Ray that we started has started in turn, workers and agents."""
+    import psutil
+
+    helpers: list[Any] = []
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            helpers += child.children(recursive=True) if child.name() == "raylet" else []
+    return helpers
+
+
+def end(helpers: Sequence[Any]) -> None:
+    """Those that Ray left: where its head was lost, its agents try to tell the head for a minute."""
+    import psutil
+
+    for helper in helpers:
+        with suppress(psutil.NoSuchProcess):
+            helper.kill()
 
 
 def start_driver(**options: Any) -> None:
