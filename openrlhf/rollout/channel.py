@@ -30,6 +30,7 @@ from openrlhf.rollout.ipc import check_allocator, describe, open_mapping
 
 Transport = Literal["gloo", "nccl", "ipc"]
 CALLED_OFF = "called off"
+BEGUN = "begun"  # the sender is there: until then receivers are patient, from then on both sides are prompt
 SECONDS_TO_CALL = 3.0
 SECONDS_BETWEEN_LOOKS = 1.0  # for whether a sender is still wanted
 OK = "ok"  # a receiver's consent; any other answer says what went wrong
@@ -126,6 +127,7 @@ class Sender:
         if self.joined:
             return
         try:
+            self.store.set(BEGUN, "")
             self.await_receivers("joined", "did not join")
             self.group = self.channel.group(self.root, 0)
         except RolloutError:
@@ -272,7 +274,10 @@ class _Receiver:
             root = channel.connect()
             self.store = dist.PrefixStore(channel.key, root)
             self.store.set(f"joined/{number}", OK)
+            self._await(BEGUN, channel.patience, "did not begin")
             self.group = channel.group(root, 1 + number)
+        except RolloutError:
+            raise
         except RuntimeError as error:
             raise self._gone(f"or another receiver did not join in {channel.timeout:g} s", error) from None
 
@@ -296,11 +301,14 @@ class _Receiver:
             number += 1
 
     def _header(self, key: str, seconds: float) -> Header:
+        return Header.decode(self._await(key, seconds, f"sent no header {key}"))
+
+    def _await(self, key: str, seconds: float, complaint: str) -> bytes:
         try:
             self.store.wait([key], timedelta(seconds=seconds))
-            return Header.decode(self.store.get(key))
+            return self.store.get(key)
         except dist.DistError as error:
-            raise self._gone(f"sent no header {key} in {seconds:g} s", error) from None
+            raise self._gone(f"{complaint} in {seconds:g} s", error) from None
 
     def _tensors(self, header: Header) -> Iterator[tuple[str, Tensor]]:
         if self.group is None:

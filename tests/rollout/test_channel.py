@@ -80,8 +80,8 @@ def receivers(count):
             process.join()
 
 
-def make_sender(count, timeout=PATIENT):
-    waits = {"timeout": timeout, "patience": timeout}
+def make_sender(count, timeout=PATIENT, patience=None):
+    waits = {"timeout": timeout, "patience": patience or timeout}
     return Sender(Channel("127.0.0.1", "gloo", count, bucket_bytes=BUCKET, **waits), torch.device("cpu"))
 
 
@@ -173,6 +173,22 @@ def test_a_missing_receiver_is_named():
             sender.send(weights(1), 1)
         sender.close()
         assert "or another receiver did not join" in answers(pairs)[0]
+
+
+def test_receivers_wait_for_a_sender_that_has_a_step_to_finish_first():
+    sender = make_sender(2, HASTY, PATIENT)
+    with receivers(2) as pairs:
+        ask(pairs, sender, 1)
+        assert not pairs[0][1].poll(2 * HASTY)  # neither gave up
+        assert sender.send(weights(1), 1, verify=True)
+        assert answers(pairs) == [expected(1)] * 2
+
+
+def test_a_sender_that_never_begins_is_named():
+    sender = make_sender(1, HASTY)
+    with receivers(1) as pairs:
+        ask(pairs, sender, 1)
+        assert "did not begin in 4 s" in answers(pairs)[0]
 
 
 def test_a_missing_sender_is_named():
