@@ -1,5 +1,6 @@
 """Whole runs on a real Ray with DeepSpeed and vLLM: they train what they should, and survive or report every death."""
 
+import asyncio
 import os
 import shlex
 import shutil
@@ -19,6 +20,11 @@ from openrlhf.config.commands import COMMANDS
 from openrlhf.config.parser import parse
 from openrlhf.errors import BackendError, RolloutError
 from openrlhf.launch import rl
+from openrlhf.launch.engines import engine_spec
+from openrlhf.launch.ray.cluster import connect
+from openrlhf.launch.ray.placement import plan
+from openrlhf.launch.ray.start import started_on
+from openrlhf.types import Request, SamplingParams
 from tests.config.test_snapshots import PRINTED
 
 REGICIDE = """
@@ -199,6 +205,29 @@ def test_an_engine_that_dies_amid_asynchronous_episodes_is_replaced(go, tmp_path
     assert all(row["version"] >= row["step"] - 2 for row in rows(ran))
     trained = AutoModelForCausalLM.from_pretrained(ran.save_path).state_dict()
     assert distance(trained, weights(model)) > 1e-3
+
+
+def test_a_request_that_nobody_awaits_any_more_is_taken_back_from_its_engine(tmp_path, model):
+    flags = ON_RAY | {"pretrain": model} | task(tmp_path, asked(1))
+    config = check(parse(COMMANDS["train_ppo_ray"], as_argv(flags)))
+
+    async def until(process, waiting):
+        """So many requests are at the engine, where they wait for weights that do not come."""
+        count = process.actor.__ray_call__
+        while await process.answer(count.remote(lambda worker: len(worker.may_draw._waiters))) != waiting:
+            pass
+
+    async def play():
+        async with started_on(cluster) as starting:
+            engines = await starting.engines(engine_spec(config), max_restarts=0)
+            request = Request((1,), SamplingParams(max_tokens=1))
+            asking = asyncio.create_task(engines.generate([request]))
+            await until(engines.engines[0].process, 1)
+            asking.cancel()
+            await until(engines.engines[0].process, 0)
+
+    with connect(plan(config), {}) as cluster:
+        asyncio.run(asyncio.wait_for(play(), WATCHDOG))
 
 
 def test_an_engine_that_may_not_be_replaced_ends_the_run(go, monkeypatch):

@@ -23,12 +23,21 @@ class Process:
     actor: Any
     name: str
     address: str
+    takes_back: bool = False  # a call that nobody awaits any more is cancelled there too
 
     def __str__(self) -> str:
         return f"{self.name} on {self.address}"
 
     async def call(self, method: str, *arguments: object, **named: object) -> Any:
-        return await self.answer(getattr(self.actor, method).remote(*arguments, **named))
+        import ray
+
+        reference = getattr(self.actor, method).remote(*arguments, **named)
+        try:
+            return await self.answer(reference)
+        except asyncio.CancelledError:
+            if self.takes_back and ray.is_initialized():  # else it would start a Ray of its own for this
+                ray.cancel(reference)
+            raise
 
     async def answer(self, reference: Awaitable[Answer]) -> Answer:
         """Awaits; an error of ours keeps its kind, anything else becomes a BackendError, a death a DeathError."""

@@ -74,7 +74,7 @@ class Starting:
         remote: Any = ray.remote
         actor = remote(concurrency_groups={ASIDE: 1})(EngineWorker)
         handle = actor.options(**seat.options, max_concurrency=ENGINE_CALLS).remote(spec, number)
-        process = Process(handle, f"engine {number}", seat.address)
+        process = Process(handle, f"engine {number}", seat.address, takes_back=True)
         self.processes.append(process)
         await self.fate.race(process.call("start", os.getcwd()))
         return process
