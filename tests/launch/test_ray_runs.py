@@ -7,6 +7,7 @@ import shutil
 import signal
 
 import pytest
+import ray
 from peft import PeftModel
 from ray_machine import WATCHDOG, make_machine, wait_until_gone
 from ray_toys import AGENT, ON_RAY, Assassin, asked_for, census, mismatch, rows, two_nodes
@@ -21,6 +22,7 @@ from openrlhf.config.parser import parse
 from openrlhf.errors import BackendError, RolloutError
 from openrlhf.launch import rl
 from openrlhf.launch.engines import engine_spec
+from openrlhf.launch.ray.calls import Process
 from openrlhf.launch.ray.cluster import connect
 from openrlhf.launch.ray.placement import plan
 from openrlhf.launch.ray.start import started_on
@@ -205,6 +207,19 @@ def test_an_engine_that_dies_amid_asynchronous_episodes_is_replaced(go, tmp_path
     assert all(row["version"] >= row["step"] - 2 for row in rows(ran))
     trained = AutoModelForCausalLM.from_pretrained(ran.save_path).state_dict()
     assert distance(trained, weights(model)) > 1e-3
+
+
+def test_an_error_that_nobody_expected_is_told_with_its_place(capsys):
+    class Careless:
+        def take_from(self, shelf):
+            return shelf.pop()
+
+    process = Process(ray.remote(Careless).remote(), "policy 0", "10.0.0.1")
+    with pytest.raises(BackendError, match=r"policy 0 on 10\.0\.0\.1: IndexError: pop from empty list"):
+        asyncio.run(process.call("take_from", []))
+    told = capsys.readouterr().err
+    assert "in take_from" in told
+    assert "\x1b" not in told
 
 
 def test_a_request_that_nobody_awaits_any_more_is_taken_back_from_its_engine(tmp_path, model):

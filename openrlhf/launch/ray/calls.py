@@ -10,9 +10,11 @@ from typing import Any, TypeVar
 
 from openrlhf.agents.loop_thread import heard
 from openrlhf.errors import BackendError, EngineError, OpenRLHFError
+from openrlhf.monitor import say
 
 Answer = TypeVar("Answer")
 ASIDE = "aside"  # the concurrency group of calls that do not wait for what a process is at
+COLOURS = re.compile(r"\x1b\[\d+m")
 GO_ON = "the same command with --load_checkpoint, which goes on from the last checkpoint"
 
 
@@ -46,13 +48,14 @@ class Process:
         try:
             return await reference
         except RayTaskError as error:
-            raise self._told(error.cause) from error
+            raise self._told(error.cause, str(error)) from error
         except RayActorError as error:
             raise DeathError(f"{self} died: {_reason(error)}", try_this=GO_ON) from None
 
-    def _told(self, cause: BaseException) -> OpenRLHFError:
+    def _told(self, cause: BaseException, account: str) -> OpenRLHFError:
         if isinstance(cause, OpenRLHFError):
             return type(cause)(f"{self}: {cause.message}", try_this=cause.try_this)
+        say(f"what nobody expected, as {self} tells it:\n{COLOURS.sub('', account)}")  # no log of Ray's has it
         return BackendError(f"{self}: {type(cause).__name__}: {cause}")
 
     def kill(self) -> None:
