@@ -6,7 +6,7 @@ import pytest
 
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.parser import parse
-from openrlhf.launch.ray.placement import Block, EngineSeat, Group, Node, explain_shortage, pack, plan
+from openrlhf.launch.ray.placement import Block, EngineSeat, Group, Node, Plan, explain_shortage, pack, plan
 
 BASE = "--pretrain ./model --prompt_data ./data.jsonl --runtime ray"
 REWARD_MODEL = "--reward_pretrain ./reward"
@@ -142,6 +142,17 @@ def test_too_few_devices_are_explained_with_what_is_asked_and_there():
     assert "asks for 18 GPUs (policy 1 x 8, reference 1 x 8, engines 2 x 1)" in message
     assert "10.0.0.0 has 8 of 8 free" in message
     assert "Try: --colocate_all_models, or fewer --*_num_nodes" in message
+
+
+@pytest.mark.parametrize("flags", ["--actor_num_gpus_per_node 9", "--colocate_all_models --async_train"])
+def test_sharing_devices_is_proposed_only_where_it_helps(flags):
+    message = shortage(f"--vllm_num_engines 2 {flags}", nodes(8))
+    assert "Try: fewer --*_num_nodes, --*_num_gpus_per_node and --vllm_num_engines" in message
+
+
+def test_generation_alone_has_only_engines_to_ask_fewer_of():
+    engines = Plan((), tuple(EngineSeat(number, 1, None) for number in range(9)), "vllm")
+    assert str(explain_shortage(engines, nodes(8), "GPU", private=True)).endswith("Try: fewer --vllm_num_engines")
 
 
 def test_devices_that_others_hold_are_told_from_devices_that_do_not_exist():

@@ -12,6 +12,7 @@ from openrlhf.config.sections.cluster import ROLES, Role
 from openrlhf.errors import ConfigError
 
 NAMES: Mapping[Role, str] = {"actor": "policy", "ref": "reference", "critic": "critic", "reward": "reward"}
+TOGETHER = "models"  # the one group of --colocate_all_models
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def plan_groups(config: RLConfig) -> tuple[Group, ...]:
     }
     used = [role for role in ROLES if runs[role]]
     if placement.colocate_all_models:
-        return (make_group(config, tuple(used), rewards, "models"),)
+        return (make_group(config, tuple(used), rewards, TOGETHER),)
     together: list[tuple[Role, ...]] = []
     if placement.colocate_actor_ref and "ref" in used:
         together.append(("actor", "ref"))
@@ -195,7 +196,16 @@ def explain_shortage(asked: Plan, nodes: Sequence[Node], unit: str, *, private: 
         message += "; the devices of a group's node, and those of an engine, must lie on one node"
     if widest > len(nodes) and private:
         return ConfigError(message, try_this="ray start on every node first (docs/cluster.md), or fewer --*_num_nodes")
+    fewer = "--*_num_nodes, --*_num_gpus_per_node and --vllm_num_engines" if asked.groups else "--vllm_num_engines"
     if total >= asked.devices > free:
-        return ConfigError(message, try_this="ray status, to see who holds the others, or fewer --*_num_gpus_per_node")
-    shared = "" if len(asked.blocks()) == 1 else "--colocate_all_models, or "
-    return ConfigError(message, try_this=f"{shared}fewer --*_num_nodes, --*_num_gpus_per_node and --vllm_num_engines")
+        return ConfigError(message, try_this=f"ray status, to see who holds the others, or fewer {fewer}")
+    shared = "--colocate_all_models, or " if sharing_helps(asked, nodes) else ""
+    return ConfigError(message, try_this=f"{shared}fewer {fewer}")
+
+
+def sharing_helps(asked: Plan, nodes: Sequence[Node]) -> bool:
+    """Whether all would fit on the policy's devices, where they do not sit there already."""
+    if not asked.groups or asked.groups[0].name == TOGETHER:
+        return False
+    of_policy = [block for block in asked.blocks() if block.owner == asked.groups[0].name]
+    return len(of_policy) < len(asked.blocks()) and pack(of_policy, nodes) is not None
