@@ -1,5 +1,7 @@
 """Every task of batch_inference against expected rows, alone, in several processes, and after a kill."""
 
+import asyncio
+import gc
 import json
 import os
 import signal
@@ -14,8 +16,8 @@ from test_processes import DEADLINE, launched
 from toys import FAST, PAIRS, STEPS, as_argv, pairs, run, steps, when, write_rows
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from openrlhf.errors import ConfigError
-from openrlhf.launch.generate import own_devices
+from openrlhf.errors import ConfigError, RolloutError
+from openrlhf.launch.generate import own_devices, stream
 from openrlhf.launch.scorers import OutcomeScorer
 from tests.tiny import make_model
 
@@ -310,6 +312,26 @@ def test_vllm_says_what_transformers_says(infer):
 def test_engines_on_ray_say_it_too(infer):
     flags = {"dataset": prompts(WORDS * 4), "greedy_sampling": True, **SHORT}
     assert infer("generate_vllm", **flags, vllm_num_engines=2, max_num_seqs=4) == infer(**flags)
+
+
+def test_an_engine_that_fails_at_all_requests_is_heard_once(caplog):
+    class Broken:
+        async def generate(self, requests):
+            raise RolloutError("no such request")
+
+    class Wish:
+        requests = range(3)
+
+        def begin(self):
+            pass
+
+        def finish(self, place, completion):
+            raise AssertionError("nothing was answered")
+
+    with pytest.raises(RolloutError, match="no such request"):
+        asyncio.run(stream(Broken(), Wish(), window=3))
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 @pytest.mark.parametrize(
