@@ -10,6 +10,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,6 +33,7 @@ FREE_TO_CHANGE = (
     "vllm_num_engines",
     *("local_rank", "post_processor", "reward_template", "normalize_reward"),
 )
+LOOK, GRACE = 1, 10  # seconds: how often a process looks after its launcher, and what it has for its end
 PATIENCE = timedelta(days=7)  # a process may finish its share long before the others
 
 Row = Mapping[str, Any]
@@ -188,6 +192,25 @@ def state_of(names: str, apart_from: Sequence[Path]) -> list[list[int]]:
         stats = [item.stat() for item in files if ours.isdisjoint([item.resolve(), *item.resolve().parents])]
         states.append([sum(stat.st_size for stat in stats), max((stat.st_mtime_ns for stat in stats), default=0)])
     return states
+
+
+def end_with_launcher() -> None:
+    """Ends this process soon after the launcher that started it.
+
+    One that was killed leaves its processes behind: they would finish, wait for each other at an address that is gone,
+    for days and with their GPUs, and write beside those that the same command starts again.
+    """
+    launcher = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(LOOK)
+        os.kill(os.getpid(), signal.SIGTERM)  # heard as Ctrl-C is, unless it waits for the others
+        time.sleep(GRACE)
+        os._exit(1)
+
+    if world_size() > 1:
+        threading.Thread(target=watch, daemon=True, name="openrlhf-launcher").start()
 
 
 def wait_for_everyone() -> None:

@@ -258,6 +258,28 @@ def test_a_killed_run_goes_on_without_loss_or_repetition(sent, infer, folder, tm
     assert not Path("cut.jsonl.parts").exists()
 
 
+LAUNCHER = """
+import os, subprocess, sys
+alone = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+subprocess.Popen([sys.executable, "-m", "openrlhf.cli.batch_inference", *sys.argv[1:]], env=os.environ | alone).wait()
+"""
+
+
+def test_a_process_does_not_outlive_its_launcher(folder):
+    """Its share is finished, and the others will never come."""
+    flags = {"dataset": prompts(), **SHORT}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, *command(folder, "half.jsonl", **flags)],
+        stderr=subprocess.PIPE,
+        env=environment,
+    )
+    part = Path("half.jsonl.parts/rank1.jsonl")
+    when(launcher, lambda: part.is_file() and len(part.read_text().splitlines()) == len(WORDS) // 2)
+    launcher.kill()
+    launcher.communicate(timeout=DEADLINE)  # until nobody holds the other end
+
+
 @pytest.fixture
 def stopped(infer, reward_model, monkeypatch):
     """Scoring that was interrupted after two of its batches."""
