@@ -9,28 +9,43 @@ reward function as train_ppo takes it, and gets the prompt's field --label_key a
 """
 
 import argparse
-import runpy
 import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from steps import Run, Steps, read, shared_arguments, write
 
+from openrlhf.errors import OpenRLHFError
+
 Rows = list[dict[str, Any]]
+Check = Callable[[Rows], list[float]]
 
 
 def choose(args: argparse.Namespace, run: Run | None = None) -> str:
+    check = open_check(args) if args.check else None  # first, so that a mistake there does not cost a training
     steps = Steps(args, run)
     learning = ["--pretrain", args.base or args.policy, "--dataset", args.labels]
     reward = args.reward or steps.trained(args.folder / "prm", "train_prm", *learning)
     answers = steps.answers(args.folder / "answers.jsonl", args.policy, args.prompts, "--best_of_n", args.samples)
+    rows = read(answers)
     if args.mark_steps:
-        answers = write(args.folder / "marked.jsonl", marked(read(answers), args.policy, *args.mark_steps))
-    best = steps.scored(args.folder / "best.jsonl", answers, "--post_processor", "rs", reward=reward)
-    first = write(args.folder / "first.jsonl", read(answers)[:: args.samples])  # rows come prompt by prompt
+        rows = marked(rows, args.policy, *args.mark_steps)
+    judged, first = write(args.folder / "judged.jsonl", rows), write(args.folder / "first.jsonl", first_answers(rows))
+    best = steps.scored(args.folder / "best.jsonl", judged, "--post_processor", "rs", reward=reward)
     one = steps.scored(args.folder / "first_scored.jsonl", first, reward=reward)
-    report(args, read(one), read(best))
+    report(read(one), read(best), f"the best of {len(rows) // len(read(first))}", check)
     return best
+
+
+def first_answers(rows: Rows) -> Rows:
+    """One to each prompt, as if no more had been asked for."""
+    found: dict[int, dict[str, Any]] = {}
+    for row in rows:
+        found.setdefault(row["index"], row)
+    return list(found.values())
 
 
 def marked(rows: Rows, policy: str, end: str, mark: str) -> Rows:
@@ -42,31 +57,39 @@ def marked(rows: Rows, policy: str, end: str, mark: str) -> Rows:
     return [{**row, "output": text.replace(end, mark)} for row, text in zip(rows, texts, strict=True)]
 
 
-def report(args: argparse.Namespace, one: Rows, best: Rows) -> None:
+def report(one: Rows, best: Rows, name_of_best: str, check: Check | None) -> None:
     if unjudged := sum(row["reward"] == 0 for row in best):  # a judged step has some probability, however small
         print(f"# {unjudged} of {len(best)} prompts have no answer with a placeholder: see --mark_steps")
-    groups = {"one answer": one, f"the best of {args.samples}": best}
+    groups = {"one answer": one, name_of_best: best}
     for name, rows in groups.items():
         print(f"reward of {name}: {fmean(row['reward'] for row in rows):.3f}")
-    for name, rows in groups.items() if args.check else ():
-        print(f"true worth of {name}: {fmean(worths(args, rows)):.3f}")
+    for name, rows in groups.items() if check else ():
+        print(f"true worth of {name}: {fmean(check(rows)):.3f}")
 
 
-def worths(args: argparse.Namespace, rows: Rows) -> list[float]:
-    queries, prompts = [row["input"] + row["output"] for row in rows], [row["input"] for row in rows]
-    labels = labels_of(rows, args) if args.label_key else [""] * len(rows)
-    result = runpy.run_path(args.check)["reward_func"](queries, prompts, labels)
-    return [float(worth) for worth in (result["rewards"] if isinstance(result, dict) else result)]
+def open_check(args: argparse.Namespace) -> Check:
+    """What answers are truly worth."""
+    from openrlhf.agents.loading import find_reward, load_module  # as above
+
+    judge = find_reward(load_module(args.check), args.check, flag="--check")
+    labels = read_labels(args) if args.label_key else None
+
+    def worths(rows: Rows) -> list[float]:
+        queries, prompts = [row["input"] + row["output"] for row in rows], [row["input"] for row in rows]
+        result = judge(queries, prompts, [labels[row["index"]] if labels else "" for row in rows])
+        return [float(worth) for worth in (result["rewards"] if isinstance(result, dict) else result)]
+
+    return worths
 
 
-def labels_of(rows: Rows, args: argparse.Namespace) -> list[Any]:
-    """From the prompts as generation reads them: an answer's index is its prompt's row number there."""
+def read_labels(args: argparse.Namespace) -> list[Any]:
+    """Of the prompts as generation reads them: an answer's index is its prompt's row number there."""
     from openrlhf.config.commands import BatchInferenceConfig  # as above
     from openrlhf.config.parser import parse as parse_flags
     from openrlhf.launch.batch_inference import load_rows
 
     records = load_rows(parse_flags(BatchInferenceConfig, ["--dataset", args.prompts, *shlex.split(args.generate)]))
-    return [records[row["index"]].value(args.label_key, "--label_key") for row in rows]
+    return [record.value(args.label_key, "--label_key") for record in records]
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -80,8 +103,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if not args.labels and not args.reward:
         parser.error("--labels is needed, or a model that learned from them: --reward")
+    if args.check and not Path(args.check).is_file():
+        parser.error(f"--check {args.check} is no file")
     return args
 
 
 if __name__ == "__main__":
-    choose(parse())
+    try:
+        choose(parse())
+    except OpenRLHFError as error:
+        sys.exit(f"# {error}")

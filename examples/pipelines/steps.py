@@ -55,10 +55,13 @@ class Steps:
             print(f"# openrlhf {words[0]} ended with exit code {code}; the same pipeline command goes on from here")
             sys.exit(code)
 
-    def step(self, output: Path, command: str, *flags: object) -> str:
-        """Runs a command unless what it makes is there already; a step that was killed goes on or starts again."""
+    def step(self, output: Path, command: str, *flags: object, source: Path | None = None) -> str:
+        """Runs a command unless what it makes is there already; a step that was killed goes on or starts again.
+
+        What is older than its source is made anew: other flags of the pipeline may have led to other rows.
+        """
         words = [command, *map(str, flags)]
-        if output.exists():
+        if output.exists() and (source is None or source.stat().st_mtime_ns <= output.stat().st_mtime_ns):
             print(f"# {output} is there")
         else:
             print(f"$ openrlhf {shlex.join(words)}", flush=True)
@@ -72,7 +75,8 @@ class Steps:
     def scored(self, output: Path, answers: str, *flags: object, reward: str | None = None) -> str:
         model = reward or self.args.reward
         given = ["--eval_task", "rm", "--pretrain", model, "--dataset", answers, "--output_path", output]
-        return self.step(output, "batch_inference", *given, *flags, *shlex.split(self.args.score))
+        flags = (*given, *flags, *shlex.split(self.args.score))
+        return self.step(output, "batch_inference", *flags, source=Path(answers))
 
     def trained(self, folder: Path, command: str, *flags: object) -> str:
         """A model is there when its config.json is, which comes last."""

@@ -8,6 +8,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 placeholder=${PLACEHOLDER:-ки}
 template=${TEMPLATE:-$'{}\n'}
+quoted="'${template//\'/\'\\\'\'}'" # as one word among flags
 
 python3 "$examples/pipelines/prm_best_of_n.py" \
     --policy "${MODEL:-peiyi9979/mistral-7b-sft}" \
@@ -21,7 +22,7 @@ python3 "$examples/pipelines/prm_best_of_n.py" \
     --label_key "${ANSWER_KEY:-answer}" \
     --engine "${ENGINE:-generate_vllm}" \
     --launcher "${LAUNCHER:-deepspeed --module}" \
-    --generate "--input_key ${PROMPT_KEY:-question} --input_template '$template' --dataset_split ${SPLIT:-test} \
+    --generate "--input_key ${PROMPT_KEY:-question} --input_template $quoted --dataset_split ${SPLIT:-test} \
         --prompt_max_len ${PROMPT_LEN:-1024} --max_new_tokens ${ANSWER_LEN:-1024} --max_samples ${MAX_SAMPLES:-50000}" \
     --score "--max_len ${MAX_LEN:-2048} --param_dtype bf16" \
     --train "--input_key ${INPUT_KEY:-input} --label_key ${LABEL_KEY:-value} --placeholder_token $placeholder \

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from openrlhf.agents.chat_session import ChatSession
 from openrlhf.agents.chat_wire import Answer, ChatRequest, find_calls
+from openrlhf.agents.executor import shorten
 from openrlhf.agents.interface import AgentExecutorBase, AgentSamplingParams, CompletionOutput, LLMEngine
 from openrlhf.data.messages import Message
 from openrlhf.errors import ConfigError, OpenRLHFError, RolloutError
@@ -96,8 +97,18 @@ class Episode:
         while ids and ids[-1] in special:
             ids.pop()
         text = str(self.chat.tokenizer.decode(ids))
-        content, calls = self.find_calls(text, len(self.drawn)) if request.may_call else (text, [])
+        content, calls = self._calls_in(text) if request.may_call else (text, [])
         return {"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {})
+
+    def _calls_in(self, text: str) -> tuple[str, list[dict[str, Any]]]:
+        """A client would ask again after an error of find_calls, until something is drawn that it can read."""
+        try:
+            return self.find_calls(text, len(self.drawn))
+        except Exception as error:
+            raise RolloutError(
+                f"find_calls raised {type(error).__name__}: {error}, for {shorten(text)}; what it cannot read it should"
+                " return as text"
+            ) from error
 
 
 def open_episode(

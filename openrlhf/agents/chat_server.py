@@ -124,7 +124,7 @@ class ChatServer:
 async def read_json(request: web.Request) -> dict[str, Any]:
     try:
         body = await request.json()
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # also bytes that are no text
         raise RolloutError(f"the body of a request is no JSON: {error}") from None
     if not isinstance(body, dict):
         raise RolloutError("the body of a request is no JSON object")

@@ -37,11 +37,11 @@ def load_module(file: str) -> ModuleType:
     return module
 
 
-def find_reward(module: ModuleType, file: str) -> RewardCall:
+def find_reward(module: ModuleType, file: str, *, flag: str = "--remote_rm_url") -> RewardCall:
     found = vars(module).get("reward_func")
     if not callable(found):
         raise ConfigError(
-            f"--remote_rm_url {file} has no function reward_func; it defines {defined(module)}",
+            f"{flag} {file} has no function reward_func; it defines {defined(module)}",
             try_this="def reward_func(queries, prompts, labels): ...",
         )
     return adapt_reward(found, file)

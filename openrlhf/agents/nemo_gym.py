@@ -83,20 +83,22 @@ class NemoGymAgentExecutor(AgentExecutorBase):
         function = call["function"]
         text = f"there is no tool {function['name']}"
         if any(tool["function"]["name"] == function["name"] for tool in tools):
-            async with http.post(f"{self.url}/{function['name']}", json=function["arguments"]) as answer:
-                text = await answer.text()
+            _, text = await self._post(http, f"/{function['name']}", function["arguments"])
         return {"role": "tool", "tool_call_id": call["id"], "content": text}
 
-    async def _ask(self, http: ClientSession, path: str, body: Mapping[str, Any]) -> Any:
+    async def _post(self, http: ClientSession, path: str, body: Mapping[str, Any]) -> tuple[int, str]:
         from aiohttp import ClientError
 
         try:
             async with http.post(self.url + path, json=body) as answer:
-                text = await answer.text()
+                return answer.status, await answer.text()
         except ClientError as error:
             raise RewardError(f"{self.url}{path} cannot be reached: {error}; is the resources server up?") from None
-        if answer.status != 200:
-            raise RewardError(f"{self.url}{path} answered {answer.status}: {clip(text)}")
+
+    async def _ask(self, http: ClientSession, path: str, body: Mapping[str, Any]) -> Any:
+        status, text = await self._post(http, path, body)
+        if status != 200:
+            raise RewardError(f"{self.url}{path} answered {status}: {clip(text)}")
         try:
             return json.loads(text)
         except json.JSONDecodeError:

@@ -16,7 +16,7 @@ from openrlhf.data.records import Records
 from openrlhf.data.sources import load_dataset_rows
 from openrlhf.launch.device import seed_everything
 from openrlhf.launch.generate import generate, plan_generation
-from openrlhf.launch.parts import Parts, wait_for_everyone
+from openrlhf.launch.parts import Parts, end_with_launcher, wait_for_everyone
 from openrlhf.launch.postprocess import POST_PROCESSORS, Conditioning
 from openrlhf.launch.score import plan_scoring, score
 from openrlhf.models.load import load_tokenizer
@@ -36,6 +36,7 @@ class BatchResult:
 def run(config: BatchInferenceConfig) -> BatchResult | None:
     """Makes every row of the output; the config has been checked. Of several processes the first has the result."""
     disable_progress_bar()
+    end_with_launcher()
     seed_everything(config.task.seed, deterministic=config.task.full_determinism)
     tokenizer = load_tokenizer(str(config.model.pretrain), config.model)
     parts, work = plan(config, tokenizer, load_rows(config))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from openrlhf.agents.loop_thread import heard
 from openrlhf.config.commands import BatchInferenceConfig
 from openrlhf.config.sections.inference import Sampling
 from openrlhf.data.answers import INDEX, one_slice, waiting_prompts
@@ -167,13 +168,16 @@ async def generate_with_vllm(generation: Generation, tokenizer: PreTrainedTokeni
 
 
 async def stream(engine: Engine, sink: Sink, *, window: int) -> None:
-    """All requests, at most `window` of them at the engine; each answer is handed on as it comes."""
+    """All requests, at most `window` of them at the engine; each answer is handed on as it comes.
+
+    An engine that fails mostly fails all that are at it: the first error counts, and nobody hears of the others.
+    """
     sink.begin()
-    running: dict[asyncio.Task[list[Completion]], int] = {}
+    running: dict[asyncio.Future[list[Completion]], int] = {}
     waiting = iter(enumerate(sink.requests))
     while True:
         for place, request in waiting:
-            running[asyncio.create_task(engine.generate([request]))] = place
+            running[heard(asyncio.ensure_future(engine.generate([request])))] = place
             if len(running) >= window:
                 break
         if not running:

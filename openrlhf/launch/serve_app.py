@@ -12,6 +12,7 @@ from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
+from starlette.requests import ClientDisconnect
 
 from openrlhf.launch.batcher import Batcher
 from openrlhf.launch.served_model import RewardModel, Row
@@ -44,10 +45,13 @@ class Door:
         """The whole body; one that is too large is heard to its end and not kept, so that its sender reads why."""
         kept = bytearray()
         size = 0
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size <= self.max_bytes:
-                kept += chunk
+        try:
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size <= self.max_bytes:
+                    kept += chunk
+        except ClientDisconnect:  # nobody hears this, but the log would have a traceback
+            raise HTTPException(400, "the connection ended before the body did") from None
         if size > self.max_bytes:
             limit = self.max_bytes >> 20
             raise HTTPException(413, f"the body has {size} bytes, and --max_request_mb is {limit}: send fewer queries")

@@ -1,6 +1,6 @@
 """Models and tokenizers from folders or hubs: precision, attention, adapters, 4-bit, recomputation."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -75,9 +75,10 @@ def known_positions(config: PretrainedConfig) -> int | None:
 def load_causal_lm(name: str, loading: Loading, *, device: torch.device, packing: bool) -> PreTrainedModel:
     """A decoder with its vocabulary head, on the CPU unless it is quantised; the backend moves it."""
     options = _options(name, loading, device, packing)
-    if isinstance(loading, Model) and loading.use_liger_kernel:
-        return _from_pretrained(_liger_class(), name, loading, options)
-    return _from_pretrained(AutoModelForCausalLM, name, loading, options)
+    kind = _liger_class() if isinstance(loading, Model) and loading.use_liger_kernel else AutoModelForCausalLM
+    model, report = _from_pretrained(kind, name, loading, options | {"output_loading_info": True})
+    _refuse_lacking(name, report["missing_keys"], "a language model; one that train_rm saved has no vocabulary head")
+    return model
 
 
 def load_scalar_model(
@@ -98,9 +99,7 @@ def load_scalar_model(
             f"{type(model).__name__} has no head called {SCALAR_HEAD}, so it cannot be a reward model here"
         )
     missing = report["missing_keys"]
-    lacking = [key for key in missing if not key.startswith(f"{SCALAR_HEAD}.")]
-    if lacking:
-        raise ConfigError(f"the weights of {name} lack {len(lacking)} of the model's tensors, such as {min(lacking)}")
+    _refuse_lacking(name, [key for key in missing if not key.startswith(f"{SCALAR_HEAD}.")])
     if missing and not new_head:
         raise ConfigError(
             f"{name} holds no weights for a scalar head called {saved_prefix}, so its rewards would be noise",
@@ -109,6 +108,15 @@ def load_scalar_model(
     if missing:
         init_scalar_head(model)
     return model
+
+
+def _refuse_lacking(name: str, lacking: Collection[str], try_this: str | None = None) -> None:
+    """Transformers would begin them at random and go on."""
+    if lacking:
+        raise ConfigError(
+            f"the weights of {name} lack {len(lacking)} of the model's tensors, such as {min(lacking)}",
+            try_this=try_this,
+        )
 
 
 @contextmanager

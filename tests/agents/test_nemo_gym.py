@@ -154,6 +154,20 @@ def test_what_goes_wrong_is_told(build, write):
     assert '/verify answered 422: {"detail": "no such row"}' in str(failure)
 
 
+async def hang_up(request):
+    request.transport.close()
+    return web.Response()
+
+
+def test_a_server_that_goes_away_amid_an_episode(build, write):
+    with served(Scales().app(**{"/weigh": hang_up})) as url:
+        executor = build(agent_func_path=write(AGENT.format(url=url)), context_length=300, on_reward_error="skip")
+        asked = prompt("how heavy?", label=json.dumps(ROW))
+        (failure,) = run(executor, [Say(CALL, "7</s>")], asked=asked, max_tokens=120).failures
+    assert isinstance(failure, RewardError)
+    assert "/weigh cannot be reached" in str(failure)
+
+
 def test_a_server_that_is_away_and_a_label_that_is_no_row(build, write):
     file = write(AGENT.format(url="http://127.0.0.1:9"))
     (failure,) = run(

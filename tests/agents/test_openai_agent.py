@@ -274,6 +274,28 @@ def test_an_executor_of_ones_own_reads_other_tool_calls(build, write):
     assert [(item.reward, item.extra_logs) for item in got] == [(0.0, {"named": 0.0}), (1.0, {"named": 1.0})]
 
 
+def test_calls_that_cannot_be_read_end_the_episode_whatever_the_client_does(build, write):
+    source = f"""
+        from openai import OpenAI
+        from openrlhf.utils.agent import OpenAIAgentExecutor
+
+        class AgentExecutor(OpenAIAgentExecutor):
+            def run_agent(self, base_url, api_key, prompt):
+                client = OpenAI(base_url=base_url, api_key=api_key)
+                asked = [{{"role": "user", "content": prompt}}]
+                client.chat.completions.create(model="", messages=asked, tools={TOOLS!r})
+                return 1.0
+
+            def find_calls(self, text, number):
+                return text, [][int(text)]
+    """
+    said = Say("7", "x")
+    (failure,) = run(build(agent_func_path=write(source), on_reward_error="skip"), [said]).failures
+    assert isinstance(failure, RolloutError)
+    assert "find_calls raised IndexError: list index out of range, for '7'" in str(failure)
+    assert len(said.requests) == 1
+
+
 def test_an_agent_that_hangs_is_ended(build, write):
     source = """
         import threading

@@ -1,6 +1,7 @@
 """The scripts of examples/scripts: their shell, what they ask for by default, and some of them run at tiny scale."""
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -99,6 +100,12 @@ def test_a_script_asks_for_what_the_document_prints(script, place, asked):
 @pytest.mark.parametrize("script", ["train_sft_llama", "train_dpo_ring_llama", "train_dapo_ray_hybrid_engine"])
 def test_flags_behind_the_name_win(script, asked):
     assert asked(script, "--train_batch_size", "72")[1]["train_batch_size"] == 72
+
+
+def test_a_template_may_hold_quotes(words):
+    called = words("train_prm_best_of_n", TEMPLATE="What's {}?\n")
+    flags = shlex.split(called[called.index("--generate") + 1])
+    assert flags[flags.index("--input_template") + 1] == "What's {}?\n"
 
 
 def test_a_dashboard_takes_the_run_as_a_job(words, tmp_path):

@@ -1,5 +1,7 @@
 """Every task of batch_inference against expected rows, alone, in several processes, and after a kill."""
 
+import asyncio
+import gc
 import json
 import os
 import signal
@@ -14,8 +16,8 @@ from test_processes import DEADLINE, launched
 from toys import FAST, PAIRS, STEPS, as_argv, pairs, run, steps, when, write_rows
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from openrlhf.errors import ConfigError
-from openrlhf.launch.generate import own_devices
+from openrlhf.errors import ConfigError, RolloutError
+from openrlhf.launch.generate import own_devices, stream
 from openrlhf.launch.scorers import OutcomeScorer
 from tests.tiny import make_model
 
@@ -256,6 +258,28 @@ def test_a_killed_run_goes_on_without_loss_or_repetition(sent, infer, folder, tm
     assert not Path("cut.jsonl.parts").exists()
 
 
+LAUNCHER = """
+import os, subprocess, sys
+alone = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+subprocess.Popen([sys.executable, "-m", "openrlhf.cli.batch_inference", *sys.argv[1:]], env=os.environ | alone).wait()
+"""
+
+
+def test_a_process_does_not_outlive_its_launcher(folder):
+    """Its share is finished, and the others will never come."""
+    flags = {"dataset": prompts(), **SHORT}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, *command(folder, "half.jsonl", **flags)],
+        stderr=subprocess.PIPE,
+        env=environment,
+    )
+    part = Path("half.jsonl.parts/rank1.jsonl")
+    when(launcher, lambda: part.is_file() and len(part.read_text().splitlines()) == len(WORDS) // 2)
+    launcher.kill()
+    launcher.communicate(timeout=DEADLINE)  # until nobody holds the other end
+
+
 @pytest.fixture
 def stopped(infer, reward_model, monkeypatch):
     """Scoring that was interrupted after two of its batches."""
@@ -310,6 +334,26 @@ def test_vllm_says_what_transformers_says(infer):
 def test_engines_on_ray_say_it_too(infer):
     flags = {"dataset": prompts(WORDS * 4), "greedy_sampling": True, **SHORT}
     assert infer("generate_vllm", **flags, vllm_num_engines=2, max_num_seqs=4) == infer(**flags)
+
+
+def test_an_engine_that_fails_at_all_requests_is_heard_once(caplog):
+    class Broken:
+        async def generate(self, requests):
+            raise RolloutError("no such request")
+
+    class Wish:
+        requests = range(3)
+
+        def begin(self):
+            pass
+
+        def finish(self, place, completion):
+            raise AssertionError("nothing was answered")
+
+    with pytest.raises(RolloutError, match="no such request"):
+        asyncio.run(stream(Broken(), Wish(), window=3))
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 @pytest.mark.parametrize(

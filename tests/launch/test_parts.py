@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from openrlhf.config.commands import BatchInferenceConfig
-from openrlhf.errors import BackendError, DataError
+from openrlhf.config.sections.model import ServedModel
+from openrlhf.errors import BackendError, ConfigError, DataError
 from openrlhf.launch.parts import Parts
 
 OUTPUT = Path("out.jsonl")
@@ -17,10 +18,11 @@ ROWS = [{"output": f"answer {number} “quoted”\n\u2028"} for number in range(
 def process(monkeypatch):
     """The parts as a process of this rank opens them."""
 
-    def start(rank=0, world=1, group=1):
+    def start(rank=0, world=1, group=1, output=OUTPUT, model=None):
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("WORLD_SIZE", str(world))
-        return Parts(OUTPUT, BatchInferenceConfig(), total=len(ROWS), group=group)
+        config = BatchInferenceConfig(model=ServedModel(pretrain=model))
+        return Parts(output, config, total=len(ROWS), group=group)
 
     return start
 
@@ -60,3 +62,37 @@ def test_a_damaged_file_is_named(process):
     Path("out.jsonl.parts/rank0.jsonl").write_bytes(b"\0\0\0\n")
     with pytest.raises(DataError, match=r"rank0\.jsonl is damaged. Try: rm -r out.jsonl.parts"):
         process()
+
+
+def test_rows_may_lie_in_the_folder_of_their_model(process):
+    model = Path("model")
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    output = model / "out.jsonl"
+    output.write_text("of an earlier run")
+    write(process(output=output, model="./model"), count=2)
+    (model / ".out.jsonl.writing").write_text("a run that was killed at its end")
+    assert len(process(output=output, model="./model").missing) == len(ROWS) - 2
+    (model / "config.json").write_text('{"other": "weights"}')
+    with pytest.raises(ConfigError, match="the content of --pretrain"):
+        process(output=output, model="./model")
+
+
+def test_a_run_that_made_no_row_may_be_followed_by_another(process):
+    process(model="wrong").close()
+    write(process(model="right"), count=1)
+    with pytest.raises(ConfigError, match="--pretrain right -> wrong"):
+        process(model="wrong")
+
+
+def test_a_run_that_is_killed_while_it_tidies_up_leaves_no_rows_without_their_plan(process, monkeypatch):
+    write(parts := process(model="one"))
+
+    def killed(folder):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shutil.rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        parts.finish(parts.rows())
+    (parts.folder / "plan.json").unlink()
+    assert len(process(model="other").missing) == len(ROWS)

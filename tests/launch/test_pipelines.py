@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from toys import EARLY, FAST, LATE, PAIRS, TEMPLATE, pairs, run, steps, word, write_rows
 
+from openrlhf.errors import ConfigError, DataError
 from tests.tiny import make_model
 
 PIPELINES = Path(__file__).parents[2] / "examples" / "pipelines"
@@ -137,13 +138,46 @@ def test_the_check_gets_the_label_of_each_prompt(tmp_path, module):
     (tmp_path / "check.py").write_text(f"def reward_func(queries, prompts, labels): return {{'rewards': {same}}}\n")
     flags = ["--prompts", prompts, "--check", str(tmp_path / "check.py"), "--label_key", "wanted"]
     rows = [{"input": prompt, "output": "2", "index": index} for index, prompt in ((1, "b"), (0, "a"))]
-    assert module.worths(module.parse(NEEDED + flags), rows) == [1.0, 0.0]
+    assert module.open_check(module.parse(NEEDED + flags))(rows) == [1.0, 0.0]
+
+
+def test_a_check_that_cannot_be_used_is_known_before_anything_runs(tmp_path, module):
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"input": "a", "wanted": "1"}])
+    (tmp_path / "check.py").write_text("def reward_func(queries, prompts): return [1.0]\n")
+    (tmp_path / "other.py").write_text("def reward(queries): return [1.0]\n")
+    flags = [*NEEDED, "--prompts", prompts, "--check"]
+    with pytest.raises(DataError, match=r"no field 'answer'.*--label_key"):
+        module.choose(module.parse([*flags, str(tmp_path / "check.py"), "--label_key", "answer"]), pytest.fail)
+    with pytest.raises(ConfigError, match="has no function reward_func; it defines reward"):
+        module.choose(module.parse([*flags, str(tmp_path / "other.py")]), pytest.fail)
+    with pytest.raises(SystemExit):
+        module.parse([*flags, "nowhere.py"])
 
 
 def test_prompts_without_a_judged_answer_are_counted(module, capsys):
-    args = module.parse([*NEEDED, "--prompts", "prompts.jsonl"])
-    module.report(args, [{"reward": 0.0}, {"reward": 0.0}], [{"reward": 0.0}, {"reward": 0.5}])
+    module.report([{"reward": 0.0}, {"reward": 0.0}], [{"reward": 0.0}, {"reward": 0.5}], "the best", None)
     assert "# 1 of 2 prompts have no answer with a placeholder" in capsys.readouterr().out
+
+
+def test_answers_that_are_marked_in_another_way_are_judged_again(start, tmp_path, module):
+    """As whoever follows the advice of the line above does it."""
+    folder = tmp_path / "best"
+    given = ["--policy", str(start / "base"), "--reward", "prm", "--prompts", "p.jsonl", "--folder", str(folder)]
+    judged = []
+
+    def in_process(words):
+        flags = dict(zip(words[1::2], words[2::2], strict=True))
+        rows = [{"input": "a=", "output": "x.y</s>", "index": 0}, {"input": "a=", "output": "z", "index": 0}]
+        if flags["--eval_task"] == "rm":
+            rows = [row | {"reward": 0.5} for row in module.read(flags["--dataset"])]
+            judged.append([row["output"] for row in rows])
+            os.utime(flags["--dataset"], ns=(1, 1))  # or all would be written in one tick of the clock
+        os.utime(write_rows(Path(flags["--output_path"]), rows), ns=(2, 2))
+
+    for more in ([], ["--mark_steps", ".", "#"], ["--mark_steps", ".", "#"], []):
+        module.choose(module.parse(given + more), in_process)
+    plain, marked = ["x.y</s>", "z"], ["x#y#", "z#"]
+    assert judged == [plain, plain[:1], marked, marked[:1], plain, plain[:1]]
 
 
 def test_rows_that_are_written_already_are_left_alone(tmp_path, module):

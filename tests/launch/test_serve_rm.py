@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -195,6 +196,15 @@ def test_a_refusal_says_why(server, case):
     status, answer = post(server, body)
     assert (status, said in answer["detail"]) == (wanted, True), answer
     assert post(server, {"query": ["abc"]})[0] == 200
+
+
+def test_a_client_that_leaves_amid_its_request_leaves_no_traceback(reward_model, capfd):
+    begun = b"POST /get_reward HTTP/1.1\r\nHost: here\r\nContent-Length: 99\r\n\r\n{"
+    with serving(reward_pretrain=reward_model) as url:
+        with socket.create_connection(("127.0.0.1", urlsplit(url).port)) as leaving:
+            leaving.sendall(begun)
+        assert post(url, {"query": "a"})[0] == 200
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_other_paths_and_methods_are_refused(server):

@@ -109,6 +109,14 @@ def test_a_new_scalar_head_is_ours_and_not_transformers(tmp_path):
     assert model.score.weight.std().item() == pytest.approx(1 / 513, rel=0.15)
 
 
+def test_a_reward_model_does_not_pass_for_a_language_model(tmp_path):
+    name = make_model(tmp_path / "base")
+    model = load_scalar_model(name, Model(), device=CPU, packing=False, head_prefix="score", new_head=True)
+    model.save_pretrained(tmp_path / "reward")
+    with pytest.raises(ConfigError, match=r"lack 1 of the model's tensors, such as lm_head\.weight\. Try: a language"):
+        load(tmp_path / "reward")
+
+
 def adapted(folder, *, scalar=False, **flags):
     lora = Lora(lora_rank=4, **flags)
     if scalar:
