@@ -92,6 +92,8 @@ class NemoGymAgentExecutor(AgentExecutorBase):
         try:
             async with http.post(self.url + path, json=body) as answer:
                 return answer.status, await answer.text()
+        except TimeoutError:
+            raise RewardError(f"{self.url}{path} did not answer in time") from None
         except ClientError as error:
             raise RewardError(f"{self.url}{path} cannot be reached: {error}; is the resources server up?") from None
 

@@ -168,8 +168,9 @@ def build_scorer(
     if not shared:
         say(f"the reward model {name} has another tokenizer: it scores the text, tokenised anew")
     texts = Texts(tokenizer, own, shared)
-    layout = Layout(packing=config.batches.packing_samples, pad_id=own.pad_token_id)
     packing = config.batches.packing_samples
+    layout = Layout(packing=packing, pad_id=own.pad_token_id)
+    batching = Batching(layout, config.rollout.micro_rollout_batch_size)
     saved = read_config(name, config.model).to_dict()
     if "placeholder_token" in saved:
         with loading(config, device):
@@ -177,7 +178,7 @@ def build_scorer(
         return ProcessScorer(
             make_frozen(config, model, device),
             texts,
-            layout,
+            batching,
             one_token(own, saved["placeholder_token"], "placeholder_token in config.json"),
             tuple(one_token(own, token, "reward_tokens in config.json") for token in saved["reward_tokens"]),
             config.rewards.prm_reduce,
@@ -191,7 +192,7 @@ def build_scorer(
     return OutcomeScorer(
         make_frozen(config, model, device),
         texts,
-        Batching(layout, config.rollout.micro_rollout_batch_size),
+        batching,
         weight,
         saved.get("mean", 0.0) if normalises else 0.0,
         saved.get("std", 1.0) if normalises else 1.0,

@@ -63,13 +63,13 @@ def open_scorer(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase
     name = str(config.model.pretrain)
     saved = read_config(name, config.model).to_dict()
     texts = Texts(tokenizer, tokenizer, shared=True)
-    layout = Layout(packing=False, pad_id=tokenizer.pad_token_id)
+    batching = Batching(Layout(packing=False, pad_id=tokenizer.pad_token_id), config.task.micro_batch_size)
     if "placeholder_token" in saved:
         model = load_causal_lm(name, config.model, device=device, packing=False)
         return ProcessScorer(
             LocalFrozen(Network(model), device),
             texts,
-            layout,
+            batching,
             one_token(tokenizer, saved["placeholder_token"], "placeholder_token in config.json"),
             tuple(one_token(tokenizer, token, "reward_tokens in config.json") for token in saved["reward_tokens"]),
         )
@@ -78,6 +78,4 @@ def open_scorer(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase
     mean, std = saved.get("mean", 0.0), saved.get("std", 1.0)
     if "mean" in saved:
         say(f"rewards are normalised by the mean ({mean:.4g}) and std ({std:.4g}) in the model's config.json")
-    return OutcomeScorer(
-        LocalFrozen(Network(model), device), texts, Batching(layout, config.task.micro_batch_size), mean=mean, std=std
-    )
+    return OutcomeScorer(LocalFrozen(Network(model), device), texts, batching, mean=mean, std=std)

@@ -94,7 +94,7 @@ class ProcessScorer:
 
     model: Frozen
     texts: Texts
-    layout: Layout
+    batching: Batching
     placeholder_id: int
     reward_ids: tuple[int, ...]
     reduce: str = "min"
@@ -105,15 +105,21 @@ class ProcessScorer:
         return self.weight * self.score_rows(rows)
 
     def score_rows(self, rows: Sequence[NDArray[np.int32]]) -> Tensor:
-        return torch.stack([self._one(ids) for ids in rows])
+        scores = torch.zeros(len(rows))
+        for part in self.batching.cut([len(row) for row in rows]):
+            scores[part] = self._scores([rows[place] for place in part])
+        return scores
 
-    def _one(self, ids: NDArray[np.int32]) -> Tensor:
-        marks = (ids == self.placeholder_id) & (np.arange(len(ids)) > 0)
-        shown = bool(marks.any())
-        marks[-1] |= not shown  # a sharded model is called by all ranks or none, so there is always something to ask
-        logits = self.model.forward(self.layout.batch([TokenRow(ids, marks)]), "target_logits").target_logits
+    def _scores(self, rows: Sequence[NDArray[np.int32]]) -> Tensor:
+        """All in one forward. A response without a finished step has shown nothing, and gets 0."""
+        marks = [(ids == self.placeholder_id) & (np.arange(len(ids)) > 0) for ids in rows]
+        shown = [bool(mark.any()) for mark in marks]
+        for mark, seen in zip(marks, shown, strict=True):
+            mark[-1] |= not seen  # a sharded model is called by all ranks or none, so there is always something to ask
+        asked = self.batching.layout.batch([TokenRow(ids, mark) for ids, mark in zip(rows, marks, strict=True)])
+        logits = self.model.forward(asked, "target_logits").target_logits
         assert logits is not None
-        positive = logits[:, list(self.reward_ids)].softmax(-1)[:, 0]
-        if not shown:
-            return torch.tensor(0.0)  # a response without a finished step has shown nothing
-        return REDUCE[self.reduce](positive).cpu()
+        positive = logits[:, list(self.reward_ids)].softmax(-1)[:, 0].cpu()
+        steps = positive.split([int(mark[1:].sum()) for mark in marks])  # nothing is asked of a first token
+        reduce = REDUCE[self.reduce]
+        return torch.tensor([float(reduce(part)) if seen else 0.0 for part, seen in zip(steps, shown, strict=True)])

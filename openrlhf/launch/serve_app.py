@@ -104,7 +104,7 @@ def read_queries(body: bytes) -> list[str]:
     except (ValueError, RecursionError) as error:
         raise HTTPException(400, f"the body is not JSON: {error}") from None
     if not isinstance(asked, Mapping):
-        raise HTTPException(422, f"the body is a {type(asked).__name__}, not an object such as {EXAMPLE}")
+        raise HTTPException(422, f"the body is of type {type(asked).__name__}, not an object such as {EXAMPLE}")
     given = [name for name in ("query", "queries") if name in asked]
     if len(given) != 1:
         raise HTTPException(422, f"the body must have either query or queries, as in {EXAMPLE}")
@@ -123,7 +123,7 @@ EXAMPLE = '{"query": ["a text to score"]}'
 
 def check_text(text: Any, place: int) -> None:
     if not isinstance(text, str):
-        raise HTTPException(422, f"query {place} is a {type(text).__name__}, not a text")
+        raise HTTPException(422, f"query {place} is of type {type(text).__name__}, not a text")
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -209,7 +209,8 @@ def _resolve(name: str, loading: Loading) -> str:
 
 
 def _cannot_load(what: str, name: str, error: Exception) -> ConfigError:
-    return ConfigError(f"cannot load the {what} {name}: {_first_line(error)}")
+    nor_here = "" if Path(name).exists() else f" There is no folder {name} here either."
+    return ConfigError(f"cannot load the {what} {name}: {_first_line(error)}{nor_here}")
 
 
 def _first_line(error: Exception) -> str:

@@ -122,6 +122,21 @@ def test_a_request_that_is_taken_back_leaves_the_engine_to_the_next():
     asyncio.run(play())
 
 
+def test_new_requests_do_not_wait_for_an_engine_that_is_being_replaced():
+    async def play():
+        crew = Crew(Failing("first", DeathError("engine 0 died")), Answering("second"))
+        crew.may_start.clear()
+        noticed = asyncio.ensure_future(crew.engines.generate(ASKED[:1]))
+        while not crew.started:
+            await asyncio.sleep(0)
+        assert await crew.engines.generate(ASKED[:2]) == ["second"] * 2
+        crew.may_start.set()
+        assert await noticed == ["second"]
+        assert crew.engines.choose(9).number == 0  # it is back
+
+    asyncio.run(play())
+
+
 def test_requests_go_where_their_prefix_is_until_that_engine_is_much_busier():
     async def play():
         engines = Crew(Answering("first"), Answering("second")).engines

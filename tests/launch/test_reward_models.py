@@ -169,7 +169,10 @@ REDUCED = {"min": min, "mean": lambda steps: sum(steps) / len(steps), "last": la
 
 @pytest.mark.parametrize("reduce", REDUCED)
 def test_a_process_reward_model_scores_the_steps(learn, process_model, models, reduce):
-    ran = learn(reward_pretrain=process_model, prm_reduce=reduce, max_steps=1, generate_max_len=32)
+    packs = reduce == "mean"
+    ran = learn(
+        reward_pretrain=process_model, prm_reduce=reduce, max_steps=1, generate_max_len=32, packing_samples=packs
+    )
     rows = recorded(ran, 1)
     model = AutoModelForCausalLM.from_pretrained(process_model).eval()
     tokenizer = AutoTokenizer.from_pretrained(process_model)

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from openrlhf.errors import BackendError, ConfigError, RolloutError
+from openrlhf.errors import BackendError, ConfigError, OpenRLHFError, RolloutError
 from openrlhf.launch.ray.address import find_cluster, token_error
 from openrlhf.launch.ray.placement import Node, Plan, explain_shortage, pack
 from openrlhf.monitor import say
@@ -46,7 +46,7 @@ def joined(plan: Plan) -> Iterator[bool]:
 
 @contextmanager
 def private_ray(plan: Plan) -> Iterator[None]:
-    """A Ray of our own on this machine, with a token of its own; its logs stay where a worker or engine failed."""
+    """A Ray of our own on this machine, with a token of its own; its logs stay where something broke."""
     import ray
 
     slots, folder = private_slots(plan), private_folder()
@@ -56,8 +56,9 @@ def private_ray(plan: Plan) -> Iterator[None]:
     failed = False
     try:
         yield
-    except (BackendError, RolloutError):
-        failed = True
+    except Exception as error:
+        explained = isinstance(error, OpenRLHFError) and not isinstance(error, (BackendError, RolloutError))
+        failed = not explained
         raise
     finally:
         helpers = ray_helpers()

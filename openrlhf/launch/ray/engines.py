@@ -29,6 +29,7 @@ class Engine:
     process: Process
     running: int = 0
     restarts: int = 0
+    ready: bool = True  # not while it is being replaced
 
 
 class RayEngines:
@@ -71,9 +72,9 @@ class RayEngines:
                 engine.running -= len(requests)
 
     def choose(self, prefix: int) -> Engine:
-        idlest = min(self.engines, key=lambda engine: engine.running)
+        idlest = min(self.engines, key=lambda engine: (not engine.ready, engine.running))
         home = self.homes.get(prefix, idlest)
-        chosen = home if home.running <= idlest.running + SLACK else idlest
+        chosen = home if home.ready and home.running <= idlest.running + SLACK else idlest
         self.homes[prefix] = chosen
         return chosen
 
@@ -86,9 +87,11 @@ class RayEngines:
         """The first to come replaces it, and the others wait until it may draw."""
         async with self.changing:
             if engine.process is failed:
+                engine.ready = False
                 await self._replace(engine, failure)
                 if self.bring_weights is not None:
                     await self.bring_weights()
+                engine.ready = True
 
     async def replace_failed(self) -> bool:
         """All that are dead or generate no more; for whoever holds `changing` and then brings weights."""
