@@ -3,9 +3,12 @@
 import json
 import os
 import select
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -69,3 +72,25 @@ def wait_until_gone(processes):
             return False
         os.close(handle)
     return True
+
+
+def end(processes):
+    for process in processes:
+        with suppress(ProcessLookupError):  # it ended with another one
+            os.kill(process, signal.SIGKILL)
+    assert wait_until_gone(processes)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def start_head(machine, port, dashboard=("--include-dashboard", "false"), **environ):
+    """As a person does it; it stays when the command has ended."""
+    ports = ["--port", port, "--ray-client-server-port", free_port(), "--dashboard-agent-listen-port", "0"]
+    small = ["--num-cpus", "4", "--num-gpus", "0", *dashboard]
+    with machine.open(["-m", "ray.scripts.scripts", "start", "--head", *ports, *small], **environ) as starting:
+        out, said = starting.communicate(timeout=WATCHDOG)
+    assert starting.returncode == 0, out + said

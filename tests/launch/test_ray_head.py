@@ -2,16 +2,14 @@
 
 import asyncio
 import json
-import os
 import shutil
-import signal
 import socket
 import threading
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from ray_machine import WATCHDOG, make_machine, wait_until_gone
+from ray_machine import WATCHDOG, end, free_port, make_machine, start_head, wait_until_gone
 from ray_toys import ON_RAY
 from rl_toys import asked
 from toys import as_argv, write_rows
@@ -57,28 +55,6 @@ def command(tmp_path, models):
     paths = {"pretrain": models(), "save_path": f"{tmp_path}/out", "ckpt_path": f"{tmp_path}/ckpt", "save_steps": 1}
     paths |= {"prompt_data": write_rows(tmp_path / "prompts.jsonl", asked(24)), "remote_rm_url": tmp_path / "reward.py"}
     return ["-m", "openrlhf.cli.train_ppo_ray", *as_argv(ON_RAY | paths)]
-
-
-def end(processes):
-    for process in processes:
-        with suppress(ProcessLookupError):  # it ended with another one
-            os.kill(process, signal.SIGKILL)
-    assert wait_until_gone(processes)
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
-def start_head(machine, port):
-    """As a person does it; it stays when the command has ended."""
-    ports = ["--port", port, "--ray-client-server-port", free_port(), "--dashboard-agent-listen-port", "0"]
-    small = ["--num-cpus", "4", "--num-gpus", "0", "--include-dashboard", "false"]
-    with machine.open(["-m", "ray.scripts.scripts", "start", "--head", *ports, *small]) as starting:
-        out, said = starting.communicate(timeout=WATCHDOG)
-    assert starting.returncode == 0, out + said
 
 
 def outcome(machine, command, **environ):
