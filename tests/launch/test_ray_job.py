@@ -15,6 +15,7 @@ from rl_toys import asked, task
 from toys import Ran, as_argv
 
 TOKEN = "0123456789abcdef" * 4
+TRIES = 5
 HELD = {"Authorization": f"Bearer {TOKEN}"}
 
 
@@ -59,9 +60,13 @@ def command(tmp_path, models):
 
 
 def submit(machine, address, folder, command, **environ):
+    """Ray gives its own agent ten seconds to be there, which on busy cores may take a second try."""
     words = ["-m", "ray.scripts.scripts", "job", "submit", "--address", address, "--working-dir", str(folder)]
-    with machine.open([*words, "--", *command], **environ) as submitting:
-        out, said = submitting.communicate(timeout=WATCHDOG)
+    for _ in range(TRIES):
+        with machine.open([*words, "--", *command], **environ) as submitting:
+            out, said = submitting.communicate(timeout=WATCHDOG)
+        if "No available agent" not in out + said:
+            break
     return submitting.returncode, out + said
 
 
