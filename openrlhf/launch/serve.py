@@ -74,7 +74,8 @@ def build_server(config: ServeRMConfig) -> Server:
     model = load_reward_model(config, device)
     tokens = flags.batch_tokens or BATCH_TOKENS[device.type]
     limits = ForwardLimits(flags.batch_size, tokens, flags.packing_samples)
-    app = build_app(model, Batcher(model.score, limits), Door(flags.api_key or None, flags.max_request_mb << 20))
+    door = Door(flags.api_key or None, flags.max_request_mb << 20, flags.refuse_long)
+    app = build_app(model, Batcher(model.score, limits), door)
     return Server(uvicorn.Config(app, log_level="warning", access_log=False, server_header=False))
 
 

@@ -28,6 +28,7 @@ class Door:
 
     api_key: str | None
     max_bytes: int
+    refuse_long: bool = False  # texts that would be cut
 
     def check_key(self, request: Request) -> None:
         given = request.headers.get("authorization", "")
@@ -75,15 +76,21 @@ class Service:
             raise HTTPException(503, "too many queries wait already; ask again later", {"Retry-After": "1"})
         loop = asyncio.get_running_loop()
         rows = await loop.run_in_executor(self.reader, self.model.read, texts)
-        for place, row in enumerate(rows):
-            if not len(row):
-                raise HTTPException(422, f"query {place} has no tokens, so there is nothing to score")
+        self._check_lengths(rows)
         rewards = await self.batcher.score([row[: self.model.max_len] for row in rows])
         for place, reward in enumerate(rewards):
             if not math.isfinite(reward):
                 raise HTTPException(500, f"the model's score of query {place} is {reward}, not a finite number")
         extra_logs = {"dummy_scores": rewards, "truncated": self._truncated(rows)}
         return {"rewards": rewards, "scores": rewards, "extra_logs": extra_logs}
+
+    def _check_lengths(self, rows: Sequence[Row]) -> None:
+        limit = self.model.max_len
+        for place, row in enumerate(rows):
+            if not len(row):
+                raise HTTPException(422, f"query {place} has no tokens, so there is nothing to score")
+            if self.door.refuse_long and len(row) > limit:
+                raise HTTPException(413, f"query {place} has {len(row)} tokens, and --max_len is {limit}")
 
     def _truncated(self, rows: Sequence[Row]) -> list[float]:
         limit = self.model.max_len

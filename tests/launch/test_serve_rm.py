@@ -143,6 +143,13 @@ def test_what_is_too_long_is_cut_and_counted(reward_model):
     assert answer["extra_logs"]["truncated"] == [1.0, 0.0]
 
 
+def test_what_is_too_long_is_refused_where_cutting_is_not_wanted(reward_model):
+    with serving(reward_pretrain=reward_model, max_len=10, refuse_long=True) as url:
+        status, answer = post(url, {"query": ["abcde", "abcdefgh" * 3]})
+        assert (status, answer["detail"]) == (413, "query 1 has 24 tokens, and --max_len is 10")
+        assert post(url, {"query": ["abcdefghij"]})[0] == 200
+
+
 def test_rewards_are_normalised_by_what_the_model_was_saved_with(reward_model):
     saved = json.loads((Path(reward_model) / "config.json").read_text())
     with serving(reward_pretrain=reward_model, normalize_reward=True) as url:

@@ -74,7 +74,8 @@ class Serving:
 
     reward_pretrain: str | None = flag(None, "reward model folder or hub name")
     normalize_reward: bool = flag(False, "(reward - mean) / std with the values stored in the reward model")
-    max_len: int = flag(2048, "tokens per query; longer ones are cut")
+    max_len: int = flag(2048, "tokens per query; longer ones are cut, or refused with --refuse_long")
+    refuse_long: bool = flag(False, "answer 413 to a query of more than --max_len tokens instead of cutting it")
     batch_size: int | None = flag(None, "queries per forward; none is as many as wait and --batch_tokens allows")
     batch_tokens: int | None = flag(
         None, "tokens per forward, padding included; a longer query goes alone; none is 32768 on a GPU, 2048 on CPUs"
