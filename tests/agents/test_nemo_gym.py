@@ -10,10 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from aiohttp import web
+from aiohttp import ClientSession, ClientTimeout, web
 from openai.types.responses import Response
 from sessions import TOOL_TEMPLATE, Say, decode, encode, prompt, run
 
+from openrlhf.agents.nemo_gym import NemoGymAgentExecutor
 from openrlhf.errors import RewardError, RolloutError
 from tests.tiny import make_tokenizer
 
@@ -166,6 +167,18 @@ def test_a_server_that_goes_away_amid_an_episode(build, write):
         (failure,) = run(executor, [Say(CALL, "7</s>")], asked=asked, max_tokens=120).failures
     assert isinstance(failure, RewardError)
     assert "/weigh cannot be reached" in str(failure)
+
+
+def test_a_server_that_never_answers():
+    async def never(request):
+        await asyncio.Event().wait()
+
+    async def ask(url):
+        async with ClientSession(timeout=ClientTimeout(total=0.1)) as http:
+            await NemoGymAgentExecutor(url)._post(http, "/weigh", {})
+
+    with served(Scales().app(**{"/weigh": never})) as url, pytest.raises(RewardError, match="/weigh did not answer"):
+        asyncio.run(ask(url))
 
 
 def test_a_server_that_is_away_and_a_label_that_is_no_row(build, write):

@@ -162,6 +162,7 @@ SERVED = {
             assert (await http.post(at, json={"messages": [u]})).json()["count"] == 10
             assert (await http.post(at, json={"prompt": "ab"}, headers={"Authorization": "no"})).status_code == 401
             assert (await http.post(base_url + "/responses", json={})).status_code == 404
+            assert (await http.post(at, content=bytes([255, 254]))).status_code == 400
             assert (await http.get(base_url.split("/s/")[0] + "/health")).status_code == 200
         got = await c.chat.completions.create(model="policy", messages=[u], logprobs=True)
         assert [item.logprob for item in got.choices[0].logprobs.content] == [-1.0, -1.0]

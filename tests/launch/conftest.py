@@ -1,9 +1,11 @@
+import shutil
 import sys
 from functools import cache
 
 import datasets
 import pytest
 import torch
+from ray_machine import end, make_machine
 from toys import FAST, Ran, run
 
 from tests.tiny import make_model
@@ -35,6 +37,15 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def machine():
+    """A place for drivers of Ray; whatever a test left running there ends with it."""
+    made = make_machine()
+    yield made
+    end(made.processes())
+    shutil.rmtree(made.folder)
 
 
 @pytest.fixture(scope="session")

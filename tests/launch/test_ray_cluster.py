@@ -13,13 +13,6 @@ TOKEN = "0123456789abcdef" * 4
 ONE_GROUP = "--advantage_estimator reinforce --init_kl_coef 0"
 
 
-@pytest.fixture
-def machine():
-    made = make_machine()
-    yield made
-    shutil.rmtree(made.folder)
-
-
 @pytest.fixture(scope="module")
 def two_nodes():
     """A cluster with a token, of nodes with 2 and 3 devices that count as GPUs, and how to join it."""

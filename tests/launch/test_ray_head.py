@@ -2,14 +2,13 @@
 
 import asyncio
 import json
-import shutil
 import socket
 import threading
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from ray_machine import WATCHDOG, end, free_port, make_machine, start_head, wait_until_gone
+from ray_machine import WATCHDOG, free_port, start_head, wait_until_gone
 from ray_toys import ON_RAY
 from rl_toys import asked
 from toys import as_argv, write_rows
@@ -38,14 +37,6 @@ def reward_func(queries, prompts, labels):
 """
 GONE = "openrlhf: error: the head of Ray at "
 GO_ON = " is gone, and the run with it. Try: the same command with --load_checkpoint, "
-
-
-@pytest.fixture
-def machine():
-    made = make_machine()
-    yield made
-    end(made.processes())
-    shutil.rmtree(made.folder)
 
 
 @pytest.fixture

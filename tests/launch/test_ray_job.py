@@ -1,7 +1,6 @@
 """A whole run handed to a cluster with `ray job submit`, as docs/cluster.md says it: a token, a dashboard, a folder."""
 
 import json
-import shutil
 import sys
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -9,7 +8,7 @@ from urllib.request import Request, urlopen
 import pytest
 import torch
 from plain import load
-from ray_machine import WATCHDOG, end, free_port, make_machine, start_head, wait_until_gone
+from ray_machine import WATCHDOG, end, free_port, start_head, wait_until_gone
 from ray_toys import ON_RAY
 from rl_toys import asked, task
 from toys import Ran, as_argv
@@ -17,14 +16,6 @@ from toys import Ran, as_argv
 TOKEN = "0123456789abcdef" * 4
 TRIES = 5
 HELD = {"Authorization": f"Bearer {TOKEN}"}
-
-
-@pytest.fixture
-def machine():
-    made = make_machine()
-    yield made
-    end(made.processes())
-    shutil.rmtree(made.folder)
 
 
 @pytest.fixture

@@ -3,13 +3,12 @@
 import asyncio
 import os
 import shlex
-import shutil
 import signal
 
 import pytest
 import ray
 from peft import PeftModel
-from ray_machine import WATCHDOG, make_machine, wait_until_gone
+from ray_machine import WATCHDOG, wait_until_gone
 from ray_toys import AGENT, ON_RAY, Assassin, asked_for, census, mismatch, rows, two_nodes
 from rl_toys import asked, recorded, task
 from safetensors.torch import load_file
@@ -270,8 +269,7 @@ def test_a_rank_that_dies_amid_a_step_ends_the_run_and_it_goes_on_elsewhere(go, 
     assert asked_for(ran) == dict.fromkeys(range(24), 4)
 
 
-def test_a_killed_driver_takes_models_and_engine_along_and_the_next_run_starts(tmp_path, model):
-    machine = make_machine()
+def test_a_killed_driver_takes_models_and_engine_along_and_the_next_run_starts(tmp_path, model, machine):
     (tmp_path / "reward.py").write_text(REGICIDE)
     flags = ON_RAY | {"pretrain": model, "save_path": f"{tmp_path}/out", "ckpt_path": f"{tmp_path}/ckpt"}
     flags |= {"prompt_data": write_rows(tmp_path / "prompts.jsonl", asked(16)), "vllm_num_engines": 1}
@@ -293,4 +291,3 @@ def test_a_killed_driver_takes_models_and_engine_along_and_the_next_run_starts(t
     lines = [line for line in said.splitlines() if line and not line.startswith(("openrlhf: ", "  ", "train: "))]
     assert lines == []  # nothing that workers, Ray or vLLM say to themselves
     assert machine.processes() == []
-    shutil.rmtree(machine.folder)

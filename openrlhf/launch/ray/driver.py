@@ -57,8 +57,7 @@ def private_ray(plan: Plan) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        explained = isinstance(error, OpenRLHFError) and not isinstance(error, (BackendError, RolloutError))
-        failed = not explained
+        failed = isinstance(error, (BackendError, RolloutError)) or not isinstance(error, OpenRLHFError)
         raise
     finally:
         helpers = ray_helpers()
