@@ -169,16 +169,21 @@ def test_a_server_that_goes_away_amid_an_episode(build, write):
     assert "/weigh cannot be reached" in str(failure)
 
 
-def test_a_server_that_never_answers():
-    async def never(request):
-        await asyncio.Event().wait()
+def test_a_server_that_does_not_answer_in_time():
+    given_up = threading.Event()
+
+    async def wait(request):
+        await asyncio.to_thread(given_up.wait)
+        return web.Response()
 
     async def ask(url):
         async with ClientSession(timeout=ClientTimeout(total=0.1)) as http:
             await NemoGymAgentExecutor(url)._post(http, "/weigh", {})
 
-    with served(Scales().app(**{"/weigh": never})) as url, pytest.raises(RewardError, match="/weigh did not answer"):
-        asyncio.run(ask(url))
+    with served(Scales().app(**{"/weigh": wait})) as url:
+        with pytest.raises(RewardError, match="/weigh did not answer in time"):
+            asyncio.run(ask(url))
+        given_up.set()
 
 
 def test_a_server_that_is_away_and_a_label_that_is_no_row(build, write):
