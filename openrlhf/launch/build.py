@@ -87,11 +87,12 @@ def build(
 
 
 def settle_attention(config: SupervisedConfig, device: torch.device) -> SupervisedConfig:
-    """The config with the attention that will really run, said once though several models load."""
-    attention, line = choose_attention(config.model.attn_implementation, device, config.batches.packing_samples)
+    """The config with an attention that is there, said once though several models load."""
+    asked = config.model.attn_implementation
+    attention, line = choose_attention(asked, device, config.batches.packing_samples)
     if line:
         say(line)
-    return replace(config, model=replace(config.model, attn_implementation=attention))
+    return config if attention == asked else replace(config, model=replace(config.model, attn_implementation="auto"))
 
 
 def trained_network(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> Network:
@@ -113,7 +114,11 @@ def trained_network(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase
     adapted = add_adapters(model, config.lora, scalar=scalar)
     if config.sharding.gradient_checkpointing:
         recompute_activations(adapted, reentrant=config.sharding.gradient_checkpointing_use_reentrant)
-    return Network(adapted, with_aux_loss=balances_experts(config, model.config))
+    return Network(
+        adapted,
+        with_aux_loss=balances_experts(config, model.config),
+        self_test=not config.model.skip_self_test,
+    )
 
 
 def balances_experts(config: SupervisedConfig, model_config: Any) -> bool:
@@ -161,10 +166,12 @@ def frozen_model(config: SupervisedConfig, device: torch.device, *, vocabulary: 
             " the two are compared token by token"
         )
     if not uses_deepspeed(config):
-        return LocalFrozen(Network(model), device, offload=offload)
+        return LocalFrozen(Network(model, self_test=not config.model.skip_self_test), device, offload=offload)
     from openrlhf.training.deepspeed import DeepSpeedFrozen
 
-    return DeepSpeedFrozen(Network(model), config.sharding, device, offload=offload)
+    return DeepSpeedFrozen(
+        Network(model, self_test=not config.model.skip_self_test), config.sharding, device, offload=offload
+    )
 
 
 def make_objective(

@@ -60,7 +60,11 @@ def build_models(
 
 
 def build_policy(config: RLConfig, device: torch.device, total_steps: int) -> Policy:
-    network = Network(trainable_model(config, device), with_aux_loss=config.model.aux_loss_coef > 1e-8)
+    network = Network(
+        trainable_model(config, device),
+        with_aux_loss=config.model.aux_loss_coef > 1e-8,
+        self_test=not config.model.skip_self_test,
+    )
     rate = config.optimizer.actor_learning_rate
     backend = make_backend(config, network, optimizer_settings(config.optimizer, rate), device)
     return Policy(
@@ -80,10 +84,12 @@ def build_reference(config: RLConfig, device: torch.device) -> Frozen:
 def make_frozen(config: RLConfig, model: PreTrainedModel, device: torch.device) -> Frozen:
     offload = config.critic.ref_reward_offload
     if not uses_deepspeed(config):
-        return LocalFrozen(Network(model), device, offload=offload)
+        return LocalFrozen(Network(model, self_test=not config.model.skip_self_test), device, offload=offload)
     from openrlhf.training.deepspeed import DeepSpeedFrozen
 
-    return DeepSpeedFrozen(Network(model), config.sharding, device, offload=offload)
+    return DeepSpeedFrozen(
+        Network(model, self_test=not config.model.skip_self_test), config.sharding, device, offload=offload
+    )
 
 
 def trainable_model(config: RLConfig, device: torch.device) -> torch.nn.Module:
@@ -131,7 +137,7 @@ def build_critic(
         head_prefix=config.head.value_head_prefix,
         new_head=True,
     )
-    network = Network(adapted(config, model, scalar=True))
+    network = Network(adapted(config, model, scalar=True), self_test=not config.model.skip_self_test)
     flags = config.optimizer
     scheduled = make_schedule(
         config,

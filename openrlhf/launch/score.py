@@ -67,7 +67,7 @@ def open_scorer(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase
     if "placeholder_token" in saved:
         model = load_causal_lm(name, config.model, device=device, packing=False)
         return ProcessScorer(
-            LocalFrozen(Network(model), device),
+            LocalFrozen(Network(model, self_test=not config.model.skip_self_test), device),
             texts,
             batching,
             one_token(tokenizer, saved["placeholder_token"], "placeholder_token in config.json"),
@@ -78,4 +78,10 @@ def open_scorer(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase
     mean, std = saved.get("mean", 0.0), saved.get("std", 1.0)
     if "mean" in saved:
         say(f"rewards are normalised by the mean ({mean:.4g}) and std ({std:.4g}) in the model's config.json")
-    return OutcomeScorer(LocalFrozen(Network(model), device), texts, batching, mean=mean, std=std)
+    return OutcomeScorer(
+        LocalFrozen(Network(model, self_test=not config.model.skip_self_test), device),
+        texts,
+        batching,
+        mean=mean,
+        std=std,
+    )

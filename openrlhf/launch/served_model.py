@@ -60,7 +60,7 @@ def load_reward_model(config: ServeRMConfig, device: torch.device) -> RewardMode
     )
     mean, std = saved_statistics(name, settings.to_dict()) if flags.normalize_reward else (0.0, 1.0)
     return RewardModel(
-        LocalFrozen(Network(model), device),
+        LocalFrozen(Network(model, self_test=not config.model.skip_self_test), device),
         tokenizer,
         Layout(flags.packing_samples, tokenizer.pad_token_id),
         usable_length(name, settings, flags.max_len),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import varlen
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from openrlhf.errors import ConfigError
 from openrlhf.models.blocks import Scoring
@@ -27,6 +27,11 @@ FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash
 _KERNEL = inspect.signature(varlen.varlen_attn).parameters
 
 
+def packs(config: Any) -> bool:
+    """True if the attention of a loaded model keeps the sequences of a packed row apart by their bounds."""
+    return config._attn_implementation == SEGMENTED or config._attn_implementation in FLASH_PACKAGES
+
+
 def choose_attention(asked: str, device: torch.device, packing: bool) -> tuple[str, str | None]:
     """The implementation to load a model with, and a line to print where it is not the one asked for."""
     if asked == "auto":
@@ -36,7 +41,25 @@ def choose_attention(asked: str, device: torch.device, packing: bool) -> tuple[s
         why = f"{package} is not installed" if device.type == "cuda" else "there is no GPU"
         kernel = "PyTorch's varlen kernel" if device.type == "cuda" else "SDPA"
         return choose_attention("auto", device, packing)[0], f"{asked}: {why}, so {kernel} is used"
+    if packing and not package and asked != SEGMENTED:
+        return (
+            asked,
+            f"--attn_implementation {asked} cannot pack: sequences are padded. Try: --attn_implementation auto",
+        )
     return asked, None
+
+
+def fitting_attention(attention: str, model_class: type[PreTrainedModel] | None, config: PretrainedConfig) -> str:
+    """The fastest attention that a model class has, up to the one given; None is a class that a folder brings along."""
+    if attention == SEGMENTED and not (model_class and model_class._can_set_attn_implementation()):
+        attention = "sdpa"
+    return attention if attention != "sdpa" or takes_sdpa(model_class, config) else "eager"
+
+
+def takes_sdpa(model_class: type[PreTrainedModel] | None, config: PretrainedConfig) -> bool:
+    """False also for models that cap their attention scores: SDPA leaves the cap out without a word."""
+    capped = config.get_text_config().to_dict().get("attn_logit_softcapping")
+    return not capped and (model_class is None or model_class._supports_sdpa)
 
 
 def segmented_attention(  # noqa: PLR0913 - the signature is the registry's

@@ -37,9 +37,10 @@ def token_log_probs(
     hidden: Tensor, targets: Tensor, head: Head, *, temperature: float = 1.0, chunk: int = CHUNK
 ) -> Tensor:
     """log p(target) at each of [tokens, hidden]; fp32 whatever the model's dtype."""
-    weight = plain_weight(head)
-    if weight is not None:
-        return LinearLogProbs.apply(hidden, weight, targets, temperature, chunk)
+    linear = plain_linear(head)
+    if linear is not None:
+        weight, factor = linear
+        return LinearLogProbs.apply(hidden, weight, targets, temperature / factor, chunk)
 
     def part(hidden: Tensor, targets: Tensor) -> tuple[Tensor]:
         logits = scaled_logits(head, hidden, temperature)
@@ -81,14 +82,17 @@ def scaled_logits(head: Head, hidden: Tensor, temperature: float) -> Tensor:
     return logits if temperature == 1.0 else logits / temperature
 
 
-def plain_weight(head: Head) -> Tensor | None:
-    """The weight of a head that is a matrix product and nothing more; None where only a call of it will do.
+def plain_linear(head: Head) -> tuple[Tensor, float] | None:
+    """(weight, factor) of a head that is factor x a matrix product; None if only a call of it will do.
 
     ZeRO-3 marks its parameters with `ds_id`: those are whole only as long as their owner holds them.
     """
-    module: Any = head.module if isinstance(head, VocabularyHead) and head.is_plain else head
+    module: Any = head
+    factor: float | None = 1.0
+    if isinstance(head, VocabularyHead):
+        module, factor = head.module, head.factor
     is_plain = type(module) is nn.Linear and module.bias is None and not hasattr(module.weight, "ds_id")
-    return module.weight if is_plain else None
+    return (module.weight, factor) if is_plain and factor else None
 
 
 class LinearLogProbs(torch.autograd.Function):

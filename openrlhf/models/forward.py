@@ -4,8 +4,10 @@ One module, `Network`, wraps any decoder of Transformers. Everything that a back
 `forward`, and what it returns is aligned to tokens as `types.py` has it.
 """
 
+import inspect
 import sys
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -13,13 +15,24 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from openrlhf.errors import ConfigError
-from openrlhf.models.attention import SEGMENTED
+from openrlhf.models.attention import packs
 from openrlhf.models.chunks import Head, distillation_terms, token_log_probs, token_log_probs_and_entropy
-from openrlhf.models.heads import SCALAR_HEAD, VocabularyHead
+from openrlhf.models.heads import SCALAR_HEAD, VocabularyHead, decoder_name, logit_factor
+from openrlhf.models.inputs import CallLayout, DecoderCall, convolution_reach, decoder_calls, single_calls
 from openrlhf.models.ring import Ring, Share
 from openrlhf.types import Batch
 
-Ask = Literal["log_probs", "log_probs_and_entropy", "hidden", "distillation", "scores", "values", "target_logits"]
+Ask = Literal[
+    "log_probs",
+    "log_probs_and_entropy",
+    "hidden",
+    "distillation",
+    "scores",
+    "values",
+    "target_logits",
+    "own_log_probs",  # by the model's own forward, each sequence by itself: what the others are tested against
+    "own_scores",
+]
 
 
 @dataclass(frozen=True)
@@ -39,10 +52,12 @@ class Outputs:
 class Network(nn.Module):
     """A decoder with a vocabulary head or a scalar head."""
 
-    def __init__(self, model: nn.Module, *, with_aux_loss: bool = False) -> None:
+    def __init__(self, model: nn.Module, *, with_aux_loss: bool = False, self_test: bool = True) -> None:
         super().__init__()
         self.model = model
+        self.self_test = self_test  # compare with the model's own forward before the first use (`self_test.py`)
         self.with_aux_loss = with_aux_loss
+        self.layout: CallLayout = "packed" if packs(self.decoder.config) else "padded"  # until the self-test
         self.ring: Ring | None = None  # a backend sets it where several processes share each packed row
 
     @property
@@ -52,13 +67,31 @@ class Network(nn.Module):
         return model if isinstance(model, PreTrainedModel) else model.get_base_model()
 
     @property
+    def decoder_without_head(self) -> nn.Module:
+        return self.decoder.get_submodule(decoder_name(self.decoder))
+
+    @property
     def scalar_head(self) -> nn.Module:
         return self.decoder.get_submodule(SCALAR_HEAD)
 
     @property
     def vocabulary_head(self) -> VocabularyHead:
-        decoder: Any = self.decoder
-        return VocabularyHead(decoder.get_output_embeddings(), decoder.config)
+        return VocabularyHead(self.decoder, self._logit_factor)
+
+    @cached_property
+    def _logit_factor(self) -> float | None:
+        return logit_factor(self.decoder)
+
+    @cached_property
+    def _gap(self) -> int:
+        return convolution_reach(self.decoder)
+
+    @cached_property
+    def _accepted(self) -> frozenset[str] | None:
+        """The arguments that the decoder takes by name; None if it takes any."""
+        parameters = inspect.signature(self.decoder_without_head.forward).parameters
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        return None if takes_any else frozenset(parameters)
 
     def forward(
         self,
@@ -69,6 +102,10 @@ class Network(nn.Module):
         teacher_hidden: Tensor | None = None,
         teacher_head: Head | None = None,
     ) -> Outputs:
+        if ask == "own_log_probs":
+            return Outputs(log_probs=self._own_log_probs(batch))
+        if ask == "own_scores":
+            return Outputs(scores=self._own_scores(batch))
         share = None if self.ring is None else share_of(batch, self.ring)
         hidden, aux_loss = self._hidden(batch, share)
         looked = Looked(hidden, wanted_places(batch, ask), share)
@@ -101,24 +138,41 @@ class Network(nn.Module):
 
     def _hidden(self, batch: Batch, share: Share | None) -> tuple[Tensor, Tensor | None]:
         """Last hidden states [places, hidden] of the flattened batch or a share of it; the auxiliary loss if wanted."""
-        decoder = self.decoder
-        segmented = decoder.config._attn_implementation == SEGMENTED
-        kwargs = _packed_inputs(batch) if segmented else _padded_inputs(batch)
+        calls = list(decoder_calls(batch, self.layout, self._gap))
         if share is not None:
-            kwargs = _shared_inputs(kwargs, share)
-        if self.with_aux_loss:
-            kwargs["output_router_logits"] = True
-        outputs = decoder.base_model(use_cache=False, **kwargs)
-        hidden = outputs.last_hidden_state.flatten(0, 1)
-        if segmented and batch.input_ids.shape[0] > 1:
-            places = (batch.sequence_ids >= 0).flatten().nonzero().squeeze(-1)
-            hidden = hidden.new_zeros(batch.input_ids.numel(), hidden.shape[-1]).index_put((places,), hidden)
+            calls = [DecoderCall(_shared_inputs(call.arguments, share)) for call in calls]
+        outputs = [self._call_decoder(call) for call in calls]
+        hidden = _in_batch_order(calls, [output.last_hidden_state for output in outputs], batch)
         if not self.with_aux_loss:
             return hidden, None
-        routed = outputs.router_logits if share is None else _whole_row(outputs.router_logits, batch, share)
-        return hidden, self._aux_loss(routed, kwargs)
+        # [tokens, experts] for each layer, over all calls
+        routed = tuple(torch.cat(layer) for layer in zip(*(output.router_logits for output in outputs), strict=True))
+        if share is not None:
+            routed = _whole_row(routed, batch, share)
+        return hidden, self._aux_loss(routed, calls[0].arguments["attention_mask"])
 
-    def _aux_loss(self, router_logits: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Tensor:
+    def _call_decoder(self, call: DecoderCall) -> Any:
+        arguments = call.arguments | {"use_cache": False}
+        if self.with_aux_loss:
+            arguments["output_router_logits"] = True
+        if self._accepted is not None:
+            arguments = {name: value for name, value in arguments.items() if name in self._accepted}
+        return self.decoder_without_head(**arguments)
+
+    def _own_log_probs(self, batch: Batch) -> Tensor:
+        found = torch.zeros(batch.input_ids.numel(), device=batch.input_ids.device)
+        for call in single_calls(batch):
+            ids = call.arguments["input_ids"]
+            logits = self.decoder(input_ids=ids).logits[0, :-1].float()
+            assert call.batch_places is not None
+            found[call.batch_places[1:]] = logits.log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
+        return torch.where(batch.target_mask, found.view_as(batch.target_mask), 0.0)
+
+    def _own_scores(self, batch: Batch) -> Tensor:
+        rows = (call.arguments["input_ids"] for call in single_calls(batch))
+        return torch.stack([self.decoder(input_ids=row).logits.float().squeeze() for row in rows])
+
+    def _aux_loss(self, router_logits: tuple[Tensor, ...], attention_mask: Tensor | None) -> Tensor:
         """Load balancing as the model's own module defines it (Switch Transformer, arXiv 2101.03961, eq. 4)."""
         decoder = self.decoder
         balance = vars(sys.modules[type(decoder).__module__])["load_balancing_loss_func"]
@@ -129,7 +183,7 @@ class Network(nn.Module):
                 try_this="--gradient_checkpointing alone",
             )
         experts = config.num_local_experts if hasattr(config, "num_local_experts") else config.num_experts
-        return balance(router_logits, experts, config.num_experts_per_tok, kwargs.get("attention_mask"))
+        return balance(router_logits, experts, config.num_experts_per_tok, attention_mask)
 
 
 class Looked:
@@ -178,22 +232,18 @@ def _spread(per_target: Tensor, batch: Batch) -> Tensor:
     return per_target.new_zeros(batch.target_mask.shape).masked_scatter(batch.target_mask, per_target)
 
 
-def _packed_inputs(batch: Batch) -> dict[str, Any]:
-    """One row without padding, its sequences bounded by cumulative lengths."""
-    real = batch.sequence_ids >= 0
-    starts = (batch.position_ids[real] == 0).nonzero().squeeze(-1)
-    total = torch.tensor([int(real.sum())], device=starts.device)
-    bounds = torch.cat([starts, total]).to(torch.int32)
-    longest = int(batch.position_ids.max()) + 1
-    return {
-        "input_ids": batch.input_ids[real][None],
-        "position_ids": batch.position_ids[real][None],
-        "attention_mask": None,
-        "cu_seq_lens_q": bounds,
-        "cu_seq_lens_k": bounds,
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
+def _in_batch_order(calls: list[DecoderCall], states: list[Tensor], batch: Batch) -> Tensor:
+    """Hidden states [rows x tokens, hidden] of the flattened batch from those of the calls, zero on padding."""
+    flat = [state.flatten(0, 1) for state in states]
+    flat = [
+        state if call.output_places is None else state[call.output_places]
+        for state, call in zip(flat, calls, strict=True)
+    ]
+    if calls[0].batch_places is None:  # one call, in the batch's own order
+        return flat[0]
+    places = torch.cat([call.batch_places for call in calls if call.batch_places is not None])
+    hidden = torch.cat(flat)
+    return hidden.new_zeros(batch.input_ids.numel(), hidden.shape[-1]).index_put((places,), hidden)
 
 
 def _shared_inputs(packed: dict[str, Any], share: Share) -> dict[str, Any]:
@@ -211,10 +261,3 @@ def _whole_row(router_logits: tuple[Tensor, ...], batch: Batch, share: Share) ->
     numbers = share.held(places)
     here = share.local(places[numbers])
     return tuple(share.join(logits[here], numbers, len(places)) for logits in router_logits)
-
-
-def _padded_inputs(batch: Batch) -> dict[str, Any]:
-    """Rows as they are. A packed row has no mask: Transformers then isolates its sequences by their positions."""
-    packed = batch.input_ids.shape[0] == 1 and batch.num_sequences > 1
-    mask = None if packed else (batch.sequence_ids >= 0).long()
-    return {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "attention_mask": mask}

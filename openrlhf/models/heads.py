@@ -1,10 +1,14 @@
-"""Scalar heads of reward models and critics: how they begin, and how plain Transformers reads them back."""
+"""Heads: the scalar one of reward models and critics, and the projection to the vocabulary."""
+
+from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from openrlhf.errors import ConfigError
 
 SCALAR_HEAD = "score"  # the name that AutoModelForSequenceClassification gives its head
 
@@ -36,32 +40,134 @@ def separate_pad_from_eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizer
     config.pad_token_id = tokenizer.pad_token_id
 
 
-def finishing_of(config: Any) -> tuple[float | None, float]:
-    """(soft cap, factor) that a model applies to its logits after the head; (None, 1) for most.
-
-    Gemma caps, Cohere multiplies by logit_scale, Granite divides by logits_scaling.
-    """
-    values = config.to_dict()
-    cap = values.get("final_logit_softcapping")
-    return cap, float(values.get("logit_scale") or 1.0) / float(values.get("logits_scaling") or 1.0)
-
-
 class VocabularyHead:
-    """The projection to the vocabulary with everything that the model does to its logits."""
+    """The projection of hidden states to logits, finished as the model's own forward finishes it.
 
-    def __init__(self, module: nn.Module, config: Any) -> None:
-        self.module = module
-        self.cap, self.factor = finishing_of(config)
+    Models scale, multiply or cap their logits, or transform the hidden states first, each by a name of its own. The
+    model is asked instead: its forward runs with a stand-in for the decoder that returns given hidden states. If all it
+    does beyond the projection is to multiply by a constant (`factor`), the projection alone is called.
+    """
+
+    def __init__(self, model: PreTrainedModel, factor: float | None) -> None:
+        self.model = model
+        self.factor = factor  # see `logit_factor`
 
     @property
-    def is_plain(self) -> bool:
-        """True where the module's output is the logits."""
-        return self.cap is None and self.factor == 1.0
+    def module(self) -> nn.Module:
+        return output_embeddings(self.model)
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[tokens, hidden] -> [tokens, vocabulary]"""
+        if self.factor is None:
+            return finished_logits(self.model, hidden[None])[0]
         logits = self.module(hidden)
-        if self.factor != 1.0:
-            logits = logits * self.factor
-        if self.cap is not None:
-            logits = torch.tanh(logits / self.cap) * self.cap
-        return logits
+        return logits if self.factor == 1.0 else logits * self.factor
+
+
+def output_embeddings(model: PreTrainedModel) -> nn.Module:
+    module: Any = model.get_output_embeddings()
+    if module is None:
+        raise ConfigError(f"{type(model).__name__} has no projection to the vocabulary: expected a language model")
+    return module
+
+
+@torch.no_grad()
+def logit_factor(model: PreTrainedModel) -> float | None:
+    """The constant by which a model multiplies the output of its head; None if it does anything else.
+
+    The head stands aside too, as the identity, so this needs no weights: it works on sharded and unloaded models.
+    """
+    size = model.config.get_text_config().hidden_size
+    hidden = torch.randn(1, 8, size, generator=torch.Generator().manual_seed(0)) * 8.0
+    try:
+        finished = finished_logits(model, hidden.to(model.device), identity=True)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+        return None  # it looks at more than the head's output
+    if finished.shape != hidden.shape:
+        return None
+    factor = float(finished.cpu().double().flatten()[0] / hidden.double().flatten()[0])
+    return factor if torch.allclose(finished.cpu().float(), hidden * factor, rtol=1e-5, atol=1e-6) else None
+
+
+def decoder_name(model: PreTrainedModel) -> str:
+    """The attribute that holds a model's decoder, the part without a head."""
+    name = model.base_model_prefix
+    if name in model._modules:
+        return name
+    inner = [name for name, child in model._modules.items() if isinstance(child, PreTrainedModel)]
+    if len(inner) != 1:
+        raise ConfigError(f"{type(model).__name__} does not keep its decoder apart from its head")
+    return inner[0]
+
+
+def finished_logits(model: PreTrainedModel, hidden: Tensor, *, identity: bool = False) -> Tensor:
+    """What a model's own forward makes of last hidden states [rows, tokens, hidden]; its head may be the identity."""
+    name = decoder_name(model)
+    swaps: list[tuple[nn.Module, str, nn.Module]] = [(model, name, GivenStates(model._modules[name], hidden))]
+    if identity:
+        head = output_embeddings(model)
+        swaps.append((*_parent_of(model, head), IdentityHead(head)))
+    kept = [parent._modules[name] for parent, name, _ in swaps]
+    for parent, name, module in swaps:
+        parent._modules[name] = module
+    try:
+        ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
+        return model.forward(input_ids=ids).logits
+    finally:
+        for (parent, name, _), module in zip(swaps, kept, strict=True):
+            parent._modules[name] = module
+
+
+def _parent_of(model: nn.Module, child: nn.Module) -> tuple[nn.Module, str]:
+    for module in model.modules():
+        for name, found in module._modules.items():
+            if found is child:
+                return module, name
+    raise AttributeError("the head is not a module of the model")
+
+
+class StandIn(nn.Module):
+    """In place of another module: it has that module's attributes, and a forward of its own."""
+
+    def __init__(self, original: nn.Module | None) -> None:
+        super().__init__()
+        self.__dict__["original"] = original  # not as a submodule: it must not be found twice
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["original"], name)
+
+
+class GivenStates(StandIn):
+    """In place of a decoder: returns the hidden states that it was given."""
+
+    def __init__(self, decoder: nn.Module | None, hidden: Tensor) -> None:
+        super().__init__(decoder)
+        self.__dict__["hidden"] = hidden
+
+    def forward(self, *args: object, **kwargs: object) -> DecoderOutput:
+        return DecoderOutput(self.__dict__["hidden"])
+
+    @property
+    def decoder(self) -> GivenStates:
+        """Some models call the decoder within their decoder."""
+        return self
+
+
+class IdentityHead(StandIn):
+    """In place of a head: changes nothing."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+class DecoderOutput:
+    """Last hidden states, and None for whatever else a model may look for in a decoder's output."""
+
+    def __init__(self, last_hidden_state: Tensor) -> None:
+        self.last_hidden_state = last_hidden_state
+
+    def __getitem__(self, place: int) -> Tensor | None:
+        return self.last_hidden_state if place == 0 else None
+
+    def __getattr__(self, name: str) -> None:
+        return None

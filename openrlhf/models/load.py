@@ -9,6 +9,8 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -22,7 +24,7 @@ from transformers.utils import logging
 from openrlhf.config.checks.paths import looks_local
 from openrlhf.config.sections.model import Loading, Lora, Model
 from openrlhf.errors import ConfigError
-from openrlhf.models.attention import choose_attention
+from openrlhf.models.attention import choose_attention, fitting_attention
 from openrlhf.models.heads import SCALAR_HEAD, init_scalar_head
 from openrlhf.monitor import say
 
@@ -74,7 +76,7 @@ def known_positions(config: PretrainedConfig) -> int | None:
 
 def load_causal_lm(name: str, loading: Loading, *, device: torch.device, packing: bool) -> PreTrainedModel:
     """A decoder with its vocabulary head, on the CPU unless it is quantised; the backend moves it."""
-    options = _options(name, loading, device, packing)
+    options = _options(name, loading, device, packing, MODEL_FOR_CAUSAL_LM_MAPPING)
     kind = _liger_class() if isinstance(loading, Model) and loading.use_liger_kernel else AutoModelForCausalLM
     model, report = _from_pretrained(kind, name, loading, options | {"output_loading_info": True})
     _refuse_lacking(name, report["missing_keys"], "a language model; one that train_rm saved has no vocabulary head")
@@ -85,7 +87,7 @@ def load_scalar_model(
     name: str, loading: Loading, *, device: torch.device, packing: bool, head_prefix: str, new_head: bool = False
 ) -> PreTrainedModel:
     """A decoder with a scalar head: a saved reward model or, where one begins, a language model with a new head."""
-    options = _options(name, loading, device, packing)
+    options = _options(name, loading, device, packing, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING)
     options["config"].num_labels = 1
     saved_prefix = options["config"].to_dict().get("value_head_prefix", head_prefix)
     if saved_prefix != SCALAR_HEAD:
@@ -160,12 +162,14 @@ def recompute_activations(model: nn.Module, *, reentrant: bool) -> None:
     module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
 
 
-def _options(name: str, loading: Loading, device: torch.device, packing: bool) -> dict[str, Any]:
+def _options(name: str, loading: Loading, device: torch.device, packing: bool, classes: Any) -> dict[str, Any]:
     attention, line = choose_attention(loading.attn_implementation, device, packing)
     if line:
         say(line)
     dtype = choose_dtype(loading.param_dtype, device)
     config = read_config(name, loading)
+    if attention != loading.attn_implementation:  # ours to choose
+        attention = fitting_attention(attention, classes.get(type(config), None), config)
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention, "config": config}
     if isinstance(loading, Model) and loading.experts_implementation:
         options["experts_implementation"] = loading.experts_implementation

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from openrlhf.models.chunks import Head
 from openrlhf.models.export import save_model
 from openrlhf.models.forward import Ask, Network, Outputs
 from openrlhf.models.plain import checkpoint_weights
+from openrlhf.models.self_test import settle_layout
 from openrlhf.training.audit import Audit
 from openrlhf.training.backend import Objective, StepLosses, is_weightless, to_device
 from openrlhf.training.deepspeed_config import Site, clips_outside, engine_config, frozen_config
@@ -55,14 +57,18 @@ class DeepSpeedFrozen:
     def __init__(self, network: Network, sharding: Sharding, device: torch.device, *, offload: bool = False) -> None:
         self.network = network.eval().requires_grad_(False)
         self.device = device
-        self.visits = offload and sharding.zero_stage != 3
+        self.visits = False
         share_rows(network, sharding)
         if sharding.zero_stage == 3:
             config = frozen_config(sharding, _site(network, device), offload=offload)
             self.run: Any = _engine_around(network, config)[1]
             hold_whole(unhook_head(network))
         else:
-            self.run = network.to("cpu" if offload else device)
+            self.run = network.to(device)
+        settle_layout(network, self.forward, partial(_largest, device=device))
+        if offload and sharding.zero_stage != 3:
+            self.visits = True
+            network.to("cpu")
 
     @property
     def head(self) -> Head:
@@ -123,6 +129,7 @@ class DeepSpeedBackend:
         self.clips_here = clips_outside(sharding, site)
         self._scales_loss = site.dtype == torch.float16  # a step that overflows is skipped there, and the scale lowered
         self.engine.enable_backward_allreduce = not self.clips_here
+        settle_layout(network, self.forward, partial(_largest, device=device))
         self.engine.train()
         self.audit = Audit(trainable(network), master_shard, self._most)
 
@@ -269,6 +276,13 @@ class DeepSpeedBackend:
         self.engine.buffered_allreduce_fallback()
         parameters = [parameter for _, parameter in trainable(self.network)]
         return clip_grad_norm_(parameters, self.settings.max_norm or math.inf, mpu=self.engine.mpu)
+
+
+def _largest(value: float, device: torch.device) -> float:
+    """The largest of a number over all processes."""
+    found = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
 
 
 def _site(network: Network, device: torch.device) -> Site:

@@ -16,6 +16,7 @@ from openrlhf.models.chunks import Head
 from openrlhf.models.export import save_model, saved_tensors
 from openrlhf.models.forward import Ask, Network, Outputs
 from openrlhf.models.plain import checkpoint_weights
+from openrlhf.models.self_test import settle_layout
 from openrlhf.training.audit import Audit
 from openrlhf.training.backend import Objective, StepLosses, to_device
 from openrlhf.training.host_memory import HostMemory
@@ -29,10 +30,13 @@ class LocalFrozen:
     """A model that only looks; with `offload` its weights wait in host memory between looks."""
 
     def __init__(self, network: Network, device: torch.device, *, offload: bool = False) -> None:
-        self.network = network.eval().requires_grad_(False)
+        self.network = network.eval().requires_grad_(False).to(device)
         self.device = device
-        self.offload = offload
-        self.network.to("cpu" if offload else device)
+        self.offload = False
+        settle_layout(network, self.forward)
+        if offload:
+            self.offload = True
+            self.network.to("cpu")
 
     @property
     def head(self) -> Head:
@@ -66,7 +70,9 @@ class LocalBackend:
     ) -> None:
         self.device = device
         self.host = HostMemory()
-        self.network = network.to(device).train()
+        self.network = network.to(device)
+        settle_layout(network, self.forward)
+        self.network.train()
         self.optimizer = MasterOptimizer(self.network, settings, offload=adam_offload)
         masters = {id(parameter): master for parameter, master in self.optimizer.pairs()}
         self.audit = Audit(self.optimizer.named, lambda parameter: masters[id(parameter)], lambda found: found)

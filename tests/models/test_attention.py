@@ -8,6 +8,7 @@ from openrlhf.models.attention import SEGMENTED, choose_attention, kernel_option
 from openrlhf.models.ring import Ring, Share
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+PADDED = "--attn_implementation {} cannot pack: sequences are padded. Try: --attn_implementation auto"
 
 
 @pytest.mark.parametrize(
@@ -17,8 +18,9 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
         ("auto", CPU, True, SEGMENTED, None),
         ("auto", CUDA, False, SEGMENTED, None),
         ("auto", CUDA, True, SEGMENTED, None),
-        ("eager", CUDA, True, "eager", None),
-        ("sdpa", CPU, True, "sdpa", None),
+        ("eager", CUDA, True, "eager", PADDED.format("eager")),
+        ("sdpa", CPU, True, "sdpa", PADDED.format("sdpa")),
+        ("sdpa", CPU, False, "sdpa", None),
         ("flash_attention_2", CPU, False, "sdpa", "flash_attention_2: there is no GPU, so SDPA is used"),
         ("flash_attention_2", CPU, True, SEGMENTED, "flash_attention_2: there is no GPU, so SDPA is used"),
         (

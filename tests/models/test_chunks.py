@@ -4,19 +4,18 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from openrlhf.algo.token_loss import kd_terms
 from openrlhf.models.chunks import (
     distillation_terms,
-    plain_weight,
+    plain_linear,
     token_log_probs,
     token_log_probs_and_entropy,
 )
 from openrlhf.models.heads import VocabularyHead
 
 TOKENS, HIDDEN, VOCAB, CHUNK = 37, 6, 41, 8
-PLAIN = LlamaConfig()
 
 
 class Case:
@@ -42,11 +41,18 @@ def full_log_probs(logits: Tensor, targets: Tensor) -> Tensor:
 
 HEADS = {
     "linear": lambda linear: linear,
-    "of a model": lambda linear: VocabularyHead(linear, PLAIN),
+    "of a model": lambda linear: VocabularyHead(model_with(linear), 1.0),
     "a callable": lambda linear: lambda hidden: linear(hidden),
-    "capped": lambda linear: VocabularyHead(linear, LlamaConfig(final_logit_softcapping=2.0)),
-    "scaled": lambda linear: VocabularyHead(linear, LlamaConfig(logits_scaling=3.0)),
+    "asked": lambda linear: VocabularyHead(model_with(linear), None),
+    "scaled": lambda linear: VocabularyHead(model_with(linear), 1 / 3),
 }
+
+
+def model_with(linear: nn.Linear) -> LlamaForCausalLM:
+    shape = {"hidden_size": HIDDEN, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **shape))
+    model.set_output_embeddings(linear)
+    return model
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -157,11 +163,11 @@ def test_a_frozen_head_gets_no_gradient_and_a_trained_one_below_frozen_states_do
 
 def test_which_heads_are_a_mere_matrix_product():
     linear = nn.Linear(2, 3, bias=False)
-    assert plain_weight(linear) is linear.weight
-    assert plain_weight(VocabularyHead(linear, PLAIN)) is linear.weight
-    assert plain_weight(VocabularyHead(linear, LlamaConfig(logit_scale=0.5))) is None
-    assert plain_weight(nn.Linear(2, 3)) is None
-    assert plain_weight(type("Adapted", (nn.Linear,), {})(2, 3, bias=False)) is None
-    assert plain_weight(linear.forward) is None
+    assert plain_linear(linear) == (linear.weight, 1.0)
+    assert plain_linear(VocabularyHead(model_with(linear), 0.5)) == (linear.weight, 0.5)
+    assert plain_linear(VocabularyHead(model_with(linear), None)) is None
+    assert plain_linear(nn.Linear(2, 3)) is None
+    assert plain_linear(type("Adapted", (nn.Linear,), {})(2, 3, bias=False)) is None
+    assert plain_linear(linear.forward) is None
     linear.weight.ds_id = 0  # ZeRO-3's mark
-    assert plain_weight(linear) is None
+    assert plain_linear(linear) is None

@@ -1,10 +1,16 @@
 import pytest
 import torch
 from networks import make_plain
-from transformers import PreTrainedTokenizerFast
+from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
-from openrlhf.models.heads import finishing_of, init_scalar_head, separate_pad_from_eos
-from tests.tiny import CONFIGS, make_tokenizer
+from openrlhf.models.heads import (
+    VocabularyHead,
+    finished_logits,
+    init_scalar_head,
+    logit_factor,
+    separate_pad_from_eos,
+)
+from tests.tiny import make_tokenizer
 
 
 def test_a_new_head_begins_near_zero():
@@ -14,11 +20,34 @@ def test_a_new_head_begins_near_zero():
     assert abs(model.score.weight.mean().item()) < 0.2 / 1025
 
 
-def test_finishing_of_each_family():
-    assert finishing_of(CONFIGS["llama"]()) == (None, 1.0)
-    assert finishing_of(CONFIGS["gemma2"]())[0] == 30.0
-    assert finishing_of(CONFIGS["cohere"]()) == (None, 0.3)
-    assert finishing_of(CONFIGS["granite"]()) == (None, 1 / 3)
+@pytest.mark.parametrize(("kind", "factor"), [("llama", 1.0), ("cohere", 0.3), ("granite", 1 / 3), ("gemma2", None)])
+def test_a_model_is_asked_what_it_does_to_its_logits(kind, factor):
+    model = make_plain(kind)
+    found = logit_factor(model)
+    assert found == (factor if factor is None else pytest.approx(factor))
+    ids = torch.arange(1, 9)[None]
+    hidden = model.base_model(input_ids=ids).last_hidden_state
+    expected = model(input_ids=ids).logits[0]
+    torch.testing.assert_close(VocabularyHead(model, found)(hidden[0]), expected)
+    torch.testing.assert_close(finished_logits(model, hidden)[0], expected)
+
+
+def test_asking_needs_no_weights_and_leaves_the_model_as_it_was():
+    model = make_plain("cohere")
+    before = dict(model.named_modules())
+    with torch.device("meta"):
+        bare = type(model)(model.config)
+    bare.model.rotary_emb = model.model.rotary_emb
+    assert logit_factor(bare.to_empty(device="cpu")) == pytest.approx(0.3)
+    logit_factor(model)
+    assert dict(model.named_modules()) == before
+
+
+def test_a_decoder_within_the_decoder_is_found():
+    """OPT's own forward calls `self.model.decoder`, past the module that `base_model` names."""
+    shape = {"hidden_size": 32, "ffn_dim": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "dropout": 0.0}
+    model = OPTForCausalLM(OPTConfig(vocab_size=50, word_embed_proj_dim=32, pad_token_id=0, **shape)).eval()
+    assert logit_factor(model) == 1.0
 
 
 def test_a_pad_token_of_its_own_is_left_alone():

@@ -27,6 +27,9 @@ class Loading(Precision):
     )
     disable_fast_tokenizer: bool = flag(False, "use the slow tokenizer")
     trust_remote_code: bool = flag(False, "run code that a model or dataset folder brings along; upstream always does")
+    skip_self_test: bool = flag(
+        False, "do not compare a loaded model with its own forward before using it (about a second)"
+    )
     use_ms: bool = flag(False, "take models and datasets from ModelScope")
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto takes a GPU where there is one")
 

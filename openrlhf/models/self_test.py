@@ -1,0 +1,258 @@
+"""A test of every model as it loads: does `Network` compute what the model's own forward computes?
+
+Packed rows, padded rows, attention kernels and heads each work for most architectures and are silently wrong for some:
+a recurrent layer carries its state into the next sequence, a model ignores the mask it is given or caps its logits in
+a way of its own. So a few random tokens tell. Three sequences in one micro-batch, laid out as the run will lay them
+out, must give the model's own logits for each of them alone; and with other tokens in the first sequence the others
+must stay as they are. If not, the next slower layout is tried:
+
+    packed  ->  padded with SDPA  ->  padded with eager attention  ->  row by row  ->  refused
+
+In half precision two right computations differ too, by the model's own rounding. That is measured: the same weights
+compute the same tokens in fp32, one module at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from openrlhf.data.collate import pack
+from openrlhf.errors import ConfigError
+from openrlhf.models.attention import FLASH_PACKAGES, SEGMENTED, takes_sdpa
+from openrlhf.models.forward import Ask, Network, Outputs
+from openrlhf.models.inputs import CallLayout
+from openrlhf.monitor import say
+from openrlhf.types import Batch, TokenRow
+
+LENGTHS = (14, 9, 17)  # longer than a convolution reaches
+FP32_TOLERANCE = 1e-4  # the largest difference of a log-prob, in nats
+ROUNDINGS = 4.0  # in half precision: the mean difference, in multiples of the model's own rounding
+LEAST_ROUNDING = 5e-3
+SHARDED_ROUNDING = 0.05  # of weights that are not whole in this process, where it is not measured
+# What code of others raises on inputs that it cannot take.
+FAILURES = (
+    ArithmeticError, AssertionError, AttributeError, ConfigError, ImportError, LookupError, NotImplementedError,
+    RuntimeError, TypeError, ValueError,
+)  # fmt: skip
+
+
+class Forward(Protocol):
+    """A backend's forward: outputs without gradients."""
+
+    def __call__(self, batch: Batch, ask: Ask) -> Outputs: ...
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to compute: how sequences are laid out, and which attention reads them."""
+
+    layout: CallLayout
+    attention: str
+
+    def __str__(self) -> str:
+        kernel = "the packed kernel" if self.attention == SEGMENTED else self.attention
+        return f"{self.layout} with {kernel}" if self.layout != "row by row" else "row by row"
+
+
+def settle_layout(network: Network, forward: Forward, worst: Callable[[float], float] = float) -> None:
+    """Choose the fastest layout in which a network is right, or refuse the model.
+
+    `forward` runs the network as the run will; `worst` is the largest of a number over all processes.
+    """
+    if not network.self_test:
+        return
+    decoder = network.decoder
+    batch = probe_batch(decoder)
+    scalar = decoder.get_output_embeddings() is None
+    ask: Ask = "scores" if scalar else "log_probs"
+    own_ask: Ask = "own_scores" if scalar else "own_log_probs"
+    asked = Candidate(network.layout, attention_in(decoder))
+    name = type(decoder).__name__
+    try:
+        with attention_of(decoder, "eager"):
+            own = answers(forward(batch, own_ask), batch)
+            rounding = measure_rounding(decoder, own, lambda: answers(forward(batch, own_ask), batch))
+    except FAILURES as failure:
+        raise ConfigError(f"{name} cannot run here: by itself it fails with {first_line(failure)}") from failure
+    if not torch.isfinite(own).all():
+        raise ConfigError(
+            f"{name} computes {float(own.sum())} for random tokens", try_this="--param_dtype bf16 or fp32"
+        )
+    problems: list[str] = []
+    for candidate in candidates(network):
+        network.layout = candidate.layout
+        try:
+            set_attention(decoder, candidate.attention)
+            found = answers(forward(batch, ask), batch)
+            others = answers(forward(with_other_start(batch), ask), batch)
+            excess, problem = judge(found, others, own, rounding)
+        except FAILURES as failure:
+            excess, problem = math.inf, f"fails with {first_line(failure)}"
+        if worst(excess) <= 1.0:
+            if candidate != asked:
+                say(f"{name}: {problems[0]}, so it runs {candidate}")
+            return
+        problems.append(f"{candidate} {problem}")
+    raise ConfigError(
+        f"{name} does not compute here what it computes by itself: {'; '.join(problems)}",
+        try_this="another model, or --skip_self_test to run it all the same",
+    )
+
+
+def probe_batch(decoder: PreTrainedModel) -> Batch:
+    """Sequences of random tokens from the middle of the vocabulary, away from special tokens at either end."""
+    config = decoder.config.get_text_config()
+    random = np.random.default_rng(0)
+    low, high = config.vocab_size // 4, max(3 * config.vocab_size // 4, config.vocab_size // 4 + 2)
+    rows = [random.integers(low, high, length, dtype=np.int32) for length in LENGTHS]
+    pad = getattr(config, "pad_token_id", None)  # a sequence classifier would take it for the end
+    return pack([TokenRow(np.where(row == pad, low - 1, row), np.ones(len(row), bool)) for row in rows])
+
+
+def answers(outputs: Outputs, batch: Batch) -> Tensor:
+    """The numbers to compare, on the CPU: a log-prob for each target, or a score for each sequence."""
+    found = outputs.scores if outputs.log_probs is None else outputs.log_probs.cpu()[batch.target_mask]
+    assert found is not None
+    return found.float().cpu()
+
+
+def with_other_start(batch: Batch) -> Batch:
+    """The same sequences but for the first, whose tokens stand in reverse order."""
+    ids = batch.input_ids.clone()
+    ids[0, : LENGTHS[0]] = ids[0, : LENGTHS[0]].flip(0)
+    return replace(batch, input_ids=ids)
+
+
+def judge(found: Tensor, others: Tensor, own: Tensor, rounding: float | None) -> tuple[float, str]:
+    """(the worse of two errors as a share of what is allowed, that error in words).
+
+    In fp32 the largest difference counts, otherwise the mean one: rounding blurs single numbers. A leak is looked for
+    more closely, because with equal shapes most kernels round equally.
+    """
+    off = (found - own).abs().nan_to_num(math.inf)
+    behind = 1 if len(own) == len(LENGTHS) else LENGTHS[0] - 1  # of the answers, those of the first sequence
+    leak = (found - others)[behind:].abs().nan_to_num(math.inf)
+    if rounding is None:
+        scale = own.abs().clamp(min=1.0)
+        error, leaked = float((off / scale).max()), float((leak / scale[behind:]).max())
+        allowed, allowed_leak = FP32_TOLERANCE, FP32_TOLERANCE
+    else:
+        error, leaked = float(off.mean()), float(leak.mean())
+        allowed_leak = max(rounding, LEAST_ROUNDING)
+        allowed = ROUNDINGS * allowed_leak
+    if leaked / allowed_leak > error / allowed:
+        return leaked / allowed_leak, f"lets sequences see each other ({leaked:.2g}, {allowed_leak:.2g} allowed)"
+    return error / allowed, f"is off by {error:.2g} ({allowed:.2g} allowed)"
+
+
+def candidates(network: Network) -> Iterator[Candidate]:
+    """Ways to compute, fastest first, beginning with the one that the network was loaded for."""
+    decoder = network.decoder
+    attention = attention_in(decoder)
+    yield Candidate(network.layout, attention)
+    if network.ring is not None:
+        return  # a ring shares packed rows
+    padded = [attention] if attention != SEGMENTED else []
+    if attention in (SEGMENTED, *FLASH_PACKAGES) and takes_sdpa(type(decoder), decoder.config):
+        padded.append("sdpa")
+    padded += [] if attention == "eager" else ["eager"]
+    yield from (Candidate("padded", kernel) for kernel in padded if (network.layout, kernel) != ("padded", attention))
+    if not is_sharded(decoder):  # processes with different numbers of sequences would wait for each other
+        yield Candidate("row by row", "eager")
+
+
+def attention_in(decoder: PreTrainedModel) -> str:
+    return str(decoder.config._attn_implementation)
+
+
+def set_attention(decoder: PreTrainedModel, attention: str) -> None:
+    """Choose the attention of a loaded model; one that does not let itself be told keeps its own."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        decoder.set_attn_implementation(attention)
+    finally:
+        logging.set_verbosity(before)
+
+
+@contextmanager
+def attention_of(decoder: PreTrainedModel, attention: str) -> Iterator[None]:
+    before = attention_in(decoder)
+    set_attention(decoder, attention)
+    try:
+        yield
+    finally:
+        set_attention(decoder, before)
+
+
+def measure_rounding(decoder: PreTrainedModel, own: Tensor, compute: Callable[[], Tensor]) -> float | None:
+    """The mean difference between a half-precision model and its own weights in fp32; None for fp32."""
+    if decoder.dtype == torch.float32:
+        return None
+    if is_sharded(decoder):
+        return SHARDED_ROUNDING
+    with in_fp32(decoder):
+        exact = compute()
+    return float((own - exact).abs().mean())
+
+
+@contextmanager
+def in_fp32(model: nn.Module) -> Iterator[None]:
+    """Within it every module computes with its own weights widened to fp32, one module at a time."""
+    narrow: dict[nn.Parameter, Tensor] = {}
+
+    def widen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        for parameter in module.parameters(recurse=False):
+            if parameter.is_floating_point() and parameter not in narrow:
+                narrow[parameter] = parameter.data
+                parameter.data = parameter.data.float()
+        return _widened(args), _widened(kwargs)
+
+    def narrow_again(module: nn.Module, args: Any, output: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            if parameter in narrow:
+                parameter.data = narrow.pop(parameter)
+
+    with ExitStack() as hooks:
+        for module in model.modules():
+            if next(module.parameters(recurse=False), None) is not None:
+                for handle in (
+                    module.register_forward_pre_hook(widen, with_kwargs=True),
+                    module.register_forward_hook(narrow_again, always_call=True),
+                ):
+                    hooks.callback(handle.remove)
+        yield
+
+
+def _widened(value: Any) -> Any:
+    """Half-precision tensors among the arguments of a module, as fp32."""
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
+    if type(value) in (tuple, list):
+        return type(value)(_widened(item) for item in value)
+    if type(value) is dict:
+        return {key: _widened(item) for key, item in value.items()}
+    return value
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """True under ZeRO-3, which marks its parameters."""
+    return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+
+
+def first_line(error: Exception) -> str:
+    """What went wrong, in less than a line."""
+    if isinstance(error, ConfigError):
+        return error.message
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:100] if lines else 'no message'}"
