@@ -1,8 +1,11 @@
 # make quickstart   set up the embedded default in .venv and run it end to end
 # make test         set up everything (CPU builds), then lint, import contract, types and every test
-# make lint         what `make test` runs before pytest
+# make check        lint, import contract, types and the fast tests: the edit loop, under 3 minutes on two cores
+# make lint         what `make test` and `make check` run before pytest
 # make examples     every script of examples/scripts at tiny scale, with a table of what ran
 # PYTHON=python3.12 make ...   takes another interpreter (3.11 or newer)
+# make test WORKERS=1 PYTEST="--random-order"   processes that share the tests (default: one per core, at most 4), and
+#                                               more flags for pytest
 
 PYTHON ?= python3
 VENV := .venv
@@ -18,21 +21,30 @@ FULL := $(VENV)/full.stamp
 export TOKENIZERS_PARALLELISM := false
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: quickstart test lint examples clean
+WORKERS ?= auto
+PYTEST ?=
+
+.PHONY: quickstart test check lint examples clean
 .NOTPARALLEL:
 
 quickstart: $(CORE)
 	$(BIN)/python examples/quickstart.py
 
+# Workers share the cores, so each computes on one thread.
+test check: export OMP_NUM_THREADS := 1
+
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) $(PYTEST)
+
+check: lint
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) -m "not slow" $(PYTEST)
 
 lint: $(FULL)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/pyrefly check
-	$(BIN)/shellcheck examples/scripts/*.sh
+	$(BIN)/shellcheck examples/scripts/*.sh tools/*.sh
 
 examples: $(FULL)
 	$(BIN)/python tools/run_examples.py

@@ -1,6 +1,43 @@
-"""What every test relies on."""
+"""What every test relies on: an environment without the user's settings, and files spread over worker processes."""
 
+import os
+import shutil
 import signal
+import tempfile
+
+import pytest
+
+GIB_PER_WORKER = 6  # the largest test runs Ray, two vLLM engines and two DeepSpeed ranks
+MOST_WORKERS = 4  # the longest file alone takes a quarter of the time
+SETTINGS = ("RAY_", "WANDB_", "VLLM_", "OPENRLHF_", "SLURM_", "TORCHELASTIC_")  # prefixes of variables that change runs
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 # A shell starts background jobs deaf to Ctrl-C, and children inherit that: tests that send it must be heard.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+for name in [name for name in os.environ if name.startswith(SETTINGS) or name in LAUNCHER]:
+    del os.environ[name]
+
+# Ray keeps the address of its last cluster in a folder that all users of a machine share by default. Each process of
+# the suite has a folder of its own; a short one, because a socket's path has at most 107 bytes.
+os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="or", dir="/tmp")
+
+
+def pytest_unconfigure():
+    shutil.rmtree(os.environ["RAY_TMPDIR"], ignore_errors=True)
+
+
+def pytest_xdist_auto_num_workers():
+    """One worker per core; fewer if memory is short."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 30
+    return max(1, min(len(os.sched_getaffinity(0)), memory // GIB_PER_WORKER, MOST_WORKERS))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Longest files first, so that workers finish together; `seconds` of the slow marks in a file add up."""
+    seconds = {}
+    for item in items:
+        for mark in item.iter_markers("slow"):
+            seconds[item.path] = seconds.get(item.path, 0) + mark.kwargs["seconds"]
+    items.sort(key=lambda item: -seconds.get(item.path, 0))

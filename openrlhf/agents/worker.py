@@ -33,7 +33,6 @@ from openrlhf.agents.lifeline import die_with, end_group
 from openrlhf.agents.loading import RewardCall, find_agent, find_reward, load_module, make
 from openrlhf.agents.messages import HEADER, Spec, pack_reply, plain, unpack_call
 from openrlhf.agents.multi_turn import MultiTurnAgentExecutor, settled
-from openrlhf.agents.openai_agent import executor_around
 from openrlhf.agents.step_function import StepFunction
 from openrlhf.errors import OpenRLHFError, RolloutError
 from openrlhf.types import Completion
@@ -224,6 +223,8 @@ class Worker:
 def executor_of(module: ModuleType, file: str) -> Callable[[], AgentExecutorBase]:
     offered = find_agent(module, file)
     if offered == "run_agent":
+        from openrlhf.agents.openai_agent import executor_around  # half of this process's start-up time
+
         return lambda: executor_around(vars(module)["run_agent"])
     if offered == "step":
         return lambda: MultiTurnAgentExecutor(lambda: StepFunction(file))

@@ -6,12 +6,13 @@ import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, Protocol
 
 from openrlhf.errors import DataError
+
+if TYPE_CHECKING:  # workers that run user code import this module and start faster without numpy
+    import numpy as np
+    from numpy.typing import NDArray
 
 MOST_ADVISED = 3  # fields that a message advises to take instead of a missing one
 

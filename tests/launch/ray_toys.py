@@ -2,7 +2,6 @@
 
 import os
 import signal
-import tempfile
 from collections import Counter, defaultdict
 from contextlib import contextmanager
 
@@ -55,18 +54,17 @@ class AgentExecutor(MultiTurnAgentExecutor):
 
 @contextmanager
 def two_nodes(cpus):
-    """This process is the driver of a Ray of two nodes, each with so many CPUs. Its sockets need a short path."""
-    with tempfile.TemporaryDirectory(prefix="or", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        options = {"num_cpus": cpus, "num_gpus": 0, "include_dashboard": False, "temp_dir": folder}
-        cluster = Cluster(initialize_head=True, head_node_args=options)
-        try:
-            cluster.add_node(num_cpus=cpus, num_gpus=0)
-            cluster.wait_for_nodes()
-            ray.init(address=cluster.address, logging_level="ERROR")
-            yield
-        finally:
-            ray.shutdown()
-            cluster.shutdown()
+    """This process is the driver of a Ray of two nodes, each with so many CPUs."""
+    options = {"num_cpus": cpus, "num_gpus": 0, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=options)
+    try:
+        cluster.add_node(num_cpus=cpus, num_gpus=0)
+        cluster.wait_for_nodes()
+        ray.init(address=cluster.address, logging_level="ERROR")
+        yield
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
 
 
 def asked_for(ran):

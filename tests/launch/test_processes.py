@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from ray_machine import free_port
 from safetensors.torch import load_file
 from test_resume import when
 from toys import ANSWERS, FAST, PAIRS, STEPS, Ran, answers, as_argv, data, pairs, run, steps, verdicts
@@ -57,10 +57,7 @@ def flags_of(case, root, name):
 
 def launched(root, *words):
     """Two processes of this machine, told about each other by torchrun."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port)]
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port()]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     with (root / "said.txt").open("a") as said:
         return subprocess.Popen(
@@ -165,7 +162,17 @@ def test_the_deepspeed_launcher_starts_a_command(root):
     flags = flags_of(("sft", 2, False, False), root, "by_deepspeed") | {"max_steps": 2}
     launcher = Path(sys.executable).with_name("deepspeed")
     done = subprocess.run(
-        [launcher, "--num_gpus", "2", "--master_port", "29731", "--module", "openrlhf.cli.train_sft", *as_argv(flags)],
+        [
+            sys.executable,
+            launcher,
+            "--num_gpus",
+            "2",
+            "--master_port",
+            free_port(),
+            "--module",
+            "openrlhf.cli.train_sft",
+            *as_argv(flags),
+        ],
         cwd=root,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{launcher.parent}:{os.environ['PATH']}"},
         capture_output=True,

@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# Runs the two commands of README.md as on a machine that has never seen the project: a clone of the last commit in a
+# folder with a space in its name, an empty HOME, an empty TMPDIR with a long path, no folder of Ray, a locale that is
+# neither English nor UTF-8, and another time zone. Takes what pip needs to reach its index, PATH and nothing else.
+#
+#   tools/fresh_machine.sh [FOLDER]   FOLDER (default: /tmp) holds the clone, about 6 GiB; removed if all is green
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+fresh=$(mktemp -d "${1:-/tmp}/fresh machine XXXXXX")
+clone="$fresh/open rlhf"
+temporary="$fresh/a temporary folder with a path as long as some clusters have it"
+language=de_DE.ISO-8859-1
+
+if [[ -e /tmp/ray ]]; then
+    echo "/tmp/ray exists, so this machine is not fresh. Try: ray stop && rm -r /tmp/ray" >&2
+    exit 1
+fi
+
+git clone --quiet "$root" "$clone"
+mkdir "$fresh/home" "$fresh/locales" "$temporary"
+localedef -i de_DE -f ISO-8859-1 "$fresh/locales/$language"
+
+kept=()
+while IFS='=' read -r name value; do
+    case $name in
+        PATH | PYTHON | PIP_* | UV_* | SSL_* | REQUESTS_CA_BUNDLE | *_proxy | *_PROXY) kept+=("$name=$value") ;;
+    esac
+done < <(env)
+for file in "$HOME/.config/pip/pip.conf" "$HOME/.pip/pip.conf"; do
+    if [[ -z ${PIP_CONFIG_FILE:-} && -f $file ]]; then
+        kept+=("PIP_CONFIG_FILE=$file")
+    fi
+done
+
+for target in quickstart test; do
+    echo "== make $target"
+    started=$SECONDS
+    (
+        cd "$clone"
+        env -i "${kept[@]}" HOME="$fresh/home" TMPDIR="$temporary" TZ=Asia/Kolkata \
+            LC_ALL="$language" LOCPATH="$fresh/locales" make "$target"
+    )
+    echo "== make $target: $((SECONDS - started)) seconds"
+done
+
+left=$(find "$temporary" -mindepth 1 -maxdepth 1 ! -name 'pytest-of-*')
+if [[ -e /tmp/ray || -n $left ]]; then
+    printf 'the commands left something behind:\n%s\n' "$(ls -d /tmp/ray 2>/dev/null) $left" >&2
+    exit 1
+fi
+rm -rf "$fresh"
