@@ -1,6 +1,7 @@
 """Runs of reinforcement learning on a Ray of two nodes in this machine, small enough for processes on two cores."""
 
 import os
+import shlex
 import signal
 from collections import Counter, defaultdict
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from ray.cluster_utils import Cluster
 from rl_toys import SMALL, recorded
 
 from openrlhf.launch.ray.calls import Process
+from tests.warm import warm_python
 
 ON_RAY = SMALL | {  # the fewest processes; each test asks for what it needs beyond
     "runtime": "ray",
@@ -54,13 +56,14 @@ class AgentExecutor(MultiTurnAgentExecutor):
 
 @contextmanager
 def two_nodes(cpus):
-    """This process is the driver of a Ray of two nodes, each with so many CPUs."""
+    """This process is the driver of a Ray of two nodes, each with so many CPUs; its workers start warm."""
     options = {"num_cpus": cpus, "num_gpus": 0, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=options)
     try:
         cluster.add_node(num_cpus=cpus, num_gpus=0)
         cluster.wait_for_nodes()
-        ray.init(address=cluster.address, logging_level="ERROR")
+        warm = {"py_executable": shlex.join(warm_python())}
+        ray.init(address=cluster.address, logging_level="ERROR", runtime_env=warm)
         yield
     finally:
         ray.shutdown()

@@ -4,10 +4,11 @@ import json
 import os
 import random
 import subprocess
-import sys
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+
+from tests.warm import warm_python
 
 DEADLINE = 180  # seconds: a watchdog, not an expectation
 EARLY, LATE = "abcdefghijklm", "nopqrstuvwxyz"
@@ -89,7 +90,7 @@ def as_argv(flags):
 
 def begin(tmp_path, command, flags):
     """The command in a process of its own."""
-    words = [sys.executable, "-m", f"openrlhf.cli.{command}", *as_argv(flags)]
+    words = [*warm_python(), "-m", f"openrlhf.cli.{command}", *as_argv(flags)]
     with (tmp_path / "said.txt").open("w") as said:
         return subprocess.Popen(words, cwd=tmp_path, stderr=said, env={**os.environ, "OMP_NUM_THREADS": "1"})
 

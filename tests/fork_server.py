@@ -1,0 +1,224 @@
+"""Python programs that start in milliseconds, as forks of an interpreter with torch, Transformers and vLLM imported.
+
+    python fork_server.py serve SOCKET MODULE...     imports the modules, then forks a program for each client
+    python fork_server.py run SOCKET -m MODULE ...   a client: stands for a program, as `python -m MODULE ...` would
+
+A program has the client's arguments, environment, folder and standard streams. The client passes signals on to it and
+ends as it ends, with its exit code; a client that is killed takes its program along. The program is a child of the
+server, so tests of process trees and terminals start their programs directly.
+"""
+
+import array
+import atexit
+import gc
+import importlib
+import io
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import struct
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+LENGTH = struct.Struct("!I")
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+STREAMS = 3  # standard input, output and error
+
+
+def run(address: str, argv: list[str]) -> None:
+    """The client: ends with the exit code or the signal of its program."""
+    line = socket.socket(socket.AF_UNIX)
+    line.connect(address)
+    task = json.dumps({"argv": argv, "environ": dict(os.environ), "folder": os.getcwd()}).encode()
+    streams = array.array("i", range(STREAMS))
+    line.sendmsg([LENGTH.pack(len(task))], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
+    line.sendall(task)
+    (program,) = LENGTH.unpack(receive(line, LENGTH.size))
+    for number in FORWARDED:
+        signal.signal(number, lambda number, _: os.kill(program, number))
+    (status,) = LENGTH.unpack(receive(line, LENGTH.size))
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        if -code in FORWARDED:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def receive(line: socket.socket, size: int) -> bytes:
+    found = b""
+    while len(found) < size:
+        more = line.recv(size - len(found))
+        if not more:
+            raise EOFError
+        found += more
+    return found
+
+
+class Server:
+    """Forks a program for each client; `serve` returns only in a program, with what it has to do."""
+
+    def __init__(self, address: str) -> None:
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.listener.bind(address)
+        self.listener.listen()
+        self.clients: dict[int, socket.socket] = {}  # by program
+        self.choice = selectors.DefaultSelector()
+        self.choice.register(self.listener, selectors.EVENT_READ)
+        self.woken, waking = socket.socketpair()  # by SIGCHLD
+        for end in (self.woken, waking):
+            end.setblocking(False)
+        self.waking = waking
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at the terminal is pytest's, which then ends the server
+        signal.set_wakeup_fd(waking.fileno(), warn_on_full_buffer=False)
+        self.choice.register(self.woken, selectors.EVENT_READ)
+        self.choice.register(sys.stdin, selectors.EVENT_READ)
+
+    def serve(self) -> list[str]:
+        while True:
+            for key, _ in self.choice.select():
+                if key.fileobj is sys.stdin:  # whoever started the server is gone
+                    self.end()
+                elif key.fileobj is self.woken:
+                    self.woken.recv(4096)
+                    self.reap()
+                elif key.fileobj is self.listener:
+                    argv = self.accept()
+                    if argv is not None:
+                        return argv
+                elif key.data in self.clients:  # the client is gone
+                    self.forget(key.data)
+                    os.kill(key.data, signal.SIGKILL)
+
+    def accept(self) -> list[str] | None:
+        """What a program has to do, in the program; None in the server."""
+        client, _ = self.listener.accept()
+        size = array.array("i").itemsize * STREAMS
+        head, rights, _, _ = client.recvmsg(LENGTH.size, socket.CMSG_SPACE(size))
+        streams = array.array("i", rights[0][2][:size])
+        task = json.loads(receive(client, *LENGTH.unpack(head)))
+        program = os.fork()
+        if program == 0:
+            self.leave(client)
+            return prepare(task, streams)
+        for stream in streams:
+            os.close(stream)
+        self.clients[program] = client
+        self.choice.register(client, selectors.EVENT_READ, program)
+        client.sendall(LENGTH.pack(program))
+        return None
+
+    def leave(self, *others: socket.socket) -> None:
+        """A program keeps nothing of the server's."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self.choice.close()
+        for one in (self.listener, self.woken, self.waking, *self.clients.values(), *others):
+            one.close()
+
+    def reap(self) -> None:
+        with suppress(ChildProcessError):  # none is left
+            while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
+                self.forget(*ended)
+
+    def forget(self, program: int, status: int | None = None) -> None:
+        client = self.clients.pop(program, None)
+        if client is None:
+            return
+        self.choice.unregister(client)
+        with client, suppress(OSError):  # the client may be gone
+            if status is not None:
+                client.sendall(LENGTH.pack(status))
+
+    def end(self) -> None:
+        for program in self.clients:
+            os.kill(program, signal.SIGKILL)
+        os._exit(0)
+
+
+def prepare(task: dict, streams: array.array) -> list[str]:
+    """Makes this process what a fresh interpreter would be."""
+    for place, stream in enumerate(streams):
+        os.dup2(stream, place)
+        os.close(stream)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    encoding = task["environ"].get("PYTHONIOENCODING", "utf-8")
+    os.environ.clear()
+    os.environ.update(task["environ"])
+    os.chdir(task["folder"])
+    sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), encoding)
+    out, error = (io.BufferedWriter(io.FileIO(place, "w", closefd=False)) for place in (1, 2))
+    sys.stdout = io.TextIOWrapper(out, encoding, line_buffering=os.isatty(1))
+    sys.stderr = io.TextIOWrapper(error, encoding, "backslashreplace", line_buffering=True)
+    given = [path for path in task["environ"].get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:] = [*given, *(path for path in sys.path[1:] if path not in given)]
+    if "numpy" in sys.modules:  # `random` sees to itself
+        sys.modules["numpy"].random.seed()
+    return task["argv"][task["argv"][0] == "-u" :]
+
+
+def finish(argv: list[str]) -> None:
+    """Runs the program to its end."""
+    code: object = None
+    sys.excepthook = fail
+    try:
+        execute(argv)
+    except SystemExit as end:
+        code = end.code
+    if not (code is None or isinstance(code, int)):
+        sys.stderr.write(f"{code}\n")
+        code = 1
+    leave(code or 0)
+
+
+def fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    sys.__excepthook__(kind, error, trace)
+    if issubclass(kind, KeyboardInterrupt):
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    leave(1)
+
+
+def leave(code: int) -> None:
+    """Ends the process without taking the interpreter apart, which would take longer than many a program."""
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.current_thread():
+            thread.join()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def execute(argv: list[str]) -> None:
+    """As `python ARGV` does, with a module, a piece of code or a file."""
+    match argv:
+        case ["-m", module, *rest]:
+            sys.argv = [module, *rest]
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        case ["-c", code, *rest]:
+            sys.argv = ["-c", *rest]
+            sys.path.insert(0, "")
+            exec(code, {"__name__": "__main__"})
+        case [file, *_]:
+            sys.argv = argv
+            sys.path.insert(0, str(Path(file).resolve().parent))
+            runpy.run_path(file, run_name="__main__")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "run":
+        run(sys.argv[2], sys.argv[3:])
+    server = Server(sys.argv[2])
+    for name in sys.argv[3:]:
+        importlib.import_module(name)
+    sys.stdout.flush()
+    gc.freeze()  # a collection in a program would copy every page
+    finish(server.serve())

@@ -1,0 +1,43 @@
+"""A program that starts warm behaves as one that starts cold."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.warm import warm_python
+
+WATCHDOG = 300  # seconds; the first program waits for the server's imports
+PROGRAMS = {
+    "arguments": ["-c", "import sys; print(sys.argv)", "a b", "-m"],
+    "a module": ["-m", "calendar", "2024", "2"],
+    "surroundings": ["-c", "import os; print(os.getcwd(), os.environ['HERE'], input())"],
+    "an exit code": ["-c", "import sys; print('out'); sys.exit(7)"],
+    "a reason to exit": ["-c", "raise SystemExit('because')"],
+    "an error": ["-c", "import sys; sys.tracebacklimit = 0; 1 / 0"],
+    "an end by signal": ["-c", "import os; os.kill(os.getpid(), 15)"],
+    "handlers at exit": ["-c", "import atexit; atexit.register(print, 'last')"],
+    "a thread": ["-c", "import threading; threading.Timer(0.1, print, ['late']).start()"],
+}
+
+
+@pytest.mark.parametrize("argv", PROGRAMS.values(), ids=PROGRAMS)
+def test_a_warm_program_does_what_a_cold_one_does(argv, tmp_path):
+    def outcome(python):
+        environ = {"HERE": "é", "PYTHONIOENCODING": "utf-8"}
+        options = {"cwd": tmp_path, "env": environ, "input": "given\n", "encoding": "utf-8", "timeout": WATCHDOG}
+        done = subprocess.run([*python, *argv], capture_output=True, **options)
+        return done.returncode, done.stdout, done.stderr
+
+    assert outcome(warm_python()) == outcome([sys.executable])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_reaches_the_program(number):
+    waiting = ["-c", "print('up', flush=True); input()"]
+    with subprocess.Popen([*warm_python(), *waiting], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as program:
+        assert program.stdout.readline() == b"up\n"
+        program.send_signal(number)
+        assert program.stdout.read() == b""  # the program is gone too
+        assert program.wait(WATCHDOG) == -number

@@ -1,0 +1,31 @@
+"""Python programs for tests as forks of a warm interpreter: importing torch and vLLM takes ten seconds, a fork none."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+SERVER = Path(__file__).with_name("fork_server.py")
+IMPORTED = (
+    "openrlhf.launch.rl",
+    "openrlhf.launch.supervised",
+    "openrlhf.launch.ray.worker",
+    "ray._private.worker",
+    "deepspeed",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.worker.cpu_worker",
+)
+
+
+@cache
+def warm_python() -> tuple[str, ...]:
+    """Words to put in place of `sys.executable`; the server that they ask ends with this process."""
+    folder = tempfile.mkdtemp(prefix="warm", dir=os.environ["RAY_TMPDIR"])
+    environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SERVER.parents[1])}
+    address = f"{folder}/socket"
+    subprocess.Popen([sys.executable, str(SERVER), "serve", address, *IMPORTED], env=environ, stdin=subprocess.PIPE)
+    while not Path(address).exists():
+        pass
+    return sys.executable, "-I", "-S", str(SERVER), "run", address
