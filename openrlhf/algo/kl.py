@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from openrlhf.algo.reduce import Denominator, Metrics, aggregate, masked, mean_of
+from openrlhf.algo.reduce import Denominator, Metrics, aggregate, masked_log_probs, mean_of
 
 LIMIT = 10.0  # of a token's KL as a reward, and of the log-ratio in a loss
 MAX_WEIGHT = 10.0  # of the importance weight in the unbiased gradient
@@ -33,7 +33,7 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3"
 @torch.no_grad()
 def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, action_mask: Tensor, estimator: str = "k1") -> Tensor:
     """Per-token KL as a reward term: clamped to [-10, 10], zero where masked, without gradient."""
-    log_ratio = masked(log_probs, action_mask) - masked(ref_log_probs, action_mask)
+    log_ratio = masked_log_probs(log_probs, action_mask) - masked_log_probs(ref_log_probs, action_mask)
     return _estimator(estimator)(_clamp_keeping_gradient(log_ratio)).clamp(-LIMIT, LIMIT)
 
 
@@ -55,11 +55,11 @@ def kl_loss(
     With `old_log_probs` the value stays, and the gradient becomes that of w k1^2 / 2, which is unbiased for the reverse
     KL off policy; w = min(pi / pi_old, 10) is detached (arXiv 2510.01555; DeepSeek-V3.2).
     """
-    current, reference = masked(log_probs, action_mask), masked(ref_log_probs, action_mask)
-    log_ratio = current - reference
-    values = _estimator(estimator)(_clamp_keeping_gradient(log_ratio))
+    current, reference = masked_log_probs(log_probs, action_mask), masked_log_probs(ref_log_probs, action_mask)
+    log_ratio = _clamp_keeping_gradient(current - reference)
+    values = _estimator(estimator)(log_ratio)
     if old_log_probs is not None:
-        log_weight = (current - masked(old_log_probs, action_mask)).detach()
+        log_weight = (current - masked_log_probs(old_log_probs, action_mask)).detach()
         pull = current * (log_weight.clamp(max=20.0).exp().clamp(max=MAX_WEIGHT) * log_ratio.detach())
         values = values.detach() + (pull - pull.detach())
     return aggregate(values, action_mask, mode, denominator, rows), {"kl_loss": mean_of(values, action_mask)}
@@ -67,7 +67,7 @@ def kl_loss(
 
 def _clamp_keeping_gradient(log_ratio: Tensor) -> Tensor:
     """Clamp the value and keep a gradient of one."""
-    return log_ratio + (log_ratio.clamp(-LIMIT, LIMIT) - log_ratio).detach()
+    return log_ratio.detach().clamp(-LIMIT, LIMIT) + (log_ratio - log_ratio.detach())
 
 
 def _estimator(name: str) -> Callable[[Tensor], Tensor]:

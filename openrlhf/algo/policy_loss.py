@@ -12,6 +12,7 @@ from openrlhf.algo.reduce import (
     Metrics,
     aggregate,
     masked,
+    masked_log_probs,
     mean_of,
     sequence_means,
     to_tokens,
@@ -115,13 +116,13 @@ def policy_loss(
     if settings.correction is not None and rollout_log_probs is None:
         raise ValueError(f"correction {settings.correction!r} needs the rollout's log-probs")
     tokens = Tokens(action_mask.bool(), rows)
-    current, old = masked(log_probs, tokens.mask), masked(old_log_probs.detach(), tokens.mask)
+    current, old = masked_log_probs(log_probs, tokens.mask), masked_log_probs(old_log_probs.detach(), tokens.mask)
     advantage = masked(advantages, tokens.mask)
     metrics = {"ppo_kl": mean_of(old - current, tokens.mask)}
 
     behaviour, weight = old, None
     if rollout_log_probs is not None:
-        rollout = masked(rollout_log_probs.detach(), tokens.mask)
+        rollout = masked_log_probs(rollout_log_probs.detach(), tokens.mask)
         metrics["vllm_kl"] = mean_of(rollout - old, tokens.mask)
         if settings.correction is not None and settings.loss_type == "gspo":
             behaviour = rollout

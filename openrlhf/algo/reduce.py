@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 Denominator = float | Tensor
+LOWEST_LOG_PROB = -1e4  # of a token that is impossible; far below what fp32 logits give a possible one
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,14 @@ def add_metrics(parts: Iterable[Metrics]) -> Metrics:
 def masked(values: Tensor, mask: Tensor) -> Tensor:
     """`values` in fp32, exact zero where masked: a product would let a masked NaN through, in the gradient too."""
     return torch.where(mask.bool(), values.float(), 0.0)
+
+
+def masked_log_probs(log_probs: Tensor, mask: Tensor) -> Tensor:
+    """`masked` log-probs with -inf made finite, so that the ratio of two impossible tokens is 1 and not NaN.
+
+    An impossible token gets no gradient. If only one side is impossible, the clamps on ratios bound the difference.
+    """
+    return masked(log_probs, mask).clamp(min=LOWEST_LOG_PROB)
 
 
 def divide(total: Tensor, denominator: Denominator) -> Tensor:

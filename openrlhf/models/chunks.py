@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from openrlhf.algo.reduce import LOWEST_LOG_PROB
 from openrlhf.algo.token_loss import kd_terms
 from openrlhf.models.heads import VocabularyHead
 
@@ -56,7 +57,7 @@ def token_log_probs_and_entropy(
 
     def part(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         log_probs = scaled_logits(head, hidden, temperature).log_softmax(-1)
-        entropy = -(log_probs.exp() * log_probs).sum(-1)
+        entropy = -(log_probs.exp() * log_probs.clamp(min=LOWEST_LOG_PROB)).sum(-1)  # 0 x -inf would be NaN
         return log_probs.gather(-1, targets[:, None]).squeeze(-1), entropy
 
     log_probs, entropy = in_chunks(part, hidden, targets, chunk=chunk)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from openrlhf.algo import preference_loss, token_loss
-from openrlhf.algo.reduce import Mean, Metrics, mean_of, sequence_means, sequence_sums
+from openrlhf.algo.reduce import Mean, Metrics, masked_log_probs, mean_of, sequence_means, sequence_sums
 from openrlhf.data.collate import collate
 from openrlhf.data.unpaired import mismatched
 from openrlhf.models.forward import Outputs
@@ -162,7 +162,7 @@ class DirectPreference:
         mask = batch.target_mask.to(outputs.log_probs.device)
         ids = batch.sequence_ids.to(mask.device)
         per_sequence = sequence_means if self.ipo and self.length_average else sequence_sums
-        return per_sequence(outputs.log_probs, mask, ids, batch.num_sequences)
+        return per_sequence(masked_log_probs(outputs.log_probs, mask), mask, ids, batch.num_sequences)
 
     def _nll(self, outputs: Outputs, batch: Batch, total: Tensor) -> tuple[Tensor, Metrics]:
         assert outputs.log_probs is not None
@@ -265,8 +265,8 @@ def _hidden(outputs: Outputs) -> Tensor:
 def _sequence_sums(outputs: Outputs, batch: Batch) -> Tensor:
     assert outputs.log_probs is not None
     device = outputs.log_probs.device
-    ids = batch.sequence_ids.to(device)
-    return sequence_sums(outputs.log_probs, batch.target_mask.to(device), ids, batch.num_sequences)
+    ids, mask = batch.sequence_ids.to(device), batch.target_mask.to(device)
+    return sequence_sums(masked_log_probs(outputs.log_probs, mask), mask, ids, batch.num_sequences)
 
 
 def _share(loss: Tensor, total: Tensor, number: int) -> Mean:

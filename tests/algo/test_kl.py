@@ -3,6 +3,7 @@ import dataclasses
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from openrlhf.algo.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL, kl_controller, kl_loss, kl_penalty
@@ -78,6 +79,33 @@ def test_unbiased_gradient_keeps_the_value_and_weighs_k1(estimator):
     loss, gradient = with_gradient(lambda leaf: kl_loss(leaf, ref, ONES, 1, estimator, old_log_probs=old)[0], log_probs)
     assert_close(loss, plain)
     assert_close(gradient, torch.tensor([[0.5, -(torch.e**0.5), 20.0]]))
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("unbiased", [False, True])
+@given(pairs=st.lists(st.tuples(*[st.sampled_from([-torch.inf, -0.5, -3.0])] * 3), min_size=1, max_size=6))
+def test_impossible_tokens_stay_finite(estimator, unbiased, pairs):
+    log_probs, ref, old = torch.tensor(pairs).T.unsqueeze(1)
+    mask = torch.ones_like(log_probs)
+    penalty = kl_penalty(log_probs, ref, mask, estimator)
+    loss, gradient = with_gradient(
+        lambda leaf: kl_loss(leaf, ref, mask, 1, estimator, old_log_probs=old if unbiased else None)[0], log_probs
+    )
+    assert loss.isfinite()
+    assert gradient.isfinite().all()
+    assert penalty.abs().max() <= 10
+    both = log_probs.isinf() & ref.isinf()
+    assert not penalty[both].any()
+    assert not gradient[log_probs.isinf()].any()
+
+
+def test_a_token_that_the_reference_finds_impossible_keeps_the_pull_of_the_limit():
+    log_probs, never = torch.tensor([[-1.0]]), torch.tensor([[-torch.inf]])
+    for old in (None, log_probs):
+        loss, gradient = with_gradient(
+            lambda leaf, old=old: kl_loss(leaf, never, torch.ones(1, 1), 1, "k2", old_log_probs=old)[0], log_probs
+        )
+        assert (loss.item(), gradient.item()) == (50.0, 10.0)
 
 
 def test_plain_k1_gradient_is_constant():

@@ -231,3 +231,26 @@ def test_extreme_ratios_stay_finite(dtype, log_ratios, data):
         assert loss.dtype == torch.float32
         assert loss.isfinite()
         assert gradient.isfinite().all()
+
+
+@given(st.lists(st.sampled_from([-torch.inf, -0.5, -3.0]), min_size=8, max_size=8), SETTINGS)
+def test_impossible_tokens_stay_finite(values, settings):
+    log_probs, old, rollout, reverse = (torch.tensor([values]).roll(shift) for shift in (0, 1, 3, 4))
+    ones, signs = torch.ones(1, 8), torch.tensor([[1.0, -1.0] * 4])
+    for behaviour in (rollout, log_probs, reverse):
+        loss, gradient = with_gradient(
+            lambda leaf, old=behaviour: policy_loss(leaf, old, signs, ones, 8, settings, rollout)[0], log_probs
+        )
+        assert loss.isfinite()
+        assert gradient.isfinite().all()
+    _, metrics = policy_loss(log_probs, old, signs, ones, 8, settings, rollout)
+    assert all(mean.value.isfinite() for mean in metrics.values())
+
+
+@pytest.mark.parametrize("correction", [None, *CORRECTIONS])
+def test_a_token_that_all_find_impossible_has_ratio_one_and_no_gradient(correction):
+    never, ones = torch.full((1, 1), -torch.inf), torch.ones(1, 1)
+    loss, gradient = with_gradient(
+        lambda leaf: policy_loss(leaf, never, 2 * ones, ones, 1, PolicySettings(correction=correction), never)[0], never
+    )
+    assert (loss.item(), gradient.item()) == (-2.0, 0.0)

@@ -75,6 +75,15 @@ def test_entropy_in_chunks_is_the_full_one(temperature):
     assert_close(case.backward(*got), case.backward(full_log_probs(logits, case.targets), entropy))
 
 
+def test_entropy_passes_over_tokens_that_the_head_rules_out():
+    case = Case(bias=True)
+    case.head.bias.data[7] = -torch.inf
+    _, got = token_log_probs_and_entropy(case.hidden, case.targets, case.head, chunk=CHUNK)
+    others = [token for token in range(VOCAB) if token != 7]
+    expected = torch.distributions.Categorical(logits=case.head(case.hidden)[:, others]).entropy()
+    assert_close(case.backward(got), case.backward(expected))
+
+
 def test_distillation_in_chunks_is_the_full_one():
     case, teacher = Case(), nn.Linear(4, VOCAB)
     states = torch.randn(TOKENS, 4)

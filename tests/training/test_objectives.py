@@ -188,6 +188,27 @@ def test_ktos_baseline_is_the_mean_over_the_steps_mismatched_pairs(policy, refer
     assert_close(result.losses.sum(), (weights * losses).mean())
 
 
+def without_a_token(model, token):
+    """A copy whose head rules one token out."""
+    copy = deepcopy(model)
+    head = torch.nn.Linear(copy.lm_head.in_features, copy.lm_head.out_features)
+    head.weight.data.copy_(copy.lm_head.weight)
+    head.bias.data.zero_()[token] = -math.inf
+    copy.set_output_embeddings(head)
+    return copy
+
+
+@pytest.mark.parametrize("name", ["dpo", "ipo", "kto"])
+def test_a_response_that_both_find_impossible_is_neither_better_nor_worse(name, policy, reference):
+    make, rows = CASES[name]
+    first = rows[0].chosen if name != "kto" else rows[0].tokens
+    token = int(first.input_ids[-1])
+    frozen = LocalFrozen(Network(without_a_token(reference.network.decoder, token)), CPU)
+    result, gradients = through(without_a_token(policy, token), make(frozen), rows, 2, frozen=frozen)
+    assert result.losses.isfinite().all()
+    assert all(gradient.isfinite().all() for gradient in gradients.values())
+
+
 def test_a_teacher_that_is_the_student_costs_only_its_entropy(policy):
     itself = LocalFrozen(Network(deepcopy(policy)), CPU)
     rows = token_rows()
