@@ -113,7 +113,9 @@ class Models:
         scale = trained.schedule(self.steps[f"_{name}"])
         norm = trained.backend.optim_step(scale)
         self.steps[f"_{name}"] += 1
-        return {f"{name}_lr": trained.learning_rate * scale, f"{name}_grad_norm": norm}
+        values = {"lr": trained.learning_rate * scale, **trained.backend.loss_scaling()}
+        values |= {} if norm is None else {"grad_norm": norm}
+        return {f"{name}_{key}": value for key, value in values.items()}
 
     def _use(self, backend: TrainBackend) -> TrainBackend:
         """Wakes a model that is needed, after the one that was: where they sleep, one at a time is on the device."""

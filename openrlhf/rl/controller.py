@@ -29,6 +29,8 @@ from openrlhf.rl.workers import WeightSync, Workers
 from openrlhf.rollout.engine import Engine
 from openrlhf.types import Prompt
 
+STANDING = ("_lr", "_loss_scale", "_skipped_steps")  # ends of the names of metrics that are not averaged over steps
+
 
 @dataclass(frozen=True)
 class LoopSettings:
@@ -258,10 +260,10 @@ class AfterStep(Protocol):
 
 
 def averaged(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Means over the optimizer steps of a rollout; of learning rates the last."""
+    """Means over the optimizer steps of a rollout; of what stands rather than varies, the last."""
     names = dict.fromkeys(name for step in steps for name in step)
     means = {name: float(np.mean([step[name] for step in steps if name in step])) for name in names}
-    return means | {name: value for name, value in steps[-1].items() if name.endswith("_lr")}
+    return means | {name: value for name, value in steps[-1].items() if name.endswith(STANDING)}
 
 
 def shown(values: dict[str, float]) -> dict[str, float]:

@@ -95,8 +95,15 @@ class TrainBackend(Frozen, Protocol):
         """The objective's metrics without gradients, summed over ranks."""
         ...
 
-    def optim_step(self, scale: float) -> float:
-        """Moves the weights with `scale` times the peak learning rates; returns the gradient norm before clipping."""
+    def optim_step(self, scale: float) -> float | None:
+        """Moves the weights with `scale` times the peak learning rates; returns the gradient norm before clipping.
+
+        None says that the step was skipped because scaled gradients overflowed fp16.
+        """
+        ...
+
+    def loss_scaling(self) -> dict[str, float]:
+        """`loss_scale` and `skipped_steps` of an fp16 run, for the logs; empty if the loss is not scaled."""
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

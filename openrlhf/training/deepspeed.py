@@ -169,7 +169,7 @@ class DeepSpeedBackend:
         self.engine.train()
         return self._over_ranks(add_metrics(metrics))
 
-    def optim_step(self, scale: float) -> float:
+    def optim_step(self, scale: float) -> float | None:
         for group in self.optimizer.param_groups:
             group["lr"] = self.settings.learning_rate * scale
         self.audit.begin(self.settings.learning_rate * scale)
@@ -184,8 +184,14 @@ class DeepSpeedBackend:
             if not (math.isfinite(norm) or self._scales_loss):
                 raise BackendError(f"the gradient norm is {float(norm)}", try_this="a smaller learning rate")
         hold_whole(self.held)
-        self.audit.end(moved=self.engine.was_step_applied())
-        return float(norm)
+        applied = self.engine.was_step_applied()
+        self.audit.end(moved=applied)
+        return float(norm) if applied else None
+
+    def loss_scaling(self) -> dict[str, float]:
+        if not self._scales_loss:
+            return {}
+        return {"loss_scale": float(self.engine.loss_scale()), "skipped_steps": float(self.engine.skipped_steps)}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return checkpoint_weights(self.network, gather_whole)

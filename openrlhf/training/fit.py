@@ -105,7 +105,9 @@ class Fit:
         self._must_be_finite(result, places, step)
         scale = plan.schedule(step)
         norm = self.backend.optim_step(scale)
-        values = with_means(values_of(result.metrics)) | {"lr": plan.learning_rate * scale, "grad_norm": norm}
+        values = with_means(values_of(result.metrics)) | {"lr": plan.learning_rate * scale}
+        values |= {} if norm is None else {"grad_norm": norm}
+        values |= self.backend.loss_scaling()
         seconds = time.perf_counter() - started
         tokens = self._tokens(places)
         self.monitor.advance(_shown(values) | {"tok/s": tokens / seconds})

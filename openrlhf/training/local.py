@@ -20,10 +20,12 @@ from openrlhf.models.self_test import settle_layout
 from openrlhf.training.audit import Audit
 from openrlhf.training.backend import Objective, StepLosses, to_device
 from openrlhf.training.host_memory import HostMemory
+from openrlhf.training.loss_scale import LossScale
 from openrlhf.training.optim import MasterOptimizer, OptimizerSettings
 from openrlhf.types import Batch
 
 OPTIMIZER_FILE = "optimizer.safetensors"
+LOSS_SCALE = "loss_scale"  # among the tensors of that file
 
 
 class LocalFrozen:
@@ -74,6 +76,8 @@ class LocalBackend:
         settle_layout(network, self.forward)
         self.network.train()
         self.optimizer = MasterOptimizer(self.network, settings, offload=adam_offload)
+        half = any(parameter.dtype == torch.float16 for parameter in network.parameters())
+        self.loss_scale = LossScale() if half else None
         masters = {id(parameter): master for parameter, master in self.optimizer.pairs()}
         self.audit = Audit(self.optimizer.named, lambda parameter: masters[id(parameter)], lambda found: found)
         if compile_layers:
@@ -97,7 +101,7 @@ class LocalBackend:
         metrics: list[Metrics] = []
         for batch in on_device:
             loss, measured = objective.loss(self.network, batch, totals)
-            loss.backward()
+            (loss if self.loss_scale is None else loss * self.loss_scale.value).backward()
             losses.append(loss.detach())
             metrics.append(measured)
         return StepLosses(torch.stack(losses), add_metrics(metrics))
@@ -110,11 +114,16 @@ class LocalBackend:
         self.network.train()
         return metrics
 
-    def optim_step(self, scale: float) -> float:
+    def optim_step(self, scale: float) -> float | None:
         self.audit.begin(scale * self.optimizer.settings.learning_rate)
-        norm = self.optimizer.step(scale)
-        self.audit.end()
+        norm = self.optimizer.step(scale, self.loss_scale.value if self.loss_scale else None)
+        if self.loss_scale:
+            self.loss_scale.update(overflowed=norm is None)
+        self.audit.end(moved=norm is not None)
         return norm
+
+    def loss_scaling(self) -> dict[str, float]:
+        return self.loss_scale.metrics() if self.loss_scale else {}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return checkpoint_weights(self.network)
@@ -124,15 +133,21 @@ class LocalBackend:
 
     def save(self, folder: Path) -> None:
         tensors = {name: tensor.contiguous() for name, tensor in self.optimizer.state().items()}
+        if self.loss_scale:
+            tensors[LOSS_SCALE] = self.loss_scale.state()
         save_file(tensors, folder / OPTIMIZER_FILE)
 
     def load(self, folder: Path) -> None:
         try:
-            self.optimizer.load_state(load_file(folder / OPTIMIZER_FILE))
+            tensors = load_file(folder / OPTIMIZER_FILE)
+            scale = tensors.pop(LOSS_SCALE, None)
+            self.optimizer.load_state(tensors)
         except (OSError, KeyError, RuntimeError, SafetensorError) as error:
             raise BackendError(
                 f"the checkpoint {folder} does not fit this model: {str(error).splitlines()[0]}"
             ) from None
+        if self.loss_scale and scale is not None:
+            self.loss_scale.load_state(scale)
 
     def export(self, folder: Path) -> None:
         save_model(self.network, folder)

@@ -143,10 +143,20 @@ class MasterOptimizer:
                 ns_steps=s.muon_ns_steps,
             )
 
-    def step(self, scale: float) -> float:
-        """One update with `scale` times each peak learning rate; returns the gradient norm before clipping."""
+    def step(self, scale: float, loss_scale: float | None = None) -> float | None:
+        """One update with `scale` times each peak learning rate; returns the gradient norm before clipping.
+
+        With a `loss_scale`, gradients are divided by it first. A step with one that is not finite is skipped: None.
+        """
         masters = [master for _, master in self.masters]
+        if loss_scale is not None:
+            gradients = [master.grad for master in masters if master.grad is not None]
+            torch._foreach_mul_(gradients, 1.0 / loss_scale)
         norm = float(torch.nn.utils.clip_grad_norm_(masters, self.settings.max_norm or math.inf, foreach=True))
+        if loss_scale is not None and not math.isfinite(norm):
+            for master in masters:
+                master.grad = None
+            return None
         if not math.isfinite(norm):
             raise BackendError(
                 f"the gradient norm is {norm}, so nothing was changed", try_this="a smaller learning rate"
