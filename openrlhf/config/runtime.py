@@ -41,6 +41,25 @@ def uses_reference(config: RLConfig) -> bool:
     return config.kl.init_kl_coef > 0
 
 
+def is_asynchronous(config: RLConfig) -> bool:
+    """True if a sample may be older than the weights that it trains."""
+    return config.asynchrony.async_train and config.asynchrony.async_queue_size > 0
+
+
+def uses_correction(config: RLConfig) -> bool:
+    """Importance correction: as the flag says; without it, for samples that may be old."""
+    given = config.policy.enable_vllm_is_correction
+    return is_asynchronous(config) if given is None else given
+
+
+def old_log_probs_are_the_engines(config: RLConfig) -> bool:
+    """Old samples without correction: only the engine knows how likely they were when drawn.
+
+    A ratio to its log-probs means something only if it drew from the whole distribution.
+    """
+    return is_asynchronous(config) and not uses_correction(config) and not config.rollout.limits_on_tokens
+
+
 def critic_model(config: RLConfig) -> str | None:
     """What the critic starts from: the flag, else the first reward model, else the policy."""
     if not uses_critic(config):

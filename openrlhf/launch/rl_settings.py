@@ -7,7 +7,13 @@ from dataclasses import replace
 
 from openrlhf.algo.policy_loss import PolicySettings
 from openrlhf.config.commands import RLConfig
-from openrlhf.config.runtime import num_devices, resolve_runtime
+from openrlhf.config.runtime import (
+    is_asynchronous,
+    num_devices,
+    old_log_probs_are_the_engines,
+    resolve_runtime,
+    uses_correction,
+)
 from openrlhf.data.collate import Layout
 from openrlhf.rl.controller import LoopSettings, Settings
 from openrlhf.rl.experience import ExperienceSettings
@@ -45,7 +51,7 @@ def make_settings(config: RLConfig, layout: Layout) -> Settings:
         loop=LoopSettings(
             train_batch_size=config.batches.train_batch_size,
             epochs=config.batches.max_epochs,
-            queue_size=config.asynchrony.async_queue_size if config.asynchrony.async_train else 0,
+            queue_size=config.asynchrony.async_queue_size if is_asynchronous(config) else 0,
             seed=config.batches.seed,
             max_rollouts=config.batches.max_steps,
             freezing_steps=config.policy.freezing_actor_steps,
@@ -81,7 +87,7 @@ def log_prob_proof(config: RLConfig) -> LogProbProof | None:
     """Nothing to compare where engine and trainer are one, where none generates, or where tokens were left out."""
     rollout = config.rollout
     separate = resolve_runtime(config) == "ray" or bool(config.engines.vllm_num_engines)
-    truncated = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0 or rollout.temperature == 0
+    truncated = bool(rollout.limits_on_tokens) or rollout.temperature == 0
     if not separate or truncated or rollout.replay:
         return None
     exact = config.model.param_dtype == "fp32"
@@ -128,10 +134,11 @@ def experience_settings(config: RLConfig) -> ExperienceSettings:
         else (longest, rewards.overlong_buffer_len, rewards.overlong_penalty_factor),
         stop_properly=rewards.stop_properly_penalty_coef,
         step_rewards=rewards.step_rewards,
-        # A single step compares the current log-probs with themselves.
-        needs_old_log_probs=steps_per_rollout(config) > 1
-        or config.policy.enable_vllm_is_correction
-        or (config.kl.init_kl_coef > 0 and kl_in_reward),
+        scores_policy=(config.kl.init_kl_coef > 0 and kl_in_reward)
+        or uses_correction(config)
+        # A single step on new samples compares the current log-probs with themselves.
+        or (steps_per_rollout(config) > 1 and not old_log_probs_are_the_engines(config)),
+        old_from_engine=old_log_probs_are_the_engines(config),
     )
 
 
@@ -145,7 +152,7 @@ def policy_objective(config: RLConfig) -> PolicyObjective:
             eps_high=low_high[1],
             dual_clip=policy.dual_clip,
             loss_agg_mode=policy.loss_agg_mode or ("constant" if constant else "token-mean"),
-            correction=policy.vllm_is_correction_type if policy.enable_vllm_is_correction else None,
+            correction=policy.vllm_is_correction_type if uses_correction(config) else None,
             correction_range=policy.correction_range,
         ),
         temperature=config.rollout.temperature,

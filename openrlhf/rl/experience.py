@@ -34,7 +34,8 @@ class ExperienceSettings:
     overlong: tuple[int, float, float] | None  # longest response, buffer, factor
     stop_properly: float | None
     step_rewards: bool
-    needs_old_log_probs: bool
+    scores_policy: bool  # the policy's own log-probs, under the weights at hand
+    old_from_engine: bool = False  # the ratio is taken to the log-probs that a sample was drawn with
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ async def make_experience(
 ) -> Experience:
     """Scores a rollout and turns its rewards into advantages."""
     trajectories = await with_model_rewards(trajectories, workers)
-    scored = await score(trajectories, workers, batching, log_probs=settings.needs_old_log_probs)
+    scored = await score(trajectories, workers, batching, log_probs=settings.scores_policy)
     mask = pad_sequence([torch.tensor(item.action_mask) for item in trajectories], batch_first=True)
     mask[:, 0] = False  # nothing predicts a first token
     rewards = penalised(trajectories, mask, settings)
@@ -70,6 +71,8 @@ async def make_experience(
     if settings.estimator in shaping.WHITENED:
         advantages = normalize(advantages, mask, settings.divide_by_std)
     arrays = scored | {"advantages": advantages}
+    if settings.old_from_engine:
+        arrays["old_log_probs"] = scored["rollout_log_probs"]
     if "values" in scored:
         arrays = {name: value for name, value in arrays.items() if name != "values"}
         arrays |= {"old_values": values, "returns": returns}

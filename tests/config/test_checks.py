@@ -68,7 +68,13 @@ REFUSED = [  # rule, command, what is added, what the message must hold
         "correction_needs_the_whole_distribution",
         "train_ppo",
         "--enable_vllm_is_correction --top_p 0.9",
-        "--top_p 0.9 leaves tokens out|without --top_p",
+        "--top_p 0.9 leaves tokens out|without --top_p, or --enable_vllm_is_correction false",
+    ),
+    (
+        "correction_needs_the_whole_distribution",
+        "train_ppo",
+        "--async_train --top_p 0.9",
+        "--top_p 0.9 leaves tokens out|--async_train corrects|or --enable_vllm_is_correction false",
     ),
     (
         "correction_needs_the_whole_distribution",
@@ -356,8 +362,26 @@ SAID = [  # rule, command, what is added, what the line must hold
     (
         "async_engines_have_their_own_devices",
         "train_ppo_ray",
-        f"{HYBRID} --async_train",
+        f"{HYBRID} --async_train --enable_vllm_is_correction",
         "--colocate_all_models with --async_train",
+    ),
+    (
+        "old_samples_are_corrected",
+        "train_ppo",
+        "--async_train",
+        "up to 1 update old: importance correction is on (--enable_vllm_is_correction false switches it off)",
+    ),
+    (
+        "old_samples_are_corrected",
+        "train_ppo",
+        "--async_train --async_queue_size 2 --enable_vllm_is_correction false",
+        "warning: |up to 2 updates old|only the clip range",
+    ),
+    (
+        "old_samples_are_corrected",
+        "train_ppo",
+        "--async_train --enable_vllm_is_correction false --top_p 0.9",
+        "warning: |nothing corrects for it",
     ),
     ("empty_queue_is_synchronous", "train_ppo", "--async_train --async_queue_size 0", "--async_queue_size 0"),
     ("engines_have_a_device", "train_ppo_ray", "--actor_num_gpus_per_node 2", "--vllm_num_engines is not given"),
@@ -455,7 +479,7 @@ def test_every_default_is_in_its_range(command):
         "--packing_samples",  # without engines
         "--eval_dataset ./data.jsonl --eval_steps 5 --remote_rm_url= --reward_pretrain ./model",
         "--dynamic_filtering --n_samples_per_prompt 2 --remote_rm_url= --reward_pretrain ./model",
-        "--async_train --async_queue_size 4",
+        "--async_train --async_queue_size 4 --enable_vllm_is_correction",
         "--vllm_is_truncated_threshold 2",
         "--reward_pretrain ./model,./model --reward_weights 1 0.5",
         "--stop_properly_penalty_coef -1",

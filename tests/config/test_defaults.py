@@ -163,7 +163,7 @@ RL = {
     "overlong_buffer_len": None,
     "overlong_penalty_factor": 1.0,
     "policy_loss_type": "ppo",
-    "enable_vllm_is_correction": False,
+    "enable_vllm_is_correction": None,
     "vllm_is_truncated_threshold": (0.5, 5.0),
     "vllm_is_correction_type": "tis",
     "async_queue_size": 1,

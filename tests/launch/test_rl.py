@@ -100,11 +100,27 @@ def test_an_engine_of_its_own_hears_of_every_update(kind, learn, models):
         "tied": {"pretrain": models(tie_word_embeddings=True)},
     }[kind]
     # The first rollout is trained by the weights that made it, the second by those after one update.
-    ran = learn(rows=asked(24), async_train=True, enable_vllm_is_correction=True, **flags)
+    ran = learn(rows=asked(24), async_train=True, **flags)
     kl = ran.train("vllm_kl")
     assert abs(kl[0]) < 1e-5
     assert abs(kl[1]) > 1e-4
     assert ran.train("staleness") == [0, 1, 1]
+
+
+def test_asynchronous_training_corrects_for_old_samples_by_default(learn):
+    ran, explicit = learn("default", async_train=True), learn("given", async_train=True, enable_vllm_is_correction=True)
+    assert ran.metrics == explicit.metrics
+    assert "is_filter_ratio" in ran.metrics[0]
+    assert "is_filter_ratio" not in learn("sync").metrics[0]
+
+
+def test_without_correction_the_ratio_and_its_clip_act_on_old_samples(learn):
+    """At one step a rollout too: the old log-probs are those that the samples were drawn with."""
+    flags = {"async_train": True, "enable_vllm_is_correction": "false", "actor_learning_rate": 5e-2}
+    ran = learn(**flags)
+    assert abs(ran.train("ppo_kl")[0]) < 1e-5  # the first rollout is new
+    assert all(abs(kl) > 1e-3 for kl in ran.train("ppo_kl")[1:])
+    assert max(ran.train("ppo_clip_ratio")) > 0
 
 
 def test_engine_and_trainer_agree_on_log_probs(learn):

@@ -68,7 +68,7 @@ PPO = ExperienceSettings(
     overlong=None,
     stop_properly=None,
     step_rewards=False,
-    needs_old_log_probs=True,
+    scores_policy=True,
 )
 GRPO = replace(PPO, estimator="group_norm", lambd=1.0, kl_in_reward=False)
 ALL_AT_ONCE = Batching(Layout(packing=False, pad_id=0), 100)
@@ -185,9 +185,18 @@ def test_without_a_reference_there_is_no_kl():
 
 
 def test_a_single_step_needs_no_old_log_probs_and_measures_the_kl_of_what_was_sampled():
-    found = experience(replace(GRPO, needs_old_log_probs=False), TableWorkers(critic=False))
+    found = experience(replace(GRPO, scores_policy=False), TableWorkers(critic=False))
     assert "old_log_probs" not in found.samples[0].arrays
     assert found.kl == pytest.approx((4 * (-1 + 0.9) + 3 * (-1 + 0.4)) / 7)
+
+
+def test_old_samples_may_be_compared_with_the_engines_log_probs():
+    """Those of the policy still measure the KL; the ratio is taken to what the sample was drawn with."""
+    usual, found = experience(), experience(replace(PPO, old_from_engine=True))
+    assert found.kl == usual.kl
+    for sample, other in zip(found.samples, usual.samples, strict=True):
+        assert (sample.arrays["old_log_probs"] == sample.arrays["rollout_log_probs"]).all()
+        assert (other.arrays["old_log_probs"] != other.arrays["rollout_log_probs"]).any()
 
 
 def test_what_is_logged():

@@ -3,7 +3,7 @@
 from openrlhf.config.checks.common import needed_flag
 from openrlhf.config.checks.rule import Changed, change
 from openrlhf.config.commands import RLConfig
-from openrlhf.config.runtime import num_devices
+from openrlhf.config.runtime import is_asynchronous, num_devices, uses_correction
 from openrlhf.config.sections.rl import GENERATE_MAX_LEN, GROUP_ESTIMATORS
 from openrlhf.errors import ConfigError
 
@@ -218,19 +218,29 @@ def sampling_has_a_temperature(config: RLConfig) -> None:
 
 def correction_needs_the_whole_distribution(config: RLConfig) -> None:
     """The engine's log-probs are those of what it draws from, the trainer's run over the whole vocabulary."""
-    rollout = config.rollout
-    limits = {
-        f"--top_p {rollout.top_p:g}": rollout.top_p < 1,
-        f"--top_k {rollout.top_k}": rollout.top_k > 0,
-        f"--min_p {rollout.min_p:g}": rollout.min_p > 0,
-    }
-    given = [flag for flag, limits_it in limits.items() if limits_it]
-    if config.policy.enable_vllm_is_correction and given:
+    limits = config.rollout.limits_on_tokens
+    if uses_correction(config) and limits:
+        by_default = config.policy.enable_vllm_is_correction is None
+        reason = "--async_train corrects for old samples" if by_default else "--enable_vllm_is_correction is given"
         raise ConfigError(
-            f"{given[0]} leaves tokens out, so every weight of --enable_vllm_is_correction would be too small by the "
-            "probability of those left",
-            try_this=f"without {given[0].split()[0]}, or without --enable_vllm_is_correction",
+            f"{limits[0]} leaves tokens out, but {reason}: every weight would be too small by the probability of "
+            "those left out",
+            try_this=f"without {limits[0].split()[0]}, or --enable_vllm_is_correction false",
         )
+
+
+def old_samples_are_corrected(config: RLConfig) -> str | None:
+    if not is_asynchronous(config):
+        return None
+    versions, given = config.asynchrony.async_queue_size, config.policy.enable_vllm_is_correction
+    age = f"--async_train trains on samples up to {versions} update{'s' if versions > 1 else ''} old"
+    if given is None:
+        return f"{age}: importance correction is on (--enable_vllm_is_correction false switches it off)"
+    if given:
+        return None
+    if config.rollout.limits_on_tokens:
+        return f"warning: {age}, and with --enable_vllm_is_correction false nothing corrects for it"
+    return f"warning: {age}, and with --enable_vllm_is_correction false only the clip range bounds what that does"
 
 
 def mis_is_the_sequence_mask(config: RLConfig) -> Changed[RLConfig] | None:

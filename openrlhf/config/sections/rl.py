@@ -70,6 +70,16 @@ class Rollout:
         return self.generate_max_len
 
     @property
+    def limits_on_tokens(self) -> tuple[str, ...]:
+        """The given flags that leave tokens out of the distribution that responses are drawn from."""
+        limits = {
+            f"--top_p {self.top_p:g}": self.top_p < 1,
+            f"--top_k {self.top_k}": self.top_k > 0,
+            f"--min_p {self.min_p:g}": self.min_p > 0,
+        }
+        return tuple(flag for flag, limits_it in limits.items() if limits_it)
+
+    @property
     def scoring_token_budget(self) -> int:
         given = self.rollout_max_tokens_per_gpu
         return self.train_max_tokens_per_gpu if given is None else given
@@ -173,7 +183,11 @@ class PolicyLoss:
     )
     value_clip: float = flag(0.5, "clip range of the critic's change")
     entropy_loss_coef: float | None = flag(None, "weight of an entropy bonus; 0 only logs the entropy")
-    enable_vllm_is_correction: bool = flag(False, "correct for the difference between engine and trainer log-probs")
+    enable_vllm_is_correction: bool | None = flag(
+        None,
+        "importance correction: weigh each token by how likely trainer and engine find it; default: on with "
+        "--async_train, whose samples are old, else off; false switches it off",
+    )
     vllm_is_correction_type: Correction = flag("tis", "clamp the weight, drop the token, or drop the sequence")
     vllm_is_truncated_threshold: tuple[float, ...] = flag(
         (0.5, 5.0), "interval of the weight; one value is its upper end"
