@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from openrlhf.config.checks import common, extras, inference, numbers, paths, placement, rl, supervised
+from openrlhf.config.checks import common, extras, inference, numbers, paths, placement, rl, sharding, supervised
 from openrlhf.config.checks.rule import Rule, apply
 from openrlhf.config.commands import (
     BatchInferenceConfig,
@@ -43,11 +43,23 @@ TRAINING: Rules = (
     extras.asked_extras_are_installed,
     paths.outputs_can_be_written,
 )
+SHARDING: Rules = (
+    sharding.muon_trains_whole_matrices,
+    sharding.overlapping_needs_sharded_gradients,
+    sharding.offloading_needs_a_sharded_optimizer,
+    sharding.hierarchy_needs_sharded_weights,
+    sharding.gradients_are_summed_in_fp32_or_as_they_come,
+    sharding.half_floats_need_a_loss_scale,
+    sharding.tensor_parallelism_splits_plain_layers,
+    sharding.packed_weights_stay_whole,
+    sharding.compiled_layers_hold_their_weights,
+)
 SUPERVISED: Rules = (
     *TRAINING,
     supervised.a_dataset_is_given,
     supervised.ring_attention_needs_packing,
     supervised.processes_fill_the_groups,
+    *SHARDING,
     supervised.micro_batches_divide_the_batch,
 )
 RL: Rules = (
@@ -92,6 +104,7 @@ RL: Rules = (
     placement.hybrid_engines_lie_on_one_node,
     placement.engines_have_a_device,
     placement.groups_divide_the_devices,
+    *SHARDING,
     rl.scoring_batches_cover_the_devices,
     rl.rollouts_divide_into_steps,
     extras.cluster_extras_are_installed,

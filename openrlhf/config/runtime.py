@@ -65,6 +65,5 @@ def critic_model(config: RLConfig) -> str | None:
     if not uses_critic(config):
         return None
     rewards = config.rewards
-    scored_elsewhere = rewards.remote_rm_url or rewards.agent_func_path
-    first_reward_model = rewards.reward_models[0] if rewards.reward_models and not scored_elsewhere else None
+    first_reward_model = rewards.reward_models[0] if rewards.scored_by_models else None
     return config.critic.critic_pretrain or first_reward_model or config.model.pretrain

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -24,6 +23,7 @@ from openrlhf.config.commands import (
 from openrlhf.data.process import step_tokens
 from openrlhf.errors import ConfigError
 from openrlhf.launch.distributed import loading, uses_deepspeed
+from openrlhf.launch.model_checks import balances_experts
 from openrlhf.launch.optimizers import optimizer_settings
 from openrlhf.models.attention import choose_attention
 from openrlhf.models.forward import Network
@@ -34,7 +34,7 @@ from openrlhf.training import objectives
 from openrlhf.training.backend import Frozen, TrainBackend, values_of
 from openrlhf.training.fit import Evaluated, Summary
 from openrlhf.training.local import LocalBackend, LocalFrozen
-from openrlhf.training.objectives import AUX_ON, SupervisedObjective
+from openrlhf.training.objectives import SupervisedObjective
 
 
 def evaluation_values(metrics: Metrics) -> dict[str, float]:
@@ -116,17 +116,9 @@ def trained_network(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase
         recompute_activations(adapted, reentrant=config.sharding.gradient_checkpointing_use_reentrant)
     return Network(
         adapted,
-        with_aux_loss=balances_experts(config, model.config),
+        with_aux_loss=balances_experts(config.model, model.config),
         self_test=not config.model.skip_self_test,
     )
-
-
-def balances_experts(config: SupervisedConfig, model_config: Any) -> bool:
-    if config.model.aux_loss_coef <= AUX_ON:
-        return False
-    if "router_aux_loss_coef" not in model_config.to_dict():
-        raise ConfigError("--aux_loss_coef balances the experts of a mixture, but this model has none")
-    return True
 
 
 def make_backend(config: SupervisedConfig, network: Network, device: torch.device) -> TrainBackend:

@@ -10,8 +10,7 @@ from openrlhf.config.checks.extras import require
 from openrlhf.config.checks.supervised import world_size
 from openrlhf.config.commands import TrainingConfig
 from openrlhf.launch.device import choose_device
-from openrlhf.models.load import choose_dtype, read_config
-from openrlhf.models.ring import check_ring
+from openrlhf.models.load import choose_dtype
 
 
 def uses_deepspeed(config: TrainingConfig) -> bool:
@@ -21,8 +20,6 @@ def uses_deepspeed(config: TrainingConfig) -> bool:
 
 def join(config: TrainingConfig) -> torch.device:
     """This process's device, after it has met the others."""
-    if config.sharding.ring_attn_size > 1:
-        check_ring(read_config(str(config.model.pretrain), config.model), config.sharding)
     device = choose_device(config.model.device, config.sharding.local_rank)
     if not uses_deepspeed(config):
         return device

@@ -22,6 +22,7 @@ from openrlhf.data.collate import Layout
 from openrlhf.data.prompts import load_eval_prompts, load_prompts
 from openrlhf.launch.device import seed_everything
 from openrlhf.launch.local_rl import Machinery, open_local
+from openrlhf.launch.model_checks import check_models
 from openrlhf.launch.record import shown_flags
 from openrlhf.launch.rl_build import make_schedule
 from openrlhf.launch.rl_settings import make_settings, num_optimizer_steps, num_rollouts, steps_per_rollout
@@ -56,6 +57,7 @@ class RLResult:
 def run(config: RLConfig) -> RLResult:
     """Trains, evaluates and saves; the config has been checked."""
     disable_progress_bar()
+    check_models(config)
     seed_everything(config.batches.seed, deterministic=config.batches.full_determinism)
     tokenizer = load_tokenizer(str(config.model.pretrain), config.model)
     prompts, eval_prompts = load_prompts(config, tokenizer), load_eval_prompts(config, tokenizer)

@@ -16,6 +16,7 @@ from openrlhf.data.collate import Layout
 from openrlhf.data.process import one_token
 from openrlhf.errors import ConfigError
 from openrlhf.launch.distributed import loading, uses_deepspeed
+from openrlhf.launch.model_checks import balances_experts
 from openrlhf.launch.optimizers import optimizer_settings
 from openrlhf.launch.rl_models import Critic, Models, Policy, Trained
 from openrlhf.launch.rl_settings import policy_objective, steps_per_rollout
@@ -33,6 +34,7 @@ from openrlhf.monitor import say
 from openrlhf.rl.samples import Batching
 from openrlhf.training.backend import Frozen, TrainBackend
 from openrlhf.training.local import LocalBackend, LocalFrozen
+from openrlhf.training.objectives import AUX_ON
 from openrlhf.training.optim import OptimizerSettings, schedule
 from openrlhf.training.rl_objectives import ValueObjective
 
@@ -62,7 +64,7 @@ def build_models(
 def build_policy(config: RLConfig, device: torch.device, total_steps: int) -> Policy:
     network = Network(
         trainable_model(config, device),
-        with_aux_loss=config.model.aux_loss_coef > 1e-8,
+        with_aux_loss=config.model.aux_loss_coef > AUX_ON,
         self_test=not config.model.skip_self_test,
     )
     rate = config.optimizer.actor_learning_rate
@@ -137,7 +139,11 @@ def build_critic(
         head_prefix=config.head.value_head_prefix,
         new_head=True,
     )
-    network = Network(adapted(config, model, scalar=True), self_test=not config.model.skip_self_test)
+    network = Network(
+        adapted(config, model, scalar=True),
+        with_aux_loss=balances_experts(config.model, model.config),
+        self_test=not config.model.skip_self_test,
+    )
     flags = config.optimizer
     scheduled = make_schedule(
         config,
@@ -148,7 +154,7 @@ def build_critic(
     )
     backend = make_backend(config, network, critic_optimizer(config), device)
     trained = Trained(backend, scheduled, flags.critic_learning_rate)
-    return Critic(trained, ValueObjective(config.policy.value_clip))
+    return Critic(trained, ValueObjective(config.policy.value_clip, config.model.aux_loss_coef))
 
 
 def build_scorers(
@@ -156,7 +162,7 @@ def build_scorers(
 ) -> list[Scorer]:
     """One for each reward model; none where a function, a server or an agent gives the reward."""
     rewards = config.rewards
-    if rewards.remote_rm_url or rewards.agent_func_path:
+    if not rewards.scored_by_models:
         return []
     weights = rewards.reward_weights or (1.0,) * len(rewards.reward_models)
     return [

@@ -16,6 +16,7 @@ from openrlhf.data.supervised import load_data
 from openrlhf.launch.build import Built, build
 from openrlhf.launch.device import explain_precision, seed_dropout, seed_everything
 from openrlhf.launch.distributed import join
+from openrlhf.launch.model_checks import check_models
 from openrlhf.launch.record import shown_flags
 from openrlhf.launch.run_files import explain_stop, find_checkpoint, make_monitor
 from openrlhf.models.load import load_tokenizer
@@ -39,6 +40,7 @@ class Result:
 def run(config: SupervisedConfig, sinks: Sequence[Sink] = ()) -> Result:
     """Trains, evaluates and saves; the config has been checked. `sinks` hear every metric beside the usual ones."""
     disable_progress_bar()  # Transformers' own; ours is the one to look at
+    check_models(config)
     device = join(config)
     explain_precision(config.model.param_dtype, device)
     seed_everything(config.batches.seed, deterministic=config.batches.full_determinism)

@@ -15,10 +15,12 @@ from huggingface_hub import try_to_load_from_cache
 from openrlhf.agents.build import build_executor
 from openrlhf.agents.executor import GroupExecutor, GroupResult, shorten
 from openrlhf.config.commands import RLConfig, SupervisedConfig
+from openrlhf.config.runtime import critic_model
 from openrlhf.config.sections.data import split_names
 from openrlhf.data.prompts import load_eval_prompts, load_prompts
 from openrlhf.data.supervised import load_train
 from openrlhf.errors import RewardError, RolloutError
+from openrlhf.launch.model_checks import check_models
 from openrlhf.launch.rl_settings import rollout_settings
 from openrlhf.models.load import load_tokenizer
 from openrlhf.monitor import say
@@ -43,6 +45,9 @@ def dry_run(config: RLConfig | SupervisedConfig) -> None:
     if missing:
         say(f"no row was tried: {', '.join(missing)} would have to be fetched first")
         return
+    critic = critic_model(config) if isinstance(config, RLConfig) else None
+    if critic is None or tokenizer_is_here(critic):
+        check_models(config)
     tokenizer = load_tokenizer(str(config.model.pretrain), config.model)
     if isinstance(config, RLConfig):
         try_rl(config, tokenizer)

@@ -299,9 +299,6 @@ def _site(network: Network, device: torch.device) -> Site:
         device_type=device.type,
         hidden_size=decoder.config.get_text_config().hidden_size,
         num_parameters=sum(p.ds_numel if is_absent(p) else p.numel() for p in parameters),
-        world_size=dist.get_world_size(),
-        adapters=network.model is not decoder,
-        quantised=bool(vars(decoder).get("is_loaded_in_4bit")),
     )
 
 

@@ -1,16 +1,13 @@
-"""DeepSpeed's settings as a function of our flags, and what it cannot combine."""
+"""DeepSpeed's settings as a function of our flags."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from openrlhf.config.sections.training import Sharding
-from openrlhf.errors import ConfigError
 from openrlhf.training.optim import OptimizerSettings
 
-DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 LARGEST_BUCKET = 500_000_000  # elements: DeepSpeed's own default
 
 
@@ -22,17 +19,12 @@ class Site:
     device_type: str  # cpu or cuda
     hidden_size: int
     num_parameters: int
-    world_size: int
-    adapters: bool = False
-    quantised: bool = False
 
 
 def engine_config(
     sharding: Sharding, settings: OptimizerSettings, site: Site, *, universal: bool = False
 ) -> dict[str, Any]:
-    """The dictionary that `deepspeed.initialize` takes; refuses what DeepSpeed would fail on later or do wrongly."""
-    for rule in RULES:
-        rule(sharding, settings, site)
+    """The dictionary that `deepspeed.initialize` takes; the flags keep the rules of `config/checks/sharding.py`."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,  # sizes are ours to choose: the engine's counters are not used
         "gradient_accumulation_steps": 1,
@@ -107,104 +99,12 @@ def _precision(sharding: Sharding, site: Site, *, sums: bool = True) -> dict[str
 
 
 def sum_dtype(sharding: Sharding, site: Site) -> str | None:
-    """Where gradients are sharded, micro-batches add up in fp32 unless asked otherwise: bf16 has 8 bits to add with."""
+    """Where gradients are sharded, micro-batches add up in fp32 unless asked otherwise: bf16 has 8 bits to add with.
+
+    Weights in fp32, as always on a CPU, have gradients in fp32 whatever was asked.
+    """
+    if site.dtype == torch.float32:
+        return None
     if sharding.grad_accum_dtype is None and site.dtype == torch.bfloat16 and sharding.zero_stage >= 2:
         return "fp32"
     return sharding.grad_accum_dtype
-
-
-Rule = Callable[[Sharding, OptimizerSettings, Site], None]
-
-
-def muon_trains_whole_matrices(sharding: Sharding, settings: OptimizerSettings, site: Site) -> None:
-    if settings.optim == "muon":
-        raise ConfigError(
-            "--optim muon needs whole matrices and runs in one process only; DeepSpeed's own Muon has neither "
-            "--muon_ns_steps nor --muon_nesterov",
-            try_this="--optim adam",
-        )
-
-
-def overlapping_needs_sharded_gradients(sharding: Sharding, settings: OptimizerSettings, site: Site) -> None:
-    if sharding.overlap_comm and sharding.zero_stage < 2:
-        raise ConfigError(
-            f"--overlap_comm reduces gradients shard by shard, which --zero_stage {sharding.zero_stage} does not have",
-            try_this="--zero_stage 2",
-        )
-
-
-def offloading_needs_a_sharded_optimizer(sharding: Sharding, settings: OptimizerSettings, site: Site) -> None:
-    if sharding.adam_offload and sharding.zero_stage == 0:
-        raise ConfigError("--adam_offload needs a sharded optimizer, and --zero_stage is 0", try_this="--zero_stage 2")
-
-
-def hierarchy_needs_sharded_weights(sharding: Sharding, settings: OptimizerSettings, site: Site) -> None:
-    if sharding.zpg > 1 and sharding.zero_stage != 3:
-        raise ConfigError(
-            f"--zpg {sharding.zpg} keeps a second copy of sharded weights, and --zero_stage is {sharding.zero_stage}",
-            try_this="--zero_stage 3",
-        )
-    if site.world_size % sharding.zpg:
-        raise ConfigError(f"--zpg {sharding.zpg} does not divide the {site.world_size} processes")
-
-
-def gradients_are_summed_in_fp32_or_as_they_come(sharding: Sharding, settings: OptimizerSettings, site: Site) -> None:
-    asked, own = sharding.grad_accum_dtype, DTYPE_NAMES[site.dtype]
-    if asked in (None, own):
-        return
-    if asked != "fp32":
-        raise ConfigError(
-            f"--grad_accum_dtype {asked} with weights in {own}: gradients are summed in fp32 or in the weights' dtype",
-            try_this="--grad_accum_dtype fp32",
-        )
-    if sharding.zero_stage == 0:
-        raise ConfigError(
-            f"--grad_accum_dtype fp32 with weights in {own} needs a sharded optimizer, and --zero_stage is 0",
-            try_this="--zero_stage 2",
-        )
-
-
-def compiling_needs_fixed_shapes(sharding: Sharding, settings: OptimizerSettings, site: Site) -> None:
-    if sharding.deepcompile:
-        raise ConfigError(
-            "--deepcompile compiles for fixed shapes, and rows here keep their own lengths: two layers on an H200 were "
-            "not compiled after five minutes; leave it out"
-        )
-
-
-def half_floats_need_a_loss_scale(sharding: Sharding, settings: OptimizerSettings, site: Site) -> None:
-    if site.dtype == torch.float16 and sharding.zero_stage == 0:
-        raise ConfigError(
-            "fp16 needs a scaled loss, and DeepSpeed scales none at --zero_stage 0", try_this="--zero_stage 1"
-        )
-
-
-def tensor_parallelism_splits_plain_layers(sharding: Sharding, settings: OptimizerSettings, site: Site) -> None:
-    size = sharding.ds_tensor_parallel_size
-    if size == 1:
-        return
-    if site.world_size % size:
-        raise ConfigError(f"--ds_tensor_parallel_size {size} does not divide the {site.world_size} processes")
-    if site.adapters:
-        raise ConfigError(
-            f"--ds_tensor_parallel_size {size} splits plain layers, and LoRA's adapters are in the way",
-            try_this="--ds_tensor_parallel_size 1 --zero_stage 3",
-        )
-
-
-def packed_weights_stay_whole(sharding: Sharding, settings: OptimizerSettings, site: Site) -> None:
-    if site.quantised and (sharding.zero_stage == 3 or sharding.ds_tensor_parallel_size > 1):
-        raise ConfigError("--load_in_4bit packs weights, which cannot be sharded", try_this="--zero_stage 2")
-
-
-RULES: tuple[Rule, ...] = (
-    muon_trains_whole_matrices,
-    overlapping_needs_sharded_gradients,
-    offloading_needs_a_sharded_optimizer,
-    hierarchy_needs_sharded_weights,
-    gradients_are_summed_in_fp32_or_as_they_come,
-    compiling_needs_fixed_shapes,
-    half_floats_need_a_loss_scale,
-    tensor_parallelism_splits_plain_layers,
-    packed_weights_stay_whole,
-)

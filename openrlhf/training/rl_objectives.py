@@ -91,7 +91,8 @@ class ValueObjective:
             self.value_clip,
         )
         metrics["critic_loss"] = whole_loss(loss, totals)
-        return add_aux(loss, metrics, outputs, self.aux_loss_coef, totals)
+        loss, metrics = add_aux(loss, metrics, outputs, self.aux_loss_coef, totals)
+        return loss, {"critic_aux_loss" if name == "aux_loss" else name: mean for name, mean in metrics.items()}
 
 
 def whole_loss(share: Tensor, totals: Tensor) -> Mean:

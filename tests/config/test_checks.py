@@ -32,6 +32,7 @@ VALID = {
     "serve_rm": "--reward_pretrain ./model",
     "lora_combiner": "--model_path ./model --lora_path ./adapter --output_path ./merged",
 }
+PAIR = "--actor_num_gpus_per_node 2 --critic_num_gpus_per_node 2 --ref_num_gpus_per_node 2"
 HYBRID = "--colocate_all_models --vllm_num_engines 8"
 
 REFUSED = [  # rule, command, what is added, what the message must hold
@@ -233,6 +234,39 @@ REFUSED = [  # rule, command, what is added, what the message must hold
         "train_ppo_ray",
         "--remote_rm_url= --reward_pretrain ./model --reward_num_gpus_per_node 3 --ring_attn_size 2",
         "3 device(s) of reward|--reward_num_gpus_per_node 2",
+    ),
+    *(
+        (rule, "train_ppo_ray", f"{PAIR} {added}", parts)
+        for rule, added, parts in (
+            ("muon_trains_whole_matrices", "--optim muon", "--optim muon|Try: --optim adam"),
+            ("muon_trains_whole_matrices", "--critic_optim muon", "--critic_optim muon|Try: --critic_optim adam"),
+            ("overlapping_needs_sharded_gradients", "--overlap_comm --zero_stage 1", "--overlap_comm|--zero_stage 2"),
+            ("offloading_needs_a_sharded_optimizer", "--adam_offload --zero_stage 0", "--adam_offload|--zero_stage 2"),
+            ("hierarchy_needs_sharded_weights", "--zpg 2", "--zpg 2|--zero_stage is 2|Try: --zero_stage 3"),
+            ("hierarchy_needs_sharded_weights", "--zpg 3 --zero_stage 3", "--zpg 3 does not divide the 2|Try: --zpg 2"),
+            (
+                "gradients_are_summed_in_fp32_or_as_they_come",
+                "--grad_accum_dtype fp16",
+                "--grad_accum_dtype fp16 with weights in bf16|Try: --grad_accum_dtype fp32",
+            ),
+            (
+                "gradients_are_summed_in_fp32_or_as_they_come",
+                "--grad_accum_dtype fp32 --zero_stage 0",
+                "--grad_accum_dtype fp32 with weights in bf16|Try: --zero_stage 2",
+            ),
+            ("half_floats_need_a_loss_scale", "--param_dtype fp16 --zero_stage 0", "--param_dtype fp16|--zero_stage 1"),
+            (
+                "tensor_parallelism_splits_plain_layers",
+                "--ds_tensor_parallel_size 2 --lora_rank 4",
+                "--ds_tensor_parallel_size 2|expected --lora_rank 0, got 4",
+            ),
+            (
+                "packed_weights_stay_whole",
+                "--load_in_4bit --lora_rank 4 --zero_stage 3",
+                "--load_in_4bit|Try: --zero_stage 2",
+            ),
+            ("compiled_layers_hold_their_weights", "--deepcompile --zero_stage 3", "--deepcompile|--zero_stage 2"),
+        )
     ),
     ("engines_on_ray_are_vllm", "batch_inference", "--vllm_num_engines 2", "--eval_task generate_vllm|on Ray"),
     (
@@ -519,6 +553,17 @@ def test_three_processes_cannot_share_a_batch_evenly(run, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     (line,) = run("train_sft")[1]
     assert "--train_batch_size 128 is no multiple of 8 x 3 devices" in line
+
+
+def test_rules_of_deepspeed_apply_to_several_processes_only(run, monkeypatch):
+    added = "--optim muon --overlap_comm --zero_stage 0 --zpg 2"
+    assert run("train_sft", added)[1] == []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="--optim muon"):
+        run("train_sft", added)
+    monkeypatch.delenv("WORLD_SIZE")
+    with pytest.raises(ConfigError, match="--optim muon"):
+        run("train_sft", f"{added} --load_checkpoint --use_ds_universal_ckpt")
 
 
 # the runtime

@@ -260,6 +260,18 @@ def test_variants_run(variant, learn, models):
     assert all(norm > 0 for norm in ran.train("actor_grad_norm"))
 
 
+def test_experts_of_the_critic_are_balanced_too(learn, models, capsys):
+    flags = {"pretrain": models("mixtral"), "advantage_estimator": "gae", "max_steps": 1}
+    plain, balanced = learn("plain", **flags), learn("balanced", **flags, aux_loss_coef=0.5)
+    assert balanced.train("critic_aux_loss")[0] > 1
+    assert balanced.train("aux_loss")[0] > 1
+    assert balanced.train("critic_grad_norm")[0] != pytest.approx(plain.train("critic_grad_norm")[0], rel=1e-3)
+    capsys.readouterr()
+    dense = learn("dense", **flags, aux_loss_coef=0.5, critic_pretrain=models())
+    assert "critic_aux_loss" not in dense.metrics[0]
+    assert "--aux_loss_coef does not apply to the critic" in capsys.readouterr().err
+
+
 def test_entropy_alone_is_logged(learn):
     ran = learn("logged", entropy_loss_coef=0.0, max_steps=2)
     assert all(value > 0 for value in ran.train("entropy"))

@@ -90,6 +90,24 @@ def test_a_bad_reward_is_found_before_a_model_loads(attempt, line, complaint):
     assert "reward.py" in said
 
 
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        ({"aux_loss_coef": 0.1}, "--aux_loss_coef 0.1 balances the experts of a mixture, but"),
+        (
+            {"runtime": "ray", "actor_num_gpus_per_node": 3, "ds_tensor_parallel_size": 3},
+            "--ds_tensor_parallel_size 3 does not divide the 4 attention heads",
+        ),
+    ],
+)
+@pytest.mark.parametrize("dry", [False, True])
+def test_a_model_that_flags_rule_out_is_refused_by_its_config(attempt, flags, complaint, dry):
+    code, said = attempt(GOOD, **flags | ({"dry_run": True} if dry else {}))
+    assert code == 2
+    assert complaint in said
+    assert "the first prompt" not in said
+
+
 def test_a_good_reward_lets_the_model_load(attempt):
     code, said = attempt(GOOD)
     assert code == 2

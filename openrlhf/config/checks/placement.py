@@ -89,13 +89,11 @@ def hybrid_engines_lie_on_one_node(config: RLConfig) -> None:
 
 def groups_divide_the_devices(config: RLConfig) -> None:
     ring, tensor = config.sharding.ring_attn_size, config.sharding.ds_tensor_parallel_size
-    rewards = config.rewards
-    scored_by_models = bool(rewards.reward_models) and not (rewards.remote_rm_url or rewards.agent_func_path)
     used: dict[Role, bool] = {
         "actor": True,
         "critic": uses_critic(config),
         "ref": uses_reference(config),
-        "reward": scored_by_models and ring > 1,  # no tensor of a reward model is split, but its rows are
+        "reward": config.rewards.scored_by_models and ring > 1,  # its rows are shared, its tensors not
     }
     for role in (role for role, runs in used.items() if runs):
         devices = num_devices(config, role)

@@ -136,6 +136,11 @@ class Rewards:
         return split_names(self.reward_pretrain)
 
     @property
+    def scored_by_models(self) -> bool:
+        """False when a function, a server or an agent gives the reward."""
+        return bool(self.reward_models) and not (self.remote_rm_url or self.agent_func_path)
+
+    @property
     def reward_servers(self) -> tuple[str, ...]:
         """Addresses of reward servers; empty when the reward is a file."""
         return () if self.reward_file else split_names(self.remote_rm_url)

@@ -98,7 +98,7 @@ def plan(config: RLConfig) -> Plan:
 def plan_groups(config: RLConfig) -> tuple[Group, ...]:
     """One group per set of roles that share processes; those of one set ask for equal devices (a rule of config)."""
     placement = config.placement
-    rewards = tuple(range(len(config.rewards.reward_models))) if scored_by_models(config) else ()
+    rewards = tuple(range(len(config.rewards.reward_models))) if config.rewards.scored_by_models else ()
     runs: dict[Role, bool] = {
         "actor": True,
         "ref": uses_reference(config),
@@ -127,11 +127,6 @@ def make_group(config: RLConfig, roles: tuple[Role, ...], rewards: tuple[int, ..
     nodes = config.placement.num_nodes(roles[0])
     per_node = num_devices(config, roles[0]) // nodes
     return Group(name, roles, nodes, per_node, rewards if "reward" in roles else ())
-
-
-def scored_by_models(config: RLConfig) -> bool:
-    rewards = config.rewards
-    return bool(rewards.reward_models) and not (rewards.remote_rm_url or rewards.agent_func_path)
 
 
 def plan_vllm(config: RLConfig, policy: Group) -> tuple[EngineSeat, ...]:

@@ -1,0 +1,119 @@
+"""Rules about flags that DeepSpeed cannot combine, checked before any model loads.
+
+One process trains without DeepSpeed, so the rules apply to runs with several processes, and to universal checkpoints,
+which only DeepSpeed reads.
+"""
+
+from openrlhf.config.checks.supervised import world_size
+from openrlhf.config.commands import RLConfig, TrainingConfig
+from openrlhf.config.runtime import num_devices, uses_critic, uses_reference
+from openrlhf.config.sections.cluster import Role
+from openrlhf.config.sections.rl import PolicyOptimizer
+from openrlhf.errors import ConfigError
+
+
+def deepspeed_processes(config: TrainingConfig, *, frozen: bool = False) -> dict[str, int]:
+    """Process count of each model that DeepSpeed trains; with `frozen` also of those that it only shards."""
+    if isinstance(config, RLConfig):
+        used: dict[Role, bool] = {
+            "actor": True,
+            "critic": uses_critic(config),
+            "ref": frozen and uses_reference(config),
+            "reward": frozen and config.rewards.scored_by_models,
+        }
+        counts = {str(role): num_devices(config, role) for role, runs in used.items() if runs}
+    else:
+        counts = {"model": world_size()}
+    universal = config.checkpoints.use_ds_universal_ckpt
+    return {name: count for name, count in counts.items() if count > 1 or universal}
+
+
+def muon_trains_whole_matrices(config: TrainingConfig) -> None:
+    flags = config.optimizer
+    own = flags.critic_optim if isinstance(flags, PolicyOptimizer) else None
+    for name in deepspeed_processes(config):
+        flag = "--critic_optim" if name == "critic" and own else "--optim"
+        if (own if flag == "--critic_optim" else flags.optim) == "muon":
+            raise ConfigError(
+                f"{flag} muon needs whole matrices and runs in one process only; DeepSpeed's own Muon has neither "
+                "--muon_ns_steps nor --muon_nesterov",
+                try_this=f"{flag} adam",
+            )
+
+
+def overlapping_needs_sharded_gradients(config: TrainingConfig) -> None:
+    sharding = config.sharding
+    if sharding.overlap_comm and sharding.zero_stage < 2 and deepspeed_processes(config):
+        raise ConfigError(
+            f"--overlap_comm reduces gradients shard by shard: expected --zero_stage 2 or 3, got {sharding.zero_stage}",
+            try_this="--zero_stage 2",
+        )
+
+
+def offloading_needs_a_sharded_optimizer(config: TrainingConfig) -> None:
+    if config.sharding.adam_offload and config.sharding.zero_stage == 0 and deepspeed_processes(config):
+        raise ConfigError("--adam_offload needs a sharded optimizer, and --zero_stage is 0", try_this="--zero_stage 2")
+
+
+def hierarchy_needs_sharded_weights(config: TrainingConfig) -> None:
+    zpg, stage = config.sharding.zpg, config.sharding.zero_stage
+    counts = deepspeed_processes(config, frozen=True).values()
+    if zpg == 1 or not counts:
+        return
+    if stage != 3:
+        raise ConfigError(
+            f"--zpg {zpg} keeps a second copy of sharded weights, and --zero_stage is {stage}",
+            try_this="--zero_stage 3",
+        )
+    uneven = [count for count in counts if count % zpg]
+    if uneven:
+        raise ConfigError(
+            f"--zpg {zpg} does not divide the {uneven[0]} processes of a model", try_this=f"--zpg {uneven[0]}"
+        )
+
+
+def gradients_are_summed_in_fp32_or_as_they_come(config: TrainingConfig) -> None:
+    asked, own = config.sharding.grad_accum_dtype, config.model.param_dtype
+    if asked in (None, own) or not deepspeed_processes(config):
+        return
+    if asked != "fp32":
+        raise ConfigError(
+            f"--grad_accum_dtype {asked} with weights in {own}: gradients are summed in fp32 or in the weights' dtype",
+            try_this="--grad_accum_dtype fp32",
+        )
+    if config.sharding.zero_stage == 0:
+        raise ConfigError(
+            f"--grad_accum_dtype fp32 with weights in {own} needs a sharded optimizer, and --zero_stage is 0",
+            try_this="--zero_stage 2",
+        )
+
+
+def half_floats_need_a_loss_scale(config: TrainingConfig) -> None:
+    if config.model.param_dtype == "fp16" and config.sharding.zero_stage == 0 and deepspeed_processes(config):
+        raise ConfigError(
+            "--param_dtype fp16 needs a scaled loss, and DeepSpeed scales none at --zero_stage 0",
+            try_this="--zero_stage 1",
+        )
+
+
+def tensor_parallelism_splits_plain_layers(config: TrainingConfig) -> None:
+    size = config.sharding.ds_tensor_parallel_size
+    if size > 1 and config.lora.lora_rank > 0:
+        raise ConfigError(
+            f"--ds_tensor_parallel_size {size} splits plain layers, and LoRA wraps them: expected --lora_rank 0, "
+            f"got {config.lora.lora_rank}",
+            try_this="--ds_tensor_parallel_size 1 --zero_stage 3",
+        )
+
+
+def packed_weights_stay_whole(config: TrainingConfig) -> None:
+    if config.model.load_in_4bit and config.sharding.zero_stage == 3 and deepspeed_processes(config, frozen=True):
+        raise ConfigError("--load_in_4bit packs weights, which cannot be sharded", try_this="--zero_stage 2")
+
+
+def compiled_layers_hold_their_weights(config: TrainingConfig) -> None:
+    if config.sharding.deepcompile and config.sharding.zero_stage == 3 and deepspeed_processes(config):
+        raise ConfigError(
+            "--deepcompile compiles each decoder layer, and --zero_stage 3 gathers a layer's weights while it runs",
+            try_this="--zero_stage 2, or without --deepcompile",
+        )
