@@ -23,7 +23,7 @@ RENAMED: Mapping[str, tuple[str, ...]] = {
 
 ENVIRONMENT: Mapping[str, str] = {
     "OPENRLHF_ASYNC_QUEUE_SIZE": "async_queue_size",
-    "OPENRLHF_ASYNC_NUM_TASKS": "max_concurrent_episodes",
+    "OPENRLHF_ASYNC_NUM_TASKS": "max_episodes_per_engine",
 }
 
 # Keys, which a command line would show to everyone on the machine -> the flag; the first that the command has is meant.

@@ -33,6 +33,19 @@ def num_devices(config: RLConfig, role: Role, environ: Mapping[str, str] = os.en
     return config.placement.num_nodes(role) * (default if given is None else given)
 
 
+def num_engines(config: RLConfig, environ: Mapping[str, str] = os.environ) -> int:
+    """Engines of vLLM, else one of Transformers beside each process of the policy."""
+    return config.engines.vllm_num_engines or num_devices(config, "actor", environ)
+
+
+def most_episodes(config: RLConfig, environ: Mapping[str, str] = os.environ) -> int | None:
+    """Episodes that may run at a time, by the narrower of two limits."""
+    rewards = config.rewards
+    each = rewards.max_episodes_per_engine
+    limits = [rewards.max_concurrent_episodes, None if each is None else each * num_engines(config, environ)]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
 def uses_critic(config: RLConfig) -> bool:
     return config.advantage.advantage_estimator == "gae"
 

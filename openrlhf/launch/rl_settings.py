@@ -9,6 +9,7 @@ from openrlhf.algo.policy_loss import PolicySettings
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.runtime import (
     is_asynchronous,
+    most_episodes,
     num_devices,
     old_log_probs_are_the_engines,
     resolve_runtime,
@@ -111,7 +112,7 @@ def rollout_settings(config: RLConfig) -> RolloutSettings:
         context_length=rollout.context_length,
         seed=config.batches.seed,
         keep_between=rollout.dynamic_filtering_reward_range if rollout.dynamic_filtering else None,
-        most_episodes=config.rewards.max_concurrent_episodes,
+        most_episodes=most_episodes(config),
         most_prompts=rollout.vllm_generate_batch_size,
         lockstep=resolve_runtime(config) == "local" and not config.engines.vllm_num_engines,
     )

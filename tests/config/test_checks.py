@@ -13,7 +13,7 @@ from openrlhf.config.checks.numbers import RANGES
 from openrlhf.config.commands import COMMANDS
 from openrlhf.config.flags import flag_values, flags_of
 from openrlhf.config.parser import parse
-from openrlhf.config.runtime import critic_model, num_devices, resolve_runtime
+from openrlhf.config.runtime import critic_model, most_episodes, num_devices, resolve_runtime
 from openrlhf.errors import ConfigError, MissingExtraError
 
 SUPERVISED = "--pretrain ./model --dataset ./data.jsonl"
@@ -604,6 +604,15 @@ def test_an_unnamed_count_is_eight_on_ray_and_one_locally():
     assert num_devices(rl("--actor_num_nodes 2"), "actor", {}) == 16
     assert num_devices(rl("--actor_num_nodes 2 --actor_num_gpus_per_node 4"), "actor", {}) == 8
     assert num_devices(rl("--actor_num_gpus_per_node 4"), "ref", {}) == 8
+
+
+def test_episodes_are_limited_per_engine_or_together():
+    per_engine = rl("--vllm_num_engines 4 --max_episodes_per_engine 128")
+    assert most_episodes(per_engine, {}) == 512
+    assert most_episodes(rl("--max_episodes_per_engine 128"), {}) == 128  # the one engine of a local run
+    assert most_episodes(rl("--actor_num_gpus_per_node 2 --max_episodes_per_engine 128"), {}) == 256
+    assert most_episodes(rl("--max_episodes_per_engine 128 --max_concurrent_episodes 100"), {}) == 100
+    assert most_episodes(rl(), {}) is None
 
 
 def test_the_critic_starts_from_its_flag_then_the_reward_model_then_the_policy():

@@ -416,6 +416,7 @@ ADDED_TO_RL = {
     "prm_reduce": "min",
     "on_reward_error": "stop",
     "max_concurrent_episodes": None,
+    "max_episodes_per_engine": None,
     "kl_unbiased_gradient": False,
     "ref_pretrain": None,
     "max_restarts": 1,

@@ -242,10 +242,10 @@ def test_a_wrong_value_in_a_file_names_its_flag(file):
 
 def test_old_environment_variables_give_flags_and_say_so(capsys):
     config = rl(environ={"OPENRLHF_ASYNC_QUEUE_SIZE": "3", "OPENRLHF_ASYNC_NUM_TASKS": "64"})
-    assert (config.asynchrony.async_queue_size, config.rewards.max_concurrent_episodes) == (3, 64)
+    assert (config.asynchrony.async_queue_size, config.rewards.max_episodes_per_engine) == (3, 64)
     said = capsys.readouterr().err
     assert "OPENRLHF_ASYNC_QUEUE_SIZE is now --async_queue_size" in said
-    assert "OPENRLHF_ASYNC_NUM_TASKS is now --max_concurrent_episodes" in said
+    assert "OPENRLHF_ASYNC_NUM_TASKS is now --max_episodes_per_engine" in said
 
 
 def test_flags_and_files_win_over_the_environment(file):

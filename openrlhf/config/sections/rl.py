@@ -130,6 +130,9 @@ class Rewards:
         "episodes (samples) that run at a time; a prompt's begin together, so a smaller limit runs one prompt at a "
         "time; none is no limit",
     )
+    max_episodes_per_engine: int | None = flag(
+        None, "the same limit for each engine: this many times the number of engines run at a time; none is no limit"
+    )
 
     @property
     def reward_models(self) -> tuple[str, ...]:
