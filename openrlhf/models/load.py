@@ -79,6 +79,7 @@ def load_causal_lm(name: str, loading: Loading, *, device: torch.device, packing
     options = _options(name, loading, device, packing, MODEL_FOR_CAUSAL_LM_MAPPING)
     kind = _liger_class() if isinstance(loading, Model) and loading.use_liger_kernel else AutoModelForCausalLM
     model, report = _from_pretrained(kind, name, loading, options | {"output_loading_info": True})
+    keep_training_layout(model, loading)
     _refuse_lacking(name, report["missing_keys"], "a language model; one that train_rm saved has no vocabulary head")
     return model
 
@@ -96,6 +97,7 @@ def load_scalar_model(
         model, report = _from_pretrained(
             AutoModelForSequenceClassification, name, loading, options | {"output_loading_info": True}
         )
+    keep_training_layout(model, loading)
     if not hasattr(model, SCALAR_HEAD):
         raise ConfigError(
             f"{type(model).__name__} has no head called {SCALAR_HEAD}, so it cannot be a reward model here"
@@ -110,6 +112,21 @@ def load_scalar_model(
     if missing:
         init_scalar_head(model)
     return model
+
+
+def keep_training_layout(model: nn.Module, loading: Loading) -> None:
+    """Keeps the 4-bit weights of training commands in the layout that has a backward pass on CPUs.
+
+    On CPUs with AVX512-BF16, bitsandbytes repacks them for inference at the first forward in eval mode and never back.
+    Its kernel for that layout gives no gradient to the layers below.
+    """
+    if not (isinstance(loading, Model) and vars(model).get("is_loaded_in_4bit")):
+        return
+    from bitsandbytes.nn import Linear4bit
+
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False
 
 
 def _refuse_lacking(name: str, lacking: Collection[str], try_this: str | None = None) -> None:

@@ -1,8 +1,10 @@
+import asyncio
 import copy
 
 import numpy as np
 import pytest
 import torch
+from bitsandbytes.nn import Linear4bit
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
@@ -11,12 +13,13 @@ from openrlhf.data.collate import collate
 from openrlhf.errors import BackendError
 from openrlhf.models.forward import Network
 from openrlhf.models.load import add_adapters, load_causal_lm
+from openrlhf.rollout.hf import HFEngine
 from openrlhf.training.backend import values_of
 from openrlhf.training.local import LocalBackend, LocalFrozen
 from openrlhf.training.objectives import SFT, DirectPreference, Step
 from openrlhf.training.optim import OptimizerSettings
 from openrlhf.training.order import micro_batches
-from openrlhf.types import PairRow, TokenRow
+from openrlhf.types import PairRow, Request, SamplingParams, TokenRow
 from tests.tiny import make_model, make_tokenizer
 
 CPU = torch.device("cpu")
@@ -192,6 +195,37 @@ def test_looking_changes_nothing(folder):
     assert values_of(metrics) == pytest.approx(values_of(step.metrics))
     smaller = backend.evaluate(batches(token_rows(4), 1), SFT())
     assert values_of(smaller) == pytest.approx(values_of(metrics), rel=1e-6)
+
+
+@pytest.fixture(scope="module")
+def wide_folder(tmp_path_factory):
+    """As wide as the blocks of 4-bit weights, so that bitsandbytes has a kernel for them."""
+    return make_model(tmp_path_factory.mktemp("wide"), hidden_size=64, intermediate_size=128)
+
+
+def quantised_backend(folder):
+    torch.manual_seed(0)
+    model = load_causal_lm(folder, Model(load_in_4bit=True), device=CPU, packing=False)
+    return LocalBackend(Network(add_adapters(model, Lora(lora_rank=2), scalar=False)), SETTINGS, CPU)
+
+
+def generate(backend, cut):
+    engine = HFEngine(backend.network, make_tokenizer())
+    asyncio.run(engine.generate([Request((5, 6, 7), SamplingParams(max_tokens=4))]))
+
+
+@pytest.mark.parametrize("look", [lambda backend, cut: backend.evaluate(cut, SFT()), generate])
+def test_looking_costs_4_bit_weights_no_gradient(wide_folder, look):
+    """On CPUs with AVX512-BF16 bitsandbytes would repack the weights into a layout without a backward pass."""
+    cut = batches(token_rows(4), 2)
+    fresh, looked = quantised_backend(wide_folder), quantised_backend(wide_folder)
+    look(looked, cut)
+    for backend in (fresh, looked):
+        backend.forward_backward(cut, SFT())
+    assert_close(gradients_of(looked), gradients_of(fresh), rtol=0, atol=0)
+    layers = [module for module in looked.network.modules() if isinstance(module, Linear4bit)]
+    assert len(layers) == 14
+    assert not any(layer.support_avx512bf16_for_cpu for layer in layers)
 
 
 def test_dropout_is_for_training_alone(tmp_path):
