@@ -1,11 +1,13 @@
 """Other spellings of our flags: older names, names the documents misprint, and the dotted names of 0.10.2 and later.
 
 They are rewritten before argparse sees them, so that the parser, the help and the errors know one name for one thing.
+Flags that older versions had and this one has not are in `retired`.
 """
 
 from collections.abc import Mapping, Sequence
 
 from openrlhf.config.flags import flags_of
+from openrlhf.config.retired import CORRECTION, correction_words, retire, retired_names
 
 # Old spelling -> the words that replace it. A line says what it became.
 RENAMED: Mapping[str, tuple[str, ...]] = {
@@ -19,6 +21,16 @@ RENAMED: Mapping[str, tuple[str, ...]] = {
     "rollout_micro_batch_size": ("--micro_rollout_batch_size",),
     "n_samples_per_prompts": ("--n_samples_per_prompt",),
     "vllm_enable_is_correction": ("--enable_vllm_is_correction",),
+    "universal_ckpt": ("--use_ds_universal_ckpt",),
+    "muon.no_nesterov": ("--muon_nesterov", "false"),
+    "actor.muon.no_nesterov": ("--muon_nesterov", "false"),
+    "critic.muon.no_nesterov": ("--critic_muon_nesterov", "false"),
+}
+
+# Values that have another name here, by flag.
+VALUES: Mapping[str, Mapping[str, str]] = {
+    "vllm_is_correction_type": {"mis": "seq-mask-tis"},
+    "loss_agg_mode": {"seq-mean-token-mean": "seq-mean"},
 }
 
 ENVIRONMENT: Mapping[str, str] = {
@@ -46,8 +58,8 @@ def _entity(role: str) -> dict[str, tuple[str, ...]]:
         "optim": f"{own}optim",
         "muon.lr": f"{own}muon_lr",
         "muon.momentum": f"{own}muon_momentum",
-        "muon.ns_steps": "muon_ns_steps",
-        "muon.nesterov": "muon_nesterov",
+        "muon.ns_steps": f"{own}muon_ns_steps",
+        "muon.nesterov": f"{own}muon_nesterov",
         "lr_scheduler": f"{own}lr_scheduler",
         "lr_warmup_ratio": f"{own}lr_warmup_ratio",
         "min_lr_ratio": f"{own}min_lr_ratio",
@@ -182,7 +194,7 @@ def known_spellings(command: type) -> list[str]:
     flags = flags_of(command)
     renamed = [old for old, words in RENAMED.items() if words[0].removeprefix("--") in flags]
     dotted = [name for name, flat in DOTTED.items() if any(target in flags for target in flat)]
-    return list(dict.fromkeys([*flags, *renamed, *dotted]))
+    return list(dict.fromkeys([*flags, *renamed, *dotted, *retired_names(flags)]))
 
 
 def rewrite(command: type, argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -190,26 +202,61 @@ def rewrite(command: type, argv: Sequence[str]) -> tuple[list[str], list[str]]:
     flags = flags_of(command)
     words: list[str] = []
     notes: list[str] = []
-    for word in argv:
-        name, equals, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or name in flags:
-            words.append(word)
+    correction: dict[str, str] = {}
+    for name, value, given in arguments(argv):
+        flat = next((target for target in DOTTED.get(name, ()) if target in flags), None)
+        if name in flags:
+            words += given
         elif name in RENAMED and RENAMED[name][0].removeprefix("--") in flags:
-            became = RENAMED[name]
-            stand_in = replacement(became, equals + value)
-            words += stand_in
-            notes += [f"--{name} is now {' '.join(became)}"] if stand_in else []
+            became = replacement(RENAMED[name], given)
+            words += became
+            notes += [f"--{name} is now {' '.join(RENAMED[name])}"] if became else []
+        elif name in CORRECTION and CORRECTION[name] in flags:
+            correction[name] = value
+        elif name in retired_names(flags):
+            notes.append(retire(name, value))
+        elif flat is not None:
+            words += [given[0].replace(name, flat, 1), *given[1:]]
         else:
-            flat = next((target for target in DOTTED.get(name, ()) if target in flags), None)
-            words.append(f"--{flat}{equals}{value}" if flat else word)
-    return words, list(dict.fromkeys(notes))
+            words += given
+    words, renamed = with_values(words + correction_words(correction))
+    return words, list(dict.fromkeys(notes + renamed))
 
 
-def replacement(became: Sequence[str], value: str) -> list[str]:
-    """What stands for `--old` or `--old=value`; a file gives a switch as `=true` or `=false`."""
+def arguments(argv: Sequence[str]) -> list[tuple[str, str, list[str]]]:
+    """Each flag with the words that follow it: its name, its value as one text, and the words themselves.
+
+    Words before the first flag have no name.
+    """
+    found: list[tuple[str, str, list[str]]] = []
+    for word in argv:
+        if word.startswith("--") or not found:
+            name, _, value = word.removeprefix("--").partition("=")
+            found.append((name if word.startswith("--") else "", value, [word]))
+        else:
+            name, value, given = found[-1]
+            found[-1] = (name, f"{value} {word}".strip(), [*given, word])
+    return found
+
+
+def replacement(became: Sequence[str], given: Sequence[str]) -> list[str]:
+    """The words for `--old`, `--old=value` or `--old value`; a file gives a switch as `=true` or `=false`."""
+    _, equals, value = given[0].partition("=")
     if len(became) == 1:
-        return [became[0] + value]
-    return [] if value.lower() in ("=false", "=no", "=off", "=0") else list(became)
+        return [became[0] + equals + value, *given[1:]]
+    is_off = value.lower() in ("false", "no", "off", "0")
+    return [] if is_off else [*became, *given[1:]]
+
+
+def with_values(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words with values of other versions renamed, and a line for each."""
+    made: list[str] = []
+    notes: list[str] = []
+    for name, value, given in arguments(words):
+        new = VALUES.get(name, {}).get(value)
+        made += given if new is None else [f"--{name}={new}"]
+        notes += [] if new is None else [f"--{name} {value} is now {new}"]
+    return made, notes
 
 
 def environment_arguments(command: type, environ: Mapping[str, str]) -> tuple[list[str], list[str]]:

@@ -20,7 +20,6 @@ from openrlhf.config.sections.rl import (
     Advantage,
     AsyncTraining,
     Critic,
-    Inert,
     KLControl,
     PolicyLoss,
     PolicyOptimizer,
@@ -160,7 +159,6 @@ class RLConfig(TrainingConfig):
     optimizer: PolicyOptimizer = section(PolicyOptimizer)
     checkpoints: Checkpoints = section(Checkpoints, ckpt_path="./ckpt/checkpoints_ppo_ray", max_ckpt_mem=float("inf"))
     logs: Logs = section(Logs, wandb_project="openrlhf_train_ppo", wandb_run_name="ppo_%s")
-    inert: Inert = section(Inert)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -234,6 +234,8 @@ def critic_optimizer(config: RLConfig) -> OptimizerSettings:
         "max_norm": flags.critic_max_norm,
         "muon_lr": flags.critic_muon_lr,
         "muon_momentum": flags.critic_muon_momentum,
+        "muon_ns_steps": flags.critic_muon_ns_steps,
+        "muon_nesterov": flags.critic_muon_nesterov,
     }
     given = {name: value for name, value in own.items() if value is not None}
     return replace(optimizer_settings(flags, flags.critic_learning_rate), **given)

@@ -188,7 +188,7 @@ def _options(name: str, loading: Loading, device: torch.device, packing: bool, c
     if attention != loading.attn_implementation:  # ours to choose
         attention = fitting_attention(attention, classes.get(type(config), None), config)
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention, "config": config}
-    if isinstance(loading, Model) and loading.experts_implementation:
+    if loading.experts_implementation:
         options["experts_implementation"] = loading.experts_implementation
     if loading.load_in_4bit:
         options |= {"quantization_config": _four_bit(dtype), "device_map": {"": device}}

@@ -317,14 +317,6 @@ REFUSED = [  # rule, command, what is added, what the message must hold
 
 CHANGED = [  # rule, command, what is added, what the line must hold, the flag, its value afterwards
     (
-        "mis_is_the_sequence_mask",
-        "train_ppo",
-        "--vllm_is_correction_type mis",
-        "mis is now seq-mask-tis",
-        "vllm_is_correction_type",
-        "seq-mask-tis",
-    ),
-    (
         "generate_max_len_within_max_len",
         "train_ppo",
         "--max_len 4096 --generate_max_len 512",
@@ -333,6 +325,8 @@ CHANGED = [  # rule, command, what is added, what the line must hold, the flag, 
         512,
     ),
     ("empty_template_is_none", "train_sft", "--input_template=", "--input_template is empty", "input_template", None),
+    ("empty_template_is_none", "train_sft", """--input_template '""'""", "is empty", "input_template", None),
+    ("empty_template_is_none", "batch_inference", """--input_template "''" """, "is empty", "input_template", None),
     (
         "group_estimators_do_not_discount",
         "train_ppo",
@@ -392,7 +386,6 @@ SAID = [  # rule, command, what is added, what the line must hold
     ("kl_estimator_suits_its_place", "train_ppo", "--kl_estimator k3", "--kl_estimator k3|--use_kl_loss"),
     ("gspo_clips_narrowly", "train_ppo", "--policy_loss_type gspo", "--eps_clip_low_high 3e-4 4e-4"),
     ("evaluation_has_a_rhythm", "train_ppo", "--eval_dataset ./data.jsonl", "--eval_dataset|--eval_steps is -1"),
-    ("inert_flags_say_so", "train_ppo", "--perf", "without effect: --perf"),
     (
         "async_engines_have_their_own_devices",
         "train_ppo_ray",

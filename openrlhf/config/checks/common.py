@@ -20,6 +20,9 @@ from openrlhf.errors import ConfigError
 Templated = SFTConfig | RMConfig | DPOConfig | KTOConfig | KDConfig | RLConfig | BatchInferenceConfig | ChatConfig
 
 
+EMPTY = ("", '""', "''")
+
+
 def needed_flag(config: object, name: str, example: str) -> None:
     if not flag_values(config)[name]:
         raise ConfigError(
@@ -32,8 +35,8 @@ def a_model_is_given(config: object) -> None:
 
 
 def empty_template_is_none(config: Templated) -> Changed[Templated] | None:
-    """Pipelines pass an empty template to say that the prompt is complete as it stands."""
-    if config.template.input_template == "":
+    """Pipelines pass an empty template to say that the prompt is complete; a here-document keeps its quotes."""
+    if config.template.input_template in EMPTY:
         return change(config, "--input_template is empty: inputs are used as they stand", input_template=None)
     return None
 

@@ -243,14 +243,6 @@ def old_samples_are_corrected(config: RLConfig) -> str | None:
     return f"warning: {age}, and with --enable_vllm_is_correction false only the clip range bounds what that does"
 
 
-def mis_is_the_sequence_mask(config: RLConfig) -> Changed[RLConfig] | None:
-    if config.policy.vllm_is_correction_type == "mis":
-        return change(
-            config, "--vllm_is_correction_type mis is now seq-mask-tis", vllm_is_correction_type="seq-mask-tis"
-        )
-    return None
-
-
 def reward_clip_is_an_interval(config: RLConfig) -> None:
     low, high = config.rewards.reward_clip_range
     if not low < high:
@@ -261,16 +253,3 @@ def evaluation_has_a_rhythm(config: RLConfig) -> str | None:
     if config.prompts.eval_dataset and config.logs.eval_steps == -1:
         return "--eval_dataset is given but --eval_steps is -1: it is evaluated only at step 0"
     return None
-
-
-def inert_flags_say_so(config: RLConfig) -> str | None:
-    given = [
-        name
-        for name, used in (
-            ("--ptx_coef", config.inert.ptx_coef is not None),
-            ("--perf", config.inert.perf),
-            ("--actor_init_on_gpu", config.inert.actor_init_on_gpu),
-        )
-        if used
-    ]
-    return f"accepted without effect: {', '.join(given)}" if given else None

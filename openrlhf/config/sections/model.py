@@ -25,6 +25,9 @@ class Loading(Precision):
     load_in_4bit: bool = flag(
         False, "load the base in 4-bit NF4 with double quantisation (needs bf16 and bitsandbytes)"
     )
+    experts_implementation: str | None = flag(
+        None, "how experts are computed, as Transformers names it; none lets it choose"
+    )
     disable_fast_tokenizer: bool = flag(False, "use the slow tokenizer")
     trust_remote_code: bool = flag(False, "run code that a model or dataset folder brings along; upstream always does")
     skip_self_test: bool = flag(
@@ -46,9 +49,6 @@ class Model(ServedModel):
     """Model"""
 
     use_liger_kernel: bool = flag(False, "fused kernels of the Liger package")
-    experts_implementation: str | None = flag(
-        None, "how experts are computed, as Transformers names it; none lets it choose"
-    )
     aux_loss_coef: float = flag(0.0, "weight of a mixture-of-experts' load-balancing loss; on above 1e-8")
 
 

@@ -11,7 +11,7 @@ Estimator = Literal["gae", "reinforce", "rloo", "reinforce_baseline", "group_nor
 GROUP_ESTIMATORS: frozenset[Estimator] = frozenset({"rloo", "reinforce_baseline", "group_norm", "dr_grpo"})
 KLEstimator = Literal["k1", "k2", "k3"]
 GENERATE_MAX_LEN = 1024
-Correction = Literal["tis", "icepop", "seq-mask-tis", "mis"]  # mis: 0.9.3's name of the sequence mask
+Correction = Literal["tis", "icepop", "seq-mask-tis"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,6 +232,8 @@ class PolicyOptimizer(Optimizer):
     critic_max_norm: float | None = flag(None, "the critic's --max_norm")
     critic_muon_lr: float | None = flag(None, "the critic's --muon_lr")
     critic_muon_momentum: float | None = flag(None, "the critic's --muon_momentum")
+    critic_muon_ns_steps: int | None = flag(None, "the critic's --muon_ns_steps")
+    critic_muon_nesterov: bool | None = flag(None, "the critic's --muon_nesterov")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,12 +245,3 @@ class Critic:
     ref_pretrain: str | None = flag(None, "frozen reference model; none takes --pretrain")
     ref_reward_offload: bool = flag(False, "keep reference and reward model on the CPU between their forward passes")
     best_metric_key: str = flag("", "evaluation metric of the best checkpoint; empty is the first *_pass1, none is off")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Inert:
-    """Accepted without effect"""
-
-    ptx_coef: float | None = flag(None, "does nothing; older scripts carry it")
-    perf: bool = flag(False, "does nothing; older scripts carry it")
-    actor_init_on_gpu: bool = flag(False, "does nothing; older scripts carry it")

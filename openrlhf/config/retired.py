@@ -1,0 +1,81 @@
+"""Flags that older versions had and this one has not: dropped with a line, or refused with what to use instead.
+
+Dropping is for flags that change how a run is computed, refusing for those that change what is learned.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from openrlhf.errors import ConfigError
+
+TRAINING, RL = "gradient_checkpointing", "prompt_data"  # flags by which to tell the commands that had a retired one
+
+
+@dataclass(frozen=True)
+class Retired:
+    """A flag that is gone, the commands that had it (those with the flag `of`), and what to say about it."""
+
+    of: str
+    line: str
+    try_this: str | None = None  # given: the flag is refused
+    harmless: Collection[str] = ()  # values that are dropped even so
+
+
+TEXT_ONLY = "has no effect: models are trained on text"
+RETIRED: Mapping[str, Retired] = {
+    "disable_trace_cache": Retired(TRAINING, "has no effect: DeepSpeed's parameter trace needs no switch"),
+    "torch_compile": Retired(TRAINING, "has no effect; --deepcompile compiles the training step"),
+    "perf": Retired(RL, "has no effect: timings are always logged"),
+    "actor_init_on_gpu": Retired(RL, "has no effect"),
+    "ptx_coef": Retired(RL, "has no effect: there is no pre-training loss to weigh"),
+    "pretrain_data": Retired(
+        RL,
+        "would mix a pre-training loss into PPO, which is not supported",
+        try_this="train_sft on that data before, and --init_kl_coef to stay near the result",
+        harmless=("", '""', "''", "None"),
+    ),
+    "pretrain_data_probs": Retired(RL, "has no effect without --pretrain_data"),
+    "pretrain_split": Retired(RL, "has no effect without --pretrain_data"),
+    **{
+        name: Retired(RL, "asks for images in prompts: models are trained on text", "--max_images_per_prompt 0", ("0",))
+        for name in ("max_images_per_prompt", "data.max_images_per_prompt")
+    },
+    **{name: Retired(RL, TEXT_ONLY) for name in ("image_key", "data.image_key")},
+    **{name: Retired(RL, TEXT_ONLY) for name in ("freeze_visual_encoder", "actor.freeze_visual_encoder")},
+}
+
+# 0.11.2 says in three flags what --vllm_is_correction_type says in one.
+LEVEL, MODE, GATING = (f"algo.advantage.is_correction_{name}" for name in ("level", "mode", "gating"))
+CORRECTION: Mapping[str, str] = dict.fromkeys((LEVEL, MODE, GATING), "enable_vllm_is_correction")
+CORRECTION_TYPES = {("token", "clip"): "tis", ("token", "mask"): "icepop", ("seq", "mask"): "seq-mask-tis"}
+
+
+def retired_names(flags: Collection[str]) -> list[str]:
+    """The flags that a command with these `flags` had in older versions."""
+    return [name for name, item in RETIRED.items() if item.of in flags] + [
+        name for name, own in CORRECTION.items() if own in flags
+    ]
+
+
+def retire(name: str, value: str) -> str:
+    """The line for a dropped flag; raises for one that is refused."""
+    item = RETIRED[name]
+    if item.try_this is not None and value not in item.harmless:
+        raise ConfigError(f"--{name} {value} {item.line}", try_this=item.try_this)
+    return f"--{name} has no effect" if item.try_this else f"--{name} {item.line}"
+
+
+def correction_words(given: Mapping[str, str]) -> list[str]:
+    """Our flags for the three of 0.11.2."""
+    if not given:
+        return []
+    level, mode, gating = given.get(LEVEL, "off"), given.get(MODE, "mask"), given.get(GATING, "ratio")
+    if level == "off":
+        return ["--enable_vllm_is_correction=false"]
+    if gating != "ratio":
+        raise ConfigError(f"--{GATING} {gating} is not supported", try_this=f"--{GATING} ratio")
+    kind = CORRECTION_TYPES.get((level, mode))
+    if kind is None:
+        known = " or ".join(f"--{LEVEL} {level} --{MODE} {mode}" for level, mode in CORRECTION_TYPES)
+        raise ConfigError(f"--{LEVEL} {level} --{MODE} {mode} is not a correction", try_this=known)
+    return ["--enable_vllm_is_correction", f"--vllm_is_correction_type={kind}"]
