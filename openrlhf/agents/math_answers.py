@@ -1,0 +1,93 @@
+r"""Answers to mathematical questions: find the one in a response, and compare it with a reference.
+
+Two answers agree if they are the same text, less notation that carries no meaning, or the same number. With the package
+math-verify they also agree if they are equal as mathematics: `\frac{\sqrt{4}}{2}` is 1, `(x+1)^2` its expansion.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from fractions import Fraction
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
+SECONDS = 5  # for math-verify, per answer
+
+# Notation around an answer that says nothing about it.
+DROPPED = re.compile(r"\\left|\\right|\\[!,;: ]|\\(?:text|mathrm|mathbf)\s*\{\s*\}|\\\$|\$|\\%|%|\s+|\^\s*\{?\\circ\}?")
+WRAPPED = re.compile(r"\\(?:text|mathrm|mathbf|textbf)\s*\{([^{}]*)\}")
+FRACTION = re.compile(r"(\d)?\\[dt]?frac(?:\{([^{}]+)\}|(\d))(?:\{([^{}]+)\}|(\d))")
+THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:/\d+)?")
+
+
+def extract_boxed_answer(solution: str | None) -> str | None:
+    r"""The content of the last \boxed{...} whose braces close, or None."""
+    for start in reversed([match.end() for match in BOXED.finditer(solution or "")]):
+        depth = 1
+        for place in range(start, len(str(solution))):
+            depth += {"{": 1, "}": -1}.get(str(solution)[place], 0)
+            if depth == 0:
+                return str(solution)[start:place].strip()
+    return None
+
+
+def grade_answer(given_answer: object, ground_truth: object) -> bool:
+    """True if an answer agrees with the reference. None, which is what no answer is, agrees with nothing."""
+    if given_answer is None or ground_truth is None:
+        return False
+    given, truth = (bare(str(answer)) for answer in (given_answer, ground_truth))
+    if not given or not truth:
+        return False
+    if given == truth:
+        return True
+    numbers = number(given), number(truth)
+    if None not in numbers:
+        return numbers[0] == numbers[1]
+    return equal_as_mathematics(str(given_answer), str(ground_truth))
+
+
+def bare(answer: str) -> str:
+    """An answer without the notation around it; `answer` may itself be boxed."""
+    boxed = extract_boxed_answer(answer)
+    text = (answer if boxed is None else boxed).strip().rstrip(".")
+    text = DROPPED.sub("", WRAPPED.sub(r"\1", text))
+    return THOUSANDS.sub("", FRACTION.sub(as_quotient, text)).lower()
+
+
+def as_quotient(fraction: re.Match[str]) -> str:
+    """a/b, or n+a/b for a mixed number."""
+    whole, *parts = fraction.groups()
+    above, below = filter(None, parts)
+    return f"{f'{whole}+' if whole else ''}{above}/{below}"
+
+
+def number(text: str) -> Fraction | None:
+    """The value of an integer, a decimal or a fraction; None for anything else."""
+    if not NUMBER.fullmatch(text):
+        return None
+    above, _, below = text.partition("/")
+    return None if below and not int(below) else Fraction(above) / Fraction(below or 1)
+
+
+def equal_as_mathematics(given: str, truth: str) -> bool:
+    """What math-verify says, if it is installed. Its time limit is a signal, which only a main thread gets."""
+    if not has_math_verify():
+        return False
+    from math_verify import parse, verify
+
+    limit = SECONDS if threading.current_thread() is threading.main_thread() else 0  # 0 is no limit
+
+    def read(answer: str) -> list[Any]:
+        boxed = extract_boxed_answer(answer)
+        return parse(f"\\boxed{{{answer if boxed is None else boxed}}}", parsing_timeout=limit)
+
+    return bool(verify(read(truth), read(given), timeout_seconds=limit))
+
+
+@cache
+def has_math_verify() -> bool:
+    return find_spec("math_verify") is not None
