@@ -38,7 +38,7 @@ PHASES = ("generation", "make_experience", "ppo_train", "broadcast")
 
 
 def make_model(folder: Path, shape: dict[str, int]) -> None:
-    """Random weights, and a tokenizer with a word for each of them: letters are one token each."""
+    """Random weights, and a tokenizer with a word for each row of the embedding."""
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.device(device):
@@ -46,12 +46,16 @@ def make_model(folder: Path, shape: dict[str, int]) -> None:
             Qwen2Config(**shape), dtype=torch.bfloat16 if device == "cuda" else torch.float32
         )
     model.save_pretrained(folder)
+    make_tokenizer(shape["vocab_size"]).save_pretrained(folder)
+
+
+def make_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
     words = ["</s>", "<pad>", *LETTERS]
-    words += [f"<{number}>" for number in range(len(words), shape["vocab_size"])]
+    words += [f"<{number}>" for number in range(len(words), vocabulary)]
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="a"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="<pad>").save_pretrained(folder)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="<pad>")
 
 
 def make_task(folder: Path, args: argparse.Namespace) -> None:
