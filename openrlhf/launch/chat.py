@@ -12,8 +12,10 @@ from openrlhf.launch.chat_history import History, open_history
 from openrlhf.launch.chat_input import QUOTES, CtrlC, Interrupted, Lines
 from openrlhf.launch.chat_reply import Speaker
 from openrlhf.launch.device import choose_device, explain_precision
+from openrlhf.models.forward import Network
 from openrlhf.models.load import load_causal_lm, load_tokenizer, read_config, usable_length
 from openrlhf.monitor import say
+from openrlhf.rollout.hf import HFEngine
 
 BANNER = (
     "exit or Ctrl-D leaves, clear begins anew, Ctrl-C stops a reply;"
@@ -33,8 +35,9 @@ def run(config: ChatConfig) -> None:
     model: Any = load_causal_lm(name, config.model, device=device, packing=False)
     if not config.model.load_in_4bit:  # a quantised one was loaded where it belongs
         model.to(device)
+    engine = HFEngine(Network(model), tokenizer).prepare()
     with CtrlC() as ctrl_c:
-        Talk(Speaker(model, tokenizer, config.sampling, max_len=max_len), history, ctrl_c).run()
+        Talk(Speaker(engine, tokenizer, config.sampling, max_len=max_len), history, ctrl_c).run()
 
 
 class Talk:

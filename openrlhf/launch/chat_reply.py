@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
-from transformers.generation.streamers import BaseStreamer
+from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.sections.inference import Sampling
-from openrlhf.rollout.hf import DECODING, end_tokens
+from openrlhf.rollout.hf import HFEngine
+from openrlhf.types import Request, SamplingParams
 
 End = Literal["stop", "length", "interrupted"]
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # how a decoder shows the first bytes of a character
@@ -30,7 +23,7 @@ class Reply:
     end: End
 
 
-class Shown(BaseStreamer):
+class Shown:
     """Tokens of a reply as text; a character whose bytes are still coming is held back until they are there.
 
     Each piece is what the tokens since the piece before last spell, less what they spelled then: some tokenizers write
@@ -43,17 +36,13 @@ class Shown(BaseStreamer):
         self.token_ids: list[int] = []
         self.pieces: list[str] = []
         self.before = self.shown = 0
-        self.heard_prompt = False
 
     @property
     def text(self) -> str:
         return "".join(self.pieces)
 
-    def put(self, value: Tensor) -> None:
-        if not self.heard_prompt:
-            self.heard_prompt = True  # what comes first is the prompt itself
-            return
-        self.token_ids += value.flatten().tolist()
+    def put(self, token: int) -> None:
+        self.token_ids.append(token)
         self._advance(finished=False)
 
     def end(self) -> None:
@@ -75,61 +64,40 @@ class Shown(BaseStreamer):
         return text
 
 
-class Wished(StoppingCriteria):
-    """Ends generation after the token at which somebody wished so."""
-
-    def __init__(self, is_wished: Callable[[], bool]) -> None:
-        self.is_wished = is_wished
-
-    def __call__(self, input_ids: Any, scores: Any, **kwargs: object) -> Any:
-        return torch.full((len(input_ids),), self.is_wished(), device=input_ids.device)
-
-
 class Speaker:
-    """A model and how it samples."""
+    """An engine and how it samples."""
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, *, max_len: int
+        self, engine: HFEngine, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, *, max_len: int
     ) -> None:
-        model.set_attn_implementation(DECODING)
-        self.model = model.eval()
+        self.engine = engine
         self.tokenizer = tokenizer
         self.max_len = max_len
-        generation: Any = model.generation_config
-        self.ends = end_tokens(generation.eos_token_id if generation else None, tokenizer)
         self.sampling = sampling
 
     def read(self, prompt: str) -> list[int]:
         """Its tokens as it stands; templates bring the special ones along."""
         return self.tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
 
-    @torch.no_grad()
     def reply(self, prompt_ids: list[int], show: Callable[[str], None], is_wished: Callable[[], bool]) -> Reply:
         """Continues the prompt, which must leave room within `max_len`; `is_wished` asks for an early end."""
-        model: Any = self.model
         shown = Shown(self.tokenizer, show)
-        ids = torch.tensor([prompt_ids], device=self.model.device)
-        model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            generation_config=self._settings(self.max_len - len(prompt_ids)),
-            streamer=shown,
-            stopping_criteria=StoppingCriteriaList([Wished(is_wished)]),
-        )
-        if shown.token_ids and shown.token_ids[-1] in self.ends:
+        request = Request(tuple(prompt_ids), self._params(self.max_len - len(prompt_ids)))
+        for token in self.engine.stream(request):
+            shown.put(token)
+            if is_wished():
+                break
+        shown.end()
+        if shown.token_ids and shown.token_ids[-1] in self.engine.ends:
             return Reply(shown.text, "stop")
         return Reply(shown.text, "interrupted" if is_wished() else "length")
 
-    def _settings(self, max_new_tokens: int) -> GenerationConfig:
-        """Whatever changes the sampling is given, or it would come from the model's own generation_config."""
+    def _params(self, max_tokens: int) -> SamplingParams:
         sampling = self.sampling
-        samples = not sampling.greedy_sampling and sampling.temperature > 0
-        how = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0} if samples else {}
-        return GenerationConfig(
-            do_sample=samples,
-            **how,
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=0.0 if sampling.greedy_sampling else sampling.temperature,
+            top_p=sampling.top_p,
             repetition_penalty=sampling.repetition_penalty,
-            max_new_tokens=max_new_tokens,
-            eos_token_id=sorted(self.ends),
-            pad_token_id=self.tokenizer.pad_token_id,
+            seed=int(torch.randint(2**31, ())),  # each reply draws from a stream of its own
         )

@@ -151,7 +151,7 @@ def open_hf_engine(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerB
     explain_precision(config.model.param_dtype, device)
     model = load_causal_lm(str(config.model.pretrain), config.model, device=device, packing=False)
     network = Network(model).to(device)
-    return HFEngine(network, tokenizer, max_rows=config.task.micro_batch_size)
+    return HFEngine(network, tokenizer, max_rows=config.task.micro_batch_size).prepare()
 
 
 async def generate_with_vllm(generation: Generation, tokenizer: PreTrainedTokenizerBase, sink: Sink) -> None:

@@ -144,6 +144,8 @@ async def open_local(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollo
         models.wake_policy()
         network = models.policy.trained.backend.network
         engine = HFEngine(plain_copy(network) if asynchronous else network, tokenizer)
+        if not config.rollout.replay:
+            engine.prepare()
         sync = LocalSync(models, engine) if asynchronous else SharedSync(models, engine)
         yield Machinery(LocalWorkers(models), engine, sync)
         return

@@ -1,14 +1,46 @@
-"""A key-value cache whose rows come and go: left-padded, so that all rows end at the same column."""
+"""A cache whose rows come and go.
+
+Keys and values are padded at the left, so that all rows end at the same column. Convolutional and recurrent states have
+no columns: a row's state is one slice, which is kept or joined as it is.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, Protocol, Self
+
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers import PretrainedConfig
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
+
+
+class RowLayer(Protocol):
+    """One layer's part of the cache."""
+
+    def keep(self, rows: Tensor, drop_left: int) -> None:
+        """Only these rows, without the first `drop_left` columns."""
+        ...
+
+    def join(self, others: Sequence[Self]) -> None:
+        """The rows of other caches below ours, all padded at the left to the longest."""
+        ...
 
 
 class GrowingLayer(DynamicLayer):
-    """Tokens are written into room that lies ahead, instead of copying everything for each new one."""
+    """Tokens are written into room that lies ahead, instead of copying everything for each new one.
+
+    A layer with a sliding window keeps all tokens too; the mask hides those that are too far back.
+    """
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -34,18 +66,26 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def keep(self, rows: Tensor, drop_left: int) -> None:
+        if not self.is_initialized:
+            return
         left = self.length - drop_left
         kept = tuple(with_room(room, len(rows), left) for room in self.room)
         for old, new in zip(self.room, kept, strict=True):
             torch.index_select(old[:, :, drop_left : self.length], 0, rows, out=new[..., :left, :])
         self._show(kept, left)
 
-    def join(self, other: GrowingLayer) -> None:
-        longest, mine = max(self.length, other.length), len(self.room[0])
-        rooms = tuple(with_room(room, mine + len(other.room[0]), longest) for room in self.room)
-        for upper, lower, new in zip(self.room, other.room, rooms, strict=True):
-            _write(new[:mine], upper, self.length, longest)
-            _write(new[mine:], lower, other.length, longest)
+    def join(self, others: Sequence[GrowingLayer]) -> None:
+        if not self.is_initialized:
+            return
+        parts = (self, *others)
+        longest, rows = max(part.length for part in parts), sum(len(part.room[0]) for part in parts)
+        rooms = tuple(with_room(room, rows, longest) for room in self.room)
+        first = 0
+        for part in parts:
+            end = first + len(part.room[0])
+            for old, new in zip(part.room, rooms, strict=True):
+                _write(new[first:end], old, part.length, longest)
+            first = end
         self._show(rooms, longest)
 
 
@@ -60,21 +100,96 @@ def _write(room: Tensor, tokens: Tensor, length: int, end: int) -> None:
     room[..., end - length : end, :] = tokens[..., :length, :]
 
 
+class IndexedLayer(DynamicIndexedLayer, GrowingLayer):
+    """Keys and values, and the keys [rows, columns, dim] by which sparse attention picks them."""
+
+    def keep(self, rows: Tensor, drop_left: int) -> None:
+        super().keep(rows, drop_left)
+        if self.indexer_keys is not None:
+            self.indexer_keys = self.indexer_keys[rows, drop_left:]
+
+    def join(self, others: Sequence[Any]) -> None:
+        super().join(others)
+        if self.indexer_keys is not None:
+            keys: list[Any] = [layer.indexer_keys for layer in (self, *others)]
+            wide = [torch.nn.functional.pad(key, (0, 0, self.length - key.shape[1], 0)) for key in keys]
+            self.indexer_keys = torch.cat(wide)
+
+
+class StateLayer(LinearAttentionLayer):
+    """Convolutional and recurrent states."""
+
+    def keep(self, rows: Tensor, drop_left: int) -> None:
+        for states in (self.conv_states, self.recurrent_states):
+            for number, state in states.items():
+                if state is not None:
+                    states[number] = state.index_select(0, rows)
+
+    def join(self, others: Sequence[StateLayer]) -> None:
+        for kind in ("conv_states", "recurrent_states"):
+            states = vars(self)[kind]
+            for number, state in states.items():
+                if state is not None:
+                    states[number] = torch.cat([state, *(vars(other)[kind][number] for other in others)])
+
+
+class HybridLayer(LinearAttentionAndFullAttentionLayer, StateLayer, GrowingLayer):
+    """States, and keys and values beside them."""
+
+    def keep(self, rows: Tensor, drop_left: int) -> None:
+        StateLayer.keep(self, rows, drop_left)
+        GrowingLayer.keep(self, rows, drop_left)
+
+    def join(self, others: Sequence[Any]) -> None:
+        StateLayer.join(self, others)
+        GrowingLayer.join(self, others)
+
+
+# What Transformers caches a layer with, and what does the same by rows.
+ROW_LAYERS: dict[type, type[GrowingLayer | StateLayer]] = {
+    DynamicLayer: GrowingLayer,
+    DynamicSlidingWindowLayer: GrowingLayer,
+    DynamicIndexedLayer: IndexedLayer,
+    LinearAttentionLayer: StateLayer,
+    LinearAttentionAndFullAttentionLayer: HybridLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer: HybridLayer,
+}
+
+
 class RowCache(Cache):
     """The cache of the running rows."""
 
-    def __init__(self) -> None:
-        super().__init__(layer_class_to_replicate=GrowingLayer)
+    def __init__(self, config: PretrainedConfig) -> None:
+        """Layers as the model's config lists them; of a model with attention alone, as many as it asks for."""
+        layers: Any = [row_layer(layer) for layer in DynamicCache(config=config).layers]
+        if all(type(layer) is GrowingLayer for layer in layers):
+            super().__init__(layer_class_to_replicate=GrowingLayer)
+        else:
+            super().__init__(layers=layers)
+
+    @property
+    def has_columns(self) -> bool:
+        """False for a model without attention, whose states have no columns."""
+        return any(isinstance(layer, GrowingLayer) for layer in self.layers)
 
     def keep_rows(self, keep: Tensor, drop_left: int) -> None:
         """Only these rows, without the columns at the left that are padding in all of them."""
-        for layer in self.layers:
-            assert isinstance(layer, GrowingLayer), "only plain attention layers can be cached by rows"
+        for layer in self._row_layers():
             layer.keep(keep, drop_left)
 
-    def add_rows(self, other: RowCache) -> None:
-        """The rows of another cache below ours, both padded at the left to the longer one."""
-        for mine, yours in zip(self.layers, other.layers, strict=True):
-            assert isinstance(mine, GrowingLayer)
-            assert isinstance(yours, GrowingLayer)
+    def add_rows(self, *others: RowCache) -> None:
+        """The rows of other caches below ours, all padded at the left to the longest."""
+        for mine, *yours in zip(*(cache._row_layers() for cache in (self, *others)), strict=True):
             mine.join(yours)
+
+    def _row_layers(self) -> Sequence[RowLayer]:
+        layers: Any = self.layers
+        return layers
+
+
+def row_layer(layer: Any) -> GrowingLayer | StateLayer:
+    """A layer of a RowCache for one of Transformers' own."""
+    if type(layer) not in ROW_LAYERS:
+        raise NotImplementedError(f"{type(layer).__name__} cannot be kept by rows")
+    kind = ROW_LAYERS[type(layer)]
+    return kind() if kind is GrowingLayer else kind(number_of_states=vars(layer).get("number_of_states", 1))

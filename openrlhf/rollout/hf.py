@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,14 +19,14 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.errors import RolloutError
 from openrlhf.models.forward import Network
 from openrlhf.models.plain import checkpoint_places, load_weights
-from openrlhf.rollout.cache import RowCache
 from openrlhf.rollout.checksum import checksum
+from openrlhf.rollout.decoding import Decoding, DecodingRows, evaluating
+from openrlhf.rollout.decoding_check import choose_decoding
 from openrlhf.rollout.engine import Checksums, Part, Weights
 from openrlhf.rollout.sampling import Draws, draw, penalise
 from openrlhf.types import Completion, FinishReason, Request
 
 OnDone: TypeAlias = Callable[[int, Completion], None]
-DECODING = "sdpa"  # attention over left-padded rows with a cache
 
 
 @dataclass
@@ -46,23 +45,17 @@ class Running:
     """The rows of the current batch and everything that grows with them."""
 
     rows: list[Row]
-    cache: RowCache
-    mask: Tensor  # [rows, columns]: 1 where a token stands, 0 on the padding at the left
+    state: DecodingRows
     draws: Draws
 
     def keep(self, places: list[int]) -> None:
-        keep = torch.tensor(places, device=self.mask.device)
-        mask = self.mask[keep]
-        drop_left = int((mask.cumsum(1) == 0).sum(1).min()) if places else 0
-        self.cache.keep_rows(keep, drop_left)
-        self.mask, self.draws = mask[:, drop_left:], self.draws.rows(keep)
+        self.state.keep(places)
+        self.draws = self.draws.rows(torch.tensor(places, device=self.draws.uniforms.device))
         self.rows = [self.rows[place] for place in places]
 
     def add(self, other: Running) -> None:
-        self.cache.add_rows(other.cache)
-        longest = max(self.mask.shape[1], other.mask.shape[1])
-        wide = [torch.nn.functional.pad(mask, (longest - mask.shape[1], 0)) for mask in (self.mask, other.mask)]
-        self.mask, self.draws = torch.cat(wide), self.draws.joined(other.draws)
+        self.state.add([other.state])
+        self.draws = self.draws.joined(other.draws)
         self.rows += other.rows
 
 
@@ -77,12 +70,22 @@ class HFEngine:
         self.may_draw = asyncio.Event()
         self.may_draw.set()
         generation: Any = network.decoder.generation_config
-        self.ends = end_tokens(generation.eos_token_id, tokenizer)
+        self.ends = end_tokens(generation.eos_token_id if generation else None, tokenizer)
 
     @cached_property
     def places(self) -> dict[str, Tensor]:
         """Where the tensors of a checkpoint lie in the network."""
         return checkpoint_places(self.network)
+
+    @cached_property
+    def decoding(self) -> Decoding:
+        """The fastest way to decode that gives the model's own logits."""
+        return choose_decoding(self.network)
+
+    def prepare(self) -> Self:
+        """Choose the way to decode now: a model without one is refused before anything else is done with it."""
+        assert self.decoding is not None
+        return self
 
     @property
     def device(self) -> torch.device:
@@ -99,7 +102,7 @@ class HFEngine:
         waiting.sort(key=lambda row: -len(row.request.prompt_token_ids))  # neighbours of like length pad little
         finished: list[Row] = []
         running: Running | None = None
-        with self._decoding():
+        with evaluating(self.network.decoder, self.decoding.attention):
             while waiting or running:
                 running = self._admit(running, waiting)
                 running = self._retire(running, finished, on_done, num_waiting=len(waiting))
@@ -107,6 +110,17 @@ class HFEngine:
                     self._step(running)
         finished.sort(key=lambda row: row.place)
         return [self._completion(row) for row in finished]
+
+    @torch.no_grad()
+    def stream(self, request: Request) -> Iterator[int]:
+        """The tokens of one completion as they are drawn; a caller that stops iterating ends it."""
+        with evaluating(self.network.decoder, self.decoding.attention):
+            row = Row(0, request)
+            running = self._prefill([row])
+            yield row.token_ids[-1]
+            while row.finish_reason is None:
+                self._step(running)
+                yield row.token_ids[-1]
 
     def _admit(self, running: Running | None, waiting: list[Row]) -> Running:
         """Fills free places, once there are enough of them: each admission copies the cache."""
@@ -121,37 +135,19 @@ class HFEngine:
         return running
 
     def _prefill(self, rows: list[Row]) -> Running:
-        longest = max(len(row.request.prompt_token_ids) for row in rows)
-        ids = torch.zeros(len(rows), longest, dtype=torch.long)
-        mask = torch.zeros(len(rows), longest, dtype=torch.long)
-        for number, row in enumerate(rows):
-            prompt = row.request.prompt_token_ids
-            ids[number, longest - len(prompt) :] = torch.tensor(prompt)
-            mask[number, longest - len(prompt) :] = 1
-        vocabulary = self.network.decoder.config.get_text_config().vocab_size
-        draws = Draws.of([row.request.params for row in rows], vocabulary, self.device)
-        fresh = Running(rows, RowCache(), mask.to(self.device), draws)
-        self._advance(fresh, ids.to(self.device))
+        state, logits = self.decoding.prefill([row.request.prompt_token_ids for row in rows])
+        draws = Draws.of([row.request.params for row in rows], logits.shape[-1], self.device)
+        fresh = Running(rows, state, draws)
+        self._draw(fresh, logits)
         return fresh
 
     def _step(self, running: Running) -> None:
-        last = torch.tensor([[row.token_ids[-1]] for row in running.rows], device=self.device)
-        running.mask = torch.nn.functional.pad(running.mask, (0, 1), value=1)
-        self._advance(running, last)
+        ended = [row.finish_reason is not None for row in running.rows]
+        logits = running.state.step([row.token_ids[-1] for row in running.rows], ended)
+        self._draw(running, logits)
 
-    def _advance(self, running: Running, ids: Tensor) -> None:
-        """The new tokens through the model, and the next one drawn for each row."""
-        positions = (running.mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        ended = [number for number, row in enumerate(running.rows) if row.finish_reason is not None]
-        positions[ended] = 0  # until their places are cleared they might pass the last position that the model knows
-        outputs = self.network.decoder.base_model(
-            input_ids=ids,
-            attention_mask=running.mask,
-            position_ids=positions,
-            past_key_values=running.cache,
-            use_cache=True,
-        )
-        logits = self.network.vocabulary_head(outputs.last_hidden_state[:, -1])
+    def _draw(self, running: Running, logits: Tensor) -> None:
+        """The next token of each row."""
         logits = self._without_repetition(logits, running.rows)
         logits = self._without_early_end(logits, running.rows)
         places = torch.tensor([len(row.token_ids) for row in running.rows], device=self.device)
@@ -237,19 +233,6 @@ class HFEngine:
             finish_reason=row.finish_reason,
             version=self.version,
         )
-
-    @contextmanager
-    def _decoding(self) -> Iterator[None]:
-        """The model in evaluation mode, with attention that knows a cache; as it was before, afterwards."""
-        decoder = self.network.decoder
-        before, training = str(decoder.config._attn_implementation), decoder.training
-        decoder.set_attn_implementation(DECODING)
-        decoder.eval()
-        try:
-            yield
-        finally:
-            decoder.set_attn_implementation(before)
-            decoder.train(training)
 
     @torch.no_grad()
     async def load(self, weights: Weights, version: int, *, verify: bool = False) -> Checksums:

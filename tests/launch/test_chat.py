@@ -157,9 +157,8 @@ class Bytes:
 def test_a_character_is_shown_when_all_its_bytes_are_there():
     pieces = []
     shown = Shown(Bytes(), pieces.append)
-    shown.put(torch.tensor([[1, 2, 3]]))  # the prompt
     for byte in "aж語b".encode() + b"\xe8":
-        shown.put(torch.tensor([byte]))
+        shown.put(byte)
     shown.end()
     assert pieces == ["a", "ж", "語", "b", "\N{REPLACEMENT CHARACTER}"]
 

@@ -1,0 +1,164 @@
+"""Ways to decode: which one a family takes, that it is right there, and that a wrong one is found out."""
+
+import asyncio
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from openrlhf.errors import ConfigError
+from openrlhf.models.forward import Network
+from openrlhf.rollout.decoding import CachedRows, ContinuousBatching, OwnCaches, Uncached
+from openrlhf.rollout.decoding_check import choose_decoding, own_log_probs
+from openrlhf.rollout.hf import HFEngine
+from openrlhf.types import Request, SamplingParams
+from tests.models.architectures import build
+from tests.tiny import make_tokenizer
+
+LENGTHS = (9, 3, 3, 14, 1, 5, 9)
+
+
+def ask(**params):
+    """Requests of uneven length, two pairs of which have prompts of one length."""
+    return [
+        Request(
+            tuple(range(20 + number, 20 + number + length)),
+            SamplingParams(**{"max_tokens": 2 + 3 * number % 8, "seed": number} | params),
+        )
+        for number, length in enumerate(LENGTHS)
+    ]
+
+
+def assert_own(network, asked, made, tolerance=2e-4):
+    """The engine's log-probs are those of the model's own forward over each whole sequence."""
+    for request, completion in zip(asked, made, strict=True):
+        prompt, answer = request.prompt_token_ids, completion.token_ids
+        (found,) = own_log_probs(network, [[*prompt, *answer]])
+        expected = found[len(prompt) - 1 : -1].gather(1, torch.tensor(answer)[:, None]).squeeze(1)
+        assert completion.log_probs == pytest.approx(expected.tolist(), abs=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("family", "way", "attention"),
+    [
+        ("llama", ContinuousBatching, "sdpa"),
+        ("gpt_oss", ContinuousBatching, "eager"),  # attention sinks
+        ("gemma2", ContinuousBatching, "eager"),  # capped attention scores
+        ("bloom", ContinuousBatching, "eager"),  # positions in the mask
+        ("qwen3_next", ContinuousBatching, "sdpa"),  # a linear and an attention layer
+        ("granitemoehybrid", ContinuousBatching, "sdpa"),
+        ("falcon_h1", ContinuousBatching, "sdpa"),  # both in one layer
+        ("mamba2", ContinuousBatching, "eager"),  # no attention
+        ("deepseek_v32", ContinuousBatching, "sdpa"),  # sparse attention with keys of its own
+        ("minimax", OwnCaches, "sdpa"),  # a cache of its own
+        ("rwkv", OwnCaches, "eager"),  # a state that is wrong for more than one row
+        ("openai-gpt", Uncached, None),
+    ],
+)
+def test_a_family_takes_the_fastest_way_that_is_right(family, way, attention):
+    network, asked = Network(build(family)), ask()
+    engine = HFEngine(network, make_tokenizer(), max_rows=3).prepare()
+    assert (type(engine.decoding), engine.decoding.attention) == (way, attention)
+    assert_own(network, asked, engine.complete(asked))
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda network: ContinuousBatching(network, "sdpa", pads_prompts=False),
+        lambda network: OwnCaches(network, "sdpa"),
+        lambda network: OwnCaches(network, "sdpa", by_length=False),
+        Uncached,
+    ],
+)
+def test_each_way_gives_the_same_answers(way):
+    network, asked = Network(build("qwen3_next")), ask()
+    fast, slow = HFEngine(network, make_tokenizer(), max_rows=3), HFEngine(network, make_tokenizer(), max_rows=3)
+    slow.decoding = way(network)
+    for ours, theirs in zip(slow.complete(asked), fast.complete(asked), strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert ours.log_probs == pytest.approx(theirs.log_probs, abs=1e-4)
+
+
+def test_eager_attention_is_used_when_it_was_asked_for():
+    model = build("llama")
+    model.set_attn_implementation("eager")
+    seen = []
+    model.model.register_forward_pre_hook(lambda *_: seen.append(model.config._attn_implementation))
+    HFEngine(Network(model), make_tokenizer()).complete(ask())
+    assert set(seen) == {"eager"}
+
+
+@dataclass(frozen=True)
+class Broken(ContinuousBatching):
+    """Wrong in one way."""
+
+    fault: str = ""
+
+    def prefill(self, prompts):
+        rows, logits = super().prefill(prompts)
+        return BrokenRows(rows.forward, rows.cache, rows.mask, self.fault), logits
+
+
+@dataclass
+class BrokenRows(CachedRows):
+    fault: str
+
+    def step(self, tokens, ended):
+        if self.fault == "step":
+            raise IndexError("list index out of range")
+        return super().step(tokens, ended) * (torch.nan if self.fault == "numbers" else 1.0)
+
+    def keep(self, places):
+        super().keep(places[::-1] if self.fault == "keep" else places)
+
+    def add(self, others):
+        super().add(others)
+        if self.fault == "add":
+            self.mask = torch.ones_like(self.mask)
+
+
+@pytest.mark.parametrize(
+    ("fault", "problem"),
+    [
+        ("keep", "is off by "),
+        ("add", "is off by "),
+        ("numbers", "is off by inf nats (0.0001 allowed)"),
+        ("step", "fails with IndexError (list index out of range)"),
+    ],
+)
+def test_a_wrong_way_is_found_out(fault, problem, capsys):
+    network = Network(build("llama"))
+    broken, right = Broken(network, "sdpa", fault=fault), ContinuousBatching(network, "eager")
+    assert choose_decoding(network, [broken, right]) is right
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("openrlhf: LlamaForCausalLM generates by continuous batching with eager attention: ")
+    assert problem in line
+    with pytest.raises(ConfigError, match="cannot generate with LlamaForCausalLM"):
+        choose_decoding(network, [broken])
+
+
+def test_the_first_way_is_not_worth_a_line(capsys):
+    choose_decoding(Network(build("qwen3_next")))
+    assert capsys.readouterr().err == ""
+
+
+def test_the_check_leaves_no_trace():
+    network = Network(build("gpt_oss")).train()
+    before = torch.get_rng_state()
+    choose_decoding(network)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert network.decoder.training
+    assert network.decoder.config._attn_implementation == "eager"
+
+
+def test_a_stream_is_a_completion_token_by_token():
+    network = Network(build("llama")).train()
+    engine = HFEngine(network, make_tokenizer())
+    (request, *_) = ask(max_tokens=6, min_tokens=6)
+    (whole,) = asyncio.run(engine.generate([request]))
+    assert tuple(engine.stream(request)) == whole.token_ids
+    stream = engine.stream(request)
+    assert next(stream) == whole.token_ids[0]
+    stream.close()
+    assert network.decoder.training
