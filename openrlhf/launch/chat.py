@@ -35,7 +35,7 @@ def run(config: ChatConfig) -> None:
     model: Any = load_causal_lm(name, config.model, device=device, packing=False)
     if not config.model.load_in_4bit:  # a quantised one was loaded where it belongs
         model.to(device)
-    engine = HFEngine(Network(model), tokenizer).prepare()
+    engine = HFEngine(Network(model, self_test=not config.model.skip_self_test), tokenizer).prepare()
     with CtrlC() as ctrl_c:
         Talk(Speaker(engine, tokenizer, config.sampling, max_len=max_len), history, ctrl_c).run()
 

@@ -57,6 +57,8 @@ def make_engine(
     if spec.vllm is None:
         whole = replace(spec.model, load_in_4bit=False)  # weights come merged and whole
         model = load_causal_lm(str(spec.model.pretrain), whole, device=device, packing=False)
-        return HFEngine(LocalFrozen(Network(model), device).network, tokenizer).prepare()
+        return HFEngine(
+            LocalFrozen(Network(model, self_test=not spec.model.skip_self_test), device).network, tokenizer
+        ).prepare()
     dtype = str(choose_dtype(spec.model.param_dtype, device)).removeprefix("torch.")
     return VLLMEngine(replace(spec.vllm, dtype=dtype, seed=spec.vllm.seed + number), tokenizer)

@@ -150,7 +150,7 @@ def open_hf_engine(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerB
     device = choose_device(config.model.device, config.task.local_rank)
     explain_precision(config.model.param_dtype, device)
     model = load_causal_lm(str(config.model.pretrain), config.model, device=device, packing=False)
-    network = Network(model).to(device)
+    network = Network(model, self_test=not config.model.skip_self_test).to(device)
     return HFEngine(network, tokenizer, max_rows=config.task.micro_batch_size).prepare()
 
 

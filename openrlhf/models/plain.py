@@ -184,7 +184,8 @@ def plain_copy(network: Network) -> Network:
     )
     model.generation_config = copy.deepcopy(decoder.generation_config)
     model._weight_conversions = decoder._weight_conversions  # as the original was loaded, so are its names
-    made = Network(model.to(decoder.device)).requires_grad_(False)
+    made = Network(model.to(decoder.device), self_test=network.self_test).requires_grad_(False)
+    made.layout = network.layout
     for _ in load_weights(checkpoint_places(made), checkpoint_weights(network)):
         pass
     return made

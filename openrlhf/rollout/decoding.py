@@ -23,6 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from openrlhf.models.forward import Network
+from openrlhf.models.self_test import attention_in, attention_of
 from openrlhf.rollout.cache import RowCache
 from openrlhf.types import Batch
 
@@ -65,13 +66,12 @@ class Decoding(Protocol):
 @contextmanager
 def evaluating(decoder: PreTrainedModel, attention: str | None) -> Iterator[None]:
     """The model in evaluation mode with this attention; afterwards as it was before."""
-    before, training = str(decoder.config._attn_implementation), decoder.training
-    decoder.set_attn_implementation(attention or before)
+    training = decoder.training
     decoder.eval()
     try:
-        yield
+        with attention_of(decoder, attention or attention_in(decoder)):
+            yield
     finally:
-        decoder.set_attn_implementation(before)
         decoder.train(training)
 
 
@@ -98,7 +98,7 @@ class Forward:
 class ContinuousBatching:
     """All rows in one batch over a cache whose rows come and go. The fastest way."""
 
-    network: Network
+    decoder: PreTrainedModel
     attention: str
     pads_prompts: bool = True  # else only prompts of one length are read together: padding would change their states
 
@@ -122,9 +122,9 @@ class ContinuousBatching:
         for number, prompt in enumerate(prompts):
             ids[number, longest - len(prompt) :] = torch.tensor(prompt)
             mask[number, longest - len(prompt) :] = 1
-        decoder = self.network.decoder
-        rows = CachedRows(Forward(decoder), RowCache(decoder.config), mask.to(decoder.device))
-        return rows, rows.advance(ids.to(decoder.device), ended=())
+        device = self.decoder.device
+        rows = CachedRows(Forward(self.decoder), RowCache(self.decoder.config), mask.to(device))
+        return rows, rows.advance(ids.to(device), ended=())
 
 
 @dataclass
@@ -166,7 +166,7 @@ class CachedRows:
 class OwnCaches:
     """Each batch has a cache of the model's own making, which is not taken apart: prompts of one length, or one row."""
 
-    network: Network
+    decoder: PreTrainedModel
     attention: str
     by_length: bool = True
 
@@ -176,13 +176,12 @@ class OwnCaches:
         return f"{batch} with {self.attention} attention"
 
     def prefill(self, prompts: Sequence[Tokens]) -> tuple[GroupedRows, Tensor]:
-        decoder = self.network.decoder
-        forward = Forward(decoder)
+        forward = Forward(self.decoder)
         groups: list[Group] = []
         found: list[Tensor] = []
         first = 0
         for _, batch in groupby(enumerate(prompts), lambda one: len(one[1]) if self.by_length else one[0]):
-            ids = torch.tensor([list(prompt) for _, prompt in batch], device=decoder.device)
+            ids = torch.tensor([list(prompt) for _, prompt in batch], device=self.decoder.device)
             logits, cache = forward(ids)
             groups.append(Group(cache, list(range(first, first + len(ids)))))
             found.append(logits)
@@ -235,38 +234,29 @@ class GroupedRows:
 
 @dataclass(frozen=True)
 class Uncached:
-    """Whole sequences again for each token, as training reads them: slow, and right wherever training is."""
+    """Whole sequences again for each token: slow. As training reads them, or row by row, which is always right."""
 
     network: Network
-    attention: None = None
+    attention: str | None = None
+    row_by_row: bool = False
 
     @property
     def description(self) -> str:
-        return "whole sequences for each token, without a cache"
+        return "whole sequences for each token, without a cache" + (", row by row" if self.row_by_row else "")
 
     def prefill(self, prompts: Sequence[Tokens]) -> tuple[WholeRows, Tensor]:
-        rows = WholeRows(self.network, [list(prompt) for prompt in prompts])
-        return rows, rows.read()
+        rows = WholeRows(self, [list(prompt) for prompt in prompts])
+        return rows, self.read(rows.sequences)
 
-
-@dataclass
-class WholeRows:
-    """Rows without a cache: their tokens."""
-
-    network: Network
-    sequences: list[list[int]]
-
-    def step(self, tokens: Tokens, ended: Sequence[bool]) -> Tensor:
-        for sequence, token, is_over in zip(self.sequences, tokens, ended, strict=True):
-            if not is_over:
-                sequence.append(token)
-        return self.read()
-
-    def read(self) -> Tensor:
-        """Logits at the last token of each row."""
+    def read(self, sequences: Sequence[Tokens]) -> Tensor:
+        """Logits [rows, vocabulary] after each sequence."""
         device = self.network.decoder.device
-        ids = pad_sequence([torch.tensor(sequence, device=device) for sequence in self.sequences], batch_first=True)
-        lengths = torch.tensor([[len(sequence)] for sequence in self.sequences], device=device)
+        rows = [torch.tensor(list(sequence), device=device) for sequence in sequences]
+        if self.row_by_row:
+            model: Any = self.network.decoder
+            return torch.cat([model(input_ids=row[None], use_cache=False).logits[:, -1] for row in rows])
+        ids = pad_sequence(rows, batch_first=True)
+        lengths = torch.tensor([[len(row)] for row in rows], device=device)
         numbers, places = torch.arange(len(ids), device=device)[:, None], torch.arange(ids.shape[1], device=device)
         batch = Batch(
             input_ids=ids,
@@ -278,6 +268,20 @@ class WholeRows:
         logits = self.network(batch, "target_logits").target_logits
         assert logits is not None
         return logits
+
+
+@dataclass
+class WholeRows:
+    """Rows without a cache: their tokens."""
+
+    way: Uncached
+    sequences: list[list[int]]
+
+    def step(self, tokens: Tokens, ended: Sequence[bool]) -> Tensor:
+        for sequence, token, is_over in zip(self.sequences, tokens, ended, strict=True):
+            if not is_over:
+                sequence.append(token)
+        return self.way.read(self.sequences)
 
     def keep(self, places: Sequence[int]) -> None:
         self.sequences = [self.sequences[place] for place in places]

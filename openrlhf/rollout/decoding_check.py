@@ -5,21 +5,32 @@ generation does to it. The log-probs on the way are compared with those that the
 sequence alone, without a cache. The fastest way that agrees is taken:
 
     continuous batching  ->  the same, prompts read by length  ->  one batch for each prompt length  ->  row by row
-    ->  without a cache
+    ->  without a cache, as training reads sequences  ->  without a cache, row by row
 
-each but the last with SDPA, then with eager attention.
+each way with a cache with SDPA, then with eager attention.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from openrlhf.errors import ConfigError
 from openrlhf.models.forward import Network
+from openrlhf.models.self_test import (
+    FAILURES,
+    FP32_TOLERANCE,
+    LEAST_ROUNDING,
+    ROUNDINGS,
+    attention_in,
+    first_line,
+    measure_rounding,
+)
 from openrlhf.monitor import say
 from openrlhf.rollout.decoding import ContinuousBatching, Decoding, OwnCaches, Uncached, evaluating
 
@@ -28,81 +39,129 @@ PLAIN = "eager"  # attention that every model has
 PROMPTS = (11, 6, 6, 2)  # tokens; two of one length, and one shorter than the convolutions of recurrent layers
 STEPS = 6  # tokens after each prompt
 LIKELIEST = 32  # tokens whose log-probs are compared, at each place
-FP32_TOLERANCE = 1e-4  # nats
-HALF_TOLERANCE = 0.3  # nats
-# What the code of a model raises on a cache, a mask or an attention that it does not know.
-FAILURES = (
-    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NotImplementedError, RuntimeError,
-    TypeError, ValueError,
-)  # fmt: skip
 
 
 def choose_decoding(network: Network, ways: Iterable[Decoding] | None = None) -> Decoding:
     """The fastest way that gives the model's own log-probs; a line says so when it is not the first one."""
+    ways = ways_to_decode(network) if ways is None else ways
+    if not network.self_test:
+        return next(iter(ways))
     name = type(network.decoder).__name__
-    sequences = random_sequences(network)
-    own = own_log_probs(network, sequences)
-    allowed = FP32_TOLERANCE if network.decoder.dtype == torch.float32 else HALF_TOLERANCE
+    try:
+        probe = make_probe(network.decoder)
+    except FAILURES as failure:
+        raise ConfigError(f"{name} cannot run here: by itself it fails with {first_line(failure)}") from failure
     problems: list[str] = []
-    for way in ways_to_decode(network) if ways is None else ways:
+    for way in ways:
         try:
             with evaluating(network.decoder, way.attention):
-                error = largest_difference(way, sequences, own)
-            problem = f"is off by {error:.2g} nats ({allowed:.2g} allowed)"
-        except torch.OutOfMemoryError:
-            raise
+                error = probe.error(*go_through(way, probe))
+            problem = f"is off by {error:.2g} ({probe.allowed:.2g} allowed)"
         except FAILURES as failure:
-            error, problem = math.inf, f"fails with {type(failure).__name__} ({' '.join(str(failure).split())[:120]})"
-        if error <= allowed:
+            error, problem = math.inf, f"fails with {first_line(failure)}"
+        if error <= probe.allowed:
             if problems:
-                say(f"{name} generates by {way.description}: {problems[0]}")
+                say(f"{name}: {problems[0]}, so it generates by {way.description}")
             return way
         problems.append(f"{way.description} {problem}")
     raise ConfigError(
-        f"the Transformers engine cannot generate with {name} what the model computes by itself: {'; '.join(problems)}",
-        try_this="vLLM: --vllm_num_engines 1, or --eval_task generate_vllm",
+        f"{name} does not generate here what it computes by itself: {'; '.join(problems)}",
+        try_this="vLLM as the engine, or --skip_self_test to generate all the same",
     )
 
 
 def ways_to_decode(network: Network) -> Iterator[Decoding]:
     """Fastest first. A model that runs with eager attention, because it was asked for or it must, keeps it."""
-    own = str(network.decoder.config._attn_implementation)
-    attentions = (own,) if own == PLAIN or not network.decoder._can_set_attn_implementation() else (FAST, PLAIN)
+    decoder = network.decoder
+    own = attention_in(decoder)
+    attentions = (own,) if own == PLAIN or not decoder._can_set_attn_implementation() else (FAST, PLAIN)
     for pads_prompts in (True, False):
         for attention in attentions:
-            yield ContinuousBatching(network, attention, pads_prompts)
+            yield ContinuousBatching(decoder, attention, pads_prompts)
     for by_length in (True, False):
         for attention in attentions:
-            yield OwnCaches(network, attention, by_length)
+            yield OwnCaches(decoder, attention, by_length)
     yield Uncached(network)
+    yield Uncached(network, PLAIN, row_by_row=True)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A few sequences, and what the model itself computes for them."""
+
+    sequences: list[list[int]]
+    tokens: list[Tensor]  # for each sequence [tokens, likeliest]: the likeliest next tokens at each place
+    log_probs: list[Tensor]  # of these
+    rounding: float | None  # of a model in half precision: see `measure_rounding`
+
+    @property
+    def allowed(self) -> float:
+        return FP32_TOLERANCE if self.rounding is None else ROUNDINGS * max(self.rounding, LEAST_ROUNDING)
+
+    def error(self, found: Tensor, own: Tensor) -> float:
+        """The largest difference in fp32, the mean one in half precision: rounding blurs single numbers."""
+        off = (found - own).abs().nan_to_num(math.inf)
+        return float((off / own.abs().clamp(min=1.0)).max() if self.rounding is None else off.mean())
 
 
 @torch.no_grad()
-def largest_difference(way: Decoding, sequences: Sequence[list[int]], own: Sequence[Tensor]) -> float:
-    """Of log-probs, in nats; infinite for logits that are not numbers.
+def make_probe(decoder: PreTrainedModel) -> Probe:
+    sequences = random_sequences(decoder.config.get_text_config().vocab_size)
+    with evaluating(decoder, PLAIN):
+        own = own_log_probs(decoder, sequences)
+        tokens = [found.topk(min(LIKELIEST, found.shape[-1])).indices for found in own]
+
+        def likeliest(whole: Sequence[Tensor]) -> list[Tensor]:
+            return [found.gather(-1, chosen) for found, chosen in zip(whole, tokens, strict=True)]
+
+        rounding = measure_rounding(
+            decoder,
+            torch.cat(likeliest(own)),
+            lambda: torch.cat(likeliest(own_log_probs(decoder, sequences))),
+        )
+    return Probe(sequences, tokens, likeliest(own), rounding)
+
+
+def own_log_probs(decoder: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Of each whole sequence alone [tokens, vocabulary], by the model's own forward, without a cache."""
+    rows = [torch.tensor([list(sequence)], device=decoder.device) for sequence in sequences]
+    return [decoder(input_ids=row, use_cache=False).logits[0].float().log_softmax(-1) for row in rows]
+
+
+def random_sequences(vocabulary: int) -> list[list[int]]:
+    """Prompts and the tokens after them, from the middle of the vocabulary: special tokens are at its ends."""
+    low, high = vocabulary // 4, max(vocabulary // 4 + 1, 3 * vocabulary // 4)
+    stream = torch.Generator().manual_seed(0)
+    return [torch.randint(low, high, (length + STEPS,), generator=stream).tolist() for length in PROMPTS]
+
+
+@torch.no_grad()
+def go_through(way: Decoding, probe: Probe) -> tuple[Tensor, Tensor]:
+    """(log-probs of a way, the model's own), all in one line.
 
     Three rows start; a fourth joins after two steps; after two more the longest leaves, and with it columns of padding.
     """
-    read = [len(sequence) - STEPS for sequence in sequences]  # tokens of each so far
-    differences: list[float] = []
+    read = [len(sequence) - STEPS for sequence in probe.sequences]  # tokens of each so far
+    found: list[Tensor] = []
+    own: list[Tensor] = []
 
     def compare(numbers: Sequence[int], logits: Tensor) -> None:
-        for number, found in zip(numbers, logits, strict=True):
-            expected, tokens = own[number][read[number] - 1].topk(min(LIKELIEST, logits.shape[-1]))
-            difference = (found.float().log_softmax(-1)[tokens] - expected).abs()
-            differences.append(float(difference.nan_to_num(math.inf).max()))
+        for number, row in zip(numbers, logits, strict=True):
+            place = read[number] - 1
+            found.append(row.float().log_softmax(-1)[probe.tokens[number][place]])
+            own.append(probe.log_probs[number][place])
 
     def step(numbers: Sequence[int]) -> None:
-        logits = rows.step([sequences[number][read[number]] for number in numbers], [False] * len(numbers))
+        logits = rows.step([probe.sequences[number][read[number]] for number in numbers], [False] * len(numbers))
         for number in numbers:
             read[number] += 1
         compare(numbers, logits)
 
-    rows, logits = way.prefill([sequences[number][: read[number]] for number in (0, 1, 2)])
+    rows, logits = way.prefill([probe.sequences[number][: read[number]] for number in (0, 1, 2)])
     compare([0, 1, 2], logits)
     for _ in range(2):
         step([0, 1, 2])
-    more, logits = way.prefill([sequences[3][: read[3]]])
+    more, logits = way.prefill([probe.sequences[3][: read[3]]])
     compare([3], logits)
     rows.add([more])
     for _ in range(2):
@@ -110,21 +169,4 @@ def largest_difference(way: Decoding, sequences: Sequence[list[int]], own: Seque
     rows.keep([1, 2, 3])
     for _ in range(2):
         step([1, 2, 3])
-    return max(differences)
-
-
-@torch.no_grad()
-def own_log_probs(network: Network, sequences: Sequence[list[int]]) -> list[Tensor]:
-    """Of each whole sequence alone [tokens, vocabulary], by the model's own forward, without a cache."""
-    model = network.decoder
-    with evaluating(model, PLAIN if model._can_set_attn_implementation() else None):
-        rows = [torch.tensor([sequence], device=model.device) for sequence in sequences]
-        return [model(input_ids=row, use_cache=False).logits[0].float().log_softmax(-1) for row in rows]
-
-
-def random_sequences(network: Network) -> list[list[int]]:
-    """Prompts and the tokens after them, from the middle of the vocabulary: special tokens are at its ends."""
-    vocabulary = network.decoder.config.get_text_config().vocab_size
-    low, high = vocabulary // 4, max(vocabulary // 4 + 1, 3 * vocabulary // 4)
-    stream = torch.Generator().manual_seed(0)
-    return [torch.randint(low, high, (length + STEPS,), generator=stream).tolist() for length in PROMPTS]
+    return torch.cat(found), torch.cat(own)

@@ -1,6 +1,7 @@
 """Ways to decode: which one a family takes, that it is right there, and that a wrong one is found out."""
 
 import asyncio
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from openrlhf.errors import ConfigError
 from openrlhf.models.forward import Network
-from openrlhf.rollout.decoding import CachedRows, ContinuousBatching, OwnCaches, Uncached
+from openrlhf.rollout.decoding import CachedRows, ContinuousBatching, OwnCaches, Uncached, evaluating
 from openrlhf.rollout.decoding_check import choose_decoding, own_log_probs
 from openrlhf.rollout.hf import HFEngine
 from openrlhf.types import Request, SamplingParams
@@ -33,7 +34,8 @@ def assert_own(network, asked, made, tolerance=2e-4):
     """The engine's log-probs are those of the model's own forward over each whole sequence."""
     for request, completion in zip(asked, made, strict=True):
         prompt, answer = request.prompt_token_ids, completion.token_ids
-        (found,) = own_log_probs(network, [[*prompt, *answer]])
+        with torch.no_grad(), evaluating(network.decoder, "eager"):
+            (found,) = own_log_probs(network.decoder, [[*prompt, *answer]])
         expected = found[len(prompt) - 1 : -1].gather(1, torch.tensor(answer)[:, None]).squeeze(1)
         assert completion.log_probs == pytest.approx(expected.tolist(), abs=tolerance)
 
@@ -65,10 +67,11 @@ def test_a_family_takes_the_fastest_way_that_is_right(family, way, attention):
 @pytest.mark.parametrize(
     "way",
     [
-        lambda network: ContinuousBatching(network, "sdpa", pads_prompts=False),
-        lambda network: OwnCaches(network, "sdpa"),
-        lambda network: OwnCaches(network, "sdpa", by_length=False),
+        lambda network: ContinuousBatching(network.decoder, "sdpa", pads_prompts=False),
+        lambda network: OwnCaches(network.decoder, "sdpa"),
+        lambda network: OwnCaches(network.decoder, "sdpa", by_length=False),
         Uncached,
+        lambda network: Uncached(network, row_by_row=True),
     ],
 )
 def test_each_way_gives_the_same_answers(way):
@@ -123,24 +126,39 @@ class BrokenRows(CachedRows):
     [
         ("keep", "is off by "),
         ("add", "is off by "),
-        ("numbers", "is off by inf nats (0.0001 allowed)"),
-        ("step", "fails with IndexError (list index out of range)"),
+        ("numbers", "is off by inf (0.0001 allowed)"),
+        ("step", "fails with IndexError: list index out of range"),
     ],
 )
 def test_a_wrong_way_is_found_out(fault, problem, capsys):
     network = Network(build("llama"))
-    broken, right = Broken(network, "sdpa", fault=fault), ContinuousBatching(network, "eager")
+    broken = Broken(network.decoder, "sdpa", fault=fault)
+    right = ContinuousBatching(network.decoder, "eager")
     assert choose_decoding(network, [broken, right]) is right
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("openrlhf: LlamaForCausalLM generates by continuous batching with eager attention: ")
-    assert problem in line
-    with pytest.raises(ConfigError, match="cannot generate with LlamaForCausalLM"):
+    assert line.startswith(f"openrlhf: LlamaForCausalLM: continuous batching with sdpa attention {problem}")
+    assert line.endswith(", so it generates by continuous batching with eager attention")
+    with pytest.raises(ConfigError, match=re.escape(f"continuous batching with sdpa attention {problem}")):
         choose_decoding(network, [broken])
 
 
-def test_the_first_way_is_not_worth_a_line(capsys):
-    choose_decoding(Network(build("qwen3_next")))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_first_way_is_not_worth_a_line(dtype, capsys):
+    choose_decoding(Network(build("qwen3_next").to(dtype)))
     assert capsys.readouterr().err == ""
+
+
+def test_half_precision_hides_no_fault():
+    network = Network(build("llama").to(torch.bfloat16))
+    broken = Broken(network.decoder, "sdpa", fault="add")
+    right = ContinuousBatching(network.decoder, "sdpa")
+    assert choose_decoding(network, [broken, right]) is right
+
+
+def test_a_check_that_was_skipped_finds_nothing_out():
+    network = Network(build("llama"), self_test=False)
+    broken = Broken(network.decoder, "sdpa", fault="step")
+    assert choose_decoding(network, [broken]) is broken
 
 
 def test_the_check_leaves_no_trace():
