@@ -64,8 +64,9 @@ def choose_decoding(network: Network, ways: Iterable[Decoding] | None = None) ->
                 say(f"{name}: {problems[0]}, so it generates by {way.description}")
             return way
         problems.append(f"{way.description} {problem}")
+    ends = "; ".join(dict.fromkeys((problems[0], problems[-1])))  # the fastest and the last resort
     raise ConfigError(
-        f"{name} does not generate here what it computes by itself: {'; '.join(problems)}",
+        f"{name} does not generate here what it computes by itself: {ends}",
         try_this="vLLM as the engine, or --skip_self_test to generate all the same",
     )
 

@@ -170,7 +170,8 @@ class HFEngine:
     def _without_early_end(self, logits: Tensor, rows: list[Row]) -> Tensor:
         """What would end a response that is too short cannot be drawn, as vLLM has it."""
         young = [(number, row.request.params.stop_token_ids) for number, row in enumerate(rows) if self._is_young(row)]
-        forbidden = [(number, token) for number, stops in young for token in {*self.ends, *stops}]
+        known = logits.shape[-1]  # a generation config may name end tokens that the model cannot say
+        forbidden = [(number, token) for number, stops in young for token in {*self.ends, *stops} if token < known]
         if forbidden:
             numbers, tokens = torch.tensor(forbidden, device=self.device).unbind(1)
             logits[numbers, tokens] = -torch.inf

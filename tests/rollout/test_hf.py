@@ -182,6 +182,11 @@ def test_eos_ends_an_answer_and_the_least_length_forbids_it(network, tokenizer):
     assert eos not in made.token_ids[:-1]
 
 
+def test_an_end_that_the_model_cannot_say_ends_nothing(network, tokenizer):
+    network.decoder.generation_config.eos_token_id = [tokenizer.eos_token_id, len(tokenizer) + 5]
+    assert len(answer(network, tokenizer, min_tokens=4).token_ids) >= 4
+
+
 def test_a_stop_text_waits_for_the_least_length(network, tokenizer):
     first = answer(network, tokenizer, temperature=0.5).text[0]
     assert len(answer(network, tokenizer, temperature=0.5, stop=(first,)).token_ids) == 1
