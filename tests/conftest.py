@@ -34,8 +34,15 @@ def pytest_xdist_auto_num_workers():
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """Longest files first, so that workers finish together; `seconds` of the slow marks in a file add up."""
+def pytest_collection_modifyitems(config, items):
+    """Longest files first, so that workers finish together; `seconds` of the slow marks in a file add up.
+
+    Every model family takes long, so tests with the mark `matrix` run only if `-m` names it.
+    """
+    if "matrix" not in config.option.markexpr:
+        left_out = [item for item in items if item.get_closest_marker("matrix")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("matrix")]
     seconds = {}
     for item in items:
         for mark in item.iter_markers("slow"):

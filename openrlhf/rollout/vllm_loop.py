@@ -29,6 +29,7 @@ Result = TypeVar("Result")
 Waiter: TypeAlias = asyncio.Future[Any]
 Command: TypeAlias = tuple[Callable[[], None] | None, Waiter]  # None ends the thread
 CLOSED = "this engine was closed"
+SHOWN = 5  # names in a message
 TAGS: dict[Part, str] = {"weights": "weights", "cache": "kv_cache"}  # what vLLM calls the parts of its memory
 
 
@@ -123,6 +124,7 @@ class StepLoop:
         self._paused = False
         self._asleep: set[Part] = set()
         self._has_weights = True
+        self._readable: frozenset[str] = frozenset()  # tensors that the first proved load could read back
         self._failure: Exception | None = None
         started: Future[None] = Future()
         arguments = (build, torch.get_num_threads(), started)
@@ -319,7 +321,10 @@ class StepLoop:
             if not states[entry.inner_id].is_prefilling:
                 self._began.setdefault(name, self.version)
         received = self._engine.collective_rpc("receive_weights", args=(weights,), kwargs={"verify": verify})
-        if wrong := what_is_wrong(received):
+        wrong = what_is_wrong(received)
+        if verify and wrong is None:
+            wrong = self._not_in_effect(received)
+        if wrong:
             self._has_weights = False
             self._answers.give(waiter, RolloutError(wrong))
             return
@@ -327,6 +332,16 @@ class StepLoop:
         self._has_weights = True
         self.version = version
         self._answers.give(waiter, received[0].checksums)
+
+    def _not_in_effect(self, received: Sequence[Received]) -> str | None:
+        """A tensor that could be read back once can be read back always, unless a layer computes with another one."""
+        read_back = frozenset.intersection(*(worker.read_back for worker in received))
+        lost = sorted((self._readable or read_back) - read_back)
+        self._readable = self._readable or read_back
+        if not lost:
+            return None
+        shown = ", ".join(lost[:SHOWN]) + (", ..." if len(lost) > SHOWN else "")
+        return f"weights arrived, but vLLM still computes with other ones ({len(lost)} tensors): {shown}"
 
     def _sleep(self) -> None:
         """Level 2 drops the weights instead of copying them to the host, since new ones come anyway."""

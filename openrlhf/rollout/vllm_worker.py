@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,17 +11,12 @@ import torch
 from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.attention import MLAAttention
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
 from openrlhf.errors import RolloutError
 from openrlhf.rollout.channel import PerWorker
 from openrlhf.rollout.checksum import checksum
-
-COPIED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)  # loading these is copying into place
+from openrlhf.rollout.vllm_layers import COPIED, Sampled, method_of, read_back, reloading, sampled
 
 
 @dataclass(frozen=True)
@@ -28,6 +24,7 @@ class Received:
     """What one worker saw of a set of weights."""
 
     checksums: dict[str, int]  # by checkpoint name; empty unless asked for
+    read_back: frozenset[str] = frozenset()  # names whose tensors the layers compute with, as far as they can be read
     missing: tuple[str, ...] = ()  # parameters of the model that nothing came for
     cut_short: str = ""  # why no more came: the model is sound, but its weights are old and new ones mixed
 
@@ -47,22 +44,21 @@ class WeightLoading:
         expected = {name for name, _ in model.named_parameters()}
         own = weights.of(self.rank) if isinstance(weights, PerWorker) else weights
         at_once = loads_by_copying(model)
-        arrivals = Arrivals(own, verify=verify, kept=not at_once)
+        model_config = self.vllm_config.model_config
+        arrivals = Arrivals(own, verify=verify, kept=not at_once, dtype=model_config.dtype)
         with set_current_vllm_config(self.vllm_config):
-            if not at_once:
-                initialize_layerwise_reload(model)
-            try:
-                loaded, cut_short = model.load_weights(arrivals), ""
-            except RolloutError as error:  # the sender's. Raised here, it would leave other workers' answers unread
-                loaded, cut_short = None, error.message
-            if not at_once:
-                finalize_layerwise_reload(model, self.vllm_config.model_config)
-        _settle()
-        if cut_short:
-            return Received({}, cut_short=cut_short)
-        absent = expected - loaded if loaded is not None else set()
-        fused = getattr(model, "packed_modules_mapping", {})
-        return Received(arrivals.checksums, tuple(sorted(absent | _absent_parts(expected, fused, arrivals.names))))
+            with nullcontext() if at_once else reloading(model, model_config):
+                try:
+                    loaded, cut_short = model.load_weights(arrivals), ""
+                except RolloutError as error:  # the sender's. Raised here, it would leave other workers' answers unread
+                    loaded, cut_short = None, error.message
+            _settle()
+            if cut_short:
+                return Received({}, cut_short=cut_short)
+            absent = expected - loaded if loaded is not None else set()
+            fused = getattr(model, "packed_modules_mapping", {})
+            missing = tuple(sorted(absent | _absent_parts(expected, fused, arrivals.names)))
+            return Received(arrivals.checksums, read_back(model, fused, arrivals.sampled), missing)
 
 
 class Arrivals:
@@ -71,18 +67,21 @@ class Arrivals:
     A tensor holds until the next one is asked for, so it is copied where it is `kept` until its layer is complete.
     """
 
-    def __init__(self, weights: Iterable[tuple[str, Tensor]], *, verify: bool, kept: bool) -> None:
+    def __init__(self, weights: Iterable[tuple[str, Tensor]], *, verify: bool, kept: bool, dtype: torch.dtype) -> None:
         self.weights = weights
         self.verify = verify
         self.kept = kept
+        self.dtype = dtype  # of the engine
         self.names: set[str] = set()
         self.checksums: dict[str, int] = {}
+        self.sampled: dict[str, Sampled] = {}
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self.weights:
             self.names.add(name)
             if self.verify:
                 self.checksums[name] = checksum(tensor)
+                self.sampled[name] = sampled(tensor, self.dtype)
             yield name, tensor.clone() if self.kept else tensor
 
 
@@ -101,14 +100,9 @@ def loads_by_copying(model: nn.Module) -> bool:
     On CPU matrices are packed for its kernels; experts may be shuffled; latent attention keeps products of weights.
     """
     return not current_platform.is_cpu() and not any(
-        isinstance(module, MLAAttention) or not isinstance(_method(module), (*COPIED, type(None)))
+        isinstance(module, MLAAttention) or not isinstance(method_of(module), (*COPIED, type(None)))
         for module in model.modules()
     )
-
-
-def _method(module: nn.Module) -> QuantizeMethodBase | None:
-    method = getattr(module, "quant_method", None)
-    return method if isinstance(method, QuantizeMethodBase) else None
 
 
 def _absent_parts(parameters: set[str], fused: dict[str, list[str]], names: set[str]) -> set[str]:

@@ -1,0 +1,158 @@
+"""The layers of a vLLM model: load new weights into them, and read back what they compute with.
+
+On CPU vLLM packs matrices for its kernels after loading and computes with the packed copies. Its layer-wise reload
+packs again what it loaded, with two exceptions that `reloading` takes care of: a head that shares the embedding's
+weight keeps the copy of the old one, and experts are packed only when their kernel is built.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
+
+from openrlhf.rollout.checksum import checksum
+
+COPIED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)  # loading these is copying into place
+COLUMNS = 64  # of a matrix that are read back
+
+
+def method_of(module: nn.Module) -> QuantizeMethodBase | None:
+    method = getattr(module, "quant_method", None)
+    return method if isinstance(method, QuantizeMethodBase) else None
+
+
+@contextmanager
+def reloading(model: nn.Module, model_config: Any) -> Iterator[None]:
+    """Weights loaded within take the form that vLLM's kernels want."""
+    kernels = _take_expert_kernels(model) if current_platform.is_cpu() else []
+    initialize_layerwise_reload(model)
+    try:
+        yield
+    finally:
+        finalize_layerwise_reload(model, model_config)
+        for method, kernel in kernels:
+            if method.moe_kernel is None:  # nothing came for these experts
+                method.moe_kernel = kernel
+        if current_platform.is_cpu():
+            _pack_shared_weights(model)
+
+
+def _take_expert_kernels(model: nn.Module) -> list[tuple[Any, Any]]:
+    """Without a kernel vLLM takes loading for the first one: it pads and packs the experts, and builds the kernel."""
+    methods: list[Any] = [method_of(module) for module in model.modules()]
+    taken = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None) is not None]
+    for method, _ in taken:
+        method.moe_kernel = None
+    return taken
+
+
+def _pack_shared_weights(model: nn.Module) -> None:
+    for _, users in _users(model).values():
+        for module in users if len(users) > 1 else ():
+            method = method_of(module)
+            if isinstance(method, UnquantizedEmbeddingMethod):
+                method.process_weights_after_loading(module)
+
+
+def _users(model: nn.Module) -> dict[int, tuple[list[str], list[nn.Module]]]:
+    """Names and modules that hold the same weight, by that weight."""
+    found: dict[int, tuple[list[str], list[nn.Module]]] = defaultdict(lambda: ([], []))
+    for name, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        if weight is not None and weight.is_floating_point() and weight.element_size() > 1:  # not quantised
+            names, modules = found[id(weight)]
+            names.append(name)
+            modules.append(module)
+    return dict(found)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Enough of a tensor to recognise it: some of its columns, or all of a vector."""
+
+    shape: tuple[int, ...]
+    columns: int  # their checksum
+    rows: int  # those of the transposed matrix: some checkpoints keep it
+
+
+def sampled(tensor: Tensor, dtype: torch.dtype) -> Sampled:
+    """`dtype` is the engine's, which rounds what it loads."""
+    kept = tensor.detach()
+    if kept.dim() != 2:
+        return Sampled(tuple(kept.shape), _sum(kept.to(dtype)), 0)
+    some_columns, some_rows = kept[:, _places(kept.shape[1], kept)], kept[_places(kept.shape[0], kept)]
+    return Sampled(tuple(kept.shape), _sum(some_columns.to(dtype)), _sum(some_rows.T.to(dtype)))
+
+
+def _places(size: int, like: Tensor) -> Tensor:
+    """Evenly spread over a dimension."""
+    return torch.arange(0, size, max(1, size // COLUMNS), device=like.device)
+
+
+def _sum(tensor: Tensor) -> int:
+    return checksum(tensor + 0.0)  # a product with a unit vector does not keep the sign of a zero
+
+
+def read_back(model: nn.Module, fused: Mapping[str, Sequence[str]], arrived: Mapping[str, Sampled]) -> frozenset[str]:
+    """Names of tensors that every layer which uses them computes with, as they arrived.
+
+    Left out are those that vLLM keeps in a form of its own (experts, shards, reordered rows): log-probs prove these.
+    """
+    if not arrived or get_tensor_model_parallel_world_size() > 1:
+        return frozenset()
+    found: dict[str, bool] = {}
+    for names, modules in _users(model).values():
+        for module in modules:
+            held = _computed_with(module)
+            for user in names:
+                for name, same in _compare(held, _parts(user, fused), arrived):
+                    found[name] = found.get(name, True) and same
+    return frozenset(name for name, same in found.items() if same)
+
+
+def _parts(module: str, fused: Mapping[str, Sequence[str]]) -> list[str]:
+    """Checkpoint names of the tensors that make up a module's weight, in order."""
+    above, _, own = module.rpartition(".")
+    return [f"{above}.{part}.weight".removeprefix(".") for part in fused.get(own, [own])]
+
+
+def _computed_with(module: nn.Module) -> Tensor:
+    """A vector as it is, of a matrix [rows, columns] some columns.
+
+    A packed matrix cannot be looked at, but a product with a unit vector is a column of it, exactly.
+    """
+    layer: Any = module
+    weight: Tensor = layer.weight
+    method = method_of(module)
+    packed = isinstance(method, UnquantizedLinearMethod) or isinstance(module, ParallelLMHead)
+    if packed and hasattr(module, "cpu_linear"):
+        size = layer.input_size if isinstance(method, UnquantizedLinearMethod) else layer.embedding_dim
+        places = _places(size, weight)
+        units = torch.zeros(len(places), size, dtype=weight.dtype)
+        units[torch.arange(len(places)), places] = 1.0
+        return layer.cpu_linear(units, weight, None).T
+    return weight[:, _places(weight.shape[1], weight)] if weight.dim() == 2 else weight
+
+
+def _compare(held: Tensor, names: Sequence[str], arrived: Mapping[str, Sampled]) -> Iterator[tuple[str, bool]]:
+    if not all(name in arrived for name in names):
+        return
+    start = 0
+    for name in names:
+        asked = arrived[name]
+        own = held[start : start + asked.shape[0]]
+        turned = held[: asked.shape[-1]]  # a matrix that a checkpoint keeps transposed is never fused
+        yield name, _sum(own) == asked.columns or (len(names) == 1 and _sum(turned) == asked.rows)
+        start += asked.shape[0]
