@@ -76,6 +76,7 @@ class VLLMEngine:
     def _build(self) -> Any:
         with _host_left_alone():
             engine = build_engine(self.settings)
+            _try_out(engine)
         generation = engine.model_config.try_get_generation_config()
         self._ends = end_tokens(generation.get("eos_token_id"), self.tokenizer)
         return engine
@@ -184,6 +185,20 @@ def _host_left_alone() -> Iterator[None]:
     finally:
         torch.set_num_threads = set_num_threads
         torch.set_float32_matmul_precision(precision)
+
+
+def _try_out(engine: Any) -> None:
+    """One token: a model that vLLM loads but cannot run here is refused before anything else starts."""
+    import vllm
+    from vllm.inputs import tokens_input
+
+    try:
+        engine.add_request("trial", tokens_input([0]), vllm.SamplingParams(max_tokens=1, temperature=0.0))
+        while engine.has_unfinished_requests():
+            engine.step()
+    except Exception:
+        engine.engine_core.shutdown()
+        raise
 
 
 def build_engine(settings: VLLMSettings) -> Any:

@@ -402,15 +402,26 @@ def test_a_closed_engine_says_so(shared):
     asyncio.run(close())
 
 
-def test_an_error_within_a_step_reaches_those_who_wait(shared, tokenizer, tmp_path):
+def test_a_model_that_vllm_cannot_run_is_refused_before_anything_starts(shared, tokenizer, tmp_path):
     asyncio.run(shared.close())
-    broken = build(make_model(tmp_path, head_dim=8, max_position_embeddings=LONGEST), tokenizer)
+    with pytest.raises(RolloutError, match=r"did not start.*head_dim=8"):
+        build(make_model(tmp_path, head_dim=8, max_position_embeddings=LONGEST), tokenizer)
+
+
+def test_an_error_within_a_step_reaches_those_who_wait(shared, folder, tokenizer, monkeypatch):
+    asyncio.run(shared.close())
+    broken = build(folder, tokenizer)
+
+    def step():
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(broken._steps._engine, "step", step)
 
     async def fail():
         waiting = [broken.generate([SHORT]), broken.generate([LONG])]
         errors = await asyncio.gather(*waiting, return_exceptions=True)
-        assert all(isinstance(error, RolloutError) and "head_dim=8" in str(error) for error in errors)
-        with pytest.raises(RolloutError, match="head_dim=8"):
+        assert all(isinstance(error, RolloutError) and "no such kernel" in str(error) for error in errors)
+        with pytest.raises(RolloutError, match="no such kernel"):
             await broken.health()
         await broken.close()
 
