@@ -85,6 +85,7 @@ RL: Rules = (
     rl.gspo_clips_narrowly,
     rl.correction_needs_the_whole_distribution,
     rl.old_samples_are_corrected,
+    rl.log_probs_can_be_compared,
     rl.sampling_has_a_temperature,
     rl.generate_max_len_within_max_len,
     rl.context_leaves_room,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,7 +17,7 @@ from openrlhf.config.runtime import is_asynchronous
 from openrlhf.launch.device import explain_precision, seed_everything
 from openrlhf.launch.distributed import join
 from openrlhf.launch.engines import engine_spec, make_engine
-from openrlhf.launch.proof import Sent, compare
+from openrlhf.launch.proof import Sent, SyncProof, compare
 from openrlhf.launch.rl_build import build_models
 from openrlhf.launch.rl_models import Models
 from openrlhf.models.plain import plain_copy
@@ -55,6 +55,9 @@ class LocalWorkers:
             reference_log_probs=await self._do(models.reference_log_probs, batches) if models.reference else None,
             log_probs=await self._do(models.log_probs, batches) if log_probs else None,
         )
+
+    async def log_probs(self, batches: Sequence[Batch]) -> list[Tensor]:
+        return await self._do(self.models.log_probs, batches)
 
     async def rewards(self, trajectories: Sequence[Trajectory]) -> Tensor | None:
         return await self._do(self.models.rewards, trajectories) if self.models.scorers else None
@@ -106,22 +109,21 @@ class LocalSync:
     engine: LoadingEngine
     sleeps: bool = False  # the engine, while the models train
     drains: bool = True  # what is being generated is finished with the weights that began it
-    check_every: int = 0
-    syncs: int = 0
+    proof: SyncProof = field(default_factory=SyncProof)
 
     async def sync(self, version: int) -> None:
-        verify = self.syncs == 0 or (self.check_every > 0 and self.syncs % self.check_every == 0)
+        verify = self.proof.is_due()
         await self.engine.pause(drain=self.drains)
         if self.sleeps:
             await self.engine.wake("weights")
         sent = Sent(self.models.weights(), verify=verify)
         received = await self.engine.load(sent, version, verify=verify)
         compare(sent.checksums, received, "the engine")
+        self.proof.conclude(sent.checksums)
         self.models.rest()
         if self.sleeps:
             await self.engine.wake("cache")
         await self.engine.resume()
-        self.syncs += 1
 
     async def begin_training(self) -> None:
         if self.sleeps:
@@ -157,7 +159,7 @@ async def open_local(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollo
         seed_everything(config.batches.seed, deterministic=config.batches.full_determinism)
         models = build_models(config, tokenizer, device, rollouts)
         drains = not config.asynchrony.partial_rollout
-        sync = LocalSync(models, vllm, sleeps, drains, config.engines.sync_check_every)
+        sync = LocalSync(models, vllm, sleeps, drains, SyncProof(config.engines.sync_check_every))
         yield Machinery(LocalWorkers(models, aside=asynchronous), vllm, sync)
     finally:
         await vllm.close()

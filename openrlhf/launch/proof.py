@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -11,6 +12,26 @@ from openrlhf.rollout.checksum import checksum
 from openrlhf.rollout.engine import Checksums, Weights
 
 SHOWN = 5  # names in a message
+
+
+@dataclass
+class SyncProof:
+    """Which syncs are proved: the first, those after it until the weights have changed, and every N-th."""
+
+    every: int = 0  # 0: no others
+    syncs: int = 0
+    first: Checksums | None = None
+    changed: bool = False
+
+    def is_due(self) -> bool:
+        return not self.changed or (self.every > 0 and self.syncs % self.every == 0)
+
+    def conclude(self, sent: Checksums) -> None:
+        """After a sync; `sent` is empty where no proof was due."""
+        if sent and self.first is None:
+            self.first = sent
+        self.changed = self.changed or sent not in ({}, self.first)
+        self.syncs += 1
 
 
 class Sent:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import torch
+
 from openrlhf.algo.policy_loss import PolicySettings
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.runtime import (
@@ -18,7 +20,7 @@ from openrlhf.config.runtime import (
 from openrlhf.data.collate import Layout
 from openrlhf.rl.controller import LoopSettings, Settings
 from openrlhf.rl.experience import ExperienceSettings
-from openrlhf.rl.proof import LogProbProof
+from openrlhf.rl.proof import GapSettings
 from openrlhf.rl.rollouts import PromptOrder, RolloutSettings
 from openrlhf.rl.samples import Batching
 from openrlhf.training.rl_objectives import PolicyObjective
@@ -59,7 +61,7 @@ def make_settings(config: RLConfig, layout: Layout) -> Settings:
             eval_every=logs.eval_steps,
             log_every=logs.logging_steps,
             lockstep=resolve_runtime(config) == "local",
-            proof=log_prob_proof(config),
+            gap=gap_settings(config),
         ),
         rollout=sampling,
         evaluation=replace(
@@ -84,15 +86,20 @@ def make_settings(config: RLConfig, layout: Layout) -> Settings:
     )
 
 
-def log_prob_proof(config: RLConfig) -> LogProbProof | None:
-    """Nothing to compare where engine and trainer are one, where none generates, or where tokens were left out."""
+def gap_settings(config: RLConfig) -> GapSettings | None:
+    """None for recorded rollouts, and when tokens are left out: the engine's log-probs are of those that remain."""
     rollout = config.rollout
-    separate = resolve_runtime(config) == "ray" or bool(config.engines.vllm_num_engines)
-    truncated = bool(rollout.limits_on_tokens) or rollout.temperature == 0
-    if not separate or truncated or rollout.replay:
+    if rollout.replay or rollout.limits_on_log_probs:
         return None
-    exact = config.model.param_dtype == "fp32"
-    return LogProbProof(1e-3 if exact else 0.1, config.engines.sync_check_every)
+    separate = resolve_runtime(config) == "ray" or bool(config.engines.vllm_num_engines)
+    on_cpu = config.model.device == "cpu" or (resolve_runtime(config) == "local" and not torch.cuda.is_available())
+    exact = config.model.param_dtype == "fp32" or on_cpu
+    return GapSettings(
+        warn=1e-3 if exact else 0.05,
+        stop=0.02 if exact else 0.5,
+        probe=separate and is_asynchronous(config),
+        probe_every=config.engines.sync_check_every,
+    )
 
 
 def rollout_settings(config: RLConfig) -> RolloutSettings:

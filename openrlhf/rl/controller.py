@@ -21,7 +21,7 @@ from openrlhf.algo.kl import AdaptiveKL, FixedKL
 from openrlhf.monitor import Monitor
 from openrlhf.rl.evaluate import evaluate
 from openrlhf.rl.experience import Experience, ExperienceSettings, make_experience
-from openrlhf.rl.proof import LogProbProof, log_prob_difference
+from openrlhf.rl.proof import GapSettings, GapWatch
 from openrlhf.rl.record import Recorder
 from openrlhf.rl.rollouts import Rollout, RolloutSettings, Source
 from openrlhf.rl.samples import Batching, batch_samples
@@ -46,7 +46,7 @@ class LoopSettings:
     save_every: int = -1
     log_every: int = 1
     lockstep: bool = True
-    proof: LogProbProof | None = None  # none where engine and trainer share one network
+    gap: GapSettings | None = None  # none where engine and trainer cannot be compared
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,8 @@ class Controller:
         self.settings = settings
         self.state = state
         self.changed = asyncio.Condition()
-        self.unproven = True  # that the engine draws from the policy
+        gap = settings.loop.gap
+        self.gap = GapWatch(gap, parts.workers, settings.scoring, parts.monitor) if gap is not None else None
         self.generation_seconds: dict[int, float] = {}  # by the number of the rollout
         self.last: dict[str, float] = {}
         self.last_evaluation: dict[str, float] = {}
@@ -156,7 +157,7 @@ class Controller:
             rollout = state.queue.popleft()
             began = time.perf_counter()
             values = await self._train(rollout)
-            await self._finish_step(values, began, after_step)
+            await self._finish_step(rollout, values, began, after_step)
 
     def _may_train(self) -> bool:
         """In lockstep a rollout waits until those that its weights must make have been made."""
@@ -164,7 +165,9 @@ class Controller:
         ahead = loop.queue_size if loop.lockstep else 0
         return self.exhausted or len(state.queue) > ahead
 
-    async def _finish_step(self, values: dict[str, float], began: float, after_step: AfterStep) -> None:
+    async def _finish_step(
+        self, rollout: Rollout, values: dict[str, float], began: float, after_step: AfterStep
+    ) -> None:
         """The new weights to the engine, what is logged, and what is due after so many steps."""
         loop, state, parts = self.settings.loop, self.state, self.parts
         version = state.version + 1
@@ -177,6 +180,7 @@ class Controller:
         if version % loop.log_every == 0:
             parts.monitor.log("train", version, values)
         parts.monitor.advance(shown(values))
+        await self._probe(rollout, values)
         if loop.eval_every > 0 and version % loop.eval_every == 0:
             await self.evaluate()
         await after_step(self)
@@ -189,10 +193,10 @@ class Controller:
         began, coef = time.perf_counter(), state.kl.coef
         if settings.loop.queue_size == 0:
             await parts.sync.begin_training()
-        values = await self._proven(rollout)
         experience = await make_experience(
             rollout.trajectories, parts.workers, settings.scoring, settings.experience, coef
         )
+        values = {} if self.gap is None else await self.gap.look(rollout.trajectories, state.version, state.version + 1)
         scored = time.perf_counter()
         writing = asyncio.create_task(
             asyncio.to_thread(parts.recorder.write, state.version + 1, experience.samples)
@@ -212,18 +216,14 @@ class Controller:
             values["timing/generation"] = self.generation_seconds.pop(rollout.number)
         return values
 
-    async def _proven(self, rollout: Rollout) -> dict[str, float]:
-        """The distance of engine and trainer, when it is time to look at it."""
-        proof, version = self.settings.loop.proof, self.state.version
-        if proof is None or not (self.unproven or proof.is_due(version + 1)):
-            return {}
-        apart = await log_prob_difference(
-            rollout.trajectories, self.parts.workers, self.settings.scoring, proof, version
-        )
-        if apart is None:
-            return {}
-        self.unproven = False
-        return {"rollout/log_prob_difference": apart}
+    async def _probe(self, rollout: Rollout, values: dict[str, float]) -> None:
+        """Compares engine and trainer right after a sync, where no later rollout of these weights will tell in time."""
+        if self.gap is None:
+            return
+        self.gap.note_update(values)
+        if self.gap.probe_is_due(self.state.version):
+            prompts = list({item.prompt.index: item.prompt for item in rollout.trajectories}.values())
+            await self.gap.probe(self.parts.engine, prompts, self.settings.rollout, self.state.version)
 
     async def _step(self, experience: Experience, places: Sequence[int], kl_coef: float) -> dict[str, float]:
         samples = [experience.samples[place] for place in places]

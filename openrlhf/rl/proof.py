@@ -1,52 +1,150 @@
-"""Does an engine draw from the policy that is trained? Log-probs of a few sampled tokens, on both sides, tell."""
+"""Do engine and trainer compute the same policy? Log-probs of the same sampled tokens on both sides tell.
+
+Only tokens drawn with the trainer's current weights can be compared. Samples are scored at least two to a batch, in the
+layout of the run: a model that mixes up the sequences of a batch would pass a test with one.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from openrlhf.agents.executor import sample_name
 from openrlhf.errors import RolloutError
+from openrlhf.monitor import Monitor
+from openrlhf.rl.rollouts import RolloutSettings
 from openrlhf.rl.samples import Batching, batch_trajectories
 from openrlhf.rl.workers import Workers
-from openrlhf.types import Trajectory
+from openrlhf.rollout.engine import Engine
+from openrlhf.types import Prompt, Request, Trajectory
 
 SAMPLES = 4
+PROBE_TOKENS = 32
+PROBE_SECONDS = 30.0  # that training waits for a busy engine
+ADVICE = (
+    "--param_dtype fp32 to see whether precision is the cause, --attn_implementation eager, or no --packing_samples"
+)
 
 
 @dataclass(frozen=True)
-class LogProbProof:
-    """How far engine and trainer may be apart, as the mean over a sample's tokens, and how often that is looked at."""
+class GapSettings:
+    """How far engine and trainer may be apart, in nats: the mean of |log p - log p'| over tokens."""
 
-    tolerance: float
-    every: int = 0  # steps; 0: only once, when there are samples that tell
+    warn: float
+    stop: float
+    probe: bool = False  # asynchronous runs draw with older weights, so they ask the engine for samples of the new ones
+    probe_every: int = 0  # syncs, beside the first that changed the weights; 0: only that one
 
-    def is_due(self, step: int) -> bool:
-        return self.every > 0 and step % self.every == 0
 
+@dataclass
+class GapWatch:
+    """Measures the gap whenever there are samples that tell, and stops the run where it is far too large."""
 
-async def log_prob_difference(
-    trajectories: Sequence[Trajectory], workers: Workers, batching: Batching, proof: LogProbProof, version: int
-) -> float | None:
-    """The largest mean difference of a few samples; raises where it is too large, and says which sample.
+    settings: GapSettings
+    workers: Workers
+    batching: Batching
+    monitor: Monitor
+    warned: float = 0.0  # the gap of the last warning
+    moved: bool = False  # the weights since the start of the run
+    proved: bool = False  # a sync of weights that had moved
 
-    Samples of older weights tell nothing: None where there are only such.
-    """
-    fresh = [item for item in trajectories if item.version == version and any(item.action_mask)][:SAMPLES]
-    if not fresh:
-        return None
-    scores = await workers.score([batch_trajectories([item], batching.layout) for item in fresh], log_probs=True)
-    assert scores.log_probs is not None
-    found = {}
-    for place, (item, trained) in enumerate(zip(fresh, scores.log_probs, strict=True)):
-        pairs = zip(trained.flatten().tolist(), item.rollout_log_probs, item.action_mask, strict=False)
-        apart = [abs(own - drawn) for own, drawn, acts in pairs if acts]
-        found[place] = sum(apart) / len(apart)
-    worst = max(found, key=lambda place: found[place])
-    if not found[worst] <= proof.tolerance:  # also where it is not a number
-        raise RolloutError(
-            f"the engine's log-probs are {found[worst]:.3g} a token from the trainer's, {proof.tolerance:g} allowed, "
-            f"in {sample_name(fresh[worst].prompt)}, though the weights arrived: the two do not compute the same model",
-            try_this="--param_dtype fp32 to see whether precision is the cause, or --attn_implementation eager",
+    async def look(self, trajectories: Sequence[Trajectory], version: int, step: int) -> dict[str, float]:
+        """Metrics of a step: none where every sample was drawn with older weights."""
+        fresh = [item for item in trajectories if item.version == version and any(item.action_mask)]
+        if not fresh:
+            return {}
+        chosen = choose(fresh, self.batching)
+        pairs = [chosen[place : place + 2] for place in range(0, len(chosen), 2)]
+        if len(pairs[-1]) == 1:  # another sequence beside it, in front because a leak goes to the ones behind
+            pairs[-1] = [min(trajectories, key=lambda item: len(item.input_ids)), *pairs[-1]]
+        batches = [batch_trajectories(pair, self.batching.layout) for pair in pairs]
+        scores = await self.workers.log_probs(batches)
+        apart = [
+            (item, _differences(tensor[batch.sequence_ids == number].tolist(), item))
+            for pair, batch, tensor in zip(pairs, batches, scores, strict=True)
+            for number, item in enumerate(pair)
+            if item in chosen
+        ]
+        gap = self._judge(apart, step)
+        self.proved = self.proved or self.moved
+        return {"rollout/log_prob_difference": gap}
+
+    def _judge(self, apart: Sequence[tuple[Trajectory, list[float]]], step: int) -> float:
+        """The mean over all tokens; warns and stops."""
+        every = [value for _, values in apart for value in values]
+        gap = sum(every) / len(every)
+        worst, _ = max(apart, key=lambda pair: sum(pair[1]) / len(pair[1]))
+        found = (
+            f"step {step}: the log-probs of engine and trainer differ by {gap:.2g} nats a token on average, "
+            f"expected below {self.settings.warn:g}; most in {sample_name(worst.prompt)}"
         )
-    return found[worst]
+        if not gap <= self.settings.stop:  # also where it is not a number
+            raise RolloutError(f"{found}. They do not compute the same model", try_this=ADVICE)
+        if gap > max(self.settings.warn, 2 * self.warned):
+            self.warned = gap
+            self.monitor.tell(
+                f"{found}. Likely causes: the precision of either side, attention kernels, weights that did not "
+                f"take effect in the engine, an agent that samples with other parameters. "
+                f"Try: --enable_vllm_is_correction to correct for it, or {ADVICE}"
+            )
+        return gap
+
+    def note_update(self, metrics: dict[str, float]) -> None:
+        """Remembers whether an update changed the weights; with a learning rate of zero it does not."""
+        self.moved = self.moved or (metrics.get("actor_lr", 0.0) > 0 and metrics.get("actor_grad_norm", 0.0) > 0)
+
+    def probe_is_due(self, version: int) -> bool:
+        settings = self.settings
+        asked = settings.probe_every > 0 and version % settings.probe_every == 0
+        return settings.probe and (asked or (self.moved and not self.proved))
+
+    async def probe(self, engine: Engine, prompts: Sequence[Prompt], settings: RolloutSettings, version: int) -> None:
+        """Draws a few tokens with the weights that have just been synced, and compares those."""
+        params = replace(settings.params, max_tokens=PROBE_TOKENS, stop=(), seed=version)
+        asked = [prompt for prompt in prompts if len(prompt.input_ids) + PROBE_TOKENS <= settings.context_length][
+            :SAMPLES
+        ]
+        requests = [Request(prompt.input_ids, params) for prompt in asked]
+        self.proved = self.proved or self.moved  # or said why not
+        try:
+            made = await asyncio.wait_for(engine.generate(requests), PROBE_SECONDS)
+        except TimeoutError:
+            self.monitor.tell(
+                f"step {version}: the log-probs of engine and trainer were not compared after this weight sync, "
+                f"because the engines were busy for {PROBE_SECONDS:g} s"
+            )
+            return
+        drawn = [
+            Trajectory(
+                prompt,
+                prompt.input_ids + completion.token_ids,
+                (False,) * len(prompt.input_ids) + (True,) * len(completion.token_ids),
+                (0.0,) * len(prompt.input_ids) + completion.log_probs,
+                reward=0.0,
+                score=0.0,
+                truncated=False,
+                version=completion.version,
+            )
+            for prompt, completion in zip(asked, made, strict=True)
+        ]
+        if not await self.look(drawn, version, version):
+            self.monitor.tell(
+                f"step {version}: the log-probs of engine and trainer were not compared after this weight sync, "
+                "because no prompt leaves room for a probe"
+            )
+
+
+def choose(fresh: Sequence[Trajectory], batching: Batching) -> Sequence[Trajectory]:
+    """A few samples from all over the rollout; short ones if two of those would not fit into a micro-batch."""
+    spread = fresh[:: max(1, len(fresh) // SAMPLES)][:SAMPLES]
+    room = batching.token_budget or batching.size * max(len(item.input_ids) for item in fresh)
+    if sum(sorted(len(item.input_ids) for item in spread)[-2:]) <= room:
+        return spread
+    return sorted(fresh, key=lambda item: len(item.input_ids))[:SAMPLES]
+
+
+def _differences(trained: Sequence[float], item: Trajectory) -> list[float]:
+    """Of the tokens that the engine drew."""
+    tokens = zip(trained, item.rollout_log_probs, item.action_mask, strict=True)
+    return [abs(own - drawn) for own, drawn, acts in tokens if acts]

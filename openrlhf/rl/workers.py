@@ -30,6 +30,10 @@ class Workers(Protocol):
         """Reference log-probs and values where those models exist; the policy's own where asked for."""
         ...
 
+    async def log_probs(self, batches: Sequence[Batch]) -> list[Tensor]:
+        """The policy's alone, one tensor per micro-batch [rows, tokens]."""
+        ...
+
     async def rewards(self, trajectories: Sequence[Trajectory]) -> Tensor | None:
         """[samples] from the reward models, weighted and summed; None where there is no reward model."""
         ...

@@ -378,6 +378,12 @@ CHANGED = [  # rule, command, what is added, what the line must hold, the flag, 
 ]
 
 SAID = [  # rule, command, what is added, what the line must hold
+    (
+        "log_probs_can_be_compared",
+        "train_ppo_ray",
+        "--vllm_num_engines 1 --top_p 0.9",
+        "--top_p 0.9 leaves tokens out|checksums alone",
+    ),
     ("processes_hold_whole_models", "batch_inference", "--zero_stage 3", "--zero_stage 3 changes nothing here"),
     ("template_has_line_breaks", "train_sft", r"--input_template 'User: {}\nBot: '", "--input_template|backslash"),
     ("resuming_needs_checkpoints", "train_sft", "--load_checkpoint --disable_ds_ckpt", "--disable_ds_ckpt"),

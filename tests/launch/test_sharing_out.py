@@ -6,7 +6,7 @@ import torch
 
 from openrlhf.data.collate import Layout
 from openrlhf.errors import RolloutError
-from openrlhf.launch.proof import Sent, compare
+from openrlhf.launch.proof import Sent, SyncProof, compare
 from openrlhf.launch.ray.workers import share_out
 from openrlhf.rollout.checksum import checksum
 from openrlhf.training.backend import is_weightless
@@ -50,3 +50,15 @@ def test_what_is_missing_changed_or_unknown_is_named():
         RolloutError, match=r"engine 0.*1 did not arrive \(b\).*1 arrived changed \(a\).*never sent \(c\)"
     ):
         compare(sums(a=one, b=one), sums(a=other, c=one), "engine 0")
+
+
+@pytest.mark.parametrize(("every", "proved"), [(0, [0, 1, 2, 3]), (3, [0, 1, 2, 3, 6])])
+def test_syncs_are_proved_until_the_weights_have_changed_and_then_as_asked(every, proved):
+    proof, due = SyncProof(every), []
+    for number in range(9):
+        weight = torch.full((2,), float(max(0, number - 2)))  # a learning rate that is zero at first
+        sent = Sent([("a", weight)], verify=proof.is_due())
+        due += [number] if proof.is_due() else []
+        list(sent)
+        proof.conclude(sent.checksums)
+    assert due == proved

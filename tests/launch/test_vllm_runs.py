@@ -7,19 +7,20 @@ from toys import Ran, run
 from openrlhf.launch.local_rl import LocalSync
 from openrlhf.rollout.engine import Weights
 
-VLLM = {"vllm_num_engines": 1, "enforce_eager": True, "init_kl_coef": 0.0}
+VLLM = {"vllm_num_engines": 1, "enforce_eager": True, "init_kl_coef": 0.0}  # on CPU it knows no heads below 32
 MODES = {
     "in turn, the engine asleep": {"vllm_enable_sleep": True, "enable_prefix_caching": True},
-    "side by side": {"async_train": True, "async_queue_size": 1},
+    "side by side": {"async_train": True, "async_queue_size": 1, "sync_check_every": 1},
     "side by side, amid answers": {"async_train": True, "async_queue_size": 1, "partial_rollout": True},
-    "adapters": {"lora_rank": 4, "sync_check_every": 1},
+    "adapters of a tied model, packed": {"lora_rank": 4, "packing_samples": True},
 }
 
 
 @pytest.fixture
 def go(tmp_path, models):
     def start(**flags):
-        paths = {"save_path": "./out", "pretrain": models(head_dim=32)}  # vLLM on CPU knows no smaller heads
+        tied = "lora_rank" in flags
+        paths = {"save_path": "./out", "pretrain": models(head_dim=32, tie_word_embeddings=tied)}
         run("train_ppo", paths | SMALL | task(tmp_path, asked(24)) | VLLM | {"max_steps": 3} | flags)
         return Ran(tmp_path / "out", tmp_path / "out_ckpt")
 
@@ -49,6 +50,7 @@ def test_engine_and_trainer_agree_in_every_mode(mode, go):
             ]
             assert max(apart) < 1e-4
         assert line["actor_grad_norm"] > 0
+        assert bound or line["rollout/log_prob_difference"] < 1e-4
 
 
 def test_weights_that_do_not_arrive_whole_stop_the_run(go, monkeypatch, capsys):
@@ -67,3 +69,21 @@ def test_weights_that_do_not_arrive_whole_stop_the_run(go, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         go()
     assert "layers.1.mlp" in capsys.readouterr().err
+
+
+def test_changed_weights_that_do_not_take_effect_stop_the_run(go, monkeypatch, capsys):
+    """The first sync is of weights that the engine has anyway; log-probs of the next rollout find the one after it."""
+    honest = LocalSync.sync
+
+    async def only_the_first(self, version):
+        if version > 0:
+            first = [(name, tensor.clone()) for name, tensor in self.first]
+            monkeypatch.setattr(self.models, "weights", lambda: first)
+        else:
+            self.first = [(name, tensor.clone()) for name, tensor in self.models.weights()]
+        await honest(self, version)
+
+    monkeypatch.setattr(LocalSync, "sync", only_the_first)
+    with pytest.raises(SystemExit):
+        go()
+    assert "step 2: the log-probs of engine and trainer differ" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Engine and trainer are compared on sampled tokens; too far apart stops the run and says where."""
+"""Engine and trainer are compared on sampled tokens; a line says that they are apart, far apart stops the run."""
 
 import asyncio
 
@@ -7,51 +7,165 @@ import torch
 
 from openrlhf.data.collate import Layout
 from openrlhf.errors import RolloutError
-from openrlhf.rl.proof import LogProbProof, log_prob_difference
+from openrlhf.rl.proof import PROBE_TOKENS, GapSettings, GapWatch
+from openrlhf.rl.rollouts import RolloutSettings
 from openrlhf.rl.samples import Batching
-from openrlhf.rl.workers import Scores
-from openrlhf.types import Prompt, Trajectory
+from openrlhf.types import Completion, Prompt, SamplingParams, Trajectory
 
-BATCHING = Batching(Layout(packing=False, pad_id=0), 8)
+PADDED, PACKED = Layout(packing=False, pad_id=0), Layout(packing=True, pad_id=0)
+MOVED = {"actor_lr": 0.1, "actor_grad_norm": 1.0}
 
 
 class Trainer:
-    """Log-probs of -1 for every token."""
+    """Log-probs of -1 for every token; one that `leaks` says something else about all but the first sequence."""
 
-    async def score(self, batches, *, log_probs):
-        assert log_probs
-        return Scores(log_probs=[torch.full(batch.input_ids.shape, -1.0) for batch in batches])
+    def __init__(self, *, leaks=False):
+        self.leaks = leaks
+        self.sequences = []
 
-
-def drawn(log_prob, version=0, index=0):
-    mask, drawn = (False, True, True), (0.0, log_prob, log_prob)
-    return Trajectory(Prompt(index, f"prompt {index}", (1,)), (1, 2, 3), mask, drawn, 0.0, 0.0, False, version)
-
-
-def difference(*trajectories, tolerance=0.1, version=0):
-    proof = LogProbProof(tolerance)
-    return asyncio.run(log_prob_difference(trajectories, Trainer(), BATCHING, proof, version))
+    async def log_probs(self, batches):
+        self.sequences += [int(batch.sequence_ids.max()) + 1 for batch in batches]
+        return [torch.where(batch.sequence_ids > 0, -2.0 if self.leaks else -1.0, -1.0) for batch in batches]
 
 
-def test_the_distance_is_a_mean_over_the_tokens_that_were_drawn():
-    assert difference(drawn(-1.0), drawn(-1.05)) == pytest.approx(0.05)
+class Console:
+    def __init__(self):
+        self.lines = []
+
+    def tell(self, line):
+        self.lines.append(line)
+
+
+def drawn(log_prob, version=0, index=0, length=2):
+    mask, log_probs = (False, *(True,) * length), (0.0, *(log_prob,) * length)
+    ids = (1, *(2,) * length)
+    return Trajectory(Prompt(index, f"prompt {index}", (1,)), ids, mask, log_probs, 0.0, 0.0, False, version)
+
+
+def watch(trainer=None, layout=PADDED, size=8, **settings):
+    limits = {"warn": 0.01, "stop": 0.1} | settings
+    return GapWatch(GapSettings(**limits), trainer or Trainer(), Batching(layout, size), Console())
+
+
+def look(gap, *trajectories, version=0):
+    return asyncio.run(gap.look(trajectories, version, version + 1)).get("rollout/log_prob_difference")
+
+
+def test_the_gap_is_a_mean_over_the_tokens_that_were_drawn():
+    gap = watch()
+    assert look(gap, drawn(-1.0), drawn(-1.06, length=1)) == pytest.approx(0.02)
+    assert look(gap, drawn(-1.0), drawn(-1.0)) == 0.0
+
+
+def test_a_line_says_what_it_measures_and_is_repeated_when_it_doubles():
+    gap = watch()
+    for log_prob in (-1.005, -1.02, -1.03, -1.05):
+        look(gap, drawn(log_prob), drawn(log_prob))
+    first, second = gap.monitor.lines
+    assert "step 1: the log-probs of engine and trainer differ by 0.02 nats" in first
+    assert "expected below 0.01" in first
+    assert "differ by 0.05" in second
 
 
 def test_too_far_apart_is_an_error_that_names_the_sample():
-    with pytest.raises(RolloutError, match=r"0\.5 a token.*0\.1 allowed.*prompt 3"):
-        difference(drawn(-1.0), drawn(-1.5, index=3))
+    with pytest.raises(RolloutError, match=r"differ by 0\.25 nats.*below 0\.01.*prompt 3"):
+        look(watch(), drawn(-1.0), drawn(-1.5, index=3))
 
 
 def test_not_a_number_is_too_far():
     with pytest.raises(RolloutError):
-        difference(drawn(float("nan")))
+        look(watch(), drawn(float("nan")), drawn(-1.0))
 
 
 def test_samples_of_older_weights_prove_nothing():
-    assert difference(drawn(-9.0, version=1), version=2) is None
+    assert look(watch(), drawn(-9.0, version=1), version=2) is None
 
 
-@pytest.mark.parametrize(("every", "due"), [(0, []), (2, [4, 6, 8])])
-def test_when_it_is_looked_at_again(every, due):
-    proof = LogProbProof(0.1, every)
-    assert [step for step in range(4, 9) if proof.is_due(step)] == due
+@pytest.mark.parametrize("layout", [PADDED, PACKED])
+@pytest.mark.parametrize("count", [1, 2, 3, 9])
+def test_a_leak_between_the_sequences_of_a_batch_is_seen(layout, count):
+    trainer = Trainer(leaks=True)
+    with pytest.raises(RolloutError):
+        look(watch(trainer, layout), *(drawn(-1.0, index=number, length=2 + number) for number in range(count)))
+    assert set(trainer.sequences) == {2}
+
+
+def test_a_single_fresh_sample_has_an_older_one_beside_it():
+    trainer = Trainer()
+    assert look(watch(trainer), drawn(-9.0, version=1), drawn(-1.0, version=2), version=2) == 0.0
+    assert trainer.sequences == [2]
+
+
+def test_samples_that_fill_a_micro_batch_alone_are_left_to_the_run():
+    lengths = []
+
+    class Measured(Trainer):
+        async def log_probs(self, batches):
+            lengths.extend(batch.input_ids.numel() for batch in batches)
+            return await super().log_probs(batches)
+
+    samples = [drawn(-1.0, length=length) for length in (99, 99, 99, 99, 3, 3, 3, 3)]
+    look(watch(Measured(), size=1), *samples)
+    assert lengths == [8, 8]
+    lengths.clear()
+    look(watch(Measured(), size=2), *samples)
+    assert max(lengths) == 200
+
+
+class Engine:
+    """Draws tokens with weights of a version, all at the same log-prob."""
+
+    def __init__(self, log_prob, version, seconds=0.0):
+        self.log_prob = log_prob
+        self.version = version
+        self.seconds = seconds
+
+    async def generate(self, requests):
+        await asyncio.sleep(self.seconds)
+        assert all(request.params.max_tokens == PROBE_TOKENS for request in requests)
+        return [Completion((2, 2), (self.log_prob,) * 2, "..", "length", self.version) for _ in requests]
+
+
+SETTINGS = RolloutSettings(
+    batch_size=2,
+    samples_per_prompt=2,
+    params=SamplingParams(max_tokens=500),
+    context_length=64,
+    seed=0,
+)
+PROMPTS = [Prompt(number, "", (1,) * length) for number, length in enumerate((3, 60, 5))]
+
+
+def probe(gap, engine, version, prompts=PROMPTS):
+    asyncio.run(gap.probe(engine, prompts, SETTINGS, version))
+
+
+def test_an_asynchronous_run_asks_for_samples_of_the_first_weights_that_changed():
+    gap = watch(probe=True)
+    gap.note_update({"actor_lr": 0.0, "actor_grad_norm": 1.0})
+    assert not gap.probe_is_due(1)
+    gap.note_update(MOVED)
+    assert gap.probe_is_due(2)
+    with pytest.raises(RolloutError, match=r"step 2: .* differ by 1 "):
+        probe(gap, Engine(-2.0, version=2), 2)
+    probe(gap, Engine(-1.0, version=2), 2)
+    gap.note_update(MOVED)
+    assert not gap.probe_is_due(3)
+    assert gap.monitor.lines == []
+
+
+def test_probes_are_repeated_if_asked():
+    gap = watch(probe=True, probe_every=3)
+    assert [version for version in range(1, 10) if gap.probe_is_due(version)] == [3, 6, 9]
+    assert not any(watch(probe_every=3).probe_is_due(version) for version in range(10))
+
+
+def test_a_probe_that_tells_nothing_says_why(monkeypatch):
+    gap = watch(probe=True)
+    probe(gap, Engine(-1.0, version=4), 4, prompts=PROMPTS[1:2])
+    monkeypatch.setattr("openrlhf.rl.proof.PROBE_SECONDS", 0.01)
+    probe(gap, Engine(-1.0, version=5, seconds=60.0), 5)
+    without_room, busy = gap.monitor.lines
+    assert "step 4" in without_room
+    assert "no prompt leaves room" in without_room
+    assert "busy" in busy

@@ -243,6 +243,16 @@ def old_samples_are_corrected(config: RLConfig) -> str | None:
     return f"warning: {age}, and with --enable_vllm_is_correction false only the clip range bounds what that does"
 
 
+def log_probs_can_be_compared(config: RLConfig) -> str | None:
+    given = config.rollout.limits_on_log_probs
+    if config.engines.vllm_num_engines and given:
+        return (
+            f"the log-probs of engine and trainer are not compared, because {given[0]} leaves tokens out of the "
+            "engine's; weight syncs are proved by checksums alone"
+        )
+    return None
+
+
 def reward_clip_is_an_interval(config: RLConfig) -> None:
     low, high = config.rewards.reward_clip_range
     if not low < high:

@@ -64,5 +64,7 @@ class Engines:
     enforce_eager: bool = flag(False, "no CUDA graphs in the engines")
     max_restarts: int = flag(1, "restarts of a dead engine before the run stops")
     sync_check_every: int = flag(
-        0, "prove every N-th weight sync, beside the first, by checksums and log-probs; 0 is the first alone"
+        0,
+        "prove every N-th weight sync by checksums, and in asynchronous runs by a probe of log-probs; "
+        "the first sync and the first with changed weights always are",
     )

@@ -80,6 +80,12 @@ class Rollout:
         return tuple(flag for flag, limits_it in limits.items() if limits_it)
 
     @property
+    def limits_on_log_probs(self) -> tuple[str, ...]:
+        """The given flags that make the engine's log-probs differ from the trainer's; a least length forbids EOS."""
+        least = (f"--min_new_tokens {self.min_new_tokens}",) if self.min_new_tokens > 1 else ()
+        return self.limits_on_tokens + least
+
+    @property
     def scoring_token_budget(self) -> int:
         given = self.rollout_max_tokens_per_gpu
         return self.train_max_tokens_per_gpu if given is None else given

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.config.commands import RLConfig
 from openrlhf.launch.engines import engine_spec
 from openrlhf.launch.local_rl import Machinery
+from openrlhf.launch.proof import SyncProof
 from openrlhf.launch.ray.cluster import Cluster, connect
 from openrlhf.launch.ray.engines import RayEngines
 from openrlhf.launch.ray.placement import plan
@@ -63,7 +64,7 @@ async def start(starting: Starting, config: RLConfig, rollouts: int) -> Machiner
         workers_per_engine=seats[0].devices if seats else 1,
         sleeps=sleeps,
         drains=not config.asynchrony.partial_rollout,
-        check_every=config.engines.sync_check_every,
+        proof=SyncProof(config.engines.sync_check_every),
     )
     return Machinery(workers, engines, sync)
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from openrlhf.errors import RolloutError
-from openrlhf.launch.proof import compare
+from openrlhf.launch.proof import SyncProof, compare
 from openrlhf.launch.ray.calls import LOST, Process, abandon
 from openrlhf.launch.ray.engines import RayEngines
 from openrlhf.launch.ray.workers import WorkerGroup
@@ -29,7 +29,7 @@ class RaySync:
         workers_per_engine: int,
         sleeps: bool,
         drains: bool,
-        check_every: int,
+        proof: SyncProof,
     ) -> None:
         self.policy = policy
         self.engines = engines
@@ -37,17 +37,17 @@ class RaySync:
         self.workers_per_engine = workers_per_engine
         self.sleeps = sleeps
         self.drains = drains
-        self.check_every = check_every
-        self.syncs = 0
+        self.proof = proof
+        self.sent: Checksums = {}  # what the last sync sent, where it was proved
         self.channels: list[tuple[Channel, int]] = []  # channel and number of each receiver, engine by engine
         self.reached: list[Process] = []  # the engines that these channels lead to
         engines.bring_weights = self.again
 
     async def sync(self, version: int) -> None:
-        verify = self.syncs == 0 or (self.check_every > 0 and self.syncs % self.check_every == 0)
+        verify = self.proof.is_due()
         async with self.engines.changing:
             await self._insist(lambda: self._bring(version, drain=self.drains, verify=verify))
-        self.syncs += 1
+        self.proof.conclude(self.sent)
 
     async def again(self) -> None:
         """For an engine that was started anew. The others get what they have, or what comes next."""
@@ -101,12 +101,12 @@ class RaySync:
         try:
             await asyncio.wait((sending, *receiving), return_when=asyncio.FIRST_EXCEPTION)
             await self._call_off_if_failed(sending, receiving)
-            sent = next(sums for sums in sending.result() if sums or not verify)
+            self.sent = next(sums for sums in sending.result() if sums or not verify)
         finally:
             abandon(sending, *receiving)
         self.reached = processes
         for process, received in zip(processes, receiving, strict=True):
-            compare(sent, received.result(), str(process))
+            compare(self.sent, received.result(), str(process))
 
     async def _call_off_if_failed(
         self, sending: asyncio.Future[list[Checksums]], receiving: Sequence[asyncio.Future[Checksums]]

@@ -74,6 +74,11 @@ class RayWorkers:
         )
         return Scores(own, reference, values)
 
+    async def log_probs(self, batches: Sequence[Batch]) -> list[Tensor]:
+        found = await self._scored(self.policy, "log_probs", batches)
+        assert found is not None
+        return found
+
     async def _scored(self, group: WorkerGroup | None, verb: str, batches: Sequence[Batch]) -> list[Tensor] | None:
         if group is None:
             return None
