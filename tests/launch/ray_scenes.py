@@ -57,6 +57,14 @@ def look_around(flags):
         return {"groups": groups, "engines": engines, "unit": cluster.unit, "sigterm_kept": kept}
 
 
+def two_gpus(flags):
+    """The same on a Ray of its own with two devices that count as GPUs."""
+    import ray
+
+    ray.init(num_cpus=2, num_gpus=2, include_dashboard=False, logging_level="ERROR")
+    return look_around(flags)
+
+
 def unshared(flags):
     """A run whose driver stands in another folder than the workers."""
     os.chdir("elsewhere")
@@ -121,7 +129,7 @@ def head_and_node(_):
     sys.stdin.read()
 
 
-SCENES = {scene.__name__: scene for scene in (look_around, unshared, stay, two_nodes, head_and_node)}
+SCENES = {scene.__name__: scene for scene in (look_around, two_gpus, unshared, stay, two_nodes, head_and_node)}
 
 if __name__ == "__main__":
     scene, *given = sys.argv[1:]

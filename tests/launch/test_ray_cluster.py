@@ -56,6 +56,17 @@ def test_ranks_follow_the_numbers_of_the_devices_and_hybrid_engines_share_them(t
     assert [one["CUDA_VISIBLE_DEVICES"] for one in seen["engines"]] == [",".join(ranks)]
 
 
+@pytest.mark.parametrize(("inherited", "devices"), [(None, ["0", "1"]), ("4,7", ["4", "7"])])
+def test_each_rank_has_the_device_that_ray_assigned_though_ray_sets_no_variable(machine, inherited, devices):
+    environ = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+    environ |= {"CUDA_VISIBLE_DEVICES": inherited} if inherited else {}
+    counts = "--actor_num_gpus_per_node 2 --vllm_num_engines 1 --vllm_tensor_parallel_size 2"
+    seen, _ = machine.see("two_gpus", f"{ONE_GROUP} --colocate_all_models {counts}", **environ)
+    ranks = [(one["CUDA_VISIBLE_DEVICES"], one["LOCAL_RANK"]) for one in seen["groups"]["models"]]
+    assert ranks == [(device, "0") for device in devices]  # each sees one GPU, which torch calls number 0
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in seen["engines"]] == [",".join(devices)]
+
+
 def test_more_devices_than_there_are_is_refused_and_nothing_stays_reserved(two_nodes):
     machine, environ = two_nodes
     seen, _ = machine.see("look_around", f"{ONE_GROUP} --actor_num_gpus_per_node 4", **environ)

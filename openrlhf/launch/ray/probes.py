@@ -1,13 +1,18 @@
 """What is asked of a node from within: small functions that Ray runs there. They import nothing heavy."""
 
-import os
 import socket
 from pathlib import Path
 
 
 def own_device() -> str:
-    """The GPU of this process, as CUDA_VISIBLE_DEVICES names it."""
-    return os.environ["CUDA_VISIBLE_DEVICES"]
+    """The GPU that Ray assigned to this process, as CUDA_VISIBLE_DEVICES names it.
+
+    Ray is asked and not the variable: RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES leaves it unset or as inherited.
+    """
+    import ray
+
+    (assigned,) = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+    return str(assigned)
 
 
 def find_free_port() -> int:
