@@ -112,7 +112,7 @@ EXAMPLES = (
     Example("train_rejection_sampling_llama", "vLLM, scoring, SFT"),
     Example("train_prm_best_of_n", "process reward model, vLLM, scoring", f"{STEPS} BASE={{toys}}/mistral"),
     Example("train_conditional", "scoring, SFT; Transformers generates", "ENGINE=generate"),
-    Example("train_ppo_llama", "PPO in one process, Transformers generates"),
+    Example("train_ppo_llama", "PPO on the devices of 2 launched processes, Transformers generates", TWO),
     on_ray("train_ppo_llama_ray", "PPO, devices for each"),
     on_ray("train_ppo_llama_ray_34b", "the same, optimizer in host memory"),
     on_ray("train_ppo_llama_ray_70b", "the same, optimizer in host memory"),

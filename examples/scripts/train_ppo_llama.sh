@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# PPO against a reward model in one process on one device, without Ray; Transformers generates.
+# PPO against a reward model on all devices of this machine, which all models share; Transformers generates.
+# LAUNCHER="python3 -m" trains in one process on one device, without Ray.
 # shellcheck source=examples/scripts/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-python3 -m openrlhf.cli.train_ppo \
+launch train_ppo \
     --pretrain "${MODEL:-OpenRLHF/Llama-3-8b-sft-mixture}" \
     --reward_pretrain "${REWARD_MODEL:-OpenRLHF/Llama-3-8b-rm-700k}" \
     --prompt_data "${PROMPTS:-OpenRLHF/prompt-collection-v0.1}" \

@@ -11,8 +11,16 @@ from openrlhf.config.batch_table import render, rl_table, supervised_table
 from openrlhf.config.check import check
 from openrlhf.config.commands import COMMANDS, RLConfig, SupervisedConfig
 from openrlhf.config.parser import parse
-from openrlhf.errors import ConfigError, OpenRLHFError
+from openrlhf.errors import OpenRLHFError
 from openrlhf.monitor import is_main_process, say
+
+# What torchrun and deepspeed tell a process. Ray's workers inherit the driver's environment and would join the launch.
+LAUNCHER_VARIABLES = frozenset(
+    {
+        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE"),
+        *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    }
+)
 
 
 class Main(Protocol):
@@ -52,12 +60,19 @@ def start(name: str, argv: Sequence[str]) -> Any:
     """The checked config of a command; training commands print what their batch sizes mean."""
     config = check(parse(COMMANDS[name], argv, prog=f"openrlhf {name}"))
     if isinstance(config, RLConfig):
+        leave_launcher()
         say("batches\n" + render(rl_table(config)))
     elif isinstance(config, SupervisedConfig):
         say("batches\n" + render(supervised_table(config)))
     return config
 
 
-def not_built(name: str) -> ConfigError:
-    """For a command whose flags are checked today and whose work is not built yet."""
-    return ConfigError(f"{name} checks its flags but cannot run yet; README.md has the table of what works today")
+def leave_launcher() -> None:
+    """Reinforcement learning has one driver: a launcher's first process goes on as if started alone, the others end."""
+    if "RANK" not in os.environ:
+        return
+    if not is_main_process():
+        raise SystemExit(0)
+    for name in list(os.environ):
+        if name in LAUNCHER_VARIABLES or name.startswith("TORCHELASTIC_"):
+            del os.environ[name]

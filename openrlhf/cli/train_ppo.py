@@ -1,4 +1,4 @@
-"""Reinforcement learning in one process: train_ppo_ray without Ray."""
+"""Reinforcement learning in one process without Ray; under deepspeed or torchrun, on one device per process."""
 
 from collections.abc import Sequence
 

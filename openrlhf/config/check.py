@@ -63,6 +63,7 @@ SUPERVISED: Rules = (
     supervised.micro_batches_divide_the_batch,
 )
 RL: Rules = (
+    placement.launched_processes_become_devices,
     *TRAINING,
     *TEMPLATE,
     rl.prompts_are_given,

@@ -163,7 +163,7 @@ class RLConfig(TrainingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalRLConfig(RLConfig):
-    """Reinforcement learning in one process: train_ppo_ray without Ray."""
+    """Reinforcement learning in one process without Ray; under deepspeed or torchrun, on one device per process."""
 
     placement: Placement = section(Placement, runtime="local")
 

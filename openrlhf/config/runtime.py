@@ -26,6 +26,13 @@ def several_devices(config: RLConfig) -> bool:
     return max(*asked, config.engines.vllm_tensor_parallel_size) > 1
 
 
+def launched_nodes(environ: Mapping[str, str] = os.environ) -> int:
+    """Nodes on which a launcher started processes; 1 without one."""
+    processes = environ.get("WORLD_SIZE", "1")
+    per_node = environ.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_SIZE") or processes  # torchrun, deepspeed
+    return int(processes) // int(per_node)
+
+
 def num_devices(config: RLConfig, role: Role, environ: Mapping[str, str] = os.environ) -> int:
     """Devices of a role over all its nodes."""
     given = config.placement.given_gpus_per_node(role)

@@ -4,7 +4,7 @@ import pytest
 @pytest.fixture(autouse=True)
 def nothing_in_the_environment(monkeypatch):
     """Flags, rules and the runtime read these; a test that wants one sets it."""
-    for name in ("RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR", "WORLD_SIZE", "RANK"):
+    for name in ("RANK", "RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name in ("OPENRLHF_ASYNC_QUEUE_SIZE", "OPENRLHF_ASYNC_NUM_TASKS", "OPENRLHF_RM_API_KEY"):
         monkeypatch.delenv(name, raising=False)

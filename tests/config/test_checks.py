@@ -14,6 +14,7 @@ from openrlhf.config.commands import COMMANDS
 from openrlhf.config.flags import flag_values, flags_of
 from openrlhf.config.parser import parse
 from openrlhf.config.runtime import critic_model, most_episodes, num_devices, resolve_runtime
+from openrlhf.config.sections.cluster import ROLES
 from openrlhf.errors import ConfigError, MissingExtraError
 
 SUPERVISED = "--pretrain ./model --dataset ./data.jsonl"
@@ -427,6 +428,7 @@ SAID = [  # rule, command, what is added, what the line must hold
     ("rollouts_divide_into_steps", "train_ppo", "--rollout_batch_size 64", "64 samples|--train_batch_size 128"),
     ("rollouts_divide_into_steps", "train_ppo", "--rollout_batch_size 200", "200 samples|a step of 72"),
 ]
+BY_A_LAUNCHER = {"launched_processes_become_devices"}  # tried with processes
 WITHOUT_EXTRAS = {  # tried where nothing is installed
     "cluster_extras_are_installed",
     "batch_engine_is_installed",
@@ -452,7 +454,7 @@ def holds(message, parts):
 
 def test_every_rule_is_tried():
     known = {rule.__name__ for rules in RULES.values() for rule in rules}
-    assert {case[0] for case in [*REFUSED, *CHANGED, *SAID]} | WITHOUT_EXTRAS == known
+    assert {case[0] for case in [*REFUSED, *CHANGED, *SAID]} | WITHOUT_EXTRAS | BY_A_LAUNCHER == known
 
 
 def test_every_command_has_rules():
@@ -563,6 +565,39 @@ def test_rules_of_deepspeed_apply_to_several_processes_only(run, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE")
     with pytest.raises(ConfigError, match="--optim muon"):
         run("train_sft", f"{added} --load_checkpoint --use_ds_universal_ckpt")
+
+
+def test_processes_of_a_launcher_become_devices_of_every_model(run, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    config, lines = run("train_ppo", "--vllm_num_engines 4 --reward_num_gpus_per_node 2")
+    assert "4 processes of a launcher" in lines[0]
+    assert [num_devices(config, role) for role in ROLES] == [4, 4, 4, 2]
+    assert (config.placement.colocate_all_models, resolve_runtime(config)) == (True, "ray")
+    config, _ = run("train_ppo_ray", "--runtime ray --vllm_num_engines 4")
+    assert [num_devices(config, role) for role in ROLES] == [4, 4, 4, 4]
+    config, lines = run("train_ppo_ray", "--vllm_num_engines 8 --actor_num_gpus_per_node 2")
+    assert lines[0] == "the launcher's first process of 4 drives Ray; the others end now"
+    assert not config.placement.colocate_all_models
+
+
+def test_processes_of_a_launcher_on_several_nodes_need_ray(run, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("LOCAL_SIZE", "8")
+    with pytest.raises(ConfigError) as caught:
+        run("train_ppo")
+    assert holds(
+        str(caught.value), "16 processes on 2 nodes|python -m openrlhf.cli.train_ppo_ray --colocate_all_models"
+    )
+    assert holds(str(caught.value), "--critic_num_nodes 2 --critic_num_gpus_per_node 8")
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert "drives Ray" in run("train_ppo_ray", "--vllm_num_engines 8")[1][0]
+
+
+def test_one_process_is_not_what_a_launcher_starts(run, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="--runtime local is one process, but a launcher started 2"):
+        run("train_ppo_ray", "--runtime local")
 
 
 # the runtime

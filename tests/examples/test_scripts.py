@@ -12,6 +12,7 @@ from openrlhf.config.check import check
 from openrlhf.config.commands import COMMANDS
 from openrlhf.config.flags import flag_values
 from openrlhf.config.parser import parse
+from openrlhf.config.sections.cluster import ROLES
 from tests.config.test_snapshots import PRINTED, read
 
 ROOT = Path(__file__).parents[2]
@@ -116,6 +117,22 @@ def test_a_dashboard_takes_the_run_as_a_job(words, tmp_path):
 
 def test_another_ray_is_joined_by_the_command_itself(words):
     assert words("train_ppo_ray_hybrid_engine", RAY_ADDRESS="head:6379")[:2] == ["python3", "-m"]
+
+
+@pytest.mark.parametrize(("script", "shared"), [("train_ppo_llama", True), ("train_ppo_llama_ray", False)])
+def test_slurm_takes_reinforcement_learning_to_ray(script, shared, words, asked, tmp_path):
+    """On two nodes: the script for Ray gets the flags that make all their devices one run."""
+    (tmp_path / "train_ppo_ray_slurm.sh").write_text(RECORDER + 'echo "$TRAINING_SCRIPT $LAUNCHER" > called')
+    slurm = {"SLURM_NNODES": "2", "TRAINING_SCRIPT": f"{script}.sh", "SCRIPTS": str(tmp_path)}
+    called = words("train_llama_slurm", "--train_batch_size", "64", **slurm)
+    assert (tmp_path / "called").read_text() == f"{script}.sh python3 -m\n"
+    assert called[0] == "train_ppo_ray_slurm.sh"
+    flags = asked(script, *called[1:])[1]
+    assert (flags["train_batch_size"], flags["colocate_all_models"]) == (64, shared)
+    if shared:
+        assert flags["runtime"] == "ray"
+        assert {flags[f"{role}_num_nodes"] for role in ROLES} == {2}
+        assert {flags[f"{role}_num_gpus_per_node"] for role in ROLES} == {8}
 
 
 def test_a_few_of_them_run(tmp_path):

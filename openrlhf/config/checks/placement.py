@@ -1,10 +1,53 @@
 """Rules about who sits where: devices, engines, sleep."""
 
+import os
+
 from openrlhf.config.checks.rule import Changed, change
-from openrlhf.config.commands import RLConfig
-from openrlhf.config.runtime import num_devices, resolve_runtime, several_devices, uses_critic, uses_reference
-from openrlhf.config.sections.cluster import Role
+from openrlhf.config.checks.supervised import world_size
+from openrlhf.config.commands import LocalRLConfig, RLConfig
+from openrlhf.config.runtime import (
+    launched_nodes,
+    num_devices,
+    resolve_runtime,
+    several_devices,
+    uses_critic,
+    uses_reference,
+)
+from openrlhf.config.sections.cluster import ROLES, Role
 from openrlhf.errors import ConfigError
+
+
+def launched_processes_become_devices(config: RLConfig) -> Changed[RLConfig] | str | None:
+    """A launcher starts one process per device, but RL has one driver: the first process starts the others on Ray."""
+    processes, nodes = world_size(), launched_nodes()
+    if processes == 1:
+        return None
+    counts = {name: value for role in ROLES for name, value in counts_of(config, role, nodes, processes).items()}
+    if nodes > 1 and "RAY_ADDRESS" not in os.environ:
+        asked = " ".join(f"--{name} {value}" for name, value in counts.items())
+        raise ConfigError(
+            f"a launcher started {processes} processes on {nodes} nodes, but reinforcement learning on several nodes "
+            "runs on Ray",
+            try_this="ray start on every node (docs/cluster.md), then once, without the launcher: "
+            f"python -m openrlhf.cli.train_ppo_ray --colocate_all_models {asked} ...",
+        )
+    if resolve_runtime(config) == "ray" and ("RAY_ADDRESS" in os.environ or several_devices(config)):
+        return f"the launcher's first process of {processes} drives Ray; the others end now"
+    if not isinstance(config, LocalRLConfig) and config.placement.runtime == "local":
+        raise ConfigError(
+            f"--runtime local is one process, but a launcher started {processes}", try_this="without --runtime local"
+        )
+    line = (
+        f"{processes} processes of a launcher: the first one starts Ray on this machine and shares {processes} devices "
+        "among all models (--colocate_all_models); the others end now"
+    )
+    return change(config, line, runtime="ray", colocate_all_models=True, local_rank=-1, **counts)
+
+
+def counts_of(config: RLConfig, role: Role, nodes: int, processes: int) -> dict[str, int]:
+    """The flags that give a role one device per process, unless the command line has its own."""
+    given = config.placement.given_gpus_per_node(role)
+    return {f"{role}_num_nodes": nodes, f"{role}_num_gpus_per_node": given or processes // nodes}
 
 
 def local_runtime_is_one_device(config: RLConfig) -> None:
