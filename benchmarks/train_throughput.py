@@ -113,14 +113,20 @@ def measure(backend: LocalBackend, batch: Batch, args: argparse.Namespace) -> li
     return times
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_shape(parser: argparse.ArgumentParser, *, tokens: int, steps: int) -> None:
+    """Flags of a model's shape and of a step, which other benchmarks share."""
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     for name, default in (("hidden", 1536), ("mlp", 8960), ("layers", 28), ("heads", 12), ("key_heads", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    for name, default in (("vocab", 151_936), ("tokens", 16_384), ("row", 1024), ("steps", 3), ("repeats", 3)):
+    for name, default in (("vocab", 151_936), ("tokens", tokens), ("row", 1024), ("steps", steps)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--attention", default="auto")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_shape(parser, tokens=16_384, steps=3)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--compile", action="store_true", help="compile each decoder layer")
     parser.add_argument("--gradient_checkpointing", action="store_true")
     parser.add_argument("--adam_offload", action="store_true")

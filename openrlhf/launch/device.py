@@ -6,6 +6,7 @@ import random
 import numpy as np
 import torch
 
+from openrlhf.config.commands import TrainingConfig
 from openrlhf.errors import ConfigError
 from openrlhf.monitor import say
 
@@ -25,6 +26,11 @@ def choose_device(asked: str, local_rank: int = -1) -> torch.device:
 def explain_precision(asked: str, device: torch.device) -> None:
     if device.type == "cpu" and asked != "fp32":
         say(f"no GPU: everything computes in fp32, since {asked} is many times slower on a CPU")
+
+
+def explain_offloading(config: TrainingConfig, device: torch.device) -> None:
+    if device.type == "cpu" and config.sharding.adam_offload:
+        say("--adam_offload has no effect: the optimizer of a CPU run is in host memory already")
 
 
 def seed_everything(seed: int, *, deterministic: bool) -> None:

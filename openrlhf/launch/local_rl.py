@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.runtime import is_asynchronous
-from openrlhf.launch.device import explain_precision, seed_everything
+from openrlhf.launch.device import explain_offloading, explain_precision, seed_everything
 from openrlhf.launch.distributed import join
 from openrlhf.launch.engines import engine_spec, make_engine
 from openrlhf.launch.proof import Sent, SyncProof, compare
@@ -139,6 +139,7 @@ async def open_local(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollo
     """All in this process. vLLM comes first and sleeps while the models load: see rollout/vllm."""
     device = join(config)
     explain_precision(config.model.param_dtype, device)
+    explain_offloading(config, device)
     asynchronous = is_asynchronous(config)
     if not config.engines.vllm_num_engines or config.rollout.replay:
         models = build_models(config, tokenizer, device, rollouts)

@@ -98,8 +98,8 @@ class MasterOptimizer:
     """Adam (and Muon for matrices) on fp32 weights, whatever precision the network computes in.
 
     A bf16 weight near 1 cannot hold a change below 1/256, and most updates are smaller. So half-precision parameters
-    get an fp32 master, on the device or (`offload`) in host memory; gradients are added into it as they appear, which
-    frees them at once.
+    get an fp32 master, on the device or (`offload`) in pinned host memory; gradients are added into it as they appear,
+    which frees them at once.
     """
 
     def __init__(self, network: nn.Module, settings: OptimizerSettings, *, offload: bool = False) -> None:
@@ -120,11 +120,11 @@ class MasterOptimizer:
             yield parameter, master
 
     def _master(self, parameter: nn.Parameter, offload: bool) -> nn.Parameter:
-        moves = offload and parameter.device.type != "cpu"
-        if parameter.dtype == torch.float32 and not moves:
+        if offload and parameter.device.type != "cpu":
+            return nn.Parameter(parameter.detach().to("cpu", torch.float32).pin_memory())
+        if parameter.dtype == torch.float32:
             return parameter
-        target = torch.device("cpu") if offload else parameter.device
-        return nn.Parameter(parameter.detach().to(target, torch.float32))
+        return nn.Parameter(parameter.detach().to(torch.float32))
 
     def _build(self) -> Iterator[torch.optim.Optimizer]:
         s = self.settings
@@ -148,6 +148,7 @@ class MasterOptimizer:
 
         With a `loss_scale`, gradients are divided by it first. A step with one that is not finite is skipped: None.
         """
+        self._await_copies()
         masters = [master for _, master in self.masters]
         if loss_scale is not None:
             gradients = [master.grad for master in masters if master.grad is not None]
@@ -172,10 +173,14 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Masters to the network's own weights."""
-        if self.split:
-            for parameter, master in self.split:
-                parameter.copy_(master, non_blocking=True)
+        """Masters to the weights of the network; their precision changes on the device, where that is faster."""
+        for parameter, master in self.split:
+            parameter.copy_(master.to(parameter.device, non_blocking=True))
+
+    def _await_copies(self) -> None:
+        """Until gradients have arrived in host memory, and masters are free to change."""
+        for device in {parameter.device for parameter, master in self.split if master.device != parameter.device}:
+            torch.cuda.synchronize(device)
 
     def state(self) -> dict[str, Tensor]:
         """Masters and optimizer states by parameter name, flat, for a file without code in it."""
@@ -222,6 +227,15 @@ def _safe_kernels(optimizer: torch.optim.Optimizer) -> AbstractContextManager[No
 
 def _move_gradient(master: nn.Parameter, parameter: Tensor) -> None:
     assert parameter.grad is not None
-    gradient = parameter.grad.to(master.device, torch.float32)
-    master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+    if parameter.device == master.device:
+        gradient = parameter.grad.to(torch.float32)
+    else:
+        gradient = torch.empty_like(master, requires_grad=False, pin_memory=True)
+        gradient.copy_(parameter.grad, non_blocking=True)  # the optimizer waits for it; here only a second one does
+    if master.grad is None:
+        master.grad = gradient
+    else:
+        if parameter.device != master.device:
+            torch.cuda.current_stream(parameter.device).synchronize()
+        master.grad.add_(gradient)
     parameter.grad = None

@@ -122,10 +122,14 @@ def test_flash_attention_without_a_gpu_says_what_is_used(tmp_path, train, capsys
     assert "no GPU: everything computes in fp32" in said
 
 
-@pytest.mark.parametrize("offload", ["ref_offload", "adam_offload"])
-def test_offloading_changes_no_loss(offload, tmp_path, train, models):
-    plain, other = both("dpo", tmp_path, train, models, **{offload: True})
+def test_an_offloaded_reference_changes_no_loss(tmp_path, train, models):
+    plain, other = both("dpo", tmp_path, train, models, ref_offload=True)
     assert_close(other, plain, atol=0, rtol=0)
+
+
+def test_a_cpu_has_nowhere_to_offload_an_optimizer_to(tmp_path, train, capsys):
+    train("train_sft", **ANSWERS, **data(tmp_path, answers(8), answers(4)), adam_offload=True)
+    assert capsys.readouterr().err.count("--adam_offload has no effect") == 1
 
 
 def test_muon_takes_the_matrices(tmp_path, train):
