@@ -12,13 +12,14 @@ and nothing changes when several sequences are packed into one row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import numpy as np
+    import torch
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -71,6 +72,19 @@ class Batch:
     target_mask: Tensor  # [rows, tokens] bool
     num_sequences: int
     extras: Mapping[str, Tensor] = field(default_factory=dict)  # by name, [sequences] or [rows, tokens]
+
+    def to(self, device: torch.device) -> Batch:
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=True)
+
+        return replace(
+            self,
+            input_ids=move(self.input_ids),
+            position_ids=move(self.position_ids),
+            sequence_ids=move(self.sequence_ids),
+            target_mask=move(self.target_mask),
+            extras={name: move(tensor) for name, tensor in self.extras.items()},
+        )
 
 
 @dataclass(frozen=True)

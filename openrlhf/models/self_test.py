@@ -4,7 +4,8 @@ Packed rows, padded rows, attention kernels and heads each work for most archite
 a recurrent layer carries its state into the next sequence, a model ignores the mask it is given or caps its logits in
 a way of its own. So a few random tokens tell. Three sequences in one micro-batch, laid out as the run will lay them
 out, must give the model's own logits for each of them alone; and with other tokens in the first sequence the others
-must stay as they are. If not, the next slower layout is tried:
+must stay as they are. A network that learns must do so in training mode too, and its gradient must exist. If not, the
+next slower layout is tried:
 
     packed  ->  padded with SDPA  ->  padded with eager attention  ->  row by row  ->  refused
 
@@ -16,21 +17,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from itertools import chain, islice
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
 from openrlhf.data.collate import pack
 from openrlhf.errors import ConfigError
 from openrlhf.models.attention import FLASH_PACKAGES, SEGMENTED, takes_sdpa
 from openrlhf.models.forward import Ask, Network, Outputs
 from openrlhf.models.inputs import CallLayout
+from openrlhf.models.running import (
+    attention_in,
+    attention_of,
+    in_fp32,
+    kernel_functions,
+    reference_kernels,
+    set_attention,
+    use_reference_kernels,
+)
 from openrlhf.monitor import say
 from openrlhf.types import Batch, TokenRow
 
@@ -54,14 +64,26 @@ class Forward(Protocol):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to compute: how sequences are laid out, and which attention reads them."""
+    """A way to compute: how sequences are laid out, which attention reads them, and whose kernels the layers use."""
 
     layout: CallLayout
     attention: str
+    own_kernels: bool = True  # those of packages such as flash-linear-attention; else PyTorch's, which are slow
 
     def __str__(self) -> str:
         kernel = "the packed kernel" if self.attention == SEGMENTED else self.attention
-        return f"{self.layout} with {kernel}" if self.layout != "row by row" else "row by row"
+        words = f"{self.layout} with {kernel}" if self.layout != "row by row" else "row by row"
+        return words if self.own_kernels else f"{words} and the reference kernels of PyTorch"
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a network is asked, and what the model itself answers."""
+
+    batch: Batch
+    ask: Ask
+    own: Tensor  # log-probs or scores, by the model's own forward, each sequence alone
+    rounding: float | None  # of a half-precision model, on average
 
 
 def settle_layout(network: Network, forward: Forward, worst: Callable[[float], float] = float) -> None:
@@ -72,33 +94,23 @@ def settle_layout(network: Network, forward: Forward, worst: Callable[[float], f
     if not network.self_test:
         return
     decoder = network.decoder
-    batch = probe_batch(decoder)
-    scalar = decoder.get_output_embeddings() is None
-    ask: Ask = "scores" if scalar else "log_probs"
-    own_ask: Ask = "own_scores" if scalar else "own_log_probs"
-    asked = Candidate(network.layout, attention_in(decoder))
     name = type(decoder).__name__
-    try:
-        with attention_of(decoder, "eager"):
-            own = answers(forward(batch, own_ask), batch)
-            rounding = measure_rounding(decoder, own, lambda: answers(forward(batch, own_ask), batch))
-    except FAILURES as failure:
-        raise ConfigError(f"{name} cannot run here: by itself it fails with {first_line(failure)}") from failure
-    if not torch.isfinite(own).all():
-        raise ConfigError(
-            f"{name} computes {float(own.sum())} for random tokens", try_this="--param_dtype bf16 or fp32"
-        )
+    asked = Candidate(network.layout, attention_in(decoder))
+    probe = make_probe(decoder, forward)
     problems: list[str] = []
     for candidate in candidates(network):
         network.layout = candidate.layout
         try:
             set_attention(decoder, candidate.attention)
-            found = answers(forward(batch, ask), batch)
-            others = answers(forward(with_other_start(batch), ask), batch)
-            excess, problem = judge(found, others, own, rounding)
+            with nullcontext() if candidate.own_kernels else reference_kernels(decoder):
+                excess, problem = judge_forward(network, forward, probe)
+                if excess <= 1.0 and learns_here(network):
+                    excess, problem = judge_training(network, probe)
         except FAILURES as failure:
             excess, problem = math.inf, f"fails with {first_line(failure)}"
         if worst(excess) <= 1.0:
+            if not candidate.own_kernels:
+                use_reference_kernels(decoder)
             if candidate != asked:
                 say(f"{name}: {problems[0]}, so it runs {candidate}")
             return
@@ -107,6 +119,71 @@ def settle_layout(network: Network, forward: Forward, worst: Callable[[float], f
         f"{name} does not compute here what it computes by itself: {'; '.join(problems)}",
         try_this="another model, or --skip_self_test to run it all the same",
     )
+
+
+def make_probe(decoder: PreTrainedModel, forward: Forward) -> Probe:
+    """Ask the model itself: eager attention, PyTorch's own kernels, each sequence alone."""
+    batch = probe_batch(decoder)
+    scalar = decoder.get_output_embeddings() is None
+    own_ask: Ask = "own_scores" if scalar else "own_log_probs"
+    name = type(decoder).__name__
+    try:
+        with attention_of(decoder, "eager"), reference_kernels(decoder):
+            own = answers(forward(batch, own_ask), batch)
+            rounding = measure_rounding(decoder, own, lambda: answers(forward(batch, own_ask), batch))
+    except FAILURES as failure:
+        raise ConfigError(f"{name} cannot run here: by itself it fails with {first_line(failure)}") from failure
+    if not torch.isfinite(own).all():
+        raise ConfigError(
+            f"{name} computes {float(own.sum())} for random tokens", try_this="--param_dtype bf16 or fp32"
+        )
+    return Probe(batch, "scores" if scalar else "log_probs", own, rounding)
+
+
+def judge_forward(network: Network, forward: Forward, probe: Probe) -> tuple[float, str]:
+    found = answers(forward(probe.batch, probe.ask), probe.batch)
+    others = answers(forward(with_other_start(probe.batch), probe.ask), probe.batch)
+    return judge(found, others, probe.own, probe.rounding)
+
+
+def judge_training(network: Network, probe: Probe) -> tuple[float, str]:
+    """The same in training mode, in which some layers take other kernels, and whether a gradient comes back."""
+    batch = probe.batch.to(network.decoder.device)
+    was_training = network.training
+    try:
+        network.eval()  # no recomputation, which some forms of autograd refuse
+        with torch.enable_grad():
+            outputs = network(batch, probe.ask)
+            total = (outputs.scores if outputs.log_probs is None else outputs.log_probs).sum()
+            (gradient,) = torch.autograd.grad(total, [_small_parameter(network)], allow_unused=True)
+        if gradient is not None and not torch.isfinite(gradient).all():
+            return math.inf, "has gradients that are not finite"
+        if is_random(network):
+            return 0.0, ""
+        with torch.no_grad():
+            found = answers(network.train()(batch, probe.ask), probe.batch)
+        return judge(found, found, probe.own, probe.rounding)
+    finally:
+        network.train(was_training)
+
+
+def learns_here(network: Network) -> bool:
+    """True if gradients can be asked for: sharded weights are whole only inside an engine's own passes."""
+    return not is_sharded(network) and any(parameter.requires_grad for parameter in network.parameters())
+
+
+def _small_parameter(network: Network) -> nn.Parameter:
+    """An early parameter, so that the gradient passes through the layers behind it, and a small one of those."""
+    learned = (parameter for parameter in network.parameters() if parameter.requires_grad)
+    return min(islice(learned, 16), key=lambda parameter: parameter.numel())
+
+
+def is_random(network: Network) -> bool:
+    """True if training mode drops or jitters something."""
+    settings = network.decoder.config.get_text_config().to_dict()
+    noisy = (value for name, value in settings.items() if any(word in name for word in ("drop", "jitter", "noise")))
+    modules = (module.p for module in network.modules() if isinstance(module, nn.Dropout))
+    return any(isinstance(value, float) and value > 0 for value in chain(noisy, modules))
 
 
 def probe_batch(decoder: PreTrainedModel) -> Batch:
@@ -169,30 +246,8 @@ def candidates(network: Network) -> Iterator[Candidate]:
     yield from (Candidate("padded", kernel) for kernel in padded if (network.layout, kernel) != ("padded", attention))
     if not is_sharded(decoder):  # processes with different numbers of sequences would wait for each other
         yield Candidate("row by row", "eager")
-
-
-def attention_in(decoder: PreTrainedModel) -> str:
-    return str(decoder.config._attn_implementation)
-
-
-def set_attention(decoder: PreTrainedModel, attention: str) -> None:
-    """Choose the attention of a loaded model; one that does not let itself be told keeps its own."""
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        decoder.set_attn_implementation(attention)
-    finally:
-        logging.set_verbosity(before)
-
-
-@contextmanager
-def attention_of(decoder: PreTrainedModel, attention: str) -> Iterator[None]:
-    before = attention_in(decoder)
-    set_attention(decoder, attention)
-    try:
-        yield
-    finally:
-        set_attention(decoder, before)
+    if kernel_functions(decoder):
+        yield from (Candidate("padded", kernel, own_kernels=False) for kernel in padded)
 
 
 def measure_rounding(decoder: PreTrainedModel, own: Tensor, compute: Callable[[], Tensor]) -> float | None:
@@ -204,45 +259,6 @@ def measure_rounding(decoder: PreTrainedModel, own: Tensor, compute: Callable[[]
     with in_fp32(decoder):
         exact = compute()
     return float((own - exact).abs().mean())
-
-
-@contextmanager
-def in_fp32(model: nn.Module) -> Iterator[None]:
-    """Within it every module computes with its own weights widened to fp32, one module at a time."""
-    narrow: dict[nn.Parameter, Tensor] = {}
-
-    def widen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        for parameter in module.parameters(recurse=False):
-            if parameter.is_floating_point() and parameter not in narrow:
-                narrow[parameter] = parameter.data
-                parameter.data = parameter.data.float()
-        return _widened(args), _widened(kwargs)
-
-    def narrow_again(module: nn.Module, args: Any, output: Any) -> None:
-        for parameter in module.parameters(recurse=False):
-            if parameter in narrow:
-                parameter.data = narrow.pop(parameter)
-
-    with ExitStack() as hooks:
-        for module in model.modules():
-            if next(module.parameters(recurse=False), None) is not None:
-                for handle in (
-                    module.register_forward_pre_hook(widen, with_kwargs=True),
-                    module.register_forward_hook(narrow_again, always_call=True),
-                ):
-                    hooks.callback(handle.remove)
-        yield
-
-
-def _widened(value: Any) -> Any:
-    """Half-precision tensors among the arguments of a module, as fp32."""
-    if isinstance(value, Tensor):
-        return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
-    if type(value) in (tuple, list):
-        return type(value)(_widened(item) for item in value)
-    if type(value) is dict:
-        return {key: _widened(item) for key, item in value.items()}
-    return value
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from openrlhf.models.forward import Network
-from openrlhf.models.self_test import attention_in, attention_of
+from openrlhf.models.running import attention_in, attention_of
 from openrlhf.rollout.cache import RowCache
 from openrlhf.types import Batch
 

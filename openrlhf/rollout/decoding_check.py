@@ -22,12 +22,12 @@ from transformers import PreTrainedModel
 
 from openrlhf.errors import ConfigError
 from openrlhf.models.forward import Network
+from openrlhf.models.running import attention_in
 from openrlhf.models.self_test import (
     FAILURES,
     FP32_TOLERANCE,
     LEAST_ROUNDING,
     ROUNDINGS,
-    attention_in,
     first_line,
     measure_rounding,
 )

@@ -142,20 +142,6 @@ class TrainBackend(Frozen, Protocol):
     def wake(self) -> None: ...
 
 
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    def move(tensor: Tensor) -> Tensor:
-        return tensor.to(device, non_blocking=True)
-
-    return replace(
-        batch,
-        input_ids=move(batch.input_ids),
-        position_ids=move(batch.position_ids),
-        sequence_ids=move(batch.sequence_ids),
-        target_mask=move(batch.target_mask),
-        extras={name: move(tensor) for name, tensor in batch.extras.items()},
-    )
-
-
 def with_extras(batch: Batch, **extras: Tensor) -> Batch:
     """The batch with more tensors beside it, such as a reference's log-probs."""
     return replace(batch, extras={**batch.extras, **extras})

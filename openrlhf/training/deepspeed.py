@@ -28,7 +28,7 @@ from openrlhf.models.forward import Ask, Network, Outputs
 from openrlhf.models.plain import checkpoint_weights
 from openrlhf.models.self_test import settle_layout
 from openrlhf.training.audit import Audit
-from openrlhf.training.backend import Objective, StepLosses, is_weightless, to_device
+from openrlhf.training.backend import Objective, StepLosses, is_weightless
 from openrlhf.training.deepspeed_config import Site, clips_outside, engine_config, frozen_config
 from openrlhf.training.deepspeed_shards import (
     EngineRun,
@@ -78,7 +78,7 @@ class DeepSpeedFrozen:
     def forward(self, batch: Batch, ask: Ask, *, temperature: float = 1.0) -> Outputs:
         if self.visits:
             self.network.to(self.device)
-        outputs = self.run(to_device(batch, self.device), ask, temperature=temperature)
+        outputs = self.run(batch.to(self.device), ask, temperature=temperature)
         if self.visits:
             self.network.to("cpu")
         return outputs
@@ -140,12 +140,12 @@ class DeepSpeedBackend:
     @torch.no_grad()
     def forward(self, batch: Batch, ask: Ask, *, temperature: float = 1.0) -> Outputs:
         self.engine.eval()
-        outputs = self.run(to_device(batch, self.device), ask, temperature=temperature)
+        outputs = self.run(batch.to(self.device), ask, temperature=temperature)
         self.engine.train()
         return outputs
 
     def forward_backward(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLosses:
-        on_device = [to_device(batch, self.device) for batch in micro_batches]
+        on_device = [batch.to(self.device) for batch in micro_batches]
         totals = self._totals(on_device, objective)
         losses: list[Tensor] = []
         metrics: list[Metrics] = []
@@ -163,7 +163,7 @@ class DeepSpeedBackend:
         self.engine.eval()
         metrics: list[Metrics] = []
         for batch in micro_batches:
-            here = to_device(batch, self.device)
+            here = batch.to(self.device)
             measured = objective.loss(self.run, here, objective.counts(here))[1]
             metrics += [] if is_weightless(batch) else [measured]
         self.engine.train()

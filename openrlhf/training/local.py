@@ -18,7 +18,7 @@ from openrlhf.models.forward import Ask, Network, Outputs
 from openrlhf.models.plain import checkpoint_weights
 from openrlhf.models.self_test import settle_layout
 from openrlhf.training.audit import Audit
-from openrlhf.training.backend import Objective, StepLosses, to_device
+from openrlhf.training.backend import Objective, StepLosses
 from openrlhf.training.host_memory import HostMemory
 from openrlhf.training.loss_scale import LossScale
 from openrlhf.training.optim import MasterOptimizer, OptimizerSettings
@@ -48,7 +48,7 @@ class LocalFrozen:
     def forward(self, batch: Batch, ask: Ask, *, temperature: float = 1.0) -> Outputs:
         if self.offload:
             self.network.to(self.device)
-        outputs = self.network(to_device(batch, self.device), ask, temperature=temperature)
+        outputs = self.network(batch.to(self.device), ask, temperature=temperature)
         if self.offload:
             self.network.to("cpu")
         return outputs
@@ -90,12 +90,12 @@ class LocalBackend:
     @torch.no_grad()
     def forward(self, batch: Batch, ask: Ask, *, temperature: float = 1.0) -> Outputs:
         self.network.eval()
-        outputs = self.network(to_device(batch, self.device), ask, temperature=temperature)
+        outputs = self.network(batch.to(self.device), ask, temperature=temperature)
         self.network.train()
         return outputs
 
     def forward_backward(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLosses:
-        on_device = [to_device(batch, self.device) for batch in micro_batches]
+        on_device = [batch.to(self.device) for batch in micro_batches]
         totals = torch.stack([objective.counts(batch) for batch in on_device]).sum(0)
         losses: list[Tensor] = []
         metrics: list[Metrics] = []
@@ -109,7 +109,7 @@ class LocalBackend:
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[Batch], objective: Objective) -> Metrics:
         self.network.eval()
-        on_device = (to_device(batch, self.device) for batch in micro_batches)
+        on_device = (batch.to(self.device) for batch in micro_batches)
         metrics = add_metrics(objective.loss(self.network, batch, objective.counts(batch))[1] for batch in on_device)
         self.network.train()
         return metrics

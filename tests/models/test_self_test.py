@@ -15,6 +15,8 @@ from transformers import (
     PreTrainedModel,
     Qwen3NextConfig,
 )
+from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from openrlhf.data.collate import pack, pad
 from openrlhf.errors import ConfigError
@@ -22,7 +24,8 @@ from openrlhf.models import inputs, self_test
 from openrlhf.models.attention import SEGMENTED, fitting_attention
 from openrlhf.models.forward import Network
 from openrlhf.models.heads import VocabularyHead
-from openrlhf.models.self_test import attention_of, in_fp32, settle_layout
+from openrlhf.models.running import attention_of, in_fp32, kernel_functions, reference_kernels
+from openrlhf.models.self_test import settle_layout
 from openrlhf.types import TokenRow
 
 SHAPE = {
@@ -217,3 +220,60 @@ def test_a_leak_is_seen_in_half_precision_too(capsys):
     assert isinstance(network.decoder, PreTrainedModel)
     assert settle(network).layout == "padded"
     assert "packed with the packed kernel" in capsys.readouterr().err
+
+
+def test_a_leak_in_training_mode_alone_is_seen(monkeypatch, capsys):
+    """Some layers take other kernels while they train; here they forget the bounds of sequences."""
+    right = inputs.packed_call
+
+    def forgetful(batch, gap):
+        call = right(batch, gap)
+        total = call.arguments["input_ids"].shape[1]
+        bounds = torch.tensor([0, total], dtype=torch.int32)
+        if not network.decoder.training:
+            return call
+        return inputs.DecoderCall(call.arguments | {"cu_seq_lens_q": bounds, "max_length_q": total}, call.batch_places)
+
+    monkeypatch.setattr(inputs, "packed_call", forgetful)
+    network = make_network("llama", SEGMENTED).eval()
+    settle(network)
+    assert network.layout == "padded"
+    assert not network.training
+    assert "packed with the packed kernel is off by" in capsys.readouterr().err
+
+
+def test_kernels_without_a_backward_pass_are_not_trained_with(monkeypatch, capsys):
+    def no_gradient(*args, **kwargs):
+        output, weights = segmented_attention(*args, **kwargs)
+        if torch.is_grad_enabled():
+            raise RuntimeError("this kernel has no backward pass")
+        return output, weights
+
+    segmented_attention = ALL_ATTENTION_FUNCTIONS[SEGMENTED]
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, SEGMENTED, no_gradient)
+    assert settle(make_network("llama", SEGMENTED).eval()).layout == "padded"
+    assert "fails with RuntimeError: this kernel has no backward pass" in capsys.readouterr().err
+    frozen = make_network("llama", SEGMENTED).eval().requires_grad_(False)
+    assert settle(frozen).layout == "packed"  # nothing to train
+
+
+class Layered(PreTrainedModel):
+    """A model whose module has a function with a kernel of another package: here math.fsum instead of a loop."""
+
+
+def plus_one(numbers):
+    return sum(numbers) + 1
+
+
+total_of = use_kernel_func_from_hub_with_fallback("fsum", "math")(plus_one)
+
+
+def test_reference_kernels_replace_those_of_packages_for_a_while():
+    assert list(kernel_functions(Layered)) == []  # asked of the class, whose type is not defined here
+    model = object.__new__(Layered)
+    assert list(kernel_functions(model)) == ["total_of"]
+    assert total_of([1, 2]) == 3.0
+    with reference_kernels(model):
+        assert total_of([1, 2], seq_idx=None) == 4
+        assert kernel_functions(model) == {}
+    assert total_of([1, 2]) == 3.0

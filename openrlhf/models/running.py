@@ -1,0 +1,118 @@
+"""How a loaded model runs: with which attention, whose kernels, in which precision. Each can be changed for a while."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+
+def attention_in(decoder: PreTrainedModel) -> str:
+    return str(decoder.config._attn_implementation)
+
+
+def set_attention(decoder: PreTrainedModel, attention: str) -> None:
+    """Choose the attention of a loaded model; one that does not let itself be told keeps its own."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        decoder.set_attn_implementation(attention)
+    finally:
+        logging.set_verbosity(before)
+
+
+@contextmanager
+def attention_of(decoder: PreTrainedModel, attention: str) -> Iterator[None]:
+    before = attention_in(decoder)
+    set_attention(decoder, attention)
+    try:
+        yield
+    finally:
+        set_attention(decoder, before)
+
+
+def kernel_functions(decoder: PreTrainedModel) -> dict[str, Any]:
+    """Functions of a model's module that call another package instead of the PyTorch code they were written in."""
+    functions = inspect.getmembers(sys.modules[type(decoder).__module__], inspect.isfunction)
+    return {
+        name: function
+        for name, function in functions
+        if inspect.getclosurevars(function).nonlocals.get("is_new_implementation")
+    }
+
+
+def use_reference_kernels(decoder: PreTrainedModel) -> dict[str, Any]:
+    """Let a model's layers run the PyTorch code that Transformers ships; returns the functions that were replaced."""
+    replaced = kernel_functions(decoder)
+    for name, function in replaced.items():
+        setattr(sys.modules[type(decoder).__module__], name, _with_known_arguments(function.__wrapped__))
+    return replaced
+
+
+@contextmanager
+def reference_kernels(decoder: PreTrainedModel) -> Iterator[None]:
+    """Within it a model's layers run PyTorch code, whatever packages are installed."""
+    replaced = use_reference_kernels(decoder)
+    try:
+        yield
+    finally:
+        for name, function in replaced.items():
+            setattr(sys.modules[type(decoder).__module__], name, function)
+
+
+def _with_known_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Layers hand every argument to every kernel, and each takes those that it knows."""
+    known = inspect.signature(function).parameters
+
+    @wraps(function)
+    def call(*args: object, **kwargs: object) -> Any:
+        return function(*args, **{name: value for name, value in kwargs.items() if name in known})
+
+    return call
+
+
+@contextmanager
+def in_fp32(model: nn.Module) -> Iterator[None]:
+    """Within it every module computes with its own weights widened to fp32, one module at a time."""
+    narrow: dict[nn.Parameter, Tensor] = {}
+
+    def widen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        for parameter in module.parameters(recurse=False):
+            if parameter.is_floating_point() and parameter not in narrow:
+                narrow[parameter] = parameter.data
+                parameter.data = parameter.data.float()
+        return _widened(args), _widened(kwargs)
+
+    def narrow_again(module: nn.Module, args: Any, output: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            if parameter in narrow:
+                parameter.data = narrow.pop(parameter)
+
+    with ExitStack() as hooks:
+        for module in model.modules():
+            if next(module.parameters(recurse=False), None) is not None:
+                for handle in (
+                    module.register_forward_pre_hook(widen, with_kwargs=True),
+                    module.register_forward_hook(narrow_again, always_call=True),
+                ):
+                    hooks.callback(handle.remove)
+        yield
+
+
+def _widened(value: Any) -> Any:
+    """Half-precision tensors among the arguments of a module, as fp32."""
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
+    if type(value) in (tuple, list):
+        return type(value)(_widened(item) for item in value)
+    if type(value) is dict:
+        return {key: _widened(item) for key, item in value.items()}
+    return value
