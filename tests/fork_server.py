@@ -217,8 +217,12 @@ if __name__ == "__main__":
     if sys.argv[1] == "run":
         run(sys.argv[2], sys.argv[3:])
     server = Server(sys.argv[2])
+    if os.fork():  # clients may connect now; the server itself is not a child of the tests
+        os._exit(0)
+    sys.modules["ray"] = None  # vLLM does without; Ray takes its settings from the environment while it is imported
     for name in sys.argv[3:]:
         importlib.import_module(name)
+    del sys.modules["ray"]
     sys.stdout.flush()
     gc.freeze()  # a collection in a program would copy every page
     finish(server.serve())

@@ -12,7 +12,6 @@ IMPORTED = (
     "openrlhf.launch.rl",
     "openrlhf.launch.supervised",
     "openrlhf.launch.ray.worker",
-    "ray._private.worker",
     "deepspeed",
     "vllm.v1.engine.llm_engine",
     "vllm.v1.worker.cpu_worker",
@@ -25,7 +24,7 @@ def warm_python() -> tuple[str, ...]:
     folder = tempfile.mkdtemp(prefix="warm", dir=os.environ["RAY_TMPDIR"])
     environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SERVER.parents[1])}
     address = f"{folder}/socket"
-    subprocess.Popen([sys.executable, str(SERVER), "serve", address, *IMPORTED], env=environ, stdin=subprocess.PIPE)
-    while not Path(address).exists():
-        pass
+    reading, _ = os.pipe()  # the server ends when this process does, and with it the other end
+    subprocess.run([sys.executable, str(SERVER), "serve", address, *IMPORTED], env=environ, stdin=reading, check=True)
+    os.close(reading)
     return sys.executable, "-I", "-S", str(SERVER), "run", address

@@ -8,7 +8,7 @@ from openrlhf.types import Completion, Prompt, SamplingParams
 from tests.tiny import make_tokenizer
 
 TOKENIZER = make_tokenizer()
-WATCHDOG = 50.0
+WATCHDOG = 300.0  # seconds; far above what anything takes
 TOOL_TEMPLATE = (  # as those of Qwen: tools in front, calls as tagged JSON
     "{% for t in tools or [] %}{{ '[' + t['function']['name'] + ']' }}{% endfor %}"
     "{% for m in messages %}{{ '<' + m['role'][0] + '>' + m['content'] }}"

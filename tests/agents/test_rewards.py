@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from sessions import Numbered, Say, children, params, prompt, run, run_all
+from sessions import WATCHDOG, Numbered, Say, children, params, prompt, run, run_all
 
 from openrlhf.agents.loop_thread import heard
 from openrlhf.agents.process import Failure
@@ -185,7 +185,7 @@ def test_a_process_that_is_killed_from_outside_is_noticed_at_once(build, write, 
             group = asyncio.ensure_future(executor.run_group(prompt(), params(1), [Say("2")]))
             for _ in range(2):  # the call, and its one retry
                 await asyncio.to_thread(kill_next)
-            await asyncio.wait_for(group, 30)
+            await asyncio.wait_for(group, WATCHDOG)
         finally:
             await executor.close()
 
@@ -210,8 +210,8 @@ def test_closing_ends_a_call_that_never_returns(build, write):
         await executor.close()
 
     started = time.monotonic()
-    asyncio.run(asyncio.wait_for(go(), 30))
-    assert time.monotonic() - started < 20
+    asyncio.run(asyncio.wait_for(go(), WATCHDOG))
+    assert time.monotonic() - started < WATCHDOG
     assert children() == set()
 
 
@@ -231,7 +231,7 @@ def test_a_group_that_is_given_up_leaves_the_others_alone(build, write):
             waiting = asyncio.ensure_future(executor.run_group(prompt(), params(1), [Say("2")]))
             with pytest.raises(asyncio.TimeoutError):
                 await asyncio.wait_for(stuck, 0.2)
-            return await asyncio.wait_for(waiting, 30)
+            return await asyncio.wait_for(waiting, WATCHDOG)
         finally:
             await executor.close()
 

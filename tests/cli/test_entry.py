@@ -11,8 +11,10 @@ import pytest
 import openrlhf
 from openrlhf.cli.main import main
 from openrlhf.config.commands import COMMANDS
+from tests.warm import warm_python
 
 ROOT = Path(openrlhf.__file__).parents[1]
+WATCHDOG = 300  # seconds
 SFT = ["train_sft", "--pretrain", "org/model", "--dataset", "org/data"]
 RL = ["train_ppo", "--pretrain", "org/model", "--prompt_data", "org/data", "--remote_rm_url", "http://127.0.0.1:5000"]
 
@@ -45,11 +47,11 @@ def no_launcher(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def python(*words, cwd=ROOT):
+def python(*words, cwd=ROOT, interpreter=(sys.executable,)):
     """From its folder modules are imported before all others."""
     environ = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        [sys.executable, *words], cwd=cwd, env=environ, capture_output=True, text=True, timeout=60, check=False
+        [*interpreter, *words], cwd=cwd, env=environ, capture_output=True, text=True, timeout=WATCHDOG, check=False
     )
 
 
@@ -138,7 +140,7 @@ def test_a_reader_that_leaves_early_is_no_error(argv, monkeypatch):
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "openrlhf.cli.main", *argv]
-    done = subprocess.run(command, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, timeout=60, check=False)
+    done = subprocess.run(command, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, timeout=WATCHDOG, check=False)
     os.close(writing)
     assert (done.returncode, done.stderr) == (0, b"")
 
@@ -193,7 +195,7 @@ def test_another_program_keeps_its_own_signals(tmp_path):
     ids=["train_sft", "train_ppo"],
 )
 def test_a_dry_run_prints_the_batch_table_and_stops(argv, numbers):
-    done = openrlhf_cli(*argv, "--dry_run")
+    done = python("-m", "openrlhf.cli.main", *argv, "--dry_run", interpreter=warm_python())
     assert (done.returncode, done.stdout) == (0, "")
     assert done.stderr.startswith("openrlhf: batches\n")
     assert all(number in done.stderr for number in numbers)

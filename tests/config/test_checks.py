@@ -705,7 +705,7 @@ def test_a_missing_extra_gives_its_pip_command(workspace):
     asked = "\n".join(f"{command} {VALID[command]} {added}" for command, added in words)
     root = str(Path(openrlhf.__file__).parents[1])
     bare = [sys.executable, "-S", "-I", "-c", BARE_PYTHON, root]
-    done = subprocess.run(bare, input=asked, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(bare, input=asked, capture_output=True, text=True, check=True, timeout=300)
     said = done.stdout.splitlines()
     assert len(said) == len(NEEDED), done
     for line, (package, extra) in zip(said, NEEDED.values(), strict=True):

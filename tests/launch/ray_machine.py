@@ -21,6 +21,7 @@ class Machine:
     def __init__(self, folder):
         self.folder = folder
         (folder / "home").mkdir()
+        self.python = link_interpreter(folder / "environment")  # Ray does not bear a space in its path
 
     def start(self, scene, flags="", **environ):
         return self.open([str(HERE / "ray_scenes.py"), scene, *flags.split()], **environ)
@@ -30,7 +31,7 @@ class Machine:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "CUDA_"))}
         places = {"HOME": f"{self.folder}/home", "RAY_TMPDIR": str(self.folder), "PYTHONPATH": str(HERE.parents[1])}
         return subprocess.Popen(
-            [sys.executable, *argv],
+            [self.python, *argv],
             env=kept | places | environ,
             cwd=self.folder,
             stdin=subprocess.PIPE,
@@ -55,6 +56,12 @@ class Machine:
             return f"RAY_TMPDIR={self.folder}\0".encode() in path.read_bytes()
         except OSError:  # it has ended, or is another user's
             return False
+
+
+def link_interpreter(environment):
+    """This interpreter and its packages under another path."""
+    environment.symlink_to(sys.prefix)
+    return str(environment / Path(sys.executable).relative_to(sys.prefix))
 
 
 def make_machine():

@@ -3,14 +3,17 @@
 import os
 import shlex
 import signal
+import tempfile
 from collections import Counter, defaultdict
 from contextlib import contextmanager
+from pathlib import Path
 
 import ray
 from ray.cluster_utils import Cluster
 from rl_toys import SMALL, recorded
 
 from openrlhf.launch.ray.calls import Process
+from openrlhf.launch.ray.driver import interpreter_for_ray
 from tests.warm import warm_python
 
 ON_RAY = SMALL | {  # the fewest processes; each test asks for what it needs beyond
@@ -58,9 +61,10 @@ class AgentExecutor(MultiTurnAgentExecutor):
 def two_nodes(cpus):
     """This process is the driver of a Ray of two nodes, each with so many CPUs; its workers start warm."""
     options = {"num_cpus": cpus, "num_gpus": 0, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args=options)
-    try:
+    with interpreter_for_ray(Path(tempfile.mkdtemp(dir=os.environ["RAY_TMPDIR"]))):
+        cluster = Cluster(initialize_head=True, head_node_args=options)
         cluster.add_node(num_cpus=cpus, num_gpus=0)
+    try:
         cluster.wait_for_nodes()
         warm = {"py_executable": shlex.join(warm_python())}
         ray.init(address=cluster.address, logging_level="ERROR", runtime_env=warm)

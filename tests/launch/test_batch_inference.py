@@ -20,6 +20,7 @@ from openrlhf.errors import ConfigError, RolloutError
 from openrlhf.launch.generate import own_devices, stream
 from openrlhf.launch.scorers import OutcomeScorer
 from tests.tiny import make_model
+from tests.warm import warm_python
 
 WORDS = ["a", "hello", "the cat", "a", "x" * 20, "1+1=", "what is it"]  # the first comes twice
 SHORT = {"max_new_tokens": 12, "input_template": "{}="}
@@ -232,7 +233,7 @@ def test_a_killed_run_goes_on_without_loss_or_repetition(sent, infer, folder, tm
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     with (tmp_path / "said.txt").open("w") as said:
         process = subprocess.Popen(
-            [sys.executable, "-m", "openrlhf.cli.batch_inference", *command(folder, "cut.jsonl", **flags)],
+            [*warm_python(), "-m", "openrlhf.cli.batch_inference", *command(folder, "cut.jsonl", **flags)],
             stderr=said,
             env=environment,
         )

@@ -21,8 +21,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openrlhf.launch.chat_reply import Shown
 from tests.tiny import make_model
+from tests.warm import warm_python
 
-DEADLINE = 120  # seconds: a watchdog, not an expectation
+DEADLINE = 300  # seconds: a watchdog, not an expectation
 GREEDY = {"greedy_sampling": True, "max_len": 96}
 ROOT = str(Path(__file__).parents[2])
 
@@ -125,7 +126,7 @@ def test_a_full_context_is_said_and_a_message_without_room_is_not_taken(talk, pl
 
 
 def test_a_pipe_hears_no_banner_and_gets_exit_code_0(models, plain):
-    argv = [sys.executable, "-m", "openrlhf.cli.interactive_chat", *as_argv({"pretrain": models()} | GREEDY)]
+    argv = [*warm_python(), "-m", "openrlhf.cli.interactive_chat", *as_argv({"pretrain": models()} | GREEDY)]
     environment = {**os.environ, "PYTHONPATH": ROOT}
     done = subprocess.run(
         argv, input="ab", capture_output=True, text=True, env=environment, timeout=DEADLINE, check=False

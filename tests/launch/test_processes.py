@@ -15,6 +15,7 @@ from test_resume import when
 from toys import ANSWERS, FAST, PAIRS, STEPS, Ran, answers, as_argv, data, pairs, run, steps, verdicts
 
 from tests.tiny import make_model
+from tests.warm import warm_python
 
 DEADLINE = 600  # seconds: a watchdog, not an expectation
 # 43 rows in steps of 8: ranks with unequal parts, fillers, and a tail of three rows. Adam's epsilon is large enough
@@ -57,11 +58,11 @@ def flags_of(case, root, name):
 
 def launched(root, *words):
     """Two processes of this machine, told about each other by torchrun."""
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port()]
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port(), "--no-python"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     with (root / "said.txt").open("a") as said:
         return subprocess.Popen(
-            [sys.executable, *launcher, *words],
+            [sys.executable, *launcher, *warm_python(), *words],
             cwd=root,
             stdout=said,
             stderr=said,

@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from ray_machine import HERE, WATCHDOG, make_machine, wait_until_gone
+from ray_machine import HERE, WATCHDOG, link_interpreter, make_machine, wait_until_gone
 
 TOKEN = "0123456789abcdef" * 4
 ONE_GROUP = "--advantage_estimator reinforce --init_kl_coef 0"
@@ -113,6 +113,12 @@ def test_a_private_ray_with_too_many_devices_is_refused_before_it_starts(machine
     assert seen["error"] == "ConfigError"
     assert f"this machine has {4 * cores} of {4 * cores} free" in seen["message"]
     assert "starting a Ray" not in said
+
+
+def test_an_interpreter_in_a_folder_with_a_space_has_a_private_ray(machine):
+    machine.python = link_interpreter(machine.folder / "an environment")
+    seen, _ = machine.see("look_around", ONE_GROUP)
+    assert [one["RANK"] for one in seen["groups"]["policy"]] == ["0"]
 
 
 def test_a_killed_driver_takes_its_ray_along_and_the_next_one_starts(machine, dead_address):

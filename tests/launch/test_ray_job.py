@@ -1,7 +1,6 @@
 """A whole run handed to a cluster with `ray job submit`, as docs/cluster.md says it: a token, a dashboard, a folder."""
 
 import json
-import sys
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -37,7 +36,7 @@ def address(machine, environ):
 
 
 @pytest.fixture
-def command(tmp_path, models):
+def command(tmp_path, models, machine):
     """Two steps; prompts and reward are named by their place in the folder that goes along, outputs by whole paths.
 
     Nothing says that it is a run on Ray: that it is within a job has to be enough.
@@ -47,7 +46,7 @@ def command(tmp_path, models):
     flags = {name: value for name, value in ON_RAY.items() if name != "runtime"}
     flags |= {"prompt_data": "./prompts.jsonl", "remote_rm_url": "./reward.py", "pretrain": models()}
     flags |= {"save_path": tmp_path / "out", "ckpt_path": tmp_path / "ckpt"}
-    return [sys.executable, "-m", "openrlhf.cli.train_ppo_ray", *as_argv(flags)]
+    return [machine.python, "-m", "openrlhf.cli.train_ppo_ray", *as_argv(flags)]
 
 
 def submit(machine, address, folder, command, **environ):

@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import urllib.error
 import urllib.request
@@ -28,6 +27,7 @@ from openrlhf.config.parser import parse
 from openrlhf.errors import ConfigError
 from openrlhf.launch.serve import bind, build_server, leave_a_core
 from tests.tiny import make_model
+from tests.warm import warm_python
 
 DEADLINE = 300  # seconds: a watchdog, not an expectation
 TEXTS = [("abcnopq xyz? " * 8)[start : start + length] for start in range(8) for length in (1, 2, 7, 30, 61)]
@@ -300,7 +300,7 @@ def test_a_stop_answers_what_is_in_flight(reward_model, number, code):
     port = free_port()
     argv = as_argv({"reward_pretrain": reward_model, "port": port})
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    program = [sys.executable, "-m", "openrlhf.cli.serve_rm", *argv]
+    program = [*warm_python(), "-m", "openrlhf.cli.serve_rm", *argv]
     with subprocess.Popen(program, stderr=subprocess.PIPE, text=True, env=environment) as server:
         watchdog = threading.Timer(DEADLINE, server.kill)
         watchdog.start()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.warm import warm_python
 
-DEADLINE = 180  # seconds: a watchdog, not an expectation
+DEADLINE = 300  # seconds: a watchdog, not an expectation
 EARLY, LATE = "abcdefghijklm", "nopqrstuvwxyz"
 TEMPLATE = "{}="
 ANSWERS = {"output_key": "output", "input_template": TEMPLATE}  # flags for answers and verdicts

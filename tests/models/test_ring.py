@@ -19,6 +19,7 @@ from openrlhf.errors import ConfigError
 from openrlhf.models.ring import Share, check_ring
 from tests.models.ring_scenes import SCENES, Scene
 from tests.tiny import CONFIGS
+from tests.warm import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE = 300  # seconds: a watchdog for a hang
@@ -32,7 +33,7 @@ def played(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ring")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "3"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    words = [*launcher, "-m", "tests.models.ring_scenes", str(folder)]
+    words = [*launcher, "--no-python", *warm_python(), "-m", "tests.models.ring_scenes", str(folder)]
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE)
     assert done.returncode == 0, done.stderr[-5000:]
     return folder

@@ -23,6 +23,7 @@ from openrlhf.training.deepspeed_start import _free_port
 from openrlhf.training.local import LocalBackend, LocalFrozen
 from tests.tiny import make_model
 from tests.training.deepspeed_cases import SETTINGS, Distil, Sft, load_network, make_batch, step_batches, train
+from tests.warm import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -48,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_model(root / "mixtral", "mixtral")
     make_model(root / "teacher", seed=3)
     run = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(_free_port())]
-    launch([*run, "-m", WORKER, str(root)])
+    launch([*run, "--no-python", *warm_python(), "-m", WORKER, str(root)])
     return root
 
 
@@ -251,7 +252,7 @@ def test_a_universal_checkpoint_continues_in_one_plain_process(folder: Path, loc
     launch(
         [*convert, "--input_folder", str(checkpoint / "deepspeed"), "--output_folder", str(checkpoint / "universal")]
     )
-    launch([sys.executable, "-m", LAUNCHED, str(folder), "plain", "--universal", str(checkpoint)])
+    launch([*warm_python(), "-m", LAUNCHED, str(folder), "plain", "--universal", str(checkpoint)])
     (seen,) = read(folder, "plain", 1)
     assert seen["world"] == 1
     expected = {key: values[1:] for key, values in local()[1].items()}
@@ -259,7 +260,7 @@ def test_a_universal_checkpoint_continues_in_one_plain_process(folder: Path, loc
 
 
 def test_the_deepspeed_launcher_starts_two_ranks(folder: Path, local: Local) -> None:
-    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "2"]
+    launcher = [sys.executable, str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "2"]
     launch([*launcher, "--master_port", str(_free_port()), "--module", LAUNCHED, str(folder), "launcher"])
     seen = read(folder, "launcher", 2)
     assert [(one["world"], one["local"]) for one in seen] == [(2, "0"), (2, "1")]

@@ -19,6 +19,7 @@ from openrlhf.training.ring_groups import Layout
 from tests.tiny import make_model
 from tests.training.deepspeed_cases import SETTINGS, Distil, load_network, step_batches, train
 from tests.training.ring_worker import CASES
+from tests.warm import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -35,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_model(root / "teacher", seed=3)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
-    words = [*launcher, "-m", "tests.training.ring_worker", str(root)]
+    words = [*launcher, "--no-python", *warm_python(), "-m", "tests.training.ring_worker", str(root)]
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-15000:]
     return root

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import shlex
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -52,7 +54,8 @@ def private_ray(plan: Plan) -> Iterator[None]:
     slots, folder = private_slots(plan), private_folder()
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray leaves one in the home directory
     say("starting a Ray of our own on this machine; it ends with the run")
-    start_driver(address="local", include_dashboard=False, _temp_dir=str(folder), **slots)
+    with interpreter_for_ray(folder):
+        start_driver(address="local", include_dashboard=False, _temp_dir=str(folder), **slots)
     failed = False
     try:
         yield
@@ -67,6 +70,23 @@ def private_ray(plan: Plan) -> Iterator[None]:
             say(f"logs of all processes: {folder}/session_latest/logs")
         else:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def interpreter_for_ray(folder: Path) -> Iterator[None]:
+    """Within it, Ray starts its processes through a link in the folder if the path of this interpreter needs quoting.
+
+    Ray hands the path to a shell as it is, and then waits forever for workers.
+    """
+    python = Path(sys.executable)
+    if shlex.quote(sys.executable) != sys.executable and python.is_relative_to(sys.prefix):
+        environment = folder / "environment"
+        environment.symlink_to(sys.prefix)
+        sys.executable = str(environment / python.relative_to(sys.prefix))
+    try:
+        yield
+    finally:
+        sys.executable = str(python)
 
 
 def ray_helpers() -> list[Any]:
