@@ -1,4 +1,7 @@
-"""Each supervised command from its command line to a model that plain Transformers loads and that has learned."""
+"""Each supervised command from its command line to a model that plain Transformers loads and that has learned.
+
+Comments beside bounds on what was learned give the range over six seeds (--seed).
+"""
 
 import math
 from statistics import mean, stdev
@@ -21,8 +24,8 @@ def test_sft_learns_and_its_loss_is_the_saved_models(tmp_path, train):
     ran = train("train_sft", **data(tmp_path, answers(150), held_out), **ANSWERS, max_epochs=6)
     losses = ran.evaluation("eval gpt_loss")
     assert losses[0] > 4
-    assert losses[-1] < 1
-    assert ran.train("gpt_loss")[-1] < 1
+    assert losses[-1] < 1  # 0.01 to 0.23
+    assert ran.train("gpt_loss")[-1] < 1  # 0.01 to 0.25
     assert mean_loss(ran.save_path, held_out) == pytest.approx(losses[-1], abs=1e-5)
 
 
@@ -30,7 +33,7 @@ def test_sft_learns_all_of_a_text_in_pretrain_mode(tmp_path, train):
     rows = [{"input": row["input"] + row["output"] + "abcdefgh"} for row in answers(60)]
     ran = train("train_sft", **data(tmp_path, rows[:50], rows[50:]), pretrain_mode=True, max_epochs=3)
     losses = ran.evaluation("eval gpt_loss")
-    assert losses[-1] < losses[0] - 1
+    assert losses[-1] < losses[0] - 1  # -2.9 to -2.8
 
 
 def conversations(rows):
@@ -45,7 +48,7 @@ def test_sft_learns_conversations(flags, tmp_path, train):
     rows = conversations(answers(80))
     ran = train("train_sft", **data(tmp_path, rows[:64], rows[64:]), apply_chat_template=True, max_epochs=3, **flags)
     losses = ran.evaluation("eval gpt_loss")
-    assert losses[-1] < losses[0] / 2
+    assert losses[-1] < losses[0] / 2  # 0.25 to 0.27 of it
 
 
 @pytest.mark.parametrize("pad_is_eos", [False, True], ids=["own pad", "pad is eos"])
@@ -55,8 +58,8 @@ def test_a_reward_model_prefers_what_it_should_and_scores_equally_in_plain_trans
     held_out = pairs(24, seed=1)
     base = models(pad_is_eos=pad_is_eos)
     ran = train("train_rm", **data(tmp_path, pairs(128), held_out), **PAIRS, pretrain=base, max_epochs=2)
-    assert ran.evaluation("acc_mean")[-1] > 0.9
-    assert ran.evaluation("eval_loss")[-1] < ran.evaluation("eval_loss")[0] / 2
+    assert ran.evaluation("acc_mean")[-1] > 0.9  # always 1
+    assert ran.evaluation("eval_loss")[-1] < ran.evaluation("eval_loss")[0] / 2  # at most 0.03 of it
 
     texts = [TEMPLATE.format(row["prompt"]) + row[side] for side in ("chosen", "rejected") for row in held_out]
     got = scores(ran.save_path, texts)
@@ -94,7 +97,7 @@ def test_a_reward_model_without_evaluation_data_takes_its_statistics_from_traini
 def test_a_reward_model_learns_by_its_other_losses(flags, tmp_path, train):
     rows = [row | {"margin": 0.5} for row in pairs(96)]
     ran = train("train_rm", **data(tmp_path, rows, pairs(24, seed=1)), **PAIRS, **flags)
-    assert ran.evaluation("acc_mean")[-1] > 0.9
+    assert ran.evaluation("acc_mean")[-1] > 0.9  # always 1
 
 
 DPO = {"eval_split": "train", "learning_rate": 3e-3}
@@ -103,9 +106,9 @@ DPO = {"eval_split": "train", "learning_rate": 3e-3}
 def test_dpo_prefers_what_it_should_and_its_metrics_are_the_saved_models(tmp_path, train, models):
     held_out = pairs(24, seed=1)
     ran = train("train_dpo", **data(tmp_path, pairs(128), held_out), **PAIRS | DPO, beta=0.2)
-    assert ran.evaluation("acc_mean")[-1] > 0.9
+    assert ran.evaluation("acc_mean")[-1] > 0.9  # always 1
     assert ran.evaluation("eval_loss")[0] == pytest.approx(math.log(2), abs=1e-6)
-    assert ran.evaluation("eval_loss")[-1] < 0.5
+    assert ran.evaluation("eval_loss")[-1] < 0.5  # 0.24 to 0.26
 
     prompts = [TEMPLATE.format(row["prompt"]) for row in held_out]
     ratios = [
@@ -129,10 +132,10 @@ def test_dpo_prefers_what_it_should_and_its_metrics_are_the_saved_models(tmp_pat
 )
 def test_dpos_other_losses_prefer_the_same(flags, tmp_path, train):
     ran = train("train_dpo", **data(tmp_path, pairs(96), pairs(24, seed=1)), **PAIRS | DPO, **flags)
-    assert ran.evaluation("acc_mean")[-1] > 0.9
-    assert ran.evaluation("eval_loss")[-1] < ran.evaluation("eval_loss")[0]
+    assert ran.evaluation("acc_mean")[-1] > 0.85  # 0.96 to 1 for IPO, else always 1
+    assert ran.evaluation("eval_loss")[-1] < 0.9 * ran.evaluation("eval_loss")[0]  # 0.10 to 0.80 of it
     if "nll_loss_coef" in flags:
-        assert ran.train("nll_loss")[-1] < ran.train("nll_loss")[0]
+        assert ran.train("nll_loss")[-1] < ran.train("nll_loss")[0]  # -0.58 to -0.53
 
 
 def test_dpo_takes_another_reference(tmp_path, train, models):
@@ -144,10 +147,10 @@ def test_kto_parts_good_from_bad(tmp_path, train, models):
     held_out = verdicts(24, seed=1)
     flags = {"beta": 0.2, "eval_split": "train", "learning_rate": 3e-3}
     ran = train("train_kto", **data(tmp_path, verdicts(160), held_out), **ANSWERS, **flags)
-    assert ran.evaluation("chosen_reward")[-1] > 0 > ran.evaluation("reject_reward")[-1]
+    assert ran.evaluation("chosen_reward")[-1] > 0 > ran.evaluation("reject_reward")[-1]  # at most -0.60
     assert ran.evaluation("eval_loss")[0] == pytest.approx(0.5, abs=1e-6)
-    assert ran.evaluation("eval_loss")[-1] < 0.4
-    assert ran.train("kto_loss")[-1] < 0.4
+    assert ran.evaluation("eval_loss")[-1] < 0.4  # 0.35 to 0.36
+    assert ran.train("kto_loss")[-1] < 0.45  # 0.34 to 0.39
 
     good = [row for row in held_out if row["label"]]
     ratios = log_ratios(
@@ -167,6 +170,7 @@ def test_kd_brings_the_student_nearer_to_the_teacher(tmp_path, train, models):
         teacher_model=teacher,
         kd_coef=1.0,
         eval_split="train",
+        max_epochs=3,
     )
     distil = ran.train("distil_loss")
     assert distil[-1] < distil[0]
@@ -197,7 +201,7 @@ def test_kd_without_a_teachers_share_is_sft(tmp_path, train, models):
 def test_a_process_reward_model_marks_steps(soft, tmp_path, train):
     held_out = steps(24, seed=1, soft=soft)
     files = data(tmp_path, steps(128, soft=soft), held_out)
-    ran = train("train_prm", **files, **STEPS, eval_split="train", max_epochs=2)
+    ran = train("train_prm", **files, **STEPS, eval_split="train", max_epochs=4)
     assert ran.evaluation("eval acc")[-1] > 0.9
     assert ran.evaluation("eval prm_loss")[-1] < ran.evaluation("eval prm_loss")[0]
     assert (ran.config["placeholder_token"], ran.config["reward_tokens"]) == ("#", ["+", "-"])
@@ -212,7 +216,7 @@ def test_a_process_reward_model_marks_steps(soft, tmp_path, train):
 
 def test_a_process_reward_model_may_answer_with_the_whole_vocabulary(tmp_path, train):
     files = data(tmp_path, steps(128), steps(24, seed=1))
-    ran = train("train_prm", **files, placeholder_token="#", eval_split="train", max_epochs=2)
+    ran = train("train_prm", **files, placeholder_token="#", eval_split="train", max_epochs=4)
     assert ran.evaluation("eval acc")[-1] > 0.9
 
 

@@ -58,7 +58,7 @@ def test_adapters_learn_and_peft_loads_them(case, tmp_path, train, models):
     lora = {"lora_rank": 4, "lora_alpha": 8, "gradient_checkpointing": True, "packing_samples": True}
     ran = train(command, **flags | data(tmp_path, rows, rows[:9]) | lora | {"learning_rate": 1e-2})
     name = "eval gpt_loss" if case == "sft" else "eval_loss"
-    assert ran.evaluation(name)[-1] < ran.evaluation(name)[0]
+    assert ran.evaluation(name)[-1] < ran.evaluation(name)[0]  # six seeds: SFT -0.28 to -0.25, DPO -0.05 to -0.04
     assert not (ran.save_path / "model.safetensors").exists()
     base = AutoModelForCausalLM.from_pretrained(models())
     merged = PeftModel.from_pretrained(base, ran.save_path).merge_and_unload()
@@ -71,7 +71,7 @@ def test_adapters_learn_and_peft_loads_them(case, tmp_path, train, models):
 def test_an_adapted_reward_model_keeps_its_head(tmp_path, train, models):
     command, flags, rows, _ = CASES["rm"]
     ran = train(command, **flags | data(tmp_path, rows, pairs(24, seed=1)), lora_rank=4, max_epochs=3)
-    assert ran.evaluation("acc_mean")[-1] > 0.9
+    assert ran.evaluation("acc_mean")[-1] > 0.8  # 0.92 to 1 over six seeds
     base = AutoModelForSequenceClassification.from_pretrained(models(), num_labels=1)
     model = PeftModel.from_pretrained(base, ran.save_path).eval()
     tokenizer = load(models())[1]
@@ -101,7 +101,7 @@ def test_experts_are_balanced_while_a_mixture_learns(kind, packing, tmp_path, tr
     flags = {"pretrain": models(kind), "aux_loss_coef": 0.1, "packing_samples": packing, "max_epochs": 2}
     ran = train("train_sft", **ANSWERS, **data(tmp_path, answers(48), held_out), **flags)
     assert all(value >= 0.9 for value in ran.train("aux_loss"))
-    assert ran.evaluation("eval gpt_loss")[-1] < ran.evaluation("eval gpt_loss")[0] - 1
+    assert ran.evaluation("eval gpt_loss")[-1] < ran.evaluation("eval gpt_loss")[0] - 1  # six seeds: -2.3 to -2.0
     assert mean_loss(ran.save_path, held_out) == pytest.approx(ran.evaluation("eval gpt_loss")[-1], abs=1e-5)
 
 
@@ -134,4 +134,4 @@ def test_a_cpu_has_nowhere_to_offload_an_optimizer_to(tmp_path, train, capsys):
 
 def test_muon_takes_the_matrices(tmp_path, train):
     ran = train("train_sft", **ANSWERS, **data(tmp_path, answers(42), answers(4)), optim="muon", max_epochs=3)
-    assert ran.train("gpt_loss")[-1] < ran.train("gpt_loss")[0] - 1
+    assert ran.train("gpt_loss")[-1] < ran.train("gpt_loss")[0] - 1  # six seeds: -2.9 to -2.8
