@@ -8,6 +8,7 @@ import pytest
 
 from tests.warm import warm_python
 
+pytestmark = pytest.mark.slow(seconds=1)
 WATCHDOG = 300  # seconds; the first program waits for the server's imports
 PROGRAMS = {
     "arguments": ["-c", "import sys; print(sys.argv)", "a b", "-m"],

@@ -145,7 +145,7 @@ def file_arguments(command: type, path: Path) -> list[str]:
     import yaml
 
     try:
-        content = yaml.safe_load(path.read_text())
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"--config {path}: no such file") from None
     except OSError as error:

@@ -69,7 +69,7 @@ class Transcript:
 
 def open_history(config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> History:
     file = config.chat.ta_prompt
-    first = Path(file).expanduser().read_text() if file else config.template.system_prompt
+    first = Path(file).expanduser().read_text(encoding="utf-8") if file else config.template.system_prompt
     suffix = f"{config.sampling.csft_prompt.strip()} " if config.sampling.enable_csft else ""
     chat = open_chat(tokenizer, config.template)
     return Messages(chat, first, suffix) if chat else Transcript(config.template.input_template, first, suffix)

@@ -186,6 +186,7 @@ def test_another_program_keeps_its_own_signals(tmp_path):
     assert python("-m", "mine.run", cwd=tmp_path).stdout == "SIG_DFL\n"
 
 
+@pytest.mark.slow(seconds=1)
 @pytest.mark.parametrize(
     ("argv", "numbers"),
     [

@@ -6,10 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[2] / "examples" / "minimal_grpo.py"
 WATCHDOG = 300  # seconds; on two idle cores it takes ten
 
 
+@pytest.mark.slow(seconds=14)
 def test_held_out_accuracy_rises_by_thirty_points(tmp_path):
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--steps", "25"],

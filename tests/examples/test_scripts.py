@@ -135,6 +135,7 @@ def test_slurm_takes_reinforcement_learning_to_ray(script, shared, words, asked,
         assert {flags[f"{role}_num_gpus_per_node"] for role in ROLES} == {8}
 
 
+@pytest.mark.slow(seconds=100)
 def test_a_few_of_them_run(tmp_path):
     done = subprocess.run(
         [sys.executable, str(ROOT / "tools" / "run_examples.py"), "--folder", str(tmp_path), *FAST],

@@ -207,6 +207,7 @@ def command(folder, output, **flags):
     return as_argv({"eval_task": "generate", "pretrain": folder, "output_path": output} | flags)
 
 
+@pytest.mark.slow(seconds=12)
 def test_two_processes_give_the_rows_of_one(infer, folder, reward_model, tmp_path):
     flags = {"dataset": prompts(WORDS * 3), "best_of_n": 2, **SHORT}
     alone = infer(**flags)
@@ -225,6 +226,7 @@ def test_two_processes_give_the_rows_of_one(infer, folder, reward_model, tmp_pat
         assert one == other
 
 
+@pytest.mark.slow(seconds=3)
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
 def test_a_killed_run_goes_on_without_loss_or_repetition(sent, infer, folder, tmp_path):
     long = {"dataset": prompts([f"{word}{number}" for number in range(16) for word in WORDS]), "input_template": "{}="}
@@ -266,6 +268,7 @@ subprocess.Popen([sys.executable, "-m", "openrlhf.cli.batch_inference", *sys.arg
 """
 
 
+@pytest.mark.slow(seconds=8)
 def test_a_process_does_not_outlive_its_launcher(folder):
     """Its share is finished, and the others will never come."""
     flags = {"dataset": prompts(), **SHORT}
@@ -321,6 +324,7 @@ def test_a_changed_run_is_refused(stopped, infer, reward_model, capfd):
     assert not Path("out.jsonl").exists()
 
 
+@pytest.mark.slow(seconds=10)
 def test_vllm_says_what_transformers_says(infer):
     flags = {"dataset": prompts(WORDS * 4), "greedy_sampling": True, **SHORT}
     expected = infer(**flags)
@@ -332,6 +336,7 @@ def test_vllm_says_what_transformers_says(infer):
     assert infer("generate_vllm", **penalised) == infer(**penalised)
 
 
+@pytest.mark.slow(seconds=30)
 def test_engines_on_ray_say_it_too(infer):
     flags = {"dataset": prompts(WORDS * 4), "greedy_sampling": True, **SHORT}
     assert infer("generate_vllm", **flags, vllm_num_engines=2, max_num_seqs=4) == infer(**flags)

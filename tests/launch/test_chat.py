@@ -125,6 +125,7 @@ def test_a_full_context_is_said_and_a_message_without_room_is_not_taken(talk, pl
     assert "no room for a reply within --max_len 96, so it was not said" in err
 
 
+@pytest.mark.slow(seconds=1)
 def test_a_pipe_hears_no_banner_and_gets_exit_code_0(models, plain):
     argv = [*warm_python(), "-m", "openrlhf.cli.interactive_chat", *as_argv({"pretrain": models()} | GREEDY)]
     environment = {**os.environ, "PYTHONPATH": ROOT}
@@ -211,6 +212,7 @@ def terminal(**flags):
         os.close(master)
 
 
+@pytest.mark.slow(seconds=8)
 def test_a_person_at_a_terminal(tmp_path):
     folder, ends = ending_model(tmp_path / "ending", "ab=")
     first, block = (continuation(folder, prompt, ends=ends) for prompt in ("ab=", "x\ny="))
@@ -235,6 +237,7 @@ def test_a_person_at_a_terminal(tmp_path):
         assert screen.program.wait(DEADLINE) == 0
 
 
+@pytest.mark.slow(seconds=8)
 def test_ctrl_c_stops_a_reply_and_not_the_program(tmp_path):
     folder = make_model(tmp_path / "endless", max_position_embeddings=1_000_000)
     with terminal(pretrain=folder, max_len=1_000_000, temperature=1.0, top_p=1.0, input_template=SHORT) as screen:
@@ -255,6 +258,7 @@ def test_ctrl_c_stops_a_reply_and_not_the_program(tmp_path):
         assert screen.program.wait(DEADLINE) == 0
 
 
+@pytest.mark.slow(seconds=7)
 def test_a_scheduler_ends_the_program(models):
     with terminal(pretrain=models(), **GREEDY) as screen:
         screen.wait_for("> ")

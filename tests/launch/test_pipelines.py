@@ -14,6 +14,7 @@ from toys import EARLY, FAST, LATE, PAIRS, TEMPLATE, pairs, run, steps, word, wr
 from openrlhf.errors import ConfigError, DataError
 from tests.tiny import make_model
 
+pytestmark = pytest.mark.slow(seconds=3)
 PIPELINES = Path(__file__).parents[2] / "examples" / "pipelines"
 GENERATE = f"--input_template {TEMPLATE} --max_new_tokens 8 --micro_batch_size 256"
 TRAIN = "--train_batch_size 32 --micro_train_batch_size 32 --lr_warmup_ratio 0 --lr_scheduler constant --max_epochs 1"

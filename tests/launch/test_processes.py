@@ -17,6 +17,7 @@ from toys import ANSWERS, FAST, PAIRS, STEPS, Ran, answers, as_argv, data, pairs
 from tests.tiny import make_model
 from tests.warm import warm_python
 
+pytestmark = pytest.mark.slow(seconds=4)
 DEADLINE = 600  # seconds: a watchdog, not an expectation
 # 43 rows in steps of 8: ranks with unequal parts, fillers, and a tail of three rows. Adam's epsilon is large enough
 # that the sign of a gradient near zero, which rounding decides, moves nothing.

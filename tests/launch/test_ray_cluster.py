@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from ray_machine import HERE, WATCHDOG, link_interpreter, make_machine, wait_until_gone
 
+pytestmark = pytest.mark.slow(seconds=6)
 TOKEN = "0123456789abcdef" * 4
 ONE_GROUP = "--advantage_estimator reinforce --init_kl_coef 0"
 

@@ -68,6 +68,7 @@ def steps(tmp_path):
     return [json.loads(line)["step"] for line in (tmp_path / "out" / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow(seconds=40)
 def test_a_lost_head_ends_a_run_that_had_joined_it_and_the_run_goes_on_with_the_next_head(machine, command, tmp_path):
     port = free_port()
     start_head(machine, port)
@@ -84,6 +85,7 @@ def test_a_lost_head_ends_a_run_that_had_joined_it_and_the_run_goes_on_with_the_
     assert steps(tmp_path) == [1, 2, 3]
 
 
+@pytest.mark.slow(seconds=40)
 def test_a_private_ray_that_loses_its_head_ends_with_the_run_and_the_next_one_starts(machine, command, tmp_path):
     (tmp_path / "victims").write_text("private")
     assert_told(*outcome(machine, command))
@@ -97,6 +99,7 @@ def test_a_private_ray_that_loses_its_head_ends_with_the_run_and_the_next_one_st
     assert machine.processes() == []
 
 
+@pytest.mark.slow(seconds=40)
 def test_processes_of_a_run_on_nodes_that_outlive_the_head_end_with_the_run(machine, command, tmp_path):
     """There Ray keeps them for a minute, until the nodes give up; these are still there when all is over."""
     with machine.start("head_and_node") as cluster:

@@ -12,6 +12,7 @@ from ray_toys import ON_RAY
 from rl_toys import asked, task
 from toys import Ran, as_argv
 
+pytestmark = pytest.mark.slow(seconds=40)
 TOKEN = "0123456789abcdef" * 4
 TRIES = 5
 HELD = {"Authorization": f"Bearer {TOKEN}"}

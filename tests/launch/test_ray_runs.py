@@ -28,6 +28,7 @@ from openrlhf.launch.ray.start import started_on
 from openrlhf.types import Request, SamplingParams
 from tests.config.test_snapshots import PRINTED
 
+pytestmark = pytest.mark.slow(seconds=15)
 REGICIDE = """
 import os, signal
 from pathlib import Path

@@ -10,6 +10,7 @@ from plain import mean_loss
 from safetensors.torch import load_file
 from toys import ANSWERS, DEADLINE, FAST, PAIRS, Ran, answers, begin, data, pairs, run, when, write_rows
 
+pytestmark = pytest.mark.slow(seconds=2)
 # 43 rows in batches of 8: six steps an epoch, the last of three rows
 SHAPE = {"train_batch_size": 8, "micro_train_batch_size": 3, "max_epochs": 4, "save_steps": 4}
 LAST = 24

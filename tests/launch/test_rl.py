@@ -43,6 +43,7 @@ def before(models):
     return load_file(f"{models()}/model.safetensors")
 
 
+@pytest.mark.slow(seconds=4)
 @pytest.mark.parametrize("estimator", ["gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo"])
 def test_every_estimator_learns(estimator, learn):
     for seed in (1, 2, 3):

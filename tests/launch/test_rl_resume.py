@@ -9,6 +9,7 @@ from rl_toys import SMALL, asked, task
 from safetensors.torch import load_file
 from toys import DEADLINE, Ran, begin, run, when, write_rows
 
+pytestmark = pytest.mark.slow(seconds=4)
 STEPS = 12
 PPO = {
     "advantage_estimator": "gae",

@@ -295,6 +295,7 @@ def free_port():
         return probe.getsockname()[1]
 
 
+@pytest.mark.slow(seconds=2)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)], ids=["SIGTERM", "Ctrl-C"])
 def test_a_stop_answers_what_is_in_flight(reward_model, number, code):
     port = free_port()

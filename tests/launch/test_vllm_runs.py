@@ -7,6 +7,7 @@ from toys import Ran, run
 from openrlhf.launch.local_rl import LocalSync
 from openrlhf.rollout.engine import Weights
 
+pytestmark = pytest.mark.slow(seconds=6)
 VLLM = {"vllm_num_engines": 1, "enforce_eager": True, "init_kl_coef": 0.0}  # on CPU it knows no heads below 32
 MODES = {
     "in turn, the engine asleep": {"vllm_enable_sleep": True, "enable_prefix_caching": True},

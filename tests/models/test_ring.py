@@ -21,6 +21,7 @@ from tests.models.ring_scenes import SCENES, Scene
 from tests.tiny import CONFIGS
 from tests.warm import warm_python
 
+pytestmark = pytest.mark.slow(seconds=1)
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE = 300  # seconds: a watchdog for a hang
 SIZES = (2, 3)

@@ -21,6 +21,7 @@ from openrlhf.training.optim import OptimizerSettings
 from openrlhf.types import Prompt, Request, SamplingParams, TokenRow, Trajectory
 from tests.tiny import make_model
 
+pytestmark = pytest.mark.slow(seconds=2)
 PROMPTS = ["a", "hello", "the cat", "x" * 20, "1+1=", "Z", "q?", "what is it", "no", "abcdefghijkl", "==", "w"]
 LONGEST = 2048
 ATTENTION = {"head_dim": 32}  # vLLM's attention on CPU knows no smaller one

@@ -25,6 +25,7 @@ from tests.tiny import make_model
 from tests.training.deepspeed_cases import SETTINGS, Distil, Sft, load_network, make_batch, step_batches, train
 from tests.warm import warm_python
 
+pytestmark = pytest.mark.slow(seconds=2)
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 WORKER = "tests.training.deepspeed_worker"

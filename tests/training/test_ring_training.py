@@ -21,6 +21,7 @@ from tests.training.deepspeed_cases import SETTINGS, Distil, load_network, step_
 from tests.training.ring_worker import CASES
 from tests.warm import warm_python
 
+pytestmark = pytest.mark.slow(seconds=2)
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 DEADLINE = 600  # seconds: a watchdog for a hang
