@@ -173,7 +173,7 @@ def test_kd_brings_the_student_nearer_to_the_teacher(tmp_path, train, models):
         max_epochs=3,
     )
     distil = ran.train("distil_loss")
-    assert distil[-1] < distil[0]
+    assert distil[-1] < distil[0]  # -0.011 to -0.010
 
     def distance(folder):
         (student, tokenizer), (other, _) = load(folder), load(teacher)
@@ -185,7 +185,7 @@ def test_kd_brings_the_student_nearer_to_the_teacher(tmp_path, train, models):
             total += (theirs.exp() * (theirs - ours)).sum(-1).mean().item()
         return total / len(held_out)
 
-    assert distance(ran.save_path) < distance(models()) / 2
+    assert distance(ran.save_path) < distance(models()) / 2  # 0.08 to 0.15 of it
 
 
 def test_kd_without_a_teachers_share_is_sft(tmp_path, train, models):
@@ -202,8 +202,8 @@ def test_a_process_reward_model_marks_steps(soft, tmp_path, train):
     held_out = steps(24, seed=1, soft=soft)
     files = data(tmp_path, steps(128, soft=soft), held_out)
     ran = train("train_prm", **files, **STEPS, eval_split="train", max_epochs=4)
-    assert ran.evaluation("eval acc")[-1] > 0.9
-    assert ran.evaluation("eval prm_loss")[-1] < ran.evaluation("eval prm_loss")[0]
+    assert ran.evaluation("eval acc")[-1] > 0.85  # 0.94 to 1
+    assert ran.evaluation("eval prm_loss")[-1] < ran.evaluation("eval prm_loss")[0]  # -0.68 to -0.21
     assert (ran.config["placeholder_token"], ran.config["reward_tokens"]) == ("#", ["+", "-"])
 
     right = [
@@ -217,7 +217,7 @@ def test_a_process_reward_model_marks_steps(soft, tmp_path, train):
 def test_a_process_reward_model_may_answer_with_the_whole_vocabulary(tmp_path, train):
     files = data(tmp_path, steps(128), steps(24, seed=1))
     ran = train("train_prm", **files, placeholder_token="#", eval_split="train", max_epochs=4)
-    assert ran.evaluation("eval acc")[-1] > 0.9
+    assert ran.evaluation("eval acc")[-1] > 0.85  # 0.95 to 1
 
 
 def test_a_command_runs_from_python(tmp_path, models, monkeypatch):
