@@ -17,6 +17,7 @@ from openrlhf.rollout.vllm import VLLMEngine, VLLMSettings
 from openrlhf.types import Prompt, Request, SamplingParams, Trajectory
 from tests.tiny import make_model
 
+pytestmark = pytest.mark.slow(seconds=4)
 ATTENTION = {"head_dim": 32}  # vLLM's attention on CPU knows no smaller one
 TWO_HEADS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}  # of 32 too
 TIED = {"tie_word_embeddings": True}
