@@ -73,6 +73,7 @@ def _episodes(
         "agent",
         max_length=context_length,
         max_turns=rewards.max_turns,
+        scored_later=rewards.scored_by_models,
         tokenizer_folder=folder.name,
         tokenizer_class=_class_of(tokenizer),
         trust_remote_code=trust_remote_code,

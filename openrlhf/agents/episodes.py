@@ -65,6 +65,7 @@ class Episodes:
                 reply.completions,
                 context_length=self.context_length,
                 step_rewards=self.step_rewards,
+                scored_later=self.pool.spec.scored_later,
             )
         except (RewardError, RolloutError) as error:
-            raise type(error)(f"{self.source}: {error.message}, for {sample}") from None
+            raise type(error)(f"{self.source}: {error.message}, for {sample}", try_this=error.try_this) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from importlib.util import find_spec
 from typing import Any
@@ -57,8 +58,11 @@ class GemAgentExecutor(AgentExecutorBase):
         try:
             return self.gem.make(name)
         except ValueError as error:
+            known = importlib.import_module("gem.envs.registration").ENV_REGISTRY
+            near = difflib.get_close_matches(name, known)
             raise RolloutError(
-                f"a prompt must name an environment of GEM, and {name!r} is none ({error}); gem.print_envs() lists them"
+                f"a prompt must name an environment of GEM, and {name!r} is none ({error})",
+                try_this=f"{' or '.join(near)}" if near else "gem.print_envs() for all names",
             ) from None
 
 

@@ -85,10 +85,21 @@ class AgentExecutorBase(ABC):
     """Full control: `execute` makes one episode, token by token."""
 
     max_turns: int | None = None  # set from --max_turns
+    scored_later: bool = False  # set when reward models score episodes whose reward is None
     template: Template = Template()  # set from the flags of chat templates
+
+    def __init__(self, agent_instance_cls: Any = None, *older: Any, **older_by_name: Any) -> None:
+        """Files of 0.8.7 to 0.9.0 hand over their agent, the engine and more; what they need of it is set elsewhere."""
+        if agent_instance_cls is not None:
+            self.agent_instance_cls = agent_instance_cls
 
     async def prepare(self) -> None:  # noqa: B027 - most have nothing to do
         """Called once, before the first episode."""
+
+    async def generate(self, prompt_ids: Sequence[int], sampling_params: Any) -> RequestOutput:
+        """The policy's continuation, for files of 0.8.7 to 0.9.0, which are built with the engine."""
+        engine: LLMEngine = vars(self)["llm_engine"]
+        return await engine.generate(prompt_ids, sampling_params)
 
     @abstractmethod
     async def execute(

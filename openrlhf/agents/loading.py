@@ -19,6 +19,7 @@ from openrlhf.errors import ConfigError
 
 RewardCall = Callable[[list[str], list[str], list[Any]], Any]
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+OLDER = ("max_steps", "max_length", "llm_engine", "hf_tokenizer", "result_queue")  # what 0.8.7 to 0.9.0 built with
 _numbers = itertools.count()
 
 
@@ -74,6 +75,7 @@ def find_agent(module: ModuleType, file: str) -> type[AgentExecutorBase] | Liter
                 f"class AgentExecutor in --agent_func_path {file} does not extend AgentExecutorBase",
                 try_this="from openrlhf.utils.agent import AgentExecutorBase, MultiTurnAgentExecutor",
             )
+        check_arguments(found, file)
         check_is_whole(found, file)
         return found
     if callable(vars(module).get("run_agent")):
@@ -87,9 +89,27 @@ def find_agent(module: ModuleType, file: str) -> type[AgentExecutorBase] | Liter
     )
 
 
+def required_by(kind: Callable[..., Any]) -> list[str]:
+    """Arguments that something cannot be called without."""
+    kinds = (*POSITIONAL, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(kind).parameters.values()
+    return [item.name for item in parameters if item.kind in kinds and item.default is item.empty]
+
+
+def check_arguments(kind: type[AgentExecutorBase], file: str) -> None:
+    """Refuses a class that is built with what nobody can know."""
+    unknown = [name for name in required_by(kind) if name not in OLDER]
+    if unknown:
+        raise ConfigError(
+            f"class AgentExecutor in --agent_func_path {file} is built without arguments, but it wants"
+            f" {', '.join(unknown)}",
+            try_this="def __init__(self): super().__init__(AgentInstance)",
+        )
+
+
 def check_is_whole(kind: type[AgentExecutorBase], file: str) -> None:
-    """Refuses a class that lacks a method which only the user can write."""
-    missing = sorted(kind.__abstractmethods__)
+    """Refuses a class that lacks a method which only the user can write; the older form may leave out `execute`."""
+    missing = sorted(kind.__abstractmethods__ - ({"execute"} if required_by(kind) else set()))
     if missing:
         raise ConfigError(
             f"class AgentExecutor in --agent_func_path {file} has no method {' and no '.join(missing)}",

@@ -27,6 +27,7 @@ class Spec:
     kind: Kind
     max_length: int = 0
     max_turns: int | None = None
+    scored_later: bool = False  # reward models score an episode that returns no reward
     tokenizer_folder: str | None = None
     tokenizer_class: tuple[str, str] = ("transformers", "AutoTokenizer")  # module and name
     trust_remote_code: bool = False

@@ -135,6 +135,10 @@ def read_step(result: Any) -> Mapping[str, Any]:
     missing = [key for key in ("rewards", "done") if key not in result]
     if missing:
         raise RolloutError(f"{AGENT} returned a dict without {' and '.join(missing)}; its keys are {list(result)}")
+    if result.get("environment_images"):
+        raise RolloutError(
+            f"{AGENT} returned 'environment_images', but models are trained on text: describe them in words"
+        )
     feedback = result.get("environment_feedback")
     if not isinstance(feedback, str | None):
         raise RolloutError(f"'environment_feedback' of {AGENT} is {kind_of(feedback)}, not a text")

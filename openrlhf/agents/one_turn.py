@@ -10,7 +10,7 @@ from openrlhf.agents.interface import AgentExecutorBase, LLMEngine
 from openrlhf.agents.loading import RewardCall, adapt_reward, find_reward, load_module
 from openrlhf.agents.messages import plain
 from openrlhf.agents.multi_turn import begin, settled
-from openrlhf.agents.scores import Group, read_scores
+from openrlhf.agents.scores import NOT_YET, Group, Scored, read_scores
 from openrlhf.errors import RewardError
 from openrlhf.types import Prompt
 
@@ -38,33 +38,40 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         talk.act(action)
         query = hf_tokenizer.decode(talk.tokens)
         group = Group(Prompt(0, prompt, tuple(talk.tokens[:prompt_length]), label), (query,), (action.text,))
-        result = plain(await settled(self.reward([query], [prompt], [label])))
-        (scored,) = read_scores(result, group, "the reward")
-        if isinstance(scored, RewardError):
-            raise scored
+        scored = await self._scored(group)
         return {
             "prompt": prompt,
             "label": label,
             "observation_tokens": talk.tokens,
             "action_ranges": talk.action_ranges,
             "rollout_log_probs": talk.log_probs,
-            "reward": scored.reward,
-            "scores": scored.score,
+            "reward": None if scored is NOT_YET else scored.reward,
+            "scores": None if scored is NOT_YET else scored.score,
             "extra_logs": dict(scored.extra_logs),
             "truncated": action.finish_reason == "length",
         }
 
+    async def _scored(self, group: Group) -> Scored:
+        if self.reward is None:
+            if not self.scored_later:
+                raise RewardError(
+                    "SingleTurnAgentExecutor was made without a reward",
+                    try_this="SingleTurnAgentExecutor(reward_func), or --reward_pretrain for a model that scores",
+                )
+            return NOT_YET
+        result = plain(await settled(self.reward(list(group.queries), [group.prompt.text], [group.prompt.label])))
+        (scored,) = read_scores(result, group, "the reward")
+        if isinstance(scored, RewardError):
+            raise scored
+        return scored
 
-def reward_call(given: Callable[..., Any] | str | None) -> RewardCall:
+
+def reward_call(given: Callable[..., Any] | str | None) -> RewardCall | None:
     if given is None:
-        return _no_reward
+        return None
     if callable(given):
         return adapt_reward(given, "the agent's file")
     if given.endswith(".py"):
         return find_reward(load_module(given), given)
     server = Server(given, SERVER_TIMEOUT)
     return lambda queries, prompts, labels: server.ask({"query": queries, "prompts": prompts, "labels": labels})
-
-
-def _no_reward(queries: list[str], prompts: list[str], labels: list[Any]) -> Any:
-    raise RewardError("SingleTurnAgentExecutor was made without a reward; hand it a reward_func")

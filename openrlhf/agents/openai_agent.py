@@ -81,7 +81,9 @@ class OpenAIAgentExecutor(AgentExecutorBase):
             self.server.close(episode)
         if not episode.drawn:
             raise RolloutError("run_agent returned before it asked the policy anything at base_url with its api_key")
-        return {"prompt": prompt, "label": label} | episode.sample() | read_result(result)
+        return (
+            {"prompt": prompt, "label": label} | episode.sample() | read_result(result, scored_later=self.scored_later)
+        )
 
     async def _outcome(self, episode: Episode, arguments: dict[str, Any]) -> Any:
         """What run_agent returned. One that gives up because its episode has no room left has earned nothing."""
@@ -141,12 +143,13 @@ async def in_thread(work: Callable[[], Any]) -> Any:
         executor.shutdown(wait=False)
 
 
-def read_result(result: Any) -> dict[str, Any]:
-    """The verdict of a run_agent, with the keys of an episode."""
+def read_result(result: Any, *, scored_later: bool = False) -> dict[str, Any]:
+    """The verdict of a run_agent, with the keys of an episode; None where reward models score it later."""
     given = plain(result)
     if not isinstance(given, Mapping):
         given = {"reward": given}
     reward = given.get("reward", given.get("rewards"))
-    if reward is None:
+    left_out = scored_later and given.keys() <= {"reward", "rewards", "scores", "extra_logs"}
+    if reward is None and not left_out:
         raise RolloutError(f"run_agent returned {kind_of(plain(result))}; {RESULT}")
     return {"reward": reward, "scores": given.get("scores"), "extra_logs": given.get("extra_logs")}

@@ -8,10 +8,8 @@ from typing import Protocol
 from openrlhf.agents.executor import all_of
 from openrlhf.agents.pool import Pool
 from openrlhf.agents.process import Failure
-from openrlhf.agents.scores import Group, Scored, read_scores
+from openrlhf.agents.scores import NOT_YET, Group, Scored, read_scores
 from openrlhf.errors import RewardError, RolloutError
-
-NOT_YET = Scored(float("nan"), float("nan"))
 
 
 class Scorer(Protocol):

@@ -24,6 +24,9 @@ class Scored:
     extra_logs: Mapping[str, float] = field(default_factory=dict)
 
 
+NOT_YET = Scored(math.nan, math.nan)  # reward models score later
+
+
 @dataclass(frozen=True)
 class Group:
     """The samples of a prompt as a reward sees them."""

@@ -26,7 +26,7 @@ class StepFunction(AgentInstanceBase):
         observation, action = states["observation_text"], states["action_text"]
         more = {"sampling_params": states["sampling_params"]} if self.takes_params else {}
         result = as_dict(await settled(self.step_function(observation, action, states["label"], **more)))
-        after = result.get("next_observation")
+        after = result.get("next_observation", result.get("next_state"))  # 0.8.3 called it so
         result["environment_feedback"] = feedback_in(after, observation + action, bool(result.get("done")))
         return result
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from openrlhf.agents.scores import kind_of, read_logs, read_number
-from openrlhf.errors import RolloutError
+from openrlhf.errors import RewardError, RolloutError
 from openrlhf.types import Completion, Prompt, Trajectory
 
 Ranges = list[tuple[int, int]]
@@ -36,11 +36,12 @@ def read_trajectory(
     *,
     context_length: int,
     step_rewards: bool = False,
+    scored_later: bool = False,
 ) -> Trajectory:
     """The response dict of an episode as training takes it.
 
     Tokens past the context are cut, and so are those after the last action, from which nothing is learned.
-    `completions` are what the engine drew for this episode, in order.
+    `completions` are what the engine drew for this episode, in order. With `scored_later` the reward may be None.
     """
     if not isinstance(response, Mapping):
         raise RolloutError(f"execute returned {kind_of(response)}; wanted is a dict with observation_tokens")
@@ -57,7 +58,7 @@ def read_trajectory(
     for start, end in kept:
         mask[start:end] = [True] * (end - start)
     mask[0] = False  # nothing predicts the first token
-    reward = read_number(response.get("reward"), "'reward' of the episode")
+    reward = read_reward(response.get("reward"), scored_later=scored_later)
     score = response.get("scores")
     return Trajectory(
         prompt=prompt,
@@ -71,6 +72,17 @@ def read_trajectory(
         extra_logs=read_logs(response.get("extra_logs"), "the episode"),
         step_rewards=read_step_rewards(response.get("step_rewards"), length) if step_rewards else (),
     )
+
+
+def read_reward(given: Any, *, scored_later: bool) -> float:
+    """The reward of an episode; NaN where reward models score it later."""
+    if given is not None:
+        return read_number(given, "'reward' of the episode")
+    if not scored_later:
+        raise RewardError(
+            "'reward' of the episode is None, not a number", try_this="--reward_pretrain for a model that scores it"
+        )
+    return float("nan")
 
 
 def read_tokens(given: Any) -> list[int]:

@@ -9,39 +9,37 @@ import asyncio
 import collections.abc
 import importlib
 import os
-import random
 import socket
-import sys
 import threading
 import traceback
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from openrlhf.agents.interface import (
-    AgentExecutorBase,
-    RequestOutput,
-    output_of,
-    params_for_agent,
-    params_for_engine,
-    seed_for,
-)
+from openrlhf.agents.engine_proxy import EngineProxy, Engines, current, set_seed
+from openrlhf.agents.interface import AgentExecutorBase, params_for_agent
 from openrlhf.agents.lifeline import die_with, end_group
-from openrlhf.agents.loading import RewardCall, find_agent, find_reward, load_module, make
+from openrlhf.agents.loading import (
+    RewardCall,
+    find_agent,
+    find_reward,
+    load_module,
+    make,
+    required_by,
+    takes_keyword,
+)
 from openrlhf.agents.messages import HEADER, Spec, pack_reply, plain, unpack_call
 from openrlhf.agents.multi_turn import MultiTurnAgentExecutor, settled
+from openrlhf.agents.older import OlderExecutor
 from openrlhf.agents.step_function import StepFunction
-from openrlhf.errors import OpenRLHFError, RolloutError
-from openrlhf.types import Completion
+from openrlhf.errors import OpenRLHFError
 
 RESPONSE_KEYS = (
     *("observation_tokens", "action_ranges", "rollout_log_probs", "reward", "scores"),
     *("extra_logs", "truncated", "step_rewards"),
 )
-current: ContextVar[int | None] = ContextVar("current", default=None)
 
 
 class Pipe:
@@ -99,46 +97,20 @@ class Watched(collections.abc.Coroutine[Any, Any, Any]):
         return self.coroutine.__await__()
 
 
-class EngineProxy:
-    """`llm_engine` of one episode: requests go to the trainer, tokens come back."""
-
-    def __init__(self, call: int, seed: int, max_length: int, pipe: Pipe) -> None:
-        self.call, self.seed, self.max_length, self.pipe = call, seed, max_length, pipe
-        self.waiting: dict[int, asyncio.Future[Completion]] = {}
-        self.asked = 0
-
-    async def generate(
-        self, prompt_token_ids: Sequence[int], sampling_params: Any, multi_modal_data: None = None
-    ) -> RequestOutput:
-        """The policy's continuation of these tokens, never past the episode's budget."""
-        ids = [int(token) for token in plain(prompt_token_ids)]
-        room = self.max_length - len(ids)
-        if not ids or room <= 0:
-            raise RolloutError(f"generate was asked to continue {len(ids)} tokens, and max_length is {self.max_length}")
-        number, self.asked = self.asked, self.asked + 1
-        seed = seed_for(self.seed, number)
-        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self.waiting[number] = answer
-        self.pipe.send("generate", self.call, number, ids, params_for_engine(sampling_params, room=room, seed=seed))
-        completion = await answer
-        set_seed(seed_for(self.seed, number + 1))
-        return output_of(ids, completion)
-
-
 class Worker:
     """Answers calls with what the file offers."""
 
     def __init__(self, spec: Spec, pipe: Pipe) -> None:
         self.spec, self.pipe = spec, pipe
         self.tasks: dict[int, asyncio.Task[None]] = {}
-        self.engines: dict[int, EngineProxy] = {}
+        self.engines: Engines
         self.reward: RewardCall | None = None
         self.executor: AgentExecutorBase | None = None
-        self.tokenizer: Any = None
 
     async def serve(self) -> None:
         loop = asyncio.get_running_loop()
         loop.set_task_factory(self._task)
+        self.engines = Engines(self.pipe.send, self.spec.max_length)
         _, trouble = await self._try(self._load())
         if trouble is not None:
             self.pipe.send("broken", trouble)
@@ -152,11 +124,17 @@ class Worker:
         if self.spec.kind == "reward":
             self.reward = find_reward(module, self.spec.file)
             return
-        executor = await make(executor_of(module, self.spec.file))
+        build = executor_of(module, self.spec.file)
+        self.engines.tokenizer = load_tokenizer(self.spec)
+        executor = self._older(build) if required_by(build) else await make(build)
         executor.max_turns, executor.template = self.spec.max_turns, self.spec.template
+        executor.scored_later = self.spec.scored_later
         await executor.prepare()
         self.executor = executor
-        self.tokenizer = load_tokenizer(self.spec)
+
+    def _older(self, kind: Any) -> OlderExecutor:
+        engine, tokenizer = EngineProxy(self.engines), self.engines.tokenizer
+        return OlderExecutor(kind, max_length=self.spec.max_length, llm_engine=engine, hf_tokenizer=tokenizer)
 
     def _task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
         """Every task that a call starts, directly or not, is watched as a part of it."""
@@ -173,15 +151,11 @@ class Worker:
             task.add_done_callback(lambda _: self.tasks.pop(call))
         elif kind == "cancel" and call in self.tasks:
             self.tasks[call].cancel()
-        elif kind == "completion" and call in self.engines:
-            number, completion = rest
-            answer = self.engines[call].waiting.pop(number)
-            if not answer.done():
-                answer.set_result(completion)
+        elif kind == "completion":
+            self.engines.hear(call, *rest)
 
     async def _answer(self, call: int, body: dict[str, Any]) -> None:
         result, trouble = await self._try(self._score(body) if self.reward else self._episode(call, body))
-        self.engines.pop(call, None)
         if trouble is None:
             self.pipe.send("result", call, result)
         else:
@@ -202,19 +176,23 @@ class Worker:
     async def _episode(self, call: int, body: dict[str, Any]) -> Any:
         assert self.executor is not None
         seed = body["params"].seed
-        engine = EngineProxy(call, seed, self.spec.max_length, self.pipe)
-        self.engines[call] = engine
+        engine = self.engines.open(call, seed, body["prompt"])
         set_seed(seed)
-        response = await settled(
-            self.executor.execute(
-                prompt=body["prompt"],
-                label=body["label"],
-                sampling_params=params_for_agent(body["params"]),
-                max_length=self.spec.max_length,
-                hf_tokenizer=self.tokenizer,
-                llm_engine=engine,
+        more: dict[str, Any] = {"images": None} if takes_keyword(self.executor.execute, "images") else {}
+        try:
+            response = await settled(
+                self.executor.execute(
+                    prompt=body["prompt"],
+                    label=body["label"],
+                    sampling_params=params_for_agent(body["params"]),
+                    max_length=self.spec.max_length,
+                    hf_tokenizer=self.engines.tokenizer,
+                    llm_engine=engine,
+                    **more,
+                )
             )
-        )
+        finally:
+            self.engines.close(call)
         if not isinstance(response, collections.abc.Mapping):
             return plain(response)
         return {key: plain(response[key]) for key in RESPONSE_KEYS if key in response}
@@ -235,15 +213,6 @@ def load_tokenizer(spec: Spec) -> Any:
     module, name = spec.tokenizer_class
     kind = getattr(importlib.import_module(module), name)
     return kind.from_pretrained(spec.tokenizer_folder, trust_remote_code=spec.trust_remote_code)
-
-
-def set_seed(seed: int) -> None:
-    """Chance in user code follows from the sample, not from who else shares the process."""
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % 2**32)
-    if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(seed)
 
 
 def explain(error: BaseException, file: str) -> dict[str, str]:

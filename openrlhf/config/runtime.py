@@ -85,5 +85,5 @@ def critic_model(config: RLConfig) -> str | None:
     if not uses_critic(config):
         return None
     rewards = config.rewards
-    first_reward_model = rewards.reward_models[0] if rewards.scored_by_models else None
+    first_reward_model = rewards.reward_models[0] if rewards.scored_by_models and not rewards.agent_func_path else None
     return config.critic.critic_pretrain or first_reward_model or config.model.pretrain

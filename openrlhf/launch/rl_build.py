@@ -160,7 +160,7 @@ def build_critic(
 def build_scorers(
     config: RLConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device, numbers: Collection[int] | None
 ) -> list[Scorer]:
-    """One for each reward model; none where a function, a server or an agent gives the reward."""
+    """One for each reward model that scores."""
     rewards = config.rewards
     if not rewards.scored_by_models:
         return []

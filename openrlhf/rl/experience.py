@@ -84,13 +84,20 @@ async def make_experience(
 
 
 async def with_model_rewards(trajectories: Sequence[Trajectory], workers: Workers) -> list[Trajectory]:
-    """Rewards of the reward models, for samples that have none yet."""
-    if not any(math.isnan(item.reward) for item in trajectories):
-        return list(trajectories)
-    given = await workers.rewards(trajectories)
+    """Rewards of the reward models, for samples that have none yet; a score that is there stays."""
+    missing = [item for item in trajectories if math.isnan(item.reward)]
+    given = await workers.rewards(missing) if missing else None
     if given is None:
         return list(trajectories)
-    return [replace(item, reward=value, score=value) for item, value in zip(trajectories, given.tolist(), strict=True)]
+    values = iter(given.tolist())
+
+    def rewarded(item: Trajectory) -> Trajectory:
+        if not math.isnan(item.reward):
+            return item
+        value = next(values)
+        return replace(item, reward=value, score=value if math.isnan(item.score) else item.score)
+
+    return [rewarded(item) for item in trajectories]
 
 
 async def score(

@@ -53,6 +53,7 @@ def test_a_game_by_hand(build, write):
     ("name", "label", "message"),
     [
         ("game:Lower", "2", "'game:Lower' is none (Environment game:Lower not found"),
+        ("game:GuessTheNumber-v0", "2", "Try: game:GuessTheNumber-v0-"),  # as upstream's example calls it
         ("game:Higher", "", "the label of a prompt for GEM is '' (str); wanted is a whole number"),
     ],
 )

@@ -21,6 +21,20 @@ from transformers import (
 from openrlhf.rollout.hf import HFEngine
 from tests.tiny import CHARACTERS, SHAPE
 
+AGENT = """
+from openrlhf.utils.agent import AgentExecutorBase
+
+
+class AgentExecutor(AgentExecutorBase):
+    async def execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine):
+        ids = hf_tokenizer.encode(prompt, add_special_tokens=False)
+        drawn = (await llm_engine.generate(ids, sampling_params)).outputs[0].token_ids
+        return {
+            "observation_tokens": ids + drawn,
+            "action_ranges": [(len(ids), len(ids) + len(drawn))],
+            "reward": 7.0 if drawn[0] % 2 else None,
+        }
+"""
 PPO = {"advantage_estimator": "gae", "init_kl_coef": 0.05}
 
 
@@ -105,6 +119,17 @@ def test_a_model_with_another_tokenizer_scores_the_text(learn, reward_model, tmp
 
     assert any(row["input_ids"][-1] == policy.eos_token_id for row in rows)
     assert rewards(rows) == pytest.approx(plain_scores(folder, rows, read), abs=1e-5)
+
+
+def test_a_model_scores_the_episodes_that_an_agent_gives_no_reward(learn, reward_model, tmp_path):
+    (tmp_path / "agent.py").write_text(AGENT)
+    folder = reward_model()
+    rows = recorded(learn(reward_pretrain=folder, agent_func_path="./agent.py", max_steps=1), 1)
+    own = [row for row in rows if row["reward"] == 7.0]
+    scored = unpadded([row for row in rows if row["reward"] != 7.0])
+    assert own
+    assert scored
+    assert rewards(scored) == pytest.approx(plain_scores(folder, scored), abs=1e-5)
 
 
 def test_such_a_model_is_no_beginning_for_a_critic(learn, reward_model, tmp_path, models, capsys):

@@ -106,7 +106,9 @@ class AsyncTraining:
 class Rewards:
     """Rewards and agents"""
 
-    reward_pretrain: str | None = flag(None, "reward model, or several separated by commas")
+    reward_pretrain: str | None = flag(
+        None, "reward model, or several separated by commas; beside an agent it scores episodes that return no reward"
+    )
     reward_weights: tuple[float, ...] = flag((), "weight of each reward model; none is 1 each")
     remote_rm_url: str | None = flag(None, "comma list of reward servers, or a .py file with reward_func")
     reward_api_key: str | None = flag(
@@ -146,8 +148,8 @@ class Rewards:
 
     @property
     def scored_by_models(self) -> bool:
-        """False when a function, a server or an agent gives the reward."""
-        return bool(self.reward_models) and not (self.remote_rm_url or self.agent_func_path)
+        """False when a function or a server gives the reward; an agent may leave the reward of an episode to models."""
+        return bool(self.reward_models) and bool(self.agent_func_path or not self.remote_rm_url)
 
     @property
     def reward_servers(self) -> tuple[str, ...]:
