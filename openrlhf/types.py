@@ -128,7 +128,10 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class Completion:
-    """One generation: tokens out, each with its log-prob under the distribution it was drawn from."""
+    """One generation: tokens out, each with its log-prob under the distribution it was drawn from.
+
+    An engine with `whole_log_probs` gives those of the whole vocabulary even where it draws from a part of it.
+    """
 
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]

@@ -75,9 +75,10 @@ def uses_correction(config: RLConfig) -> bool:
 def old_log_probs_are_the_engines(config: RLConfig) -> bool:
     """Old samples without correction: only the engine knows how likely they were when drawn.
 
-    A ratio to its log-probs means something only if it drew from the whole distribution.
+    A ratio to its log-probs means something only if they are those of the whole distribution.
     """
-    return is_asynchronous(config) and not uses_correction(config) and not config.rollout.limits_on_tokens
+    whole = config.rollout.whole_log_probs or not config.rollout.limits_on_tokens
+    return is_asynchronous(config) and not uses_correction(config) and whole
 
 
 def critic_model(config: RLConfig) -> str | None:

@@ -26,11 +26,13 @@ class EngineSpec:
     model: ServedModel
     vllm: VLLMSettings | None = None
     awaits_weights: bool = True  # it draws nothing before the weights of a policy have come
+    whole_log_probs: bool = False
 
 
 def engine_spec(config: RLConfig) -> EngineSpec:
     """The engines of a run of reinforcement learning."""
-    return EngineSpec(config.model, vllm_settings(config) if config.engines.vllm_num_engines else None)
+    vllm = vllm_settings(config) if config.engines.vllm_num_engines else None
+    return EngineSpec(config.model, vllm, whole_log_probs=config.rollout.whole_log_probs)
 
 
 def vllm_settings(config: RLConfig) -> VLLMSettings:
@@ -47,6 +49,7 @@ def vllm_settings(config: RLConfig) -> VLLMSettings:
         seed=config.batches.seed,
         trust_remote_code=config.model.trust_remote_code,
         seeded_requests=config.batches.full_determinism,
+        whole_log_probs=config.rollout.whole_log_probs,
     )
 
 
@@ -57,8 +60,7 @@ def make_engine(
     if spec.vllm is None:
         whole = replace(spec.model, load_in_4bit=False)  # weights come merged and whole
         model = load_causal_lm(str(spec.model.pretrain), whole, device=device, packing=False)
-        return HFEngine(
-            LocalFrozen(Network(model, self_test=not spec.model.skip_self_test), device).network, tokenizer
-        ).prepare()
+        network = LocalFrozen(Network(model, self_test=not spec.model.skip_self_test), device).network
+        return HFEngine(network, tokenizer, whole_log_probs=spec.whole_log_probs).prepare()
     dtype = str(choose_dtype(spec.model.param_dtype, device)).removeprefix("torch.")
     return VLLMEngine(replace(spec.vllm, dtype=dtype, seed=spec.vllm.seed + number), tokenizer)

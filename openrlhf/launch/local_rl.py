@@ -146,7 +146,8 @@ async def open_local(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollo
         assert models.policy is not None
         models.wake_policy()
         network = models.policy.trained.backend.network
-        engine = HFEngine(plain_copy(network) if asynchronous else network, tokenizer)
+        whole = config.rollout.whole_log_probs
+        engine = HFEngine(plain_copy(network) if asynchronous else network, tokenizer, whole_log_probs=whole)
         if not config.rollout.replay:
             engine.prepare()
         sync = LocalSync(models, engine) if asynchronous else SharedSync(models, engine)

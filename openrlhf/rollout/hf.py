@@ -62,10 +62,18 @@ class Running:
 class HFEngine:
     """Generates with a network that training may share."""
 
-    def __init__(self, network: Network, tokenizer: PreTrainedTokenizerBase, *, max_rows: int = 256) -> None:
+    def __init__(
+        self,
+        network: Network,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_rows: int = 256,
+        whole_log_probs: bool = False,  # of all tokens, whatever it draws from
+    ) -> None:
         self.network = network
         self.tokenizer = tokenizer
         self.max_rows = max_rows
+        self.whole_log_probs = whole_log_probs
         self.version = 0
         self.may_draw = asyncio.Event()
         self.may_draw.set()
@@ -148,10 +156,11 @@ class HFEngine:
 
     def _draw(self, running: Running, logits: Tensor) -> None:
         """The next token of each row."""
+        whole = logits.clone() if self.whole_log_probs else None
         logits = self._without_repetition(logits, running.rows)
         logits = self._without_early_end(logits, running.rows)
         places = torch.tensor([len(row.token_ids) for row in running.rows], device=self.device)
-        tokens, log_probs = draw(logits, running.draws, places)
+        tokens, log_probs = draw(logits, running.draws, places, whole=whole)
         for row, token, log_prob in zip(running.rows, tokens.tolist(), log_probs.tolist(), strict=True):
             if row.finish_reason is None:  # a row that ended may wait a little for its place to be cleared
                 row.token_ids.append(token)

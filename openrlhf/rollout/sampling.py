@@ -55,20 +55,22 @@ class Draws:
         )
 
 
-def draw(logits: Tensor, draws: Draws, places: Tensor) -> tuple[Tensor, Tensor]:
+def draw(logits: Tensor, draws: Draws, places: Tensor, *, whole: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(token, its log-prob under the distribution it was drawn from) for each row of [rows, vocabulary].
 
     `places` [rows] says which of its random numbers a row uses. Temperature 0 takes the likeliest token, at log-prob 0.
+    Given `whole`, the logits before anything was forbidden or penalised, the log-prob is theirs, without truncation.
     """
     greedy = draws.temperature == 0
-    log_probs = (logits.float() / torch.where(greedy, 1.0, draws.temperature)[:, None]).log_softmax(-1)
-    log_probs = truncate(log_probs, draws)
+    temperature = torch.where(greedy, 1.0, draws.temperature)[:, None]
+    log_probs = truncate((logits.float() / temperature).log_softmax(-1), draws)
     uniform = draws.uniforms.gather(1, places.clamp(max=draws.uniforms.shape[1] - 1)[:, None])
     cumulative = log_probs.double().exp().cumsum(-1)
     # The first token whose cumulative probability passes the random number; never one of probability zero.
     drawn = torch.searchsorted(cumulative, uniform.double() * cumulative[:, -1:], right=True).squeeze(1)
     tokens = torch.where(greedy, log_probs.argmax(-1), drawn.clamp(max=logits.shape[-1] - 1))
-    chosen = log_probs.gather(1, tokens[:, None]).squeeze(1)
+    told = log_probs if whole is None else (whole.float() / temperature).log_softmax(-1)
+    chosen = told.gather(1, tokens[:, None]).squeeze(1)
     return tokens, torch.where(greedy, 0.0, chosen)
 
 

@@ -57,6 +57,7 @@ class VLLMSettings:
     max_num_seqs: int | None = None
     seeded_requests: bool = False  # each request from its own stream: repeatable, and slow in large batches
     load_format: str = "auto"
+    whole_log_probs: bool = False  # of all tokens, before temperature, whatever it draws from
 
 
 class VLLMEngine:
@@ -223,7 +224,7 @@ def build_engine(settings: VLLMSettings) -> Any:
         load_format=settings.load_format,
         distributed_executor_backend="uni" if settings.tensor_parallel_size == 1 else "mp",
         worker_extension_cls="openrlhf.rollout.vllm_worker.WeightLoading",
-        logprobs_mode="processed_logprobs",  # under the distribution that was drawn from
+        logprobs_mode="raw_logprobs" if settings.whole_log_probs else "processed_logprobs",
         disable_log_stats=True,
         use_tqdm_on_load=False,
     )

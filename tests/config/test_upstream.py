@@ -153,6 +153,26 @@ HERE_DOCUMENTS = {
 }
 
 
+# The multi-turn script of 0.8.10 to 0.9.x: a truncated distribution with correction.
+GAMES = """
+    --ref_num_nodes 1 --ref_num_gpus_per_node 8 --actor_num_nodes 1 --actor_num_gpus_per_node 8 --vllm_num_engines 8
+    --vllm_tensor_parallel_size 1 --colocate_all_models --agent_func_path ./agent.py --pretrain ./model --l2 0.01
+    --vllm_gpu_memory_utilization 0.8 --micro_train_batch_size 8 --train_batch_size 256 --micro_rollout_batch_size 16
+    --rollout_batch_size 128 --n_samples_per_prompt 16 --max_epochs 1 --prompt_max_len 1024 --num_episodes 1000000
+    --generate_max_len 10240 --zero_stage 3 --bf16 --actor_learning_rate 5e-7 --init_kl_coef 0 --kl_estimator k2
+    --advantage_estimator reinforce_baseline --prompt_data ./data.jsonl --input_key query --label_key label
+    --normalize_reward --vllm_enable_sleep --use_dynamic_batch --deepspeed_enable_sleep --gradient_checkpointing
+    --packing_samples --save_steps -1 --enforce_eager --eps_clip_low_high 0.2 0.28 --top_p 0.98
+    --enable_vllm_is_correction
+"""
+
+
+def test_the_games_of_upstream_keep_every_rule(workspace):
+    config = check(read("train_ppo_ray", GAMES), lambda line: None)
+    assert config.rollout.whole_log_probs
+    assert config.policy.enable_vllm_is_correction
+
+
 @pytest.mark.parametrize("place", HERE_DOCUMENTS)
 def test_the_pipelines_of_upstream_keep_every_rule(place, workspace):
     command, typed, expected = HERE_DOCUMENTS[place]

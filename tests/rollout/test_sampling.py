@@ -45,6 +45,17 @@ def test_the_truncated_distribution(case):
     torch.testing.assert_close(log_probs, exact.log()[tokens], atol=1e-5, rtol=1e-5)
 
 
+def test_whole_log_probs_are_those_before_truncation():
+    rows = [SamplingParams(max_tokens=1, seed=seed, top_p=0.7) for seed in range(50)]
+    draws = Draws.of(rows, 6, torch.device("cpu"))
+    logits, places = PROBS.log().repeat(50, 1), torch.zeros(50, dtype=torch.long)
+    forbidden = logits.masked_fill(torch.arange(6) == 1, -torch.inf)
+    tokens, log_probs = draw(forbidden, draws, places, whole=logits)
+    assert tokens.tolist() == draw(forbidden, draws, places)[0].tolist()
+    assert 1 not in tokens
+    torch.testing.assert_close(log_probs, PROBS.log()[tokens], atol=1e-5, rtol=1e-5)
+
+
 def test_temperature_zero_takes_the_likeliest_at_log_prob_zero():
     tokens, log_probs = drawn({"temperature": 0.0}, 50)
     assert (tokens == 1).all()

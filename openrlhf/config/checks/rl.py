@@ -216,17 +216,21 @@ def sampling_has_a_temperature(config: RLConfig) -> None:
         )
 
 
-def correction_needs_the_whole_distribution(config: RLConfig) -> None:
-    """The engine's log-probs are those of what it draws from, the trainer's run over the whole vocabulary."""
-    limits = config.rollout.limits_on_tokens
-    if uses_correction(config) and limits:
+def correction_needs_the_whole_distribution(config: RLConfig) -> str | None:
+    """The trainer's log-probs run over the whole vocabulary, so the engine's must do so too."""
+    rollout, limits = config.rollout, config.rollout.limits_on_tokens
+    if not (uses_correction(config) and limits):
+        return None
+    name = limits[0].split()[0]
+    if not rollout.whole_log_probs:
         by_default = config.policy.enable_vllm_is_correction is None
         reason = "--async_train corrects for old samples" if by_default else "--enable_vllm_is_correction is given"
         raise ConfigError(
-            f"{limits[0]} leaves tokens out, but {reason}: every weight would be too small by the probability of "
-            "those left out",
-            try_this=f"without {limits[0].split()[0]}, or --enable_vllm_is_correction false",
+            f"{limits[0]} leaves tokens out at --temperature {rollout.temperature:g}, but {reason}: every weight would "
+            "be too small by the probability of those left out",
+            try_this=f"--temperature 1, or without {name}, or --enable_vllm_is_correction false",
         )
+    return f"{limits[0]}: the correction compares whole distributions and does not undo what {name} leaves out"
 
 
 def old_samples_are_corrected(config: RLConfig) -> str | None:
@@ -238,7 +242,7 @@ def old_samples_are_corrected(config: RLConfig) -> str | None:
         return f"{age}: importance correction is on (--enable_vllm_is_correction false switches it off)"
     if given:
         return None
-    if config.rollout.limits_on_tokens:
+    if config.rollout.limits_on_tokens and not config.rollout.whole_log_probs:
         return f"warning: {age}, and with --enable_vllm_is_correction false nothing corrects for it"
     return f"warning: {age}, and with --enable_vllm_is_correction false only the clip range bounds what that does"
 

@@ -80,10 +80,18 @@ class Rollout:
         return tuple(flag for flag, limits_it in limits.items() if limits_it)
 
     @property
+    def whole_log_probs(self) -> bool:
+        """Whether engines give log-probs of the whole distribution, as the trainer does, and draw from a part of it.
+
+        vLLM gives them before temperature and limits, or after both: so only temperature 1 allows it.
+        """
+        return self.temperature == 1 and bool(self.limits_on_tokens or self.min_new_tokens > 1)
+
+    @property
     def limits_on_log_probs(self) -> tuple[str, ...]:
         """The given flags that make the engine's log-probs differ from the trainer's; a least length forbids EOS."""
         least = (f"--min_new_tokens {self.min_new_tokens}",) if self.min_new_tokens > 1 else ()
-        return self.limits_on_tokens + least
+        return () if self.whole_log_probs else self.limits_on_tokens + least
 
     @property
     def scoring_token_budget(self) -> int:

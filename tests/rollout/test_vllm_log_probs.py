@@ -1,0 +1,28 @@
+"""vLLM that samples from a part of the distribution and tells log-probs of the whole, as training computes them."""
+
+import asyncio
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from openrlhf.rollout.vllm import VLLMEngine, VLLMSettings
+from openrlhf.types import Request, SamplingParams
+from tests.tiny import make_model
+
+
+def test_truncated_samples_have_log_probs_of_the_whole_distribution(tmp_path, tokenizer):
+    folder = make_model(tmp_path, seed=3, head_dim=32)  # vLLM's attention on CPU knows no smaller one
+    engine = VLLMEngine(VLLMSettings(folder, "float32", 64, enforce_eager=True, whole_log_probs=True), tokenizer)
+    prompts = [tuple(tokenizer(text)["input_ids"]) for text in ("hello", "1+1=")]
+    params = SamplingParams(max_tokens=8, top_p=0.3)
+    try:
+        made = asyncio.run(engine.generate([Request(prompt, params) for prompt in prompts]))
+    finally:
+        asyncio.run(engine.close())
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    for prompt, completion in zip(prompts, made, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1]
+        exact = logits.log_softmax(-1).gather(1, torch.tensor([completion.token_ids]).T)[:, 0]
+        assert completion.log_probs == pytest.approx(exact.tolist(), abs=1e-4)
