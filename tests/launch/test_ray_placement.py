@@ -31,6 +31,7 @@ def nodes(*free, total=8):
         (REWARD_MODEL, ["policy", "reference", "critic", "reward"]),
         (FUNCTION, ["policy", "reference", "critic"]),
         (f"{REWARD_MODEL} {FUNCTION}", ["policy", "reference", "critic"]),  # the reward model is the critic's start
+        (f"{REWARD_MODEL} --agent_func_path ./agent.py", ["policy", "reference", "critic", "reward"]),
         (f"{FUNCTION} --advantage_estimator reinforce", ["policy", "reference"]),
         (f"{FUNCTION} --advantage_estimator reinforce --init_kl_coef 0", ["policy"]),
         (f"{FUNCTION} --colocate_actor_ref --init_kl_coef 0", ["policy", "critic"]),

@@ -122,6 +122,13 @@ def test_engine_and_trainer_agree_on_log_probs(learn):
         assert row["old_log_probs"] == pytest.approx(row["rollout_log_probs"], abs=1e-5)
 
 
+@pytest.mark.parametrize("limit", [{"top_p": 0.6}, {"top_k": 3, "min_new_tokens": 3}], ids=str)
+def test_correction_sees_no_gap_when_tokens_are_left_out(limit, learn):
+    """A part of the distribution is drawn from, the whole one is compared."""
+    ran = learn(enable_vllm_is_correction=True, max_steps=2, **limit)
+    assert max(abs(value) for value in ran.train("vllm_kl")) < 1e-5
+
+
 PPO = {"advantage_estimator": "gae", "init_kl_coef": 0.05, "gamma": 0.99, "lambd": 0.95}
 
 
