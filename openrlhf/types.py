@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+TEMPERATURE_FACTORS = "temperature_factors"  # among a batch's extras: as a trajectory has them
+
 
 @dataclass(frozen=True)
 class TokenRow:
@@ -159,3 +161,5 @@ class Trajectory:
     version: int
     extra_logs: Mapping[str, float] = field(default_factory=dict)
     step_rewards: tuple[tuple[int, float], ...] = ()  # (place of a turn's last action token, reward)
+    temperature_factors: tuple[float, ...] = ()  # of each token's sampling temperature on the run's; empty: all are 1
+    whole_vocabulary: bool = True  # False if top_p, top_k, min_p or a penalty limited what some turn could draw

@@ -32,14 +32,23 @@ def build_executor(
     processes: int | None = None,
     trust_remote_code: bool = False,
     template: Template | None = None,
+    compares_engine: bool = False,
 ) -> GroupExecutor:
     """An agent's file, a reward file, reward servers, or none of them: then reward models score the samples later.
 
     The file is loaded in a first worker process, so that what is wrong with it is known before any training.
+    `compares_engine` says that the loss compares the engine's log-probs with the trainer's.
     """
     processes = processes or max(1, min(MOST_PROCESSES, (os.cpu_count() or 2) // 2))
     if rewards.agent_func_path:
-        return _episodes(rewards, tokenizer, context_length, processes, trust_remote_code, template or Template())
+        pool = _agents(rewards, tokenizer, context_length, processes, trust_remote_code, template or Template())
+        return Episodes(
+            pool,
+            context_length=context_length,
+            step_rewards=rewards.step_rewards,
+            on_error=rewards.on_reward_error,
+            compares_engine=compares_engine,
+        )
     return SingleTurn(
         _scorer(rewards, processes), tokenizer, context_length=context_length, on_error=rewards.on_reward_error
     )
@@ -58,14 +67,14 @@ def _scorer(rewards: Rewards, processes: int) -> Scorer:
     return NoRewards()
 
 
-def _episodes(
+def _agents(
     rewards: Rewards,
     tokenizer: PreTrainedTokenizerBase,
     context_length: int,
     processes: int,
     trust_remote_code: bool,
     template: Template,
-) -> Episodes:
+) -> Pool:
     folder = tempfile.TemporaryDirectory(prefix="openrlhf-tokenizer-")
     tokenizer.save_pretrained(folder.name)
     spec = Spec(
@@ -82,9 +91,7 @@ def _episodes(
     limits = Limits(rewards.reward_timeout, processes, calls_before_another=EPISODES_BEFORE_ANOTHER)
     pool = Pool(spec, limits, owns=folder)
     pool.start()
-    return Episodes(
-        pool, context_length=context_length, step_rewards=rewards.step_rewards, on_error=rewards.on_reward_error
-    )
+    return pool
 
 
 def _class_of(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:

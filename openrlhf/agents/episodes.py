@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from openrlhf.agents.executor import GroupResult, OnError, SampleError, Session, all_of, sample_name, settle
+from openrlhf.agents.overrides import bends, check_overrides, temperature_factors
 from openrlhf.agents.pool import Pool
 from openrlhf.agents.process import Failure
 from openrlhf.agents.rewards import episode_error
@@ -18,11 +19,14 @@ RETRIES = 1  # of an episode that ended its process or ran out of time
 class Episodes:
     """The samples of a prompt as episodes side by side."""
 
-    def __init__(self, pool: Pool, *, context_length: int, step_rewards: bool, on_error: OnError) -> None:
+    def __init__(
+        self, pool: Pool, *, context_length: int, step_rewards: bool, on_error: OnError, compares_engine: bool = False
+    ) -> None:
         self.pool = pool
         self.context_length = context_length
         self.step_rewards = step_rewards
         self.on_error: OnError = on_error
+        self.compares_engine = compares_engine
         self.source = f"the agent in {pool.spec.file}"
 
     async def run_group(
@@ -59,6 +63,7 @@ class Episodes:
         except Failure as failure:
             raise episode_error(failure, self.source, sample) from None
         try:
+            check_overrides(params, reply.params, compares_engine=self.compares_engine)
             return read_trajectory(
                 reply.result,
                 prompt,
@@ -66,6 +71,9 @@ class Episodes:
                 context_length=self.context_length,
                 step_rewards=self.step_rewards,
                 scored_later=self.pool.spec.scored_later,
+                temperature_factors=temperature_factors(params, reply.params),
+                whole_vocabulary=not any(map(bends, reply.params)),
             )
         except (RewardError, RolloutError) as error:
-            raise type(error)(f"{self.source}: {error.message}, for {sample}", try_this=error.try_this) from None
+            message = f"{self.source}: {error.message}, for {sample}"
+            raise type(error)(message, try_this=error.try_this) from None

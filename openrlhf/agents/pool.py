@@ -40,10 +40,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class Reply:
-    """What user code returned, and what the engine drew for it, in the order it was asked."""
+    """What user code returned, and what the engine drew for it and how, in the order it was asked."""
 
     result: Any
     completions: tuple[Completion, ...]
+    params: tuple[SamplingParams, ...]  # of each completion
 
 
 class Pool:
@@ -109,7 +110,7 @@ class Pool:
             self._assign()
             await asyncio.wait({call.answer})
             async with call.engine_turn:  # a session can be closed only when its last request has been answered
-                return Reply(call.answer.result(), call.completions())
+                return Reply(call.answer.result(), call.completions(), call.params())
         finally:
             self._forget(call)
 

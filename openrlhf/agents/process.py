@@ -16,7 +16,7 @@ from typing import Any
 from openrlhf.agents.deadline import Deadline, Processor
 from openrlhf.agents.loop_thread import Ask, heard
 from openrlhf.agents.messages import HEADER, Spec, pack_call, unpack_reply
-from openrlhf.types import Completion, Request
+from openrlhf.types import Completion, Request, SamplingParams
 
 START = "import sys; sys.path[:] = {path}; from openrlhf.agents.worker import main; main({calls}, {replies}, {parent})"
 DRAIN_SECONDS = 1.0  # for what a process said last
@@ -62,6 +62,9 @@ class Call:
 
     def completions(self) -> tuple[Completion, ...]:
         return tuple(self.asked[number][1].result() for number in sorted(self.asked))
+
+    def params(self) -> tuple[SamplingParams, ...]:
+        return tuple(self.asked[number][0].params for number in sorted(self.asked))
 
 
 class WorkerProcess:

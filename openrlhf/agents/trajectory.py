@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from openrlhf.agents.scores import kind_of, read_logs, read_number
@@ -37,17 +37,21 @@ def read_trajectory(
     context_length: int,
     step_rewards: bool = False,
     scored_later: bool = False,
+    temperature_factors: Sequence[float] = (),
+    whole_vocabulary: bool = True,
 ) -> Trajectory:
     """The response dict of an episode as training takes it.
 
     Tokens past the context are cut, and so are those after the last action, from which nothing is learned.
-    `completions` are what the engine drew for this episode, in order. With `scored_later` the reward may be None.
+    `completions` are what the engine drew for this episode, in order, each with its own of `temperature_factors`.
+    With `scored_later` the reward may be None.
     """
     if not isinstance(response, Mapping):
         raise RolloutError(f"execute returned {kind_of(response)}; wanted is a dict with observation_tokens")
     tokens = read_tokens(response.get("observation_tokens"))
     ranges = read_ranges(response.get("action_ranges"), len(tokens))
     log_probs = read_log_probs(response.get("rollout_log_probs"), tokens, ranges, completions)
+    factors = read_temperatures(tokens, ranges, completions, temperature_factors)
     kept = [(start, min(end, context_length)) for start, end in ranges if start < context_length]
     if not kept:
         raise RolloutError(
@@ -71,6 +75,8 @@ def read_trajectory(
         version=min((item.version for item in completions), default=0),
         extra_logs=read_logs(response.get("extra_logs"), "the episode"),
         step_rewards=read_step_rewards(response.get("step_rewards"), length) if step_rewards else (),
+        temperature_factors=tuple(factors[:length]),
+        whole_vocabulary=whole_vocabulary,
     )
 
 
@@ -133,21 +139,47 @@ def read_log_probs(
 def log_probs_from_engine(tokens: Sequence[int], ranges: Ranges, completions: Sequence[Completion]) -> list[float]:
     """Log-probs of the actions, found again in what the engine drew."""
     log_probs = [0.0] * len(tokens)
-    waiting = iter(completions)
+    trouble = "'rollout_log_probs' is None", "return the log-probs with them"
+    for place, count, number in find_drawn(tokens, ranges, completions, *trouble):
+        log_probs[place : place + count] = completions[number].log_probs[:count]
+    return log_probs
+
+
+def read_temperatures(
+    tokens: Sequence[int], ranges: Ranges, completions: Sequence[Completion], factors: Sequence[float]
+) -> list[float]:
+    """Each token's temperature as a factor on the run's; `factors` are those of the completions. Empty: all are 1."""
+    if all(factor == 1.0 for factor in factors):
+        return []
+    found = [1.0] * len(tokens)
+    if len(set(factors)) == 1:
+        for start, end in ranges:
+            found[start:end] = [factors[0]] * (end - start)
+        return found
+    trouble = "the turns have several temperatures", "return the tokens as they were drawn"
+    for place, count, number in find_drawn(tokens, ranges, completions, *trouble):
+        found[place : place + count] = [factors[number]] * count
+    return found
+
+
+def find_drawn(
+    tokens: Sequence[int], ranges: Ranges, completions: Sequence[Completion], reason: str, advice: str
+) -> Iterator[tuple[int, int, int]]:
+    """Where the actions were drawn: (place, count, number of the completion), in order."""
+    waiting = iter(range(len(completions)))
     for start, end in ranges:
         place = start
         while place < end:
             wanted = tuple(tokens[place:end])
-            found = next((item for item in waiting if item.token_ids and starts_alike(item.token_ids, wanted)), None)
+            drawn = (number for number in waiting if completions[number].token_ids)
+            found = next((number for number in drawn if starts_alike(completions[number].token_ids, wanted)), None)
             if found is None:
                 raise RolloutError(
-                    f"'rollout_log_probs' is None, and the tokens of action range ({start}, {end}) are not what the"
-                    " engine drew: return the log-probs with them"
+                    f"{reason}, and the tokens of action range ({start}, {end}) are not what the engine drew: {advice}"
                 )
-            count = min(len(found.token_ids), len(wanted))
-            log_probs[place : place + count] = found.log_probs[:count]
+            count = min(len(completions[found].token_ids), len(wanted))
+            yield place, count, found
             place += count
-    return log_probs
 
 
 def starts_alike(one: Sequence[int], other: Sequence[int]) -> bool:

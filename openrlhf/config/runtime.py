@@ -81,6 +81,11 @@ def old_log_probs_are_the_engines(config: RLConfig) -> bool:
     return is_asynchronous(config) and not uses_correction(config) and whole
 
 
+def compares_engine(config: RLConfig) -> bool:
+    """True if the loss compares the engine's log-probs with the trainer's, so both must mean one distribution."""
+    return uses_correction(config) or old_log_probs_are_the_engines(config)
+
+
 def critic_model(config: RLConfig) -> str | None:
     """What the critic starts from: the flag, else the first reward model, else the policy."""
     if not uses_critic(config):

@@ -13,7 +13,7 @@ from torch import Tensor
 from openrlhf.launch.scorers import Scorer
 from openrlhf.models.export import save_model
 from openrlhf.rollout.engine import Weights
-from openrlhf.training.backend import Frozen, TrainBackend, values_of
+from openrlhf.training.backend import Frozen, TrainBackend, temperature_of, values_of
 from openrlhf.training.rl_objectives import PolicyObjective, ValueObjective
 from openrlhf.types import Batch, Trajectory
 
@@ -80,8 +80,9 @@ class Models:
         return self._log_probs(self.reference, batches)
 
     def _log_probs(self, model: Frozen, batches: Sequence[Batch]) -> list[Tensor]:
-        found = (model.forward(batch, "log_probs", temperature=self.temperature).log_probs for batch in batches)
-        return [tensor.cpu() for tensor in found if tensor is not None]
+        own = self.temperature
+        looks = (model.forward(batch, "log_probs", temperature=temperature_of(batch, own)) for batch in batches)
+        return [look.log_probs.cpu() for look in looks if look.log_probs is not None]
 
     def values(self, batches: Sequence[Batch]) -> list[Tensor]:
         assert self.critic is not None

@@ -15,7 +15,7 @@ from huggingface_hub import try_to_load_from_cache
 from openrlhf.agents.build import build_executor
 from openrlhf.agents.executor import GroupExecutor, GroupResult, shorten
 from openrlhf.config.commands import RLConfig, SupervisedConfig
-from openrlhf.config.runtime import critic_model
+from openrlhf.config.runtime import compares_engine, critic_model
 from openrlhf.config.sections.data import split_names
 from openrlhf.data.prompts import load_eval_prompts, load_prompts
 from openrlhf.data.supervised import load_train
@@ -130,6 +130,7 @@ def tried_executor(config: RLConfig, tokenizer: PreTrainedTokenizerBase, prompts
         context_length=config.rollout.context_length,
         trust_remote_code=config.model.trust_remote_code,
         template=config.template,
+        compares_engine=compares_engine(config),
     )
     if config.rollout.replay:  # its rewards are recorded
         return executor
@@ -182,7 +183,8 @@ async def rehearse(
     outcomes = await asyncio.gather(*jobs, return_exceptions=True)
     for outcome in outcomes:  # the first in the order of rows, whichever was first in time
         if isinstance(outcome, RewardError | RolloutError):
-            raise type(outcome)(f"tried before training with a made-up answer: {outcome.message}") from outcome
+            message = f"tried before training with a made-up answer: {outcome.message}"
+            raise type(outcome)(message, try_this=outcome.try_this) from outcome
         if isinstance(outcome, BaseException):
             raise outcome
     return [outcome for outcome in outcomes if isinstance(outcome, GroupResult)]

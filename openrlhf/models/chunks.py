@@ -18,6 +18,7 @@ from openrlhf.algo.reduce import LOWEST_LOG_PROB
 from openrlhf.algo.token_loss import kd_terms
 from openrlhf.models.heads import VocabularyHead
 
+Temperature = float | Tensor  # one for all tokens, or [tokens]
 Head = Callable[[Tensor], Tensor]  # [tokens, hidden] -> [tokens, vocabulary]
 ChunkFunction = Callable[..., tuple[Tensor, ...]]
 
@@ -35,7 +36,7 @@ def in_chunks(function: ChunkFunction, *per_token: Tensor, chunk: int = CHUNK) -
 
 
 def token_log_probs(
-    hidden: Tensor, targets: Tensor, head: Head, *, temperature: float = 1.0, chunk: int = CHUNK
+    hidden: Tensor, targets: Tensor, head: Head, *, temperature: Temperature = 1.0, chunk: int = CHUNK
 ) -> Tensor:
     """log p(target) at each of [tokens, hidden]; fp32 whatever the model's dtype."""
     linear = plain_linear(head)
@@ -43,24 +44,24 @@ def token_log_probs(
         weight, factor = linear
         return LinearLogProbs.apply(hidden, weight, targets, temperature / factor, chunk)
 
-    def part(hidden: Tensor, targets: Tensor) -> tuple[Tensor]:
-        logits = scaled_logits(head, hidden, temperature)
+    def part(hidden: Tensor, targets: Tensor, *own: Tensor) -> tuple[Tensor]:
+        logits = scaled_logits(head, hidden, *own or (temperature,))
         return (logits.gather(-1, targets[:, None]).squeeze(-1) - logits.logsumexp(-1),)
 
-    return in_chunks(part, hidden, targets, chunk=chunk)[0]
+    return in_chunks(part, hidden, targets, *per_token(temperature), chunk=chunk)[0]
 
 
 def token_log_probs_and_entropy(
-    hidden: Tensor, targets: Tensor, head: Head, *, temperature: float = 1.0, chunk: int = CHUNK
+    hidden: Tensor, targets: Tensor, head: Head, *, temperature: Temperature = 1.0, chunk: int = CHUNK
 ) -> tuple[Tensor, Tensor]:
     """The same with the entropy of each distribution, both at the sampling temperature."""
 
-    def part(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        log_probs = scaled_logits(head, hidden, temperature).log_softmax(-1)
+    def part(hidden: Tensor, targets: Tensor, *own: Tensor) -> tuple[Tensor, Tensor]:
+        log_probs = scaled_logits(head, hidden, *own or (temperature,)).log_softmax(-1)
         entropy = -(log_probs.exp() * log_probs.clamp(min=LOWEST_LOG_PROB)).sum(-1)  # 0 x -inf would be NaN
         return log_probs.gather(-1, targets[:, None]).squeeze(-1), entropy
 
-    log_probs, entropy = in_chunks(part, hidden, targets, chunk=chunk)
+    log_probs, entropy = in_chunks(part, hidden, targets, *per_token(temperature), chunk=chunk)
     return log_probs, entropy
 
 
@@ -78,9 +79,20 @@ def distillation_terms(
     return log_probs, cross
 
 
-def scaled_logits(head: Head, hidden: Tensor, temperature: float) -> Tensor:
-    logits = head(hidden).float()
-    return logits if temperature == 1.0 else logits / temperature
+def per_token(temperature: Temperature) -> tuple[Tensor, ...]:
+    """What goes through the chunks beside hidden states and targets: each token's temperature, if they differ."""
+    return (temperature,) if isinstance(temperature, Tensor) else ()
+
+
+def scaled_logits(head: Head, hidden: Tensor, temperature: Temperature) -> Tensor:
+    return divided(head(hidden).float(), temperature)
+
+
+def divided(logits: Tensor, temperature: Temperature) -> Tensor:
+    """[tokens, vocabulary] in fp32; as they are if the temperature is 1, since the softmax reads any dtype as fp32."""
+    if isinstance(temperature, Tensor):
+        return logits.float() / temperature[:, None]
+    return logits if temperature == 1.0 else logits.float() / temperature
 
 
 def plain_linear(head: Head) -> tuple[Tensor, float] | None:
@@ -101,12 +113,12 @@ class LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Temperature, chunk: int
     ) -> Tensor:
         log_probs = hidden.new_empty(len(targets), dtype=torch.float32)
         for place in range(0, len(targets), chunk):
             part = slice(place, place + chunk)
-            logits = scaled_product(hidden[part], weight, temperature)
+            logits = divided(hidden[part] @ weight.T, sliced(temperature, part))
             log_probs[part] = logits.log_softmax(-1, dtype=torch.float32).gather(-1, targets[part, None]).squeeze(-1)
         ctx.save_for_backward(hidden, weight, targets, log_probs)
         ctx.temperature, ctx.chunk = temperature, chunk
@@ -125,7 +137,7 @@ class LinearLogProbs(torch.autograd.Function):
         at_target = torch.expm1(log_probs)[:, None].to(weight.dtype)  # p - 1, exact where p is nearly 1
         for place in range(0, len(targets), ctx.chunk):
             part = slice(place, place + ctx.chunk)
-            logits = scaled_product(hidden[part], weight, ctx.temperature)
+            logits = divided(hidden[part] @ weight.T, sliced(ctx.temperature, part))
             off = logits.softmax(-1).to(weight.dtype).scatter_(-1, targets[part, None], at_target[part])
             if to_hidden is not None:
                 to_hidden[part] = (off @ weight) * factor[part]
@@ -134,7 +146,5 @@ class LinearLogProbs(torch.autograd.Function):
         return to_hidden, to_weight, None, None, None
 
 
-def scaled_product(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """Logits of a chunk; in the weight's dtype where nothing divides them, since the softmax reads that as fp32."""
-    logits = hidden @ weight.T
-    return logits if temperature == 1.0 else logits.float() / temperature
+def sliced(temperature: Temperature, part: slice) -> Temperature:
+    return temperature[part] if isinstance(temperature, Tensor) else temperature

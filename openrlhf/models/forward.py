@@ -98,7 +98,7 @@ class Network(nn.Module):
         batch: Batch,
         ask: Ask,
         *,
-        temperature: float = 1.0,
+        temperature: float | Tensor = 1.0,
         teacher_hidden: Tensor | None = None,
         teacher_head: Head | None = None,
     ) -> Outputs:
@@ -119,6 +119,8 @@ class Network(nn.Module):
         if ask == "hidden":
             return Outputs(hidden=looked.join(looked.here), aux_loss=aux_loss)
         targets = batch.input_ids[batch.target_mask][looked.numbers]
+        if isinstance(temperature, Tensor):  # [rows, tokens]
+            temperature = temperature.to(targets.device)[batch.target_mask][looked.numbers]
         head, entropy, cross = self.vocabulary_head, None, None
         if ask == "log_probs":
             log_probs = token_log_probs(looked.here, targets, head, temperature=temperature)

@@ -15,9 +15,9 @@ from torch.nn.utils.rnn import pad_sequence
 from openrlhf.algo import shaping
 from openrlhf.algo.advantages import ADVANTAGES, normalize
 from openrlhf.algo.kl import kl_penalty
-from openrlhf.rl.samples import Batching, Sample, batch_trajectories
+from openrlhf.rl.samples import Batching, Sample, batch_trajectories, temperature_factors
 from openrlhf.rl.workers import Workers
-from openrlhf.types import Batch, Trajectory
+from openrlhf.types import TEMPERATURE_FACTORS, Batch, Trajectory
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,9 @@ async def make_experience(
     if "values" in scored:
         arrays = {name: value for name, value in arrays.items() if name != "values"}
         arrays |= {"old_values": values, "returns": returns}
+    factors = temperature_factors(trajectories)
+    if factors is not None:
+        arrays[TEMPERATURE_FACTORS] = pad_sequence([torch.from_numpy(item) for item in factors], batch_first=True)
     mean_kl = None if kl is None else float(kl[mask].mean())
     metrics = rollout_metrics(trajectories, rewards, token_rewards, mask)
     if mean_kl is not None:

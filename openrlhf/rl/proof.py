@@ -50,8 +50,9 @@ class GapWatch:
     proved: bool = False  # a sync of weights that had moved
 
     async def look(self, trajectories: Sequence[Trajectory], version: int, step: int) -> dict[str, float]:
-        """Metrics of a step: none where every sample was drawn with older weights."""
-        fresh = [item for item in trajectories if item.version == version and any(item.action_mask)]
+        """Metrics of a step: none if every sample was drawn with older weights, or in turns that left tokens out."""
+        telling = (item for item in trajectories if item.version == version and item.whole_vocabulary)
+        fresh = [item for item in telling if any(item.action_mask)]
         if not fresh:
             return {}
         chosen = choose(fresh, self.batching)
@@ -85,7 +86,7 @@ class GapWatch:
             self.warned = gap
             self.monitor.tell(
                 f"{found}. Likely causes: the precision of either side, attention kernels, weights that did not "
-                f"take effect in the engine, an agent that samples with other parameters. "
+                f"take effect in the engine. "
                 f"Try: --enable_vllm_is_correction to correct for it, or {ADVICE}"
             )
         return gap

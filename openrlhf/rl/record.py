@@ -9,7 +9,7 @@ from typing import Any
 
 from openrlhf.rl.rollouts import Rollout
 from openrlhf.rl.samples import Sample
-from openrlhf.types import Prompt, Trajectory
+from openrlhf.types import TEMPERATURE_FACTORS, Prompt, Trajectory
 
 FOLDER = "rollouts"
 STEP_FILES = "step_*.jsonl"
@@ -72,11 +72,11 @@ def plain(item: Trajectory) -> dict[str, Any]:
 
 def trajectory(line: Mapping[str, Any]) -> Trajectory:
     """The trajectory of a recorded line."""
-    known: dict[str, Any] = {name: line[name] for name in Trajectory.__dataclass_fields__}
+    known: dict[str, Any] = {name: line[name] for name in Trajectory.__dataclass_fields__ if name in line}
     prompt: dict[str, Any] = dict(line["prompt"])
     known["prompt"] = Prompt(**prompt | {"input_ids": tuple(prompt["input_ids"])})
-    for name in ("input_ids", "action_mask", "rollout_log_probs"):
-        known[name] = tuple(known[name])
+    for name in ("input_ids", "action_mask", "rollout_log_probs", TEMPERATURE_FACTORS):
+        known[name] = tuple(known.get(name, ()))
     known["step_rewards"] = tuple((place, reward) for place, reward in known["step_rewards"])
     return Trajectory(**known)
 

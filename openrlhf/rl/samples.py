@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from openrlhf.algo.balance import first_fit_count
 from openrlhf.algo.balance import micro_batches as by_tokens
 from openrlhf.data.collate import Layout
-from openrlhf.types import Batch, TokenRow, Trajectory
+from openrlhf.types import TEMPERATURE_FACTORS, Batch, TokenRow, Trajectory
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,17 @@ def token_row(trajectory: Trajectory) -> TokenRow:
     return TokenRow(ids, np.array(trajectory.action_mask, dtype=np.bool_))
 
 
+def temperature_factors(trajectories: Sequence[Trajectory]) -> list[NDArray[np.float32]] | None:
+    """[tokens] of each trajectory; None if every token was drawn at the run's temperature."""
+    if not any(item.temperature_factors for item in trajectories):
+        return None
+    return [np.array(item.temperature_factors or [1.0] * len(item.input_ids), np.float32) for item in trajectories]
+
+
 def batch_trajectories(trajectories: Sequence[Trajectory], layout: Layout) -> Batch:
-    return layout.batch([token_row(trajectory) for trajectory in trajectories])
+    factors = temperature_factors(trajectories)
+    extras = {} if factors is None else {TEMPERATURE_FACTORS: layout.lay(factors, 1.0)}
+    return layout.batch([token_row(trajectory) for trajectory in trajectories], extras)
 
 
 def batch_samples(samples: Sequence[Sample], layout: Layout) -> Batch:

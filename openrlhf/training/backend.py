@@ -13,7 +13,7 @@ from torch import Tensor
 from openrlhf.algo.reduce import Metrics
 from openrlhf.models.chunks import Head
 from openrlhf.models.forward import Ask, Network, Outputs
-from openrlhf.types import Batch
+from openrlhf.types import TEMPERATURE_FACTORS, Batch
 
 
 class Run(Protocol):
@@ -24,7 +24,7 @@ class Run(Protocol):
         batch: Batch,
         ask: Ask,
         *,
-        temperature: float = 1.0,
+        temperature: float | Tensor = 1.0,
         teacher_hidden: Tensor | None = None,
         teacher_head: Head | None = None,
     ) -> Outputs: ...
@@ -53,7 +53,7 @@ class StepLosses:
 class Frozen(Protocol):
     """A model that only looks: a reference or a teacher."""
 
-    def forward(self, batch: Batch, ask: Ask, *, temperature: float = 1.0) -> Outputs:
+    def forward(self, batch: Batch, ask: Ask, *, temperature: float | Tensor = 1.0) -> Outputs:
         """Outputs without gradients."""
         ...
 
@@ -145,6 +145,12 @@ class TrainBackend(Frozen, Protocol):
 def with_extras(batch: Batch, **extras: Tensor) -> Batch:
     """The batch with more tensors beside it, such as a reference's log-probs."""
     return replace(batch, extras={**batch.extras, **extras})
+
+
+def temperature_of(batch: Batch, own: float) -> float | Tensor:
+    """The run's `own` temperature, or [rows, tokens] if turns of some sequence were drawn at others."""
+    factors = batch.extras.get(TEMPERATURE_FACTORS)
+    return own if factors is None else own * factors
 
 
 def is_weightless(batch: Batch) -> bool:

@@ -75,7 +75,7 @@ class DeepSpeedFrozen:
         return self.network.vocabulary_head
 
     @torch.no_grad()
-    def forward(self, batch: Batch, ask: Ask, *, temperature: float = 1.0) -> Outputs:
+    def forward(self, batch: Batch, ask: Ask, *, temperature: float | Tensor = 1.0) -> Outputs:
         if self.visits:
             self.network.to(self.device)
         outputs = self.run(batch.to(self.device), ask, temperature=temperature)
@@ -138,7 +138,7 @@ class DeepSpeedBackend:
         return self.network.vocabulary_head
 
     @torch.no_grad()
-    def forward(self, batch: Batch, ask: Ask, *, temperature: float = 1.0) -> Outputs:
+    def forward(self, batch: Batch, ask: Ask, *, temperature: float | Tensor = 1.0) -> Outputs:
         self.engine.eval()
         outputs = self.run(batch.to(self.device), ask, temperature=temperature)
         self.engine.train()

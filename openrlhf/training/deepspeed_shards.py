@@ -26,7 +26,7 @@ class Shell(nn.Module):
         self.teacher_head: Head | None = None
 
     def forward(
-        self, *, ask: Ask, temperature: float, teacher_hidden: Tensor | None = None, **fields: Any
+        self, *, ask: Ask, temperature: float | Tensor, teacher_hidden: Tensor | None = None, **fields: Any
     ) -> dict[str, Tensor]:
         outputs = self.network(
             Batch(**fields),
@@ -50,7 +50,7 @@ class EngineRun:
         batch: Batch,
         ask: Ask,
         *,
-        temperature: float = 1.0,
+        temperature: float | Tensor = 1.0,
         teacher_hidden: Tensor | None = None,
         teacher_head: Head | None = None,
     ) -> Outputs:

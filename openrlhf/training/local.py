@@ -45,7 +45,7 @@ class LocalFrozen:
         return self.network.vocabulary_head
 
     @torch.no_grad()
-    def forward(self, batch: Batch, ask: Ask, *, temperature: float = 1.0) -> Outputs:
+    def forward(self, batch: Batch, ask: Ask, *, temperature: float | Tensor = 1.0) -> Outputs:
         if self.offload:
             self.network.to(self.device)
         outputs = self.network(batch.to(self.device), ask, temperature=temperature)
@@ -88,7 +88,7 @@ class LocalBackend:
         return self.network.vocabulary_head
 
     @torch.no_grad()
-    def forward(self, batch: Batch, ask: Ask, *, temperature: float = 1.0) -> Outputs:
+    def forward(self, batch: Batch, ask: Ask, *, temperature: float | Tensor = 1.0) -> Outputs:
         self.network.eval()
         outputs = self.network(batch.to(self.device), ask, temperature=temperature)
         self.network.train()

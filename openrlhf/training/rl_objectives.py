@@ -11,7 +11,7 @@ from openrlhf.algo.kl import kl_loss
 from openrlhf.algo.policy_loss import PolicySettings, entropy_loss, policy_loss
 from openrlhf.algo.reduce import Mean, Metrics, mean_of, sequence_count
 from openrlhf.algo.value_loss import value_loss
-from openrlhf.training.backend import Run
+from openrlhf.training.backend import Run, temperature_of
 from openrlhf.training.objectives import add_aux
 from openrlhf.types import Batch
 
@@ -35,7 +35,7 @@ class PolicyObjective:
 
     def loss(self, run: Run, batch: Batch, totals: Tensor) -> tuple[Tensor, Metrics]:
         ask = "log_probs" if self.entropy_coef is None else "log_probs_and_entropy"
-        outputs = run(batch, ask, temperature=self.temperature)
+        outputs = run(batch, ask, temperature=temperature_of(batch, self.temperature))
         log_probs, extras, mask = outputs.log_probs, batch.extras, batch.target_mask
         assert log_probs is not None
         mode, denominator, rows = self.settings.aggregation, self._denominator(totals), batch.sequence_ids

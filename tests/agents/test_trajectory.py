@@ -116,3 +116,24 @@ def test_an_episode_without_a_reward_is_an_error(reward, message):
 def test_what_is_no_dict_is_shown():
     with pytest.raises(RolloutError, match=r"execute returned None"):
         read_trajectory(None, prompt(), [], context_length=10)
+
+
+def temperatures(factors, **changes):
+    return read_trajectory(
+        episode(**changes), prompt(), (NUMBERS, MORE), context_length=6, temperature_factors=factors
+    ).temperature_factors
+
+
+def test_each_token_carries_the_temperature_of_its_turn():
+    assert temperatures([1.0, 1.0]) == ()
+    assert temperatures([1.0, 0.5]) == (1.0,) * 4
+    assert temperatures([2.0, 0.5]) == (1.0, 1.0, 2.0, 2.0)
+    whole = read_trajectory(episode(), prompt(), (NUMBERS, MORE), context_length=99, temperature_factors=[2.0, 0.5])
+    assert whole.temperature_factors == (1.0, 1.0, 2.0, 2.0, 1.0, 1.0, 0.5)
+
+
+def test_tokens_that_the_engine_did_not_draw_have_no_temperature_of_a_turn():
+    other = {"observation_tokens": [11, 12, 29, 22, 31, 32, 23]}
+    assert temperatures([0.5, 0.5], **other) == (1.0, 1.0, 0.5, 0.5)  # all turns had one
+    with pytest.raises(RolloutError, match=r"several temperatures.*\(2, 4\) are not what the engine drew"):
+        temperatures([2.0, 0.5], **other)

@@ -75,6 +75,19 @@ def test_entropy_in_chunks_is_the_full_one(temperature):
     assert_close(case.backward(*got), case.backward(full_log_probs(logits, case.targets), entropy))
 
 
+@pytest.mark.parametrize("kind", HEADS)
+def test_each_token_may_have_a_temperature_of_its_own(kind):
+    case = Case()
+    head, temperature = HEADS[kind](case.head), torch.linspace(0.5, 2.0, TOKENS)
+    got = token_log_probs(case.hidden, case.targets, head, temperature=temperature, chunk=CHUNK)
+    logits = head(case.hidden) / temperature[:, None]
+    assert_close(case.backward(got), case.backward(full_log_probs(logits, case.targets)))
+    both = token_log_probs_and_entropy(case.hidden, case.targets, head, temperature=temperature, chunk=CHUNK)
+    logits = head(case.hidden) / temperature[:, None]
+    entropy = torch.distributions.Categorical(logits=logits).entropy()
+    assert_close(case.backward(*both), case.backward(full_log_probs(logits, case.targets), entropy))
+
+
 def test_entropy_passes_over_tokens_that_the_head_rules_out():
     case = Case(bias=True)
     case.head.bias.data[7] = -torch.inf

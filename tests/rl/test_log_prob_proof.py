@@ -1,6 +1,7 @@
 """Engine and trainer are compared on sampled tokens; a line says that they are apart, far apart stops the run."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import torch
@@ -79,6 +80,10 @@ def test_not_a_number_is_too_far():
 
 def test_samples_of_older_weights_prove_nothing():
     assert look(watch(), drawn(-9.0, version=1), version=2) is None
+
+
+def test_turns_that_left_tokens_out_prove_nothing():
+    assert look(watch(), replace(drawn(-9.0), whole_vocabulary=False)) is None
 
 
 @pytest.mark.parametrize("layout", [PADDED, PACKED])
