@@ -62,12 +62,14 @@ class LocalWorkers:
     async def rewards(self, trajectories: Sequence[Trajectory]) -> Tensor | None:
         return await self._do(self.models.rewards, trajectories) if self.models.scorers else None
 
-    async def train(self, micro_batches: Sequence[Batch], *, kl_coef: float, train_policy: bool) -> dict[str, float]:
+    async def train(
+        self, micro_batches: Sequence[Batch], *, kl_coef: float, progress: float, train_policy: bool
+    ) -> dict[str, float]:
         values: dict[str, float] = {}
         if train_policy:
-            values |= await self._do(self.models.train_policy, micro_batches, kl_coef)
+            values |= await self._do(self.models.train_policy, micro_batches, kl_coef, progress)
         if self.models.critic is not None:
-            values |= await self._do(self.models.train_critic, micro_batches)
+            values |= await self._do(self.models.train_critic, micro_batches, progress)
         return values
 
     async def save(self, folder: Path) -> None:

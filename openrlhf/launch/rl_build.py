@@ -70,7 +70,7 @@ def build_policy(config: RLConfig, device: torch.device, total_steps: int) -> Po
     rate = config.optimizer.actor_learning_rate
     backend = make_backend(config, network, optimizer_settings(config.optimizer, rate), device)
     return Policy(
-        Trained(backend, make_schedule(config, total_steps), rate),
+        Trained(backend, make_schedule(config, total_steps), total_steps, rate),
         policy_objective(config),
         config.policy.ema_beta if config.policy.enable_ema else None,
     )
@@ -153,7 +153,7 @@ def build_critic(
         least=flags.critic_min_lr_ratio,
     )
     backend = make_backend(config, network, critic_optimizer(config), device)
-    trained = Trained(backend, scheduled, flags.critic_learning_rate)
+    trained = Trained(backend, scheduled, total_steps, flags.critic_learning_rate)
     return Critic(trained, ValueObjective(config.policy.value_clip, config.model.aux_loss_coef))
 
 

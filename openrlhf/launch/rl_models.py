@@ -14,20 +14,29 @@ from openrlhf.launch.scorers import Scorer
 from openrlhf.models.export import save_model
 from openrlhf.rollout.engine import Weights
 from openrlhf.training.backend import Frozen, TrainBackend, temperature_of, values_of
+from openrlhf.training.optim import between_steps
 from openrlhf.training.rl_objectives import PolicyObjective, ValueObjective
 from openrlhf.types import Batch, Trajectory
 
 EMA_FILE = "ema.safetensors"
-STEPS_FILE = "steps.safetensors"
+SCHEDULE_FILE = "schedule.safetensors"
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A network that learns, with its learning rate over the optimizer steps."""
+    """A network that learns, with its learning rate over the planned optimizer steps."""
 
     backend: TrainBackend
     schedule: Callable[[int], float]
+    planned_steps: int
     learning_rate: float
+
+    def scale(self, progress: float, began: float) -> float:
+        """Factor on the learning rate when `progress` of the run is done, of which this network trains from `began`.
+
+        A run with fewer steps than planned goes through its whole schedule, in longer strides.
+        """
+        return between_steps(self.schedule, self.planned_steps * (progress - began) / (1.0 - began))
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,9 @@ class Models:
         self.temperature = temperature
         self.sleeps = sleeps
         self.ema = self._first_average()
-        self.steps = {"_actor": 0, "_critic": 0}  # optimizer steps of each
+        self.began: dict[
+            str, float
+        ] = {}  # the run's progress at the first step of each: a policy may be frozen at first
         self.awake: TrainBackend | None = None
         if sleeps:
             for _, trained in self._trained():
@@ -94,26 +105,25 @@ class Models:
         """[samples], weighted and summed over the reward models that are here."""
         return torch.stack([scorer.score(trajectories) for scorer in self.scorers]).sum(0)
 
-    def train_policy(self, micro_batches: Sequence[Batch], kl_coef: float) -> dict[str, float]:
+    def train_policy(self, micro_batches: Sequence[Batch], kl_coef: float, progress: float) -> dict[str, float]:
         """One optimizer step; `kl_coef` counts only where the objective has the KL as a term."""
         assert self.policy is not None
         objective = self.policy.objective
         objective = replace(objective, kl_coef=kl_coef if objective.kl_coef > 0 else 0.0)
         result = self._use(self.policy.trained.backend).forward_backward(micro_batches, objective)
-        values = values_of(result.metrics) | self._move("actor", self.policy.trained)
+        values = values_of(result.metrics) | self._move("actor", self.policy.trained, progress)
         self._average()
         return values
 
-    def train_critic(self, micro_batches: Sequence[Batch]) -> dict[str, float]:
+    def train_critic(self, micro_batches: Sequence[Batch], progress: float) -> dict[str, float]:
         assert self.critic is not None
         trained = self.critic.trained
         result = self._use(trained.backend).forward_backward(micro_batches, self.critic.objective)
-        return values_of(result.metrics) | self._move("critic", trained)
+        return values_of(result.metrics) | self._move("critic", trained, progress)
 
-    def _move(self, name: str, trained: Trained) -> dict[str, float]:
-        scale = trained.schedule(self.steps[f"_{name}"])
+    def _move(self, name: str, trained: Trained, progress: float) -> dict[str, float]:
+        scale = trained.scale(progress, self.began.setdefault(f"_{name}", progress))
         norm = trained.backend.optim_step(scale)
-        self.steps[f"_{name}"] += 1
         values = {"lr": trained.learning_rate * scale, **trained.backend.loss_scaling()}
         values |= {} if norm is None else {"grad_norm": norm}
         return {f"{name}_{key}": value for key, value in values.items()}
@@ -165,7 +175,8 @@ class Models:
             (folder / name).mkdir(exist_ok=True)
             backend.save(folder / name)
             if backend.process == 0:
-                save_file({"steps": torch.tensor(self.steps[name])}, folder / name / STEPS_FILE)
+                began = {"began": torch.tensor(self.began[name], dtype=torch.float64)} if name in self.began else {}
+                save_file(began, folder / name / SCHEDULE_FILE)
         if self.ema:
             save_file({name: tensor.contiguous() for name, tensor in self.ema.items()}, folder / EMA_FILE)
         self.rest()
@@ -173,7 +184,9 @@ class Models:
     def load(self, folder: Path) -> None:
         for name, trained in self._trained():
             self._use(trained.backend).load(folder / name)
-            self.steps[name] = int(load_file(folder / name / STEPS_FILE)["steps"])
+            saved = load_file(folder / name / SCHEDULE_FILE)
+            if "began" in saved:
+                self.began[name] = float(saved["began"])
         if self.ema:
             self.ema = load_file(folder / EMA_FILE)
 

@@ -201,10 +201,11 @@ class Controller:
         writing = asyncio.create_task(
             asyncio.to_thread(parts.recorder.write, state.version + 1, experience.samples)
         )  # beside the training
+        epochs = range(settings.loop.epochs)
+        cut = [places for epoch in epochs for places in self._minibatches(len(experience.samples), epoch)]
         steps = [
-            await self._step(experience, places, coef)
-            for epoch in range(settings.loop.epochs)
-            for places in self._minibatches(len(experience.samples), epoch)
+            await self._step(experience, places, coef, self._progress(rollout, number / len(cut)))
+            for number, places in enumerate(cut)
         ]
         await writing
         if experience.kl is not None:
@@ -225,13 +226,25 @@ class Controller:
             prompts = list({item.prompt.index: item.prompt for item in rollout.trajectories}.values())
             await self.gap.probe(self.parts.engine, prompts, self.settings.rollout, self.state.version)
 
-    async def _step(self, experience: Experience, places: Sequence[int], kl_coef: float) -> dict[str, float]:
+    def _progress(self, rollout: Rollout, trained: float) -> float:
+        """How much of the run is done when so much of a rollout is trained.
+
+        How many optimizer steps a run has depends on the groups that are filtered out or fail. It ends when prompts run
+        out or at --max_steps, so those measure it, whichever is nearer.
+        """
+        prompts = rollout.place + trained * (rollout.next_place - rollout.place)
+        most = self.settings.loop.max_rollouts
+        return max(prompts / len(self.parts.source), 0.0 if most is None else (rollout.number + trained) / most)
+
+    async def _step(
+        self, experience: Experience, places: Sequence[int], kl_coef: float, progress: float
+    ) -> dict[str, float]:
         samples = [experience.samples[place] for place in places]
         batching = self.settings.training
         parts = batching.cut([len(sample.trajectory.input_ids) for sample in samples])
         batches = [batch_samples([samples[place] for place in part], batching.layout) for part in parts]
         train_policy = self.state.version + 1 > self.settings.loop.freezing_steps
-        return await self.parts.workers.train(batches, kl_coef=kl_coef, train_policy=train_policy)
+        return await self.parts.workers.train(batches, kl_coef=kl_coef, progress=progress, train_policy=train_policy)
 
     def _minibatches(self, count: int, epoch: int) -> list[list[int]]:
         """Places of the samples of each optimizer step; the last one takes what is left."""

@@ -62,7 +62,7 @@ class Replay:
         lines = self.files[place].read_text().splitlines()
         trajectories = [trajectory(json.loads(line)) for line in lines]
         version = min((item.version for item in trajectories), default=number)
-        return Rollout(number, version, trajectories, next_place=place + 1)
+        return Rollout(number, version, trajectories, place, next_place=place + 1)
 
 
 def plain(item: Trajectory) -> dict[str, Any]:
@@ -87,6 +87,7 @@ def write_queue(path: Path, queue: Iterable[Rollout]) -> None:
         {
             "number": rollout.number,
             "version": rollout.version,
+            "place": rollout.place,
             "next_place": rollout.next_place,
             "metrics": rollout.metrics,
             "trajectories": [plain(item) for item in rollout.trajectories],
@@ -103,6 +104,7 @@ def read_queue(path: Path) -> Iterator[Rollout]:
             number=row["number"],
             version=row["version"],
             trajectories=[trajectory(item) for item in row["trajectories"]],
+            place=row.get("place", row["next_place"]),
             next_place=row["next_place"],
             metrics=row["metrics"],
         )

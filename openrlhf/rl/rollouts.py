@@ -57,11 +57,12 @@ class RolloutSettings:
 
 @dataclass(frozen=True)
 class Rollout:
-    """What one rollout gave. `next_place` is where the following one takes its prompts from."""
+    """What one rollout gave, from the prompts between `place` and `next_place`, where the following one begins."""
 
     number: int
     version: int
     trajectories: list[Trajectory]
+    place: int
     next_place: int
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -120,7 +121,7 @@ async def roll_out(
     metrics = {"rollout/failures": float(failures)} if failures else {}
     if settings.keep_between is not None:
         metrics["dynamic_filtering_pass_rate"] = 100.0 * len(accepted) / consumed
-    return Rollout(number, version, [item for group in accepted for item in group], place, metrics)
+    return Rollout(number, version, [item for group in accepted for item in group], start, place, metrics)
 
 
 async def run_groups(

@@ -38,8 +38,13 @@ class Workers(Protocol):
         """[samples] from the reward models, weighted and summed; None where there is no reward model."""
         ...
 
-    async def train(self, micro_batches: Sequence[Batch], *, kl_coef: float, train_policy: bool) -> Metrics:
-        """One optimizer step of the policy (unless it is held still) and of the critic, where there is one."""
+    async def train(
+        self, micro_batches: Sequence[Batch], *, kl_coef: float, progress: float, train_policy: bool
+    ) -> Metrics:
+        """One optimizer step of the policy (unless it is held still) and of the critic, where there is one.
+
+        `progress` is the part of the run that lies behind, in [0, 1): learning rates follow it.
+        """
         ...
 
     async def save(self, folder: Path) -> None:

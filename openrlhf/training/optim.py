@@ -55,6 +55,13 @@ def schedule(name: str, *, warmup_ratio: float, total_steps: int, min_lr_ratio: 
     return made.lr_lambdas[0]
 
 
+def between_steps(scheduled: Callable[[int], float], place: float) -> float:
+    """The factor at a place that need not be a whole step: on the line between its neighbours."""
+    step = math.floor(place)
+    before, after = scheduled(step), scheduled(step + 1)
+    return before + (after - before) * (place - step)
+
+
 def num_warmup_steps(total_steps: int, warmup_ratio: float) -> int:
     return math.ceil(total_steps * warmup_ratio)
 

@@ -211,6 +211,26 @@ def test_filtered_groups_are_replaced_and_what_was_accepted_is_trained(learn, tm
     assert all(0 < rate < 100 for rate in ran.train("dynamic_filtering_pass_rate"))
 
 
+def test_a_filtered_run_goes_through_its_whole_schedule(learn, tmp_path):
+    """Two of three prompts go, so of four planned rollouts two are made, of 8 and 3 prompts, in 24 and 9 prompts."""
+    rows = [row | {"label": "0.5" if number % 3 == 0 else "0"} for number, row in enumerate(asked(33))]
+    flags = {"lr_scheduler": "linear", "remote_rm_url": str(solved(tmp_path)), "actor_learning_rate": 1.0}
+    whole = learn("whole", rows=rows, **flags)
+    # five rollouts of 8, 8, 8, 8 and 1 prompts
+    assert whole.train("actor_lr") == pytest.approx([1 - place / 33 for place in (0, 8, 16, 24, 32)])
+    ran = learn("filtered", rows=rows, dynamic_filtering=True, **flags)
+    rates, consumed = ran.train("actor_lr"), 800 / ran.train("dynamic_filtering_pass_rate")[0]
+    assert rates == pytest.approx([1.0, 1 - consumed / 33])
+    limited = learn("limited", rows=rows, dynamic_filtering=True, max_steps=1, train_batch_size=8, **flags)
+    assert limited.train("actor_lr") == pytest.approx([0.25])  # the last of four steps of the only rollout
+
+
+def test_a_policy_that_was_frozen_warms_up_when_it_begins(learn):
+    ran = learn(freezing_actor_steps=2, lr_scheduler="linear", actor_learning_rate=1.0, critic_learning_rate=1.0, **PPO)
+    assert ran.train("critic_lr") == pytest.approx([1.0, 0.75, 0.5, 0.25])
+    assert [line.get("actor_lr") for line in ran.metrics] == [None, None, pytest.approx(1.0), pytest.approx(0.5)]
+
+
 def solved(folder):
     (folder / "solved.py").write_text(SOLVED)
     return folder / "solved.py"

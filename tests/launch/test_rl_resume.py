@@ -26,7 +26,12 @@ CASES = {
     "sync": PPO,
     "async": {"async_train": True, "async_queue_size": 1, "enable_vllm_is_correction": True},
     "lora": {"lora_rank": 4, "lora_dropout": 0.2, "async_train": True, "async_queue_size": 2},
-    "filtered": {"dynamic_filtering": True, "dynamic_filtering_reward_range": [0.2, 0.9]},
+    "filtered": {
+        "dynamic_filtering": True,
+        "dynamic_filtering_reward_range": [0.2, 0.9],
+        "lr_scheduler": "cosine",
+        "lr_warmup_ratio": 0.2,
+    },
 }
 
 

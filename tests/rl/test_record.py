@@ -33,10 +33,13 @@ def test_a_trajectory_comes_back():
 
 def test_the_queue_comes_back(tmp_path):
     unscored = replace(ITEM, reward=float("nan"), score=float("nan"))
-    queue = [Rollout(4, 2, [ITEM, replace(ITEM, extra_logs={})], 9, {"rollout/failures": 1.0}), Rollout(5, 3, [], 9)]
+    queue = [
+        Rollout(4, 2, [ITEM, replace(ITEM, extra_logs={})], 5, 9, {"rollout/failures": 1.0}),
+        Rollout(5, 3, [], 9, 9),
+    ]
     write_queue(tmp_path / "queue.jsonl", queue)
     assert list(read_queue(tmp_path / "queue.jsonl")) == queue
-    write_queue(tmp_path / "queue.jsonl", [Rollout(0, 0, [unscored], 1)])
+    write_queue(tmp_path / "queue.jsonl", [Rollout(0, 0, [unscored], 0, 1)])
     (back,) = read_queue(tmp_path / "queue.jsonl")
     assert math.isnan(back.trajectories[0].reward)
     write_queue(tmp_path / "queue.jsonl", [])

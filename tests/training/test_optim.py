@@ -12,6 +12,7 @@ from openrlhf.errors import BackendError, ConfigError
 from openrlhf.training.optim import (
     MasterOptimizer,
     OptimizerSettings,
+    between_steps,
     is_matrix,
     only_warmup,
     parameter_groups,
@@ -78,6 +79,13 @@ def test_schedules_step_as_transformers_does(name, warmup_ratio):
         assert PEAK * factor(step) == pytest.approx(theirs.get_last_lr()[0])
         optimizer.step()
         theirs.step()
+
+
+def test_between_two_steps_the_factor_lies_on_a_line():
+    factor = schedule("cosine_warmup_with_min_lr", warmup_ratio=0.25, total_steps=16, min_lr_ratio=0.1)
+    for step in range(16):
+        assert between_steps(factor, step) == factor(step)
+        assert between_steps(factor, step + 0.25) == pytest.approx(0.75 * factor(step) + 0.25 * factor(step + 1))
 
 
 def test_the_default_schedule_by_hand():

@@ -105,10 +105,12 @@ class RayWorkers:
         answers = await group.shared_out("rewards", full)
         return torch.cat([answer[: len(share)] for answer, share in zip(answers, shares, strict=True)])
 
-    async def train(self, micro_batches: Sequence[Batch], *, kl_coef: float, train_policy: bool) -> dict[str, float]:
-        steps = [self._trained(self.policy, "train_policy", micro_batches, kl_coef)] if train_policy else []
+    async def train(
+        self, micro_batches: Sequence[Batch], *, kl_coef: float, progress: float, train_policy: bool
+    ) -> dict[str, float]:
+        steps = [self._trained(self.policy, "train_policy", micro_batches, kl_coef, progress)] if train_policy else []
         if self.critic is not None:
-            steps.append(self._trained(self.critic, "train_critic", micro_batches))
+            steps.append(self._trained(self.critic, "train_critic", micro_batches, progress))
         return {name: value for values in await asyncio.gather(*steps) for name, value in values.items()}
 
     async def _trained(
