@@ -67,11 +67,15 @@ def table(rows: Mapping[str, str]) -> str:
     return f"<table>{cells}</table>"
 
 
+def is_evaluated(key: str) -> bool:
+    return key.startswith("eval_") and key.endswith(("_pass1", "_reward"))
+
+
 def write_page(path: Path, runs: Mapping[str, Path], title: str, summary: Mapping[str, str]) -> None:
     parts = [f"<h1>{html.escape(title)}</h1>", table(summary)]
     for name, run_dir in runs.items():
         curves = read(run_dir)
-        wanted = [key for key in curves if key.removesuffix(EVALUATION) in CURVES or key.endswith("_pass1")]
+        wanted = [key for key in curves if key.removesuffix(EVALUATION) in CURVES or is_evaluated(key)]
         figures = "".join(figure(key, curves[key]) for key in wanted)
         parts.append(f"<h2>{html.escape(name)}</h2><section>{figures}</section>")
     page = '<!doctype html><html lang="en"><meta charset="utf-8">'

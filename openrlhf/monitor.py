@@ -121,6 +121,12 @@ class Monitor:
         self.bar.set_postfix({name: f"{value:.4g}" for name, value in shown.items()}, refresh=False)
         self.bar.update()
 
+    def leave_out(self, seconds: float) -> None:
+        """Takes time that belongs to no step (an evaluation, a checkpoint) out of the bar's rate and estimate."""
+        if not self.bar.disable:
+            self.bar.start_t += seconds
+            self.bar.last_print_t += seconds
+
     def log(self, kind: str, step: int, values: Mapping[str, float]) -> None:
         for sink in self.sinks:
             sink.log(kind, step, values)

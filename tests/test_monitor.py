@@ -88,8 +88,17 @@ def test_the_bar_shows_where_the_run_stands_and_lines_stand_above_it(capsys):
     assert "openrlhf: a line\n" in said.err
 
 
+def test_time_that_belongs_to_no_step_is_left_out_of_the_rate():
+    with Monitor(total_steps=4) as monitor:
+        monitor.bar.start_t -= 100  # as if an evaluation had taken that long
+        monitor.bar.last_print_t -= 100
+        monitor.leave_out(100.0)
+        monitor.advance({})
+        assert monitor.bar.format_dict["elapsed"] < 50
+
+
 def test_a_monitor_of_no_steps_and_one_of_another_rank_are_silent(monkeypatch, capsys):
-    Monitor().close()
+    Monitor().leave_out(1.0)
     monkeypatch.setenv("RANK", "3")
     with Monitor(total_steps=2) as monitor:
         monitor.advance({"loss": 1.0})

@@ -198,15 +198,24 @@ class Saver:
 
     def is_best(self, controller: Controller) -> bool:
         """True when the last evaluation beat all before it, by the metric that --best_metric_key names."""
-        key, values = self.config.critic.best_metric_key, controller.last_evaluation
-        key = key or next((name for name in values if name.endswith("_pass1")), "none")
-        every = self.config.logs.eval_steps
-        if key == "none" or key not in values or every <= 0 or controller.state.version % every:
+        state, values, every = controller.state, controller.last_evaluation, self.config.logs.eval_steps
+        key = self.config.critic.best_metric_key or usual_metric(values)
+        if key == "none" or every <= 0 or state.version % every or not values:
             return False
-        if controller.state.best is not None and values[key] <= controller.state.best:
+        if key not in values:
+            known = ", ".join(name for name in values)
+            controller.parts.monitor.tell(f"--best_metric_key {key} is not among the evaluation's metrics: {known}")
             return False
-        controller.state.best = values[key]
+        if state.best is not None and state.best_key == key and values[key] <= state.best:
+            return False
+        state.best, state.best_key = values[key], key
         return self.config.checkpoints.save_steps > 0
+
+
+def usual_metric(values: Mapping[str, float]) -> str:
+    """pass@1 of the first datasource if its answers are right or wrong, else its mean reward."""
+    ends = ("_pass1", "_reward")
+    return next((name for end in ends for name in values if name.endswith(end)), "none")
 
 
 def first_kl(config: RLConfig) -> FixedKL | AdaptiveKL:
@@ -225,6 +234,7 @@ def load_state(folder: Path | None, kl: FixedKL | AdaptiveKL) -> State:
         place=saved["place"],
         queue=deque(read_queue(folder / QUEUE_FILE)),
         best=saved["best"],
+        best_key=saved.get("best_key"),
     )
 
 

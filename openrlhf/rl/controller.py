@@ -84,7 +84,8 @@ class State:
     made: int = 0  # rollouts generated
     place: int = 0  # of the next rollout in its source
     queue: deque[Rollout] = field(default_factory=deque)
-    best: float | None = None
+    best: float | None = None  # value of the best evaluation
+    best_key: str | None = None  # and its metric
 
     def plain(self) -> dict[str, Any]:
         """Without the queue, which the recorder writes beside it."""
@@ -94,6 +95,7 @@ class State:
             "made": self.made,
             "place": self.place,
             "best": self.best,
+            "best_key": self.best_key,
         }
 
 
@@ -108,6 +110,7 @@ class Controller:
         gap = settings.loop.gap
         self.gap = GapWatch(gap, parts.workers, settings.scoring, parts.monitor) if gap is not None else None
         self.generation_seconds: dict[int, float] = {}  # by the number of the rollout
+        self.step_began = time.perf_counter()
         self.last: dict[str, float] = {}
         self.last_evaluation: dict[str, float] = {}
 
@@ -115,6 +118,7 @@ class Controller:
         """Trains until prompts or steps run out; `after_step` saves, and may stop the run by raising."""
         if self.state.version == 0:
             await self.evaluate()
+        self._between_steps(self.step_began)
         producer = asyncio.create_task(self._produce())
         consumer = asyncio.create_task(self._consume(after_step))
         try:
@@ -155,9 +159,8 @@ class Controller:
             if not state.queue:
                 return
             rollout = state.queue.popleft()
-            began = time.perf_counter()
             values = await self._train(rollout)
-            await self._finish_step(rollout, values, began, after_step)
+            await self._finish_step(rollout, values, after_step)
 
     def _may_train(self) -> bool:
         """In lockstep a rollout waits until those that its weights must make have been made."""
@@ -165,17 +168,19 @@ class Controller:
         ahead = loop.queue_size if loop.lockstep else 0
         return self.exhausted or len(state.queue) > ahead
 
-    async def _finish_step(
-        self, rollout: Rollout, values: dict[str, float], began: float, after_step: AfterStep
-    ) -> None:
-        """The new weights to the engine, what is logged, and what is due after so many steps."""
+    async def _finish_step(self, rollout: Rollout, values: dict[str, float], after_step: AfterStep) -> None:
+        """The new weights to the engine, what is logged, and what is due after so many steps.
+
+        A step takes from the end of what followed the one before until here: with the wait for its samples, and without
+        generation that ran beside the training of others.
+        """
         loop, state, parts = self.settings.loop, self.state, self.parts
         version = state.version + 1
         trained = time.perf_counter()
         await parts.sync.sync(version)
         now = time.perf_counter()
         state.version = version
-        values |= {"timing/broadcast": now - trained, "timing/step_total": now - began}
+        values |= {"timing/broadcast": now - trained, "timing/step_total": now - self.step_began}
         self.last = values
         if version % loop.log_every == 0:
             parts.monitor.log("train", version, values)
@@ -184,8 +189,14 @@ class Controller:
         if loop.eval_every > 0 and version % loop.eval_every == 0:
             await self.evaluate()
         await after_step(self)
+        self._between_steps(now)
         async with self.changed:
             self.changed.notify_all()
+
+    def _between_steps(self, since: float) -> None:
+        """The next step begins now; what was done since then belongs to none."""
+        self.step_began = time.perf_counter()
+        self.parts.monitor.leave_out(self.step_began - since)
 
     async def _train(self, rollout: Rollout) -> dict[str, float]:
         """One rollout: experience, its optimizer steps, the KL controller; what there is to log about it."""
@@ -262,8 +273,8 @@ class Controller:
         )
         self.last_evaluation = values
         parts.monitor.log("eval", self.state.version, values)
-        passes = [f"{name} {value:.4f}" for name, value in values.items() if "_pass" in name]
-        parts.monitor.tell(f"step {self.state.version}: " + ", ".join(passes))
+        told = [f"{name} {value:.4f}" for name, value in values.items() if "_pass" in name or name.endswith("_reward")]
+        parts.monitor.tell(f"step {self.state.version}: " + ", ".join(told))
 
 
 class AfterStep(Protocol):
@@ -287,5 +298,6 @@ def shown(values: dict[str, float]) -> dict[str, float]:
         "kl": "kl",
         "response_length": "gen_len",
         "actor_lr": "act_lr",
+        "timing/step_total": "s/step",
     }
     return {short: values[name] for name, short in names.items() if name in values}

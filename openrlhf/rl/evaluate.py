@@ -1,8 +1,9 @@
-"""Evaluation: pass@1 and pass@n per datasource, with the engine and rewards of training."""
+"""Evaluation: mean reward, pass@1 and pass@n per datasource, with the engine and rewards of training."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -24,17 +25,32 @@ async def evaluate(
 
 
 def summary(trajectories: Sequence[Trajectory], n: int) -> dict[str, float]:
+    """Mean reward of each datasource, and pass@1 and pass@n if its scores say right (1) or wrong (0)."""
     values: dict[str, float] = {}
     for source in sorted({item.prompt.datasource for item in trajectories}):
         own = [item for item in trajectories if item.prompt.datasource == source]
         groups: dict[int, list[float]] = {}
         for item in own:
-            groups.setdefault(item.prompt.index, []).append(item.reward)
-        values[f"eval_{source}_pass1"] = float(np.mean([item.reward for item in own]))
-        values[f"eval_{source}_pass{n}"] = float(np.mean([max(group) for group in groups.values()]))
+            groups.setdefault(item.prompt.index, []).append(item.score)
+        values[f"eval_{source}_reward"] = float(np.mean([item.reward for item in own]))
+        if all(item.score in (0.0, 1.0) for item in own):
+            rates = {k: pass_rate(groups.values(), k) for k in (1, n)}
+            values |= {f"eval_{source}_pass{k}": rate for k, rate in rates.items() if rate is not None}
         values |= {f"eval_{source}_{name}": value for name, value in _lengths(own).items()}
     values |= {f"eval_{name}": value for name, value in _lengths(trajectories).items()}
     return values | {"eval_num_samples": float(len(trajectories))}
+
+
+def pass_rate(groups: Iterable[Sequence[float]], k: int) -> float | None:
+    """Mean pass@k over prompts; None if no group has k samples left (the others of a prompt may have failed)."""
+    rates = [pass_at_k(len(group), int(sum(group)), k) for group in groups if len(group) >= k]
+    return float(np.mean(rates)) if rates else None
+
+
+def pass_at_k(samples: int, right: int, k: int) -> float:
+    """Probability that k of these samples, drawn without replacement, hold a right one: the unbiased estimator of
+    Chen et al. (arXiv 2107.03374, eq. 1)."""
+    return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
 
 
 def _lengths(trajectories: Sequence[Trajectory]) -> dict[str, float]:

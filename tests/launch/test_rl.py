@@ -1,6 +1,8 @@
 """Reinforcement learning from the command line on a toy: it learns, repeats exactly, and every flag does its work."""
 
+import json
 import shutil
+import time
 
 import datasets
 import pytest
@@ -349,12 +351,52 @@ def test_evaluation_by_datasource(learn, tmp_path):
     assert [line["step"] for line in lines] == [0, 2, 4]
     for source in ("left", "right"):
         for line in lines:
-            assert 0 <= line[f"eval_{source}_pass1"] <= line[f"eval_{source}_pass3"] <= 1
+            assert 0 <= line[f"eval_{source}_reward"] <= 1
+            assert f"eval_{source}_pass1" not in line  # letters that are right in part
             assert 1 <= line[f"eval_{source}_response_length_mean"] <= LENGTH
     assert lines[0]["eval_num_samples"] == 15
     best = checkpoint.read_state(ran.ckpt_path / "best")
-    assert best["best"] == max(line["eval_left_pass1"] for line in lines[1:])
+    assert best["best"] == max(line["eval_left_reward"] for line in lines[1:])
+    assert best["best_key"] == "eval_left_reward"
     assert (ran.ckpt_path / "latest").read_text() == "global_step4"
+
+
+def test_evaluation_counts_right_answers(learn, tmp_path, capsys):
+    """Half the prompts are worth a reward of 0.5 and count as right."""
+    (tmp_path / "graded.py").write_text(GRADED)
+    rows = [row | {"label": str(number % 2)} for number, row in enumerate(asked(4))]
+    held_out = write_rows(tmp_path / "held_out.jsonl", rows)
+    flags = {"remote_rm_url": str(tmp_path / "graded.py"), "best_metric_key": "eval_default_acc", "save_steps": 1}
+    ran = learn(rows=rows, eval_dataset=held_out, eval_steps=1, eval_n_samples_per_prompt=2, max_steps=1, **flags)
+    for line in (line for line in ran.metrics if line["kind"] == "eval"):
+        assert (line["eval_default_reward"], line["eval_default_pass1"], line["eval_default_pass2"]) == (0.25, 0.5, 0.5)
+    said = capsys.readouterr().err
+    assert "step 0: eval_default_reward 0.2500, eval_default_pass1 0.5000, eval_default_pass2 0.5000" in said
+    assert "--best_metric_key eval_default_acc is not among the evaluation's metrics: eval_default_reward," in said
+
+
+GRADED = """
+def reward_func(queries, prompts, labels):
+    right = [float(label) for label in labels]
+    return {"rewards": [value / 2 for value in right], "scores": right}
+"""
+
+
+@pytest.mark.parametrize("flags", [{}, {"async_train": True}])
+def test_a_step_takes_as_long_as_it_takes(flags, learn, tmp_path, capsys):
+    """With generation, without evaluation. Steps follow each other, so together they are no longer than the run."""
+    held_out = write_rows(tmp_path / "held_out.jsonl", asked(3))
+    began = time.perf_counter()
+    ran = learn(eval_dataset=held_out, eval_steps=1, **flags)
+    took = time.perf_counter() - began
+    rows = [json.loads(line) for line in (ran.save_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if row["kind"] == "train"]
+    parts = ["make_experience", "ppo_train", "broadcast", *([] if flags else ["generation"])]
+    for row in steps:
+        assert row["timing/step_total"] >= sum(row[f"timing/{part}"] for part in parts)
+        assert row["timing/generation"] > 0
+    assert sum(row["timing/step_total"] for row in steps) < took
+    assert f"s/step={steps[-1]['timing/step_total']:.4g}" in capsys.readouterr().err
 
 
 def test_evaluation_leaves_training_alone(learn, tmp_path):

@@ -1,14 +1,17 @@
 """pass@1 and pass@n by datasource, worked out by hand."""
 
 import asyncio
+from itertools import combinations
 
 import pytest
 import torch
 from hand import EchoEngine, NoModels, OneTurn, prompts
+from hypothesis import given
+from hypothesis import strategies as st
 
-from openrlhf.rl.evaluate import evaluate
+from openrlhf.rl.evaluate import evaluate, pass_at_k, summary
 from openrlhf.rl.rollouts import RolloutSettings
-from openrlhf.types import SamplingParams
+from openrlhf.types import SamplingParams, Trajectory
 
 SETTINGS = RolloutSettings(1, 3, SamplingParams(max_tokens=4), context_length=8, seed=0)
 SOLVED = {(0, 1), (2, 0), (2, 2), (1, 2)}  # prompt, sample; prompts 0, 2, 4 are of source d0 and 1, 3 of d1
@@ -22,10 +25,12 @@ def test_pass_rates_by_datasource():
     found = evaluated(lambda prompt, sample: float((prompt.index, sample) in SOLVED), NoModels())
     assert found == pytest.approx(
         {
+            "eval_d0_reward": 3 / 9,
             "eval_d0_pass1": 3 / 9,
             "eval_d0_pass3": 2 / 3,
             "eval_d0_response_length_mean": 1.0,
             "eval_d0_truncated_rate": 1 / 3,
+            "eval_d1_reward": 1 / 6,
             "eval_d1_pass1": 1 / 6,
             "eval_d1_pass3": 1 / 2,
             "eval_d1_response_length_mean": 1.0,
@@ -43,5 +48,32 @@ def test_reward_models_score_evaluation_too():
             return torch.tensor([float(item.prompt.index) for item in trajectories])
 
     found = evaluated(lambda prompt, sample: float("nan"), Index())
-    assert found["eval_d0_pass1"] == 2.0
-    assert found["eval_d1_pass3"] == 2.0
+    assert (found["eval_d0_reward"], found["eval_d1_reward"]) == (2.0, 2.0)
+    assert not any("_pass" in name for name in found)  # a reward model does not say right or wrong
+
+
+def sample(prompt, reward, score):
+    return Trajectory(prompt, (1, 2), (False, True), (0.0, -1.0), reward, score, False, 0)
+
+
+def test_pass_rates_come_from_scores_and_not_from_partial_credit():
+    (prompt,) = prompts(1)
+    found = summary([sample(prompt, 0.4, 0.0), sample(prompt, 1.0, 1.0)], 2)
+    assert (found["eval_d0_reward"], found["eval_d0_pass1"], found["eval_d0_pass2"]) == (0.7, 0.5, 1.0)
+    partial = summary([sample(prompt, 0.4, 0.4), sample(prompt, 1.0, 1.0)], 2)
+    assert partial["eval_d0_reward"] == 0.7
+    assert not any("_pass" in name for name in partial)
+
+
+def test_a_prompt_that_lost_samples_counts_for_the_k_it_has():
+    first, second = prompts(3)[0::2]  # both of one source
+    found = summary([sample(first, 1.0, 1.0), sample(second, 0.0, 0.0), sample(second, 1.0, 1.0)], 2)
+    assert (found["eval_d0_pass1"], found["eval_d0_pass2"]) == (0.75, 1.0)
+    assert "eval_d0_pass2" not in summary([sample(first, 1.0, 1.0)], 2)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=7), st.data())
+def test_pass_at_k_is_the_mean_over_all_choices(answers, data):
+    k = data.draw(st.integers(1, len(answers)))
+    choices = [any(chosen) for chosen in combinations(answers, k)]
+    assert pass_at_k(len(answers), sum(answers), k) == pytest.approx(sum(choices) / len(choices))

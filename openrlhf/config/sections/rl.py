@@ -260,4 +260,6 @@ class Critic:
     save_value_network: bool = flag(False, "save the critic to {save_path}_critic")
     ref_pretrain: str | None = flag(None, "frozen reference model; none takes --pretrain")
     ref_reward_offload: bool = flag(False, "keep reference and reward model on the CPU between their forward passes")
-    best_metric_key: str = flag("", "evaluation metric of the best checkpoint; empty is the first *_pass1, none is off")
+    best_metric_key: str = flag(
+        "", "evaluation metric of the best checkpoint; default: the first *_pass1, else the first *_reward; none is off"
+    )
