@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from openrlhf.config.sections.data import Template
@@ -12,6 +14,7 @@ from openrlhf.data.records import Record, Records
 from openrlhf.data.rows import Dropped, build_rows
 from openrlhf.data.sources import load_dataset_rows
 from openrlhf.data.templates import Chat, fill, open_chat
+from openrlhf.errors import DataError
 from openrlhf.monitor import say
 from openrlhf.types import Prompt
 
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
     from openrlhf.config.commands import RLConfig
 
 DATASOURCE = "datasource"  # the column that groups evaluation metrics
+LEAST_KEPT = 0.1  # share of the prompts that must fit their budget
+USUAL = 0.95  # share of the prompts that an advised budget keeps
 
 
 def load_prompts(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
@@ -53,34 +58,62 @@ def load_eval_prompts(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> l
     return prompt_rows(records, tokenizer, flags, config.template, prompt_budget(config))
 
 
-def prompt_budget(config: RLConfig) -> int:
-    """Tokens that a prompt may have, so that a response still fits."""
+@dataclass(frozen=True)
+class Budget:
+    """Tokens that a prompt may have, so that a response still fits, and the flag that says so."""
+
+    tokens: int
+    flag: str = "--prompt_max_len"
+    more: int = 0  # tokens that the flag counts beside the prompt's
+
+    def for_prompts(self, tokens: int) -> str:
+        """The flag for prompts of so many tokens."""
+        return f"{self.flag} {tokens + self.more}"
+
+
+def prompt_budget(config: RLConfig) -> Budget:
     rollout = config.rollout
-    return rollout.context_length - (rollout.response_length or 1)
+    tokens = rollout.context_length - (rollout.response_length or 1)
+    if rollout.max_len is None:
+        return Budget(tokens, "--prompt_max_len", rollout.prompt_max_len - tokens)
+    return Budget(tokens, "--max_len", rollout.max_len - tokens)
 
 
 def prompt_rows(
-    records: Records, tokenizer: PreTrainedTokenizerBase, flags: Prompts, template: Template, budget: int
+    records: Records, tokenizer: PreTrainedTokenizerBase, flags: Prompts, template: Template, budget: Budget
 ) -> list[Prompt]:
-    """A Prompt for each row; longer ones keep their end, and a line says how many were cut."""
+    """A Prompt for each row that fits the budget."""
     chat = open_chat(tokenizer, template)
-    cut = 0
 
     def make(record: Record) -> Iterable[tuple[str, tuple[int, ...], Any, str]]:
-        nonlocal cut
         text = prompt_text(record, flags.input_key, chat, template)
         ids: Sequence[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
         if not ids:
             raise Dropped("an empty prompt")
-        cut += len(ids) > budget
         label = "" if flags.label_key is None else record.value(flags.label_key, "--label_key")
         source = record.row.get(DATASOURCE, "default")
-        yield text, tuple(ids[-budget:]), label, str(source)
+        yield text, tuple(ids), label, str(source)
 
     made = build_rows(records, make)
-    if cut:
-        say(f"{cut} of {len(made)} prompts are longer than {budget} tokens and keep their end")
-    return [Prompt(number, *values) for number, values in enumerate(made)]
+    check_lengths([len(ids) for _, ids, _, _ in made], budget, records.name)
+    kept = (values for values in made if len(values[1]) <= budget.tokens)
+    return [Prompt(number, *values) for number, values in enumerate(kept)]
+
+
+def check_lengths(lengths: Sequence[int], budget: Budget, name: str) -> None:
+    """A line for prompts that are too long and dropped; an error if hardly any are left."""
+    dropped = sum(length > budget.tokens for length in lengths)
+    if not dropped:
+        return
+    limit = f"the {budget.tokens} tokens that {budget.for_prompts(budget.tokens)} leaves them"
+    found = f"{name}: {dropped} of {len(lengths)} prompts are longer than {limit}"
+    usual = sorted(lengths)[math.ceil(USUAL * len(lengths)) - 1]
+    if len(lengths) - dropped < LEAST_KEPT * len(lengths):
+        raise DataError(
+            f"{found}, so hardly anything would be trained on",
+            try_this=f"{budget.for_prompts(usual)}, which keeps {USUAL:.0%} of them",
+        )
+    say(f"{found}, and are dropped; {budget.for_prompts(max(lengths))} would keep all")
 
 
 def prompt_text(record: Record, input_key: str, chat: Chat | None, template: Template) -> str:

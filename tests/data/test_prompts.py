@@ -6,7 +6,7 @@ from openrlhf.config.commands import COMMANDS
 from openrlhf.config.parser import parse
 from openrlhf.config.sections.data import Template
 from openrlhf.config.sections.rl import Prompts
-from openrlhf.data.prompts import load_eval_prompts, load_prompts, prompt_budget, prompt_rows
+from openrlhf.data.prompts import Budget, load_eval_prompts, load_prompts, prompt_budget, prompt_rows
 from openrlhf.errors import DataError
 from tests.tiny import make_tokenizer
 
@@ -19,7 +19,7 @@ def letters():
 
 
 def made(records, letters, budget=100, template=None, **flags):
-    return prompt_rows(records, letters, Prompts(**flags), template or Template(), budget)
+    return prompt_rows(records, letters, Prompts(**flags), template or Template(), Budget(budget))
 
 
 def test_plain_text_in_its_template(records, letters):
@@ -53,12 +53,30 @@ def test_text_becomes_a_users_message(records, letters):
     assert prompt.text == "<s>be kind<u>hi<a>"
 
 
-def test_long_prompts_keep_their_end_and_a_line_says_how_many(records, letters, capsys):
-    long, short = made(records({"input": "abcdefgh"}, {"input": "xy"}), letters, budget=3)
-    assert letters.decode(list(long.input_ids)) == "fgh"
-    assert long.text == "abcdefgh"
-    assert letters.decode(list(short.input_ids)) == "xy"
-    assert "1 of 2 prompts are longer than 3 tokens and keep their end" in capsys.readouterr().err
+def test_prompts_that_are_too_long_are_dropped_and_a_line_says_how_many(records, letters, capsys):
+    (short,) = made(records({"input": "abcdefgh"}, {"input": "xy"}), letters, budget=3)
+    assert (short.index, short.text) == (0, "xy")
+    said = capsys.readouterr().err
+    assert "1 of 2 prompts are longer than the 3 tokens that --prompt_max_len 3 leaves them, and are dropped" in said
+    assert "--prompt_max_len 8 would keep all" in said
+
+
+def test_a_budget_that_leaves_hardly_any_prompt_is_refused(records, letters):
+    rows = records({"input": "a"}, *[{"input": "b" * length} for length in range(5, 24)])
+    assert len(made(rows, letters, budget=5)) == 2
+    for budget in (4, 1):
+        with pytest.raises(DataError) as caught:
+            made(rows, letters, budget=budget)
+        assert "19 of 20 prompts are longer" in str(caught.value)
+        assert "hardly anything would be trained on. Try: --prompt_max_len 22, which keeps 95% of them" in str(
+            caught.value
+        )
+
+
+def test_a_budget_that_leaves_no_prompt_is_refused(records, letters):
+    tight = Budget(4, "--max_len", 16)
+    with pytest.raises(DataError, match=r"1 of 1 .* 4 tokens that --max_len 20 leaves them.* Try: --max_len 21"):
+        prompt_rows(records({"input": "abcde"}), letters, Prompts(), Template(), tight)
 
 
 def test_empty_prompts_are_dropped_and_counted(records, letters, capsys):
@@ -70,9 +88,10 @@ def test_empty_prompts_are_dropped_and_counted(records, letters, capsys):
 @pytest.mark.parametrize(
     ("flags", "budget"),
     [
-        ("--prompt_max_len 20 --generate_max_len 12", 20),
-        ("--max_len 32 --max_new_tokens 8", 24),
-        ("--max_len 32", 31),
+        ("--prompt_max_len 20 --generate_max_len 12", Budget(20)),
+        ("--max_len 32 --max_new_tokens 8", Budget(24, "--max_len", 8)),
+        ("--prompt_max_len 20 --generate_max_len 12 --max_new_tokens 8", Budget(24, "--prompt_max_len", -4)),
+        ("--max_len 32", Budget(31, "--max_len", 1)),
     ],
 )
 def test_a_prompt_leaves_room_for_a_response(flags, budget):
