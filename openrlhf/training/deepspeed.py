@@ -29,6 +29,7 @@ from openrlhf.models.plain import checkpoint_weights
 from openrlhf.models.self_test import settle_layout
 from openrlhf.training.audit import Audit
 from openrlhf.training.backend import Objective, StepLosses, is_weightless
+from openrlhf.training.compiled_layers import compile_decoder_layers
 from openrlhf.training.deepspeed_config import Site, clips_outside, engine_config, frozen_config
 from openrlhf.training.deepspeed_shards import (
     EngineRun,
@@ -118,6 +119,8 @@ class DeepSpeedBackend:
         self.engine, self.run = _engine_around(network, config, self.optimizer)
         if sharding.zero_stage == 0:
             self.optimizer.state.clear()
+        if sharding.deepcompile:  # not DeepSpeed's own: it compiles for fixed shapes, and rows here keep their lengths
+            compile_decoder_layers(network)
         self.held = unhook_head(network) if sharding.zero_stage == 3 else []
         hold_whole(self.held)
         self.host = HostMemory()

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from openrlhf.algo.reduce import Metrics, add_metrics
 from openrlhf.errors import BackendError
@@ -19,6 +19,7 @@ from openrlhf.models.plain import checkpoint_weights
 from openrlhf.models.self_test import settle_layout
 from openrlhf.training.audit import Audit
 from openrlhf.training.backend import Objective, StepLosses
+from openrlhf.training.compiled_layers import compile_decoder_layers
 from openrlhf.training.host_memory import HostMemory
 from openrlhf.training.loss_scale import LossScale
 from openrlhf.training.optim import MasterOptimizer, OptimizerSettings
@@ -174,11 +175,3 @@ class LocalBackend:
         yield from (master for _, master in self.optimizer.masters)
         for optimizer in self.optimizer.optimizers:
             yield from (value for slots in optimizer.state.values() for value in slots.values())
-
-
-def compile_decoder_layers(network: Network) -> None:
-    """torch.compile on each decoder layer: nearly all of the work, and the layers share one compiled graph."""
-    for module in network.decoder.base_model.children():
-        if isinstance(module, nn.ModuleList):
-            for layer in module:
-                layer.compile(dynamic=True)

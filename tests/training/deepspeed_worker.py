@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,8 @@ from torch import distributed as dist
 
 from openrlhf.config.sections.training import Sharding
 from openrlhf.errors import BackendError
+from openrlhf.training import compiled_layers
+from openrlhf.training import deepspeed as backends
 from openrlhf.training.audit import Audit
 from openrlhf.training.deepspeed import DeepSpeedBackend, DeepSpeedFrozen
 from openrlhf.training.deepspeed_shards import hold_whole
@@ -21,6 +26,17 @@ from openrlhf.training.deepspeed_start import sharded_loading, start_distributed
 from tests.training.deepspeed_cases import SETTINGS, Distil, Sft, load_network, make_batch, of_rank, step_batches, train
 
 CPU = torch.device("cpu")
+
+
+@contextmanager
+def offloading() -> Iterator[None]:
+    """Backends that are made within it configure DeepSpeed for a GPU: on a CPU they would not ask it to offload."""
+    here = backends._site
+    backends._site = lambda network, device: replace(here(network, device), device_type="cuda")
+    try:
+        yield
+    finally:
+        backends._site = here
 
 
 class Worker:
@@ -58,15 +74,32 @@ class Worker:
         cases = {
             "overlap": (Sharding(zero_stage=2, overlap_comm=True, grad_accum_dtype="fp32"), {}),
             "hierarchy": (Sharding(zero_stage=3, zpg=2), {}),
+            "compiled": (Sharding(zero_stage=2, deepcompile=True), {}),
             "tied": (Sharding(zero_stage=3), {"model": "tied"}),
             "experts": (Sharding(zero_stage=3), {"model": "mixtral", "with_aux_loss": True}),
         }
+        compiled_layers.COMPILER = "aot_eager"
         for name, (sharding, kwargs) in cases.items():
             backend = self.build(sharding, **kwargs)
             results[name] = train(backend, [self.mine(step) for step in range(3)])
+            layers = backend.network.decoder.model.layers
+            results[name]["compiled"] = all(layer._compiled_call_impl is not None for layer in layers)
             self.keep_weights(backend, name)
             if name != "overlap":
                 backend.export(self.folder / f"export-{name}")
+        return results
+
+    def offloaded(self) -> dict[str, Any]:
+        """The optimizer in host memory, by the code that DeepSpeed runs on a GPU too; the rest sleeps between steps."""
+        results: dict[str, Any] = {}
+        for stage in (1, 2, 3):
+            with offloading():
+                backend = self.build(Sharding(zero_stage=stage, adam_offload=True))
+            name = f"offloaded-zero{stage}"
+            results[name] = self.with_naps(backend, stage) | {
+                "offloads": backend.engine.zero_offload_optimizer().device == "cpu"
+            }
+            self.keep_weights(backend, name)
         return results
 
     def uneven_chunks(self) -> dict[str, Any]:
@@ -98,15 +131,18 @@ class Worker:
         for stage in range(4):
             for lora in (False, True):
                 backend = self.build(Sharding(zero_stage=stage), lora=lora)
-                parts = []
-                for step in range(3):
-                    put_to_sleep(backend.engine, backend.network, backend.optimizer, stage, backend.host)
-                    wake_up(backend.engine, stage, backend.host)
-                    hold_whole(backend.held)
-                    parts.append(train(backend, [self.mine(step)], first=step))
                 name = f"zero{stage}-{'lora' if lora else 'full'}"
-                results[name] = {key: [part[key][0] for part in parts] for key in parts[0]}
+                results[name] = self.with_naps(backend, stage)
         return results
+
+    def with_naps(self, backend: DeepSpeedBackend, stage: int) -> dict[str, Any]:
+        parts = []
+        for step in range(3):
+            put_to_sleep(backend.engine, backend.network, backend.optimizer, stage, backend.host)
+            wake_up(backend.engine, stage, backend.host)
+            hold_whole(backend.held)
+            parts.append(train(backend, [self.mine(step)], first=step))
+        return {key: [part[key][0] for part in parts] for key in parts[0]}
 
     def audits(self) -> dict[str, Any]:
         """Three steps, of which the audit says what it saw; then again with a layer that nothing uses."""
@@ -120,7 +156,8 @@ class Worker:
         cases["experts"] = (Sharding(zero_stage=3), {"model": "mixtral"})
         for name, (sharding, kwargs) in cases.items():
             network = load_network(self.folder / kwargs.pop("model", "llama"), **kwargs)
-            backend = DeepSpeedBackend(network, SETTINGS, sharding, CPU)
+            with offloading() if name == "offload" else nullcontext():
+                backend = DeepSpeedBackend(network, SETTINGS, sharding, CPU)
             train(backend, [self.mine(step) for step in range(3)])
             results[name] = seen_by(backend.audit)
         for stage in range(4):
@@ -215,6 +252,7 @@ def main() -> None:
     parts = {
         "matrix": worker.matrix,
         "variants": worker.variants,
+        "offloaded": worker.offloaded,
         "uneven_chunks": worker.uneven_chunks,
         "resume": lambda: {
             "resumed-zero3-full": worker.resume(3, lora=False),

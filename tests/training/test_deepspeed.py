@@ -110,13 +110,25 @@ def test_two_ranks_train_as_one(
     assert_same_weights(folder / f"{name}.safetensors", backend)
 
 
-@pytest.mark.parametrize("name", ["overlap", "hierarchy", "tied", "experts"])
+@pytest.mark.parametrize("name", ["overlap", "hierarchy", "compiled", "tied", "experts"])
 def test_options_and_models_do_not_change_the_training(
     name: str, folder: Path, ranks: list[dict[str, Any]], local: Local
 ) -> None:
     kwargs = {"tied": {"model": "tied"}, "experts": {"model": "mixtral", "with_aux_loss": True}}.get(name, {})
     backend, expected = local(**kwargs)
     assert_same_training([rank["variants"][name] for rank in ranks], expected)
+    assert all(rank["variants"][name]["compiled"] == (name == "compiled") for rank in ranks)
+    assert_same_weights(folder / f"{name}.safetensors", backend)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_offloaded_optimizer_trains_as_one_on_the_device(
+    stage: int, folder: Path, ranks: list[dict[str, Any]], local: Local
+) -> None:
+    backend, expected = local()
+    name = f"offloaded-zero{stage}"
+    assert_same_training([rank["offloaded"][name] for rank in ranks], expected)
+    assert all(rank["offloaded"][name]["offloads"] for rank in ranks)
     assert_same_weights(folder / f"{name}.safetensors", backend)
 
 

@@ -55,7 +55,7 @@ class Sharding:
     grad_accum_dtype: Literal["fp32", "bf16", "fp16"] | None = flag(None, "dtype in which gradients are summed")
     gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass")
     gradient_checkpointing_use_reentrant: bool = flag(False, "the reentrant form of recomputation")
-    deepcompile: bool = flag(False, "compile the training step")
+    deepcompile: bool = flag(False, "compile the decoder layers; with several processes at --zero_stage 0 to 2")
     ds_tensor_parallel_size: int = flag(1, "tensor-parallel degree of training")
     ring_attn_size: int = flag(1, "devices that share one sequence (ring attention)")
     ring_head_stride: int = flag(1, "heads per ring pass; must divide the number of heads")
