@@ -13,7 +13,7 @@ and nothing changes when several sequences are packed into one row.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -142,6 +142,9 @@ class Completion:
     version: int  # of the weights that drew the first token
 
 
+StepRewards: TypeAlias = tuple[tuple[int, float], ...]  # (place of a step's last action token, reward)
+
+
 @dataclass(frozen=True)
 class Trajectory:
     """A whole episode as training sees it. A two-turn one, with environment tokens e between the actions a:
@@ -160,6 +163,6 @@ class Trajectory:
     truncated: bool
     version: int
     extra_logs: Mapping[str, float] = field(default_factory=dict)
-    step_rewards: tuple[tuple[int, float], ...] = ()  # (place of a turn's last action token, reward)
+    step_rewards: StepRewards = ()  # of turns or reasoning steps; `reward` is their sum
     temperature_factors: tuple[float, ...] = ()  # of each token's sampling temperature on the run's; empty: all are 1
     whole_vocabulary: bool = True  # False if top_p, top_k, min_p or a penalty limited what some turn could draw

@@ -78,6 +78,22 @@ SHAPING: dict[str, Shaping] = {
     "group_norm": group_norm,
     "dr_grpo": group_centred,
 }
+
+
+def shape_steps(estimator: str, rewards: Tensor, group_ids: Tensor, sample_ids: Tensor) -> Tensor:
+    """Shaped rewards of steps, all arguments [steps]: each is compared with the steps of its group.
+
+    For GRPO this is process supervision (arXiv 2402.03300, section 4.1.3). RLOO's baseline is the mean over the steps
+    of the other samples, because a sample's own steps depend on each other; 0 for a group of one sample.
+    """
+    if estimator != "rloo":
+        return SHAPING[estimator](rewards, group_ids)
+    group, own = group_stats(rewards, group_ids), group_stats(rewards, sample_ids)
+    others = group.size - own.size
+    baseline = (group.mean * group.size - own.mean * own.size) / others.clamp(min=1)
+    return torch.where(others > 0, rewards.float() - baseline, 0.0)
+
+
 NEEDS_GROUPS = frozenset({"rloo", "reinforce_baseline", "group_norm", "dr_grpo"})
 WHITENED = frozenset({"gae", "reinforce", "reinforce_baseline"})  # advantages normalised over the whole rollout
 

@@ -21,7 +21,7 @@ from openrlhf.launch.proof import Sent, SyncProof, compare
 from openrlhf.launch.rl_build import build_models
 from openrlhf.launch.rl_models import Models
 from openrlhf.models.plain import plain_copy
-from openrlhf.rl.workers import Scores, WeightSync, Workers
+from openrlhf.rl.workers import ModelRewards, Scores, WeightSync, Workers
 from openrlhf.rollout.engine import Engine, LoadingEngine
 from openrlhf.rollout.hf import HFEngine
 from openrlhf.types import Batch, Trajectory
@@ -59,7 +59,7 @@ class LocalWorkers:
     async def log_probs(self, batches: Sequence[Batch]) -> list[Tensor]:
         return await self._do(self.models.log_probs, batches)
 
-    async def rewards(self, trajectories: Sequence[Trajectory]) -> Tensor | None:
+    async def rewards(self, trajectories: Sequence[Trajectory]) -> ModelRewards | None:
         return await self._do(self.models.rewards, trajectories) if self.models.scorers else None
 
     async def train(

@@ -14,13 +14,15 @@ from openrlhf.config.runtime import critic_model, uses_critic, uses_reference
 from openrlhf.config.sections.cluster import ROLES, Role
 from openrlhf.data.collate import Layout
 from openrlhf.data.process import one_token
+from openrlhf.data.tokens import check_fast
 from openrlhf.errors import ConfigError
 from openrlhf.launch.distributed import loading, uses_deepspeed
 from openrlhf.launch.model_checks import balances_experts
 from openrlhf.launch.optimizers import optimizer_settings
+from openrlhf.launch.readings import Texts
 from openrlhf.launch.rl_models import Critic, Models, Policy, Trained
-from openrlhf.launch.rl_settings import policy_objective, steps_per_rollout
-from openrlhf.launch.scorers import OutcomeScorer, ProcessScorer, Scorer, Texts, share_vocabulary
+from openrlhf.launch.rl_settings import policy_objective, scoring_batches, steps_per_rollout
+from openrlhf.launch.scorers import OutcomeScorer, ProcessScorer, Scorer, share_vocabulary
 from openrlhf.models.forward import Network
 from openrlhf.models.load import (
     add_adapters,
@@ -31,7 +33,6 @@ from openrlhf.models.load import (
     recompute_activations,
 )
 from openrlhf.monitor import say
-from openrlhf.rl.samples import Batching
 from openrlhf.training.backend import Frozen, TrainBackend
 from openrlhf.training.local import LocalBackend, LocalFrozen
 from openrlhf.training.objectives import AUX_ON
@@ -178,13 +179,13 @@ def build_scorer(
     own = load_tokenizer(name, config.model)
     shared = share_vocabulary(tokenizer, own)
     if not shared:
-        say(f"the reward model {name} has another tokenizer: it scores the text, tokenised anew")
+        say(f"the reward model {name} has another tokenizer: it scores the text, tokenised again")
     texts = Texts(tokenizer, own, shared)
     packing = config.batches.packing_samples
-    layout = Layout(packing=packing, pad_id=own.pad_token_id)
-    batching = Batching(layout, config.rollout.micro_rollout_batch_size)
+    batching = scoring_batches(config, Layout(packing=packing, pad_id=own.pad_token_id))
     saved = read_config(name, config.model).to_dict()
     if "placeholder_token" in saved:
+        check_fast(own)
         with loading(config, device):
             model = load_causal_lm(name, config.model, device=device, packing=packing)
         return ProcessScorer(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
 from pathlib import Path
 
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from openrlhf.launch.scorers import Scorer
 from openrlhf.models.export import save_model
+from openrlhf.rl.workers import ModelRewards
 from openrlhf.rollout.engine import Weights
 from openrlhf.training.backend import Frozen, TrainBackend, temperature_of, values_of
 from openrlhf.training.optim import between_steps
@@ -101,9 +104,9 @@ class Models:
         found = (model.forward(batch, "values").values for batch in batches)
         return [tensor.cpu() for tensor in found if tensor is not None]
 
-    def rewards(self, trajectories: Sequence[Trajectory]) -> Tensor:
-        """[samples], weighted and summed over the reward models that are here."""
-        return torch.stack([scorer.score(trajectories) for scorer in self.scorers]).sum(0)
+    def rewards(self, trajectories: Sequence[Trajectory]) -> ModelRewards:
+        """What the reward models that are here give together."""
+        return reduce(add, [scorer.score(trajectories) for scorer in self.scorers])
 
     def train_policy(self, micro_batches: Sequence[Batch], kl_coef: float, progress: float) -> dict[str, float]:
         """One optimizer step; `kl_coef` counts only where the objective has the KL as a term."""

@@ -69,14 +69,10 @@ def make_settings(config: RLConfig, layout: Layout) -> Settings:
             samples_per_prompt=config.prompts.eval_n_samples_per_prompt,
             params=replace(sampling.params, temperature=config.prompts.eval_temperature),
             keep_between=None,
+            step_rewards=False,  # evaluation compares one score for each sample
         ),
         experience=experience_settings(config),
-        scoring=Batching(
-            layout,
-            rollout.micro_rollout_batch_size,
-            rollout.scoring_token_budget if rollout.use_dynamic_batch else None,
-            ranks,
-        ),
+        scoring=scoring_batches(config, layout, ranks),
         training=Batching(
             layout,
             config.batches.micro_train_batch_size,
@@ -84,6 +80,13 @@ def make_settings(config: RLConfig, layout: Layout) -> Settings:
             ranks,
         ),
     )
+
+
+def scoring_batches(config: RLConfig, layout: Layout, ranks: int = 1) -> Batching:
+    """How every model that only looks gets its samples: policy, reference, critic and reward models."""
+    rollout = config.rollout
+    budget = rollout.scoring_token_budget if rollout.use_dynamic_batch else None
+    return Batching(layout, rollout.micro_rollout_batch_size, budget, ranks)
 
 
 def gap_settings(config: RLConfig) -> GapSettings | None:
@@ -121,6 +124,7 @@ def rollout_settings(config: RLConfig) -> RolloutSettings:
         keep_between=rollout.dynamic_filtering_reward_range if rollout.dynamic_filtering else None,
         most_episodes=most_episodes(config),
         most_prompts=rollout.vllm_generate_batch_size,
+        step_rewards=config.rewards.step_rewards,
         lockstep=resolve_runtime(config) == "local" and not config.engines.vllm_num_engines,
     )
 

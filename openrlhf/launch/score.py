@@ -18,7 +18,8 @@ from openrlhf.errors import RewardError
 from openrlhf.launch.device import choose_device, explain_precision
 from openrlhf.launch.parts import Parts
 from openrlhf.launch.progress import Progress
-from openrlhf.launch.scorers import OutcomeScorer, ProcessScorer, Scorer, Texts
+from openrlhf.launch.readings import Texts
+from openrlhf.launch.scorers import OutcomeScorer, ProcessScorer, Scorer
 from openrlhf.models.forward import Network
 from openrlhf.models.load import load_causal_lm, load_scalar_model, read_config
 from openrlhf.monitor import say

@@ -21,7 +21,8 @@ async def evaluate(
     """Metrics over all evaluation prompts, the tail included; groups are told apart by their place in the set."""
     results = await run_groups(prompts, engine, executor, settings)
     trajectories = [item for result in results for item in result.trajectories]
-    return summary(await with_model_rewards(trajectories, workers), settings.samples_per_prompt)
+    scored = await with_model_rewards(trajectories, workers, each_step=settings.step_rewards)
+    return summary(scored, settings.samples_per_prompt)
 
 
 def summary(trajectories: Sequence[Trajectory], n: int) -> dict[str, float]:

@@ -15,9 +15,10 @@ from torch.nn.utils.rnn import pad_sequence
 from openrlhf.algo import shaping
 from openrlhf.algo.advantages import ADVANTAGES, normalize
 from openrlhf.algo.kl import kl_penalty
+from openrlhf.algo.reduce import masked
 from openrlhf.rl.samples import Batching, Sample, batch_trajectories, temperature_factors
-from openrlhf.rl.workers import Workers
-from openrlhf.types import TEMPERATURE_FACTORS, Batch, Trajectory
+from openrlhf.rl.workers import Workers, merge_steps
+from openrlhf.types import TEMPERATURE_FACTORS, Batch, StepRewards, Trajectory
 
 
 @dataclass(frozen=True)
@@ -55,16 +56,18 @@ async def make_experience(
     kl_coef: float,
 ) -> Experience:
     """Scores a rollout and turns its rewards into advantages."""
-    trajectories = await with_model_rewards(trajectories, workers)
+    trajectories = await with_model_rewards(trajectories, workers, each_step=settings.step_rewards)
     scored = await score(trajectories, workers, batching, log_probs=settings.scores_policy)
     mask = pad_sequence([torch.tensor(item.action_mask) for item in trajectories], batch_first=True)
     mask[:, 0] = False  # nothing predicts a first token
     rewards = penalised(trajectories, mask, settings)
-    shaped = shape(rewards, trajectories, settings)
     kl = _kl(scored, mask, settings)
-    token_rewards = shaping.spread(shaped, kl if settings.kl_in_reward else None, mask, kl_coef)
+    kl_penalised = kl if settings.kl_in_reward else None
     if settings.step_rewards:
-        token_rewards = _with_step_rewards(token_rewards, trajectories)
+        penalties = shaping.spread(torch.zeros_like(rewards), kl_penalised, mask, kl_coef)
+        token_rewards = penalties + step_token_rewards(trajectories, rewards, mask, settings)
+    else:
+        token_rewards = shaping.spread(shape(rewards, trajectories, settings), kl_penalised, mask, kl_coef)
     values = scored.get("values", torch.zeros_like(token_rewards))
     estimate = ADVANTAGES[settings.estimator]
     advantages, returns = estimate(token_rewards, values, mask, settings.gamma, settings.lambd)
@@ -83,24 +86,43 @@ async def make_experience(
     metrics = rollout_metrics(trajectories, rewards, token_rewards, mask)
     if mean_kl is not None:
         metrics["kl"] = mean_kl
+    if settings.step_rewards:
+        metrics["steps"] = float(np.mean([len(item.step_rewards) for item in trajectories]))
     return Experience(_samples(trajectories, arrays), metrics, mean_kl)
 
 
-async def with_model_rewards(trajectories: Sequence[Trajectory], workers: Workers) -> list[Trajectory]:
-    """Rewards of the reward models, for samples that have none yet; a score that is there stays."""
+async def with_model_rewards(
+    trajectories: Sequence[Trajectory], workers: Workers, *, each_step: bool
+) -> list[Trajectory]:
+    """Rewards of the reward models, for samples that have none yet; `each_step`: steps keep theirs.
+
+    A score that an agent gave stays.
+    """
     missing = [item for item in trajectories if math.isnan(item.reward)]
     given = await workers.rewards(missing) if missing else None
     if given is None:
         return list(trajectories)
-    values = iter(given.tolist())
+    places = iter(range(len(missing)))
 
     def rewarded(item: Trajectory) -> Trajectory:
         if not math.isnan(item.reward):
             return item
-        value = next(values)
-        return replace(item, reward=value, score=value if math.isnan(item.score) else item.score)
+        place = next(places)
+        score = float(given.scores[place])
+        if math.isnan(item.score):
+            item = replace(item, score=score)
+        if not each_step:
+            return replace(item, reward=score)
+        return _with_steps(item, given.steps[place], None if given.outcomes is None else float(given.outcomes[place]))
 
     return [rewarded(item) for item in trajectories]
+
+
+def _with_steps(item: Trajectory, steps: StepRewards, outcome: float | None) -> Trajectory:
+    """A sample whose steps are rewarded one by one; a judgement of the whole stands at its last action token."""
+    whole = () if outcome is None else ((last_action(item), outcome),)
+    merged = merge_steps(steps, whole)
+    return replace(item, reward=math.fsum(reward for _, reward in merged), step_rewards=merged)
 
 
 async def score(
@@ -148,13 +170,33 @@ def _kl(scored: Mapping[str, Tensor], mask: Tensor, settings: ExperienceSettings
     return kl_penalty(own, scored["reference_log_probs"], mask, settings.kl_estimator)
 
 
-def _with_step_rewards(token_rewards: Tensor, trajectories: Sequence[Trajectory]) -> Tensor:
-    """An agent's step rewards where its turns end; the last turn's is already there as part of the sum."""
-    for row, item in enumerate(trajectories):
-        for place, reward in item.step_rewards[:-1]:
-            token_rewards[row, place] += reward
-            token_rewards[row, item.step_rewards[-1][0]] -= reward
-    return token_rewards
+def step_token_rewards(
+    trajectories: Sequence[Trajectory], rewards: Tensor, mask: Tensor, settings: ExperienceSettings
+) -> Tensor:
+    """Shaped step rewards where their steps end, [samples, tokens].
+
+    Whatever of a sample's reward its steps do not explain, such as a length penalty, belongs to the last of them; a
+    sample without steps is one step. The steps of a group are compared with each other, not the sums of its samples
+    (process supervision, arXiv 2402.03300, section 4.1.3).
+    """
+    given: list[tuple[int, int, float]] = []  # sample, place, reward
+    for row, (item, reward) in enumerate(zip(trajectories, rewards.tolist(), strict=True)):
+        steps = item.step_rewards or ((last_action(item), 0.0),)
+        rest = reward - math.fsum(value for _, value in steps)
+        given += [(row, place, value) for place, value in steps[:-1]]
+        given.append((row, steps[-1][0], steps[-1][1] + rest))
+    rows, places, values = zip(*given, strict=True)
+    samples = torch.tensor(rows)
+    groups = torch.tensor([item.prompt.index for item in trajectories])[samples]
+    shaped = shaping.shape_steps(settings.estimator, torch.tensor(values), groups, samples)
+    clipped = shaping.clip_rewards(shaped, *settings.clip_range)
+    placed = torch.zeros(mask.shape).index_put((samples, torch.tensor(places)), clipped, accumulate=True)
+    return masked(placed, mask)
+
+
+def last_action(item: Trajectory) -> int:
+    """Place of the last action token; of the last token in a sample without any."""
+    return max((place for place, acts in enumerate(item.action_mask) if acts), default=len(item.action_mask) - 1)
 
 
 def _unbatch(batches: Sequence[Batch], tensors: list[Tensor], parts: list[list[int]], longest: int) -> Tensor:

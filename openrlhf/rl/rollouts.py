@@ -53,6 +53,7 @@ class RolloutSettings:
     most_episodes: int | None = None  # at a time
     most_prompts: int | None = None  # per call for generation
     lockstep: bool = True
+    step_rewards: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ async def roll_out(
         failures += sum(len(result.failures) for result in results)
         groups = [result.trajectories for result in results]
         if settings.keep_between is not None:  # scores are needed now
-            groups = [await with_model_rewards(group, workers) for group in groups]
+            groups = [await with_model_rewards(group, workers, each_step=settings.step_rewards) for group in groups]
         accepted += [group for group in groups if keeps(group, settings)]
     consumed = place - start
     metrics = {"rollout/failures": float(failures)} if failures else {}

@@ -7,11 +7,53 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from openrlhf.types import Batch, Trajectory
+from openrlhf.types import Batch, StepRewards, Trajectory
 
 Metrics = dict[str, float]
+
+
+@dataclass(frozen=True)
+class ModelRewards:
+    """What reward models give to samples, already weighted. `+` is what two models give together."""
+
+    scores: Tensor  # [samples]: one number each; a process reward model's steps are reduced to one
+    outcomes: Tensor | None  # [samples]: the share of models that judge whole samples; None without such a model
+    steps: list[StepRewards]  # per sample: the share of models that judge steps
+
+    def __add__(self, other: ModelRewards) -> ModelRewards:
+        outcomes = [given for given in (self.outcomes, other.outcomes) if given is not None]
+        return ModelRewards(
+            self.scores + other.scores,
+            torch.stack(outcomes).sum(0) if outcomes else None,
+            [merge_steps(*pair) for pair in zip(self.steps, other.steps, strict=True)],
+        )
+
+    def take(self, places: Sequence[int]) -> ModelRewards:
+        """The rewards of some samples, in the order of `places`."""
+        index = torch.tensor(places, dtype=torch.long)
+        outcomes = None if self.outcomes is None else self.outcomes[index]
+        return ModelRewards(self.scores[index], outcomes, [self.steps[place] for place in places])
+
+    @staticmethod
+    def join(parts: Sequence[ModelRewards]) -> ModelRewards:
+        """The samples of several parts, all judged by the same models."""
+        outcomes = [part.outcomes for part in parts if part.outcomes is not None]
+        return ModelRewards(
+            torch.cat([part.scores for part in parts]),
+            torch.cat(outcomes) if outcomes else None,
+            [steps for part in parts for steps in part.steps],
+        )
+
+
+def merge_steps(*given: StepRewards) -> StepRewards:
+    """Step rewards of several judges in the order of their places; those of one place are added."""
+    total: dict[int, float] = {}
+    for place, reward in (step for steps in given for step in steps):
+        total[place] = total.get(place, 0.0) + reward
+    return tuple(sorted(total.items()))
 
 
 @dataclass(frozen=True)
@@ -34,8 +76,8 @@ class Workers(Protocol):
         """The policy's alone, one tensor per micro-batch [rows, tokens]."""
         ...
 
-    async def rewards(self, trajectories: Sequence[Trajectory]) -> Tensor | None:
-        """[samples] from the reward models, weighted and summed; None where there is no reward model."""
+    async def rewards(self, trajectories: Sequence[Trajectory]) -> ModelRewards | None:
+        """What the reward models give, summed; None without a reward model."""
         ...
 
     async def train(

@@ -62,6 +62,10 @@ class Frozen(Protocol):
         """The projection to the vocabulary, usable wherever the backend keeps its weight."""
         ...
 
+    def most_rounds(self, count: int) -> int:
+        """How many forwards this process must run when it has `count` of its own: sharded models run together."""
+        ...
+
 
 class TrainBackend(Frozen, Protocol):
     """Owns a network, its optimizer, and how both are spread over devices.

@@ -59,8 +59,9 @@ class DeepSpeedFrozen:
         self.network = network.eval().requires_grad_(False)
         self.device = device
         self.visits = False
+        self.sharded = sharding.zero_stage == 3
         share_rows(network, sharding)
-        if sharding.zero_stage == 3:
+        if self.sharded:
             config = frozen_config(sharding, _site(network, device), offload=offload)
             self.run: Any = _engine_around(network, config)[1]
             hold_whole(unhook_head(network))
@@ -83,6 +84,9 @@ class DeepSpeedFrozen:
         if self.visits:
             self.network.to("cpu")
         return outputs
+
+    def most_rounds(self, count: int) -> int:
+        return int(_largest(count, self.device)) if self.sharded else count
 
 
 class DeepSpeedBackend:
@@ -146,6 +150,9 @@ class DeepSpeedBackend:
         outputs = self.run(batch.to(self.device), ask, temperature=temperature)
         self.engine.train()
         return outputs
+
+    def most_rounds(self, count: int) -> int:
+        return int(_largest(count, self.device))
 
     def forward_backward(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLosses:
         on_device = [batch.to(self.device) for batch in micro_batches]

@@ -54,6 +54,9 @@ class LocalFrozen:
             self.network.to("cpu")
         return outputs
 
+    def most_rounds(self, count: int) -> int:
+        return count
+
 
 class LocalBackend:
     """One network, one optimizer, one device."""
@@ -94,6 +97,9 @@ class LocalBackend:
         outputs = self.network(batch.to(self.device), ask, temperature=temperature)
         self.network.train()
         return outputs
+
+    def most_rounds(self, count: int) -> int:
+        return count
 
     def forward_backward(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLosses:
         on_device = [batch.to(self.device) for batch in micro_batches]

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from openrlhf.rollout.hf import HFEngine
+from openrlhf.training.local import LocalFrozen
 from tests.tiny import CHARACTERS, SHAPE
 
 AGENT = """
@@ -109,7 +110,7 @@ def unpadded(rows, pad=1):
 def test_a_model_with_another_tokenizer_scores_the_text(learn, reward_model, tmp_path, models, capsys):
     folder = reward_model(pretrain=other_model(tmp_path / "other"))
     rows = unpadded(recorded(learn(reward_pretrain=folder, max_steps=1, generate_max_len=32), 1))
-    assert "the reward model ./rm has another tokenizer: it scores the text, tokenised anew" in capsys.readouterr().err
+    assert "the reward model ./rm has another tokenizer: it scores the text, tokenised again" in capsys.readouterr().err
     policy, own = AutoTokenizer.from_pretrained(models()), AutoTokenizer.from_pretrained(folder)
 
     def read(ids):
@@ -192,28 +193,123 @@ def test_a_language_model_gives_no_rewards(learn, tmp_path, models, capsys):
 REDUCED = {"min": min, "mean": lambda steps: sum(steps) / len(steps), "last": lambda steps: steps[-1]}
 
 
+@pytest.fixture
+def judge():
+    """What Transformers alone says of the steps of recorded samples: (place of each marker, probability)."""
+
+    @torch.no_grad()
+    def steps_of(folder, rows, read=lambda ids: ids):
+        model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        mark, *labels = tokenizer.convert_tokens_to_ids(["#", "+", "-"])
+
+        def steps(ids):
+            logits = model(torch.tensor([ids])).logits[0]
+            found = [place for place, token in enumerate(ids) if token == mark]
+            return [(place, logits[place, labels].softmax(-1)[0].item()) for place in found]
+
+        return [steps(read(row["input_ids"])) for row in rows]
+
+    return steps_of
+
+
 @pytest.mark.parametrize("reduce", REDUCED)
-def test_a_process_reward_model_scores_the_steps(learn, process_model, models, reduce):
+def test_a_process_reward_model_scores_the_steps(learn, process_model, judge, reduce):
     packs = reduce == "mean"
     ran = learn(
         reward_pretrain=process_model, prm_reduce=reduce, max_steps=1, generate_max_len=32, packing_samples=packs
     )
     rows = recorded(ran, 1)
-    model = AutoModelForCausalLM.from_pretrained(process_model).eval()
-    tokenizer = AutoTokenizer.from_pretrained(process_model)
-    mark, *labels = tokenizer.convert_tokens_to_ids(["#", "+", "-"])
-
-    @torch.no_grad()
-    def expected(ids):
-        logits = model(torch.tensor([ids])).logits[0]
-        found = [place for place, token in enumerate(ids) if token == mark]
-        good = [logits[place, labels].softmax(-1)[0].item() for place in found]
-        return REDUCED[reduce](good) if good else 0.0
-
-    wanted = [expected(row["input_ids"]) for row in rows]
+    found = [[value for _, value in steps] for steps in judge(process_model, rows)]
+    wanted = [REDUCED[reduce](steps) if steps else 0.0 for steps in found]
     assert any(value == 0 for value in wanted)
     assert any(value > 0 for value in wanted)
     assert rewards(rows) == pytest.approx(wanted, abs=1e-5)
+
+
+def flat(rows):
+    return [number for steps in rows for step in steps for number in step]
+
+
+def to_go(row, steps):
+    """The rewards that are still to come at each token of a response."""
+    total = [sum(value for place, value in steps if place >= here) for here in range(len(row["input_ids"]))]
+    return [value if acts else 0.0 for value, acts in zip(total, row["action_mask"], strict=True)]
+
+
+ONE_STEP_PROMPT = [{"input": f"a#{letter}", "label": ""} for letter in "bcdefghi"]  # a step that is not the policy's
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["by number", "by tokens"])
+def test_with_step_rewards_each_step_is_rewarded_where_it_ends(
+    learn, process_model, reward_model, judge, tmp_path, dynamic
+):
+    prompts = write_rows(tmp_path / "shown.jsonl", ONE_STEP_PROMPT)
+    outcome = reward_model()
+    flags = {"reward_pretrain": f"{process_model},{outcome}", "reward_weights": [2.0, 0.5], "step_rewards": True}
+    flags |= {"advantage_estimator": "rloo", "prompt_data": prompts, "max_steps": 1, "generate_max_len": 80}
+    if dynamic:
+        flags |= {"use_dynamic_batch": True, "rollout_max_tokens_per_gpu": 256}
+    rows = recorded(learn(**flags), 1)
+    found = judge(process_model, rows)
+    assert all(steps[0][0] == 1 for steps in found)  # that of the prompt
+    whole = [0.5 * score for score in plain_scores(outcome, rows)]
+    kept = [row for row in range(len(rows)) if 1 not in rows[row]["input_ids"]]  # see `unpadded`
+    own = [[(place, 2 * value) for place, value in steps[1:]] for steps in found]
+    assert any(len(steps) > 1 for steps in own)
+    ends = [len(row["input_ids"]) - 1 for row in rows]
+    merged = [
+        [*steps, (end, score)] if not steps or steps[-1][0] < end else [*steps[:-1], (end, steps[-1][1] + score)]
+        for steps, end, score in zip(own, ends, whole, strict=True)
+    ]
+    assert flat(rows[row]["step_rewards"] for row in kept) == pytest.approx(flat(merged[row] for row in kept), abs=1e-5)
+    for row in kept:
+        assert rows[row]["reward"] == pytest.approx(sum(value for _, value in merged[row]), abs=1e-5)
+        least = min((value for _, value in own[row]), default=0.0)
+        assert rows[row]["score"] == pytest.approx(least + whole[row], abs=1e-5)
+    for row in rows:  # RLOO: the baseline of a step is the mean over the steps of the prompt's other samples
+        others = [item for item in rows if item["prompt"] == row["prompt"] and item is not row]
+        baseline = [value for item in others for _, value in item["step_rewards"]]
+        shaped = [(place, value - sum(baseline) / len(baseline)) for place, value in row["step_rewards"]]
+        assert row["advantages"] == pytest.approx(to_go(row, shaped), abs=1e-4)
+
+
+def test_steps_are_found_in_the_tokens_of_another_vocabulary(learn, tmp_path, models, judge):
+    rows = write_rows(tmp_path / "steps.jsonl", steps(48))
+    paths = {"pretrain": other_model(tmp_path / "other"), "save_path": "prm", "ckpt_path": "prm_ckpt", "dataset": rows}
+    run("train_prm", FAST | STEPS | paths)
+    found = recorded(learn(reward_pretrain="./prm", step_rewards=True, max_steps=1, generate_max_len=24), 1)
+    policy, own = AutoTokenizer.from_pretrained(models()), AutoTokenizer.from_pretrained("./prm")
+
+    def read(ids):
+        text = policy.decode([token for token in ids if token > 1])
+        return own(text, add_special_tokens=False)["input_ids"]
+
+    kept = [row for row in found if not {0, 1} & set(row["input_ids"][:-1])]  # the others' special tokens read oddly
+    wanted = judge("./prm", kept, read)
+    assert any(wanted)
+    assert flat(row["step_rewards"] for row in kept) == pytest.approx(flat(wanted), abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["outcome", "process"])
+def test_dynamic_batches_reach_reward_models_and_change_no_score(learn, reward_model, process_model, kind, monkeypatch):
+    seen = []
+    forward = LocalFrozen.forward
+
+    def watched(self, batch, ask, **options):
+        seen.append(int((batch.sequence_ids >= 0).sum()) if ask in ("scores", "target_logits") else 0)
+        return forward(self, batch, ask, **options)
+
+    monkeypatch.setattr(LocalFrozen, "forward", watched)
+    flags = {"reward_pretrain": reward_model() if kind == "outcome" else process_model, "max_steps": 1}
+    by_number = recorded(learn("number", **flags), 1)
+    counted = [tokens for tokens in seen if tokens]
+    seen.clear()
+    by_tokens = recorded(learn("tokens", **flags, use_dynamic_batch=True, rollout_max_tokens_per_gpu=40), 1)
+    budgeted = [tokens for tokens in seen if tokens]
+    assert max(counted) > 40 >= max(budgeted)
+    assert sum(counted) == sum(budgeted)
+    assert rewards(by_tokens) == pytest.approx(rewards(by_number), abs=1e-5)
 
 
 def test_a_process_reward_model_beside_another(learn, process_model, reward_model):

@@ -7,10 +7,10 @@ import torch
 from openrlhf.data.collate import Layout
 from openrlhf.errors import RolloutError
 from openrlhf.launch.proof import Sent, SyncProof, compare
-from openrlhf.launch.ray.workers import share_out
+from openrlhf.launch.ray.workers import share_out, share_trajectories
 from openrlhf.rollout.checksum import checksum
 from openrlhf.training.backend import is_weightless
-from openrlhf.types import TokenRow
+from openrlhf.types import Prompt, TokenRow, Trajectory
 
 
 def batch(length):
@@ -31,6 +31,20 @@ def test_every_micro_batch_goes_to_one_rank_and_shares_are_equally_long(ranks):
 def test_the_tokens_of_ranks_are_balanced():
     places, _ = share_out([batch(length) for length in (9, 1, 7, 3)], 2)
     assert sorted(map(sorted, places)) == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_every_sample_goes_to_one_rank_and_no_rank_is_without(ranks):
+    samples = [sample(length) for length in (9, 1, 7, 3)]
+    places, shares = share_trajectories(samples, ranks)
+    assert sorted(place for own in places for place in own) == [0, 1, 2, 3]
+    for own, share in zip(places, shares, strict=True):
+        assert share == ([samples[place] for place in own] or [samples[1]])
+
+
+def sample(length):
+    nothing = (0.0,) * length
+    return Trajectory(Prompt(0, "", (1,)), (1,) * length, (True,) * length, nothing, 0.0, 0.0, False, 0)
 
 
 def sums(**tensors):

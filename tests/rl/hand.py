@@ -1,6 +1,9 @@
 """An engine, an executor and prompts by hand: everything answers at once and can be counted."""
 
+import torch
+
 from openrlhf.agents.executor import GroupResult
+from openrlhf.rl.workers import ModelRewards
 from openrlhf.types import Completion, Prompt, Request, Trajectory
 
 
@@ -65,3 +68,14 @@ class NoModels:
 
     async def rewards(self, trajectories):
         return None
+
+
+class Judge:
+    """Workers with one reward model: a function of the sample."""
+
+    def __init__(self, judge):
+        self.judge = judge
+
+    async def rewards(self, trajectories):
+        scores = torch.tensor([float(self.judge(item)) for item in trajectories])
+        return ModelRewards(scores, scores, [()] * len(trajectories))

@@ -4,8 +4,7 @@ import asyncio
 from itertools import combinations
 
 import pytest
-import torch
-from hand import EchoEngine, NoModels, OneTurn, prompts
+from hand import EchoEngine, Judge, NoModels, OneTurn, prompts
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,11 +42,7 @@ def test_pass_rates_by_datasource():
 
 
 def test_reward_models_score_evaluation_too():
-    class Index:
-        async def rewards(self, trajectories):
-            return torch.tensor([float(item.prompt.index) for item in trajectories])
-
-    found = evaluated(lambda prompt, sample: float("nan"), Index())
+    found = evaluated(lambda prompt, sample: float("nan"), Judge(lambda item: item.prompt.index))
     assert (found["eval_d0_reward"], found["eval_d1_reward"]) == (2.0, 2.0)
     assert not any("_pass" in name for name in found)  # a reward model does not say right or wrong
 

@@ -19,7 +19,7 @@ import torch
 from openrlhf.data.collate import Layout
 from openrlhf.rl.experience import ExperienceSettings, make_experience
 from openrlhf.rl.samples import Batching
-from openrlhf.rl.workers import Scores
+from openrlhf.rl.workers import ModelRewards, Scores
 from openrlhf.types import Prompt, Trajectory
 
 LOG_PROBS = torch.tensor([-5.0] * 7 + [-0.7, -0.8, -5.0])
@@ -41,7 +41,7 @@ class TableWorkers:
         return Scores(look(LOG_PROBS, log_probs), look(REFERENCE, self.reference), look(VALUES, self.critic))
 
     async def rewards(self, trajectories):
-        return None if self.given is None else torch.tensor(self.given[: len(trajectories)])
+        return self.given
 
 
 def made(index, ids, acts, reward, **more):
@@ -155,6 +155,99 @@ def test_step_rewards_stand_where_their_turns_end():
     assert spread.metrics["return"] == pytest.approx(summed.metrics["return"])
 
 
+# A group of two samples judged by a process reward model, which found two steps in the first and one in the second:
+# tokens 7 end them. Its reduction is their minimum.
+REASONED = [
+    made(0, (5, 8, 7, 8, 7, 8), (0, 1, 1, 1, 1, 1), NAN),
+    made(0, (5, 7, 8), (0, 1, 1), NAN),
+]
+STEPS = [((2, 0.5), (4, 1.0)), ((1, 0.0),)]
+PROCESS = ModelRewards(torch.tensor([0.5, 0.0]), None, STEPS)
+OUTCOMES = torch.tensor([-1.0, 3.0])
+BOTH = ModelRewards(PROCESS.scores + OUTCOMES, OUTCOMES, STEPS)
+EACH_STEP = replace(GRPO, step_rewards=True)
+
+
+def reasoned(settings, rewards=PROCESS, kl_coef=0.0):
+    return experience(settings, TableWorkers(critic=False, rewards=rewards), trajectories=REASONED, kl_coef=kl_coef)
+
+
+def test_a_process_reward_model_rewards_each_step_at_its_last_token():
+    found = reasoned(replace(EACH_STEP, estimator="reinforce", divide_by_std=False))
+    returns = [[1.5, 1.5, 1.0, 1.0, 0.0], [0.0, 0.0]]  # what is still to come at each token
+    mean = 5.0 / 7
+    assert acted(found, "advantages") == near([[value - mean for value in row] for row in returns])
+    assert [sample.trajectory.reward for sample in found.samples] == [1.5, 0.0]
+    assert [sample.trajectory.score for sample in found.samples] == [0.5, 0.0]  # as without --step_rewards
+    assert found.metrics["steps"] == 1.5
+    at_the_end = reasoned(replace(GRPO, estimator="reinforce"))
+    assert [sample.trajectory.reward for sample in at_the_end.samples] == [0.5, 0.0]
+    assert acted(at_the_end, "advantages") == near([[0.5 - 2.5 / 7] * 5, [-2.5 / 7] * 2])
+
+
+def test_grpo_compares_the_steps_of_a_group():
+    # The steps 0.5, 1 and 0 have mean 0.5 and deviation 0.5: 0, 1 and -1 (arXiv 2402.03300, section 4.1.3).
+    found = reasoned(EACH_STEP)
+    assert acted(found, "advantages") == near([[1, 1, 1, 1, 0], [-1, 0]])
+
+
+@pytest.mark.parametrize(
+    ("estimator", "steps"),
+    [("dr_grpo", (0.0, 0.5, -0.5)), ("rloo", (0.5, 1.0, -0.75))],  # the others' steps average 0, and 0.75
+)
+def test_group_baselines_of_steps(estimator, steps):
+    first, second, third = steps
+    found = reasoned(replace(EACH_STEP, estimator=estimator))
+    both = first + second
+    assert acted(found, "advantages") == near([[both, both, second, second, 0], [third, 0]])
+
+
+def test_a_judgement_of_the_whole_stands_at_the_last_token_beside_the_steps():
+    found = reasoned(replace(EACH_STEP, estimator="reinforce", divide_by_std=False), BOTH)
+    returns = [[0.5, 0.5, 0.0, 0.0, -1.0], [3.0, 3.0]]
+    assert acted(found, "advantages") == near([[value - 6.0 / 7 for value in row] for row in returns])
+    assert [sample.trajectory.reward for sample in found.samples] == [0.5, 3.0]
+
+
+def test_gae_over_step_rewards_and_kl():
+    blank = replace(PPO, step_rewards=True, lambd=1.0, gamma=0.5)
+    workers = TableWorkers(rewards=PROCESS)
+    found = experience(blank, workers, trajectories=REASONED, kl_coef=0.5)
+    # Token rewards are 0.2 at tokens 8 and -0.1 at tokens 7, plus the steps: 0.2 0.4 0.2 0.9 0.2 and -0.1 0.2.
+    # Returns, from the end: 0.2, 0.9 + 0.1 = 1, 0.2 + 0.5, 0.4 + 0.35, 0.2 + 0.375.
+    assert acted(found, "returns") == near([[0.575, 0.75, 0.7, 1.0, 0.2], [0.0, 0.2]])
+
+
+def test_penalties_of_the_whole_belong_to_the_last_step():
+    settings = replace(EACH_STEP, estimator="dr_grpo", overlong=(5, 1, 0.75))  # the first sample is too long
+    # Its last step becomes 1 - 0.75, so the steps are 0.5, 0.25 and 0 around 0.25.
+    assert acted(reasoned(settings), "advantages") == near([[0.25, 0.25, 0, 0, 0], [-0.25, 0]])
+
+
+def test_clipping_is_for_each_step():
+    settings = replace(EACH_STEP, clip_range=(-0.5, 0.75))
+    assert acted(reasoned(settings), "advantages") == near([[0.75, 0.75, 0.75, 0.75, 0], [-0.5, 0]])
+
+
+def test_a_sample_without_a_finished_step_counts_as_one_step_without_reward():
+    none = ModelRewards(torch.tensor([0.5, 0.0]), None, [STEPS[0], ()])
+    found = reasoned(replace(EACH_STEP, estimator="dr_grpo"), none)
+    assert acted(found, "advantages") == near([[0.5, 0.5, 0.5, 0.5, 0], [-0.5, -0.5]])
+
+
+def test_rewards_of_several_models_add_up_by_place():
+    outcome = ModelRewards(OUTCOMES, OUTCOMES, [(), ()])
+    other = ModelRewards(torch.tensor([2.0, 2.0]), None, [((4, 2.0), (5, 1.0)), ()])
+    total = PROCESS + outcome + other + outcome
+    assert total.scores.tolist() == [0.5, 8.0]
+    assert total.outcomes is not None
+    assert total.outcomes.tolist() == [-2.0, 6.0]
+    assert total.steps == [((2, 0.5), (4, 3.0), (5, 1.0)), ((1, 0.0),)]
+    assert (PROCESS + other).outcomes is None
+    swapped = ModelRewards.join([total.take([1]), total.take([0])]).take([1, 0])
+    assert (swapped.scores.tolist(), swapped.steps) == (total.scores.tolist(), total.steps)
+
+
 def test_penalties_come_before_the_comparison():
     # The two-turn response spans 4 tokens, two of them in the buffer: 3 - 1. The truncated one keeps half of 2.
     found = experience(replace(GRPO, estimator="dr_grpo", overlong=(4, 2, 1.0), stop_properly=0.5))
@@ -171,7 +264,9 @@ def test_the_clip_comes_after_the_comparison():
 def test_reward_models_score_what_has_no_reward():
     blank = [replace(item, reward=NAN, score=NAN) for item in TWO_GROUPS]
     given = [item.reward for item in TWO_GROUPS]
-    found = experience(GRPO, TableWorkers(rewards=given), trajectories=blank)
+    scores = torch.tensor(given)
+    rewards = ModelRewards(scores, scores, [()] * len(given))
+    found = experience(GRPO, TableWorkers(rewards=rewards), trajectories=blank)
     assert acted(found, "advantages") == acted(experience(GRPO), "advantages")
     assert [sample.trajectory.score for sample in found.samples] == given
     assert [sample.trajectory for sample in experience(GRPO).samples] == TWO_GROUPS

@@ -4,8 +4,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-import torch
-from hand import EchoEngine, NoModels, OneTurn, Turns, prompts
+from hand import EchoEngine, Judge, NoModels, OneTurn, Turns, prompts
 
 from openrlhf.errors import RolloutError
 from openrlhf.rl.rollouts import PromptOrder, RolloutSettings, roll_out, run_groups, sampling
@@ -83,11 +82,8 @@ def test_accepted_groups_are_kept_when_prompts_run_out():
 
 
 def test_reward_models_are_asked_before_a_group_is_judged():
-    class Half:
-        async def rewards(self, trajectories):
-            return torch.tensor([0.5 if item.prompt.index % 2 else 0.0 for item in trajectories])
-
-    _, rollout = rolled(lambda prompt, sample: float("nan"), FILTERED, workers=Half())
+    half = Judge(lambda item: 0.5 if item.prompt.index % 2 else 0.0)
+    _, rollout = rolled(lambda prompt, sample: float("nan"), FILTERED, workers=half)
     assert places(rollout)[::2] == [1, 3, 5]
     assert {item.reward for item in rollout.trajectories} == {0.5}
 

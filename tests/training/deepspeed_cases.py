@@ -6,15 +6,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from openrlhf.algo.reduce import Metrics
 from openrlhf.algo.token_loss import kd_loss, sft_loss
+from openrlhf.data.collate import Layout
+from openrlhf.launch.readings import Texts
+from openrlhf.launch.scorers import ProcessScorer
 from openrlhf.models.attention import SEGMENTED
 from openrlhf.models.forward import Network
+from openrlhf.rl.samples import Batching
 from openrlhf.training.backend import Frozen, Run, TrainBackend, with_extras
 from openrlhf.training.optim import OptimizerSettings
 from openrlhf.types import Batch
@@ -102,3 +108,16 @@ def train(
         measured.append([mean.total.item(), mean.count.item()])
         norms.append(backend.optim_step(SCALES[number]))
     return {"losses": losses, "norms": norms, "metrics": measured}
+
+
+def judged_rows(rank: int) -> list[NDArray[np.int32]]:
+    """Rows with steps that token 5 ends: many for the first rank, one for the second."""
+    return [
+        np.array([7, 5, 9, length, 5, *[8] * length], np.int32) for length in ((3, 9, 4, 6, 20) if not rank else (2,))
+    ]
+
+
+def step_scorer(model: Frozen) -> ProcessScorer:
+    tokenizer: Any = None  # rows are tokens already
+    batching = Batching(Layout(packing=True, pad_id=0), size=1, token_budget=24)
+    return ProcessScorer(model, Texts(tokenizer, tokenizer, shared=True), batching, 5, (11, 12), "mean")

@@ -23,7 +23,18 @@ from openrlhf.training.deepspeed import DeepSpeedBackend, DeepSpeedFrozen
 from openrlhf.training.deepspeed_shards import hold_whole
 from openrlhf.training.deepspeed_sleep import put_to_sleep, wake_up
 from openrlhf.training.deepspeed_start import sharded_loading, start_distributed
-from tests.training.deepspeed_cases import SETTINGS, Distil, Sft, load_network, make_batch, of_rank, step_batches, train
+from tests.training.deepspeed_cases import (
+    SETTINGS,
+    Distil,
+    Sft,
+    judged_rows,
+    load_network,
+    make_batch,
+    of_rank,
+    step_batches,
+    step_scorer,
+    train,
+)
 
 CPU = torch.device("cpu")
 
@@ -107,6 +118,11 @@ class Worker:
         long, short = make_batch([400] * 6, 1, packed=True), make_batch([9, 5], 2, packed=True)
         backend = self.build(Sharding(zero_stage=3), packed=True)
         return train(backend, [[long if self.rank == 0 else short]] * 2)
+
+    def uneven_rounds(self) -> list[float]:
+        """A token budget cuts the rows of the ranks into different numbers of micro-batches for a sharded model."""
+        teacher = DeepSpeedFrozen(load_network(self.folder / "teacher", packed=True), Sharding(zero_stage=3), CPU)
+        return step_scorer(teacher).score_rows(judged_rows(self.rank)).tolist()
 
     def resume(self, stage: int, *, lora: bool) -> dict[str, Any]:
         """Saves after the first step into a folder that is renamed, and continues in a new engine."""
@@ -254,6 +270,7 @@ def main() -> None:
         "variants": worker.variants,
         "offloaded": worker.offloaded,
         "uneven_chunks": worker.uneven_chunks,
+        "uneven_rounds": worker.uneven_rounds,
         "resume": lambda: {
             "resumed-zero3-full": worker.resume(3, lora=False),
             "resumed-zero3-lora": worker.resume(3, lora=True),

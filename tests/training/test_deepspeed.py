@@ -22,7 +22,17 @@ from openrlhf.training.deepspeed_config import Site, engine_config, frozen_confi
 from openrlhf.training.deepspeed_start import _free_port
 from openrlhf.training.local import LocalBackend, LocalFrozen
 from tests.tiny import make_model
-from tests.training.deepspeed_cases import SETTINGS, Distil, Sft, load_network, make_batch, step_batches, train
+from tests.training.deepspeed_cases import (
+    SETTINGS,
+    Distil,
+    Sft,
+    judged_rows,
+    load_network,
+    make_batch,
+    step_batches,
+    step_scorer,
+    train,
+)
 from tests.warm import warm_python
 
 pytestmark = pytest.mark.slow(seconds=2)
@@ -136,6 +146,16 @@ def test_ranks_may_need_different_numbers_of_chunks(folder: Path, ranks: list[di
     backend = LocalBackend(load_network(folder / "llama", packed=True), SETTINGS, CPU)
     batches = [make_batch([400] * 6, 1, packed=True), make_batch([9, 5], 2, packed=True)]
     assert_same_training([rank["uneven_chunks"] for rank in ranks], train(backend, [batches] * 2))
+
+
+def test_ranks_of_a_sharded_reward_model_may_have_different_numbers_of_micro_batches(
+    folder: Path, ranks: list[dict[str, Any]]
+) -> None:
+    alone = step_scorer(LocalFrozen(load_network(folder / "teacher", packed=True), CPU))
+    for number, rank in enumerate(ranks):
+        expected = alone.score_rows(judged_rows(number))
+        assert_close(torch.tensor(rank["uneven_rounds"]), expected, rtol=0.0, atol=1e-5)
+    assert len(alone.batching.cut([len(row) for row in judged_rows(0)])) > 1
 
 
 @pytest.mark.parametrize("name", ["zero3-full", "zero3-lora", "zero2-full", "zero0-lora"])

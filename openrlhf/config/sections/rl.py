@@ -131,10 +131,12 @@ class Rewards:
         None, "factor in [0, 1] on the reward of truncated samples; a negative value is their reward"
     )
     step_rewards: bool = flag(
-        False, "give an agent's step rewards at each turn's end rather than summed at the last token"
+        False,
+        "reward each turn of an agent, or each step that a process reward model judges, at its end rather than once "
+        "at the last token",
     )
     prm_reduce: Literal["min", "mean", "last", "product"] = flag(
-        "min", "how a process reward model's steps become one reward"
+        "min", "how a process reward model's steps become one score, and without --step_rewards one reward"
     )
     reward_timeout: float = flag(180.0, "seconds that one call of a reward function, agent step or server may take")
     on_reward_error: Literal["stop", "skip"] = flag(

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,7 +19,7 @@ from openrlhf.config.sections.cluster import Role
 from openrlhf.launch.ray.calls import Fate, Process
 from openrlhf.launch.ray.placement import Group
 from openrlhf.launch.ray.worker import Standing
-from openrlhf.rl.workers import Scores
+from openrlhf.rl.workers import ModelRewards, Scores
 from openrlhf.training.backend import with_extras
 from openrlhf.types import Batch, Trajectory
 
@@ -91,19 +94,18 @@ class RayWorkers:
         }
         return [found[place] for place in range(len(batches))]
 
-    async def rewards(self, trajectories: Sequence[Trajectory]) -> Tensor | None:
+    async def rewards(self, trajectories: Sequence[Trajectory]) -> ModelRewards | None:
         scoring = [group for group in self.groups if group.group.rewards]
         if not scoring:
             return None
-        return torch.stack(await asyncio.gather(*(self._rewarded(group, trajectories) for group in scoring))).sum(0)
+        return reduce(add, await asyncio.gather(*(self._rewarded(group, trajectories) for group in scoring)))
 
-    async def _rewarded(self, group: WorkerGroup, trajectories: Sequence[Trajectory]) -> Tensor:
-        """Equal numbers for all ranks, because sharded models are called together; what fills up is dropped."""
-        each = -(-len(trajectories) // group.ranks)
-        shares = [list(trajectories[rank * each : (rank + 1) * each]) for rank in range(group.ranks)]
-        full = [share + [trajectories[0]] * (each - len(share)) for share in shares]
-        answers = await group.shared_out("rewards", full)
-        return torch.cat([answer[: len(share)] for answer, share in zip(answers, shares, strict=True)])
+    async def _rewarded(self, group: WorkerGroup, trajectories: Sequence[Trajectory]) -> ModelRewards:
+        places, shares = share_trajectories(trajectories, group.ranks)
+        answers: list[ModelRewards] = await group.shared_out("rewards", shares)
+        parts = [answer.take(range(len(own))) for answer, own in zip(answers, places, strict=True)]
+        order = [place for own in places for place in own]
+        return ModelRewards.join(parts).take(np.argsort(order).tolist())
 
     async def train(
         self, micro_batches: Sequence[Batch], *, kl_coef: float, progress: float, train_policy: bool
@@ -136,6 +138,19 @@ class RayWorkers:
     async def export_critic(self, folder: Path) -> None:
         assert self.critic is not None
         await self.critic.everyone("do", "export_critic", folder.absolute())
+
+
+def share_trajectories(
+    trajectories: Sequence[Trajectory], ranks: int
+) -> tuple[list[list[int]], list[list[Trajectory]]]:
+    """Samples for each rank with tokens balanced: their places, and they themselves.
+
+    A rank for which there is none gets the shortest one, because ranks of a sharded model wait for each other.
+    """
+    lengths = [len(item.input_ids) for item in trajectories]
+    places = interleave(lengths, ranks)
+    shortest = trajectories[lengths.index(min(lengths))]
+    return places, [[trajectories[place] for place in own] or [shortest] for own in places]
 
 
 def share_out(batches: Sequence[Batch], ranks: int) -> tuple[list[list[int]], list[list[Batch]]]:
