@@ -26,6 +26,7 @@ from openrlhf.config.sections.model import Loading, Lora, Model
 from openrlhf.errors import ConfigError
 from openrlhf.models.attention import choose_attention, fitting_attention
 from openrlhf.models.heads import SCALAR_HEAD, init_scalar_head
+from openrlhf.models.liger import apply_liger, uses_liger
 from openrlhf.monitor import say
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -41,7 +42,6 @@ def load_tokenizer(name: str, loading: Loading) -> PreTrainedTokenizerBase:
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(
             _resolve(name, loading),
-            use_fast=not loading.disable_fast_tokenizer,
             trust_remote_code=loading.trust_remote_code,
         )
     except (OSError, ValueError, TypeError) as error:
@@ -77,10 +77,11 @@ def known_positions(config: PretrainedConfig) -> int | None:
 def load_causal_lm(name: str, loading: Loading, *, device: torch.device, packing: bool) -> PreTrainedModel:
     """A decoder with its vocabulary head, on the CPU unless it is quantised; the backend moves it."""
     options = _options(name, loading, device, packing, MODEL_FOR_CAUSAL_LM_MAPPING)
-    kind = _liger_class() if isinstance(loading, Model) and loading.use_liger_kernel else AutoModelForCausalLM
-    model, report = _from_pretrained(kind, name, loading, options | {"output_loading_info": True})
+    model, report = _from_pretrained(AutoModelForCausalLM, name, loading, options | {"output_loading_info": True})
     keep_training_layout(model, loading)
     _refuse_lacking(name, report["missing_keys"], "a language model; one that train_rm saved has no vocabulary head")
+    if uses_liger(loading, model.config.model_type, device):
+        apply_liger(model)
     return model
 
 
@@ -111,6 +112,8 @@ def load_scalar_model(
         )
     if missing:
         init_scalar_head(model)
+    if uses_liger(loading, model.config.model_type, device):
+        apply_liger(model)
     return model
 
 
@@ -211,12 +214,6 @@ def _from_pretrained(kind: Any, name: str, loading: Loading, options: dict[str, 
         return kind.from_pretrained(_resolve(name, loading), trust_remote_code=loading.trust_remote_code, **options)
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise _cannot_load("model", name, error) from None
-
-
-def _liger_class() -> Any:
-    from liger_kernel.transformers import AutoLigerKernelForCausalLM  # pyrefly: ignore[missing-import]
-
-    return AutoLigerKernelForCausalLM
 
 
 def _resolve(name: str, loading: Loading) -> str:

@@ -113,7 +113,6 @@ print(sorted(heavy & sys.modules.keys()))
         (["train_sft"], "--pretrain is not given"),
         ([*SFT, "--zero_stage", "9"], "--zero_stage is 9, but must be 0, 1, 2 or 3"),
         ([*SFT, "--zero_stag3"], "--zero_stag3 is not a flag of this command. Try: --zero_stage"),
-        ([*SFT, "--use_liger_kernel"], "pip install '.[liger]'"),
         ([*SFT, "--config", "nowhere.yaml"], "--config nowhere.yaml: no such file"),
         (["train_stf"], "there is no command train_stf. Try: train_sft"),
         (["bake"], "there is no command bake. Try: openrlhf --help"),

@@ -1,0 +1,31 @@
+"""Liger's fused kernels inside a loaded model, whatever head it has."""
+
+import torch
+from transformers import PreTrainedModel
+
+from openrlhf.config.sections.model import Loading, Model
+from openrlhf.monitor import say
+
+
+def uses_liger(loading: Loading, model_type: str, device: torch.device) -> bool:
+    """True when Liger is asked for and can serve: its kernels run on GPUs, and each is written for some families."""
+    asked = isinstance(loading, Model) and loading.use_liger_kernel
+    return asked and device.type != "cpu" and liger_knows(model_type)
+
+
+def liger_knows(model_type: str) -> bool:
+    from liger_kernel.transformers.monkey_patch import (  # pyrefly: ignore[missing-import]
+        MODEL_TYPE_TO_APPLY_LIGER_FN,
+    )
+
+    return model_type in MODEL_TYPE_TO_APPLY_LIGER_FN
+
+
+def apply_liger(model: PreTrainedModel) -> None:
+    """Fused norms, MLPs and rotary embeddings; not its loss, because `Network` never makes logits either."""
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance  # pyrefly: ignore[missing-import]
+
+    try:
+        _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
+    except (TypeError, ValueError) as error:  # of some families it patches language models alone
+        say(f"--use_liger_kernel cannot patch a {type(model).__name__}, which runs as it is: {error}")
