@@ -10,7 +10,7 @@ from openrlhf.cli.signals import INTERRUPTED, end_at_once
 from openrlhf.config.batch_table import render, rl_table, supervised_table
 from openrlhf.config.check import check
 from openrlhf.config.commands import COMMANDS, RLConfig, SupervisedConfig
-from openrlhf.config.parser import parse
+from openrlhf.config.parser import parse_given
 from openrlhf.errors import OpenRLHFError
 from openrlhf.monitor import is_main_process, say
 
@@ -58,7 +58,8 @@ def command(main: Callable[[Sequence[str]], None]) -> Main:
 
 def start(name: str, argv: Sequence[str]) -> Any:
     """The checked config of a command; training commands print what their batch sizes mean."""
-    config = check(parse(COMMANDS[name], argv, prog=f"openrlhf {name}"))
+    config, given = parse_given(COMMANDS[name], argv, prog=f"openrlhf {name}")
+    config = check(config, given=given)
     if isinstance(config, RLConfig):
         leave_launcher()
         say("batches\n" + render(rl_table(config)))

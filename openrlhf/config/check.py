@@ -1,6 +1,6 @@
 """Which rules each command keeps, in the order in which they run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 from openrlhf.config.checks import common, extras, inference, numbers, paths, placement, rl, sharding, supervised
@@ -19,6 +19,8 @@ from openrlhf.config.commands import (
     ServeRMConfig,
     SFTConfig,
 )
+from openrlhf.config.no_effect.lines import answers
+from openrlhf.config.no_effect.table import TABLE
 from openrlhf.monitor import say
 
 C = TypeVar("C")
@@ -139,7 +141,6 @@ RULES: dict[type, Rules] = {
         inference.reward_template_has_its_places,
         inference.rows_go_to_a_file,
         inference.engines_on_ray_are_vllm,
-        inference.processes_hold_whole_models,
         common.probabilities_match_datasets,
         *TEMPLATE,
         *FILES,
@@ -173,6 +174,12 @@ RULES: dict[type, Rules] = {
 }
 
 
-def check(config: C, tell: Callable[[str], None] = say) -> C:
-    """The config after its rules: the one that the rest of the program sees, and that nothing writes to."""
-    return apply(config, RULES[type(config)], tell)
+def check(config: C, tell: Callable[[str], None] = say, given: Collection[str] | None = None) -> C:
+    """The config after its rules: the one that the rest of the program sees, and that nothing writes to.
+
+    Flags among `given` (None: those that are not defaults) that do nothing in this run are named.
+    """
+    checked = apply(config, RULES[type(config)], tell)
+    for line in answers(checked, TABLE, given):
+        tell(line)
+    return checked

@@ -23,7 +23,14 @@ TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 def parse(
     command: type[C], argv: Sequence[str], *, prog: str = "openrlhf", environ: Mapping[str, str] | None = None
 ) -> C:
-    """Flags from the environment, then `--config FILE`, then `argv`; what comes later wins."""
+    """The config of a command line; see `parse_given`."""
+    return parse_given(command, argv, prog=prog, environ=environ)[0]
+
+
+def parse_given(
+    command: type[C], argv: Sequence[str], *, prog: str = "openrlhf", environ: Mapping[str, str] | None = None
+) -> tuple[C, frozenset[str]]:
+    """Flags from the environment, then `--config FILE`, then `argv`; what comes later wins. Also: which were given."""
     environ = os.environ if environ is None else environ
     parser = build_parser(command, prog)
     files = parser.parse_known_args(rewrite(command, argv)[0])[0].config
@@ -35,7 +42,8 @@ def parse(
     values, unknown = parser.parse_known_args(given)
     if unknown:
         raise unknown_flag(command, unknown[0])
-    return assemble(command, vars(values))
+    names = {word.removeprefix("--").partition("=")[0] for word in given if word.startswith("--")}
+    return assemble(command, vars(values)), frozenset(names & flags_of(command).keys())
 
 
 def assemble(command: type[C], values: Mapping[str, object]) -> C:

@@ -86,6 +86,16 @@ def compares_engine(config: RLConfig) -> bool:
     return uses_correction(config) or old_log_probs_are_the_engines(config)
 
 
+def used_roles(config: RLConfig) -> list[Role]:
+    runs = {"ref": uses_reference(config), "critic": uses_critic(config), "reward": config.rewards.scored_by_models}
+    return [role for role in ROLES if runs.get(role, True)]
+
+
+def uses_vllm(config: RLConfig) -> bool:
+    """False when Transformers generates, and when recorded rollouts are trained on."""
+    return bool(config.engines.vllm_num_engines) and config.rollout.replay is None
+
+
 def critic_model(config: RLConfig) -> str | None:
     """What the critic starts from: the flag, else the first reward model, else the policy."""
     if not uses_critic(config):

@@ -35,8 +35,9 @@ def check_fast(tokenizer: PreTrainedTokenizerBase) -> None:
     """Masks come from offsets, which only fast tokenizers give."""
     if not tokenizer.is_fast:
         raise ConfigError(
-            f"{type(tokenizer).__name__} is a slow tokenizer, and only a fast one tells where its tokens stand in the"
-            " text; leave out --disable_fast_tokenizer"
+            f"{type(tokenizer).__name__} is a slow tokenizer: expected a fast one, which tells where its tokens stand"
+            " in the text",
+            try_this="a model folder with tokenizer.json",
         )
 
 

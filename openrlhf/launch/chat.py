@@ -12,6 +12,7 @@ from openrlhf.launch.chat_history import History, open_history
 from openrlhf.launch.chat_input import QUOTES, CtrlC, Interrupted, Lines
 from openrlhf.launch.chat_reply import Speaker
 from openrlhf.launch.device import choose_device, explain_precision
+from openrlhf.launch.explain import explain_experts
 from openrlhf.models.forward import Network
 from openrlhf.models.load import load_causal_lm, load_tokenizer, read_config, usable_length
 from openrlhf.monitor import say
@@ -29,6 +30,7 @@ def run(config: ChatConfig) -> None:
     name = str(config.model.pretrain)
     device = choose_device(config.model.device)
     explain_precision(config.model.param_dtype, device)
+    explain_experts(config.model, name)
     tokenizer = load_tokenizer(name, config.model)
     history = open_history(config, tokenizer)
     max_len = usable_length(name, read_config(name, config.model), config.chat.max_len)

@@ -19,6 +19,7 @@ from openrlhf.data.records import Records
 from openrlhf.errors import ConfigError
 from openrlhf.launch.device import choose_device, explain_precision
 from openrlhf.launch.engines import BY_DEVICE, EngineSpec, make_engine
+from openrlhf.launch.explain import explain_experts
 from openrlhf.launch.parts import Parts
 from openrlhf.launch.progress import Progress
 from openrlhf.models.forward import Network
@@ -149,6 +150,7 @@ def generate(generation: Generation, parts: Parts, tokenizer: PreTrainedTokenize
 def open_hf_engine(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase) -> HFEngine:
     device = choose_device(config.model.device, config.task.local_rank)
     explain_precision(config.model.param_dtype, device)
+    explain_experts(config.model, str(config.model.pretrain))
     model = load_causal_lm(str(config.model.pretrain), config.model, device=device, packing=False)
     network = Network(model, self_test=not config.model.skip_self_test).to(device)
     return HFEngine(network, tokenizer, max_rows=config.task.micro_batch_size).prepare()

@@ -13,10 +13,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.commands import RLConfig
-from openrlhf.config.runtime import is_asynchronous
-from openrlhf.launch.device import explain_offloading, explain_precision, seed_everything
+from openrlhf.config.runtime import is_asynchronous, uses_vllm
+from openrlhf.launch.device import seed_everything
 from openrlhf.launch.distributed import join
 from openrlhf.launch.engines import engine_spec, make_engine
+from openrlhf.launch.explain import explain_hardware
 from openrlhf.launch.proof import Sent, SyncProof, compare
 from openrlhf.launch.rl_build import build_models
 from openrlhf.launch.rl_models import Models
@@ -140,10 +141,9 @@ class LocalSync:
 async def open_local(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollouts: int) -> AsyncIterator[Machinery]:
     """All in this process. vLLM comes first and sleeps while the models load: see rollout/vllm."""
     device = join(config)
-    explain_precision(config.model.param_dtype, device)
-    explain_offloading(config, device)
+    explain_hardware(config, device)
     asynchronous = is_asynchronous(config)
-    if not config.engines.vllm_num_engines or config.rollout.replay:
+    if not uses_vllm(config):
         models = build_models(config, tokenizer, device, rollouts)
         assert models.policy is not None
         models.wake_policy()

@@ -21,6 +21,7 @@ from openrlhf.config.runtime import resolve_runtime, uses_critic
 from openrlhf.data.collate import Layout
 from openrlhf.data.prompts import load_eval_prompts, load_prompts
 from openrlhf.launch.device import seed_everything
+from openrlhf.launch.explain import explain_reward_models
 from openrlhf.launch.local_rl import Machinery, open_local
 from openrlhf.launch.model_checks import check_models
 from openrlhf.launch.record import shown_flags
@@ -65,6 +66,7 @@ def run(config: RLConfig) -> RLResult:
     if len(prompts) < config.rollout.rollout_batch_size:
         say(f"{len(prompts)} prompts are fewer than --rollout_batch_size: a rollout takes what there is")
     explain_warmup(config, order)
+    explain_reward_models(config)
     executor = tried_executor(config, tokenizer, prompts)
     try:
         # Models load from here on, after all that could be refused without them.

@@ -16,6 +16,7 @@ from openrlhf.data.process import one_token
 from openrlhf.data.records import Records
 from openrlhf.errors import RewardError
 from openrlhf.launch.device import choose_device, explain_precision
+from openrlhf.launch.explain import explain_experts
 from openrlhf.launch.parts import Parts
 from openrlhf.launch.progress import Progress
 from openrlhf.launch.readings import Texts
@@ -61,6 +62,7 @@ def scored_row(answer: Answer, reward: float) -> dict[str, object]:
 def open_scorer(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> Scorer:
     """The model in --pretrain: what its config.json holds tells which kind of reward it gives."""
     explain_precision(config.model.param_dtype, device)
+    explain_experts(config.model, str(config.model.pretrain))
     name = str(config.model.pretrain)
     saved = read_config(name, config.model).to_dict()
     texts = Texts(tokenizer, tokenizer, shared=True)

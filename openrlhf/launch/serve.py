@@ -19,6 +19,7 @@ from openrlhf.config.commands import ServeRMConfig
 from openrlhf.errors import ConfigError
 from openrlhf.launch.batcher import Batcher, ForwardLimits
 from openrlhf.launch.device import choose_device, explain_precision
+from openrlhf.launch.explain import explain_experts
 from openrlhf.launch.serve_app import Door, build_app
 from openrlhf.launch.served_model import load_reward_model
 from openrlhf.monitor import say
@@ -71,6 +72,7 @@ def build_server(config: ServeRMConfig) -> Server:
     flags = config.server
     device = choose_device(config.model.device)
     explain_precision(config.model.param_dtype, device)
+    explain_experts(config.model, str(flags.reward_pretrain))
     model = load_reward_model(config, device)
     tokens = flags.batch_tokens or BATCH_TOKENS[device.type]
     limits = ForwardLimits(flags.batch_size, tokens, flags.packing_samples)

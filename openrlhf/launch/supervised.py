@@ -14,8 +14,9 @@ from openrlhf.config.commands import SupervisedConfig
 from openrlhf.data.collate import collate
 from openrlhf.data.supervised import load_data
 from openrlhf.launch.build import Built, build
-from openrlhf.launch.device import explain_offloading, explain_precision, seed_dropout, seed_everything
+from openrlhf.launch.device import seed_dropout, seed_everything
 from openrlhf.launch.distributed import join
+from openrlhf.launch.explain import explain_hardware
 from openrlhf.launch.model_checks import check_models
 from openrlhf.launch.record import shown_flags
 from openrlhf.launch.run_files import explain_stop, find_checkpoint, make_monitor
@@ -42,8 +43,7 @@ def run(config: SupervisedConfig, sinks: Sequence[Sink] = ()) -> Result:
     disable_progress_bar()  # Transformers' own; ours is the one to look at
     check_models(config)
     device = join(config)
-    explain_precision(config.model.param_dtype, device)
-    explain_offloading(config, device)
+    explain_hardware(config, device)
     seed_everything(config.batches.seed, deterministic=config.batches.full_determinism)
     tokenizer = load_tokenizer(str(config.model.pretrain), config.model)
     data = load_data(config, tokenizer)

@@ -69,12 +69,6 @@ def engines_on_ray_are_vllm(config: BatchInferenceConfig) -> None:
         )
 
 
-def processes_hold_whole_models(config: BatchInferenceConfig) -> str | None:
-    if config.task.zero_stage > 0:
-        return f"--zero_stage {config.task.zero_stage} changes nothing here: each process holds the whole model"
-    return None
-
-
 def a_reward_model_is_given(config: ServeRMConfig) -> None:
     needed_flag(config, "reward_pretrain", "./reward_model")
 

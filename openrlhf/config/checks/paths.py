@@ -19,6 +19,11 @@ def looks_local(name: str) -> bool:
     return name.startswith(("/", "./", "../", "~"))
 
 
+def is_here(name: str) -> bool:
+    """True for a model or dataset that lies on this machine, so that no hub is asked for it."""
+    return looks_local(name) or Path(name.partition("@")[0]).expanduser().exists()
+
+
 def named_by(config: object, flags: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     """(flag, item) for each item of the comma lists under these flags."""
     values = flag_values(config)

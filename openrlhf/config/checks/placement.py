@@ -5,11 +5,13 @@ import os
 from openrlhf.config.checks.rule import Changed, change
 from openrlhf.config.checks.supervised import world_size
 from openrlhf.config.commands import LocalRLConfig, RLConfig
+from openrlhf.config.flags import flag_values
 from openrlhf.config.runtime import (
     launched_nodes,
     num_devices,
     resolve_runtime,
     several_devices,
+    used_roles,
     uses_critic,
     uses_reference,
 )
@@ -53,11 +55,13 @@ def counts_of(config: RLConfig, role: Role, nodes: int, processes: int) -> dict[
 def local_runtime_is_one_device(config: RLConfig) -> None:
     if config.placement.runtime != "local":
         return
-    engines = config.engines.vllm_num_engines or 0
-    if several_devices(config) or engines > 1:
+    values = flag_values(config)
+    counts = [f"{role}_num_{unit}" for role in ROLES for unit in ("nodes", "gpus_per_node")]
+    names = (*counts, "vllm_num_engines", "vllm_tensor_parallel_size")
+    several = [f"--{name} {values[name]}" for name in names if int(str(values[name] or 1)) > 1]
+    if several:
         raise ConfigError(
-            "--runtime local is one process on one device, but several nodes, devices or engines are asked for",
-            try_this="--runtime ray",
+            f"--runtime local is one process on one device, but {several[0]} asks for several", try_this="--runtime ray"
         )
 
 
@@ -132,13 +136,9 @@ def hybrid_engines_lie_on_one_node(config: RLConfig) -> None:
 
 def groups_divide_the_devices(config: RLConfig) -> None:
     ring, tensor = config.sharding.ring_attn_size, config.sharding.ds_tensor_parallel_size
-    used: dict[Role, bool] = {
-        "actor": True,
-        "critic": uses_critic(config),
-        "ref": uses_reference(config),
-        "reward": config.rewards.scored_by_models and ring > 1,  # its rows are shared, its tensors not
-    }
-    for role in (role for role, runs in used.items() if runs):
+    for role in used_roles(config):
+        if role == "reward" and ring == 1:
+            continue  # no tensor of a reward model is split, but its rows are
         devices = num_devices(config, role)
         if devices % (ring * tensor):
             raise ConfigError(

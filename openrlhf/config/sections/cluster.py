@@ -58,7 +58,7 @@ class Engines:
     vllm_enable_sleep: bool = flag(
         False, "engines give their memory back while the models train (needs --colocate_all_models)"
     )
-    vllm_sync_backend: str = flag("nccl", "how weights reach engines on other devices: nccl, or gloo")
+    vllm_sync_backend: Literal["nccl", "gloo"] = flag("nccl", "how weights reach engines on other devices")
     vllm_sync_with_ray: bool = flag(False, "accepted; weights never travel through Ray here")
     enable_prefix_caching: bool = flag(False, "share the cache of common prefixes; reset at each weight sync")
     enforce_eager: bool = flag(False, "no CUDA graphs in the engines")

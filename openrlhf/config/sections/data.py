@@ -31,7 +31,7 @@ class Dataset(Evaluated):
     dataset_split: str = flag("train", "split of the training datasets")
     max_samples: int = flag(1_000_000, "rows taken of each dataset, and again after mixing")
     max_len: int = flag(2048, "tokens per sample; longer ones are cut")
-    dataloader_num_workers: int = flag(0, "processes that prepare batches")
+    dataloader_num_workers: int = flag(0, "accepted; rows are prepared before training starts")
 
 
 @dataclass(frozen=True, kw_only=True)

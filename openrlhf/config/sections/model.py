@@ -28,7 +28,7 @@ class Loading(Precision):
     experts_implementation: str | None = flag(
         None, "how experts are computed, as Transformers names it; none lets it choose"
     )
-    disable_fast_tokenizer: bool = flag(False, "use the slow tokenizer")
+    disable_fast_tokenizer: bool = flag(False, "accepted; Transformers has only fast tokenizers")
     trust_remote_code: bool = flag(False, "run code that a model or dataset folder brings along; upstream always does")
     skip_self_test: bool = flag(
         False, "do not compare a loaded model with its own forward before using it (about a second)"
@@ -48,7 +48,7 @@ class ServedModel(Loading):
 class Model(ServedModel):
     """Model"""
 
-    use_liger_kernel: bool = flag(False, "fused kernels of the Liger package")
+    use_liger_kernel: bool = flag(False, "fused kernels of the Liger package, in every model of the run (needs a GPU)")
     aux_loss_coef: float = flag(0.0, "weight of a mixture-of-experts' load-balancing loss; on above 1e-8")
 
 

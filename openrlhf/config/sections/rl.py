@@ -24,7 +24,7 @@ class Prompts(Evaluated):
     input_key: str = flag("input", "field with the prompt: text or a message list")
     label_key: str | None = flag(None, "field handed to the reward function or agent as label")
     max_samples: int = flag(100_000_000, "rows taken of each dataset, and again after mixing")
-    dataloader_num_workers: int = flag(0, "processes that prepare prompts")
+    dataloader_num_workers: int = flag(0, "accepted; prompts are prepared before training starts")
     eval_temperature: float = flag(0.6, "sampling temperature of evaluation")
     eval_n_samples_per_prompt: int = flag(4, "samples per evaluation prompt")
 

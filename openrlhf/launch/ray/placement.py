@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from openrlhf.config.commands import RLConfig
-from openrlhf.config.runtime import num_devices, uses_critic, uses_reference
-from openrlhf.config.sections.cluster import ROLES, Role
+from openrlhf.config.runtime import num_devices, used_roles
+from openrlhf.config.sections.cluster import Role
 from openrlhf.errors import ConfigError
 
 NAMES: Mapping[Role, str] = {"actor": "policy", "ref": "reference", "critic": "critic", "reward": "reward"}
@@ -99,13 +99,7 @@ def plan_groups(config: RLConfig) -> tuple[Group, ...]:
     """One group per set of roles that share processes; those of one set ask for equal devices (a rule of config)."""
     placement = config.placement
     rewards = tuple(range(len(config.rewards.reward_models))) if config.rewards.scored_by_models else ()
-    runs: dict[Role, bool] = {
-        "actor": True,
-        "ref": uses_reference(config),
-        "critic": uses_critic(config),
-        "reward": bool(rewards),
-    }
-    used = [role for role in ROLES if runs[role]]
+    used = used_roles(config)
     if placement.colocate_all_models:
         return (make_group(config, tuple(used), rewards, TOGETHER),)
     together: list[tuple[Role, ...]] = []

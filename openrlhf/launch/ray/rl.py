@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.commands import RLConfig
-from openrlhf.launch.device import explain_offloading
 from openrlhf.launch.engines import engine_spec
+from openrlhf.launch.explain import explain_hardware
 from openrlhf.launch.local_rl import Machinery
 from openrlhf.launch.proof import SyncProof
 from openrlhf.launch.ray.cluster import Cluster, connect
@@ -34,7 +34,7 @@ async def open_ray(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollout
     folders = {"--ckpt_path": config.checkpoints.ckpt_path, "--save_path": config.checkpoints.save_path}
     with connect(asked, folders) as cluster:
         async with started_on(cluster) as starting:
-            explain_offloading(config, torch.device("cpu" if cluster.unit == "CPU" else "cuda"))
+            explain_hardware(config, torch.device("cpu" if cluster.unit == "CPU" else "cuda"))
             say(f"starting {asked.describe()}")
             yield await start(starting, config, rollouts)
 

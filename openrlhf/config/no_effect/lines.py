@@ -1,0 +1,78 @@
+"""Flags that do nothing in some runs say so: no flag may be without effect in silence.
+
+A row of the table stands for a reason: the flags, the runs in which they do nothing, and the rest of the line
+"--zero_stage 2 has no effect ...". A row counts for every command of its kind that has one of its flags.
+`tests/launch/test_flags_act.py` runs the commands and finds the flags that their code did not read: each needs a row.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_origin
+
+from openrlhf.config.flags import Flag, flag_values, flags_of
+from openrlhf.config.parser import without_none
+
+EMPTY = (None, "", ())  # a flag that was given to take a value back asks for nothing
+
+
+@dataclass(frozen=True)
+class NoEffect:
+    """A reason why flags do nothing."""
+
+    flags: tuple[str, ...]
+    why: str  # goes on after "has no effect "
+    kinds: tuple[type, ...]  # of commands
+    when: Callable[[Any], bool]  # of a checked config
+
+
+def always(_: object) -> bool:
+    return True
+
+
+def idle(
+    flags: str, why: str, kind: type | tuple[type, ...] = object, when: Callable[[Any], bool] = always
+) -> NoEffect:
+    """A row of the table; the flags are separated by spaces."""
+    return NoEffect(tuple(flags.split()), why, kind if isinstance(kind, tuple) else (kind,), when)
+
+
+def idle_flags(config: object, table: Sequence[NoEffect]) -> Iterator[tuple[str, list[str]]]:
+    """Reasons that hold for a run, each with its flags; a flag is named once, under the first of its reasons."""
+    flags, seen = flags_of(type(config)), set[str]()
+    for row in table:
+        names = [name for name in row.flags if name in flags and name not in seen]
+        if names and isinstance(config, row.kinds) and row.when(config):
+            seen.update(names)
+            yield row.why, names
+
+
+def answers(config: object, table: Sequence[NoEffect], given: Collection[str] | None = None) -> list[str]:
+    """One line for each reason that makes flags of `given` idle; None: of those whose value is not the default."""
+    flags, values = flags_of(type(config)), flag_values(config)
+    if given is None:
+        given = {name for name, item in flags.items() if values[name] != item.default}
+    lines = []
+    for why, names in idle_flags(config, table):
+        shown = [show(flags[name], values[name]) for name in names if name in given and values[name] not in EMPTY]
+        if shown:
+            lines.append(f"{listed(shown)} {'has' if len(shown) == 1 else 'have'} no effect {why}")
+    return lines
+
+
+def show(item: Flag, value: object) -> str:
+    """A flag as it was given; of a text only the name, since a text may be long or secret."""
+    match value:
+        case None | True:
+            return f"--{item.name}"
+        case False:
+            return f"--{item.name} false"
+        case tuple():
+            return " ".join((f"--{item.name}", *map(str, value)))
+        case str() if get_origin(without_none(item.type)) is not Literal:
+            return f"--{item.name}"
+        case _:
+            return f"--{item.name} {value}"
+
+
+def listed(items: Sequence[str]) -> str:
+    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"
