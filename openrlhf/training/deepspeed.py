@@ -123,8 +123,6 @@ class DeepSpeedBackend:
         self.engine, self.run = _engine_around(network, config, self.optimizer)
         if sharding.zero_stage == 0:
             self.optimizer.state.clear()
-        if sharding.deepcompile:  # not DeepSpeed's own: it compiles for fixed shapes, and rows here keep their lengths
-            compile_decoder_layers(network)
         self.held = unhook_head(network) if sharding.zero_stage == 3 else []
         hold_whole(self.held)
         self.host = HostMemory()
@@ -137,6 +135,8 @@ class DeepSpeedBackend:
         self._scales_loss = site.dtype == torch.float16  # a step that overflows is skipped there, and the scale lowered
         self.engine.enable_backward_allreduce = not self.clips_here
         settle_layout(network, self.forward, partial(_largest, device=device))
+        if sharding.deepcompile:  # not DeepSpeed's own: it compiles for fixed shapes, and rows here keep their lengths
+            compile_decoder_layers(network)
         self.engine.train()
         self.audit = Audit(trainable(network), master_shard, self._most)
 
