@@ -146,7 +146,12 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "attention_head_dim": 16,
         "n_mamba_heads": 2,
     },
-    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "num_key_value_heads": 4, "adapter_rank": 4},
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+        "adapter_rank": 4,
+    },
     "zaya": {"num_experts_per_tok": 1},
 }
 
@@ -163,10 +168,10 @@ FAMILIES: tuple[str, ...] = tuple(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 
 def build(family: str, **fields: Any) -> PreTrainedModel:
-    """A tiny model in evaluation mode; `fields` replace those of its config."""
+    """A tiny model in evaluation mode, with the attention that every family has; `fields` replace its config's."""
     config = tiny_config(family, **fields)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     _vary_constants(model)
     return model.eval()
 
@@ -208,8 +213,13 @@ def _layer_kinds(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _vary_constants(model: PreTrainedModel) -> None:
-    """Noise on biases and norms, which begin as zeros or ones: a computation that forgets one shows."""
+    """Noise on biases and norms, which begin as zeros or ones: a computation that forgets one shows.
+
+    Step sizes of state-space layers begin so large that a state fades within a few tokens; trained ones are small.
+    """
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.numel() > 1 and parameter.min() == parameter.max():
+        for name, parameter in model.named_parameters():
+            if name.endswith("dt_bias"):
+                parameter.uniform_(-4.0, -1.0)
+            elif parameter.numel() > 1 and parameter.min() == parameter.max():
                 parameter += 0.1 * torch.randn_like(parameter)

@@ -27,6 +27,7 @@ from openrlhf.models.heads import VocabularyHead
 from openrlhf.models.running import attention_of, in_fp32, kernel_functions, reference_kernels
 from openrlhf.models.self_test import settle_layout
 from openrlhf.types import TokenRow
+from tests.models.architectures import build as tiny
 
 SHAPE = {
     "hidden_size": 32,
@@ -133,6 +134,19 @@ def test_a_convolution_does_not_look_into_the_sequence_before(monkeypatch, capsy
     monkeypatch.setattr("openrlhf.models.forward.convolution_reach", lambda decoder: 0)
     assert layout_of(settle(build("lfm2"))) == "padded sdpa"
     assert "packed with the packed kernel" in capsys.readouterr().err
+
+
+def test_a_state_that_fades_is_still_seen(capsys):
+    """With the step sizes of new weights a state-space layer soon forgets: little leaks, but something does."""
+    network = Network(tiny("falcon_h1")).eval()
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            if name.endswith("dt_bias"):
+                parameter.fill_(1.0)
+    network.decoder.set_attn_implementation(SEGMENTED)
+    network.layout = "packed"
+    assert settle(network).layout == "padded"
+    assert "packed with the packed kernel lets sequences see each other" in capsys.readouterr().err
 
 
 def test_boundaries_that_do_not_arrive_are_noticed(monkeypatch, capsys):
