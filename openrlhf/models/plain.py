@@ -154,9 +154,10 @@ def _views(decoder: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Te
     for saved, found in _as_saved(decoder, given).items():
         first = int(found.flatten()[0])
         steps = [int(found.select(d, 1).flatten()[0]) - first if size > 1 else 1 for d, size in enumerate(found.shape)]
-        if not torch.equal(numbers.as_strided(found.shape, steps, first), found):
-            raise RolloutError(f"the tensor {saved} of a checkpoint is not a part of one of this model's tensors")
         source = max((name for name in starts if starts[name] <= first), key=lambda name: starts[name])
+        within = int(found.max()) < starts[source] + tensors[source].numel()
+        if not within or not torch.equal(numbers.as_strided(found.shape, steps, first), found):
+            raise RolloutError(f"the tensor {saved} of a checkpoint is not a part of one of this model's tensors")
         views[saved] = tensors[source].as_strided(found.shape, steps, first - starts[source])
     return views
 

@@ -17,6 +17,7 @@ from openrlhf.models.export import save_model, saved_tensors
 from openrlhf.models.forward import Network
 from openrlhf.models.load import add_adapters, load_causal_lm, load_scalar_model
 from openrlhf.models.plain import checkpoint_places, checkpoint_weights, load_weights, plain_copy
+from tests.models.architectures import build
 from tests.tiny import make_model
 
 CPU = torch.device("cpu")
@@ -128,6 +129,11 @@ def test_a_plain_copy_computes_the_same_and_takes_new_weights(tmp_path, kind, lo
     assert places.keys() == {name for name, _ in checkpoint_weights(network)}
     list(load_weights(places, checkpoint_weights(network)))
     assert_close(own.model(IDS).logits, network.model(input_ids=IDS).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_checkpoint_that_joins_tensors_of_the_model_is_refused():
+    with pytest.raises(RolloutError, match=r"gate_up_proj\.weight of a checkpoint is not a part of one of"):
+        checkpoint_places(Network(build("hrm_text")))
 
 
 def test_weights_of_another_model_are_refused(tmp_path):
