@@ -1,5 +1,6 @@
 """Models and tokenizers from folders or hubs: precision, attention, adapters, 4-bit, recomputation."""
 
+import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,7 @@ from openrlhf.errors import ConfigError
 from openrlhf.models.attention import choose_attention, fitting_attention
 from openrlhf.models.heads import SCALAR_HEAD, init_scalar_head
 from openrlhf.models.liger import apply_liger, uses_liger
+from openrlhf.models.unused import freeze_unused
 from openrlhf.monitor import say
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -90,6 +92,7 @@ def load_scalar_model(
 ) -> PreTrainedModel:
     """A decoder with a scalar head: a saved reward model or, where one begins, a language model with a new head."""
     options = _options(name, loading, device, packing, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING)
+    _refuse_family_without_classifier(name, options["config"], loading)
     options["config"].num_labels = 1
     saved_prefix = options["config"].to_dict().get("value_head_prefix", head_prefix)
     if saved_prefix != SCALAR_HEAD:
@@ -115,6 +118,16 @@ def load_scalar_model(
     if uses_liger(loading, model.config.model_type, device):
         apply_liger(model)
     return model
+
+
+def _refuse_family_without_classifier(name: str, config: PretrainedConfig, loading: Loading) -> None:
+    known = type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    if not known and not (loading.trust_remote_code and "auto_map" in config.to_dict()):
+        raise ConfigError(
+            f"{name} cannot be a reward model or critic: Transformers has no sequence classifier for the family"
+            f" {config.model_type}",
+            try_this="a model of another family, or an algorithm without a critic",
+        )
 
 
 def keep_training_layout(model: nn.Module, loading: Loading) -> None:
@@ -153,14 +166,14 @@ def _without_load_report() -> Iterator[None]:
 
 
 def add_adapters(model: PreTrainedModel, lora: Lora, *, scalar: bool) -> nn.Module:
-    """LoRA around the model, or the model itself at rank 0."""
+    """LoRA around the model, or the model itself at rank 0; without what training on text does not reach."""
+    unused = freeze_unused(model)
     if lora.lora_rank == 0:
         return model
     from peft import LoraConfig, TaskType, get_peft_model, prepare_model_for_kbit_training
 
     if vars(model).get("is_loaded_in_4bit"):
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    model.enable_input_require_grads()
     targets: Any = lora.target_modules[0] if lora.target_modules == ("all-linear",) else list(lora.target_modules)
     config = LoraConfig(
         task_type=TaskType.SEQ_CLS if scalar else TaskType.CAUSAL_LM,
@@ -168,12 +181,31 @@ def add_adapters(model: PreTrainedModel, lora: Lora, *, scalar: bool) -> nn.Modu
         lora_alpha=lora.lora_alpha,
         lora_dropout=lora.lora_dropout,
         target_modules=targets,
+        exclude_modules=rf"({'|'.join(map(re.escape, unused))})(\..*)?" if unused else None,
         bias="none",
     )
     try:
-        return get_peft_model(model, config)
+        adapted = get_peft_model(model, config)
     except ValueError as error:
         raise ConfigError(f"--target_modules {' '.join(lora.target_modules)}: {_first_line(error)}") from None
+    _refuse_shared_weights(adapted, lora)
+    return adapted
+
+
+def _refuse_shared_weights(adapted: nn.Module, lora: Lora) -> None:
+    """Layers that share a weight would each get an adapter of their own, and no one weight could hold both."""
+    from peft.tuners.lora import LoraLayer
+
+    seen: dict[int, str] = {}
+    for name, module in adapted.named_modules():
+        if isinstance(module, LoraLayer) and not name.endswith(".base_layer"):  # experts nest theirs
+            weight = id(next(module.get_base_layer().parameters()))
+            if seen.setdefault(weight, name) != name:
+                raise ConfigError(
+                    f"--target_modules {' '.join(lora.target_modules)}: {seen[weight]} and {name} share their weights,"
+                    " so their adapters could not be merged",
+                    try_this="other --target_modules, or --lora_rank 0",
+                )
 
 
 def recompute_activations(model: nn.Module, *, reentrant: bool) -> None:
@@ -212,6 +244,10 @@ def _four_bit(dtype: torch.dtype) -> Any:
 def _from_pretrained(kind: Any, name: str, loading: Loading, options: dict[str, Any]) -> Any:
     try:
         return kind.from_pretrained(_resolve(name, loading), trust_remote_code=loading.trust_remote_code, **options)
+    except KeyError as error:  # a class that looks its attention up in a table of its own
+        raise ConfigError(
+            f"cannot load the model {name}: it has no {error}", try_this="--attn_implementation eager"
+        ) from None
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise _cannot_load("model", name, error) from None
 

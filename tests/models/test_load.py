@@ -21,6 +21,7 @@ from openrlhf.models.load import (
 )
 from openrlhf.training.optim import MasterOptimizer, OptimizerSettings
 from openrlhf.types import TokenRow
+from tests.models.architectures import build
 from tests.tiny import make_model, make_tokenizer
 
 CPU = torch.device("cpu")
@@ -101,6 +102,19 @@ def test_a_model_without_our_head_is_no_reward_model(tmp_path):
         load_scalar_model(str(tmp_path), Model(), device=CPU, packing=False, head_prefix="score")
 
 
+def test_a_family_without_a_classifier_is_no_reward_model(tmp_path):
+    name = make_model(tmp_path, "cohere")
+    with pytest.raises(ConfigError, match=r"no sequence classifier for the family cohere\. Try: "):
+        load_scalar_model(name, Model(), device=CPU, packing=False, head_prefix="score", new_head=True)
+
+
+def test_a_family_with_a_table_of_attentions_of_its_own_is_refused_in_a_line(tmp_path):
+    build("git").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"it has no 'openrlhf_segmented'. Try: --attn_implementation eager"):
+        load_causal_lm(str(tmp_path), Model(), device=CPU, packing=True)
+    load_causal_lm(str(tmp_path), Model(attn_implementation="eager"), device=CPU, packing=True)
+
+
 def test_a_new_scalar_head_is_ours_and_not_transformers(tmp_path):
     name = make_model(tmp_path, hidden_size=512, intermediate_size=8, num_hidden_layers=1)
     torch.manual_seed(0)
@@ -153,6 +167,19 @@ def test_modules_that_are_not_there_are_named(folder):
     with pytest.raises(ConfigError, match=r"--target_modules q_prj: Target modules .*q_prj.* not found") as caught:
         adapted(folder, target_modules=("q_prj",))
     assert "\n" not in str(caught.value)
+
+
+def test_layers_that_share_their_weights_get_no_adapters():
+    """zamba: an adapter for each place where the shared layer stands could not be merged into the one weight."""
+    with pytest.raises(ConfigError, match=r"layers.2.*q_proj and .*layers.4.*q_proj share their weights"):
+        add_adapters(build("zamba"), Lora(lora_rank=2), scalar=False)
+
+
+def test_adapters_beside_embeddings_that_a_model_changes_in_place():
+    """ctrl scales the output of its embeddings in place, which a leaf that wants a gradient does not allow."""
+    model = add_adapters(build("ctrl"), Lora(lora_rank=2), scalar=False)
+    model(input_ids=torch.arange(3, 9)[None]).logits.sum().backward()
+    assert any(parameter.grad is not None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

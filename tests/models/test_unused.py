@@ -1,0 +1,43 @@
+"""What training on text does not reach stays frozen, and gets no adapters."""
+
+import pytest
+
+from openrlhf.config.sections.model import Lora
+from openrlhf.models.load import add_adapters
+from tests.models.architectures import build
+
+
+def frozen(model):
+    return {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+
+
+def test_vision_stays_frozen_beside_the_text_decoder(capsys):
+    model = build("gemma3")
+    assert add_adapters(model, Lora(), scalar=False) is model
+    text = {name for name, _ in model.named_parameters() if "language_model" in name}
+    assert frozen(model) == {name for name, _ in model.named_parameters()} - text
+    assert capsys.readouterr().err == (
+        "openrlhf: Gemma3ForConditionalGeneration: training on text does not reach multi_modal_projector, vision_tower,"
+        " so it stays frozen\n"
+    )
+
+
+@pytest.mark.parametrize(("family", "part"), [("gemma3", "vision_tower"), ("fuyu", "vision"), ("hy_v4", "indexer")])
+def test_no_adapters_where_text_does_not_reach(family, part):
+    adapted = add_adapters(build(family), Lora(lora_rank=2), scalar=False)
+    trained = [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
+    assert trained
+    assert not [name for name in trained if part in name]
+
+
+def test_an_indexer_chooses_and_stays_frozen():
+    model = build("deepseek_v32")
+    add_adapters(model, Lora(), scalar=False)
+    assert frozen(model) == {name for name, _ in model.named_parameters() if ".indexer." in name} != set()
+
+
+def test_a_text_model_is_trained_as_a_whole(capsys):
+    model = build("llama")
+    add_adapters(model, Lora(), scalar=False)
+    assert frozen(model) == set()
+    assert capsys.readouterr().err == ""
