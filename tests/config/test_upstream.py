@@ -116,7 +116,7 @@ def test_the_three_flags_of_a_correction_are_one_here(typed, enabled, kind):
 def test_retired_flags_stand_in_files_too(tmp_path, capsys):
     file = tmp_path / "run.yaml"
     file.write_text("torch_compile: true\nptx_coef: 0.05\nds: {zero_stage: 3}\n")
-    assert read("train_ppo", f"--config {file}").sharding.zero_stage == 3
+    assert read("train_ppo", f"--config {shlex.quote(str(file))}").sharding.zero_stage == 3
     assert capsys.readouterr().err.count("has no effect") == 2
 
 
