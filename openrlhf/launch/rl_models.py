@@ -37,9 +37,11 @@ class Trained:
     def scale(self, progress: float, began: float) -> float:
         """Factor on the learning rate when `progress` of the run is done, of which this network trains from `began`.
 
-        A run with fewer steps than planned goes through its whole schedule, in longer strides.
+        A run with fewer steps than planned goes through its whole schedule, in longer strides. A resumed run with more
+        or fewer prompts than before stays within it.
         """
-        return between_steps(self.schedule, self.planned_steps * (progress - began) / (1.0 - began))
+        done = (progress - began) / (1.0 - began) if began < 1.0 else 0.0
+        return between_steps(self.schedule, self.planned_steps * min(max(done, 0.0), 1.0))
 
 
 @dataclass(frozen=True)
@@ -77,9 +79,7 @@ class Models:
         self.temperature = temperature
         self.sleeps = sleeps
         self.ema = self._first_average()
-        self.began: dict[
-            str, float
-        ] = {}  # the run's progress at the first step of each: a policy may be frozen at first
+        self.began: dict[str, float] = {}  # progress of the run at each one's first step; a policy may be frozen before
         self.awake: TrainBackend | None = None
         if sleeps:
             for _, trained in self._trained():

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from toys import FAST, PAIRS, Ran, data, pairs, run, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from openrlhf.launch.rl_models import Trained
 from openrlhf.training import checkpoint
 from tests.tiny import make_tokenizer
 
@@ -225,6 +226,12 @@ def test_a_filtered_run_goes_through_its_whole_schedule(learn, tmp_path):
     assert rates == pytest.approx([1.0, 1 - consumed / 33])
     limited = learn("limited", rows=rows, dynamic_filtering=True, max_steps=1, train_batch_size=8, **flags)
     assert limited.train("actor_lr") == pytest.approx([0.25])  # the last of four steps of the only rollout
+
+
+def test_a_schedule_stays_between_its_ends_whatever_a_resumed_run_has_left():
+    trained = Trained(None, lambda step: 1 - step / 10, 10, 1.0)
+    cases = {(0.0, 0.0): 1.0, (0.5, 0.0): 0.5, (0.55, 0.1): 0.5, (0.2, 0.4): 1.0, (1.2, 0.0): 0.0, (1.0, 1.0): 1.0}
+    assert {case: trained.scale(*case) for case in cases} == pytest.approx(cases)
 
 
 def test_a_policy_that_was_frozen_warms_up_when_it_begins(learn):
