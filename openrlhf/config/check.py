@@ -97,6 +97,7 @@ RL: Rules = (
     rl.evaluation_has_a_rhythm,
     placement.local_runtime_is_one_device,
     placement.sleep_needs_colocation,
+    sharding.sleeping_needs_movable_gradients,
     placement.async_engines_have_their_own_devices,
     placement.async_engines_do_not_sleep,
     rl.partial_rollout_needs_async,

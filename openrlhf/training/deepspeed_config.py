@@ -99,12 +99,12 @@ def _precision(sharding: Sharding, site: Site, *, sums: bool = True) -> dict[str
 
 
 def sum_dtype(sharding: Sharding, site: Site) -> str | None:
-    """Where gradients are sharded, micro-batches add up in fp32 unless asked otherwise: bf16 has 8 bits to add with.
+    """Under ZeRO micro-batches add up in fp32 unless asked otherwise: bf16 has 8 bits to add with.
 
     Weights in fp32, as always on a CPU, have gradients in fp32 whatever was asked.
     """
     if site.dtype == torch.float32:
         return None
-    if sharding.grad_accum_dtype is None and site.dtype == torch.bfloat16 and sharding.zero_stage >= 2:
+    if sharding.grad_accum_dtype is None and site.dtype == torch.bfloat16 and sharding.zero_stage >= 1:
         return "fp32"
     return sharding.grad_accum_dtype

@@ -254,6 +254,16 @@ REFUSED = [  # rule, command, what is added, what the message must hold
                 "--grad_accum_dtype fp32 --zero_stage 0",
                 "--grad_accum_dtype fp32 with weights in bf16|Try: --zero_stage 2",
             ),
+            (
+                "gradients_are_summed_in_fp32_or_as_they_come",
+                "--zero_stage 0",
+                "--zero_stage 0 sums the gradients of micro-batches in bf16|--zero_stage 1|--grad_accum_dtype bf16",
+            ),
+            (
+                "sleeping_needs_movable_gradients",
+                "--zero_stage 1 --deepspeed_enable_sleep",
+                "--deepspeed_enable_sleep cannot move|Try: --zero_stage 2",
+            ),
             ("half_floats_need_a_loss_scale", "--param_dtype fp16 --zero_stage 0", "--param_dtype fp16|--zero_stage 1"),
             (
                 "tensor_parallelism_splits_plain_layers",
@@ -571,6 +581,12 @@ def test_rules_of_deepspeed_apply_to_several_processes_only(run, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE")
     with pytest.raises(ConfigError, match="--optim muon"):
         run("train_sft", f"{added} --load_checkpoint --use_ds_universal_ckpt")
+
+
+@pytest.mark.parametrize("added", ["--grad_accum_dtype bf16", "--param_dtype fp32", "--device cpu"])
+def test_without_zero_gradients_may_be_summed_as_they_come(run, monkeypatch, added):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert run("train_sft", f"--zero_stage 0 {added}")[1] == []
 
 
 def test_processes_of_a_launcher_become_devices_of_every_model(run, monkeypatch):

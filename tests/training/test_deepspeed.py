@@ -158,6 +158,15 @@ def test_ranks_of_a_sharded_reward_model_may_have_different_numbers_of_micro_bat
     assert len(alone.batching.cut([len(row) for row in judged_rows(0)])) > 1
 
 
+def test_bf16_gradients_of_many_micro_batches_are_summed_in_fp32(folder: Path, ranks: list[dict[str, Any]]) -> None:
+    """Each is a share of one mean, so the sum is the gradient of a single one."""
+    backend = LocalBackend(load_network(folder / "llama").to(torch.bfloat16), SETTINGS, CPU)
+    backend.forward_backward([make_batch((4,), 1, packed=False)], Sft())
+    norm = backend.optim_step(1.0)
+    for rank in ranks:
+        assert rank["long_sums"] == pytest.approx({f"zero{stage}": norm for stage in (1, 2, 3)}, rel=0.01)
+
+
 @pytest.mark.parametrize("name", ["zero3-full", "zero3-lora", "zero2-full", "zero0-lora"])
 def test_resuming_equals_going_on(name: str, folder: Path, ranks: list[dict[str, Any]], local: Local) -> None:
     backend, expected = local(lora=name.endswith("lora"))
@@ -338,7 +347,9 @@ def test_tensor_parallelism_keeps_whole_logits() -> None:
     [
         ({"zero_stage": 3}, torch.bfloat16, "fp32"),
         ({"zero_stage": 2, "grad_accum_dtype": "bf16"}, torch.bfloat16, "bf16"),
-        ({"zero_stage": 1}, torch.bfloat16, None),
+        ({"zero_stage": 1}, torch.bfloat16, "fp32"),
+        ({"zero_stage": 0, "grad_accum_dtype": "bf16"}, torch.bfloat16, "bf16"),
+        ({"zero_stage": 1}, torch.float16, None),
         ({"zero_stage": 2}, torch.float32, None),
         ({"zero_stage": 2, "grad_accum_dtype": "bf16"}, torch.float32, None),
     ],

@@ -74,7 +74,14 @@ def hierarchy_needs_sharded_weights(config: TrainingConfig) -> None:
 
 def gradients_are_summed_in_fp32_or_as_they_come(config: TrainingConfig) -> None:
     asked, own = config.sharding.grad_accum_dtype, config.model.param_dtype
-    if asked in (None, own) or not deepspeed_processes(config):
+    if not deepspeed_processes(config):
+        return
+    if asked is None and own == "bf16" and config.sharding.zero_stage == 0 and config.model.device != "cpu":
+        raise ConfigError(
+            "--zero_stage 0 sums the gradients of micro-batches in bf16, whose 8 bits lose most of a long sum",
+            try_this="--zero_stage 1, which sums in fp32, or --grad_accum_dtype bf16",
+        )
+    if asked in (None, own):
         return
     if asked != "fp32":
         raise ConfigError(
@@ -84,6 +91,17 @@ def gradients_are_summed_in_fp32_or_as_they_come(config: TrainingConfig) -> None
     if config.sharding.zero_stage == 0:
         raise ConfigError(
             f"--grad_accum_dtype fp32 with weights in {own} needs a sharded optimizer, and --zero_stage is 0",
+            try_this="--zero_stage 2",
+        )
+
+
+def sleeping_needs_movable_gradients(config: RLConfig) -> None:
+    """DeepSpeed's optimizer for bf16 weights with fp32 sums at stage 1 cannot be moved off the device."""
+    sharding = config.sharding
+    stuck = sharding.zero_stage == 1 and config.model.param_dtype == "bf16" and sharding.grad_accum_dtype != "bf16"
+    if config.placement.deepspeed_enable_sleep and stuck and deepspeed_processes(config):
+        raise ConfigError(
+            "--deepspeed_enable_sleep cannot move the fp32 gradients of --zero_stage 1 off the device",
             try_this="--zero_stage 2",
         )
 
