@@ -44,9 +44,10 @@ def rounds(batching: Batching, rows: Sequence[Row], model: Frozen) -> Iterator[t
     different numbers of micro-batches. A process with fewer repeats its first one, with no places.
     """
     parts = batching.cut([len(row) for row in rows])
+    missing = model.most_rounds(len(parts)) - len(parts)  # before any forward: processes ask each other
     for part in parts:
         yield part, [rows[place] for place in part]
-    for _ in range(model.most_rounds(len(parts)) - len(parts)):
+    for _ in range(missing):
         yield [], [rows[place] for place in parts[0]]
 
 

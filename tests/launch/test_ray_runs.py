@@ -12,7 +12,7 @@ from ray_machine import WATCHDOG, wait_until_gone
 from ray_toys import AGENT, ON_RAY, Assassin, asked_for, census, mismatch, rows, two_nodes
 from rl_toys import asked, recorded, task
 from safetensors.torch import load_file
-from toys import FAST, PAIRS, Ran, as_argv, data, pairs, run, write_rows
+from toys import FAST, PAIRS, STEPS, Ran, as_argv, data, pairs, run, steps, write_rows
 from transformers import AutoModelForCausalLM
 
 from openrlhf.config.check import check
@@ -94,11 +94,21 @@ def reward_model(tmp_path, model):
     return "./rm"  # the workers stand elsewhere
 
 
-def test_ppo_with_every_model_in_a_place_of_its_own(go, model, reward_model):
+@pytest.fixture
+def process_model(tmp_path, model):
+    rows = write_rows(tmp_path / "steps.jsonl", steps(16))
+    run("train_prm", FAST | STEPS | {"pretrain": model, "save_path": "prm", "ckpt_path": "prm_ckpt", "dataset": rows})
+    return "./prm"
+
+
+def test_ppo_with_every_model_in_a_place_of_its_own(go, model, reward_model, process_model):
     ran = go(
         "out",
         2,
-        reward_pretrain=f"{reward_model},{reward_model}",
+        reward_pretrain=f"{reward_model},{process_model}",
+        step_rewards=True,
+        use_dynamic_batch=True,
+        rollout_max_tokens_per_gpu=64,
         advantage_estimator="gae",
         init_kl_coef=0.01,
         actor_num_nodes=2,
@@ -112,6 +122,11 @@ def test_ppo_with_every_model_in_a_place_of_its_own(go, model, reward_model):
     assert asked_for(ran) == dict.fromkeys(range(16), 4)
     assert {row["version"] for row in recorded(ran, 2)} == {1}
     assert mismatch(ran) <= 1e-4
+    rewarded = [row for step in (1, 2) for row in recorded(ran, step)]
+    assert any(len(row["step_rewards"]) > 1 for row in rewarded)
+    for row in rewarded:
+        assert row["step_rewards"][-1][0] == len(row["input_ids"]) - 1  # what the outcome model says
+        assert row["reward"] == pytest.approx(sum(value for _, value in row["step_rewards"]))
     trained = AutoModelForCausalLM.from_pretrained(ran.save_path).state_dict()
     assert distance(trained, weights(model)) > 1e-3
 

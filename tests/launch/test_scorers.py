@@ -1,0 +1,48 @@
+"""Micro-batches of a reward model whose shards other processes hold."""
+
+import numpy as np
+
+from openrlhf.data.collate import Layout
+from openrlhf.launch.scorers import rounds
+from openrlhf.rl.samples import Batching
+
+ROWS = [np.arange(length, dtype=np.int32) for length in (5, 3, 4)]
+BY_TOKENS = Batching(Layout(packing=True, pad_id=0), size=1, token_budget=8)
+
+
+class Sharded:
+    """A model of which another process needs so many forwards; notes what happens in which order."""
+
+    def __init__(self, others):
+        self.others = others
+        self.happened = []
+
+    def most_rounds(self, count):
+        self.happened.append("asked")
+        return max(count, self.others)
+
+
+def run(model):
+    found = []
+    for places, part in rounds(BY_TOKENS, ROWS, model):
+        model.happened.append("ran")
+        found.append((places, [len(row) for row in part]))
+    return found
+
+
+def test_every_row_is_in_one_micro_batch_within_the_budget():
+    found = run(Sharded(0))
+    assert sorted(place for places, _ in found for place in places) == [0, 1, 2]
+    assert all(sum(lengths) <= 8 for _, lengths in found)
+
+
+def test_a_process_with_fewer_micro_batches_repeats_one_whose_result_nobody_takes():
+    own, found = run(Sharded(0)), run(Sharded(4))
+    assert found[: len(own)] == own
+    assert found[len(own) :] == [([], own[0][1])] * (4 - len(own))
+
+
+def test_processes_agree_before_the_first_forward():
+    model = Sharded(4)  # one that asked in between would wait for others amid theirs
+    run(model)
+    assert model.happened == ["asked", *["ran"] * 4]
