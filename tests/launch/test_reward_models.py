@@ -327,7 +327,8 @@ def test_a_replay_with_reward_model_and_critic_is_the_run_that_it_replays(learn,
     live = learn("live", **flags)
     monkeypatch.setattr(HFEngine, "generate", refuse)
     replayed = learn("replayed", replay="./live/run/rollouts", **flags)
-    assert replayed.metrics == live.metrics
+    compared = [{name: value for name, value in row.items() if not name.startswith("rollout/")} for row in live.metrics]
+    assert replayed.metrics == compared  # an engine that draws nothing is not compared with the policy
     for name in ("live", "live_critic"):
         ours, theirs = (
             load_file(live.save_path.parent / name.replace("live", run_name) / "model.safetensors")

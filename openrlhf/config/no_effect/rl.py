@@ -70,17 +70,18 @@ ROLLOUT = (
 
 
 REWARDS = (
-    idle(
-        "remote_rm_url reward_pretrain reward_weights normalize_reward prm_reduce",
-        "beside --agent_func_path",
-        RLConfig,
-        lambda c: c.rewards.agent_func_path,
-    ),
+    idle("remote_rm_url", "beside --agent_func_path", RLConfig, lambda c: c.rewards.agent_func_path),
     idle(
         "reward_pretrain reward_weights normalize_reward prm_reduce step_rewards",
         "beside --remote_rm_url",
         RLConfig,
         lambda c: c.rewards.remote_rm_url and not c.rewards.agent_func_path,
+    ),
+    idle(
+        "reward_weights normalize_reward prm_reduce",
+        "without --reward_pretrain",
+        RLConfig,
+        lambda c: not c.rewards.reward_models,
     ),
     idle(
         "reward_api_key",
@@ -92,7 +93,7 @@ REWARDS = (
         "reward_timeout on_reward_error label_key",
         "with reward models only",
         RLConfig,
-        lambda c: c.rewards.scored_by_models,
+        lambda c: c.rewards.scored_by_models and not c.rewards.agent_func_path,
     ),
     idle("max_turns", "without --agent_func_path", RLConfig, lambda c: not c.rewards.agent_func_path),
     idle(
