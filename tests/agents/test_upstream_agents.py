@@ -2,10 +2,13 @@
 
 import asyncio
 import math
+from pathlib import Path
 
 import pytest
 from sessions import WATCHDOG, InStep, Say, decode, params, prompt, run
 
+from openrlhf.agents.multi_turn import read_step
+from openrlhf.agents.trajectory import read_reward
 from openrlhf.errors import ConfigError, RewardError, RolloutError
 
 TUPLES = """
@@ -127,9 +130,9 @@ def test_without_a_reward_a_reward_model_scores(build, write):
     assert got.score == 0.5
 
 
-def test_without_a_reward_and_a_reward_model_the_flag_is_named(build, write):
+def test_without_a_reward_and_a_reward_model_the_flag_is_named():
     with pytest.raises(RewardError, match=r"'reward' of the episode is None.*Try: --reward_pretrain"):
-        run(build(agent_func_path=write(ONCE % (None, None))), [Say("a")])
+        read_reward(None, scored_later=False)
 
 
 def test_an_agent_without_a_reward_function_leaves_the_reward_to_models(build, write):
@@ -145,11 +148,11 @@ def test_an_agent_without_a_reward_function_leaves_the_reward_to_models(build, w
     assert math.isnan(got.score)
 
 
-def test_images_are_refused(build, write):
-    source = OLDER % (("hf_tokenizer, result_queue",) * 2)
-    file = write(source.replace('"rewards": 1.0', '"rewards": 1, "environment_images": [1]'))
+def test_images_are_refused():
+    step = {"rewards": 1.0, "environment_feedback": "", "done": False}
+    assert read_step(step | {"environment_images": []})
     with pytest.raises(RolloutError, match="'environment_images', but models are trained on text"):
-        run(build(agent_func_path=file), [Say("a")])
+        read_step(step | {"environment_images": ["screen.png"]})
 
 
 def test_a_reward_file_may_grade_answers(build, write):
@@ -164,6 +167,33 @@ def test_a_reward_file_may_grade_answers(build, write):
     asked = prompt(label=r"so it is \boxed{\frac{1}{2}}")
     got = run(build(remote_rm_url=file), [Say("0.5"), Say("2")], asked=asked).trajectories
     assert [item.reward for item in got] == [1.0, 0.0]
+
+
+PYTHON = Path(__file__).parents[2] / "examples/python"  # the files that upstream's scripts name
+
+
+def test_the_second_chance_of_agent_func(build):
+    executor = build(agent_func_path=str(PYTHON / "agent_func.py"), context_length=256)
+    got = run(executor, [Say("2"), Say("3", "2.0"), Say("4")]).trajectories
+    assert [(item.reward, item.score) for item in got] == [(1.0, 1.0), (0.5, 1.0), (0.0, 0.0)]
+    assert [item.extra_logs["tries"] for item in got] == [1.0, 2.0, 3.0]
+
+
+def test_the_answers_of_math_reward_func(build):
+    executor = build(remote_rm_url=str(PYTHON / "math_reward_func.py"))
+    got = run(executor, [Say("so Answer: 2.0"), Say("Answer: 3"), Say("2")]).trajectories
+    assert [item.reward for item in got] == [1.0, 0.0, 0.0]
+    assert [item.extra_logs["answered"] for item in got] == [1.0, 1.0, 0.0]
+
+
+def test_the_other_files_that_scripts_name_are_there():
+    names = (
+        "reward_func",
+        "agent_func_gem_multiturn",
+        "agent_func_openai_server_executor",
+        "agent_func_nemogym_executor",
+    )
+    assert [name for name in names if not (PYTHON / f"{name}.py").is_file()] == []
 
 
 # The engine of the first episode, kept for all: in an attribute, or in a server with a thread and a loop of its own.

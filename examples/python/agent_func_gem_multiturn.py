@@ -1,0 +1,1 @@
+../agents/gem_game.py

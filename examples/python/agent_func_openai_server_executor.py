@@ -1,0 +1,1 @@
+../agents/openai_tools.py

@@ -1,0 +1,1 @@
+../scripts/reward_func.py
