@@ -167,11 +167,11 @@ UNBUILT: dict[str, str] = {
 FAMILIES: tuple[str, ...] = tuple(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in UNBUILT)
 
 
-def build(family: str, **fields: Any) -> PreTrainedModel:
-    """A tiny model in evaluation mode, with the attention that every family has; `fields` replace its config's."""
+def build(family: str, *, attention: str | None = None, **fields: Any) -> PreTrainedModel:
+    """A tiny model in evaluation mode, with the attention that Transformers chooses; `fields` replace its config's."""
     config = tiny_config(family, **fields)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
     _vary_constants(model)
     return model.eval()
 
