@@ -98,7 +98,7 @@ def settle_layout(network: Network, forward: Forward, worst: Callable[[float], f
     decoder = network.decoder
     name = type(decoder).__name__
     asked = Candidate(network.layout, attention_in(decoder))
-    probe = make_probe(decoder, forward)
+    probe = make_probe(network, forward)
     problems: list[str] = []
     kernels_train = True  # those of other packages may have no backward pass on this machine
     for candidate in candidates(network):
@@ -128,8 +128,9 @@ def settle_layout(network: Network, forward: Forward, worst: Callable[[float], f
     )
 
 
-def make_probe(decoder: PreTrainedModel, forward: Forward) -> Probe:
+def make_probe(network: Network, forward: Forward) -> Probe:
     """Ask the model itself: eager attention, PyTorch's own kernels, each sequence alone."""
+    decoder = network.decoder
     batch = probe_batch(decoder)
     scalar = decoder.get_output_embeddings() is None
     own_ask: Ask = "own_scores" if scalar else "own_log_probs"
@@ -139,7 +140,12 @@ def make_probe(decoder: PreTrainedModel, forward: Forward) -> Probe:
             own = answers(forward(batch, own_ask), batch)
             rounding = measure_rounding(decoder, own, lambda: answers(forward(batch, own_ask), batch))
     except FAILURES as failure:
-        raise ConfigError(f"{name} cannot run here: by itself it fails with {first_line(failure)}") from failure
+        adapted = network.model is not decoder
+        how = "with its adapters" if adapted else "by itself"
+        raise ConfigError(
+            f"{name} cannot run here: {how} it fails with {first_line(failure)}",
+            try_this="other --target_modules, or --lora_rank 0" if adapted else None,
+        ) from failure
     if not torch.isfinite(own).all():
         raise ConfigError(
             f"{name} computes {float(own.sum())} for random tokens", try_this="--param_dtype bf16 or fp32"

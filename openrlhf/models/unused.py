@@ -1,10 +1,15 @@
-"""Parts of a model that training on text cannot change.
+"""Parts of a model that training on text cannot change, or must not.
 
 A checkpoint with vision or audio is trained on text alone here, so no gradient reaches its other encoders and their
-projectors. An indexer chooses by top-k which tokens attention looks at, and a choice has no gradient. They are frozen:
-otherwise the optimizer would hold state for them, and the audit would stop the run because they do not learn.
+projectors. An indexer chooses by top-k which tokens attention looks at, and a choice has no gradient. Some families
+freeze parameters themselves (the biases by which a router balances its experts, sinusoids), but Transformers forgets
+that as it loads them. All of these are frozen: otherwise the optimizer would hold state for them, and the audit would
+stop the run because they do not learn.
 """
 
+import copy
+
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -15,7 +20,9 @@ INDEXER = "indexer"  # what sparse-attention families call the module
 
 
 def freeze_unused(model: PreTrainedModel) -> list[str]:
-    """Freeze what text does not train, say so, and return the names of the modules."""
+    """Freeze what text does not train, say which modules that are, and return their names."""
+    for name in frozen_by_design(model):
+        model.get_parameter(name).requires_grad_(False)
     names = unused_modules(model)
     for name in names:
         model.get_submodule(name).requires_grad_(False)
@@ -23,6 +30,13 @@ def freeze_unused(model: PreTrainedModel) -> list[str]:
         kinds = sorted({name.rpartition(".")[2] for name in names})
         say(f"{type(model).__name__}: training on text does not reach {', '.join(kinds)}, so it stays frozen")
     return names
+
+
+def frozen_by_design(model: PreTrainedModel) -> list[str]:
+    """Names of the parameters that the model's class makes without a gradient."""
+    with torch.device("meta"):
+        bare = type(model)(copy.deepcopy(model.config))
+    return [name for name, parameter in bare.named_parameters() if not parameter.requires_grad]
 
 
 def unused_modules(model: PreTrainedModel) -> list[str]:

@@ -19,6 +19,7 @@ from openrlhf.models.load import (
     load_tokenizer,
     recompute_activations,
 )
+from openrlhf.models.self_test import settle_layout
 from openrlhf.training.optim import MasterOptimizer, OptimizerSettings
 from openrlhf.types import TokenRow
 from tests.models.architectures import build
@@ -173,6 +174,13 @@ def test_layers_that_share_their_weights_get_no_adapters():
     """zamba: an adapter for each place where the shared layer stands could not be merged into the one weight."""
     with pytest.raises(ConfigError, match=r"layers.2.*q_proj and .*layers.4.*q_proj share their weights"):
         add_adapters(build("zamba"), Lora(lora_rank=2), scalar=False)
+
+
+def test_adapters_that_a_layer_does_not_take_are_refused():
+    """llama4's router is a linear layer that returns two tensors."""
+    network = Network(add_adapters(build("llama4_text"), Lora(lora_rank=2), scalar=False)).eval()
+    with pytest.raises(ConfigError, match=r"with its adapters it fails with .*\. Try: other --target_modules"):
+        settle_layout(network, network)
 
 
 def test_adapters_beside_embeddings_that_a_model_changes_in_place():

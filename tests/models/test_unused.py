@@ -1,9 +1,10 @@
 """What training on text does not reach stays frozen, and gets no adapters."""
 
 import pytest
+import torch
 
-from openrlhf.config.sections.model import Lora
-from openrlhf.models.load import add_adapters
+from openrlhf.config.sections.model import Lora, Model
+from openrlhf.models.load import add_adapters, load_causal_lm
 from tests.models.architectures import build
 
 
@@ -34,6 +35,15 @@ def test_an_indexer_chooses_and_stays_frozen():
     model = build("deepseek_v32")
     add_adapters(model, Lora(), scalar=False)
     assert frozen(model) == {name for name, _ in model.named_parameters() if ".indexer." in name} != set()
+
+
+def test_what_a_family_freezes_stays_frozen_after_loading(tmp_path, capsys):
+    build("ernie4_5_moe").save_pretrained(tmp_path)
+    model = load_causal_lm(str(tmp_path), Model(), device=torch.device("cpu"), packing=False)
+    capsys.readouterr()
+    add_adapters(model, Lora(), scalar=False)
+    assert frozen(model) == {"model.layers.1.mlp.gate.moe_statics.e_score_correction_bias"}
+    assert capsys.readouterr().err == ""
 
 
 def test_a_text_model_is_trained_as_a_whole(capsys):
