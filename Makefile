@@ -2,6 +2,7 @@
 # make test         set up everything (CPU builds), then lint, import contract, types and every test
 # make check        lint, import contract, types and the fast tests: the edit loop, under 3 minutes on two cores
 # make lint         what `make test` and `make check` run before pytest
+# make matrix       every model family of Transformers on tiny models, and more of them in vLLM; writes docs/models.md
 # make examples     every script of examples/scripts at tiny scale, with a table of what ran
 # PYTHON=python3.12 make ...   takes another interpreter (3.11 or newer)
 # make test WORKERS=1 PYTEST="--random-order"   processes that share the tests (default: one per core, at most 4), and
@@ -24,14 +25,14 @@ export OMP_NUM_THREADS ?= 2
 WORKERS ?= auto
 PYTEST ?=
 
-.PHONY: quickstart test check lint examples clean
+.PHONY: quickstart test check lint matrix examples clean
 .NOTPARALLEL:
 
 quickstart: $(CORE)
 	$(BIN)/python examples/quickstart.py
 
 # Workers share the cores, so each computes on one thread.
-test check: export OMP_NUM_THREADS := 1
+test check matrix: export OMP_NUM_THREADS := 1
 
 test: lint
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) $(PYTEST)
@@ -45,6 +46,10 @@ lint: $(FULL)
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/pyrefly check
 	$(BIN)/shellcheck examples/scripts/*.sh tools/*.sh
+
+matrix: $(FULL)
+	$(BIN)/python tools/model_matrix.py --numprocesses $(WORKERS) $(PYTEST)
+	$(BIN)/python -m pytest -m matrix tests/rollout $(PYTEST)
 
 examples: $(FULL)
 	$(BIN)/python tools/run_examples.py
