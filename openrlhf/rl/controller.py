@@ -181,11 +181,11 @@ class Controller:
         now = time.perf_counter()
         state.version = version
         values |= {"timing/broadcast": now - trained, "timing/step_total": now - self.step_began}
+        values |= await self._probe(rollout, values)
         self.last = values
         if version % loop.log_every == 0:
             parts.monitor.log("train", version, values)
         parts.monitor.advance(shown(values))
-        await self._probe(rollout, values)
         if loop.eval_every > 0 and version % loop.eval_every == 0:
             await self.evaluate()
         await after_step(self)
@@ -228,14 +228,15 @@ class Controller:
             values["timing/generation"] = self.generation_seconds.pop(rollout.number)
         return values
 
-    async def _probe(self, rollout: Rollout, values: dict[str, float]) -> None:
+    async def _probe(self, rollout: Rollout, values: dict[str, float]) -> dict[str, float]:
         """Compares engine and trainer right after a sync, where no later rollout of these weights will tell in time."""
         if self.gap is None:
-            return
+            return {}
         self.gap.note_update(values)
-        if self.gap.probe_is_due(self.state.version):
-            prompts = list({item.prompt.index: item.prompt for item in rollout.trajectories}.values())
-            await self.gap.probe(self.parts.engine, prompts, self.settings.rollout, self.state.version)
+        if not self.gap.probe_is_due(self.state.version):
+            return {}
+        prompts = list({item.prompt.index: item.prompt for item in rollout.trajectories}.values())
+        return await self.gap.probe(self.parts.engine, prompts, self.settings.rollout, self.state.version)
 
     def _progress(self, rollout: Rollout, trained: float) -> float:
         """How much of the run is done when so much of a rollout is trained.

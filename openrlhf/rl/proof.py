@@ -39,7 +39,7 @@ class GapSettings:
 
 @dataclass
 class GapWatch:
-    """Measures the gap whenever there are samples that tell, and stops the run where it is far too large."""
+    """Measures the gap whenever there are samples that tell, and stops the run if it is far too large."""
 
     settings: GapSettings
     workers: Workers
@@ -80,13 +80,13 @@ class GapWatch:
             f"step {step}: the log-probs of engine and trainer differ by {gap:.2g} nats a token on average, "
             f"expected below {self.settings.warn:g}; most in {sample_name(worst.prompt)}"
         )
-        if not gap <= self.settings.stop:  # also where it is not a number
+        if not gap <= self.settings.stop:  # also if it is not a number
             raise RolloutError(f"{found}. They do not compute the same model", try_this=ADVICE)
         if gap > max(self.settings.warn, 2 * self.warned):
             self.warned = gap
             self.monitor.tell(
                 f"{found}. Likely causes: the precision of either side, attention kernels, weights that did not "
-                f"take effect in the engine. "
+                "take effect in the engine. "
                 f"Try: --enable_vllm_is_correction to correct for it, or {ADVICE}"
             )
         return gap
@@ -100,13 +100,16 @@ class GapWatch:
         asked = settings.probe_every > 0 and version % settings.probe_every == 0
         return settings.probe and (asked or (self.moved and not self.proved))
 
-    async def probe(self, engine: Engine, prompts: Sequence[Prompt], settings: RolloutSettings, version: int) -> None:
+    async def probe(
+        self, engine: Engine, prompts: Sequence[Prompt], settings: RolloutSettings, version: int
+    ) -> dict[str, float]:
         """Draws a few tokens with the weights that have just been synced, and compares those."""
-        params = replace(settings.params, max_tokens=PROBE_TOKENS, stop=(), seed=version)
-        asked = [prompt for prompt in prompts if len(prompt.input_ids) + PROBE_TOKENS <= settings.context_length][
-            :SAMPLES
+        asked = [prompt for prompt in prompts if len(prompt.input_ids) < settings.context_length][:SAMPLES]
+        requests = [
+            Request(prompt.input_ids, replace(settings.params, max_tokens=room, stop=(), seed=version))
+            for prompt in asked
+            for room in (min(PROBE_TOKENS, settings.context_length - len(prompt.input_ids)),)
         ]
-        requests = [Request(prompt.input_ids, params) for prompt in asked]
         self.proved = self.proved or self.moved  # or said why not
         try:
             made = await asyncio.wait_for(engine.generate(requests), PROBE_SECONDS)
@@ -115,7 +118,7 @@ class GapWatch:
                 f"step {version}: the log-probs of engine and trainer were not compared after this weight sync, "
                 f"because the engines were busy for {PROBE_SECONDS:g} s"
             )
-            return
+            return {}
         drawn = [
             Trajectory(
                 prompt,
@@ -129,11 +132,13 @@ class GapWatch:
             )
             for prompt, completion in zip(asked, made, strict=True)
         ]
-        if not await self.look(drawn, version, version):
+        found = await self.look(drawn, version, version)
+        if not found:
             self.monitor.tell(
                 f"step {version}: the log-probs of engine and trainer were not compared after this weight sync, "
                 "because no prompt leaves room for a probe"
             )
+        return found
 
 
 def choose(fresh: Sequence[Trajectory], batching: Batching) -> Sequence[Trajectory]:

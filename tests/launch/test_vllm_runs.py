@@ -51,7 +51,8 @@ def test_engine_and_trainer_agree_in_every_mode(mode, go):
             ]
             assert max(apart) < 1e-4
         assert line["actor_grad_norm"] > 0
-        assert bound or line["rollout/log_prob_difference"] < 1e-4
+        if bound == 0 or "sync_check_every" in MODES[mode]:
+            assert line["rollout/log_prob_difference"] < 1e-4
 
 
 def test_weights_that_do_not_arrive_whole_stop_the_run(go, monkeypatch, capsys):

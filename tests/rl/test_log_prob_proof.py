@@ -127,7 +127,8 @@ class Engine:
 
     async def generate(self, requests):
         await asyncio.sleep(self.seconds)
-        assert all(request.params.max_tokens == PROBE_TOKENS for request in requests)
+        rooms = [min(PROBE_TOKENS, 64 - len(request.prompt_token_ids)) for request in requests]
+        assert [request.params.max_tokens for request in requests] == rooms
         return [Completion((2, 2), (self.log_prob,) * 2, "..", "length", self.version) for _ in requests]
 
 
@@ -167,7 +168,7 @@ def test_probes_are_repeated_if_asked():
 
 def test_a_probe_that_tells_nothing_says_why(monkeypatch):
     gap = watch(probe=True)
-    probe(gap, Engine(-1.0, version=4), 4, prompts=PROMPTS[1:2])
+    probe(gap, Engine(-1.0, version=4), 4, prompts=[Prompt(0, "", (1,) * 64)])
     monkeypatch.setattr("openrlhf.rl.proof.PROBE_SECONDS", 0.01)
     probe(gap, Engine(-1.0, version=5, seconds=60.0), 5)
     without_room, busy = gap.monitor.lines
