@@ -118,7 +118,7 @@ def test_a_private_ray_with_too_many_devices_is_refused_before_it_starts(machine
 
 def test_an_interpreter_in_a_folder_with_a_space_has_a_private_ray(machine):
     machine.python = link_interpreter(machine.folder / "an environment")
-    seen, _ = machine.see("look_around", ONE_GROUP)
+    seen, _ = machine.see("look_around", f"{ONE_GROUP} --actor_num_gpus_per_node 1")
     assert [one["RANK"] for one in seen["groups"]["policy"]] == ["0"]
 
 
