@@ -77,7 +77,8 @@ QUIET = [  # the same flags in runs in which they act
     "train_ppo_ray --ref_num_gpus_per_node 4 --init_kl_coef 0",  # which decides for Ray
     "train_ppo --remote_rm_url= --reward_pretrain ./model --normalize_reward --prm_reduce mean --reward_weights 2",
     "train_ppo --remote_rm_url= --agent_func_path ./agent.py --step_rewards --system_prompt Hi",
-    "train_ppo --remote_rm_url= --agent_func_path ./agent.py --reward_pretrain ./model --normalize_reward",
+    "train_ppo --remote_rm_url= --agent_func_path ./agent.py --reward_pretrain ./model --normalize_reward "
+    "--reward_timeout 9 --on_reward_error skip",
     "train_ppo_ray --vllm_num_engines 8 --vllm_sync_backend gloo --enforce_eager",
     "train_ppo_ray --vllm_num_engines 8 --async_train --partial_rollout",
     "train_ppo --remote_rm_url http://127.0.0.1:5000/get_reward --reward_api_key secret",

@@ -10,6 +10,8 @@ from openrlhf.rollout.vllm import VLLMEngine, VLLMSettings
 from openrlhf.types import Request, SamplingParams
 from tests.tiny import make_model
 
+pytestmark = pytest.mark.slow(seconds=8)
+
 
 def test_truncated_samples_have_log_probs_of_the_whole_distribution(tmp_path, tokenizer):
     folder = make_model(tmp_path, seed=3, head_dim=32)  # vLLM's attention on CPU knows no smaller one
