@@ -44,30 +44,31 @@ def main() -> None:
     build_model(folder / "base")
     base = accuracy(folder / "base", held_out)
 
+    where, reward = (shlex.quote(str(path)) for path in (folder, REWARD))  # either may hold a space
     small = "--train_batch_size 64 --micro_train_batch_size 64 --max_len 64"
     run(
-        f"train_sft --pretrain {folder}/base --dataset {folder}/sft.jsonl --eval_dataset {folder}/sft_test.jsonl "
+        f"train_sft --pretrain {where}/base --dataset {where}/sft.jsonl --eval_dataset {where}/sft_test.jsonl "
         f"--input_template {{}} --output_key output --learning_rate 3e-3 --max_epochs 2 {small} "
-        f"--save_path {folder}/sft"
+        f"--save_path {where}/sft"
     )
     tuned = accuracy(folder / "sft", held_out)
-    pairs = f"--dataset {folder}/pairs.jsonl --eval_dataset {folder}/pairs_test.jsonl --prompt_key prompt"
-    run(f"train_rm --pretrain {folder}/sft {pairs} --learning_rate 1e-3 {small} --save_path {folder}/rm")
+    pairs = f"--dataset {where}/pairs.jsonl --eval_dataset {where}/pairs_test.jsonl --prompt_key prompt"
+    run(f"train_rm --pretrain {where}/sft {pairs} --learning_rate 1e-3 {small} --save_path {where}/rm")
 
     prompts = (
-        f"--prompt_data {folder}/prompts.jsonl --label_key label --prompt_max_len 32 --generate_max_len {DIGITS + 2} "
+        f"--prompt_data {where}/prompts.jsonl --label_key label --prompt_max_len 32 --generate_max_len {DIGITS + 2} "
         "--micro_train_batch_size 256 --micro_rollout_batch_size 256 --lr_warmup_ratio 0.05"
     )
     run(
-        f"train_ppo --pretrain {folder}/sft --reward_pretrain {folder}/rm {prompts} --rollout_batch_size 256 "
+        f"train_ppo --pretrain {where}/sft --reward_pretrain {where}/rm {prompts} --rollout_batch_size 256 "
         f"--train_batch_size 256 --actor_learning_rate 1e-4 --critic_learning_rate 1e-3 --init_kl_coef 0.3 "
-        f"--freezing_actor_steps 4 --max_steps 16 --save_path {folder}/ppo"
+        f"--freezing_actor_steps 4 --max_steps 16 --save_path {where}/ppo"
     )
     against_model = accuracy(folder / "ppo", held_out)
     run(
-        f"train_ppo --pretrain {folder}/sft --remote_rm_url {REWARD} {prompts} --advantage_estimator group_norm "
+        f"train_ppo --pretrain {where}/sft --remote_rm_url {reward} {prompts} --advantage_estimator group_norm "
         f"--n_samples_per_prompt 8 --rollout_batch_size 32 --train_batch_size 128 --actor_learning_rate 3e-4 "
-        f"--init_kl_coef 0 --max_steps 100 --save_path {folder}/grpo"
+        f"--init_kl_coef 0 --max_steps 100 --save_path {where}/grpo"
     )
     verified = accuracy(folder / "grpo", held_out)
 

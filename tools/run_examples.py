@@ -176,7 +176,11 @@ def main() -> None:
 
 def make_stand_ins(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for name, body in STANDS_IN.items():
+    programs = dict(STANDS_IN)
+    deepspeed = shlex.quote(str(Path(sys.executable).with_name("deepspeed")))
+    if deepspeed.startswith("'"):  # its first line names an interpreter whose path must not hold a space
+        programs["deepspeed"] = f'exec python3 {deepspeed} "$@"'
+    for name, body in programs.items():
         (folder / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (folder / name).chmod(0o755)
 
@@ -189,7 +193,8 @@ def run(example: Example, folder: Path) -> str:
         prefix="or", dir="/tmp", ignore_cleanup_errors=True
     ) as ray:  # a short path for sockets
         places = {"toys": folder / "toys", "work": work, "scripts": SCRIPTS, "ray": ray, "port": free_port()}
-        words = shlex.split(f"{SETTING} {example.variables}".format(**places))
+        quoted = {name: shlex.quote(str(place)) for name, place in places.items()}
+        words = shlex.split(f"{SETTING} {example.variables}".format(**quoted))
         given = dict(word.split("=", 1) for word in words)
         with (work / "log").open("w") as log:
             code = execute(example.command, surroundings(folder) | given, work, log)

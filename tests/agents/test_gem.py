@@ -9,6 +9,7 @@ from openrlhf.errors import ConfigError
 from openrlhf.types import Completion
 from tests.tiny import make_tokenizer
 
+pytestmark = pytest.mark.slow(seconds=2)
 EXAMPLE = Path(__file__).parents[2] / "examples/agents/gem_game.py"
 HIGHER = """
     import random

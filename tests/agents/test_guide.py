@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from sessions import Say, decode, prompt, run
 
+pytestmark = pytest.mark.slow(seconds=2)
 ROOT = Path(__file__).parents[2]
 GAME = "game:GuessTheNumber-v0-easy"
 FILES = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", (ROOT / "docs/agents.md").read_text(), re.DOTALL))

@@ -17,6 +17,7 @@ from openrlhf.models.load import load_causal_lm
 from openrlhf.rollout.hf import HFEngine
 from tests.tiny import make_model, make_tokenizer
 
+pytestmark = pytest.mark.slow(seconds=2)
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call></s>'
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 TOOL_AGENT = f"""
