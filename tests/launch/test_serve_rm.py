@@ -226,7 +226,10 @@ def test_a_score_that_is_no_number_is_an_error(reward_model, tmp_path):
     torch.nn.init.constant_(model.score.weight, float("nan"))
     model.save_pretrained(tmp_path / "broken")
     AutoTokenizer.from_pretrained(reward_model).save_pretrained(tmp_path / "broken")
-    with serving(reward_pretrain=str(tmp_path / "broken")) as url:
+    broken = str(tmp_path / "broken")
+    with pytest.raises(ConfigError, match="computes nan for random tokens"):
+        build_server(settings(reward_pretrain=broken))
+    with serving(reward_pretrain=broken, skip_self_test=True) as url:
         status, answer = post(url, {"query": ["abc"]})
     assert (status, answer["detail"]) == (500, "the model's score of query 0 is nan, not a finite number")
 
