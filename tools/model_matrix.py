@@ -137,9 +137,12 @@ class Notes:
 
 
 DETAILS = (
-    (r"\w+(ForCausalLM|ForSequenceClassification|ForConditionalGeneration|LMHeadModel|ModelWithLMHead)\b", "the model"),
-    (r"<class '[^']*'> | \(model_type=[^)]*\)|\[PEFT:\S* ", ""),
     (r"(no sequence classifier) for the family \S+", r"\1 for its family"),
+    (
+        r"\b(?!Auto)\w+(ForCausalLM|ForSequenceClassification|ForConditionalGeneration|LMHeadModel|WithLMHead)\b",
+        "the model",
+    ),
+    (r"<class '[^']*'> | \(model_type=[^)]*\)|\[PEFT:\S* |\. Incompatible modules.*", ""),
     (r"\d+ of \d+ trainable parameters \([^)]*\)", "some trainable parameters"),
     (r" by [\d.e+-]+ \([\d.e+-]+ allowed\)| \([\d.e+-]+, [\d.e+-]+ allowed\)", ""),
     (r"base_model\S+ and base_model\S+", "some layers"),
@@ -150,8 +153,7 @@ DETAILS = (
 
 def generic(family: str, message: str) -> str:
     """A message that families may share."""
-    message = re.sub(rf"\b{re.escape(family)}\b", "the model", message)
-    for pattern, replacement in DETAILS:
+    for pattern, replacement in (*DETAILS, (rf"\b{re.escape(family)}\b", "the model")):
         message = re.sub(pattern, replacement, message)
     return message.replace("the model the model", "the model").rstrip(".")
 
