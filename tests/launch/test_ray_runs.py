@@ -168,6 +168,18 @@ def test_one_step_with_shared_rows_is_that_of_one_process(go, local, model):
         assert again.train(name) == pytest.approx(once.train(name), abs=1e-5)
 
 
+def test_processes_that_share_every_matrix_train_and_generate_as_one(go, local):
+    """Two processes hold one policy; a single process replays what they drew."""
+    flags = {"advantage_estimator": "group_norm", "init_kl_coef": 0.01, "train_batch_size": 16, "save_steps": 1}
+    flags |= {"actor_learning_rate": 1e-3, "save_hf_ckpt": True, "adam_eps": 1e-5}  # rounding must not decide a sign
+    two = {"actor_num_gpus_per_node": 2, "ref_num_gpus_per_node": 2, "ds_tensor_parallel_size": 2}
+    split = go("split", 2, colocate_all_models=True, **flags | two)
+    assert mismatch(split) <= 1e-4  # the engines had whole weights, those of the first step too
+    whole = local("whole", 2, replay="./split/run/rollouts", **flags)
+    assert distance(weights(split.save_path), weights(whole.save_path)) <= 1e-5
+    assert distance(weights(split.ckpt_path / "global_step1_hf"), weights(split.save_path)) > 1e-3
+
+
 def test_the_hybrid_command_of_the_readme_with_adapters(go, tmp_path, model, reward_model, offline, monkeypatch):
     """Engines on the models' devices, everyone asleep while others work; what is learned reaches the engines.
 
