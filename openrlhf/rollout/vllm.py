@@ -151,7 +151,11 @@ class VLLMEngine:
         await self._steps.health()
 
     async def close(self) -> None:
+        """End the engine, and vLLM's process groups with it: a next one may need others, as experts do."""
         await self._steps.close()
+        from vllm.distributed.parallel_state import destroy_model_parallel
+
+        destroy_model_parallel()
 
 
 def _completion(params: SamplingParams, generated: Generated, text: str) -> Completion:

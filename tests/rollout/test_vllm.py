@@ -14,17 +14,15 @@ from openrlhf.rl.samples import batch_trajectories
 from openrlhf.rollout.checksum import checksum
 from openrlhf.rollout.hf import HFEngine
 from openrlhf.rollout.sampling import Draws, truncate
-from openrlhf.rollout.vllm import VLLMEngine, VLLMSettings
 from openrlhf.training.local import LocalBackend
 from openrlhf.training.objectives import SFT
 from openrlhf.training.optim import OptimizerSettings
 from openrlhf.types import Prompt, Request, SamplingParams, TokenRow, Trajectory
+from tests.rollout.vllm_engines import ATTENTION, LONG, LONGEST, SHORT, begun, build
 from tests.tiny import make_model
 
 pytestmark = pytest.mark.slow(seconds=2)
 PROMPTS = ["a", "hello", "the cat", "x" * 20, "1+1=", "Z", "q?", "what is it", "no", "abcdefghijkl", "==", "w"]
-LONGEST = 2048
-ATTENTION = {"head_dim": 32}  # vLLM's attention on CPU knows no smaller one
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +39,6 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def network(folder):
     return Network(AutoModelForCausalLM.from_pretrained(folder))
-
-
-def build(folder, tokenizer, **settings):
-    fixed = {"enforce_eager": True, "enable_sleep": True, "seeded_requests": True}
-    return VLLMEngine(VLLMSettings(folder, "float32", LONGEST, **fixed | settings), tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -233,19 +226,6 @@ def test_many_callers_side_by_side(engine, tokenizer):
     assert [made for (made,) in asyncio.run(one_by_one())] == asyncio.run(engine.generate(asked))
 
 
-LONG = Request((5, 6, 7), SamplingParams(max_tokens=500, min_tokens=501, seed=1))
-SHORT = replace(LONG, params=replace(LONG.params, max_tokens=3))
-
-
-async def begun(engine):
-    """A long request of which some tokens are there: a short one that came with it has ended."""
-    task = asyncio.create_task(engine.generate([LONG]))
-    await asyncio.sleep(0)  # it has asked before the short one asks
-    await engine.generate([SHORT])
-    assert not task.done()
-    return task
-
-
 def test_a_cancelled_caller_takes_its_requests_back(engine):
     async def cancel():
         task = await begun(engine)
@@ -389,46 +369,3 @@ def test_a_missing_parameter_is_named_and_nothing_is_drawn_until_it_came(shared,
         return long
 
     assert len(asyncio.run(change()).token_ids) == LONG.params.max_tokens
-
-
-def test_a_closed_engine_says_so(shared):
-    async def close():
-        task = await begun(shared)
-        await shared.close()
-        for waiting in (task, shared.generate([SHORT])):
-            with pytest.raises(EngineError, match="closed"):
-                await waiting
-        await shared.close()
-
-    asyncio.run(close())
-
-
-def test_a_model_that_vllm_cannot_run_is_refused_before_anything_starts(shared, tokenizer, tmp_path):
-    asyncio.run(shared.close())
-    with pytest.raises(RolloutError, match=r"did not start.*head_dim=8"):
-        build(make_model(tmp_path, head_dim=8, max_position_embeddings=LONGEST), tokenizer)
-
-
-def test_an_error_within_a_step_reaches_those_who_wait(shared, folder, tokenizer, monkeypatch):
-    asyncio.run(shared.close())
-    broken = build(folder, tokenizer)
-
-    def step():
-        raise RuntimeError("no such kernel")
-
-    monkeypatch.setattr(broken._steps._engine, "step", step)
-
-    async def fail():
-        waiting = [broken.generate([SHORT]), broken.generate([LONG])]
-        errors = await asyncio.gather(*waiting, return_exceptions=True)
-        assert all(isinstance(error, RolloutError) and "no such kernel" in str(error) for error in errors)
-        with pytest.raises(RolloutError, match="no such kernel"):
-            await broken.health()
-        await broken.close()
-
-    asyncio.run(fail())
-
-
-def test_a_model_that_is_not_there(tokenizer, tmp_path):
-    with pytest.raises(RolloutError, match="did not start"):
-        build(str(tmp_path / "nothing"), tokenizer)

@@ -1,0 +1,59 @@
+"""Engines of vLLM that are closed, fail or do not start; one at a time, because a process has room for one."""
+
+import asyncio
+
+import pytest
+
+from openrlhf.errors import EngineError, RolloutError
+from tests.rollout.vllm_engines import ATTENTION, LONG, LONGEST, SHORT, begun, build
+from tests.tiny import make_model
+
+pytestmark = pytest.mark.slow(seconds=4)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"), seed=3, max_position_embeddings=LONGEST, **ATTENTION)
+
+
+def test_a_closed_engine_says_so(folder, tokenizer):
+    engine = build(folder, tokenizer)
+
+    async def close():
+        task = await begun(engine)
+        await engine.close()
+        for waiting in (task, engine.generate([SHORT])):
+            with pytest.raises(EngineError, match="closed"):
+                await waiting
+        await engine.close()
+
+    asyncio.run(close())
+
+
+def test_a_model_that_vllm_cannot_run_is_refused_before_anything_starts(tokenizer, tmp_path):
+    with pytest.raises(RolloutError, match=r"did not start.*head_dim=8"):
+        build(make_model(tmp_path, head_dim=8, max_position_embeddings=LONGEST), tokenizer)
+
+
+def test_an_error_within_a_step_reaches_those_who_wait(folder, tokenizer, monkeypatch):
+    broken = build(folder, tokenizer)
+
+    def step():
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(broken._steps._engine, "step", step)
+
+    async def fail():
+        waiting = [broken.generate([SHORT]), broken.generate([LONG])]
+        errors = await asyncio.gather(*waiting, return_exceptions=True)
+        assert all(isinstance(error, RolloutError) and "no such kernel" in str(error) for error in errors)
+        with pytest.raises(RolloutError, match="no such kernel"):
+            await broken.health()
+        await broken.close()
+
+    asyncio.run(fail())
+
+
+def test_a_model_that_is_not_there(tokenizer, tmp_path):
+    with pytest.raises(RolloutError, match="did not start"):
+        build(str(tmp_path / "nothing"), tokenizer)
