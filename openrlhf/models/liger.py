@@ -14,7 +14,7 @@ def uses_liger(loading: Loading, model_type: str, device: torch.device) -> bool:
 
 
 def liger_knows(model_type: str) -> bool:
-    from liger_kernel.transformers.monkey_patch import (  # pyrefly: ignore[missing-import]
+    from liger_kernel.transformers.monkey_patch import (
         MODEL_TYPE_TO_APPLY_LIGER_FN,
     )
 
@@ -23,7 +23,7 @@ def liger_knows(model_type: str) -> bool:
 
 def apply_liger(model: PreTrainedModel) -> None:
     """Fused norms, MLPs and rotary embeddings; not its loss, because `Network` never makes logits either."""
-    from liger_kernel.transformers import _apply_liger_kernel_to_instance  # pyrefly: ignore[missing-import]
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
     try:
         _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
