@@ -2,6 +2,7 @@
 # Runs the two commands of README.md as on a machine that has never seen the project: a clone of the last commit in a
 # folder with a space in its name, an empty HOME, an empty TMPDIR with a long path, no folder of Ray, a locale that is
 # neither English nor UTF-8, and another time zone. Takes what pip needs to reach its index, PATH and nothing else.
+# TMPDIR itself has no space: torch.compile hands paths below it to the C++ compiler without quotes.
 #
 #   tools/fresh_machine.sh [FOLDER]   FOLDER (default: /tmp) holds the clone, about 6 GiB; removed if all is green
 set -euo pipefail
@@ -9,7 +10,7 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 fresh=$(mktemp -d "${1:-/tmp}/fresh machine XXXXXX")
 clone="$fresh/open rlhf"
-temporary="$fresh/a temporary folder with a path as long as some clusters have it"
+temporary=$(mktemp -d "${1:-/tmp}/a-temporary-folder-with-a-path-as-long-as-some-clusters-have-it-XXXXXX")
 language=de_DE.ISO-8859-1
 
 if [[ -e /tmp/ray ]]; then
@@ -18,7 +19,7 @@ if [[ -e /tmp/ray ]]; then
 fi
 
 git clone --quiet "$root" "$clone"
-mkdir "$fresh/home" "$fresh/locales" "$temporary"
+mkdir "$fresh/home" "$fresh/locales"
 localedef -i de_DE -f ISO-8859-1 "$fresh/locales/$language"
 
 kept=()
@@ -49,4 +50,4 @@ if [[ -e /tmp/ray || -n $left ]]; then
     printf 'the commands left something behind:\n%s\n' "$(ls -d /tmp/ray 2>/dev/null) $left" >&2
     exit 1
 fi
-rm -rf "$fresh"
+rm -rf "$fresh" "$temporary"
