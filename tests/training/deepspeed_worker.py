@@ -37,7 +37,7 @@ from tests.training.deepspeed_cases import (
 )
 
 CPU = torch.device("cpu")
-MANY = 512  # micro-batches
+MANY = 384  # micro-batches
 
 
 @contextmanager
@@ -125,15 +125,12 @@ class Worker:
         teacher = DeepSpeedFrozen(load_network(self.folder / "teacher", packed=True), Sharding(zero_stage=3), CPU)
         return step_scorer(teacher).score_rows(judged_rows(self.rank)).tolist()
 
-    def long_sums(self) -> dict[str, Any]:
-        """Norms of a step with so many equal micro-batches that a sum in bf16 stops growing half-way."""
-        norms = {}
-        for stage in (1, 2, 3):
-            network = load_network(self.folder / "llama").to(torch.bfloat16)
-            backend = DeepSpeedBackend(network, SETTINGS, Sharding(zero_stage=stage), CPU)
-            backend.forward_backward([make_batch((4,), 1, packed=False)] * MANY, Sft())
-            norms[f"zero{stage}"] = backend.optim_step(1.0)
-        return norms
+    def long_sum(self) -> float | None:
+        """Norm of a step with so many equal micro-batches that a sum in bf16 stops growing on the way, at 256."""
+        network = load_network(self.folder / "llama").to(torch.bfloat16)
+        backend = DeepSpeedBackend(network, SETTINGS, Sharding(zero_stage=1), CPU)
+        backend.forward_backward([make_batch((4,), 1, packed=False)] * MANY, Sft())
+        return backend.optim_step(1.0)
 
     def resume(self, stage: int, *, lora: bool) -> dict[str, Any]:
         """Saves after the first step into a folder that is renamed, and continues in a new engine."""
@@ -282,7 +279,7 @@ def main() -> None:
         "offloaded": worker.offloaded,
         "uneven_chunks": worker.uneven_chunks,
         "uneven_rounds": worker.uneven_rounds,
-        "long_sums": worker.long_sums,
+        "long_sum": worker.long_sum,
         "resume": lambda: {
             "resumed-zero3-full": worker.resume(3, lora=False),
             "resumed-zero3-lora": worker.resume(3, lora=True),

@@ -164,7 +164,7 @@ def test_bf16_gradients_of_many_micro_batches_are_summed_in_fp32(folder: Path, r
     backend.forward_backward([make_batch((4,), 1, packed=False)], Sft())
     norm = backend.optim_step(1.0)
     for rank in ranks:
-        assert rank["long_sums"] == pytest.approx({f"zero{stage}": norm for stage in (1, 2, 3)}, rel=0.01)
+        assert rank["long_sum"] == pytest.approx(norm, rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["zero3-full", "zero3-lora", "zero2-full", "zero0-lora"])

@@ -98,7 +98,8 @@ def gradients_are_summed_in_fp32_or_as_they_come(config: TrainingConfig) -> None
 def sleeping_needs_movable_gradients(config: RLConfig) -> None:
     """DeepSpeed's optimizer for bf16 weights with fp32 sums at stage 1 cannot be moved off the device."""
     sharding = config.sharding
-    stuck = sharding.zero_stage == 1 and config.model.param_dtype == "bf16" and sharding.grad_accum_dtype != "bf16"
+    fp32_sums = config.model.param_dtype == "bf16" and sharding.grad_accum_dtype != "bf16"
+    stuck = sharding.zero_stage == 1 and fp32_sums and not sharding.adam_offload
     if config.placement.deepspeed_enable_sleep and stuck and deepspeed_processes(config):
         raise ConfigError(
             "--deepspeed_enable_sleep cannot move the fp32 gradients of --zero_stage 1 off the device",
