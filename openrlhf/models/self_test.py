@@ -146,10 +146,8 @@ def make_probe(network: Network, forward: Forward) -> Probe:
             f"{name} cannot run here: {how} it fails with {first_line(failure)}",
             try_this="other --target_modules, or --lora_rank 0" if adapted else None,
         ) from failure
-    if not torch.isfinite(own).all():
-        raise ConfigError(
-            f"{name} computes {float(own.sum())} for random tokens", try_this="--param_dtype bf16 or fp32"
-        )
+    if own.isnan().any():
+        raise ConfigError(f"{name} computes nan for random tokens", try_this="--param_dtype bf16 or fp32")
     return Probe(batch, "scores" if scalar else "log_probs", own, rounding)
 
 
@@ -165,7 +163,7 @@ def judge_forward(forward: Forward, probe: Probe) -> tuple[float, str]:
     def change(numbers: range) -> Tensor:
         """How far the answers of the other sequences move when these have other tokens."""
         others = answers(forward(with_reversed(probe.batch, numbers), probe.ask), probe.batch)
-        return (found - others)[~of_sequences(probe, numbers)].abs().nan_to_num(math.inf)
+        return distance(found, others)[~of_sequences(probe, numbers)]
 
     every_second, last = range(0, len(LENGTHS), 2), range(len(LENGTHS) - 1, len(LENGTHS))
     if probe.rounding is None:
@@ -252,12 +250,17 @@ def with_reversed(batch: Batch, numbers: range) -> Batch:
     return replace(batch, input_ids=ids)
 
 
+def distance(found: Tensor, expected: Tensor) -> Tensor:
+    """Absolute differences: none for a token that both find impossible, infinite for one that is not a number."""
+    return torch.where(found == expected, 0.0, (found - expected).abs()).nan_to_num(math.inf)
+
+
 def judge(found: Tensor, probe: Probe) -> tuple[float, str]:
     """(error as a share of what is allowed, the error in words).
 
     In fp32 the largest difference counts, otherwise the mean one: rounding blurs single numbers.
     """
-    off = (found - probe.own).abs().nan_to_num(math.inf)
+    off = distance(found, probe.own)
     if probe.rounding is None:
         error, allowed = float((off / probe.own.abs().clamp(min=1.0)).max()), FP32_TOLERANCE
     else:
@@ -291,7 +294,7 @@ def measure_rounding(decoder: PreTrainedModel, own: Tensor, compute: Callable[[]
         return SHARDED_ROUNDING
     with in_fp32(decoder):
         exact = compute()
-    return float((own - exact).abs().mean())
+    return float(distance(own, exact).mean())
 
 
 def is_sharded(model: nn.Module) -> bool:
