@@ -97,7 +97,7 @@ def required_by(kind: Callable[..., Any]) -> list[str]:
 
 
 def check_arguments(kind: type[AgentExecutorBase], file: str) -> None:
-    """Refuses a class that is built with what nobody can know."""
+    """Refuse a class whose constructor needs arguments that a run cannot supply."""
     unknown = [name for name in required_by(kind) if name not in OLDER]
     if unknown:
         raise ConfigError(
