@@ -4,8 +4,9 @@
     python fork_server.py run SOCKET -m MODULE ...   a client: stands for a program, as `python -m MODULE ...` would
 
 A program has the client's arguments, environment, folder and standard streams. The client passes signals on to it and
-ends as it ends, with its exit code; a client that is killed takes its program along. The program is a child of the
-server, so tests of process trees and terminals start their programs directly.
+ends as it ends, with its exit code. A client that is killed takes its program along, a moment later; KILL to the client
+is SIGKILL to the program, and the client ends after it. The program is a child of the server, so tests of process trees
+and terminals start their programs directly.
 """
 
 import array
@@ -28,6 +29,7 @@ from types import TracebackType
 
 LENGTH = struct.Struct("!I")
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+KILL = signal.SIGRTMIN
 STREAMS = 3  # standard input, output and error
 
 
@@ -42,6 +44,7 @@ def run(address: str, argv: list[str]) -> None:
     (program,) = LENGTH.unpack(receive(line, LENGTH.size))
     for number in FORWARDED:
         signal.signal(number, lambda number, _: os.kill(program, number))
+    signal.signal(KILL, lambda *_: os.kill(program, signal.SIGKILL))
     (status,) = LENGTH.unpack(receive(line, LENGTH.size))
     code = os.waitstatus_to_exitcode(status)
     if code < 0:

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.warm import warm_python
+from tests.warm import kill, warm_python
 
 pytestmark = pytest.mark.slow(seconds=1)
 WATCHDOG = 300  # seconds; the first program waits for the server's imports
@@ -42,3 +42,15 @@ def test_a_signal_reaches_the_program(number):
         program.send_signal(number)
         assert program.stdout.read() == b""  # the program is gone too
         assert program.wait(WATCHDOG) == -number
+
+
+def test_a_client_ends_after_its_killed_program(tmp_path):
+    forever = "open('file', 'w')\nprint('up', flush=True)\nwhile True: open('file', 'a').write('more')"
+    words = [*warm_python(), "-c", forever]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, cwd=tmp_path) as program:
+        assert program.stdout.readline() == b"up\n"
+        kill(program.pid)
+        assert program.wait(WATCHDOG) == -signal.SIGKILL
+        size = (tmp_path / "file").stat().st_size
+        assert program.stdout.read() == b""
+        assert (tmp_path / "file").stat().st_size == size

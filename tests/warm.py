@@ -7,6 +7,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from tests.fork_server import KILL
+
 SERVER = Path(__file__).with_name("fork_server.py")
 IMPORTED = (
     "openrlhf.launch.rl",
@@ -28,3 +30,8 @@ def warm_python() -> tuple[str, ...]:
     subprocess.run([sys.executable, str(SERVER), "serve", address, *IMPORTED], env=environ, stdin=reading, check=True)
     os.close(reading)
     return sys.executable, "-I", "-S", str(SERVER), "run", address
+
+
+def kill(client: int) -> None:
+    """SIGKILL to the program behind a client, which ends when the program has: nothing is written after that."""
+    os.kill(client, KILL)

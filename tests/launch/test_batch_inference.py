@@ -20,7 +20,7 @@ from openrlhf.errors import ConfigError, RolloutError
 from openrlhf.launch.generate import own_devices, stream
 from openrlhf.launch.scorers import OutcomeScorer
 from tests.tiny import make_model
-from tests.warm import warm_python
+from tests.warm import kill, warm_python
 
 WORDS = ["a", "hello", "the cat", "a", "x" * 20, "1+1=", "what is it"]  # the first comes twice
 SHORT = {"max_new_tokens": 12, "input_template": "{}="}
@@ -241,7 +241,7 @@ def test_a_killed_run_goes_on_without_loss_or_repetition(sent, infer, folder, tm
         )
         part = Path("cut.jsonl.parts/rank0.jsonl")
         when(process, lambda: part.is_file() and len(part.read_text().splitlines()) > 20)
-        process.send_signal(sent)
+        kill(process.pid) if sent == signal.SIGKILL else process.send_signal(sent)
         process.wait(timeout=DEADLINE)
     assert not Path("cut.jsonl").exists()
     if sent == signal.SIGINT:

@@ -15,7 +15,7 @@ from test_resume import when
 from toys import ANSWERS, FAST, PAIRS, STEPS, Ran, answers, as_argv, data, pairs, run, steps, verdicts
 
 from tests.tiny import make_model
-from tests.warm import warm_python
+from tests.warm import kill, warm_python
 
 pytestmark = pytest.mark.slow(seconds=4)
 DEADLINE = 600  # seconds: a watchdog, not an expectation
@@ -145,8 +145,11 @@ def test_a_killed_pair_goes_on_as_if_nothing_had_been(root):
     process = launched(root, *words, *as_argv(cut | {"max_epochs": 40}))
     when(process, (root / "cut_ckpt" / "global_step6").exists)
     launcher = psutil.Process(process.pid)
-    for victim in [*launcher.children(recursive=True), launcher]:  # torchrun gives its workers sessions of their own
-        victim.kill()
+    workers = launcher.children(recursive=True)  # torchrun gives them sessions of their own
+    for worker in workers:
+        kill(worker.pid)
+    launcher.kill()
+    psutil.wait_procs(workers)
     process.wait(timeout=DEADLINE)
     for folder in (root / "cut_ckpt").glob("global_step*"):
         if folder.name not in ("global_step3", "global_step6"):

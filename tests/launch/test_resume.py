@@ -10,6 +10,8 @@ from plain import mean_loss
 from safetensors.torch import load_file
 from toys import ANSWERS, DEADLINE, FAST, PAIRS, Ran, answers, begin, data, pairs, run, when, write_rows
 
+from tests.warm import kill
+
 pytestmark = pytest.mark.slow(seconds=2)
 # 43 rows in batches of 8: six steps an epoch, the last of three rows
 SHAPE = {"train_batch_size": 8, "micro_train_batch_size": 3, "max_epochs": 4, "save_steps": 4}
@@ -63,7 +65,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(kind, tmp_path, case):
     untouched = finish(tmp_path, *case(kind, "untouched", **LONG))
     process = begin(tmp_path, *case(kind, "killed", **LONG))
     when(process, (tmp_path / "killed_ckpt" / "global_step8").exists)
-    process.kill()
+    kill(process.pid)
     assert process.wait(DEADLINE) == -signal.SIGKILL
     resumed = finish(tmp_path, *case(kind, "killed", load_checkpoint=True, **LONG))
     assert_same(resumed, untouched, CASES[kind][-1])

@@ -9,6 +9,8 @@ from rl_toys import SMALL, asked, task
 from safetensors.torch import load_file
 from toys import DEADLINE, Ran, begin, run, when, write_rows
 
+from tests.warm import kill
+
 pytestmark = pytest.mark.slow(seconds=4)
 STEPS = 12
 PPO = {
@@ -77,7 +79,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(kind, tmp_path, case):
     untouched = finish(tmp_path, case(kind, "untouched"))
     process = begin(tmp_path, "train_ppo", case(kind, "killed"))
     when(process, (tmp_path / "killed_ckpt" / "global_step3").exists)
-    process.kill()
+    kill(process.pid)
     assert process.wait(DEADLINE) == -signal.SIGKILL
     resumed = finish(tmp_path, case(kind, "killed", load_checkpoint=True))
     assert len(untouched.train("reward")) == STEPS
