@@ -22,9 +22,15 @@ for name in [name for name in os.environ if name.startswith(SETTINGS) or name in
 # the suite has a folder of its own; a short one, because a socket's path has at most 107 bytes.
 os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="or", dir="/tmp")
 
+# The first process of the suite, whose environment the others inherit: tests.warm's server ends with it.
+if "WARM_OWNER" not in os.environ:
+    os.environ |= {"WARM_OWNER": str(os.getpid()), "WARM_FOLDER": tempfile.mkdtemp(prefix="or", dir="/tmp")}
+
 
 def pytest_unconfigure():
     shutil.rmtree(os.environ["RAY_TMPDIR"], ignore_errors=True)
+    if os.environ["WARM_OWNER"] == str(os.getpid()):
+        shutil.rmtree(os.environ["WARM_FOLDER"], ignore_errors=True)
 
 
 def pytest_xdist_auto_num_workers():

@@ -1,7 +1,8 @@
 """Python programs that start in milliseconds, as forks of an interpreter with torch, Transformers and vLLM imported.
 
-    python fork_server.py serve SOCKET MODULE...     imports the modules, then forks a program for each client
-    python fork_server.py run SOCKET -m MODULE ...   a client: stands for a program, as `python -m MODULE ...` would
+    python fork_server.py serve SOCKET OWNER MODULE...   imports the modules, then forks a program for each client;
+                                                         ends with the process OWNER
+    python fork_server.py run SOCKET -m MODULE ...       a client: stands for a program, as `python -m MODULE ...` would
 
 A program has the client's arguments, environment, folder and standard streams. The client passes signals on to it and
 ends as it ends, with its exit code. A client that is killed takes its program along, a moment later; KILL to the client
@@ -17,6 +18,7 @@ import io
 import json
 import os
 import runpy
+import select
 import selectors
 import signal
 import socket
@@ -35,6 +37,11 @@ STREAMS = 3  # standard input, output and error
 
 def run(address: str, argv: list[str]) -> None:
     """The client: ends with the exit code or the signal of its program."""
+    woken, waking = socket.socketpair()  # by signals: one that comes before a wait must not be lost
+    waking.setblocking(False)
+    signal.set_wakeup_fd(waking.fileno())
+    for number in (*FORWARDED, KILL):
+        signal.signal(number, lambda *_: None)
     line = socket.socket(socket.AF_UNIX)
     line.connect(address)
     task = json.dumps({"argv": argv, "environ": dict(os.environ), "folder": os.getcwd()}).encode()
@@ -42,9 +49,9 @@ def run(address: str, argv: list[str]) -> None:
     line.sendmsg([LENGTH.pack(len(task))], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
     line.sendall(task)
     (program,) = LENGTH.unpack(receive(line, LENGTH.size))
-    for number in FORWARDED:
-        signal.signal(number, lambda number, _: os.kill(program, number))
-    signal.signal(KILL, lambda *_: os.kill(program, signal.SIGKILL))
+    while line not in (ready := select.select([line, woken], [], [])[0]):
+        for number in woken.recv(4096) if woken in ready else ():
+            os.kill(program, signal.SIGKILL if number == KILL else number)
     (status,) = LENGTH.unpack(receive(line, LENGTH.size))
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
@@ -67,7 +74,7 @@ def receive(line: socket.socket, size: int) -> bytes:
 class Server:
     """Forks a program for each client; `serve` returns only in a program, with what it has to do."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, owner: int) -> None:
         self.listener = socket.socket(socket.AF_UNIX)
         self.listener.bind(address)
         self.listener.listen()
@@ -82,12 +89,13 @@ class Server:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at the terminal is pytest's, which then ends the server
         signal.set_wakeup_fd(waking.fileno(), warn_on_full_buffer=False)
         self.choice.register(self.woken, selectors.EVENT_READ)
-        self.choice.register(sys.stdin, selectors.EVENT_READ)
+        self.owner = os.pidfd_open(owner)
+        self.choice.register(self.owner, selectors.EVENT_READ)
 
     def serve(self) -> list[str]:
         while True:
             for key, _ in self.choice.select():
-                if key.fileobj is sys.stdin:  # whoever started the server is gone
+                if key.fileobj == self.owner:
                     self.end()
                 elif key.fileobj is self.woken:
                     self.woken.recv(4096)
@@ -123,6 +131,7 @@ class Server:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self.choice.close()
+        os.close(self.owner)
         for one in (self.listener, self.woken, self.waking, *self.clients.values(), *others):
             one.close()
 
@@ -219,11 +228,11 @@ def execute(argv: list[str]) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "run":
         run(sys.argv[2], sys.argv[3:])
-    server = Server(sys.argv[2])
+    server = Server(sys.argv[2], int(sys.argv[3]))
     if os.fork():  # clients may connect now; the server itself is not a child of the tests
         os._exit(0)
     sys.modules["ray"] = None  # vLLM does without; Ray takes its settings from the environment while it is imported
-    for name in sys.argv[3:]:
+    for name in sys.argv[4:]:
         importlib.import_module(name)
     del sys.modules["ray"]
     sys.stdout.flush()

@@ -14,6 +14,7 @@ from openrlhf.config.flags import flag_values
 from openrlhf.config.parser import parse
 from openrlhf.config.sections.cluster import ROLES
 from tests.config.test_snapshots import PRINTED, read
+from tests.warm import warm_children
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(path for path in (ROOT / "examples" / "scripts").glob("*.sh") if path.name != "common.sh")
@@ -142,6 +143,7 @@ def test_a_few_of_them_run(tmp_path):
         capture_output=True,
         text=True,
         timeout=WATCHDOG,
+        env=os.environ | warm_children(),
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

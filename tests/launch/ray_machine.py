@@ -11,7 +11,10 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from tests.warm import warm_children
+
 HERE = Path(__file__).parent
+COLD = {"PYTHONPATH": str(HERE.parents[1])}  # surroundings in which programs start as anywhere
 WATCHDOG = 400  # seconds; a generous watchdog, since a whole run loads Ray, vLLM and DeepSpeed on two cores
 
 
@@ -21,6 +24,7 @@ class Machine:
     def __init__(self, folder):
         self.folder = folder
         (folder / "home").mkdir()
+        self.surroundings = warm_children()
         self.python = link_interpreter(folder / "environment")  # Ray does not bear a space in its path
 
     def start(self, scene, flags="", **environ):
@@ -29,10 +33,10 @@ class Machine:
     def open(self, argv, **environ):
         """A Python process, its standard streams in our hands."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "CUDA_"))}
-        places = {"HOME": f"{self.folder}/home", "RAY_TMPDIR": str(self.folder), "PYTHONPATH": str(HERE.parents[1])}
+        places = {"HOME": f"{self.folder}/home", "RAY_TMPDIR": str(self.folder)}
         return subprocess.Popen(
             [self.python, *argv],
-            env=kept | places | environ,
+            env=kept | places | self.surroundings | environ,
             cwd=self.folder,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -20,7 +20,7 @@ from openrlhf.errors import ConfigError, RolloutError
 from openrlhf.launch.generate import own_devices, stream
 from openrlhf.launch.scorers import OutcomeScorer
 from tests.tiny import make_model
-from tests.warm import kill, warm_python
+from tests.warm import kill, warm_children, warm_python
 
 WORDS = ["a", "hello", "the cat", "a", "x" * 20, "1+1=", "what is it"]  # the first comes twice
 SHORT = {"max_new_tokens": 12, "input_template": "{}="}
@@ -337,7 +337,9 @@ def test_vllm_says_what_transformers_says(infer):
 
 
 @pytest.mark.slow(seconds=30)
-def test_engines_on_ray_say_it_too(infer):
+def test_engines_on_ray_say_it_too(infer, monkeypatch):
+    for name, value in warm_children().items():
+        monkeypatch.setenv(name, value)
     flags = {"dataset": prompts(WORDS * 4), "greedy_sampling": True, **SHORT}
     assert infer("generate_vllm", **flags, vllm_num_engines=2, max_num_seqs=4) == infer(**flags)
 

@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from ray_machine import HERE, WATCHDOG, link_interpreter, make_machine, wait_until_gone
+from ray_machine import COLD, HERE, WATCHDOG, link_interpreter, make_machine, wait_until_gone
 
 pytestmark = pytest.mark.slow(seconds=6)
 TOKEN = "0123456789abcdef" * 4
@@ -42,6 +42,7 @@ def test_a_group_spans_its_nodes_and_an_engine_sees_all_its_own_devices(two_node
     assert len({(one["MASTER_ADDR"], one["MASTER_PORT"]) for one in ranks}) == 1
     assert ranks[0]["node"] != ranks[1]["node"]
     assert all(one["node"] == one["told"] for one in [*ranks, engine])
+    assert {one["TORCH_CPP_LOG_LEVEL"] for one in [*ranks, engine]} == {"ERROR"}
     beside = [one["CUDA_VISIBLE_DEVICES"] for one in ranks if one["node"] == engine["node"]]
     assert sorted([*engine["CUDA_VISIBLE_DEVICES"].split(","), *beside]) == ["0", "1", "2"]
     assert Path(engine["package"]).is_relative_to(HERE.parents[1])
@@ -118,12 +119,14 @@ def test_a_private_ray_with_too_many_devices_is_refused_before_it_starts(machine
 
 def test_an_interpreter_in_a_folder_with_a_space_has_a_private_ray(machine):
     machine.python = link_interpreter(machine.folder / "an environment")
+    machine.surroundings = COLD  # a warm one would be elsewhere
     seen, _ = machine.see("look_around", f"{ONE_GROUP} --actor_num_gpus_per_node 1")
     assert [one["RANK"] for one in seen["groups"]["policy"]] == ["0"]
 
 
 def test_a_killed_driver_takes_its_ray_along_and_the_next_one_starts(machine, dead_address):
     """The address file of a Ray that died long ago is in the way of neither."""
+    machine.surroundings = COLD
     (machine.folder / "ray").mkdir()
     (machine.folder / "ray" / "ray_current_cluster").write_text(dead_address)
     flags = f"{ONE_GROUP} --actor_num_gpus_per_node 2"

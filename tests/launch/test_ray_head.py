@@ -4,17 +4,19 @@ import asyncio
 import json
 import socket
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from ray_machine import WATCHDOG, free_port, start_head, wait_until_gone
 from ray_toys import ON_RAY
 from rl_toys import asked
-from toys import as_argv, write_rows
+from toys import as_argv, when, write_rows
 
 from openrlhf.errors import BackendError
 from openrlhf.launch.ray.head import MAY_COME_BACK, Head
+from tests.warm import warm_programs
 
 REGICIDE = """
 import os, signal
@@ -111,18 +113,25 @@ def test_processes_of_a_run_on_nodes_that_outlive_the_head_end_with_the_run(mach
         nodes = json.loads(cluster.stdout.readline())
         (tmp_path / "victims").write_text(" ".join(map(str, nodes["head"])))
         spread = ["--actor_num_nodes", "2", "--train_batch_size", "16"]
-        assert_told(*outcome(machine, [*command, *spread], RAY_ADDRESS=nodes["address"]))
-        assert [process for process in machine.processes() if works_for_us(process)] == []
+        with machine.open([*command, *spread], RAY_ADDRESS=nodes["address"]) as driver:
+            when(driver, lambda: workers_of(machine))
+            _, said = driver.communicate(timeout=WATCHDOG)
+        assert_told(driver.returncode, said)
+        assert workers_of(machine) == []
         assert nodes["node"]
         assert set(nodes["node"]) <= set(machine.processes())
         cluster.kill()
 
 
-def works_for_us(process):
-    try:
-        return Path(f"/proc/{process}/cmdline").read_bytes().startswith((b"ray::ModelWorker", b"ray::EngineWorker"))
-    except OSError:
-        return False
+def workers_of(machine):
+    """Those of a run, by the names that Ray gives them and the folder in which its cluster was started."""
+    found = []
+    for program in warm_programs():
+        with suppress(psutil.NoSuchProcess):  # it has ended
+            title, folder = " ".join(program.cmdline()), Path(program.cwd())
+            if title.startswith(("ray::ModelWorker", "ray::EngineWorker")) and folder.is_relative_to(machine.folder):
+                found.append(program)
+    return found
 
 
 @contextmanager
