@@ -5,7 +5,7 @@
 # make matrix       every model family of Transformers on tiny models, and more of them in vLLM; writes docs/models.md
 # make examples     every script of examples/scripts at tiny scale, with a table of what ran
 # PYTHON=python3.12 make ...   takes another interpreter (3.11 or newer)
-# make test WORKERS=1 PYTEST="--random-order"   processes that share the tests (default: one per core, at most 4), and
+# make test WORKERS=1 PYTEST="--random-order"   processes that share the tests (default: cores + 1, at most 4), and
 #                                               more flags for pytest
 
 PYTHON ?= python3

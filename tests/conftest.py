@@ -21,6 +21,7 @@ for name in [name for name in os.environ if name.startswith(SETTINGS) or name in
 # Ray keeps the address of its last cluster in a folder that all users of a machine share by default. Each process of
 # the suite has a folder of its own; a short one, because a socket's path has at most 107 bytes.
 os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="or", dir="/tmp")
+os.environ |= {"RAY_prestart_worker_first_driver": "0"}  # no idle process per core
 
 # The first process of the suite, whose environment the others inherit: tests.warm's server ends with it.
 if "WARM_OWNER" not in os.environ:
@@ -34,9 +35,9 @@ def pytest_unconfigure():
 
 
 def pytest_xdist_auto_num_workers():
-    """One worker per core; fewer if memory is short."""
+    """One worker per core and one more, since some tests wait; fewer if memory is short."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 30
-    return max(1, min(len(os.sched_getaffinity(0)), memory // GIB_PER_WORKER, MOST_WORKERS))
+    return max(1, min(len(os.sched_getaffinity(0)) + 1, memory // GIB_PER_WORKER, MOST_WORKERS))
 
 
 @pytest.hookimpl(tryfirst=True)

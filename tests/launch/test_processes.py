@@ -15,19 +15,19 @@ from test_resume import when
 from toys import ANSWERS, FAST, PAIRS, STEPS, Ran, answers, as_argv, data, pairs, run, steps, verdicts
 
 from tests.tiny import make_model
-from tests.warm import kill, warm_python
+from tests.warm import kill, warm_children, warm_python
 
 pytestmark = pytest.mark.slow(seconds=4)
 DEADLINE = 600  # seconds: a watchdog, not an expectation
-# 43 rows in steps of 8: ranks with unequal parts, fillers, and a tail of three rows. Adam's epsilon is large enough
+# 19 rows in steps of 8: ranks with unequal parts, fillers, and a tail of three rows. Adam's epsilon is large enough
 # that the sign of a gradient near zero, which rounding decides, moves nothing.
 SHAPE = {"train_batch_size": 8, "micro_train_batch_size": 3, "learning_rate": 1e-3, "adam_eps": 1e-5}
 KINDS = {
-    "sft": ("train_sft", ANSWERS, answers(43), answers(5, seed=1)),
-    "dpo": ("train_dpo", PAIRS | {"eval_split": "train"}, pairs(43), pairs(5, seed=1)),
-    "kto": ("train_kto", ANSWERS | {"eval_split": "train"}, verdicts(43), verdicts(6, seed=1)),
-    "rm": ("train_rm", PAIRS, pairs(43), pairs(5, seed=1)),
-    "prm": ("train_prm", STEPS | {"eval_split": "train"}, steps(43), steps(5, seed=1)),
+    "sft": ("train_sft", ANSWERS, answers(19), answers(5, seed=1)),
+    "dpo": ("train_dpo", PAIRS | {"eval_split": "train"}, pairs(19), pairs(5, seed=1)),
+    "kto": ("train_kto", ANSWERS | {"eval_split": "train"}, verdicts(19), verdicts(6, seed=1)),
+    "rm": ("train_rm", PAIRS, pairs(19), pairs(5, seed=1)),
+    "prm": ("train_prm", STEPS | {"eval_split": "train"}, steps(19), steps(5, seed=1)),
 }
 CASES = [
     (kind, stage, packed, lora)
@@ -128,8 +128,8 @@ def test_processes_that_share_every_row_train_as_one(case, together, root):
 def test_processes_that_share_every_matrix_train_and_save_as_one(together, root):
     run("train_sft", flags_of(CASES[0], root, "tensor-alone"))
     assert_equal_metrics(Ran(root / TENSOR_PARALLEL, root), Ran(root / "tensor-alone", root), 1e-5)
-    assert (root / f"{TENSOR_PARALLEL}_ckpt" / "global_step6" / "state.json").is_file()
-    assert same_chance(root / f"{TENSOR_PARALLEL}_ckpt" / "global_step6")  # both hold parts of the same rows
+    assert (root / f"{TENSOR_PARALLEL}_ckpt" / "global_step3" / "state.json").is_file()
+    assert same_chance(root / f"{TENSOR_PARALLEL}_ckpt" / "global_step3")  # both hold parts of the same rows
     expected, found = (load_file(root / name / "model.safetensors") for name in ("tensor-alone", TENSOR_PARALLEL))
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5)
@@ -179,7 +179,12 @@ def test_the_deepspeed_launcher_starts_a_command(root):
             *as_argv(flags),
         ],
         cwd=root,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{launcher.parent}:{os.environ['PATH']}"},
+        env={
+            **os.environ,
+            **warm_children(),
+            "OMP_NUM_THREADS": "1",
+            "PATH": f"{launcher.parent}:{os.environ['PATH']}",
+        },
         capture_output=True,
         text=True,
         timeout=DEADLINE,

@@ -20,6 +20,9 @@ from openrlhf.launch.ray.address import find_cluster, token_error
 from openrlhf.launch.ray.placement import Node, Plan, explain_shortage, pack
 from openrlhf.monitor import say
 
+# Ray starts an idle worker per core, which our actors never use because they have an environment of their own, and a
+# process that reports usage to its makers.
+LEAN = {"RAY_prestart_worker_first_driver": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 PROCESSES_PER_CORE = 4  # how many processes share a core before a run on CPUs makes no sense
 
 
@@ -53,6 +56,8 @@ def private_ray(plan: Plan) -> Iterator[None]:
 
     slots, folder = private_slots(plan), private_folder()
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray leaves one in the home directory
+    for name, value in LEAN.items():
+        os.environ.setdefault(name, value)
     say("starting a Ray of our own on this machine; it ends with the run")
     with interpreter_for_ray(folder):
         start_driver(address="local", include_dashboard=False, _temp_dir=str(folder), **slots)
