@@ -4,10 +4,10 @@
                                                          ends with the process OWNER
     python fork_server.py run SOCKET -m MODULE ...       a client: stands for a program, as `python -m MODULE ...` would
 
-A program has the client's arguments, environment, folder and standard streams. The client passes signals on to it and
-ends as it ends, with its exit code. A client that is killed takes its program along, a moment later; KILL to the client
-is SIGKILL to the program, and the client ends after it. The program is a child of the server, so tests of process trees
-and terminals start their programs directly.
+A program has the client's interpreter, arguments, environment, folder and standard streams. The client passes signals
+on to it and ends as it ends, with its exit code. A client that is killed takes its program along, a moment later; KILL
+to the client is SIGKILL to the program, and the client ends after it. The program is a child of the server, so tests of
+process trees and terminals start their programs directly.
 """
 
 import array
@@ -44,7 +44,8 @@ def run(address: str, argv: list[str]) -> None:
         signal.signal(number, lambda *_: None)
     line = socket.socket(socket.AF_UNIX)
     line.connect(address)
-    task = json.dumps({"argv": argv, "environ": dict(os.environ), "folder": os.getcwd()}).encode()
+    facts = {"argv": argv, "environ": dict(os.environ), "folder": os.getcwd(), "executable": sys.executable}
+    task = json.dumps(facts).encode()
     streams = array.array("i", range(STREAMS))
     line.sendmsg([LENGTH.pack(len(task))], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
     line.sendall(task)
@@ -165,6 +166,7 @@ def prepare(task: dict, streams: array.array) -> list[str]:
     os.environ.clear()
     os.environ.update(task["environ"])
     os.chdir(task["folder"])
+    sys.executable = task["executable"]
     sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), encoding)
     out, error = (io.BufferedWriter(io.FileIO(place, "w", closefd=False)) for place in (1, 2))
     sys.stdout = io.TextIOWrapper(out, encoding, line_buffering=os.isatty(1))

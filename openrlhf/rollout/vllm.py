@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.checks.extras import require
 from openrlhf.errors import RolloutError
+from openrlhf.monitor import say
 from openrlhf.rollout.engine import Checksums, Part, Weights
 from openrlhf.rollout.hf import end_tokens
 from openrlhf.rollout.vllm_loop import Ask, Generated, StepLoop, refusals
@@ -37,6 +38,7 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # cores are the host's to give
 }
+TORCH = os.path.dirname(torch.__file__)
 SEEDS = 1 << 63  # vLLM keeps a seed in a signed 64-bit integer
 
 
@@ -179,17 +181,31 @@ def _prepare_environment() -> None:
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # until vLLM does it: it speaks before that
     if find_spec("flashinfer") is None:
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    if not _can_compile():
+        say(f"vLLM runs without torch.compile, which cannot link against PyTorch in a folder with a space: {TORCH}")
+        os.environ["TORCH_COMPILE_DISABLE"] = "1"  # for its other processes
+        torch._dynamo.config.disable = True
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+
+
+def _can_compile() -> bool:
+    """Whether Inductor's C++ code links: PyTorch hands its own path to the linker without quotes."""
+    return " " not in TORCH
 
 
 @contextmanager
 def _host_left_alone() -> Iterator[None]:
     set_num_threads, precision = torch.set_num_threads, torch.get_float32_matmul_precision()
+    preloaded = os.environ.get("LD_PRELOAD")
     try:
         yield
     finally:
         torch.set_num_threads = set_num_threads
         torch.set_float32_matmul_precision(precision)
+        if " " in os.environ.get("LD_PRELOAD", ""):  # the loader splits it there, and complains in every process
+            os.environ.pop("LD_PRELOAD")
+            if preloaded is not None:
+                os.environ["LD_PRELOAD"] = preloaded
 
 
 def _try_out(engine: Any) -> None:
@@ -219,7 +235,7 @@ def build_engine(settings: VLLMSettings) -> Any:
         max_model_len=settings.max_model_len,
         tensor_parallel_size=settings.tensor_parallel_size,
         gpu_memory_utilization=settings.gpu_memory_utilization,
-        enforce_eager=settings.enforce_eager,
+        enforce_eager=settings.enforce_eager or not _can_compile(),
         enable_prefix_caching=settings.enable_prefix_caching,
         enable_sleep_mode=settings.enable_sleep and not current_platform.is_cpu(),  # there it is accepted anyway
         seed=settings.seed,

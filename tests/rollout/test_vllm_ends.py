@@ -1,10 +1,13 @@
 """Engines of vLLM that are closed, fail or do not start; one at a time, because a process has room for one."""
 
 import asyncio
+import os
 
 import pytest
+import torch
 
 from openrlhf.errors import EngineError, RolloutError
+from openrlhf.rollout import vllm
 from tests.rollout.vllm_engines import ATTENTION, LONG, LONGEST, SHORT, begun, build
 from tests.tiny import make_model
 
@@ -57,3 +60,13 @@ def test_an_error_within_a_step_reaches_those_who_wait(folder, tokenizer, monkey
 def test_a_model_that_is_not_there(tokenizer, tmp_path):
     with pytest.raises(RolloutError, match="did not start"):
         build(str(tmp_path / "nothing"), tokenizer)
+
+
+def test_a_folder_with_a_space_means_no_compiler(monkeypatch, capfd):
+    monkeypatch.setattr(vllm, "TORCH", "/an environment/torch")
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "0")
+    monkeypatch.setattr(torch._dynamo.config, "disable", False)
+    vllm._prepare_environment()
+    assert "without torch.compile" in capfd.readouterr().err
+    assert torch._dynamo.config.disable
+    assert os.environ["TORCH_COMPILE_DISABLE"] == "1"

@@ -72,10 +72,16 @@ class Head:
 
     def _watch(self, released: threading.Event, tell: Callable[[], object]) -> None:
         missed: float | None = None
-        while not released.wait(SECONDS_BETWEEN):
+        pause = 0.0
+        while not released.wait(pause):
+            began, pause = time.monotonic(), SECONDS_BETWEEN
             try:
                 self._stay_connected(released)
                 missed = None
+                if (
+                    time.monotonic() - began > SECONDS_BETWEEN
+                ):  # reconnect immediately: Ray may end this process any moment
+                    pause = 0.0
                 continue
             except ConnectionRefusedError:  # its machine is there, and nobody listens
                 allowed = self.patience
