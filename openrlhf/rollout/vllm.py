@@ -77,6 +77,8 @@ class VLLMEngine:
             raise RolloutError(f"vLLM did not start with {settings.model}: {error}") from error
 
     def _build(self) -> Any:
+        if not _can_compile():
+            torch._dynamo.config.disable = True  # of this thread, on which all steps run
         with _host_left_alone():
             engine = build_engine(self.settings)
             _try_out(engine)
@@ -183,8 +185,7 @@ def _prepare_environment() -> None:
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     if not _can_compile():
         say(f"vLLM runs without torch.compile, which cannot link against PyTorch in a folder with a space: {TORCH}")
-        os.environ["TORCH_COMPILE_DISABLE"] = "1"  # for its other processes
-        torch._dynamo.config.disable = True
+        os.environ["TORCH_COMPILE_DISABLE"] = "1"  # for its other processes; for this one see `_build`
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
 
 

@@ -62,11 +62,13 @@ def test_a_model_that_is_not_there(tokenizer, tmp_path):
         build(str(tmp_path / "nothing"), tokenizer)
 
 
-def test_a_folder_with_a_space_means_no_compiler(monkeypatch, capfd):
+def test_a_folder_with_a_space_means_no_compiler(folder, tokenizer, monkeypatch, capfd):
     monkeypatch.setattr(vllm, "TORCH", "/an environment/torch")
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "0")
-    monkeypatch.setattr(torch._dynamo.config, "disable", False)
-    vllm._prepare_environment()
+    engine = build(folder, tokenizer)
     assert "without torch.compile" in capfd.readouterr().err
-    assert torch._dynamo.config.disable
     assert os.environ["TORCH_COMPILE_DISABLE"] == "1"
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    asyncio.run(engine.generate([SHORT]))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
+    asyncio.run(engine.close())
