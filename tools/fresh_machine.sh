@@ -5,6 +5,7 @@
 # TMPDIR itself has no space: torch.compile hands paths below it to the C++ compiler without quotes.
 #
 #   tools/fresh_machine.sh [FOLDER]   FOLDER (default: /tmp) holds the clone, about 6 GiB; removed if all is green
+#   PYTEST=--random-order tools/fresh_machine.sh   passes flags on to pytest
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -25,7 +26,7 @@ localedef -i de_DE -f ISO-8859-1 "$fresh/locales/$language"
 kept=()
 while IFS='=' read -r name value; do
     case $name in
-        PATH | PYTHON | PIP_* | UV_* | SSL_* | REQUESTS_CA_BUNDLE | *_proxy | *_PROXY) kept+=("$name=$value") ;;
+        PATH | PYTHON | PYTEST | WORKERS | PIP_* | UV_* | SSL_* | REQUESTS_CA_BUNDLE | *_proxy | *_PROXY) kept+=("$name=$value") ;;
     esac
 done < <(env)
 for file in "$HOME/.config/pip/pip.conf" "$HOME/.pip/pip.conf"; do
@@ -45,9 +46,11 @@ for target in quickstart test; do
     echo "== make $target: $((SECONDS - started)) seconds"
 done
 
-left=$(find "$temporary" -mindepth 1 -maxdepth 1 ! -name 'pytest-of-*')
-if [[ -e /tmp/ray || -n $left ]]; then
-    printf 'the commands left something behind:\n%s\n' "$(ls -d /tmp/ray 2>/dev/null) $left" >&2
+# PyTorch, vLLM, torchrun and wandb leave files of their own in TMPDIR; these would be ours.
+left=$(find /tmp "$temporary" -maxdepth 1 -newer "$fresh/locales" \
+    \( -name ray -o -name 'openrlhf-*' -o -name 'examples-*' -o -name 'or????????' \))
+if [[ -n $left ]]; then
+    printf 'the commands left something behind:\n%s\n' "$left" >&2
     exit 1
 fi
 rm -rf "$fresh" "$temporary"
