@@ -1,11 +1,12 @@
-"""Every error that a user can cause or must act on, in one tree.
+"""All errors that a user can cause or must act on, in one hierarchy.
 
-Each is also the nearest standard error, so that `except ValueError` around a call from Python works as expected.
+Each error also derives from the closest standard error, so `except ValueError` around a call from Python works as
+expected. The command-line entry prints the message and exits with `exit_code`: 2 for wrong input, 1 for a failed run.
 """
 
 
 class OpenRLHFError(Exception):
-    """What went wrong in one line, and where it is known, what to type instead."""
+    """Base class: a one-line message and, if known, a fix in `try_this`."""
 
     exit_code = 1
 
@@ -19,34 +20,34 @@ class OpenRLHFError(Exception):
 
 
 class ConfigError(OpenRLHFError, ValueError):
-    """A flag, or flags together, that cannot mean anything; found before a model loads."""
+    """An invalid flag or combination of flags; raised before a model loads."""
 
     exit_code = 2
 
 
 class DataError(OpenRLHFError, ValueError):
-    """A dataset, row or field that cannot be used; names file, row and field."""
+    """An unusable dataset, row or field; the message names file, row and field."""
 
     exit_code = 2
 
 
 class MissingExtraError(OpenRLHFError, ImportError):
-    """A part that is an extra is not installed; says what needs it and the pip command."""
+    """A missing optional dependency; the message names the feature that needs it and the pip command."""
 
     exit_code = 2
 
 
 class RewardError(OpenRLHFError, RuntimeError):
-    """A reward function, server or model that failed, with the sample that caused it."""
+    """A failed reward function, server or model; the message names the sample that caused it."""
 
 
 class RolloutError(OpenRLHFError, RuntimeError):
-    """An engine or an agent episode that failed."""
+    """A failed engine or agent episode."""
 
 
 class EngineError(RolloutError):
-    """An engine that generates no more: no sample's fault, and skipping samples does not help."""
+    """An unusable engine; no single sample caused it, so skipping samples will not help."""
 
 
 class BackendError(OpenRLHFError, RuntimeError):
-    """Training that cannot go on: a dead worker, a loss that is not a number, a checkpoint that does not fit."""
+    """Training that cannot continue: a dead worker, a non-finite loss, a checkpoint that does not match."""

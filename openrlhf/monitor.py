@@ -1,4 +1,8 @@
-"""What a run says, and to whom: the console, a metrics file, TensorBoard, Weights & Biases."""
+"""Reporting of a run: console lines, progress bar, metrics file, TensorBoard, Weights & Biases.
+
+`say` prints one line from anywhere in the package. A training loop holds a `Monitor`, which passes metrics to its sinks
+and shows the progress bar. Only the main process (rank 0) reports.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +19,18 @@ METRICS_FILE = "metrics.jsonl"
 
 
 def is_main_process() -> bool:
-    """True in the one process that speaks: a launcher numbers the others with RANK."""
+    """Return whether this process reports: launchers set RANK, which is 0 or unset in the main process."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def say(line: str) -> None:
-    """One line for the person at the console; on stderr, so that output can be piped."""
+    """Print one line to stderr, which keeps stdout free for piping; only the main process prints."""
     if is_main_process():
         print(f"openrlhf: {line}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 class Sink(Protocol):
-    """A place that metrics go to. `kind` is train or eval; `step` counts optimizer steps from 1."""
+    """Destination of metrics. `kind` is "train" or "eval"; `step` counts training steps from 1."""
 
     def log(self, kind: str, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -34,7 +38,10 @@ class Sink(Protocol):
 
 
 class MetricsFile:
-    """One JSON object a line in `run_dir/metrics.jsonl`; a resumed run drops what was written after its checkpoint."""
+    """Metrics as one JSON object per line in `run_dir/metrics.jsonl`.
+
+    A run that resumes at step `resumed_at` drops the lines written after that checkpoint.
+    """
 
     def __init__(self, run_dir: Path, resumed_at: int = 0) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -52,7 +59,7 @@ class MetricsFile:
 
 
 class TensorBoard:
-    """Scalars under train/ and eval/."""
+    """TensorBoard scalars under train/ and eval/."""
 
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -68,7 +75,10 @@ class TensorBoard:
 
 
 class Wandb:
-    """Weights & Biases; without a network WANDB_MODE=offline keeps the run in a local folder."""
+    """Weights & Biases run.
+
+    A `key` of "true" uses the existing login. Without a network, WANDB_MODE=offline keeps the run in a local folder.
+    """
 
     def __init__(
         self, key: str, *, name: str, project: str, group: str | None, org: str | None, config: dict[str, Any]
@@ -98,10 +108,10 @@ class Wandb:
 
 
 class Monitor:
-    """The sinks of a run and its progress bar; silent in every process but the main one.
+    """The metric sinks of a run and its progress bar, which only the main process shows.
 
-    As a context it closes them at its end, so that what is said afterwards stands below the finished bar. Without
-    steps it shows nothing.
+    As a context manager it closes both on exit, so that later messages appear below the finished bar. With
+    `total_steps=0` there is no bar.
     """
 
     def __init__(
@@ -111,18 +121,18 @@ class Monitor:
 
         self.sinks = sinks
         hidden = not is_main_process() or total_steps == 0
-        pause = 0.1 if sys.stderr.isatty() else 10  # seconds; in a log file each showing is one more line
+        pause = 0.1 if sys.stderr.isatty() else 10  # seconds between updates; in a log file each update adds a line
         self.bar: Any = tqdm(
             total=total_steps, initial=first_step, desc=name, unit="step", disable=hidden, mininterval=pause
         )
 
     def advance(self, shown: Mapping[str, float]) -> None:
-        """One more step done; `shown` stands beside the bar."""
+        """Advance the bar by one step and show the values of `shown` next to it."""
         self.bar.set_postfix({name: f"{value:.4g}" for name, value in shown.items()}, refresh=False)
         self.bar.update()
 
     def leave_out(self, seconds: float) -> None:
-        """Takes time that belongs to no step (an evaluation, a checkpoint) out of the bar's rate and estimate."""
+        """Exclude time outside steps (evaluation, checkpoints) from the bar's rate and time estimate."""
         if not self.bar.disable:
             self.bar.start_t += seconds
             self.bar.last_print_t += seconds
@@ -132,7 +142,7 @@ class Monitor:
             sink.log(kind, step, values)
 
     def tell(self, line: str) -> None:
-        """A line above the bar."""
+        """Print a line above the bar."""
         if is_main_process():
             self.bar.write(f"openrlhf: {line}", file=sys.stderr)
 
@@ -149,7 +159,7 @@ class Monitor:
 
 
 def _step(line: str) -> float:
-    """The step of a line; one that a crash cut short belongs to none."""
+    """Return the step of a metrics line; infinity if a crash truncated the line, so that it is dropped."""
     try:
         return json.loads(line)["step"]
     except json.JSONDecodeError:

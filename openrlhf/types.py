@@ -1,13 +1,16 @@
-"""The vocabulary that rooms hand to each other: frozen dataclasses, with the shape of each array beside it.
+"""Data types shared by all packages: frozen dataclasses, with the shape of each array next to its field.
 
-One convention holds everywhere: a mask, a log-prob or an advantage at place t belongs to token t, never to the position
-that predicts it. So a prompt of two tokens with a response of three has
+Dataset rows (TokenRow and its relatives) are collated into a Batch for training. In RL, a Request goes to an engine
+and comes back as a Completion, and a finished episode becomes a Trajectory.
+
+One convention holds everywhere: the mask, log-prob or advantage at index t belongs to token t, never to the position
+that predicts it. A prompt of two tokens with a response of three therefore has
 
     input_ids    [ p0  p1  r0  r1  r2 ]
     target_mask  [ 0   0   1   1   1  ]
-    log_probs    [ 0   .   a   b   c  ]   a = log p(r0 | p0 p1); the first token of a sequence has none
+    log_probs    [ 0   .   a   b   c  ]   a = log p(r0 | p0 p1); the first token has no log-prob
 
-and nothing changes when several sequences are packed into one row.
+and the same holds for each sequence when several are packed into one row.
 """
 
 from __future__ import annotations
@@ -23,12 +26,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-TEMPERATURE_FACTORS = "temperature_factors"  # among a batch's extras: as a trajectory has them
+TEMPERATURE_FACTORS = "temperature_factors"  # key in Batch.extras; see Trajectory.temperature_factors
 
 
 @dataclass(frozen=True)
 class TokenRow:
-    """A sequence of a dataset, and which of its tokens are learned."""
+    """A tokenised dataset sequence and the mask of the tokens to train on."""
 
     input_ids: NDArray[np.int32]  # [tokens]
     target_mask: NDArray[np.bool_]  # [tokens]
@@ -36,7 +39,7 @@ class TokenRow:
 
 @dataclass(frozen=True)
 class PairRow:
-    """A preferred and another response to one prompt; the prompt's tokens are not targets."""
+    """A preferred and a rejected response to the same prompt; prompt tokens are not targets."""
 
     chosen: TokenRow
     rejected: TokenRow
@@ -45,7 +48,10 @@ class PairRow:
 
 @dataclass(frozen=True)
 class LabelledRow:
-    """A response with a verdict: True is desirable. `prompt_length` is where another row's response would begin."""
+    """A response labelled desirable (True) or undesirable (False).
+
+    `prompt_length` splits prompt from response, so that KTO can join a prompt to another row's response.
+    """
 
     tokens: TokenRow
     prompt_length: int
@@ -54,7 +60,10 @@ class LabelledRow:
 
 @dataclass(frozen=True)
 class StepRow:
-    """A text whose steps end at `step_places`, each with the probability of its positive label or a class number."""
+    """A text with labelled reasoning steps.
+
+    Step i ends at index `step_places[i]`; `step_labels[i]` is the probability of its positive label, or a class index.
+    """
 
     input_ids: NDArray[np.int32]  # [tokens]
     step_places: NDArray[np.int32]  # [steps]
@@ -63,9 +72,9 @@ class StepRow:
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences side by side, padded to one length or packed into a single row.
+    """Several sequences as tensors, padded to one length or packed into a single row.
 
-    `sequence_ids` numbers the sequences from 0 and is -1 on padding; `position_ids` restarts with each sequence.
+    `sequence_ids` numbers the sequences from 0 and is -1 on padding; `position_ids` restarts at 0 for each sequence.
     """
 
     input_ids: Tensor  # [rows, tokens]
@@ -73,9 +82,11 @@ class Batch:
     sequence_ids: Tensor  # [rows, tokens]
     target_mask: Tensor  # [rows, tokens] bool
     num_sequences: int
-    extras: Mapping[str, Tensor] = field(default_factory=dict)  # by name, [sequences] or [rows, tokens]
+    extras: Mapping[str, Tensor] = field(default_factory=dict)  # each [sequences] or [rows, tokens]
 
     def to(self, device: torch.device) -> Batch:
+        """Return a copy on `device`; transfers are asynchronous if memory is pinned."""
+
         def move(tensor: Tensor) -> Tensor:
             return tensor.to(device, non_blocking=True)
 
@@ -91,7 +102,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a group of samples begins with; `index`, its row in the prompt set, tells groups of equal text apart."""
+    """The start of every sample in a group.
+
+    `index` is the row in the prompt set; it distinguishes groups whose prompts have the same text.
+    """
 
     index: int
     text: str
@@ -102,7 +116,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn, with the names that vLLM gives them."""
+    """Sampling settings of one request, with the field names of vLLM."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -118,11 +132,11 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """One generation: tokens in."""
+    """Input of one generation."""
 
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
-    prefix: int = 0  # requests of one number begin alike, so that they do well to meet in one cache
+    prefix: int = 0  # requests with the same id share a prompt; route them to the same prefix cache
 
 
 FinishReason = Literal["stop", "length"]
@@ -130,28 +144,33 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class Completion:
-    """One generation: tokens out, each with its log-prob under the distribution it was drawn from.
+    """Output of one generation: tokens, each with its log-prob under the distribution it was sampled from.
 
-    An engine with `whole_log_probs` gives those of the whole vocabulary even where it draws from a part of it.
+    An engine with `whole_log_probs` reports log-probs over the whole vocabulary even if it samples from part of it.
     """
 
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
     text: str
     finish_reason: FinishReason
-    version: int  # of the weights that drew the first token
+    version: int  # weight version that sampled the first token
 
 
-StepRewards: TypeAlias = tuple[tuple[int, float], ...]  # (place of a step's last action token, reward)
+StepRewards: TypeAlias = tuple[tuple[int, float], ...]  # (index of a step's last action token, reward)
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """A whole episode as training sees it. A two-turn one, with environment tokens e between the actions a:
+    """A complete episode in the form that training consumes.
+
+    Two turns, with environment tokens e between the action tokens a:
 
     input_ids          [ p p a a e e a a ]
     action_mask        [ 0 0 1 1 0 0 1 1 ]
     rollout_log_probs  [ 0 0 . . 0 0 . . ]
+
+    The reward is the training signal; the score decides dynamic filtering. Both are NaN until reward models score the
+    episode, if reward models do the scoring.
     """
 
     prompt: Prompt
@@ -163,6 +182,6 @@ class Trajectory:
     truncated: bool
     version: int
     extra_logs: Mapping[str, float] = field(default_factory=dict)
-    step_rewards: StepRewards = ()  # of turns or reasoning steps; `reward` is their sum
-    temperature_factors: tuple[float, ...] = ()  # of each token's sampling temperature on the run's; empty: all are 1
-    whole_vocabulary: bool = True  # False if top_p, top_k, min_p or a penalty limited what some turn could draw
+    step_rewards: StepRewards = ()  # per turn or reasoning step; `reward` is their sum
+    temperature_factors: tuple[float, ...] = ()  # per token: sampling temperature / the run's; empty: all 1
+    whole_vocabulary: bool = True  # False if top_p, top_k, min_p or a penalty restricted sampling in any turn
