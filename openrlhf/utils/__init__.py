@@ -1,4 +1,7 @@
-"""The import paths that users' files know from upstream."""
+"""Import paths of upstream OpenRLHF, kept so that existing reward and agent files work unchanged.
+
+The modules here only re-export; the implementations are in `openrlhf.agents`.
+"""
 
 from openrlhf.agents.math_answers import extract_boxed_answer, grade_answer
 

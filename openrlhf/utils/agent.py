@@ -1,4 +1,4 @@
-"""The public agent classes, under the path that users' files import."""
+"""Public agent classes, re-exported under the path that agent files import."""
 
 from openrlhf.agents.gem import GemAgentExecutor
 from openrlhf.agents.interface import AgentExecutorBase, AgentInstanceBase

@@ -1,4 +1,4 @@
-"""Answers to mathematical questions, under the path that users' files import."""
+"""Extraction and grading of mathematical answers, re-exported under the path that reward files import."""
 
 from openrlhf.agents.math_answers import extract_boxed_answer, grade_answer
 
