@@ -138,6 +138,7 @@ class Monitor:
             self.bar.last_print_t += seconds
 
     def log(self, kind: str, step: int, values: Mapping[str, float]) -> None:
+        """Pass metrics to all sinks."""
         for sink in self.sinks:
             sink.log(kind, step, values)
 

@@ -174,13 +174,13 @@ class Trajectory:
     """
 
     prompt: Prompt
-    input_ids: tuple[int, ...]
-    action_mask: tuple[bool, ...]
-    rollout_log_probs: tuple[float, ...]
+    input_ids: tuple[int, ...]  # [tokens]
+    action_mask: tuple[bool, ...]  # [tokens]
+    rollout_log_probs: tuple[float, ...]  # [tokens]
     reward: float
     score: float
-    truncated: bool
-    version: int
+    truncated: bool  # the last turn or the episode was cut off by a limit
+    version: int  # oldest weight version that sampled a turn
     extra_logs: Mapping[str, float] = field(default_factory=dict)
     step_rewards: StepRewards = ()  # per turn or reasoning step; `reward` is their sum
     temperature_factors: tuple[float, ...] = ()  # per token: sampling temperature / the run's; empty: all 1
