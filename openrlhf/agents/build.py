@@ -1,4 +1,8 @@
-"""From flags to the executor that serves them."""
+"""Construction of the executor that the reward and agent flags ask for.
+
+`build_executor` is the only entry. It starts the worker processes that run user code and returns an `Episodes` executor
+for an agent file, or a `SingleTurn` executor with the matching scorer.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MOST_PROCESSES = 8
-EPISODES_BEFORE_ANOTHER = 16  # in a process, before a second one is started
+EPISODES_BEFORE_ANOTHER = 16  # concurrent episodes in a process before another process is started
 
 
 def build_executor(
@@ -34,10 +38,11 @@ def build_executor(
     template: Template | None = None,
     compares_engine: bool = False,
 ) -> GroupExecutor:
-    """An agent's file, a reward file, reward servers, or none of them: then reward models score the samples later.
+    """Build the executor for an agent file, a reward file, reward servers, or none of them.
 
-    The file is loaded in a first worker process, so that what is wrong with it is known before any training.
-    `compares_engine` says that the loss compares the engine's log-probs with the trainer's.
+    With none of them, reward models score the samples later. A file is loaded in a first worker process immediately,
+    so that errors in it surface before any training. `processes` limits the worker processes (default: half of the
+    CPU cores, at most 8). `compares_engine` says that the loss compares the engine's log-probs with the trainer's.
     """
     processes = processes or max(1, min(MOST_PROCESSES, (os.cpu_count() or 2) // 2))
     if rewards.agent_func_path:
@@ -55,6 +60,7 @@ def build_executor(
 
 
 def _scorer(rewards: Rewards, processes: int) -> Scorer:
+    """Build the scorer of single-turn samples; a reward file runs one call per process."""
     if rewards.reward_file:
         limits = Limits(rewards.reward_timeout, processes, calls_before_another=1, calls_per_process=1)
         pool = Pool(Spec(_path(rewards.reward_file), "reward"), limits)
@@ -75,6 +81,7 @@ def _agents(
     trust_remote_code: bool,
     template: Template,
 ) -> Pool:
+    """Start the worker pool of an agent file, which loads the tokenizer from a temporary folder that the pool owns."""
     folder = tempfile.TemporaryDirectory(prefix="openrlhf-tokenizer-")
     tokenizer.save_pretrained(folder.name)
     spec = Spec(
@@ -95,7 +102,10 @@ def _agents(
 
 
 def _class_of(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """Where a worker finds the class; AutoTokenizer, which takes seconds to import, only for code from a hub."""
+    """Return module and name of the tokenizer class for a worker to import.
+
+    AutoTokenizer takes seconds to import, so it is used only for classes from outside transformers (hub code).
+    """
     kind = type(tokenizer)
     is_known = kind.__module__.startswith("transformers.")
     return (kind.__module__, kind.__qualname__) if is_known else ("transformers", "AutoTokenizer")

@@ -1,4 +1,8 @@
-"""An episode that is a chat: the policy's turns as messages, and the sample that comes of them."""
+"""An episode in the form of a chat: answers chat requests with turns of the policy and collects the training sample.
+
+Executors whose environment speaks in messages (OpenAI's client, GEM, NeMo Gym) open an `Episode` and call `answer` for
+each turn. The episode keeps the exact token ids that were sampled, so nothing is tokenised twice.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +26,15 @@ FindCalls = Callable[[str, int], tuple[str, list[dict[str, Any]]]]
 
 
 class Full(Exception):
-    """The episode has no room for another turn."""
+    """The episode has reached its token or turn limit and cannot take another turn."""
 
 
 @dataclass(eq=False)
 class Episode:
-    """A conversation, the engine that continues it, and what went wrong; served over HTTP, a name and a key."""
+    """One conversation, the engine that continues it, and the first error that occurred.
+
+    `name` and `key` identify the episode when it is served over HTTP.
+    """
 
     chat: Chat
     params: AgentSamplingParams
@@ -39,15 +46,15 @@ class Episode:
     key: str = field(default_factory=lambda: f"sk-{secrets.token_hex(16)}")
     trouble: OpenRLHFError | None = None
     full: bool = False
-    answered: tuple[Any, Answer] | None = None  # the last request and its answer
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    answered: tuple[Any, Answer] | None = None  # body of the last request, and its answer
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while a request is answered
 
     def __post_init__(self) -> None:
         self.session = ChatSession(self.chat)
         self.drawn: list[CompletionOutput] = []
 
     async def answer(self, request: ChatRequest) -> Answer:
-        """The policy's next turn."""
+        """Generate the policy's next turn; raise Full if a limit has been reached after the first turn."""
         session = self.session
         added = session.extension(request.messages, request.tools)
         asked = [*session.transcript.tokens, *added]
@@ -62,7 +69,7 @@ class Episode:
         return Answer(len(self.drawn), message, output, asked, texts)
 
     def sample(self) -> dict[str, Any]:
-        """The episode with the keys that training reads, less its reward."""
+        """Return the episode as a dict with the keys that training reads, without the reward."""
         said = self.session.transcript
         return {
             "observation_tokens": said.tokens,
@@ -72,6 +79,7 @@ class Episode:
         }
 
     def _full(self, length: int) -> Exception:
+        """Return the error for a request that does not fit: RolloutError before the first turn, Full after it."""
         if not self.drawn:
             return RolloutError(
                 f"the first request of an episode has {length} tokens, and prompt and turns together may have"
@@ -84,7 +92,7 @@ class Episode:
         )
 
     def _params(self, request: ChatRequest) -> AgentSamplingParams:
-        """The run's own; a request may only end a turn earlier."""
+        """Return the run's sampling parameters; a request may only make a turn end earlier."""
         params = self.params.clone()
         limits = [limit for limit in (params.max_tokens, request.max_tokens) if limit is not None]
         params.max_tokens = min(limits, default=None)
@@ -92,7 +100,7 @@ class Episode:
         return params
 
     def _message(self, output: CompletionOutput, request: ChatRequest) -> Message:
-        """What was drawn, less the special tokens that end it, as the assistant's message."""
+        """Return the output as the assistant's message, without trailing special tokens."""
         ids, special = list(output.token_ids), self.chat.tokenizer.all_special_ids
         while ids and ids[-1] in special:
             ids.pop()
@@ -101,7 +109,10 @@ class Episode:
         return {"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {})
 
     def _calls_in(self, text: str) -> tuple[str, list[dict[str, Any]]]:
-        """A client would ask again after an error of find_calls, until something is drawn that it can read."""
+        """Split a turn into text and tool calls; an error in find_calls fails the episode.
+
+        Otherwise a client would retry until the policy samples something that find_calls can parse.
+        """
         try:
             return self.find_calls(text, len(self.drawn))
         except Exception as error:
@@ -119,8 +130,8 @@ def open_episode(
     engine: LLMEngine,
     calls: FindCalls = find_calls,
 ) -> Episode:
-    """An episode under the limits and the chat template of an executor."""
-    from openrlhf.data.templates import Chat  # transformers, which the file of an agent need not wait for
+    """Open an episode with the turn limit and chat template of an executor."""
+    from openrlhf.data.templates import Chat  # imports transformers, which would delay the loading of agent files
 
     flags = executor.template
     if flags.tokenizer_chat_template is None and not tokenizer.chat_template:
@@ -130,6 +141,7 @@ def open_episode(
 
 
 def refuse_rendered_prompts(executor: AgentExecutorBase, who: str) -> None:
+    """Reject --apply_chat_template, which would apply the template twice."""
     if executor.template.apply_chat_template:
         raise ConfigError(
             f"--apply_chat_template renders a prompt before {who} gets it, and its messages are rendered again; leave"

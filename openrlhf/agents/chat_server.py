@@ -1,6 +1,7 @@
-"""The policy behind the address of an OpenAI-compatible server, one address for each episode.
+"""OpenAI-compatible HTTP server in front of the policy, with a separate base_url for each episode.
 
-It runs in the worker process, on 127.0.0.1 and a free port, and hands every request on as the tokens of its episode.
+It runs in the worker process on 127.0.0.1 and a free port. `OpenAIAgentExecutor` opens an episode, gives its base_url
+and key to `run_agent`, and closes it afterwards; each request continues the token sequence of its episode.
 """
 
 from __future__ import annotations
@@ -29,12 +30,15 @@ from openrlhf.monitor import say
 
 HOST = "127.0.0.1"
 LARGEST_BODY = 1 << 28  # bytes
-RETRY = "x-stainless-retry-count"  # by which OpenAI's clients tell that they ask again after a broken connection
+RETRY = "x-stainless-retry-count"  # header that OpenAI's clients set when they retry after a broken connection
 ENDPOINTS = "/v1/chat/completions, /v1/models and /tokenize"
 
 
 class ChatServer:
-    """Episodes by name. A request that cannot be served is remembered: an agent may swallow the error it gets."""
+    """Server of the open episodes, by name.
+
+    A request that cannot be served is also recorded in `Episode.trouble`, because an agent may swallow the error.
+    """
 
     def __init__(self) -> None:
         self.episodes: dict[str, Episode] = {}
@@ -42,6 +46,7 @@ class ChatServer:
         self.port = 0
 
     async def start(self) -> None:
+        """Listen on a free port and set `port`."""
         app = web.Application(client_max_size=LARGEST_BODY)
         app.router.add_get("/health", health)
         app.router.add_get("/s/{episode}/v1/models", self._with_episode(self._models))
@@ -54,16 +59,19 @@ class ChatServer:
         self.port = int(runner.addresses[0][1])
 
     def open(self, episode: Episode) -> str:
-        """The base_url of an episode."""
+        """Start serving an episode and return its base_url."""
         self.episodes[episode.name] = episode
         return f"http://{HOST}:{self.port}/s/{episode.name}/v1"
 
     def close(self, episode: Episode) -> None:
+        """Stop serving an episode; later requests to its base_url get status 404."""
         del self.episodes[episode.name]
 
     def _with_episode(
         self, handler: Callable[[Episode, web.Request], Awaitable[web.StreamResponse]]
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        """Wrap a handler: look up the episode in the URL and check the key."""
+
         async def handle(request: web.Request) -> web.StreamResponse:
             episode = self.episodes.get(request.match_info["episode"])
             if episode is None:
@@ -79,7 +87,7 @@ class ChatServer:
         return web.json_response({"object": "list", "data": [model | {"max_model_len": episode.max_length}]})
 
     async def _tokenize(self, episode: Episode, request: web.Request) -> web.Response:
-        """The tokens of a text, or of messages as a first request would have them."""
+        """Return the tokens of a text, or of messages rendered as if they were the first request."""
         try:
             body = await read_json(request)
             text = body.get("prompt")
@@ -91,6 +99,7 @@ class ChatServer:
         return web.json_response({"count": len(ids), "max_model_len": episode.max_length, "tokens": ids})
 
     async def _chat(self, episode: Episode, request: web.Request) -> web.StreamResponse:
+        """Answer a chat completion, one at a time per episode; record any error other than a full episode."""
         try:
             body = await read_json(request)
             self._explain(body, episode)
@@ -107,7 +116,7 @@ class ChatServer:
         return web.json_response(completion(answer, asked))
 
     async def _once(self, episode: Episode, asked: ChatRequest, body: Any, *, again: bool) -> Answer:
-        """An answer that was lost on its way is given once more, not drawn once more."""
+        """Answer a request; for a retry after a lost response, resend the answer instead of sampling again."""
         if again and episode.answered is not None and episode.answered[0] == body:
             return episode.answered[1]
         answer = await episode.answer(asked)
@@ -115,6 +124,7 @@ class ChatServer:
         return answer
 
     def _explain(self, body: dict[str, Any], episode: Episode) -> None:
+        """Report each ignored sampling parameter once per process."""
         for difference in not_followed(body, episode.params):
             if difference not in self.explained:
                 self.explained.add(difference)
@@ -122,9 +132,10 @@ class ChatServer:
 
 
 async def read_json(request: web.Request) -> dict[str, Any]:
+    """Return the body of a request; raise RolloutError if it is not a JSON object."""
     try:
         body = await request.json()
-    except ValueError as error:  # also bytes that are no text
+    except ValueError as error:  # also raised for bytes that are not valid text
         raise RolloutError(f"the body of a request is no JSON: {error}") from None
     if not isinstance(body, dict):
         raise RolloutError("the body of a request is no JSON object")
@@ -132,6 +143,7 @@ async def read_json(request: web.Request) -> dict[str, Any]:
 
 
 async def stream(request: web.Request, pieces: list[dict[str, Any]]) -> web.StreamResponse:
+    """Send the chunks as server-sent events."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
     for piece in [*map(json.dumps, pieces), "[DONE]"]:
@@ -149,4 +161,5 @@ async def unknown(request: web.Request) -> web.Response:
 
 
 def refusal(status: int, message: str, code: str | None = None) -> web.Response:
+    """Build an error response in OpenAI's format."""
     return web.json_response(problem(message, code), status=status)

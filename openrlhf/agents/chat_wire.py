@@ -1,4 +1,7 @@
-"""The JSON of chat completions: what a request may ask for, and how an answer looks."""
+"""The JSON format of OpenAI's chat completions: parsing and validation of requests, and formatting of answers.
+
+All functions are pure. `chat_server` speaks this format over HTTP; `chat_episode` finds the tool calls of a turn here.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ from openrlhf.errors import DataError, RolloutError
 
 MODEL = "policy"
 TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
-# How tokens are drawn is the run's affair: its log-probs and its loss assume one distribution.
+# The run's flags decide these, because its log-probs and loss assume one distribution. The values here are those of a
+# run that has no such flag.
 FOLLOWS_FLAGS = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -29,7 +33,7 @@ FOLLOWS_FLAGS = {
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """What of a request counts."""
+    """The fields of a request that are honoured; others are ignored or rejected."""
 
     messages: list[Message]
     tools: Tools = None
@@ -43,9 +47,9 @@ class ChatRequest:
 
 @dataclass(frozen=True)
 class Answer:
-    """A turn of the policy as its client gets it."""
+    """One turn of the policy, ready to be sent to the client."""
 
-    number: int  # of the turn in its episode
+    number: int  # of the turn in its episode, from 1
     message: Message
     drawn: CompletionOutput
     prompt_token_ids: list[int]
@@ -53,7 +57,7 @@ class Answer:
 
 
 def read_request(body: Any) -> ChatRequest:
-    """The request, or a RolloutError that names what cannot be had."""
+    """Parse a request; raise RolloutError naming a field that is malformed or not supported."""
     if not isinstance(body, Mapping):
         raise RolloutError("a chat completion is asked for with a JSON object")
     refuse_constraints(body)
@@ -84,7 +88,7 @@ def read_request(body: Any) -> ChatRequest:
 
 
 def refuse_constraints(body: Mapping[str, Any]) -> None:
-    """What would bend the distribution that tokens are drawn from, or make several samples of one."""
+    """Reject parameters that would change the sampling distribution or ask for several samples."""
     form = body.get("response_format") or {"type": "text"}
     wrong = {
         "n": body.get("n") not in (None, 1),
@@ -101,7 +105,7 @@ def refuse_constraints(body: Mapping[str, Any]) -> None:
 
 
 def not_followed(body: Mapping[str, Any], params: object) -> list[str]:
-    """Sampling parameters of a request that differ from the run's."""
+    """List the sampling parameters of a request that differ from the run's, for a warning."""
     return [
         f"{name}={body[name]} (the run has {getattr(params, name, default)})"
         for name, default in FOLLOWS_FLAGS.items()
@@ -110,7 +114,10 @@ def not_followed(body: Mapping[str, Any], params: object) -> list[str]:
 
 
 def find_calls(text: str, number: int) -> tuple[str, list[dict[str, Any]]]:
-    """The text around <tool_call>{"name": ..., "arguments": {...}}</tool_call>, and the calls; broken ones are text."""
+    """Split a turn into its text and its calls, <tool_call>{"name": ..., "arguments": {...}}</tool_call>.
+
+    `number` makes call ids unique within an episode. If any call is malformed, the whole turn is returned as text.
+    """
     calls = [read_call(found) for found in TOOL_CALL.findall(text)]
     functions = [call for call in calls if call is not None]
     if len(functions) < len(calls):
@@ -122,6 +129,7 @@ def find_calls(text: str, number: int) -> tuple[str, list[dict[str, Any]]]:
 
 
 def read_call(text: str) -> dict[str, Any] | None:
+    """Parse the JSON of one call; None if it is malformed."""
     try:
         call = json.loads(text)
     except json.JSONDecodeError:
@@ -133,7 +141,7 @@ def read_call(text: str) -> dict[str, Any] | None:
 
 
 def sent_message(message: Message) -> dict[str, Any]:
-    """The policy's message as clients know it: arguments as JSON text, no content beside calls alone."""
+    """Return the message as OpenAI's clients expect it: arguments as JSON text, empty content next to calls as None."""
     calls = [
         {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
         for call in message.get("tool_calls") or []
@@ -151,11 +159,12 @@ def usage(answer: Answer) -> dict[str, int]:
 
 
 def head(answer: Answer, kind: str) -> dict[str, Any]:
+    """Return the fields shared by completions and chunks; `kind` is the object type."""
     return {"id": f"chatcmpl-{answer.number}", "object": kind, "created": 0, "model": MODEL}
 
 
 def completion(answer: Answer, request: ChatRequest) -> dict[str, Any]:
-    """The whole answer; `token_ids` is an addition that clients which do not know it pass over."""
+    """Format the answer as one response; `token_ids` is an extension that other clients ignore."""
     choice = {
         "index": 0,
         "message": sent_message(answer.message),
@@ -167,7 +176,7 @@ def completion(answer: Answer, request: ChatRequest) -> dict[str, Any]:
 
 
 def chunks(answer: Answer, request: ChatRequest) -> list[dict[str, Any]]:
-    """The answer as a stream: everything in one chunk, then why it ended, then what it took."""
+    """Format the answer as a stream: the whole message in one chunk, the finish reason, then usage if requested."""
     begun = head(answer, "chat.completion.chunk")
     message = sent_message(answer.message)
     if "tool_calls" in message:
@@ -183,6 +192,7 @@ def chunks(answer: Answer, request: ChatRequest) -> list[dict[str, Any]]:
 
 
 def log_probs(answer: Answer) -> dict[str, Any]:
+    """Format the log-probs of the sampled tokens; alternatives (`top_logprobs`) are not available."""
     drawn = answer.drawn
     places = zip(drawn.token_ids, drawn.logprobs, answer.token_texts, strict=True)
     return {
@@ -194,4 +204,5 @@ def log_probs(answer: Answer) -> dict[str, Any]:
 
 
 def problem(message: str, code: str | None = None) -> dict[str, Any]:
+    """Format an error in the way OpenAI's clients parse it."""
     return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}

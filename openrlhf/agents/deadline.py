@@ -1,4 +1,9 @@
-"""Time as it is charged to user code: waiting for the engine, or for a neighbour that holds the processor, is free."""
+"""Timeouts that count only the time of user code.
+
+A call is not charged for waiting on the engine, nor for time in which another call of the same worker process blocks
+its event loop. The pool sets a `Deadline` for each call. Each worker process has a `Processor`, which the pool updates
+from the worker's reports.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,10 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Processor:
-    """Who has a worker's processor, and how long each call has had it."""
+    """Which call is running on a worker's event loop, and how long each call has run so far.
+
+    Times are in seconds of the trainer's event-loop clock.
+    """
 
     running: int | None = None
     since: float = 0.0
@@ -18,18 +26,20 @@ class Processor:
     by_call: dict[int, float] = field(default_factory=lambda: defaultdict(float))
 
     def switch(self, call: int | None, now: float) -> None:
+        """Record that `call` starts running now, or that none does (None)."""
         if self.running is not None:
             self.total += now - self.since
             self.by_call[self.running] += now - self.since
         self.running, self.since = call, now
 
     def used_by_others(self, call: int, now: float) -> float:
+        """Return the seconds for which calls other than `call` have run, including the current one."""
         ongoing = now - self.since if self.running not in (None, call) else 0.0
         return self.total - self.by_call[call] + ongoing
 
 
 class Deadline:
-    """Tells when a call's user code has run for longer than it may since the engine last answered."""
+    """Timer that calls `expire` once a call's user code has run for `seconds` since the engine last answered."""
 
     def __init__(self, call: int, seconds: float, processor: Processor, expire: Callable[[], None]) -> None:
         self.call, self.seconds, self.processor, self.expire = call, seconds, processor, expire
@@ -39,11 +49,12 @@ class Deadline:
         self._start()
 
     def pause(self) -> None:
+        """Stop the clock while a request to the engine is open; requests may overlap."""
         self.pauses += 1
         self.stop()
 
     def resume(self) -> None:
-        """The engine answered; when nothing more is asked of it, the time begins anew."""
+        """Note an answer of the engine; if no request is open any more, restart the time limit in full."""
         self.pauses -= 1
         if self.pauses == 0:
             self._start()
@@ -59,11 +70,12 @@ class Deadline:
             self.timer = None
 
     def _check(self) -> None:
+        """Expire if the call itself has used up its time; otherwise set the timer for the rest."""
         now = self.loop.time()
         others = self.processor.used_by_others(self.call, now) - self.free
         left = self.seconds - (now - self.started - others)
         if left <= 0:
             self.expire()
         else:
-            # At least a hundredth: while a neighbour holds the processor, `left` stands still.
+            # At least 1% of the limit: while another call runs, `left` does not shrink, and this would busy-loop.
             self.timer = self.loop.call_later(max(left, self.seconds / 100), self._check)

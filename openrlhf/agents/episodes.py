@@ -1,4 +1,7 @@
-"""Episodes of a user's agent: each runs in a worker process and comes back as a checked trajectory."""
+"""Executor for agent files: runs each sample of a prompt as an episode in a worker process.
+
+The pool runs the user's code; the dict it returns is validated and converted to a `Trajectory`.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,11 @@ from openrlhf.agents.trajectory import read_trajectory
 from openrlhf.errors import EngineError, RewardError, RolloutError
 from openrlhf.types import Prompt, SamplingParams, Trajectory
 
-RETRIES = 1  # of an episode that ended its process or ran out of time
+RETRIES = 1  # of an episode that crashed its process or timed out
 
 
 class Episodes:
-    """The samples of a prompt as episodes side by side."""
+    """GroupExecutor that runs the samples of a prompt as concurrent episodes of an agent."""
 
     def __init__(
         self, pool: Pool, *, context_length: int, step_rewards: bool, on_error: OnError, compares_engine: bool = False
@@ -44,6 +47,7 @@ class Episodes:
     async def _episode(
         self, prompt: Prompt, number: int, params: SamplingParams, session: Session
     ) -> Trajectory | SampleError:
+        """Run one episode and close its session; return the error of a failed sample if failures are skipped."""
         try:
             return await self._run(prompt, number, params, session)
         except EngineError:
@@ -56,6 +60,7 @@ class Episodes:
             session.close()
 
     async def _run(self, prompt: Prompt, number: int, params: SamplingParams, session: Session) -> Trajectory:
+        """Run one episode and validate its result; errors name the agent file and the sample."""
         body = {"prompt": prompt.text, "label": prompt.label, "params": params}
         sample = sample_name(prompt, sample=number)
         try:

@@ -1,4 +1,8 @@
-"""The contract between the loop, which owns prompts and engines, and whatever turns a prompt into scored samples."""
+"""Interface between the RL loop, which owns prompts and engines, and executors, which turn prompts into scored samples.
+
+The loop calls `GroupExecutor.run_group` with a prompt and one engine session per sample; `SingleTurn` and `Episodes`
+implement it. The rest are helpers for running a group and naming samples in messages.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,11 @@ from openrlhf.types import Completion, Prompt, Request, SamplingParams, Trajecto
 SampleError: TypeAlias = RewardError | RolloutError
 OnError: TypeAlias = Literal["stop", "skip"]
 Item = TypeVar("Item")
-SHOWN = 160  # characters of a text in a message
+SHOWN = 160  # most characters of a text in a message
 
 
 class Session(Protocol):
-    """The policy as one episode sees it: one request at a time, closed when the episode asks for nothing more."""
+    """One episode's access to the policy: one request at a time; closed after the last request."""
 
     async def generate(self, request: Request) -> Completion: ...
 
@@ -26,9 +30,9 @@ class Session(Protocol):
 
 @dataclass(frozen=True)
 class GroupResult:
-    """The samples of a prompt, in order, and what became of those that are missing.
+    """The samples of a prompt, in order, and the errors of the missing ones.
 
-    Reward and score are NaN where a reward model scores later; failures come only with --on_reward_error skip.
+    Reward and score are NaN if a reward model scores later. Failures occur only with --on_reward_error skip.
     """
 
     trajectories: list[Trajectory]
@@ -36,21 +40,21 @@ class GroupResult:
 
 
 class GroupExecutor(Protocol):
-    """Runs all samples of a prompt."""
+    """Interface of an object that runs all samples of a prompt."""
 
     async def run_group(
         self, prompt: Prompt, params: Sequence[SamplingParams], sessions: Sequence[Session]
     ) -> GroupResult:
-        """One sample for each entry of `params`, through the session at its place; closes every session."""
+        """Run one sample for each entry of `params`, using the session at the same index; close every session."""
         ...
 
     async def close(self) -> None:
-        """Ends every process that was started; may be called twice."""
+        """End all processes that were started; may be called more than once."""
         ...
 
 
 def settle(outcomes: Iterable[Trajectory | SampleError], on_error: OnError) -> GroupResult:
-    """A group of what came out well; the first failure is raised unless failures are skipped."""
+    """Collect the outcomes of a group; raise the first failure unless failures are skipped."""
     result = GroupResult([])
     for outcome in outcomes:
         if isinstance(outcome, Trajectory):
@@ -63,7 +67,7 @@ def settle(outcomes: Iterable[Trajectory | SampleError], on_error: OnError) -> G
 
 
 async def all_of(coroutines: Iterable[Coroutine[object, object, Item]]) -> list[Item]:
-    """All results in order; when one fails the others are cancelled."""
+    """Run all coroutines and return their results in order; if one fails, cancel the others."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return list(await asyncio.gather(*tasks))
@@ -73,17 +77,17 @@ async def all_of(coroutines: Iterable[Coroutine[object, object, Item]]) -> list[
 
 
 def clip(text: str, limit: int = SHOWN) -> str:
-    """A text; of a long one the beginning and the end."""
+    """Return the text, or the beginning and end of a long one."""
     return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
 
 
 def shorten(text: str, limit: int = SHOWN) -> str:
-    """A clipped text in quotes, on one line."""
+    """Return the clipped text in quotes, on one line."""
     return repr(clip(text, limit))
 
 
 def sample_name(prompt: Prompt, response: str | None = None, *, sample: int | None = None) -> str:
-    """Which sample a message is about."""
+    """Describe a sample for a message."""
     number = "" if sample is None else f"sample {sample} of "
     answer = "" if response is None else f", response {shorten(response)}"
     return f"{number}prompt {prompt.index} {shorten(prompt.text)}{answer}"

@@ -1,4 +1,8 @@
-"""Games of GEM (the package gem-llm): the environment speaks as the user, the policy plays."""
+"""Executor for the environments of GEM (package gem-llm).
+
+The environment's observations are the user's messages, and the policy's turns are its actions. An agent file uses it by
+`class AgentExecutor(GemAgentExecutor)`.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +19,14 @@ from openrlhf.data.messages import Message
 from openrlhf.errors import ConfigError, RolloutError
 
 PIP = "pip install gem-llm"
-LEAST_REWARD = -1.0  # of an episode: a long row of small penalties is no worse than that
+LEAST_REWARD = -1.0  # lower bound per episode, however many small penalties add up
 
 
 class GemAgentExecutor(AgentExecutorBase):
-    """A prompt is the name of an environment, such as game:GuessTheNumber-v0-easy, and its label the seed of the game.
+    """Executor for GEM: the prompt names an environment, such as game:GuessTheNumber-v0-easy; the label is its seed.
 
-    So all samples of a prompt play the same game. Turns go through the chat template; the reward is the sum of the
-    environment's, and not less than -1.
+    All samples of a prompt therefore play the same game. Turns go through the chat template. The reward is the sum of
+    the environment's rewards, but at least -1.
     """
 
     async def prepare(self) -> None:
@@ -40,6 +44,7 @@ class GemAgentExecutor(AgentExecutorBase):
         hf_tokenizer: Any,
         llm_engine: LLMEngine,
     ) -> dict[str, Any]:
+        """Play one game, with the reward of each turn as a step reward."""
         game = self._make(prompt)
         episode = open_episode(self, sampling_params, max_length, hf_tokenizer, llm_engine)
         rewards, done = await play(game, read_seed(label), episode)
@@ -55,6 +60,7 @@ class GemAgentExecutor(AgentExecutorBase):
         }
 
     def _make(self, name: str) -> Any:
+        """Create the environment; for an unknown name, suggest similar ones."""
         try:
             return self.gem.make(name)
         except ValueError as error:
@@ -67,7 +73,7 @@ class GemAgentExecutor(AgentExecutorBase):
 
 
 async def play(game: Any, seed: int, episode: Episode) -> tuple[list[float], bool]:
-    """The reward of each turn, and whether the game came to its end."""
+    """Play one game; return the reward of each turn and whether the game ended before the episode was full."""
     observation, _ = game.reset(seed=seed)
     messages: list[Message] = [{"role": "user", "content": observation}]
     rewards: list[float] = []
@@ -86,6 +92,7 @@ async def play(game: Any, seed: int, episode: Episode) -> tuple[list[float], boo
 
 
 def read_seed(label: Any) -> int:
+    """Parse the seed of a game from the label of its prompt."""
     try:
         return int(label)
     except (TypeError, ValueError):

@@ -1,4 +1,8 @@
-"""Reward servers: a group of samples is one POST, and every server has its turn."""
+"""Client for reward servers: sends each group of samples as one POST, round-robin over the servers.
+
+Requests run in daemon threads with urllib. A server that does not answer, or answers with a 5xx status, is retried with
+growing pauses; other errors are raised immediately.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +24,17 @@ from openrlhf.agents.scores import Group, Scored, read_scores
 from openrlhf.errors import RewardError
 
 TRIES = 5
-FIRST_PAUSE = 0.5  # seconds before the second try; each further pause is twice as long
+FIRST_PAUSE = 0.5  # seconds before the second try; doubles with each further try
 CONCURRENT_REQUESTS = 32
 
 
 class Unavailable(Exception):
-    """The server may answer if it is asked again."""
+    """A temporary failure of a server; a retry may succeed."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """One address and how patiently it is asked."""
+    """Address of a reward server with its timeout (seconds) and retry pauses."""
 
     url: str
     timeout: float
@@ -38,7 +42,7 @@ class Server:
     api_key: str | None = None
 
     async def ask(self, body: dict[str, Any]) -> Any:
-        """The decoded answer; tries again while the server is unavailable, then raises RewardError."""
+        """POST `body` and return the decoded answer; raise RewardError after TRIES temporary failures."""
         data = self._encode(body)
         trouble = ""
         for attempt in range(TRIES):
@@ -51,8 +55,9 @@ class Server:
         raise RewardError(f"reward server {self.url} failed {TRIES} times, the last time with: {trouble}")
 
     async def _answer(self, data: bytes) -> bytes:
+        """Send one request from a thread; raise Unavailable if it takes longer than the timeout."""
         answer = asyncio.wrap_future(in_daemon_thread(lambda: self._post(data)))
-        # Not asyncio.timeout: after the loop was busy generating, that would cancel an answer which is already here.
+        # Not asyncio.timeout: if generation blocked the loop, that would cancel an answer that has already arrived.
         await asyncio.wait({answer}, timeout=self.timeout)
         if not answer.done():
             answer.cancel()
@@ -60,6 +65,7 @@ class Server:
         return answer.result()
 
     def _post(self, data: bytes) -> bytes:
+        """Send one request; raise Unavailable for connection errors and 5xx, RewardError for other error statuses."""
         headers = {"Content-Type": "application/json"}
         if self.api_key is not None:
             headers["Authorization"] = f"Bearer {self.api_key}"
@@ -73,7 +79,7 @@ class Server:
             if error.code < 500:
                 raise RewardError(f"reward server {self.url} refused the request: {error.code} {said}") from None
             raise Unavailable(f"status {error.code} {said}") from None
-        except (OSError, http.client.HTTPException) as error:  # refused, reset, closed early, timed out
+        except (OSError, http.client.HTTPException) as error:  # connection refused, reset, closed early or timed out
             raise Unavailable(f"{type(error).__name__}: {error}") from None
 
     def _encode(self, body: dict[str, Any]) -> bytes:
@@ -91,7 +97,7 @@ class Server:
 
 
 class ServerRewards:
-    """Groups go to the servers in turn."""
+    """Scorer that sends groups to the servers round-robin."""
 
     def __init__(
         self,
@@ -105,6 +111,7 @@ class ServerRewards:
         self.gate: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
     async def score(self, group: Group) -> list[Scored | RewardError]:
+        """Score a group at the next server; if that fails, every sample gets the error."""
         server = next(self.servers)
         try:
             async with self._gate():
@@ -116,17 +123,18 @@ class ServerRewards:
             return [error] * len(group.queries)
 
     def _gate(self) -> asyncio.Semaphore:
-        """Bounds the requests under way; a semaphore belongs to one event loop."""
+        """Return the limit on concurrent requests; a semaphore works on one event loop only."""
         loop = asyncio.get_running_loop()
         if self.gate is None or self.gate[0] is not loop:
             self.gate = loop, asyncio.Semaphore(CONCURRENT_REQUESTS)
         return self.gate[1]
 
     async def close(self) -> None:
-        """Nothing is kept open between requests."""
+        """Do nothing: no connection stays open between requests."""
 
 
 def request_body(group: Group) -> dict[str, Any]:
+    """Return the JSON body of a group, with one entry per sample in each list."""
     count = len(group.queries)
     return {
         "query": list(group.queries),
@@ -136,9 +144,9 @@ def request_body(group: Group) -> dict[str, Any]:
 
 
 def in_daemon_thread(work: Callable[[], bytes]) -> Future[bytes]:
-    """Work in a thread that nobody waits for at exit: a silent server must not hold the program."""
+    """Run `work` in a daemon thread, so that a server that never answers does not block the program's exit."""
     answer: Future[bytes] = Future()
-    answer.set_running_or_notify_cancel()  # whoever gives up waiting leaves the thread its future
+    answer.set_running_or_notify_cancel()  # a caller that times out cannot cancel the future under the thread
 
     def run() -> None:
         try:

@@ -1,6 +1,7 @@
-"""What an agent's file works with: the classes it extends, and engine objects with vLLM's names.
+"""Public interface for agent files: base classes to extend, and engine objects with vLLM's names.
 
-Everything here runs in a worker process, next to the user's code and without torch.
+Agent files import the base classes through `openrlhf.utils.agent`. Everything here runs in a worker process next to the
+user's code and does not import torch.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ KINDS: dict[str, Callable[[Any], Any]] = {
 
 @dataclass
 class AgentSamplingParams:
-    """How the next tokens are drawn; user code may copy and change it. A seed of None follows from the episode."""
+    """Sampling settings of the next request, which user code may copy and change.
+
+    With a seed of None, the seed is derived from the episode. With max_tokens of None, only the context limits a turn.
+    """
 
     max_tokens: int | None
     temperature: float = 1.0
@@ -46,7 +50,7 @@ class AgentSamplingParams:
 
 @dataclass(frozen=True)
 class Logprob:
-    """The log-prob of one token."""
+    """The log-prob of one token, in vLLM's format."""
 
     logprob: float
     rank: int | None = None
@@ -55,7 +59,7 @@ class Logprob:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One drawn continuation; `logprobs` has for each token a dict from its id."""
+    """One sampled continuation; `logprobs` holds one dict per token, keyed by token id."""
 
     token_ids: list[int]
     text: str
@@ -66,7 +70,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """What `llm_engine.generate` returns."""
+    """Return value of `llm_engine.generate`."""
 
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
@@ -74,7 +78,7 @@ class RequestOutput:
 
 
 class LLMEngine(Protocol):
-    """`llm_engine` as user code sees it."""
+    """The `llm_engine` that user code gets."""
 
     async def generate(
         self, prompt_token_ids: Sequence[int], sampling_params: Any, multi_modal_data: None = None
@@ -82,22 +86,25 @@ class LLMEngine(Protocol):
 
 
 class AgentExecutorBase(ABC):
-    """Full control: `execute` makes one episode, token by token."""
+    """Base class for full control: `execute` runs one episode and returns its tokens."""
 
     max_turns: int | None = None  # set from --max_turns
     scored_later: bool = False  # set when reward models score episodes whose reward is None
     template: Template = Template()  # set from the flags of chat templates
 
     def __init__(self, agent_instance_cls: Any = None, *older: Any, **older_by_name: Any) -> None:
-        """Files of 0.8.7 to 0.9.0 hand over their agent, the engine and more; what they need of it is set elsewhere."""
+        """Accept the arguments that files of 0.8.7 to 0.9.0 pass: their agent class, the engine and more.
+
+        Only the agent class is used; `OlderExecutor` sets the other attributes.
+        """
         if agent_instance_cls is not None:
             self.agent_instance_cls = agent_instance_cls
 
-    async def prepare(self) -> None:  # noqa: B027 - most have nothing to do
-        """Called once, before the first episode."""
+    async def prepare(self) -> None:  # noqa: B027 - most executors need no setup
+        """Set up the executor; called once, before the first episode."""
 
     async def generate(self, prompt_ids: Sequence[int], sampling_params: Any) -> RequestOutput:
-        """The policy's continuation, for files of 0.8.7 to 0.9.0, which are built with the engine."""
+        """Return the policy's continuation; for files of 0.8.7 to 0.9.0, which are built with the engine."""
         engine: LLMEngine = vars(self)["llm_engine"]
         return await engine.generate(prompt_ids, sampling_params)
 
@@ -111,8 +118,14 @@ class AgentExecutorBase(ABC):
         hf_tokenizer: Any,
         llm_engine: LLMEngine,
     ) -> dict[str, Any]:
-        """One episode: observation_tokens, action_ranges, rollout_log_probs, reward, and optionally scores,
-        extra_logs, truncated."""
+        """Run one episode and return it as a dict.
+
+        observation_tokens: ids of the whole episode, prompt included.
+        action_ranges: half-open (start, end) ranges of the tokens that the policy sampled, in order.
+        rollout_log_probs: one per token, 0.0 outside actions; None to take them from the engine's record.
+        reward: a number; None to leave it to reward models.
+        Optional: scores (default: the reward), extra_logs, truncated, step_rewards.
+        """
 
 
 class AgentInstanceBase(ABC):
@@ -122,23 +135,27 @@ class AgentInstanceBase(ABC):
         super().__init__()
 
     async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """The first observation, from {observation, label}."""
+        """Return {observation}, the first observation; `states` holds observation (the prompt) and label."""
         return states
 
     @abstractmethod
     async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """Rewards, environment_feedback and done, from {observation_text, action_text, label, sampling_params}."""
+        """Respond to a turn of the policy with rewards, environment_feedback and done.
+
+        `states` holds observation_text, action_text, label and sampling_params.
+        """
 
 
 def params_for_agent(params: SamplingParams) -> AgentSamplingParams:
+    """Convert the run's parameters for user code, without the seed."""
     values = {item.name: getattr(params, item.name) for item in fields(params) if item.name != "seed"}
     return AgentSamplingParams(**values | {"stop": list(params.stop), "stop_token_ids": list(params.stop_token_ids)})
 
 
 def params_for_engine(given: Any, *, room: int, seed: int) -> dict[str, Any]:
-    """The fields of SamplingParams from whatever object with vLLM's names user code hands over.
+    """Read the fields of SamplingParams from any object with vLLM's attribute names.
 
-    The tokens asked for never exceed `room`; `seed` stands in where the object has none.
+    max_tokens is capped at `room`; `seed` is used if the object has none.
     """
     if getattr(given, "n", 1) not in (1, None):
         raise RolloutError(f"sampling_params.n is {given.n}: an agent asks for one continuation at a time")
@@ -156,13 +173,14 @@ def params_for_engine(given: Any, *, room: int, seed: int) -> dict[str, Any]:
 
 
 def seed_for(episode: int, request: int) -> int:
-    """Each request of an episode draws from numbers of its own: equal ones would tie its turns together."""
+    """Derive the seed of a request; turns of an episode with equal seeds would be correlated."""
     if request == 0:
         return episode
     return int.from_bytes(hashlib.blake2b(f"{episode}:{request}".encode(), digest_size=4).digest())
 
 
 def output_of(prompt_token_ids: list[int], completion: Completion) -> RequestOutput:
+    """Convert an engine's completion to vLLM's format."""
     log_probs = [
         {token: Logprob(value)} for token, value in zip(completion.token_ids, completion.log_probs, strict=True)
     ]

@@ -1,6 +1,7 @@
-"""What a user's .py file offers: a reward function, an agent executor, an agent of its own, or the older step function.
+"""Loading of a user's .py file, and detection of what it defines.
 
-What a function accepts is read from its signature, never found out by calling it.
+A reward file has `reward_func`; an agent file has a class `AgentExecutor`, a function `run_agent`, or the older `step`.
+Accepted arguments are read from a function's signature, never found by trial calls.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from openrlhf.errors import ConfigError
 
 RewardCall = Callable[[list[str], list[str], list[Any]], Any]
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-OLDER = ("max_steps", "max_length", "llm_engine", "hf_tokenizer", "result_queue")  # what 0.8.7 to 0.9.0 built with
+OLDER = ("max_steps", "max_length", "llm_engine", "hf_tokenizer", "result_queue")  # arguments of 0.8.7 to 0.9.0
 _numbers = itertools.count()
 
 
 def load_module(file: str) -> ModuleType:
-    """The file, run anew under a name of its own; modules beside it can be imported."""
+    """Execute the file as a new module with a unique name; it can import modules from its folder."""
     path = Path(file).expanduser().resolve()
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
@@ -33,12 +34,13 @@ def load_module(file: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ConfigError(f"{file} cannot be loaded as a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickles of the file look it up
+    sys.modules[name] = module  # dataclasses and pickle look it up by name
     spec.loader.exec_module(module)
     return module
 
 
 def find_reward(module: ModuleType, file: str, *, flag: str = "--remote_rm_url") -> RewardCall:
+    """Return the file's reward_func, adapted to (queries, prompts, labels)."""
     found = vars(module).get("reward_func")
     if not callable(found):
         raise ConfigError(
@@ -49,7 +51,10 @@ def find_reward(module: ModuleType, file: str, *, flag: str = "--remote_rm_url")
 
 
 def adapt_reward(function: Callable[..., Any], file: str) -> RewardCall:
-    """Any generation of the contract as a call with (queries, prompts, labels)."""
+    """Adapt a reward function of any supported signature to a call with (queries, prompts, labels).
+
+    It may take three positional arguments, or two and optionally a keyword `labels`.
+    """
     parameters = inspect.signature(function).parameters
     kinds = [item.kind for item in parameters.values()]
     room = 3 if inspect.Parameter.VAR_POSITIONAL in kinds else sum(kind in POSITIONAL for kind in kinds)
@@ -67,7 +72,7 @@ def adapt_reward(function: Callable[..., Any], file: str) -> RewardCall:
 
 
 def find_agent(module: ModuleType, file: str) -> type[AgentExecutorBase] | Literal["run_agent", "step"]:
-    """The file's AgentExecutor, or the name of the function that it has instead."""
+    """Return the file's AgentExecutor class, or else the name of its agent function."""
     found = vars(module).get("AgentExecutor")
     if inspect.isclass(found):
         if not issubclass(found, AgentExecutorBase):
@@ -90,14 +95,14 @@ def find_agent(module: ModuleType, file: str) -> type[AgentExecutorBase] | Liter
 
 
 def required_by(kind: Callable[..., Any]) -> list[str]:
-    """Arguments that something cannot be called without."""
+    """Return the names of the arguments without a default."""
     kinds = (*POSITIONAL, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(kind).parameters.values()
     return [item.name for item in parameters if item.kind in kinds and item.default is item.empty]
 
 
 def check_arguments(kind: type[AgentExecutorBase], file: str) -> None:
-    """Refuse a class whose constructor needs arguments that a run cannot supply."""
+    """Reject a class whose constructor requires arguments that a run cannot supply."""
     unknown = [name for name in required_by(kind) if name not in OLDER]
     if unknown:
         raise ConfigError(
@@ -108,7 +113,7 @@ def check_arguments(kind: type[AgentExecutorBase], file: str) -> None:
 
 
 def check_is_whole(kind: type[AgentExecutorBase], file: str) -> None:
-    """Refuses a class that lacks a method which only the user can write; the older form may leave out `execute`."""
+    """Reject a class with unimplemented abstract methods; only the older form may leave out `execute`."""
     missing = sorted(kind.__abstractmethods__ - ({"execute"} if required_by(kind) else set()))
     if missing:
         raise ConfigError(
@@ -118,23 +123,25 @@ def check_is_whole(kind: type[AgentExecutorBase], file: str) -> None:
 
 
 def head_of(function: Callable[..., Any]) -> str:
-    """How a definition of this function begins."""
+    """Return the first line of a definition of this function, as a suggestion."""
     kind = "async def" if inspect.iscoroutinefunction(function) else "def"
     return f"{kind} {function.__name__}({', '.join(inspect.signature(function).parameters)}): ..."
 
 
 def takes_keyword(function: Callable[..., Any], name: str) -> bool:
+    """Return whether a function accepts a keyword argument of this name, by itself or through **kwargs."""
     parameters = inspect.signature(function).parameters
     return name in parameters or any(item.kind is item.VAR_KEYWORD for item in parameters.values())
 
 
 def defined(module: ModuleType) -> str:
+    """List the names that the module itself defines, for a message."""
     own = [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
     return ", ".join(own) or "nothing"
 
 
 async def make(kind: Callable[[], Any]) -> Any:
-    """An instance; `async def __init__`, which Python itself refuses to call, is awaited."""
+    """Create an instance; await an `async def __init__`, with which a plain call would raise TypeError."""
     if not (inspect.isclass(kind) and inspect.iscoroutinefunction(kind.__init__)):
         return kind()
     instance = kind.__new__(kind)

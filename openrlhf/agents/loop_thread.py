@@ -1,4 +1,7 @@
-"""An event loop in a thread of its own, and the way back to the loop that called."""
+"""An event loop in its own thread, and helpers to cross between it and the caller's loop.
+
+The worker pool runs here, so that it keeps serving its processes while the trainer's loop is blocked.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ Result = TypeVar("Result")
 
 
 class LoopThread:
-    """An event loop that runs beside the caller's."""
+    """An event loop that runs in a daemon thread."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -23,9 +26,11 @@ class LoopThread:
         self.thread.start()
 
     async def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Run a coroutine on the thread's loop and await its result on the caller's."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
 
     def run_blocking(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Run a coroutine on the thread's loop and block until it returns."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result()
 
     def stop(self) -> None:
@@ -35,7 +40,7 @@ class LoopThread:
 
 
 def asker(generate: Generate, home: asyncio.AbstractEventLoop) -> Ask:
-    """`generate` on the caller's loop, to be asked from the pool's."""
+    """Wrap `generate`, which must run on the loop `home`, for calls from the pool's loop."""
 
     def ask(request: Request) -> asyncio.Future[Completion]:
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(generate(request), home))
@@ -44,6 +49,6 @@ def asker(generate: Generate, home: asyncio.AbstractEventLoop) -> Ask:
 
 
 def heard(answer: asyncio.Future[Result]) -> asyncio.Future[Result]:
-    """An answer whose error asyncio does not complain about where whoever waited for it has gone."""
+    """Mark the future's exception as retrieved, so that asyncio does not warn if the waiting task has gone."""
     answer.add_done_callback(lambda done: done.cancelled() or done.exception())
     return answer

@@ -1,7 +1,8 @@
-r"""Answers to mathematical questions: find the one in a response, and compare it with a reference.
+r"""Extraction of mathematical answers from responses, and comparison with a reference.
 
-Two answers agree if they are the same text, less notation that carries no meaning, or the same number. With the package
-math-verify they also agree if they are equal as mathematics: `\frac{\sqrt{4}}{2}` is 1, `(x+1)^2` its expansion.
+Two answers agree if they are the same text after meaningless notation is removed, or the same number. With the package
+math-verify they also agree if they are mathematically equal: `\frac{\sqrt{4}}{2}` is 1, `(x+1)^2` its expansion. Reward
+files import these functions from `openrlhf.utils`.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from importlib.util import find_spec
 from typing import Any
 
 BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
-SECONDS = 5  # for math-verify, per answer
+SECONDS = 5  # time limit of math-verify, per answer
 
-# Notation around an answer that says nothing about it.
+# Notation around an answer that does not change its meaning.
 DROPPED = re.compile(r"\\left|\\right|\\[!,;: ]|\\(?:text|mathrm|mathbf)\s*\{\s*\}|\\\$|\$|\\%|%|\s+|\^\s*\{?\\circ\}?")
 WRAPPED = re.compile(r"\\(?:text|mathrm|mathbf|textbf)\s*\{([^{}]*)\}")
 FRACTION = re.compile(r"(\d)?\\[dt]?frac(?:\{([^{}]+)\}|(\d))(?:\{([^{}]+)\}|(\d))")
@@ -25,7 +26,7 @@ NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:/\d+)?")
 
 
 def extract_boxed_answer(solution: str | None) -> str | None:
-    r"""The content of the last \boxed{...} whose braces close, or None."""
+    r"""Return the content of the last \boxed{...} with balanced braces, or None."""
     for start in reversed([match.end() for match in BOXED.finditer(solution or "")]):
         depth = 1
         for place in range(start, len(str(solution))):
@@ -36,7 +37,7 @@ def extract_boxed_answer(solution: str | None) -> str | None:
 
 
 def grade_answer(given_answer: object, ground_truth: object) -> bool:
-    """True if an answer agrees with the reference. None, which is what no answer is, agrees with nothing."""
+    """Return whether an answer agrees with the reference. None (no answer) agrees with nothing."""
     if given_answer is None or ground_truth is None:
         return False
     given, truth = (bare(str(answer)) for answer in (given_answer, ground_truth))
@@ -51,7 +52,7 @@ def grade_answer(given_answer: object, ground_truth: object) -> bool:
 
 
 def bare(answer: str) -> str:
-    """An answer without the notation around it; `answer` may itself be boxed."""
+    """Remove the notation around an answer, including a box."""
     boxed = extract_boxed_answer(answer)
     text = (answer if boxed is None else boxed).strip().rstrip(".")
     text = DROPPED.sub("", WRAPPED.sub(r"\1", text))
@@ -59,14 +60,14 @@ def bare(answer: str) -> str:
 
 
 def as_quotient(fraction: re.Match[str]) -> str:
-    """a/b, or n+a/b for a mixed number."""
+    """Rewrite a LaTeX fraction as a/b, or a mixed number as n+a/b."""
     whole, *parts = fraction.groups()
     above, below = filter(None, parts)
     return f"{f'{whole}+' if whole else ''}{above}/{below}"
 
 
 def number(text: str) -> Fraction | None:
-    """The value of an integer, a decimal or a fraction; None for anything else."""
+    """Parse an integer, a decimal or a fraction; None for anything else."""
     if not NUMBER.fullmatch(text):
         return None
     above, _, below = text.partition("/")
@@ -74,12 +75,15 @@ def number(text: str) -> Fraction | None:
 
 
 def equal_as_mathematics(given: str, truth: str) -> bool:
-    """What math-verify says, if it is installed. Its time limit is a signal, which only a main thread gets."""
+    """Compare two answers with math-verify; False if it is not installed.
+
+    Its time limit uses a signal, so it works in the main thread only; in other threads there is no limit.
+    """
     if not has_math_verify():
         return False
     from math_verify import parse, verify
 
-    limit = SECONDS if threading.current_thread() is threading.main_thread() else 0  # 0 is no limit
+    limit = SECONDS if threading.current_thread() is threading.main_thread() else 0  # 0: no limit
 
     def read(answer: str) -> list[Any]:
         boxed = extract_boxed_answer(answer)

@@ -1,7 +1,7 @@
-"""What crosses the pipe between the trainer and a worker process.
+"""Message format of the pipe between the trainer and a worker process.
 
-Calls go out pickled, because a label may be anything that a dataset holds. Replies come back as JSON: nothing that user
-code makes is ever unpickled in the trainer.
+Calls to a worker are pickled, because a label may be any object from a dataset. Replies are JSON, so the trainer never
+unpickles objects that user code made. Each message is preceded by its length as 8 bytes, big-endian.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Kind = Literal["reward", "agent"]
 
 @dataclass(frozen=True)
 class Spec:
-    """Which file a worker serves, and what episodes need to know."""
+    """First message to a worker: the user's file to serve, and the settings of its episodes."""
 
     file: str
     kind: Kind
     max_length: int = 0
     max_turns: int | None = None
-    scored_later: bool = False  # reward models score an episode that returns no reward
+    scored_later: bool = False  # reward models score episodes that return no reward
     tokenizer_folder: str | None = None
     tokenizer_class: tuple[str, str] = ("transformers", "AutoTokenizer")  # module and name
     trust_remote_code: bool = False
@@ -35,6 +35,7 @@ class Spec:
 
 
 def pack_call(message: object) -> bytes:
+    """Encode a message from the trainer to a worker."""
     return _framed(pickle.dumps(message))
 
 
@@ -43,6 +44,7 @@ def unpack_call(data: bytes) -> Any:
 
 
 def pack_reply(message: list[Any]) -> bytes:
+    """Encode a message from a worker to the trainer."""
     return _framed(json.dumps(message).encode())
 
 
@@ -55,12 +57,15 @@ def _framed(data: bytes) -> bytes:
 
 
 def plain(value: Any) -> Any:
-    """Tensors, arrays and containers as numbers, lists and dicts; anything else as its repr, for the message."""
+    """Convert tensors, arrays and containers to numbers, lists and dicts, which JSON can hold.
+
+    Anything else becomes its repr, so that an error message can show it.
+    """
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
-    as_list = getattr(value, "tolist", None)  # tensors and arrays, without importing torch to recognise them
+    as_list = getattr(value, "tolist", None)  # tensors and arrays, recognised without importing torch
     return plain(as_list()) if callable(as_list) else repr(value)

@@ -1,4 +1,8 @@
-"""Episodes of several turns: the policy acts, the environment answers, until it says done or the budget is used up."""
+"""Executor for multi-turn episodes: the policy acts, the environment responds, until it is done or a limit is reached.
+
+`MultiTurnAgentExecutor` runs the loop around a user's `AgentInstanceBase`. Other executors share `Transcript`, which
+collects the tokens and rewards of an episode, and the helpers that check what user code returns.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,10 @@ AGENT = "the agent's step"
 
 @dataclass
 class Transcript:
-    """An episode so far. Action ids stand as they were drawn; feedback is tokenised on its own."""
+    """The episode so far. Actions keep the sampled ids; feedback is tokenised separately.
+
+    `tokens` and `log_probs` have the same length; log-probs are 0.0 outside actions.
+    """
 
     text: str
     tokens: list[int]
@@ -32,6 +39,7 @@ class Transcript:
     extra_logs: dict[str, float] = field(default_factory=dict)
 
     def act(self, action: CompletionOutput) -> None:
+        """Append a turn of the policy."""
         start = len(self.tokens)
         self.tokens += action.token_ids
         self.log_probs += [place[token].logprob for token, place in zip(action.token_ids, action.logprobs, strict=True)]
@@ -40,12 +48,13 @@ class Transcript:
         self.text += action.text
 
     def feed(self, feedback: str, token_ids: list[int]) -> None:
+        """Append tokens of the environment, which are not trained on."""
         self.text += feedback
         self.tokens += token_ids
         self.log_probs += [0.0] * len(token_ids)
 
     def credit(self, result: Mapping[str, Any]) -> None:
-        """Rewards add up; the last scores and extra_logs stand."""
+        """Record the result of a step: sum up rewards; keep the latest scores and extra_logs."""
         reward = read_number(plain(result.get("rewards")), f"'rewards' of {AGENT}")
         self.reward += reward
         if self.action_ranges:
@@ -57,7 +66,7 @@ class Transcript:
 
 
 class MultiTurnAgentExecutor(AgentExecutorBase):
-    """Runs an AgentInstanceBase: a new instance for each sample."""
+    """Executor of an AgentInstanceBase, with a new instance for each sample."""
 
     def __init__(self, agent_instance_cls: Callable[[], Any]) -> None:
         self.agent_instance_cls = agent_instance_cls
@@ -71,6 +80,7 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         hf_tokenizer: Any,
         llm_engine: LLMEngine,
     ) -> dict[str, Any]:
+        """Alternate between generation and `step` until done, the context is full, or max_turns is reached."""
         instance = await make(self.agent_instance_cls)
         observation = read_observation(await settled(instance.reset({"observation": prompt, "label": label})))
         talk = begin(observation, hf_tokenizer, max_length, sampling_params.max_tokens)
@@ -102,7 +112,7 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
 
 
 def begin(observation: str, tokenizer: Any, max_length: int, max_tokens: int | None) -> Transcript:
-    """The first observation; one that leaves too little room for an answer loses its beginning."""
+    """Start a transcript with the first observation; cut its beginning if it leaves too little room for an answer."""
     tokens = tokenise(observation, tokenizer)
     if not tokens:
         raise RolloutError("the first observation is empty, so there is nothing to continue")
@@ -114,15 +124,17 @@ def begin(observation: str, tokenizer: Any, max_length: int, max_tokens: int | N
 
 
 def tokenise(text: str, tokenizer: Any) -> list[int]:
+    """Tokenise a piece of an episode, without adding special tokens."""
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 async def settled(result: Any) -> Any:
-    """What a user's method returned; a plain one serves as well as an async one."""
+    """Await the result of a user's method if it is async, else return it."""
     return await result if inspect.isawaitable(result) else result
 
 
 def read_observation(result: Any) -> str:
+    """Validate the result of `reset` and return its observation."""
     observation = result.get("observation") if isinstance(result, Mapping) else None
     if not isinstance(observation, str):
         raise RolloutError(f"the agent's reset returned {kind_of(result)}; wanted is a dict with 'observation', a text")
@@ -130,6 +142,7 @@ def read_observation(result: Any) -> str:
 
 
 def read_step(result: Any) -> Mapping[str, Any]:
+    """Validate the result of `step`; raise RolloutError naming what is wrong."""
     if not isinstance(result, Mapping):
         raise RolloutError(f"{AGENT} returned {kind_of(result)}; wanted is a dict with 'rewards' and 'done'")
     missing = [key for key in ("rewards", "done") if key not in result]

@@ -1,10 +1,10 @@
-"""Environments of NeMo Gym: the policy plays against one resources server, over its HTTP protocol.
+"""Executor for NeMo Gym environments: the policy plays against one resources server over its HTTP protocol.
 
-An episode is POST /seed_session with the row, POST /TOOL with the arguments of each call that the policy makes, and
-POST /verify with the row and the whole conversation as a Responses object, which answers with the reward. A cookie
-that the server sets goes with everything that follows. The loop is ours, so that no token leaves this project's hands:
-the agent and model servers of NeMo Gym have no part in it. Its other protocols (Gymnasium's reset and step, MCP,
-sessions by an id of the caller's) are not spoken.
+An episode is POST /seed_session with the row, POST /TOOL with the arguments of each tool call of the policy, and POST
+/verify with the row and the whole conversation as a Responses object, which returns the reward. Cookies that the server
+sets are sent with all later requests of the episode. This module runs the loop itself, without the agent and model
+servers of NeMo Gym, so that the sampled tokens are trained on unchanged. The other protocols of NeMo Gym (Gymnasium's
+reset and step, MCP, sessions with a caller's id) are not supported.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROW = "the label of a prompt for NeMo Gym is its row, as an object or as JSON te
 
 
 class NemoGymAgentExecutor(AgentExecutorBase):
-    """Plays the rows of a resources server at `url`; the label of a prompt is its row."""
+    """Executor that plays against the resources server at `url`; the label of a prompt is its row."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
@@ -48,11 +48,12 @@ class NemoGymAgentExecutor(AgentExecutorBase):
         hf_tokenizer: Any,
         llm_engine: LLMEngine,
     ) -> dict[str, Any]:
+        """Seed the session, play the turns, and have the server verify the conversation."""
         from aiohttp import ClientSession, CookieJar
 
         row = read_row(label)
         episode = open_episode(self, sampling_params, max_length, hf_tokenizer, llm_engine)
-        async with ClientSession(cookie_jar=CookieJar(unsafe=True)) as http:  # else none for a server without a name
+        async with ClientSession(cookie_jar=CookieJar(unsafe=True)) as http:  # cookies also from IP addresses
             await self._ask(http, "/seed_session", row)
             output = await self._play(http, row["responses_create_params"], episode)
             verdict = await self._ask(http, "/verify", row | {"response": response_of(output, row)})
@@ -62,7 +63,7 @@ class NemoGymAgentExecutor(AgentExecutorBase):
         return sample | {"prompt": prompt, "label": label, "reward": verdict["reward"], "extra_logs": logs(output)}
 
     async def _play(self, http: ClientSession, params: Mapping[str, Any], episode: Episode) -> list[dict[str, Any]]:
-        """Turns until one makes no calls or nothing fits any more; what was said, as items of a Responses object."""
+        """Play turns until one has no tool calls or is truncated, or the episode is full; return Responses items."""
         messages, tools = read_input(params["input"]), [chat_tool(tool) for tool in params.get("tools") or []]
         output: list[dict[str, Any]] = []
         while True:
@@ -79,7 +80,10 @@ class NemoGymAgentExecutor(AgentExecutorBase):
             messages = [*messages, answer.message, *results]
 
     async def _call(self, http: ClientSession, call: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> Message:
-        """What a tool says, also when it says that it failed; only tools of the row are addresses."""
+        """Call a tool and return its response as a message, whatever the HTTP status.
+
+        Only tools that the row lists are requested, so the policy cannot reach other paths of the server.
+        """
         function = call["function"]
         text = f"there is no tool {function['name']}"
         if any(tool["function"]["name"] == function["name"] for tool in tools):
@@ -87,6 +91,7 @@ class NemoGymAgentExecutor(AgentExecutorBase):
         return {"role": "tool", "tool_call_id": call["id"], "content": text}
 
     async def _post(self, http: ClientSession, path: str, body: Mapping[str, Any]) -> tuple[int, str]:
+        """Return status and text of a response; raise RewardError if there is none."""
         from aiohttp import ClientError
 
         try:
@@ -98,6 +103,7 @@ class NemoGymAgentExecutor(AgentExecutorBase):
             raise RewardError(f"{self.url}{path} cannot be reached: {error}; is the resources server up?") from None
 
     async def _ask(self, http: ClientSession, path: str, body: Mapping[str, Any]) -> Any:
+        """Return the decoded JSON of a response; raise RewardError for a status other than 200."""
         status, text = await self._post(http, path, body)
         if status != 200:
             raise RewardError(f"{self.url}{path} answered {status}: {clip(text)}")
@@ -108,6 +114,7 @@ class NemoGymAgentExecutor(AgentExecutorBase):
 
 
 def read_row(label: Any) -> dict[str, Any]:
+    """Parse the row from a label, which is an object or JSON text."""
     try:
         row = json.loads(label) if isinstance(label, str) else label
     except json.JSONDecodeError:
@@ -120,7 +127,7 @@ def read_row(label: Any) -> dict[str, Any]:
 
 
 def read_input(given: Any) -> list[Message]:
-    """The input of a row as messages of a chat: a text is the user's."""
+    """Convert the input of a row to chat messages; plain text becomes a user message."""
     try:
         return read_chat([{"role": "user", "content": given}] if isinstance(given, str) else given)
     except DataError as error:
@@ -128,7 +135,7 @@ def read_input(given: Any) -> list[Message]:
 
 
 def chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool of the Responses interface, which is flat, as chat templates know it."""
+    """Convert a tool from the flat format of the Responses API to the nested one of chat templates."""
     if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
         raise RolloutError(f"a tool of responses_create_params is {kind_of(tool)}; understood are functions")
     known = ("name", "description", "parameters")
@@ -136,7 +143,7 @@ def chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def items_of(message: Message, number: int) -> list[dict[str, Any]]:
-    """A turn of the policy as items of a Responses object."""
+    """Convert a turn of the policy to items of a Responses object."""
     sent = sent_message(message)
     text = {"type": "output_text", "text": message["content"], "annotations": []}
     spoken = {"type": "message", "id": f"msg_{number}", "role": "assistant", "status": "completed", "content": [text]}
@@ -149,12 +156,14 @@ def items_of(message: Message, number: int) -> list[dict[str, Any]]:
 
 
 def result_item(message: Message) -> dict[str, Any]:
+    """Convert a tool's message to an item of a Responses object."""
     call = message["tool_call_id"]
     item = {"type": "function_call_output", "id": f"fco_{call}", "call_id": call, "status": "completed"}
     return item | {"output": message["content"]}
 
 
 def response_of(output: list[dict[str, Any]], row: Mapping[str, Any]) -> dict[str, Any]:
+    """Build the Responses object that /verify expects."""
     params = row["responses_create_params"]
     return {
         "id": "resp_1",

@@ -1,4 +1,8 @@
-"""Executors of 0.8.7 to 0.9.0: built with engine, tokenizer and a queue, into which they put each episode's result."""
+"""Adapter for executor classes written for versions 0.8.7 to 0.9.0.
+
+Those classes get engine, tokenizer and a queue in their constructor, and put the result of each episode into the queue.
+A worker wraps them in `OlderExecutor`, which has today's interface.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +15,11 @@ from openrlhf.agents.interface import AgentExecutorBase, LLMEngine
 from openrlhf.agents.multi_turn import MultiTurnAgentExecutor, settled
 from openrlhf.errors import RolloutError
 
-MAX_STEPS = 10_000  # turns of an episode without --max_turns, as those versions had it
+MAX_STEPS = 10_000  # turns per episode without --max_turns, as in those versions
 
 
 class ResultQueue:
-    """Takes the results of the episodes that run side by side; each finds its own again."""
+    """Queue that keeps the results of concurrent episodes apart, by the call whose code is running."""
 
     def __init__(self) -> None:
         self.results: dict[int | None, Any] = {}
@@ -27,11 +31,12 @@ class ResultQueue:
         self.results[current.get()] = result
 
     def take(self) -> Any:
+        """Remove and return the result of the running episode; None if there is none."""
         return self.results.pop(current.get(), None)
 
 
 class OlderExecutor(AgentExecutorBase):
-    """Runs a class of that form; one without an `execute` of its own plays its agent over several turns."""
+    """Wrapper of an older executor class; if it has no `execute` of its own, its agent plays multi-turn episodes."""
 
     def __init__(self, kind: Any, *, max_length: int, llm_engine: LLMEngine, hf_tokenizer: Any) -> None:
         self.kind = kind
@@ -45,7 +50,7 @@ class OlderExecutor(AgentExecutorBase):
         }
 
     async def prepare(self) -> None:
-        """Builds the user's class: the engine and the tokenizer of this process are there by now."""
+        """Build the user's class, with the constructor arguments that it names; all are also set as attributes."""
         self.has_execute = "execute" not in self.kind.__abstractmethods__
         methods = {} if self.has_execute else {"execute": MultiTurnAgentExecutor.execute}
         whole: Any = type(self.kind.__name__, (self.kind,), methods)
@@ -62,6 +67,7 @@ class OlderExecutor(AgentExecutorBase):
         hf_tokenizer: Any,
         llm_engine: LLMEngine,
     ) -> dict[str, Any]:
+        """Run one episode; the result is what `execute` put into the queue, or else returned."""
         if not self.has_execute:
             return await self.inner.execute(prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine)
         returned = await settled(self.inner.execute(prompt, label, sampling_params))

@@ -1,4 +1,7 @@
-"""The single-turn executor that a user's agent file may extend: one generation, then a reward."""
+"""Single-turn executor for agent files: one generation, then its reward.
+
+It is the counterpart of `single_turn.SingleTurn` that runs in a worker process and that users may extend.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,15 @@ from openrlhf.agents.scores import NOT_YET, Group, Scored, read_scores
 from openrlhf.errors import RewardError
 from openrlhf.types import Prompt
 
-SERVER_TIMEOUT = 180.0
+SERVER_TIMEOUT = 180.0  # seconds
 
 
 class SingleTurnAgentExecutor(AgentExecutorBase):
-    """One generation and its reward: a reward_func, the .py file of one, or the address of a reward server."""
+    """Executor that generates one response and scores it.
+
+    `remote_rm_url` is a reward_func, the path of a .py file with one, or the address of a reward server. Without it,
+    reward models must score the sample later.
+    """
 
     def __init__(self, remote_rm_url: Callable[..., Any] | str | None = None) -> None:
         self.reward = reward_call(remote_rm_url)
@@ -32,6 +39,7 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         hf_tokenizer: Any,
         llm_engine: LLMEngine,
     ) -> dict[str, Any]:
+        """Generate one response to the prompt and score it."""
         talk = begin(prompt, hf_tokenizer, max_length, sampling_params.max_tokens)
         prompt_length = len(talk.tokens)
         action = (await llm_engine.generate(list(talk.tokens), sampling_params)).outputs[0]
@@ -52,6 +60,7 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         }
 
     async def _scored(self, group: Group) -> Scored:
+        """Score the one sample of `group`; NOT_YET if reward models do it later."""
         if self.reward is None:
             if not self.scored_later:
                 raise RewardError(
@@ -67,6 +76,7 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
 
 
 def reward_call(given: Callable[..., Any] | str | None) -> RewardCall | None:
+    """Turn a function, a file or a server address into a call with (queries, prompts, labels)."""
     if given is None:
         return None
     if callable(given):

@@ -1,4 +1,8 @@
-"""Agents written against OpenAI's client: `run_agent` gets an address and a key, and its conversation is the sample."""
+"""Executor for agents that use OpenAI's client.
+
+`run_agent` gets a base_url and a key, talks to the policy as to any OpenAI-compatible server, and returns the reward.
+Its conversation is the training sample. The server runs in the same worker process (`chat_server`).
+"""
 
 from __future__ import annotations
 
@@ -27,31 +31,32 @@ RESULT = "wanted is a number, or a dict with 'reward' (and 'scores', 'extra_logs
 
 
 class OpenAIAgentExecutor(AgentExecutorBase):
-    """Serves the policy at a base_url of its own for each episode; extend it with `run_agent`.
+    """Executor that serves the policy at a separate base_url for each episode; extend it with `run_agent`.
 
-    `run_agent` may be async or not and use any client: it has a thread to itself. It names what it wants to know of
-    base_url, api_key, prompt, label, session_id and seed, and returns the reward.
+    `run_agent` may be async or not and may use any client, because it runs in its own thread. Its signature names the
+    arguments it gets, out of base_url, api_key, prompt, label, session_id and seed; it returns the reward.
     """
 
     server: ChatServer
 
     @abstractmethod
     def run_agent(self, base_url: str, api_key: str, prompt: str, label: Any) -> Any:
-        """The agent: asks the policy at base_url, and returns a reward or {reward, scores, extra_logs}."""
+        """Run the agent against the policy at base_url; return a reward or {reward, scores, extra_logs}."""
 
     def find_calls(self, text: str, number: int) -> tuple[str, list[dict[str, Any]]]:
-        """The text of a turn without its tool calls, and the calls as OpenAI's clients know them.
+        """Return the text of a turn without its tool calls, and the calls in the format of OpenAI's clients.
 
-        Understood is what Qwen and Hermes write: <tool_call>{"name": ..., "arguments": {...}}</tool_call>. For a model
-        that writes them otherwise, override this; the arguments are a dict.
+        The default parses the format of Qwen and Hermes: <tool_call>{"name": ..., "arguments": {...}}</tool_call>.
+        Override this for a model with another format; return the arguments of a call as a dict.
         """
         return find_calls(text, number)
 
     async def prepare(self) -> None:
+        """Check run_agent and the flags, and start the server."""
         require("aiohttp", "an agent with run_agent")
         self.wanted = wanted_by(self.run_agent)
         refuse_rendered_prompts(self, "run_agent")
-        from openrlhf.agents.chat_server import HOST, ChatServer  # aiohttp
+        from openrlhf.agents.chat_server import HOST, ChatServer  # imports aiohttp, an extra
 
         without_proxy(HOST)
         self.server = ChatServer()
@@ -66,6 +71,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         hf_tokenizer: Any,
         llm_engine: LLMEngine,
     ) -> dict[str, Any]:
+        """Serve one episode while run_agent runs; return its conversation with the agent's reward."""
         episode = open_episode(self, sampling_params, max_length, hf_tokenizer, llm_engine, self.find_calls)
         known = {
             "base_url": self.server.open(episode),
@@ -86,7 +92,10 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         )
 
     async def _outcome(self, episode: Episode, arguments: dict[str, Any]) -> Any:
-        """What run_agent returned. One that gives up because its episode has no room left has earned nothing."""
+        """Run the agent and return its result; the reward is 0 if it raises because the episode is full.
+
+        An error in serving its requests takes precedence over its result and its own exceptions.
+        """
         try:
             result = await in_thread(lambda: called(self.run_agent, arguments))
         except Exception as error:
@@ -101,7 +110,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
 
 
 def executor_around(function: Callable[..., Any]) -> OpenAIAgentExecutor:
-    """The executor of a file that has a function run_agent and no class."""
+    """Return the executor for a file with a function run_agent instead of a class."""
 
     class FunctionAgent(OpenAIAgentExecutor):
         run_agent = staticmethod(function)
@@ -110,13 +119,13 @@ def executor_around(function: Callable[..., Any]) -> OpenAIAgentExecutor:
 
 
 def without_proxy(host: str) -> None:
-    """Clients in this process reach a host directly, whatever proxy the machine has."""
+    """Make clients in this process reach a host directly, whatever proxy the environment sets."""
     known = {os.environ.get(name, "") for name in ("NO_PROXY", "no_proxy")}
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(filter(None, [*sorted(known), host]))
 
 
 def wanted_by(function: Callable[..., Any]) -> list[str]:
-    """Which of the offered arguments a run_agent takes, read from its signature."""
+    """Return the offered arguments that a run_agent takes, according to its signature."""
     parameters = inspect.signature(function).parameters.values()
     if any(item.kind is item.VAR_KEYWORD for item in parameters):
         return list(OFFERED)
@@ -130,12 +139,16 @@ def wanted_by(function: Callable[..., Any]) -> list[str]:
 
 
 def called(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """Call a function; run an async one on an event loop of this thread."""
     result = function(**arguments)
     return asyncio.run(settled(result)) if inspect.isawaitable(result) else result
 
 
 async def in_thread(work: Callable[[], Any]) -> Any:
-    """A thread for each: in a pool, those that have a place could wait for the engine, and it for those without."""
+    """Run `work` in a new thread.
+
+    A bounded pool could deadlock: its agents wait for the engine, while the engine's batch waits for queued agents.
+    """
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="run_agent")
     try:
         return await asyncio.get_running_loop().run_in_executor(executor, work)
@@ -144,7 +157,7 @@ async def in_thread(work: Callable[[], Any]) -> Any:
 
 
 def read_result(result: Any, *, scored_later: bool = False) -> dict[str, Any]:
-    """The verdict of a run_agent, with the keys of an episode; None where reward models score it later."""
+    """Validate the result of run_agent; the reward may be None only if reward models score the episode later."""
     given = plain(result)
     if not isinstance(given, Mapping):
         given = {"reward": given}

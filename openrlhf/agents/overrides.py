@@ -1,7 +1,8 @@
-"""What an agent changes about how its tokens are drawn: a temperature travels with them, other changes may be refused.
+"""Handling of sampling parameters that an agent changes during an episode.
 
-The trainer scores a token under the distribution that it was drawn from. It can divide logits by any temperature, but
-it knows nothing of tokens that a turn left out or penalised.
+The trainer must score a token under the distribution it was sampled from. A changed temperature is recorded per token,
+because the trainer can divide logits by any temperature. It does not know which tokens were excluded or penalised, so
+top_p, top_k, min_p and penalties are rejected if the loss compares the engine's log-probs with the trainer's.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from openrlhf.types import SamplingParams
 
 
 def check_overrides(own: SamplingParams, asked: Sequence[SamplingParams], *, compares_engine: bool) -> None:
-    """Refuses what training cannot follow: `asked` are the parameters of an episode's requests, `own` the run's.
+    """Raise RolloutError for sampling parameters that training cannot account for.
 
-    `compares_engine` says that the loss compares the engine's log-probs with the trainer's.
+    `own` are the parameters of the run, `asked` those of an episode's requests. `compares_engine` says that the loss
+    compares the engine's log-probs with the trainer's.
     """
     for params in asked:
         if params.temperature <= 0 < own.temperature:
@@ -32,12 +34,12 @@ def check_overrides(own: SamplingParams, asked: Sequence[SamplingParams], *, com
 
 
 def temperature_factors(own: SamplingParams, asked: Sequence[SamplingParams]) -> list[float]:
-    """Each request's temperature as a factor on the run's; an evaluation without chance is not trained on."""
+    """Return each request's temperature divided by the run's; 1 for greedy evaluation, which is not trained on."""
     return [params.temperature / own.temperature if own.temperature > 0 else 1.0 for params in asked]
 
 
 def bends(params: SamplingParams) -> str | None:
-    """The parameter that makes the distribution another than softmax(logits / temperature), if there is one."""
+    """Return the first parameter that makes the distribution differ from softmax(logits / temperature), or None."""
     bent = {
         f"top_p={params.top_p:g}": params.top_p < 1,
         f"top_k={params.top_k}": params.top_k > 0,

@@ -1,7 +1,8 @@
-"""User code in processes of its own: calls go out, deadlines hold, and a process that fails takes nobody with it.
+"""Pool of worker processes that run user code: assigns calls, enforces deadlines, and retries after crashes.
 
-The pool has an event loop in a thread of its own, because an engine in the trainer's process may hold the trainer's
-loop for as long as it generates.
+`FileRewards` and `Episodes` call it. If a process dies, the call that ended it is blamed and retried alone in a new
+process, up to its number of retries; the other calls of that process start again elsewhere. The pool has an event loop
+in its own thread, because an engine in the trainer's process may block the trainer's loop while it generates.
 """
 
 from __future__ import annotations
@@ -22,33 +23,33 @@ from openrlhf.types import Completion, Request, SamplingParams
 
 GIVEN_UP = "was given up"
 CLOSED = "the processes of rewards and agents have been closed"
-LOADING_SECONDS = 300.0  # for the imports of a user's file
-GRACE_SECONDS = 1.0  # for user code to come back when it is cancelled
-MOST_UNEXPLAINED = 2  # ends of a process that a call gets over when nobody can tell whose fault they were
+LOADING_SECONDS = 300.0  # time limit for loading a user's file, mostly its imports
+GRACE_SECONDS = 1.0  # for user code to return after it is cancelled
+MOST_UNEXPLAINED = 2  # crashes of unknown cause in its process that a call survives; the next one fails it
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How much a pool does at once, and how long user code may take."""
+    """Concurrency and time limits of a pool."""
 
-    timeout: float  # seconds of user code, per call
+    timeout: float  # seconds of user code per call, without waiting for the engine
     processes: int = 1
-    calls_before_another: int = 1  # in a process, before another one is started
-    calls_per_process: int | None = None  # more wait; None: no limit
-    loading: float = LOADING_SECONDS
+    calls_before_another: int = 1  # concurrent calls in a process before another process is started
+    calls_per_process: int | None = None  # further calls are queued; None: no limit
+    loading: float = LOADING_SECONDS  # seconds
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What user code returned, and what the engine drew for it and how, in the order it was asked."""
+    """The result of user code, and the completions that the engine generated for it, in request order."""
 
     result: Any
     completions: tuple[Completion, ...]
-    params: tuple[SamplingParams, ...]  # of each completion
+    params: tuple[SamplingParams, ...]  # one per completion
 
 
 class Pool:
-    """Worker processes that serve one file. Everything below `close` runs in the pool's own thread."""
+    """Worker processes that serve one file. All methods below `close` run in the pool's own thread."""
 
     def __init__(self, spec: Spec, limits: Limits, owns: TemporaryDirectory[str] | None = None) -> None:
         self.spec, self.limits, self.owns = spec, limits, owns
@@ -61,7 +62,7 @@ class Pool:
         self.thread = LoopThread()
 
     def start(self) -> None:
-        """Loads the file in a first process; a file that cannot be used is a ConfigError."""
+        """Load the file in a first process; raise ConfigError if it cannot be used."""
         try:
             self.thread.run_blocking(self._start())
         except ConfigError:
@@ -70,13 +71,18 @@ class Pool:
             raise
 
     async def call(self, body: dict[str, Any], *, retries: int, generate: Generate | None = None) -> Reply:
-        """The answer of user code, or a Failure; a call that ended its process is tried again `retries` times."""
+        """Run user code on `body` and return its reply, or raise Failure.
+
+        A call that crashes its process or times out is retried up to `retries` times. `generate` serves the requests
+        of the user code to the engine; it runs on the caller's event loop.
+        """
         if self.closed:
             raise RolloutError(CLOSED)
         ask = None if generate is None else asker(generate, asyncio.get_running_loop())
         return await self.thread.run(self._call(body, ask, retries))
 
     async def close(self) -> None:
+        """Kill all processes, fail the open calls, and stop the thread; may be called more than once."""
         if not self.closed:
             await self.thread.run(self._close())
             self.thread.stop()
@@ -93,7 +99,7 @@ class Pool:
         await asyncio.gather(*(worker.life for worker in self.workers))
         for call in self.queue:
             call.answer.set_exception(RolloutError(CLOSED))
-        for request in self.tasks:  # an engine that is asked no more need not answer
+        for request in self.tasks:  # their answers are no longer needed
             request.cancel()
         calls = asyncio.all_tasks() - {asyncio.current_task()}
         if calls:
@@ -102,6 +108,7 @@ class Pool:
             self.owns.cleanup()
 
     async def _call(self, body: dict[str, Any], ask: Ask | None, retries: int) -> Reply:
+        """Queue a call and wait for its answer; clean up even if the caller is cancelled."""
         if self.closed:
             raise RolloutError(CLOSED)
         call = Call(next(self.numbers), body, ask, retries, heard(asyncio.get_running_loop().create_future()))
@@ -109,13 +116,13 @@ class Pool:
             self.queue.append(call)
             self._assign()
             await asyncio.wait({call.answer})
-            async with call.engine_turn:  # a session can be closed only when its last request has been answered
+            async with call.engine_turn:  # the session may be closed only after its last request was answered
                 return Reply(call.answer.result(), call.completions(), call.params())
         finally:
             self._forget(call)
 
     def _forget(self, call: Call) -> None:
-        """A call that nobody waits for any more leaves nothing running."""
+        """Clean up a call: remove it from the queue, kill a process that still runs it, cancel its requests."""
         if call in self.queue:
             self.queue.remove(call)
         for worker in self.workers:
@@ -126,17 +133,19 @@ class Pool:
             answer.cancel()
 
     def _spawn(self, *, alone: bool = False) -> WorkerProcess:
+        """Start a process with a time limit for loading; `alone` reserves it for one call."""
         worker = WorkerProcess(self.spec, self._hear, self._bury, alone=alone)
         worker.loading = asyncio.get_running_loop().call_later(self.limits.loading, self._too_slow, worker)
         self.workers.append(worker)
         return worker
 
     def _too_slow(self, worker: WorkerProcess) -> None:
+        """Kill a worker that exceeded the time limit for loading."""
         text = f"took longer than {self.limits.loading:g} s to load"
         worker.fail(Failure("loading", text))
 
     def _assign(self) -> None:
-        """Gives waiting calls to processes, in order, as far as there is room."""
+        """Assign queued calls to processes, in order, as capacity allows."""
         waiting, self.queue = self.queue, deque()
         for call in waiting:
             worker = self._room_for(call)
@@ -148,7 +157,7 @@ class Pool:
                 self._begin(worker, call)
 
     def _room_for(self, call: Call) -> WorkerProcess | None:
-        """A process for this call. One that has ended a process before gets one for itself."""
+        """Find or start a process for a call; None if all are full. A call that crashed a process gets its own."""
         if call.alone:
             return self._spawn(alone=True)
         alive = [worker for worker in self.workers if not (worker.alone or worker.retiring or worker.doomed)]
@@ -160,6 +169,8 @@ class Pool:
         return best if limit is None or len(best.calls) < limit else None
 
     def _begin(self, worker: WorkerProcess, call: Call) -> None:
+        """Start a call's deadline and send the call to its process."""
+
         def expire() -> None:
             self._expire(worker, call)
 
@@ -168,25 +179,35 @@ class Pool:
         worker.send("call", call.number, call.body)
 
     def _expire(self, worker: WorkerProcess, call: Call) -> None:
-        """Kills what holds the processor; what merely waits is cancelled, and its neighbours go on undisturbed."""
+        """Stop a call that exceeded its deadline.
+
+        If its code is running, the process is killed. If it only waits, it is cancelled, and other calls in the
+        process continue.
+        """
         text = f"did not return within {self.limits.timeout:g} s (--reward_timeout)"
         call.expired = Failure("timeout", text)
-        worker.retiring = True  # threads of what was cancelled may go on there
+        worker.retiring = True  # threads of the cancelled call may still run there
         worker.send("cancel", call.number)
         self._insist(worker, call, grace=0.0 if worker.processor.running == call.number else GRACE_SECONDS)
 
     def _insist(self, worker: WorkerProcess, call: Call, grace: float) -> None:
+        """Kill the process if a cancelled call has not returned after `grace` seconds.
+
+        While another call blocks the worker's event loop, the cancellation cannot take effect: check again later.
+        """
+
         def look() -> None:
             if call.number not in worker.calls or worker.doomed or call.expired is None:
                 return
             if worker.processor.running in (None, call.number):
                 worker.fail(call.expired, call)
             else:
-                self._insist(worker, call, GRACE_SECONDS)  # a neighbour keeps it from hearing
+                self._insist(worker, call, GRACE_SECONDS)  # another call blocks the event loop
 
         asyncio.get_running_loop().call_later(grace, look)
 
     def _hear(self, worker: WorkerProcess, message: list[Any]) -> None:
+        """Handle a message from a worker."""
         kind, *rest = message
         if kind == "ready":
             self._loaded(worker)
@@ -198,6 +219,7 @@ class Pool:
             self._hear_from(worker, worker.calls[rest[0]], kind, rest[1:])
 
     def _loaded(self, worker: WorkerProcess) -> None:
+        """Start the calls that were assigned to a worker while it was loading."""
         worker.ready = True
         worker.loading.cancel()
         if self.loaded is not None and not self.loaded.done():
@@ -206,6 +228,7 @@ class Pool:
             self._begin(worker, call)
 
     def _hear_from(self, worker: WorkerProcess, call: Call, kind: str, rest: list[Any]) -> None:
+        """Handle a message about one call: a request to the engine, its result, or its error."""
         if kind == "generate":
             task = asyncio.get_running_loop().create_task(self._generate(worker, call, *rest))
             self.tasks.add(task)
@@ -220,7 +243,7 @@ class Pool:
             self._release(worker, call)
 
     def _blame(self, call: Call, failure: Failure) -> None:
-        """One more try, or the end of it."""
+        """Count a failure against a call; requeue it if retries are left, else fail it."""
         call.failures += 1
         if call.failures > call.retries:
             call.answer.set_exception(failure)
@@ -230,7 +253,7 @@ class Pool:
     async def _generate(
         self, worker: WorkerProcess, call: Call, number: int, ids: list[int], params: dict[str, Any]
     ) -> None:
-        """Asks the engine, one request of an episode after the other, while the episode's clock stands still."""
+        """Pass a request to the engine, one at a time per episode, with the deadline paused."""
         deadline = call.deadline
         assert deadline is not None
         deadline.pause()
@@ -243,12 +266,13 @@ class Pool:
             call.answer.cancel()
         elif (error := answer.exception()) is not None:
             if not call.answer.done():
-                call.answer.set_exception(error)  # the engine's own error is no sample's fault and goes up as it is
+                call.answer.set_exception(error)  # an engine's error is not the sample's fault: raise it unchanged
         elif call.number in worker.calls and not worker.doomed:
             deadline.resume()
             worker.send("completion", call.number, number, answer.result())
 
     def _release(self, worker: WorkerProcess, call: Call) -> None:
+        """Remove a finished call from its process; kill the process if it is no longer needed."""
         del worker.calls[call.number]
         if call.deadline is not None:
             call.deadline.stop()
@@ -257,7 +281,7 @@ class Pool:
         self._assign()
 
     def _bury(self, worker: WorkerProcess) -> None:
-        """The call that ended the process is blamed, the others begin again elsewhere."""
+        """Handle the end of a process: blame the call that caused it and restart the others elsewhere."""
         self.workers.remove(worker)
         worker.loading.cancel()
         failure = worker.failure
@@ -267,7 +291,7 @@ class Pool:
         for call in worker.calls.values():
             if call.deadline is not None:
                 call.deadline.stop()
-            if call.answer.done():  # the engine failed it meanwhile
+            if call.answer.done():  # the engine failed the call in the meantime
                 continue
             if self.closed:
                 call.answer.set_exception(RolloutError(CLOSED))
@@ -280,6 +304,7 @@ class Pool:
             self._assign()
 
     def _restart(self, call: Call, failure: Failure, *, explained: bool) -> None:
+        """Requeue a call whose process ended; fail it after too many crashes of unknown cause."""
         call.unexplained += not explained
         if call.unexplained > MOST_UNEXPLAINED:
             call.answer.set_exception(failure)
@@ -288,12 +313,14 @@ class Pool:
 
 
 def request_of(ids: list[int], params: dict[str, Any]) -> Request:
+    """Build a Request from the JSON that a worker sent."""
     numbers = {name: value for name, value in params.items() if not isinstance(value, list)}
     stops, stop_ids = tuple(params["stop"]), tuple(params["stop_token_ids"])
     return Request(tuple(ids), SamplingParams(**numbers, stop=stops, stop_token_ids=stop_ids))
 
 
 def cannot_load(file: str, failure: Failure) -> ConfigError:
+    """Return the error for a file that failed to load, with the traceback as a note."""
     text = failure.text if failure.kind == "ConfigError" else f"{file} cannot be used: loading it {failure.text}"
     error = ConfigError(text)
     if failure.traceback:

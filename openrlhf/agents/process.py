@@ -1,4 +1,8 @@
-"""One worker process, seen from the trainer: started, spoken to, killed with all its children, and mourned once."""
+"""Trainer-side handle of a worker process: start it, exchange messages, kill its process group, report its exit once.
+
+The pool creates a `WorkerProcess` with callbacks for messages (`hear`) and for its end (`bury`). A `Call` is one piece
+of work for user code; it survives the process that runs it.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +23,15 @@ from openrlhf.agents.messages import HEADER, Spec, pack_call, unpack_reply
 from openrlhf.types import Completion, Request, SamplingParams
 
 START = "import sys; sys.path[:] = {path}; from openrlhf.agents.worker import main; main({calls}, {replies}, {parent})"
-DRAIN_SECONDS = 1.0  # for what a process said last
+DRAIN_SECONDS = 1.0  # wait for the last messages of a process that has ended
 
 
 class Failure(Exception):
-    """A call that user code did not answer. `kind` is raised, timeout, died, or the name of one of our errors."""
+    """A call that user code failed to answer.
+
+    `kind` is "raised", "timeout", "died", "loading", or the class name of an OpenRLHFError. Unless `is_ours`, `text` is
+    the rest of a sentence about the user's code, such as "raised ValueError: ...".
+    """
 
     def __init__(self, kind: str, text: str, traceback: str = "") -> None:
         super().__init__(text)
@@ -31,13 +39,16 @@ class Failure(Exception):
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is a whole sentence of one of our errors rather than what user code did."""
+        """Whether `text` is the complete message of an OpenRLHFError."""
         return self.kind.endswith("Error")
 
 
 @dataclass(eq=False)
 class Call:
-    """Something asked of user code, wherever it is tried, and what the engine has said to it."""
+    """One call of user code, over all its attempts, with the engine's answers to its requests.
+
+    Answers are kept so that a retried episode gets the same completions for the same requests.
+    """
 
     number: int
     body: dict[str, Any]
@@ -45,15 +56,15 @@ class Call:
     retries: int
     answer: asyncio.Future[Any]
     failures: int = 0
-    unexplained: int = 0  # processes that ended under it without a sign of whose fault it was
-    alone: bool = False  # it ended a process, so its next one is its own
+    unexplained: int = 0  # crashes of its process with unknown cause
+    alone: bool = False  # it crashed a process, so it gets the next one for itself
     expired: Failure | None = None
     deadline: Deadline | None = None
     engine_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    asked: dict[int, tuple[Request, asyncio.Future[Completion]]] = field(default_factory=dict)
+    asked: dict[int, tuple[Request, asyncio.Future[Completion]]] = field(default_factory=dict)  # by request number
 
     def request(self, number: int, request: Request) -> asyncio.Future[Completion]:
-        """The engine's answer; an episode that began again hears once more what it was told before."""
+        """Send request `number` to the engine, or return the earlier answer if a retry repeats the request."""
         assert self.ask is not None
         before = self.asked.get(number)
         if before is None or before[0] != request:
@@ -61,14 +72,16 @@ class Call:
         return self.asked[number][1]
 
     def completions(self) -> tuple[Completion, ...]:
+        """Return the engine's answers in request order; all must have arrived."""
         return tuple(self.asked[number][1].result() for number in sorted(self.asked))
 
     def params(self) -> tuple[SamplingParams, ...]:
+        """Return the sampling parameters of the requests, in the order of `completions`."""
         return tuple(self.asked[number][0].params for number in sorted(self.asked))
 
 
 class WorkerProcess:
-    """User code in a process group of its own, and the calls that live there."""
+    """A process with its own process group that runs user code, and the calls assigned to it."""
 
     def __init__(
         self,
@@ -82,34 +95,36 @@ class WorkerProcess:
         self.calls: dict[int, Call] = {}
         self.processor = Processor()
         self.ready = False
-        self.retiring = False  # takes no more calls
-        self.doomed = False
-        self.over = False
+        self.retiring = False  # gets no more calls
+        self.doomed = False  # killed, or to be killed once started
+        self.over = False  # killed for the last time; its process id may be reused
         self.blamed: Call | None = None
-        self.failure: Failure | None = None  # why we killed it
+        self.failure: Failure | None = None  # why it was killed, or how it ended
         self.process: asyncio.subprocess.Process | None = None
         self.writer: asyncio.StreamWriter | None = None
         self.loading: asyncio.TimerHandle
         self.life = asyncio.get_running_loop().create_task(self._live())
 
     def send(self, *message: Any) -> None:
+        """Send a message, unless the process is not connected yet or being killed."""
         if self.writer is not None and not self.doomed and not self.writer.is_closing():
             self.writer.write(pack_call(message))
 
     def kill(self) -> None:
-        """The process and whatever it started, at once."""
+        """Kill the process group immediately."""
         self.doomed = True
         if self.process is not None and not self.over:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
 
     def fail(self, failure: Failure, blamed: Call | None = None) -> None:
-        """Kills the process and says why, and whose fault it is."""
+        """Kill the process and record why, and which call is to blame."""
         if self.failure is None:
             self.failure, self.blamed = failure, blamed
         self.kill()
 
     async def _live(self) -> None:
+        """Run the process to its end, record the cause, and report it to the pool."""
         try:
             ended = how_it_ended(await self._run())
         except OSError as error:
@@ -120,8 +135,8 @@ class WorkerProcess:
         self.bury(self)
 
     async def _run(self) -> int:
-        """The exit code, when the process and its pipe have both ended."""
-        # A pair for each direction: a write that fails closes its socket, and what was said last must still be read.
+        """Start the process and serve its messages; return the exit code after process and pipe have ended."""
+        # One socket pair per direction: a failed write closes its socket, but the last replies must still be readable.
         calls, their_calls = socket.socketpair()
         replies, their_replies = socket.socketpair()
         with their_calls, their_replies:
@@ -145,6 +160,7 @@ class WorkerProcess:
         return exiting.result()
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
+        """Pass each reply to the pool until the pipe closes."""
         try:
             while True:
                 (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
@@ -153,14 +169,14 @@ class WorkerProcess:
             return
 
     def _culprit(self) -> Call | None:
-        """Who ended the process: the call on the processor, or the only one; None where that cannot be told."""
+        """Return the call that ended the process: the running one or the only one; None if unknown."""
         if self.processor.running in self.calls:
             return self.calls[self.processor.running]
         return next(iter(self.calls.values())) if self.ready and len(self.calls) == 1 else None
 
 
 async def start_process(calls: int, replies: int) -> asyncio.subprocess.Process:
-    """A fresh interpreter in a session of its own: Ctrl-C at the terminal is the trainer's to handle."""
+    """Start a new interpreter in its own session, so that Ctrl-C in the terminal reaches only the trainer."""
     code = START.format(path=json.dumps(sys.path), calls=calls, replies=replies, parent=os.getpid())
     environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | dict(os.environ)
     return await asyncio.create_subprocess_exec(

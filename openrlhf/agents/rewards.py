@@ -1,4 +1,7 @@
-"""Rewards of single-turn samples: from a user's file in a process of its own, or from reward models later on."""
+"""Scorers of single-turn samples: a user's reward file in worker processes, or none if reward models score later.
+
+`SingleTurn` calls a scorer once per group; `http.ServerRewards` is the scorer for reward servers.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from openrlhf.errors import RewardError, RolloutError
 
 
 class Scorer(Protocol):
-    """Scores the samples of a prompt: a verdict or an error for each, in order."""
+    """Source of rewards: returns a verdict or an error for each sample of a prompt, in order."""
 
     async def score(self, group: Group) -> Sequence[Scored | RewardError]: ...
 
@@ -21,20 +24,20 @@ class Scorer(Protocol):
 
 
 class NoRewards:
-    """Reward models score later."""
+    """Scorer for runs in which reward models score the samples later."""
 
     async def score(self, group: Group) -> list[Scored]:
         return [NOT_YET] * len(group.queries)
 
     async def close(self) -> None:
-        """Nothing was opened."""
+        """Do nothing: no resource is held."""
 
 
 class FileRewards:
-    """reward_func of a .py file, called once for a group.
+    """Scorer that calls the reward_func of a .py file once per group.
 
-    When that call fails, each sample is tried alone: those that fail again are the cause, and the others are scored
-    once more together, because a function may compare the samples it is given.
+    If that call fails, each sample is tried alone to find the cause. The samples that succeed alone are then scored
+    again together, because a function may compare the samples it gets.
     """
 
     def __init__(self, pool: Pool, *, stop_at_failure: bool) -> None:
@@ -43,6 +46,7 @@ class FileRewards:
         self.source = f"reward_func in {pool.spec.file}"
 
     async def score(self, group: Group) -> Sequence[Scored | RewardError]:
+        """Score the group together; after a failure, isolate the failing samples and score the rest again."""
         places = range(len(group.queries))
         together = await self._call(group)
         if not isinstance(together, Failure):
@@ -60,6 +64,7 @@ class FileRewards:
         return [verdicts[place] for place in places]
 
     async def _alone(self, one: Group) -> RewardError | None:
+        """Score one sample alone; return its error, or raise it if the first failure stops the run."""
         outcome = await self._call(one)
         if not isinstance(outcome, Failure):
             return None
@@ -69,6 +74,7 @@ class FileRewards:
         return error
 
     async def _call(self, group: Group) -> Sequence[Scored | RewardError] | Failure:
+        """Call reward_func; return a Failure if it did not return, errors if its result is malformed."""
         count = len(group.queries)
         body = {
             "queries": list(group.queries),
@@ -90,6 +96,7 @@ class FileRewards:
 
 
 def reward_error(failure: Failure, source: str, sample: str) -> RewardError:
+    """Convert a failure to an error that names source and sample, with the traceback as a note."""
     text = f"{failure.text}, for {sample}" if failure.is_ours else f"{source} {failure.text}, for {sample}"
     error = RewardError(text)
     if failure.traceback:
@@ -98,6 +105,6 @@ def reward_error(failure: Failure, source: str, sample: str) -> RewardError:
 
 
 def episode_error(failure: Failure, source: str, sample: str) -> RewardError | RolloutError:
-    """A RolloutError where the agent broke its contract, a RewardError where its code failed."""
+    """Convert a failure of an episode: RolloutError if the agent violated the interface, else RewardError."""
     error = reward_error(failure, source, sample)
     return RolloutError(error.message) if failure.kind == RolloutError.__name__ else error

@@ -1,6 +1,6 @@
-"""What a reward function, server or agent gave, read strictly: one finite number per sample, or an error that says why.
+"""Strict validation of rewards from functions, servers and agents: one finite number per sample, or a precise error.
 
-Everything here has been through `messages.plain`: numbers, strings, lists and dicts.
+Inputs are plain numbers, strings, lists and dicts: JSON from a server, or the output of `messages.plain`.
 """
 
 from __future__ import annotations
@@ -17,35 +17,37 @@ from openrlhf.types import Prompt
 
 @dataclass(frozen=True)
 class Scored:
-    """The verdict on a sample: `reward` is learned from, `score` decides dynamic filtering."""
+    """The verdict on a sample: `reward` is the training signal, `score` decides dynamic filtering."""
 
     reward: float
     score: float
     extra_logs: Mapping[str, float] = field(default_factory=dict)
 
 
-NOT_YET = Scored(math.nan, math.nan)  # reward models score later
+NOT_YET = Scored(math.nan, math.nan)  # placeholder until reward models score
 
 
 @dataclass(frozen=True)
 class Group:
-    """The samples of a prompt as a reward sees them."""
+    """The samples of a prompt in the form that reward functions get."""
 
     prompt: Prompt
-    queries: tuple[str, ...]  # prompt and response, special tokens kept
+    queries: tuple[str, ...]  # prompt and response, with special tokens
     responses: tuple[str, ...]
     seed: int = 0
 
     def part(self, places: Sequence[int]) -> Group:
+        """Return the group with only the samples at these indices."""
         queries, responses = (tuple(texts[place] for place in places) for texts in (self.queries, self.responses))
         return Group(self.prompt, queries, responses, self.seed)
 
     def name(self, place: int) -> str:
+        """Describe a sample for a message."""
         return sample_name(self.prompt, self.responses[place])
 
 
 def read_scores(result: Any, group: Group, source: str) -> list[Scored | RewardError]:
-    """A verdict or an error for each sample; raises where the result as a whole has the wrong shape."""
+    """Return a verdict or an error for each sample; raise RewardError if the result as a whole is malformed."""
     count = len(group.queries)
     given = result if isinstance(result, Mapping) else {"rewards": result}
     if "rewards" not in given:
@@ -66,7 +68,7 @@ def read_scores(result: Any, group: Group, source: str) -> list[Scored | RewardE
 
 
 def per_sample(values: Any, count: int, what: str) -> list[Any]:
-    """One value for each sample; a lone number serves a lone sample."""
+    """Return one value per sample; a single number is accepted for a single sample."""
     if isinstance(values, int | float) and count == 1:
         return [values]
     if not isinstance(values, list):
@@ -82,7 +84,7 @@ def per_sample(values: Any, count: int, what: str) -> list[Any]:
 
 
 def read_number(value: Any, what: str) -> float:
-    """A finite number, also as a list of one."""
+    """Return a finite number, also from a list of one."""
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if not isinstance(value, int | float):
@@ -93,11 +95,12 @@ def read_number(value: Any, what: str) -> float:
 
 
 def read_logs(given: Any, source: str) -> dict[str, float]:
-    """The extra_logs of one sample."""
+    """Read the extra_logs of one sample."""
     return {name: values[0] for name, values in _logs(given, 1, source).items()}
 
 
 def _logs(given: Any, count: int, source: str) -> dict[str, list[float]]:
+    """Read extra_logs as a list of values per name, one value per sample."""
     if given is None:
         return {}
     if not isinstance(given, Mapping):
@@ -106,7 +109,7 @@ def _logs(given: Any, count: int, source: str) -> dict[str, list[float]]:
 
 
 def _log_values(values: Any, count: int, what: str) -> list[float]:
-    """Floats for each sample; one value stands for all. A metric that is not a number may be logged as that."""
+    """Return one float per sample; a single value applies to all. NaN and infinity are allowed in logs."""
     if not isinstance(values, list):
         values = [values]
     if len(values) == 1:
@@ -118,4 +121,5 @@ def _log_values(values: Any, count: int, what: str) -> list[float]:
 
 
 def kind_of(value: Any) -> str:
+    """Describe a value and its type for a message."""
     return "None" if value is None else f"{clip(repr(value), 60)} ({type(value).__name__})"

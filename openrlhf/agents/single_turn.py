@@ -1,4 +1,8 @@
-"""The ordinary sample: one prompt, one response, one reward. A group is generated together and scored together."""
+"""Executor for ordinary samples: one prompt, one response, one reward.
+
+The samples of a group are generated concurrently and scored in one call. No user code runs here: a `Scorer` passes the
+texts to a reward file or server, or leaves the scoring to reward models.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class SingleTurn:
-    """Generates the responses of a prompt and has them scored in one call."""
+    """GroupExecutor that generates the responses of a prompt and scores them in one call."""
 
     def __init__(
         self, scorer: Scorer, tokenizer: PreTrainedTokenizerBase, *, context_length: int, on_error: OnError
@@ -31,6 +35,7 @@ class SingleTurn:
     async def run_group(
         self, prompt: Prompt, params: Sequence[SamplingParams], sessions: Sequence[Session]
     ) -> GroupResult:
+        """Generate all responses, then score them in one call."""
         completions = await all_of(
             self._generate(prompt, item, session) for item, session in zip(params, sessions, strict=True)
         )
@@ -58,6 +63,7 @@ class SingleTurn:
     def _sample(
         self, prompt: Prompt, completion: Completion, verdict: Scored | RewardError
     ) -> Trajectory | RewardError:
+        """Combine a completion and its verdict into a trajectory; pass on an error."""
         if isinstance(verdict, RewardError):
             return verdict
         sample = one_turn(prompt, completion, self.context_length)

@@ -1,4 +1,8 @@
-"""The older agents: a module-level `step` that keeps its state in globals and hands back the whole text so far."""
+"""Adapter for older agent files, which define a module-level function `step`.
+
+It keeps its state in globals and returns the whole text so far. A worker runs such files with `MultiTurnAgentExecutor`
+and a new `StepFunction` as the environment of each episode.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +20,24 @@ TUPLE = ("rewards", "next_observation", "done", "extra")
 
 
 class StepFunction(AgentInstanceBase):
-    """One episode of a file with `step`: the file runs anew, so that its globals begin as they are written."""
+    """Environment of one episode; executes the file again, so that its globals have their initial values."""
 
     def __init__(self, file: str) -> None:
         self.step_function: Any = vars(load_module(file))["step"]
         self.takes_params = takes_keyword(self.step_function, "sampling_params")
 
     async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        """Call the file's `step` and derive the feedback from the text it returns."""
         observation, action = states["observation_text"], states["action_text"]
         more = {"sampling_params": states["sampling_params"]} if self.takes_params else {}
         result = as_dict(await settled(self.step_function(observation, action, states["label"], **more)))
-        after = result.get("next_observation", result.get("next_state"))  # 0.8.3 called it so
+        after = result.get("next_observation", result.get("next_state"))  # the name in 0.8.3
         result["environment_feedback"] = feedback_in(after, observation + action, bool(result.get("done")))
         return result
 
 
 def as_dict(result: Any) -> dict[str, Any]:
-    """Both forms of a step's result: the dict, and the tuple (reward, next state, done, extra) of 0.8.0 to 0.8.3."""
+    """Convert the result of a step to a dict; 0.8.0 to 0.8.3 used a tuple (reward, next state, done, extra)."""
     if isinstance(result, Mapping):
         return dict(result)
     if not isinstance(result, tuple) or len(result) != len(TUPLE):
@@ -43,7 +48,10 @@ def as_dict(result: Any) -> dict[str, Any]:
 
 
 def feedback_in(after: Any, before: str, done: bool) -> str:
-    """What the environment added. It may only add: everything else was read by the policy as it stands."""
+    """Return the text that the environment appended.
+
+    It may only append: the policy has already read everything before, and those tokens cannot change.
+    """
     if after is None and done:
         return ""
     if not isinstance(after, str):

@@ -1,4 +1,8 @@
-"""From what an agent returned to a checked Trajectory: pure functions, with messages that say what was wrong."""
+"""Validation of an agent's response and its conversion to a `Trajectory`.
+
+All functions are pure and run in the trainer; their error messages say which part of the response is wrong. `Episodes`
+calls `read_trajectory`, and `SingleTurn` calls `one_turn`.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,11 @@ from openrlhf.agents.scores import kind_of, read_logs, read_number
 from openrlhf.errors import RewardError, RolloutError
 from openrlhf.types import Completion, Prompt, Trajectory
 
-Ranges = list[tuple[int, int]]
+Ranges = list[tuple[int, int]]  # half-open token ranges of the actions
 
 
 def one_turn(prompt: Prompt, completion: Completion, context_length: int) -> Trajectory:
-    """A prompt and its response; reward and score are still to come."""
+    """Join a prompt and its response, cut to the context length; reward and score are NaN until they are set."""
     input_ids = (*prompt.input_ids, *completion.token_ids)[:context_length]
     start = min(len(prompt.input_ids), len(input_ids))
     drawn = len(input_ids) - start
@@ -40,10 +44,10 @@ def read_trajectory(
     temperature_factors: Sequence[float] = (),
     whole_vocabulary: bool = True,
 ) -> Trajectory:
-    """The response dict of an episode as training takes it.
+    """Validate the response dict of an episode and convert it to a trajectory.
 
-    Tokens past the context are cut, and so are those after the last action, from which nothing is learned.
-    `completions` are what the engine drew for this episode, in order, each with its own of `temperature_factors`.
+    Tokens past the context length are cut, and so are those after the last action, which are not trained on.
+    `completions` are the engine's outputs for this episode, in order; `temperature_factors` has one entry for each.
     With `scored_later` the reward may be None.
     """
     if not isinstance(response, Mapping):
@@ -58,7 +62,7 @@ def read_trajectory(
             f"the episode has no action within {context_length} tokens: action_ranges are {ranges} of {len(tokens)}"
         )
     length = kept[-1][1]
-    mask = [False] * length
+    mask = [False] * length  # [tokens]
     for start, end in kept:
         mask[start:end] = [True] * (end - start)
     mask[0] = False  # nothing predicts the first token
@@ -81,7 +85,7 @@ def read_trajectory(
 
 
 def read_reward(given: Any, *, scored_later: bool) -> float:
-    """The reward of an episode; NaN where reward models score it later."""
+    """Return the reward of an episode; NaN if reward models score it later."""
     if given is not None:
         return read_number(given, "'reward' of the episode")
     if not scored_later:
@@ -92,6 +96,7 @@ def read_reward(given: Any, *, scored_later: bool) -> float:
 
 
 def read_tokens(given: Any) -> list[int]:
+    """Validate the token ids of an episode."""
     if not isinstance(given, list) or not given:
         raise RolloutError(f"'observation_tokens' is {kind_of(given)}; wanted are the ids of the whole episode")
     wrong = next((item for item in given if not isinstance(item, int)), None)
@@ -101,7 +106,7 @@ def read_tokens(given: Any) -> list[int]:
 
 
 def read_ranges(given: Any, length: int) -> Ranges:
-    """Half-open ranges in order, inside the tokens, none over another; empty ones are left out."""
+    """Validate action ranges: ordered, within the tokens, not overlapping. Drop empty ones."""
     if not isinstance(given, list):
         raise RolloutError(f"'action_ranges' is {kind_of(given)}; wanted is a list of (start, end)")
     ranges: Ranges = []
@@ -123,7 +128,7 @@ def read_ranges(given: Any, length: int) -> Ranges:
 def read_log_probs(
     given: Any, tokens: Sequence[int], ranges: Ranges, completions: Sequence[Completion]
 ) -> Sequence[float]:
-    """One for each token; where the agent kept none, those of the engine."""
+    """Return one log-prob per token: the agent's, or the engine's if the agent returned None."""
     if given is None:
         return log_probs_from_engine(tokens, ranges, completions)
     if not isinstance(given, list):
@@ -137,8 +142,8 @@ def read_log_probs(
 
 
 def log_probs_from_engine(tokens: Sequence[int], ranges: Ranges, completions: Sequence[Completion]) -> list[float]:
-    """Log-probs of the actions, found again in what the engine drew."""
-    log_probs = [0.0] * len(tokens)
+    """Look up the log-probs of the actions in the engine's completions; 0.0 outside actions."""
+    log_probs = [0.0] * len(tokens)  # [tokens]
     trouble = "'rollout_log_probs' is None", "return the log-probs with them"
     for place, count, number in find_drawn(tokens, ranges, completions, *trouble):
         log_probs[place : place + count] = completions[number].log_probs[:count]
@@ -148,10 +153,10 @@ def log_probs_from_engine(tokens: Sequence[int], ranges: Ranges, completions: Se
 def read_temperatures(
     tokens: Sequence[int], ranges: Ranges, completions: Sequence[Completion], factors: Sequence[float]
 ) -> list[float]:
-    """Each token's temperature as a factor on the run's; `factors` are those of the completions. Empty: all are 1."""
+    """Spread the temperature factors of the completions over their tokens; empty if all are 1."""
     if all(factor == 1.0 for factor in factors):
         return []
-    found = [1.0] * len(tokens)
+    found = [1.0] * len(tokens)  # [tokens]
     if len(set(factors)) == 1:
         for start, end in ranges:
             found[start:end] = [factors[0]] * (end - start)
@@ -165,7 +170,11 @@ def read_temperatures(
 def find_drawn(
     tokens: Sequence[int], ranges: Ranges, completions: Sequence[Completion], reason: str, advice: str
 ) -> Iterator[tuple[int, int, int]]:
-    """Where the actions were drawn: (place, count, number of the completion), in order."""
+    """Match action tokens to completions; yield (start index, token count, completion number) in order.
+
+    An action range may span several completions, and a completion may be cut short. Completions that match no action
+    are skipped. If an action matches none, raise RolloutError with `reason` and `advice`.
+    """
     waiting = iter(range(len(completions)))
     for start, end in ranges:
         place = start
@@ -183,12 +192,12 @@ def find_drawn(
 
 
 def starts_alike(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether the shorter is the beginning of the longer."""
+    """Return whether the shorter sequence is a prefix of the longer one."""
     return all(a == b for a, b in zip(one, other, strict=False))
 
 
 def read_step_rewards(given: Any, length: int) -> tuple[tuple[int, float], ...]:
-    """(place of a turn's last action token, reward); those of turns that were cut go to the last token."""
+    """Return (index of a turn's last action token, reward); rewards of turns that were cut move to the last token."""
     if given is None:
         return ()
     return tuple((min(int(place), length - 1), read_number(reward, "a step reward")) for place, reward in given)

@@ -1,6 +1,7 @@
-"""A worker process: user code, one event loop, and a pipe to the trainer.
+"""Main program of a worker process: runs user code on one event loop and talks to the trainer over a pipe.
 
-It tells the trainer which call has the processor at every moment, so that a deadline or a crash meets the right one.
+It loads the user's file, then answers calls: rewards of a group, or episodes, which send requests to the engine. It
+reports which call is running at every moment, so that the trainer can charge time and crashes to the right call.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from openrlhf.agents.older import OlderExecutor
 from openrlhf.agents.step_function import StepFunction
 from openrlhf.errors import OpenRLHFError
 
+# Keys of an episode's response that are sent to the trainer.
 RESPONSE_KEYS = (
     *("observation_tokens", "action_ranges", "rollout_log_probs", "reward", "scores"),
     *("extra_logs", "truncated", "step_rewards"),
@@ -43,7 +45,7 @@ RESPONSE_KEYS = (
 
 
 class Pipe:
-    """The worker's ends: blocking reads in a thread, whole messages out."""
+    """The worker's end of the pipe: blocking reads for a reader thread, and writes from any thread."""
 
     def __init__(self, calls: socket.socket, replies: socket.socket) -> None:
         self.calls, self.replies = calls, replies
@@ -54,11 +56,12 @@ class Pipe:
             self.replies.sendall(pack_reply(list(message)))
 
     def receive(self) -> Any:
-        """The next message; raises EOFError when the trainer is gone."""
+        """Return the next message; raise EOFError if the trainer has gone."""
         (length,) = HEADER.unpack(self._read(HEADER.size))
         return unpack_call(self._read(length))
 
     def _read(self, length: int) -> bytes:
+        """Read exactly `length` bytes, at most 1 MiB at a time."""
         data = bytearray()
         while len(data) < length:
             piece = self.calls.recv(min(length - len(data), 1 << 20))
@@ -69,7 +72,7 @@ class Pipe:
 
 
 class Watched(collections.abc.Coroutine[Any, Any, Any]):
-    """A coroutine that reports whenever it gets the processor and gives it up."""
+    """Wrapper of a coroutine that reports to the trainer whenever it starts and stops running."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], call: int, pipe: Pipe) -> None:
         self.coroutine, self.call, self.pipe = coroutine, call, pipe
@@ -98,7 +101,7 @@ class Watched(collections.abc.Coroutine[Any, Any, Any]):
 
 
 class Worker:
-    """Answers calls with what the file offers."""
+    """The user's file, loaded, and the calls that its reward function or executor is answering."""
 
     def __init__(self, spec: Spec, pipe: Pipe) -> None:
         self.spec, self.pipe = spec, pipe
@@ -108,6 +111,7 @@ class Worker:
         self.executor: AgentExecutorBase | None = None
 
     async def serve(self) -> None:
+        """Load the file, report "ready" or "broken", and handle messages until the trainer ends the process."""
         loop = asyncio.get_running_loop()
         loop.set_task_factory(self._task)
         self.engines = Engines(self.pipe.send, self.spec.max_length)
@@ -117,9 +121,10 @@ class Worker:
             return
         self.pipe.send("ready")
         threading.Thread(target=listen, args=(self.pipe, loop, self._hear), daemon=True).start()
-        await loop.create_future()  # until the trainer ends the process
+        await loop.create_future()  # never completes: the trainer kills the process
 
     async def _load(self) -> None:
+        """Load the reward function, or build and prepare the executor."""
         module = load_module(self.spec.file)
         if self.spec.kind == "reward":
             self.reward = find_reward(module, self.spec.file)
@@ -133,16 +138,18 @@ class Worker:
         self.executor = executor
 
     def _older(self, kind: Any) -> OlderExecutor:
+        """Wrap an executor class of the older form, whose constructor requires arguments."""
         engine, tokenizer = EngineProxy(self.engines), self.engines.tokenizer
         return OlderExecutor(kind, max_length=self.spec.max_length, llm_engine=engine, hf_tokenizer=tokenizer)
 
     def _task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
-        """Every task that a call starts, directly or not, is watched as a part of it."""
+        """Task factory that watches every task that a call starts, directly or indirectly."""
         call = current.get()
         watched = coroutine if call is None else Watched(coroutine, call, self.pipe)
         return asyncio.Task(watched, loop=loop, **options)
 
     def _hear(self, kind: str, call: int, *rest: Any) -> None:
+        """Handle a message from the trainer: a call, a cancellation, or a completion of the engine."""
         if kind == "call":
             token = current.set(call)
             task = asyncio.get_running_loop().create_task(self._answer(call, *rest))
@@ -155,6 +162,7 @@ class Worker:
             self.engines.hear(call, *rest)
 
     async def _answer(self, call: int, body: dict[str, Any]) -> None:
+        """Run one call and send its result or error."""
         result, trouble = await self._try(self._score(body) if self.reward else self._episode(call, body))
         if trouble is None:
             self.pipe.send("result", call, result)
@@ -162,10 +170,10 @@ class Worker:
             self.pipe.send("error", call, trouble)
 
     async def _try(self, work: Coroutine[Any, Any, Any]) -> tuple[Any, dict[str, str] | None]:
-        """What user code returned, or what it raised: anything at all, sys.exit too, is for the trainer to hear."""
+        """Return the result of user code, or a description of its exception; even SystemExit is reported."""
         try:
             return await work, None
-        except BaseException as error:  # noqa: BLE001 - the one place where it is not ours to choose
+        except BaseException as error:  # noqa: BLE001 - user code may raise anything
             return None, explain(error, self.spec.file)
 
     async def _score(self, body: dict[str, Any]) -> Any:
@@ -174,6 +182,7 @@ class Worker:
         return plain(await settled(self.reward(body["queries"], body["prompts"], body["labels"])))
 
     async def _episode(self, call: int, body: dict[str, Any]) -> Any:
+        """Run one episode; return its response reduced to RESPONSE_KEYS, or as it is if it is not a dict."""
         assert self.executor is not None
         seed = body["params"].seed
         engine = self.engines.open(call, seed, body["prompt"])
@@ -199,9 +208,10 @@ class Worker:
 
 
 def executor_of(module: ModuleType, file: str) -> Callable[[], AgentExecutorBase]:
+    """Return a constructor for the executor that the file defines or needs."""
     offered = find_agent(module, file)
     if offered == "run_agent":
-        from openrlhf.agents.openai_agent import executor_around  # half of this process's start-up time
+        from openrlhf.agents.openai_agent import executor_around  # takes half of the process's start-up time
 
         return lambda: executor_around(vars(module)["run_agent"])
     if offered == "step":
@@ -210,13 +220,14 @@ def executor_of(module: ModuleType, file: str) -> Callable[[], AgentExecutorBase
 
 
 def load_tokenizer(spec: Spec) -> Any:
+    """Load the tokenizer that the trainer saved, with the class that the trainer named."""
     module, name = spec.tokenizer_class
     kind = getattr(importlib.import_module(module), name)
     return kind.from_pretrained(spec.tokenizer_folder, trust_remote_code=spec.trust_remote_code)
 
 
 def explain(error: BaseException, file: str) -> dict[str, str]:
-    """What was raised, where in the user's file, and the whole traceback."""
+    """Describe an exception: its kind, a text with the line in the user's file, and the whole traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if Path(frame.filename).name == Path(file).name] or frames
     where = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
@@ -229,7 +240,7 @@ def explain(error: BaseException, file: str) -> dict[str, str]:
 
 
 def listen(pipe: Pipe, loop: asyncio.AbstractEventLoop, hear: Callable[..., None]) -> None:
-    """Hands messages to the event loop; when the trainer is gone, nothing of this process group stays."""
+    """Pass messages to the event loop; if the trainer has gone, kill this process group."""
     try:
         while True:
             loop.call_soon_threadsafe(hear, *pipe.receive())
@@ -238,6 +249,7 @@ def listen(pipe: Pipe, loop: asyncio.AbstractEventLoop, hear: Callable[..., None
 
 
 def main(calls: int, replies: int, parent: int) -> None:
+    """Run the worker on two socket descriptors; `parent` is the trainer's process id."""
     die_with(parent)
     for descriptor in (calls, replies):
         os.set_inheritable(descriptor, False)
