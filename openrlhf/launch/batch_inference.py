@@ -1,4 +1,8 @@
-"""Generation and scoring over whole datasets, from config to a file of rows."""
+"""The batch_inference command: generate or score answers for a whole dataset and write one file of rows.
+
+`plan` decides which rows to make, `generate` or `score` makes them, and `finish` assembles the output. Finished rows
+are stored in a folder beside the output (see `parts`), so an interrupted run resumes with the same command.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ from openrlhf.monitor import is_main_process, say
 
 @dataclass(frozen=True)
 class BatchResult:
-    """What a finished run leaves: a file, its number of rows, and of scored ones mean and spread of the reward."""
+    """Outcome of a finished run: the output file and its row count; for scoring, also the reward's mean and std."""
 
     output_path: Path
     rows: int
@@ -34,7 +38,11 @@ class BatchResult:
 
 
 def run(config: BatchInferenceConfig) -> BatchResult | None:
-    """Makes every row of the output; the config has been checked. Of several processes the first has the result."""
+    """Make every row of the output and write it.
+
+    The config must already be checked. With several processes, only the main one returns the result; the others
+    return None.
+    """
     disable_progress_bar()
     end_with_launcher()
     seed_everything(config.task.seed, deterministic=config.task.full_determinism)
@@ -55,7 +63,10 @@ def run(config: BatchInferenceConfig) -> BatchResult | None:
 def plan(
     config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, records: Records
 ) -> tuple[Parts, Callable[[], None]]:
-    """The rows to make, and what makes them; nothing is written before all that can be refused was read."""
+    """Return the output rows to fill and a function that fills them.
+
+    All input is read and checked before `Parts` writes anything.
+    """
     output = Path(str(config.task.output_path)).expanduser()
     if config.task.eval_task == "rm":
         answers = plan_scoring(config, tokenizer, records)
@@ -80,7 +91,7 @@ def load_rows(config: BatchInferenceConfig) -> Records:
 
 
 def finish(config: BatchInferenceConfig, parts: Parts) -> BatchResult:
-    """The output in order, after its post-processor."""
+    """Write the rows to the output in order, after applying --post_processor to scored rows."""
     if config.task.eval_task != "rm":
         count = parts.finish(parts.rows())
         say(f"saved {parts.output}: {count} rows")
@@ -98,5 +109,6 @@ def finish(config: BatchInferenceConfig, parts: Parts) -> BatchResult:
 
 
 def reward_statistics(rows: list[Any]) -> tuple[float, float]:
+    """Return the mean and the unbiased standard deviation of the rewards (0 for a single row)."""
     rewards = [row["reward"] for row in rows]
     return statistics.fmean(rewards), statistics.stdev(rewards) if len(rewards) > 1 else 0.0

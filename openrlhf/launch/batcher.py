@@ -1,4 +1,8 @@
-"""Rows of many requests scored together: whatever waits when the model has time is one round of forwards."""
+"""Dynamic batching for the reward model server: rows of concurrent requests share forward passes.
+
+Rows wait in a queue. Whenever the model is free, the batcher takes the oldest rows as one round and cuts the round
+into forwards of rows with similar length.
+"""
 
 from __future__ import annotations
 
@@ -11,28 +15,29 @@ from types import TracebackType
 
 from openrlhf.launch.served_model import Row
 
-ROUND = 8  # forwards of a full round: enough to find rows of a length, few enough that a newcomer's turn comes soon
+ROUND = 8  # forwards per full round: enough rows to group by length, few enough that new requests do not wait long
 
 Asked = tuple[Row, asyncio.Future[float]]
 
 
 @dataclass(frozen=True)
 class ForwardLimits:
-    """What one forward may hold. Padding counts as tokens; a row that is too long by itself goes alone."""
+    """Limits on one forward. Padding counts as tokens. A row that exceeds the limits by itself runs alone."""
 
     rows: int | None
     tokens: int
     packing: bool
 
     def hold(self, count: int, longest: int, total: int) -> bool:
+        """Return whether `count` rows with `total` tokens, the longest of `longest`, fit into one forward."""
         return count <= (self.rows or count) and (total if self.packing else count * longest) <= self.tokens
 
 
 class Batcher:
-    """As a context it scores, on a thread of its own; the rows of a request may be split.
+    """Queue that scores rows in batches on its own thread, while the async context is open.
 
-    The oldest rows make a round, and within it rows of like length share a forward, so that little is padded: nobody
-    is overtaken by more than one round.
+    The oldest rows form a round. Within a round, rows of similar length share a forward to keep padding low, so no row
+    is overtaken by more than one round. The rows of one request may be split over several forwards.
     """
 
     def __init__(self, score: Callable[[Sequence[Row]], Sequence[float]], limits: ForwardLimits) -> None:
@@ -48,7 +53,7 @@ class Batcher:
         return len(self._waiting)
 
     async def score(self, rows: Sequence[Row]) -> list[float]:
-        """A reward for each row; raises what the model raised."""
+        """Return a reward for each row; errors of the model are raised here."""
         loop = asyncio.get_running_loop()
         answers = [loop.create_future() for _ in rows]
         self._waiting.extend(zip(rows, answers, strict=True))
@@ -56,6 +61,7 @@ class Batcher:
         return await asyncio.gather(*answers)
 
     async def _run(self) -> None:
+        """Score rounds until cancelled, one forward at a time."""
         loop = asyncio.get_running_loop()
         while True:
             await self._arrived.wait()
@@ -65,7 +71,7 @@ class Batcher:
                 settle([answer for _, answer in together], scoring)
 
     def _take_round(self) -> list[Asked]:
-        """The oldest rows, in the order they came."""
+        """Remove and return the oldest rows, in order of arrival, up to the tokens of `ROUND` forwards."""
         taken: list[Asked] = []
         tokens = 0
         while self._waiting and tokens < ROUND * self._limits.tokens:
@@ -89,7 +95,7 @@ class Batcher:
 
 
 def cut(taken: Sequence[Asked], limits: ForwardLimits) -> list[list[Asked]]:
-    """Forwards of a round, the shortest rows first, each as full as it may be."""
+    """Split a round into forwards: shortest rows first, each forward as full as the limits allow."""
     forwards: list[list[Asked]] = []
     total = 0
     for asked in sorted(taken, key=lambda one: len(one[0])):
@@ -104,7 +110,7 @@ def cut(taken: Sequence[Asked], limits: ForwardLimits) -> list[list[Asked]]:
 
 
 def settle(answers: Sequence[asyncio.Future[float]], scoring: asyncio.Future[Sequence[float]]) -> None:
-    """Gives each row its reward, or all of them the error; nobody listens any more to one that was cancelled."""
+    """Set the reward of each row, or the error on all of them; futures of cancelled requests are skipped."""
     error = scoring.exception()
     for place, answer in enumerate(answers):
         if answer.done():

@@ -1,4 +1,8 @@
-"""From config to what trains: networks, backends, objectives."""
+"""Build the parts of a supervised run from its config: network, backend, frozen model and objective.
+
+`supervised.run` calls `build` and passes the result to the training loop. The reinforcement learning counterpart is
+`rl_build`.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +42,7 @@ from openrlhf.training.objectives import SupervisedObjective
 
 
 def evaluation_values(metrics: Metrics) -> dict[str, float]:
-    """Evaluation metrics under the names that dashboards know."""
+    """Return the evaluation metrics under the names that dashboards expect."""
     values = values_of(metrics)
     names = PROCESS_NAMES if "prm_loss" in values else EVALUATION_NAMES
     return {names.get(name, name): value for name, value in values.items()}
@@ -49,7 +53,7 @@ PROCESS_NAMES = {"prm_loss": "eval prm_loss", "acc": "eval acc"}
 
 
 def reward_values(metrics: Metrics) -> dict[str, float]:
-    """A reward model's evaluation with the mean and spread of all its scores."""
+    """Return a reward model's evaluation metrics, with the mean and the unbiased std of all its scores."""
     mean, count = float(metrics["_score"].value), float(metrics["_score"].count)
     variance = max(float(metrics["_score_squared"].value) - mean * mean, 0.0) * count / max(count - 1, 1)
     spread = max(math.sqrt(variance), 1e-8)
@@ -57,13 +61,13 @@ def reward_values(metrics: Metrics) -> dict[str, float]:
 
 
 def keep_reward_statistics(network: Network, values: Mapping[str, float]) -> None:
-    """Into the model's config, where --normalize_reward looks for them."""
+    """Store the mean and std in the model's config, where --normalize_reward reads them."""
     network.decoder.config.update({"mean": values["reward_mean"], "std": values["reward_std"]})
 
 
 @dataclass(frozen=True)
 class Built:
-    """Everything that a supervised run is made of."""
+    """Parts of a supervised run; `frozen` is the reference or teacher, if the method needs one."""
 
     backend: TrainBackend
     objective: SupervisedObjective
@@ -75,7 +79,7 @@ class Built:
 def build(
     config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device, *, soft_labels: bool
 ) -> Built:
-    """The parts of a command; models load here."""
+    """Build the parts of a supervised command; the models are loaded here."""
     config = settle_attention(config, device)
     network = trained_network(config, tokenizer, device)
     backend = make_backend(config, network, device)
@@ -87,7 +91,10 @@ def build(
 
 
 def settle_attention(config: SupervisedConfig, device: torch.device) -> SupervisedConfig:
-    """The config with an attention that is there, said once though several models load."""
+    """Return the config with an available attention implementation.
+
+    Resolving it here prints the fallback message once, although several models may load.
+    """
     asked = config.model.attn_implementation
     attention, line = choose_attention(asked, device, config.batches.packing_samples)
     if line:
@@ -96,7 +103,7 @@ def settle_attention(config: SupervisedConfig, device: torch.device) -> Supervis
 
 
 def trained_network(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> Network:
-    """The model that learns, with head, adapters and recomputation as asked."""
+    """Load the model to train, with the head, adapters and gradient checkpointing that the config asks for."""
     packing, name = config.batches.packing_samples, str(config.model.pretrain)
     scalar = isinstance(config, RMConfig)
     if isinstance(config, RMConfig):
@@ -122,7 +129,7 @@ def trained_network(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase
 
 
 def make_backend(config: SupervisedConfig, network: Network, device: torch.device) -> TrainBackend:
-    """One process trains by itself; several need DeepSpeed."""
+    """Wrap the network in the local backend for one process, or in DeepSpeed for several."""
     settings = optimizer_settings(config.optimizer, config.optimizer.learning_rate)
     if not uses_deepspeed(config):
         return LocalBackend(
@@ -140,7 +147,10 @@ def make_backend(config: SupervisedConfig, network: Network, device: torch.devic
 
 
 def frozen_model(config: SupervisedConfig, device: torch.device, *, vocabulary: int) -> Frozen | None:
-    """The reference of DPO and KTO, the teacher of distillation; either speaks the trained model's vocabulary."""
+    """Load the reference of DPO and KTO or the teacher of distillation; None for the other methods.
+
+    Its vocabulary size must equal that of the trained model, because the two are compared token by token.
+    """
     match config:
         case DPOConfig(reference=reference) | KTOConfig(reference=reference):
             name, offload = reference.ref_pretrain or config.model.pretrain, reference.ref_offload

@@ -1,4 +1,8 @@
-"""Talk to a model at a terminal or through a pipe."""
+"""The interactive_chat command: chat with a model at a terminal or through a pipe.
+
+`Talk` runs the conversation. It reads messages with `chat_input`, builds prompts with `chat_history` and generates
+replies with `chat_reply`.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ BANNER = (
 
 
 def run(config: ChatConfig) -> None:
-    """Until exit or the end of the input."""
+    """Load the model and chat until the user exits or the input ends."""
     disable_progress_bar()
     name = str(config.model.pretrain)
     device = choose_device(config.model.device)
@@ -35,7 +39,7 @@ def run(config: ChatConfig) -> None:
     history = open_history(config, tokenizer)
     max_len = usable_length(name, read_config(name, config.model), config.chat.max_len)
     model: Any = load_causal_lm(name, config.model, device=device, packing=False)
-    if not config.model.load_in_4bit:  # a quantised one was loaded where it belongs
+    if not config.model.load_in_4bit:  # a quantised model is already on its device
         model.to(device)
     engine = HFEngine(Network(model, self_test=not config.model.skip_self_test), tokenizer).prepare()
     with CtrlC() as ctrl_c:
@@ -43,7 +47,7 @@ def run(config: ChatConfig) -> None:
 
 
 class Talk:
-    """Messages in, replies out. Replies go to standard output, remarks to standard error."""
+    """Chat loop. Replies go to standard output, notices to standard error."""
 
     def __init__(self, speaker: Speaker, history: History, ctrl_c: CtrlC) -> None:
         self.speaker = speaker
@@ -65,7 +69,7 @@ class Talk:
             sys.stdout.write("\n")
 
     def _turn(self) -> bool:
-        """One message and what follows from it; False when it was the last."""
+        """Read one message and handle it; return False to end the chat."""
         said = self.lines.message()
         if said is None or said.strip() == "exit":
             return False
@@ -77,7 +81,7 @@ class Talk:
         return True
 
     def _answer(self, said: str) -> None:
-        """A reply; the turn is remembered unless the conversation has no room for one."""
+        """Print a reply and add the turn to the history; reject the message if no room is left for a reply."""
         prompt_ids = self.speaker.read(self.history.prompt(said))
         if len(prompt_ids) >= self.speaker.max_len:
             say(

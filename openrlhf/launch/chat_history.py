@@ -1,4 +1,8 @@
-"""What was said so far, and the text that a model continues: messages of a chat template, or one growing string."""
+"""Conversation history of the chat command, and the prompt text that the model continues.
+
+With a chat template the history is a list of messages (`Messages`); without one it is a growing string
+(`Transcript`).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from openrlhf.data.templates import Chat, fill, open_chat
 
 
 class History(Protocol):
-    """A conversation. `prompt` changes nothing: a turn is part of it when both sides of it are."""
+    """A conversation. `prompt` only builds text; `add` records a turn once both its sides are known."""
 
     def prompt(self, said: str) -> str: ...
 
@@ -26,7 +30,7 @@ class History(Protocol):
 
 @dataclass
 class Messages:
-    """With --apply_chat_template: the text of --ta_prompt or --system_prompt is the system message."""
+    """History for --apply_chat_template; the text of --ta_prompt or --system_prompt is the system message."""
 
     chat: Chat
     first: str | None
@@ -48,7 +52,7 @@ class Messages:
 
 @dataclass
 class Transcript:
-    """Without a chat template: everything so far, a line break, and what is said in --input_template."""
+    """History without a chat template: the text so far, a line break, and the message in --input_template."""
 
     template: str | None
     first: str | None
@@ -68,6 +72,7 @@ class Transcript:
 
 
 def open_history(config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> History:
+    """Return an empty history of the kind that the flags and the tokenizer's chat template select."""
     file = config.chat.ta_prompt
     first = Path(file).expanduser().read_text(encoding="utf-8") if file else config.template.system_prompt
     suffix = f"{config.sampling.csft_prompt.strip()} " if config.sampling.enable_csft else ""

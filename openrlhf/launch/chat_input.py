@@ -1,4 +1,7 @@
-"""What a person types or a pipe brings: one message a line, or several lines between triple quotes."""
+"""Input of the chat command, from a terminal or a pipe: one message per line, or several lines in triple quotes.
+
+`Lines` reads the messages; `CtrlC` makes Ctrl-C stop a reply instead of the program.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,15 @@ QUOTES = '"""'
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C at the prompt, which a SIGTERM is not."""
+    """Ctrl-C at the prompt, or a second one during a reply; unlike SIGTERM, it does not end the program."""
 
 
 class CtrlC:
-    """Within it Ctrl-C at the prompt is `Interrupted`; during a reply it is a wish, and the second one stops at once.
+    """Handler of Ctrl-C while the context is open.
 
-    SIGTERM stays what it is, so that a scheduler still ends the program. Only a program's main thread hears signals.
+    At the prompt, Ctrl-C raises `Interrupted`. During a reply, the first Ctrl-C sets `wished`, a request to stop, and
+    the second raises `Interrupted`. SIGTERM is left alone, so a scheduler can still end the program. Signals arrive
+    only in the main thread; in other threads the context does nothing.
     """
 
     def __init__(self) -> None:
@@ -46,7 +51,7 @@ class CtrlC:
 
     @contextmanager
     def wishes(self) -> Iterator[None]:
-        """During a reply."""
+        """Mark a reply in progress: the first Ctrl-C sets `wished` instead of raising."""
         self.replying, self.wished = True, False
         try:
             yield
@@ -55,15 +60,15 @@ class CtrlC:
 
 
 class Lines:
-    """Messages from standard input; at a terminal with a prompt and a history of lines, else silently."""
+    """Reader of messages from standard input; at a terminal it shows a prompt and offers line history."""
 
     def __init__(self) -> None:
         self.is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         if self.is_terminal:
-            import readline  # noqa: F401 - gives `input` its arrow keys and its history
+            import readline  # noqa: F401 - importing it gives `input` arrow keys and history
 
     def message(self) -> str | None:
-        """The next message; None at the end of the input."""
+        """Return the next message, or None at the end of the input."""
         line = self._line("> ")
         if line is None or not line.startswith(QUOTES):
             return line
@@ -73,7 +78,7 @@ class Lines:
         return "\n".join([rest, *self._block()] if rest else self._block())
 
     def _block(self) -> list[str]:
-        """The lines up to the one that ends in triple quotes."""
+        """Read the lines up to and including the one that ends in triple quotes."""
         lines: list[str] = []
         while (line := self._line(". ")) is not None:
             if line.rstrip().endswith(QUOTES):

@@ -1,4 +1,8 @@
-"""A reply, token by token: shown as it comes, stopped at the end, at the limit, or when it is wished."""
+"""Streaming replies of the chat command.
+
+`Speaker` generates a reply token by token, and `Shown` prints it as text while it grows. A reply ends at an end
+token, at the length limit, or when the user interrupts it.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +18,22 @@ from openrlhf.rollout.hf import HFEngine
 from openrlhf.types import Request, SamplingParams
 
 End = Literal["stop", "length", "interrupted"]
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # how a decoder shows the first bytes of a character
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # a decoder's output for an incomplete character
 
 
 @dataclass(frozen=True)
 class Reply:
+    """Text of a reply and the reason why it ended."""
+
     text: str
     end: End
 
 
 class Shown:
-    """Tokens of a reply as text; a character whose bytes are still coming is held back until they are there.
+    """Incremental detokenizer of a reply; it holds back a character until all its bytes have arrived.
 
-    Each piece is what the tokens since the piece before last spell, less what they spelled then: some tokenizers write
-    a word differently at the beginning of a text.
+    Each new piece is decoded together with the tokens of the previous piece, whose text is then cut off. Decoding it
+    alone would be wrong for tokenizers that write a word differently at the beginning of a text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, show: Callable[[str], None]) -> None:
@@ -46,6 +52,7 @@ class Shown:
         self._advance(finished=False)
 
     def end(self) -> None:
+        """Show the remaining text, even if it ends in an incomplete character."""
         self._advance(finished=True)
 
     def _advance(self, *, finished: bool) -> None:
@@ -65,7 +72,7 @@ class Shown:
 
 
 class Speaker:
-    """An engine and how it samples."""
+    """Engine with its tokenizer and sampling settings; it answers prompts."""
 
     def __init__(
         self, engine: HFEngine, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, *, max_len: int
@@ -76,11 +83,14 @@ class Speaker:
         self.sampling = sampling
 
     def read(self, prompt: str) -> list[int]:
-        """Its tokens as it stands; templates bring the special ones along."""
+        """Tokenise the prompt without adding special tokens; templates already contain them."""
         return self.tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
 
     def reply(self, prompt_ids: list[int], show: Callable[[str], None], is_wished: Callable[[], bool]) -> Reply:
-        """Continues the prompt, which must leave room within `max_len`; `is_wished` asks for an early end."""
+        """Generate a reply and pass each piece of text to `show`.
+
+        The prompt must be shorter than `max_len`. Generation stops early when `is_wished` returns True.
+        """
         shown = Shown(self.tokenizer, show)
         request = Request(tuple(prompt_ids), self._params(self.max_len - len(prompt_ids)))
         for token in self.engine.stream(request):
@@ -99,5 +109,5 @@ class Speaker:
             temperature=0.0 if sampling.greedy_sampling else sampling.temperature,
             top_p=sampling.top_p,
             repetition_penalty=sampling.repetition_penalty,
-            seed=int(torch.randint(2**31, ())),  # each reply draws from a stream of its own
+            seed=int(torch.randint(2**31, ())),  # a new random stream for each reply
         )

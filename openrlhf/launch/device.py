@@ -1,4 +1,4 @@
-"""Where a process computes, and what it owes to chance."""
+"""Device selection and random seeds of a process, with notices about flags that have no effect on a CPU."""
 
 import os
 import random
@@ -12,11 +12,14 @@ from openrlhf.monitor import say
 
 
 def choose_device(asked: str, local_rank: int = -1) -> torch.device:
-    """A launcher gives each process its GPU by LOCAL_RANK; alone it is the first one, or the CPU."""
+    """Return the device for this process and make it the current one.
+
+    A launcher assigns GPUs by LOCAL_RANK. A single process uses the first GPU, or the CPU if there is none.
+    """
     if asked == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda, but PyTorch sees no GPU here", try_this="--device cpu")
     if asked == "cpu" or not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, where anything imports it, need not guess aloud
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # stops DeepSpeed, if imported, from logging its own guess
         return torch.device("cpu")
     number = local_rank if local_rank != -1 else int(os.environ.get("LOCAL_RANK", "0"))
     torch.cuda.set_device(number)
@@ -24,16 +27,19 @@ def choose_device(asked: str, local_rank: int = -1) -> torch.device:
 
 
 def explain_precision(asked: str, device: torch.device) -> None:
+    """Say that a CPU run computes in fp32 whatever precision was requested."""
     if device.type == "cpu" and asked != "fp32":
         say(f"no GPU: everything computes in fp32, since {asked} is many times slower on a CPU")
 
 
 def explain_offloading(config: TrainingConfig, device: torch.device) -> None:
+    """Say that --adam_offload has no effect on a CPU."""
     if device.type == "cpu" and config.sharding.adam_offload:
         say("--adam_offload has no effect: the optimizer of a CPU run is in host memory already")
 
 
 def seed_everything(seed: int, *, deterministic: bool) -> None:
+    """Seed Python, NumPy and PyTorch; with `deterministic`, also require deterministic PyTorch algorithms."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -43,5 +49,9 @@ def seed_everything(seed: int, *, deterministic: bool) -> None:
 
 
 def seed_dropout(seed: int, rank: int) -> None:
-    """Masks of their own for those with tokens of their own; until here all draw alike, so new weights are the same."""
+    """Give processes with different tokens different dropout masks; `rank` is equal for tensor-parallel peers.
+
+    Call it after the models are built: until then all processes use the same seed, so that newly initialised weights
+    agree.
+    """
     torch.manual_seed(int(np.random.default_rng((seed, rank)).integers(2**63)))

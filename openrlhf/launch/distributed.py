@@ -1,4 +1,4 @@
-"""Several processes: who needs DeepSpeed, how a process joins, how a model loads in shards."""
+"""Multi-process training: decide whether DeepSpeed is needed, join the other processes, load models in shards."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from openrlhf.models.load import choose_dtype
 
 
 def uses_deepspeed(config: TrainingConfig) -> bool:
-    """One process trains by itself, unless it reads a checkpoint that only DeepSpeed can."""
+    """Return whether to train with DeepSpeed.
+
+    Several processes need it; a single one needs it only to read a universal checkpoint.
+    """
     return world_size() > 1 or config.checkpoints.use_ds_universal_ckpt
 
 
 def join(config: TrainingConfig) -> torch.device:
-    """This process's device, after it has met the others."""
+    """Choose this process's device, join the distributed group if DeepSpeed is used, and return the device."""
     device = choose_device(config.model.device, config.sharding.local_rank)
     if not uses_deepspeed(config):
         return device
@@ -30,7 +33,10 @@ def join(config: TrainingConfig) -> torch.device:
 
 
 def loading(config: TrainingConfig, device: torch.device) -> AbstractContextManager[None]:
-    """Within it a language model comes in shards where ZeRO-3 will train it."""
+    """Return a context for loading language models: sharded if ZeRO-3 is used, plain otherwise.
+
+    4-bit models always load plainly.
+    """
     if not uses_deepspeed(config) or config.sharding.zero_stage != 3 or config.model.load_in_4bit:
         return nullcontext()
     from openrlhf.training.deepspeed_start import sharded_loading

@@ -1,4 +1,7 @@
-"""What an engine is made of, and making it: in this process, or in another one that the description travels to."""
+"""Generation engines: a picklable description (`EngineSpec`) and the function that builds the engine from it.
+
+The engine is built in this process or, on a cluster, in the worker process that receives the description.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +19,21 @@ from openrlhf.rollout.hf import HFEngine
 from openrlhf.rollout.vllm import VLLMEngine, VLLMSettings
 from openrlhf.training.local import LocalFrozen
 
-BY_DEVICE = "by device"  # a dtype that is chosen where the engine is made
+BY_DEVICE = "by device"  # placeholder dtype; `make_engine` chooses the real one for its device
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """An engine of vLLM, or without settings for it one of Transformers."""
+    """Description of an engine: vLLM if `vllm` is set, otherwise Transformers."""
 
     model: ServedModel
     vllm: VLLMSettings | None = None
-    awaits_weights: bool = True  # it draws nothing before the weights of a policy have come
+    awaits_weights: bool = True  # generate nothing before the policy's weights have arrived
     whole_log_probs: bool = False
 
 
 def engine_spec(config: RLConfig) -> EngineSpec:
-    """The engines of a run of reinforcement learning."""
+    """Describe the engines of a reinforcement learning run."""
     vllm = vllm_settings(config) if config.engines.vllm_num_engines else None
     return EngineSpec(config.model, vllm, whole_log_probs=config.rollout.whole_log_probs)
 
@@ -56,9 +59,9 @@ def vllm_settings(config: RLConfig) -> VLLMSettings:
 def make_engine(
     spec: EngineSpec, tokenizer: PreTrainedTokenizerBase, device: torch.device, number: int = 0
 ) -> LoadingEngine:
-    """The engine of this number; each of several draws from a seed of its own."""
+    """Build engine `number`; its number offsets vLLM's seed, so that several engines sample differently."""
     if spec.vllm is None:
-        whole = replace(spec.model, load_in_4bit=False)  # weights come merged and whole
+        whole = replace(spec.model, load_in_4bit=False)  # synced weights are merged and not quantised
         model = load_causal_lm(str(spec.model.pretrain), whole, device=device, packing=False)
         network = LocalFrozen(Network(model, self_test=not spec.model.skip_self_test), device).network
         return HFEngine(network, tokenizer, whole_log_probs=spec.whole_log_probs).prepare()

@@ -1,4 +1,7 @@
-"""What a training run says about its flags once it knows its device and its models, before any weights load."""
+"""Notices about flags that have no effect on this run's device or models.
+
+A run prints them after reading the model configs and before loading any weights.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from openrlhf.monitor import say
 
 
 def explain_hardware(config: TrainingConfig, device: torch.device) -> None:
-    """Lines about flags that the device or the families of the models leave without effect."""
+    """Name the flags that have no effect on this device or with these model families."""
     explain_precision(config.model.param_dtype, device)
     explain_offloading(config, device)
     if device.type == "cpu":
@@ -31,7 +34,7 @@ def explain_hardware(config: TrainingConfig, device: torch.device) -> None:
 
 
 def model_names(config: TrainingConfig) -> list[str]:
-    """Every model that a run loads, once."""
+    """Return the name of every model that the run loads, without duplicates."""
     names: list[str | None] = [config.model.pretrain]
     match config:
         case RLConfig():
@@ -45,7 +48,7 @@ def model_names(config: TrainingConfig) -> list[str]:
 
 
 def explain_experts(loading: Loading, *names: str) -> None:
-    """Says so when experts are to be computed in some way, but no model has any."""
+    """Say that --experts_implementation has no effect if no model has experts."""
     if loading.experts_implementation is None:
         return
     known = [read_config(name, loading).get_text_config().to_dict() for name in names]
@@ -54,7 +57,7 @@ def explain_experts(loading: Loading, *names: str) -> None:
 
 
 def explain_reward_models(config: RLConfig) -> None:
-    """Flags for process reward models without one, and those for the others without any of them."""
+    """Name the flags that apply to process or outcome reward models when the run has none of that kind."""
     if not config.rewards.scored_by_models:
         return
     flags = config.rewards

@@ -1,4 +1,9 @@
-"""Answers to the prompts of a dataset, by Transformers or vLLM in this process, or by engines on a cluster."""
+"""Generation for batch_inference: answer the prompts of a dataset.
+
+The engine is Transformers or vLLM in this process, or several vLLM engines on a Ray cluster (`ray.generate`). Each row
+has its own seed, so its random stream does not depend on the process that generates it. `Sink` stores each answer as
+soon as it is finished.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +38,16 @@ from openrlhf.types import Completion, Prompt, Request, SamplingParams
 if TYPE_CHECKING:
     from openrlhf.rollout.engine import Engine
 
-NEIGHBOURS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")  # processes on a machine, as torchrun and deepspeed say it
-AHEAD = 2  # requests that wait at an engine, for each one that it runs
+NEIGHBOURS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")  # number of processes on a machine, set by torchrun and deepspeed
+AHEAD = 2  # requests at an engine per request that it can run at the same time, so that its queue is never empty
 
 
 @dataclass(frozen=True)
 class Generation:
-    """What is asked for: prompts, answers to each, and how long prompt and answer may be together."""
+    """Work of a generation run: its prompts and config; `context` limits prompt and answer together, in tokens.
+
+    Row `number` is answer `number % samples` to prompt `number // samples`.
+    """
 
     prompts: Sequence[Prompt]
     context: int
@@ -57,7 +65,7 @@ class Generation:
         return self.prompts[number // self.samples]
 
     def request(self, number: int) -> Request:
-        """Row number `number`: a stream of chance of its own, whichever process draws from it."""
+        """Build the request for row `number`; its seed is the same in whichever process generates it."""
         prompt, task = self.prompt(number), self.config.task
         longest = min(task.max_new_tokens, self.context - len(prompt.input_ids))
         seed = seed_of(task.seed, prompt.index, number % self.samples)
@@ -65,6 +73,7 @@ class Generation:
         return Request(prompt.input_ids, params, prefix=prompt.index)
 
     def row(self, number: int, completion: Completion) -> dict[str, object]:
+        """Format the answer as a row of the output file."""
         prompt = self.prompt(number)
         return {"input": prompt.text, "output": completion.text, INDEX: prompt.index}
 
@@ -80,7 +89,7 @@ def sampling_params(flags: Sampling, *, max_tokens: int, seed: int) -> SamplingP
 
 
 def plan_generation(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, records: Records) -> Generation:
-    """The prompts of this run, cut so that an answer fits behind them."""
+    """Read the prompts of this run, truncated so that at least one token of an answer fits after each."""
     task = config.task
     chosen, first = one_slice(records, task.iter, task.rollout_batch_size)
     context = context_length(config)
@@ -97,7 +106,7 @@ def plan_generation(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizer
 
 
 def context_length(config: BatchInferenceConfig) -> int:
-    """Tokens of prompt and answer together: what the flags ask for, as far as the model reaches."""
+    """Return the tokens allowed for prompt and answer together: the sum of the flags, capped by the model's limit."""
     asked = config.task.prompt_max_len + config.task.max_new_tokens
     reach = known_positions(read_config(str(config.model.pretrain), config.model)) or asked
     if asked > reach:
@@ -109,7 +118,7 @@ def context_length(config: BatchInferenceConfig) -> int:
 
 
 class Sink:
-    """Takes rows as they are finished: to their file, and onto the bar."""
+    """Receiver of finished answers: it writes each row to its file and advances the progress bar."""
 
     def __init__(self, generation: Generation, parts: Parts, progress: Progress) -> None:
         self.generation, self.parts, self.progress = generation, parts, progress
@@ -117,17 +126,18 @@ class Sink:
         self.requests = [generation.request(number) for number in self.numbers]
 
     def begin(self) -> None:
-        """The engine stands: from here on speed is counted."""
+        """Start measuring speed; call it when the engine is ready."""
         self.progress.begin()
 
     def finish(self, place: int, completion: Completion) -> None:
+        """Store the answer to `requests[place]`."""
         number = self.numbers[place]
         self.parts.write(number, self.generation.row(number, completion))
         self.progress.advance(tokens=len(completion.token_ids))
 
 
 def generate(generation: Generation, parts: Parts, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Makes the rows that are missing and this process's to make."""
+    """Generate the missing rows of this process's share."""
     if not parts.missing:
         return
     with Progress("generate", total=len(parts.share), done=len(parts.share) - len(parts.missing)) as progress:
@@ -157,6 +167,7 @@ def open_hf_engine(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerB
 
 
 async def generate_with_vllm(generation: Generation, tokenizer: PreTrainedTokenizerBase, sink: Sink) -> None:
+    """Generate with one vLLM engine in this process, on its share of the machine's GPUs or on the CPU."""
     config = generation.config
     devices = take_devices(config.task.tp_size) if config.model.device != "cpu" else 0
     device = torch.device("cuda" if devices else "cpu")
@@ -170,9 +181,9 @@ async def generate_with_vllm(generation: Generation, tokenizer: PreTrainedTokeni
 
 
 async def stream(engine: Engine, sink: Sink, *, window: int) -> None:
-    """All requests, at most `window` of them at the engine; each answer is handed on as it comes.
+    """Send all requests to the engine, at most `window` at a time, and store each answer as it arrives.
 
-    An engine that fails mostly fails all that are at it: the first error counts, and nobody hears of the others.
+    A failing engine usually fails all its current requests: only the first error is raised, the others are ignored.
     """
     sink.begin()
     running: dict[asyncio.Future[list[Completion]], int] = {}
@@ -190,14 +201,14 @@ async def stream(engine: Engine, sink: Sink, *, window: int) -> None:
 
 
 def engine_settings(generation: Generation, devices: int) -> VLLMSettings:
-    """Of an engine on so many devices."""
+    """Return the vLLM settings for an engine on `devices` devices."""
     config, task = generation.config, generation.config.task
     return VLLMSettings(
         model=str(config.model.pretrain),
         dtype=BY_DEVICE,
         max_model_len=generation.context,
         tensor_parallel_size=devices,
-        enforce_eager=not torch.cuda.is_available(),  # without a GPU compiling takes longer than it saves
+        enforce_eager=not torch.cuda.is_available(),  # without a GPU, compiling takes longer than it saves
         enable_prefix_caching=task.enable_prefix_caching,
         seed=task.seed + int(os.environ.get("RANK", "0")),
         trust_remote_code=config.model.trust_remote_code,
@@ -207,8 +218,11 @@ def engine_settings(generation: Generation, devices: int) -> VLLMSettings:
 
 
 def take_devices(asked: int | None) -> int:
-    """How many GPUs this process's engine has; it sees no others, since vLLM would take the first ones."""
-    count = torch.cuda.device_count()  # asks the driver's library alone: what is visible may still be changed
+    """Restrict CUDA_VISIBLE_DEVICES to this process's GPUs and return their number.
+
+    vLLM always uses the first visible GPUs, so processes on one machine must not see each other's.
+    """
+    count = torch.cuda.device_count()  # does not initialise CUDA, so CUDA_VISIBLE_DEVICES can still be changed
     if not count:
         return 0
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -220,7 +234,7 @@ def take_devices(asked: int | None) -> int:
 
 
 def own_devices(visible: Sequence[str], asked: int | None, local_rank: int, neighbours: int) -> list[str]:
-    """The devices of one of several processes on a machine; without a wish an equal part of all there are."""
+    """Return the devices of one of several processes on a machine; the default is an equal share of all."""
     count = asked or max(1, len(visible) // neighbours)
     own = list(visible[local_rank * count : (local_rank + 1) * count])
     if len(own) < count:

@@ -1,4 +1,8 @@
-"""Reinforcement learning in one process: models, engine and the weights between them."""
+"""Single-process runtime of reinforcement learning: models, engine and weight sync, without Ray.
+
+`open_local` builds them and hands them to the controller as `Machinery`, the same interface that `ray.rl` provides
+for a cluster.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,7 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class Machinery:
-    """What a run is made on: one process, or a cluster."""
+    """Workers, engine and weight sync of a run, in one process or on a cluster."""
 
     workers: Workers
     engine: Engine
@@ -40,7 +44,7 @@ class Machinery:
 
 
 class LocalWorkers:
-    """A run's models in this process. With `aside` they compute on a thread, so that an engine goes on meanwhile."""
+    """Models of a run in this process; with `aside` they compute on a thread, so that the engine keeps generating."""
 
     def __init__(self, models: Models, *, aside: bool = False) -> None:
         self.models = models
@@ -51,7 +55,7 @@ class LocalWorkers:
 
     async def score(self, batches: Sequence[Batch], *, log_probs: bool) -> Scores:
         models = self.models
-        return Scores(  # the policy last: where models sleep, it is awake then for its training
+        return Scores(  # the policy comes last: if models sleep, it is then already awake for training
             values=await self._do(models.values, batches) if models.critic else None,
             reference_log_probs=await self._do(models.reference_log_probs, batches) if models.reference else None,
             log_probs=await self._do(models.log_probs, batches) if log_probs else None,
@@ -87,7 +91,7 @@ class LocalWorkers:
 
 
 class SharedSync:
-    """For an engine that generates with the policy's own network: there is nothing to send."""
+    """Sync with an engine that generates with the policy's own network: no weights need to be sent."""
 
     def __init__(self, models: Models, engine: HFEngine) -> None:
         self.models = models
@@ -98,7 +102,7 @@ class SharedSync:
         await self.engine.load([], version)
 
     async def begin_training(self) -> None:
-        """The network is shared, not handed over."""
+        """Do nothing: the engine shares the policy's network, so there is no device to hand over."""
 
     async def end_training(self, version: int) -> None:
         self.models.wake_policy()
@@ -106,12 +110,12 @@ class SharedSync:
 
 @dataclass
 class LocalSync:
-    """Weights to an engine with a copy of its own in this process."""
+    """Sync with an engine in this process that has its own copy of the weights."""
 
     models: Models
     engine: LoadingEngine
-    sleeps: bool = False  # the engine, while the models train
-    drains: bool = True  # what is being generated is finished with the weights that began it
+    sleeps: bool = False  # the engine sleeps while the models train
+    drains: bool = True  # running requests finish with the old weights before the sync
     proof: SyncProof = field(default_factory=SyncProof)
 
     async def sync(self, version: int) -> None:
@@ -139,7 +143,11 @@ class LocalSync:
 
 @asynccontextmanager
 async def open_local(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollouts: int) -> AsyncIterator[Machinery]:
-    """All in this process. vLLM comes first and sleeps while the models load: see rollout/vllm."""
+    """Build models, engine and sync in this process.
+
+    vLLM is built before the models, because it seeds torch when it starts (see rollout/vllm). With
+    --vllm_enable_sleep it sleeps while they load.
+    """
     device = join(config)
     explain_hardware(config, device)
     asynchronous = is_asynchronous(config)

@@ -1,4 +1,4 @@
-"""A merged model, from config to its folder."""
+"""The lora_combiner command: merge a LoRA adapter into its base model and save the result."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ from openrlhf.training.checkpoint import begin_export, finish_export
 
 
 def run(config: LoraCombinerConfig) -> Path:
-    """Merges and saves; the config has been checked. The folder appears whole."""
+    """Merge the adapter and save the model; the output folder appears only when it is complete.
+
+    The config must already be checked.
+    """
     disable_progress_bar()
-    choose_device("cpu")  # a few sums: no GPU is worth waking for them
+    choose_device("cpu")  # merging is a few matrix sums, not worth a GPU
     flags = config.merge
     model, tokenizer = merge_adapter(
         str(flags.model_path),

@@ -1,4 +1,4 @@
-"""What a model's config.json rules out, checked before any weights load."""
+"""Checks of the flags against each model's config.json, before any weights load."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from openrlhf.training.objectives import AUX_ON
 
 
 def check_models(config: TrainingConfig) -> None:
-    """Checks the models that learn against the flags."""
+    """Check the flags for experts, ring attention and tensor parallelism against the models to be trained."""
     sharding = config.sharding
     if config.model.aux_loss_coef <= AUX_ON and sharding.ring_attn_size == sharding.ds_tensor_parallel_size == 1:
         return
@@ -35,7 +35,7 @@ def check_models(config: TrainingConfig) -> None:
 
 
 def check_layout(config: TrainingConfig, name: str, model: PretrainedConfig) -> None:
-    """Rings and tensor parallelism divide the attention heads."""
+    """Check that the ring attention settings suit the model and that tensor parallelism divides its heads."""
     if config.sharding.ring_attn_size > 1:
         check_ring(model, config.sharding)
     size = config.sharding.ds_tensor_parallel_size
@@ -49,5 +49,5 @@ def has_experts(config: PretrainedConfig) -> bool:
 
 
 def balances_experts(model: Model, config: PretrainedConfig) -> bool:
-    """True if the load-balancing loss is asked for and the model has experts."""
+    """Return whether the load-balancing loss is on and the model has experts."""
     return model.aux_loss_coef > AUX_ON and has_experts(config)

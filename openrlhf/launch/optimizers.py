@@ -1,4 +1,4 @@
-"""Optimizer settings from the flags."""
+"""Convert the optimizer flags into the settings that the training backends take."""
 
 from openrlhf.config.sections.training import Optimizer
 from openrlhf.training.optim import OptimizerSettings

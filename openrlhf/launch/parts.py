@@ -1,8 +1,8 @@
-"""Rows that are written as they are made, by one process or several, and that a killed run finds again.
+"""Resumable output of batch_inference, written by one process or several.
 
-Beside OUTPUT lies OUTPUT.parts while a run is on its way: plan.json says what was asked for, and each process appends
-its finished rows to a file of its own. The same command goes on from there. When every row is there OUTPUT appears
-whole, in order, and the folder goes.
+During a run, the folder OUTPUT.parts lies beside OUTPUT. Its plan.json records the settings of the run, and each
+process appends its finished rows to its own rank*.jsonl. If the run is killed, the same command resumes from there.
+When all rows are done, OUTPUT is written in order and appears as a whole, and the folder is removed.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from openrlhf.launch.record import shown_flags
 
 PLAN = "plan.json"
 ROWS = "rank*.jsonl"
-# Flags that decide how fast rows come, or what becomes of them at the end, and not what they are.
+# Flags that may change between runs: they affect speed or the final processing of rows, not their content.
 FREE_TO_CHANGE = (
     *("output_path", "micro_batch_size", "max_num_seqs", "tp_size", "enable_prefix_caching", "zero_stage"),
     "vllm_num_engines",
     *("local_rank", "post_processor", "reward_template", "normalize_reward"),
 )
-LOOK, GRACE = 1, 10  # seconds: how often a process looks after its launcher, and what it has for its end
-PATIENCE = timedelta(days=7)  # a process may finish its share long before the others
+LOOK, GRACE = 1, 10  # seconds: interval between checks of the launcher, and time to exit after it has died
+PATIENCE = timedelta(days=7)  # barrier timeout: a process may finish its share long before the others
 
 Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a finished row stands: a file, and its line's first byte and the one past its last."""
+    """Location of a finished row: its file and the byte range [start, end) of its line."""
 
     file: Path
     start: int
@@ -49,7 +49,7 @@ class Place:
 
 
 class Parts:
-    """The rows of one run, numbered from 0; those of a group go to the same process."""
+    """Rows of one run, numbered from 0. Each `group` consecutive rows go to the same process."""
 
     def __init__(self, output: Path, config: object, *, total: int, group: int = 1) -> None:
         self.output = output
@@ -61,19 +61,21 @@ class Parts:
         self._open_folder(wanted(config, total, apart_from=(self.folder, self.aside, output)))
         drop_half_line(self.own)
         self.found = find_rows(self.folder)
-        self.file = self.own.open("a", buffering=1)  # each row is on its way to the disk when the next one is made
+        self.file = self.own.open("a", buffering=1)  # line-buffered: a killed process loses no finished row
 
     def _open_folder(self, asked: dict[str, Any]) -> None:
+        """Compare this run with the one that left rows in the folder, or record its settings in a new plan."""
         plan = self.folder / PLAN
-        if plan.is_file() and find_rows(self.folder):  # a run that made none, for want of a model, binds nobody
+        if plan.is_file() and find_rows(self.folder):  # a run that failed before its first row does not count
             self._compare(json.loads(plan.read_text()), asked)
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        aside = self.folder / f".{PLAN}.rank{self.rank}"  # each process writes the same, and none sees half of it
+        aside = self.folder / f".{PLAN}.rank{self.rank}"  # all processes write the same plan; none reads a partial one
         aside.write_text(json.dumps(asked, indent=1))
         aside.rename(plan)
 
     def _compare(self, before: dict[str, Any], now: dict[str, Any]) -> None:
+        """Reject a run whose settings differ from those of the unfinished run in the folder."""
         changed = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
         if changed:
             what = ", ".join(f"{name} {before.get(name)} -> {now.get(name)}" for name in changed)
@@ -84,18 +86,19 @@ class Parts:
 
     @property
     def share(self) -> list[int]:
-        """The rows that are this process's to make, finished ones included."""
+        """Row numbers assigned to this process, including finished rows."""
         return [number for number in range(self.total) if number // self.group % self.world == self.rank]
 
     @property
     def missing(self) -> list[int]:
+        """Row numbers of this process's share that were not finished when it started."""
         return [number for number in self.share if number not in self.found]
 
     def write(self, number: int, row: Row) -> None:
         self.file.write(as_line({"number": number, "row": row}))
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """All rows in order, once every process has written its own."""
+        """Yield all rows in order; call it after every process has written its share."""
         found = find_rows(self.folder)
         lost = [number for number in range(self.total) if number not in found]
         if lost:
@@ -111,7 +114,7 @@ class Parts:
                 file.close()
 
     def finish(self, rows: Iterable[Row]) -> int:
-        """Writes the output whole, and only then forgets the parts; says how many rows it has."""
+        """Write the output atomically, then delete the parts; return the number of rows."""
         count = 0
         with self.aside.open("w") as file:
             for row in rows:
@@ -121,7 +124,7 @@ class Parts:
             os.fsync(file.fileno())
         self.aside.rename(self.output)
         for path in self.folder.glob(ROWS):
-            path.unlink()  # before their plan: without it they would pass for rows of whatever is asked for next
+            path.unlink()  # before the plan: rows without a plan would be taken for rows of the next run
         shutil.rmtree(self.folder)
         return count
 
@@ -144,7 +147,7 @@ def as_line(row: Row) -> str:
 
 
 def drop_half_line(path: Path) -> None:
-    """A process that was killed may have left the beginning of a row."""
+    """Remove the incomplete last line that a killed process may have left."""
     if path.is_file():
         with path.open("r+b") as file:
             content = file.read()
@@ -152,7 +155,7 @@ def drop_half_line(path: Path) -> None:
 
 
 def find_rows(folder: Path) -> dict[int, Place]:
-    """Where each finished row stands; a half line at the end of a file, or one that is being written, is none."""
+    """Return the location of each finished row; an incomplete last line of a file does not count."""
     found: dict[int, Place] = {}
     for path in sorted(folder.glob(ROWS)):
         start = 0
@@ -172,9 +175,9 @@ def number_of(line: bytes, path: Path) -> int:
 
 
 def wanted(config: object, total: int, *, apart_from: Sequence[Path]) -> dict[str, Any]:
-    """What the rows depend on: flags, how many there are, and the state of local models and data.
+    """Return everything the rows depend on: flags, the number of rows, and the state of local models and data.
 
-    What the run itself writes does not count, since it may do so in the folder of its model.
+    Files that the run itself writes (`apart_from`) are ignored, since the output may lie in the model's folder.
     """
     flags = {f"--{name}": value for name, value in shown_flags(config).items() if name not in FREE_TO_CHANGE}
     named = {name: str(flags.get(name) or "") for name in ("--pretrain", "--dataset")}
@@ -183,7 +186,7 @@ def wanted(config: object, total: int, *, apart_from: Sequence[Path]) -> dict[st
 
 
 def state_of(names: str, apart_from: Sequence[Path]) -> list[list[int]]:
-    """Size and time of the newest change of each local file or folder in a comma list."""
+    """Return total size and newest modification time of each local file or folder in a comma-separated list."""
     paths = [Path(name).expanduser() for name in split_names(names) if looks_local(name) or Path(name).exists()]
     ours = {path.resolve() for path in apart_from}
     states = []
@@ -195,17 +198,17 @@ def state_of(names: str, apart_from: Sequence[Path]) -> list[list[int]]:
 
 
 def end_with_launcher() -> None:
-    """Ends this process soon after the launcher that started it.
+    """Exit this process soon after its launcher dies.
 
-    One that was killed leaves its processes behind: they would finish, wait for each other at an address that is gone,
-    for days and with their GPUs, and write beside those that the same command starts again.
+    The processes of a killed launcher keep running. They would finish their shares and then wait for each other for
+    days at an address that is gone, holding their GPUs, and would write to the same files as a restarted run.
     """
     launcher = os.getppid()
 
     def watch() -> None:
         while os.getppid() == launcher:
             time.sleep(LOOK)
-        os.kill(os.getpid(), signal.SIGTERM)  # heard as Ctrl-C is, unless it waits for the others
+        os.kill(os.getpid(), signal.SIGTERM)  # handled like Ctrl-C, except while waiting in the barrier
         time.sleep(GRACE)
         os._exit(1)
 
@@ -214,7 +217,7 @@ def end_with_launcher() -> None:
 
 
 def wait_for_everyone() -> None:
-    """Returns when every process of the launcher has come here."""
+    """Block until every process of the launcher has reached this call."""
     if world_size() == 1:
         return
     import torch.distributed as dist

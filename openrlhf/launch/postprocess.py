@@ -1,4 +1,8 @@
-"""What becomes of scored rows: the best answer of each prompt, pairs for DPO, rows for conditional SFT."""
+"""Post-processors of scored rows, selected by --post_processor.
+
+They keep the best answer to each prompt (rejection sampling), form preference pairs (iterative DPO), or write rewards
+into prompts (conditional SFT).
+"""
 
 from __future__ import annotations
 
@@ -11,23 +15,23 @@ from openrlhf.data.answers import INDEX, with_condition
 from openrlhf.errors import DataError
 from openrlhf.monitor import say
 
-Row = Mapping[str, Any]  # input, output, reward, and mostly index
+Row = Mapping[str, Any]  # keys: input, output, reward and usually index
 CONDITION = "<rm_score>: {reward}"
 
 
 @dataclass(frozen=True)
 class Conditioning:
-    """How conditional SFT writes a reward into a prompt; without a template as --enable_csft does it."""
+    """Settings for writing a reward into a prompt; without a template, the format is that of --enable_csft."""
 
     template: str | None = None
     normalize: bool = False
 
 
 def groups(rows: Iterable[Row]) -> list[list[Row]]:
-    """The answers to one prompt together, in the order of their first.
+    """Group the answers by prompt, in order of first appearance.
 
-    A prompt is known by its row number and its text: without numbers equal texts are one prompt, and files with
-    numbers of their own may be put together.
+    A prompt is identified by its row number and its text. Without row numbers, equal texts are the same prompt; with
+    them, files that each start counting at 0 can still be concatenated.
     """
     found: dict[tuple[Any, Any], list[Row]] = {}
     for row in rows:
@@ -36,16 +40,16 @@ def groups(rows: Iterable[Row]) -> list[list[Row]]:
 
 
 def best(group: Sequence[Row]) -> Row:
-    return max(group, key=lambda row: row["reward"])  # the first of equals
+    return max(group, key=lambda row: row["reward"])  # the first one in a tie
 
 
 def rejection_sampling(rows: Sequence[Row], _: Conditioning) -> list[Row]:
-    """The best answer to each prompt."""
+    """Keep the best answer to each prompt."""
     return [best(group) for group in groups(rows)]
 
 
 def preference_pairs(rows: Sequence[Row], _: Conditioning) -> list[Row]:
-    """The best and the worst answer to each prompt; where all are equally good there is nothing to prefer."""
+    """Pair the best and the worst answer to each prompt; prompts whose answers are equally good give no pair."""
     together = groups(rows)
     pairs = [pair for pair in map(preference_pair, together) if pair is not None]
     without = len(together) - len(pairs)
@@ -61,7 +65,7 @@ def preference_pairs(rows: Sequence[Row], _: Conditioning) -> list[Row]:
 
 def preference_pair(group: Sequence[Row]) -> Row | None:
     chosen, rejected = best(group), min(group, key=lambda row: row["reward"])
-    # One answer scored twice may differ by the rounding of its batch.
+    # The same answer may get slightly different rewards in different batches, because of rounding.
     if chosen["reward"] == rejected["reward"] or chosen["output"] == rejected["output"]:
         return None
     pair = {
@@ -75,7 +79,7 @@ def preference_pair(group: Sequence[Row]) -> Row | None:
 
 
 def conditional_rows(rows: Sequence[Row], how: Conditioning) -> list[Row]:
-    """Every row, with its reward written into its prompt."""
+    """Return every row with its reward written into its prompt."""
     rewards = [float(row["reward"]) for row in rows]
     if how.normalize:
         rewards = standardised(rewards)
@@ -89,12 +93,12 @@ def conditioned(prompt: str, reward: float, template: str | None) -> str:
     shown = f"{reward:.2f}"
     if template is None:
         return with_condition(prompt, CONDITION.replace("{reward}", shown))
-    before, _, after = template.partition("{input}")  # a prompt may itself hold {reward}
+    before, _, after = template.partition("{input}")  # the prompt itself may contain {reward}
     return before.replace("{reward}", shown) + prompt + after.replace("{reward}", shown)
 
 
 def standardised(rewards: Sequence[float]) -> list[float]:
-    """Mean 0 and (unbiased) deviation 1; rewards that are all equal become 0."""
+    """Shift and scale to mean 0 and unbiased standard deviation 1; rewards that are all equal become 0."""
     mean = statistics.fmean(rewards)
     spread = statistics.stdev(rewards) if len(rewards) > 1 else 0.0
     return [(reward - mean) / spread if spread else 0.0 for reward in rewards]

@@ -1,4 +1,4 @@
-"""A bar over rows that says how many tokens a second they are."""
+"""Progress bar over the rows of batch_inference, with throughput in tokens per second."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from openrlhf.monitor import is_main_process
 
 
 class Progress:
-    """Shown by the main process, for its own share."""
+    """Progress of one process over its share of the rows; only the main process shows its bar."""
 
     def __init__(self, name: str, *, total: int, done: int) -> None:
-        pause = 0.1 if sys.stderr.isatty() else 10  # seconds; in a log file each showing is one more line
+        pause = 0.1 if sys.stderr.isatty() else 10  # seconds; in a log file every refresh adds a line
         self.bar: Any = tqdm(
             total=total, initial=done, desc=name, unit="row", disable=not is_main_process(), mininterval=pause
         )
@@ -23,12 +23,12 @@ class Progress:
         self.begin()
 
     def begin(self) -> None:
-        """The time that it took to get ready does not count."""
+        """Restart the clock, so that setup time does not count."""
         self.started = time.perf_counter()
         self.bar.unpause()
 
     def advance(self, *, tokens: int) -> None:
-        """One more row, of so many tokens."""
+        """Count one more row of `tokens` tokens."""
         self.tokens += tokens
         self.bar.set_postfix({"tokens/s": f"{self.tokens / self.seconds:.0f}"}, refresh=False)
         self.bar.update()

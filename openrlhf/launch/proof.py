@@ -1,4 +1,8 @@
-"""Did the engines receive what the trainer sent? Checksums of every parameter on both sides tell."""
+"""Verification of weight syncs: compare checksums of every parameter on the trainer and the engines.
+
+`SyncProof` decides which syncs to verify, `Sent` computes the sender's checksums, and `compare` stops the run on a
+difference.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +20,9 @@ SHOWN = 5  # names in a message
 
 @dataclass
 class SyncProof:
-    """Which syncs are proved: the first, those after it until the weights have changed, and every N-th."""
+    """Schedule of verified syncs: the first, those after it until the weights have changed, and every N-th."""
 
-    every: int = 0  # 0: no others
+    every: int = 0  # 0: no periodic verification
     syncs: int = 0
     first: Checksums | None = None
     changed: bool = False
@@ -27,7 +31,7 @@ class SyncProof:
         return not self.changed or (self.every > 0 and self.syncs % self.every == 0)
 
     def conclude(self, sent: Checksums) -> None:
-        """After a sync; `sent` is empty where no proof was due."""
+        """Record a finished sync; `sent` is empty if the sync was not verified."""
         if sent and self.first is None:
             self.first = sent
         self.changed = self.changed or sent not in ({}, self.first)
@@ -35,7 +39,7 @@ class SyncProof:
 
 
 class Sent:
-    """Weights on their way out, with their checksums where asked for."""
+    """Outgoing weights; iterating over them records their checksums if `verify` is set."""
 
     def __init__(self, weights: Weights, *, verify: bool) -> None:
         self.weights = weights
@@ -50,7 +54,7 @@ class Sent:
 
 
 def compare(sent: Checksums, received: Checksums, receiver: str) -> None:
-    """Stops the run when a parameter is missing or differs, and says which."""
+    """Raise an error that names the parameters that are missing, differ or were never sent."""
     missing = sorted(sent.keys() - received.keys())
     other = sorted(name for name in sent.keys() & received.keys() if sent[name] != received[name])
     more = sorted(received.keys() - sent.keys())

@@ -1,4 +1,8 @@
-"""A sample as a reward model with a tokenizer of its own reads it, and where it finds things in the sample's tokens."""
+"""Translation of samples between the policy's tokens and those of a reward model.
+
+A reward model with another vocabulary reads the sample's text, tokenised again with its own tokenizer. `Texts` makes
+these tokens and maps positions in them, such as the ends of steps, back to tokens of the sample.
+"""
 
 from __future__ import annotations
 
@@ -16,26 +20,31 @@ from openrlhf.types import Trajectory
 
 @dataclass(frozen=True)
 class Texts:
-    """Tokens of a sample for a model: the sampled ones if the vocabulary is shared, else the text tokenised again."""
+    """Tokeniser of samples for one model: it keeps the sampled tokens if the vocabulary is shared (`shared`).
+
+    Otherwise it decodes a sample with the policy's tokenizer and tokenises the text with the model's own.
+    """
 
     policy: PreTrainedTokenizerBase
     own: PreTrainedTokenizerBase
     shared: bool
 
     def ids(self, item: Trajectory) -> NDArray[np.int32]:
-        ids = np.array(item.input_ids, dtype=np.int32)
+        """Return the sample as tokens of the model."""
+        ids = np.array(item.input_ids, dtype=np.int32)  # [tokens]
         if self.shared:
             return ids
         text, ended = self._text(item)
         read: list[int] = self.own(text, add_special_tokens=False, verbose=False)["input_ids"]
         if ended:
-            read = [*read, self.own.eos_token_id]  # each calls its end by a name of its own
-        return np.array(read, dtype=np.int32)
+            read = [*read, self.own.eos_token_id]  # the two tokenizers may have different EOS tokens
+        return np.array(read, dtype=np.int32)  # [own tokens]
 
     def places(self, item: Trajectory, row: NDArray[np.int32], found: Sequence[int] | NDArray[np.intp]) -> list[int]:
-        """The sample's token in which each of the row's tokens `found` ends; `row` is what `ids` gave for it.
+        """Map positions `found` in the model's tokens to the sample's tokens in which they end.
 
-        Tokens of another vocabulary are followed through the characters that both stand for.
+        `row` is the result of `ids` for the sample. Tokens of another vocabulary are mapped through the characters of
+        the text.
         """
         if self.shared:
             return [int(place) for place in found]
@@ -44,7 +53,7 @@ class Texts:
         text, ended = self._text(item)
         last = len(item.input_ids) - 1
         _, offsets = tokenize(text, self.own)
-        ends = [int(offsets[place][1]) if place < len(offsets) else None for place in found]  # None: its EOS
+        ends = [int(offsets[place][1]) if place < len(offsets) else None for place in found]  # None: the added EOS
         sampled = item.input_ids[:last] if ended else item.input_ids
         known = self._offsets(text, sampled)
         if known is not None:
@@ -52,30 +61,36 @@ class Texts:
         return [last if end is None else token_at(end, text, sampled, self.policy) for end in ends]
 
     def _offsets(self, text: str, sampled: Sequence[int]) -> NDArray[np.int64] | None:
-        """Where the sampled tokens end, if they are those that the tokenizer makes of their text."""
+        """Return the character at which each sampled token ends; None if tokenising the text gives other tokens.
+
+        It is None also for a slow tokenizer, which has no offsets.
+        """
         if not self.policy.is_fast:
             return None
         ids, offsets = tokenize(text, self.policy)
         return offsets[:, 1] if tuple(ids.tolist()) == tuple(sampled) else None
 
     def _text(self, item: Trajectory) -> tuple[str, bool]:
-        """What the sample says, without the EOS that may end it."""
+        """Return the sample's text without its final EOS, and whether it had one."""
         ended = item.input_ids[-1] == self.policy.eos_token_id
         return str(self.policy.decode(list(item.input_ids[:-1] if ended else item.input_ids))), ended
 
 
 def last_token_to(end: int, ends: NDArray[np.int64]) -> int:
-    """The token that completes the character before `end`; bytes of one character all end where it does."""
+    """Return the token that completes the character before `end`.
+
+    The tokens that hold bytes of one character all have the same end offset; the last of them completes it.
+    """
     first = int(np.searchsorted(ends, end))
     return int(np.searchsorted(ends, ends[first], side="right")) - 1
 
 
 def token_at(end: int, text: str, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> int:
-    """The first token after which the text stands up to the character `end`.
+    """Return the first token after which the decoded text is complete up to the character `end`.
 
-    A policy may sample other tokens than its tokenizer makes of their text, so their offsets are not known. But a
-    longer prefix of the tokens says at least as much of the text, which a bisection can use. A prefix that stops
-    inside a character shows a replacement for it and does not count.
+    A policy may sample other tokens than its tokenizer would make from the same text, so their offsets are unknown.
+    But a longer prefix of the tokens decodes to at least as much of the text, so bisection works. A prefix that stops
+    inside a character decodes to a replacement character there, which does not match.
     """
     wanted = text[:end]
 

@@ -1,4 +1,4 @@
-"""What a run was started with: flags, versions, revision."""
+"""Record of how a run was started: flags, package versions and git revision."""
 
 import json
 import platform
@@ -11,11 +11,14 @@ from typing import Any
 from openrlhf.config.flags import flag_values
 
 PACKAGES = ("openrlhf", "torch", "transformers", "peft", "datasets", "deepspeed", "ray", "vllm")
-SECRET = ("use_wandb", "api_key", "reward_api_key")  # keys that must not lie about in files
+SECRET = ("use_wandb", "api_key", "reward_api_key")  # flags that hold API keys, which must not be written to files
 
 
 def shown_flags(config: object) -> dict[str, Any]:
-    """Every flag for files and dashboards: keys hidden, the rest as JSON gives it back, so that saved ones compare."""
+    """Return all flags for files and dashboards, with API keys hidden.
+
+    The values have gone through JSON, so that they compare equal to saved ones.
+    """
     values = flag_values(config)
     return json.loads(
         json.dumps({name: "***" if name in SECRET and value else value for name, value in values.items()})
@@ -23,7 +26,7 @@ def shown_flags(config: object) -> dict[str, Any]:
 
 
 def write_run_config(run_dir: Path, flags: Mapping[str, object]) -> None:
-    """`run_dir/config.json`: every resolved flag, the versions of what runs it, the git revision where there is one."""
+    """Write `run_dir/config.json`: all resolved flags, package versions and, in a checkout, the git revision."""
     content = {
         "flags": flags,
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
@@ -40,7 +43,7 @@ def _version(package: str) -> str | None:
 
 
 def _revision() -> str | None:
-    """The revision of the code that runs, if it runs from a checkout."""
+    """Return the git revision of the running code, or None outside a checkout."""
     here = Path(__file__).parent
     try:
         found = subprocess.run(

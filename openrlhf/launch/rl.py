@@ -1,4 +1,8 @@
-"""Reinforcement learning, from config to a saved policy, in one process or on a cluster."""
+"""The train_ppo and train_ppo_ray commands: reinforcement learning from config to saved policy.
+
+`run` checks the models, loads the prompts and tries the reward before anything expensive starts. `train` then opens the
+local or the Ray runtime and drives the controller; `Saver` writes checkpoints between its steps.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +51,7 @@ QUEUE_FILE = "queue.jsonl"
 
 @dataclass(frozen=True)
 class RLResult:
-    """What a finished run leaves: the policy's folder and its last metrics."""
+    """Outcome of a finished run: the policy's folder, its version and its last metrics."""
 
     save_path: Path
     steps: int
@@ -56,7 +60,7 @@ class RLResult:
 
 
 def run(config: RLConfig) -> RLResult:
-    """Trains, evaluates and saves; the config has been checked."""
+    """Train, evaluate and save the policy; the config must already be checked."""
     disable_progress_bar()
     check_models(config)
     seed_everything(config.batches.seed, deterministic=config.batches.full_determinism)
@@ -69,9 +73,9 @@ def run(config: RLConfig) -> RLResult:
     explain_reward_models(config)
     executor = tried_executor(config, tokenizer, prompts)
     try:
-        # Models load from here on, after all that could be refused without them.
+        # Models load from here on, after every check that does not need them.
         return asyncio.run(train(config, tokenizer, order, executor, eval_prompts))
-    except Interrupted as stop:  # as a KeyboardInterrupt it leaves the event loop at once, past every coroutine
+    except Interrupted as stop:  # a KeyboardInterrupt leaves the event loop immediately, so `train` cannot catch it
         say(explain_stop(stop))
         raise
     finally:
@@ -79,7 +83,7 @@ def run(config: RLConfig) -> RLResult:
 
 
 def explain_warmup(config: RLConfig, order: PromptOrder) -> None:
-    """A line for a policy whose learning rate stays in its warm-up, and for a critic that has a warm-up of its own."""
+    """Say so if all optimizer steps fall into the warm-up, for the policy and for a critic with its own warm-up."""
     flags = config.optimizer
     steps, planned = num_optimizer_steps(config, order), num_rollouts(config, order) * steps_per_rollout(config)
     warmups: list[tuple[str, float, str | None]] = [("--lr_warmup_ratio", flags.lr_warmup_ratio, flags.lr_scheduler)]
@@ -95,7 +99,7 @@ def explain_warmup(config: RLConfig, order: PromptOrder) -> None:
 def open_machinery(
     config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollouts: int
 ) -> AbstractAsyncContextManager[Machinery]:
-    """One process, or a cluster; the loop does not know which."""
+    """Open the local or the Ray runtime; the training loop is the same for both."""
     if resolve_runtime(config) == "local":
         return open_local(config, tokenizer, rollouts)
     require("ray", "--runtime ray")
@@ -111,7 +115,7 @@ async def train(
     executor: GroupExecutor,
     eval_prompts: Sequence[Prompt],
 ) -> RLResult:
-    """The loop between its beginning (or a checkpoint) and the saved policy; nothing it started outlives it."""
+    """Run the loop from its start, or from a checkpoint, to the saved policy; close everything it started."""
     resume_from = find_checkpoint(config)
     state = load_state(resume_from, first_kl(config))
     settings = make_settings(config, Layout(config.batches.packing_samples, tokenizer.pad_token_id))
@@ -147,13 +151,17 @@ async def train(
 
 
 def explain_nothing(version: int) -> str:
+    """Return the reason why a run trained no step."""
     if version:
         return f"the checkpoint stands at step {version}, and no step is left to train"
     return "no step was trained: no group of samples was kept"
 
 
 class Saver:
-    """After each step: a checkpoint when it is time or when the run was asked to stop; the best policy by metric."""
+    """Callback after each step.
+
+    It writes a checkpoint when one is due or the run was asked to stop, and keeps the best policy by metric.
+    """
 
     def __init__(
         self, config: RLConfig, workers: Workers, interrupt: Interrupt, tokenizer: PreTrainedTokenizerBase
@@ -186,6 +194,7 @@ class Saver:
         await controller.parts.sync.end_training(version)
 
     async def save(self, controller: Controller, folder: Path) -> None:
+        """Write a checkpoint to a temporary folder, then rename it, so that it is complete or absent."""
         aside = folder.with_name(f".{folder.name}.writing")
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
@@ -199,7 +208,10 @@ class Saver:
         checkpoint.publish(aside, folder)
 
     def is_best(self, controller: Controller) -> bool:
-        """True when the last evaluation beat all before it, by the metric that --best_metric_key names."""
+        """Return whether the last evaluation is the best so far by --best_metric_key, and record it if so.
+
+        Always False if --save_steps is off.
+        """
         state, values, every = controller.state, controller.last_evaluation, self.config.logs.eval_steps
         key = self.config.critic.best_metric_key or usual_metric(values)
         if key == "none" or every <= 0 or state.version % every or not values:
@@ -215,7 +227,7 @@ class Saver:
 
 
 def usual_metric(values: Mapping[str, float]) -> str:
-    """pass@1 of the first datasource if its answers are right or wrong, else its mean reward."""
+    """Return the default metric: pass@1 of the first datasource that has it, else the first mean reward."""
     ends = ("_pass1", "_reward")
     return next((name for end in ends for name in values if name.endswith(end)), "none")
 
@@ -225,7 +237,7 @@ def first_kl(config: RLConfig) -> FixedKL | AdaptiveKL:
 
 
 def load_state(folder: Path | None, kl: FixedKL | AdaptiveKL) -> State:
-    """Where a checkpoint left the loop, its queue included; a fresh state without one."""
+    """Read the loop's state, including its queue, from a checkpoint; without one, return a new state."""
     if folder is None:
         return State(kl)
     saved = checkpoint.read_state(folder)
@@ -241,6 +253,7 @@ def load_state(folder: Path | None, kl: FixedKL | AdaptiveKL) -> State:
 
 
 async def save_policy(workers: Workers, tokenizer: PreTrainedTokenizerBase, config: RLConfig) -> Path:
+    """Export the policy and, with --save_value_network, the critic; return the policy's folder."""
     folder = Path(config.checkpoints.save_path)
     await export(workers.export, tokenizer, folder)
     if config.critic.save_value_network and uses_critic(config):
@@ -249,7 +262,7 @@ async def save_policy(workers: Workers, tokenizer: PreTrainedTokenizerBase, conf
 
 
 async def export(write: Callable[[Path], Awaitable[None]], tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """A model folder for plain Transformers, its tokenizer included, that appears whole."""
+    """Write a model and its tokenizer for plain Transformers; the folder appears only when it is complete."""
     aside = checkpoint.begin_export(folder)
     await write(aside)
     tokenizer.save_pretrained(aside)

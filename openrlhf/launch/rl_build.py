@@ -1,4 +1,7 @@
-"""The models of reinforcement learning, from config: all of them in one process, or some in each of several."""
+"""Build the models of reinforcement learning from the config: policy, critic, reference and reward models.
+
+The local runtime builds all of them in one process. On a cluster, each worker builds those of its roles.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,10 @@ def build_models(
     roles: Collection[Role] = ROLES,
     rewards: Collection[int] | None = None,
 ) -> Models:
-    """Those models of a run that the flags ask for and that belong in this process; `rewards` None: all of them."""
+    """Build the models that the flags ask for and that have one of the `roles`.
+
+    `rewards` selects reward models by their place in --reward_pretrain (default: all).
+    """
     total_steps = rollouts * steps_per_rollout(config)
     return Models(
         policy=build_policy(config, device, total_steps) if "actor" in roles else None,
@@ -85,6 +91,7 @@ def build_reference(config: RLConfig, device: torch.device) -> Frozen:
 
 
 def make_frozen(config: RLConfig, model: PreTrainedModel, device: torch.device) -> Frozen:
+    """Wrap a reference or reward model for inference, locally for one process or in DeepSpeed for several."""
     offload = config.critic.ref_reward_offload
     if not uses_deepspeed(config):
         return LocalFrozen(Network(model, self_test=not config.model.skip_self_test), device, offload=offload)
@@ -96,6 +103,7 @@ def make_frozen(config: RLConfig, model: PreTrainedModel, device: torch.device) 
 
 
 def trainable_model(config: RLConfig, device: torch.device) -> torch.nn.Module:
+    """Load the policy's model, with adapters and gradient checkpointing as configured."""
     with loading(config, device):
         model = load_causal_lm(
             str(config.model.pretrain), config.model, device=device, packing=config.batches.packing_samples
@@ -104,6 +112,7 @@ def trainable_model(config: RLConfig, device: torch.device) -> torch.nn.Module:
 
 
 def adapted(config: RLConfig, model: PreTrainedModel, *, scalar: bool) -> torch.nn.Module:
+    """Add LoRA adapters and gradient checkpointing as configured."""
     made = add_adapters(model, config.lora, scalar=scalar)
     if config.sharding.gradient_checkpointing:
         recompute_activations(made, reentrant=config.sharding.gradient_checkpointing_use_reentrant)
@@ -111,7 +120,7 @@ def adapted(config: RLConfig, model: PreTrainedModel, *, scalar: bool) -> torch.
 
 
 def make_backend(config: RLConfig, network: Network, settings: OptimizerSettings, device: torch.device) -> TrainBackend:
-    """One process trains by itself; several need DeepSpeed."""
+    """Wrap the network in the local backend for one process, or in DeepSpeed for several."""
     if not uses_deepspeed(config):
         return LocalBackend(
             network,
@@ -161,7 +170,7 @@ def build_critic(
 def build_scorers(
     config: RLConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device, numbers: Collection[int] | None
 ) -> list[Scorer]:
-    """One for each reward model that scores."""
+    """Build a scorer for each of the selected reward models; none if rewards come from elsewhere."""
     rewards = config.rewards
     if not rewards.scored_by_models:
         return []
@@ -176,6 +185,7 @@ def build_scorers(
 def build_scorer(
     config: RLConfig, name: str, weight: float, tokenizer: PreTrainedTokenizerBase, device: torch.device
 ) -> Scorer:
+    """Load one reward model; its config.json tells a process reward model from one that scores whole samples."""
     own = load_tokenizer(name, config.model)
     shared = share_vocabulary(tokenizer, own)
     if not shared:
@@ -215,6 +225,7 @@ def build_scorer(
 def make_schedule(
     config: RLConfig, steps: int, *, name: str | None = None, warmup: float | None = None, least: float | None = None
 ) -> Callable[[int], float]:
+    """Return the learning rate schedule; arguments that are None default to the policy's flags."""
     flags = config.optimizer
     return schedule(
         name or flags.lr_scheduler,
@@ -225,7 +236,7 @@ def make_schedule(
 
 
 def critic_optimizer(config: RLConfig) -> OptimizerSettings:
-    """The policy's, with what the critic's own flags change."""
+    """Return the critic's optimizer settings: the policy's, overridden by the critic's own flags."""
     flags = config.optimizer
     own: dict[str, Any] = {
         "optim": flags.critic_optim,

@@ -1,4 +1,8 @@
-"""What one process holds of a run's models. Where several processes hold one model, each of them calls every verb."""
+"""The models that one process of a reinforcement learning run holds: score, train, save and export them.
+
+`LocalWorkers` calls `Models` directly; on a cluster each `ModelWorker` holds one. If several processes share a model,
+each of them must call every method, because sharded models compute and gather together.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ SCHEDULE_FILE = "schedule.safetensors"
 
 @dataclass(frozen=True)
 class Trained:
-    """A network that learns, with its learning rate over the planned optimizer steps."""
+    """Trainable network with its learning rate schedule over the planned optimizer steps."""
 
     backend: TrainBackend
     schedule: Callable[[int], float]
@@ -35,9 +39,10 @@ class Trained:
     learning_rate: float
 
     def scale(self, progress: float, began: float) -> float:
-        """Factor on the learning rate when `progress` of the run is done, of which this network trains from `began`.
+        """Return the learning rate factor at `progress`, the fraction of the run that is done.
 
-        A run with fewer steps than planned goes through its whole schedule, in longer strides. A resumed run with more
+        `began` is the progress at which this network started training. Because the schedule follows progress, a run
+        with fewer steps than planned still goes through the whole schedule, in larger strides. A resumed run with more
         or fewer prompts than before stays within it.
         """
         done = (progress - began) / (1.0 - began) if began < 1.0 else 0.0
@@ -46,7 +51,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Policy:
-    """The trained policy: what it minimises, and how slowly its average follows it (None: no average is kept)."""
+    """The policy with its objective and the decay of its moving average (None: no average is kept)."""
 
     trained: Trained
     objective: PolicyObjective
@@ -55,12 +60,17 @@ class Policy:
 
 @dataclass(frozen=True)
 class Critic:
+    """The critic with its objective."""
+
     trained: Trained
     objective: ValueObjective
 
 
 class Models:
-    """Policy, critic, reference and reward models: those of them that live in this process."""
+    """The policy, critic, reference and reward models of this process, each of which may be absent.
+
+    With `sleeps`, trained models are offloaded while idle, and at most one of them is on the device.
+    """
 
     def __init__(
         self,
@@ -79,17 +89,19 @@ class Models:
         self.temperature = temperature
         self.sleeps = sleeps
         self.ema = self._first_average()
-        self.began: dict[str, float] = {}  # progress of the run at each one's first step; a policy may be frozen before
+        self.began: dict[str, float] = {}  # progress at each model's first step; the policy may be frozen at first
         self.awake: TrainBackend | None = None
         if sleeps:
             for _, trained in self._trained():
                 trained.backend.sleep()
 
     def log_probs(self, batches: Sequence[Batch]) -> list[Tensor]:
+        """Return the policy's log-probs for each batch: [rows, tokens], on the CPU."""
         assert self.policy is not None
         return self._log_probs(self._use(self.policy.trained.backend), batches)
 
     def reference_log_probs(self, batches: Sequence[Batch]) -> list[Tensor]:
+        """Return the reference's log-probs for each batch: [rows, tokens], on the CPU."""
         assert self.reference is not None
         return self._log_probs(self.reference, batches)
 
@@ -99,17 +111,21 @@ class Models:
         return [look.log_probs.cpu() for look in looks if look.log_probs is not None]
 
     def values(self, batches: Sequence[Batch]) -> list[Tensor]:
+        """Return the critic's values for each batch: [rows, tokens], on the CPU."""
         assert self.critic is not None
         model = self._use(self.critic.trained.backend)
         found = (model.forward(batch, "values").values for batch in batches)
         return [tensor.cpu() for tensor in found if tensor is not None]
 
     def rewards(self, trajectories: Sequence[Trajectory]) -> ModelRewards:
-        """What the reward models that are here give together."""
+        """Return the sum of the rewards of this process's reward models."""
         return reduce(add, [scorer.score(trajectories) for scorer in self.scorers])
 
     def train_policy(self, micro_batches: Sequence[Batch], kl_coef: float, progress: float) -> dict[str, float]:
-        """One optimizer step; `kl_coef` counts only where the objective has the KL as a term."""
+        """Take one optimizer step and return its metrics.
+
+        `kl_coef` applies only if the objective has a KL term.
+        """
         assert self.policy is not None
         objective = self.policy.objective
         objective = replace(objective, kl_coef=kl_coef if objective.kl_coef > 0 else 0.0)
@@ -119,12 +135,14 @@ class Models:
         return values
 
     def train_critic(self, micro_batches: Sequence[Batch], progress: float) -> dict[str, float]:
+        """Take one optimizer step of the critic and return its metrics."""
         assert self.critic is not None
         trained = self.critic.trained
         result = self._use(trained.backend).forward_backward(micro_batches, self.critic.objective)
         return values_of(result.metrics) | self._move("critic", trained, progress)
 
     def _move(self, name: str, trained: Trained, progress: float) -> dict[str, float]:
+        """Apply the accumulated gradients at the scheduled learning rate."""
         scale = trained.scale(progress, self.began.setdefault(f"_{name}", progress))
         norm = trained.backend.optim_step(scale)
         values = {"lr": trained.learning_rate * scale, **trained.backend.loss_scaling()}
@@ -132,7 +150,7 @@ class Models:
         return {f"{name}_{key}": value for key, value in values.items()}
 
     def _use(self, backend: TrainBackend) -> TrainBackend:
-        """Wakes a model that is needed, after the one that was: where they sleep, one at a time is on the device."""
+        """Return the backend, ready for use; if models sleep, first swap it with the one on the device."""
         if self.sleeps and self.awake is not backend:
             self.rest()
             backend.wake()
@@ -140,23 +158,26 @@ class Models:
         return backend
 
     def rest(self) -> None:
-        """Where models sleep, the device is given back."""
+        """Put the awake model, if any, to sleep, which frees the device; does nothing if models do not sleep."""
         if self.awake is not None:
             self.awake.sleep()
         self.awake = None
 
     def wake_policy(self) -> None:
-        """For an engine that generates with the policy's own network."""
+        """Bring the policy onto the device, for an engine that generates with the policy's own network."""
         assert self.policy is not None
         self._use(self.policy.trained.backend)
 
     def weights(self) -> Weights:
-        """The policy's, for engines."""
+        """Return the policy's weights, for the engines."""
         assert self.policy is not None
         return self._use(self.policy.trained.backend).weights()
 
     def _first_average(self) -> dict[str, Tensor]:
-        """Kept by the process that writes files; the others only take part where weights are gathered."""
+        """Return the initial moving average of the policy.
+
+        Only process 0 keeps it; the others take part in gathering the weights and get an empty dict.
+        """
         if self.policy is None or not self.policy.ema_beta:
             return {}
         backend = self.policy.trained.backend
@@ -164,6 +185,7 @@ class Models:
 
     @torch.no_grad()
     def _average(self) -> None:
+        """Move the average towards the policy's new weights."""
         assert self.policy is not None
         if self.policy.ema_beta:
             backend = self.policy.trained.backend
@@ -172,7 +194,7 @@ class Models:
                     self.ema[name].lerp_(in_host_memory(tensor), 1.0 - self.policy.ema_beta)
 
     def save(self, folder: Path) -> None:
-        """Into a folder that all processes of the run fill."""
+        """Save the trained models and the moving average into a folder that all processes of the run write to."""
         for name, trained in self._trained():
             backend = self._use(trained.backend)
             (folder / name).mkdir(exist_ok=True)
@@ -198,7 +220,7 @@ class Models:
         return policy + ([("_critic", self.critic.trained)] if self.critic else [])
 
     def export(self, folder: Path) -> None:
-        """The policy, or its average where one is kept, for plain Transformers."""
+        """Write the policy, or its moving average if one is kept, for plain Transformers."""
         assert self.policy is not None
         backend = self._use(self.policy.trained.backend)
         if not self.policy.ema_beta:
@@ -215,5 +237,5 @@ class Models:
 
 
 def in_host_memory(tensor: Tensor) -> Tensor:
-    """A copy in fp32: an average of bf16 weights moves by less than bf16 can hold."""
+    """Return a copy in fp32, because an average changes by less than bf16 can resolve."""
     return tensor.detach().to("cpu", torch.float32, copy=True)

@@ -1,4 +1,7 @@
-"""The flags of reinforcement learning as the plain values that each part of the loop takes."""
+"""Convert the flags of reinforcement learning into the settings objects of the loop's parts.
+
+The loop, the rollouts, the scoring and the losses know only these settings, not the flags.
+"""
 
 from __future__ import annotations
 
@@ -28,18 +31,19 @@ from openrlhf.types import SamplingParams
 
 
 def num_rollouts(config: RLConfig, order: PromptOrder) -> int:
-    """Rollouts that the prompts give, at most; filtering may end a run earlier."""
+    """Return the maximum number of rollouts; filtering may end a run earlier."""
     rollouts = math.ceil(len(order) / config.rollout.rollout_batch_size)
     return rollouts if config.batches.max_steps is None else min(rollouts, config.batches.max_steps)
 
 
 def steps_per_rollout(config: RLConfig) -> int:
+    """Return the optimizer steps of a full rollout."""
     samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
     return math.ceil(samples / config.batches.train_batch_size) * config.batches.max_epochs
 
 
 def num_optimizer_steps(config: RLConfig, order: PromptOrder) -> int:
-    """Steps of a run that keeps every group: those of full rollouts, and the fewer of a smaller last one."""
+    """Return the optimizer steps of a run that keeps every group; a smaller last rollout gives fewer steps."""
     size, samples = config.rollout.rollout_batch_size, config.rollout.n_samples_per_prompt
     prompts = (min(size, len(order) - size * rollout) for rollout in range(num_rollouts(config, order)))
     batches = sum(math.ceil(count * samples / config.batches.train_batch_size) for count in prompts)
@@ -83,14 +87,18 @@ def make_settings(config: RLConfig, layout: Layout) -> Settings:
 
 
 def scoring_batches(config: RLConfig, layout: Layout, ranks: int = 1) -> Batching:
-    """How every model that only looks gets its samples: policy, reference, critic and reward models."""
+    """Return the micro-batching for forward-only passes of the policy, reference, critic and reward models."""
     rollout = config.rollout
     budget = rollout.scoring_token_budget if rollout.use_dynamic_batch else None
     return Batching(layout, rollout.micro_rollout_batch_size, budget, ranks)
 
 
 def gap_settings(config: RLConfig) -> GapSettings | None:
-    """None for recorded rollouts, and when tokens are left out: the engine's log-probs are of those that remain."""
+    """Return the limits on the gap between the log-probs of engine and trainer, in nats.
+
+    None for recorded rollouts, and if sampling leaves tokens out (top-p and the like): the engine's log-probs then
+    refer to the remaining tokens only and cannot be compared.
+    """
     rollout = config.rollout
     if rollout.replay or rollout.limits_on_log_probs:
         return None

@@ -1,4 +1,4 @@
-"""What every training run writes and finds again: its folder, its logs, its checkpoints."""
+"""Files of a training run that all training commands share: run folder, logs and the checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def run_folder(config: TrainingConfig) -> Path:
 
 
 def find_checkpoint(config: TrainingConfig) -> Path | None:
-    """Where --load_checkpoint goes on from; flags that changed since are named."""
+    """Return the checkpoint that --load_checkpoint resumes from, and print the flags that changed since."""
     root = Path(config.checkpoints.ckpt_path)
     if not config.checkpoints.load_checkpoint:
         if count := len(checkpoint.finished(root)):
@@ -50,14 +50,17 @@ def explain_stop(stop: Interrupted) -> str:
 
 
 def make_monitor(config: TrainingConfig, total_steps: int, first_step: int, more: Sequence[Sink] = ()) -> Monitor:
-    """Progress bar and metrics file always; TensorBoard and Weights & Biases where asked for."""
+    """Create the monitor of a run: progress bar and metrics file, plus TensorBoard and Weights & Biases if asked for.
+
+    Only the main process writes; the others get a monitor without sinks.
+    """
     logs = config.logs
     if not is_main_process():
         return Monitor([], total_steps=total_steps, first_step=first_step)
     name = logs.wandb_run_name.replace("%s", datetime.now().strftime("%m%dT%H:%M"))
     flags = shown_flags(config)
     sinks: list[Sink] = [*more]
-    if logs.use_wandb:  # first, because it may refuse
+    if logs.use_wandb:  # first, because it may fail
         place = {"project": logs.wandb_project, "group": logs.wandb_group, "org": logs.wandb_org}
         sinks.append(Wandb(logs.use_wandb, name=name, **place, config=flags))
     if logs.use_tensorboard:

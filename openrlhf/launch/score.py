@@ -1,4 +1,4 @@
-"""Rewards for the answers of a dataset, by a reward model or a process reward model."""
+"""Scoring for batch_inference: rewards for the answers of a dataset, by an outcome or a process reward model."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from openrlhf.training.local import LocalFrozen
 
 
 def plan_scoring(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, records: Records) -> list[Answer]:
+    """Read and tokenise the answers of this run."""
     chosen, _ = one_slice(records, config.task.iter, config.task.rollout_batch_size)
     fields = Responses(input_key=config.data.input_key, output_key=config.data.output_key)
     return waiting_answers(chosen, tokenizer, fields, config.template, config.data.max_len)
@@ -37,7 +38,7 @@ def plan_scoring(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBas
 def score(
     config: BatchInferenceConfig, answers: Sequence[Answer], parts: Parts, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Scores the rows that are missing and this process's; like lengths together, the longest first."""
+    """Score the missing rows of this process's share, batched by similar length, longest first."""
     missing = sorted(parts.missing, key=lambda number: -len(answers[number].input_ids))
     if not missing:
         return
@@ -53,6 +54,7 @@ def score(
 
 
 def scored_row(answer: Answer, reward: float) -> dict[str, object]:
+    """Format an answer and its reward as a row of the output; a reward that is not finite is an error."""
     if not math.isfinite(reward):
         raise RewardError(f"the reward model gives {reward} to the answer {answer.response[:80]!r}")
     row: dict[str, object] = {"input": answer.prompt, "output": answer.response, "reward": reward}
@@ -60,7 +62,7 @@ def scored_row(answer: Answer, reward: float) -> dict[str, object]:
 
 
 def open_scorer(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> Scorer:
-    """The model in --pretrain: what its config.json holds tells which kind of reward it gives."""
+    """Load the model in --pretrain; its config.json tells a process reward model from an outcome reward model."""
     explain_precision(config.model.param_dtype, device)
     explain_experts(config.model, str(config.model.pretrain))
     name = str(config.model.pretrain)

@@ -1,4 +1,8 @@
-"""Reward models: each scores whole samples, or their steps, with its own tokenizer."""
+"""Scorers: reward models that score whole samples (`OutcomeScorer`) or their steps (`ProcessScorer`).
+
+Each scorer has its own tokenizer and may be sharded over several processes. Reinforcement learning scores
+trajectories; batch_inference and the reward server score rows of tokens.
+"""
 
 from __future__ import annotations
 
@@ -23,28 +27,33 @@ Row = NDArray[np.int32]
 
 
 class Scorer(Protocol):
-    """A reward for each sample, already weighted."""
+    """A reward model that scores samples."""
 
-    def score(self, trajectories: Sequence[Trajectory]) -> ModelRewards: ...
+    def score(self, trajectories: Sequence[Trajectory]) -> ModelRewards:
+        """Return a reward for each sample, already weighted."""
+        ...
 
     def score_rows(self, rows: Sequence[Row]) -> Tensor:
-        """The same for sequences of the model's own tokens, one number each and without the weight: [rows]."""
+        """Return an unweighted reward for each row of the model's own tokens: [rows]."""
         ...
 
 
 def share_vocabulary(policy: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
-    """True when every token of the policy is the other's too; a reward model may have one more, for padding."""
+    """Return whether the other tokenizer has all of the policy's tokens, with the same ids.
+
+    It may have more: reward models often add a padding token.
+    """
     return policy.get_vocab().items() <= other.get_vocab().items()
 
 
 def rounds(batching: Batching, rows: Sequence[Row], model: Frozen) -> Iterator[tuple[list[int], list[Row]]]:
-    """Micro-batches of rows: their places, and they themselves.
+    """Yield micro-batches of rows, each with the places of its rows in `rows`.
 
-    Processes that share a model's shards must run it equally often, and a token budget may cut their rows into
-    different numbers of micro-batches. A process with fewer repeats its first one, with no places.
+    Processes that share a model's shards must run it equally often, but a token budget may cut their rows into
+    different numbers of micro-batches. A process with fewer repeats its first micro-batch, without places.
     """
     parts = batching.cut([len(row) for row in rows])
-    missing = model.most_rounds(len(parts)) - len(parts)  # before any forward: processes ask each other
+    missing = model.most_rounds(len(parts)) - len(parts)  # a collective call, so it must come before any forward
     for part in parts:
         yield part, [rows[place] for place in part]
     for _ in range(missing):
@@ -53,7 +62,7 @@ def rounds(batching: Batching, rows: Sequence[Row], model: Frozen) -> Iterator[t
 
 @dataclass(frozen=True)
 class OutcomeScorer:
-    """A scalar head at the last token, normalised by the model's own statistics if asked."""
+    """Scorer of whole samples: the scalar head at the last token, normalised as (score - mean) / std."""
 
     model: Frozen
     texts: Texts
@@ -67,15 +76,15 @@ class OutcomeScorer:
         return ModelRewards(scores, scores, [()] * len(trajectories))
 
     def score_rows(self, rows: Sequence[Row]) -> Tensor:
-        scores = torch.zeros(len(rows))
+        scores = torch.zeros(len(rows))  # [rows]
         for places, part in rounds(self.batching, rows, self.model):
-            found = scores_of(part, self.model, self.batching.layout)
-            scores[places] = found[: len(places)]
+            found = scores_of(part, self.model, self.batching.layout)  # [rows of the micro-batch]
+            scores[places] = found[: len(places)]  # a repeated micro-batch has no places
         return (scores - self.mean) / self.std
 
 
 def scores_of(rows: Sequence[Row], model: Frozen, layout: Layout) -> Tensor:
-    """The scalar head at the last token of each row, all in one forward: [rows], on the CPU."""
+    """Return the scalar head's output at the last token of each row, from one forward: [rows], on the CPU."""
     scores = model.forward(layout.batch([TokenRow(row, np.zeros(len(row), bool)) for row in rows]), "scores").scores
     assert scores is not None
     return scores.cpu()
@@ -91,7 +100,10 @@ REDUCE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class ProcessScorer:
-    """The probability of the positive label at each step's end, step by step and reduced to one number."""
+    """Scorer of steps: the probability of the positive label (the first of `reward_ids`) at the end of each step.
+
+    The steps of a sample are also reduced to one number.
+    """
 
     model: Frozen
     texts: Texts
@@ -102,7 +114,7 @@ class ProcessScorer:
     weight: float = 1.0
 
     def score(self, trajectories: Sequence[Trajectory]) -> ModelRewards:
-        """Steps count that the policy ended itself: a prompt may show some, too."""
+        """Score the steps that the policy itself ended; steps in the prompt do not count."""
         rows = [self.texts.ids(item) for item in trajectories]
         found = [
             self._ended(item, row, good) for item, row, good in zip(trajectories, rows, self._judge(rows), strict=True)
@@ -115,23 +127,23 @@ class ProcessScorer:
         return self._reduced(self._judge(rows))
 
     def _ended(self, item: Trajectory, row: Row, good: Tensor) -> StepRewards:
-        """(place of the sample's token with which a step ends, probability) for the steps of the response."""
+        """Return (place of the sample's token that ends the step, probability) for each step of the response."""
         places = self.texts.places(item, row, np.flatnonzero(self._marks(row)))
         return tuple(
             (place, value) for place, value in zip(places, good.tolist(), strict=True) if item.action_mask[place]
         )
 
     def _reduced(self, steps: Sequence[Tensor]) -> Tensor:
-        """[samples]. A response without a finished step has shown nothing, and gets 0."""
+        """Reduce the steps of each sample to one number: [samples]. A response without a finished step gets 0."""
         reduce = REDUCE[self.reduce]
         return torch.tensor([float(reduce(own)) if len(own) else 0.0 for own in steps])
 
     def _marks(self, row: Row) -> NDArray[np.bool_]:
-        """Where steps end; nothing is asked of a first token."""
+        """Mark the tokens that end a step: [tokens]. The first token of a row never counts."""
         return (row == self.placeholder_id) & (np.arange(len(row)) > 0)
 
     def _judge(self, rows: Sequence[Row]) -> list[Tensor]:
-        """For each row the probabilities that its steps are good: [steps] each."""
+        """Return for each row the probabilities that its steps are good: [steps] each."""
         judged = [torch.zeros(0) for _ in rows]
         for places, part in rounds(self.batching, rows, self.model):
             for place, good in zip(places, self._judged(part), strict=False):
@@ -139,14 +151,14 @@ class ProcessScorer:
         return judged
 
     def _judged(self, rows: Sequence[Row]) -> list[Tensor]:
-        """The same, all in one forward."""
+        """Judge the rows of one micro-batch in one forward; see `_judge`."""
         marks = [self._marks(row) for row in rows]
         shown = [bool(mark.any()) for mark in marks]
         for mark, seen in zip(marks, shown, strict=True):
-            mark[-1] |= not seen  # a sharded model is called by all ranks or none, so there is always something to ask
+            mark[-1] |= not seen  # all ranks of a sharded model must call it, so rows without steps get a dummy mark
         asked = self.batching.layout.batch([TokenRow(ids, mark) for ids, mark in zip(rows, marks, strict=True)])
-        logits = self.model.forward(asked, "target_logits").target_logits
+        logits = self.model.forward(asked, "target_logits").target_logits  # [targets, vocabulary]
         assert logits is not None
-        positive = logits[:, list(self.reward_ids)].softmax(-1)[:, 0].cpu()
-        steps = positive.split([int(mark[1:].sum()) for mark in marks])
+        positive = logits[:, list(self.reward_ids)].softmax(-1)[:, 0].cpu()  # [targets]
+        steps = positive.split([int(mark[1:].sum()) for mark in marks])  # [steps] for each row
         return [own if seen else own[:0] for own, seen in zip(steps, shown, strict=True)]

@@ -1,4 +1,8 @@
-"""Serve a reward model over HTTP, from its flags to a stop that lets nobody down."""
+"""The serve_rm command: serve a reward model over HTTP until stopped.
+
+`run` binds the port, loads the model and runs uvicorn; `serve_app` handles the requests and `batcher` batches their
+rows. A stop signal lets the requests in flight finish.
+"""
 
 from __future__ import annotations
 
@@ -25,32 +29,35 @@ from openrlhf.launch.served_model import load_reward_model
 from openrlhf.monitor import say
 
 STDERR = 2
-BATCH_TOKENS = {"cuda": 32768, "cpu": 2048}  # on CPUs the activations of more no longer fit the cache
+BATCH_TOKENS = {"cuda": 32768, "cpu": 2048}  # on a CPU, the activations of more tokens no longer fit the cache
 STOPPING = "\nopenrlhf: stopping when the requests in flight are answered; Ctrl-C once more stops at once\n"
 
 
 class Server(uvicorn.Server):
-    """Uvicorn, which finishes what is in flight and then raises the signal anew; remembers which one that is."""
+    """Uvicorn server that remembers which signal stopped it.
+
+    Uvicorn finishes the requests in flight and then raises the signal again.
+    """
 
     stopped_by: int | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.stopped_by is None:
-            os.write(STDERR, STOPPING.encode())  # a print may be what the signal interrupted
+            os.write(STDERR, STOPPING.encode())  # not print: the signal may have interrupted one
         self.stopped_by = sig
         super().handle_exit(sig, frame)
 
 
 def run(config: ServeRMConfig) -> None:
-    """Serves until SIGTERM, which is a good end, or Ctrl-C, which is raised as everywhere."""
+    """Serve until SIGTERM, after which it returns normally, or Ctrl-C, which is raised as KeyboardInterrupt."""
     disable_progress_bar()
     host, port = config.server.host, config.server.port
-    with bind(host, port) as listener:  # a port that is taken is known before a model loads
+    with bind(host, port) as listener:  # before the model loads, so that a taken port is reported immediately
         leave_a_core()
         server = build_server(config)
-        gc.freeze()  # a collection would walk over all that was imported, and every request waits for it: 0.2 s
+        gc.freeze()  # a collection over all imported objects would delay every request by 0.2 s
         with explained(host, port):
-            listener.listen()  # two that bound the same port while their models loaded learn it here
+            listener.listen()  # fails if another server bound the same port while both loaded their models
         say(f"{config.server.reward_pretrain} answers on http://{address(listener)}/get_reward; Ctrl-C stops")
         try:
             server.run([listener])
@@ -60,15 +67,16 @@ def run(config: ServeRMConfig) -> None:
 
 
 def leave_a_core() -> None:
-    """One core stays with the requests: a forward waits for its slowest thread, so a model on all cores is stopped as a
-    whole whenever one of them reads a request.
+    """Reserve one core for handling requests.
+
+    A forward waits for its slowest thread, so a model on all cores would stall whenever one of them handles a request.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() - 1))
 
 
 def build_server(config: ServeRMConfig) -> Server:
-    """Everything but the address; the model loads here."""
+    """Build the server except for its address; the model is loaded here."""
     flags = config.server
     device = choose_device(config.model.device)
     explain_precision(config.model.param_dtype, device)
@@ -82,7 +90,7 @@ def build_server(config: ServeRMConfig) -> Server:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that has its address but does not listen yet: until the model is there, clients are refused."""
+    """Return a bound socket that does not listen yet, so that clients are refused until the model is loaded."""
     with explained(host, port):
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.socket(family, socket.SOCK_STREAM)
@@ -93,7 +101,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 @contextmanager
 def explained(host: str, port: int) -> Iterator[None]:
-    """Why an address cannot be had, with the flags that name it."""
+    """Turn an OSError about the address into a ConfigError that names the flags."""
     try:
         yield
     except OSError as error:

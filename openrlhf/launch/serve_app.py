@@ -1,4 +1,8 @@
-"""The HTTP face of a reward model: POST /get_reward, GET /health, and refusals that say why."""
+"""HTTP API of the reward model server: POST /get_reward and GET /health.
+
+Each request is checked, tokenised on a thread and scored by the shared `Batcher`. Rejected requests get a status code
+and a reason.
+"""
 
 import asyncio
 import hmac
@@ -18,19 +22,20 @@ from openrlhf.launch.batcher import Batcher
 from openrlhf.launch.served_model import RewardModel, Row
 from openrlhf.monitor import say
 
-MOST_QUERIES = 8192  # in one request
-MOST_WAITING = 65536  # queries of all requests that wait for the model
+MOST_QUERIES = 8192  # per request
+MOST_WAITING = 65536  # queries of all requests in the queue for the model
 
 
 @dataclass(frozen=True)
 class Door:
-    """Who may ask, and how much at a time."""
+    """Access rules of the server: API key and size limits."""
 
     api_key: str | None
     max_bytes: int
-    refuse_long: bool = False  # texts that would be cut
+    refuse_long: bool = False  # reject texts longer than --max_len instead of truncating them
 
     def check_key(self, request: Request) -> None:
+        """Reject a request without the server's API key; the comparison takes constant time."""
         given = request.headers.get("authorization", "")
         wanted = f"Bearer {self.api_key}"
         if self.api_key and not hmac.compare_digest(given.encode(), wanted.encode()):
@@ -43,7 +48,10 @@ class Door:
             )
 
     async def read_body(self, request: Request) -> bytes:
-        """The whole body; one that is too large is heard to its end and not kept, so that its sender reads why."""
+        """Return the whole body.
+
+        A body that is too large is read to its end without keeping it, so that the client gets to read the error.
+        """
         kept = bytearray()
         size = 0
         try:
@@ -51,7 +59,7 @@ class Door:
                 size += len(chunk)
                 if size <= self.max_bytes:
                     kept += chunk
-        except ClientDisconnect:  # nobody hears this, but the log would have a traceback
+        except ClientDisconnect:  # the client cannot read this, but it keeps a traceback out of the log
             raise HTTPException(400, "the connection ended before the body did") from None
         if size > self.max_bytes:
             limit = self.max_bytes >> 20
@@ -60,16 +68,17 @@ class Door:
 
 
 class Service:
-    """Requests on their way through tokenizer and model."""
+    """Request handlers, with the tokenizer and the model behind them."""
 
     def __init__(self, model: RewardModel, batcher: Batcher, door: Door) -> None:
         self.model = model
         self.batcher = batcher
         self.door = door
-        self.reader = ThreadPoolExecutor(1, "openrlhf-tokenizing")  # long texts must not stop the others' answers
+        self.reader = ThreadPoolExecutor(1, "openrlhf-tokenizing")  # long texts must not block other responses
         self.has_cut = False
 
     async def get_reward(self, request: Request) -> dict[str, Any]:
+        """Handle POST /get_reward: score all texts of the request."""
         self.door.check_key(request)
         texts = read_queries(await self.door.read_body(request))
         if self.batcher.num_waiting and self.batcher.num_waiting + len(texts) > MOST_WAITING:
@@ -93,6 +102,7 @@ class Service:
                 raise HTTPException(413, f"query {place} has {len(row)} tokens, and --max_len is {limit}")
 
     def _truncated(self, rows: Sequence[Row]) -> list[float]:
+        """Return 1.0 for each row that was truncated and 0.0 for the others; report the first truncation."""
         limit = self.model.max_len
         longest = max(len(row) for row in rows)
         if longest > limit and not self.has_cut:
@@ -105,7 +115,7 @@ class Service:
 
 
 def read_queries(body: bytes) -> list[str]:
-    """The texts to score. Prompts, labels and whatever else a request brings are not needed here."""
+    """Parse the texts to score from a request body; other fields, such as prompts and labels, are ignored."""
     try:
         asked = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -138,11 +148,12 @@ def check_text(text: Any, place: int) -> None:
 
 
 async def failed(request: Request, error: Exception) -> JSONResponse:
-    """The error itself, with its traceback, goes to the server's log."""
+    """Tell the client about an unexpected error; its traceback goes to the server's log."""
     return JSONResponse({"detail": f"scoring failed: {type(error).__name__}: {error}"}, 500)
 
 
 def build_app(model: RewardModel, batcher: Batcher, door: Door) -> FastAPI:
+    """Create the FastAPI app; the batcher runs while the app does."""
     service = Service(model, batcher, door)
 
     @asynccontextmanager

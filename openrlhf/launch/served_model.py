@@ -1,4 +1,4 @@
-"""The reward model behind a server: from texts to tokens, from tokens to rewards."""
+"""The reward model of the server: it turns texts into tokens, and tokens into rewards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Row = NDArray[np.int32]
 
 @dataclass(frozen=True)
 class RewardModel:
-    """A tokenizer and a frozen scalar model; one thread at a time may use either."""
+    """Tokenizer and frozen scalar model; each may be used by one thread at a time."""
 
     model: Frozen
     tokenizer: PreTrainedTokenizerBase
@@ -36,13 +36,13 @@ class RewardModel:
     std: float = 1.0
 
     def read(self, texts: Sequence[str]) -> list[Row]:
-        """Tokens of each text as it stands: none are added, and none are cut."""
+        """Tokenise each text unchanged: no special tokens are added, and nothing is truncated."""
         ids = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
         return [np.asarray(row, dtype=np.int32) for row in ids]
 
     def score(self, rows: Sequence[Row]) -> list[float]:
-        """The rewards of rows, all in one forward."""
-        scores = scores_of(rows, self.model, self.layout)
+        """Return the normalised rewards of the rows, from one forward."""
+        scores = scores_of(rows, self.model, self.layout)  # [rows]
         return ((scores - self.mean) / self.std).tolist()
 
 
@@ -70,6 +70,7 @@ def load_reward_model(config: ServeRMConfig, device: torch.device) -> RewardMode
 
 
 def check_is_outcome_model(name: str, settings: PretrainedConfig) -> None:
+    """Reject process reward models and classifiers with several outputs."""
     if "placeholder_token" in settings.to_dict():
         raise ConfigError(
             f"{name} is a process reward model, which scores steps; train_ppo uses it without a server",
@@ -83,6 +84,7 @@ def check_is_outcome_model(name: str, settings: PretrainedConfig) -> None:
 
 
 def saved_statistics(name: str, saved: dict[str, Any]) -> tuple[float, float]:
+    """Return the mean and std in the model's config.json; without them, (0, 1) and a notice."""
     if "mean" not in saved:
         say(f"--normalize_reward: {name} has no mean and std in its config.json, so its scores stay as they are")
     return saved.get("mean", 0.0), saved.get("std", 1.0)

@@ -1,4 +1,7 @@
-"""The six commands that train on a dataset, from config to a saved model."""
+"""The six commands that train on a dataset (SFT, DPO, KTO, KD, RM, PRM): from config to saved model.
+
+`run` loads the data, builds the parts of the method with `build`, and runs the common loop in `training.fit`.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ from openrlhf.training.order import Order
 
 @dataclass(frozen=True)
 class Result:
-    """What a finished run leaves: the model's folder and its last metrics."""
+    """Outcome of a finished run: the model's folder, its number of steps and its last metrics."""
 
     save_path: Path
     steps: int
@@ -39,8 +42,11 @@ class Result:
 
 
 def run(config: SupervisedConfig, sinks: Sequence[Sink] = ()) -> Result:
-    """Trains, evaluates and saves; the config has been checked. `sinks` hear every metric beside the usual ones."""
-    disable_progress_bar()  # Transformers' own; ours is the one to look at
+    """Train, evaluate and save the model; the config must already be checked.
+
+    `sinks` receive every metric, in addition to the usual logs.
+    """
+    disable_progress_bar()  # that of Transformers; the monitor shows its own
     check_models(config)
     device = join(config)
     explain_hardware(config, device)
@@ -76,7 +82,7 @@ def run(config: SupervisedConfig, sinks: Sequence[Sink] = ()) -> Result:
     first_step = fit.resume(resume_from) if resume_from else 0
     folder = Path(config.checkpoints.save_path)
     try:
-        # Only now, when nothing is left to refuse, does the run write anything.
+        # The run writes nothing before this point, because any step above may still reject it.
         with make_monitor(config, order.total_steps, first_step, sinks) as fit.monitor:
             train = train_through(fit, first_step)
             save_model_folder(built, tokenizer, folder)
@@ -88,6 +94,7 @@ def run(config: SupervisedConfig, sinks: Sequence[Sink] = ()) -> Result:
 
 
 def explain_warmup(config: SupervisedConfig, plan: Plan) -> None:
+    """Say so if all optimizer steps fall into the warm-up."""
     steps = plan.order.total_steps
     ratio = config.optimizer.lr_warmup_ratio
     line = only_warmup(plan.schedule, steps=steps, planned=steps, warmup_ratio=ratio, flag="--lr_warmup_ratio")
@@ -96,6 +103,7 @@ def explain_warmup(config: SupervisedConfig, plan: Plan) -> None:
 
 
 def train_through(fit: Fit, first_step: int) -> dict[str, float]:
+    """Train from `first_step` to the end and return the last metrics; a new run first evaluates the model."""
     if first_step == 0:
         fit.evaluate(0)
     if first_step >= fit.plan.order.total_steps:
@@ -104,6 +112,8 @@ def train_through(fit: Fit, first_step: int) -> dict[str, float]:
 
 
 def save_model_folder(built: Built, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Export the model and its tokenizer; all processes call it together."""
+
     def fill(aside: Path) -> None:
         built.backend.export(aside)
         if built.backend.process == 0:

@@ -1,4 +1,9 @@
-"""Before anything is spent: the first rows go through template, tokenizer and reward, as they will in training."""
+"""Trial of the first rows, before any model loads.
+
+They go through template, tokenizer and, in reinforcement learning, the reward function or agent, as they will in
+training, so that mistakes in data, templates and reward code show up within seconds. `dry_run` does only this; every
+RL run also calls `tried_executor`.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +44,7 @@ MADE_UP = "a made-up answer"
 
 
 def dry_run(config: RLConfig | SupervisedConfig) -> None:
-    """All that can be tried without a model; what is not on this machine is not fetched for it."""
+    """Try everything that needs no model weights; nothing is downloaded for it."""
     datasets = [name for name in dataset_names(config) if not is_on_disk(name)]
     missing = ([] if tokenizer_is_here(str(config.model.pretrain)) else [str(config.model.pretrain)]) + datasets
     if missing:
@@ -73,6 +78,7 @@ def tokenizer_is_here(name: str) -> bool:
 
 
 def try_supervised(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Load the first rows of the training and evaluation datasets and show the first one."""
     flags, data = config.optimizer, config.data
     schedule(flags.lr_scheduler, warmup_ratio=flags.lr_warmup_ratio, total_steps=1, min_lr_ratio=flags.min_lr_ratio)
     most = FIRST_ROWS if data.max_samples is None else min(FIRST_ROWS, data.max_samples)
@@ -87,7 +93,7 @@ def try_supervised(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase)
 
 
 def shown_row(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The first row as the model will see it, with the part that counts."""
+    """Describe the first row as the model will see it, with the part that is learned or judged."""
     match row:
         case TokenRow():
             return [shown_tokens("the first row", row, "learned", tokenizer)]
@@ -112,6 +118,7 @@ def shown_tokens(name: str, row: TokenRow, part: str, tokenizer: PreTrainedToken
 
 
 def try_rl(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Load the first prompts of the training and evaluation datasets and compute rewards for made-up answers."""
     flags = config.prompts
     most = FIRST_ROWS if flags.max_samples is None else min(FIRST_ROWS, flags.max_samples)
     config = replace(config, prompts=replace(flags, max_samples=most))
@@ -121,7 +128,7 @@ def try_rl(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def tried_executor(config: RLConfig, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> GroupExecutor:
-    """The executor of a run, once it has given rewards for the first prompts; nothing of it stays where it has not."""
+    """Build the executor of a run and test it on made-up answers to the first prompts; if that fails, close it."""
     check_schedules(config)
     say(f"the first prompt, {len(prompts[0].input_ids)} tokens: {shorten(prompts[0].text, SHOWN)}")
     executor = build_executor(
@@ -132,7 +139,7 @@ def tried_executor(config: RLConfig, tokenizer: PreTrainedTokenizerBase, prompts
         template=config.template,
         compares_engine=compares_engine(config),
     )
-    if config.rollout.replay:  # its rewards are recorded
+    if config.rollout.replay:  # recorded rollouts already have rewards
         return executor
     try:
         results = asyncio.run(rehearse(config, tokenizer, prompts[:FIRST_ROWS], executor))
@@ -144,13 +151,17 @@ def tried_executor(config: RLConfig, tokenizer: PreTrainedTokenizerBase, prompts
 
 
 def check_schedules(config: RLConfig) -> None:
+    """Build the learning rate schedules once, which rejects invalid flags."""
     flags = config.optimizer
     for name in (flags.lr_scheduler, flags.critic_lr_scheduler or flags.lr_scheduler):
         schedule(name, warmup_ratio=flags.lr_warmup_ratio, total_steps=1, min_lr_ratio=flags.min_lr_ratio)
 
 
 class MadeUp:
-    """A session without an engine: a given answer, then the longest that fit, so that an episode soon ends."""
+    """Session without an engine.
+
+    It first gives `text` as the answer. Later answers are as long as allowed, so that a multi-turn episode ends soon.
+    """
 
     def __init__(self, text: str, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -165,13 +176,17 @@ class MadeUp:
         return Completion(ids, (0.0,) * len(ids), text_of(ids, self.tokenizer), reason, version=0)
 
     def close(self) -> None:
-        """Nobody waits for it."""
+        """Do nothing: there is no request to cancel."""
 
 
 async def rehearse(
     config: RLConfig, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], executor: GroupExecutor
 ) -> list[GroupResult]:
-    """Groups as large as in training, because a reward may compare the samples of one; an agent's play alone."""
+    """Run the first prompts through the executor with made-up answers.
+
+    Groups have as many samples as in training, because a reward function may compare the samples of a group; agents
+    play a single sample.
+    """
     samples = 1 if config.rewards.agent_func_path else config.rollout.n_samples_per_prompt
     settings = replace(rollout_settings(config), samples_per_prompt=samples)
     jobs = [
@@ -181,7 +196,7 @@ async def rehearse(
         for prompt in prompts
     ]
     outcomes = await asyncio.gather(*jobs, return_exceptions=True)
-    for outcome in outcomes:  # the first in the order of rows, whichever was first in time
+    for outcome in outcomes:  # raise the first error in row order, not the first in time
         if isinstance(outcome, RewardError | RolloutError):
             message = f"tried before training with a made-up answer: {outcome.message}"
             raise type(outcome)(message, try_this=outcome.try_this) from outcome
@@ -191,13 +206,13 @@ async def rehearse(
 
 
 def answers(prompt: Prompt, count: int) -> list[str]:
-    """The label where it is a text, since it is likely to look like an answer; further ones differ from it."""
+    """Make up `count` different answers, based on the label if it is a text, since it probably looks like an answer."""
     text = prompt.label if isinstance(prompt.label, str) and prompt.label else MADE_UP
     return [text, *(f"{text} {number}" for number in range(1, count))]
 
 
 def explain(results: Sequence[GroupResult], tokenizer: PreTrainedTokenizerBase) -> None:
-    """One line of what the rewards were; reward models give theirs later."""
+    """Print failures and the range of the rewards; rewards of reward models are not known yet."""
     failures = [failure for result in results for failure in result.failures]
     if failures:
         say(
