@@ -1,1 +1,6 @@
-"""Reinforcement learning and generation on a cluster: who sits where, processes and their deaths, engines, syncs."""
+"""Ray runtime: reinforcement learning and generation on a cluster.
+
+`placement` plans which devices each process gets, `address`, `driver` and `cluster` join or start Ray and reserve the
+devices, and `start` creates the processes (`worker`). The controller drives them through `workers`, `engines` and
+`sync`; `calls` and `head` detect processes and clusters that die.
+"""

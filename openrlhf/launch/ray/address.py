@@ -1,4 +1,8 @@
-"""Which cluster a run joins: the one that RAY_ADDRESS or a Ray job names, one that runs on this machine, or none."""
+"""Find the Ray cluster that a run joins.
+
+It is the one that RAY_ADDRESS or a Ray job names, else one that runs on this machine. If there is none, `driver`
+starts one. Clusters are probed first, because Ray itself is slow to notice that one is gone.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +17,11 @@ from openrlhf.errors import ConfigError
 from openrlhf.monitor import say
 
 SECONDS_TO_REACH = 3.0
-SECONDS_TO_ANSWER = 20.0  # of which Ray's import takes one or two
+SECONDS_TO_ANSWER = 20.0  # including one or two for importing Ray
 NEEDS_TOKEN = 3  # exit code of ASK
 
-# In a process of its own, since Ray waits for 40 seconds where nobody answers, and aborts where a token is missing.
+# Runs in a separate process, because Ray waits 40 seconds for a server that does not answer, and aborts the process if
+# a token is missing.
 ASK = f"""
 import sys
 from ray._raylet import GcsClient
@@ -31,9 +36,10 @@ State = Literal["alive", "needs a token", "dead"]
 
 
 def find_cluster(environ: MutableMapping[str, str]) -> str | None:
-    """The address of the cluster to join; None to start one. A cluster that was named and is not there is an error.
+    """Return the address of the cluster to join, or None to start one.
 
-    Where the cluster wants a token and one lies ready, RAY_AUTH_MODE is set.
+    It is an error if a cluster was named explicitly but does not answer. If the cluster requires a token and one is
+    available, RAY_AUTH_MODE is set in `environ`.
     """
     given = environ.get("RAY_ADDRESS") or ("auto" if "RAY_JOB_CONFIG_JSON_ENV_VAR" in environ else None)
     if given == "local":
@@ -55,6 +61,7 @@ def find_cluster(environ: MutableMapping[str, str]) -> str | None:
 
 
 def is_alive(address: str, environ: MutableMapping[str, str]) -> bool:
+    """Return whether Ray answers at the address; switch to token authentication if it is needed and possible."""
     state = probe(address, environ)
     if state == "needs a token" and "RAY_AUTH_MODE" not in environ and has_token(environ):
         environ["RAY_AUTH_MODE"] = "token"
@@ -65,7 +72,7 @@ def is_alive(address: str, environ: MutableMapping[str, str]) -> bool:
 
 
 def address_file(environ: Mapping[str, str]) -> Path:
-    """Where `ray start` notes the cluster of this machine; it stays there when Ray dies."""
+    """Return the file in which `ray start` records this machine's cluster; it remains there when Ray dies."""
     folder = environ.get("RAY_TMPDIR") or environ.get("TMPDIR") or "/tmp"
     return Path(folder) / "ray" / "ray_current_cluster"
 
@@ -78,7 +85,7 @@ def address_on_this_machine(environ: Mapping[str, str]) -> str | None:
 
 
 def probe(address: str, environ: Mapping[str, str]) -> State:
-    """Whether a Ray answers there, within seconds."""
+    """Check within seconds whether Ray answers at the address."""
     if not is_reachable(address):
         return "dead"
     if environ.get("RAY_AUTH_MODE", "").lower() == "token" and not has_token(environ):
@@ -103,7 +110,7 @@ def is_reachable(address: str) -> bool:
 
 
 def open_line(address: str) -> socket.socket:
-    """A connection to whoever listens there."""
+    """Open a TCP connection to the address, without a timeout once it is connected."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise ConfigError(f"RAY_ADDRESS is {address}, but must be host:port, auto or local")
@@ -113,7 +120,7 @@ def open_line(address: str) -> socket.socket:
 
 
 def has_token(environ: Mapping[str, str]) -> bool:
-    """True where Ray would find a token: in the environment, in the file it names, or in the home directory."""
+    """Return whether Ray would find a token: in the environment, in the file it names, or in the home directory."""
     if environ.get("RAY_AUTH_TOKEN"):
         return True
     return Path(environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token").is_file()

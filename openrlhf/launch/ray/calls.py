@@ -1,4 +1,8 @@
-"""Calls to the processes of a cluster, and what becomes of them: an answer, their own error by name, or a death."""
+"""Calls to actor processes, and their failures.
+
+`Process.call` returns the answer, raises the process's own error with the process named, or raises a `DeathError` if
+the process is gone. `Fate` ends all waiting as soon as a process dies that the run cannot do without.
+"""
 
 from __future__ import annotations
 
@@ -13,36 +17,41 @@ from openrlhf.errors import BackendError, EngineError, OpenRLHFError
 from openrlhf.monitor import say
 
 Answer = TypeVar("Answer")
-ASIDE = "aside"  # the concurrency group of calls that do not wait for what a process is at
+ASIDE = "aside"  # concurrency group of calls that run beside the process's current work
 COLOURS = re.compile(r"\x1b\[\d+m")
 GO_ON = "the same command with --load_checkpoint, which goes on from the last checkpoint"
 
 
 @dataclass(frozen=True)
 class Process:
-    """An actor with the name and node that messages call it by."""
+    """Handle of an actor, with the name and node address used in messages."""
 
     actor: Any
     name: str
     address: str
-    takes_back: bool = False  # a call that nobody awaits any more is cancelled there too
+    takes_back: bool = False  # cancelling the caller also cancels the call in the actor
 
     def __str__(self) -> str:
         return f"{self.name} on {self.address}"
 
     async def call(self, method: str, *arguments: object, **named: object) -> Any:
+        """Call a method of the actor and await its answer; see `answer` for the errors."""
         import ray
 
         reference = getattr(self.actor, method).remote(*arguments, **named)
         try:
             return await self.answer(reference)
         except asyncio.CancelledError:
-            if self.takes_back and ray.is_initialized():  # else it would start a Ray of its own for this
+            if self.takes_back and ray.is_initialized():  # otherwise ray.cancel would start a new Ray
                 ray.cancel(reference)
             raise
 
     async def answer(self, reference: Awaitable[Answer]) -> Answer:
-        """Awaits; an error of ours keeps its kind, anything else becomes a BackendError, a death a DeathError."""
+        """Await an answer and translate its errors.
+
+        An OpenRLHFError keeps its type, the death of the process becomes a DeathError, and any other error a
+        BackendError.
+        """
         from ray.exceptions import RayActorError, RayTaskError
 
         try:
@@ -53,9 +62,10 @@ class Process:
             raise DeathError(f"{self} died: {_reason(error)}", try_this=GO_ON) from None
 
     def _told(self, cause: BaseException, account: str) -> OpenRLHFError:
+        """Return the error to raise for an exception in the actor; print the traceback of unexpected ones."""
         if isinstance(cause, OpenRLHFError):
             return type(cause)(f"{self}: {cause.message}", try_this=cause.try_this)
-        say(f"what nobody expected, as {self} tells it:\n{COLOURS.sub('', account)}")  # no log of Ray's has it
+        say(f"what nobody expected, as {self} tells it:\n{COLOURS.sub('', account)}")  # Ray does not log it
         return BackendError(f"{self}: {type(cause).__name__}: {cause}")
 
     def kill(self) -> None:
@@ -64,33 +74,35 @@ class Process:
         ray.kill(self.actor)
 
     def dismiss(self) -> None:
-        """Asks the process itself to end: killing is the business of Ray's head, which may be gone."""
+        """Ask the process to exit by itself; killing it needs Ray's head node, which may be gone."""
         self.actor.leave.options(concurrency_group=ASIDE).remote()
 
 
 class DeathError(BackendError):
-    """A process is gone."""
+    """A process has died."""
 
 
-LOST = (DeathError, EngineError)  # how a call to an engine ends that must be replaced
+LOST = (DeathError, EngineError)  # errors of a call after which the engine must be replaced
 
 
 def final(error: BackendError) -> BackendError:
-    """A death that nobody is to repair."""
+    """Return the error as a plain BackendError, which no caller tries to recover from."""
     return BackendError(error.message, try_this=GO_ON)
 
 
 class Fate:
-    """Of processes that a run cannot do without: whatever is awaited here ends at once when one of them dies."""
+    """Watch over the processes that a run depends on: when one dies, everything awaited in `race` fails immediately."""
 
     def __init__(self) -> None:
         self.died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.watches: list[asyncio.Task[None]] = []
 
     def depend_on(self, process: Process) -> None:
+        """Watch the process from now on."""
         self.watches.append(asyncio.create_task(self._watch(process)))
 
     async def _watch(self, process: Process) -> None:
+        """Await the process's `pulse`, a call that never returns and fails when the process dies."""
         pulse = process.actor.pulse.options(concurrency_group=ASIDE).remote()
         try:
             await process.answer(pulse)
@@ -99,37 +111,38 @@ class Fate:
                 self.died.set_exception(final(error))
 
     async def race(self, awaited: Awaitable[Answer]) -> Answer:
+        """Await the answer, or raise as soon as a watched process dies."""
         task = asyncio.ensure_future(awaited)
         try:
             await asyncio.wait((task, self.died), return_when=asyncio.FIRST_COMPLETED)
             if self.died.done():
                 self.died.result()
             return await task
-        except DeathError as death:  # heard here before the watch did
+        except DeathError as death:  # the call failed before the watch noticed
             raise final(death) from None
         finally:
             abandon(task)
 
     def forget(self) -> None:
-        """The run is over: deaths are expected."""
+        """Stop watching; at the end of a run, processes are expected to die."""
         for watch in self.watches:
             watch.cancel()
         if self.died.done():
-            self.died.exception()  # looked at, so that asyncio does not complain
+            self.died.exception()  # retrieve it, so that asyncio does not warn about it
         else:
             self.died.cancel()
 
 
 def abandon(*work: asyncio.Future[Any]) -> None:
-    """Nobody waits for it any more, nor wants to hear how it failed."""
+    """Cancel the futures and ignore their errors."""
     for one in work:
         heard(one).cancel()
 
 
 def _reason(error: Exception) -> str:
-    """Ray's account of a death in one sentence, without its advice."""
+    """Return Ray's explanation of a death in one sentence, without its advice."""
     told = " ".join(str(error).split())
     detail = told.partition("Worker exit detail: ")[2] or told
-    if "connection error code" in detail:  # all that Ray knows of a process that a signal ended
+    if "connection error code" in detail:  # Ray knows no more about a process that was ended by a signal
         return "it crashed or was killed, by a signal or for want of memory"
     return re.split(r"(?<=\w)\. ", detail)[0].rstrip(".") or type(error).__name__

@@ -1,8 +1,8 @@
-"""Counts what a cluster has, reserves the devices of a run and says where each process sits.
+"""Reserve the devices of a run on a Ray cluster and assign them to its processes.
 
-Ray only reserves and starts processes: one placement group holds all devices of a run, so that it starts as a whole
-or not at all, and each process is told its devices in its environment. Files with rewards and agents need not travel:
-user code runs in processes beside the controller, on the node of the driver.
+Ray only reserves devices and starts processes. One placement group holds all devices of a run, so that it starts as a
+whole or not at all, and each process gets its devices through its environment. Files with reward functions and agents
+need not be copied to other nodes: user code runs in processes beside the controller, on the driver's node.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ SECONDS_TO_RESERVE = 60.0
 
 @dataclass(frozen=True)
 class Device:
-    """One reserved device: a bundle of the placement group, numbered in the order of the plan."""
+    """One reserved device: a bundle of the placement group. Bundles are numbered in the order of the plan."""
 
     bundle: int
     node: Node
-    visible: str | None  # the device as CUDA_VISIBLE_DEVICES names it; none on a CPU
+    visible: str | None  # the device's name in CUDA_VISIBLE_DEVICES; None for a CPU
 
 
 @dataclass(frozen=True)
 class Seat:
-    """Where one process sits: `Actor.options(**seat.options).remote(...)`."""
+    """Slot of one process on the cluster; start it with `Actor.options(**seat.options).remote(...)`."""
 
     options: Mapping[str, Any]
-    environment: Mapping[str, str]  # already part of the options
+    environment: Mapping[str, str]  # included in the options
     address: str  # of its node
     node: str  # id of its node
 
 
 class Cluster:
-    """The reserved devices of a run, by group and engine. Made by `connect`."""
+    """The reserved devices of a run, by group and engine. Created by `connect`."""
 
     def __init__(
         self, plan: Plan, head: Head, reserved: Any, devices: Mapping[str, Sequence[Device]], *, unit: str
@@ -54,11 +54,14 @@ class Cluster:
         self.plan = plan
         self.head = head
         self.reserved = reserved  # the placement group
-        self.devices = devices  # of each group and of each engine that has its own, by rank
+        self.devices = devices  # by rank, for each group and for each engine with its own devices
         self.unit = unit  # GPU or CPU
 
     def seats(self, group: str) -> tuple[Seat, ...]:
-        """The seats of a group by rank, with the address at which its processes meet; each call finds a new port."""
+        """Return the slots of a group by rank.
+
+        Their environment holds the rendezvous address of the group's processes; each call finds a new port.
+        """
         devices = self.devices[group]
         master = {"MASTER_ADDR": devices[0].node.address, "MASTER_PORT": str(self.free_port(devices[0]))}
         per_node = self.plan.group(group).devices_per_node
@@ -77,7 +80,7 @@ class Cluster:
         )
 
     def engine_seat(self, number: int) -> Seat:
-        """The seat of an engine: it sees all its devices, and its process stands on their node."""
+        """Return the slot of an engine: one process that sees all the engine's devices, on their node."""
         engine = self.plan.engines[number]
         if engine.shares is None:
             return self.seat(self.devices[engine.name])
@@ -85,10 +88,10 @@ class Cluster:
         return self.seat(self.devices[engine.shares][first : first + engine.devices])
 
     def seat(self, devices: Sequence[Device], environment: Mapping[str, str] | None = None) -> Seat:
-        """Options for a process on these devices of one node.
+        """Return the slot of a process on these devices of one node.
 
-        It asks Ray for nothing: the placement group holds the devices, so the processes that share them need no
-        fractions, and Ray leaves CUDA_VISIBLE_DEVICES of a process that asks for no GPU as we set it.
+        The process requests no resources from Ray: the placement group holds the devices, so processes that share
+        them need no fractions, and Ray does not change CUDA_VISIBLE_DEVICES of a process that requests no GPU.
         """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -96,7 +99,7 @@ class Cluster:
         values = {
             "PYTHONPATH": python_path(),
             "OMP_NUM_THREADS": str(self.threads(node)),
-            "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),  # warnings of C++ help nobody here
+            "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),  # its warnings do not help users
             **(environment or {}),
         }
         if self.unit == "GPU":
@@ -115,7 +118,7 @@ class Cluster:
         return Seat(options, values, node.address, node.id)
 
     def threads(self, node: Node) -> int:
-        """Threads of a process, so that those of one node together use its cores once."""
+        """Return the number of threads per process, such that the processes of a node share its cores equally."""
         here = sum(device.node.id == node.id for device in self.all_devices())
         return max(1, node.cores // here)
 
@@ -130,11 +133,11 @@ class Cluster:
 
 @contextmanager
 def connect(plan: Plan, folders: Mapping[str, str]) -> Iterator[Cluster]:
-    """Joins the cluster that is there, or starts one of its own, and holds the devices of the plan while it is open.
+    """Join a running cluster or start a private one, and reserve the devices of the plan while the context is open.
 
-    All nodes of the plan must see `folders`, which are named by their flags.
+    `folders` maps flags to folders that all nodes of the plan must share.
 
-    To be called in the main thread: the processes of a Ray of our own end with the thread that started them.
+    Call it in the main thread: the processes of a private Ray end with the thread that started them.
     """
     with joined(plan) as private:
         nodes, unit = count_nodes(private=private)
@@ -149,7 +152,7 @@ def connect(plan: Plan, folders: Mapping[str, str]) -> Iterator[Cluster]:
 
 
 def count_nodes(*, private: bool) -> tuple[list[Node], str]:
-    """The living nodes with their devices, and what a device is: a GPU, or a CPU where the whole cluster has no GPU."""
+    """Return the nodes that are alive and the unit of their devices: GPU, or CPU if the whole cluster has no GPU."""
     import ray
     from ray._private.state import available_resources_per_node
 
@@ -167,7 +170,7 @@ def count_nodes(*, private: bool) -> tuple[list[Node], str]:
 
 @contextmanager
 def reserve(plan: Plan, chosen: Sequence[str], nodes: Sequence[Node], unit: str) -> Iterator[Cluster]:
-    """Holds one bundle per device, each on the node that was chosen for its block."""
+    """Reserve one bundle per device, each on the node chosen for its block, while the context is open."""
     import ray
     from ray.util import placement_group, remove_placement_group
 
@@ -197,18 +200,18 @@ def reserve(plan: Plan, chosen: Sequence[str], nodes: Sequence[Node], unit: str)
 
 
 def by_number(devices: Sequence[Device]) -> list[Device]:
-    """A group's devices with neighbours on a node in the order of their numbers."""
+    """Sort a group's devices: nodes in their given order, and devices of a node by number."""
     order = list(dict.fromkeys(device.node.id for device in devices))
     return sorted(devices, key=lambda device: (order.index(device.node.id), natural(device.visible)))
 
 
 def natural(visible: str | None) -> tuple[int, str]:
-    """Order of device names: numbers by value, UUIDs by letters."""
+    """Return the sort key of a device name: numbers by value, UUIDs alphabetically."""
     return (int(visible), "") if visible is not None and visible.isdecimal() else (0, visible or "")
 
 
 def visible_devices(reserved: Any, count: int) -> list[str]:
-    """Which GPU stands behind each bundle: only a process within it can tell."""
+    """Return the GPU of each bundle; only a process inside the bundle can tell."""
     import ray
 
     asked = [ask(probes.own_device, reserved, bundle, num_gpus=1) for bundle in range(count)]
@@ -216,7 +219,10 @@ def visible_devices(reserved: Any, count: int) -> list[str]:
 
 
 def ask(question: Callable[..., Any], reserved: Any, bundle: int, *, num_gpus: int = 0) -> Any:
-    """A function of `probes` as a task on the node of a bundle. It travels by value and needs no package there."""
+    """Return a function of `probes` as a Ray task on the node of a bundle.
+
+    It is pickled by value, so that the node needs no `openrlhf` for it.
+    """
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -226,7 +232,7 @@ def ask(question: Callable[..., Any], reserved: Any, bundle: int, *, num_gpus: i
 
 
 def check_shared_folders(cluster: Cluster, folders: Mapping[str, str]) -> None:
-    """Every node must see the folders of checkpoints and results: a file written here is looked for there."""
+    """Check that every node sees the folders of checkpoints and results, by looking there for a file written here."""
     import ray
 
     here = ray.get_runtime_context().get_node_id()
@@ -252,7 +258,7 @@ def check_shared_folders(cluster: Cluster, folders: Mapping[str, str]) -> None:
 
 
 def nearest_folder(folder: Path) -> Path:
-    """The folder itself, or the nearest one above that exists."""
+    """Return the folder, or its nearest parent that exists."""
     found = folder.absolute()
     while not found.is_dir():
         found = found.parent
@@ -260,7 +266,7 @@ def nearest_folder(folder: Path) -> Path:
 
 
 def python_path() -> str:
-    """Where workers find this package when it runs from a checkout, before what the environment says."""
+    """Return the PYTHONPATH of workers: the checkout, if the package runs from one, before the inherited value."""
     here = Path(openrlhf.__file__).parents[1]
     checkout = [] if here.name in ("site-packages", "dist-packages") else [str(here)]
     given = os.environ.get("PYTHONPATH")

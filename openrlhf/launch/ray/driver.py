@@ -1,4 +1,4 @@
-"""Makes this process a Ray driver: it joins a cluster that is there, or starts a Ray of its own."""
+"""Turn this process into a Ray driver: join a running cluster, or start a private Ray that ends with the run."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from openrlhf.launch.ray.address import find_cluster, token_error
 from openrlhf.launch.ray.placement import Node, Plan, explain_shortage, pack
 from openrlhf.monitor import say
 
-# Ray starts an idle worker per core, which our actors never use because they have an environment of their own, and a
-# process that reports usage to its makers.
+# By default Ray starts one idle worker per core, which our actors never use because each has its own environment, and
+# a process that reports usage statistics.
 LEAN = {"RAY_prestart_worker_first_driver": "0", "RAY_USAGE_STATS_ENABLED": "0"}
-PROCESSES_PER_CORE = 4  # how many processes share a core before a run on CPUs makes no sense
+PROCESSES_PER_CORE = 4  # limit for runs on CPUs; with more processes per core a run makes no sense
 
 
 @contextmanager
 def joined(plan: Plan) -> Iterator[bool]:
-    """Within it this process is a Ray driver; the value says whether the Ray is our own.
+    """Make this process a Ray driver while the context is open; yield whether the Ray is private.
 
-    A Ray that the process already uses is left as it is found.
+    If the process is already a driver, its Ray is used and left running.
     """
     import ray
 
@@ -51,11 +51,14 @@ def joined(plan: Plan) -> Iterator[bool]:
 
 @contextmanager
 def private_ray(plan: Plan) -> Iterator[None]:
-    """A Ray of our own on this machine, with a token of its own; its logs stay where something broke."""
+    """Run a private Ray with its own token on this machine.
+
+    Its logs are kept only after a backend error, a rollout error or an unexpected one.
+    """
     import ray
 
     slots, folder = private_slots(plan), private_folder()
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray leaves one in the home directory
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # otherwise Ray writes one to the home directory
     for name, value in LEAN.items():
         os.environ.setdefault(name, value)
     say("starting a Ray of our own on this machine; it ends with the run")
@@ -79,9 +82,9 @@ def private_ray(plan: Plan) -> Iterator[None]:
 
 @contextmanager
 def interpreter_for_ray(folder: Path) -> Iterator[None]:
-    """Within it, Ray starts its processes through a link in the folder if the path of this interpreter needs quoting.
+    """Let Ray start its processes through a link in the folder if the interpreter's path needs shell quoting.
 
-    Ray hands the path to a shell as it is, and then waits forever for workers.
+    Ray passes the path to a shell unquoted, and would then wait forever for its workers.
     """
     python = Path(sys.executable)
     if shlex.quote(sys.executable) != sys.executable and python.is_relative_to(sys.prefix):
@@ -95,7 +98,7 @@ def interpreter_for_ray(folder: Path) -> Iterator[None]:
 
 
 def ray_helpers() -> list[Any]:
-    """What the Ray that we started has started in turn, workers and agents."""
+    """Return the processes that the private Ray has started: workers and agents."""
     import psutil
 
     helpers: list[Any] = []
@@ -106,7 +109,7 @@ def ray_helpers() -> list[Any]:
 
 
 def end(helpers: Sequence[Any]) -> None:
-    """Those that Ray left: where its head was lost, its agents try to tell the head for a minute."""
+    """Kill the processes that Ray left behind: if its head is lost, its agents try to reach it for a minute."""
     import psutil
 
     for helper in helpers:
@@ -115,11 +118,11 @@ def end(helpers: Sequence[Any]) -> None:
 
 
 def start_driver(**options: Any) -> None:
-    """`ray.init` without its chatter, and with our way of ending on SIGTERM left in place."""
+    """Call `ray.init` quietly, keep our SIGTERM handler, and translate its errors."""
     import ray
     from ray._raylet import Config  # pyrefly: ignore[missing-module-attribute]
 
-    Config.initialize("")  # Ray read RAY_AUTH_MODE when it was imported, and it may have been set since
+    Config.initialize("")  # Ray read RAY_AUTH_MODE at import; it may have been set since then
     ending = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(namespace=f"openrlhf-{secrets.token_hex(4)}", logging_level=logging.ERROR, **options)
@@ -138,7 +141,10 @@ def start_driver(**options: Any) -> None:
 
 
 def private_slots(plan: Plan) -> dict[str, int]:
-    """How many CPUs and GPUs a Ray of our own says it has; refused here, before ten seconds of starting it."""
+    """Return the CPUs and GPUs that a private Ray declares.
+
+    A plan that does not fit is rejected here, before the ten seconds that starting Ray takes.
+    """
     import torch
 
     cores, gpus = os.cpu_count() or 1, torch.cuda.device_count()
@@ -153,5 +159,5 @@ def private_slots(plan: Plan) -> dict[str, int]:
 
 
 def private_folder() -> Path:
-    """A folder with a short path, since Ray keeps sockets deep below it and a socket's path has at most 107 letters."""
+    """Create a folder with a short path: Ray keeps sockets deep below it, whose paths are limited to 107 characters."""
     return Path(tempfile.mkdtemp(prefix="openrlhf-ray-", dir=os.environ.get("RAY_TMPDIR", "/tmp")))

@@ -1,7 +1,7 @@
-"""The engines of a run on a cluster, as one: who generates what, and what happens when one of them fails.
+"""All engines of a run on a cluster behind one interface: routing of requests and replacement of failed engines.
 
-Only here is an engine replaced, and counted how often. A request that fails has its own replaced (`mend`), a sync that
-fails has all of them asked (`replace_failed`). Either holds `changing` until the weights have come.
+Engines are replaced, and their restarts counted, only here. A failed request replaces its own engine (`mend`); a failed
+sync checks all engines (`replace_failed`). Both hold the lock `changing` until the new engines have weights.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from openrlhf.monitor import say
 from openrlhf.rollout.engine import Part
 from openrlhf.types import Completion, Request
 
-SLACK = 32  # requests that an engine may have more than the idlest one before its cached prompts no longer count
+SLACK = 32  # an engine with the prompt in its cache is preferred up to this many requests above the least busy one
 
 
 @dataclass
 class Engine:
-    """One engine: `process` is replaced when it fails."""
+    """One engine; `process` changes when it is replaced after a failure."""
 
     number: int
     process: Process
     running: int = 0
     restarts: int = 0
-    ready: bool = True  # not while it is being replaced
+    ready: bool = True  # False while it is being replaced
 
 
 class RayEngines:
-    """Requests go to the least busy engine, or to the one that has their prompt in its cache."""
+    """Engines as one: each request goes to the engine with its prompt in the cache, or else to the least busy one."""
 
     def __init__(
         self, engines: Sequence[Engine], start: Callable[[int], Awaitable[Process]], fate: Fate, *, max_restarts: int
@@ -43,12 +43,15 @@ class RayEngines:
         self.fate = fate
         self.max_restarts = max_restarts
         self.version = 0
-        self.homes: dict[int, Engine] = {}  # by prefix; caches are empty after each sync
+        self.homes: dict[int, Engine] = {}  # engine by prefix id; cleared at each sync, which empties the caches
         self.changing = asyncio.Lock()
-        self.bring_weights: Callable[[], Awaitable[None]] | None = None  # of a policy, to one that was started anew
+        self.bring_weights: Callable[[], Awaitable[None]] | None = None  # sends the policy's weights to a new engine
 
     async def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """What one engine had not finished when it died is generated again by whoever is there."""
+        """Generate all completions; requests that an engine had not finished when it died are generated again.
+
+        Requests with the same prefix go to the same engine.
+        """
         order = sorted(range(len(requests)), key=lambda place: requests[place].prefix)
         groups = [list(places) for _, places in groupby(order, key=lambda place: requests[place].prefix)]
         calls = (self._generate([requests[place] for place in places]) for places in groups)
@@ -58,6 +61,7 @@ class RayEngines:
         return [found[place] for place in range(len(requests))]
 
     async def _generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Generate requests of one prefix, and retry them until an engine succeeds."""
         if not self.engines:
             raise EngineError("there is no engine to generate with", try_this="without --replay")
         while True:
@@ -72,6 +76,7 @@ class RayEngines:
                 engine.running -= len(requests)
 
     def choose(self, prefix: int) -> Engine:
+        """Return the engine for requests with this prefix id, and remember it."""
         idlest = min(self.engines, key=lambda engine: (not engine.ready, engine.running))
         home = self.homes.get(prefix, idlest)
         chosen = home if home.ready and home.running <= idlest.running + SLACK else idlest
@@ -79,12 +84,12 @@ class RayEngines:
         return chosen
 
     async def mend(self, engine: Engine, failed: Process, failure: OpenRLHFError) -> None:
-        """Done to the end even when the request that noticed is taken back meanwhile."""
+        """Replace a failed engine; the replacement completes even if the request that noticed is cancelled."""
         mending = heard(asyncio.ensure_future(self.fate.race(self._mend(engine, failed, failure))))
         await asyncio.shield(mending)
 
     async def _mend(self, engine: Engine, failed: Process, failure: OpenRLHFError) -> None:
-        """The first to come replaces it, and the others wait until it may draw."""
+        """Replace the engine if no other request has done so; the others wait here until it can generate."""
         async with self.changing:
             if engine.process is failed:
                 engine.ready = False
@@ -94,7 +99,10 @@ class RayEngines:
                 engine.ready = True
 
     async def replace_failed(self) -> bool:
-        """All that are dead or generate no more; for whoever holds `changing` and then brings weights."""
+        """Replace all engines that are dead or unusable, and return whether there were any.
+
+        The caller must hold `changing` and send weights afterwards.
+        """
         return any(await asyncio.gather(*map(self._replace_if_failed, self.engines)))
 
     async def _replace_if_failed(self, engine: Engine) -> bool:
@@ -106,6 +114,7 @@ class RayEngines:
         return False
 
     async def _replace(self, engine: Engine, failure: OpenRLHFError) -> None:
+        """Kill the engine's process and start another, at most `max_restarts` times."""
         if engine.restarts >= self.max_restarts:
             raise EngineError(
                 f"{failure.message}, after {engine.restarts} restarts (--max_restarts)",
@@ -117,6 +126,7 @@ class RayEngines:
         engine.process = await self.start(engine.number)
 
     async def each(self, verb: str, *arguments: object, **named: object) -> None:
+        """Call a method of every engine and wait for all of them."""
         await asyncio.gather(*(engine.process.call("do", verb, *arguments, **named) for engine in self.engines))
 
     async def pause(self, *, drain: bool) -> None:

@@ -1,4 +1,4 @@
-"""Generation over a dataset by several engines on a cluster."""
+"""Generation for batch_inference by several vLLM engines on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from openrlhf.launch.ray.placement import EngineSeat, Plan
 from openrlhf.launch.ray.start import started_on
 from openrlhf.monitor import say
 
-RESTARTS = 1  # of an engine that dies; what it had not finished is generated again
+RESTARTS = 1  # per engine; its unfinished requests are generated again
 
 
 async def generate_on_ray(generation: Generation, sink: Sink) -> None:
-    """Requests go to whichever engine is least busy; this process writes what comes back."""
+    """Start the engines, distribute the requests over them and store the answers in this process."""
     task = generation.config.task
     size = task.tp_size or 1
     asked = Plan((), tuple(EngineSeat(number, size, None) for number in range(task.vllm_num_engines or 1)), "vllm")

@@ -1,6 +1,6 @@
-"""The head of a cluster, where Ray keeps its books. No run goes on without it: it ends by itself when it is lost.
+"""Watch over Ray's head node, without which no run can continue: if it is lost, the run ends with a clear error.
 
-Left alone Ray tries to reach it for a minute, and then ends the driver from C++, past everything that tidies up.
+Otherwise Ray would try to reach the head for a minute and then end the driver from C++, without any cleanup.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from openrlhf.launch.ray.address import is_reachable, open_line
 from openrlhf.launch.ray.calls import GO_ON
 from openrlhf.monitor import say
 
-SECONDS_OF_SILENCE = 10.0  # before a head that neither answers nor refuses counts as lost
-SECONDS_BETWEEN = 0.1  # two calls to a head that hangs up
-MAY_COME_BACK = "RAY_gcs_rpc_server_reconnect_timeout_s"  # Ray's own; set where a head keeps its state in Redis
-KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}  # seconds, seconds, times; by names of Linux
+SECONDS_OF_SILENCE = 10.0  # timeout for a head that neither accepts nor refuses connections
+SECONDS_BETWEEN = 0.1  # between two attempts to connect to a head that closed the connection
+MAY_COME_BACK = "RAY_gcs_rpc_server_reconnect_timeout_s"  # Ray's variable; set if the head keeps its state in Redis
+KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}  # seconds, seconds, probes; Linux names
 
 
 class Head:
-    """The head at an address. Once it is `lost`, Ray is asked for nothing more: it would wait for the head's answer."""
+    """The head node at an address. Once it is `lost`, do not call Ray any more: it would wait for the head."""
 
     def __init__(self, address: str, environ: Mapping[str, str] = os.environ) -> None:
         self.address = address
@@ -35,11 +35,14 @@ class Head:
 
     @asynccontextmanager
     async def needed(self) -> AsyncIterator[None]:
-        """Whatever is awaited within it ends when the head is lost; and what fails without a head, fails for that."""
+        """Cancel the body of the context when the head is lost, and raise a BackendError that says so.
+
+        Other errors raised while the head is gone are reported as the loss of the head, too.
+        """
         loop = asyncio.get_running_loop()
 
         def end() -> None:
-            with suppress(RuntimeError):  # it has ended meanwhile
+            with suppress(RuntimeError):  # the context has already ended
                 life.reschedule(loop.time())
 
         try:
@@ -57,7 +60,7 @@ class Head:
 
     @contextmanager
     def _watched(self, tell: Callable[[], object]) -> Iterator[None]:
-        """By a thread, since the event loop may be busy, or wait for Ray, which waits for the head."""
+        """Watch the head on a thread: the event loop may be busy, or blocked by Ray, which waits for the head."""
         released = threading.Event()
         watch = threading.Thread(target=self._watch, args=(released, tell), daemon=True, name="openrlhf-head")
         watch.start()
@@ -66,11 +69,12 @@ class Head:
         finally:
             released.set()
             if self.line is not None:
-                with suppress(OSError):  # the head hung up first
+                with suppress(OSError):  # the head closed the connection first
                     self.line.shutdown(socket.SHUT_RDWR)
             watch.join()
 
     def _watch(self, released: threading.Event, tell: Callable[[], object]) -> None:
+        """Reconnect whenever the connection closes; call `tell` once the head is away longer than allowed."""
         missed: float | None = None
         pause = 0.0
         while not released.wait(pause):
@@ -83,19 +87,19 @@ class Head:
                 ):  # reconnect immediately: Ray may end this process any moment
                     pause = 0.0
                 continue
-            except ConnectionRefusedError:  # its machine is there, and nobody listens
+            except ConnectionRefusedError:  # the machine is up, but the head does not listen
                 allowed = self.patience
             except OSError:
                 allowed = max(self.patience, SECONDS_OF_SILENCE)
             missed = missed or time.monotonic()
             if time.monotonic() - missed >= allowed:
                 self.lost = True
-                say(str(self._error()))  # at once: a driver that has outlived its shell may be ended by Ray any moment
+                say(str(self._error()))  # now: Ray may end a driver that has outlived its shell at any moment
                 tell()
                 return
 
     def _stay_connected(self, released: threading.Event) -> None:
-        """Until the other end hangs up, as Ray also does now and then on callers who say nothing."""
+        """Hold a connection until the head closes it, as Ray sometimes does with silent clients."""
         with open_line(self.address) as self.line:
             keep_alive(self.line)
             with suppress(OSError):
@@ -104,7 +108,7 @@ class Head:
 
 
 def keep_alive(line: socket.socket) -> None:
-    """So that the end of a machine, which says nothing, is noticed too."""
+    """Turn on TCP keepalive, to notice a machine that disappears without closing its connections."""
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEPALIVE.items():
         if hasattr(socket, name):

@@ -1,4 +1,8 @@
-"""Who sits where on a cluster: worker groups, engines, and the nodes that have room for them. Knows no Ray."""
+"""Placement of a run on a cluster: its worker groups and engines, and the nodes that have room for them.
+
+`plan` derives groups and engines from the flags, and `pack` assigns their devices to nodes. This module does not use
+Ray.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +16,18 @@ from openrlhf.config.sections.cluster import Role
 from openrlhf.errors import ConfigError
 
 NAMES: Mapping[Role, str] = {"actor": "policy", "ref": "reference", "critic": "critic", "reward": "reward"}
-TOGETHER = "models"  # the one group of --colocate_all_models
+TOGETHER = "models"  # name of the single group of --colocate_all_models
 
 
 @dataclass(frozen=True)
 class Group:
-    """Processes that share one torch world: one process per device, each holding all `roles`."""
+    """Processes of one torch.distributed world: one process per device, each holding all `roles`."""
 
     name: str
     roles: tuple[Role, ...]
     nodes: int
     devices_per_node: int
-    rewards: tuple[int, ...] = ()  # which reward models, by their place in --reward_pretrain
+    rewards: tuple[int, ...] = ()  # its reward models, by their place in --reward_pretrain
 
     @property
     def size(self) -> int:
@@ -32,11 +36,11 @@ class Group:
 
 @dataclass(frozen=True)
 class EngineSeat:
-    """One engine: on `devices` of its own, or on those of the ranks [number * devices, (number + 1) * devices)."""
+    """Slot of one engine: `devices` of its own, or those of ranks [number * devices, (number + 1) * devices)."""
 
     number: int
     devices: int
-    shares: str | None  # name of the group whose devices these are
+    shares: str | None  # the group whose devices it shares; None if it has its own
 
     @property
     def name(self) -> str:
@@ -45,7 +49,7 @@ class EngineSeat:
 
 @dataclass(frozen=True)
 class Block:
-    """Devices that must lie on one node. Blocks of one owner lie on different nodes."""
+    """Devices that must be on one node. Blocks of the same owner must be on different nodes."""
 
     owner: str
     devices: int
@@ -53,7 +57,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Plan:
-    """All groups and engines of a run."""
+    """All worker groups and engines of a run."""
 
     groups: tuple[Group, ...]
     engines: tuple[EngineSeat, ...]
@@ -63,12 +67,12 @@ class Plan:
         return next(group for group in self.groups if group.name == name)
 
     def holding(self, role: Role, reward: int = 0) -> Group | None:
-        """The group whose workers hold a role's model; for rewards, the model of this number."""
+        """Return the group that holds the model of a role; for the reward role, the model with number `reward`."""
         found = (group for group in self.groups if role in group.roles)
         return next((group for group in found if role != "reward" or reward in group.rewards), None)
 
     def blocks(self) -> tuple[Block, ...]:
-        """Every device of the run once, in the order of its bundles: groups by rank, then engines of their own."""
+        """Return each device of the run once, in bundle order: groups by rank, then engines with their own devices."""
         of_groups = [Block(group.name, group.devices_per_node) for group in self.groups for _ in range(group.nodes)]
         own = [Block(engine.name, engine.devices) for engine in self.engines if engine.shares is None]
         return (*of_groups, *own)
@@ -78,7 +82,7 @@ class Plan:
         return sum(block.devices for block in self.blocks())
 
     def describe(self) -> str:
-        """What is asked for, as it stands in messages: `policy 1 x 8, engines 2 x 4`."""
+        """Return the plan as text for messages, such as `policy 1 x 8, engines 2 x 4`."""
         parts = [f"{group.name} {group.nodes} x {group.devices_per_node}" for group in self.groups]
         own = [engine for engine in self.engines if engine.shares is None]
         if own:
@@ -87,6 +91,7 @@ class Plan:
 
 
 def plan(config: RLConfig) -> Plan:
+    """Plan the groups and engines of a run; without vLLM, each policy process has an engine on its device."""
     groups = plan_groups(config)
     policy = next(group for group in groups if "actor" in group.roles)
     if config.engines.vllm_num_engines:
@@ -96,7 +101,10 @@ def plan(config: RLConfig) -> Plan:
 
 
 def plan_groups(config: RLConfig) -> tuple[Group, ...]:
-    """One group per set of roles that share processes; those of one set ask for equal devices (a rule of config)."""
+    """Return one group per set of roles that share processes.
+
+    The config checks guarantee that colocated roles ask for the same number of devices.
+    """
     placement = config.placement
     rewards = tuple(range(len(config.rewards.reward_models))) if config.rewards.scored_by_models else ()
     used = used_roles(config)
@@ -124,7 +132,10 @@ def make_group(config: RLConfig, roles: tuple[Role, ...], rewards: tuple[int, ..
 
 
 def plan_vllm(config: RLConfig, policy: Group) -> tuple[EngineSeat, ...]:
-    """Engines on the models' devices in a hybrid run; an asynchronous one trains and generates at once, so apart."""
+    """Place vLLM engines on the models' devices in a colocated run, otherwise on their own.
+
+    An asynchronous run trains and generates at the same time, so its engines always get their own devices.
+    """
     count, size = config.engines.vllm_num_engines or 0, config.engines.vllm_tensor_parallel_size
     hybrid = config.placement.colocate_all_models and not config.asynchrony.async_train
     return tuple(EngineSeat(number, size, policy.name if hybrid else None) for number in range(count))
@@ -132,7 +143,7 @@ def plan_vllm(config: RLConfig, policy: Group) -> tuple[EngineSeat, ...]:
 
 @dataclass(frozen=True)
 class Node:
-    """A machine of the cluster, counted in devices: GPUs, or CPU cores where the cluster has no GPU."""
+    """A machine of the cluster. Its devices are GPUs, or CPU cores if the cluster has no GPU."""
 
     id: str
     address: str
@@ -142,15 +153,16 @@ class Node:
 
 
 def pack(blocks: Sequence[Block], nodes: Sequence[Node]) -> tuple[str, ...] | None:
-    """The id of a node for each block, or None where there is no way to place them all.
+    """Return a node id for each block, or None if the blocks cannot all be placed.
 
-    Large blocks choose first, each the fullest node that has room, so that whole nodes stay whole; where that ends
-    nowhere, the choice is taken back. Nodes with equal room are alike, so a state that failed is not tried again.
+    This is a backtracking search. Large blocks are placed first, each on the fullest node that has room, to keep empty
+    nodes whole. Nodes with equal room are interchangeable, so failed states are remembered up to that symmetry.
     """
     order = sorted(range(len(blocks)), key=lambda index: -blocks[index].devices)
     failed: set[tuple[int, tuple[tuple[int, bool], ...]]] = set()
 
     def place(step: int, free: Mapping[str, int], taken: frozenset[str]) -> dict[int, str] | None:
+        """Place the blocks from `step` on; `taken` are the nodes that already hold blocks of the same owner."""
         if step == len(order):
             return {}
         block = blocks[order[step]]
@@ -174,7 +186,7 @@ def pack(blocks: Sequence[Block], nodes: Sequence[Node]) -> tuple[str, ...] | No
 
 
 def explain_shortage(asked: Plan, nodes: Sequence[Node], unit: str, *, private: bool) -> ConfigError:
-    """Why a plan does not fit: what is asked for, what is there, what to change."""
+    """Return the error for a plan that does not fit: what it needs, what is available, what to change."""
     free, total = sum(node.free for node in nodes), sum(node.devices for node in nodes)
     there = ", ".join(f"{node.address} has {node.free} of {node.devices} free" for node in nodes) or "no node is alive"
     message = f"the run asks for {asked.devices} {unit}s ({asked.describe()}), but {there}"
@@ -193,7 +205,7 @@ def explain_shortage(asked: Plan, nodes: Sequence[Node], unit: str, *, private: 
 
 
 def sharing_helps(asked: Plan, nodes: Sequence[Node]) -> bool:
-    """Whether all would fit on the policy's devices, where they do not sit there already."""
+    """Return whether colocating everything on the policy's devices would make the plan fit."""
     if not asked.groups or asked.groups[0].name == TOGETHER:
         return False
     of_policy = [block for block in asked.blocks() if block.owner == asked.groups[0].name]

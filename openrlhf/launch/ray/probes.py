@@ -1,13 +1,13 @@
-"""What is asked of a node from within: small functions that Ray runs there. They import nothing heavy."""
+"""Small functions that Ray runs on a node to inspect it. They import nothing heavy."""
 
 import socket
 from pathlib import Path
 
 
 def own_device() -> str:
-    """The GPU that Ray assigned to this process, as CUDA_VISIBLE_DEVICES names it.
+    """Return the GPU that Ray assigned to this process, by its name in CUDA_VISIBLE_DEVICES.
 
-    Ray is asked and not the variable: RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES leaves it unset or as inherited.
+    The variable itself is not reliable: RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES leaves it unset or inherited.
     """
     import ray
 
@@ -22,5 +22,5 @@ def find_free_port() -> int:
 
 
 def unseen(files: list[Path]) -> list[Path]:
-    """Those of the files that this node does not see."""
+    """Return the files that this node does not see."""
     return [file for file in files if not file.exists()]

@@ -1,4 +1,7 @@
-"""Reinforcement learning on a cluster: Ray places the processes, and the same controller drives them."""
+"""Ray runtime of reinforcement learning: start models and engines on a cluster and connect them.
+
+`open_ray` is the counterpart of `local_rl.open_local`; the same controller drives both.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from openrlhf.rollout.channel import Transport
 
 @asynccontextmanager
 async def open_ray(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollouts: int) -> AsyncIterator[Machinery]:
-    """Everything that was started ends with it, whatever happened."""
+    """Reserve devices and start the run's processes; all of them end with the context, even after an error."""
     asked = plan(config)
     if config.rollout.replay:
         asked = replace(asked, engines=())
@@ -40,7 +43,10 @@ async def open_ray(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollout
 
 
 async def start(starting: Starting, config: RLConfig, rollouts: int) -> Machinery:
-    """Models and engines. Engines that share devices come first, and have them to themselves until they are ready."""
+    """Start models and engines.
+
+    Engines that share devices with the models start first and have the devices to themselves until they are ready.
+    """
     sleeps = config.engines.vllm_enable_sleep
     cluster, seats = starting.cluster, starting.cluster.plan.engines
 
@@ -51,7 +57,7 @@ async def start(starting: Starting, config: RLConfig, rollouts: int) -> Machiner
         starts = (starting.group(group, config, rollouts) for group in cluster.plan.groups)
         return list(await asyncio.gather(*starts))
 
-    if any(seat.shares is not None for seat in seats):  # vLLM measures how much memory is free
+    if any(seat.shares is not None for seat in seats):  # vLLM measures the free memory when it starts
         engines = await start_engines()
         if sleeps:
             await engines.sleep()
@@ -73,7 +79,11 @@ async def start(starting: Starting, config: RLConfig, rollouts: int) -> Machiner
 
 
 def transport(cluster: Cluster, config: RLConfig) -> Transport:
-    """CUDA IPC where engines share the policy's GPUs, NCCL where they have their own, gloo without GPUs or if asked."""
+    """Return how weights travel to the engines.
+
+    CUDA IPC if they share the policy's GPUs, NCCL if they have their own, gloo without GPUs or if --vllm_sync_backend
+    asks for it.
+    """
     if cluster.unit == "CPU":
         return "gloo"
     if any(engine.shares is not None for engine in cluster.plan.engines):

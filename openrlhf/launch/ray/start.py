@@ -1,4 +1,4 @@
-"""The processes of a plan: they are started here, and end together, whatever happened."""
+"""Start the processes of a plan as Ray actors, and end all of them together, even after an error."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from openrlhf.launch.ray.placement import Group
 from openrlhf.launch.ray.worker import EngineWorker, ModelWorker
 from openrlhf.launch.ray.workers import WorkerGroup
 
-ENGINE_CALLS = 10_000  # of one engine at a time: it is told everything at once and orders it by itself
+ENGINE_CALLS = 10_000  # concurrent calls per engine: it receives all requests immediately and schedules them itself
 
 
 @asynccontextmanager
 async def started_on(cluster: Cluster) -> AsyncIterator[Starting]:
-    """Whatever is started within it ends with it."""
+    """Provide a `Starting`; the processes that it starts end with the context."""
     starting = Starting(cluster, Fate())
     try:
         async with cluster.head.needed():
@@ -37,7 +37,7 @@ async def started_on(cluster: Cluster) -> AsyncIterator[Starting]:
 
 
 class Starting:
-    """Makes the processes of a plan, and knows all of them."""
+    """Starter of a plan's processes; it keeps track of all of them."""
 
     def __init__(self, cluster: Cluster, fate: Fate) -> None:
         self.cluster = cluster
@@ -45,10 +45,11 @@ class Starting:
         self.processes: list[Process] = []
 
     async def group(self, group: Group, config: RLConfig, rollouts: int) -> WorkerGroup:
+        """Start the processes of a group and wait until they have loaded their models."""
         import ray
 
-        remote: Any = ray.remote  # its annotations know fewer options than it does
-        actor = remote(concurrency_groups={ASIDE: 2})(ModelWorker)  # its pulse, and to leave
+        remote: Any = ray.remote  # its annotations lack some of its options
+        actor = remote(concurrency_groups={ASIDE: 2})(ModelWorker)  # two threads: for `pulse` and for `leave`
         processes = []
         for number, seat in enumerate(self.cluster.seats(group.name)):
             handle = actor.options(**seat.options).remote(config, group, rollouts, number)
@@ -60,6 +61,8 @@ class Starting:
         return WorkerGroup(group, tuple(processes), tuple(await self.fate.race(starts)), self.fate)
 
     async def engines(self, spec: EngineSpec, *, max_restarts: int) -> RayEngines:
+        """Start all engines of the plan at the same time."""
+
         async def start(number: int) -> Process:
             return await self.engine(spec, number)
 
@@ -68,6 +71,7 @@ class Starting:
         return RayEngines(engines, start, self.fate, max_restarts=max_restarts)
 
     async def engine(self, spec: EngineSpec, number: int) -> Process:
+        """Start engine `number` and wait until it is ready; also used to replace a failed one."""
         import ray
 
         seat = self.cluster.engine_seat(number)

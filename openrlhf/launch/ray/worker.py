@@ -1,4 +1,7 @@
-"""The processes of a run on a cluster: models of one group, or one engine. Plain classes; Ray makes actors of them."""
+"""Worker processes of a run on a cluster: one rank of a model group, or one engine.
+
+They are plain classes; `start` turns them into Ray actors.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ from openrlhf.types import Completion, Request
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a process stands among those of its group: tensor-parallel peers and rings share a data-parallel rank."""
+    """Position of a process in its group; tensor-parallel and ring peers share a data-parallel rank."""
 
     process: int
     rank: int
@@ -36,7 +39,7 @@ class Standing:
 
 
 class ModelWorker:
-    """One process of a group: it holds its share of the group's models and does what the driver says, in order."""
+    """One process of a group: it holds its share of the group's models and executes the driver's calls in order."""
 
     def __init__(self, config: RLConfig, group: Group, rollouts: int, number: int) -> None:
         self.config = config
@@ -47,6 +50,7 @@ class ModelWorker:
         self.sender: Sender | None = None
 
     def start(self, folder: str) -> Standing:
+        """Join the group, load the models and return this process's position; `folder` is the driver's."""
         settle_in(folder)
         config = self.config
         device = join(config)
@@ -65,26 +69,27 @@ class ModelWorker:
         return Standing(backend.process, backend.rank, backend.data_parallel_size)
 
     def do(self, verb: str, *arguments: object) -> Any:
+        """Call a method of `Models`."""
         return getattr(self.models, verb)(*arguments)
 
     def open_channel(self, channel: Channel) -> Channel:
-        """Serves a new channel to engines in place of the one before."""
+        """Serve a new channel to engines and close the previous one."""
         if self.sender is not None:
             self.sender.close()
         self.sender = Sender(channel, self.device)
         return self.sender.channel
 
     def send(self, version: int, verify: bool) -> Checksums:
-        """The policy's weights to the engines; a process without a channel helps to gather them."""
+        """Send the policy's weights to the engines; a process without a channel only helps to gather them."""
         weights = iter(self.models.weights())
         try:
             return self.sender.send(weights, version, verify=verify) if self.sender is not None else {}
         finally:
-            for _ in weights:  # ranks gather together, so to the end, whatever became of the channel
+            for _ in weights:  # all ranks must gather to the end, even if the channel failed
                 pass
 
     def pulse(self) -> None:
-        """Never returns: whoever awaits it hears at once when the process dies."""
+        """Block forever; the pending call fails as soon as the process dies, which tells the driver."""
         threading.Event().wait()
 
     def leave(self) -> None:
@@ -92,7 +97,7 @@ class ModelWorker:
 
 
 class EngineWorker:
-    """One engine. Where it serves a policy, requests wait for its weights: those of the folder are not drawn from."""
+    """One engine. If it serves a policy, requests wait for the policy's weights instead of using those on disk."""
 
     def __init__(self, spec: EngineSpec, number: int) -> None:
         self.spec = spec
@@ -112,11 +117,13 @@ class EngineWorker:
         return await self.engine.generate(requests)
 
     async def load(self, weights: Weights, version: int, verify: bool) -> Checksums:
+        """Load the policy's weights and let waiting requests start."""
         sums = await self.engine.load(weights, version, verify=verify)
         self.may_draw.set()
         return sums
 
     async def do(self, verb: str, *arguments: object, **named: object) -> None:
+        """Call a method of the engine."""
         await getattr(self.engine, verb)(*arguments, **named)
 
     async def leave(self) -> None:
@@ -124,16 +131,17 @@ class EngineWorker:
 
 
 def processes_of_a_row(sharding: Sharding) -> int:
-    """How many processes of a group look at the same rows, where its models only look: those are not split by tensor.
+    """Return how many processes see the same rows in a group that only runs forward passes.
 
-    In a ring they follow the layout of the models that are.
+    Such models are not split by tensor parallelism, so it is one; with ring attention, they follow the layout of the
+    trained models.
     """
     ring = sharding.ring_attn_size
     return ring * sharding.ds_tensor_parallel_size if ring > 1 else 1
 
 
 def settle_in(folder: str) -> None:
-    """Stands where the driver stands, so that a relative path means the same here; not every node need have it."""
+    """Change to the driver's working folder, so that relative paths mean the same; not every node needs to have it."""
     disable_progress_bar()
     with suppress(FileNotFoundError):
         os.chdir(folder)

@@ -1,4 +1,8 @@
-"""The models of a run on a cluster: one group of processes or several, each with its share of every batch."""
+"""Driver-side access to the models of a run on a cluster.
+
+`RayWorkers` sends each call to the group that holds the model. `WorkerGroup` splits the batches over the group's
+data-parallel ranks and collects the answers.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ from openrlhf.types import Batch, Trajectory
 
 @dataclass(frozen=True)
 class WorkerGroup:
-    """The processes of one group."""
+    """The processes of one group, with their positions in it."""
 
     group: Group
     processes: tuple[Process, ...]
@@ -38,15 +42,19 @@ class WorkerGroup:
         return self.standings[0].data_parallel_size
 
     def firsts(self) -> list[int]:
-        """The first process of each data-parallel rank: those that share its rows say the same."""
+        """Return the first process of each data-parallel rank; its peers see the same rows and give equal answers."""
         by_rank = {standing.rank: place for place, standing in reversed(list(enumerate(self.standings)))}
         return [by_rank[rank] for rank in range(self.ranks)]
 
     async def everyone(self, method: str, *arguments: object) -> list[Any]:
+        """Call a method of every process with the same arguments."""
         return await self.fate.race(asyncio.gather(*(process.call(method, *arguments) for process in self.processes)))
 
     async def shared_out(self, verb: str, shares: Sequence[object], *arguments: object) -> list[Any]:
-        """Each data-parallel rank works on its share; the answers by rank. Shares travel by reference."""
+        """Call a method of `Models` with one share per data-parallel rank, and return the answers by rank.
+
+        Shares are stored once in Ray's object store, and the processes of a rank get a reference.
+        """
         import ray
 
         references = [ray.put(share) for share in shares]
@@ -59,7 +67,7 @@ class WorkerGroup:
 
 
 class RayWorkers:
-    """Every verb goes to the group that holds the model; groups of their own devices work at the same time."""
+    """Models of a run on a cluster; groups on different devices work at the same time."""
 
     def __init__(self, groups: Sequence[WorkerGroup]) -> None:
         self.groups = groups
@@ -70,7 +78,7 @@ class RayWorkers:
         return next((group for group in self.groups if role in group.group.roles), None)
 
     async def score(self, batches: Sequence[Batch], *, log_probs: bool) -> Scores:
-        values, reference, own = await asyncio.gather(  # in one process in this order: see LocalWorkers
+        values, reference, own = await asyncio.gather(  # a shared process runs them in this order: see LocalWorkers
             self._scored(self.critic, "values", batches),
             self._scored(self.reference, "reference_log_probs", batches),
             self._scored(self.policy if log_probs else None, "log_probs", batches),
@@ -83,6 +91,7 @@ class RayWorkers:
         return found
 
     async def _scored(self, group: WorkerGroup | None, verb: str, batches: Sequence[Batch]) -> list[Tensor] | None:
+        """Score the batches in a group and return the results in their order; None without a group."""
         if group is None:
             return None
         places, shares = share_out(batches, group.ranks)
@@ -90,7 +99,7 @@ class RayWorkers:
         found = {
             place: tensor
             for own, answer in zip(places, answers, strict=True)
-            for place, tensor in zip(own, answer, strict=False)  # what fillers gave is left over
+            for place, tensor in zip(own, answer, strict=False)  # drops the results of filler batches
         }
         return [found[place] for place in range(len(batches))]
 
@@ -101,6 +110,7 @@ class RayWorkers:
         return reduce(add, await asyncio.gather(*(self._rewarded(group, trajectories) for group in scoring)))
 
     async def _rewarded(self, group: WorkerGroup, trajectories: Sequence[Trajectory]) -> ModelRewards:
+        """Return the rewards of one group's reward models, in the order of the trajectories."""
         places, shares = share_trajectories(trajectories, group.ranks)
         answers: list[ModelRewards] = await group.shared_out("rewards", shares)
         parts = [answer.take(range(len(own))) for answer, own in zip(answers, places, strict=True)]
@@ -118,9 +128,10 @@ class RayWorkers:
     async def _trained(
         self, group: WorkerGroup | None, verb: str, micro_batches: Sequence[Batch], *arguments: object
     ) -> dict[str, float]:
+        """Take one optimizer step in a group and return its metrics."""
         assert group is not None
         answers = await group.shared_out(verb, share_out(micro_batches, group.ranks)[1], *arguments)
-        return answers[0]  # metrics are sums over the ranks already
+        return answers[0]  # metrics are already reduced over the ranks
 
     async def save(self, folder: Path) -> None:
         await asyncio.gather(*(group.everyone("do", "save", folder.absolute()) for group in self._training()))
@@ -129,6 +140,7 @@ class RayWorkers:
         await asyncio.gather(*(group.everyone("do", "load", folder.absolute()) for group in self._training()))
 
     def _training(self) -> list[WorkerGroup]:
+        """Return the groups with trained models, which have checkpoints."""
         return [group for group in self.groups if {"actor", "critic"} & set(group.group.roles)]
 
     async def export(self, folder: Path) -> None:
@@ -143,9 +155,9 @@ class RayWorkers:
 def share_trajectories(
     trajectories: Sequence[Trajectory], ranks: int
 ) -> tuple[list[list[int]], list[list[Trajectory]]]:
-    """Samples for each rank with tokens balanced: their places, and they themselves.
+    """Split samples over the ranks with balanced token counts; return their places and the samples, by rank.
 
-    A rank for which there is none gets the shortest one, because ranks of a sharded model wait for each other.
+    A rank without a sample gets a copy of the shortest one, because the ranks of a sharded model wait for each other.
     """
     lengths = [len(item.input_ids) for item in trajectories]
     places = interleave(lengths, ranks)
@@ -154,9 +166,9 @@ def share_trajectories(
 
 
 def share_out(batches: Sequence[Batch], ranks: int) -> tuple[list[list[int]], list[list[Batch]]]:
-    """Micro-batches for each rank with tokens balanced: their places, and they themselves.
+    """Split micro-batches over the ranks with balanced token counts; return their places and the batches, by rank.
 
-    Ranks of a sharded model wait for each other, so a shorter share is filled up with a batch that counts for nothing.
+    The ranks of a sharded model wait for each other, so shorter shares are filled up with a batch of weight zero.
     """
     sizes = [int((batch.sequence_ids >= 0).sum()) for batch in batches]
     places = interleave(sizes, ranks)
