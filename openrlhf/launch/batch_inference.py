@@ -78,6 +78,7 @@ def plan(
 
 
 def load_rows(config: BatchInferenceConfig) -> Records:
+    """Load the records of --dataset, mixed and limited as the flags say."""
     data = config.data
     return load_dataset_rows(
         str(data.dataset),

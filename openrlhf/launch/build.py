@@ -179,6 +179,7 @@ def frozen_model(config: SupervisedConfig, device: torch.device, *, vocabulary: 
 def make_objective(
     config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase, frozen: Frozen | None, soft_labels: bool
 ) -> SupervisedObjective:
+    """Return the training objective of the command, with its coefficients from the flags."""
     aux = config.model.aux_loss_coef
     match config:
         case SFTConfig():

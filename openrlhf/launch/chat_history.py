@@ -21,11 +21,17 @@ from openrlhf.data.templates import Chat, fill, open_chat
 class History(Protocol):
     """A conversation. `prompt` only builds text; `add` records a turn once both its sides are known."""
 
-    def prompt(self, said: str) -> str: ...
+    def prompt(self, said: str) -> str:
+        """Return the text for the model to continue: the conversation so far, then the new message `said`."""
+        ...
 
-    def add(self, said: str, reply: str) -> None: ...
+    def add(self, said: str, reply: str) -> None:
+        """Record a finished turn."""
+        ...
 
-    def clear(self) -> None: ...
+    def clear(self) -> None:
+        """Forget all turns; the system prompt stays."""
+        ...
 
 
 @dataclass

@@ -158,6 +158,7 @@ def generate(generation: Generation, parts: Parts, tokenizer: PreTrainedTokenize
 
 
 def open_hf_engine(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase) -> HFEngine:
+    """Load the model onto this process's device and return a Transformers engine for it."""
     device = choose_device(config.model.device, config.task.local_rank)
     explain_precision(config.model.param_dtype, device)
     explain_experts(config.model, str(config.model.pretrain))

@@ -168,6 +168,7 @@ def find_rows(folder: Path) -> dict[int, Place]:
 
 
 def number_of(line: bytes, path: Path) -> int:
+    """Return the row number of a stored line; a line that cannot be parsed means a damaged file."""
     try:
         return json.loads(line)["number"]
     except (ValueError, KeyError, TypeError):

@@ -64,6 +64,7 @@ def preference_pairs(rows: Sequence[Row], _: Conditioning) -> list[Row]:
 
 
 def preference_pair(group: Sequence[Row]) -> Row | None:
+    """Return the best and the worst answer as a DPO row; None if they have equal rewards or equal texts."""
     chosen, rejected = best(group), min(group, key=lambda row: row["reward"])
     # The same answer may get slightly different rewards in different batches, because of rounding.
     if chosen["reward"] == rejected["reward"] or chosen["output"] == rejected["output"]:
@@ -90,6 +91,7 @@ def conditional_rows(rows: Sequence[Row], how: Conditioning) -> list[Row]:
 
 
 def conditioned(prompt: str, reward: float, template: str | None) -> str:
+    """Write the reward, with two decimals, into the prompt."""
     shown = f"{reward:.2f}"
     if template is None:
         return with_condition(prompt, CONDITION.replace("{reward}", shown))

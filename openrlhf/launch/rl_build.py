@@ -69,6 +69,7 @@ def build_models(
 
 
 def build_policy(config: RLConfig, device: torch.device, total_steps: int) -> Policy:
+    """Load the policy and set up its optimizer, schedule and objective."""
     network = Network(
         trainable_model(config, device),
         with_aux_loss=config.model.aux_loss_coef > AUX_ON,
@@ -84,6 +85,7 @@ def build_policy(config: RLConfig, device: torch.device, total_steps: int) -> Po
 
 
 def build_reference(config: RLConfig, device: torch.device) -> Frozen:
+    """Load the frozen reference: --ref_pretrain, or by default --pretrain."""
     name = config.critic.ref_pretrain or str(config.model.pretrain)
     with loading(config, device):
         model = load_causal_lm(name, config.model, device=device, packing=config.batches.packing_samples)
@@ -138,6 +140,10 @@ def make_backend(config: RLConfig, network: Network, settings: OptimizerSettings
 def build_critic(
     config: RLConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device, total_steps: int
 ) -> Critic:
+    """Load the critic with its scalar head and set up its optimizer, schedule and objective.
+
+    The critic reads the policy's tokens, so its tokenizer must have all of them.
+    """
     name = str(critic_model(config))
     if not share_vocabulary(tokenizer, load_tokenizer(name, config.model)):
         raise ConfigError(f"the critic {name} has another tokenizer than the policy", try_this="--critic_pretrain")

@@ -207,6 +207,7 @@ class Models:
         self.rest()
 
     def load(self, folder: Path) -> None:
+        """Restore what `save` wrote."""
         for name, trained in self._trained():
             self._use(trained.backend).load(folder / name)
             saved = load_file(folder / name / SCHEDULE_FILE)
@@ -216,6 +217,7 @@ class Models:
             self.ema = load_file(folder / EMA_FILE)
 
     def _trained(self) -> list[tuple[str, Trained]]:
+        """Return the trained models of this process, with the names of their checkpoint folders."""
         policy = [("_actor", self.policy.trained)] if self.policy else []
         return policy + ([("_critic", self.critic.trained)] if self.critic else [])
 

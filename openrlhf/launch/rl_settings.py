@@ -51,6 +51,10 @@ def num_optimizer_steps(config: RLConfig, order: PromptOrder) -> int:
 
 
 def make_settings(config: RLConfig, layout: Layout) -> Settings:
+    """Return all settings of the controller.
+
+    Ring and tensor-parallel peers work on the same samples, so only the remaining ranks share the micro-batches.
+    """
     rollout, logs = config.rollout, config.logs
     sampling = rollout_settings(config)
     ranks = num_devices(config, "actor") // (config.sharding.ring_attn_size * config.sharding.ds_tensor_parallel_size)
@@ -138,6 +142,7 @@ def rollout_settings(config: RLConfig) -> RolloutSettings:
 
 
 def experience_settings(config: RLConfig) -> ExperienceSettings:
+    """Return the settings for rewards and advantages, and whether the policy must score its samples again."""
     rewards = config.rewards
     longest = config.rollout.response_length or config.rollout.context_length
     kl_in_reward = not config.kl.use_kl_loss
@@ -156,13 +161,14 @@ def experience_settings(config: RLConfig) -> ExperienceSettings:
         step_rewards=rewards.step_rewards,
         scores_policy=(config.kl.init_kl_coef > 0 and kl_in_reward)
         or uses_correction(config)
-        # A single step on new samples compares the current log-probs with themselves.
+        # With a single step per rollout, the old log-probs equal the current ones and need no scoring pass.
         or (steps_per_rollout(config) > 1 and not old_log_probs_are_the_engines(config)),
         old_from_engine=old_log_probs_are_the_engines(config),
     )
 
 
 def policy_objective(config: RLConfig) -> PolicyObjective:
+    """Return the policy objective; by default, Dr. GRPO aggregates its loss over a constant length."""
     policy, low_high = config.policy, config.policy.clip_range
     constant = config.advantage.advantage_estimator == "dr_grpo"
     return PolicyObjective(

@@ -94,6 +94,7 @@ class Service:
         return {"rewards": rewards, "scores": rewards, "extra_logs": extra_logs}
 
     def _check_lengths(self, rows: Sequence[Row]) -> None:
+        """Reject empty rows and, with `refuse_long`, rows longer than the model's limit."""
         limit = self.model.max_len
         for place, row in enumerate(rows):
             if not len(row):
@@ -139,6 +140,7 @@ EXAMPLE = '{"query": ["a text to score"]}'
 
 
 def check_text(text: Any, place: int) -> None:
+    """Reject a query that is not a string or cannot be encoded as UTF-8."""
     if not isinstance(text, str):
         raise HTTPException(422, f"query {place} is of type {type(text).__name__}, not a text")
     try:

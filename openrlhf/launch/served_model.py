@@ -47,6 +47,7 @@ class RewardModel:
 
 
 def load_reward_model(config: ServeRMConfig, device: torch.device) -> RewardModel:
+    """Load the model of --reward_pretrain after checking that it gives one score per text."""
     flags, name = config.server, str(config.server.reward_pretrain)
     settings = read_config(name, config.model)
     check_is_outcome_model(name, settings)

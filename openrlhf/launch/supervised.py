@@ -123,6 +123,7 @@ def save_model_folder(built: Built, tokenizer: PreTrainedTokenizerBase, folder: 
 
 
 def make_plan(config: SupervisedConfig, order: Order) -> Plan:
+    """Collect the settings of the training loop: schedule, checkpoints, evaluation and logging."""
     saving = config.checkpoints
     return Plan(
         order=order,

@@ -70,10 +70,12 @@ def dataset_names(config: RLConfig | SupervisedConfig) -> list[str]:
 
 
 def is_on_disk(name: str) -> bool:
+    """Return whether a local path exists, with or without the part after an `@`."""
     return any(Path(path).expanduser().exists() for path in (name, name.partition("@")[0]))
 
 
 def tokenizer_is_here(name: str) -> bool:
+    """Return whether the tokenizer is on disk or in the Hugging Face cache."""
     return is_on_disk(name) or isinstance(try_to_load_from_cache(name, "tokenizer_config.json"), str)
 
 
