@@ -1,4 +1,8 @@
-"""Many tensors in one flat buffer of bytes, and the header that says where each one lies."""
+"""Buckets: many tensors packed into one flat byte buffer, with a header that locates each of them.
+
+`channel.py` sends weights in buckets, so that a model travels in a few large messages instead of one per tensor. The
+sender fills a `Bucket`; the receiver calls `unpack` with the header and the buffer that arrived.
+"""
 
 from __future__ import annotations
 
@@ -10,28 +14,28 @@ from math import prod
 import torch
 from torch import Tensor
 
-ALIGNMENT = 16  # bytes: the widest that a vectorised copy wants
+ALIGNMENT = 16  # bytes; the widest that a vectorised copy needs
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a bucket."""
+    """Name, type, shape and position of one tensor in a bucket."""
 
     name: str
-    dtype: str
+    dtype: str  # without the "torch." prefix
     shape: list[int]
-    offset: int
+    offset: int  # bytes
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a receiver must know before the bytes of a bucket arrive, or that no more will."""
+    """Description of a bucket, sent ahead of its bytes, or the notice that no more buckets follow."""
 
     entries: list[Entry] = field(default_factory=list)
     used: int = 0  # bytes
-    mapping: list[int | str | bool] = field(default_factory=list)  # where the bytes lie, if they are not sent
-    end: bool = False  # nothing follows
-    failure: str = ""  # why nothing follows, where the weights are not complete
+    mapping: list[int | str | bool] = field(default_factory=list)  # `ipc.describe`, if the bytes are not sent
+    end: bool = False  # no more buckets follow
+    failure: str = ""  # why the weights are incomplete; empty if they are complete
 
     def encode(self) -> str:
         return json.dumps(asdict(self))
@@ -43,7 +47,7 @@ class Header:
 
 
 class Bucket:
-    """A buffer being filled. A tensor that is larger than the bucket makes it grow, and then travels alone."""
+    """A byte buffer being filled. A tensor larger than the bucket makes it grow, and then travels alone."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         self.buffer = torch.empty(capacity, dtype=torch.uint8, device=device)
@@ -54,11 +58,11 @@ class Bucket:
         self.used = 0
 
     def has_room(self, tensor: Tensor) -> bool:
-        """An empty bucket has room for anything."""
+        """Return True if the tensor fits; an empty bucket accepts any tensor."""
         return not self.entries or self.used + _room(tensor) <= self.buffer.numel()
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Copies at once: the tensor may be gone when the next one is made."""
+        """Copy the tensor into the buffer immediately: it may be gone when the next one is produced."""
         end = self.used + _room(tensor)
         if end > self.buffer.numel():
             self.buffer = self.buffer.new_empty(end)
@@ -69,7 +73,7 @@ class Bucket:
 
 
 def unpack(header: Header, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Views into the buffer."""
+    """Yield (name, tensor) pairs; the tensors are views into the buffer."""
     for entry in header.entries:
         dtype: torch.dtype = vars(torch)[entry.dtype]
         size = prod(entry.shape) * dtype.itemsize
@@ -77,4 +81,5 @@ def unpack(header: Header, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _room(tensor: Tensor) -> int:
+    """Return the size of a tensor in bytes, rounded up to ALIGNMENT."""
     return -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT

@@ -1,7 +1,8 @@
-"""A cache whose rows come and go.
+"""A key-value cache for continuous batching: rows can be removed and added between two decoding steps.
 
-Keys and values are padded at the left, so that all rows end at the same column. Convolutional and recurrent states have
-no columns: a row's state is one slice, which is kept or joined as it is.
+Keys and values are padded on the left, so all rows end at the same column. Convolutional and recurrent states have no
+columns: the state of a row is one slice, which is kept or concatenated as it is. `RowCache` replaces each layer of
+Transformers' `DynamicCache` with a class that supports this; `decoding.py` is its user.
 """
 
 from __future__ import annotations
@@ -25,26 +26,27 @@ from transformers.cache_utils import (
 
 
 class RowLayer(Protocol):
-    """One layer's part of the cache."""
+    """The row operations of one cache layer."""
 
     def keep(self, rows: Tensor, drop_left: int) -> None:
-        """Only these rows, without the first `drop_left` columns."""
+        """Keep only these rows, without the first `drop_left` columns."""
         ...
 
     def join(self, others: Sequence[Self]) -> None:
-        """The rows of other caches below ours, all padded at the left to the longest."""
+        """Append the rows of the same layer of other caches, all left-padded to the longest."""
         ...
 
 
 class GrowingLayer(DynamicLayer):
-    """Tokens are written into room that lies ahead, instead of copying everything for each new one.
+    """Keys and values in preallocated memory, so that a new token does not copy the whole cache.
 
-    A layer with a sliding window keeps all tokens too; the mask hides those that are too far back.
+    A layer with a sliding window keeps all tokens too; the mask hides those outside the window.
     """
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
+        """Append keys and values [rows, heads, new tokens, dim]; return all that have been written."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self.length = 0
@@ -60,7 +62,7 @@ class GrowingLayer(DynamicLayer):
         return self._show(self.room, end)
 
     def _show(self, room: tuple[Tensor, ...], length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values are what was written so far."""
+        """Store the buffers, and expose their first `length` columns as keys and values."""
         self.room, self.length = room, length
         self.keys, self.values = (part[..., :length, :] for part in room)
         return self.keys, self.values
@@ -90,18 +92,21 @@ class GrowingLayer(DynamicLayer):
 
 
 def with_room(like: Tensor, rows: int, tokens: int) -> Tensor:
-    """Unwritten memory for these tokens and half as many more."""
+    """Allocate uninitialised memory [rows, heads, columns, dim]: columns for `tokens`, half as many more, and 32."""
     return like.new_empty(rows, like.shape[1], tokens + tokens // 2 + 32, like.shape[-1])
 
 
 def _write(room: Tensor, tokens: Tensor, length: int, end: int) -> None:
-    """Tokens up to column `end`. What is left of them is padding: of weight zero, but it must be finite."""
+    """Copy `length` tokens so that they end at column `end`, and zero the padding to their left.
+
+    Attention gives padding a weight of zero, but the product is zero only if the padding is finite.
+    """
     room[..., : end - length, :] = 0
     room[..., end - length : end, :] = tokens[..., :length, :]
 
 
 class IndexedLayer(DynamicIndexedLayer, GrowingLayer):
-    """Keys and values, and the keys [rows, columns, dim] by which sparse attention picks them."""
+    """Keys and values, plus the indexer keys [rows, columns, dim] by which sparse attention selects them."""
 
     def keep(self, rows: Tensor, drop_left: int) -> None:
         super().keep(rows, drop_left)
@@ -117,7 +122,7 @@ class IndexedLayer(DynamicIndexedLayer, GrowingLayer):
 
 
 class StateLayer(LinearAttentionLayer):
-    """Convolutional and recurrent states."""
+    """Convolutional and recurrent states, one slice per row and no columns."""
 
     def keep(self, rows: Tensor, drop_left: int) -> None:
         for states in (self.conv_states, self.recurrent_states):
@@ -134,7 +139,7 @@ class StateLayer(LinearAttentionLayer):
 
 
 class HybridLayer(LinearAttentionAndFullAttentionLayer, StateLayer, GrowingLayer):
-    """States, and keys and values beside them."""
+    """Convolutional and recurrent states together with keys and values."""
 
     def keep(self, rows: Tensor, drop_left: int) -> None:
         StateLayer.keep(self, rows, drop_left)
@@ -145,7 +150,7 @@ class HybridLayer(LinearAttentionAndFullAttentionLayer, StateLayer, GrowingLayer
         GrowingLayer.join(self, others)
 
 
-# What Transformers caches a layer with, and what does the same by rows.
+# The cache layers of Transformers, and the class here that replaces each.
 ROW_LAYERS: dict[type, type[GrowingLayer | StateLayer]] = {
     DynamicLayer: GrowingLayer,
     DynamicSlidingWindowLayer: GrowingLayer,
@@ -157,10 +162,10 @@ ROW_LAYERS: dict[type, type[GrowingLayer | StateLayer]] = {
 
 
 class RowCache(Cache):
-    """The cache of the running rows."""
+    """The cache of all running rows."""
 
     def __init__(self, config: PretrainedConfig) -> None:
-        """Layers as the model's config lists them; of a model with attention alone, as many as it asks for."""
+        """Create the layers that the model's config lists; an attention-only model gets its layers on demand."""
         layers: Any = [row_layer(layer) for layer in DynamicCache(config=config).layers]
         if all(type(layer) is GrowingLayer for layer in layers):
             super().__init__(layer_class_to_replicate=GrowingLayer)
@@ -169,16 +174,16 @@ class RowCache(Cache):
 
     @property
     def has_columns(self) -> bool:
-        """False for a model without attention, whose states have no columns."""
+        """True if any layer has attention: convolutional and recurrent states have no columns."""
         return any(isinstance(layer, GrowingLayer) for layer in self.layers)
 
     def keep_rows(self, keep: Tensor, drop_left: int) -> None:
-        """Only these rows, without the columns at the left that are padding in all of them."""
+        """Keep only these rows, without the `drop_left` columns on the left that are padding in all of them."""
         for layer in self._row_layers():
             layer.keep(keep, drop_left)
 
     def add_rows(self, *others: RowCache) -> None:
-        """The rows of other caches below ours, all padded at the left to the longest."""
+        """Append the rows of other caches, all left-padded to the longest."""
         for mine, *yours in zip(*(cache._row_layers() for cache in (self, *others)), strict=True):
             mine.join(yours)
 
@@ -188,7 +193,7 @@ class RowCache(Cache):
 
 
 def row_layer(layer: Any) -> GrowingLayer | StateLayer:
-    """A layer of a RowCache for one of Transformers' own."""
+    """Create the layer of a `RowCache` that replaces a layer of Transformers."""
     if type(layer) not in ROW_LAYERS:
         raise NotImplementedError(f"{type(layer).__name__} cannot be kept by rows")
     kind = ROW_LAYERS[type(layer)]

@@ -1,9 +1,10 @@
-"""Weights from a trainer's process to the processes of engines, in large buckets; both sides enter together.
+"""Transfer of weights from a trainer process to engine processes, in large buckets.
 
-Headers and acknowledgements go through a small store that the sender serves. The bytes go by a broadcast (gloo, nccl)
-in a group of our own, because vLLM and DeepSpeed each own the default one, or (ipc) stay where they are on the GPU that
-both sides use. A receiver acknowledges a bucket once its tensors are used, so that two buckets take turns: one is
-filled while the other is read. Everything that waits does so for a limited time and says who did not come.
+Both sides take part at the same time: the trainer calls `Sender.send` while each engine iterates over an `Incoming`.
+Headers and acknowledgements go through a small TCP store that the sender serves. The bytes are broadcast (gloo, nccl)
+in a process group of our own, because vLLM and DeepSpeed each own the default one, or (ipc) stay in place on the GPU
+that both sides share. A receiver acknowledges a bucket once its tensors have been used, so two buckets alternate: one
+is filled while the other is read. Every wait has a timeout, and its error names the side that did not respond.
 """
 
 from __future__ import annotations
@@ -30,32 +31,33 @@ from openrlhf.rollout.ipc import check_allocator, describe, open_mapping
 
 Transport = Literal["gloo", "nccl", "ipc"]
 CALLED_OFF = "called off"
-BEGUN = "begun"  # the sender is there: until then receivers are patient, from then on both sides are prompt
+BEGUN = "begun"  # set by the first send: receivers wait for it up to `patience`, then join within `timeout`
 SECONDS_TO_CALL = 3.0
-SECONDS_BETWEEN_LOOKS = 1.0  # for whether a sender is still wanted
-OK = "ok"  # a receiver's consent; any other answer says what went wrong
+SECONDS_BETWEEN_LOOKS = 1.0  # between two checks whether a waiting sender was called off
+OK = "ok"  # a receiver's acknowledgement; any other answer says what went wrong
 
 
 @dataclass(frozen=True)
 class Channel:
-    """Where to meet, and how the bytes travel. Port and key are known once a `Sender` serves it."""
+    """Address of a weight channel, and how its bytes travel. A `Sender` fills in port and key when it serves it."""
 
-    host: str  # an address of the sender's machine that the receivers reach
+    host: str  # an address of the sender's machine that the receivers can reach
     transport: Transport
-    receivers: int  # processes, numbered from 0
+    receivers: int  # number of processes, which are numbered from 0
     bucket_bytes: int = 1 << 28
     timeout: float = 120.0  # seconds
-    patience: float = 24 * 3600.0  # for a version to begin: a trainer may have a step to finish before it sends
+    patience: float = 24 * 3600.0  # seconds for a version to begin: the trainer may have to finish a step first
     port: int = 0
-    key: str = ""  # so that a channel formed anew never meets the keys of an older one
+    key: str = ""  # unique, so that a channel formed again never sees the keys of an older one
 
     def connect(self, *, serve: bool = False) -> dist.Store:
+        """Connect to the store, or start it if `serve`."""
         return dist.TCPStore(
             self.host, self.port, is_master=serve, wait_for_workers=False, timeout=timedelta(seconds=self.timeout)
         )
 
     def group(self, store: dist.Store, rank: int) -> Any:
-        """A process group that only this channel knows; None where the bytes are not sent."""
+        """Create the process group of this channel; None for ipc, which sends no bytes."""
         if self.transport == "ipc":
             return None
         meeting = dist.PrefixStore(f"{self.key}/group", store)
@@ -69,17 +71,23 @@ class Channel:
         return kind(meeting, rank, size, options)
 
     def call_off(self) -> None:
-        """Tells the sender, from any process, that a receiver will not come; a sender that is gone needs no telling."""
+        """Tell the sender, from any process, that a receiver will not come; do nothing if the sender is gone."""
         with suppress(OSError, dist.DistError):
-            socket.create_connection((self.host, self.port), SECONDS_TO_CALL).close()  # torch is loud where nobody is
+            # A cheap probe first: torch logs loudly if there is no server to connect to.
+            socket.create_connection((self.host, self.port), SECONDS_TO_CALL).close()
             dist.PrefixStore(self.key, replace(self, timeout=SECONDS_TO_CALL).connect()).set(CALLED_OFF, "")
 
     def bucket_device(self, device: torch.device) -> torch.device:
+        """Return the device for buckets: gloo sends from host memory."""
         return torch.device("cpu") if self.transport == "gloo" else device
 
 
 class Sender:
-    """The trainer's end. A send that failed leaves the channel unusable: make another one."""
+    """The trainer's end of a channel.
+
+    If a receiver fails, the channel is closed and a new one must be created; if only the iterator of weights fails, the
+    channel stays usable.
+    """
 
     def __init__(self, channel: Channel, device: torch.device) -> None:
         if channel.transport == "ipc":
@@ -88,7 +96,7 @@ class Sender:
             check_allocator()
         store: Any = channel.connect(serve=True)
         self.channel = replace(channel, port=store.port, key=uuid.uuid4().hex)
-        self.root: Any = store  # serves for as long as it is held
+        self.root: Any = store  # the server lives as long as this reference
         self.store: Any = dist.PrefixStore(self.channel.key, store)
         self.device = device
         self.group: Any = None
@@ -96,7 +104,7 @@ class Sender:
         self.closed = False
 
     def send(self, weights: Weights, version: int, *, verify: bool = False) -> Checksums:
-        """All weights to all receivers; with `verify` the checksums of what was sent, else nothing."""
+        """Send all weights to all receivers; return the checksums of what was sent if `verify`, else an empty dict."""
         if self.closed:
             raise BackendError("this weight channel failed or was closed: form a new one")
         self._meet()
@@ -107,7 +115,7 @@ class Sender:
                 parcel.add(name, tensor)
                 if verify:
                     sums[name] = checksum(tensor)
-        except RolloutError:  # of a receiver: nothing more can be agreed upon with the others
+        except RolloutError:  # a receiver failed, so the others cannot be kept in step
             self.close()
             raise
         except BaseException as error:
@@ -117,6 +125,7 @@ class Sender:
         return sums
 
     def close(self) -> None:
+        """Abort the process group and stop serving the store."""
         self.closed = True
         if self.group is not None:
             self.group.abort()
@@ -124,6 +133,7 @@ class Sender:
         self.root = self.store = None
 
     def _meet(self) -> None:
+        """On the first send, wait for all receivers to join and form the process group."""
         if self.joined:
             return
         try:
@@ -139,7 +149,7 @@ class Sender:
         self.joined = True
 
     def await_receivers(self, what: str, complaint: str) -> None:
-        """Waits for an answer of each receiver."""
+        """Wait for an answer from each receiver; raise if one reports an error, is called off or is too late."""
         keys = {number: f"{what}/{number}" for number in range(self.channel.receivers)}
         deadline = time.monotonic() + self.channel.timeout
         while not self._are_there(list(keys.values()), deadline):
@@ -155,7 +165,7 @@ class Sender:
                 raise RolloutError(f"receiver {number} of weights {answer}")
 
     def _are_there(self, keys: list[str], deadline: float) -> bool:
-        """Waits for them, for so long as nothing else need be looked at."""
+        """Return True once all keys are set, False when it is time to check for a call-off or the deadline."""
         seconds = min(SECONDS_BETWEEN_LOOKS, max(0.001, deadline - time.monotonic()))
         try:
             self.store.wait(keys, timedelta(seconds=seconds))
@@ -165,7 +175,7 @@ class Sender:
 
 
 class _Parcel:
-    """One version on its way: two buckets that take turns."""
+    """One version in transit: two buckets that alternate between being filled and being read."""
 
     def __init__(self, sender: Sender, version: int) -> None:
         self.sender = sender
@@ -173,18 +183,21 @@ class _Parcel:
         channel = sender.channel
         device = channel.bucket_device(sender.device)
         self.idle = deque(Bucket(channel.bucket_bytes, device) for _ in range(2))
-        self.under_way: deque[tuple[int, Bucket | None, Any]] = deque()  # number, bucket, what to wait for
+        self.under_way: deque[tuple[int, Bucket | None, Any]] = deque()  # number, bucket, broadcast to wait for
         self.number = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
+        """Add a tensor to the current bucket, after sending that one off if it is full."""
         if not self.idle[0].has_room(tensor):
             self._ship()
         self.idle[0].add(name, tensor)
 
     def _ship(self) -> None:
+        """Send the current bucket; if both are in transit then, wait for the older one."""
         bucket = self.idle.popleft()
         header = Header(bucket.entries, bucket.used)
         if self.sender.group is None:
+            # The receiver reads the same memory, so the copies into the bucket must be complete.
             torch.cuda.current_stream(bucket.buffer.device).synchronize()
             self._announce(replace(header, mapping=describe(bucket.buffer)), bucket, None)
         else:
@@ -193,13 +206,14 @@ class _Parcel:
             self._retire()
 
     def _announce(self, header: Header, bucket: Bucket | None, data: Tensor | None) -> None:
+        """Publish a header, and start to broadcast the data that belongs to it, if any."""
         self.sender.store.set(f"{self.version}/{self.number}", header.encode())
         work = None if data is None else self.sender.group.broadcast(data, 0)
         self.under_way.append((self.number, bucket, work))
         self.number += 1
 
     def _retire(self) -> None:
-        """Waits until the oldest bucket under way was used by everyone."""
+        """Wait until all receivers have used the oldest bucket in transit, and make it available again."""
         number, bucket, work = self.under_way[0]
         key = f"{self.version}/{number}"
         if work is not None:
@@ -215,7 +229,7 @@ class _Parcel:
             self.idle.append(bucket)
 
     def finish(self, failure: str = "") -> None:
-        """The last bucket, then that nothing follows. After a failure of the iterator the channel stays usable."""
+        """Send the last bucket and the end notice; after a `failure` of the iterator of weights, only the notice."""
         try:
             if not failure and self.idle[0].entries:
                 self._ship()
@@ -229,9 +243,9 @@ class _Parcel:
 
 @dataclass(frozen=True)
 class Incoming:
-    """The weights of one version as they arrive at one receiver: what `Engine.load` iterates over, in any process.
+    """The weights of one version as they arrive at one receiver; `LoadingEngine.load` takes it, in any process.
 
-    A tensor is a view of a bucket that holds until the next one is asked for; who keeps it longer copies it.
+    A tensor is a view of a bucket and valid only until the next one is requested: copy it to keep it longer.
     """
 
     channel: Channel
@@ -245,13 +259,13 @@ class Incoming:
         except BaseException:
             leave(self.channel, self.number)
             raise
-        if failure:  # the channel is sound, and may bring another version
+        if failure:  # the channel is intact and may carry another version
             raise RolloutError(f"the sender of weights failed: {failure}")
 
 
 @dataclass(frozen=True)
 class PerWorker:
-    """The weights of one version for an engine of several workers: each takes what comes for it."""
+    """The weights of one version for an engine with several workers: each worker takes its own `Incoming`."""
 
     arriving: tuple[Incoming, ...]
 
@@ -259,12 +273,12 @@ class PerWorker:
         return self.arriving[worker]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """For an engine that is its own only worker."""
+        """Yield the weights for an engine that is its own only worker."""
         return iter(self.of(0))
 
 
 class _Receiver:
-    """An engine process's end, kept between versions."""
+    """The engine's end of a channel, kept between versions."""
 
     def __init__(self, channel: Channel, number: int) -> None:
         self.channel = channel
@@ -282,7 +296,7 @@ class _Receiver:
             raise self._gone(f"or another receiver did not join in {channel.timeout:g} s", error) from None
 
     def receive(self, version: int) -> Generator[tuple[str, Tensor], None, str]:
-        """The tensors of all buckets; returns why they are not complete, or nothing."""
+        """Yield the tensors of all buckets; return why they are incomplete, or an empty string."""
         number = 0
         while True:
             key = f"{version}/{number}"
@@ -311,23 +325,25 @@ class _Receiver:
             raise self._gone(f"{complaint} in {seconds:g} s", error) from None
 
     def _tensors(self, header: Header) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of one bucket, received by broadcast or mapped from the sender's GPU memory."""
         if self.group is None:
             buffer = open_mapping(header.mapping)
         else:
             buffer = self._space(header.used)
             self._finish(self.group.broadcast(buffer, 0))
         yield from unpack(header, buffer)
-        if buffer.is_cuda:  # copies out of the buffer must be over before the sender hears that they are
+        if buffer.is_cuda:  # copies out of the buffer must be complete before they are acknowledged
             torch.cuda.current_stream().synchronize()
 
     def _space(self, size: int) -> Tensor:
+        """Return the first `size` bytes of the receive buffer, which is allocated again if it is too small."""
         if self.buffer is None or self.buffer.numel() < size:
             device = torch.device("cuda", torch.cuda.current_device()) if self.channel.transport == "nccl" else None
             self.buffer = torch.empty(max(size, self.channel.bucket_bytes), dtype=torch.uint8, device=device)
         return self.buffer[:size]
 
     def _finish(self, work: Any) -> None:
-        """Waits on the host: an nccl that never ends would else stop the device without a word."""
+        """Wait for a broadcast on the host: otherwise an NCCL call that never ends would block the device silently."""
         deadline = time.monotonic() + self.channel.timeout
         try:
             if self.channel.transport == "gloo":
@@ -358,10 +374,11 @@ class _Receiver:
             self.group.abort()
 
 
-_joined: dict[tuple[str, int], _Receiver] = {}  # of this process
+_joined: dict[tuple[str, int], _Receiver] = {}  # this process's, by key of the channel and number of the receiver
 
 
 def _join(channel: Channel, number: int) -> _Receiver:
+    """Return the receiver of a channel. Before a new one joins, receivers whose sender is gone are closed."""
     place = (channel.key, number)
     if place not in _joined:
         for old in [old for old in _joined.values() if old.is_orphan()]:
@@ -371,25 +388,28 @@ def _join(channel: Channel, number: int) -> _Receiver:
 
 
 def leave(channel: Channel, number: int) -> None:
-    """Forgets a channel that is no longer used, or failed."""
+    """Close and forget the receiver of a channel that failed or is no longer used."""
     receiver = _joined.pop((channel.key, number), None)
     if receiver is not None:
         receiver.close()
 
 
 def _nccl_group(store: dist.Store, rank: int, size: int) -> Any:
-    """Its own watchdog would end the process; ours raise long before."""
-    kind: Any = vars(dist)["ProcessGroupNCCL"]  # absent from builds for the CPU
+    """Create an NCCL group with a timeout of 24 hours.
+
+    NCCL's own watchdog would end the process; our timeouts raise long before.
+    """
+    kind: Any = vars(dist)["ProcessGroupNCCL"]  # missing in CPU builds of PyTorch
     options = kind.Options()
     options._timeout = timedelta(hours=24)
     return kind(store, rank, size, options)
 
 
 def _own_address(host: str) -> str:
-    """The address of this machine on the way to the sender's."""
+    """Return the address of this machine on its route to the sender's."""
     family, *_, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # sends nothing
+        probe.connect(address)  # chooses a route; a datagram socket sends nothing yet
         return str(probe.getsockname()[0])
 
 

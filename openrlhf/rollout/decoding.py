@@ -1,11 +1,11 @@
-"""Ways to decode: how rows that come and go get the logits of their next token.
+"""Decoding strategies: how rows that start and finish at different times get the logits of their next token.
 
-    prefill(prompts) -> rows, logits        the model reads prompts
-    rows.step(tokens, ended) -> logits      one more token for each row
-    rows.keep(places), rows.add(others)     rows leave, rows join
+    prefill(prompts) -> rows, logits        run the model over prompts
+    rows.step(tokens, ended) -> logits      append one token to each row
+    rows.keep(places), rows.add(others)     remove rows, add rows
 
-A model's own forward gives the logits, so whatever it does to them after its head is done here too. Which way is right
-for a model is not known from its name: `decoding_check.py` tries them.
+The logits include everything that a model's own forward does to them after its head. The name of a model does not tell
+which strategy is correct for it, so `decoding_check.py` tries them; `HFEngine` uses the one it chose.
 """
 
 from __future__ import annotations
@@ -28,44 +28,44 @@ from openrlhf.rollout.cache import RowCache
 from openrlhf.types import Batch
 
 Tokens = Sequence[int]
-CACHES = ("past_key_values", "cache_params", "state")  # what a forward calls its cache, family by family
+CACHES = ("past_key_values", "cache_params", "state")  # names of the cache argument in different families
 
 
 class DecodingRows(Protocol):
-    """Rows on their way, with everything that the model remembers of them."""
+    """Running rows with everything that the model has cached for them."""
 
     def step(self, tokens: Tokens, ended: Sequence[bool]) -> Tensor:
-        """Logits [rows, vocabulary] after one more token of each row; those of a row that ended mean nothing."""
+        """Append a token to each row; return logits [rows, vocabulary], meaningless for rows that have ended."""
         ...
 
     def keep(self, places: Sequence[int]) -> None:
-        """Only these rows, in this order."""
+        """Keep only these rows, in this order."""
         ...
 
     def add(self, others: Sequence[Self]) -> None:
-        """Rows of other prefills below these."""
+        """Append the rows of other prefills."""
         ...
 
 
 class Decoding(Protocol):
-    """A way to decode."""
+    """A decoding strategy."""
 
     @property
     def description(self) -> str: ...
 
     @property
     def attention(self) -> str | None:
-        """The attention implementation that it needs; None leaves the model's own."""
+        """Attention implementation that the strategy needs; None keeps the model's own."""
         ...
 
     def prefill(self, prompts: Sequence[Tokens]) -> tuple[DecodingRows, Tensor]:
-        """The rows of these prompts, and logits [rows, vocabulary] of their first tokens."""
+        """Run the model over prompts; return their rows, and logits [rows, vocabulary] of the first new tokens."""
         ...
 
 
 @contextmanager
 def evaluating(decoder: PreTrainedModel, attention: str | None) -> Iterator[None]:
-    """The model in evaluation mode with this attention; afterwards as it was before."""
+    """Put the model into evaluation mode with this attention, and restore both on exit."""
     training = decoder.training
     decoder.eval()
     try:
@@ -76,7 +76,7 @@ def evaluating(decoder: PreTrainedModel, attention: str | None) -> Iterator[None
 
 
 class Forward:
-    """A model's own forward for the last token, with those arguments that it knows."""
+    """A model's own forward for the last token, called with only those arguments that it accepts."""
 
     def __init__(self, decoder: PreTrainedModel) -> None:
         self.decoder = decoder
@@ -85,7 +85,7 @@ class Forward:
         self.cache_name = next((name for name in CACHES if name in self.known), None)
 
     def __call__(self, input_ids: Tensor, cache: Any = None, **arguments: Tensor) -> tuple[Tensor, Any]:
-        """(logits [rows, vocabulary], the cache with these tokens in it)."""
+        """Return (logits [rows, vocabulary], the cache including these tokens) for input_ids [rows, tokens]."""
         if self.cache_name is None:
             raise NotImplementedError(f"{type(self.decoder).__name__} has no cache")
         given = arguments | {self.cache_name: cache, "use_cache": True, "logits_to_keep": 1}
@@ -96,11 +96,11 @@ class Forward:
 
 @dataclass(frozen=True)
 class ContinuousBatching:
-    """All rows in one batch over a cache whose rows come and go. The fastest way."""
+    """One batch of all rows, over a cache that rows enter and leave. The fastest strategy."""
 
     decoder: PreTrainedModel
     attention: str
-    pads_prompts: bool = True  # else only prompts of one length are read together: padding would change their states
+    pads_prompts: bool = True  # False: prefill only prompts of equal length together, if padding changes their states
 
     @property
     def description(self) -> str:
@@ -116,8 +116,9 @@ class ContinuousBatching:
         return rows, torch.cat([logits for _, logits in read])
 
     def _read(self, prompts: Sequence[Tokens]) -> tuple[CachedRows, Tensor]:
+        """Prefill prompts in one call, padded on the left."""
         longest = max(map(len, prompts))
-        ids = torch.zeros(len(prompts), longest, dtype=torch.long)
+        ids = torch.zeros(len(prompts), longest, dtype=torch.long)  # [rows, columns], as is the mask
         mask = torch.zeros(len(prompts), longest, dtype=torch.long)
         for number, prompt in enumerate(prompts):
             ids[number, longest - len(prompt) :] = torch.tensor(prompt)
@@ -129,29 +130,30 @@ class ContinuousBatching:
 
 @dataclass
 class CachedRows:
-    """Rows of continuous batching."""
+    """Rows of `ContinuousBatching`."""
 
     forward: Forward
     cache: RowCache
-    mask: Tensor  # [rows, columns]: 1 where a token stands, 0 on the padding at the left
+    mask: Tensor  # [rows, columns]: 1 for a token, 0 for the padding on the left
 
     def step(self, tokens: Tokens, ended: Sequence[bool]) -> Tensor:
         self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=1)
         return self.advance(torch.tensor(tokens, device=self.mask.device)[:, None], ended)
 
     def advance(self, ids: Tensor, ended: Sequence[bool]) -> Tensor:
-        positions = (self.mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        # Until their places are cleared, rows that ended might pass the last position that the model knows.
+        """Run the model over new tokens [rows, new tokens], which the mask already counts; return the last logits."""
+        positions = (self.mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]  # [rows, new tokens]
+        # Rows that have ended stay until they are removed, and could pass the last position that the model supports.
         positions[[number for number, is_over in enumerate(ended) if is_over]] = 0
         arguments = {"attention_mask": self.mask, "position_ids": positions}
         if ids.shape[1] == 1 and not self.cache.has_columns:
-            del arguments["attention_mask"]  # without attention a mask is for the tokens of this call
+            del arguments["attention_mask"]  # a model without attention expects a mask of this call's tokens only
         return self.forward(ids, self.cache, **arguments)[0]
 
     def keep(self, places: Sequence[int]) -> None:
         keep = torch.tensor(places, device=self.mask.device)
         mask = self.mask[keep]
-        drop_left = int((mask.cumsum(1) == 0).sum(1).min())
+        drop_left = int((mask.cumsum(1) == 0).sum(1).min())  # columns that are padding in all rows kept
         self.cache.keep_rows(keep, drop_left)
         self.mask = mask[:, drop_left:]
 
@@ -164,11 +166,11 @@ class CachedRows:
 
 @dataclass(frozen=True)
 class OwnCaches:
-    """Each batch has a cache of the model's own making, which is not taken apart: prompts of one length, or one row."""
+    """Batches that each keep the cache which the model made for them: prompts of equal length, or a single row."""
 
     decoder: PreTrainedModel
     attention: str
-    by_length: bool = True
+    by_length: bool = True  # False: one row per batch
 
     @property
     def description(self) -> str:
@@ -181,7 +183,7 @@ class OwnCaches:
         found: list[Tensor] = []
         first = 0
         for _, batch in groupby(enumerate(prompts), lambda one: len(one[1]) if self.by_length else one[0]):
-            ids = torch.tensor([list(prompt) for _, prompt in batch], device=self.decoder.device)
+            ids = torch.tensor([list(prompt) for _, prompt in batch], device=self.decoder.device)  # [batch, tokens]
             logits, cache = forward(ids)
             groups.append(Group(cache, list(range(first, first + len(ids)))))
             found.append(logits)
@@ -191,7 +193,7 @@ class OwnCaches:
 
 @dataclass
 class Group:
-    """A batch as it was prefilled, and the place of each of its rows; None for one that left."""
+    """A batch as it was prefilled, and the current index of each of its rows; None for a row that has left."""
 
     cache: Any
     places: list[int | None]
@@ -199,7 +201,7 @@ class Group:
 
 @dataclass
 class GroupedRows:
-    """Rows of batches that stay whole until all of their rows have left."""
+    """Rows of `OwnCaches`: a batch stays whole until all of its rows have left."""
 
     forward: Forward
     groups: list[Group]
@@ -207,7 +209,7 @@ class GroupedRows:
 
     def step(self, tokens: Tokens, ended: Sequence[bool]) -> Tensor:
         device = self.forward.decoder.device
-        found = torch.zeros(len(tokens), self.vocabulary, device=device)
+        found = torch.zeros(len(tokens), self.vocabulary, device=device)  # [rows, vocabulary]
         for group in self.groups:
             staying = [number for number, place in enumerate(group.places) if place is not None]
             places = [place for place in group.places if place is not None]
@@ -234,7 +236,7 @@ class GroupedRows:
 
 @dataclass(frozen=True)
 class Uncached:
-    """Whole sequences again for each token: slow. As training reads them, or row by row, which is always right."""
+    """Whole sequences recomputed for each token: slow. In training's layout, or row by row, which is always correct."""
 
     network: Network
     attention: str | None = None
@@ -249,14 +251,14 @@ class Uncached:
         return rows, self.read(rows.sequences)
 
     def read(self, sequences: Sequence[Tokens]) -> Tensor:
-        """Logits [rows, vocabulary] after each sequence."""
+        """Return the logits [rows, vocabulary] after each sequence."""
         device = self.network.decoder.device
         rows = [torch.tensor(list(sequence), device=device) for sequence in sequences]
         if self.row_by_row:
             model: Any = self.network.decoder
             return torch.cat([model(input_ids=row[None], use_cache=False).logits[:, -1] for row in rows])
-        ids = pad_sequence(rows, batch_first=True)
-        lengths = torch.tensor([[len(row)] for row in rows], device=device)
+        ids = pad_sequence(rows, batch_first=True)  # [rows, tokens]
+        lengths = torch.tensor([[len(row)] for row in rows], device=device)  # [rows, 1]
         numbers, places = torch.arange(len(ids), device=device)[:, None], torch.arange(ids.shape[1], device=device)
         batch = Batch(
             input_ids=ids,
@@ -272,7 +274,7 @@ class Uncached:
 
 @dataclass
 class WholeRows:
-    """Rows without a cache: their tokens."""
+    """Rows of `Uncached`: just their tokens."""
 
     way: Uncached
     sequences: list[list[int]]

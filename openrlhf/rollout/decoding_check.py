@@ -1,13 +1,13 @@
-"""Which way of decoding is right for a model: tried on a few tokens, before anything is generated.
+"""Choice of the decoding strategy for a model: each is tried on a few tokens before anything is generated.
 
-Rows are prefilled together and apart, join, take steps and leave, so that a cache goes through everything that
-generation does to it. The log-probs on the way are compared with those that the model's own forward gives each whole
-sequence alone, without a cache. The fastest way that agrees is taken:
+Rows are prefilled together and separately, join, take steps and leave, so that the cache goes through everything that
+generation does to it. The log-probs along the way are compared with those of the model's own forward over each whole
+sequence alone, without a cache. The fastest strategy that agrees is chosen:
 
-    continuous batching  ->  the same, prompts read by length  ->  one batch for each prompt length  ->  row by row
-    ->  without a cache, as training reads sequences  ->  without a cache, row by row
+    continuous batching  ->  the same, prompts prefilled by length  ->  one batch per prompt length  ->  row by row
+    ->  no cache, in training's layout  ->  no cache, row by row
 
-each way with a cache with SDPA, then with eager attention.
+Each strategy with a cache is tried with SDPA first, then with eager attention.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from openrlhf.rollout.decoding import ContinuousBatching, Decoding, OwnCaches, U
 
 FAST = "sdpa"  # attention over left-padded rows with a cache
 PLAIN = "eager"  # attention that every model has
-PROMPTS = (11, 6, 6, 2)  # tokens; two of one length, and one shorter than the convolutions of recurrent layers
+PROMPTS = (11, 6, 6, 2)  # tokens; two of equal length, and one shorter than the convolutions of recurrent layers
 STEPS = 6  # tokens after each prompt
-LIKELIEST = 32  # tokens whose log-probs are compared, at each place
+LIKELIEST = 32  # how many of the likeliest tokens are compared at each position
 
 
 def choose_decoding(network: Network, ways: Iterable[Decoding] | None = None) -> Decoding:
-    """The fastest way that gives the model's own log-probs; a line says so when it is not the first one."""
+    """Return the fastest strategy that gives the model's own log-probs; print a line if it is not the first one."""
     ways = ways_to_decode(network) if ways is None else ways
     if not network.self_test:
         return next(iter(ways))
@@ -64,7 +64,7 @@ def choose_decoding(network: Network, ways: Iterable[Decoding] | None = None) ->
                 say(f"{name}: {problems[0]}, so it generates by {way.description}")
             return way
         problems.append(f"{way.description} {problem}")
-    ends = "; ".join(dict.fromkeys((problems[0], problems[-1])))  # the fastest and the last resort
+    ends = "; ".join(dict.fromkeys((problems[0], problems[-1])))  # report the fastest strategy and the last resort
     raise ConfigError(
         f"{name} does not generate here what it computes by itself: {ends}",
         try_this="vLLM as the engine, or --skip_self_test to generate all the same",
@@ -72,7 +72,7 @@ def choose_decoding(network: Network, ways: Iterable[Decoding] | None = None) ->
 
 
 def ways_to_decode(network: Network) -> Iterator[Decoding]:
-    """Fastest first. A model that runs with eager attention, because it was asked for or it must, keeps it."""
+    """Yield strategies, fastest first. A model that runs with eager attention, by request or necessity, keeps it."""
     decoder = network.decoder
     own = attention_in(decoder)
     attentions = (own,) if own == PLAIN or not decoder._can_set_attn_implementation() else (FAST, PLAIN)
@@ -88,25 +88,29 @@ def ways_to_decode(network: Network) -> Iterator[Decoding]:
 
 @dataclass(frozen=True)
 class Probe:
-    """A few sequences, and what the model itself computes for them."""
+    """A few sequences, and the log-probs that the model itself computes for them."""
 
     sequences: list[list[int]]
-    tokens: list[Tensor]  # for each sequence [tokens, likeliest]: the likeliest next tokens at each place
-    log_probs: list[Tensor]  # of these
-    rounding: float | None  # of a model in half precision: see `measure_rounding`
+    tokens: list[Tensor]  # for each sequence [tokens, likeliest]: the likeliest next tokens at each position
+    log_probs: list[Tensor]  # their log-probs, of the same shape
+    rounding: float | None  # of a model in half precision (see `measure_rounding`); None in fp32
 
     @property
     def allowed(self) -> float:
         return FP32_TOLERANCE if self.rounding is None else ROUNDINGS * max(self.rounding, LEAST_ROUNDING)
 
     def error(self, found: Tensor, own: Tensor) -> float:
-        """The largest difference in fp32, the mean one in half precision: rounding blurs single numbers."""
+        """Return the largest difference in fp32, the mean one in half precision: rounding blurs single numbers.
+
+        In fp32, log-probs beyond 1 in magnitude count by their relative difference.
+        """
         off = (found - own).abs().nan_to_num(math.inf)
         return float((off / own.abs().clamp(min=1.0)).max() if self.rounding is None else off.mean())
 
 
 @torch.no_grad()
 def make_probe(decoder: PreTrainedModel) -> Probe:
+    """Compute the model's own answers with eager attention, and its rounding if it is in half precision."""
     sequences = random_sequences(decoder.config.get_text_config().vocab_size)
     with evaluating(decoder, PLAIN):
         own = own_log_probs(decoder, sequences)
@@ -124,13 +128,13 @@ def make_probe(decoder: PreTrainedModel) -> Probe:
 
 
 def own_log_probs(decoder: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Of each whole sequence alone [tokens, vocabulary], by the model's own forward, without a cache."""
+    """Return log-probs [tokens, vocabulary] of each whole sequence alone: the model's own forward without a cache."""
     rows = [torch.tensor([list(sequence)], device=decoder.device) for sequence in sequences]
     return [decoder(input_ids=row, use_cache=False).logits[0].float().log_softmax(-1) for row in rows]
 
 
 def random_sequences(vocabulary: int) -> list[list[int]]:
-    """Prompts and the tokens after them, from the middle of the vocabulary: special tokens are at its ends."""
+    """Return prompts with the tokens that follow, from the middle of the vocabulary: special tokens are at its ends."""
     low, high = vocabulary // 4, max(vocabulary // 4 + 1, 3 * vocabulary // 4)
     stream = torch.Generator().manual_seed(0)
     return [torch.randint(low, high, (length + STEPS,), generator=stream).tolist() for length in PROMPTS]
@@ -138,11 +142,11 @@ def random_sequences(vocabulary: int) -> list[list[int]]:
 
 @torch.no_grad()
 def go_through(way: Decoding, probe: Probe) -> tuple[Tensor, Tensor]:
-    """(log-probs of a way, the model's own), all in one line.
+    """Put a strategy through the test; return (its log-probs, the model's own), each flattened to one dimension.
 
-    Three rows start; a fourth joins after two steps; after two more the longest leaves, and with it columns of padding.
+    Three rows start; a fourth joins after two steps; after two more the longest leaves, and padding columns with it.
     """
-    read = [len(sequence) - STEPS for sequence in probe.sequences]  # tokens of each so far
+    read = [len(sequence) - STEPS for sequence in probe.sequences]  # tokens of each that the strategy has seen so far
     found: list[Tensor] = []
     own: list[Tensor] = []
 

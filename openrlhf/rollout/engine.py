@@ -1,4 +1,8 @@
-"""The seam between whoever wants tokens and whatever makes them."""
+"""The interface between code that needs tokens and the engines that generate them.
+
+The RL loop knows only this interface. `HFEngine` (hf.py) and `VLLMEngine` (vllm.py) implement it in one process; on a
+Ray cluster, a group of engines does.
+"""
 
 from __future__ import annotations
 
@@ -10,49 +14,49 @@ from torch import Tensor
 from openrlhf.types import Completion, Request
 
 Weights: TypeAlias = Iterable[tuple[str, Tensor]]  # by checkpoint name
-Checksums: TypeAlias = Mapping[str, int]  # of each parameter, by the same name
-Part: TypeAlias = Literal["weights", "cache"]  # of the memory that sleep gives back
+Checksums: TypeAlias = Mapping[str, int]  # one per tensor, by the same names
+Part: TypeAlias = Literal["weights", "cache"]  # parts of the memory that `sleep` releases
 
 
 class Engine(Protocol):
-    """Generates. Requests come in bulk, so that admission costs once and not once per request."""
+    """A generator of completions. Requests come in bulk, so that admission is paid once per call, not per request."""
 
     @property
     def version(self) -> int:
-        """Of the weights that the next token is drawn with."""
+        """Version of the weights that the next token is sampled with."""
         ...
 
     async def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """All completions, in the order of the requests; a caller that is cancelled takes its requests back."""
+        """Return all completions in the order of the requests. Cancelling the call withdraws its requests."""
         ...
 
     async def pause(self, *, drain: bool) -> None:
-        """No token is drawn until `resume`. With `drain` running requests finish first, and new ones wait."""
+        """Sample no token until `resume`. With `drain`, running requests finish first, and new ones wait."""
         ...
 
     async def resume(self) -> None: ...
 
     async def sleep(self) -> None:
-        """Gives the device's memory back until `wake`; the weights must be loaded anew."""
+        """Release device memory until `wake`; the weights must then be loaded again."""
         ...
 
     async def wake(self, part: Part) -> None:
-        """Takes memory again: for the weights first, then, after they were loaded, for the cache."""
+        """Take memory back: first for the weights and, after they have been loaded, for the cache."""
         ...
 
     async def health(self) -> None:
-        """Raises a RolloutError when no more tokens can come from here."""
+        """Raise a RolloutError if the engine can generate no more."""
         ...
 
     async def close(self) -> None: ...
 
 
 class LoadingEngine(Engine, Protocol):
-    """An engine that takes new weights here, in this process or by way of a channel that `weights` stands for."""
+    """An engine that accepts new weights, in this process or through a channel that `weights` represents."""
 
     async def load(self, weights: Weights, version: int, *, verify: bool = False) -> Checksums:
-        """What is drawn from now on is drawn with these weights; caches of unfinished requests are made anew.
+        """Sample with these weights from now on; the caches of unfinished requests are recomputed.
 
-        With `verify` the checksums of what arrived, else nothing.
+        Return the checksums of what arrived if `verify`, else an empty mapping.
         """
         ...

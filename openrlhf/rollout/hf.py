@@ -1,7 +1,7 @@
-"""The engine in process: Transformers' own model, continuous batching, exact log-probs. Needs no other package.
+"""The in-process engine: a Transformers model with continuous batching and exact log-probs. Needs no other package.
 
-A finished row frees its place for a waiting request. Every request draws from its own stream of random numbers, so what
-it says does not depend on who shares the batch (beyond the rounding of the matrix products).
+A finished row frees its slot for a waiting request. Every request samples from its own random stream, so its tokens do
+not depend on the rest of the batch (beyond the rounding of the matrix products).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ OnDone: TypeAlias = Callable[[int, Completion], None]
 
 @dataclass
 class Row:
-    """One request on its way."""
+    """One request in progress."""
 
-    place: int  # in the list of requests
+    place: int  # index in the list of requests
     request: Request
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Row:
 
 @dataclass
 class Running:
-    """The rows of the current batch and everything that grows with them."""
+    """The rows of the current batch, and the state that grows and shrinks with them."""
 
     rows: list[Row]
     state: DecodingRows
@@ -60,7 +60,7 @@ class Running:
 
 
 class HFEngine:
-    """Generates with a network that training may share."""
+    """Engine over a network that training may share."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class HFEngine:
         tokenizer: PreTrainedTokenizerBase,
         *,
         max_rows: int = 256,
-        whole_log_probs: bool = False,  # of all tokens, whatever it draws from
+        whole_log_probs: bool = False,  # over the whole vocabulary, even if sampling is limited to a part of it
     ) -> None:
         self.network = network
         self.tokenizer = tokenizer
@@ -82,16 +82,16 @@ class HFEngine:
 
     @cached_property
     def places(self) -> dict[str, Tensor]:
-        """Where the tensors of a checkpoint lie in the network."""
+        """Views of the network's memory by the names of a checkpoint's tensors."""
         return checkpoint_places(self.network)
 
     @cached_property
     def decoding(self) -> Decoding:
-        """The fastest way to decode that gives the model's own logits."""
+        """The fastest decoding strategy that gives the model's own log-probs."""
         return choose_decoding(self.network)
 
     def prepare(self) -> Self:
-        """Choose the way to decode now: a model without one is refused before anything else is done with it."""
+        """Choose the decoding strategy now, so that a model without one is rejected before any other work."""
         assert self.decoding is not None
         return self
 
@@ -105,9 +105,9 @@ class HFEngine:
 
     @torch.no_grad()
     def complete(self, requests: Sequence[Request], on_done: OnDone | None = None) -> list[Completion]:
-        """All completions, in the order of the requests; `on_done` gets each with its place as it finishes."""
+        """Return all completions in the order of the requests; `on_done` gets each one, with its index, earlier."""
         waiting = [Row(place, request) for place, request in enumerate(requests)]
-        waiting.sort(key=lambda row: -len(row.request.prompt_token_ids))  # neighbours of like length pad little
+        waiting.sort(key=lambda row: -len(row.request.prompt_token_ids))  # neighbours of similar length pad little
         finished: list[Row] = []
         running: Running | None = None
         with evaluating(self.network.decoder, self.decoding.attention):
@@ -121,7 +121,7 @@ class HFEngine:
 
     @torch.no_grad()
     def stream(self, request: Request) -> Iterator[int]:
-        """The tokens of one completion as they are drawn; a caller that stops iterating ends it."""
+        """Yield the tokens of one completion as they are sampled; it ends when the caller stops iterating."""
         with evaluating(self.network.decoder, self.decoding.attention):
             row = Row(0, request)
             running = self._prefill([row])
@@ -131,7 +131,7 @@ class HFEngine:
                 yield row.token_ids[-1]
 
     def _admit(self, running: Running | None, waiting: list[Row]) -> Running:
-        """Fills free places, once there are enough of them: each admission copies the cache."""
+        """Fill free slots, once there are enough of them: each admission copies the cache."""
         free = self.max_rows - (len(running.rows) if running else 0)
         if running and (not waiting or free < self._enough(running, len(waiting))):
             return running
@@ -143,6 +143,7 @@ class HFEngine:
         return running
 
     def _prefill(self, rows: list[Row]) -> Running:
+        """Prefill new rows and sample their first tokens."""
         state, logits = self.decoding.prefill([row.request.prompt_token_ids for row in rows])
         draws = Draws.of([row.request.params for row in rows], logits.shape[-1], self.device)
         fresh = Running(rows, state, draws)
@@ -155,20 +156,20 @@ class HFEngine:
         self._draw(running, logits)
 
     def _draw(self, running: Running, logits: Tensor) -> None:
-        """The next token of each row."""
+        """Sample the next token of each row from logits [rows, vocabulary]."""
         whole = logits.clone() if self.whole_log_probs else None
         logits = self._without_repetition(logits, running.rows)
         logits = self._without_early_end(logits, running.rows)
         places = torch.tensor([len(row.token_ids) for row in running.rows], device=self.device)
         tokens, log_probs = draw(logits, running.draws, places, whole=whole)
         for row, token, log_prob in zip(running.rows, tokens.tolist(), log_probs.tolist(), strict=True):
-            if row.finish_reason is None:  # a row that ended may wait a little for its place to be cleared
+            if row.finish_reason is None:  # a row that has ended may stay until enough of them can be removed
                 row.token_ids.append(token)
                 row.log_probs.append(log_prob)
                 row.finish_reason = self._finish_reason(row)
 
     def _without_repetition(self, logits: Tensor, rows: list[Row]) -> Tensor:
-        """A penalty counts the prompt's tokens too, as in vLLM."""
+        """Apply repetition penalties in place; as in vLLM, they also count the tokens of the prompt."""
         for number, row in enumerate(rows):
             penalty = row.request.params.repetition_penalty
             if penalty != 1.0:
@@ -177,9 +178,9 @@ class HFEngine:
         return logits
 
     def _without_early_end(self, logits: Tensor, rows: list[Row]) -> Tensor:
-        """What would end a response that is too short cannot be drawn, as vLLM has it."""
+        """Forbid the tokens that would end a response below its minimum length, as vLLM does; in place."""
         young = [(number, row.request.params.stop_token_ids) for number, row in enumerate(rows) if self._is_young(row)]
-        known = logits.shape[-1]  # a generation config may name end tokens that the model cannot say
+        known = logits.shape[-1]  # a generation config may name end tokens beyond the model's vocabulary
         forbidden = [(number, token) for number, stops in young for token in {*self.ends, *stops} if token < known]
         if forbidden:
             numbers, tokens = torch.tensor(forbidden, device=self.device).unbind(1)
@@ -188,7 +189,7 @@ class HFEngine:
 
     @staticmethod
     def _is_young(row: Row) -> bool:
-        """True while the next token may not be the last."""
+        """True while the next token must not be the last."""
         return len(row.token_ids) + 1 < row.request.params.min_tokens
 
     def _finish_reason(self, row: Row) -> FinishReason | None:
@@ -202,6 +203,7 @@ class HFEngine:
         return "length" if len(row.token_ids) >= params.max_tokens else None
 
     def _tail(self, row: Row) -> str:
+        """Decode enough of the last tokens to hold the longest stop string: one token per character, and 8 more."""
         longest = max(len(text) for text in row.request.params.stop)
         return self._text(row.token_ids[-longest - 8 :])
 
@@ -213,7 +215,7 @@ class HFEngine:
     def _retire(
         self, running: Running, finished: list[Row], on_done: OnDone | None, *, num_waiting: int
     ) -> Running | None:
-        """Takes out rows that ended, once there are enough of them: it copies the cache."""
+        """Remove rows that have ended, once there are enough of them: each removal copies the cache."""
         going = [place for place, row in enumerate(running.rows) if row.finish_reason is None]
         done = len(running.rows) - len(going)
         if going and done < self._enough(running, num_waiting):
@@ -229,7 +231,10 @@ class HFEngine:
         return running
 
     def _enough(self, running: Running, num_waiting: int) -> int:
-        """Places that are worth a copy of the cache: an eighth of them, or one for each request that waits."""
+        """Return how many slots justify a copy of the cache.
+
+        That is an eighth of the running rows; if requests wait, an eighth of all slots or as many as wait, if fewer.
+        """
         if not num_waiting:
             return max(1, len(running.rows) // 8)
         return min(num_waiting, max(1, self.max_rows // 8))
@@ -246,7 +251,7 @@ class HFEngine:
 
     @torch.no_grad()
     async def load(self, weights: Weights, version: int, *, verify: bool = False) -> Checksums:
-        """Copies weights into the engine's own plain network; a shared one needs only the new version number."""
+        """Copy weights into the engine's own plain network; a shared network needs only the new version number."""
         sums: dict[str, int] = {}
         came: set[str] = set()
         for name, tensor in load_weights(self.places, weights):
@@ -260,26 +265,26 @@ class HFEngine:
         return sums
 
     async def pause(self, *, drain: bool) -> None:
-        """Nothing runs between two calls of `generate`, so nothing is left to drain."""
+        """Block new calls of `generate`. Nothing runs between two calls, so there is nothing to drain."""
         self.may_draw.clear()
 
     async def resume(self) -> None:
         self.may_draw.set()
 
     async def sleep(self) -> None:
-        """A shared network sleeps with its trainer; an own one stays where it is."""
+        """Do nothing: the trainer offloads a network that it shares, and the engine's own stays on its device."""
 
     async def wake(self, part: Part) -> None:
-        """The counterpart of `sleep`."""
+        """Do nothing, like `sleep`."""
 
     async def health(self) -> None:
-        """As well as the process it lives in."""
+        """Never raise: the engine lives as long as its process."""
 
     async def close(self) -> None:
-        """Nothing was started."""
+        """Do nothing: no thread or process was started."""
 
 
 def end_tokens(configured: int | list[int] | None, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Tokens that end a response: the tokenizer's EOS, and what the model's generation config adds."""
+    """Return the tokens that end a response: the tokenizer's EOS and those of the model's generation config."""
     more = configured if isinstance(configured, list) else [configured]
     return frozenset(int(token) for token in (*more, tokenizer.eos_token_id) if token is not None)

@@ -1,4 +1,7 @@
-"""Memory of one GPU seen from two processes, described in plain numbers instead of a pickle."""
+"""GPU memory shared by two processes through CUDA IPC, described by plain values instead of a pickle.
+
+`channel.py` puts the description into the header of a bucket, which then need not be sent.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ Mapping = list[int | str | bool]
 
 
 def check_allocator() -> None:
-    """Memory in expandable segments has no handle that another process could open."""
+    """Reject expandable segments: their memory has no handle that another process could open."""
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         if "expandable_segments:true" in os.environ.get(name, "").lower():
             raise RolloutError(
@@ -24,7 +27,7 @@ def check_allocator() -> None:
 
 
 def describe(buffer: Tensor) -> Mapping:
-    """What `open_mapping` needs in another process, which must let go of it before the memory can be used anew."""
+    """Return what `open_mapping` needs in another process. Reuse the memory only after that process released it."""
     storage: Any = buffer.untyped_storage()
     _, handle, size, offset, counter, counter_offset, event, wait = storage._share_cuda_()
     uuid = str(torch.cuda.get_device_properties(buffer.device).uuid)
@@ -32,7 +35,7 @@ def describe(buffer: Tensor) -> Mapping:
 
 
 def open_mapping(mapping: Mapping) -> Tensor:
-    """The sender's buffer, as bytes on this process's current device."""
+    """Open the sender's buffer, as bytes on this process's current device, which must be the same GPU."""
     fields: list[Any] = mapping
     uuid, handle, size, offset, counter, counter_offset, event, wait = fields
     device = torch.cuda.current_device()

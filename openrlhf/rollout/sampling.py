@@ -1,4 +1,7 @@
-"""Drawing tokens: each request by its own parameters and its own stream of chance, whoever shares the batch."""
+"""Token sampling: each request has its own parameters and its own random stream, whatever else is in the batch.
+
+`HFEngine` keeps the `Draws` of its running rows and calls `draw` for each new token.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,13 @@ class Draws:
 
     temperature: Tensor  # [rows]
     top_p: Tensor  # [rows]
-    top_k: Tensor  # [rows]; the vocabulary size where there is no limit
+    top_k: Tensor  # [rows]; the size of the vocabulary if there is no limit
     min_p: Tensor  # [rows]
-    uniforms: Tensor  # [rows, most tokens]: one number in [0, 1) for each token that may be drawn
+    uniforms: Tensor  # [rows, max tokens]: one number in [0, 1) for each token that may be sampled
 
     @staticmethod
     def of(params: Sequence[SamplingParams], vocabulary: int, device: torch.device) -> Draws:
+        """Create the draws of new rows; the seed of each request determines its random numbers."""
         longest = max(item.max_tokens for item in params)
         uniforms = torch.zeros(len(params), longest)
         for row, item in enumerate(params):
@@ -44,6 +48,7 @@ class Draws:
         return Draws(*(tensor[keep] for tensor in vars(self).values()))
 
     def joined(self, other: Draws) -> Draws:
+        """Return these rows followed by those of `other`."""
         longest = max(self.uniforms.shape[1], other.uniforms.shape[1])
         wide = [torch.nn.functional.pad(item.uniforms, (0, longest - item.uniforms.shape[1])) for item in (self, other)]
         return Draws(
@@ -56,17 +61,18 @@ class Draws:
 
 
 def draw(logits: Tensor, draws: Draws, places: Tensor, *, whole: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(token, its log-prob under the distribution it was drawn from) for each row of [rows, vocabulary].
+    """Sample a token for each row of logits [rows, vocabulary]; return (tokens, log-probs), each [rows].
 
-    `places` [rows] says which of its random numbers a row uses. Temperature 0 takes the likeliest token, at log-prob 0.
-    Given `whole`, the logits before anything was forbidden or penalised, the log-prob is theirs, without truncation.
+    A log-prob is that of the distribution which the token was drawn from. `places` [rows] selects the random number
+    that a row uses. Temperature 0 takes the likeliest token, with log-prob 0. If `whole` is given, the logits before
+    any token was forbidden or penalised, log-probs come from these, without truncation.
     """
-    greedy = draws.temperature == 0
-    temperature = torch.where(greedy, 1.0, draws.temperature)[:, None]
-    log_probs = truncate((logits.float() / temperature).log_softmax(-1), draws)
-    uniform = draws.uniforms.gather(1, places.clamp(max=draws.uniforms.shape[1] - 1)[:, None])
-    cumulative = log_probs.double().exp().cumsum(-1)
-    # The first token whose cumulative probability passes the random number; never one of probability zero.
+    greedy = draws.temperature == 0  # [rows]
+    temperature = torch.where(greedy, 1.0, draws.temperature)[:, None]  # [rows, 1]
+    log_probs = truncate((logits.float() / temperature).log_softmax(-1), draws)  # [rows, vocabulary]
+    uniform = draws.uniforms.gather(1, places.clamp(max=draws.uniforms.shape[1] - 1)[:, None])  # [rows, 1]
+    cumulative = log_probs.double().exp().cumsum(-1)  # [rows, vocabulary]
+    # Take the first token whose cumulative probability exceeds the random number; never one of probability zero.
     drawn = torch.searchsorted(cumulative, uniform.double() * cumulative[:, -1:], right=True).squeeze(1)
     tokens = torch.where(greedy, log_probs.argmax(-1), drawn.clamp(max=logits.shape[-1] - 1))
     told = log_probs if whole is None else (whole.float() / temperature).log_softmax(-1)
@@ -75,20 +81,20 @@ def draw(logits: Tensor, draws: Draws, places: Tensor, *, whole: Tensor | None =
 
 
 def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Logits [vocabulary] with tokens that already stand there made less likely (CTRL, arXiv 1909.05858, eq. 2)."""
+    """Return logits [vocabulary] in which the tokens `seen` are less likely (CTRL, arXiv 1909.05858, eq. 2)."""
     before = logits[seen]
     return logits.index_put((seen,), torch.where(before > 0, before / penalty, before * penalty))
 
 
 def truncate(log_probs: Tensor, draws: Draws) -> Tensor:
-    """The distribution within min-p, top-k and top-p, normalised again; untouched where none of them limits.
+    """Restrict log-probs [rows, vocabulary] to min-p, top-k and top-p, and normalise them again.
 
-    As in vLLM, top-p counts the mass of what the other two leave.
+    They are returned as they are if no row has a limit. As in vLLM, top-p applies to the mass that the others leave.
     """
     vocabulary = log_probs.shape[-1]
     if bool(((draws.top_p >= 1) & (draws.top_k >= vocabulary) & (draws.min_p <= 0)).all()):
         return log_probs
-    ranked, order = log_probs.sort(-1, descending=True)
+    ranked, order = log_probs.sort(-1, descending=True)  # [rows, vocabulary], as all tensors below
     probs = ranked.exp()
     kept = probs >= draws.min_p[:, None] * probs[:, :1]
     kept &= torch.arange(vocabulary, device=log_probs.device)[None] < draws.top_k[:, None]

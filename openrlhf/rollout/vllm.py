@@ -1,12 +1,13 @@
-"""vLLM in this process: the trainer's own in the local runtime, or that of a Ray actor.
+"""vLLM as an engine in this process: the trainer's own process in the local runtime, or that of a Ray actor.
 
-vLLM runs without its engine process, on a thread of ours (see vllm_loop). What it does to its host:
+vLLM runs without its own engine process, on a thread of ours (see vllm_loop). It has side effects on its host process:
 
-- it makes torch's default process group, of one process, and destroys it when it is closed;
-- on CPU it replaces `torch.set_num_threads`, everywhere it sets the precision of fp32 products: both are put back here;
-- it seeds torch's global generators when it starts, and draws from them unless `seeded_requests` is on.
+- it creates torch's default process group, with one member, and destroys it when it is closed;
+- on CPU it replaces `torch.set_num_threads`, and everywhere it sets the precision of fp32 matrix products: both are
+  restored here;
+- it seeds torch's global generators when it starts, and samples from them unless `seeded_requests` is on.
 
-So build the engine first, and seed and build the trainer after it.
+So build the engine first, then seed and build the trainer.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ from openrlhf.types import Completion, Request, SamplingParams
 ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork of a process with threads may hang
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # forking a process that has threads may hang
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # cores are the host's to give
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the host process decides which cores to use
 }
 TORCH = os.path.dirname(torch.__file__)
-SEEDS = 1 << 63  # vLLM keeps a seed in a signed 64-bit integer
+SEEDS = 1 << 63  # vLLM stores a seed as a signed 64-bit integer
 
 
 @dataclass(frozen=True)
 class VLLMSettings:
-    """What vLLM is built with."""
+    """The options that vLLM is built with."""
 
     model: str  # a folder or a name on the hub
     dtype: str
@@ -57,14 +58,17 @@ class VLLMSettings:
     seed: int = 0
     trust_remote_code: bool = False
     max_num_seqs: int | None = None
-    seeded_requests: bool = False  # each request from its own stream: repeatable, and slow in large batches
+    seeded_requests: bool = False  # a random stream per request: reproducible, but slow in large batches
     load_format: str = "auto"
-    whole_log_probs: bool = False  # of all tokens, before temperature, whatever it draws from
+    whole_log_probs: bool = False  # over the whole vocabulary, before temperature, even if sampling is limited
 
 
 class VLLMEngine:
-    """A LoadingEngine. `weights` of `load` are iterated by the workers: in this process, or, with tensor
-    parallelism, in others, each of which unpickles them and iterates on its own."""
+    """vLLM as a LoadingEngine.
+
+    Its workers iterate over the `weights` given to `load`: in this process or, with tensor parallelism, in others, each
+    of which unpickles them and iterates on its own.
+    """
 
     def __init__(self, settings: VLLMSettings, tokenizer: PreTrainedTokenizerBase) -> None:
         self.settings = settings
@@ -77,8 +81,9 @@ class VLLMEngine:
             raise RolloutError(f"vLLM did not start with {settings.model}: {error}") from error
 
     def _build(self) -> Any:
+        """Build vLLM on the thread of the step loop, try it out, and read the model's end tokens."""
         if not _can_compile():
-            torch._dynamo.config.disable = True  # of this thread, on which all steps run
+            torch._dynamo.config.disable = True  # a setting per thread; all steps run on this one
         with _host_left_alone():
             engine = build_engine(self.settings)
             _try_out(engine)
@@ -108,7 +113,10 @@ class VLLMEngine:
         return Ask(tokens_input(list(request.prompt_token_ids)), self._sampling(request.params))
 
     def _sampling(self, params: SamplingParams) -> Any:
-        """Our meaning in vLLM's words. It forbids an end until `min_tokens` are there; ours may be the last of them."""
+        """Translate our parameters to vLLM's.
+
+        vLLM forbids end tokens until there are `min_tokens` tokens; our end token may be the last of these.
+        """
         import vllm
         from vllm.sampling_params import RequestOutputKind
 
@@ -122,9 +130,9 @@ class VLLMEngine:
             min_tokens=max(0, min(params.min_tokens - 1, params.max_tokens)),
             stop=list(params.stop),
             stop_token_ids=sorted({*self._ends, *params.stop_token_ids}),
-            ignore_eos=True,  # the ends are among the stop tokens, whatever vLLM reads from the model's folder
+            ignore_eos=True,  # end tokens are among the stop tokens, whatever vLLM reads from the model's folder
             seed=params.seed % SEEDS if self.settings.seeded_requests else None,
-            logprobs=0,  # the sampled token's alone
+            logprobs=0,  # only that of the sampled token
             flat_logprobs=True,
             detokenize=bool(params.stop),
             skip_special_tokens=False,
@@ -155,7 +163,7 @@ class VLLMEngine:
         await self._steps.health()
 
     async def close(self) -> None:
-        """End the engine, and vLLM's process groups with it: a next one may need others, as experts do."""
+        """Shut down the engine and vLLM's process groups: a later engine may need other groups, as experts do."""
         await self._steps.close()
         from vllm.distributed.parallel_state import destroy_model_parallel
 
@@ -163,7 +171,10 @@ class VLLMEngine:
 
 
 def _completion(params: SamplingParams, generated: Generated, text: str) -> Completion:
-    """A greedy token is certain under the distribution it was drawn from; vLLM gives the model's instead."""
+    """Convert a result of vLLM.
+
+    A greedy token is certain under the distribution it was drawn from; vLLM reports its log-prob under the model's.
+    """
     greedy = params.temperature == 0.0
     return Completion(
         token_ids=tuple(generated.token_ids),
@@ -175,12 +186,12 @@ def _completion(params: SamplingParams, generated: Generated, text: str) -> Comp
 
 
 def _prepare_environment() -> None:
-    """vLLM reads these when it is imported and when it starts. What the user set stays, except the first."""
+    """Set the variables that vLLM reads when it is imported and started; except the first, the user's values stay."""
     require("vllm", "this engine")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # until vLLM does it: it speaks before that
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # vLLM logs before it does this itself
     if find_spec("flashinfer") is None:
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     if not _can_compile():
@@ -196,6 +207,7 @@ def _can_compile() -> bool:
 
 @contextmanager
 def _host_left_alone() -> Iterator[None]:
+    """Restore on exit the settings of torch and of the dynamic loader that vLLM changes."""
     set_num_threads, precision = torch.set_num_threads, torch.get_float32_matmul_precision()
     preloaded = os.environ.get("LD_PRELOAD")
     try:
@@ -210,7 +222,7 @@ def _host_left_alone() -> Iterator[None]:
 
 
 def _try_out(engine: Any) -> None:
-    """One token: a model that vLLM loads but cannot run here is refused before anything else starts."""
+    """Generate one token, so that a model which vLLM loads but cannot run is rejected before anything else starts."""
     import vllm
     from vllm.inputs import tokens_input
 
@@ -224,12 +236,12 @@ def _try_out(engine: Any) -> None:
 
 
 def build_engine(settings: VLLMSettings) -> Any:
-    """vLLM's engine with everything that its adapter relies on."""
+    """Build vLLM's engine with the options that this adapter relies on."""
     from vllm import EngineArgs, LLMEngine
     from vllm.platforms import current_platform
     from vllm.usage.usage_lib import UsageContext
 
-    dtype: Any = settings.dtype  # vLLM knows which names it takes
+    dtype: Any = settings.dtype  # vLLM checks the name
     arguments = EngineArgs(
         model=settings.model,
         dtype=dtype,
@@ -238,7 +250,7 @@ def build_engine(settings: VLLMSettings) -> Any:
         gpu_memory_utilization=settings.gpu_memory_utilization,
         enforce_eager=settings.enforce_eager or not _can_compile(),
         enable_prefix_caching=settings.enable_prefix_caching,
-        enable_sleep_mode=settings.enable_sleep and not current_platform.is_cpu(),  # there it is accepted anyway
+        enable_sleep_mode=settings.enable_sleep and not current_platform.is_cpu(),  # CPUs accept sleep without
         seed=settings.seed,
         trust_remote_code=settings.trust_remote_code,
         max_num_seqs=settings.max_num_seqs,
@@ -249,5 +261,5 @@ def build_engine(settings: VLLMSettings) -> Any:
         disable_log_stats=True,
         use_tqdm_on_load=False,
     )
-    # As vLLM's own offline class: otherwise the defaults are those of a server, and fewer requests run side by side.
+    # Same context as vLLM's offline class: with the defaults of a server, fewer requests would run concurrently.
     return LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)

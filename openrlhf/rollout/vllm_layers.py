@@ -1,8 +1,8 @@
-"""The layers of a vLLM model: load new weights into them, and read back what they compute with.
+"""The layers of a vLLM model: load new weights into them, and read back the weights that they compute with.
 
-On CPU vLLM packs matrices for its kernels after loading and computes with the packed copies. Its layer-wise reload
-packs again what it loaded, with two exceptions that `reloading` takes care of: a head that shares the embedding's
-weight keeps the copy of the old one, and experts are packed only when their kernel is built.
+On CPU, vLLM packs matrices for its kernels after loading and computes with the packed copies. Its layer-wise reload
+packs what it loaded again, with two exceptions that `reloading` handles: a head that shares the embedding's weight
+keeps its copy of the old one, and experts are packed only when their kernel is built. `vllm_worker.py` is the caller.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from vllm.platforms import current_platform
 
 from openrlhf.rollout.checksum import checksum
 
-COPIED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)  # loading these is copying into place
-COLUMNS = 64  # of a matrix that are read back
+COPIED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)  # loading these layers is a plain copy
+COLUMNS = 64  # of a matrix that are read back, about
 
 
 def method_of(module: nn.Module) -> QuantizeMethodBase | None:
+    """Return the method by which vLLM stores a module's weights and computes with them; None if it has none."""
     method = getattr(module, "quant_method", None)
     return method if isinstance(method, QuantizeMethodBase) else None
 
 
 @contextmanager
 def reloading(model: nn.Module, model_config: Any) -> Iterator[None]:
-    """Weights loaded within take the form that vLLM's kernels want."""
+    """Convert the weights that are loaded in this context to the form that vLLM's kernels expect."""
     kernels = _take_expert_kernels(model) if current_platform.is_cpu() else []
     initialize_layerwise_reload(model)
     try:
@@ -43,14 +44,17 @@ def reloading(model: nn.Module, model_config: Any) -> Iterator[None]:
     finally:
         finalize_layerwise_reload(model, model_config)
         for method, kernel in kernels:
-            if method.moe_kernel is None:  # nothing came for these experts
+            if method.moe_kernel is None:  # no weights arrived for these experts
                 method.moe_kernel = kernel
         if current_platform.is_cpu():
             _pack_shared_weights(model)
 
 
 def _take_expert_kernels(model: nn.Module) -> list[tuple[Any, Any]]:
-    """Without a kernel vLLM takes loading for the first one: it pads and packs the experts, and builds the kernel."""
+    """Detach the kernels of all experts; return each with the method that held it.
+
+    Without a kernel, vLLM treats a load as the first one: it pads and packs the experts, and builds the kernel.
+    """
     methods: list[Any] = [method_of(module) for module in model.modules()]
     taken = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None) is not None]
     for method, _ in taken:
@@ -59,6 +63,7 @@ def _take_expert_kernels(model: nn.Module) -> list[tuple[Any, Any]]:
 
 
 def _pack_shared_weights(model: nn.Module) -> None:
+    """Pack embeddings and heads again if they share their weight with another module."""
     for _, users in _users(model).values():
         for module in users if len(users) > 1 else ():
             method = method_of(module)
@@ -67,11 +72,11 @@ def _pack_shared_weights(model: nn.Module) -> None:
 
 
 def _users(model: nn.Module) -> dict[int, tuple[list[str], list[nn.Module]]]:
-    """Names and modules that hold the same weight, by that weight."""
+    """Group modules and their names by the weight that they hold, by its id; quantised weights are left out."""
     found: dict[int, tuple[list[str], list[nn.Module]]] = defaultdict(lambda: ([], []))
     for name, module in model.named_modules():
         weight = module._parameters.get("weight")
-        if weight is not None and weight.is_floating_point() and weight.element_size() > 1:  # not quantised
+        if weight is not None and weight.is_floating_point() and weight.element_size() > 1:  # else it is quantised
             names, modules = found[id(weight)]
             names.append(name)
             modules.append(module)
@@ -80,15 +85,15 @@ def _users(model: nn.Module) -> dict[int, tuple[list[str], list[nn.Module]]]:
 
 @dataclass(frozen=True)
 class Sampled:
-    """Enough of a tensor to recognise it: some of its columns, or all of a vector."""
+    """Enough of a tensor to recognise it: checksums of some columns and rows of a matrix, or of any other whole."""
 
     shape: tuple[int, ...]
-    columns: int  # their checksum
-    rows: int  # those of the transposed matrix: some checkpoints keep it
+    columns: int  # checksum
+    rows: int  # checksum, as columns of the transposed matrix: some checkpoints store that one
 
 
 def sampled(tensor: Tensor, dtype: torch.dtype) -> Sampled:
-    """`dtype` is the engine's, which rounds what it loads."""
+    """Sample a tensor after rounding it to `dtype`, that of the engine, as loading does."""
     kept = tensor.detach()
     if kept.dim() != 2:
         return Sampled(tuple(kept.shape), _sum(kept.to(dtype)), 0)
@@ -97,18 +102,19 @@ def sampled(tensor: Tensor, dtype: torch.dtype) -> Sampled:
 
 
 def _places(size: int, like: Tensor) -> Tensor:
-    """Evenly spread over a dimension."""
+    """Return indices that are spread evenly over a dimension."""
     return torch.arange(0, size, max(1, size // COLUMNS), device=like.device)
 
 
 def _sum(tensor: Tensor) -> int:
-    return checksum(tensor + 0.0)  # a product with a unit vector does not keep the sign of a zero
+    return checksum(tensor + 0.0)  # -0.0 becomes 0.0: a product with a unit vector loses the sign of a zero
 
 
 def read_back(model: nn.Module, fused: Mapping[str, Sequence[str]], arrived: Mapping[str, Sampled]) -> frozenset[str]:
-    """Names of tensors that every layer which uses them computes with, as they arrived.
+    """Return the names of tensors with which every layer that uses them computes exactly as they arrived.
 
-    Left out are those that vLLM keeps in a form of its own (experts, shards, reordered rows): log-probs prove these.
+    Those that vLLM stores in a form of its own (experts, shards, reordered rows) are left out: comparing log-probs
+    covers them.
     """
     if not arrived or get_tensor_model_parallel_world_size() > 1:
         return frozenset()
@@ -123,15 +129,15 @@ def read_back(model: nn.Module, fused: Mapping[str, Sequence[str]], arrived: Map
 
 
 def _parts(module: str, fused: Mapping[str, Sequence[str]]) -> list[str]:
-    """Checkpoint names of the tensors that make up a module's weight, in order."""
+    """Return the checkpoint names of the tensors that make up a module's weight, in order."""
     above, _, own = module.rpartition(".")
     return [f"{above}.{part}.weight".removeprefix(".") for part in fused.get(own, [own])]
 
 
 def _computed_with(module: nn.Module) -> Tensor:
-    """A vector as it is, of a matrix [rows, columns] some columns.
+    """Return the weight that a module computes with: a vector whole, some columns of a matrix [rows, columns].
 
-    A packed matrix cannot be looked at, but a product with a unit vector is a column of it, exactly.
+    A packed matrix cannot be inspected, but its product with a unit vector is exactly one of its columns.
     """
     layer: Any = module
     weight: Tensor = layer.weight
@@ -140,19 +146,20 @@ def _computed_with(module: nn.Module) -> Tensor:
     if packed and hasattr(module, "cpu_linear"):
         size = layer.input_size if isinstance(method, UnquantizedLinearMethod) else layer.embedding_dim
         places = _places(size, weight)
-        units = torch.zeros(len(places), size, dtype=weight.dtype)
+        units = torch.zeros(len(places), size, dtype=weight.dtype)  # [sampled columns, columns]
         units[torch.arange(len(places)), places] = 1.0
-        return layer.cpu_linear(units, weight, None).T
+        return layer.cpu_linear(units, weight, None).T  # [rows, sampled columns]
     return weight[:, _places(weight.shape[1], weight)] if weight.dim() == 2 else weight
 
 
 def _compare(held: Tensor, names: Sequence[str], arrived: Mapping[str, Sampled]) -> Iterator[tuple[str, bool]]:
+    """Yield (name, whether it is as it arrived) for the parts of a weight; nothing unless all of them arrived."""
     if not all(name in arrived for name in names):
         return
     start = 0
     for name in names:
         asked = arrived[name]
         own = held[start : start + asked.shape[0]]
-        turned = held[: asked.shape[-1]]  # a matrix that a checkpoint keeps transposed is never fused
+        turned = held[: asked.shape[-1]]  # a matrix that a checkpoint stores transposed is never fused
         yield name, _sum(own) == asked.columns or (len(names) == 1 and _sum(turned) == asked.rows)
         start += asked.shape[0]

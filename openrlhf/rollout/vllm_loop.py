@@ -1,6 +1,7 @@
-"""The thread that owns vLLM's engine: commands go in between two steps, answers go back to whoever awaits them.
+"""The thread that owns vLLM's engine: it runs commands between two steps and sends results to the callers.
 
-Nothing polls. With nothing to generate the thread waits for its next command; a caller waits in its own event loop.
+`VLLMEngine` posts the commands. Nothing polls: with nothing to generate, the thread blocks until the next command, and
+each caller awaits its result in its own event loop.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ Result = TypeVar("Result")
 Waiter: TypeAlias = asyncio.Future[Any]
 Command: TypeAlias = tuple[Callable[[], None] | None, Waiter]  # None ends the thread
 CLOSED = "this engine was closed"
-SHOWN = 5  # names in a message
-TAGS: dict[Part, str] = {"weights": "weights", "cache": "kv_cache"}  # what vLLM calls the parts of its memory
+SHOWN = 5  # names listed in a message
+TAGS: dict[Part, str] = {"weights": "weights", "cache": "kv_cache"}  # vLLM's names for the parts of its memory
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One generation as vLLM takes it."""
+    """One request in vLLM's types."""
 
     prompt: Any  # vllm.inputs.TokensInput
     params: Any  # vllm.SamplingParams
@@ -43,7 +44,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Generated:
-    """One generation as vLLM gives it."""
+    """The result of one request."""
 
     token_ids: Sequence[int]
     log_probs: Sequence[float]
@@ -53,24 +54,24 @@ class Generated:
 
 @dataclass(eq=False)
 class Batch:
-    """What one caller asked for together, and what of it is there."""
+    """The requests of one call, and the results that are there so far."""
 
     asks: Sequence[Ask]
     waiter: Waiter
-    generated: dict[int, Generated]  # by place in `asks`
+    generated: dict[int, Generated]  # by index in `asks`
 
 
 @dataclass(frozen=True)
 class Running:
-    """One request that vLLM works on."""
+    """One request that vLLM is working on."""
 
     batch: Batch
-    place: int
-    inner_id: str  # vLLM's own name for it
+    place: int  # index in `batch.asks`
+    inner_id: str  # vLLM's internal id
 
 
 class Answers:
-    """Collected during a step and sent after it, with one wake-up for each event loop and not one for each answer."""
+    """Results collected during a step and sent after it, with one wake-up per event loop instead of one per result."""
 
     def __init__(self) -> None:
         self.by_loop: defaultdict[asyncio.AbstractEventLoop, list[tuple[Waiter, object]]] = defaultdict(list)
@@ -80,7 +81,7 @@ class Answers:
 
     def send(self) -> None:
         for loop, answers in self.by_loop.items():
-            with suppress(RuntimeError):  # the loop was closed: nobody waits there any more
+            with suppress(RuntimeError):  # the loop was closed, so no caller waits there any more
                 loop.call_soon_threadsafe(_deliver, answers)
         self.by_loop.clear()
 
@@ -97,8 +98,8 @@ def _deliver(answers: list[tuple[Waiter, object]]) -> None:
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """What vLLM does not take (a prompt that is too long, a parameter out of range) as an error of one request."""
-    from vllm.exceptions import VLLMValidationError  # a ValueError in some versions only
+    """Turn vLLM's rejection of a request (prompt too long, parameter out of range) into a RolloutError."""
+    from vllm.exceptions import VLLMValidationError  # a ValueError only in some versions
 
     try:
         yield
@@ -107,24 +108,27 @@ def refusals() -> Iterator[None]:
 
 
 class StepLoop:
-    """Methods that are awaited belong to the callers; what `_run` calls happens on the thread alone."""
+    """The thread and its commands.
+
+    Callers await the coroutines, in their own event loops; everything that `_run` calls runs on the thread alone.
+    """
 
     def __init__(self, build: Callable[[], Any]) -> None:
         self.version = 0
         self._engine: Any = None  # vllm.v1.engine.llm_engine.LLMEngine
-        self._door = threading.Lock()  # nothing follows the command that closes
+        self._door = threading.Lock()  # ensures that no command follows the one that closes
         self._closed = False
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._answers = Answers()
         self._running: dict[str, Running] = {}  # by request id
-        self._count = 0  # of requests, which names them
-        self._began: dict[str, int] = {}  # the version of a request's first token, where weights changed since
-        self._held: list[Batch] = []  # came while paused
+        self._count = 0  # of requests; the source of their ids
+        self._began: dict[str, int] = {}  # version of a request's first token, if the weights have changed since
+        self._held: list[Batch] = []  # submitted while paused or draining
         self._draining: list[Waiter] = []
         self._paused = False
         self._asleep: set[Part] = set()
         self._has_weights = True
-        self._readable: frozenset[str] = frozenset()  # tensors that the first proved load could read back
+        self._readable: frozenset[str] = frozenset()  # tensors that the first verified load could read back
         self._failure: Exception | None = None
         started: Future[None] = Future()
         arguments = (build, torch.get_num_threads(), started)
@@ -133,12 +137,13 @@ class StepLoop:
         started.result()
 
     async def generate(self, asks: Sequence[Ask]) -> list[Generated]:
+        """Return all results in order. Cancelling the call withdraws its requests."""
         batch = Batch(asks, asyncio.get_running_loop().create_future(), {})
         self._post(lambda: self._submit(batch), batch.waiter)
         try:
             return await batch.waiter
         except asyncio.CancelledError:
-            with suppress(RolloutError):  # closed meanwhile
+            with suppress(RolloutError):  # closed in the meantime
                 self._post(lambda: self._take_back(batch), batch.waiter)
             raise
 
@@ -162,13 +167,14 @@ class StepLoop:
         await self._do(lambda: self._wake(part))
 
     async def health(self) -> None:
-        """Does not wait for the thread, which may be busy with a long step."""
+        """Raise if the engine failed or was closed, without waiting for the thread, which may be in a long step."""
         if self._failure is not None:
             raise self._dead()
         if self._closed:
             raise EngineError(CLOSED)
 
     async def close(self) -> None:
+        """Let the thread run the commands before this one, fail those who still wait, and shut vLLM down."""
         with self._door:
             if not self._closed:
                 self._closed = True
@@ -176,7 +182,7 @@ class StepLoop:
         await asyncio.to_thread(self._thread.join)
 
     async def _do(self, work: Callable[[], Result]) -> Result:
-        """Runs `work` between two steps."""
+        """Run `work` on the thread between two steps; return its result."""
         waiter = asyncio.get_running_loop().create_future()
         self._post(lambda: self._answers.give(waiter, work()), waiter)
         return await waiter
@@ -188,10 +194,11 @@ class StepLoop:
             self._inbox.put((work, waiter))
 
     def _run(self, build: Callable[[], Any], num_threads: int, started: Future[None]) -> None:
-        torch.set_num_threads(num_threads)  # OpenMP counts per thread: this one would take every core
+        """Build the engine, then alternate between commands and steps until closed: the main function of the thread."""
+        torch.set_num_threads(num_threads)  # OpenMP counts per thread: otherwise this one would use every core
         try:
             self._engine = build()
-        except Exception as error:  # noqa: BLE001 - whatever it is, whoever builds must hear of it
+        except Exception as error:  # noqa: BLE001 - any failure must reach the caller that builds the engine
             started.set_exception(error)
             return
         started.set_result(None)
@@ -202,7 +209,7 @@ class StepLoop:
         self._shut_down()
 
     def _obey(self) -> bool:
-        """All commands that are there; waits for one when there is nothing else to do. False at the end."""
+        """Run all pending commands, and wait for one if there is nothing to generate; return False at the end."""
         idle = not self._may_step()
         while True:
             try:
@@ -219,11 +226,11 @@ class StepLoop:
         return bool(self._running) and awake and not self._paused and self._failure is None
 
     def _guarded(self, work: Callable[[], None], waiter: Waiter | None) -> None:
-        """An error here leaves the engine in a state that nobody knows: everyone who waits hears of it."""
+        """Run `work`. An error leaves the engine in an unknown state, so every waiting caller gets it."""
         if self._failure is None:
             try:
                 work()
-            except Exception as error:  # noqa: BLE001 - vLLM raises anything, and the callers must not hang
+            except Exception as error:  # noqa: BLE001 - vLLM may raise anything, and the callers must not hang
                 self._failure = error
                 for other in self._everyone():
                     self._answers.give(other, self._dead())
@@ -231,6 +238,7 @@ class StepLoop:
             self._answers.give(waiter, self._dead())
 
     def _everyone(self) -> set[Waiter]:
+        """Return the callers that wait for a generation or for a drain."""
         batches = {entry.batch for entry in self._running.values()} | set(self._held)
         return {batch.waiter for batch in batches} | set(self._draining)
 
@@ -246,6 +254,7 @@ class StepLoop:
             self._admit(batch)
 
     def _admit(self, batch: Batch) -> None:
+        """Hand a batch to vLLM. If vLLM rejects one request, the whole batch fails."""
         if self._asleep or not self._has_weights:
             error = "vLLM sleeps or has no whole weights: it generates after wake('weights'), load and wake('cache')"
             self._answers.give(batch.waiter, RolloutError(error))
@@ -262,6 +271,7 @@ class StepLoop:
             self._answers.give(batch.waiter, error)
 
     def _take_back(self, batch: Batch) -> None:
+        """Withdraw a batch, held or running."""
         if batch in self._held:
             self._held.remove(batch)
         names = [name for name, entry in self._running.items() if entry.batch is batch]
@@ -278,6 +288,7 @@ class StepLoop:
         self._end_drain()
 
     def _finish(self, name: str, said: Any) -> None:
+        """Store the result of a request; answer the caller once its batch is complete."""
         if said.finish_reason not in ("stop", "length"):
             raise RolloutError(f"vLLM ended a request with {said.finish_reason!r}")
         entry = self._running.pop(name)
@@ -289,7 +300,7 @@ class StepLoop:
 
     def _pause(self, waiter: Waiter, *, drain: bool) -> None:
         if drain:
-            self._paused = False  # what an earlier pause interrupted finishes too
+            self._paused = False  # requests that an earlier pause interrupted finish too
             self._draining.append(waiter)
             self._end_drain()
         else:
@@ -297,6 +308,7 @@ class StepLoop:
             self._answers.give(waiter, None)
 
     def _end_drain(self) -> None:
+        """If a drain is in progress and no request is left, pause and answer its callers."""
         if self._draining and not self._running:
             self._paused = True
             self._answer_draining()
@@ -315,7 +327,11 @@ class StepLoop:
             self._admit(batch)
 
     def _load(self, waiter: Waiter, weights: Weights, version: int, *, verify: bool) -> None:
-        """Weights that are not whole are the sender's fault: nothing is drawn until others come; all else stands."""
+        """Load new weights, and let unfinished requests continue with them.
+
+        An incomplete weight set is the sender's fault: pause generation until a complete one arrives. Everything else
+        stays as it is.
+        """
         states = self._engine.output_processor.request_states
         for name, entry in self._running.items():
             if not states[entry.inner_id].is_prefilling:
@@ -328,13 +344,16 @@ class StepLoop:
             self._has_weights = False
             self._answers.give(waiter, RolloutError(wrong))
             return
-        self._engine.reset_prefix_cache(reset_running_requests=True)  # what the old weights computed goes too
+        self._engine.reset_prefix_cache(reset_running_requests=True)  # drop what the old weights computed
         self._has_weights = True
         self.version = version
         self._answers.give(waiter, received[0].checksums)
 
     def _not_in_effect(self, received: Sequence[Received]) -> str | None:
-        """A tensor that could be read back once can be read back always, unless a layer computes with another one."""
+        """Return an error message if a layer does not compute with the weights that arrived.
+
+        A tensor that could be read back once can always be read back, unless a layer computes with another one.
+        """
         read_back = frozenset.intersection(*(worker.read_back for worker in received))
         lost = sorted((self._readable or read_back) - read_back)
         self._readable = self._readable or read_back
@@ -344,7 +363,10 @@ class StepLoop:
         return f"weights arrived, but vLLM still computes with other ones ({len(lost)} tensors): {shown}"
 
     def _sleep(self) -> None:
-        """Level 2 drops the weights instead of copying them to the host, since new ones come anyway."""
+        """Put vLLM to sleep at level 2, which drops the weights instead of copying them to the host.
+
+        New weights are loaded after waking up anyway.
+        """
         if not self._asleep:
             self._engine.sleep(level=2, mode="keep")
             self._asleep = {"weights", "cache"}
@@ -359,14 +381,14 @@ class StepLoop:
         for waiter in self._everyone():
             self._answers.give(waiter, EngineError(CLOSED))
         self._answers.send()
-        # This also destroys torch's default process group, as vLLM has it: a trainer in this process is closed first.
+        # vLLM also destroys torch's default process group here, so a trainer in this process must be closed first.
         self._engine.engine_core.shutdown()
         self._engine = None
         gc.collect()
 
 
 def what_is_wrong(received: Sequence[Received]) -> str | None:
-    """Why what the workers of an engine received is not one whole set of weights."""
+    """Return why the workers of an engine did not all receive the same complete weights; None if they did."""
     for worker in received:
         if worker.cut_short:
             return worker.cut_short

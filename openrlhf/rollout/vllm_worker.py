@@ -1,4 +1,7 @@
-"""What is added to vLLM's workers, in whichever process they live: new weights, without a restart."""
+"""The extension of vLLM's workers, in whichever process they run: load new weights without a restart.
+
+`build_engine` names `WeightLoading` as the worker extension, and `StepLoop` calls its method by name on all workers.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +24,16 @@ from openrlhf.rollout.vllm_layers import COPIED, Sampled, method_of, read_back, 
 
 @dataclass(frozen=True)
 class Received:
-    """What one worker saw of a set of weights."""
+    """One worker's report about the weights that arrived."""
 
-    checksums: dict[str, int]  # by checkpoint name; empty unless asked for
-    read_back: frozenset[str] = frozenset()  # names whose tensors the layers compute with, as far as they can be read
-    missing: tuple[str, ...] = ()  # parameters of the model that nothing came for
-    cut_short: str = ""  # why no more came: the model is sound, but its weights are old and new ones mixed
+    checksums: dict[str, int]  # by checkpoint name; empty unless requested
+    read_back: frozenset[str] = frozenset()  # names of tensors that were read back from the layers as they arrived
+    missing: tuple[str, ...] = ()  # parameters of the model for which no weights arrived
+    cut_short: str = ""  # why the transfer stopped early: the model is intact, but mixes old and new weights
 
 
 class WeightLoading:
-    """vLLM makes its worker class inherit from this one, and calls the method by name in every worker."""
+    """Base class that vLLM adds to its worker class; the method is called by name in every worker."""
 
     vllm_config: Any
     model_runner: Any
@@ -38,7 +41,7 @@ class WeightLoading:
 
     @torch.no_grad()
     def receive_weights(self, weights: Iterable[tuple[str, Tensor]], *, verify: bool) -> Received:
-        """Goes through `weights` once."""
+        """Load `weights`, iterating over them once, and report what arrived."""
         _settle()
         model: Any = self.model_runner.get_model()
         expected = {name for name, _ in model.named_parameters()}
@@ -50,7 +53,7 @@ class WeightLoading:
             with nullcontext() if at_once else reloading(model, model_config):
                 try:
                     loaded, cut_short = model.load_weights(arrivals), ""
-                except RolloutError as error:  # the sender's. Raised here, it would leave other workers' answers unread
+                except RolloutError as error:  # from the sender. Raising it would leave other workers' answers unread
                     loaded, cut_short = None, error.message
             _settle()
             if cut_short:
@@ -62,9 +65,9 @@ class WeightLoading:
 
 
 class Arrivals:
-    """Weights on their way into the model, remembered by name.
+    """Weights on their way into the model; records their names and, with `verify`, their checksums.
 
-    A tensor holds until the next one is asked for, so it is copied where it is `kept` until its layer is complete.
+    A tensor is valid only until the next one is requested, so it is copied if it is `kept` until its layer is complete.
     """
 
     def __init__(self, weights: Iterable[tuple[str, Tensor]], *, verify: bool, kept: bool, dtype: torch.dtype) -> None:
@@ -86,18 +89,18 @@ class Arrivals:
 
 
 def _settle() -> None:
-    """vLLM works on a stream of its own, which knows nothing of the trainer's.
+    """Synchronise the device: vLLM works on a stream of its own, which is not ordered with the trainer's.
 
-    Before loading the trainer's last kernels must have written the weights; after it the trainer may change them.
+    Before loading, the trainer's last kernels must have written the weights; after it, the trainer may change them.
     """
     if not current_platform.is_cpu():
         torch.accelerator.synchronize()
 
 
 def loads_by_copying(model: nn.Module) -> bool:
-    """False where vLLM keeps weights in another form than the checkpoint's, so that loading must make that form anew.
+    """Return False if vLLM stores weights in another form than the checkpoint, which loading must produce again.
 
-    On CPU matrices are packed for its kernels; experts may be shuffled; latent attention keeps products of weights.
+    On CPU, matrices are packed for its kernels; experts may be shuffled; latent attention stores products of weights.
     """
     return not current_platform.is_cpu() and not any(
         isinstance(module, MLAAttention) or not isinstance(method_of(module), (*COPIED, type(None)))
@@ -106,13 +109,19 @@ def loads_by_copying(model: nn.Module) -> bool:
 
 
 def _not_loaded(parameters: set[str], loaded: Iterable[str]) -> set[str]:
-    """Parameters that a loader did not report. vLLM 0.26 reports experts without the module that holds them."""
+    """Return parameters that the loader did not report.
+
+    vLLM 0.26 reports experts without the module that holds them.
+    """
     reported = set(loaded)
     return {name for name in parameters if not reported & {name, name.replace(".routed_experts.", ".")}}
 
 
 def _absent_parts(parameters: set[str], fused: dict[str, list[str]], names: set[str]) -> set[str]:
-    """vLLM counts a fused matrix as loaded when one of its parts came (q of q, k and v): the names of the others."""
+    """Return the missing parts of fused matrices.
+
+    vLLM counts a fused matrix as loaded as soon as one of its parts (q of q, k and v) has arrived.
+    """
     absent = set()
     for parameter in parameters:
         for whole, parts in fused.items():
