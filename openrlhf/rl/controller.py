@@ -1,8 +1,40 @@
 """The RL loop, written once: a producer of rollouts and a trainer around a bounded queue.
 
-Synchronous training is the queue of length zero. A rollout numbered i may begin once the weights have reached version
-i - k, so a sample is at most k versions old when it is trained. In lockstep (one process) it begins exactly then, which
-makes a run a function of its seed; on a cluster timing decides within the same bound.
+      prompts, or recorded rollouts
+                |
+                v
+         +------------+  rollout   +-------------+  rollout   +---------------------------------------+
+         |  _produce  |----------->| state.queue |----------->| _consume                              |
+         +------------+    [1]     +-------------+    [2]     |   _train: score, advantages,          |
+                |                                             |           optimizer steps             |
+       requests | [6]                                         |   _finish_step: sync, log, probe,     |
+                v                                             |                 evaluate, after_step  |
+         +------------+                                       +---------------------------------------+
+         |   engine   |<--------- weights, version + 1 [3] -------------------+
+         +------------+
+
+Let k be `queue_size`. Rollout i may begin once the weights have reached version i - k, so a sample is at most k
+versions old when it is trained; k = 0 is synchronous training. In lockstep (one process) rollout i begins exactly at
+that version, which makes a run a function of its seed; on a cluster, timing decides within the same bound.
+`launch/rl.py` builds the parts and calls `Controller.run`.
+
+Back-pressure points:
+
+1. The producer waits before each rollout until made <= version + k. So at most k + 1 rollouts are untrained at any
+   time, counting the one being generated and the one in training.
+2. The trainer waits before each step for a rollout in the queue. In lockstep it waits for k + 1, all that the current
+   weights may generate, so generation and training alternate. Once no rollout is left to generate, it trains the rest
+   without waiting.
+3. The weight sync after each step pauses an engine with weights of its own: the trainer waits until the requests in
+   progress have finished (with --partial_rollout they are interrupted instead), and new requests wait for the sync.
+4. With k = 0, `begin_training` puts engines that share devices with the models to sleep until the next sync.
+5. The probe after a sync (see `proof.py`), evaluation and `after_step` (checkpoints) delay the next training step. A
+   producer that waits at [1] is woken only after them.
+6. Within a rollout, `most_episodes` limits the episodes in progress and `most_prompts` the prompts per call for
+   generation.
+7. The recorder writes the samples while the trainer works, and is awaited before the step ends.
+
+If the producer or the trainer fails, `run` cancels the other and raises.
 """
 
 from __future__ import annotations
@@ -29,29 +61,29 @@ from openrlhf.rl.workers import WeightSync, Workers
 from openrlhf.rollout.engine import Engine
 from openrlhf.types import Prompt
 
-STANDING = ("_lr", "_loss_scale", "_skipped_steps")  # ends of the names of metrics that are not averaged over steps
+STANDING = ("_lr", "_loss_scale", "_skipped_steps")  # suffixes of metrics that are not averaged over steps
 
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """How often what happens; plain values from the flags."""
+    """Sizes and intervals of the loop; plain values from the flags."""
 
-    train_batch_size: int
-    epochs: int
-    queue_size: int
+    train_batch_size: int  # samples per optimizer step
+    epochs: int  # passes over each rollout
+    queue_size: int  # how many versions old a sample may be when it is trained; 0 is synchronous
     seed: int
-    max_rollouts: int | None
-    freezing_steps: int = -1
+    max_rollouts: int | None  # None: until the prompts run out
+    freezing_steps: int = -1  # the policy is not trained in the first so many steps
     eval_every: int = -1
     save_every: int = -1
     log_every: int = 1
     lockstep: bool = True
-    gap: GapSettings | None = None  # none where engine and trainer cannot be compared
+    gap: GapSettings | None = None  # None if engine and trainer cannot be compared
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Who takes part in a run."""
+    """The components of a run that the loop connects."""
 
     source: Source
     engine: Engine
@@ -65,7 +97,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Settings:
-    """What each part of the loop needs to know."""
+    """The settings of each part of the loop."""
 
     loop: LoopSettings
     rollout: RolloutSettings
@@ -77,18 +109,18 @@ class Settings:
 
 @dataclass
 class State:
-    """Where a run stands: everything that resuming needs beside weights and optimizer."""
+    """Progress of a run: everything that resuming needs beside weights and optimizer."""
 
     kl: FixedKL | AdaptiveKL
-    version: int = 0  # updates done
-    made: int = 0  # rollouts generated
-    place: int = 0  # of the next rollout in its source
-    queue: deque[Rollout] = field(default_factory=deque)
+    version: int = 0  # of the weights: the number of rollouts trained
+    made: int = 0  # rollouts generated, without empty ones
+    place: int = 0  # position in the source where the next rollout begins
+    queue: deque[Rollout] = field(default_factory=deque)  # generated and not yet trained
     best: float | None = None  # value of the best evaluation
-    best_key: str | None = None  # and its metric
+    best_key: str | None = None  # the metric of that value
 
     def plain(self) -> dict[str, Any]:
-        """Without the queue, which the recorder writes beside it."""
+        """Return the state as JSON values, without the queue: `record.write_queue` writes that one beside it."""
         return {
             "kl": asdict(self.kl),
             "version": self.version,
@@ -100,7 +132,7 @@ class State:
 
 
 class Controller:
-    """Runs the loop from where its state stands."""
+    """Runs the loop from its current state, new or resumed."""
 
     def __init__(self, parts: Parts, settings: Settings, state: State) -> None:
         self.parts = parts
@@ -109,13 +141,13 @@ class Controller:
         self.changed = asyncio.Condition()
         gap = settings.loop.gap
         self.gap = GapWatch(gap, parts.workers, settings.scoring, parts.monitor) if gap is not None else None
-        self.generation_seconds: dict[int, float] = {}  # by the number of the rollout
+        self.generation_seconds: dict[int, float] = {}  # by number of the rollout
         self.step_began = time.perf_counter()
         self.last: dict[str, float] = {}
         self.last_evaluation: dict[str, float] = {}
 
     async def run(self, after_step: AfterStep) -> None:
-        """Trains until prompts or steps run out; `after_step` saves, and may stop the run by raising."""
+        """Train until prompts or steps run out; `after_step` saves checkpoints, and may stop the run by raising."""
         if self.state.version == 0:
             await self.evaluate()
         self._between_steps(self.step_began)
@@ -132,11 +164,12 @@ class Controller:
 
     @property
     def exhausted(self) -> bool:
-        """True when no rollout is left to make; asked anew, because a resumed run may have more steps or prompts."""
+        """True if no rollout is left to generate. Not stored, because a resumed run may have more steps or prompts."""
         most = self.settings.loop.max_rollouts
         return self.state.place >= len(self.parts.source) or (most is not None and self.state.made >= most)
 
     async def _produce(self) -> None:
+        """Put rollouts into the queue, as fast as the version of the weights permits."""
         state, parts = self.state, self.parts
         while not self.exhausted:
             async with self.changed:
@@ -146,12 +179,13 @@ class Controller:
             self.generation_seconds[rollout.number] = time.perf_counter() - began
             async with self.changed:
                 state.place = rollout.next_place
-                if rollout.trajectories:  # an empty one is trained by nobody, so nobody may wait for it
+                if rollout.trajectories:  # an empty rollout is never trained, so the trainer must not wait for it
                     state.made += 1
                     state.queue.append(rollout)
                 self.changed.notify_all()
 
     async def _consume(self, after_step: AfterStep) -> None:
+        """Train on the rollouts of the queue in order, one step for each, until none is left."""
         state = self.state
         while True:
             async with self.changed:
@@ -163,16 +197,16 @@ class Controller:
             await self._finish_step(rollout, values, after_step)
 
     def _may_train(self) -> bool:
-        """In lockstep a rollout waits until those that its weights must make have been made."""
+        """True if the trainer may continue; in lockstep, after the current weights have generated all they may."""
         state, loop = self.state, self.settings.loop
         ahead = loop.queue_size if loop.lockstep else 0
         return self.exhausted or len(state.queue) > ahead
 
     async def _finish_step(self, rollout: Rollout, values: dict[str, float], after_step: AfterStep) -> None:
-        """The new weights to the engine, what is logged, and what is due after so many steps.
+        """Send the new weights to the engine, log, and do what is due at this step: probe, evaluate, save.
 
-        A step takes from the end of what followed the one before until here: with the wait for its samples, and without
-        generation that ran beside the training of others.
+        The time of a step runs from the end of the previous call of this function to the end of the sync. It includes
+        the wait for the step's samples, but not generation that overlapped with earlier training.
         """
         loop, state, parts = self.settings.loop, self.state, self.parts
         version = state.version + 1
@@ -194,12 +228,12 @@ class Controller:
             self.changed.notify_all()
 
     def _between_steps(self, since: float) -> None:
-        """The next step begins now; what was done since then belongs to none."""
+        """Start the clock of the next step; the time since `since` counts for no step."""
         self.step_began = time.perf_counter()
         self.parts.monitor.leave_out(self.step_began - since)
 
     async def _train(self, rollout: Rollout) -> dict[str, float]:
-        """One rollout: experience, its optimizer steps, the KL controller; what there is to log about it."""
+        """Train on one rollout: make experience, take optimizer steps, update the KL controller; return metrics."""
         settings, state, parts = self.settings, self.state, self.parts
         began, coef = time.perf_counter(), state.kl.coef
         if settings.loop.queue_size == 0:
@@ -211,7 +245,7 @@ class Controller:
         scored = time.perf_counter()
         writing = asyncio.create_task(
             asyncio.to_thread(parts.recorder.write, state.version + 1, experience.samples)
-        )  # beside the training
+        )  # while training goes on
         epochs = range(settings.loop.epochs)
         cut = [places for epoch in epochs for places in self._minibatches(len(experience.samples), epoch)]
         steps = [
@@ -224,12 +258,12 @@ class Controller:
         values |= averaged(steps) | experience.metrics | rollout.metrics
         values |= {"kl_coef": coef, "staleness": float(state.version - rollout.version)}
         values |= {"timing/make_experience": scored - began, "timing/ppo_train": time.perf_counter() - scored}
-        if rollout.number in self.generation_seconds:  # not where it comes from a checkpoint's queue
+        if rollout.number in self.generation_seconds:  # unknown for a rollout from the queue of a checkpoint
             values["timing/generation"] = self.generation_seconds.pop(rollout.number)
         return values
 
     async def _probe(self, rollout: Rollout, values: dict[str, float]) -> dict[str, float]:
-        """Compares engine and trainer right after a sync, where no later rollout of these weights will tell in time."""
+        """Compare engine and trainer right after a sync, if no rollout of these weights will do so in time."""
         if self.gap is None:
             return {}
         self.gap.note_update(values)
@@ -239,10 +273,10 @@ class Controller:
         return await self.gap.probe(self.parts.engine, prompts, self.settings.rollout, self.state.version)
 
     def _progress(self, rollout: Rollout, trained: float) -> float:
-        """How much of the run is done when so much of a rollout is trained.
+        """Return the fraction of the run that is done when the fraction `trained` of a rollout has been trained.
 
-        How many optimizer steps a run has depends on the groups that are filtered out or fail. It ends when prompts run
-        out or at --max_steps, so those measure it, whichever is nearer.
+        The number of optimizer steps is unknown, because groups may be filtered out or fail. A run ends when the
+        prompts run out or at --max_steps, so progress is measured by whichever of the two is nearer.
         """
         prompts = rollout.place + trained * (rollout.next_place - rollout.place)
         most = self.settings.loop.max_rollouts
@@ -251,6 +285,7 @@ class Controller:
     async def _step(
         self, experience: Experience, places: Sequence[int], kl_coef: float, progress: float
     ) -> dict[str, float]:
+        """Take one optimizer step on the samples at `places`, in micro-batches."""
         samples = [experience.samples[place] for place in places]
         batching = self.settings.training
         parts = batching.cut([len(sample.trajectory.input_ids) for sample in samples])
@@ -259,13 +294,14 @@ class Controller:
         return await self.parts.workers.train(batches, kl_coef=kl_coef, progress=progress, train_policy=train_policy)
 
     def _minibatches(self, count: int, epoch: int) -> list[list[int]]:
-        """Places of the samples of each optimizer step; the last one takes what is left."""
+        """Return shuffled sample indices for each optimizer step; the last step takes what is left."""
         seed = (self.settings.loop.seed, self.state.version, epoch)
         order = np.random.default_rng(seed).permutation(count).tolist()
         size = self.settings.loop.train_batch_size
         return [order[place : place + size] for place in range(0, count, size)]
 
     async def evaluate(self) -> None:
+        """Evaluate and log, if there are evaluation prompts."""
         parts = self.parts
         if not parts.eval_prompts:
             return
@@ -279,20 +315,20 @@ class Controller:
 
 
 class AfterStep(Protocol):
-    """Called after each step with the controller; see launch."""
+    """Callback after each step; `launch/rl.py` saves checkpoints in it."""
 
     async def __call__(self, controller: Controller) -> None: ...
 
 
 def averaged(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Means over the optimizer steps of a rollout; of what stands rather than varies, the last."""
+    """Return the mean of each metric over the optimizer steps of a rollout; of the STANDING ones, the last value."""
     names = dict.fromkeys(name for step in steps for name in step)
     means = {name: float(np.mean([step[name] for step in steps if name in step])) for name in names}
     return means | {name: value for name, value in steps[-1].items() if name.endswith(STANDING)}
 
 
 def shown(values: dict[str, float]) -> dict[str, float]:
-    """What stands beside the progress bar, under the short names that people know."""
+    """Return the metrics for the progress bar, under the short names that users know."""
     names = {
         "reward": "reward",
         "policy_loss": "act_loss",

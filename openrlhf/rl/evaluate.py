@@ -1,4 +1,7 @@
-"""Evaluation: mean reward, pass@1 and pass@n per datasource, with the engine and rewards of training."""
+"""Evaluation: mean reward, pass@1 and pass@n per datasource, with the engine and rewards of training.
+
+The controller calls `evaluate` before the first step and then every `eval_every` steps.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from openrlhf.types import Prompt, Trajectory
 async def evaluate(
     prompts: Sequence[Prompt], engine: Engine, executor: GroupExecutor, workers: Workers, settings: RolloutSettings
 ) -> dict[str, float]:
-    """Metrics over all evaluation prompts, the tail included; groups are told apart by their place in the set."""
+    """Return metrics over all evaluation prompts, including the tail; `Prompt.index` identifies a group."""
     results = await run_groups(prompts, engine, executor, settings)
     trajectories = [item for result in results for item in result.trajectories]
     scored = await with_model_rewards(trajectories, workers, each_step=settings.step_rewards)
@@ -26,7 +29,7 @@ async def evaluate(
 
 
 def summary(trajectories: Sequence[Trajectory], n: int) -> dict[str, float]:
-    """Mean reward of each datasource, and pass@1 and pass@n if its scores say right (1) or wrong (0)."""
+    """Return each datasource's mean reward, lengths and, if all its scores are 1 (right) or 0, pass@1 and pass@n."""
     values: dict[str, float] = {}
     for source in sorted({item.prompt.datasource for item in trajectories}):
         own = [item for item in trajectories if item.prompt.datasource == source]
@@ -43,14 +46,16 @@ def summary(trajectories: Sequence[Trajectory], n: int) -> dict[str, float]:
 
 
 def pass_rate(groups: Iterable[Sequence[float]], k: int) -> float | None:
-    """Mean pass@k over prompts; None if no group has k samples left (the others of a prompt may have failed)."""
+    """Return the mean pass@k over prompts; None if no group has k samples, because too many failed."""
     rates = [pass_at_k(len(group), int(sum(group)), k) for group in groups if len(group) >= k]
     return float(np.mean(rates)) if rates else None
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """Probability that k of these samples, drawn without replacement, hold a right one: the unbiased estimator of
-    Chen et al. (arXiv 2107.03374, eq. 1)."""
+    """Return the probability that k samples, drawn without replacement, include a right one.
+
+    This is the unbiased estimator of Chen et al. (arXiv 2107.03374, eq. 1).
+    """
     return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
 
 

@@ -1,4 +1,9 @@
-"""From trajectories to advantages, in the order of the formulas: rewards, penalties, shaping, KL, advantages."""
+"""From trajectories to advantages, in the order of the formulas: rewards, penalties, shaping, KL, advantages.
+
+The controller calls `make_experience` once per rollout. The models score the trajectories in micro-batches; all
+arithmetic after that is on whole-rollout tensors [samples, tokens], padded on the right. The formulas are in
+`openrlhf.algo`.
+"""
 
 from __future__ import annotations
 
@@ -35,17 +40,17 @@ class ExperienceSettings:
     overlong: tuple[int, float, float] | None  # longest response, buffer, factor
     stop_properly: float | None
     step_rewards: bool
-    scores_policy: bool  # the policy's own log-probs, under the weights at hand
-    old_from_engine: bool = False  # the ratio is taken to the log-probs that a sample was drawn with
+    scores_policy: bool  # compute the policy's own log-probs with its current weights
+    old_from_engine: bool = False  # take the ratio to the log-probs that the engine sampled with
 
 
 @dataclass(frozen=True)
 class Experience:
-    """Samples ready to be trained on, and what to log about them."""
+    """Samples that are ready for training, and the metrics to log about them."""
 
     samples: list[Sample]
     metrics: dict[str, float]
-    kl: float | None  # mean over action tokens, for the controller
+    kl: float | None  # mean over action tokens, for the KL controller
 
 
 async def make_experience(
@@ -55,20 +60,20 @@ async def make_experience(
     settings: ExperienceSettings,
     kl_coef: float,
 ) -> Experience:
-    """Scores a rollout and turns its rewards into advantages."""
+    """Score a rollout and turn its rewards into advantages."""
     trajectories = await with_model_rewards(trajectories, workers, each_step=settings.step_rewards)
     scored = await score(trajectories, workers, batching, log_probs=settings.scores_policy)
     mask = pad_sequence([torch.tensor(item.action_mask) for item in trajectories], batch_first=True)
-    mask[:, 0] = False  # nothing predicts a first token
-    rewards = penalised(trajectories, mask, settings)
-    kl = _kl(scored, mask, settings)
+    mask[:, 0] = False  # [samples, tokens]; nothing predicts a first token
+    rewards = penalised(trajectories, mask, settings)  # [samples]
+    kl = _kl(scored, mask, settings)  # [samples, tokens]
     kl_penalised = kl if settings.kl_in_reward else None
     if settings.step_rewards:
         penalties = shaping.spread(torch.zeros_like(rewards), kl_penalised, mask, kl_coef)
         token_rewards = penalties + step_token_rewards(trajectories, rewards, mask, settings)
     else:
         token_rewards = shaping.spread(shape(rewards, trajectories, settings), kl_penalised, mask, kl_coef)
-    values = scored.get("values", torch.zeros_like(token_rewards))
+    values = scored.get("values", torch.zeros_like(token_rewards))  # [samples, tokens], as the token rewards
     estimate = ADVANTAGES[settings.estimator]
     advantages, returns = estimate(token_rewards, values, mask, settings.gamma, settings.lambd)
     if settings.estimator in shaping.WHITENED:
@@ -94,9 +99,9 @@ async def make_experience(
 async def with_model_rewards(
     trajectories: Sequence[Trajectory], workers: Workers, *, each_step: bool
 ) -> list[Trajectory]:
-    """Rewards of the reward models, for samples that have none yet; `each_step`: steps keep theirs.
+    """Add rewards of the reward models to samples that have none; with `each_step`, rewards are kept per step.
 
-    A score that an agent gave stays.
+    A score that an agent gave is not changed.
     """
     missing = [item for item in trajectories if math.isnan(item.reward)]
     given = await workers.rewards(missing) if missing else None
@@ -119,7 +124,7 @@ async def with_model_rewards(
 
 
 def _with_steps(item: Trajectory, steps: StepRewards, outcome: float | None) -> Trajectory:
-    """A sample whose steps are rewarded one by one; a judgement of the whole stands at its last action token."""
+    """Reward each step of a sample; the reward of the whole sample, if any, goes to its last action token."""
     whole = () if outcome is None else ((last_action(item), outcome),)
     merged = merge_steps(steps, whole)
     return replace(item, reward=math.fsum(reward for _, reward in merged), step_rewards=merged)
@@ -128,7 +133,7 @@ def _with_steps(item: Trajectory, steps: StepRewards, outcome: float | None) -> 
 async def score(
     trajectories: Sequence[Trajectory], workers: Workers, batching: Batching, *, log_probs: bool
 ) -> dict[str, Tensor]:
-    """What the models say, each [samples, tokens] in the order of the trajectories."""
+    """Return log-probs and values by name, each [samples, tokens] in the order of the trajectories."""
     parts = batching.cut([len(item.input_ids) for item in trajectories])
     batches = [batch_trajectories([trajectories[place] for place in part], batching.layout) for part in parts]
     scores = await workers.score(batches, log_probs=log_probs)
@@ -146,7 +151,7 @@ async def score(
 
 
 def penalised(trajectories: Sequence[Trajectory], mask: Tensor, settings: ExperienceSettings) -> Tensor:
-    """Rewards after the length penalties, [samples]."""
+    """Return the rewards [samples] after the penalties for overlong and truncated responses."""
     rewards = torch.tensor([item.reward for item in trajectories], dtype=torch.float32)
     if settings.overlong is not None:
         rewards = shaping.overlong_penalty(rewards, shaping.response_lengths(mask), *settings.overlong)
@@ -157,13 +162,16 @@ def penalised(trajectories: Sequence[Trajectory], mask: Tensor, settings: Experi
 
 
 def shape(rewards: Tensor, trajectories: Sequence[Trajectory], settings: ExperienceSettings) -> Tensor:
-    """Rewards relative to their group, as the estimator has it, within the clip range."""
+    """Return rewards [samples] relative to their group, as the estimator defines it, clipped."""
     group_ids = torch.tensor([item.prompt.index for item in trajectories])
     return shaping.clip_rewards(shaping.SHAPING[settings.estimator](rewards, group_ids), *settings.clip_range)
 
 
 def _kl(scored: Mapping[str, Tensor], mask: Tensor, settings: ExperienceSettings) -> Tensor | None:
-    """Per-token KL of the policy that trains, or where it was not asked of the one that sampled, to the reference."""
+    """Return the KL [samples, tokens] from the reference, or None without one.
+
+    It is that of the trained policy, or of the policy that sampled if the former was not scored.
+    """
     if "reference_log_probs" not in scored:
         return None
     own = scored.get("old_log_probs", scored["rollout_log_probs"])
@@ -173,20 +181,20 @@ def _kl(scored: Mapping[str, Tensor], mask: Tensor, settings: ExperienceSettings
 def step_token_rewards(
     trajectories: Sequence[Trajectory], rewards: Tensor, mask: Tensor, settings: ExperienceSettings
 ) -> Tensor:
-    """Shaped step rewards where their steps end, [samples, tokens].
+    """Return the shaped step rewards [samples, tokens], each at the token where its step ends.
 
-    Whatever of a sample's reward its steps do not explain, such as a length penalty, belongs to the last of them; a
-    sample without steps is one step. The steps of a group are compared with each other, not the sums of its samples
-    (process supervision, arXiv 2402.03300, section 4.1.3).
+    The part of a sample's reward that its steps do not account for, such as a length penalty, is added to the last
+    step; a sample without steps counts as one step. The steps of a group are compared with each other, not the sums
+    over its samples (process supervision, arXiv 2402.03300, section 4.1.3).
     """
-    given: list[tuple[int, int, float]] = []  # sample, place, reward
+    given: list[tuple[int, int, float]] = []  # sample, token, reward
     for row, (item, reward) in enumerate(zip(trajectories, rewards.tolist(), strict=True)):
         steps = item.step_rewards or ((last_action(item), 0.0),)
         rest = reward - math.fsum(value for _, value in steps)
         given += [(row, place, value) for place, value in steps[:-1]]
         given.append((row, steps[-1][0], steps[-1][1] + rest))
     rows, places, values = zip(*given, strict=True)
-    samples = torch.tensor(rows)
+    samples = torch.tensor(rows)  # [steps], as groups and rewards
     groups = torch.tensor([item.prompt.index for item in trajectories])[samples]
     shaped = shaping.shape_steps(settings.estimator, torch.tensor(values), groups, samples)
     clipped = shaping.clip_rewards(shaped, *settings.clip_range)
@@ -195,12 +203,12 @@ def step_token_rewards(
 
 
 def last_action(item: Trajectory) -> int:
-    """Place of the last action token; of the last token in a sample without any."""
+    """Return the position of the last action token, or of the last token if there is no action token."""
     return max((place for place, acts in enumerate(item.action_mask) if acts), default=len(item.action_mask) - 1)
 
 
 def _unbatch(batches: Sequence[Batch], tensors: list[Tensor], parts: list[list[int]], longest: int) -> Tensor:
-    """Micro-batches' [rows, tokens] back to [samples, tokens] in the samples' own order."""
+    """Join tensors of micro-batches [rows, tokens] into one [samples, tokens], in the original order of the samples."""
     whole = torch.zeros(sum(map(len, parts)), longest)
     for batch, tensor, part in zip(batches, tensors, parts, strict=True):
         for number, place in enumerate(part):
@@ -210,6 +218,7 @@ def _unbatch(batches: Sequence[Batch], tensors: list[Tensor], parts: list[list[i
 
 
 def _samples(trajectories: Sequence[Trajectory], arrays: Mapping[str, Tensor]) -> list[Sample]:
+    """Split tensors [samples, tokens] into samples, without the padding."""
     made = []
     for row, item in enumerate(trajectories):
         own: dict[str, NDArray[np.float32]] = {
@@ -222,7 +231,7 @@ def _samples(trajectories: Sequence[Trajectory], arrays: Mapping[str, Tensor]) -
 def rollout_metrics(
     trajectories: Sequence[Trajectory], rewards: Tensor, token_rewards: Tensor, mask: Tensor
 ) -> dict[str, float]:
-    """What §6 of the documents logs about a rollout."""
+    """Return the metrics to log about a rollout, including the mean of each of the agents' `extra_logs`."""
     lengths = mask.sum(1).float()
     group_ids = torch.tensor([item.prompt.index for item in trajectories])
     groups = shaping.group_stats(rewards, group_ids)

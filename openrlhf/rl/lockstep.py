@@ -1,10 +1,11 @@
-"""Episodes side by side. In lockstep, whenever every living one waits for the engine, their requests go to it at once.
+"""Concurrent episodes, and how their requests are batched for the engine.
 
-Bulk admission is what engines are fast at, and the batches depend on nothing but the episodes: a run repeats exactly.
-That holds under a limit too: who may begin before the next turn depends on how many have ended, never on who was first.
+In lockstep, requests are sent together as soon as every running episode waits for one. Engines are fastest with bulk
+admission, and the batches depend only on the episodes, so a run repeats exactly. This also holds with a limit on
+episodes: which groups start before the next turn depends on how many episodes have ended, not on which ended first.
 
-Out of step nobody waits for others: what the samples of a prompt ask in the same moment is one batch, for the engine
-that has their prompt in its cache.
+Without lockstep, episodes do not wait for each other: the requests that the samples of a prompt make in the same
+iteration of the event loop form one batch, for the engine that has the prompt in its prefix cache.
 """
 
 from __future__ import annotations
@@ -21,15 +22,18 @@ from openrlhf.types import Completion, Request
 
 @dataclass
 class Waiting:
-    """A request and who asked for it."""
+    """A request, and the future that its episode awaits."""
 
-    number: int
+    number: int  # of the episode
     request: Request
     answer: asyncio.Future[Completion]
 
 
 class Turnstile:
-    """Lets requests through when nobody is left who could still add one."""
+    """Batches the requests of concurrent episodes, and limits how many episodes run.
+
+    In lockstep it sends a batch when no running episode is left that could still add to it.
+    """
 
     def __init__(self, engine: Engine, limit: int | None = None, *, lockstep: bool = True) -> None:
         self.engine = engine
@@ -37,14 +41,15 @@ class Turnstile:
         self.lockstep = lockstep
         self.alive = 0
         self.begun = 0
-        self.line: deque[tuple[int, int, asyncio.Future[list[Session]]]] = deque()  # groups that wait to begin
+        self.line: deque[tuple[int, int, asyncio.Future[list[Session]]]] = deque()  # groups that wait to start
         self.waiting: list[Waiting] = []
-        self.turns: set[asyncio.Future[list[Completion]]] = set()  # kept, or they might be collected
+        self.turns: set[asyncio.Future[list[Completion]]] = set()  # references, so that they are not collected
 
     def line_up(self, size: int, prefix: int = 0) -> asyncio.Future[list[Session]]:
-        """Sessions of a group that begins alike, as soon as the limit has room for all of them, or nobody else is left.
+        """Return a future of the sessions of a group whose samples share the prompt `prefix`.
 
-        A group that finds room counts as alive at once: no turn is made before it has asked.
+        The group starts when the limit has room for all of it, or when no other episode is running. From then on it
+        counts as alive, so that no batch is sent before it has made its requests.
         """
         door: asyncio.Future[list[Session]] = asyncio.get_running_loop().create_future()
         self.line.append((size, prefix, door))
@@ -54,7 +59,7 @@ class Turnstile:
     def _admit(self) -> None:
         while self.line and self._has_room(self.line[0][0]):
             size, prefix, door = self.line.popleft()
-            if not door.done():  # else it was called off
+            if not door.done():  # otherwise it was cancelled
                 door.set_result([Session(self, number, prefix) for number in range(self.begun, self.begun + size)])
                 self.begun += size
                 self.alive += size
@@ -63,27 +68,31 @@ class Turnstile:
         return self.limit is None or self.alive == 0 or self.alive + size <= self.limit
 
     async def ask(self, number: int, request: Request) -> Completion:
+        """Return the completion of an episode's request, which waits for its batch."""
         entry = Waiting(number, request, asyncio.get_running_loop().create_future())
         self.waiting.append(entry)
         self.turn_if_ready()
         try:
             return await entry.answer
         finally:
-            if entry in self.waiting:  # its episode was given up
+            if entry in self.waiting:  # the episode was cancelled before its batch was sent
                 self.waiting.remove(entry)
 
     def leave(self) -> None:
+        """End an episode; others may start, or be complete as a batch, because of it."""
         self.alive -= 1
         self._admit()
         self.turn_if_ready()
 
     def turn_if_ready(self) -> None:
+        """Send a batch if all running episodes wait; without lockstep, schedule one."""
         if self.lockstep and self.waiting and len(self.waiting) == self.alive:
             self._turn(self._taken())
-        elif not self.lockstep and len(self.waiting) == 1:  # the first of this moment calls for them all
+        elif not self.lockstep and len(self.waiting) == 1:  # the first request schedules the batch
             asyncio.get_running_loop().call_soon(self._turn_by_prefix)
 
     def _taken(self) -> list[Waiting]:
+        """Take all waiting requests, in the order of their episodes."""
         batch = sorted(self.waiting, key=lambda entry: entry.number)
         self.waiting.clear()
         return batch
@@ -98,7 +107,7 @@ class Turnstile:
         turn.add_done_callback(partial(self._answer, batch))
 
     def _answer(self, batch: list[Waiting], turn: asyncio.Future[list[Completion]]) -> None:
-        """What became of a turn, to all who still wait for it: completions, an error, or that it was called off."""
+        """Pass the outcome of a batch to all that still wait for it: completions, an error or a cancellation."""
         self.turns.discard(turn)
         waiting = [(place, entry.answer) for place, entry in enumerate(batch) if not entry.answer.done()]
         if turn.cancelled():
@@ -113,7 +122,7 @@ class Turnstile:
 
 
 class Session:
-    """One episode's access to the engine; closed when the episode asks for nothing more."""
+    """One episode's access to the engine; close it when the episode makes no more requests."""
 
     def __init__(self, turnstile: Turnstile, number: int, prefix: int) -> None:
         self.turnstile = turnstile

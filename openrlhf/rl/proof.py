@@ -1,7 +1,8 @@
-"""Do engine and trainer compute the same policy? Log-probs of the same sampled tokens on both sides tell.
+"""Check that engine and trainer compute the same policy, by their log-probs of the same sampled tokens.
 
-Only tokens drawn with the trainer's current weights can be compared. Samples are scored at least two to a batch, in the
-layout of the run: a model that mixes up the sequences of a batch would pass a test with one.
+Only tokens sampled with the trainer's current weights can be compared. Samples are scored at least two to a batch, in
+the layout of the run: a model that mixes up the sequences of a batch would pass a test with one. The controller calls
+`GapWatch.look` at every step and, in asynchronous runs, `GapWatch.probe` after some weight syncs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from openrlhf.types import Prompt, Request, Trajectory
 
 SAMPLES = 4
 PROBE_TOKENS = 32
-PROBE_SECONDS = 30.0  # that training waits for a busy engine
+PROBE_SECONDS = 30.0  # how long training waits for a busy engine
 ADVICE = (
     "--param_dtype fp32 to see whether precision is the cause, --attn_implementation eager, or no --packing_samples"
 )
@@ -29,35 +30,38 @@ ADVICE = (
 
 @dataclass(frozen=True)
 class GapSettings:
-    """How far engine and trainer may be apart, in nats: the mean of |log p - log p'| over tokens."""
+    """Limits on the gap between engine and trainer, in nats: the mean of |log p - log p'| over tokens."""
 
     warn: float
     stop: float
-    probe: bool = False  # asynchronous runs draw with older weights, so they ask the engine for samples of the new ones
-    probe_every: int = 0  # syncs, beside the first that changed the weights; 0: only that one
+    probe: bool = False  # asynchronous runs train on samples of older weights, so they request samples of the new ones
+    probe_every: int = 0  # syncs between probes, beside the first sync that changed the weights; 0: only that one
 
 
 @dataclass
 class GapWatch:
-    """Measures the gap whenever there are samples that tell, and stops the run if it is far too large."""
+    """Measures the gap whenever there are samples of the current weights, and stops the run if it is far too large."""
 
     settings: GapSettings
     workers: Workers
     batching: Batching
     monitor: Monitor
-    warned: float = 0.0  # the gap of the last warning
-    moved: bool = False  # the weights since the start of the run
-    proved: bool = False  # a sync of weights that had moved
+    warned: float = 0.0  # gap of the last warning
+    moved: bool = False  # the weights have changed since the start of the run
+    proved: bool = False  # a sync of changed weights has been compared, or the user told why not
 
     async def look(self, trajectories: Sequence[Trajectory], version: int, step: int) -> dict[str, float]:
-        """Metrics of a step: none if every sample was drawn with older weights, or in turns that left tokens out."""
+        """Return the gap as a metric of the step; none if no sample can be compared.
+
+        A sample cannot be compared if it was sampled with older weights, or if a turn was limited to some tokens.
+        """
         telling = (item for item in trajectories if item.version == version and item.whole_vocabulary)
         fresh = [item for item in telling if any(item.action_mask)]
         if not fresh:
             return {}
         chosen = choose(fresh, self.batching)
         pairs = [chosen[place : place + 2] for place in range(0, len(chosen), 2)]
-        if len(pairs[-1]) == 1:  # another sequence beside it, in front because a leak goes to the ones behind
+        if len(pairs[-1]) == 1:  # add another sequence, in front of it because leaks go to later sequences
             pairs[-1] = [min(trajectories, key=lambda item: len(item.input_ids)), *pairs[-1]]
         batches = [batch_trajectories(pair, self.batching.layout) for pair in pairs]
         scores = await self.workers.log_probs(batches)
@@ -72,7 +76,7 @@ class GapWatch:
         return {"rollout/log_prob_difference": gap}
 
     def _judge(self, apart: Sequence[tuple[Trajectory, list[float]]], step: int) -> float:
-        """The mean over all tokens; warns and stops."""
+        """Return the mean difference over all tokens; warn or raise if it is too large."""
         every = [value for _, values in apart for value in values]
         gap = sum(every) / len(every)
         worst, _ = max(apart, key=lambda pair: sum(pair[1]) / len(pair[1]))
@@ -80,7 +84,7 @@ class GapWatch:
             f"step {step}: the log-probs of engine and trainer differ by {gap:.2g} nats a token on average, "
             f"expected below {self.settings.warn:g}; most in {sample_name(worst.prompt)}"
         )
-        if not gap <= self.settings.stop:  # also if it is not a number
+        if not gap <= self.settings.stop:  # also true for NaN
             raise RolloutError(f"{found}. They do not compute the same model", try_this=ADVICE)
         if gap > max(self.settings.warn, 2 * self.warned):
             self.warned = gap
@@ -92,10 +96,11 @@ class GapWatch:
         return gap
 
     def note_update(self, metrics: dict[str, float]) -> None:
-        """Remembers whether an update changed the weights; with a learning rate of zero it does not."""
+        """Record whether an update changed the weights; with a learning rate of zero it does not."""
         self.moved = self.moved or (metrics.get("actor_lr", 0.0) > 0 and metrics.get("actor_grad_norm", 0.0) > 0)
 
     def probe_is_due(self, version: int) -> bool:
+        """True at every `probe_every`-th version, and until a sync of changed weights has been compared."""
         settings = self.settings
         asked = settings.probe_every > 0 and version % settings.probe_every == 0
         return settings.probe and (asked or (self.moved and not self.proved))
@@ -103,14 +108,14 @@ class GapWatch:
     async def probe(
         self, engine: Engine, prompts: Sequence[Prompt], settings: RolloutSettings, version: int
     ) -> dict[str, float]:
-        """Draws a few tokens with the weights that have just been synced, and compares those."""
+        """Sample a few tokens with the weights that have just been synced, and compare these."""
         asked = [prompt for prompt in prompts if len(prompt.input_ids) < settings.context_length][:SAMPLES]
         requests = [
             Request(prompt.input_ids, replace(settings.params, max_tokens=room, stop=(), seed=version))
             for prompt in asked
             for room in (min(PROBE_TOKENS, settings.context_length - len(prompt.input_ids)),)
         ]
-        self.proved = self.proved or self.moved  # or said why not
+        self.proved = self.proved or self.moved  # or, below, the user is told why not
         try:
             made = await asyncio.wait_for(engine.generate(requests), PROBE_SECONDS)
         except TimeoutError:
@@ -142,7 +147,7 @@ class GapWatch:
 
 
 def choose(fresh: Sequence[Trajectory], batching: Batching) -> Sequence[Trajectory]:
-    """A few samples from all over the rollout; short ones if two of those would not fit into a micro-batch."""
+    """Choose a few samples spread over the rollout, or the shortest ones if two of them exceed a micro-batch."""
     spread = fresh[:: max(1, len(fresh) // SAMPLES)][:SAMPLES]
     room = batching.token_budget or batching.size * max(len(item.input_ids) for item in fresh)
     if sum(sorted(len(item.input_ids) for item in spread)[-2:]) <= room:
@@ -151,6 +156,6 @@ def choose(fresh: Sequence[Trajectory], batching: Batching) -> Sequence[Trajecto
 
 
 def _differences(trained: Sequence[float], item: Trajectory) -> list[float]:
-    """Of the tokens that the engine drew."""
+    """Return |log p - log p'| of each token that the engine sampled."""
     tokens = zip(trained, item.rollout_log_probs, item.action_mask, strict=True)
     return [abs(own - drawn) for own, drawn, acts in tokens if acts]

@@ -1,4 +1,8 @@
-"""The memory of a run: each trained sample with its tokens, log-probs, reward and advantage, as JSON lines."""
+"""Records of a run: each trained sample with its tokens, log-probs, reward and advantage, as JSON lines.
+
+The controller writes one file per step through `Recorder`, and `Replay` serves such files as the rollouts of another
+run. A checkpoint stores the queue of rollouts that are not trained yet in a similar format.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +24,9 @@ def step_file(step: int) -> str:
 
 
 class Recorder:
-    """Writes `run_dir/rollouts/step_000001.jsonl`, one line per sample; `datasets` reads the folder as it is.
+    """Writes `run_dir/rollouts/step_000001.jsonl`, one line per sample; `datasets` can read the folder directly.
 
-    What an earlier run left there after `resumed_at` is dropped, as from the metrics: the folder tells of one run.
+    Files of steps after `resumed_at` are deleted, as they are from the metrics: the folder describes a single run.
     """
 
     def __init__(self, run_dir: Path | None, decode: Any = None, resumed_at: int = 0) -> None:
@@ -46,11 +50,11 @@ class Recorder:
         first = acted[0] if acted else len(item.input_ids)
         line = {"step": step, **plain(item), "response": self.decode(item.input_ids[first:]) if self.decode else ""}
         arrays = {name: [round(float(value), 6) for value in array] for name, array in sample.arrays.items()}
-        return arrays | line  # what was sampled stands unrounded, so that it can be trained on again
+        return arrays | line  # sampled values override rounded ones, so that a replay trains on exact numbers
 
 
 class Replay:
-    """Rollouts that another run recorded, in their order; a place is a file."""
+    """Source of rollouts that another run recorded, in their original order; a place is the index of a file."""
 
     def __init__(self, folder: Path) -> None:
         self.files = sorted(folder.glob(STEP_FILES))
@@ -66,12 +70,12 @@ class Replay:
 
 
 def plain(item: Trajectory) -> dict[str, Any]:
-    """A trajectory as JSON holds it; `asdict` would copy each token by itself."""
+    """Return a trajectory as a dict for JSON; `asdict` would copy every single token."""
     return {**vars(item), "prompt": vars(item.prompt)}
 
 
 def trajectory(line: Mapping[str, Any]) -> Trajectory:
-    """The trajectory of a recorded line."""
+    """Rebuild the trajectory of a recorded line."""
     known: dict[str, Any] = {name: line[name] for name in Trajectory.__dataclass_fields__ if name in line}
     prompt: dict[str, Any] = dict(line["prompt"])
     known["prompt"] = Prompt(**prompt | {"input_ids": tuple(prompt["input_ids"])})
@@ -82,7 +86,7 @@ def trajectory(line: Mapping[str, Any]) -> Trajectory:
 
 
 def write_queue(path: Path, queue: Iterable[Rollout]) -> None:
-    """Rollouts that were made and not trained yet, beside a checkpoint."""
+    """Write the rollouts that were generated and not trained yet, as a part of a checkpoint."""
     rows = [
         {
             "number": rollout.number,
@@ -98,6 +102,7 @@ def write_queue(path: Path, queue: Iterable[Rollout]) -> None:
 
 
 def read_queue(path: Path) -> Iterator[Rollout]:
+    """Yield the rollouts that `write_queue` wrote."""
     for text in path.read_text().splitlines():
         row = json.loads(text)
         yield Rollout(

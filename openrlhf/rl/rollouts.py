@@ -1,4 +1,8 @@
-"""A rollout: prompts in order, groups of samples for each, filtered, until there are enough or no prompts are left."""
+"""Generation of rollouts: a group of samples for each prompt, in order and filtered, until a rollout is full.
+
+The controller takes rollouts from a `Source`: `Generated` here, or `Replay` in `record.py`. A rollout may come out
+smaller than asked, or empty, when the prompts run out. Evaluation uses `run_groups` as well.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,10 @@ from openrlhf.types import Prompt, SamplingParams, Trajectory
 
 @dataclass(frozen=True)
 class PromptOrder:
-    """The prompts of all episodes in one line, each episode shuffled anew: a function of seed and place."""
+    """The prompts of all episodes in one sequence, shuffled again for each episode.
+
+    The prompt at a place depends only on the seed and the place, so a resumed run continues with the same prompts.
+    """
 
     prompts: Sequence[Prompt]
     episodes: int
@@ -32,7 +39,7 @@ class PromptOrder:
         return len(self.prompts) * self.episodes
 
     def take(self, start: int, count: int) -> list[Prompt]:
-        """The next prompts from `start`; their index becomes their place, so that each group has its own."""
+        """Return the next prompts from `start`. Their index becomes their place, so that each group has its own."""
         return [replace(self.at(place), index=place) for place in range(start, min(start + count, len(self)))]
 
     def at(self, place: int) -> Prompt:
@@ -42,26 +49,26 @@ class PromptOrder:
 
 @dataclass(frozen=True)
 class RolloutSettings:
-    """How many samples, drawn how, and which groups count."""
+    """Size of a rollout, sampling parameters, and which groups are kept."""
 
-    batch_size: int
+    batch_size: int  # groups in a rollout
     samples_per_prompt: int
     params: SamplingParams
     context_length: int
     seed: int
-    keep_between: tuple[float, float] | None = None  # dynamic filtering
-    most_episodes: int | None = None  # at a time
-    most_prompts: int | None = None  # per call for generation
+    keep_between: tuple[float, float] | None = None  # dynamic filtering: of a group's mean score
+    most_episodes: int | None = None  # running at a time
+    most_prompts: int | None = None  # per call of `run_groups`
     lockstep: bool = True
     step_rewards: bool = False
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """What one rollout gave, from the prompts between `place` and `next_place`, where the following one begins."""
+    """The trajectories of one rollout, from the prompts between `place` and `next_place`, where the next one begins."""
 
     number: int
-    version: int
+    version: int  # of the engine's weights when the rollout began
     trajectories: list[Trajectory]
     place: int
     next_place: int
@@ -69,18 +76,18 @@ class Rollout:
 
 
 class Source(Protocol):
-    """Where rollouts come from; its length is the place at which it has no more to give."""
+    """A supplier of rollouts; its length is the place at which it is exhausted."""
 
     def __len__(self) -> int: ...
 
     async def take(self, number: int, place: int) -> Rollout:
-        """The rollout that begins at `place`."""
+        """Return the rollout that begins at `place`."""
         ...
 
 
 @dataclass(frozen=True)
 class Generated:
-    """Rollouts of the policy as it is now; a place is one in the line of prompts."""
+    """Source of rollouts from the current policy; a place is a position in the prompt order."""
 
     order: PromptOrder
     engine: Engine
@@ -104,7 +111,10 @@ async def roll_out(
     workers: Workers,
     settings: RolloutSettings,
 ) -> Rollout:
-    """Groups in prompt order; a rejected one is replaced by the next prompt, and none that was accepted is lost."""
+    """Generate groups in prompt order until `batch_size` of them are accepted or the prompts run out.
+
+    A rejected group is replaced by that of the next prompt; no accepted group is lost.
+    """
     accepted: list[list[Trajectory]] = []
     start, failures = place, 0
     version = engine.version
@@ -115,7 +125,7 @@ async def roll_out(
         results = await run_groups(prompts, engine, executor, settings)
         failures += sum(len(result.failures) for result in results)
         groups = [result.trajectories for result in results]
-        if settings.keep_between is not None:  # scores are needed now
+        if settings.keep_between is not None:  # filtering needs the scores now
             groups = [await with_model_rewards(group, workers, each_step=settings.step_rewards) for group in groups]
         accepted += [group for group in groups if keeps(group, settings)]
     consumed = place - start
@@ -128,7 +138,7 @@ async def roll_out(
 async def run_groups(
     prompts: Sequence[Prompt], engine: Engine, executor: GroupExecutor, settings: RolloutSettings
 ) -> list[GroupResult]:
-    """The samples of all prompts side by side; past a limit, groups begin in order as others end."""
+    """Run the samples of all prompts concurrently; beyond the limit, groups start in order as others end."""
     turnstile = Turnstile(engine, settings.most_episodes, lockstep=settings.lockstep)
     doors = [turnstile.line_up(settings.samples_per_prompt, prompt.index) for prompt in prompts]
 
@@ -146,7 +156,7 @@ async def run_groups(
 
 
 def sampling(prompt: Prompt, settings: RolloutSettings) -> list[SamplingParams]:
-    """One set of parameters per sample: its own seed, and no more tokens than the context leaves."""
+    """Return the parameters of each sample: its own seed, and no more tokens than the context has room for."""
     room = settings.context_length - len(prompt.input_ids)
     longest = max(1, min(settings.params.max_tokens, room))
     return [
@@ -156,12 +166,12 @@ def sampling(prompt: Prompt, settings: RolloutSettings) -> list[SamplingParams]:
 
 
 def seed_of(*numbers: int) -> int:
-    """A seed for a sample that depends on nothing but its place."""
+    """Return a seed that depends only on `numbers`, such as the run's seed, the prompt and the sample."""
     return zlib.crc32(repr(numbers).encode())
 
 
 def keeps(group: Sequence[Trajectory], settings: RolloutSettings) -> bool:
-    """False for a group that carries no signal: empty, alone where a group is compared, or filtered by its scores."""
+    """Return False for a group without signal: empty, reduced to one sample by failures, or filtered by its scores."""
     if not group:
         return False
     if len(group) == 1 and settings.samples_per_prompt > 1:

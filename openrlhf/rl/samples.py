@@ -1,4 +1,8 @@
-"""Samples on their way from episodes to micro-batches."""
+"""Samples, and how they are grouped into micro-batches.
+
+A `Sample` is a trajectory with its training arrays; `Batching` decides which samples share a micro-batch, and the
+`batch_...` functions lay these out as a `Batch`, padded or packed.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from openrlhf.types import TEMPERATURE_FACTORS, Batch, TokenRow, Trajectory
 
 @dataclass(frozen=True)
 class Sample:
-    """A trajectory with everything that training needs beside its tokens; each array is [tokens]."""
+    """A trajectory with all that training needs in addition to its tokens; each array is [tokens]."""
 
     trajectory: Trajectory
     arrays: Mapping[str, NDArray[np.float32]]  # advantages, returns, old_log_probs, reference_log_probs, ...
@@ -24,17 +28,17 @@ class Sample:
 
 @dataclass(frozen=True)
 class Batching:
-    """How samples become micro-batches: so many of them, or so many tokens."""
+    """How samples are divided into micro-batches: by number of samples or, with a budget, by number of tokens."""
 
     layout: Layout
-    size: int
+    size: int  # samples, if there is no token budget
     token_budget: int | None = None
-    ranks: int = 1  # that share the micro-batches
+    ranks: int = 1  # data-parallel ranks that share the micro-batches
 
     def cut(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Places of the samples of each micro-batch; nothing is lost, an overlong sample is alone.
+        """Return the sample indices of each micro-batch. No sample is dropped; one above the budget is alone.
 
-        Where there are samples enough, no rank is without one.
+        If there are enough samples, every rank gets at least one.
         """
         count = len(lengths)
         if self.token_budget is not None:
@@ -50,7 +54,7 @@ def token_row(trajectory: Trajectory) -> TokenRow:
 
 
 def temperature_factors(trajectories: Sequence[Trajectory]) -> list[NDArray[np.float32]] | None:
-    """[tokens] of each trajectory; None if every token was drawn at the run's temperature."""
+    """Return the factors [tokens] of each trajectory; None if every token was sampled at the run's temperature."""
     if not any(item.temperature_factors for item in trajectories):
         return None
     return [np.array(item.temperature_factors or [1.0] * len(item.input_ids), np.float32) for item in trajectories]

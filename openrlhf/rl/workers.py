@@ -1,4 +1,7 @@
-"""What the loop asks of the models: small verbs that one process and a cluster both fulfil."""
+"""The interface between the RL loop and the models: a few verbs that one process and a cluster both implement.
+
+`launch/local_rl.py` implements it in one process, `launch/ray` on a cluster; the loop does not know which it has.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,11 @@ Metrics = dict[str, float]
 
 @dataclass(frozen=True)
 class ModelRewards:
-    """What reward models give to samples, already weighted. `+` is what two models give together."""
+    """Weighted rewards that reward models give to samples; `+` adds the rewards of two models."""
 
     scores: Tensor  # [samples]: one number each; a process reward model's steps are reduced to one
-    outcomes: Tensor | None  # [samples]: the share of models that judge whole samples; None without such a model
-    steps: list[StepRewards]  # per sample: the share of models that judge steps
+    outcomes: Tensor | None  # [samples]: the part from models that judge whole samples; None without such a model
+    steps: list[StepRewards]  # for each sample, the part from models that judge steps
 
     def __add__(self, other: ModelRewards) -> ModelRewards:
         outcomes = [given for given in (self.outcomes, other.outcomes) if given is not None]
@@ -32,14 +35,14 @@ class ModelRewards:
         )
 
     def take(self, places: Sequence[int]) -> ModelRewards:
-        """The rewards of some samples, in the order of `places`."""
+        """Return the rewards of some samples, in the order of `places`."""
         index = torch.tensor(places, dtype=torch.long)
         outcomes = None if self.outcomes is None else self.outcomes[index]
         return ModelRewards(self.scores[index], outcomes, [self.steps[place] for place in places])
 
     @staticmethod
     def join(parts: Sequence[ModelRewards]) -> ModelRewards:
-        """The samples of several parts, all judged by the same models."""
+        """Concatenate the samples of several parts, all judged by the same models."""
         outcomes = [part.outcomes for part in parts if part.outcomes is not None]
         return ModelRewards(
             torch.cat([part.scores for part in parts]),
@@ -49,7 +52,7 @@ class ModelRewards:
 
 
 def merge_steps(*given: StepRewards) -> StepRewards:
-    """Step rewards of several judges in the order of their places; those of one place are added."""
+    """Merge the step rewards of several models in the order of their places, adding those at the same place."""
     total: dict[int, float] = {}
     for place, reward in (step for steps in given for step in steps):
         total[place] = total.get(place, 0.0) + reward
@@ -58,7 +61,7 @@ def merge_steps(*given: StepRewards) -> StepRewards:
 
 @dataclass(frozen=True)
 class Scores:
-    """What the models say about a rollout, one tensor per micro-batch in the batch's layout [rows, tokens]."""
+    """Log-probs and values of a rollout: one tensor [rows, tokens] per micro-batch, in the layout of the batch."""
 
     log_probs: list[Tensor] | None = None
     reference_log_probs: list[Tensor] | None = None
@@ -66,53 +69,56 @@ class Scores:
 
 
 class Workers(Protocol):
-    """The policy and the models around it."""
+    """The policy, with its reference, critic and reward models."""
 
     async def score(self, batches: Sequence[Batch], *, log_probs: bool) -> Scores:
-        """Reference log-probs and values where those models exist; the policy's own where asked for."""
+        """Return reference log-probs and values if those models exist, and the policy's log-probs if requested."""
         ...
 
     async def log_probs(self, batches: Sequence[Batch]) -> list[Tensor]:
-        """The policy's alone, one tensor per micro-batch [rows, tokens]."""
+        """Return the policy's log-probs, one tensor [rows, tokens] per micro-batch."""
         ...
 
     async def rewards(self, trajectories: Sequence[Trajectory]) -> ModelRewards | None:
-        """What the reward models give, summed; None without a reward model."""
+        """Return the sum of what the reward models give; None without a reward model."""
         ...
 
     async def train(
         self, micro_batches: Sequence[Batch], *, kl_coef: float, progress: float, train_policy: bool
     ) -> Metrics:
-        """One optimizer step of the policy (unless it is held still) and of the critic, where there is one.
+        """Take one optimizer step of the policy (if `train_policy`) and of the critic (if there is one).
 
-        `progress` is the part of the run that lies behind, in [0, 1): learning rates follow it.
+        `progress` is the fraction of the run that is done, in [0, 1); it determines the learning rates.
         """
         ...
 
     async def save(self, folder: Path) -> None:
-        """Everything that resuming needs, into a folder that is there and empty."""
+        """Save everything that resuming needs to an existing, empty folder."""
         ...
 
     async def load(self, folder: Path) -> None: ...
 
     async def export(self, folder: Path) -> None:
-        """The policy for plain Transformers, into a folder that is there and empty."""
+        """Export the policy for plain Transformers to an existing, empty folder."""
         ...
 
     async def export_critic(self, folder: Path) -> None: ...
 
 
 class WeightSync(Protocol):
-    """Trainer to engines. Both sides enter it together."""
+    """Transfer of weights from the trainer to the engines. Both sides take part at the same time."""
 
     async def sync(self, version: int) -> None:
-        """Engines draw with the policy's weights from now on; where they share devices with it, they take them over."""
+        """Let engines sample with the policy's weights from now on; those that share its devices take these over."""
         ...
 
     async def begin_training(self) -> None:
-        """Nothing is generated until the next sync, so engines that share devices with the models give them up."""
+        """Let engines that share devices with the models release them: nothing is generated until the next sync."""
         ...
 
     async def end_training(self, version: int) -> None:
-        """Engines that gave their devices up (to save, say) take them over again; the others noticed nothing."""
+        """Let engines that released their devices, for instance to save a checkpoint, take them over again.
+
+        Other engines are not affected.
+        """
         ...
