@@ -1,7 +1,8 @@
 """Attention over packed sequences: PyTorch's varlen flash kernel on CUDA, SDPA per segment elsewhere.
 
-Registered with Transformers as one more attention implementation, so any model that takes its attention from the
-registry packs exactly: a token sees its own sequence and nothing else. No compiled package is needed.
+It is registered with Transformers as another attention implementation, so any model that takes its attention from the
+registry packs exactly: a token attends to its own sequence and nothing else. No compiled package is needed. `load.py`
+chooses the implementation when it loads a model.
 """
 
 import inspect
@@ -28,12 +29,12 @@ _KERNEL = inspect.signature(varlen.varlen_attn).parameters
 
 
 def packs(config: Any) -> bool:
-    """True if the attention of a loaded model keeps the sequences of a packed row apart by their bounds."""
+    """True if the attention of a loaded model separates the sequences of a packed row by their bounds."""
     return config._attn_implementation == SEGMENTED or config._attn_implementation in FLASH_PACKAGES
 
 
 def choose_attention(asked: str, device: torch.device, packing: bool) -> tuple[str, str | None]:
-    """The implementation to load a model with, and a line to print where it is not the one asked for."""
+    """Return the implementation to load a model with, and a line to print if the request cannot be met in full."""
     if asked == "auto":
         return (SEGMENTED if packing or device.type == "cuda" else "sdpa"), None
     package = FLASH_PACKAGES.get(asked)
@@ -50,14 +51,17 @@ def choose_attention(asked: str, device: torch.device, packing: bool) -> tuple[s
 
 
 def fitting_attention(attention: str, model_class: type[PreTrainedModel] | None, config: PretrainedConfig) -> str:
-    """The fastest attention that a model class has, up to the one given; None is a class that a folder brings along."""
+    """Return `attention`, or the next slower one that a model class supports.
+
+    The class is None if it comes with the model's folder instead of Transformers.
+    """
     if attention == SEGMENTED and not (model_class and model_class._can_set_attn_implementation()):
         attention = "sdpa"
     return attention if attention != "sdpa" or takes_sdpa(model_class, config) else "eager"
 
 
 def takes_sdpa(model_class: type[PreTrainedModel] | None, config: PretrainedConfig) -> bool:
-    """False also for models that cap their attention scores: SDPA leaves the cap out without a word."""
+    """Return True if SDPA is correct for a model; not if it caps its attention scores, which SDPA silently omits."""
     capped = config.get_text_config().to_dict().get("attn_logit_softcapping")
     return not capped and (model_class is None or model_class._supports_sdpa)
 
@@ -78,9 +82,9 @@ def segmented_attention(  # noqa: PLR0913 - the signature is the registry's
     share: Share | None = None,
     **ignored: object,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each segment of one packed row; returns [1, tokens, heads, dim].
+    """Compute causal attention within each segment of one packed row; return [1, tokens, heads, dim].
 
-    With a share these are the tokens of one process in a ring, and the segments are those of the share.
+    If `share` is given, the tokens are those of one process in a ring, and the share defines the segments.
     """
     if softcap is not None or s_aux is not None:
         way_out = "--attn_implementation eager" if share is None else "--ring_attn_size 1 --attn_implementation eager"
@@ -98,19 +102,19 @@ def segmented_attention(  # noqa: PLR0913 - the signature is the registry's
     outputs = [
         _segment(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], scaling, sliding_window)
         for a, b in pairwise(bounds)
-    ]
+    ]  # [1, heads, tokens of a segment, dim] each
     return torch.cat(outputs, dim=2).transpose(1, 2), None
 
 
 def by_token(tensor: Tensor) -> Tensor:
-    """[1, heads, tokens, dim] as [tokens, heads, dim]."""
+    """Reshape [1, heads, tokens, dim] to [tokens, heads, dim]."""
     return tensor.squeeze(0).transpose(0, 1).contiguous()
 
 
 def kernel_options(sliding_window: int | None, known: Container[str]) -> dict[str, Any]:
-    """Causal attention in the words of the kernel at hand: the names of its arguments changed between releases.
+    """Return the arguments for causal attention: their names differ between releases of PyTorch.
 
-    Until `enable_gqa` came (2.12), fewer key heads than query heads were simply understood.
+    Before `enable_gqa` was added (2.12), fewer key heads than query heads were accepted without it.
     """
     gqa = {"enable_gqa": True} if "enable_gqa" in known else {}
     if "window_size" in known:
@@ -121,12 +125,13 @@ def kernel_options(sliding_window: int | None, known: Container[str]) -> dict[st
 
 
 def _segment(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
+    """Compute causal attention [1, heads, tokens, dim] of one sequence, within a sliding window if there is one."""
     tokens = query.shape[2]
     gqa = query.shape[1] != key.shape[1]
     if window is None or tokens <= window:
         return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=gqa)
     places = torch.arange(tokens, device=query.device)
-    distance = places[:, None] - places[None, :]
+    distance = places[:, None] - places[None, :]  # [queries, keys]
     visible = (distance >= 0) & (distance < window)
     return scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scaling, enable_gqa=gqa)
 

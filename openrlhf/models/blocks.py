@@ -1,8 +1,9 @@
-"""Attention of some queries to some keys: outputs that can be merged with those to other keys, and their gradients.
+"""Attention of a block of queries to a block of keys, with outputs that can be merged across blocks, and gradients.
 
-Each function knows the log-sum-exp of a query's scores beside its output; by it two partial outputs become one, and a
-gradient through the whole is a sum over blocks. On CUDA in half precision these are the two halves of PyTorch's flash
-kernel; elsewhere, and within a sliding window, plain products over tiles of queries.
+Beside the output of each query, its log-sum-exp of scores is kept: with it, two partial outputs can be merged, and the
+gradient of the whole is a sum over blocks. On CUDA in half precision this uses the forward and backward of PyTorch's
+flash kernel; elsewhere, and within a sliding window, plain matrix products over tiles of queries. `ring_attention.py`
+calls it for the keys of each process in a ring.
 """
 
 from collections.abc import Iterator
@@ -17,12 +18,12 @@ from torch import Tensor
 from openrlhf.models.ring import Block
 
 Bounds = tuple[int, ...]
-TILE = 1024  # queries at a time, so that scores take [heads, TILE, keys]
+TILE = 1024  # queries at a time, so that the scores are [heads, TILE, keys]
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """What a score is multiplied with, and how many tokens back a query sees; None is all."""
+    """The factor on a score, and how many tokens a query sees, itself included; None: all."""
 
     scale: float
     window: int | None = None
@@ -30,7 +31,7 @@ class Scoring:
 
 @dataclass(frozen=True)
 class Seen:
-    """What queries made of all keys of all processes, and the gradient of it."""
+    """The result of queries over the keys of all processes, and its gradient."""
 
     query: Tensor  # [tokens, heads, dim]
     output: Tensor  # [tokens, heads, dim]
@@ -38,12 +39,15 @@ class Seen:
     gradient: Tensor  # [tokens, heads, dim]
 
     def __getitem__(self, part: slice | tuple[slice, slice]) -> "Seen":
-        """Some of the tokens, or of tokens and heads."""
+        """Select tokens, or tokens and heads."""
         return Seen(self.query[part], self.output[part], self.lse[part], self.gradient[part])
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, block: Block, scoring: Scoring) -> tuple[Tensor, Tensor]:
-    """Outputs [queries, heads, dim] and log-sum-exps [queries, heads] in fp32, of tensors [tokens, heads, dim]."""
+    """Return outputs [queries, heads, dim] and log-sum-exps [queries, heads] of a block, in fp32.
+
+    Query, key and value are [tokens, heads, dim]; the block selects the tokens.
+    """
     query, key, value = query[block.queries], key[block.keys], value[block.keys]
     if takes_flash(query, scoring):
         bounds = flash_bounds(block.query_bounds, block.key_bounds, query.device)
@@ -55,7 +59,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, block: Block, scoring: Sco
     output, lse = query.new_empty(query.shape, dtype=torch.float32), query.new_empty(query.shape[:2]).float()
     for queries, keys, distance in tiles(block, scoring.window):
         scores = masked_scores(query[queries], key[keys], distance, scoring)  # [key heads, group, queries, keys]
-        sums = scores.logsumexp(-1)
+        sums = scores.logsumexp(-1)  # [key heads, group, queries]
         weights = (scores - sums[..., None]).exp()
         output[queries] = products(weights, value[keys]).float()
         lse[queries] = sums.flatten(0, 1).T
@@ -65,7 +69,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, block: Block, scoring: Sco
 def block_gradients(
     seen: Seen, key: Tensor, value: Tensor, block: Block, scoring: Scoring
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the block's queries, keys and values."""
+    """Return the gradients of the block's queries, keys and values, each [tokens, heads, dim]."""
     seen, key, value = seen[block.queries], key[block.keys], value[block.keys]
     if takes_flash(seen.query, scoring):
         given = (seen.gradient, seen.query, key, value, seen.output, seen.lse.T.contiguous())
@@ -76,8 +80,9 @@ def block_gradients(
         )
     to_query, to_key, to_value = (torch.zeros_like(part, dtype=torch.float32) for part in (seen.query, key, value))
     key_heads = key.shape[1]
-    pull = (seen.gradient.float() * seen.output.float()).sum(-1)  # [queries, heads]: what the softmax takes off again
+    pull = (seen.gradient.float() * seen.output.float()).sum(-1)  # [queries, heads], for the softmax
     for queries, keys, distance in tiles(block, scoring.window):
+        # query and gradient: [queries, key heads, group, dim]; scores and weights: [key heads, group, queries, keys]
         query, gradient = (grouped(part[queries], key_heads) for part in (seen.query, seen.gradient))
         scores = masked_scores(seen.query[queries], key[keys], distance, scoring)
         weights = (scores - by_key_head(seen.lse[queries], key_heads)[..., None]).exp()
@@ -90,19 +95,20 @@ def block_gradients(
 
 
 def merge(output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-    """Puts what the same queries make of other keys into `output` and `lse`."""
+    """Merge the outputs of the same queries over other keys into `output` and `lse`, in place."""
     whole = torch.logaddexp(lse, other_lse)
     output.mul_((lse - whole).exp()[..., None]).add_(other * (other_lse - whole).exp()[..., None])
     lse.copy_(whole)
 
 
 def takes_flash(query: Tensor, scoring: Scoring) -> bool:
+    """True if PyTorch's flash kernel can be used."""
     return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and scoring.window is None
 
 
 @lru_cache(maxsize=512)
 def flash_bounds(query_bounds: Bounds, key_bounds: Bounds, device: torch.device) -> tuple[Any, ...]:
-    """Cumulative lengths and the longest, as the kernel takes them; kept, because every layer asks for the same."""
+    """Return cumulative lengths and the longest, as the kernel expects; cached, because every layer needs the same."""
     sides = (query_bounds, key_bounds)
     bounds = [torch.tensor(side, dtype=torch.int32, device=device) for side in sides]
     longest = [max(b - a for a, b in pairwise(side)) for side in sides]
@@ -110,7 +116,7 @@ def flash_bounds(query_bounds: Bounds, key_bounds: Bounds, device: torch.device)
 
 
 def tiles(block: Block, window: int | None) -> Iterator[tuple[slice, slice, int]]:
-    """Queries a tile at a time with the keys that they may see, and how far the first query is from the first key."""
+    """Yield the queries of each tile, the keys that they may see, and the distance of the first query and key."""
     sides = zip(pairwise(block.query_bounds), pairwise(block.key_bounds), strict=True)
     for (start, end), (first_key, last_key) in sides:
         for place in range(start, end, TILE):
@@ -121,24 +127,24 @@ def tiles(block: Block, window: int | None) -> Iterator[tuple[slice, slice, int]
 
 
 def masked_scores(query: Tensor, key: Tensor, distance: int, scoring: Scoring) -> Tensor:
-    """[key heads, heads of each, queries, keys] in fp32, minus infinity where a query does not see."""
+    """Return scores [key heads, group, queries, keys] in fp32, minus infinity for keys that a query does not see."""
     scores = torch.einsum("qhgd,khd->hgqk", grouped(query, key.shape[1]), key).float() * scoring.scale
     places = torch.arange(len(query), device=query.device) + distance
-    back = places[:, None] - torch.arange(len(key), device=query.device)
+    back = places[:, None] - torch.arange(len(key), device=query.device)  # [queries, keys]
     hidden = back < 0 if scoring.window is None else (back < 0) | (back >= scoring.window)
     return scores.masked_fill_(hidden, float("-inf"))
 
 
 def products(weights: Tensor, value: Tensor) -> Tensor:
-    """[queries, heads, dim]: values or keys, summed by weights."""
+    """Return the sums [queries, heads, dim] of values or keys, by weights [key heads, group, queries, keys]."""
     return torch.einsum("hgqk,khd->qhgd", weights.to(value.dtype), value).flatten(1, 2)
 
 
 def grouped(tensor: Tensor, key_heads: int) -> Tensor:
-    """[tokens, heads, dim] as [tokens, key heads, heads of each, dim]."""
+    """Reshape [tokens, heads, dim] to [tokens, key heads, group, dim]: a group of heads shares a key head."""
     return tensor.unflatten(1, (key_heads, -1))
 
 
 def by_key_head(numbers: Tensor, key_heads: int) -> Tensor:
-    """[tokens, heads] as [key heads, heads of each, tokens]."""
+    """Reshape [tokens, heads] to [key heads, group, tokens]."""
     return numbers.T.unflatten(0, (key_heads, -1))

@@ -1,4 +1,8 @@
-"""A trained network as a folder that plain Transformers (for adapters: PEFT) loads."""
+"""Export of a trained network as a folder that plain Transformers (for adapters: PEFT) can load.
+
+The training backends call it, with gathered weights if theirs are sharded; `merge.py` reads what it saves beside
+adapters.
+"""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -15,7 +19,7 @@ HEAD_KEYS = ("value_head_prefix", "mean", "std", "normalize_reward", "pad_token_
 
 
 def saved_tensors(network: Network) -> Iterator[tuple[str, Tensor]]:
-    """What `save_model` takes as weights: the decoder's tensors, each once, or what is trained of an adapted model."""
+    """Yield the weights for `save_model`: the decoder's tensors, each once; of an adapted model, the trained ones."""
     model: Any = network.model
     adapted = model is not network.decoder
     seen: set[int] = set()
@@ -26,7 +30,10 @@ def saved_tensors(network: Network) -> Iterator[tuple[str, Tensor]]:
 
 
 def save_model(network: Network, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Weights (gathered ones where a backend shards them), config and generation config; adapters alone under LoRA."""
+    """Save weights, config and generation config; under LoRA, only the adapters.
+
+    A backend that shards its weights passes the gathered ones.
+    """
     model: Any = network.model
     kwargs: dict[str, Any] = {} if weights is None else {"state_dict": dict(weights)}
     prefix = network.decoder.config.to_dict().get("value_head_prefix", SCALAR_HEAD)
@@ -39,9 +46,9 @@ def save_model(network: Network, folder: Path, weights: Mapping[str, Tensor] | N
 
 
 def save_head_config(network: Network, folder: Path) -> None:
-    """Beside a reward model's adapters: what the merged model's config must know of its scores.
+    """Save what the config of a merged reward model needs about its scores, next to the adapters.
 
-    Not as config.json, which would make PEFT's own loaders take the folder for a whole model.
+    It is not called config.json, because PEFT's own loaders would then take the folder for a complete model.
     """
     config = network.decoder.config.to_dict()
     known = {name: config[name] for name in HEAD_KEYS if name in config}
@@ -50,5 +57,6 @@ def save_head_config(network: Network, folder: Path) -> None:
 
 
 def _renamed(name: str, prefix: str) -> str:
+    """Replace the name of the scalar head by `prefix`."""
     head = f"{SCALAR_HEAD}."
     return f"{prefix}.{name.removeprefix(head)}" if name.startswith(head) else name

@@ -1,7 +1,7 @@
-"""A model as training sees it: per-token log-probs, a scalar per token or per sequence, logits at chosen places.
+"""A model as training uses it: per-token log-probs, a scalar per token or per sequence, logits at chosen positions.
 
 One module, `Network`, wraps any decoder of Transformers. Everything that a backend shards or hooks happens inside its
-`forward`, and what it returns is aligned to tokens as `types.py` has it.
+`forward`, and its outputs are aligned to tokens as `types.py` defines: the value at place t belongs to token t.
 """
 
 import inspect
@@ -30,23 +30,23 @@ Ask = Literal[
     "scores",
     "values",
     "target_logits",
-    "own_log_probs",  # by the model's own forward, each sequence by itself: what the others are tested against
+    "own_log_probs",  # by the model's own forward, each sequence alone: the reference of the self-test
     "own_scores",
 ]
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """What was asked for; the rest is None."""
+    """The outputs that were asked for; the others are None."""
 
-    log_probs: Tensor | None = None  # [rows, tokens], 0 where target_mask is False
-    entropy: Tensor | None = None  # [rows, tokens], the same
+    log_probs: Tensor | None = None  # [rows, tokens], 0 if target_mask is False
+    entropy: Tensor | None = None  # [rows, tokens], 0 if target_mask is False
     cross: Tensor | None = None  # [rows, tokens]: sum of p_teacher x log p_student
-    hidden: Tensor | None = None  # [targets, hidden]: the states that predict each target
+    hidden: Tensor | None = None  # [targets, hidden]: the state that predicts each target
     scores: Tensor | None = None  # [sequences]: the scalar head at the last token
     values: Tensor | None = None  # [rows, tokens]: the scalar head before each token
     target_logits: Tensor | None = None  # [targets, vocabulary]: at the targets themselves
-    aux_loss: Tensor | None = None  # a mixture-of-experts' load-balancing loss
+    aux_loss: Tensor | None = None  # load-balancing loss of a mixture of experts
 
 
 class Network(nn.Module):
@@ -55,14 +55,14 @@ class Network(nn.Module):
     def __init__(self, model: nn.Module, *, with_aux_loss: bool = False, self_test: bool = True) -> None:
         super().__init__()
         self.model = model
-        self.self_test = self_test  # compare with the model's own forward before the first use (`self_test.py`)
+        self.self_test = self_test  # compare with the model's own forward before first use (`self_test.py`)
         self.with_aux_loss = with_aux_loss
         self.layout: CallLayout = "packed" if packs(self.decoder.config) else "padded"  # until the self-test
-        self.ring: Ring | None = None  # a backend sets it where several processes share each packed row
+        self.ring: Ring | None = None  # set by the backend if several processes share each packed row
 
     @property
     def decoder(self) -> PreTrainedModel:
-        """The Transformers model, under adapters where there are any."""
+        """The Transformers model, without the PEFT wrapper if there is one."""
         model: Any = self.model
         return model if isinstance(model, PreTrainedModel) else model.get_base_model()
 
@@ -88,7 +88,7 @@ class Network(nn.Module):
 
     @cached_property
     def _accepted(self) -> frozenset[str] | None:
-        """The arguments that the decoder takes by name; None if it takes any."""
+        """Names of the arguments that the decoder accepts; None if it accepts any."""
         parameters = inspect.signature(self.decoder_without_head.forward).parameters
         takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         return None if takes_any else frozenset(parameters)
@@ -102,6 +102,11 @@ class Network(nn.Module):
         teacher_hidden: Tensor | None = None,
         teacher_head: Head | None = None,
     ) -> Outputs:
+        """Run the decoder over a batch and return what `ask` names.
+
+        `temperature` divides the logits: a single one, or [rows, tokens]. `teacher_hidden` [targets, hidden] and
+        `teacher_head` are for distillation.
+        """
         if ask == "own_log_probs":
             return Outputs(log_probs=self._own_log_probs(batch))
         if ask == "own_scores":
@@ -118,7 +123,7 @@ class Network(nn.Module):
             return Outputs(target_logits=looked.join(self.vocabulary_head(looked.here).float()), aux_loss=aux_loss)
         if ask == "hidden":
             return Outputs(hidden=looked.join(looked.here), aux_loss=aux_loss)
-        targets = batch.input_ids[batch.target_mask][looked.numbers]
+        targets = batch.input_ids[batch.target_mask][looked.numbers]  # [targets here]
         if isinstance(temperature, Tensor):  # [rows, tokens]
             temperature = temperature.to(targets.device)[batch.target_mask][looked.numbers]
         head, entropy, cross = self.vocabulary_head, None, None
@@ -139,7 +144,7 @@ class Network(nn.Module):
         )
 
     def _hidden(self, batch: Batch, share: Share | None) -> tuple[Tensor, Tensor | None]:
-        """Last hidden states [places, hidden] of the flattened batch or a share of it; the auxiliary loss if wanted."""
+        """Return the last hidden states [tokens, hidden] of the flattened batch or a share, and the auxiliary loss."""
         calls = list(decoder_calls(batch, self.layout, self._gap))
         if share is not None:
             calls = [DecoderCall(_shared_inputs(call.arguments, share)) for call in calls]
@@ -154,6 +159,7 @@ class Network(nn.Module):
         return hidden, self._aux_loss(routed, calls[0].arguments["attention_mask"])
 
     def _call_decoder(self, call: DecoderCall) -> Any:
+        """Call the decoder with those arguments that it accepts."""
         arguments = call.arguments | {"use_cache": False}
         if self.with_aux_loss:
             arguments["output_router_logits"] = True
@@ -162,20 +168,22 @@ class Network(nn.Module):
         return self.decoder_without_head(**arguments)
 
     def _own_log_probs(self, batch: Batch) -> Tensor:
+        """Return log-probs [rows, tokens] by the model's own forward, each sequence alone."""
         found = torch.zeros(batch.input_ids.numel(), device=batch.input_ids.device)
         for call in single_calls(batch):
-            ids = call.arguments["input_ids"]
-            logits = self.decoder(input_ids=ids).logits[0, :-1].float()
+            ids = call.arguments["input_ids"]  # [1, tokens]
+            logits = self.decoder(input_ids=ids).logits[0, :-1].float()  # [tokens - 1, vocabulary]
             assert call.batch_places is not None
             found[call.batch_places[1:]] = logits.log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
         return torch.where(batch.target_mask, found.view_as(batch.target_mask), 0.0)
 
     def _own_scores(self, batch: Batch) -> Tensor:
+        """Return scores [sequences] by the model's own forward, each sequence alone."""
         rows = (call.arguments["input_ids"] for call in single_calls(batch))
         return torch.stack([self.decoder(input_ids=row).logits.float().squeeze() for row in rows])
 
     def _aux_loss(self, router_logits: tuple[Tensor, ...], attention_mask: Tensor | None) -> Tensor:
-        """Load balancing as the model's own module defines it (Switch Transformer, arXiv 2101.03961, eq. 4)."""
+        """Return the load-balancing loss of the model's own module (Switch Transformer, arXiv 2101.03961, eq. 4)."""
         decoder = self.decoder
         balance = vars(sys.modules[type(decoder).__module__])["load_balancing_loss_func"]
         config: Any = decoder.config
@@ -189,9 +197,9 @@ class Network(nn.Module):
 
 
 class Looked:
-    """The hidden states that an output is made of: those of them that are in this process, and how all come together.
+    """The hidden states that an output is computed from: those in this process, and how to join all processes' results.
 
-    Without a ring that is all of them.
+    Without a ring, all of them are in this process.
     """
 
     def __init__(self, hidden: Tensor, wanted: Tensor, share: Share | None) -> None:
@@ -202,26 +210,27 @@ class Looked:
         self.here = hidden[places]  # [wanted here, hidden]
 
     def join(self, values: Tensor) -> Tensor:
-        """[wanted, ...] from what each process has made of its own."""
+        """Return [wanted, ...] on every process, joined from what each computed for its own [wanted here, ...]."""
         return values if self.share is None else self.share.join(values, self.numbers, self.count)
 
 
 def wanted_places(batch: Batch, ask: Ask) -> Tensor:
-    """Places in the flattened batch whose hidden states an output is made of."""
+    """Return the places in the flattened batch whose hidden states an output is computed from."""
     if ask == "scores":
         return last_tokens(batch)
     targets = batch.target_mask.flatten().nonzero().squeeze(-1)
-    return targets if ask == "target_logits" else targets - 1  # what predicts a token is the state before it
+    return targets if ask == "target_logits" else targets - 1  # a token is predicted by the state before it
 
 
 def share_of(batch: Batch, ring: Ring) -> Share:
+    """Return this process's share of a packed row."""
     assert len(batch.input_ids) == 1, "a ring shares packed rows"
     starts = (batch.position_ids[0] == 0).nonzero().squeeze(-1)
     return Share.of((*starts.tolist(), batch.input_ids.shape[1]), ring)
 
 
 def last_tokens(batch: Batch) -> Tensor:
-    """Place of each sequence's last token in the flattened batch: [sequences]."""
+    """Return the place of each sequence's last token in the flattened batch, [sequences]."""
     ids = batch.sequence_ids.flatten()
     places = torch.arange(ids.numel(), device=ids.device)
     last = places.new_zeros(batch.num_sequences)
@@ -230,12 +239,12 @@ def last_tokens(batch: Batch) -> Tensor:
 
 
 def _spread(per_target: Tensor, batch: Batch) -> Tensor:
-    """[targets] back to [rows, tokens], zero elsewhere."""
+    """Scatter [targets] to [rows, tokens], zero elsewhere."""
     return per_target.new_zeros(batch.target_mask.shape).masked_scatter(batch.target_mask, per_target)
 
 
 def _in_batch_order(calls: list[DecoderCall], states: list[Tensor], batch: Batch) -> Tensor:
-    """Hidden states [rows x tokens, hidden] of the flattened batch from those of the calls, zero on padding."""
+    """Return hidden states [rows x tokens, hidden] of the flattened batch from those of the calls, zero on padding."""
     flat = [state.flatten(0, 1) for state in states]
     flat = [
         state if call.output_places is None else state[call.output_places]
@@ -249,7 +258,10 @@ def _in_batch_order(calls: list[DecoderCall], states: list[Tensor], batch: Batch
 
 
 def _shared_inputs(packed: dict[str, Any], share: Share) -> dict[str, Any]:
-    """A process's tokens of a packed row. What fills the row up is a sequence of its own that nobody looks at."""
+    """Return the inputs for this process's tokens of a packed row.
+
+    The tokens that fill up the row are a sequence of their own, whose outputs are not used.
+    """
     missing = share.bounds[-1] - packed["input_ids"].shape[1]
     filling = torch.arange(missing, device=packed["input_ids"].device)
     ids = torch.cat([packed["input_ids"][0], torch.zeros_like(filling)])
@@ -258,7 +270,10 @@ def _shared_inputs(packed: dict[str, Any], share: Share) -> dict[str, Any]:
 
 
 def _whole_row(router_logits: tuple[Tensor, ...], batch: Batch, share: Share) -> tuple[Tensor, ...]:
-    """Each layer's routing of all tokens of a row [tokens, experts], because balance is one number for the whole."""
+    """Return each layer's router logits of the whole row, [tokens, experts].
+
+    The load-balancing loss is one number for all tokens, so each process needs those of the others.
+    """
     places = torch.arange(batch.input_ids.numel(), device=batch.input_ids.device)
     numbers = share.held(places)
     here = share.local(places[numbers])

@@ -1,4 +1,8 @@
-"""Heads: the scalar one of reward models and critics, and the projection to the vocabulary."""
+"""Heads: the scalar head of reward models and critics, and the projection to the vocabulary.
+
+`Network` computes hidden states with the decoder alone and applies a head to those it needs. For the vocabulary head,
+the model's own forward shows what it does beyond the projection, so that no family needs a special case.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +18,17 @@ SCALAR_HEAD = "score"  # the name that AutoModelForSequenceClassification gives 
 
 
 def init_scalar_head(model: PreTrainedModel) -> None:
-    """Small enough that the first rewards are near zero: a standard deviation of 1 / (hidden + 1)."""
+    """Initialise the scalar head so that the first rewards are near zero: standard deviation 1 / (hidden + 1)."""
     head: Any = model.get_submodule(SCALAR_HEAD)
     with torch.no_grad():
         head.weight.normal_(mean=0.0, std=1.0 / (head.in_features + 1))
 
 
 def separate_pad_from_eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """A pad id that is not EOS, in model and tokenizer.
+    """Give model and tokenizer a pad token other than EOS.
 
-    Transformers pools a sequence classifier at the last token that is not the pad token. Where EOS is the pad, that
-    would be the token before the end, while we score at the end.
+    Transformers pools a sequence classifier at the last token that is not the pad token. If the pad token is EOS, this
+    is the token before the end, while we score at the end.
     """
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         spare = [tokenizer.unk_token, tokenizer.bos_token, *tokenizer.all_special_tokens]
@@ -41,11 +45,11 @@ def separate_pad_from_eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizer
 
 
 class VocabularyHead:
-    """The projection of hidden states to logits, finished as the model's own forward finishes it.
+    """The projection of hidden states to logits, including what the model's own forward does beyond it.
 
-    Models scale, multiply or cap their logits, or transform the hidden states first, each by a name of its own. The
-    model is asked instead: its forward runs with a stand-in for the decoder that returns given hidden states. If all it
-    does beyond the projection is to multiply by a constant (`factor`), the projection alone is called.
+    Models scale, multiply or cap their logits, or transform the hidden states first, each under names of their own. So
+    the model's forward itself is run, with a stand-in for the decoder that returns given hidden states. If all it does
+    beyond the projection is to multiply by a constant (`factor`), only the projection is called.
     """
 
     def __init__(self, model: PreTrainedModel, factor: float | None) -> None:
@@ -57,7 +61,7 @@ class VocabularyHead:
         return output_embeddings(self.model)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """[tokens, hidden] -> [tokens, vocabulary]"""
+        """Map hidden states [tokens, hidden] to logits [tokens, vocabulary]."""
         if self.factor is None:
             return finished_logits(self.model, hidden[None])[0]
         logits = self.module(hidden)
@@ -65,6 +69,7 @@ class VocabularyHead:
 
 
 def output_embeddings(model: PreTrainedModel) -> nn.Module:
+    """Return a model's projection to the vocabulary; raise a ConfigError if it has none."""
     module: Any = model.get_output_embeddings()
     if module is None:
         raise ConfigError(f"{type(model).__name__} has no projection to the vocabulary: expected a language model")
@@ -73,16 +78,16 @@ def output_embeddings(model: PreTrainedModel) -> nn.Module:
 
 @torch.no_grad()
 def logit_factor(model: PreTrainedModel) -> float | None:
-    """The constant by which a model multiplies the output of its head; None if it does anything else.
+    """Return the constant by which a model multiplies the output of its head; None if it does anything else.
 
-    The head stands aside too, as the identity, so this needs no weights: it works on sharded and unloaded models.
+    The head is replaced too, by the identity, so no weights are needed: this works on sharded and unloaded models.
     """
     size = model.config.get_text_config().hidden_size
     hidden = torch.randn(1, 8, size, generator=torch.Generator().manual_seed(0)) * 8.0
     try:
         finished = finished_logits(model, hidden.to(model.device), identity=True)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
-        return None  # it looks at more than the head's output
+        return None  # the forward needs more than the output of the head
     if finished.shape != hidden.shape:
         return None
     factor = float(finished.cpu().double().flatten()[0] / hidden.double().flatten()[0])
@@ -90,7 +95,7 @@ def logit_factor(model: PreTrainedModel) -> float | None:
 
 
 def decoder_name(model: PreTrainedModel) -> str:
-    """The attribute that holds a model's decoder, the part without a head."""
+    """Return the name of the attribute that holds a model's decoder, the part without a head."""
     name = model.base_model_prefix
     if name in model._modules:
         return name
@@ -101,7 +106,10 @@ def decoder_name(model: PreTrainedModel) -> str:
 
 
 def finished_logits(model: PreTrainedModel, hidden: Tensor, *, identity: bool = False) -> Tensor:
-    """What a model's own forward makes of last hidden states [rows, tokens, hidden]; its head may be the identity."""
+    """Return the logits of a model's own forward for last hidden states [rows, tokens, hidden].
+
+    With `identity`, its head is replaced by the identity.
+    """
     name = decoder_name(model)
     swaps: list[tuple[nn.Module, str, nn.Module]] = [(model, name, GivenStates(model._modules[name], hidden))]
     if identity:
@@ -119,6 +127,7 @@ def finished_logits(model: PreTrainedModel, hidden: Tensor, *, identity: bool = 
 
 
 def _parent_of(model: nn.Module, child: nn.Module) -> tuple[nn.Module, str]:
+    """Return the module that directly contains `child`, and the child's name there."""
     for module in model.modules():
         for name, found in module._modules.items():
             if found is child:
@@ -127,18 +136,18 @@ def _parent_of(model: nn.Module, child: nn.Module) -> tuple[nn.Module, str]:
 
 
 class StandIn(nn.Module):
-    """In place of another module: it has that module's attributes, and a forward of its own."""
+    """Replacement of another module: it has that module's attributes, and a forward of its own."""
 
     def __init__(self, original: nn.Module | None) -> None:
         super().__init__()
-        self.__dict__["original"] = original  # not as a submodule: it must not be found twice
+        self.__dict__["original"] = original  # not a submodule, which would be found twice
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["original"], name)
 
 
 class GivenStates(StandIn):
-    """In place of a decoder: returns the hidden states that it was given."""
+    """Replacement of a decoder: returns given hidden states."""
 
     def __init__(self, decoder: nn.Module | None, hidden: Tensor) -> None:
         super().__init__(decoder)
@@ -149,19 +158,19 @@ class GivenStates(StandIn):
 
     @property
     def decoder(self) -> GivenStates:
-        """Some models call the decoder within their decoder."""
+        """This object itself, for models that call the decoder inside their decoder."""
         return self
 
 
 class IdentityHead(StandIn):
-    """In place of a head: changes nothing."""
+    """Replacement of a head: returns its input."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden
 
 
 class DecoderOutput:
-    """Last hidden states, and None for whatever else a model may look for in a decoder's output."""
+    """Last hidden states, and None for everything else that a model may look up in a decoder's output."""
 
     def __init__(self, last_hidden_state: Tensor) -> None:
         self.last_hidden_state = last_hidden_state

@@ -1,14 +1,14 @@
-"""What a decoder is called with for a batch of sequences, and where its answers belong.
+"""Arguments of the decoder calls for a batch of sequences, and the tokens that their outputs belong to.
 
-The layout of a call is the network's choice, whatever the layout of the batch, because not every architecture keeps
-sequences apart in every layout (`self_test.py` finds out which it does):
+The network chooses the layout of its calls, independent of the layout of the batch, because not every architecture
+separates sequences in every layout (`self_test.py` finds out which work):
 
     packed         one row, sequences one after another, bounded by cumulative lengths: no padding is computed
-    padded         one row per sequence, filled up on the right and masked
+    padded         one row per sequence, padded on the right and masked
     row by row     one call per sequence
 
-Convolutions look a few tokens back, across the boundary of a packed sequence. So each sequence is followed by as many
-masked tokens as the widest kernel reaches back: zeros, as at the start of a row.
+Convolutions look a few tokens back, across the start of a packed sequence. So each sequence is followed by as many
+masked tokens as the widest kernel looks back: zeros, as at the start of a row.
 """
 
 from collections.abc import Iterator
@@ -25,15 +25,15 @@ CallLayout = Literal["packed", "padded", "row by row"]
 
 @dataclass(frozen=True)
 class DecoderCall:
-    """One call: its arguments, and which token of the flattened batch each place of the output belongs to."""
+    """Arguments of one call, and the token of the flattened batch that each place of the output belongs to."""
 
     arguments: dict[str, Any]
     batch_places: Tensor | None = None  # [tokens] in the flattened batch; None: every place, in order
-    output_places: Tensor | None = None  # [tokens] in the flattened output
+    output_places: Tensor | None = None  # [tokens] in the flattened output; None: every place, in order
 
 
 def decoder_calls(batch: Batch, layout: CallLayout, gap: int = 0) -> Iterator[DecoderCall]:
-    """The calls that together give the hidden states of every token of a batch; `gap` is `convolution_reach`."""
+    """Yield the calls that together give the hidden states of all tokens; `gap` is the model's `convolution_reach`."""
     if layout == "packed":
         yield packed_call(batch, gap)
     elif layout == "padded":
@@ -43,20 +43,21 @@ def decoder_calls(batch: Batch, layout: CallLayout, gap: int = 0) -> Iterator[De
 
 
 def convolution_reach(decoder: nn.Module) -> int:
-    """How many tokens back the widest convolution of a decoder looks."""
+    """Return how many tokens back the widest convolution of a decoder looks."""
     kernels = (module.kernel_size[0] for module in decoder.modules() if isinstance(module, nn.Conv1d))
     return max(kernels, default=1) - 1
 
 
 def packed_call(batch: Batch, gap: int) -> DecoderCall:
+    """Return one call with all sequences in a single row, each followed by `gap` masked tokens."""
     real = batch.sequence_ids >= 0
     ids, positions = batch.input_ids[real], batch.position_ids[real]  # [tokens]
-    starts = (positions == 0).nonzero().squeeze(-1)
+    starts = (positions == 0).nonzero().squeeze(-1)  # [sequences]
     total, longest = len(ids), int(batch.position_ids.max()) + 1
     extra: dict[str, Any] = {"attention_mask": None}
     output_places = None
     if gap:
-        number = (positions == 0).cumsum(0) - 1  # [tokens]: which sequence each is of
+        number = (positions == 0).cumsum(0) - 1  # [tokens]: index of the sequence
         output_places = torch.arange(total, device=ids.device) + gap * number
         starts = starts + gap * torch.arange(len(starts), device=ids.device)
         total, longest = total + gap * len(starts), longest + gap
@@ -78,14 +79,14 @@ def packed_call(batch: Batch, gap: int) -> DecoderCall:
 
 
 def _spaced(values: Tensor, places: Tensor, total: int) -> Tensor:
-    """[tokens] at their places among [total], zero elsewhere."""
+    """Scatter [tokens] to their places in [total], zero elsewhere."""
     return values.new_zeros(total).index_put((places,), values)
 
 
 def padded_call(batch: Batch) -> DecoderCall:
-    """Rows as they are if there is one for each sequence; a packed row is cut into its sequences.
+    """Return one call with a row per sequence; a packed row is split into its sequences.
 
-    Positions are the model's own affair: some families do not count them from zero.
+    Positions are left to the model: some families do not count them from zero.
     """
     real = batch.sequence_ids >= 0
     if len(batch.input_ids) == batch.num_sequences:
@@ -101,6 +102,7 @@ def padded_call(batch: Batch) -> DecoderCall:
 
 
 def single_calls(batch: Batch) -> Iterator[DecoderCall]:
+    """Yield one call per sequence, without padding."""
     for number in range(batch.num_sequences):
         places = (batch.sequence_ids.flatten() == number).nonzero().squeeze(-1)
         yield DecoderCall({"input_ids": batch.input_ids.flatten()[places][None], "attention_mask": None}, places)

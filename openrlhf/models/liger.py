@@ -1,4 +1,4 @@
-"""Liger's fused kernels inside a loaded model, whatever head it has."""
+"""Liger's fused kernels, patched into a loaded model with either kind of head (--use_liger_kernel)."""
 
 import torch
 from transformers import PreTrainedModel
@@ -8,7 +8,7 @@ from openrlhf.monitor import say
 
 
 def uses_liger(loading: Loading, model_type: str, device: torch.device) -> bool:
-    """True when Liger is asked for and can serve: its kernels run on GPUs, and each is written for some families."""
+    """True if Liger is requested and supported: its kernels run on GPUs, for some families of models."""
     asked = isinstance(loading, Model) and loading.use_liger_kernel
     return asked and device.type != "cpu" and liger_knows(model_type)
 
@@ -22,10 +22,10 @@ def liger_knows(model_type: str) -> bool:
 
 
 def apply_liger(model: PreTrainedModel) -> None:
-    """Fused norms, MLPs and rotary embeddings; not its loss, because `Network` never makes logits either."""
+    """Patch in fused norms, MLPs and rotary embeddings, but not Liger's loss: `Network` never computes full logits."""
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
     try:
         _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
-    except (TypeError, ValueError) as error:  # of some families it patches language models alone
+    except (TypeError, ValueError) as error:  # for some families it patches only language models
         say(f"--use_liger_kernel cannot patch a {type(model).__name__}, which runs as it is: {error}")

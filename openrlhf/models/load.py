@@ -1,4 +1,8 @@
-"""Models and tokenizers from folders or hubs: precision, attention, adapters, 4-bit, recomputation."""
+"""Loading of models and tokenizers from folders or hubs: precision, attention, adapters, 4-bit, recomputation.
+
+The commands call it through `launch`. It loads a decoder with a vocabulary head or a scalar head, and rejects
+checkpoints that Transformers would complete with random weights.
+"""
 
 import re
 from collections.abc import Collection, Iterator
@@ -35,12 +39,12 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def choose_dtype(asked: str, device: torch.device) -> torch.dtype:
-    """fp32 on a CPU, where half precision is many times slower."""
+    """Return the requested dtype, but fp32 on a CPU, on which half precision is many times slower."""
     return torch.float32 if device.type == "cpu" else DTYPES[asked]
 
 
 def load_tokenizer(name: str, loading: Loading) -> PreTrainedTokenizerBase:
-    """A tokenizer with a pad token: where it has none, its EOS."""
+    """Load a tokenizer; if it has no pad token, EOS becomes its pad token."""
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(
             _resolve(name, loading),
@@ -56,7 +60,7 @@ def load_tokenizer(name: str, loading: Loading) -> PreTrainedTokenizerBase:
 
 
 def read_config(name: str, loading: Loading) -> PretrainedConfig:
-    """A model's config.json, without its weights."""
+    """Read a model's config.json, without its weights."""
     try:
         return AutoConfig.from_pretrained(_resolve(name, loading), trust_remote_code=loading.trust_remote_code)
     except (OSError, ValueError) as error:
@@ -64,7 +68,7 @@ def read_config(name: str, loading: Loading) -> PretrainedConfig:
 
 
 def usable_length(name: str, config: PretrainedConfig, asked: int) -> int:
-    """--max_len, or the number of positions that a model knows where that is less."""
+    """Return --max_len or, if that is less, the number of positions that the model supports."""
     known = known_positions(config) or asked
     if known < asked:
         say(f"--max_len {asked} is more than the {known} positions that {name} knows: {known} is used")
@@ -72,12 +76,12 @@ def usable_length(name: str, config: PretrainedConfig, asked: int) -> int:
 
 
 def known_positions(config: PretrainedConfig) -> int | None:
-    """How many positions a model knows, whatever its family calls it; None is no limit."""
+    """Return how many positions a model supports, whatever its family calls the setting; None: no limit."""
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def load_causal_lm(name: str, loading: Loading, *, device: torch.device, packing: bool) -> PreTrainedModel:
-    """A decoder with its vocabulary head, on the CPU unless it is quantised; the backend moves it."""
+    """Load a decoder with its vocabulary head, on the CPU unless it is quantised; the backend moves it."""
     options = _options(name, loading, device, packing, MODEL_FOR_CAUSAL_LM_MAPPING)
     model, report = _from_pretrained(AutoModelForCausalLM, name, loading, options | {"output_loading_info": True})
     keep_training_layout(model, loading)
@@ -90,7 +94,10 @@ def load_causal_lm(name: str, loading: Loading, *, device: torch.device, packing
 def load_scalar_model(
     name: str, loading: Loading, *, device: torch.device, packing: bool, head_prefix: str, new_head: bool = False
 ) -> PreTrainedModel:
-    """A decoder with a scalar head: a saved reward model or, where one begins, a language model with a new head."""
+    """Load a decoder with a scalar head: a saved reward model or, if `new_head`, any language model.
+
+    A new head starts near zero (see `init_scalar_head`).
+    """
     options = _options(name, loading, device, packing, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING)
     _refuse_family_without_classifier(name, options["config"], loading)
     options["config"].num_labels = 1
@@ -131,10 +138,10 @@ def _refuse_family_without_classifier(name: str, config: PretrainedConfig, loadi
 
 
 def keep_training_layout(model: nn.Module, loading: Loading) -> None:
-    """Keeps the 4-bit weights of training commands in the layout that has a backward pass on CPUs.
+    """Keep the 4-bit weights of training commands in the layout that has a backward pass on CPUs.
 
     On CPUs with AVX512-BF16, bitsandbytes repacks them for inference at the first forward in eval mode and never back.
-    Its kernel for that layout gives no gradient to the layers below.
+    Its kernel for that layout passes no gradient to the layers below.
     """
     if not (isinstance(loading, Model) and vars(model).get("is_loaded_in_4bit")):
         return
@@ -146,7 +153,7 @@ def keep_training_layout(model: nn.Module, loading: Loading) -> None:
 
 
 def _refuse_lacking(name: str, lacking: Collection[str], try_this: str | None = None) -> None:
-    """Transformers would begin them at random and go on."""
+    """Reject a checkpoint that lacks tensors: Transformers would initialise them at random and continue."""
     if lacking:
         raise ConfigError(
             f"the weights of {name} lack {len(lacking)} of the model's tensors, such as {min(lacking)}",
@@ -156,7 +163,7 @@ def _refuse_lacking(name: str, lacking: Collection[str], try_this: str | None = 
 
 @contextmanager
 def _without_load_report() -> Iterator[None]:
-    """Transformers lists a new head and the dropped one as oddities; here they are meant, and others are errors."""
+    """Silence Transformers' report about a new and a dropped head: both are intended, and anything else is an error."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -166,7 +173,7 @@ def _without_load_report() -> Iterator[None]:
 
 
 def add_adapters(model: PreTrainedModel, lora: Lora, *, scalar: bool) -> nn.Module:
-    """LoRA around the model, or the model itself at rank 0; without what training on text does not reach."""
+    """Wrap the model in LoRA, or return it as it is at rank 0; modules that text does not train are frozen."""
     unused = freeze_unused(model)
     if lora.lora_rank == 0:
         return model
@@ -193,12 +200,12 @@ def add_adapters(model: PreTrainedModel, lora: Lora, *, scalar: bool) -> nn.Modu
 
 
 def _refuse_shared_weights(adapted: nn.Module, lora: Lora) -> None:
-    """Layers that share a weight would each get an adapter of their own, and no one weight could hold both."""
+    """Reject adapters on layers that share a weight: a single weight could not hold both adapters after merging."""
     from peft.tuners.lora import LoraLayer
 
     seen: dict[int, str] = {}
     for name, module in adapted.named_modules():
-        if isinstance(module, LoraLayer) and not name.endswith(".base_layer"):  # experts nest theirs
+        if isinstance(module, LoraLayer) and not name.endswith(".base_layer"):  # adapters of experts are nested
             weight = id(next(module.get_base_layer().parameters()))
             if seen.setdefault(weight, name) != name:
                 raise ConfigError(
@@ -209,18 +216,19 @@ def _refuse_shared_weights(adapted: nn.Module, lora: Lora) -> None:
 
 
 def recompute_activations(model: nn.Module, *, reentrant: bool) -> None:
-    """Gradient checkpointing: keep a layer's input, compute the rest again in the backward pass."""
+    """Enable gradient checkpointing: keep a layer's input, and recompute the rest in the backward pass."""
     module: Any = model
     module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
 
 
 def _options(name: str, loading: Loading, device: torch.device, packing: bool, classes: Any) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained`; `classes` maps configs to model classes."""
     attention, line = choose_attention(loading.attn_implementation, device, packing)
     if line:
         say(line)
     dtype = choose_dtype(loading.param_dtype, device)
     config = read_config(name, loading)
-    if attention != loading.attn_implementation:  # ours to choose
+    if attention != loading.attn_implementation:  # not the user's explicit choice
         attention = fitting_attention(attention, classes.get(type(config), None), config)
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention, "config": config}
     if loading.experts_implementation:
@@ -244,7 +252,7 @@ def _four_bit(dtype: torch.dtype) -> Any:
 def _from_pretrained(kind: Any, name: str, loading: Loading, options: dict[str, Any]) -> Any:
     try:
         return kind.from_pretrained(_resolve(name, loading), trust_remote_code=loading.trust_remote_code, **options)
-    except KeyError as error:  # a class that looks its attention up in a table of its own
+    except KeyError as error:  # some classes look up their attention in a table of their own
         raise ConfigError(
             f"cannot load the model {name}: it has no {error}", try_this="--attn_implementation eager"
         ) from None
@@ -253,7 +261,7 @@ def _from_pretrained(kind: Any, name: str, loading: Loading, options: dict[str, 
 
 
 def _resolve(name: str, loading: Loading) -> str:
-    """A local folder as it is; a hub name, or with --use_ms the folder that ModelScope downloads it to."""
+    """Return a local folder or a hub name; with --use_ms, the folder to which ModelScope downloads the model."""
     folder = Path(name).expanduser()
     if looks_local(name) or folder.is_dir() or not loading.use_ms:
         return str(folder) if looks_local(name) else name

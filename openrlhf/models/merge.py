@@ -1,4 +1,7 @@
-"""A LoRA adapter added to the weights it was trained on."""
+"""Merging of a LoRA adapter into the weights that it was trained on, in fp32 on the CPU.
+
+`launch/merge.py` calls `merge_adapter` and saves the result.
+"""
 
 from __future__ import annotations
 
@@ -18,23 +21,23 @@ from openrlhf.models.heads import SCALAR_HEAD
 from openrlhf.models.load import load_causal_lm, load_scalar_model, load_tokenizer
 
 CPU = torch.device("cpu")
-FULL = Loading(param_dtype="fp32")  # sums are rounded once, to the dtype that is asked for
+FULL = Loading(param_dtype="fp32")  # so that sums are rounded only once, to the requested dtype
 TASKS = {"SEQ_CLS": True, "CAUSAL_LM": False}  # whether an adapter of this kind belongs to a reward model
 
 
 def merge_adapter(
     base: str, adapter: Path, *, is_rm: bool, dtype: torch.dtype
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The base with the adapter in its weights, and the tokenizer that the adapter was trained with.
+    """Return the base with the adapter merged into its weights, and the tokenizer that the adapter was trained with.
 
-    The base is loaded unquantised, also for an adapter that was trained on a 4-bit one.
+    The base is loaded unquantised, even if the adapter was trained on a 4-bit base.
     """
     check_kind(adapter, is_rm=is_rm)
     tokenizer = load_tokenizer(str(adapter) if (adapter / "tokenizer_config.json").is_file() else base, FULL)
     head = read_head(adapter)
     model = load_base(base, head, is_rm=is_rm)
     embeddings: Any = model.get_input_embeddings()
-    if len(tokenizer) > embeddings.weight.shape[0]:  # a padding token was added in training
+    if len(tokenizer) > embeddings.weight.shape[0]:  # training added a padding token
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     wearing: Any = adapted(model, adapter, base)
     merged = wearing.merge_and_unload()
@@ -50,13 +53,14 @@ def load_base(base: str, head: dict[str, Any], *, is_rm: bool) -> PreTrainedMode
 
 
 def read_head(adapter: Path) -> dict[str, Any]:
-    """What a reward model's adapter keeps beside its weights: prefix and statistics of its scores."""
+    """Read what a reward model's adapter stores beside its weights: prefix of the head and statistics of its scores."""
     path = adapter / HEAD_CONFIG
     saved = json.loads(path.read_text()) if path.is_file() else {}
     return {name: saved[name] for name in HEAD_KEYS if name in saved}
 
 
 def check_kind(adapter: Path, *, is_rm: bool) -> None:
+    """Reject a folder without an adapter, or with one of the other kind than --is_rm says."""
     settings = adapter / "adapter_config.json"
     if not settings.is_file():
         raise ConfigError(
@@ -71,7 +75,7 @@ def check_kind(adapter: Path, *, is_rm: bool) -> None:
 
 
 def adapted(model: PreTrainedModel, adapter: Path, base: str) -> nn.Module:
-    """The model wearing the adapter; every tensor of the adapter must find its place."""
+    """Return the model with the adapter attached; every tensor of the adapter must match one of the model's."""
     from peft import PeftModel, get_peft_model_state_dict
 
     misfit = f"{adapter} does not fit {base}; is that the model it was trained on?"
@@ -86,7 +90,7 @@ def adapted(model: PreTrainedModel, adapter: Path, base: str) -> nn.Module:
     with safe_open(weights, framework="pt") as file:
         saved = set(file.keys())
     places = set(get_peft_model_state_dict(wearing, save_embedding_layers=False))
-    odd = {name for name in saved ^ places if "embed" not in name}  # resized embeddings travel with an adapter
+    odd = {name for name in saved ^ places if "embed" not in name}  # an adapter's folder may hold resized embeddings
     if odd:
         raise ConfigError(f"{misfit} {len(odd)} tensors of one have no match in the other, such as {min(odd)}")
     return wearing

@@ -1,7 +1,8 @@
-"""A network as the plain model that it stands for: adapters merged, 4-bit weights made whole, experts one by one.
+"""A network as the equivalent plain model: adapters merged, 4-bit weights dequantised, experts one by one.
 
-An inference engine wants the names and values that `save_pretrained` of such a model would write. They are made a layer
-at a time, so that no second model is ever in memory, and the network itself is not touched.
+An inference engine expects the names and values that `save_pretrained` of such a model would write. They are computed
+one layer at a time, so that there is never a second model in memory, and the network itself is not changed. Weight
+syncs read from `checkpoint_weights`; `HFEngine` loads what arrives through `checkpoint_places`.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from transformers.core_model_loading import revert_weight_conversion
 from openrlhf.errors import RolloutError
 from openrlhf.models.forward import Network
 
-Look = Callable[[Tensor], Tensor]  # a tensor of the network, whole
-Gather = Callable[[Sequence[Tensor]], AbstractContextManager[Look]]  # makes tensors whole for as long as it is entered
+Look = Callable[[Tensor], Tensor]  # returns a tensor of the network, unsharded
+Gather = Callable[[Sequence[Tensor]], AbstractContextManager[Look]]  # gathers sharded tensors within its context
 LAYER = re.compile(r".*?\.\d+\.")
 
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of the plain model: its name there, what it is made of, and how."""
+    """One tensor of the plain model: its name there, the tensors that it needs, and how to compute it from these."""
 
     name: str
     needs: tuple[Tensor, ...]
@@ -37,20 +38,20 @@ class Part:
 
 
 def here(tensors: Sequence[Tensor]) -> AbstractContextManager[Look]:
-    """For a network that is not sharded."""
+    """Gather nothing: for a network that is not sharded."""
     return nullcontext(Tensor.detach)
 
 
 @torch.no_grad()
 def checkpoint_weights(network: Network, gather: Gather = here) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor by its name in a checkpoint, one that is tied to another left out; valid until the next layer's."""
+    """Yield every tensor by its checkpoint name, without tied copies; a tensor is valid until the next layer's."""
     for layer in _layers(plain_parts(network.decoder)):
         with gather([tensor for part in layer for tensor in part.needs]) as look:
             yield from _as_saved(network.decoder, {part.name: part.make(look) for part in layer}).items()
 
 
 def plain_parts(decoder: PreTrainedModel) -> Iterator[Part]:
-    """Each tensor of the plain model once, in the order of the modules."""
+    """Yield each tensor of the plain model once, in the order of the modules."""
     unsaved = set(decoder._keys_to_ignore_on_save or ())
     seen: set[int] = set()
     for part in _parts(decoder, ""):
@@ -60,14 +61,15 @@ def plain_parts(decoder: PreTrainedModel) -> Iterator[Part]:
 
 
 def _parts(module: nn.Module, prefix: str) -> Iterator[Part]:
+    """Yield the parts of a module and its children, under the names that they have without adapters."""
     from peft.tuners.lora import LoraLayer
     from peft.utils.other import ModulesToSaveWrapper
 
     if isinstance(module, ModulesToSaveWrapper):
         yield from _parts(module.modules_to_save[module.active_adapters[0]], prefix)
         return
-    adapters: dict[str, list[Any]] = {}  # by the name of the parameter that they change
-    while isinstance(module, LoraLayer):  # those of experts are nested, one for each parameter
+    adapters: dict[str, list[Any]] = {}  # by name of the parameter that they change
+    while isinstance(module, LoraLayer):  # adapters of experts are nested, one for each parameter
         around: Any = module
         adapters.setdefault(vars(around).get("parameter_name", "weight"), []).append(around)
         module = around.base_layer
@@ -91,7 +93,7 @@ def _adapter_weights(layer: nn.Module) -> Iterator[Tensor]:
 
 
 def _unpacked(tensor: Tensor, look: Look) -> Tensor:
-    """A 4-bit weight of bitsandbytes in the precision that it computes in; any other as it is."""
+    """Dequantise a 4-bit weight of bitsandbytes to its compute precision; return any other as it is."""
     if type(tensor).__name__ != "Params4bit":
         return look(tensor)
     from bitsandbytes.functional import dequantize_4bit
@@ -101,10 +103,10 @@ def _unpacked(tensor: Tensor, look: Look) -> Tensor:
 
 
 def _merged(weight: Tensor, adapters: list[Any]) -> Tensor:
-    """PEFT's own arithmetic, added in the adapters' precision and rounded once."""
+    """Merge adapters into a weight as PEFT does: add in the adapters' precision, round once per adapter."""
     for layer in adapters:
         for name in layer.active_adapters:
-            variant = layer.lora_variant.get(name)  # DoRA and the like
+            variant = layer.lora_variant.get(name)  # such as DoRA
             if variant is not None:
                 weight = variant.merge_safe(layer, name, weight)
             else:
@@ -113,7 +115,7 @@ def _merged(weight: Tensor, adapters: list[Any]) -> Tensor:
 
 
 def _layers(parts: Iterable[Part]) -> Iterator[list[Part]]:
-    """Parts that a checkpoint's format may mix with each other: those of one decoder layer; others alone."""
+    """Group the parts that a checkpoint's format may combine: those of one decoder layer; any other part is alone."""
 
     def layer(part: Part) -> str:
         found = LAYER.match(part.name)
@@ -124,17 +126,17 @@ def _layers(parts: Iterable[Part]) -> Iterator[list[Part]]:
 
 
 def _as_saved(decoder: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Transformers fuses and renames some tensors as it loads them; this is the way back."""
+    """Undo the fusing and renaming of tensors that Transformers does on loading."""
     return revert_weight_conversion(decoder, tensors)
 
 
 def checkpoint_places(network: Network) -> dict[str, Tensor]:
-    """Views of a plain network's memory, by the names of `checkpoint_weights`: copying into them loads a checkpoint."""
+    """Return views of a plain network's memory, by the names of `checkpoint_weights`: copy into them to load."""
     places: dict[str, Tensor] = {}
     for layer in _layers(plain_parts(network.decoder)):
         own = {part.name: part.needs[0].detach() for part in layer}
         kept = {id(tensor): name for name, tensor in _as_saved(network.decoder, dict(own)).items()}
-        moved = {name: tensor for name, tensor in own.items() if id(tensor) not in kept}
+        moved = {name: tensor for name, tensor in own.items() if id(tensor) not in kept}  # that saving converts
         places |= {kept[id(tensor)]: tensor for tensor in own.values() if id(tensor) in kept}
         if moved:
             places |= _views(network.decoder, moved)
@@ -142,7 +144,11 @@ def checkpoint_places(network: Network) -> dict[str, Tensor]:
 
 
 def _views(decoder: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Numbers in place of the weights show where each element goes; what forms a regular pattern is a view."""
+    """Return views of fused tensors by the names of their parts in a checkpoint.
+
+    Element numbers take the place of the weights and are converted like these, which shows where each element goes. A
+    saved tensor whose numbers form a regular pattern within one source is a strided view of that source.
+    """
     starts: dict[str, int] = {}
     total = 0
     for name, tensor in tensors.items():
@@ -164,7 +170,7 @@ def _views(decoder: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Te
 
 @torch.no_grad()
 def load_weights(places: dict[str, Tensor], weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Copies each tensor to its place, and passes it on."""
+    """Copy each tensor to its place and yield it; nothing is copied unless the result is iterated over."""
     for name, tensor in weights:
         if name not in places:
             raise RolloutError(f"weights came for {name}, which this network does not have")
@@ -174,7 +180,7 @@ def load_weights(places: dict[str, Tensor], weights: Iterable[tuple[str, Tensor]
 
 @torch.no_grad()
 def plain_copy(network: Network) -> Network:
-    """A network of its own with the same outputs, without adapters and quantisation."""
+    """Return an independent network with the same outputs, without adapters and quantisation."""
     decoder: Any = network.decoder
     if network.model is decoder:
         return copy.deepcopy(network)
@@ -184,7 +190,7 @@ def plain_copy(network: Network) -> Network:
         config, dtype=config.dtype, attn_implementation=decoder.config._attn_implementation
     )
     model.generation_config = copy.deepcopy(decoder.generation_config)
-    model._weight_conversions = decoder._weight_conversions  # as the original was loaded, so are its names
+    model._weight_conversions = decoder._weight_conversions  # so that checkpoint names are the original's
     made = Network(model.to(decoder.device), self_test=network.self_test).requires_grad_(False)
     made.layout = network.layout
     for _ in load_weights(checkpoint_places(made), checkpoint_weights(network)):

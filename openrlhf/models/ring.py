@@ -1,8 +1,8 @@
-"""A ring: processes that share every packed row, each holding some of its tokens.
+"""A ring of N processes that share every packed row: each holds a part of its tokens (--ring_attn_size).
 
-The row is cut into two chunks for each process, and process i takes the chunks i and 2N - 1 - i: a late token has more
-to look back at than an early one, and so each process gets as much of either. Whatever a network makes of its tokens is
-then put together again on every process, so that losses need not know about rings.
+The row is cut into 2N chunks, and process i takes chunks i and 2N - 1 - i: late tokens attend to more keys than early
+ones, and this way every process gets the same amount of work. `Network` joins the outputs of all processes on each of
+them, so losses need not know about rings. `ring_attention.py` computes attention across the processes.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 RINGABLE_LAYERS = {"full_attention", "sliding_attention"}
-ROPE_OF_THE_LENGTH = {"dynamic", "longrope"}  # their angles depend on the longest position, which is elsewhere
+ROPE_OF_THE_LENGTH = {"dynamic", "longrope"}  # angles depend on the longest position, held by another process
 
 
 @dataclass(frozen=True)
 class Ring:
-    """This process's place in its ring; `head_stride` key heads travel at a time."""
+    """This process's position in its ring; `head_stride` key heads are passed on at a time."""
 
     group: dist.ProcessGroup
     index: int
@@ -37,7 +37,7 @@ class Ring:
     head_stride: int = 1
 
     def pass_on(self, tensor: Tensor) -> Arriving:
-        """Sends a tensor to the next process while the previous one's, of equal shape, comes in."""
+        """Start to send a tensor to the next process and to receive one of equal shape from the previous process."""
         coming = torch.empty_like(tensor)
         members = dist.get_process_group_ranks(self.group)
         following, preceding = members[(self.index + 1) % self.size], members[self.index - 1]
@@ -50,7 +50,7 @@ class Ring:
 
 @dataclass(frozen=True)
 class Arriving:
-    """A tensor on its way, and the one sent meanwhile, which must stay until it has left."""
+    """A tensor being received, and the one being sent meanwhile, which must be kept alive until it is sent."""
 
     tensor: Tensor
     leaving: Tensor
@@ -64,16 +64,16 @@ class Arriving:
 
 @dataclass(frozen=True)
 class Block:
-    """Queries of one process that see keys of another: pairs of sequences, bounded alike on both sides.
+    """Queries of this process and the keys of one process that they see: pairs of sequences, bounded on both sides.
 
-    Where the keys are the queries' own tokens, each sees those up to itself. Where they come from an earlier part of
-    one long sequence, each sees all of them; `distance` is then from the first key to the first query.
+    If the keys are the queries' own tokens, each query sees those up to itself, and `distance` is 0. If they come from
+    an earlier part of one long sequence, each query sees all of them, and `distance` is from first key to first query.
     """
 
     queries: slice
     keys: slice
     query_bounds: tuple[int, ...]  # within `queries`
-    key_bounds: tuple[int, ...]
+    key_bounds: tuple[int, ...]  # within `keys`
     distance: int
 
     @property
@@ -83,47 +83,48 @@ class Block:
 
 @dataclass(frozen=True)
 class Share:
-    """What one process of a ring holds of a packed row whose sequences begin and end at `bounds`."""
+    """The part of a packed row that one process of a ring holds; the row's sequences begin and end at `bounds`."""
 
     ring: Ring
-    bounds: tuple[int, ...]  # the last sequence fills the row up, so that all chunks are equally long
+    bounds: tuple[int, ...]  # including a last sequence that fills up the row, so that all chunks are equally long
 
     @classmethod
     def of(cls, bounds: Sequence[int], ring: Ring) -> Share:
+        """Create the share of this process, adding a sequence to fill up the row if necessary."""
         chunk = -(-bounds[-1] // (2 * ring.size))
         filled = 2 * ring.size * chunk
         return cls(ring, (*bounds, filled) if filled > bounds[-1] else tuple(bounds))
 
     @property
     def chunk(self) -> int:
-        """Tokens of a chunk."""
+        """Number of tokens in a chunk."""
         return self.bounds[-1] // (2 * self.ring.size)
 
     def starts(self, index: int) -> tuple[int, int]:
-        """Where the two chunks of a process begin in the row."""
+        """Return where the two chunks of a process begin in the row."""
         return index * self.chunk, (2 * self.ring.size - 1 - index) * self.chunk
 
     def cut(self, row: Tensor) -> Tensor:
-        """This process's tokens of a filled row."""
+        """Return this process's tokens of a filled row, [tokens] to [2 x chunk]."""
         return torch.cat([row[start : start + self.chunk] for start in self.starts(self.ring.index)])
 
     def held(self, places: Tensor) -> Tensor:
-        """Numbers of those among `places` in the row whose tokens are here."""
+        """Return the indices of those `places` in the row whose tokens this process holds."""
         chunks = places // self.chunk
         owners = torch.minimum(chunks, 2 * self.ring.size - 1 - chunks)
         return (owners == self.ring.index).nonzero().squeeze(-1)
 
     def local(self, places: Tensor) -> Tensor:
-        """Where tokens that are here lie among this process's."""
+        """Convert places in the row of tokens that this process holds to places among its own tokens."""
         early, late = self.starts(self.ring.index)
         return torch.where(places < early + self.chunk, places - early, places - late + self.chunk)
 
     def join(self, values: Tensor, numbers: Tensor, count: int) -> Tensor:
-        """[count, ...] on every process, of which it brings those with these numbers."""
+        """Return [count, ...] on every process; this one contributes `values` at the indices `numbers`."""
         return Joined.apply(values, numbers, count, self.ring.group)
 
     def blocks(self, source: int, window: int | None = None) -> Iterator[Block]:
-        """What this process's queries see of the keys of process `source`."""
+        """Yield the blocks of this process's queries and the keys of process `source` that they see."""
         if source == self.ring.index:
             bounds = self._own_bounds()
             yield Block(slice(0, 2 * self.chunk), slice(0, 2 * self.chunk), bounds, bounds, 0)
@@ -133,7 +134,7 @@ class Share:
                     yield from self._earlier(query_place, query_start, key_place, key_start, window)
 
     def _own_bounds(self) -> tuple[int, ...]:
-        """Of sequences, or of what is here of them, within this process's tokens: a chunk's end is a bound too."""
+        """Return the bounds of sequences, or of their parts, among this process's tokens; chunk ends are bounds too."""
         found = {0, self.chunk, 2 * self.chunk}
         for place, start in enumerate(self.starts(self.ring.index)):
             inside = (bound - start for bound in self.bounds if start < bound < start + self.chunk)
@@ -143,9 +144,9 @@ class Share:
     def _earlier(
         self, query_place: int, query_start: int, key_place: int, key_start: int, window: int | None
     ) -> Iterator[Block]:
-        """A rectangle: the one sequence that goes from an earlier chunk into a later one; within a window, its corner.
+        """Yield a rectangular block: the one sequence that extends from an earlier chunk into a later one, if any.
 
-        Then no query is in it that sees none of its keys.
+        With a sliding window it is reduced to its corner, so that every query in it sees at least one key.
         """
         key_end = key_start + self.chunk
         begin, end = next((a, b) for a, b in pairwise(self.bounds) if a <= query_start < b)
@@ -167,7 +168,10 @@ class Share:
 
 
 class Joined(torch.autograd.Function):
-    """Rows that processes hold, as all rows on each. Each makes the same loss of them, so its gradient is whole."""
+    """Joins the rows that the processes hold, so that each has all of them.
+
+    Every process computes the same loss from them, so its gradient is already complete and is not reduced.
+    """
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
@@ -176,7 +180,7 @@ class Joined(torch.autograd.Function):
         ctx.save_for_backward(numbers)
         joined = values.new_zeros(count, *values.shape[1:])
         joined[numbers] = values
-        dist.all_reduce(joined, group=group)  # each row comes from one process, and zeros from the others
+        dist.all_reduce(joined, group=group)  # one process has the row, the others have zeros
         return joined
 
     @staticmethod
@@ -187,7 +191,7 @@ class Joined(torch.autograd.Function):
 
 
 def check_ring(config: PretrainedConfig, sharding: Sharding) -> None:
-    """Refuses a model whose layers cannot work on parts of a sequence, and heads that do not go round evenly."""
+    """Reject a model whose layers cannot work on parts of a sequence, and a head stride that does not divide evenly."""
     text: Any = config.get_text_config()
     values = text.to_dict()
     heads = (values.get("num_key_value_heads") or text.num_attention_heads) // sharding.ds_tensor_parallel_size
@@ -214,7 +218,7 @@ def check_ring(config: PretrainedConfig, sharding: Sharding) -> None:
 
 
 def rope_types(parameters: dict[str, Any]) -> Iterator[str]:
-    """How positions are rotated; some models have a way for each type of layer."""
+    """Yield the types of rotary positions; some models have one for each type of layer."""
     if "rope_type" in parameters:
         yield parameters["rope_type"]
     for value in parameters.values():

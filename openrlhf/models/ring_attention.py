@@ -1,4 +1,8 @@
-"""Attention over a row that a ring shares: keys and values go round, and everyone looks at those that are for it."""
+"""Attention over a row that is shared by a ring: keys and values are passed around from process to process.
+
+Each process keeps its queries and attends to those of the passing keys that they may see; the partial outputs are
+merged (`blocks.py`). In the backward pass, the gradients of keys and values travel with them.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,16 +14,16 @@ from torch.autograd.function import once_differentiable
 from openrlhf.models.blocks import Scoring, Seen, attend, block_gradients, merge
 from openrlhf.models.ring import Arriving, Share
 
-Heads = tuple[slice, slice]  # of tokens, all of them, and of heads
+Heads = tuple[slice, slice]  # (all tokens, some heads)
 
 
 def ring_attention(query: Tensor, key: Tensor, value: Tensor, share: Share, scoring: Scoring) -> Tensor:
-    """Causal attention within each sequence, for this process's tokens [tokens, heads, dim] of the row."""
+    """Compute causal attention within each sequence for this process's tokens of the row, [tokens, heads, dim]."""
     return RingAttention.apply(query, key, value, share, scoring)
 
 
 class RingAttention(torch.autograd.Function):
-    """Passes some heads' keys and values round the ring, then the next ones'; backwards their gradients go along."""
+    """Attention by passing keys and values around the ring, a few heads at a time; their gradients travel with them."""
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
@@ -27,7 +31,7 @@ class RingAttention(torch.autograd.Function):
     ) -> Tensor:
         output, lse = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)
         for heads, key_heads in strides(query, key, share.ring.head_stride):
-            passed = torch.stack([key[key_heads], value[key_heads]])
+            passed = torch.stack([key[key_heads], value[key_heads]])  # [2, tokens, heads, dim]
             output[heads], lse[heads] = look_round(query[heads], passed, share, scoring)
         ctx.save_for_backward(query, key, value, output, lse)
         ctx.share, ctx.scoring = share, scoring
@@ -48,9 +52,9 @@ class RingAttention(torch.autograd.Function):
 
 
 def look_round(query: Tensor, passed: Tensor, share: Share, scoring: Scoring) -> tuple[Tensor, Tensor]:
-    """Outputs and log-sum-exps over the keys of all; nothing seen yet has a log-sum-exp of minus infinity."""
+    """Return outputs [tokens, heads, dim] and log-sum-exps [tokens, heads] over the keys of all processes."""
     output = torch.zeros_like(query, dtype=torch.float32)
-    lse = output.new_full(query.shape[:2], float("-inf"))
+    lse = output.new_full(query.shape[:2], float("-inf"))  # of no keys
     for source, (key, value) in visits(passed, share):
         for block in share.blocks(source, scoring.window):
             merge(output[block.queries], lse[block.queries], *attend(query, key, value, block, scoring))
@@ -58,7 +62,10 @@ def look_round(query: Tensor, passed: Tensor, share: Share, scoring: Scoring) ->
 
 
 def gradients_round(seen: Seen, passed: Tensor, share: Share, scoring: Scoring) -> tuple[Tensor, Tensor]:
-    """Gradients of the queries here, and of the keys and values [2, tokens, heads, dim] after they came home."""
+    """Return gradients of this process's queries, and of its keys and values [2, tokens, heads, dim].
+
+    The latter are summed up on their way around the ring.
+    """
     to_query = torch.zeros_like(seen.query, dtype=torch.float32)
     arriving: Arriving | None = None
     for source, (key, value) in visits(passed, share):
@@ -67,7 +74,7 @@ def gradients_round(seen: Seen, passed: Tensor, share: Share, scoring: Scoring) 
             parts = block_gradients(seen, key, value, block, scoring)
             for total, part in zip((to_query[block.queries], *found[:, block.keys]), parts, strict=True):
                 total += part
-        if arriving is not None:  # what the processes before found for these keys came in meanwhile
+        if arriving is not None:  # the sum of the previous processes for these keys
             found += arriving.wait()
         arriving = share.ring.pass_on(found)
     assert arriving is not None
@@ -75,7 +82,7 @@ def gradients_round(seen: Seen, passed: Tensor, share: Share, scoring: Scoring) 
 
 
 def visits(passed: Tensor, share: Share) -> Iterator[tuple[int, Tensor]]:
-    """Each process's keys and values, the own ones first; the next are on their way while these are looked at."""
+    """Yield (process, its keys and values), this one's first; the next arrive while the caller uses these."""
     ring = share.ring
     for step in range(ring.size):
         arriving = ring.pass_on(passed) if step + 1 < ring.size else None
@@ -85,7 +92,7 @@ def visits(passed: Tensor, share: Share) -> Iterator[tuple[int, Tensor]]:
 
 
 def strides(query: Tensor, key: Tensor, key_heads: int) -> Iterator[tuple[Heads, Heads]]:
-    """Query heads and the key heads that they share, some key heads at a time."""
+    """Yield query heads with the key heads that they share, `key_heads` of them at a time."""
     group, tokens = query.shape[1] // key.shape[1], slice(None)
     for first in range(0, key.shape[1], key_heads):
         last = first + key_heads

@@ -1,4 +1,7 @@
-"""How a loaded model runs: with which attention, whose kernels, in which precision. Each can be changed for a while."""
+"""Switches of a loaded model: its attention, its kernels and its precision, each also for the duration of a context.
+
+The self-test and the decoding check use them to compare a model with its own plain computation.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ def attention_in(decoder: PreTrainedModel) -> str:
 
 
 def set_attention(decoder: PreTrainedModel, attention: str) -> None:
-    """Choose the attention of a loaded model; one that does not let itself be told keeps its own."""
+    """Set the attention of a loaded model; a model that does not support this keeps its own."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -31,6 +34,7 @@ def set_attention(decoder: PreTrainedModel, attention: str) -> None:
 
 @contextmanager
 def attention_of(decoder: PreTrainedModel, attention: str) -> Iterator[None]:
+    """Set the attention of a model, and restore it on exit."""
     before = attention_in(decoder)
     set_attention(decoder, attention)
     try:
@@ -40,7 +44,7 @@ def attention_of(decoder: PreTrainedModel, attention: str) -> Iterator[None]:
 
 
 def kernel_functions(decoder: PreTrainedModel) -> dict[str, Any]:
-    """Functions of a model's module that call another package instead of the PyTorch code they were written in."""
+    """Return the functions of a model's Python module that call another package instead of their PyTorch code."""
     functions = inspect.getmembers(sys.modules[type(decoder).__module__], inspect.isfunction)
     return {
         name: function
@@ -50,7 +54,7 @@ def kernel_functions(decoder: PreTrainedModel) -> dict[str, Any]:
 
 
 def use_reference_kernels(decoder: PreTrainedModel) -> dict[str, Any]:
-    """Let a model's layers run the PyTorch code that Transformers ships; returns the functions that were replaced."""
+    """Let a model's layers run the PyTorch code of Transformers; return the functions that were replaced."""
     replaced = kernel_functions(decoder)
     for name, function in replaced.items():
         setattr(sys.modules[type(decoder).__module__], name, _with_known_arguments(function.__wrapped__))
@@ -59,7 +63,7 @@ def use_reference_kernels(decoder: PreTrainedModel) -> dict[str, Any]:
 
 @contextmanager
 def reference_kernels(decoder: PreTrainedModel) -> Iterator[None]:
-    """Within it a model's layers run PyTorch code, whatever packages are installed."""
+    """Let a model's layers run PyTorch code, whatever packages are installed, and restore them on exit."""
     replaced = use_reference_kernels(decoder)
     try:
         yield
@@ -69,7 +73,7 @@ def reference_kernels(decoder: PreTrainedModel) -> Iterator[None]:
 
 
 def _with_known_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Layers hand every argument to every kernel, and each takes those that it knows."""
+    """Wrap a kernel so that it ignores unknown arguments: layers pass every argument to every kernel."""
     known = inspect.signature(function).parameters
 
     @wraps(function)
@@ -81,7 +85,7 @@ def _with_known_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def in_fp32(model: nn.Module) -> Iterator[None]:
-    """Within it every module computes with its own weights widened to fp32, one module at a time."""
+    """Let every module compute with its weights converted to fp32, one module at a time, to save memory."""
     narrow: dict[nn.Parameter, Tensor] = {}
 
     def widen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -108,7 +112,7 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
 
 
 def _widened(value: Any) -> Any:
-    """Half-precision tensors among the arguments of a module, as fp32."""
+    """Convert half-precision tensors among the arguments of a module to fp32."""
     if isinstance(value, Tensor):
         return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
     if type(value) in (tuple, list):

@@ -1,15 +1,15 @@
-"""A test of every model as it loads: does `Network` compute what the model's own forward computes?
+"""A test of every model at load time: does `Network` compute what the model's own forward computes?
 
 Packed rows, padded rows, attention kernels and heads each work for most architectures and are silently wrong for some:
-a recurrent layer carries its state into the next sequence, a model ignores the mask it is given or caps its logits in
-a way of its own. So a few random tokens tell. Some sequences in one micro-batch, laid out as the run will lay them
-out, must give the model's own logits for each of them alone; and with other tokens in every second one the others
-must stay as they are. A network that learns must do so in training mode too, and its gradient must exist. If not, the
-next slower layout is tried:
+a recurrent layer carries its state into the next sequence, or a model ignores the mask it is given or caps its logits
+in a way of its own. So the backends test each model with a few random tokens. A micro-batch of several sequences, in
+the layout of the run, must give the same results as the model's own forward over each sequence alone; and if the tokens
+of every second sequence change, the results of the others must not. A network that is trained must pass in training
+mode too, with a finite gradient. If the test fails, the next slower layout is tried:
 
-    packed  ->  padded with SDPA  ->  padded with eager attention  ->  row by row  ->  refused
+    packed  ->  padded with SDPA  ->  padded with eager attention  ->  row by row  ->  rejected
 
-In half precision two right computations differ too, by the model's own rounding. That is measured: the same weights
+In half precision, two correct computations also differ, by the model's own rounding. That is measured: the same weights
 compute the same tokens in fp32, one module at a time.
 """
 
@@ -44,14 +44,14 @@ from openrlhf.models.running import (
 from openrlhf.monitor import say
 from openrlhf.types import Batch, TokenRow
 
-LENGTHS = (14, 9, 17, 5, 12, 7)  # most longer than a convolution reaches; ends at many places of a chunked scan
-FP32_TOLERANCE = 1e-4  # the largest difference of a log-prob, in nats
-FP32_LEAK = 1e-5  # of a log-prob if only other sequences change: a state that fades shows little in so few tokens
-ROUNDINGS = 4.0  # in half precision: the mean difference, in multiples of the model's own rounding
+LENGTHS = (14, 9, 17, 5, 12, 7)  # most longer than a convolution's reach; they end at many places of a chunked scan
+FP32_TOLERANCE = 1e-4  # largest difference of a log-prob, in nats
+FP32_LEAK = 1e-5  # the same if only other sequences change: a state that decays shows little in so few tokens
+ROUNDINGS = 4.0  # in half precision: mean difference, in multiples of the model's own rounding
 LEAST_ROUNDING = 5e-3
 LEAST_LEAK = 1e-3  # in half precision, on average
-SHARDED_ROUNDING = 0.05  # of weights that are not whole in this process, where it is not measured
-# What code of others raises on inputs that it cannot take.
+SHARDED_ROUNDING = 0.05  # assumed for sharded weights, for which it is not measured
+# Errors that third-party code raises on inputs that it does not support.
 FAILURES = (
     ArithmeticError, AssertionError, AttributeError, ConfigError, ImportError, LookupError, NotImplementedError,
     RuntimeError, TypeError, ValueError,
@@ -66,11 +66,11 @@ class Forward(Protocol):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to compute: how sequences are laid out, which attention reads them, and whose kernels the layers use."""
+    """A way to compute: the layout of sequences, the attention implementation, and the kernels of the layers."""
 
     layout: CallLayout
     attention: str
-    own_kernels: bool = True  # those of packages such as flash-linear-attention; else PyTorch's, which are slow
+    own_kernels: bool = True  # of packages such as flash-linear-attention; False: PyTorch's, which are slow
 
     def __str__(self) -> str:
         kernel = "the packed kernel" if self.attention == SEGMENTED else self.attention
@@ -80,18 +80,18 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Probe:
-    """What a network is asked, and what the model itself answers."""
+    """The question for a network, and the model's own answer."""
 
     batch: Batch
     ask: Ask
     own: Tensor  # log-probs or scores, by the model's own forward, each sequence alone
-    rounding: float | None  # of a half-precision model, on average
+    rounding: float | None  # mean rounding error of a half-precision model; None in fp32
 
 
 def settle_layout(network: Network, forward: Forward, worst: Callable[[float], float] = float) -> None:
-    """Choose the fastest layout in which a network is right, or refuse the model.
+    """Choose the fastest layout in which a network is correct, or reject the model.
 
-    `forward` runs the network as the run will; `worst` is the largest of a number over all processes.
+    `forward` runs the network as the run will; `worst` returns the maximum of a number over all processes.
     """
     if not network.self_test:
         return
@@ -100,7 +100,7 @@ def settle_layout(network: Network, forward: Forward, worst: Callable[[float], f
     asked = Candidate(network.layout, attention_in(decoder))
     probe = make_probe(network, forward)
     problems: list[str] = []
-    kernels_train = True  # those of other packages may have no backward pass on this machine
+    kernels_train = True  # kernels of other packages may have no backward pass on this machine
     for candidate in candidates(network):
         if candidate.own_kernels and not kernels_train:
             continue
@@ -129,7 +129,7 @@ def settle_layout(network: Network, forward: Forward, worst: Callable[[float], f
 
 
 def make_probe(network: Network, forward: Forward) -> Probe:
-    """Ask the model itself: eager attention, PyTorch's own kernels, each sequence alone."""
+    """Compute the model's own answer: eager attention, PyTorch's kernels, each sequence alone."""
     decoder = network.decoder
     batch = probe_batch(decoder)
     scalar = decoder.get_output_embeddings() is None
@@ -152,16 +152,17 @@ def make_probe(network: Network, forward: Forward) -> Probe:
 
 
 def judge_forward(forward: Forward, probe: Probe) -> tuple[float, str]:
-    """(the worse of two errors as a share of what is allowed, that error in words).
+    """Return (the worse of two errors as a fraction of what is allowed, a description of it).
 
-    With other tokens in every second sequence the others must stay as they are. Equal shapes round equally in most
-    kernels, so this sees a leak far below a model's rounding; how equally, the last sequence tells, which no causal
-    model lets the others see.
+    The first error is the difference to the model's own answer. The second is a leak: if the tokens of every second
+    sequence change, the answers of the others must not. Most kernels round equal shapes equally, so a leak shows even
+    if it is far below the model's rounding. How equally they round is measured by changing the last sequence, which no
+    causal model lets the others see.
     """
     found = answers(forward(probe.batch, probe.ask), probe.batch)
 
     def change(numbers: range) -> Tensor:
-        """How far the answers of the other sequences move when these have other tokens."""
+        """Return how far the answers of the other sequences move if these sequences get other tokens."""
         others = answers(forward(with_reversed(probe.batch, numbers), probe.ask), probe.batch)
         return distance(found, others)[~of_sequences(probe, numbers)]
 
@@ -178,11 +179,14 @@ def judge_forward(forward: Forward, probe: Probe) -> tuple[float, str]:
 
 
 def judge_training(network: Network, probe: Probe) -> tuple[float, str]:
-    """The same in training mode, in which some layers take other kernels, and whether a gradient comes back."""
+    """Return the error in training mode, in which some layers use other kernels; infinite if gradients are not finite.
+
+    A network with dropout or other noise is not compared, only its gradient is checked.
+    """
     batch = probe.batch.to(network.decoder.device)
     was_training = network.training
     try:
-        network.eval()  # no recomputation, which some forms of autograd refuse
+        network.eval()  # no recomputation of activations: its reentrant form does not support `autograd.grad`
         with torch.enable_grad():
             outputs = network(batch, probe.ask)
             total = (outputs.scores if outputs.log_probs is None else outputs.log_probs).sum()
@@ -199,18 +203,18 @@ def judge_training(network: Network, probe: Probe) -> tuple[float, str]:
 
 
 def learns_here(network: Network) -> bool:
-    """True if gradients can be asked for: sharded weights are whole only inside an engine's own passes."""
+    """True if gradients can be computed here: sharded weights are complete only inside a backend's own passes."""
     return not is_sharded(network) and any(parameter.requires_grad for parameter in network.parameters())
 
 
 def _small_parameter(network: Network) -> nn.Parameter:
-    """An early parameter, so that the gradient passes through the layers behind it, and a small one of those."""
+    """Return a small parameter among the first: an early one, so that its gradient passes through the layers above."""
     learned = (parameter for parameter in network.parameters() if parameter.requires_grad)
     return min(islice(learned, 16), key=lambda parameter: parameter.numel())
 
 
 def is_random(network: Network) -> bool:
-    """True if training mode drops or jitters something."""
+    """True if training mode adds noise, such as dropout or router jitter."""
     settings = network.decoder.config.get_text_config().to_dict()
     noisy = (value for name, value in settings.items() if any(word in name for word in ("drop", "jitter", "noise")))
     modules = (module.p for module in network.modules() if isinstance(module, nn.Dropout))
@@ -218,31 +222,31 @@ def is_random(network: Network) -> bool:
 
 
 def probe_batch(decoder: PreTrainedModel) -> Batch:
-    """Sequences of random tokens from the middle of the vocabulary, away from special tokens at either end."""
+    """Return sequences of random tokens from the middle of the vocabulary, away from special tokens at either end."""
     config = decoder.config.get_text_config()
     random = np.random.default_rng(0)
     low, high = config.vocab_size // 4, max(3 * config.vocab_size // 4, config.vocab_size // 4 + 2)
     rows = [random.integers(low, high, length, dtype=np.int32) for length in LENGTHS]
-    pad = getattr(config, "pad_token_id", None)  # a sequence classifier would take it for the end
+    pad = getattr(config, "pad_token_id", None)  # a sequence classifier would take it for the end of a sequence
     return pack([TokenRow(np.where(row == pad, low - 1, row), np.ones(len(row), bool)) for row in rows])
 
 
 def answers(outputs: Outputs, batch: Batch) -> Tensor:
-    """The numbers to compare, on the CPU: a log-prob for each target, or a score for each sequence."""
+    """Return the numbers to compare, on the CPU: log-probs [targets] or scores [sequences]."""
     found = outputs.scores if outputs.log_probs is None else outputs.log_probs.cpu()[batch.target_mask]
     assert found is not None
     return found.float().cpu()
 
 
 def of_sequences(probe: Probe, numbers: range) -> Tensor:
-    """Which of the answers are of these sequences."""
+    """Return a mask over the answers, True for those of these sequences."""
     scalar, batch = probe.ask == "scores", probe.batch
     owners = torch.arange(len(LENGTHS)) if scalar else batch.sequence_ids[batch.target_mask]
     return torch.isin(owners, torch.tensor(numbers))
 
 
 def with_reversed(batch: Batch, numbers: range) -> Batch:
-    """The same batch with the tokens of some sequences in reverse order."""
+    """Return the batch with the tokens of some sequences in reverse order."""
     ids = batch.input_ids.clone()
     for number in numbers:
         places = batch.sequence_ids == number
@@ -251,12 +255,12 @@ def with_reversed(batch: Batch, numbers: range) -> Batch:
 
 
 def distance(found: Tensor, expected: Tensor) -> Tensor:
-    """Absolute differences: none for a token that both find impossible, infinite for one that is not a number."""
+    """Return absolute differences: 0 for a token that both consider impossible (-inf), infinite for NaN."""
     return torch.where(found == expected, 0.0, (found - expected).abs()).nan_to_num(math.inf)
 
 
 def judge(found: Tensor, probe: Probe) -> tuple[float, str]:
-    """(error as a share of what is allowed, the error in words).
+    """Return (the difference to the model's own answer as a fraction of what is allowed, a description of it).
 
     In fp32 the largest difference counts, otherwise the mean one: rounding blurs single numbers.
     """
@@ -269,25 +273,25 @@ def judge(found: Tensor, probe: Probe) -> tuple[float, str]:
 
 
 def candidates(network: Network) -> Iterator[Candidate]:
-    """Ways to compute, fastest first, beginning with the one that the network was loaded for."""
+    """Yield the ways to compute, fastest first, starting with the one that the network was loaded for."""
     decoder = network.decoder
     attention = attention_in(decoder)
     yield Candidate(network.layout, attention)
     if network.ring is not None:
-        return  # a ring shares packed rows
+        return  # a ring works only on packed rows
     padded = [attention] if attention != SEGMENTED else []
     if attention in (SEGMENTED, *FLASH_PACKAGES) and takes_sdpa(type(decoder), decoder.config):
         padded.append("sdpa")
     padded += [] if attention == "eager" else ["eager"]
     yield from (Candidate("padded", kernel) for kernel in padded if (network.layout, kernel) != ("padded", attention))
-    if not is_sharded(decoder):  # processes with different numbers of sequences would wait for each other
+    if not is_sharded(decoder):  # ranks with different numbers of sequences would deadlock
         yield Candidate("row by row", "eager")
     if kernel_functions(decoder):
         yield from (Candidate("padded", kernel, own_kernels=False) for kernel in padded)
 
 
 def measure_rounding(decoder: PreTrainedModel, own: Tensor, compute: Callable[[], Tensor]) -> float | None:
-    """The mean difference between a half-precision model and its own weights in fp32; None for fp32."""
+    """Return the mean difference between a half-precision model and the same weights in fp32; None for fp32."""
     if decoder.dtype == torch.float32:
         return None
     if is_sharded(decoder):
@@ -298,12 +302,12 @@ def measure_rounding(decoder: PreTrainedModel, own: Tensor, compute: Callable[[]
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """True under ZeRO-3, which marks its parameters."""
+    """True under ZeRO-3, which marks its parameters with `ds_id`."""
     return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
 def first_line(error: Exception) -> str:
-    """What went wrong, in less than a line."""
+    """Return a description of an error in less than a line."""
     if isinstance(error, ConfigError):
         return error.message
     lines = str(error).strip().splitlines()

@@ -1,10 +1,10 @@
-"""Parts of a model that training on text cannot change, or must not.
+"""Freezing of the parts of a model that training on text cannot or must not change.
 
-A checkpoint with vision or audio is trained on text alone here, so no gradient reaches its other encoders and their
-projectors. An indexer chooses by top-k which tokens attention looks at, and a choice has no gradient. Some families
-freeze parameters themselves (the biases by which a router balances its experts, sinusoids), but Transformers forgets
-that as it loads them. All of these are frozen: otherwise the optimizer would hold state for them, and the audit would
-stop the run because they do not learn.
+A checkpoint with vision or audio is trained on text only, so no gradient reaches its other encoders and their
+projectors. An indexer selects the tokens for attention by top-k, and a selection has no gradient. Some families freeze
+parameters themselves (sinusoids, the biases by which a router balances its experts), but Transformers loses that on
+loading. All of these are frozen: otherwise the optimizer would hold state for them, and the audit would stop the run
+because they do not learn.
 """
 
 import copy
@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 from openrlhf.models.heads import SCALAR_HEAD
 from openrlhf.monitor import say
 
-INDEXER = "indexer"  # what sparse-attention families call the module
+INDEXER = "indexer"  # name of the module in sparse-attention families
 
 
 def freeze_unused(model: PreTrainedModel) -> list[str]:
-    """Freeze what text does not train, say which modules that are, and return their names."""
+    """Freeze everything that text does not train; print which kinds of modules these are, and return their names."""
     for name in frozen_by_design(model):
         model.get_parameter(name).requires_grad_(False)
     names = unused_modules(model)
@@ -33,27 +33,27 @@ def freeze_unused(model: PreTrainedModel) -> list[str]:
 
 
 def frozen_by_design(model: PreTrainedModel) -> list[str]:
-    """Names of the parameters that the model's class makes without a gradient."""
+    """Return the names of parameters that the model's class creates without a gradient."""
     with torch.device("meta"):
         bare = type(model)(copy.deepcopy(model.config))
     return [name for name, parameter in bare.named_parameters() if not parameter.requires_grad]
 
 
 def unused_modules(model: PreTrainedModel) -> list[str]:
-    """Names of modules, none of them within another."""
+    """Return the names of unused encoders, projectors and indexers, the outermost modules only."""
     is_composite = model.config.get_text_config() is not model.config
     encoders = _beside_decoder(model, _text_modules(model)) if is_composite else []
     return encoders + [name for name, _ in model.named_modules() if name.rpartition(".")[2] == INDEXER]
 
 
 def _text_modules(model: PreTrainedModel) -> set[nn.Module]:
-    """The text decoder and the head, whichever it is."""
+    """Return the text decoder and the head, a vocabulary or a scalar one."""
     heads = (model.get_output_embeddings(), model._modules.get(SCALAR_HEAD))
     return {model.get_decoder(), *(head for head in heads if head is not None)}
 
 
 def _beside_decoder(module: nn.Module, text: set[nn.Module], prefix: str = "") -> list[str]:
-    """The largest modules that hold parameters and nothing of the text's modules."""
+    """Return the names of the largest modules that have parameters and contain no text module."""
     names: list[str] = []
     for name, child in module.named_children():
         if child in text or next(child.parameters(), None) is None:
