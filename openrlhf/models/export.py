@@ -1,6 +1,6 @@
 """Export of a trained network as a folder that plain Transformers (for adapters: PEFT) can load.
 
-The training backends call it, with gathered weights if theirs are sharded; `merge.py` reads what it saves beside
+The training backends call it, with gathered weights if theirs are sharded; `merge.py` reads what it saves next to
 adapters.
 """
 

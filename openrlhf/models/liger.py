@@ -14,6 +14,7 @@ def uses_liger(loading: Loading, model_type: str, device: torch.device) -> bool:
 
 
 def liger_knows(model_type: str) -> bool:
+    """True if the installed Liger has kernels for this family."""
     from liger_kernel.transformers.monkey_patch import (
         MODEL_TYPE_TO_APPLY_LIGER_FN,
     )

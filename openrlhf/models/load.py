@@ -128,6 +128,7 @@ def load_scalar_model(
 
 
 def _refuse_family_without_classifier(name: str, config: PretrainedConfig, loading: Loading) -> None:
+    """Reject a family without a sequence classifier, in Transformers or in the model's folder."""
     known = type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
     if not known and not (loading.trust_remote_code and "auto_map" in config.to_dict()):
         raise ConfigError(

@@ -46,6 +46,7 @@ def merge_adapter(
 
 
 def load_base(base: str, head: dict[str, Any], *, is_rm: bool) -> PreTrainedModel:
+    """Load the base in fp32; for a reward model with a new scalar head, whose weights come with the adapter."""
     if not is_rm:
         return load_causal_lm(base, FULL, device=CPU, packing=False)
     prefix = head.get("value_head_prefix", SCALAR_HEAD)
@@ -53,7 +54,7 @@ def load_base(base: str, head: dict[str, Any], *, is_rm: bool) -> PreTrainedMode
 
 
 def read_head(adapter: Path) -> dict[str, Any]:
-    """Read what a reward model's adapter stores beside its weights: prefix of the head and statistics of its scores."""
+    """Read what a reward model's adapter stores besides weights: prefix of the head and statistics of its scores."""
     path = adapter / HEAD_CONFIG
     saved = json.loads(path.read_text()) if path.is_file() else {}
     return {name: saved[name] for name in HEAD_KEYS if name in saved}

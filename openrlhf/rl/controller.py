@@ -109,7 +109,7 @@ class Settings:
 
 @dataclass
 class State:
-    """Progress of a run: everything that resuming needs beside weights and optimizer."""
+    """Progress of a run: everything that resuming needs besides weights and optimizer."""
 
     kl: FixedKL | AdaptiveKL
     version: int = 0  # of the weights: the number of rollouts trained
@@ -120,7 +120,7 @@ class State:
     best_key: str | None = None  # the metric of that value
 
     def plain(self) -> dict[str, Any]:
-        """Return the state as JSON values, without the queue: `record.write_queue` writes that one beside it."""
+        """Return the state as JSON values, without the queue, which `record.write_queue` writes to its own file."""
         return {
             "kl": asdict(self.kl),
             "version": self.version,

@@ -57,6 +57,7 @@ class Turnstile:
         return door
 
     def _admit(self) -> None:
+        """Start waiting groups in order, while the limit has room for the first of them."""
         while self.line and self._has_room(self.line[0][0]):
             size, prefix, door = self.line.popleft()
             if not door.done():  # otherwise it was cancelled
@@ -79,7 +80,7 @@ class Turnstile:
                 self.waiting.remove(entry)
 
     def leave(self) -> None:
-        """End an episode; others may start, or be complete as a batch, because of it."""
+        """End an episode, which may let a group start or complete the batch of the others."""
         self.alive -= 1
         self._admit()
         self.turn_if_ready()
@@ -98,6 +99,7 @@ class Turnstile:
         return batch
 
     def _turn_by_prefix(self) -> None:
+        """Send the waiting requests, one batch per prompt."""
         for _, batch in groupby(self._taken(), key=lambda entry: entry.request.prefix):
             self._turn(list(batch))
 

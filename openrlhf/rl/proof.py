@@ -35,7 +35,7 @@ class GapSettings:
     warn: float
     stop: float
     probe: bool = False  # asynchronous runs train on samples of older weights, so they request samples of the new ones
-    probe_every: int = 0  # syncs between probes, beside the first sync that changed the weights; 0: only that one
+    probe_every: int = 0  # syncs between probes, besides the first sync that changed the weights; 0: only that one
 
 
 @dataclass

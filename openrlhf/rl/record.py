@@ -40,6 +40,7 @@ class Recorder:
                     file.unlink()
 
     def write(self, step: int, samples: Sequence[Sample]) -> None:
+        """Write the file of a step; do nothing without a run folder."""
         if self.folder:
             lines = (json.dumps(self._line(step, sample)) + "\n" for sample in samples)
             (self.folder / step_file(step)).write_text("".join(lines))

@@ -61,12 +61,14 @@ def temperature_factors(trajectories: Sequence[Trajectory]) -> list[NDArray[np.f
 
 
 def batch_trajectories(trajectories: Sequence[Trajectory], layout: Layout) -> Batch:
+    """Make a batch for scoring, with temperature factors if tokens have their own."""
     factors = temperature_factors(trajectories)
     extras = {} if factors is None else {TEMPERATURE_FACTORS: layout.lay(factors, 1.0)}
     return layout.batch([token_row(trajectory) for trajectory in trajectories], extras)
 
 
 def batch_samples(samples: Sequence[Sample], layout: Layout) -> Batch:
+    """Make a batch for training, with all arrays of the samples as extras."""
     names = samples[0].arrays.keys()
     extras = {name: layout.lay([sample.arrays[name] for sample in samples], 0.0) for name in names}
     return layout.batch([token_row(sample.trajectory) for sample in samples], extras)

@@ -105,7 +105,7 @@ class HFEngine:
 
     @torch.no_grad()
     def complete(self, requests: Sequence[Request], on_done: OnDone | None = None) -> list[Completion]:
-        """Return all completions in the order of the requests; `on_done` gets each one, with its index, earlier."""
+        """Return all completions in the order of the requests; `on_done` gets each, with its index, when it is done."""
         waiting = [Row(place, request) for place, request in enumerate(requests)]
         waiting.sort(key=lambda row: -len(row.request.prompt_token_ids))  # neighbours of similar length pad little
         finished: list[Row] = []
@@ -193,6 +193,7 @@ class HFEngine:
         return len(row.token_ids) + 1 < row.request.params.min_tokens
 
     def _finish_reason(self, row: Row) -> FinishReason | None:
+        """Return why a row ends with its last token; None if it goes on."""
         params, token = row.request.params, row.token_ids[-1]
         if len(row.token_ids) < params.min_tokens:
             return None

@@ -45,6 +45,7 @@ class Draws:
         )
 
     def rows(self, keep: Tensor) -> Draws:
+        """Return the draws of some rows, given by their indices."""
         return Draws(*(tensor[keep] for tensor in vars(self).values()))
 
     def joined(self, other: Draws) -> Draws:

@@ -188,6 +188,7 @@ class StepLoop:
         return await waiter
 
     def _post(self, work: Callable[[], None], waiter: Waiter) -> None:
+        """Queue a command for the thread; raise if the engine was closed."""
         with self._door:
             if self._closed:
                 raise EngineError(CLOSED)
@@ -248,6 +249,7 @@ class StepLoop:
         return error
 
     def _submit(self, batch: Batch) -> None:
+        """Admit a batch, or hold it until `_resume` while paused or draining."""
         if self._paused or self._draining:
             self._held.append(batch)
         else:
@@ -378,6 +380,7 @@ class StepLoop:
             self._asleep.remove(part)
 
     def _shut_down(self) -> None:
+        """Fail the callers that still wait, and shut vLLM down."""
         for waiter in self._everyone():
             self._answers.give(waiter, EngineError(CLOSED))
         self._answers.send()
