@@ -1,4 +1,8 @@
-"""Does everything that should learn, learn? Asked during the first optimizer steps, and never again."""
+"""A check that every trainable parameter actually learns, run during the first optimizer steps of each backend.
+
+A parameter without a gradient stops the run with an error. Gradients of exactly zero, and fp32 weights that do not
+move despite a gradient, are reported as one line each.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +17,18 @@ from openrlhf.errors import BackendError
 from openrlhf.monitor import say
 from openrlhf.training.optim import Named
 
-STEPS = 3  # with a learning rate above zero
-NAMES = 4  # that a line lists
-ONE_EXPERT = re.compile(r"\.experts\.\d+\.")  # kept apart from the others, it has no gradient while no token comes
-Master = Callable[[nn.Parameter], Tensor | None]  # the fp32 weights of a parameter, or what is here of them
+STEPS = 3  # audited steps; steps with a learning rate of 0 do not count
+NAMES = 4  # parameter names listed per message
+# One module per expert: it has no gradient while no token is routed to it, so a missing gradient is not an error.
+ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
+Master = Callable[[nn.Parameter], Tensor | None]  # the fp32 weights of a parameter, or this rank's shard of them
 
 
 class Audit:
-    """Watches gradients as they are produced, before anything shards or frees them, and whether masters move.
+    """Watch gradients as they are produced, before they are sharded or freed, and check that the fp32 masters move.
 
-    `most` is the elementwise maximum over processes: a rank that only has fillers saw nothing, and others did.
+    `most` is the elementwise maximum over processes: a rank with nothing but filler micro-batches sees no gradient,
+    although other ranks do.
     """
 
     def __init__(self, named: Sequence[Named], master: Master, most: Callable[[Tensor], Tensor]) -> None:
@@ -30,10 +36,10 @@ class Audit:
         self.master = master
         self.most = most
         self.steps = 0
-        self.audited = False  # the step that is under way
-        self.nonzero: dict[int, Tensor] = {}  # of this step, by the parameter's number
+        self.audited = False  # whether the current step counts
+        self.nonzero: dict[int, Tensor] = {}  # in this step, by the parameter's index
         self.before: list[Tensor | None] = []
-        self.ever = torch.zeros(4, len(self.named), dtype=torch.bool)  # the rows of `_step`
+        self.ever = torch.zeros(4, len(self.named), dtype=torch.bool)  # rows as in `_step`, over all audited steps
         self.hooks = [
             parameter.register_hook(partial(self._see, number)) for number, (_, parameter) in enumerate(self.named)
         ]
@@ -44,13 +50,13 @@ class Audit:
         self.nonzero[number] = found if seen is None else seen | found
 
     def begin(self, learning_rate: float) -> None:
-        """Before the optimizer moves."""
+        """Fingerprint the masters; call before the optimizer step."""
         self.audited = bool(self.hooks) and learning_rate > 0
         if self.audited:
             self.before = self._fingerprints()
 
     def end(self, *, moved: bool = True) -> None:
-        """After it moved, or (`moved` false) skipped a step whose gradients overflowed."""
+        """Record the step; call after it, with `moved` false if it was skipped because gradients overflowed."""
         if self.audited and moved:
             self.ever |= self._step()
             self.steps += 1
@@ -63,7 +69,7 @@ class Audit:
             self._conclude()
 
     def _step(self) -> Tensor:
-        """[4, parameters]: got a gradient, one that is not zero, has a master, which moved; on any rank."""
+        """Return [4, parameters], true if so on any rank: has a gradient, it is nonzero, has a master, it moved."""
         happened = torch.zeros(4, len(self.named))
         for number, nonzero in self.nonzero.items():
             happened[0, number] = 1.0
@@ -76,7 +82,7 @@ class Audit:
 
     @torch.no_grad()
     def _fingerprints(self) -> list[Tensor | None]:
-        """A sum over the bits of each master: any movement changes it, and it costs no copy."""
+        """Sum the bits of each master as integers: an update changes the sum, and no copy has to be kept."""
         masters = [self.master(parameter) for _, parameter in self.named]
         return [None if one is None else one.detach().view(torch.int32).sum(dtype=torch.int64) for one in masters]
 

@@ -1,4 +1,9 @@
-"""The seam between what is trained and how: a small Protocol that one process and DeepSpeed both fulfil."""
+"""The interface between what is trained and how.
+
+Objectives say what an optimizer step minimises; a `TrainBackend` runs it. `LocalBackend` (one process) and
+`DeepSpeedBackend` (many) implement the same protocol, so the supervised loop and the RL loop do not know which one
+they use.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +22,7 @@ from openrlhf.types import TEMPERATURE_FACTORS, Batch
 
 
 class Run(Protocol):
-    """A network, or an engine around one: what an objective calls to get outputs with gradients."""
+    """The callable an objective uses to get outputs with gradients: a network, or an engine around one."""
 
     def __call__(
         self,
@@ -31,10 +36,11 @@ class Run(Protocol):
 
 
 class Objective(Protocol):
-    """What one optimizer step minimises.
+    """The quantity that one optimizer step minimises.
 
-    `counts` are this micro-batch's share of the denominators (tokens, pairs); the backend adds them over all
-    micro-batches and ranks of the step and hands the totals to `loss`, whose values then add up to the step's loss.
+    `counts` returns this micro-batch's share of the denominators (tokens, pairs). The backend sums the counts over all
+    micro-batches and ranks of the step and passes the totals to `loss`, whose values then add up to the step's loss.
+    The result therefore does not depend on how a step is split into micro-batches.
     """
 
     def counts(self, batch: Batch) -> Tensor: ...  # [kinds] float64
@@ -44,34 +50,37 @@ class Objective(Protocol):
 
 @dataclass(frozen=True)
 class StepLosses:
-    """What a forward and backward pass over one step's micro-batches gave, before the optimizer moves."""
+    """Results of the forward and backward passes over one step's micro-batches, before the optimizer step."""
 
-    losses: Tensor  # [micro-batches]: shares of the step's loss, on this rank
+    losses: Tensor  # [micro-batches]: this rank's shares of the step's loss
     metrics: Metrics  # sums over all ranks
 
 
 class Frozen(Protocol):
-    """A model that only looks: a reference or a teacher."""
+    """A model that is not trained: a reference, a teacher or a reward model."""
 
     def forward(self, batch: Batch, ask: Ask, *, temperature: float | Tensor = 1.0) -> Outputs:
-        """Outputs without gradients."""
+        """Compute outputs without gradients."""
         ...
 
     @property
     def head(self) -> Head:
-        """The projection to the vocabulary, usable wherever the backend keeps its weight."""
+        """The projection to the vocabulary, usable no matter where the backend keeps its weight."""
         ...
 
     def most_rounds(self, count: int) -> int:
-        """How many forwards this process must run when it has `count` of its own: sharded models run together."""
+        """Return how many forward passes this process must run if it needs `count` itself.
+
+        A sharded model runs on all ranks together, so every rank runs as many as the rank that needs the most.
+        """
         ...
 
 
 class TrainBackend(Frozen, Protocol):
-    """Owns a network, its optimizer, and how both are spread over devices.
+    """Owner of a network, its optimizer, and their placement on devices.
 
-    One `forward_backward` takes all micro-batches of an optimizer step; a rank whose share is empty still takes part
-    with micro-batches of weight zero, because a sharded model waits for everyone.
+    One `forward_backward` call takes all micro-batches of an optimizer step. A rank with no rows of its own still takes
+    part, with micro-batches of weight zero, because a sharded model runs on all ranks together.
     """
 
     @property
@@ -79,7 +88,7 @@ class TrainBackend(Frozen, Protocol):
 
     @property
     def rank(self) -> int:
-        """Number of this process among the data-parallel ranks."""
+        """Data-parallel rank of this process."""
         ...
 
     @property
@@ -87,7 +96,7 @@ class TrainBackend(Frozen, Protocol):
 
     @property
     def process(self) -> int:
-        """Number of this process among all, peers and rings included; 0 is the one that writes files."""
+        """Global rank, counting tensor-parallel peers and ring members too; process 0 writes the files."""
         ...
 
     @property
@@ -96,79 +105,82 @@ class TrainBackend(Frozen, Protocol):
     def forward_backward(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLosses: ...
 
     def evaluate(self, micro_batches: Sequence[Batch], objective: Objective) -> Metrics:
-        """The objective's metrics without gradients, summed over ranks."""
+        """Compute the objective's metrics without gradients, summed over ranks."""
         ...
 
     def optim_step(self, scale: float) -> float | None:
-        """Moves the weights with `scale` times the peak learning rates; returns the gradient norm before clipping.
+        """Update the weights with `scale` times the peak learning rates; return the gradient norm before clipping.
 
-        None says that the step was skipped because scaled gradients overflowed fp16.
+        None means that the step was skipped because scaled gradients overflowed fp16.
         """
         ...
 
     def loss_scaling(self) -> dict[str, float]:
-        """`loss_scale` and `skipped_steps` of an fp16 run, for the logs; empty if the loss is not scaled."""
+        """Return `loss_scale` and `skipped_steps` of an fp16 run for the logs; empty if the loss is not scaled."""
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """What an engine loads: whole tensors of the plain model by checkpoint name, adapters merged, on every rank.
+        """Yield what a rollout engine loads: full tensors by checkpoint name, with adapters merged, on every rank.
 
-        Every rank goes through all of them. A tensor holds until the next one is asked for.
+        Collective: every rank must iterate to the end. A tensor is valid only until the next one is requested.
         """
         ...
 
     def exported(self) -> Iterator[tuple[str, Tensor]]:
-        """What `export` writes (of adapters, themselves alone) under its names in memory; as with `weights`."""
+        """Yield the tensors that `export` writes, under their in-memory names; of a LoRA model only the adapters.
+
+        Collective, like `weights`.
+        """
         ...
 
     def save(self, folder: Path) -> None:
-        """Everything that resuming needs: weights, optimizer."""
+        """Write what resuming needs: weights and optimizer state."""
         ...
 
     def load(self, folder: Path) -> None: ...
 
     def export(self, folder: Path) -> None:
-        """A folder that plain Transformers loads (adapters: that PEFT loads)."""
+        """Write a model folder that Transformers can load, or for adapters, one that PEFT can load."""
         ...
 
     def sum_over_ranks(self, values: Tensor) -> Tensor: ...
 
     def anyone(self, wished: bool) -> bool:
-        """True in all processes when it is in any of them."""
+        """Return True in all processes if `wished` is true in any of them."""
         ...
 
     def barrier(self) -> None: ...
 
     def sleep(self) -> None:
-        """Gives the device's memory back until `wake`."""
+        """Free the device memory until `wake` is called."""
         ...
 
     def wake(self) -> None: ...
 
 
 def with_extras(batch: Batch, **extras: Tensor) -> Batch:
-    """The batch with more tensors beside it, such as a reference's log-probs."""
+    """Return the batch with additional extras, such as the reference's log-probs."""
     return replace(batch, extras={**batch.extras, **extras})
 
 
 def temperature_of(batch: Batch, own: float) -> float | Tensor:
-    """The run's `own` temperature, or [rows, tokens] if turns of some sequence were drawn at others."""
+    """Return the run's `own` temperature, or one per token [rows, tokens] if some turns were sampled at another."""
     factors = batch.extras.get(TEMPERATURE_FACTORS)
     return own if factors is None else own * factors
 
 
 def is_weightless(batch: Batch) -> bool:
-    """True for the filler of a rank that has fewer micro-batches than the others."""
+    """Return True for a filler micro-batch, used by ranks that have fewer micro-batches than the others."""
     return "weightless" in batch.extras
 
 
 def values_of(metrics: Metrics) -> dict[str, float]:
-    """The means to log; a name that begins with an underscore is a statistic for someone else."""
+    """Return the means to log. Names with a leading underscore are intermediate statistics and are left out."""
     return {name: float(mean.value) for name, mean in metrics.items() if not name.startswith("_")}
 
 
 def flatten(metrics: Metrics) -> tuple[list[str], Tensor]:
-    """Metrics as one tensor, so that one collective adds them all; keys in sorted order, the same on each rank."""
+    """Pack metrics into one tensor [names, 2] that one collective can sum; names are sorted, so all ranks agree."""
     names = sorted(metrics)
     rows = [torch.stack([metrics[name].total, metrics[name].count]) for name in names]
     return names, torch.stack(rows) if rows else torch.zeros(0, 2, dtype=torch.float64)

@@ -1,4 +1,8 @@
-"""Checkpoints that appear whole or not at all, in files that hold no code: safetensors and JSON."""
+"""Checkpoint and export folders that appear complete or not at all, in files that hold no code: safetensors, JSON.
+
+Everything is written to a hidden folder next to the target, flushed to disk and renamed into place, so a crash at any
+moment leaves either the old folder or the new one. Used by the supervised loop, the RL driver and `lora_combiner`.
+"""
 
 import json
 import os
@@ -14,12 +18,12 @@ STATE = "state.json"
 LATEST = "latest"
 PREFIX = "global_step"
 STEP = re.compile(rf"{PREFIX}(\d+)(_hf)?")
-MARKERS = ("config.json", "adapter_config.json")  # what makes a folder a model for Transformers and PEFT
+MARKERS = ("config.json", "adapter_config.json")  # files by which Transformers and PEFT recognise a model
 GIB = 1024**3
 
 
 class Ranks(Protocol):
-    """Processes that write one checkpoint together."""
+    """The processes that write one checkpoint together."""
 
     @property
     def process(self) -> int: ...
@@ -32,7 +36,7 @@ def step_folder(root: Path, step: int) -> Path:
 
 
 def write_together(ranks: Ranks, folder: Path, fill: Callable[[Path], None]) -> None:
-    """A folder that all ranks fill aside; then the first one flushes it to the disk and renames it into place."""
+    """Let all ranks fill a temporary folder; process 0 then flushes it to disk and renames it to `folder`."""
     aside = folder.with_name(f".{folder.name}.writing")
     if ranks.process == 0:
         shutil.rmtree(aside, ignore_errors=True)
@@ -52,7 +56,7 @@ def flush_tree(folder: Path) -> None:
 
 
 def publish(aside: Path, folder: Path) -> None:
-    """Renames a finished folder into place; an older one of the same name goes only after the new one is there."""
+    """Rename a finished folder into place; delete an older one of the same name only after the new one is there."""
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
@@ -63,11 +67,12 @@ def publish(aside: Path, folder: Path) -> None:
 
 
 def export_together(ranks: Ranks, folder: Path, fill: Callable[[Path], None]) -> None:
-    """A model folder written aside and moved file by file, so that what else lies in `folder` stays.
+    """Write a model to a temporary folder and move it file by file, so that other files in `folder` are kept.
 
-    config.json goes first and comes last: a folder without it is no model, so a half-moved one is never taken for
-    whole. An older export goes: Transformers would take its model.safetensors before new shards, and put its adapter on
-    new weights. Adapters leave a whole model alone, which may be the one they belong to.
+    The old config.json is deleted first and the new one is moved last: a folder without it is not a model, so a
+    half-moved export is never mistaken for a complete one. An older export is deleted: Transformers would prefer its
+    model.safetensors to the new shards, and would put its adapter on the new weights. Exporting adapters does not
+    delete a full model, which may be their base.
     """
     aside = _exporting(folder)
     write_together(ranks, aside, fill)
@@ -77,7 +82,7 @@ def export_together(ranks: Ranks, folder: Path, fill: Callable[[Path], None]) ->
 
 
 def begin_export(folder: Path) -> Path:
-    """A fresh folder beside `folder`, to be filled and handed to `finish_export`."""
+    """Create an empty temporary folder next to `folder`; fill it and pass it to `finish_export`."""
     aside = _exporting(folder)
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
@@ -85,7 +90,7 @@ def begin_export(folder: Path) -> Path:
 
 
 def finish_export(aside: Path, folder: Path) -> None:
-    """What `export_together` does at its end, for one process that had others fill the folder."""
+    """Move a filled folder into place as `export_together` does; for a single process that had others fill it."""
     flush_tree(aside)
     _move_into(folder, aside)
 
@@ -95,6 +100,7 @@ def _exporting(folder: Path) -> Path:
 
 
 def _move_into(folder: Path, aside: Path) -> None:
+    """Delete an older export from `folder`, then move in the new files, marker files last."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in _replaced(folder, whole_model=(aside / "config.json").exists()):
         path.unlink()
@@ -106,6 +112,7 @@ def _move_into(folder: Path, aside: Path) -> None:
 
 
 def write_text_whole(path: Path, text: str) -> None:
+    """Write a file atomically."""
     aside = path.with_name(f".{path.name}.writing")
     aside.write_text(text)
     _flush(aside)
@@ -117,13 +124,13 @@ def point_latest(root: Path, step: int) -> None:
 
 
 def finished(root: Path) -> list[Path]:
-    """The whole checkpoints under `root`, oldest first."""
+    """List the complete checkpoints under `root`, lowest step first."""
     found = [path for path in root.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit()]
     return sorted(found, key=lambda path: int(path.name.removeprefix(PREFIX)))
 
 
 def newest(root: Path) -> Path | None:
-    """The checkpoint to resume from: the one that `latest` names, or the newest whole one if that is gone."""
+    """Return the checkpoint to resume from: the one `latest` names, or the highest complete step if that is gone."""
     pointer = root / LATEST
     if pointer.is_file():
         named = root / pointer.read_text().strip()
@@ -134,14 +141,15 @@ def newest(root: Path) -> Path | None:
 
 
 def rotate(root: Path, *, keep: int, max_gib: float) -> None:
-    """Deletes the oldest steps, checkpoint and HF export together, until few and small enough are left.
+    """Delete the oldest steps, checkpoint and HF export together, until at most `keep` steps and `max_gib` remain.
 
-    Called after a checkpoint was written, and never deletes the newest: there is something to resume from at all times.
+    Call after writing a checkpoint. The newest is never deleted, so there is always something to resume from.
     """
     there = _by_age(root)
     while len(there) > 1 and (len(there) > keep or sum(map(_gib, there)) > max_gib):
         for path in there.pop(0):
-            aside = path.rename(path.with_name(f".{path.name}.old"))  # half a deletion is not half a checkpoint
+            # Rename first: a half-deleted folder must not look like a checkpoint.
+            aside = path.rename(path.with_name(f".{path.name}.old"))
             shutil.rmtree(aside)
 
 
@@ -157,7 +165,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def _by_age(root: Path) -> list[list[Path]]:
-    """The folders of each step, oldest first; by time, because an earlier run may have left higher steps."""
+    """Group folders by step, oldest first by time, not by step: an earlier run may have left higher steps."""
     steps: dict[int, list[Path]] = {}
     for path in root.glob(f"{PREFIX}*"):
         if match := STEP.fullmatch(path.name):
@@ -167,7 +175,7 @@ def _by_age(root: Path) -> list[list[Path]]:
 
 
 def _replaced(folder: Path, *, whole_model: bool) -> list[Path]:
-    """An older export in the folder of a new one, what marks it first."""
+    """List the files of an older export that the new one replaces, marker files first."""
     model = ("config.json", "model.safetensors.index.json", "model*.safetensors") if whole_model else ()
     names = (*model, "adapter_config.json", "adapter_model*.safetensors", "head_config.json")
     return [path for name in names for path in folder.glob(name)]

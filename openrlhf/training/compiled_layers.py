@@ -1,14 +1,14 @@
-"""--deepcompile: torch.compile for the decoder layers, whatever backend trains them."""
+"""--deepcompile: torch.compile on the decoder layers, for the local and the DeepSpeed backend alike."""
 
 from torch import nn
 
 from openrlhf.models.forward import Network
 
-COMPILER = "inductor"  # of torch.compile; tests take one that traces alike and writes no C++
+COMPILER = "inductor"  # backend of torch.compile; tests use one that traces the same graphs but generates no C++
 
 
 def compile_decoder_layers(network: Network) -> None:
-    """torch.compile on each decoder layer: nearly all of the work, and the layers share one compiled graph."""
+    """Compile each decoder layer: the layers do nearly all of the work and share one compiled graph."""
     for module in network.decoder.base_model.children():
         if isinstance(module, nn.ModuleList):
             for layer in module:

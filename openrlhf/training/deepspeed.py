@@ -1,4 +1,9 @@
-"""Training over several devices with DeepSpeed: ZeRO 0 to 3, offloading, tensor parallelism."""
+"""Training on several devices with DeepSpeed: ZeRO 0 to 3, offloading, tensor parallelism, ring attention.
+
+`DeepSpeedBackend` implements `TrainBackend` and `DeepSpeedFrozen` implements `Frozen`; every process of the launch
+constructs one and makes the same calls in the same order. The other `deepspeed_*` modules hold the settings, the
+handling of shards, sleep, and process start-up.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +58,10 @@ UNIVERSAL_TAG = "universal"
 
 
 class DeepSpeedFrozen:
-    """A reference or a teacher: sharded under ZeRO-3, else a copy on each rank; `offload` keeps it in host memory."""
+    """A model that is not trained, such as a reference or a teacher.
+
+    It is sharded under ZeRO-3, and a full copy on each rank otherwise. `offload` keeps its weights in host memory.
+    """
 
     def __init__(self, network: Network, sharding: Sharding, device: torch.device, *, offload: bool = False) -> None:
         self.network = network.eval().requires_grad_(False)
@@ -90,10 +98,10 @@ class DeepSpeedFrozen:
 
 
 class DeepSpeedBackend:
-    """One network and its optimizer over all processes of the launch.
+    """One network and its optimizer, spread over all processes of the launch.
 
-    Needs `start_distributed`. The optimizer is PyTorch's AdamW, which DeepSpeed shards and moves: the arithmetic of the
-    local backend, and nothing to compile.
+    Call `start_distributed` first. The optimizer is PyTorch's AdamW, which DeepSpeed shards and offloads, so the
+    arithmetic is that of the local backend and no extension has to be compiled.
     """
 
     def __init__(
@@ -116,7 +124,8 @@ class DeepSpeedBackend:
         shared = share_rows(network, sharding)
         site = _site(network, device)
         config = engine_config(sharding, settings, site, universal=universal_checkpoint)
-        # DeepSpeed may try the optimizer out on gradients of zero: a rate of zero and forgetting the state undo that.
+        # DeepSpeed may run a trial optimizer step on zero gradients. A learning rate of 0 and clearing the state below
+        # make it harmless.
         groups = parameter_groups(named, settings)
         self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
         self.decays = [group["weight_decay"] for group in self.optimizer.param_groups]
@@ -132,10 +141,10 @@ class DeepSpeedBackend:
         self.process = dist.get_rank()
         self.data_parallel_size = dist.get_world_size(self.group)
         self.clips_here = clips_outside(sharding, site)
-        self._scales_loss = site.dtype == torch.float16  # a step that overflows is skipped there, and the scale lowered
+        self._scales_loss = site.dtype == torch.float16  # then DeepSpeed skips steps that overflow and lowers the scale
         self.engine.enable_backward_allreduce = not self.clips_here
         settle_layout(network, self.forward, partial(_largest, device=device))
-        if sharding.deepcompile:  # not DeepSpeed's own: it compiles for fixed shapes, and rows here keep their lengths
+        if sharding.deepcompile:  # not DeepSpeed's own, which compiles for fixed shapes: lengths vary here
             compile_decoder_layers(network)
         self.engine.train()
         self.audit = Audit(trainable(network), master_shard, self._most)
@@ -162,7 +171,8 @@ class DeepSpeedBackend:
         for batch in on_device:
             loss, measured = objective.loss(self.run, batch, totals)
             weight = 0.0 if is_weightless(batch) else 1.0
-            # DeepSpeed averages gradients over processes, and ours are shares of one sum, in a ring too.
+            # DeepSpeed averages gradients over processes, but ours are shares of one sum (within a ring too), so scale
+            # the loss by the number of processes averaged over.
             self.engine.backward(loss * (weight * self.averages), scale_wrt_gas=False)
             losses.append(loss.detach() * weight)
             metrics += [measured] if weight else []
@@ -215,7 +225,7 @@ class DeepSpeedBackend:
         adapters = self.network.model is not self.network.decoder
         mark = {UNIVERSAL_CHECKPOINT_INFO: {UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE}}
         if self.sharding.ds_tensor_parallel_size > 1:
-            mark.clear()  # AutoTP writes its own
+            mark.clear()  # AutoTP writes its own mark
         self.engine.save_checkpoint(
             str(folder), tag=TAG, client_state=mark, save_latest=False, exclude_frozen_parameters=adapters
         )
@@ -245,7 +255,7 @@ class DeepSpeedBackend:
         return bool(self._most(torch.tensor([float(wished)])).item())
 
     def _most(self, values: Tensor) -> Tensor:
-        """The elementwise maximum over all processes."""
+        """Return the elementwise maximum over all processes."""
         found = values.to(self.device, copy=True)
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return found.to(values.device)
@@ -268,19 +278,26 @@ class DeepSpeedBackend:
             hold_whole(self.held)
 
     def _restore_groups(self) -> None:
-        """Undoes two liberties of universal checkpoints under ZeRO-3: one group's decay and one step count for all."""
+        """Restore each group's weight decay and each parameter's own step count.
+
+        Under ZeRO-3, loading a universal checkpoint gives one group's decay and one shared step count to all.
+        """
         for group, decay in zip(self.optimizer.param_groups, self.decays, strict=True):
             group["weight_decay"] = decay
         for parameter, slots in self.optimizer.state.items():
             slots["step"] = slots["step"].to(parameter.device, copy=True)
 
     def _totals(self, batches: Sequence[Batch], objective: Objective) -> Tensor:
-        counts = torch.stack([objective.counts(batch).to(self.device) for batch in batches])
+        """Sum the denominators over this step's micro-batches and ranks, without fillers: [kinds]."""
+        counts = torch.stack([objective.counts(batch).to(self.device) for batch in batches])  # [micro-batches, kinds]
         filler = torch.tensor([is_weightless(batch) for batch in batches], device=self.device)
         return self.sum_over_ranks(counts.masked_fill(filler[:, None], 0.0).sum(0))
 
     def _over_ranks(self, metrics: Metrics) -> Metrics:
-        """Metrics added in the order of ranks; a rank of fillers has no names of its own and learns them."""
+        """Sum metrics over ranks, in rank order.
+
+        Objects are gathered instead of one tensor, because a rank with only fillers does not know the metrics' names.
+        """
         here = {name: (float(mean.total), float(mean.count)) for name, mean in metrics.items()}
         everyone: list[Any] = [None] * self.data_parallel_size
         dist.all_gather_object(everyone, here, group=self.group)
@@ -289,19 +306,21 @@ class DeepSpeedBackend:
         )
 
     def _average_and_clip(self) -> Tensor:
+        """Average gradients over processes and clip them, for the case that the engine does not (`clips_outside`)."""
         self.engine.buffered_allreduce_fallback()
         parameters = [parameter for _, parameter in trainable(self.network)]
         return clip_grad_norm_(parameters, self.settings.max_norm or math.inf, mpu=self.engine.mpu)
 
 
 def _largest(value: float, device: torch.device) -> float:
-    """The largest of a number over all processes."""
+    """Return the maximum of `value` over all processes."""
     found = torch.tensor(value, dtype=torch.float64, device=device)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return float(found)
 
 
 def _site(network: Network, device: torch.device) -> Site:
+    """Collect the facts about a network that DeepSpeed's settings depend on."""
     decoder: Any = network.decoder
     parameters: list[Any] = list(network.parameters())
     return Site(
@@ -315,6 +334,7 @@ def _site(network: Network, device: torch.device) -> Site:
 def _engine_around(
     network: Network, config: dict[str, Any], optimizer: torch.optim.Optimizer | None = None
 ) -> tuple[Any, EngineRun]:
+    """Build a DeepSpeed engine around a network; also return the callable that objectives use."""
     if config["zero_optimization"]["stage"] == 3:
         mark_experts(network)
     shell = Shell(network)

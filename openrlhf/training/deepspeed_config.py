@@ -1,4 +1,4 @@
-"""DeepSpeed's settings as a function of our flags."""
+"""DeepSpeed's settings as a function of our flags: the dictionaries that `deepspeed.py` passes to the engine."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,12 +8,12 @@ import torch
 from openrlhf.config.sections.training import Sharding
 from openrlhf.training.optim import OptimizerSettings
 
-LARGEST_BUCKET = 500_000_000  # elements: DeepSpeed's own default
+LARGEST_BUCKET = 500_000_000  # elements; DeepSpeed's default
 
 
 @dataclass(frozen=True)
 class Site:
-    """What a network is and where it trains: the facts beside the flags that the settings depend on."""
+    """Facts about a network and its device that the settings depend on, in addition to the flags."""
 
     dtype: torch.dtype
     device_type: str  # cpu or cuda
@@ -24,11 +24,11 @@ class Site:
 def engine_config(
     sharding: Sharding, settings: OptimizerSettings, site: Site, *, universal: bool = False
 ) -> dict[str, Any]:
-    """The dictionary that `deepspeed.initialize` takes; the flags keep the rules of `config/checks/sharding.py`."""
+    """Build the config for `deepspeed.initialize`; the flags have passed the rules of `config/checks/sharding.py`."""
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,  # sizes are ours to choose: the engine's counters are not used
+        "train_micro_batch_size_per_gpu": 1,  # a placeholder: we choose the sizes and do not use the engine's counters
         "gradient_accumulation_steps": 1,
-        "managed_gradient_accumulation": False,  # a step ends when we say so
+        "managed_gradient_accumulation": False,  # `optim_step` decides when a step ends
         "gradient_clipping": 0.0 if clips_outside(sharding, site) else settings.max_norm,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -39,7 +39,7 @@ def engine_config(
     if sharding.ds_tensor_parallel_size > 1:
         config["tensor_parallel"] = {
             "autotp_size": sharding.ds_tensor_parallel_size,
-            "vocab_parallel_lm_head": False,  # its loss would be DeepSpeed's; ours needs whole logits
+            "vocab_parallel_lm_head": False,  # that would need DeepSpeed's loss; ours needs full logits
         }
     if universal:
         config["checkpoint"] = {"load_universal": True}
@@ -47,12 +47,12 @@ def engine_config(
 
 
 def clips_outside(sharding: Sharding, site: Site) -> bool:
-    """Without ZeRO and in fp32 the engine clips but tells no norm: then the backend does both."""
+    """Return True if the backend must clip: without ZeRO and in fp32 the engine clips but does not report the norm."""
     return sharding.zero_stage == 0 and site.dtype == torch.float32
 
 
 def frozen_config(sharding: Sharding, site: Site, *, offload: bool) -> dict[str, Any]:
-    """ZeRO-3 around a model that only looks: sharded weights and no optimizer."""
+    """Build the ZeRO-3 config of a model that is not trained: sharded weights, no optimizer."""
     assert sharding.zero_stage == 3, "only ZeRO-3 shards a model that does not learn"
     zero = {**_weights_section(sharding, site), "stage": 3}
     if offload and site.device_type != "cpu":
@@ -70,7 +70,7 @@ def zero_section(sharding: Sharding, site: Site) -> dict[str, Any]:
         "stage": sharding.zero_stage,
         "reduce_bucket_size": min(LARGEST_BUCKET, max(site.num_parameters, 1)),
     }
-    if sharding.overlap_comm:  # unset, it is off below stage 3 and on at stage 3
+    if sharding.overlap_comm:  # DeepSpeed's default: off below stage 3, on at stage 3
         section |= {"overlap_comm": True, "contiguous_gradients": True}
     if sharding.adam_offload and site.device_type != "cpu":
         section["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
@@ -80,7 +80,7 @@ def zero_section(sharding: Sharding, site: Site) -> dict[str, Any]:
 
 
 def _weights_section(sharding: Sharding, site: Site) -> dict[str, Any]:
-    # Biases and norms stay whole, matrices are sharded, whatever the model's size.
+    # This threshold keeps biases and norms whole and shards matrices, for models of any size.
     section: dict[str, Any] = {"stage3_param_persistence_threshold": 10 * site.hidden_size}
     if sharding.zpg > 1:
         section["zero_hpz_partition_size"] = sharding.zpg
@@ -99,9 +99,10 @@ def _precision(sharding: Sharding, site: Site, *, sums: bool = True) -> dict[str
 
 
 def sum_dtype(sharding: Sharding, site: Site) -> str | None:
-    """Under ZeRO micro-batches add up in fp32 unless asked otherwise: bf16 has 8 bits to add with.
+    """Return the dtype in which gradients accumulate over micro-batches; None leaves it to DeepSpeed.
 
-    Weights in fp32, as always on a CPU, have gradients in fp32 whatever was asked.
+    Under ZeRO, bf16 models accumulate in fp32 unless a flag says otherwise, because bf16 has only 8 significant bits.
+    Weights in fp32, as always on a CPU, have fp32 gradients regardless of the flag.
     """
     if site.dtype == torch.float32:
         return None

@@ -1,4 +1,7 @@
-"""A network inside a DeepSpeed engine: what the engine sees of it, and its weights made whole again."""
+"""A network inside a DeepSpeed engine: the module that the engine wraps, and ways to gather sharded weights.
+
+Used by `deepspeed.py`. Everything that gathers is collective: all ranks must call it with the same parameters.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ from openrlhf.types import Batch
 
 
 class Shell(nn.Module):
-    """A network that takes and gives named tensors: DeepSpeed hooks and compares those, not our dataclasses."""
+    """A network with plain tensors as arguments and results, because DeepSpeed's hooks do not see into dataclasses."""
 
     def __init__(self, network: Network) -> None:
         super().__init__()
         self.network = network
-        self.config = network.decoder.config  # AutoTP reads the model's own plan there
+        self.config = network.decoder.config  # AutoTP reads the model's tensor-parallel plan from it
         self.teacher_head: Head | None = None
 
     def forward(
@@ -39,7 +42,7 @@ class Shell(nn.Module):
 
 
 class EngineRun:
-    """Calls an engine around a `Shell` as an objective calls a network."""
+    """Adapter that lets an objective call an engine around a `Shell` as if it were the network."""
 
     def __init__(self, engine: Any, shell: Shell) -> None:
         self.engine = engine
@@ -56,13 +59,16 @@ class EngineRun:
     ) -> Outputs:
         fields = {
             name: value for name, value in vars(batch).items() if name != "extras"
-        }  # a network looks at no extras
+        }  # the network does not use extras
         self.shell.teacher_head = teacher_head
         return Outputs(**self.engine(ask=ask, temperature=temperature, teacher_hidden=teacher_hidden, **fields))
 
 
 def mark_experts(network: Network) -> None:
-    """ZeRO-3 gathers a block of experts as one: an expert that no token of a rank reached would hang the others."""
+    """Make ZeRO-3 gather each block of experts as a unit.
+
+    Otherwise a rank that routes no token to some expert would not gather it, and the other ranks would hang.
+    """
     names = {type(module).__name__ for module in network.modules()}
     blocks = [name for name in names if name.endswith(("SparseMoeBlock", "MoE", "Moe", "MoeBlock", "MoeMLP"))]
     if blocks:
@@ -70,10 +76,11 @@ def mark_experts(network: Network) -> None:
 
 
 def unhook_head(network: Network) -> list[nn.Parameter]:
-    """Takes ZeRO-3's hooks off the vocabulary head and returns its parameters, for the caller to hold whole.
+    """Remove ZeRO-3's hooks from the vocabulary head and return its parameters, which the caller must keep gathered.
 
     The head runs once per chunk of targets, and ranks have different numbers of chunks. ZeRO-3 gathers at each call of
-    a module and wants the same calls on every rank: with its hooks on, ranks would wait for each other for ever.
+    a module and expects the same calls on every rank, so with its hooks the ranks would deadlock. Embeddings that are
+    tied to the head lose their hooks too.
     """
     decoder = network.decoder
     head = decoder.get_output_embeddings()
@@ -90,19 +97,19 @@ def unhook_head(network: Network) -> list[nn.Parameter]:
 
 
 def hold_whole(parameters: list[nn.Parameter]) -> None:
-    """Gathers sharded parameters and leaves them so; those that are whole already cost nothing. Every rank calls it."""
+    """Gather sharded parameters and keep them gathered; free for those that already are. Every rank must call it."""
     absent: list[Any] = [parameter for parameter in parameters if is_absent(parameter)]
     if absent:
         absent[0].all_gather(absent)
 
 
 def is_absent(tensor: Any) -> bool:
-    """True for a parameter of which only a shard is here."""
+    """Return True for a parameter of which this rank holds only a shard."""
     return hasattr(tensor, "ds_status") and tensor.ds_status != ZeroParamStatus.AVAILABLE
 
 
 def master_shard(parameter: Any) -> Tensor | None:
-    """What this rank has of a parameter's fp32 weights; None where all of it is elsewhere."""
+    """Return this rank's shard of a parameter's fp32 weights, or None if it holds none of them."""
     if hasattr(parameter, "ds_id"):
         return deepspeed.utils.safe_get_local_fp32_param(parameter)
     if hasattr(parameter, "_hp_mapping"):  # ZeRO 1 and 2, and bf16 without ZeRO
@@ -111,9 +118,9 @@ def master_shard(parameter: Any) -> Tensor | None:
 
 
 def whole_tensors(root: nn.Module, *, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor of a module once, by its name in the state dict, gathered for as long as the caller looks at it.
+    """Yield each tensor of a module once, under its state-dict name, gathered until the next one is requested.
 
-    Every rank has to go through all of them.
+    Every rank must iterate to the end.
     """
     seen: set[int] = set()
     for name, tensor in root.state_dict(keep_vars=True).items():
@@ -126,7 +133,7 @@ def whole_tensors(root: nn.Module, *, trained_only: bool = False) -> Iterator[tu
 
 @contextmanager
 def gather_whole(tensors: Sequence[Tensor]) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Within it a function shows each of these tensors whole. Every rank enters with the same ones."""
+    """Gather these tensors and yield a function that returns each of them whole. All ranks pass the same tensors."""
     absent = [tensor for tensor in tensors if is_absent(tensor)]
     with deepspeed.zero.GatheredParameters(absent, enabled=bool(absent)):
         yield _whole
@@ -134,6 +141,6 @@ def gather_whole(tensors: Sequence[Tensor]) -> Iterator[Callable[[Tensor], Tenso
 
 def _whole(tensor: Any) -> Tensor:
     alias = tensor.detach()
-    if hasattr(tensor, "gather_params"):  # AutoTP's; on an alias, because ZeRO's buffers must stay the weights'
+    if hasattr(tensor, "gather_params"):  # AutoTP; on an alias: the weight must keep pointing into ZeRO's buffer
         tensor.gather_params([alias])
     return alias

@@ -1,4 +1,8 @@
-"""Giving the device's memory back while somebody else computes, and taking it again."""
+"""Sleep and wake of a DeepSpeed engine: free its device memory while rollout engines use the device.
+
+DeepSpeed can offload most of its own state; `HostMemory` takes the rest. Which tensors are left depends on the ZeRO
+stage.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +16,7 @@ from openrlhf.training.host_memory import HostMemory
 
 
 def put_to_sleep(engine: Any, network: Network, optimizer: torch.optim.Optimizer, stage: int, host: HostMemory) -> None:
-    """Moves weights, gradients and optimizer to host memory."""
+    """Move weights, gradients and optimizer state to host memory."""
     if stage > 0:
         engine.offload_states(include=_sharded_states(network) if stage == 3 else None)
     host.take(_left_behind(engine, network, optimizer, stage))
@@ -26,7 +30,10 @@ def wake_up(engine: Any, stage: int, host: HostMemory) -> None:
 
 
 def _sharded_states(network: Network) -> list[State]:
-    """What DeepSpeed moves at stage 3: no optimizer but its own, and no weights where some of them are frozen."""
+    """List what DeepSpeed can offload at stage 3.
+
+    It offloads only its own optimizers, and no weights if some of them are frozen.
+    """
     states = [State.lp_grads, State.contiguous_grad_buffer]
     return states if any(True for _ in _frozen(network)) else [State.lp_params, *states]
 
@@ -36,7 +43,10 @@ def _frozen(network: Network) -> Iterator[Any]:
 
 
 def _left_behind(engine: Any, network: Network, optimizer: torch.optim.Optimizer, stage: int) -> Iterator[Tensor]:
-    """What DeepSpeed does not move: everything without ZeRO, else frozen weights, and at stage 3 the optimizer."""
+    """Yield what DeepSpeed does not offload.
+
+    Without ZeRO that is everything; with it, frozen weights, and at stage 3 also masters and optimizer state.
+    """
     if stage == 0:
         yield from network.parameters()
         yield from (master for group in optimizer.param_groups for master in group["params"])

@@ -1,4 +1,4 @@
-"""Joining the other processes of a launch, and loading a model already in shards."""
+"""Start-up under DeepSpeed: join the other processes of a launch, and load a model directly into shards."""
 
 import logging
 import os
@@ -17,13 +17,13 @@ from openrlhf.config.sections.training import Sharding
 
 
 def start_distributed(device: torch.device) -> torch.device:
-    """Joins the processes that `deepspeed`, `torchrun` or nobody (just this one) launched; returns `device`."""
+    """Join the processes that `deepspeed` or `torchrun` launched, or start a group of one; return `device`."""
     os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
     if "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     if device.type == "cpu":
-        # A shared-memory all-reduce for inference: minutes of compiling for something that training does not call.
+        # A shared-memory all-reduce for inference: it takes minutes to compile, and training does not call it.
         ops.__compatible_ops__["deepspeed_shm_comm"] = False
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo", verbose=False)
@@ -38,7 +38,7 @@ def _free_port() -> int:
 
 @contextmanager
 def sharded_loading(sharding: Sharding, dtype: torch.dtype) -> Iterator[None]:
-    """Within it `from_pretrained` gives each rank its shard of a ZeRO-3 model, never the whole; elsewhere no effect."""
+    """Make `from_pretrained` load only this rank's shard of a ZeRO-3 model; no effect at other stages."""
     if sharding.zero_stage != 3:
         yield
         return
@@ -47,7 +47,7 @@ def sharded_loading(sharding: Sharding, dtype: torch.dtype) -> Iterator[None]:
         config["bf16" if dtype == torch.bfloat16 else "fp16"] = {"enabled": True}
     if sharding.zpg > 1:
         config["zero_optimization"]["zero_hpz_partition_size"] = sharding.zpg
-    alive = HfDeepSpeedConfig(config)  # Transformers looks at it through a weak reference
+    alive = HfDeepSpeedConfig(config)  # Transformers keeps only a weak reference to it
     try:
         yield
     finally:

@@ -1,4 +1,9 @@
-"""The supervised loop, written once: rows in, an objective, a backend; checkpoints, evaluation and logs on the way."""
+"""The supervised training loop, shared by all six supervised commands.
+
+`launch/supervised.py` builds a `Fit` from rows, an objective, a backend and a `Plan`, resumes it if asked, and calls
+`run`. Each step collates its rows, runs forward and backward, checks that the loss is finite, and updates the weights;
+evaluation, checkpoints and logs happen in between.
+"""
 
 from __future__ import annotations
 
@@ -27,19 +32,19 @@ Evaluated = Callable[[Mapping[str, float]], None]
 
 @dataclass(frozen=True)
 class Saving:
-    """When and where a run writes what it could continue from."""
+    """When and where a run writes checkpoints."""
 
     root: Path
-    every: int = -1
-    keep: int = 3
-    max_gib: float = float("inf")
-    resumable: bool = True
-    export_too: bool = False
+    every: int = -1  # steps; -1: only when interrupted
+    keep: int = 3  # steps whose checkpoints are kept
+    max_gib: float = float("inf")  # of all kept checkpoints together
+    resumable: bool = True  # write weights and optimizer state
+    export_too: bool = False  # also write a model folder per checkpoint
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The numbers that a run follows; none of them changes while it runs."""
+    """The settings of a run; they do not change while it runs."""
 
     order: Order
     micro_size: int
@@ -48,16 +53,16 @@ class Plan:
     saving: Saving
     eval_every: int = -1  # -1: at the end of each epoch
     log_every: int = 1
-    settings: Mapping[str, object] = field(default_factory=dict)  # written beside a checkpoint, compared on resume
+    settings: Mapping[str, object] = field(default_factory=dict)  # written into checkpoints and compared on resume
 
     def evaluates_after(self, step: int) -> bool:
-        """Every so many steps or at each epoch's end, and always after the last step: that model is the one saved."""
+        """Return True every `eval_every` steps or at an epoch's end, and after the last step, whose model is saved."""
         due = self.order.ends_epoch(step) if self.eval_every == -1 else (step + 1) % self.eval_every == 0
         return due or step + 1 == self.order.total_steps
 
 
 class Interrupted(KeyboardInterrupt):
-    """The run stopped because it was asked to, after writing `folder`."""
+    """Raised when a run stops on request; `folder` is the checkpoint it wrote, if any."""
 
     def __init__(self, folder: Path | None) -> None:
         super().__init__()
@@ -66,7 +71,7 @@ class Interrupted(KeyboardInterrupt):
 
 @dataclass
 class Fit:
-    """A supervised run: call `run` once."""
+    """A supervised run; optionally `resume` it, then call `run` once."""
 
     backend: TrainBackend
     objective: SupervisedObjective
@@ -77,12 +82,12 @@ class Fit:
     monitor: Monitor = field(default_factory=Monitor)
     frozen: Frozen | None = None
     export: Callable[[Path], None] | None = None
-    summarise: Summary = values_of  # evaluation metrics to the values that are logged
-    on_evaluated: Evaluated | None = None  # told those values, also when a checkpoint brings them back
+    summarise: Summary = values_of  # turns evaluation metrics into the values to log
+    on_evaluated: Evaluated | None = None  # called with those values, also when a checkpoint restores them
     last_evaluation: Mapping[str, float] = field(default_factory=dict)
 
     def run(self, first_step: int = 0) -> dict[str, float]:
-        """Trains from `first_step` to the end; returns the last step's metrics."""
+        """Train from `first_step` to the end; return the last step's metrics."""
         plan = self.plan
         last: dict[str, float] = {}
         with Interrupt(saves=plan.saving.resumable) as interrupt:
@@ -98,7 +103,7 @@ class Fit:
         return last
 
     def _train(self, step: int) -> dict[str, float]:
-        """One optimizer step, from its rows to its metrics."""
+        """Run one optimizer step and return its metrics."""
         plan, started = self.plan, time.perf_counter()
         places = plan.order.rows(step)
         result = self._forward_backward(places)
@@ -120,7 +125,7 @@ class Fit:
         return self.backend.forward_backward(self._batches(rows), self.objective)
 
     def _batches(self, rows: Sequence[Any]) -> list[Batch]:
-        """This rank's micro-batches of some rows: as many as every other rank has, with fillers where rows run out."""
+        """Collate this rank's share of `rows` into micro-batches, plus fillers so that all ranks have equally many."""
         ranks, size = self.backend.data_parallel_size, self.plan.micro_size
         mine = share(range(len(rows)), self.backend.rank, ranks)
         batches = [self.collate([rows[place] for place in part]) for part in micro_batches(mine, size)]
@@ -129,7 +134,7 @@ class Fit:
         return self.objective.prepare(batches + filler, Step(rows, mine, size), self.backend, self.frozen)
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """The objective over the whole evaluation set, its tail included."""
+        """Evaluate the objective on the whole evaluation set, including the last, smaller chunk."""
         if not self.eval_rows:
             return {}
         chunk = self.plan.order.batch_size
@@ -149,7 +154,7 @@ class Fit:
             self.on_evaluated(values)
 
     def save(self, step: int) -> Path | None:
-        """A resumable checkpoint and, where asked for, a model folder beside it."""
+        """Write a resumable checkpoint and, if requested, a model folder next to it."""
         saving = self.plan.saving
         folder = checkpoint.step_folder(saving.root, step)
         if saving.resumable:
@@ -170,7 +175,7 @@ class Fit:
             checkpoint.write_state(folder, state | {"settings": dict(self.plan.settings)})
 
     def resume(self, folder: Path) -> int:
-        """Puts the run where the checkpoint left it; returns the step to go on with."""
+        """Restore the run from a checkpoint; return the step to continue with."""
         state = checkpoint.read_state(folder)
         if state["num_rows"] != len(self.rows):
             raise BackendError(
@@ -184,10 +189,10 @@ class Fit:
         return state["step"]
 
     def _must_be_finite(self, result: StepLosses, places: Sequence[int], step: int) -> None:
-        """Stops all ranks, each with the same words, when a micro-batch of any of them has no finite loss."""
+        """Raise the same error on all ranks if any micro-batch of any rank has a loss that is not finite."""
         ranks = self.backend.data_parallel_size
         bad = (~result.losses.isfinite()).nonzero().flatten().tolist()
-        first = torch.zeros(ranks, dtype=torch.float64)  # of each rank, counted from 1; 0 where all is well
+        first = torch.zeros(ranks, dtype=torch.float64)  # first bad micro-batch of each rank, from 1; 0 if none
         first[self.backend.rank] = bad[0] + 1 if bad else 0
         first = self.backend.sum_over_ranks(first)
         if not first.any():
@@ -206,7 +211,7 @@ class Fit:
 
 
 def num_tokens(row: Any) -> int:
-    """Tokens that a row brings into the forward pass, whichever kind it is."""
+    """Count the tokens that a row of any kind adds to the forward pass."""
     match row:
         case TokenRow() | StepRow():
             return len(row.input_ids)
@@ -218,7 +223,7 @@ def num_tokens(row: Any) -> int:
 
 
 def with_means(values: dict[str, float]) -> dict[str, float]:
-    """`loss_mean` and `acc_mean` beside the step's values: here they are equal, and dashboards ask for either."""
+    """Add `loss_mean` and `acc_mean`: here they equal the step's values, but dashboards may expect these names."""
     loss = {"loss_mean": values[_loss_name(values)]}
     return values | loss | ({"acc_mean": values["acc"]} if "acc" in values else {})
 
@@ -228,5 +233,5 @@ def _loss_name(values: Mapping[str, float]) -> str:
 
 
 def _shown(values: Mapping[str, float]) -> dict[str, float]:
-    """What stands beside the progress bar: the loss, how well it goes, the learning rate."""
+    """Select the values to show in the progress bar: loss, accuracy and learning rate."""
     return {name: values[name] for name in (_loss_name(values), "acc", "lr") if name in values}

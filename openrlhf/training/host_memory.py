@@ -1,4 +1,4 @@
-"""A device's tensors, kept in host memory for a while."""
+"""Temporary storage of device tensors in host memory, used while a training backend sleeps."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import Tensor
 
 
 class HostMemory:
-    """Takes tensors in and gives them back. Its memory is pinned, which is much faster, and is kept for next time."""
+    """Move tensors to host memory and back. The buffers are pinned, for speed, and are kept for the next time."""
 
     def __init__(self) -> None:
-        self.places: dict[int, tuple[Tensor, Tensor]] = {}  # each tensor that was ever here, and its place
-        self.inside: list[tuple[Tensor, Tensor, torch.device]] = []
+        self.places: dict[int, tuple[Tensor, Tensor]] = {}  # by id: each tensor stored so far, and its host buffer
+        self.inside: list[tuple[Tensor, Tensor, torch.device]] = []  # (tensor, host buffer, device)
 
     @torch.no_grad()
     def take(self, tensors: Iterable[Tensor]) -> None:
-        """What lies on a device; the rest stays as it is. Afterwards that memory is free for other processes."""
+        """Move the tensors that are on a device to host memory and free their device memory for other processes."""
         for tensor in {id(tensor): tensor for tensor in tensors if tensor.device.type != "cpu"}.values():
             place = self._place(tensor)
             place.copy_(tensor.data, non_blocking=True)
@@ -26,7 +26,7 @@ class HostMemory:
             torch.cuda.synchronize()
             for tensor, place, _ in self.inside:
                 tensor.data = place
-            torch.cuda.ipc_collect()  # buckets of a sync that its receiver has let go
+            torch.cuda.ipc_collect()  # frees weight-sync buckets that the receiver has released
             torch.cuda.empty_cache()
 
     def give_back(self) -> None:

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a wish that the loop honours at its next safe place."""
+"""Ctrl-C and SIGTERM as a request that the training loops check after each step, so that they can save first."""
 
 import os
 import signal
@@ -15,10 +15,11 @@ UNSAVED = "\nopenrlhf: stopping after this step, without a checkpoint (--disable
 
 
 class Interrupt:
-    """Within it the first signal only sets `wished`; a second Ctrl-C interrupts at once, as without it.
+    """Context manager: the first signal only sets `wished`; a second Ctrl-C raises KeyboardInterrupt immediately.
 
-    A SIGTERM behind a Ctrl-C is no second wish: the `deepspeed` launcher sends one to everybody who already heard.
-    Signals reach only a program's main thread: in another one nothing is changed.
+    A SIGTERM after a Ctrl-C is not a second request: on Ctrl-C the `deepspeed` launcher sends SIGTERM to all processes,
+    which have already received the Ctrl-C. Python delivers signals only to the main thread, so in any other thread this
+    does nothing.
     """
 
     def __init__(self, *, saves: bool = True) -> None:
@@ -42,4 +43,4 @@ class Interrupt:
             return
         self.wished = True
         if is_main_process():
-            os.write(STDERR, self.heard.encode())  # a print may be what the signal interrupted
+            os.write(STDERR, self.heard.encode())  # not print, which the signal may have interrupted

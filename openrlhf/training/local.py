@@ -1,4 +1,4 @@
-"""Training in one process, on the CPU or one GPU. Needs nothing beyond PyTorch."""
+"""Training in one process, on the CPU or one GPU: the `TrainBackend` and `Frozen` that need only PyTorch."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from openrlhf.training.optim import MasterOptimizer, OptimizerSettings
 from openrlhf.types import Batch
 
 OPTIMIZER_FILE = "optimizer.safetensors"
-LOSS_SCALE = "loss_scale"  # among the tensors of that file
+LOSS_SCALE = "loss_scale"  # key of its tensor in that file
 
 
 class LocalFrozen:
-    """A model that only looks; with `offload` its weights wait in host memory between looks."""
+    """A model that is not trained; with `offload`, its weights are in host memory between forward passes."""
 
     def __init__(self, network: Network, device: torch.device, *, offload: bool = False) -> None:
         self.network = network.eval().requires_grad_(False).to(device)
@@ -166,7 +166,7 @@ class LocalBackend:
         return wished
 
     def barrier(self) -> None:
-        """Nobody to wait for."""
+        """Do nothing: there are no other processes."""
 
     def sleep(self) -> None:
         self.host.take(self._everything())
@@ -175,7 +175,7 @@ class LocalBackend:
         self.host.give_back()
 
     def _everything(self) -> Iterator[Tensor]:
-        """All that lies on the device between two steps."""
+        """Yield all tensors that are on the device between two steps."""
         yield from self.network.parameters()
         yield from self.network.buffers()
         yield from (master for _, master in self.optimizer.masters)

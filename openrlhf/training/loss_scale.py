@@ -1,4 +1,7 @@
-"""Dynamic loss scaling for fp16, whose smallest number is 6e-8: gradients of a mean over many tokens fall below it."""
+"""Dynamic loss scaling for fp16, used by the local backend (DeepSpeed has its own).
+
+The smallest positive fp16 number is 6e-8, and gradients of a mean over many tokens fall below it.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +17,18 @@ GROWTH_INTERVAL = 2000  # applied steps in a row before the scale doubles
 
 
 class LossScale:
-    """The factor on the loss: halved when gradients overflow, doubled after many steps without (as torch's GradScaler).
+    """Factor on the loss: halved when gradients overflow, doubled after many steps without (as torch's GradScaler).
 
-    Powers of two, so that scaling and unscaling change no digit.
+    It is always a power of two, so that scaling and unscaling are exact.
     """
 
     def __init__(self) -> None:
         self.value = INITIAL
         self.applied = 0  # steps since the scale last changed
-        self.skipped = 0  # steps of the whole run
+        self.skipped = 0  # steps skipped in the whole run
 
     def update(self, *, overflowed: bool) -> None:
-        """After a step: `overflowed` says that it was skipped because a gradient was not finite."""
+        """Adjust the scale after a step; `overflowed` means it was skipped because a gradient was not finite."""
         if not overflowed:
             self.applied += 1
             if self.applied == GROWTH_INTERVAL:

@@ -1,4 +1,8 @@
-"""The six supervised objectives: what each asks of the network, and which formula of `algo` it applies."""
+"""The six supervised objectives: SFT, distillation, pairwise reward, DPO, KTO and process reward.
+
+Each says which outputs it needs from the network and which formula of `algo` it applies to them. `Fit` calls `prepare`
+before a step; the backend then calls `counts` and `loss` for each micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +23,12 @@ from openrlhf.training.order import micro_batches as cut
 from openrlhf.training.order import num_micro_batches
 from openrlhf.types import Batch, LabelledRow
 
-AUX_ON = 1e-8
+AUX_ON = 1e-8  # a coefficient up to this one switches its term off
 
 
 @dataclass(frozen=True)
 class Step:
-    """The rows of one optimizer step: all of them, and the places of those on this rank."""
+    """The rows of one optimizer step: all of them, and the positions of this rank's share."""
 
     rows: Sequence[Any]
     mine: Sequence[int]
@@ -32,18 +36,21 @@ class Step:
 
 
 class SupervisedObjective(Objective, Protocol):
-    """An objective of the supervised loop, which may look at a frozen model before the step."""
+    """An objective of the supervised loop; `prepare` may run a frozen model before the step and add to the extras."""
 
     def prepare(self, batches: list[Batch], step: Step, policy: TrainBackend, frozen: Frozen | None) -> list[Batch]: ...
 
 
 def count(*numbers: Tensor | int) -> Tensor:
-    """Denominators of a micro-batch; the last counts the micro-batch itself, for the auxiliary loss."""
+    """Stack the denominators of a micro-batch; the last counts the micro-batch itself, for the auxiliary loss."""
     return torch.tensor([*map(float, numbers), 1.0], dtype=torch.float64)
 
 
 def add_aux(loss: Tensor, metrics: Metrics, outputs: Outputs, coef: float, totals: Tensor) -> tuple[Tensor, Metrics]:
-    """A mixture-of-experts' balance, per micro-batch: the one term that depends on how a step is cut."""
+    """Add the load-balancing loss of a mixture of experts, averaged over micro-batches.
+
+    It is the only term that depends on how a step is split into micro-batches.
+    """
     if outputs.aux_loss is None:
         return loss, metrics
     metrics = {**metrics, "aux_loss": mean_of(outputs.aux_loss.detach().reshape(1))}
@@ -52,7 +59,7 @@ def add_aux(loss: Tensor, metrics: Metrics, outputs: Outputs, coef: float, total
 
 @dataclass(frozen=True)
 class SFT:
-    """Negative log-likelihood of the target tokens, over all target tokens of the step."""
+    """Mean negative log-likelihood of the step's target tokens."""
 
     aux_loss_coef: float = 0.0
 
@@ -71,7 +78,7 @@ class SFT:
 
 @dataclass(frozen=True)
 class Distillation:
-    """Cross entropy with the data and with a teacher's distribution at the same positions."""
+    """Cross entropy with the data, mixed with cross entropy with a teacher's distribution at the same positions."""
 
     kd_coef: float
     aux_loss_coef: float = 0.0
@@ -96,7 +103,7 @@ class Distillation:
 
 @dataclass(frozen=True)
 class PairwiseReward:
-    """A scalar per response; the preferred one should be higher."""
+    """Reward model on pairs: a scalar per response, which should be higher for the preferred one."""
 
     loss_type: str = "sigmoid"
     use_margin: bool = False
@@ -111,7 +118,7 @@ class PairwiseReward:
     def loss(self, run: Run, batch: Batch, totals: Tensor) -> tuple[Tensor, Metrics]:
         outputs = run(batch, "scores")
         assert outputs.scores is not None
-        chosen, rejected = outputs.scores.chunk(2)
+        chosen, rejected = outputs.scores.chunk(2)  # [2 x pairs] to [pairs] each
         margin = batch.extras["margin"] if self.use_margin else None
         loss, metrics = preference_loss.REWARD_LOSSES[self.loss_type](chosen, rejected, totals[0], margin)
         scores = outputs.scores.detach().double()
@@ -125,7 +132,7 @@ class PairwiseReward:
 
 @dataclass(frozen=True)
 class DirectPreference:
-    """DPO, cDPO or IPO over pairs, with the reference's log-probs taken beforehand."""
+    """DPO, cDPO or IPO on pairs; `prepare` computes the reference's log-probs before the step."""
 
     beta: float
     ipo: bool = False
@@ -145,6 +152,7 @@ class DirectPreference:
 
     def loss(self, run: Run, batch: Batch, totals: Tensor) -> tuple[Tensor, Metrics]:
         outputs = run(batch, "log_probs")
+        # Log-ratios of policy to reference, [2 x pairs] to [pairs] each.
         chosen, rejected = (self._sums(outputs, batch) - batch.extras["reference"]).chunk(2)
         if self.ipo:
             loss, metrics = preference_loss.ipo(chosen, rejected, self.beta, totals[0])
@@ -157,7 +165,7 @@ class DirectPreference:
         return add_aux(loss, metrics, outputs, self.aux_loss_coef, totals)
 
     def _sums(self, outputs: Outputs, batch: Batch) -> Tensor:
-        """Log-prob of each response [sequences]: summed, or averaged for IPO as TRL has it."""
+        """Return the log-prob of each response, [sequences]: summed, or for IPO optionally averaged, as in TRL."""
         assert outputs.log_probs is not None
         mask = batch.target_mask.to(outputs.log_probs.device)
         ids = batch.sequence_ids.to(mask.device)
@@ -174,7 +182,7 @@ class DirectPreference:
 
 @dataclass(frozen=True)
 class UnpairedPreference:
-    """KTO: each response against a baseline that the whole step shares."""
+    """KTO: compare each response with a baseline that the whole step shares."""
 
     beta: float
     desirable_weight: float = 1.0
@@ -193,13 +201,13 @@ class UnpairedPreference:
         ]
 
     def _mismatch(self, step: Step, policy: TrainBackend, frozen: Frozen) -> Mean:
-        """Log-ratios of each prompt with the next row's response, over the whole step and all ranks."""
+        """Average the log-ratios of each prompt with the next row's response over the whole step and all ranks."""
         rows: Sequence[LabelledRow] = step.rows
         pairs = mismatched(rows, self.max_len)
         total = torch.zeros(2, dtype=torch.float64)
         parts = cut([pairs[place] for place in step.mine], step.micro_size)
         looks_each = num_micro_batches(len(rows), policy.data_parallel_size, step.micro_size)
-        for _ in range(looks_each - len(parts)):  # a sharded model waits for everyone
+        for _ in range(looks_each - len(parts)):  # a sharded model runs on all ranks together
             filler = collate(pairs[:1], packing=self.packing, pad_id=self.pad_id)
             policy.forward(filler, "log_probs"), frozen.forward(filler, "log_probs")
         for part in parts:
@@ -216,7 +224,7 @@ class UnpairedPreference:
 
     def loss(self, run: Run, batch: Batch, totals: Tensor) -> tuple[Tensor, Metrics]:
         outputs = run(batch, "log_probs")
-        ratios = _sequence_sums(outputs, batch) - batch.extras["reference"]
+        ratios = _sequence_sums(outputs, batch) - batch.extras["reference"]  # [sequences]
         baseline = batch.extras["baseline"]
         loss, metrics = preference_loss.kto(
             ratios,
@@ -233,7 +241,10 @@ class UnpairedPreference:
 
 @dataclass(frozen=True)
 class ProcessReward:
-    """A label at each step's end, among the reward tokens or the whole vocabulary; soft labels are probabilities."""
+    """Process reward model: predict a label at the end of each reasoning step.
+
+    Hard labels are classes, among the reward tokens or the whole vocabulary; soft labels are probabilities.
+    """
 
     reward_token_ids: tuple[int, ...] = ()
     soft: bool = False
@@ -248,9 +259,9 @@ class ProcessReward:
     def loss(self, run: Run, batch: Batch, totals: Tensor) -> tuple[Tensor, Metrics]:
         outputs = run(batch, "target_logits")
         assert outputs.target_logits is not None
-        labels = batch.extras["step_labels"][batch.target_mask]
+        labels = batch.extras["step_labels"][batch.target_mask]  # [rows, tokens] to [targets]
         ids = self.reward_token_ids or None
-        if not self.soft:  # class numbers: of the reward tokens, or of the vocabulary
+        if not self.soft:  # class numbers: indices into the reward tokens, or vocabulary ids
             labels = labels.long() if ids is None else torch.tensor(ids, device=labels.device)[labels.long()]
         everywhere = torch.ones_like(labels, dtype=torch.bool)
         loss, metrics = token_loss.prm_loss(outputs.target_logits, labels, everywhere, totals[0], ids)
@@ -263,6 +274,7 @@ def _hidden(outputs: Outputs) -> Tensor:
 
 
 def _sequence_sums(outputs: Outputs, batch: Batch) -> Tensor:
+    """Sum the log-probs of each response's target tokens, [sequences]."""
     assert outputs.log_probs is not None
     device = outputs.log_probs.device
     ids, mask = batch.sequence_ids.to(device), batch.target_mask.to(device)
@@ -270,7 +282,7 @@ def _sequence_sums(outputs: Outputs, batch: Batch) -> Tensor:
 
 
 def _share(loss: Tensor, total: Tensor, number: int) -> Mean:
-    """A loss that was divided by the step's total, as this micro-batch's sum and count."""
+    """Turn a loss already divided by the step's total back into this micro-batch's sum and count, for the metrics."""
     return Mean(loss.detach().double() * total.to(loss.device), torch.tensor(float(number), dtype=torch.float64))
 
 

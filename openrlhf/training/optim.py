@@ -1,4 +1,8 @@
-"""Parameter groups, learning-rate schedules, and fp32 master weights behind a half-precision model."""
+"""Optimizer pieces: parameter groups, learning-rate schedules, and fp32 master weights for half-precision models.
+
+`MasterOptimizer` is the optimizer of the local backend. The DeepSpeed backend uses PyTorch's AdamW directly, because
+DeepSpeed keeps its own masters.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -11,7 +15,7 @@ from torch import Tensor, nn
 
 from openrlhf.errors import BackendError, ConfigError
 
-# Parameters that never decay, by a part of their name: biases and the gains of normalisation layers.
+# Parameters without weight decay, by a part of their name: biases and the gains of normalisation layers.
 NO_DECAY = ("bias", "layer_norm.weight", "layernorm.weight", "norm.weight", "ln_f.weight")
 WITH_MIN_LR = ("cosine_with_min_lr", "cosine_warmup_with_min_lr")
 
@@ -20,7 +24,7 @@ Named = tuple[str, nn.Parameter]
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """One network's optimizer, as the flags give it."""
+    """Optimizer settings of one network, taken from the flags."""
 
     learning_rate: float
     optim: str = "adam"
@@ -35,8 +39,11 @@ class OptimizerSettings:
 
 
 def schedule(name: str, *, warmup_ratio: float, total_steps: int, min_lr_ratio: float) -> Callable[[int], float]:
-    """Factor on the peak learning rate at each step, counted from 0; warm-up begins at zero, as in Transformers."""
-    from transformers import get_scheduler  # brings PEFT and bitsandbytes along: a third of a process's imports
+    """Return a function from step, counted from 0, to the factor on the peak learning rate.
+
+    Warm-up starts at zero, as in Transformers.
+    """
+    from transformers import get_scheduler  # late: imports PEFT and bitsandbytes, a third of a process's imports
 
     kwargs = {"min_lr_rate": min_lr_ratio} if name in WITH_MIN_LR else None
     dummy = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
@@ -56,7 +63,7 @@ def schedule(name: str, *, warmup_ratio: float, total_steps: int, min_lr_ratio: 
 
 
 def between_steps(scheduled: Callable[[int], float], place: float) -> float:
-    """The factor at a place that need not be a whole step: on the line between its neighbours."""
+    """Interpolate the factor linearly at a fractional step."""
     step = math.floor(place)
     before, after = scheduled(step), scheduled(step + 1)
     return before + (after - before) * (place - step)
@@ -69,7 +76,7 @@ def num_warmup_steps(total_steps: int, warmup_ratio: float) -> int:
 def only_warmup(
     scheduled: Callable[[int], float], *, steps: int, planned: int, warmup_ratio: float, flag: str
 ) -> str | None:
-    """A line for a run that ends amid its warm-up; its `steps` may be fewer than those `planned` in the schedule."""
+    """Return a warning if a run ends during its warm-up; it may run fewer `steps` than the schedule has `planned`."""
     if not 0 < steps <= num_warmup_steps(planned, warmup_ratio) or scheduled(0) > 0:
         return None
     given = f"({flag} {warmup_ratio:g})"
@@ -81,12 +88,12 @@ def only_warmup(
 
 
 def trainable(network: nn.Module) -> list[Named]:
-    """Parameters that learn, each once though it may be tied under two names."""
+    """List the trainable parameters; one that is tied under two names appears once."""
     return [(name, parameter) for name, parameter in network.named_parameters() if parameter.requires_grad]
 
 
 def parameter_groups(named: Iterable[Named], settings: OptimizerSettings) -> list[dict[str, object]]:
-    """Two groups, with and without weight decay."""
+    """Split parameters into two groups, with and without weight decay; empty groups are left out."""
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
     for name, parameter in named:
@@ -96,17 +103,17 @@ def parameter_groups(named: Iterable[Named], settings: OptimizerSettings) -> lis
 
 
 def is_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """What Muon orthogonalises: the matrices inside the layers, not embeddings and heads."""
+    """Return True for the parameters that Muon orthogonalises: matrices inside the layers, not embeddings or heads."""
     outer = any(part in name for part in ("embed", "lm_head", "score", "wte", "wpe"))
     return parameter.ndim == 2 and not outer
 
 
 class MasterOptimizer:
-    """Adam (and Muon for matrices) on fp32 weights, whatever precision the network computes in.
+    """Adam (and Muon for matrices) on fp32 weights, regardless of the precision the network computes in.
 
-    A bf16 weight near 1 cannot hold a change below 1/256, and most updates are smaller. So half-precision parameters
-    get an fp32 master, on the device or (`offload`) in pinned host memory; gradients are added into it as they appear,
-    which frees them at once.
+    A bf16 weight near 1 cannot represent a change below 1/256, and most updates are smaller. Half-precision parameters
+    therefore get an fp32 master, on the device or (`offload`) in pinned host memory. Gradients are moved to the master
+    as soon as they are computed, which frees the network's own immediately.
     """
 
     def __init__(self, network: nn.Module, settings: OptimizerSettings, *, offload: bool = False) -> None:
@@ -122,7 +129,7 @@ class MasterOptimizer:
         self.peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
 
     def pairs(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        """Each parameter and its master, which may be itself."""
+        """Yield each parameter with its master, which may be the parameter itself."""
         for (_, parameter), (_, master) in zip(self.named, self.masters, strict=True):
             yield parameter, master
 
@@ -151,9 +158,10 @@ class MasterOptimizer:
             )
 
     def step(self, scale: float, loss_scale: float | None = None) -> float | None:
-        """One update with `scale` times each peak learning rate; returns the gradient norm before clipping.
+        """Update with `scale` times each peak learning rate; return the gradient norm before clipping.
 
-        With a `loss_scale`, gradients are divided by it first. A step with one that is not finite is skipped: None.
+        If a `loss_scale` is given, gradients are divided by it first, and a step whose gradients are not finite is
+        skipped and returns None. Without one, such gradients raise.
         """
         self._await_copies()
         masters = [master for _, master in self.masters]
@@ -180,17 +188,17 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Masters to the weights of the network; their precision changes on the device, where that is faster."""
+        """Copy the masters to the network; the cast to its precision happens on the device, where it is faster."""
         for parameter, master in self.split:
             parameter.copy_(master.to(parameter.device, non_blocking=True))
 
     def _await_copies(self) -> None:
-        """Until gradients have arrived in host memory, and masters are free to change."""
+        """Wait until gradients have arrived in host memory and masters are no longer being copied."""
         for device in {parameter.device for parameter, master in self.split if master.device != parameter.device}:
             torch.cuda.synchronize(device)
 
     def state(self) -> dict[str, Tensor]:
-        """Masters and optimizer states by parameter name, flat, for a file without code in it."""
+        """Return masters and optimizer states as flat tensors by parameter name, which safetensors can store."""
         names = {id(master): name for name, master in self.masters}
         tensors = {f"weight/{name}": master.detach() for name, master in self.masters}
         for optimizer in self.optimizers:
@@ -200,7 +208,7 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """Takes back what `state` gave; raises before anything changes where it was another network's."""
+        """Restore what `state` returned; if it belongs to another network, raise before changing anything."""
         slots: dict[str, dict[str, Tensor]] = {}
         for key, value in tensors.items():
             slot, _, name = key.partition("/")
@@ -226,19 +234,23 @@ class MasterOptimizer:
 
 
 def _safe_kernels(optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
-    """Muon multiplies in bf16, and oneDNN's kernels for that die on CPUs that announce AMX and trap it, as VMs may."""
+    """Disable oneDNN for Muon on the CPU.
+
+    Muon multiplies in bf16, and oneDNN's bf16 kernels crash on CPUs that report AMX but trap it, as some VMs do.
+    """
     on_host = optimizer.param_groups[0]["params"][0].device.type == "cpu"
     risky = on_host and isinstance(optimizer, torch.optim.Muon)
     return torch.backends.mkldnn.flags(enabled=False) if risky else nullcontext()
 
 
 def _move_gradient(master: nn.Parameter, parameter: Tensor) -> None:
+    """Add a parameter's gradient to its master's in fp32 and free it; runs as a hook after accumulation."""
     assert parameter.grad is not None
     if parameter.device == master.device:
         gradient = parameter.grad.to(torch.float32)
     else:
         gradient = torch.empty_like(master, requires_grad=False, pin_memory=True)
-        gradient.copy_(parameter.grad, non_blocking=True)  # the optimizer waits for it; here only a second one does
+        gradient.copy_(parameter.grad, non_blocking=True)  # `step` waits for it, and so does a second gradient below
     if master.grad is None:
         master.grad = gradient
     else:

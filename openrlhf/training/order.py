@@ -1,6 +1,7 @@
-"""Which rows make up which optimizer step, on which rank, in which micro-batch: a function of seed and step alone.
+"""The assignment of rows to optimizer steps, ranks and micro-batches, as a pure function of seed and step.
 
-Nothing here has state, so resuming is asking for the next step.
+Nothing here has state, so a resumed run just asks for its next step. Used by the supervised loop; the RL loop shares
+`permutation`.
 """
 
 import math
@@ -17,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Order:
-    """Rows shuffled anew each epoch; the last step of an epoch takes what is left."""
+    """Rows reshuffled in each epoch; the last step of an epoch may be smaller than the others."""
 
     num_rows: int
     batch_size: int
@@ -35,7 +36,7 @@ class Order:
         return steps if self.max_steps is None else min(steps, self.max_steps)
 
     def rows(self, step: int) -> list[int]:
-        """Row numbers of an optimizer step, counted from 0 over all epochs."""
+        """Return the row numbers of an optimizer step; `step` counts from 0 over all epochs."""
         epoch, within = divmod(step, self.steps_per_epoch)
         shuffled = permutation(self.num_rows, self.seed, epoch)
         return shuffled[within * self.batch_size : (within + 1) * self.batch_size].tolist()
@@ -46,17 +47,17 @@ class Order:
 
 @lru_cache(maxsize=2)
 def permutation(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """The order of an epoch; kept, because every step of it asks."""
+    """Return the row order of an epoch; cached, because every step of the epoch needs it."""
     return np.random.default_rng((seed, epoch)).permutation(count)
 
 
 def share(items: Sequence[T], rank: int, ranks: int) -> list[T]:
-    """A rank's part of a step; parts differ by at most one item."""
+    """Return a rank's share of a step's items; the sizes of shares differ by at most one."""
     return list(items[rank::ranks])
 
 
 def num_micro_batches(num_items: int, ranks: int, micro_size: int) -> int:
-    """Micro-batches that each rank runs, so that all run equally many: the largest part decides."""
+    """Return how many micro-batches every rank runs: as many as the rank with the largest share needs."""
     return math.ceil(math.ceil(num_items / ranks) / micro_size)
 
 

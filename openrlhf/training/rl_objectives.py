@@ -1,4 +1,8 @@
-"""What a policy and a critic minimise over a rollout: settings that can travel, and the formulas of `algo`."""
+"""The objectives of policy and critic in RL: plain settings that can be sent to a worker, and the formulas of `algo`.
+
+Advantages, returns, old values and reference log-probs come in the batch's extras. Old log-probs may be missing: the
+current ones then take their place, which is exact for a single on-policy step.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +26,12 @@ class PolicyObjective:
 
     settings: PolicySettings
     temperature: float = 1.0
-    kl_coef: float = 0.0  # 0 where the KL is in the reward
+    kl_coef: float = 0.0  # 0 if the KL penalty is part of the reward
     kl_estimator: str = "k2"
     kl_unbiased_gradient: bool = False
     entropy_coef: float | None = None
     aux_loss_coef: float = 0.0
-    constant_length: int = 1  # what a sequence counts for in the constant mode
+    constant_length: int = 1  # tokens that each sequence counts as in the "constant" aggregation
 
     def counts(self, batch: Batch) -> Tensor:
         tokens, sequences = batch.target_mask.sum(), sequence_count(batch.target_mask, batch.sequence_ids)
@@ -64,6 +68,7 @@ class PolicyObjective:
         return add_aux(loss, metrics, outputs, self.aux_loss_coef, totals)
 
     def _denominator(self, totals: Tensor) -> Tensor:
+        """Pick the step's denominator for the aggregation mode; `totals` is [tokens, sequences, micro-batches]."""
         tokens, sequences = totals[0], totals[1]
         by_mode = {"token-mean": tokens, "seq-mean": sequences, "constant": sequences * self.constant_length}
         return by_mode[self.settings.aggregation]
@@ -96,5 +101,5 @@ class ValueObjective:
 
 
 def whole_loss(share: Tensor, totals: Tensor) -> Mean:
-    """The step's loss as a metric: shares, times the number of micro-batches, average to the whole."""
+    """Return the step's loss as a metric: shares times the number of micro-batches average to the full loss."""
     return mean_of(share.detach().double().reshape(1) * totals[-1].to(share.device))

@@ -1,4 +1,4 @@
-"""Random states in a checkpoint, as a tensor file."""
+"""Random-number states in a checkpoint, one safetensors file per rank."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def save_rng(folder: Path, rank: int) -> None:
 def load_rng(folder: Path, rank: int) -> None:
     path = folder / f"rng_rank{rank}.safetensors"
     if not path.exists():
-        return  # resumed on more ranks than it was saved on
+        return  # the run was saved on fewer ranks
     states = load_file(path)
     torch.set_rng_state(states["cpu"])
     if "cuda" in states and torch.cuda.is_available():
