@@ -1,4 +1,4 @@
-"""Rows for batch inference: prompts that wait for an answer, and answers that wait for a score."""
+"""Rows for batch inference: prompts to generate answers for (`generate`), and answers to score (`rm`)."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from openrlhf.types import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-INDEX = "index"  # the column with the row number of a prompt, by which its answers are found again
+INDEX = "index"  # column with the row number of a prompt; it connects answers to their prompt
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A prompt and a response as complete texts, and the tokens of both together as a reward model reads them."""
+    """A prompt and a response as full texts, and the tokens of both together, as a reward model reads them."""
 
     prompt: str
     response: str
@@ -38,12 +38,15 @@ class Answer:
 
 
 def with_condition(prompt: str, condition: str) -> str:
-    """A prompt that names the reward wanted of its answer: one space on either side, in training as in generation."""
+    """Append a condition, such as the desired reward, to a prompt, with one space on either side.
+
+    Training and generation both use this function, so that the text is the same.
+    """
     return f"{prompt}{'' if prompt[-1:].isspace() else ' '}{condition} "
 
 
 def one_slice(records: Records, number: int | None, size: int) -> tuple[Records, int]:
-    """The rows of one iteration, and the row number of their first; all of them without an iteration."""
+    """Return the rows of iteration `number` and the index of the first one; all rows if `number` is None."""
     if number is None:
         return records, 0
     first = number * size
@@ -66,7 +69,10 @@ def waiting_prompts(
     budget: int,
     condition: str | None = None,
 ) -> list[Prompt]:
-    """A Prompt for each row, numbered as in the whole dataset; longer ones keep their end, and a line counts them."""
+    """Make a Prompt of each row, numbered as in the whole dataset.
+
+    Prompts longer than `budget` tokens are cut at the start; a message says how many.
+    """
     chat = open_chat(tokenizer, template)
     indices = count(first_index)
     cut = 0
@@ -92,7 +98,7 @@ def waiting_prompts(
 def waiting_answers(
     records: Records, tokenizer: PreTrainedTokenizerBase, fields: Responses, template: Template, max_len: int
 ) -> list[Answer]:
-    """Prompts with responses, tokenised as a reward model's training does it: ended by EOS, cut to `max_len`."""
+    """Tokenise prompts with responses as in reward-model training: EOS at the end, cut to `max_len`."""
     check_tokenizer(tokenizer)
     chat = open_chat(tokenizer, template)
     check_fields(fields, chat)
@@ -107,7 +113,7 @@ def waiting_answers(
 
 
 def prompt_index(record: Record) -> int | str | None:
-    """What names the prompt of a row; None where its text must."""
+    """Return the row's prompt id; None if there is none, and the prompt's text must identify it."""
     value = record.row.get(INDEX)
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | str)):
         raise record.place.error(f"the row number of a prompt is wanted, but {describe(value)} came", INDEX)

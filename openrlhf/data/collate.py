@@ -1,4 +1,4 @@
-"""Rows into one Batch: padded on the right, or packed into a single row."""
+"""Collate rows into one `Batch`: padded on the right, or packed into a single row. Every training loop uses it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Row = TokenRow | PairRow | LabelledRow | StepRow
 
 @dataclass(frozen=True)
 class Layout:
-    """How sequences of different lengths become one tensor."""
+    """How sequences of different lengths are combined into one tensor."""
 
     packing: bool
     pad_id: int
 
     def lay(self, arrays: Sequence[NDArray[Any]], fill: float) -> Tensor:
-        """Arrays of [tokens] as [1, all tokens], or as [sequences, most tokens] with `fill` behind the shorter."""
+        """Combine arrays of [tokens] into [1, sum of tokens] (packed) or [sequences, longest], padded with `fill`."""
         if self.packing:
             return torch.from_numpy(np.concatenate(arrays))[None]
         filled = np.full((len(arrays), max(map(len, arrays))), fill, dtype=arrays[0].dtype)
@@ -33,6 +33,7 @@ class Layout:
         return torch.from_numpy(filled)
 
     def batch(self, rows: Sequence[TokenRow], extras: Mapping[str, Tensor] | None = None) -> Batch:
+        """Build a Batch, one sequence per row in `rows`; positions restart at 0 in each sequence."""
         positions = [np.arange(len(row.input_ids)) for row in rows]
         return Batch(
             input_ids=self.lay([row.input_ids for row in rows], self.pad_id).long(),
@@ -48,20 +49,21 @@ class Layout:
 
 
 def pad(rows: Sequence[TokenRow], pad_id: int) -> Batch:
-    """One sequence per row, filled up on the right to the longest."""
+    """Put one sequence in each row, padded on the right to the longest."""
     return Layout(packing=False, pad_id=pad_id).batch(rows)
 
 
 def pack(rows: Sequence[TokenRow]) -> Batch:
-    """All sequences one behind the other in a single row."""
+    """Concatenate all sequences into a single row."""
     return Layout(packing=True, pad_id=0).batch(rows)
 
 
 def collate(rows: Sequence[Row], *, packing: bool, pad_id: int) -> Batch:
-    """A Batch of rows of one kind.
+    """Collate rows of one kind.
 
-    Of B pairs the chosen are sequences 0 to B-1 and the rejected B to 2B-1, with "margin" [pairs] in extras. Labelled
-    rows bring "label" [sequences], step rows "step_labels" [rows, tokens], which is NaN where no step ends.
+    For B pairs, the chosen responses are sequences 0 to B-1 and the rejected ones B to 2B-1, and extras has "margin"
+    [pairs]. Labelled rows add "label" [sequences]. Step rows add "step_labels" [rows, tokens], which is NaN except at
+    the last token of a step.
     """
     return BATCHES[type(rows[0])](rows, Layout(packing, pad_id))
 

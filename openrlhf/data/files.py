@@ -1,4 +1,8 @@
-"""Local JSON and JSON Lines, read in place: exact line numbers, no schema forced on rows, no copy in a cache."""
+"""Reader for local JSON and JSON Lines files.
+
+Files are read in place instead of through `datasets`: error messages have exact line numbers, rows need not share a
+schema, and nothing is copied into a cache.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +34,11 @@ class JsonRows:
 
 @dataclass(frozen=True)
 class JsonLines:
-    """One object per line; a line is parsed when its row is asked for."""
+    """One object per line; a line is parsed when its row is read."""
 
     name: str
     content: mmap.mmap
-    lines: Sequence[tuple[int, int, int]]  # number, first byte, past the last byte
+    lines: Sequence[tuple[int, int, int]]  # (line number, first byte, end)
 
     def __len__(self) -> int:
         return len(self.lines)
@@ -43,13 +47,13 @@ class JsonLines:
         number, start, end = self.lines[position]
         try:
             row = json.loads(self.content[start:end])
-        except ValueError as error:  # broken JSON, or bytes that are no UTF-8
+        except ValueError as error:  # broken JSON, or bytes that are not UTF-8
             raise broken_json(self.name, error, number) from None
         return an_object(row, Place(self.name, number)), number
 
 
 def open_json(name: str, path: Path, limit: int | None) -> JsonRows | JsonLines:
-    """A .json or .jsonl file: an array of objects, or an object per line."""
+    """Open a .json or .jsonl file with an array of objects, or one object per line."""
     with path.open("rb") as file:
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     lines = find_lines(content, limit)
@@ -63,7 +67,7 @@ def open_json(name: str, path: Path, limit: int | None) -> JsonRows | JsonLines:
 
 
 def find_lines(content: mmap.mmap, limit: int | None) -> list[tuple[int, int, int]]:
-    """Where the first lines that are not blank stand."""
+    """Locate the first `limit` lines that are not blank."""
     lines: list[tuple[int, int, int]] = []
     start = 0
     for number in count(1):

@@ -1,4 +1,8 @@
-"""Conversations in the shapes datasets have them, brought into one: messages with role and content."""
+"""Conversations in the formats that datasets use, converted to one: messages with role and content.
+
+OpenAI-style messages, ShareGPT messages (`from`, `value`) and plain text are accepted; tool calls and tool descriptions
+may be structured or JSON text.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ SHAREGPT_ROLES = {
 
 @dataclass(frozen=True)
 class Field:
-    """Where a value came from, for what must be said about it."""
+    """The origin of a value, for error messages."""
 
     place: Place
     name: str
@@ -36,7 +40,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages, the tools that the assistant may call, and where they stand in the data."""
+    """Messages, the tools that the assistant may call, and their place in the data."""
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] | None
@@ -47,7 +51,7 @@ class Conversation:
 
     @property
     def assistant_turns(self) -> list[int]:
-        """Where the assistant speaks in answer to something."""
+        """Indices of the assistant's messages, except a first message, which answers nothing."""
         return [turn for turn, message in enumerate(self.messages) if turn and message["role"] == "assistant"]
 
 
@@ -56,7 +60,7 @@ def says_something(message: Message) -> bool:
 
 
 def read_messages(record: Record, field: str, flag: str, *, speaker: str | None = None) -> list[Message]:
-    """The messages in the field that a flag names: a list, or where a speaker is named, one message's text."""
+    """Read messages from the field that a flag names: a list, or, if a speaker is given, also one message's text."""
     value, at = record.value(field, flag), Field(record.place, field)
     if speaker is not None and (value is None or isinstance(value, str)):
         return [{"role": speaker, "content": value or ""}]
@@ -79,7 +83,7 @@ def read_message(item: object, at: Field) -> Message:
 
 
 def read_content(content: object, at: Field) -> str:
-    """Text; the text parts of a list of parts are joined, and null is empty (a message that only calls tools)."""
+    """Return a message's text: parts of a list are joined, and null is empty (a message that only calls tools)."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -103,7 +107,7 @@ def from_sharegpt(item: Mapping[str, Any], at: Field) -> Message:
 
 
 def read_calls(text: str) -> list[Message] | None:
-    """The calls that a ShareGPT function_call holds as JSON; none where it is free text."""
+    """Parse the tool calls that a ShareGPT function_call holds as JSON; None if it is free text."""
     try:
         parsed = json.loads(text)
     except json.JSONDecodeError:
@@ -115,7 +119,7 @@ def read_calls(text: str) -> list[Message] | None:
 
 
 def calls_as_text(message: Message) -> str:
-    """A message's tool calls as they came in text, or as JSON; empty where it has none."""
+    """Return a message's tool calls as their original text, or as JSON; empty if it has none."""
     if "call_text" in message:
         return message["call_text"]
     calls = message.get("tool_calls") or []
@@ -123,7 +127,7 @@ def calls_as_text(message: Message) -> str:
 
 
 def read_tools(record: Record) -> list[Mapping[str, Any]] | None:
-    """The `tools` column where there is one: a list of descriptions, or the same as JSON text."""
+    """Read the optional `tools` column: a list of tool descriptions, or the same as JSON text."""
     at = Field(record.place, "tools")
     value = from_json(record.row.get("tools"), at)
     if not value:
@@ -138,7 +142,7 @@ def read_tools(record: Record) -> list[Mapping[str, Any]] | None:
 
 
 def from_json(value: Any, at: Field) -> Any:
-    """The value of JSON text; anything but text as it is."""
+    """Parse JSON text; return any other value unchanged."""
     if not isinstance(value, str) or not value.strip():
         return value
     try:

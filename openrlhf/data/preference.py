@@ -1,4 +1,4 @@
-"""Pairs of a preferred and another response, for reward models and DPO."""
+"""Rows with a chosen and a rejected response to the same prompt, for reward models and DPO."""
 
 from __future__ import annotations
 
@@ -29,7 +29,11 @@ def preference_rows(
     *,
     drop_long_prompts: bool,
 ) -> list[PairRow]:
-    """Rows for a reward model (which reads any prompt, cut) or DPO (which needs room for the response)."""
+    """Make pairs for a reward model or DPO.
+
+    A reward model reads cut texts too, so long prompts are kept; DPO drops them (`drop_long_prompts`), because it
+    needs room for the response.
+    """
     check_tokenizer(tokenizer)
     chat = open_chat(tokenizer, template)
 
@@ -49,7 +53,10 @@ def preference_rows(
 
 
 def mark_side(record: Record, fields: Pairs, side: str, flag: str, chat: Chat | None, template: Template) -> Marked:
-    """One response behind its prompt; without a prompt field a conversation holds both, and a plain text is all."""
+    """Return the prompt followed by one response, with the response as the learned span.
+
+    Without --prompt_key, a conversation holds both, and all of a plain text counts as the response.
+    """
     if chat is None:
         prompt = ""
         if fields.prompt_key is not None:

@@ -1,4 +1,4 @@
-"""Process reward models: texts whose steps end in a placeholder token, with a label per step."""
+"""Rows for process reward models: texts whose steps end in a placeholder token, with one label per step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepTokens:
-    """The ids behind the flags; without reward tokens a label is any token of the vocabulary."""
+    """The token ids of --placeholder_token and --reward_tokens; without reward tokens, any token can be a label."""
 
     placeholder_id: int
     reward_ids: tuple[int, ...]
@@ -32,9 +32,10 @@ class StepTokens:
 
 @dataclass(frozen=True)
 class StepSet:
-    """Rows of one kind: `soft` labels are probabilities of the first reward token, hard ones class numbers.
+    """Rows whose labels are all soft or all hard.
 
-    A class number counts reward tokens, or vocabulary ids where no reward tokens were given.
+    Soft labels are probabilities of the first reward token. Hard labels are class numbers: indices into the reward
+    tokens, or vocabulary ids if no reward tokens are given.
     """
 
     rows: list[StepRow]
@@ -42,7 +43,7 @@ class StepSet:
 
 
 def step_tokens(tokenizer: PreTrainedTokenizerBase, fields: Steps) -> StepTokens:
-    """Placeholder and reward tokens as ids; each must be exactly one token."""
+    """Look up the ids of placeholder and reward tokens; each text must be exactly one token."""
     check_fast(tokenizer)
     placeholder = one_token(tokenizer, str(fields.placeholder_token), "--placeholder_token")
     return StepTokens(
@@ -58,7 +59,7 @@ def one_token(tokenizer: PreTrainedTokenizerBase, text: str, flag: str) -> int:
 
 
 def step_rows(records: Records, tokenizer: PreTrainedTokenizerBase, fields: Steps, max_len: int) -> StepSet:
-    """Rows for a process reward model, cut to `max_len` with the labels of the steps that are left."""
+    """Make rows for a process reward model, cut to `max_len` with the labels of the steps that remain."""
     reader = StepReader(tokenizer, fields, step_tokens(tokenizer, fields), max_len)
     rows = build_rows(records, reader.make)
     return StepSet(rows, soft=reader.soft is True)
@@ -66,13 +67,13 @@ def step_rows(records: Records, tokenizer: PreTrainedTokenizerBase, fields: Step
 
 @dataclass
 class StepReader:
-    """Makes rows, and sees to it that all their labels are of one kind."""
+    """Builder of rows that checks that all labels are soft or all are hard."""
 
     tokenizer: PreTrainedTokenizerBase
     fields: Steps
     tokens: StepTokens
     max_len: int
-    soft: bool | None = None  # unknown until the first label
+    soft: bool | None = None  # None until the first label is read
 
     def make(self, record: Record) -> list[StepRow]:
         text = record.text(self.fields.input_key, "--input_key")
@@ -92,7 +93,7 @@ class StepReader:
         return [StepRow(ids[: self.max_len], places[:left], labels)]
 
     def _labels(self, record: Record, text: str) -> Sequence[object]:
-        """The labels as a list; also read from a copy of the text with a reward token in each placeholder's stead."""
+        """Read the labels: a list, or a copy of the text with a reward token in place of each placeholder."""
         field = self.fields.label_key
         value = record.value(field, "--label_key")
         if isinstance(value, list):
@@ -156,7 +157,7 @@ class StepReader:
 
 
 def labels_in_text(value: str, pieces: Sequence[str], reward_tokens: Sequence[str]) -> list[str] | None:
-    """The reward tokens that stand between the pieces of the input; none where they do not, or not in one way only."""
+    """Return the reward tokens found between the pieces of the input; None if they do not match, or are ambiguous."""
     if not value.startswith(pieces[0]):
         return None
     position = len(pieces[0])

@@ -1,4 +1,4 @@
-"""Prompts for reinforcement learning, from the rows of a dataset."""
+"""Prompts for reinforcement learning: load the dataset, render each row, and drop prompts that are too long."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
     from openrlhf.config.commands import RLConfig
 
-DATASOURCE = "datasource"  # the column that groups evaluation metrics
-LEAST_KEPT = 0.1  # share of the prompts that must fit their budget
-USUAL = 0.95  # share of the prompts that an advised budget keeps
+DATASOURCE = "datasource"  # column by which evaluation metrics are grouped
+LEAST_KEPT = 0.1  # fraction of the prompts that must fit the budget
+USUAL = 0.95  # fraction of the prompts that the suggested budget keeps
 
 
 def load_prompts(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    """The training prompts, capped and mixed as the flags say."""
+    """Load the training prompts, capped and mixed as the flags say."""
     flags = config.prompts
     records = load_dataset_rows(
         str(flags.prompt_data),
@@ -44,7 +44,7 @@ def load_prompts(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> list[P
 
 
 def load_eval_prompts(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    """The evaluation prompts; none where no evaluation set is named."""
+    """Load the evaluation prompts; empty without --eval_dataset."""
     flags = config.prompts
     if flags.eval_dataset is None:
         return []
@@ -60,14 +60,14 @@ def load_eval_prompts(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> l
 
 @dataclass(frozen=True)
 class Budget:
-    """Tokens that a prompt may have, so that a response still fits, and the flag that says so."""
+    """The longest prompt that leaves room for a response, and the flag that sets it."""
 
     tokens: int
     flag: str = "--prompt_max_len"
-    more: int = 0  # tokens that the flag counts beside the prompt's
+    more: int = 0  # tokens included in the flag's value besides the prompt's
 
     def for_prompts(self, tokens: int) -> str:
-        """The flag for prompts of so many tokens."""
+        """Return the flag, with its value, that would allow prompts of `tokens` tokens."""
         return f"{self.flag} {tokens + self.more}"
 
 
@@ -82,7 +82,7 @@ def prompt_budget(config: RLConfig) -> Budget:
 def prompt_rows(
     records: Records, tokenizer: PreTrainedTokenizerBase, flags: Prompts, template: Template, budget: Budget
 ) -> list[Prompt]:
-    """A Prompt for each row that fits the budget."""
+    """Make a Prompt of each row that fits the budget."""
     chat = open_chat(tokenizer, template)
 
     def make(record: Record) -> Iterable[tuple[str, tuple[int, ...], Any, str]]:
@@ -101,7 +101,7 @@ def prompt_rows(
 
 
 def check_lengths(lengths: Sequence[int], budget: Budget, name: str) -> None:
-    """A line for prompts that are too long and dropped; an error if hardly any are left."""
+    """Report how many prompts are too long and dropped; raise if hardly any would be left."""
     dropped = sum(length > budget.tokens for length in lengths)
     if not dropped:
         return
@@ -117,7 +117,7 @@ def check_lengths(lengths: Sequence[int], budget: Budget, name: str) -> None:
 
 
 def prompt_text(record: Record, input_key: str, chat: Chat | None, template: Template) -> str:
-    """What the model reads: the chat template up to where it answers, or the input in its template."""
+    """Return the text that the model reads: the chat template up to its answer, or the filled input template."""
     if chat is None:
         return fill(template.input_template, record.text(input_key, "--input_key"))
     messages = read_messages(record, input_key, "--input_key", speaker="user")

@@ -1,4 +1,4 @@
-"""Rows of a dataset that know where they stand, so that a complaint names file, row and field."""
+"""Rows of a dataset that know their origin, so that error messages can name file, row and field."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from openrlhf.errors import DataError
 
-if TYPE_CHECKING:  # workers that run user code import this module and start faster without numpy
+if TYPE_CHECKING:  # user-code workers import this module; they start faster without numpy
     import numpy as np
     from numpy.typing import NDArray
 
-MOST_ADVISED = 3  # fields that a message advises to take instead of a missing one
+MOST_ADVISED = 3  # fields that a message suggests in place of a missing one
 
 
 @dataclass(frozen=True)
 class Place:
-    """A file or dataset and the 1-based number of a row in it; in JSON Lines the number of the line."""
+    """A file or dataset and the 1-based number of a row in it; for JSON Lines, the line number."""
 
     source: str
     row: int
@@ -33,7 +33,7 @@ class Place:
 
 
 def describe(value: object) -> str:
-    """What came instead of what was wanted, short enough for one line."""
+    """Describe an unexpected value for an error message, short enough for one line."""
     if value is None:
         return "null"
     if isinstance(value, str):
@@ -57,7 +57,7 @@ class Record:
     place: Place
 
     def value(self, field: str, flag: str) -> Any:
-        """What stands in the field that a flag names; where it is missing, the error names those that are there."""
+        """Return the value of the field that a flag names; if it is missing, the error lists the existing fields."""
         if field not in self.row:
             there = list(self.row)
             raise DataError(
@@ -67,7 +67,7 @@ class Record:
         return self.row[field]
 
     def text(self, field: str, flag: str) -> str:
-        """Text in the field that a flag names; null reads as empty, which the caller drops and counts."""
+        """Return the text in the field that a flag names; null becomes empty, and callers drop and count empty rows."""
         value = self.value(field, flag)
         if value is None:
             return ""
@@ -76,7 +76,7 @@ class Record:
         return value
 
     def number(self, field: str, default: float) -> float:
-        """A finite number in a field; the default where the field is missing or null."""
+        """Return the finite number in a field, or the default if the field is missing or null."""
         value = self.row.get(field)
         if value is None:
             return default
@@ -86,7 +86,7 @@ class Record:
 
 
 class Source(Protocol):
-    """One dataset: rows by position, each with the number under which a person finds it."""
+    """One dataset: `read` returns a row by position, with the row or line number that a user would look up."""
 
     @property
     def name(self) -> str: ...
@@ -98,10 +98,10 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Records:
-    """Rows of one or several sources in the order of training; read when asked for."""
+    """Rows of one or several sources in training order; each is read on access."""
 
     sources: Sequence[Source]
-    order: NDArray[np.int64]  # [rows, 2]: which source, and which of its rows
+    order: NDArray[np.int64]  # [rows, 2]: (source, position in it)
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""Rows with one prompt and one response, plain or chat: what SFT, distillation and KTO read alike."""
+"""Rows with one prompt and one response, plain or chat: the format shared by SFT, distillation, KTO and scoring."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_fields(fields: Responses, chat: Chat | None) -> None:
 
 
 def mark_response(record: Record, fields: Responses, chat: Chat | None, input_template: str | None) -> Marked:
-    """The whole text of a row with its response as the learned span."""
+    """Return the full text of a row with its response as the learned span."""
     if chat is not None:
         messages = read_conversation(record, fields)
         if messages and messages[-1]["role"] != "assistant":
@@ -53,7 +53,7 @@ def mark_plain(prompt: str, response: str) -> Marked:
 
 
 def read_conversation(record: Record, fields: Responses) -> list[Message]:
-    """Prompt and response as one list: both in the input field, or the response in its own."""
+    """Return prompt and response as one message list: both from the input field, or the response from its own field."""
     if fields.output_key is None:
         return read_messages(record, fields.input_key, "--input_key")
     prompt = read_messages(record, fields.input_key, "--input_key", speaker="user")

@@ -1,4 +1,4 @@
-"""The loop that every dataset function shares: make rows, count what is dropped, say so, never return nothing."""
+"""The loop that all dataset functions share: make rows, count and report the dropped ones, raise if none are left."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from openrlhf.data.records import Record, Records
 from openrlhf.errors import DataError
 from openrlhf.monitor import is_main_process, say
 
-LARGE = 2000  # from here on a progress bar is worth showing
+LARGE = 2000  # rows from which on a progress bar is shown
 
 Row = TypeVar("Row")
 
 
 class Dropped(Exception):
-    """A row that cannot be trained on though nothing is wrong with it; the reason completes '3 rows ...'."""
+    """Raised for a valid row that cannot be trained on; the reason completes the message '3 rows ...'."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -30,7 +30,7 @@ def long_prompt(max_len: int) -> Dropped:
 
 
 def build_rows(records: Records, make: Callable[[Record], Iterable[Row]]) -> list[Row]:
-    """The rows that `make` gives for each record; those that it drops are counted by reason."""
+    """Collect the rows that `make` returns for each record; dropped records are counted by reason and reported."""
     rows: list[Row] = []
     dropped: Counter[str] = Counter()
     hidden = len(records) < LARGE or not is_main_process()

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning and distillation: rows of which the response, every assistant turn or all text is learned."""
+"""Rows for SFT and distillation, which learn the response, every assistant turn, or the whole text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def sft_rows(
     template: Template,
     max_len: int,
 ) -> list[TokenRow]:
-    """Rows for SFT: plain, chat, every assistant turn, or continued pre-training, as the fields say."""
+    """Make rows for SFT: plain, chat, every assistant turn, or continued pre-training, as the flags say."""
     if fields.pretrain_mode:
         return pretrain_rows(records, tokenizer, fields.input_key, max_len)
     check_tokenizer(tokenizer)
@@ -49,7 +49,7 @@ def sft_rows(
 
 
 def pretrain_rows(records: Records, tokenizer: PreTrainedTokenizerBase, input_key: str, max_len: int) -> list[TokenRow]:
-    """Whole texts, cut to `max_len`; every token but the first is learned, and no EOS is added."""
+    """Make rows of whole texts, cut to `max_len`; every token but the first is learned, and no EOS is added."""
     check_fast(tokenizer)
 
     def make(record: Record) -> list[TokenRow]:
@@ -62,12 +62,12 @@ def pretrain_rows(records: Records, tokenizer: PreTrainedTokenizerBase, input_ke
 
 
 def multiturn_rows(records: Records, chat: Chat, fields: Conversations, max_len: int) -> list[TokenRow]:
-    """Conversations with every assistant turn learned; see `Turns` for templates that rewrite history."""
+    """Make rows in which every assistant turn is learned; see `Turns` for templates that rewrite history."""
     turns = Turns(chat)
 
     def make(record: Record) -> list[TokenRow]:
         messages = read_conversation(record, fields)
-        while messages and messages[-1]["role"] != "assistant":  # nobody answers what comes last
+        while messages and messages[-1]["role"] != "assistant":  # trailing messages have no answer to learn
             messages.pop()
         talk = chat.conversation(record, messages)
         if not talk.assistant_turns:
@@ -93,15 +93,15 @@ def multiturn_rows(records: Records, chat: Chat, fields: Conversations, max_len:
 
 @dataclass
 class Turns:
-    """Marks every assistant turn, and counts the conversations that had to be split for it.
+    """Mark every assistant turn, and count the conversations that had to be split.
 
-    A template may drop the reasoning of earlier turns, so that a turn as it is generated is no part of the whole text.
-    Such a conversation becomes one sample per turn: the conversation up to it, with only that turn learned.
+    A template may drop the reasoning of earlier turns, so a turn as generated does not appear in the full text. Such a
+    conversation becomes one sample per turn: the conversation up to that turn, with only that turn learned.
     """
 
     chat: Chat
-    split: int = 0
-    too_long: int = 0
+    split: int = 0  # conversations
+    too_long: int = 0  # turns left out because their context fills --max_len
 
     def mark(self, talk: Conversation) -> list[Marked]:
         try:
@@ -113,7 +113,7 @@ class Turns:
 
 
 def keep(marked: Marked, tokenizer: PreTrainedTokenizerBase, max_len: int) -> TokenRow:
-    """The row, unless its prompt leaves no room for a response."""
+    """Encode a row; drop it if prompt or response is empty, or if the prompt leaves no room for a response."""
     if not marked.spans:
         raise Dropped(EMPTY_RESPONSE)
     if marked.spans[0][0] == 0:

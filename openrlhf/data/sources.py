@@ -1,4 +1,8 @@
-"""Dataset strings: files, folders, saved datasets and hub names, capped, concatenated or mixed."""
+"""Load the datasets that a flag names: files, folders, saved datasets and hub names.
+
+`load_dataset_rows` is the entry point of all commands. It caps the datasets and concatenates or mixes them by row
+number, so rows are read only when needed and keep their own fields.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ LOADER_ERRORS = (DatasetsError, pa.ArrowException, OSError, ValueError, RuntimeE
 
 @dataclass(frozen=True)
 class Hub:
-    """Where names that are no files come from."""
+    """Where to load a dataset from if its name is not a local path."""
 
     use_ms: bool = False
     trust_remote_code: bool = False
@@ -38,7 +42,7 @@ class Hub:
 
 @dataclass(frozen=True)
 class TableRows:
-    """Rows of an Arrow table, which fills the keys that a nested object lacks with null: those are left out again."""
+    """Rows of an Arrow table. Arrow fills missing keys of nested objects with null; `read` removes them again."""
 
     name: str
     table: datasets.Dataset
@@ -69,10 +73,10 @@ def load_dataset_rows(
     use_ms: bool = False,
     trust_remote_code: bool = False,
 ) -> Records:
-    """The rows that a comma list of datasets names: concatenated, or mixed by probabilities.
+    """Load a comma-separated list of datasets, concatenated or mixed by probabilities.
 
-    The first `max_samples` rows are taken of each dataset, and again of the result. With probabilities the mix goes on
-    until every dataset is used up, so rows of the shorter ones come again.
+    The first `max_samples` rows of each dataset are used, and then the first `max_samples` of the result. Mixing
+    continues until every dataset is exhausted, so rows of shorter datasets repeat.
     """
     hub = Hub(use_ms, trust_remote_code)
     sources = [open_source(item, split, max_samples, hub) for item in split_names(spec)]
@@ -92,10 +96,10 @@ def one_after_another(lengths: Sequence[int]) -> NDArray[np.int64]:
 
 
 def mixed(lengths: Sequence[int], probs: Sequence[float], seed: int) -> NDArray[np.int64]:
-    """The order in which datasets' own interleaving draws rows, worked out on row numbers alone.
+    """Return the order in which `datasets.interleave_datasets` draws rows, computed on row numbers alone.
 
-    Rows of different shapes then mix as they are. A dataset with probability 0 would never be used up, so it is left
-    out before.
+    Datasets with different columns can therefore be mixed. A dataset with probability 0 would never be exhausted, so it
+    is removed first.
     """
     drawn = [which for which, prob in enumerate(probs) if prob > 0]
     if len(drawn) < len(lengths):
@@ -117,9 +121,9 @@ def mixed(lengths: Sequence[int], probs: Sequence[float], seed: int) -> NDArray[
 
 
 def open_source(item: str, split: str, limit: int | None, hub: Hub) -> Source:
-    """One dataset: a file, a folder, or a name on a hub, with @dir for a folder inside it."""
+    """Open one dataset: a file, a folder, or a hub name, with an optional @dir for a folder inside it."""
     name, _, data_dir = item.partition("@")
-    if Path(item).expanduser().exists():  # an @ that is part of a path
+    if Path(item).expanduser().exists():  # the @ is part of a path
         name, data_dir = item, ""
     path = Path(name).expanduser()
     check_path(name, path)
@@ -137,7 +141,7 @@ def open_source(item: str, split: str, limit: int | None, hub: Hub) -> Source:
 
 
 def check_path(name: str, path: Path) -> None:
-    """What can be said about a name by looking at the disk alone."""
+    """Raise for mistakes in a name that a look at the disk can reveal."""
     known = [*JSON, *TABLES]
     if path.suffix == ".py" or (path / f"{path.name}.py").is_file():
         raise DataError(
@@ -183,7 +187,7 @@ def load_from_modelscope(name: str, hub: Hub) -> Any:
 
 
 def pick_split(loaded: Any, name: str, split: str) -> datasets.Dataset:
-    """The asked split; a dataset without splits is taken whole."""
+    """Return the requested split; a dataset without splits is used as a whole."""
     if not isinstance(loaded, Mapping):
         return loaded
     if split not in loaded:
@@ -193,7 +197,7 @@ def pick_split(loaded: Any, name: str, split: str) -> datasets.Dataset:
 
 @contextmanager
 def quiet() -> Generator[None]:
-    """Without datasets' own progress bars and error logs: what matters comes back as one line."""
+    """Silence the progress bars and error logs of `datasets`; our own error message is one line."""
     shown, level = not datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
@@ -206,7 +210,7 @@ def quiet() -> Generator[None]:
 
 
 def cause_of(error: BaseException) -> str:
-    """The first line of what went wrong first."""
+    """Return the first line of the root cause's message."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -1,4 +1,4 @@
-"""From a command's config to its training and evaluation rows."""
+"""Training and evaluation rows of the supervised commands, from their config. The entry point is `load_data`."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from openrlhf.data.collate import Row
     from openrlhf.data.records import Records
 
-SCORED_ROWS = 100  # at least, where there are as many: mean and spread of fewer say little
+SCORED_ROWS = 100  # minimum, if there are that many: mean and spread of fewer scores say little
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """Rows of one kind; `soft_labels` says that a process reward model's labels are probabilities."""
+    """Rows of one kind; `soft_labels` is true if a process reward model's labels are probabilities."""
 
     rows: Sequence[Row]
     soft_labels: bool = False
@@ -43,7 +43,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class SupervisedData:
-    """What a command trains on, and what it evaluates on: nothing where no evaluation was asked for."""
+    """Training rows and evaluation rows of a command; the latter are empty if no evaluation was requested."""
 
     train: Sequence[Row]
     evaluation: Sequence[Row]
@@ -51,7 +51,10 @@ class SupervisedData:
 
 
 def load_data(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase) -> SupervisedData:
-    """Training and evaluation rows of a command."""
+    """Load training and evaluation rows.
+
+    A reward model without --eval_dataset is evaluated on its first training rows, to measure mean and spread of scores.
+    """
     train = load_train(config, tokenizer)
     evaluation = load_eval(config, tokenizer)
     if evaluation is None:
@@ -69,7 +72,7 @@ def load_data(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase) -> S
 
 
 def load_train(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase) -> Loaded:
-    """The rows of --dataset, capped and mixed as the flags say."""
+    """Load the rows of --dataset, capped and mixed as the flags say."""
     data = config.data
     records = load_dataset_rows(
         str(data.dataset),
@@ -84,7 +87,7 @@ def load_train(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def load_eval(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase) -> Loaded | None:
-    """The rows of --eval_dataset, whole and one dataset after the other; none where none is named."""
+    """Load all rows of --eval_dataset, one dataset after the other; None without the flag."""
     data = config.data
     if data.eval_dataset is None:
         return None
@@ -98,7 +101,7 @@ def load_eval(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase) -> L
 
 
 def read_rows(config: SupervisedConfig, records: Records, tokenizer: PreTrainedTokenizerBase) -> Loaded:
-    """Rows in the shape that the command trains on."""
+    """Convert records to the kind of rows that the command trains on."""
     max_len = config.data.max_len
     match config:
         case SFTConfig(fields=fields, template=template):

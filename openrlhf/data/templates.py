@@ -1,4 +1,8 @@
-"""Chat templates: a conversation rendered once, and the spans of it that the assistant wrote."""
+"""Chat templates: render a conversation and find the character spans that the assistant wrote.
+
+Spans come from the template's own {% generation %} blocks, or from rendering the conversation up to each turn and
+comparing prefixes.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +27,17 @@ if TYPE_CHECKING:
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Span = tuple[int, int]
 
-# annotated as giving a str, it gives the texts and, per text, the spans of its {% generation %} blocks
+# Annotated as returning a str, but it returns the texts and, per text, the spans of its {% generation %} blocks.
 render_template: Callable[..., tuple[list[str], list[list[Span]]]] = cast("Any", render_jinja_template)
 
 
 class RewritesHistory(Exception):
-    """The prompt of a turn is not how the whole conversation begins."""
+    """Raised if the rendered prompt of a turn is not a prefix of the full conversation."""
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as text, and what the template itself marks as generated, where it marks anything."""
+    """A conversation as text, and the spans that the template marks as generated; None if it has no such marks."""
 
     text: str
     generated: tuple[Span, ...] | None
@@ -41,7 +45,7 @@ class Rendered:
 
 @dataclass(frozen=True)
 class Chat:
-    """A tokenizer's chat template, or the one given in its place, with the settings of a run."""
+    """A tokenizer's chat template, or the override from the flags, with the settings of a run."""
 
     tokenizer: PreTrainedTokenizerBase
     override: str | None
@@ -49,13 +53,13 @@ class Chat:
     system_prompt: str | None
 
     def conversation(self, record: Record, messages: Sequence[Message]) -> Conversation:
-        """Messages with the row's tools, behind the system prompt where they bring none."""
+        """Combine messages with the row's tools; prepend the run's system prompt if they have none."""
         if self.system_prompt is not None and messages and messages[0]["role"] not in ("system", "developer"):
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         return Conversation(messages, read_tools(record), record.place)
 
     def render(self, talk: Conversation, *, prompt: bool = False) -> Rendered:
-        """The conversation as text; as a prompt it ends where the assistant begins."""
+        """Render the conversation as text; with `prompt`, end where the assistant's answer starts."""
         tools = None if talk.tools is None else [dict(tool) for tool in talk.tools]
         template = self.tokenizer.get_chat_template(self.override, tools)
         marks = GENERATION.search(template) is not None
@@ -75,10 +79,10 @@ class Chat:
         return Rendered(texts[0], tuple(generated[0]) if marks else None)
 
     def mark_turns(self, talk: Conversation, since: int) -> Marked:
-        """The whole text with the assistant's turns from message `since` on as spans.
+        """Return the full text with the assistant's turns from message `since` on as spans.
 
-        Spans are the template's own {% generation %} blocks, or what stands between the prompt of a turn and its end
-        when both are how the whole text begins; RewritesHistory is raised when they are not.
+        Spans are the template's own {% generation %} blocks. Without them, a span reaches from the end of a turn's
+        prompt to the end of the turn; RewritesHistory is raised if either is not a prefix of the full text.
         """
         whole = self.render(talk)
         if whole.generated is not None:
@@ -99,12 +103,12 @@ class Chat:
         return len(prompt), self._end_of_turn(text, len(prompt), len(through))
 
     def _end_of_turn(self, text: str, start: int, end: int) -> int:
-        """A model stops at EOS: newlines that the template puts behind it are not learned."""
+        """Exclude newlines that the template adds after EOS: a model stops at EOS, so they are not learned."""
         written = text[start:end].rstrip("\n")
         return start + len(written) if written.endswith(str(self.tokenizer.eos_token)) else end
 
     def mark_response(self, talk: Conversation, since: int) -> Marked:
-        """The whole text with everything that the assistant says from message `since` on; refused where unstable."""
+        """Like `mark_turns`, but raise a DataError that explains the remedies if the template rewrites history."""
         try:
             return self.mark_turns(talk, since)
         except RewritesHistory:
@@ -116,7 +120,7 @@ class Chat:
 
 
 def open_chat(tokenizer: PreTrainedTokenizerBase, settings: Template) -> Chat | None:
-    """The chat template that the flags ask for; none without --apply_chat_template."""
+    """Return the chat template that the flags ask for; None without --apply_chat_template."""
     if not settings.apply_chat_template:
         return None
     if settings.tokenizer_chat_template is None and not tokenizer.chat_template:
@@ -127,12 +131,12 @@ def open_chat(tokenizer: PreTrainedTokenizerBase, settings: Template) -> Chat | 
 
 
 def for_template(messages: Sequence[Message], template: str) -> list[Message]:
-    """Tool calls as structure where the template knows them, else as the text that they came in."""
+    """Pass tool calls as structure if the template handles them, otherwise as text."""
     if "tool_calls" in template:
         return [{key: value for key, value in message.items() if key != "call_text"} for message in messages]
     return [{**message, "content": message["content"] + calls_as_text(message)} for message in messages]
 
 
 def fill(template: str | None, text: str) -> str:
-    """Text in the place that an input template keeps for it."""
+    """Insert text at the {} of an input template."""
     return text if template is None else template.replace("{}", text)

@@ -1,4 +1,8 @@
-"""From text to ids, once: which tokens are learned follows from their offsets in the text."""
+"""Tokenisation: text with learned character spans becomes token ids with a target mask.
+
+Each text is tokenised once, as a whole, and the mask follows from the tokens' character offsets. Tokenising prompt and
+response separately could give other tokens at the boundary.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Marked:
-    """A whole text and the spans of its characters that are learned, in order."""
+    """A full text and the character spans of it that are learned, in order."""
 
     text: str
     spans: tuple[tuple[int, int], ...]
@@ -25,14 +29,14 @@ class Marked:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A row ready for training, and how many tokens stood before the first learned one, before any cut."""
+    """A row ready for training, and the number of tokens before the first learned one, counted before any cut."""
 
     row: TokenRow
     prompt_length: int
 
 
 def check_fast(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Masks come from offsets, which only fast tokenizers give."""
+    """Raise for a slow tokenizer: masks are computed from offsets, which only fast tokenizers provide."""
     if not tokenizer.is_fast:
         raise ConfigError(
             f"{type(tokenizer).__name__} is a slow tokenizer: expected a fast one, which tells where its tokens stand"
@@ -42,24 +46,24 @@ def check_fast(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
-    """A tokenizer for rows with responses: fast, and with the EOS in which a response ends."""
+    """Raise unless the tokenizer can encode responses: it must be fast and have an EOS token to end them."""
     check_fast(tokenizer)
     if tokenizer.eos_token_id is None:
         raise ConfigError("the tokenizer has no EOS token, so a response could not end")
 
 
 def tokenize(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Ids and their character offsets [tokens, 2]; no special token is added to the text."""
+    """Return ids [tokens] and character offsets [tokens, 2]; no special tokens are added."""
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ids = np.asarray(encoding["input_ids"], dtype=np.int32)
     return ids, np.asarray(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2)
 
 
 def encode(marked: Marked, tokenizer: PreTrainedTokenizerBase, max_len: int) -> Encoded:
-    """The row of a text with learned spans, ended by EOS and cut to `max_len`.
+    """Encode a text with learned spans as a row that ends in EOS and is cut to `max_len`.
 
-    A token that straddles the edge of a span belongs to it. Newlines at the end go; EOS is appended as an id where the
-    text does not end in it, and overwrites the last token of a row that was cut.
+    A token that straddles the edge of a span belongs to the span. Trailing newlines are removed. EOS is appended as an
+    id unless the text already ends in it, and it overwrites the last token of a row that was cut.
     """
     text = marked.text.rstrip("\n")
     ids, offsets = tokenize(text, tokenizer)

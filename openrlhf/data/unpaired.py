@@ -1,4 +1,4 @@
-"""KTO: responses with a verdict each, and the mismatched pairs that its reference point is taken over."""
+"""Rows for KTO: responses labelled good or bad, and the mismatched pairs from which its baseline is computed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def labelled_rows(
     template: Template,
     max_len: int,
 ) -> list[LabelledRow]:
-    """Rows for KTO: the shapes of SFT, with a label of 1 (desirable) or 0."""
+    """Make rows for KTO: the formats of SFT, with a label of 1 (desirable) or 0."""
     check_tokenizer(tokenizer)
     chat = open_chat(tokenizer, template)
     check_fields(fields, chat)
@@ -51,13 +51,14 @@ def read_label(record: Record, field: str) -> bool:
 
 
 def mismatched(rows: Sequence[LabelledRow], max_len: int) -> list[TokenRow]:
-    """Each prompt with the response of the next row, the last with the first's; cut to `max_len`, ended by EOS."""
+    """Pair each prompt with the next row's response, the last with the first's; cut to `max_len`, EOS at the end."""
     return [join(row, other, max_len) for row, other in zip(rows, [*rows[1:], *rows[:1]], strict=True)]
 
 
 def join(row: LabelledRow, other: LabelledRow, max_len: int) -> TokenRow:
+    """Join one row's prompt and another row's response."""
     begin, length = other.prompt_length, row.prompt_length
     ids = np.concatenate([row.tokens.input_ids[:length], other.tokens.input_ids[begin:]])[:max_len]
     mask = np.concatenate([row.tokens.target_mask[:length], other.tokens.target_mask[begin:]])[:max_len]
-    ids[-1] = other.tokens.input_ids[-1]  # EOS, which every row ends in
+    ids[-1] = other.tokens.input_ids[-1]  # every row ends in EOS
     return TokenRow(ids, mask)
