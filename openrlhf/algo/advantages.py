@@ -1,4 +1,8 @@
-"""From token rewards to advantages and returns, and their normalisation over a whole rollout."""
+"""Advantages and returns from token rewards, and normalisation of advantages over a whole rollout.
+
+The estimators share one signature and are registered in `ADVANTAGES` by the value of --advantage_estimator. The
+critic-free ones differ only in how `shaping` transforms the rewards beforehand.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,17 +21,18 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (arXiv 1506.02438, eq. 16): advantages and returns, each [batch, tokens].
 
-    delta_t = r_t + gamma V_next - V_t and A_t = delta_t + gamma lambd A_next, where next is the next ACTION token: what
-    the environment says between turns takes no step, so it neither decays nor bootstraps. V after the last one is 0.
+    delta_t = r_t + gamma V_next - V_t and A_t = delta_t + gamma lambd A_next, where "next" is the next ACTION token.
+    Environment tokens between turns are not steps, so they neither discount nor bootstrap. V after the last action
+    token is 0.
     """
     assert values is not None, "gae needs a critic's values"
-    acts = _time_first(action_mask.bool())
+    acts = _time_first(action_mask.bool())  # [tokens, batch], as all tensors below
     value = masked(_time_first(values), acts)
-    value_from_here = decayed_sums(value, acts, 0.0)  # of this token if it acts, else of the next that does
+    value_from_here = decayed_sums(value, acts, 0.0)  # value of this token if it is an action, else of the next action
     deltas = _time_first(token_rewards).float() - value
     deltas[:-1].add_(value_from_here[1:], alpha=gamma)
     advantages = masked(decayed_sums(masked(deltas, acts), acts, gamma * lambd), acts)
-    return _time_first(advantages), _time_first(advantages + value)
+    return _time_first(advantages), _time_first(advantages + value)  # [batch, tokens] again
 
 
 @torch.no_grad()
@@ -43,16 +48,17 @@ def discounted_returns(token_rewards: Tensor, action_mask: Tensor, gamma: float)
 def critic_free(
     token_rewards: Tensor, values: Tensor | None, action_mask: Tensor, gamma: float, lambd: float
 ) -> tuple[Tensor, Tensor]:
-    """Without a critic the advantage is the return of the shaped reward; `values` and `lambd` are not used."""
+    """Use the return of the shaped reward as the advantage, without a critic; `values` and `lambd` are ignored."""
     returns = discounted_returns(token_rewards, action_mask, gamma)
     return returns.clone(), returns
 
 
 def decayed_sums(steps: Tensor, acts: Tensor, decay: float) -> Tensor:
-    """S_t = x_t + decay S_{t+1} at action tokens and S_t = S_{t+1} elsewhere, from the last token to the first.
+    """Compute S_t = x_t + decay S_{t+1} at action tokens and S_t = S_{t+1} elsewhere, from the last token to the first.
 
-    `steps` and `acts` are [tokens, batch], `steps` zero where nothing acts: time comes first, so that a step touches
-    contiguous memory, in one fused operation over the batch. Decay 0 gives the input of this or the next action token.
+    `steps` and `acts` are [tokens, batch], and `steps` must be zero at non-action tokens. Time is the first dimension,
+    so that each step is one fused operation on contiguous memory over the batch. A decay of 0 returns the input at this
+    or the next action token.
     """
     sums = steps.clone()
     columns, decays = sums.unbind(0), torch.where(acts, decay, 1.0).to(sums.dtype).unbind(0)
@@ -62,15 +68,15 @@ def decayed_sums(steps: Tensor, acts: Tensor, decay: float) -> Tensor:
 
 
 def _time_first(tensor: Tensor) -> Tensor:
-    """[batch, tokens] to [tokens, batch], or back."""
+    """Transpose [batch, tokens] to [tokens, batch], or back."""
     return tensor.T.contiguous()
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Sufficient statistics of a masked tensor; the sum over ranks is the statistics of all of them."""
+    """Sufficient statistics of a masked tensor; their sum over ranks describes the tensors of all ranks."""
 
-    count: Tensor  # [] float64, as the others: the difference of squares cancels in float32
+    count: Tensor  # [] float64, like the others: in float32 the variance would suffer from cancellation
     total: Tensor
     squares: Tensor
 
@@ -89,20 +95,20 @@ class Moments:
 
 @torch.no_grad()
 def moments(values: Tensor, mask: Tensor) -> Moments:
-    """Count, sum and sum of squares where `mask` holds."""
+    """Compute count, sum and sum of squares of the unmasked values."""
     kept = masked(values, mask).double()
     return Moments(mask.bool().sum().double(), kept.sum(), kept.square().sum())
 
 
 @torch.no_grad()
 def whiten(advantages: Tensor, mask: Tensor, statistics: Moments, divide_by_std: bool = True) -> Tensor:
-    """Centre and scale by the statistics of a whole rollout; zero where masked (REINFORCE++, arXiv 2501.03262)."""
+    """Centre and scale by the statistics of a whole rollout; masked tokens get zero (REINFORCE++, arXiv 2501.03262)."""
     scale = statistics.variance.clamp(min=1e-8).rsqrt() if divide_by_std else torch.ones_like(statistics.count)
     return masked((masked(advantages, mask) - statistics.mean.float()) * scale.float(), mask)
 
 
 def normalize(advantages: Tensor, action_mask: Tensor, divide_by_std: bool = True) -> Tensor:
-    """Whiten by a tensor's own statistics, where it holds the whole rollout."""
+    """Whiten by the tensor's own statistics, for a tensor that holds the whole rollout."""
     return whiten(advantages, action_mask, moments(advantages, action_mask), divide_by_std)
 
 

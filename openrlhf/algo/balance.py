@@ -1,14 +1,18 @@
-"""Length balancing: how many micro-batches are needed, who goes into which, and which rank gets what."""
+"""Length balancing: split samples into micro-batches within a token budget, and over ranks.
+
+First-fit decides how many micro-batches are needed, Karmarkar-Karp balances their lengths, and `interleave` assigns
+samples to data-parallel ranks.
+"""
 
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-Part = tuple[int, int, list[int]]  # total length, a unique number to break ties, indices
+Part = tuple[int, int, list[int]]  # (total length, unique number to break ties, indices)
 
 
 def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Indices per bin: each item, in order, goes into the first bin that still has room; O(n log n).
+    """Return the indices in each bin: each item, in order, goes into the first bin with enough room; O(n log n).
 
     An item longer than `capacity` gets a bin of its own.
     """
@@ -29,12 +33,12 @@ def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def first_fit_count(lengths: Sequence[int], capacity: int) -> int:
-    """How many bins first-fit opens: [5, 3, 7, 2, 6] with capacity 10 needs 3."""
+    """Return how many bins first-fit opens: [5, 3, 7, 2, 6] with capacity 10 needs 3."""
     return len(first_fit(lengths, capacity))
 
 
 def karmarkar_karp(lengths: Sequence[int], k: int) -> list[list[int]]:
-    """k index lists of nearly equal total length, by largest differencing (Karmarkar and Karp 1982); O(n log^2 n).
+    """Return k index lists of nearly equal total length, by largest differencing (Karmarkar, Karp 1982); O(n log^2 n).
 
     Every item is in exactly one part, and no part is empty when there are at least k items.
     """
@@ -51,9 +55,9 @@ def karmarkar_karp(lengths: Sequence[int], k: int) -> list[list[int]]:
 
 
 def micro_batches(lengths: Sequence[int], capacity: int, at_least: int = 1) -> list[list[int]]:
-    """Balanced parts that all keep the token budget, as few as first-fit needs, or `at_least` where there are items.
+    """Split into balanced parts within the token budget: as many as first-fit needs, or `at_least` if items suffice.
 
-    Differencing balances but knows no capacity: a part that came out too long is cut again.
+    Differencing balances but ignores the capacity, so a part that is too long is split again.
     """
     count = max(first_fit_count(lengths, capacity), at_least)
     batches: list[list[int]] = []
@@ -64,10 +68,10 @@ def micro_batches(lengths: Sequence[int], capacity: int, at_least: int = 1) -> l
 
 
 def interleave(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Indices per data-parallel rank: chunks of long items alternate with reversed chunks of short ones.
+    """Return the indices of each data-parallel rank: chunks of long items alternate with reversed chunks of short ones.
 
-    8..1 over 2 ranks gives lengths [8, 1, 6, 3] and [7, 2, 5, 4]. Counts differ by at most one: what is left of the
-    last chunk goes to the ranks that hold the fewest tokens.
+    8..1 over 2 ranks gives lengths [8, 1, 6, 3] and [7, 2, 5, 4]. Counts differ by at most one: the remainder goes to
+    the ranks that hold the fewest tokens.
     """
     if ranks <= 0:
         raise ValueError(f"the number of ranks must be positive, got {ranks}")
@@ -86,7 +90,7 @@ def interleave(lengths: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 class _Room:
-    """The room left in each bin, as a tree of maxima: the first bin with enough room is found in O(log n)."""
+    """The room left in each bin, as a tree of maxima that finds the first bin with enough room in O(log n)."""
 
     def __init__(self, bins: int, capacity: int) -> None:
         self.leaves = 1 << max(bins - 1, 0).bit_length()
@@ -111,18 +115,18 @@ class _Room:
 
 @dataclass
 class _Partial:
-    """A partition of some of the items. Empty parts are not stored, so that merging costs the smaller side's size."""
+    """A partition of some of the items. Empty parts are not stored, so a merge costs only the smaller side's size."""
 
     parts: list[Part]  # a heap, smallest first
     longest: int
 
     def entry(self, k: int, number: int | None = None) -> tuple[int, int, "_Partial"]:
-        """For a heap that yields the largest difference between longest and shortest part first."""
+        """Return a heap entry; the heap yields the largest difference between longest and shortest part first."""
         shortest = self.parts[0][0] if len(self.parts) == k else 0
         return shortest - self.longest, self.parts[0][1] if number is None else number, self
 
     def merge(self, other: "_Partial", k: int) -> "_Partial":
-        """Pair the longest of `other` with the shortest of this one, an empty part while there is one."""
+        """Pair the longest parts of `other` with the shortest of this one, empty parts first."""
         longest_first = sorted(other.parts, reverse=True)
         empty = k - len(self.parts)
         fresh, paired = longest_first[:empty], longest_first[empty:]

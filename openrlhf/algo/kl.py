@@ -1,4 +1,8 @@
-"""KL divergence from the reference policy: estimators, penalty, loss, and the controllers of its coefficient."""
+"""KL divergence from the reference policy: estimators, reward penalty, loss term, and coefficient controllers.
+
+The KL enters training either as a penalty on token rewards (`kl_penalty`) or as a loss term (`kl_loss`, with
+--use_kl_loss).
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -8,8 +12,8 @@ from torch import Tensor
 
 from openrlhf.algo.reduce import Denominator, Metrics, aggregate, masked_log_probs, mean_of
 
-LIMIT = 10.0  # of a token's KL as a reward, and of the log-ratio in a loss
-MAX_WEIGHT = 10.0  # of the importance weight in the unbiased gradient
+LIMIT = 10.0  # bound on a token's KL in the reward, and on the log-ratio in the loss
+MAX_WEIGHT = 10.0  # bound on the importance weight in the unbiased gradient
 
 
 def k1(log_ratio: Tensor) -> Tensor:
@@ -32,7 +36,7 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3"
 
 @torch.no_grad()
 def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, action_mask: Tensor, estimator: str = "k1") -> Tensor:
-    """Per-token KL as a reward term: clamped to [-10, 10], zero where masked, without gradient."""
+    """Per-token KL as a reward term: clamped to [-10, 10], zero at masked tokens, without gradient."""
     log_ratio = masked_log_probs(log_probs, action_mask) - masked_log_probs(ref_log_probs, action_mask)
     return _estimator(estimator)(_clamp_keeping_gradient(log_ratio)).clamp(-LIMIT, LIMIT)
 
@@ -49,11 +53,11 @@ def kl_loss(
 ) -> tuple[Tensor, Metrics]:
     """KL as a loss term, to be multiplied by its coefficient.
 
-    The log-ratio is clamped, never the value, and the clamp lets the gradient through: a token that drifted furthest
-    keeps the pull it had at the limit, instead of none.
+    The log-ratio is clamped, not the estimate, and the clamp passes the gradient through: a token that drifted beyond
+    the limit keeps the gradient it had at the limit, instead of none.
 
-    With `old_log_probs` the value stays, and the gradient becomes that of w k1^2 / 2, which is unbiased for the reverse
-    KL off policy; w = min(pi / pi_old, 10) is detached (arXiv 2510.01555; DeepSeek-V3.2).
+    With `old_log_probs` the value is the same, but the gradient becomes that of w k1^2 / 2, which is unbiased for the
+    reverse KL off policy; w = min(pi / pi_old, 10) is detached (arXiv 2510.01555; DeepSeek-V3.2).
     """
     current, reference = masked_log_probs(log_probs, action_mask), masked_log_probs(ref_log_probs, action_mask)
     log_ratio = _clamp_keeping_gradient(current - reference)
@@ -66,7 +70,7 @@ def kl_loss(
 
 
 def _clamp_keeping_gradient(log_ratio: Tensor) -> Tensor:
-    """Clamp the value and keep a gradient of one."""
+    """Clamp the value but keep a gradient of 1 (a straight-through clamp)."""
     return log_ratio.detach().clamp(-LIMIT, LIMIT) + (log_ratio - log_ratio.detach())
 
 
@@ -78,7 +82,7 @@ def _estimator(name: str) -> Callable[[Tensor], Tensor]:
 
 @dataclass(frozen=True)
 class FixedKL:
-    """A coefficient that stays."""
+    """A constant coefficient."""
 
     coef: float
 
@@ -88,7 +92,7 @@ class FixedKL:
 
 @dataclass(frozen=True)
 class AdaptiveKL:
-    """A coefficient steered so that the KL stays near `target` (Ziegler et al., arXiv 1909.08593, section 2.2)."""
+    """A coefficient adjusted to keep the KL near `target` (Ziegler et al., arXiv 1909.08593, section 2.2)."""
 
     coef: float
     target: float
@@ -99,11 +103,11 @@ class AdaptiveKL:
             raise ValueError(f"KL target and horizon must be positive, got {self.target} and {self.horizon}")
 
     def updated(self, kl: float, num_samples: int) -> "AdaptiveKL":
-        """The controller after a rollout of `num_samples` samples with mean KL `kl`."""
+        """Return the controller after a rollout of `num_samples` samples with mean KL `kl`."""
         error = min(max(kl / self.target - 1, -0.2), 0.2)
         return replace(self, coef=self.coef * (1 + error * num_samples / self.horizon))
 
 
 def kl_controller(coef: float, target: float | None, horizon: float) -> FixedKL | AdaptiveKL:
-    """Adaptive when a target is given. Its whole state is its fields: `dataclasses.asdict` saves it."""
+    """Return an adaptive controller if a target is given. Its fields are its whole state: save it with `asdict`."""
     return FixedKL(coef) if target is None else AdaptiveKL(coef, target, horizon)

@@ -1,4 +1,8 @@
-"""The policy's loss: clipped surrogate per token or per sequence, rollout correction, entropy bonus."""
+"""The policy loss: clipped surrogate per token (PPO) or per sequence (GSPO), rollout correction, entropy bonus.
+
+Per-token tensors all have the shape of the mask: [batch, tokens], or packed, in which case `rows` gives each token's
+sequence number. The loss knows nothing about the cluster: the caller passes the step's global denominator.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,12 +22,12 @@ from openrlhf.algo.reduce import (
     to_tokens,
 )
 
-MAX_LOG_RATIO = 20.0  # exp stays finite, and a ratio of 5e8 says no more than one of infinity
+MAX_LOG_RATIO = 20.0  # keeps exp finite; a ratio of 5e8 is as good as infinite
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Which tokens act, and which sequence each belongs to."""
+    """The mask of action tokens, and the sequence number of each token."""
 
     mask: Tensor
     rows: Tensor | None
@@ -44,13 +48,13 @@ def sequence_ratio(log_ratio: Tensor, tokens: Tokens) -> Tensor:
 
 
 def truncate(log_weight: Tensor, tokens: Tokens, low: float, high: float) -> Tensor:
-    """TIS: the importance weight, held in [low, high] (Yao et al., "Your Efficient RL Framework Secretly Brings You
+    """TIS: the importance weight, clamped to [low, high] (Yao et al., "Your Efficient RL Framework Secretly Brings You
     Off-Policy RL Training", 2025)."""
     return _exp(log_weight).clamp(low, high)
 
 
 def icepop(log_weight: Tensor, tokens: Tokens, low: float, high: float) -> Tensor:
-    """IcePop: a token whose weight leaves [low, high] is dropped, the others keep theirs (arXiv 2510.18855)."""
+    """IcePop: drop tokens whose weight is outside [low, high]; the others keep theirs (arXiv 2510.18855)."""
     weight = _exp(log_weight)
     return torch.where(_within(weight, low, high), weight, 0.0)
 
@@ -59,7 +63,8 @@ def sequence_mask(log_weight: Tensor, tokens: Tokens, low: float, high: float) -
     """Masked importance sampling by sequence: the geometric mean of a sequence's weights must be in [low, high]
     (Liu et al., "When Speed Kills Stability", 2025).
 
-    Kept weights are held in the interval too: +100 and -100 average to a sequence that passes with a weight of e^100.
+    The kept weights are clamped to the interval too: token log-weights of +100 and -100 average to 0, so the sequence
+    passes, with a weight of e^100 at one token.
     """
     return torch.where(_within(sequence_ratio(log_weight, tokens), low, high), _exp(log_weight).clamp(low, high), 0.0)
 
@@ -70,7 +75,7 @@ CORRECTIONS: dict[str, Correction] = {"tis": truncate, "icepop": icepop, "seq-ma
 
 @dataclass(frozen=True, kw_only=True)
 class PolicySettings:
-    """How a policy is updated: plain values, so that they can travel to a worker."""
+    """Settings of the policy update; plain values, so that they can be sent to a worker."""
 
     loss_type: str = "ppo"
     eps_low: float = 0.2
@@ -92,7 +97,7 @@ class PolicySettings:
 
     @property
     def aggregation(self) -> str:
-        """The mode in force, which says what the denominator counts: GSPO is defined by the mean over sequences."""
+        """The effective mode, which determines what the denominator counts; GSPO is always a mean over sequences."""
         return "seq-mean" if self.loss_type == "gspo" else self.loss_agg_mode
 
 
@@ -108,10 +113,10 @@ def policy_loss(
 ) -> tuple[Tensor, Metrics]:
     """Clipped surrogate (arXiv 1707.06347, eq. 7) with an asymmetric range (DAPO, arXiv 2503.14476, eq. 10).
 
-    `denominator` counts what `settings.aggregation` says. A single on-policy step may pass the current log-probs as the
-    old ones: only the first argument carries gradient. `rollout_log_probs` are the engine's own, for the correction
-    of the difference between engine and trainer: a weight on each token for PPO; for GSPO they take the place of
-    `old_log_probs` in the ratio, and there is no weight.
+    `denominator` counts tokens or sequences, as `settings.aggregation` says. A single on-policy step may pass the
+    current log-probs as the old ones: only the first argument carries gradient. `rollout_log_probs` are the engine's,
+    used to correct for the difference between engine and trainer: for PPO by a weight on each token; for GSPO they
+    replace `old_log_probs` in the ratio, and there is no weight.
     """
     if settings.correction is not None and rollout_log_probs is None:
         raise ValueError(f"correction {settings.correction!r} needs the rollout's log-probs")
@@ -139,9 +144,10 @@ def policy_loss(
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, settings: PolicySettings) -> tuple[Tensor, Tensor]:
-    """Per-token losses, and where the clipped term was the smaller.
+    """Return per-token losses, and a mask of the tokens at which clipping was active.
 
-    Dual clip (arXiv 1912.09729, eq. 5) bounds the loss of a bad action by c|A|, however likely it became.
+    Dual clip (arXiv 1912.09729, eq. 5) bounds the loss of an action with negative advantage by c|A|, however large its
+    ratio is.
     """
     plain = ratio * advantages
     bounded = ratio.clamp(1 - settings.eps_low, 1 + settings.eps_high) * advantages
@@ -159,7 +165,7 @@ def entropy_loss(
     mode: str = "token-mean",
     rows: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """Minus the mean entropy: added with its coefficient it is the entropy bonus (A3C, arXiv 1602.01783)."""
+    """Negative mean entropy; added with its coefficient, it is the entropy bonus (A3C, arXiv 1602.01783)."""
     return -aggregate(entropy, action_mask, mode, denominator, rows), {"entropy": mean_of(entropy, action_mask)}
 
 

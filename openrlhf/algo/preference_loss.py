@@ -1,4 +1,8 @@
-"""Losses on preferences: reward models, DPO and its kin, KTO. Each denominator counts the whole optimizer step."""
+"""Losses on preferences: pairwise reward models, DPO, cDPO, IPO and KTO.
+
+Inputs are one number per response: a reward, or a log-ratio of policy to reference. Each denominator is the count of
+the whole optimizer step.
+"""
 
 from collections.abc import Callable
 
@@ -41,7 +45,7 @@ def dpo(
     denominator: Denominator,
     label_smoothing: float = 0.0,
 ) -> tuple[Tensor, Metrics]:
-    """DPO (arXiv 2305.18290, eq. 7); with `label_smoothing` the probability of a flipped label, cDPO (Mitchell 2023).
+    """DPO (arXiv 2305.18290, eq. 7); cDPO (Mitchell 2023) if `label_smoothing`, the chance of a flipped label, is set.
 
     A log-ratio is log pi - log ref summed over a response (`reduce.sequence_sums`), [pairs].
     """
@@ -54,9 +58,9 @@ def dpo(
 def ipo(
     chosen_log_ratios: Tensor, rejected_log_ratios: Tensor, beta: float, denominator: Denominator
 ) -> tuple[Tensor, Metrics]:
-    """IPO (arXiv 2310.12036, eq. 17): the log-ratio difference is drawn to 1 / (2 beta).
+    """IPO (arXiv 2310.12036, eq. 17): regress the log-ratio difference to 1 / (2 beta).
 
-    Over summed log-probs as in the paper; the caller may give length averages (`reduce.sequence_means`) instead.
+    The paper uses summed log-probs; the caller may pass length averages (`reduce.sequence_means`) instead.
     """
     chosen, rejected = chosen_log_ratios.float(), rejected_log_ratios.float()
     losses = (chosen - rejected - 1 / (2 * beta)).square()
@@ -72,14 +76,14 @@ def chosen_nll(
 
 
 def mismatch_kl(log_ratios: Tensor) -> Mean:
-    """Log-ratios of mismatched pairs (a prompt with another prompt's response), to be added over the optimizer step."""
+    """Sum the log-ratios of mismatched pairs (a prompt with another prompt's response); add up over the whole step."""
     return mean_of(log_ratios)
 
 
 def kto_baseline(mismatch: Mean) -> Tensor:
-    """KTO's z0: the mean over ALL mismatched pairs of the step, not below zero, detached (arXiv 2402.01306, eq. 8).
+    """KTO's z0: the mean over ALL mismatched pairs of the step, at least zero, detached (arXiv 2402.01306, eq. 8).
 
-    Taken beforehand and over the whole step, it does not depend on how the step is cut into micro-batches.
+    It is computed before the step and over all of it, so it does not depend on the split into micro-batches.
     """
     return mismatch.value.clamp(min=0.0).float()
 
@@ -100,7 +104,7 @@ def kto(
     """
     good, ratios = desirable.bool(), log_ratios.float()
     gain = beta * (ratios - baseline.detach())
-    # 1 - sigmoid(x) = sigmoid(-x), which keeps its digits for large x
+    # sigmoid(-x) instead of 1 - sigmoid(x): it keeps its precision for large x.
     losses = torch.where(good, desirable_weight * torch.sigmoid(-gain), undesirable_weight * torch.sigmoid(gain))
     metrics = {"chosen_reward": mean_of(beta * ratios, good), "reject_reward": mean_of(beta * ratios, ~good)}
     return divide(losses.sum(), denominator), metrics

@@ -1,4 +1,8 @@
-"""Masked and global reductions: what a loss does with its tokens, without knowing the cluster."""
+"""Masked reductions from tokens to sequences to a loss, shared by all losses.
+
+The trick that makes losses independent of the cluster: a loss divides its sum by the denominator of the whole optimizer
+step, which the caller passes in, so that shares of micro-batches and ranks simply add up.
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -7,12 +11,12 @@ import torch
 from torch import Tensor
 
 Denominator = float | Tensor
-LOWEST_LOG_PROB = -1e4  # of a token that is impossible; far below what fp32 logits give a possible one
+LOWEST_LOG_PROB = -1e4  # stands for -inf; far below the log-prob of any possible token in fp32
 
 
 @dataclass(frozen=True)
 class Mean:
-    """A sum and how many things were summed, so that micro-batches, ranks and packs can be added exactly."""
+    """A sum and the number of summands, so that micro-batches, ranks and packs can be combined exactly."""
 
     total: Tensor  # [] float64
     count: Tensor  # [] float64
@@ -22,7 +26,7 @@ class Mean:
 
     @property
     def value(self) -> Tensor:
-        """The mean; zero when nothing was counted."""
+        """The mean; zero if nothing was counted."""
         return divide(self.total, self.count)
 
 
@@ -31,11 +35,11 @@ Metrics = dict[str, Mean]
 
 @torch.no_grad()
 def mean_of(values: Tensor, mask: Tensor | None = None) -> Mean:
-    """The detached sum and count of `values` where `mask` holds."""
+    """Return the detached sum and count of the unmasked `values`."""
     if mask is None:
         mask = torch.ones_like(values, dtype=torch.bool)
     kept = mask.bool()
-    # float64, because a float32 counter stops counting at 16M tokens
+    # float64, because a float32 counter saturates at 16M tokens.
     return Mean(masked(values, kept).sum(dtype=torch.float64), kept.sum().double())
 
 
@@ -49,31 +53,32 @@ def add_metrics(parts: Iterable[Metrics]) -> Metrics:
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:
-    """`values` in fp32, exact zero where masked: a product would let a masked NaN through, in the gradient too."""
+    """Return `values` in fp32, exactly zero at masked places; a product would pass masked NaNs on, in gradients too."""
     return torch.where(mask.bool(), values.float(), 0.0)
 
 
 def masked_log_probs(log_probs: Tensor, mask: Tensor) -> Tensor:
-    """`masked` log-probs with -inf made finite, so that the ratio of two impossible tokens is 1 and not NaN.
+    """Like `masked`, but with -inf made finite, so that the ratio of two impossible tokens is 1 and not NaN.
 
-    An impossible token gets no gradient. If only one side is impossible, the clamps on ratios bound the difference.
+    An impossible token gets no gradient. If only one side of a ratio is impossible, the clamps on ratios bound it.
     """
     return masked(log_probs, mask).clamp(min=LOWEST_LOG_PROB)
 
 
 def divide(total: Tensor, denominator: Denominator) -> Tensor:
-    """`total / denominator`; a step with nothing to learn from gives zero instead of 0/0."""
+    """Return `total / denominator`; a step with nothing to learn from gives zero instead of 0/0."""
     if isinstance(denominator, Tensor):
         return total / torch.where(denominator == 0, 1, denominator)
     return total / (denominator if denominator != 0 else 1.0)
 
 
 def sequence_sums(values: Tensor, mask: Tensor, rows: Tensor | None = None, num_sequences: int | None = None) -> Tensor:
-    """Sum of each sequence's tokens, [sequences].
+    """Sum the unmasked tokens of each sequence, [sequences].
 
-    `rows` numbers each token's sequence, from 0 within the micro-batch (any value where masked); without it, each row
-    of a 2-D tensor is a sequence. `num_sequences` is the length of the result for packed tokens; by default as many as
-    there are tokens, an upper bound that needs no look at the device: numbers without tokens get zero.
+    `rows` gives each token's sequence number, counted from 0 within the micro-batch (any value at masked tokens).
+    Without it, each row of a 2-D tensor is a sequence. `num_sequences` is the length of the result for packed tokens.
+    By default it is the number of tokens, an upper bound that needs no synchronisation with the device; sequence
+    numbers without tokens get zero.
     """
     kept = masked(values, mask)
     if rows is None:
@@ -87,20 +92,20 @@ def sequence_sums(values: Tensor, mask: Tensor, rows: Tensor | None = None, num_
 def sequence_means(
     values: Tensor, mask: Tensor, rows: Tensor | None = None, num_sequences: int | None = None
 ) -> Tensor:
-    """Mean of each sequence over its own tokens, [sequences]; zero for a fully masked one."""
+    """Average each sequence over its own unmasked tokens, [sequences]; zero for a fully masked one."""
     lengths = sequence_sums(torch.ones_like(mask, dtype=torch.float32), mask, rows, num_sequences)
     return divide(sequence_sums(values, mask, rows, num_sequences), lengths)
 
 
 def to_tokens(per_sequence: Tensor, mask: Tensor, rows: Tensor | None = None) -> Tensor:
-    """Each sequence's number at each of its tokens, in the shape of `mask`."""
+    """Broadcast one value per sequence [sequences] to its tokens, in the shape of `mask`."""
     if rows is None:
         return per_sequence.unsqueeze(-1).expand(mask.shape)
     return per_sequence[_clean_rows(rows, mask)]
 
 
 def sequence_count(mask: Tensor, rows: Tensor | None = None) -> Tensor:
-    """How many sequences have at least one token: what a seq-mean denominator counts."""
+    """Count the sequences with at least one unmasked token, for the denominator of seq-mean."""
     return (sequence_sums(torch.ones_like(mask, dtype=torch.float32), mask, rows) > 0).sum()
 
 
@@ -125,6 +130,7 @@ def _sum_of_sequence_means(values: Tensor, mask: Tensor, rows: Tensor | None) ->
 
 
 def _clean_rows(rows: Tensor, mask: Tensor) -> Tensor:
+    """Replace sequence numbers at masked tokens, such as the -1 of padding, by 0, so that they can index."""
     return torch.where(mask.bool(), rows, 0).long()
 
 

@@ -1,4 +1,8 @@
-"""Scalar rewards before they become advantages: penalties, comparison within a group, spreading over tokens."""
+"""Reward shaping, before rewards become advantages: penalties, comparison within a group, assignment to tokens.
+
+`SHAPING` maps --advantage_estimator to the comparison with the group (the samples of one prompt), and `advantages`
+does the rest.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +17,7 @@ Shaping = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class GroupStats:
-    """What each sample's group looks like; every field is [samples]."""
+    """Statistics of each sample's group; every field is [samples]."""
 
     mean: Tensor
     std: Tensor  # unbiased; 0 for a group of one
@@ -23,13 +27,13 @@ class GroupStats:
 
 
 def group_stats(rewards: Tensor, group_ids: Tensor) -> GroupStats:
-    """Statistics of each sample's group, for groups of any size in any order.
+    """Compute the statistics of each sample's group, for groups of any size in any order.
 
-    Sums run in float64, in which the mean of equal fp32 rewards is that reward exactly.
+    Sums are in float64, so that the mean of equal fp32 rewards is exactly that reward.
     """
-    _, group = torch.unique(group_ids, return_inverse=True)
+    _, group = torch.unique(group_ids, return_inverse=True)  # [samples]: groups renumbered from 0
     exact = rewards.double()
-    zeros = torch.zeros_like(exact)  # at least as long as there are groups
+    zeros = torch.zeros_like(exact)  # [samples], at least one entry per group
     size = zeros.index_add(0, group, torch.ones_like(exact))[group]
     mean = zeros.index_add(0, group, exact)[group] / size
     squares = zeros.index_add(0, group, (exact - mean).square())[group]
@@ -43,26 +47,26 @@ def group_stats(rewards: Tensor, group_ids: Tensor) -> GroupStats:
 
 
 def identity(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """PPO and REINFORCE++: the reward as it is, in fp32."""
+    """PPO and REINFORCE++: the unchanged reward, in fp32."""
     return rewards.float()
 
 
 def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """RLOO: a reward minus the mean of the others of its group (arXiv 2402.14740); 0 for a group of one."""
+    """RLOO: the reward minus the mean of the other rewards in its group (arXiv 2402.14740); 0 for a group of one."""
     group = group_stats(rewards, group_ids)
-    # r - (sum - r) / (n - 1) = (r - mean) n / (n - 1), which cancels less
+    # r - (sum - r) / (n - 1) = (r - mean) n / (n - 1); the latter has less cancellation.
     return (rewards.float() - group.mean) * group.size / (group.size - 1).clamp(min=1)
 
 
 def group_centred(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """REINFORCE++-baseline (arXiv 2501.03262) and Dr. GRPO (arXiv 2503.20783): a reward minus its group's mean."""
+    """REINFORCE++-baseline (arXiv 2501.03262) and Dr. GRPO (arXiv 2503.20783): the reward minus its group's mean."""
     return rewards.float() - group_stats(rewards, group_ids).mean
 
 
 def group_norm(rewards: Tensor, group_ids: Tensor, eps: float = 1e-9) -> Tensor:
-    """GRPO: a reward relative to its group, in units of the group's deviation (arXiv 2402.03300, section 4.1.2).
+    """GRPO: the reward minus its group's mean, over the group's standard deviation (arXiv 2402.03300, section 4.1.2).
 
-    A group whose rewards are all equal carries no signal and gets exact zeros: rounding could leave its centred rewards
+    A group whose rewards are all equal carries no signal and gets exact zeros: rounding could make its centred rewards
     and its deviation both tiny, and their ratio would be noise.
     """
     group = group_stats(rewards, group_ids)
@@ -81,7 +85,7 @@ SHAPING: dict[str, Shaping] = {
 
 
 def shape_steps(estimator: str, rewards: Tensor, group_ids: Tensor, sample_ids: Tensor) -> Tensor:
-    """Shaped rewards of steps, all arguments [steps]: each is compared with the steps of its group.
+    """Shape step rewards by comparing each with the steps of its group; all tensors are [steps].
 
     For GRPO this is process supervision (arXiv 2402.03300, section 4.1.3). RLOO's baseline is the mean over the steps
     of the other samples, because a sample's own steps depend on each other; 0 for a group of one sample.
@@ -99,7 +103,7 @@ WHITENED = frozenset({"gae", "reinforce", "reinforce_baseline"})  # advantages n
 
 
 def response_lengths(action_mask: Tensor) -> Tensor:
-    """Tokens from the first to the last action token, both counted, [batch]; 0 without any."""
+    """Count the tokens from the first to the last action token, inclusive, [batch]; 0 if there are none."""
     acts = action_mask.bool()
     begun = acts.cumsum(-1) > 0
     unfinished = acts.flip(-1).cumsum(-1).flip(-1) > 0
@@ -107,7 +111,7 @@ def response_lengths(action_mask: Tensor) -> Tensor:
 
 
 def overlong_penalty(rewards: Tensor, lengths: Tensor, max_len: int, buffer: float, factor: float) -> Tensor:
-    """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13): up to `factor` over the last `buffer` tokens."""
+    """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13): grows to `factor` over the last `buffer` tokens."""
     if not 0 < buffer <= max_len:
         raise ValueError(f"the overlong buffer must be in (0, {max_len}], the longest response, got {buffer}")
     excess = (lengths.float() - (max_len - buffer)).clamp(min=0.0, max=buffer)
@@ -115,9 +119,9 @@ def overlong_penalty(rewards: Tensor, lengths: Tensor, max_len: int, buffer: flo
 
 
 def stop_properly_penalty(rewards: Tensor, truncated: Tensor, coef: float) -> Tensor:
-    """ProRL (arXiv 2505.24864): a truncated response keeps only `coef` of its reward; a negative `coef` is its reward.
+    """ProRL (arXiv 2505.24864): scale the reward of a truncated response by `coef`; a negative `coef` replaces it.
 
-    The smaller of old and new is taken: scaling a negative reward towards zero would make truncation a gain.
+    The smaller of the old and new reward is used: scaling a negative reward towards zero would reward truncation.
     """
     if coef > 1:
         raise ValueError(f"the stop-properly coefficient must be at most 1, got {coef}")
@@ -127,18 +131,18 @@ def stop_properly_penalty(rewards: Tensor, truncated: Tensor, coef: float) -> Te
 
 
 def clip_rewards(rewards: Tensor, low: float, high: float) -> Tensor:
-    """Shaped rewards within [low, high]."""
+    """Clip shaped rewards to [low, high]."""
     return rewards.float().clamp(low, high)
 
 
 @torch.no_grad()
 def spread(rewards: Tensor, kl: Tensor | None, action_mask: Tensor, kl_coef: float) -> Tensor:
-    """Token rewards [batch, tokens]: -kl_coef kl at each action token, plus the reward at the last one.
+    """Return token rewards [batch, tokens]: -kl_coef kl at each action token, plus the reward at the last one.
 
-    (InstructGPT, arXiv 2203.02155, eq. 2.) No KL and a coefficient that is not positive both mean no penalty.
+    (InstructGPT, arXiv 2203.02155, eq. 2.) There is no penalty if `kl` is None or the coefficient is not positive.
     """
     acts = action_mask.bool()
-    remaining = acts.flip(-1).cumsum(-1).flip(-1)  # action tokens from here on
+    remaining = acts.flip(-1).cumsum(-1).flip(-1)  # [batch, tokens]: action tokens from this one on
     token_rewards = masked(rewards.unsqueeze(-1).expand(acts.shape), acts & (remaining == 1))
     if kl is None or kl_coef <= 0:
         return token_rewards
@@ -146,9 +150,9 @@ def spread(rewards: Tensor, kl: Tensor | None, action_mask: Tensor, kl_coef: flo
 
 
 def group_is_kept(scores: Tensor, group_ids: Tensor, low: float, high: float) -> Tensor:
-    """DAPO's dynamic sampling (arXiv 2503.14476, eq. 11): low < mean score of the group < high, [samples] bool.
+    """DAPO's dynamic sampling (arXiv 2503.14476, eq. 11): keep if low < mean score of the group < high, [samples] bool.
 
-    A missing score is NaN; its group is kept, since nothing is known against it.
+    A missing score is NaN; its group is kept, because nothing speaks against it.
     """
     if low >= high:
         raise ValueError(f"the filter range must have low < high, got {low} and {high}")

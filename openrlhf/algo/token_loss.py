@@ -1,6 +1,7 @@
 """Losses on next tokens: supervised fine-tuning, distillation, process rewards.
 
-Position t holds what predicts `labels[t]`: the caller has shifted already, and one mask covers every term.
+Logits and log-probs at position t predict `labels[t]`: the caller has already shifted them, and one mask applies to
+every term.
 """
 
 from collections.abc import Sequence
@@ -18,19 +19,20 @@ def sft_loss(
     mode: str = "token-mean",
     rows: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """Negative log-likelihood of the target tokens; `denominator` is the whole optimizer step's."""
+    """Negative log-likelihood of the target tokens; `denominator` is that of the whole optimizer step."""
     loss = -aggregate(log_probs, loss_mask, mode, denominator, rows)
     return loss, {"gpt_loss": mean_of(-log_probs, loss_mask)}
 
 
 def kd_terms(student_logits: Tensor, teacher_logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """(log p(label), sum over the vocabulary of p_teacher x log p_student) at each position; logits are [..., vocab].
+    """Return log p(label) and the sum over the vocabulary of p_teacher x log p_student, both [...].
 
-    A vocabulary entry that the student rules out (a logit of -inf) contributes nothing to the teacher's term.
+    Logits are [..., vocab]. A vocabulary entry that the student rules out (a logit of -inf) adds nothing to the
+    teacher's term.
     """
     log_probs = student_logits.float().log_softmax(-1)
     teacher = teacher_logits.detach().float().softmax(-1)
-    cross = (teacher * torch.where(log_probs.isinf(), 0.0, log_probs)).sum(-1)
+    cross = (teacher * torch.where(log_probs.isinf(), 0.0, log_probs)).sum(-1)  # [...]
     return log_probs.gather(-1, labels.unsqueeze(-1)).squeeze(-1), cross
 
 
@@ -39,7 +41,7 @@ def kd_loss(
 ) -> tuple[Tensor, Metrics]:
     """(1 - c) cross-entropy with the labels + c cross-entropy with the teacher (Hinton et al., arXiv 1503.02531).
 
-    Both terms (see `kd_terms`) stand at the same positions, under one mask.
+    Both terms (see `kd_terms`) have the same positions and the same mask.
     """
     loss = -aggregate((1 - kd_coef) * log_probs + kd_coef * cross, loss_mask, "token-mean", denominator)
     return loss, {"gpt_loss": mean_of(-log_probs, loss_mask), "distil_loss": mean_of(-cross, loss_mask)}
@@ -54,12 +56,12 @@ def prm_loss(
 ) -> tuple[Tensor, Metrics]:
     """Process rewards: cross-entropy at step ends (Math-Shepherd, arXiv 2312.08935; `denominator` counts steps).
 
-    Integer labels are token ids, over the whole vocabulary, or over `reward_token_ids` alone when given. Float labels
-    are probabilities p of the first of two reward tokens: cross-entropy against [p, 1 - p].
+    Integer labels are token ids; the softmax is over the whole vocabulary, or only over `reward_token_ids` if given.
+    Float labels are probabilities p of the first of two reward tokens: cross-entropy against [p, 1 - p].
     """
     kept = mask.bool()
     if reward_token_ids is not None:
-        logits = logits[..., torch.tensor(reward_token_ids, device=logits.device)]
+        logits = logits[..., torch.tensor(reward_token_ids, device=logits.device)]  # [..., reward tokens]
     log_probs = _masked_log_softmax(logits, kept)
     if labels.is_floating_point():
         targets = _soft_targets(masked(labels, kept), reward_token_ids)
@@ -72,7 +74,7 @@ def prm_loss(
 
 
 def masked_labels(labels: Tensor, mask: Tensor) -> Tensor:
-    """Labels that can index: 0 where masked, whatever padding stood there."""
+    """Return labels that are valid indices: the padding at masked places becomes 0."""
     return torch.where(mask.bool(), labels, 0).long()
 
 
@@ -88,7 +90,7 @@ def _soft_targets(probabilities: Tensor, reward_token_ids: Sequence[int] | None)
 
 
 def _columns(labels: Tensor, mask: Tensor, reward_token_ids: Sequence[int]) -> Tensor:
-    """Which of the reward tokens each label is."""
+    """Return the index of each label among the reward tokens."""
     matches = labels.unsqueeze(-1) == torch.tensor(reward_token_ids, device=labels.device)
     unknown = mask & ~matches.any(-1)
     if bool(unknown.any()):
