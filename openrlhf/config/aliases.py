@@ -1,7 +1,7 @@
-"""Other spellings of our flags: older names, names the documents misprint, and the dotted names of 0.10.2 and later.
+"""Other spellings of our flags: older names, misprints in the documentation, and the dotted names of 0.10.2 and later.
 
-They are rewritten before argparse sees them, so that the parser, the help and the errors know one name for one thing.
-Flags that older versions had and this one has not are in `retired`.
+They are rewritten before argparse sees them, so that the parser, the help and the errors use one name per flag. Flags
+of older versions that no longer exist are in `retired`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from openrlhf.config.flags import flags_of
 from openrlhf.config.retired import CORRECTION, correction_words, retire, retired_names
 
-# Old spelling -> the words that replace it. A line says what it became.
+# Old spelling -> the words that replace it. A message tells the user about the new spelling.
 RENAMED: Mapping[str, tuple[str, ...]] = {
     "bf16": ("--param_dtype", "bf16"),
     "flash_attn": ("--attn_implementation", "flash_attention_2"),
@@ -27,7 +27,7 @@ RENAMED: Mapping[str, tuple[str, ...]] = {
     "critic.muon.no_nesterov": ("--critic_muon_nesterov", "false"),
 }
 
-# Values that have another name here, by flag.
+# Values that have been renamed, by flag.
 VALUES: Mapping[str, Mapping[str, str]] = {
     "vllm_is_correction_type": {"mis": "seq-mask-tis"},
     "loss_agg_mode": {"seq-mean-token-mean": "seq-mean"},
@@ -38,7 +38,8 @@ ENVIRONMENT: Mapping[str, str] = {
     "OPENRLHF_ASYNC_NUM_TASKS": "max_episodes_per_engine",
 }
 
-# Keys, which a command line would show to everyone on the machine -> the flag; the first that the command has is meant.
+# Environment variable of an API key -> flags; the first one that the command has is used. A key on the command line
+# would be visible to every user of the machine.
 SECRETS: Mapping[str, tuple[str, ...]] = {"OPENRLHF_RM_API_KEY": ("api_key", "reward_api_key")}
 
 
@@ -47,7 +48,7 @@ def _same(prefix: str, *names: str) -> dict[str, tuple[str, ...]]:
 
 
 def _entity(role: str) -> dict[str, tuple[str, ...]]:
-    """Optimizer names of one network. The policy's are the plain flags; the critic's stand beside them."""
+    """Map one network's dotted optimizer names to flags: the policy's have no prefix, the critic's have `critic_`."""
     own = "critic_" if role == "critic." else ""
     rate = {"": "learning_rate", "actor.": "actor_learning_rate", "critic.": "critic_learning_rate"}[role]
     names = {
@@ -74,7 +75,7 @@ def _placement(role: str) -> dict[str, tuple[str, ...]]:
     return {f"{role}.{count}": (f"{role}_{count}",) for count in ("num_nodes", "num_gpus_per_node")}
 
 
-# Dotted name -> flat names; the first that the command has is meant (`ref.offload` is two flags in two commands).
+# Dotted name -> flat names; the first one that the command has is used (`ref.offload` is two flags in two commands).
 DOTTED: Mapping[str, tuple[str, ...]] = {
     **{f"{model}.model_name_or_path": ("pretrain",) for model in ("model", "actor")},
     "reward.model_name_or_path": ("reward_pretrain",),
@@ -190,7 +191,7 @@ DOTTED: Mapping[str, tuple[str, ...]] = {
 
 
 def known_spellings(command: type) -> list[str]:
-    """Every name that this command understands, ours first."""
+    """List every spelling that a command accepts, current names first."""
     flags = flags_of(command)
     renamed = [old for old, words in RENAMED.items() if words[0].removeprefix("--") in flags]
     dotted = [name for name, flat in DOTTED.items() if any(target in flags for target in flat)]
@@ -198,7 +199,7 @@ def known_spellings(command: type) -> list[str]:
 
 
 def rewrite(command: type, argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """`argv` in our own spelling, and one line for each old spelling that was met."""
+    """Rewrite `argv` to current spellings; also return one message per old spelling found."""
     flags = flags_of(command)
     words: list[str] = []
     notes: list[str] = []
@@ -224,7 +225,7 @@ def rewrite(command: type, argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def arguments(argv: Sequence[str]) -> list[tuple[str, str, list[str]]]:
-    """Each flag with the words that follow it: its name, its value as one text, and the words themselves.
+    """Group words by flag: its name, its value as one text, and the original words.
 
     Words before the first flag have no name.
     """
@@ -240,7 +241,7 @@ def arguments(argv: Sequence[str]) -> list[tuple[str, str, list[str]]]:
 
 
 def replacement(became: Sequence[str], given: Sequence[str]) -> list[str]:
-    """The words for `--old`, `--old=value` or `--old value`; a file gives a switch as `=true` or `=false`."""
+    """Replace `--old`, `--old=value` or `--old value`; switches from a file come as `=true` or `=false`."""
     _, equals, value = given[0].partition("=")
     if len(became) == 1:
         return [became[0] + equals + value, *given[1:]]
@@ -249,7 +250,7 @@ def replacement(became: Sequence[str], given: Sequence[str]) -> list[str]:
 
 
 def with_values(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words with values of other versions renamed, and a line for each."""
+    """Rename values of other versions; also return one message for each."""
     made: list[str] = []
     notes: list[str] = []
     for name, value, given in arguments(words):
@@ -260,7 +261,7 @@ def with_values(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def environment_arguments(command: type, environ: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """What the environment says, as arguments that a flag may override, and a line for each name of older versions."""
+    """Turn environment variables into arguments, which flags may override; also return a message per old variable."""
     flags = flags_of(command)
     old = [(key, name) for key, name in ENVIRONMENT.items() if key in environ and name in flags]
     keys = [(key, name) for key, names in SECRETS.items() if key in environ for name in names if name in flags]

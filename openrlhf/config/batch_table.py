@@ -1,4 +1,4 @@
-"""The batch sizes that follow from the flags, as a table to read before a run spends anything."""
+"""The table of batch sizes that training commands print at start-up, so that you can check them before the run."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from openrlhf.config.runtime import num_devices, resolve_runtime
 
 @dataclass(frozen=True)
 class Line:
-    """One derived number and how it came about."""
+    """One derived number and how it was computed."""
 
     name: str
     value: str

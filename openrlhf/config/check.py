@@ -1,4 +1,7 @@
-"""Which rules each command keeps, in the order in which they run."""
+"""The rules of each command, in the order in which they run.
+
+`check` is called once, right after parsing. Rules live in `checks/`, one function per rule, named after the rule.
+"""
 
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
@@ -176,9 +179,10 @@ RULES: dict[type, Rules] = {
 
 
 def check(config: C, tell: Callable[[str], None] = say, given: Collection[str] | None = None) -> C:
-    """The config after its rules: the one that the rest of the program sees, and that nothing writes to.
+    """Apply a command's rules and return the config that the rest of the program uses; nothing modifies it later.
 
-    Flags among `given` (None: those that are not defaults) that do nothing in this run are named.
+    Flags among `given` that have no effect in this run are reported; None means all flags that differ from their
+    defaults.
     """
     checked = apply(config, RULES[type(config)], tell)
     for line in answers(checked, TABLE, given):

@@ -1,4 +1,7 @@
-"""The commands: which sections each one has, and the defaults in which it differs."""
+"""The config of each command: its sections of flags, and its own defaults for some of them.
+
+`COMMANDS` maps command names to configs. The docstrings of the configs are shown by `openrlhf --help`.
+"""
 
 from dataclasses import dataclass
 
@@ -42,7 +45,7 @@ PLAIN_TEMPLATE = "User: {}\nAssistant: "
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """What every training command has."""
+    """Sections of every training command."""
 
     model: Model = section(Model)
     batches: Batches = section(Batches)
@@ -56,7 +59,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedConfig(TrainingConfig):
-    """What the six commands that train on a dataset have."""
+    """Sections of the six commands that train on a dataset."""
 
     data: Dataset = section(Dataset)
     optimizer: SupervisedOptimizer = section(SupervisedOptimizer)

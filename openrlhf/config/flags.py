@@ -1,4 +1,8 @@
-"""A flag is one dataclass field: what declares flags, lists those of a command, and replaces values."""
+"""Flags as dataclass fields: declare them, list those of a command, replace their values.
+
+A command is a dataclass of sections, a section is a dataclass of flags, and each flag is declared exactly once. The
+parser, the checks and `config.json` all derive from these declarations.
+"""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -11,12 +15,12 @@ C = TypeVar("C")
 
 
 def flag(default: T, help: str) -> T:
-    """A field of a section, and with it a command-line flag of the same name."""
+    """Declare a field of a section, and with it the command-line flag of the same name."""
     return cast(T, dataclasses.field(default=default, metadata={"help": help}))
 
 
 def section(kind: type[T], **defaults: object) -> T:
-    """A section of a command, with the defaults in which this command differs."""
+    """Declare a section of a command, with the defaults that this command changes."""
     return cast(T, dataclasses.field(default_factory=partial(kind, **defaults)))
 
 
@@ -34,7 +38,7 @@ class Flag:
 
 @cache
 def flags_of(command: type) -> Mapping[str, Flag]:
-    """All flags of a command by name, in the order in which its sections declare them."""
+    """Return all flags of a command by name, in the order of declaration."""
     return {item.name: item for item in _walk(command)}
 
 
@@ -52,7 +56,7 @@ def _walk(command: type) -> Iterator[Flag]:
 
 
 def replace_flags(config: C, **values: object) -> C:
-    """The same command with some flags replaced, each found in the section that holds it."""
+    """Return the config with some flags replaced; each is looked up in the section that declares it."""
     known = flags_of(type(config))
     by_section: dict[str, dict[str, object]] = {}
     for name, value in values.items():
@@ -62,5 +66,5 @@ def replace_flags(config: C, **values: object) -> C:
 
 
 def flag_values(config: object) -> dict[str, object]:
-    """Every flag of a command with its value: what is written to `config.json`."""
+    """Return every flag with its value, as written to `config.json`."""
     return {name: getattr(getattr(config, item.section), name) for name, item in flags_of(type(config)).items()}

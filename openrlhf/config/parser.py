@@ -1,4 +1,8 @@
-"""From dataclasses to a command line: sections become argparse groups, fields become flags."""
+"""The command-line parser, built from the config dataclasses: sections become argparse groups, fields become flags.
+
+Flags can also come from the environment and from YAML files (`--config`). All of them are turned into arguments first,
+so that they share one reading and one set of error messages.
+"""
 
 import argparse
 import difflib
@@ -23,14 +27,17 @@ TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 def parse(
     command: type[C], argv: Sequence[str], *, prog: str = "openrlhf", environ: Mapping[str, str] | None = None
 ) -> C:
-    """The config of a command line; see `parse_given`."""
+    """Parse a command line into a config; see `parse_given`."""
     return parse_given(command, argv, prog=prog, environ=environ)[0]
 
 
 def parse_given(
     command: type[C], argv: Sequence[str], *, prog: str = "openrlhf", environ: Mapping[str, str] | None = None
 ) -> tuple[C, frozenset[str]]:
-    """Flags from the environment, then `--config FILE`, then `argv`; what comes later wins. Also: which were given."""
+    """Parse flags from the environment, then `--config FILE`, then `argv`; later values override earlier ones.
+
+    Also return the names of the flags that were given.
+    """
     environ = os.environ if environ is None else environ
     parser = build_parser(command, prog)
     files = parser.parse_known_args(rewrite(command, argv)[0])[0].config
@@ -47,7 +54,7 @@ def parse_given(
 
 
 def assemble(command: type[C], values: Mapping[str, object]) -> C:
-    """The frozen config of a command from its flags by name; every flag must be there."""
+    """Build the frozen config of a command from its flags by name; every flag must be present."""
     by_section: dict[str, dict[str, object]] = {}
     defaults = command()
     for name, item in flags_of(command).items():
@@ -57,14 +64,14 @@ def assemble(command: type[C], values: Mapping[str, object]) -> C:
 
 
 class FlagParser(argparse.ArgumentParser):
-    """argparse with our errors: a ConfigError instead of a usage dump and an exit."""
+    """argparse that raises a ConfigError instead of printing its usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message.replace("argument ", "", 1), try_this=f"{self.prog} --help")
 
 
 class FlagHelp(argparse.HelpFormatter):
-    """Help with room for long names, and no brackets behind switches."""
+    """Help formatter with room for long names and without brackets after switches."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=44, width=120)
@@ -80,7 +87,7 @@ def build_parser(command: type, prog: str) -> FlagParser:
         usage=f"{prog} [--flag value ...]",
         description=description,
         formatter_class=FlagHelp,
-        allow_abbrev=False,  # a slip of the pen would pass as an abbreviation, and mean whatever flag begins like it
+        allow_abbrev=False,  # a typo could pass as an abbreviation of some other flag
     )
     parser.add_argument(
         "--config",
@@ -89,7 +96,7 @@ def build_parser(command: type, prog: str) -> FlagParser:
         default=[],
         help="YAML file with the same names; flags given here win over it",
     )
-    parser._negative_number_matcher = NEGATIVE_NUMBER  # argparse's own takes -1e-3 for a flag
+    parser._negative_number_matcher = NEGATIVE_NUMBER  # argparse's default takes -1e-3 for a flag
     groups: dict[str, argparse._ArgumentGroup] = {}
     for item in flags_of(command).values():
         if item.section not in groups:
@@ -99,7 +106,7 @@ def build_parser(command: type, prog: str) -> FlagParser:
 
 
 def argument_options(item: Flag) -> dict[str, Any]:
-    """The keywords for `add_argument` that a field's type asks for."""
+    """Return the keyword arguments for `add_argument` that match a field's type."""
     shown = " ".join(map(str, item.default)) if isinstance(item.default, tuple) else item.default
     wanted = without_none(item.type)
     unset = item.default is None or item.default is False or shown == ""
@@ -135,7 +142,7 @@ def to_bool(text: str) -> bool:
 
 
 def unknown_flag(command: type, given: str) -> ConfigError:
-    """Names the flags that begin so, else the nearest; old and dotted spellings included."""
+    """Build the error for an unknown flag; suggest flags with that prefix, else similar ones, old spellings too."""
     name = given.split("=")[0].lstrip("-")
     if not given.startswith("--"):
         return ConfigError(
@@ -149,7 +156,7 @@ def unknown_flag(command: type, given: str) -> ConfigError:
 
 
 def file_arguments(command: type, path: Path) -> list[str]:
-    """A YAML file as command-line arguments, so that both pass through the same reading and the same errors."""
+    """Convert a YAML file to command-line arguments, so that both share the same parsing and the same errors."""
     import yaml
 
     try:
@@ -168,20 +175,20 @@ def file_arguments(command: type, path: Path) -> list[str]:
         if name not in known:
             raise ConfigError(f"in --config {path}: {unknown_flag(command, '--' + name)}")
         if isinstance(value, list) and takes_text(command, name):
-            value = ",".join(map(str, value))  # a list of datasets is one word with commas on the command line
+            value = ",".join(map(str, value))  # on the command line, a list of datasets is one comma-separated word
         arguments += as_arguments(name, value)
     return arguments
 
 
 def takes_text(command: type, name: str) -> bool:
-    """True for a flag of ours that is one text, such as a comma list of datasets."""
+    """Return True for a flag whose value is one text, such as a comma-separated list of datasets."""
     flags = flags_of(command)
     flat = next((target for target in (name, *DOTTED.get(name, ())) if target in flags), None)
     return flat is not None and without_none(flags[flat].type) is str
 
 
 def flatten(content: Mapping[str, Any], known: Sequence[str], prefix: str = "") -> list[tuple[str, Any]]:
-    """`{ds: {zero_stage: 3}}` gives `ds.zero_stage`: nested files read as the dotted names do."""
+    """Flatten nested keys to dotted names: `{ds: {zero_stage: 3}}` gives `ds.zero_stage`."""
     rows: list[tuple[str, Any]] = []
     for key, value in content.items():
         name = f"{prefix}{key}"

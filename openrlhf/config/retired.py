@@ -1,6 +1,6 @@
-"""Flags that older versions had and this one has not: dropped with a line, or refused with what to use instead.
+"""Flags of older versions that no longer exist: ignored with a message, or rejected with an alternative.
 
-Dropping is for flags that change how a run is computed, refusing for those that change what is learned.
+Flags that only changed how a run is computed are ignored; flags that changed what is learned are rejected.
 """
 
 from collections.abc import Collection, Mapping
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 from openrlhf.errors import ConfigError
 
-TRAINING, RL = "gradient_checkpointing", "prompt_data"  # flags by which to tell the commands that had a retired one
+TRAINING, RL = "gradient_checkpointing", "prompt_data"  # flags that identify the commands that had a retired flag
 
 
 @dataclass(frozen=True)
 class Retired:
-    """A flag that is gone, the commands that had it (those with the flag `of`), and what to say about it."""
+    """A retired flag: the commands that had it (those with the flag `of`), and the message to print."""
 
     of: str
     line: str
-    try_this: str | None = None  # given: the flag is refused
-    harmless: Collection[str] = ()  # values that are dropped even so
+    try_this: str | None = None  # if set, the flag is rejected
+    harmless: Collection[str] = ()  # values that are ignored all the same
 
 
 TEXT_ONLY = "has no effect: models are trained on text"
@@ -44,21 +44,21 @@ RETIRED: Mapping[str, Retired] = {
     **{name: Retired(RL, TEXT_ONLY) for name in ("freeze_visual_encoder", "actor.freeze_visual_encoder")},
 }
 
-# 0.11.2 says in three flags what --vllm_is_correction_type says in one.
+# 0.11.2 has three flags for what --vllm_is_correction_type expresses in one.
 LEVEL, MODE, GATING = (f"algo.advantage.is_correction_{name}" for name in ("level", "mode", "gating"))
 CORRECTION: Mapping[str, str] = dict.fromkeys((LEVEL, MODE, GATING), "enable_vllm_is_correction")
 CORRECTION_TYPES = {("token", "clip"): "tis", ("token", "mask"): "icepop", ("seq", "mask"): "seq-mask-tis"}
 
 
 def retired_names(flags: Collection[str]) -> list[str]:
-    """The flags that a command with these `flags` had in older versions."""
+    """List the retired flags of a command that has these `flags`."""
     return [name for name, item in RETIRED.items() if item.of in flags] + [
         name for name, own in CORRECTION.items() if own in flags
     ]
 
 
 def retire(name: str, value: str) -> str:
-    """The line for a dropped flag; raises for one that is refused."""
+    """Return the message for an ignored flag; raise for a rejected one."""
     item = RETIRED[name]
     if item.try_this is not None and value not in item.harmless:
         raise ConfigError(f"--{name} {value} {item.line}", try_this=item.try_this)
@@ -66,7 +66,7 @@ def retire(name: str, value: str) -> str:
 
 
 def correction_words(given: Mapping[str, str]) -> list[str]:
-    """Our flags for the three of 0.11.2."""
+    """Translate the three correction flags of 0.11.2 to ours."""
     if not given:
         return []
     level, mode, gating = given.get(LEVEL, "off"), given.get(MODE, "mask"), given.get(GATING, "ratio")

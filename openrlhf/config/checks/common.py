@@ -1,4 +1,4 @@
-"""Rules that every training command shares."""
+"""Rules that several commands share: model, template, precision, data and checkpoint flags."""
 
 import json
 
@@ -35,7 +35,7 @@ def a_model_is_given(config: object) -> None:
 
 
 def empty_template_is_none(config: Templated) -> Changed[Templated] | None:
-    """Pipelines pass an empty template to say that the prompt is complete; a here-document keeps its quotes."""
+    """Read an empty template as none: scripts pass it for complete prompts, and a here-document keeps its quotes."""
     if config.template.input_template in EMPTY:
         return change(config, "--input_template is empty: inputs are used as they stand", input_template=None)
     return None
@@ -126,7 +126,7 @@ def resuming_needs_checkpoints(config: TrainingConfig) -> str | None:
 
 
 def keys_fit_into_a_header(config: object) -> None:
-    """Found now, and not as an odd failure of the first request."""
+    """Check now; otherwise the first request would fail with an obscure error."""
     values = flag_values(config)
     for name in ("api_key", "reward_api_key"):
         key = str(values.get(name) or "")

@@ -1,4 +1,4 @@
-"""Parts that are extras: asked for by a flag, they must be installed, and the message is the pip command."""
+"""Rules about optional packages: if a flag needs one that is missing, the error contains the pip command."""
 
 from importlib.util import find_spec
 
@@ -21,7 +21,7 @@ EXTRA_OF = {  # package -> extra
 
 
 def require(package: str, needed_by: str) -> None:
-    """Raises with the command that installs a package, unless it is there; imports nothing."""
+    """Raise, with the pip command, if a package is not installed; imports nothing."""
     if find_spec(package) is None:
         raise MissingExtraError(
             f"{needed_by} needs {package}, which is not installed", try_this=f"pip install '.[{EXTRA_OF[package]}]'"

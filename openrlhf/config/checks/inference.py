@@ -83,10 +83,10 @@ def other_machines_need_a_key(config: ServeRMConfig) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """True for an address that only this machine can reach."""
+    """Return True for an address that only this machine can reach."""
     try:
         return ip_address(host).is_loopback
-    except ValueError:  # a name
+    except ValueError:  # a host name
         return host == "localhost"
 
 

@@ -1,4 +1,4 @@
-"""Numbers that a flag can take at all, whatever the others say."""
+"""Valid ranges of numeric flags, regardless of other flags."""
 
 from collections.abc import Callable, Mapping
 

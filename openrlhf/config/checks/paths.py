@@ -1,4 +1,4 @@
-"""Files and folders that flags name: whatever is plainly local must be there before anything loads."""
+"""Rules about files and folders: a path that is clearly local must exist before anything is loaded."""
 
 import os
 from collections.abc import Iterator
@@ -15,17 +15,17 @@ DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".py")
 
 
 def looks_local(name: str) -> bool:
-    """`/x`, `./x`, `../x`, `~/x`: a hub name cannot begin like this."""
+    """Return True for `/x`, `./x`, `../x` and `~/x`; a hub name cannot start like this."""
     return name.startswith(("/", "./", "../", "~"))
 
 
 def is_here(name: str) -> bool:
-    """True for a model or dataset that lies on this machine, so that no hub is asked for it."""
+    """Return True for a model or dataset on this machine, for which no hub is contacted."""
     return looks_local(name) or Path(name.partition("@")[0]).expanduser().exists()
 
 
 def named_by(config: object, flags: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """(flag, item) for each item of the comma lists under these flags."""
+    """Yield (flag, item) for each item of these flags' comma-separated values."""
     values = flag_values(config)
     for name in flags:
         value = values.get(name)
@@ -81,7 +81,7 @@ def recorded_rollouts_exist(config: object) -> None:
 
 
 def replay_is_of_another_run(config: object) -> None:
-    """A run clears the folder of its own rollouts before it writes the first."""
+    """Forbid replaying a run's own folder: a run clears its rollouts folder before it writes to it."""
     values = flag_values(config)
     if values.get("replay"):
         own = Path(str(values["run_dir"] or Path(str(values["save_path"])) / "run")) / "rollouts"
@@ -93,7 +93,7 @@ def replay_is_of_another_run(config: object) -> None:
 
 
 def outputs_can_be_written(config: object) -> None:
-    """Found now, and not when hours of work are to be saved."""
+    """Check now, not after hours of work, when the result is to be saved."""
     for name, item in named_by(config, OUTPUT_FLAGS):
         folder = Path(item).expanduser()
         nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())

@@ -1,4 +1,4 @@
-"""Rules about who sits where: devices, engines, sleep."""
+"""Rules about placement in RL: devices of each role, engines, colocation and sleep."""
 
 import os
 
@@ -20,7 +20,7 @@ from openrlhf.errors import ConfigError
 
 
 def launched_processes_become_devices(config: RLConfig) -> Changed[RLConfig] | str | None:
-    """A launcher starts one process per device, but RL has one driver: the first process starts the others on Ray."""
+    """Turn a launcher's processes into devices on Ray: RL has one driver, so only the first process continues."""
     processes, nodes = world_size(), launched_nodes()
     if processes == 1:
         return None
@@ -47,7 +47,7 @@ def launched_processes_become_devices(config: RLConfig) -> Changed[RLConfig] | s
 
 
 def counts_of(config: RLConfig, role: Role, nodes: int, processes: int) -> dict[str, int]:
-    """The flags that give a role one device per process, unless the command line has its own."""
+    """Return the flags that give a role one device per launched process, unless the command line sets its own."""
     given = config.placement.given_gpus_per_node(role)
     return {f"{role}_num_nodes": nodes, f"{role}_num_gpus_per_node": given or processes // nodes}
 
@@ -138,7 +138,7 @@ def groups_divide_the_devices(config: RLConfig) -> None:
     ring, tensor = config.sharding.ring_attn_size, config.sharding.ds_tensor_parallel_size
     for role in used_roles(config):
         if role == "reward" and ring == 1:
-            continue  # no tensor of a reward model is split, but its rows are
+            continue  # a reward model is not tensor-parallel; only rings split its rows
         devices = num_devices(config, role)
         if devices % (ring * tensor):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Rules of reinforcement learning: samples, rewards, losses."""
+"""Rules of reinforcement learning: prompts, rollouts, rewards, advantages and losses."""
 
 from openrlhf.config.checks.common import needed_flag
 from openrlhf.config.checks.rule import Changed, change
@@ -200,7 +200,10 @@ def context_leaves_room(config: RLConfig) -> None:
 
 
 def generate_max_len_within_max_len(config: RLConfig) -> Changed[RLConfig] | None:
-    """Scripts of 0.9.7 and before give both; later ones give the context alone and let a response fill it."""
+    """Read --generate_max_len beside --max_len as --max_new_tokens.
+
+    Scripts for 0.9.7 and earlier pass both; later ones pass only --max_len and let a response fill the context.
+    """
     rollout = config.rollout
     given = rollout.generate_max_len != GENERATE_MAX_LEN
     if given and rollout.max_len is not None and rollout.max_new_tokens is None:
@@ -217,7 +220,7 @@ def sampling_has_a_temperature(config: RLConfig) -> None:
 
 
 def correction_needs_the_whole_distribution(config: RLConfig) -> str | None:
-    """The trainer's log-probs run over the whole vocabulary, so the engine's must do so too."""
+    """Require log-probs over the whole vocabulary from the engine, because the trainer's are."""
     rollout, limits = config.rollout, config.rollout.limits_on_tokens
     if not (uses_correction(config) and limits):
         return None

@@ -1,4 +1,4 @@
-"""What a rule is: a function named as the rule, which raises, returns a line to print, or returns a changed config."""
+"""The rule protocol: a function named after its rule that raises, returns a message, or returns a changed config."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ C = TypeVar("C")
 
 @dataclass(frozen=True)
 class Changed(Generic[C]):
-    """A config in which a rule had to change something, and the line that says so."""
+    """A config that a rule had to change, and the message that says so."""
 
     config: C
     line: str
@@ -26,7 +26,7 @@ def change(config: C, line: str, **values: object) -> Changed[C]:
 
 
 def apply(config: C, rules: Iterable[Rule[C]], tell: Callable[[str], None] = say) -> C:
-    """Runs the rules in order; each sees what those before it changed."""
+    """Run the rules in order; each sees the changes of those before it."""
     for rule in rules:
         match rule(config):
             case None:

@@ -13,7 +13,7 @@ from openrlhf.errors import ConfigError
 
 
 def deepspeed_processes(config: TrainingConfig, *, frozen: bool = False) -> dict[str, int]:
-    """Process count of each model that DeepSpeed trains; with `frozen` also of those that it only shards."""
+    """Return the process count of each model that DeepSpeed trains; with `frozen`, also of those it only shards."""
     if isinstance(config, RLConfig):
         used: dict[Role, bool] = {
             "actor": True,
@@ -96,7 +96,7 @@ def gradients_are_summed_in_fp32_or_as_they_come(config: TrainingConfig) -> None
 
 
 def sleeping_needs_movable_gradients(config: RLConfig) -> None:
-    """DeepSpeed's optimizer for bf16 weights with fp32 sums at stage 1 cannot be moved off the device."""
+    """Reject sleep at stage 1 with bf16 weights and fp32 gradient sums: DeepSpeed cannot offload that optimizer."""
     sharding = config.sharding
     fp32_sums = config.model.param_dtype == "bf16" and sharding.grad_accum_dtype != "bf16"
     stuck = sharding.zero_stage == 1 and fp32_sums and not sharding.adam_offload

@@ -8,7 +8,7 @@ from openrlhf.errors import ConfigError
 
 
 def world_size() -> int:
-    """Processes that a launcher started; 1 without one."""
+    """Return the number of processes that a launcher started; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 

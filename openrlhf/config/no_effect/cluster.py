@@ -1,4 +1,4 @@
-"""Flags of engines and devices."""
+"""Flags of engines and devices that have no effect in some runs; see `lines`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ Condition = Callable[[Any], bool]
 
 
 def devices_idle(flags: str, why: str, when: Condition) -> NoEffect:
-    """Numbers of devices that nothing gets; they may still decide for Ray, and then they have had an effect."""
+    """Make a row for device counts that no model uses; they are idle only if they do not select Ray either."""
 
     def is_idle(config: RLConfig) -> bool:
         defaults = flags_of(RLConfig)

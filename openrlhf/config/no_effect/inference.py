@@ -1,4 +1,4 @@
-"""Flags of generation, scoring and chat."""
+"""Flags of generation, scoring and chat that have no effect in some runs; see `lines`."""
 
 from collections.abc import Callable
 from typing import Any

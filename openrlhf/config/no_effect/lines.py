@@ -1,8 +1,8 @@
-"""Flags that do nothing in some runs say so: no flag may be without effect in silence.
+"""Messages about flags that have no effect in a run: no flag is ignored silently.
 
-A row of the table stands for a reason: the flags, the runs in which they do nothing, and the rest of the line
-"--zero_stage 2 has no effect ...". A row counts for every command of its kind that has one of its flags.
-`tests/launch/test_flags_act.py` runs the commands and finds the flags that their code did not read: each needs a row.
+Each row of the table is a reason: the flags, the runs in which they have no effect, and the end of the message
+"--zero_stage 2 has no effect ...". A row applies to every command of its kinds that has one of its flags.
+`tests/launch/test_flags_act.py` runs the commands and finds the flags that their code did not read; each needs a row.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -12,17 +12,17 @@ from typing import Any, Literal, get_origin
 from openrlhf.config.flags import Flag, flag_values, flags_of
 from openrlhf.config.parser import without_none
 
-EMPTY = (None, "", ())  # a flag that was given to take a value back asks for nothing
+EMPTY = (None, "", ())  # a flag that was given only to unset a value needs no message
 
 
 @dataclass(frozen=True)
 class NoEffect:
-    """A reason why flags do nothing."""
+    """A reason why some flags have no effect."""
 
     flags: tuple[str, ...]
-    why: str  # goes on after "has no effect "
-    kinds: tuple[type, ...]  # of commands
-    when: Callable[[Any], bool]  # of a checked config
+    why: str  # follows "has no effect "
+    kinds: tuple[type, ...]  # config classes the row applies to
+    when: Callable[[Any], bool]  # called with a checked config
 
 
 def always(_: object) -> bool:
@@ -32,12 +32,12 @@ def always(_: object) -> bool:
 def idle(
     flags: str, why: str, kind: type | tuple[type, ...] = object, when: Callable[[Any], bool] = always
 ) -> NoEffect:
-    """A row of the table; the flags are separated by spaces."""
+    """Make a row of the table; the flags are separated by spaces."""
     return NoEffect(tuple(flags.split()), why, kind if isinstance(kind, tuple) else (kind,), when)
 
 
 def idle_flags(config: object, table: Sequence[NoEffect]) -> Iterator[tuple[str, list[str]]]:
-    """Reasons that hold for a run, each with its flags; a flag is named once, under the first of its reasons."""
+    """Yield the reasons that apply to a run, each with its flags; a flag appears only under its first reason."""
     flags, seen = flags_of(type(config)), set[str]()
     for row in table:
         names = [name for name in row.flags if name in flags and name not in seen]
@@ -47,7 +47,7 @@ def idle_flags(config: object, table: Sequence[NoEffect]) -> Iterator[tuple[str,
 
 
 def answers(config: object, table: Sequence[NoEffect], given: Collection[str] | None = None) -> list[str]:
-    """One line for each reason that makes flags of `given` idle; None: of those whose value is not the default."""
+    """Return a message per reason that makes flags of `given` idle; None means flags that differ from the default."""
     flags, values = flags_of(type(config)), flag_values(config)
     if given is None:
         given = {name for name, item in flags.items() if values[name] != item.default}
@@ -60,7 +60,7 @@ def answers(config: object, table: Sequence[NoEffect], given: Collection[str] | 
 
 
 def show(item: Flag, value: object) -> str:
-    """A flag as it was given; of a text only the name, since a text may be long or secret."""
+    """Format a flag as it was given; without the value if it is free text, which may be long or secret."""
     match value:
         case None | True:
             return f"--{item.name}"

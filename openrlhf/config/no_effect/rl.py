@@ -1,4 +1,4 @@
-"""Flags of reinforcement learning: rollouts, rewards and losses."""
+"""Flags of RL rollouts, rewards and losses that have no effect in some runs; see `lines`."""
 
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.no_effect.lines import idle
@@ -11,7 +11,10 @@ def replays(config: RLConfig) -> bool:
 
 
 def response_has_another_limit(config: RLConfig) -> bool:
-    """--generate_max_len beside --max_len: a rule has read it as --max_new_tokens, or another limit was given."""
+    """Return True if --generate_max_len is unused: with --max_len, only --max_new_tokens limits the response.
+
+    A rule copies --generate_max_len to --max_new_tokens if the latter is not given.
+    """
     rollout = config.rollout
     return rollout.max_len is not None and rollout.max_new_tokens != rollout.generate_max_len
 

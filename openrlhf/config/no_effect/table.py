@@ -1,4 +1,4 @@
-"""Which flags do nothing in which runs, and why."""
+"""The table of flags that have no effect in some runs, and why; see `lines`."""
 
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.no_effect.cluster import CLUSTER
@@ -9,7 +9,7 @@ from openrlhf.config.no_effect.training import ALWAYS, TEMPLATES, TRAINING
 
 TABLE = (*ALWAYS, *TRAINING, *TEMPLATES, *ROLLOUT, *REWARDS, *LOSSES, *CLUSTER, *INFERENCE)
 
-# What only a started run knows: its device, and the kinds of its reward models.
+# Reasons known only once a run has started: its device, and the kinds of its reward models.
 
 ON_CPU = (
     idle("ref_offload ref_reward_offload teacher_offload", "on a CPU, where everything is in host memory"),

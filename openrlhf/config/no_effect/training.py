@@ -1,4 +1,4 @@
-"""Flags of every command, and of training."""
+"""Flags of all commands, and of training, that have no effect in some runs; see `lines`."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ from openrlhf.config.runtime import num_devices, resolve_runtime, used_roles, us
 
 
 def in_one_process(config: TrainingConfig) -> bool:
-    """No model of the run is spread over processes, and no checkpoint asks for DeepSpeed all the same."""
+    """Return True if no model is spread over processes and no universal checkpoint requires DeepSpeed anyway."""
     if config.checkpoints.use_ds_universal_ckpt or world_size() > 1:
         return False
     if not isinstance(config, RLConfig) or resolve_runtime(config) == "local":
@@ -34,7 +34,7 @@ def without_muon(config: TrainingConfig) -> bool:
 
 
 def schedulers(config: TrainingConfig) -> set[str]:
-    """Those that take the plain --min_lr_ratio and --lr_warmup_ratio: the critic's too, without flags of its own."""
+    """Return the schedulers that may use --min_lr_ratio and --lr_warmup_ratio: the policy's, and a critic's own."""
     names = {config.optimizer.lr_scheduler}
     if isinstance(config, RLConfig) and uses_critic(config) and config.optimizer.critic_lr_scheduler:
         names.add(config.optimizer.critic_lr_scheduler)
@@ -51,7 +51,7 @@ def everything_is_here(config: object) -> bool:
 
 
 def plain_text(config: Any) -> bool:
-    """Chat templates are for --apply_chat_template, and for agents that talk in messages."""
+    """Return True if no chat template is used: only --apply_chat_template and agents that send messages use one."""
     agent = isinstance(config, RLConfig) and config.rewards.agent_func_path
     return not (agent or config.template.apply_chat_template)
 

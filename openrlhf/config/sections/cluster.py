@@ -1,4 +1,4 @@
-"""Flags about processes: the runtime, who sits on which devices, and the rollout engines."""
+"""Flags about processes: the runtime, the placement of models on devices, and the rollout engines."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,4 +1,4 @@
-"""Flags about data: which datasets, which fields, which template."""
+"""Flags about data: datasets, their fields, and templates."""
 
 import json
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from openrlhf.config.flags import flag
 
 
 def split_names(text: str | None) -> tuple[str, ...]:
-    """The items of a comma-separated flag."""
+    """Split a comma-separated flag into its items."""
     return tuple(item.strip() for item in (text or "").split(",") if item.strip())
 
 

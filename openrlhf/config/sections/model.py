@@ -1,4 +1,4 @@
-"""Flags about models: where they come from, in which precision, with which adapters and heads."""
+"""Flags about models: source, precision, adapters and heads."""
 
 from dataclasses import dataclass
 from typing import Literal

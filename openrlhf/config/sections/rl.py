@@ -1,4 +1,4 @@
-"""Flags of reinforcement learning: what happens to samples, rewards and advantages."""
+"""Flags of reinforcement learning: prompts, rollouts, rewards, advantages, KL, losses and the critic."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -59,19 +59,19 @@ class Rollout:
 
     @property
     def context_length(self) -> int:
-        """Tokens that prompt and response may have together."""
+        """Maximum number of tokens of prompt and response together."""
         return self.max_len if self.max_len is not None else self.prompt_max_len + self.generate_max_len
 
     @property
     def response_length(self) -> int | None:
-        """Tokens that a response may have; None is whatever its prompt leaves of the context."""
+        """Maximum number of tokens of a response; None means the rest of the context after the prompt."""
         if self.max_new_tokens is not None or self.max_len is not None:
             return self.max_new_tokens
         return self.generate_max_len
 
     @property
     def limits_on_tokens(self) -> tuple[str, ...]:
-        """The given flags that leave tokens out of the distribution that responses are drawn from."""
+        """The flags in use that exclude tokens from the sampling distribution."""
         limits = {
             f"--top_p {self.top_p:g}": self.top_p < 1,
             f"--top_k {self.top_k}": self.top_k > 0,
@@ -81,15 +81,15 @@ class Rollout:
 
     @property
     def whole_log_probs(self) -> bool:
-        """Whether engines give log-probs of the whole distribution, as the trainer does, and draw from a part of it.
+        """Whether engines sample from part of the distribution but return log-probs of all of it, as the trainer does.
 
-        vLLM gives them before temperature and limits, or after both: so only temperature 1 allows it.
+        vLLM returns log-probs either before temperature and limits or after both, so this needs temperature 1.
         """
         return self.temperature == 1 and bool(self.limits_on_tokens or self.min_new_tokens > 1)
 
     @property
     def limits_on_log_probs(self) -> tuple[str, ...]:
-        """The given flags that make the engine's log-probs differ from the trainer's; a least length forbids EOS."""
+        """The flags in use that make the engine's log-probs differ from the trainer's; a minimum length forbids EOS."""
         least = (f"--min_new_tokens {self.min_new_tokens}",) if self.min_new_tokens > 1 else ()
         return () if self.whole_log_probs else self.limits_on_tokens + least
 
@@ -158,12 +158,12 @@ class Rewards:
 
     @property
     def scored_by_models(self) -> bool:
-        """False when a function or a server gives the reward; an agent may leave the reward of an episode to models."""
+        """False if a function or a server gives the reward. An agent may leave the reward of an episode to models."""
         return bool(self.reward_models) and bool(self.agent_func_path or not self.remote_rm_url)
 
     @property
     def reward_servers(self) -> tuple[str, ...]:
-        """Addresses of reward servers; empty when the reward is a file."""
+        """Addresses of reward servers; empty if the reward is a Python file."""
         return () if self.reward_file else split_names(self.remote_rm_url)
 
     @property
