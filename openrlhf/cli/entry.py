@@ -1,4 +1,8 @@
-"""How every command begins and ends: parse, check, print the batch table; errors become one line and an exit code."""
+"""The common start and end of every command.
+
+`start` parses and checks the flags and prints the batch table; the `command` decorator turns errors into one line and
+an exit code.
+"""
 
 import os
 import sys
@@ -14,7 +18,7 @@ from openrlhf.config.parser import parse_given
 from openrlhf.errors import OpenRLHFError
 from openrlhf.monitor import is_main_process, say
 
-# What torchrun and deepspeed tell a process. Ray's workers inherit the driver's environment and would join the launch.
+# Set by torchrun and deepspeed. Ray workers inherit the driver's environment and would try to join the launch.
 LAUNCHER_VARIABLES = frozenset(
     {
         *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE"),
@@ -24,13 +28,13 @@ LAUNCHER_VARIABLES = frozenset(
 
 
 class Main(Protocol):
-    """A command's entry: without argv it reads the program's own."""
+    """A command's entry point; without `argv` it reads sys.argv."""
 
     def __call__(self, argv: Sequence[str] | None = None) -> None: ...
 
 
 def command(main: Callable[[Sequence[str]], None]) -> Main:
-    """The entry of a command: takes argv (or the program's own), and turns our errors into a line and an exit code."""
+    """Wrap a command's main function: default argv to sys.argv, and turn our errors into a line and an exit code."""
 
     @wraps(main)
     def entry(argv: Sequence[str] | None = None) -> None:
@@ -40,15 +44,15 @@ def command(main: Callable[[Sequence[str]], None]) -> Main:
                     end_at_once()
                 main(sys.argv[1:] if argv is None else argv)
             finally:
-                sys.stdout.flush()  # here, where a reader that left is understood, and not at the interpreter's end
+                sys.stdout.flush()  # here, where BrokenPipeError is caught, and not at interpreter exit
         except OpenRLHFError as error:
             say(f"error: {error}")
-            if not is_main_process() and error.exit_code == 1:  # wrong flags and rows are wrong everywhere: said once
+            if not is_main_process() and error.exit_code == 1:  # flag and data errors are the same on all ranks
                 sys.stderr.write(f"openrlhf: error in rank {os.environ['RANK']}: {error}\n")
             raise SystemExit(error.exit_code) from None
         except KeyboardInterrupt:
             say("interrupted")
-            exec("")  # Python remembers an interrupt amid an exec until the next exec, and would end by that signal
+            exec("")  # Python remembers an interrupt during an exec until the next exec, and would exit by that signal
             raise SystemExit(INTERRUPTED) from None
         except BrokenPipeError:  # `--help | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -57,7 +61,7 @@ def command(main: Callable[[Sequence[str]], None]) -> Main:
 
 
 def start(name: str, argv: Sequence[str]) -> Any:
-    """The checked config of a command; training commands print what their batch sizes mean."""
+    """Parse and check a command's flags and return its config; training commands also print their batch table."""
     config, given = parse_given(COMMANDS[name], argv, prog=f"openrlhf {name}")
     config = check(config, given=given)
     if isinstance(config, RLConfig):
@@ -69,7 +73,7 @@ def start(name: str, argv: Sequence[str]) -> Any:
 
 
 def leave_launcher() -> None:
-    """Reinforcement learning has one driver: a launcher's first process goes on as if started alone, the others end."""
+    """Continue only in a launcher's first process, as if started alone, because RL has one driver; the others exit."""
     if "RANK" not in os.environ:
         return
     if not is_main_process():

@@ -1,4 +1,4 @@
-"""`openrlhf <command>`: the same as `python -m openrlhf.cli.<command>`."""
+"""The `openrlhf <command>` program, equivalent to `python -m openrlhf.cli.<command>`."""
 
 import difflib
 import sys

@@ -1,4 +1,7 @@
-"""How a command hears Ctrl-C and SIGTERM: while it only loads modules it ends at once, at work it is interrupted."""
+"""Handling of Ctrl-C and SIGTERM in commands.
+
+While a command is only importing modules, it exits immediately; inside `at_work`, both signals raise KeyboardInterrupt.
+"""
 
 import os
 import signal
@@ -9,33 +12,36 @@ from types import FrameType
 
 STDERR = 2
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-INTERRUPTED = 130  # what a shell expects of a program that Ctrl-C ended
+INTERRUPTED = 130  # exit code by convention after Ctrl-C
 
 
 def end_at_once() -> None:
-    """But for `at_work`. There is nothing to tidy up, and an exception would not always be heard: amid an import it may
-    be raised in a callback, where Python prints it and goes on."""
+    """Exit immediately on either signal, except inside `at_work`.
+
+    There is nothing to clean up, and an exception may get lost: during an import it may be raised in a callback, where
+    Python prints it and continues.
+    """
     if threading.current_thread() is threading.main_thread():
         for number in heard():
             signal.signal(number, _end)
 
 
 def heard() -> list[signal.Signals]:
-    """Without those that whoever started us had us ignore, as nohup and shells do for what runs in the background."""
+    """List the signals to handle: not those our parent made us ignore, as nohup and background jobs of shells do."""
     return [number for number in SIGNALS if signal.getsignal(number) not in (signal.SIG_IGN, None)]
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    if os.environ.get("RANK", "0") == "0":  # the one that speaks
+    if os.environ.get("RANK", "0") == "0":  # only the main process prints
         os.write(STDERR, b"openrlhf: interrupted\n")
     os._exit(INTERRUPTED)
 
 
 @contextmanager
 def at_work() -> Iterator[None]:
-    """Within it both are a KeyboardInterrupt, so that a scheduler's polite request to end is heard as a person's.
+    """Raise KeyboardInterrupt on both signals, so that a scheduler's SIGTERM is treated like a user's Ctrl-C.
 
-    Only a program's main thread may arrange it.
+    Only the main thread can install signal handlers; in any other thread this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
