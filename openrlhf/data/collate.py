@@ -83,7 +83,7 @@ def batch_labelled(rows: Sequence[LabelledRow], layout: Layout) -> Batch:
 
 
 def batch_steps(rows: Sequence[StepRow], layout: Layout) -> Batch:
-    labels = [np.full(len(row.input_ids), np.nan, dtype=np.float32) for row in rows]
+    labels = [np.full(len(row.input_ids), np.nan, dtype=np.float32) for row in rows]  # [tokens] each
     for row, label in zip(rows, labels, strict=True):
         label[row.step_places] = row.step_labels
     tokens = [TokenRow(row.input_ids, ~np.isnan(label)) for row, label in zip(rows, labels, strict=True)]

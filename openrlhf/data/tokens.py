@@ -66,7 +66,7 @@ def encode(marked: Marked, tokenizer: PreTrainedTokenizerBase, max_len: int) -> 
     id unless the text already ends in it, and it overwrites the last token of a row that was cut.
     """
     text = marked.text.rstrip("\n")
-    ids, offsets = tokenize(text, tokenizer)
+    ids, offsets = tokenize(text, tokenizer)  # [tokens], [tokens, 2]
     mask = np.zeros(len(ids), dtype=np.bool_)
     for start, end in marked.spans:
         mask |= (offsets[:, 0] < end) & (offsets[:, 1] > start)

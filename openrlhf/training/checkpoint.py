@@ -1,7 +1,7 @@
 """Checkpoint and export folders that appear complete or not at all, in files that hold no code: safetensors, JSON.
 
-Everything is written to a hidden folder next to the target, flushed to disk and renamed into place, so a crash at any
-moment leaves either the old folder or the new one. Used by the supervised loop, the RL driver and `lora_combiner`.
+Everything is written to a hidden folder next to the target, flushed to disk and then renamed into place, so a crash
+never leaves a folder that looks complete but is not. Used by the supervised loop, the RL driver and `lora_combiner`.
 """
 
 import json
