@@ -1,6 +1,6 @@
 """Flags as dataclass fields: declare them, list those of a command, replace their values.
 
-A command is a dataclass of sections, a section is a dataclass of flags, and each flag is declared exactly once. The
+A command is a dataclass of sections, a section is a dataclass of flags, and no command declares a flag twice. The
 parser, the checks and `config.json` all derive from these declarations.
 """
 
