@@ -1,7 +1,8 @@
 """Advantages and returns from token rewards, and normalisation of advantages over a whole rollout.
 
 The estimators share one signature and are registered in `ADVANTAGES` by the value of --advantage_estimator. The
-critic-free ones differ only in how `shaping` transforms the rewards beforehand.
+critic-free ones share one function: they differ in how `shaping` transforms the rewards and in whether advantages are
+whitened.
 """
 
 from collections.abc import Callable

@@ -55,7 +55,7 @@ def karmarkar_karp(lengths: Sequence[int], k: int) -> list[list[int]]:
 
 
 def micro_batches(lengths: Sequence[int], capacity: int, at_least: int = 1) -> list[list[int]]:
-    """Split into balanced parts within the token budget: as many as first-fit needs, and `at_least` so many.
+    """Split into balanced parts within the token budget: as many as first-fit needs, but no fewer than `at_least`.
 
     Differencing balances but ignores the capacity, so a part that is too long is split again. Empty parts are left out,
     so fewer items than `at_least` give fewer parts.

@@ -64,7 +64,7 @@ def sequence_mask(log_weight: Tensor, tokens: Tokens, low: float, high: float) -
     (Liu et al., "When Speed Kills Stability", 2025).
 
     The kept weights are clamped to the interval too: token log-weights of +100 and -100 average to 0, so the sequence
-    passes, with a weight of e^100 at one token.
+    passes, and one of its tokens would have a weight of e^100.
     """
     return torch.where(_within(sequence_ratio(log_weight, tokens), low, high), _exp(log_weight).clamp(low, high), 0.0)
 

@@ -1,7 +1,7 @@
 """Losses on preferences: pairwise reward models, DPO, cDPO, IPO and KTO.
 
-Inputs are one number per response: a reward, or a log-ratio of policy to reference. Each denominator is the count of
-the whole optimizer step.
+Inputs are one number per response, a reward or a log-ratio of policy to reference (`chosen_nll` takes tokens). Each
+denominator is the count of the whole optimizer step.
 """
 
 from collections.abc import Callable
