@@ -3,9 +3,9 @@
 python examples/curves.py runs/quickstart/report.html runs/quickstart/{sft,rm,ppo,grpo}/run
 """
 
+import argparse
 import html
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -84,5 +84,11 @@ def write_page(path: Path, runs: Mapping[str, Path], title: str, summary: Mappin
 
 
 if __name__ == "__main__":
-    target, *folders = map(Path, sys.argv[1:])
-    write_page(target, {folder.parent.name: folder for folder in folders}, "Curves", {})
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("page", type=Path, help="the HTML file to write")
+    parser.add_argument("runs", type=Path, nargs="+", help="run folders, each with a metrics.jsonl")
+    args = parser.parse_args()
+    for folder in args.runs:
+        if not (folder / "metrics.jsonl").is_file():
+            parser.error(f"{folder}: no metrics.jsonl in it. Try: the folder `run` inside a run's --save_path")
+    write_page(args.page, {folder.parent.name: folder for folder in args.runs}, "Curves", {})

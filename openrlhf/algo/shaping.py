@@ -98,7 +98,6 @@ def shape_steps(estimator: str, rewards: Tensor, group_ids: Tensor, sample_ids: 
     return torch.where(others > 0, rewards.float() - baseline, 0.0)
 
 
-NEEDS_GROUPS = frozenset({"rloo", "reinforce_baseline", "group_norm", "dr_grpo"})
 WHITENED = frozenset({"gae", "reinforce", "reinforce_baseline"})  # advantages normalised over the whole rollout
 
 

@@ -75,7 +75,6 @@ class LoopSettings:
     max_rollouts: int | None  # None: until the prompts run out
     freezing_steps: int = -1  # the policy is not trained in the first so many steps
     eval_every: int = -1
-    save_every: int = -1
     log_every: int = 1
     lockstep: bool = True
     gap: GapSettings | None = None  # None if engine and trainer cannot be compared

@@ -5,7 +5,6 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from openrlhf.algo.shaping import (
-    NEEDS_GROUPS,
     SHAPING,
     WHITENED,
     clip_rewards,
@@ -20,6 +19,7 @@ from openrlhf.algo.shaping import (
 from tests.algo.cases import batches, rewards_in_ragged_groups
 
 ONE_GROUP = torch.zeros(4, dtype=torch.long)
+NEEDS_GROUPS = {"rloo", "reinforce_baseline", "group_norm", "dr_grpo"}
 
 
 def naive(estimator: str, rewards: Tensor, group_ids: Tensor) -> Tensor:

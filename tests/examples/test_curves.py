@@ -1,9 +1,12 @@
 """The page of curves: one figure for each, evaluation apart from training, readable with a single point."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
+
+import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -31,3 +34,10 @@ def test_a_page_draws_every_curve(tmp_path, monkeypatch):
     assert training.find("circle") is None
     assert len(evaluation.findall("circle")) == 1
     assert [text.text for text in evaluation.findall("text")] == ["0.5", "step 30"]
+
+
+@pytest.mark.parametrize(("words", "code"), [(["--help"], 0), (["page.html", "nowhere"], 2)])
+def test_words_that_name_no_run_write_no_page(words, code, tmp_path):
+    done = subprocess.run([sys.executable, str(EXAMPLES / "curves.py"), *words], cwd=tmp_path, capture_output=True)
+    assert done.returncode == code
+    assert list(tmp_path.iterdir()) == []
