@@ -66,7 +66,7 @@ class Case:
 
 def resident(name: str) -> int:
     """VmRSS or VmHWM of this process in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
@@ -80,7 +80,7 @@ def peak_bytes(case: Case, method: Method) -> int:
         case.run(method)
         return torch.cuda.max_memory_allocated() - before
     before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the high-water mark begins anew
     case.run(method)
     return resident("VmHWM") - before
 

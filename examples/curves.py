@@ -27,7 +27,7 @@ STYLE = (
 def read(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
     """Every metric of a run as (step, value) pairs; what evaluation gives is never mixed with training."""
     curves: dict[str, list[tuple[int, float]]] = {}
-    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+    for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         step, kind = row.pop("step"), row.pop("kind")
         for name, value in row.items():
@@ -80,7 +80,7 @@ def write_page(path: Path, runs: Mapping[str, Path], title: str, summary: Mappin
         parts.append(f"<h2>{html.escape(name)}</h2><section>{figures}</section>")
     page = '<!doctype html><html lang="en"><meta charset="utf-8">'
     page += f'<meta name="viewport" content="width=device-width"><title>{html.escape(title)}</title>'
-    path.write_text(f"{page}<style>{STYLE}</style>{''.join(parts)}</html>")
+    path.write_text(f"{page}<style>{STYLE}</style>{''.join(parts)}</html>", encoding="utf-8")
 
 
 if __name__ == "__main__":

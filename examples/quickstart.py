@@ -117,7 +117,7 @@ def spoiled(answer: str, chance: random.Random) -> str:
 
 
 def write(path: Path, rows: list[dict[str, str]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def build_model(folder: Path) -> None:
@@ -164,7 +164,7 @@ def generate(folder: Path, prompts: list[str]) -> list[str]:
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def samples(folder: Path, items: list[tuple[str, str]]) -> None:

@@ -47,8 +47,8 @@ class MetricsFile:
         run_dir.mkdir(parents=True, exist_ok=True)
         path = run_dir / METRICS_FILE
         kept = [line for line in _lines(path) if _step(line) <= resumed_at] if resumed_at else []
-        path.write_text("".join(kept))
-        self.file = path.open("a")
+        path.write_text("".join(kept), encoding="utf-8")
+        self.file = path.open("a", encoding="utf-8")
 
     def log(self, kind: str, step: int, values: Mapping[str, float]) -> None:
         self.file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
@@ -168,4 +168,4 @@ def _step(line: str) -> float:
 
 
 def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines(keepends=True) if path.exists() else []
+    return path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []

@@ -26,7 +26,7 @@ PROGRAMS = {
 @pytest.mark.parametrize("argv", PROGRAMS.values(), ids=PROGRAMS)
 def test_a_warm_program_does_what_a_cold_one_does(argv, tmp_path):
     def outcome(python):
-        environ = {"HERE": "é", "PYTHONIOENCODING": "utf-8"}
+        environ = {"HERE": "a place", "PYTHONIOENCODING": "utf-8"}
         options = {"cwd": tmp_path, "env": environ, "input": "given\n", "encoding": "utf-8", "timeout": WATCHDOG}
         done = subprocess.run([*python, *argv], capture_output=True, **options)
         return done.returncode, done.stdout, done.stderr

@@ -28,7 +28,7 @@ def warm_python() -> tuple[str, ...]:
     address = f"{os.environ['WARM_FOLDER']}/socket"
     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # as runs on Ray have it; PyTorch reads it once
     environ = os.environ | quiet | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SERVER.parents[1])}
-    with Path(f"{address}.lock").open("w") as lock:
+    with Path(f"{address}.lock").open("w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not Path(address).exists():
             words = [sys.executable, str(SERVER), "serve", address, os.environ["WARM_OWNER"], *IMPORTED]

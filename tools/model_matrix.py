@@ -73,8 +73,8 @@ def main() -> int:
     if status:
         print(f"{PAGE} stays as it is: some families are wrong or fail without a message of ours")
         return int(status)
-    report_changes(PAGE.read_text() if PAGE.exists() else "", text := page(recorder.families))
-    PAGE.write_text(text)
+    report_changes(PAGE.read_text(encoding="utf-8") if PAGE.exists() else "", text := page(recorder.families))
+    PAGE.write_text(text, encoding="utf-8")
     return 0
 
 

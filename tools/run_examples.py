@@ -181,7 +181,7 @@ def make_stand_ins(folder: Path) -> None:
     if deepspeed.startswith("'"):  # its first line names an interpreter whose path must not hold a space
         programs["deepspeed"] = f'exec python3 {deepspeed} "$@"'
     for name, body in programs.items():
-        (folder / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (folder / name).write_text(f"#!/usr/bin/env bash\n{body}\n", encoding="utf-8")
         (folder / name).chmod(0o755)
 
 
@@ -196,7 +196,7 @@ def run(example: Example, folder: Path) -> str:
         quoted = {name: shlex.quote(str(place)) for name, place in places.items()}
         words = shlex.split(f"{SETTING} {example.variables}".format(**quoted))
         given = dict(word.split("=", 1) for word in words)
-        with (work / "log").open("w") as log:
+        with (work / "log").open("w", encoding="utf-8") as log:
             code = execute(example.command, surroundings(folder) | given, work, log)
     if code:
         return f"exit {code}: {work}/log"

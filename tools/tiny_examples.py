@@ -57,8 +57,8 @@ def make_toys(folder: Path) -> None:
         save_model(folder / kind, tokenizer, CONFIGS[kind], AutoModelForCausalLM)
     save_model(folder / "reward", tokenizer, CONFIGS["llama"], AutoModelForSequenceClassification, num_labels=1)
     for name, rows in make_rows(random.Random(0)).items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "reward.py").write_text(REWARD)
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (folder / "reward.py").write_text(REWARD, encoding="utf-8")
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

@@ -99,12 +99,12 @@ class Steps:
 
 
 def read(path: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(path).read_text().split("\n") if line]
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").split("\n") if line]
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> str:
     """A file that holds these rows already stays untouched: a stopped step goes on only if its data did not change."""
     text = "".join(json.dumps(row) + "\n" for row in rows)
-    if not path.exists() or path.read_text() != text:
-        path.write_text(text)
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        path.write_text(text, encoding="utf-8")
     return str(path)

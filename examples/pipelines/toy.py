@@ -27,7 +27,7 @@ def main() -> None:
     disable_progress_bar()
     build_model(folder / "base")
     for name, rows in write_rows(random.Random(0)).items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     print(f"{folder}: a model in base, and rows in " + ", ".join(sorted(path.name for path in folder.glob("*.jsonl"))))
 
 

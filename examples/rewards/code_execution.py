@@ -65,7 +65,7 @@ def passes(program, test):
     """Whether the program gets past its test within the limits; one that merely exits does not."""
     mark = secrets.token_hex(8)
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "program.py").write_text(f"{program}\n\n{test}\nopen({mark!r}, 'x').close()\n")
+        Path(folder, "program.py").write_text(f"{program}\n\n{test}\nopen({mark!r}, 'x').close()\n", encoding="utf-8")
         child = subprocess.Popen(
             [sys.executable, "-I", "-c", START],
             cwd=folder,

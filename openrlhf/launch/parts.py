@@ -61,17 +61,19 @@ class Parts:
         self._open_folder(wanted(config, total, apart_from=(self.folder, self.aside, output)))
         drop_half_line(self.own)
         self.found = find_rows(self.folder)
-        self.file = self.own.open("a", buffering=1)  # line-buffered: a killed process loses no finished row
+        self.file = self.own.open(
+            "a", buffering=1, encoding="utf-8"
+        )  # line-buffered: a killed process loses no finished row
 
     def _open_folder(self, asked: dict[str, Any]) -> None:
         """Compare this run with the one that left rows in the folder, or record its settings in a new plan."""
         plan = self.folder / PLAN
         if plan.is_file() and find_rows(self.folder):  # a run that failed before its first row does not count
-            self._compare(json.loads(plan.read_text()), asked)
+            self._compare(json.loads(plan.read_text(encoding="utf-8")), asked)
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         aside = self.folder / f".{PLAN}.rank{self.rank}"  # all processes write the same plan; none reads a partial one
-        aside.write_text(json.dumps(asked, indent=1))
+        aside.write_text(json.dumps(asked, indent=1), encoding="utf-8")
         aside.rename(plan)
 
     def _compare(self, before: dict[str, Any], now: dict[str, Any]) -> None:
@@ -116,7 +118,7 @@ class Parts:
     def finish(self, rows: Iterable[Row]) -> int:
         """Write the output atomically, then delete the parts; return the number of rows."""
         count = 0
-        with self.aside.open("w") as file:
+        with self.aside.open("w", encoding="utf-8") as file:
             for row in rows:
                 file.write(as_line(row))
                 count += 1

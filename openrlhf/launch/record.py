@@ -32,7 +32,7 @@ def write_run_config(run_dir: Path, flags: Mapping[str, object]) -> None:
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
         "revision": _revision(),
     }
-    (run_dir / "config.json").write_text(json.dumps(content, indent=1))
+    (run_dir / "config.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
 def _version(package: str) -> str | None:

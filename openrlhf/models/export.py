@@ -53,7 +53,7 @@ def save_head_config(network: Network, folder: Path) -> None:
     config = network.decoder.config.to_dict()
     known = {name: config[name] for name in HEAD_KEYS if name in config}
     if "value_head_prefix" in known:
-        (folder / HEAD_CONFIG).write_text(json.dumps(known, indent=1))
+        (folder / HEAD_CONFIG).write_text(json.dumps(known, indent=1), encoding="utf-8")
 
 
 def _renamed(name: str, prefix: str) -> str:

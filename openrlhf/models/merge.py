@@ -56,7 +56,7 @@ def load_base(base: str, head: dict[str, Any], *, is_rm: bool) -> PreTrainedMode
 def read_head(adapter: Path) -> dict[str, Any]:
     """Read what a reward model's adapter stores besides weights: prefix of the head and statistics of its scores."""
     path = adapter / HEAD_CONFIG
-    saved = json.loads(path.read_text()) if path.is_file() else {}
+    saved = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return {name: saved[name] for name in HEAD_KEYS if name in saved}
 
 
@@ -67,7 +67,7 @@ def check_kind(adapter: Path, *, is_rm: bool) -> None:
         raise ConfigError(
             f"--lora_path {adapter}: no such folder with an adapter_config.json; adapters are read locally"
         )
-    task = json.loads(settings.read_text()).get("task_type")
+    task = json.loads(settings.read_text(encoding="utf-8")).get("task_type")
     if task not in TASKS or TASKS[task] == is_rm:
         return
     if is_rm:

@@ -43,7 +43,7 @@ class Recorder:
         """Write the file of a step; do nothing without a run folder."""
         if self.folder:
             lines = (json.dumps(self._line(step, sample)) + "\n" for sample in samples)
-            (self.folder / step_file(step)).write_text("".join(lines))
+            (self.folder / step_file(step)).write_text("".join(lines), encoding="utf-8")
 
     def _line(self, step: int, sample: Sample) -> dict[str, Any]:
         item = sample.trajectory
@@ -64,7 +64,7 @@ class Replay:
         return len(self.files)
 
     async def take(self, number: int, place: int) -> Rollout:
-        lines = self.files[place].read_text().splitlines()
+        lines = self.files[place].read_text(encoding="utf-8").splitlines()
         trajectories = [trajectory(json.loads(line)) for line in lines]
         version = min((item.version for item in trajectories), default=number)
         return Rollout(number, version, trajectories, place, next_place=place + 1)
@@ -99,12 +99,12 @@ def write_queue(path: Path, queue: Iterable[Rollout]) -> None:
         }
         for rollout in queue
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def read_queue(path: Path) -> Iterator[Rollout]:
     """Yield the rollouts that `write_queue` wrote."""
-    for text in path.read_text().splitlines():
+    for text in path.read_text(encoding="utf-8").splitlines():
         row = json.loads(text)
         yield Rollout(
             number=row["number"],

@@ -39,6 +39,7 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the host process decides which cores to use
 }
+CHANGED_VARIABLES = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")  # by vLLM on CPU; launchers give the second another meaning
 TORCH = os.path.dirname(torch.__file__)
 SEEDS = 1 << 63  # vLLM stores a seed as a signed 64-bit integer
 
@@ -207,18 +208,18 @@ def _can_compile() -> bool:
 
 @contextmanager
 def _host_left_alone() -> Iterator[None]:
-    """Restore on exit the settings of torch and of the dynamic loader that vLLM changes."""
+    """Restore on exit the settings of torch and the environment variables that vLLM changes."""
     set_num_threads, precision = torch.set_num_threads, torch.get_float32_matmul_precision()
-    preloaded = os.environ.get("LD_PRELOAD")
+    before = {name: os.environ.get(name) for name in CHANGED_VARIABLES}
     try:
         yield
     finally:
         torch.set_num_threads = set_num_threads
         torch.set_float32_matmul_precision(precision)
-        if " " in os.environ.get("LD_PRELOAD", ""):  # the loader splits it there, and complains in every process
-            os.environ.pop("LD_PRELOAD")
-            if preloaded is not None:
-                os.environ["LD_PRELOAD"] = preloaded
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def _try_out(engine: Any) -> None:

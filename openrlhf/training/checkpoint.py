@@ -114,7 +114,7 @@ def _move_into(folder: Path, aside: Path) -> None:
 def write_text_whole(path: Path, text: str) -> None:
     """Write a file atomically."""
     aside = path.with_name(f".{path.name}.writing")
-    aside.write_text(text)
+    aside.write_text(text, encoding="utf-8")
     _flush(aside)
     aside.rename(path)
 
@@ -133,7 +133,7 @@ def newest(root: Path) -> Path | None:
     """Return the checkpoint to resume from: the one `latest` names, or the highest complete step if that is gone."""
     pointer = root / LATEST
     if pointer.is_file():
-        named = root / pointer.read_text().strip()
+        named = root / pointer.read_text(encoding="utf-8").strip()
         if (named / STATE).is_file():
             return named
     whole = [path for path in finished(root) if (path / STATE).is_file()]
@@ -154,12 +154,12 @@ def rotate(root: Path, *, keep: int, max_gib: float) -> None:
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:
-    (folder / STATE).write_text(json.dumps(state, indent=1))
+    (folder / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
 
 
 def read_state(folder: Path) -> dict[str, Any]:
     try:
-        return json.loads((folder / STATE).read_text())
+        return json.loads((folder / STATE).read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
         raise BackendError(f"the checkpoint {folder} cannot be read: {error}") from None
 

@@ -324,7 +324,7 @@ def test_a_trainer_that_is_killed_takes_its_processes_with_it(write, tmp_path):
 def alive(pid):
     """False also for one that only waits to be collected by init."""
     try:
-        with open(f"/proc/{pid}/stat") as stat:
+        with open(f"/proc/{pid}/stat", encoding="utf-8") as stat:
             return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False

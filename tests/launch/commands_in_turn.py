@@ -6,5 +6,5 @@ from importlib import import_module
 from pathlib import Path
 
 if __name__ == "__main__":
-    for name, argv in json.loads(Path(sys.argv[1]).read_text()):
+    for name, argv in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")):
         import_module(f"openrlhf.cli.{name}").main(argv)

@@ -27,7 +27,7 @@ SHORT = {"max_new_tokens": 12, "input_template": "{}="}
 
 
 def read(path="out.jsonl"):
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
 
 
 def prompts(words=WORDS):
@@ -240,19 +240,19 @@ def test_a_killed_run_goes_on_without_loss_or_repetition(sent, infer, folder, tm
             env=environment,
         )
         part = Path("cut.jsonl.parts/rank0.jsonl")
-        when(process, lambda: part.is_file() and len(part.read_text().splitlines()) > 20)
+        when(process, lambda: part.is_file() and len(part.read_text(encoding="utf-8").splitlines()) > 20)
         kill(process.pid) if sent == signal.SIGKILL else process.send_signal(sent)
         process.wait(timeout=DEADLINE)
     assert not Path("cut.jsonl").exists()
     if sent == signal.SIGINT:
         assert process.returncode == 130
         assert "the same command goes on from there" in (tmp_path / "said.txt").read_text()
-    done = part.read_text().splitlines()
+    done = part.read_text(encoding="utf-8").splitlines()
     assert 20 < len(done) < len(whole)
-    with part.open("a") as file:
+    with part.open("a", encoding="utf-8") as file:
         file.write('{"number": 1, "row": {"inp')  # half a line
     marked = json.dumps(json.loads(done[0]) | {"row": {"output": "not made again"}})
-    part.write_text(part.read_text().replace(done[0], marked, 1))
+    part.write_text(part.read_text(encoding="utf-8").replace(done[0], marked, 1), encoding="utf-8")
     rows = infer(**flags, output_path="cut.jsonl")
     assert [row["output"] for row in rows].count("not made again") == 1
     expected = list(whole)
@@ -279,7 +279,7 @@ def test_a_process_does_not_outlive_its_launcher(folder):
         env=environment,
     )
     part = Path("half.jsonl.parts/rank1.jsonl")
-    when(launcher, lambda: part.is_file() and len(part.read_text().splitlines()) == len(WORDS) // 2)
+    when(launcher, lambda: part.is_file() and len(part.read_text(encoding="utf-8").splitlines()) == len(WORDS) // 2)
     launcher.kill()
     launcher.communicate(timeout=DEADLINE)  # until nobody holds the other end
 

@@ -84,7 +84,7 @@ def test_scores_of_a_merged_reward_model_can_be_asked_for(adapter, models):
     merged = merge(models(), adapter("train_rm", pairs(32), **PAIRS), is_rm=True, param_dtype="fp32")
     rows = write_rows(Path("answers.jsonl"), answers(4))
     run("batch_inference", {"eval_task": "rm", "pretrain": f"./{merged}", "dataset": rows, "output_path": "out.jsonl"})
-    assert len(Path("out.jsonl").read_text().splitlines()) == 4
+    assert len(Path("out.jsonl").read_text(encoding="utf-8").splitlines()) == 4
 
 
 def test_an_adapter_of_a_four_bit_base_goes_onto_the_plain_one(adapter, models):

@@ -41,13 +41,13 @@ def test_groups_stay_together_and_every_row_is_somebodys(process):
 def test_another_number_of_processes_goes_on(process):
     for rank in range(3):
         write(process(rank, 3), count=2)
-    with Path("out.jsonl.parts/rank2.jsonl").open("a") as file:
+    with Path("out.jsonl.parts/rank2.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"number": 8, "ro')  # the process was killed here; no process of its rank will come again
     later = process(0, 1)
     assert later.missing == [6, 7, 8, 9]
     write(later)
     assert later.finish(later.rows()) == len(ROWS)
-    assert [json.loads(line) for line in OUTPUT.read_text().split("\n")[:-1]] == ROWS
+    assert [json.loads(line) for line in OUTPUT.read_text(encoding="utf-8").split("\n")[:-1]] == ROWS
     assert not Path("out.jsonl.parts").exists()
 
 

@@ -73,7 +73,9 @@ def twice(work, capsys):
 
 def early_letters(path):
     """Their share among the letters of the answers: the taste itself, whatever the reward model makes of it."""
-    text = "".join(json.loads(line)["output"].removesuffix("</s>") for line in Path(path).read_text().splitlines())
+    text = "".join(
+        json.loads(line)["output"].removesuffix("</s>") for line in Path(path).read_text(encoding="utf-8").splitlines()
+    )
     known = [letter for letter in text if letter in EARLY + LATE]
     return sum(letter in EARLY for letter in known) / len(known)
 
@@ -192,4 +194,4 @@ def test_rows_that_are_written_already_are_left_alone(tmp_path, module):
     module.write(path, rows)
     assert path.stat().st_mtime_ns == 1
     module.write(path, [*rows, {"input": "b"}])
-    assert path.read_text() == '{"input": "a"}\n{"input": "b"}\n'
+    assert path.read_text(encoding="utf-8") == '{"input": "a"}\n{"input": "b"}\n'

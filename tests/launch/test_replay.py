@@ -76,7 +76,7 @@ def test_a_replay_gives_the_weights_of_the_run_it_replays(run, models, monkeypat
 def test_a_shorter_record_ends_the_run(run):
     run("one", max_steps=1)
     run("replayed", replay="./one/run/rollouts")
-    metrics = [json.loads(line) for line in Path("replayed/run/metrics.jsonl").read_text().splitlines()]
+    metrics = [json.loads(line) for line in Path("replayed/run/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [line["step"] for line in metrics if line["kind"] == "train"] == [1]
 
 

@@ -69,7 +69,7 @@ def test_a_dry_run_shows_a_prompt_and_its_reward(attempt, tmp_path):
     assert code == 0
     assert "the first prompt, 4 tokens: '<aa>'" in said
     assert "rewards of made-up answers to the first 8 prompts are 9 to 14; 'x</s>' gets 9" in said
-    assert {path.name for path in tmp_path.iterdir()} == {"hollow", "prompts.jsonl", "reward.py"}
+    assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"hollow", "prompts.jsonl", "reward.py"}
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,9 @@ def log_probs(network, request, completion, temperature=1.0):
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
 def test_greedy_is_what_the_other_engine_says(penalty, engine, network, tokenizer):
     asked = requests(tokenizer, temperature=0.0, repetition_penalty=penalty)
-    assert asyncio.run(engine.generate(asked)) == HFEngine(network, tokenizer).complete(asked)
+    made = asyncio.run(engine.generate(asked))
+    expected = HFEngine(network, tokenizer).complete(asked)
+    assert [replace(one, version=0) for one in made] == expected  # the engine may have seen other weights meanwhile
 
 
 def test_log_probs_are_those_that_training_computes(engine, network, tokenizer):

@@ -79,7 +79,7 @@ def address_file(environ: Mapping[str, str]) -> Path:
 
 def address_on_this_machine(environ: Mapping[str, str]) -> str | None:
     try:
-        return address_file(environ).read_text().strip() or None
+        return address_file(environ).read_text(encoding="utf-8").strip() or None
     except OSError:
         return None
 
