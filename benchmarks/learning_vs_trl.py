@@ -42,7 +42,7 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 from openrlhf.config.check import check
 from openrlhf.config.commands import LocalRLConfig
 from openrlhf.config.parser import parse
-from openrlhf.launch import rl
+from openrlhf.rl import train as rl
 from openrlhf.training.order import permutation
 
 DIGITS = 3

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from openrlhf.config.sections.model import Model
 from openrlhf.data.collate import Layout
-from openrlhf.launch.scorers import scores_of
+from openrlhf.rl.reward_models import scores_of
 from openrlhf.models.forward import Network
 from openrlhf.models.load import load_scalar_model
 from openrlhf.training.local import LocalFrozen

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from openrlhf.config.check import check
 from openrlhf.config.commands import DPOConfig, KTOConfig
 from openrlhf.config.parser import parse
-from openrlhf.launch import supervised
+from openrlhf.training import supervised
 from openrlhf.training.order import Order
 
 

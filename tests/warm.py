@@ -13,9 +13,9 @@ from tests.fork_server import KILL
 
 SERVER = Path(__file__).with_name("fork_server.py")
 IMPORTED = (
-    "openrlhf.launch.rl",
-    "openrlhf.launch.supervised",
-    "openrlhf.launch.ray.worker",
+    "openrlhf.rl.train",
+    "openrlhf.training.supervised",
+    "openrlhf.cluster.actors",
     "deepspeed",
     "vllm.v1.engine.llm_engine",
     "vllm.v1.worker.cpu_worker",

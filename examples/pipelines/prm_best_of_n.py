@@ -86,7 +86,7 @@ def read_labels(args: argparse.Namespace) -> list[Any]:
     """Of the prompts as generation reads them: an answer's index is its prompt's row number there."""
     from openrlhf.config.commands import BatchInferenceConfig  # as above
     from openrlhf.config.parser import parse as parse_flags
-    from openrlhf.launch.batch_inference import load_rows
+    from openrlhf.inference.batch_inference import load_rows
 
     records = load_rows(parse_flags(BatchInferenceConfig, ["--dataset", args.prompts, *shlex.split(args.generate)]))
     return [record.value(args.label_key, "--label_key") for record in records]

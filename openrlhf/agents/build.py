@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from openrlhf.agents.episodes import Episodes
 from openrlhf.agents.executor import GroupExecutor
 from openrlhf.agents.http import ServerRewards
-from openrlhf.agents.messages import Spec
-from openrlhf.agents.pool import Limits, Pool
 from openrlhf.agents.rewards import FileRewards, NoRewards, Scorer
+from openrlhf.agents.sandbox.messages import Spec
+from openrlhf.agents.sandbox.pool import Limits, Pool
 from openrlhf.agents.single_turn import SingleTurn
 from openrlhf.config.sections.data import Template
 from openrlhf.config.sections.rl import Rewards

@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from openrlhf.agents.interface import RequestOutput, output_of, params_for_engine, seed_for
-from openrlhf.agents.messages import plain
+from openrlhf.agents.sandbox.messages import plain
 from openrlhf.errors import RolloutError
 from openrlhf.monitor import say
 from openrlhf.types import Completion

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from openrlhf.agents.executor import GroupResult, OnError, SampleError, Session, all_of, sample_name, settle
 from openrlhf.agents.overrides import bends, check_overrides, temperature_factors
-from openrlhf.agents.pool import Pool
-from openrlhf.agents.process import Failure
 from openrlhf.agents.rewards import episode_error
+from openrlhf.agents.sandbox.pool import Pool
+from openrlhf.agents.sandbox.process import Failure
 from openrlhf.agents.trajectory import read_trajectory
 from openrlhf.errors import EngineError, RewardError, RolloutError
 from openrlhf.types import Prompt, SamplingParams, Trajectory

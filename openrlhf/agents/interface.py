@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
-from openrlhf.agents.messages import plain
+from openrlhf.agents.sandbox.messages import plain
 from openrlhf.config.sections.data import Template
 from openrlhf.errors import RolloutError
 from openrlhf.types import Completion, SamplingParams

@@ -14,7 +14,7 @@ from typing import Any
 from openrlhf.agents.executor import shorten
 from openrlhf.agents.interface import AgentExecutorBase, CompletionOutput, LLMEngine
 from openrlhf.agents.loading import make
-from openrlhf.agents.messages import plain
+from openrlhf.agents.sandbox.messages import plain
 from openrlhf.agents.scores import kind_of, read_logs, read_number
 from openrlhf.errors import RolloutError
 from openrlhf.monitor import say

@@ -11,8 +11,8 @@ from typing import Any
 from openrlhf.agents.http import Server
 from openrlhf.agents.interface import AgentExecutorBase, LLMEngine
 from openrlhf.agents.loading import RewardCall, adapt_reward, find_reward, load_module
-from openrlhf.agents.messages import plain
 from openrlhf.agents.multi_turn import begin, settled
+from openrlhf.agents.sandbox.messages import plain
 from openrlhf.agents.scores import NOT_YET, Group, Scored, read_scores
 from openrlhf.errors import RewardError
 from openrlhf.types import Prompt

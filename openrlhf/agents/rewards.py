@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from openrlhf.agents.executor import all_of
-from openrlhf.agents.pool import Pool
-from openrlhf.agents.process import Failure
+from openrlhf.agents.sandbox.pool import Pool
+from openrlhf.agents.sandbox.process import Failure
 from openrlhf.agents.scores import NOT_YET, Group, Scored, read_scores
 from openrlhf.errors import RewardError, RolloutError
 

@@ -1,16 +1,17 @@
-"""The common start and end of every command.
+"""The common path of every command, from its arguments to its exit code.
 
-`start` parses and checks the flags and prints the batch table; the `command` decorator turns errors into one line and
-an exit code.
+`make_main` builds the entry point of a command: `start` parses and checks the flags and prints the batch table, then
+the module that RUNS names does the work. The `command` decorator turns errors into one line and an exit code.
 """
 
 import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
+from importlib import import_module
 from typing import Any, Protocol
 
-from openrlhf.cli.signals import INTERRUPTED, end_at_once
+from openrlhf.cli.signals import INTERRUPTED, at_work, end_at_once
 from openrlhf.config.batch_table import render, rl_table, supervised_table
 from openrlhf.config.check import check
 from openrlhf.config.commands import COMMANDS, RLConfig, SupervisedConfig
@@ -25,6 +26,18 @@ LAUNCHER_VARIABLES = frozenset(
         *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     }
 )
+
+
+RUNS = {  # the module whose `run` takes the checked config
+    **dict.fromkeys(
+        ("train_sft", "train_rm", "train_dpo", "train_kto", "train_kd", "train_prm"), "openrlhf.training.supervised"
+    ),
+    **dict.fromkeys(("train_ppo", "train_ppo_ray"), "openrlhf.cluster.launch"),
+    "batch_inference": "openrlhf.inference.batch_inference",
+    "interactive_chat": "openrlhf.inference.chat",
+    "serve_rm": "openrlhf.inference.serve",
+    "lora_combiner": "openrlhf.inference.merge",
+}
 
 
 class Main(Protocol):
@@ -58,6 +71,21 @@ def command(main: Callable[[Sequence[str]], None]) -> Main:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     return entry
+
+
+def make_main(name: str) -> Main:
+    """Build the entry point of a command."""
+
+    @command
+    def main(argv: Sequence[str]) -> None:
+        config = start(name, argv)
+        trains = isinstance(config, RLConfig | SupervisedConfig)
+        module = "openrlhf.rl.dry_run" if trains and config.run.dry_run else RUNS[name]
+        run = import_module(module).run  # torch and Transformers are first imported here
+        with at_work():
+            run(config)
+
+    return main
 
 
 def start(name: str, argv: Sequence[str]) -> Any:

@@ -1,7 +1,7 @@
 """Loading of models and tokenizers from folders or hubs: precision, attention, adapters, 4-bit, recomputation.
 
-The commands call it through `launch`. It loads a decoder with a vocabulary head or a scalar head, and rejects
-checkpoints that Transformers would complete with random weights.
+The builders of `training`, `rl` and `inference` call it. It loads a decoder with a vocabulary head or a scalar head,
+and rejects checkpoints that Transformers would complete with random weights.
 """
 
 import re

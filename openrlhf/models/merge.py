@@ -1,6 +1,6 @@
 """Merging of a LoRA adapter into the weights that it was trained on, in fp32 on the CPU.
 
-`launch/merge.py` calls `merge_adapter` and saves the result.
+`inference/merge.py` calls `merge_adapter` and saves the result.
 """
 
 from __future__ import annotations

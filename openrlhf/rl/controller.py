@@ -16,7 +16,7 @@
 Let k be `queue_size`. Rollout i may begin once the weights have reached version i - k, so a sample is at most k
 versions old when it is trained; k = 0 is synchronous training. In lockstep (one process) rollout i begins exactly at
 that version, which makes a run a function of its seed; on a cluster, timing decides within the same bound.
-`launch/rl.py` builds the parts and calls `Controller.run`.
+`rl/train.py` builds the parts and calls `Controller.run`.
 
 Back-pressure points:
 
@@ -314,7 +314,7 @@ class Controller:
 
 
 class AfterStep(Protocol):
-    """Callback after each step; `launch/rl.py` saves checkpoints in it."""
+    """Callback after each step; `rl/train.py` saves checkpoints in it."""
 
     async def __call__(self, controller: Controller) -> None: ...
 

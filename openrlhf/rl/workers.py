@@ -1,6 +1,6 @@
 """The interface between the RL loop and the models: a few verbs that one process and a cluster both implement.
 
-`launch/local_rl.py` implements it in one process, `launch/ray` on a cluster; the loop does not know which it has.
+`rl/local.py` implements it in one process, `cluster` on Ray; the loop does not know which it has.
 """
 
 from __future__ import annotations

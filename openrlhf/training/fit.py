@@ -1,6 +1,6 @@
 """The supervised training loop, shared by all six supervised commands.
 
-`launch/supervised.py` builds a `Fit` from rows, an objective, a backend and a `Plan`, resumes it if asked, and calls
+`training/supervised.py` builds a `Fit` from rows, an objective, a backend and a `Plan`, resumes it if asked, and calls
 `run`. Each step collates its rows, runs forward and backward, checks that the loss is finite, and updates the weights;
 evaluation, checkpoints and logs happen in between.
 """

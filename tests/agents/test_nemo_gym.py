@@ -14,7 +14,7 @@ from aiohttp import ClientSession, ClientTimeout, web
 from openai.types.responses import Response
 from sessions import TOOL_TEMPLATE, Say, decode, encode, prompt, run
 
-from openrlhf.agents.nemo_gym import NemoGymAgentExecutor
+from openrlhf.agents.chat.nemo_gym import NemoGymAgentExecutor
 from openrlhf.errors import RewardError, RolloutError
 from tests.tiny import make_tokenizer
 

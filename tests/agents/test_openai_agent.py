@@ -6,8 +6,8 @@ import pytest
 import torch
 from sessions import TOOL_TEMPLATE, InStep, Say, decode, encode, prompt, run, run_all
 
-from openrlhf.agents.chat_session import ChatSession
-from openrlhf.agents.chat_wire import find_calls
+from openrlhf.agents.chat.session import ChatSession
+from openrlhf.agents.chat.wire import find_calls
 from openrlhf.config.sections.data import Template
 from openrlhf.config.sections.model import Model
 from openrlhf.data.templates import Chat

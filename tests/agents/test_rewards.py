@@ -10,8 +10,8 @@ import pytest
 import torch
 from sessions import WATCHDOG, Numbered, Say, children, params, prompt, run, run_all
 
-from openrlhf.agents.loop_thread import heard
-from openrlhf.agents.process import Failure
+from openrlhf.agents.sandbox.loop_thread import heard
+from openrlhf.agents.sandbox.process import Failure
 from openrlhf.errors import ConfigError, RewardError, RolloutError
 
 LENGTHS = "[float(len(query)) for query in queries]"

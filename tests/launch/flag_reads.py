@@ -8,7 +8,7 @@ from openrlhf.config.commands import COMMANDS
 from openrlhf.config.flags import flags_of
 
 THROUGH = ("openrlhf.config.sections", "openrlhf.config.runtime", __name__)  # derived values: their caller reads
-SILENT = ("openrlhf.config", "openrlhf.launch.record")  # parse, check, show and write down
+SILENT = ("openrlhf.config", "openrlhf.training.flag_record")  # parse, check, show and write down
 
 
 def section_types():

@@ -6,11 +6,11 @@ import signal
 import sys
 from contextlib import contextmanager
 
+from openrlhf.cluster.placement import plan
+from openrlhf.cluster.session import connect
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.parser import parse
 from openrlhf.errors import OpenRLHFError
-from openrlhf.launch.ray.cluster import connect
-from openrlhf.launch.ray.placement import plan
 
 BASE = ["--pretrain", "./model", "--prompt_data", "./data.jsonl", "--remote_rm_url", "./reward.py", "--runtime", "ray"]
 SHOWN = (

@@ -12,8 +12,8 @@ import ray
 from ray.cluster_utils import Cluster
 from rl_toys import SMALL, recorded
 
-from openrlhf.launch.ray.calls import Process
-from openrlhf.launch.ray.driver import interpreter_for_ray
+from openrlhf.cluster.calls import Process
+from openrlhf.cluster.driver import interpreter_for_ray
 from tests.warm import warm_python
 
 ON_RAY = SMALL | {  # the fewest processes; each test asks for what it needs beyond

@@ -17,8 +17,8 @@ from toys import FAST, PAIRS, STEPS, as_argv, pairs, run, steps, when, write_row
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from openrlhf.errors import ConfigError, RolloutError
-from openrlhf.launch.generate import own_devices, stream
-from openrlhf.launch.scorers import OutcomeScorer
+from openrlhf.inference.generate import own_devices, stream
+from openrlhf.rl.reward_models import OutcomeScorer
 from tests.tiny import make_model
 from tests.warm import kill, warm_children, warm_python
 

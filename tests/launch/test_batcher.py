@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 
-from openrlhf.launch.batcher import ROUND, Batcher, ForwardLimits
+from openrlhf.inference.batcher import ROUND, Batcher, ForwardLimits
 
 
 def rows(*lengths):

@@ -19,7 +19,7 @@ import torch
 from toys import as_argv, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from openrlhf.launch.chat_reply import Shown
+from openrlhf.inference.chat_reply import Shown
 from tests.tiny import make_model
 from tests.warm import warm_python
 

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from openrlhf.config.check import check
 from openrlhf.config.commands import SFTConfig
 from openrlhf.config.parser import parse
-from openrlhf.launch import supervised
+from openrlhf.training import supervised
 
 
 def test_sft_learns_and_its_loss_is_the_saved_models(tmp_path, train):

@@ -26,8 +26,8 @@ from openrlhf.config.no_effect.table import ON_CPU, STEPS_ONLY, TABLE, WITHOUT_S
 from openrlhf.config.no_effect.training import ALWAYS
 from openrlhf.config.parser import parse, without_none
 from openrlhf.errors import ConfigError
-from openrlhf.launch import serve
-from openrlhf.launch.explain import explain_hardware
+from openrlhf.inference import serve
+from openrlhf.training.explain import explain_hardware
 
 ROWS = {  # command -> rows of its dataset, flags that name their fields
     "train_sft": (answers, ANSWERS),

@@ -8,7 +8,7 @@ import pytest
 from openrlhf.config.commands import BatchInferenceConfig
 from openrlhf.config.sections.model import ServedModel
 from openrlhf.errors import BackendError, ConfigError, DataError
-from openrlhf.launch.parts import Parts
+from openrlhf.inference.parts import Parts
 
 OUTPUT = Path("out.jsonl")
 ROWS = [{"output": f"answer {number} “quoted”\n\u2028"} for number in range(10)]

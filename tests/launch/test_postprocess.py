@@ -3,7 +3,7 @@
 import pytest
 
 from openrlhf.errors import DataError
-from openrlhf.launch.postprocess import Conditioning, conditional_rows, preference_pairs, rejection_sampling
+from openrlhf.inference.postprocess import Conditioning, conditional_rows, preference_pairs, rejection_sampling
 
 PLAIN = Conditioning()
 

@@ -5,9 +5,9 @@ from contextlib import suppress
 
 import pytest
 
+from openrlhf.cluster.calls import DeathError, Fate
+from openrlhf.cluster.engines import SLACK, Engine, RayEngines
 from openrlhf.errors import EngineError, RolloutError
-from openrlhf.launch.ray.calls import DeathError, Fate
-from openrlhf.launch.ray.engines import SLACK, Engine, RayEngines
 from openrlhf.types import Request, SamplingParams
 
 ASKED = [Request((1,), SamplingParams(max_tokens=1), prefix=number) for number in range(4)]

@@ -14,8 +14,8 @@ from ray_toys import ON_RAY
 from rl_toys import asked
 from toys import as_argv, when, write_rows
 
+from openrlhf.cluster.head import MAY_COME_BACK, Head
 from openrlhf.errors import BackendError
-from openrlhf.launch.ray.head import MAY_COME_BACK, Head
 from tests.warm import warm_programs
 
 REGICIDE = """

@@ -4,9 +4,9 @@ import shlex
 
 import pytest
 
+from openrlhf.cluster.placement import Block, EngineSeat, Group, Node, Plan, explain_shortage, pack, plan
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.parser import parse
-from openrlhf.launch.ray.placement import Block, EngineSeat, Group, Node, Plan, explain_shortage, pack, plan
 
 BASE = "--pretrain ./model --prompt_data ./data.jsonl --runtime ray"
 REWARD_MODEL = "--reward_pretrain ./reward"

@@ -15,16 +15,16 @@ from safetensors.torch import load_file
 from toys import FAST, PAIRS, STEPS, Ran, as_argv, data, pairs, run, steps, write_rows
 from transformers import AutoModelForCausalLM
 
+from openrlhf.cluster import launch
+from openrlhf.cluster.calls import Process
+from openrlhf.cluster.placement import plan
+from openrlhf.cluster.session import connect
+from openrlhf.cluster.start import started_on
 from openrlhf.config.check import check
 from openrlhf.config.commands import COMMANDS
 from openrlhf.config.parser import parse
 from openrlhf.errors import BackendError, RolloutError
-from openrlhf.launch import rl
-from openrlhf.launch.engines import engine_spec
-from openrlhf.launch.ray.calls import Process
-from openrlhf.launch.ray.cluster import connect
-from openrlhf.launch.ray.placement import plan
-from openrlhf.launch.ray.start import started_on
+from openrlhf.rl.engines import engine_spec
 from openrlhf.types import Request, SamplingParams
 from tests.config.test_snapshots import PRINTED
 
@@ -64,7 +64,7 @@ def go(tmp_path, model):
         if not {"reward_pretrain", "agent_func_path"}.isdisjoint(flags):
             del given["remote_rm_url"]
         argv = [*shlex.split(printed), *as_argv((ON_RAY if not printed else {}) | paths | given | flags)]
-        rl.run(check(parse(COMMANDS[command], argv)))
+        launch.run(check(parse(COMMANDS[command], argv)))
         return Ran(tmp_path / name, tmp_path / f"{name}_ckpt")
 
     return start

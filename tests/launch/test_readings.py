@@ -5,7 +5,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from openrlhf.launch.readings import Texts
+from openrlhf.data.readings import Texts
 from openrlhf.types import Prompt, Trajectory
 from tests.tiny import make_tokenizer
 

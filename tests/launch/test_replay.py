@@ -12,7 +12,7 @@ from openrlhf.config.check import check
 from openrlhf.config.commands import LocalRLConfig
 from openrlhf.config.parser import parse
 from openrlhf.errors import ConfigError
-from openrlhf.launch import rl
+from openrlhf.rl import train as rl
 from openrlhf.rollout.hf import HFEngine
 
 REWARD = """

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from toys import FAST, PAIRS, Ran, data, pairs, run, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from openrlhf.launch.rl_models import Trained
+from openrlhf.rl.models import Trained
 from openrlhf.training import checkpoint
 from tests.tiny import make_tokenizer
 

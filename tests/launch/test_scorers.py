@@ -3,7 +3,7 @@
 import numpy as np
 
 from openrlhf.data.collate import Layout
-from openrlhf.launch.scorers import rounds
+from openrlhf.rl.reward_models import rounds
 from openrlhf.rl.samples import Batching
 
 ROWS = [np.arange(length, dtype=np.int32) for length in (5, 3, 4)]

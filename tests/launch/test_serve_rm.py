@@ -25,7 +25,7 @@ from openrlhf.config.check import check
 from openrlhf.config.commands import ServeRMConfig
 from openrlhf.config.parser import parse
 from openrlhf.errors import ConfigError
-from openrlhf.launch.serve import bind, build_server, leave_a_core
+from openrlhf.inference.serve import bind, build_server, leave_a_core
 from tests.tiny import make_model
 from tests.warm import warm_python
 

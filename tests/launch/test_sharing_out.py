@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from openrlhf.cluster.workers import share_out, share_trajectories
 from openrlhf.data.collate import Layout
 from openrlhf.errors import RolloutError
-from openrlhf.launch.proof import Sent, SyncProof, compare
-from openrlhf.launch.ray.workers import share_out, share_trajectories
 from openrlhf.rollout.checksum import checksum
+from openrlhf.rollout.sync_proof import Sent, SyncProof, compare
 from openrlhf.training.backend import is_weightless
 from openrlhf.types import Prompt, TokenRow, Trajectory
 

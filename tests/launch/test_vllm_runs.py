@@ -4,7 +4,7 @@ import pytest
 from rl_toys import SMALL, asked, recorded, task
 from toys import Ran, run
 
-from openrlhf.launch.local_rl import LocalSync
+from openrlhf.rl.local import LocalSync
 from openrlhf.rollout.engine import Weights
 
 pytestmark = pytest.mark.slow(seconds=6)

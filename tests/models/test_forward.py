@@ -19,10 +19,10 @@ from torch.testing import assert_close
 from openrlhf.config.sections.model import Model
 from openrlhf.data.collate import pack, pad
 from openrlhf.errors import ConfigError
-from openrlhf.launch.model_checks import balances_experts
 from openrlhf.models.attention import SEGMENTED
 from openrlhf.models.forward import last_tokens
 from openrlhf.models.load import recompute_activations
+from openrlhf.training.model_checks import balances_experts
 from openrlhf.types import Batch
 from tests.tiny import CONFIGS
 

@@ -8,7 +8,6 @@ from transformers import PreTrainedTokenizerFast
 from openrlhf.config.sections.model import Loading, Lora, Model
 from openrlhf.data.collate import pack
 from openrlhf.errors import ConfigError
-from openrlhf.launch.device import explain_precision
 from openrlhf.models.attention import SEGMENTED
 from openrlhf.models.forward import Network
 from openrlhf.models.load import (
@@ -20,6 +19,7 @@ from openrlhf.models.load import (
     recompute_activations,
 )
 from openrlhf.models.self_test import settle_layout
+from openrlhf.training.device import explain_precision
 from openrlhf.training.optim import MasterOptimizer, OptimizerSettings
 from openrlhf.types import TokenRow
 from tests.models.architectures import build

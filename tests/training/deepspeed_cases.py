@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 from openrlhf.algo.reduce import Metrics
 from openrlhf.algo.token_loss import kd_loss, sft_loss
 from openrlhf.data.collate import Layout
-from openrlhf.launch.readings import Texts
-from openrlhf.launch.scorers import ProcessScorer
+from openrlhf.data.readings import Texts
 from openrlhf.models.attention import SEGMENTED
 from openrlhf.models.forward import Network
+from openrlhf.rl.reward_models import ProcessScorer
 from openrlhf.rl.samples import Batching
 from openrlhf.training.backend import Frozen, Run, TrainBackend, with_extras
 from openrlhf.training.optim import OptimizerSettings

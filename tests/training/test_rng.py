@@ -1,6 +1,6 @@
 import torch
 
-from openrlhf.launch.device import seed_dropout
+from openrlhf.training.device import seed_dropout
 from openrlhf.training.rng import load_rng, save_rng
 
 

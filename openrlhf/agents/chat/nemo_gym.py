@@ -1,0 +1,181 @@
+"""Executor for NeMo Gym environments: the policy plays against one resources server over its HTTP protocol.
+
+An episode is POST /seed_session with the row, POST /TOOL with the arguments of each tool call of the policy, and POST
+/verify with the row and the whole conversation as a Responses object, which returns the reward. Cookies that the server
+sets are sent with all later requests of the episode. This module runs the loop itself, without the agent and model
+servers of NeMo Gym, so that the sampled tokens are trained on unchanged. The other protocols of NeMo Gym (Gymnasium's
+reset and step, MCP, sessions with a caller's id) are not supported.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from openrlhf.agents.chat.episode import Episode, Full, open_episode, refuse_rendered_prompts
+from openrlhf.agents.chat.session import read_chat
+from openrlhf.agents.chat.wire import MODEL, ChatRequest, sent_message
+from openrlhf.agents.executor import clip
+from openrlhf.agents.interface import AgentExecutorBase, LLMEngine
+from openrlhf.agents.scores import kind_of
+from openrlhf.config.checks.extras import require
+from openrlhf.data.messages import Message
+from openrlhf.errors import DataError, RewardError, RolloutError
+
+if TYPE_CHECKING:
+    from aiohttp import ClientSession
+
+ROW = "the label of a prompt for NeMo Gym is its row, as an object or as JSON text, with responses_create_params.input"
+
+
+class NemoGymAgentExecutor(AgentExecutorBase):
+    """Executor that plays against the resources server at `url`; the label of a prompt is its row."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+
+    async def prepare(self) -> None:
+        require("aiohttp", "NemoGymAgentExecutor")
+        refuse_rendered_prompts(self, "NemoGymAgentExecutor")
+
+    async def execute(
+        self,
+        prompt: str,
+        label: Any,
+        sampling_params: Any,
+        max_length: int,
+        hf_tokenizer: Any,
+        llm_engine: LLMEngine,
+    ) -> dict[str, Any]:
+        """Seed the session, play the turns, and have the server verify the conversation."""
+        from aiohttp import ClientSession, CookieJar
+
+        row = read_row(label)
+        episode = open_episode(self, sampling_params, max_length, hf_tokenizer, llm_engine)
+        async with ClientSession(cookie_jar=CookieJar(unsafe=True)) as http:  # cookies also from IP addresses
+            await self._ask(http, "/seed_session", row)
+            output = await self._play(http, row["responses_create_params"], episode)
+            verdict = await self._ask(http, "/verify", row | {"response": response_of(output, row)})
+        if not isinstance(verdict, Mapping) or "reward" not in verdict:
+            raise RewardError(f"{self.url}/verify answered without a reward: {clip(repr(verdict))}")
+        sample = episode.sample()
+        return sample | {"prompt": prompt, "label": label, "reward": verdict["reward"], "extra_logs": logs(output)}
+
+    async def _play(self, http: ClientSession, params: Mapping[str, Any], episode: Episode) -> list[dict[str, Any]]:
+        """Play turns until one has no tool calls or is truncated, or the episode is full; return Responses items."""
+        messages, tools = read_input(params["input"]), [chat_tool(tool) for tool in params.get("tools") or []]
+        output: list[dict[str, Any]] = []
+        while True:
+            try:
+                answer = await episode.answer(ChatRequest(messages, tools or None, may_call=bool(tools)))
+            except Full:
+                return output
+            output += items_of(answer.message, answer.number)
+            calls = answer.message.get("tool_calls") or []
+            if not calls or answer.drawn.finish_reason == "length":
+                return output
+            results = [await self._call(http, call, tools) for call in calls]
+            output += [result_item(result) for result in results]
+            messages = [*messages, answer.message, *results]
+
+    async def _call(self, http: ClientSession, call: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> Message:
+        """Call a tool and return its response as a message, whatever the HTTP status.
+
+        Only tools that the row lists are requested, so the policy cannot reach other paths of the server.
+        """
+        function = call["function"]
+        text = f"there is no tool {function['name']}"
+        if any(tool["function"]["name"] == function["name"] for tool in tools):
+            _, text = await self._post(http, f"/{function['name']}", function["arguments"])
+        return {"role": "tool", "tool_call_id": call["id"], "content": text}
+
+    async def _post(self, http: ClientSession, path: str, body: Mapping[str, Any]) -> tuple[int, str]:
+        """Return status and text of a response; raise RewardError if there is none."""
+        from aiohttp import ClientError
+
+        try:
+            async with http.post(self.url + path, json=body) as answer:
+                return answer.status, await answer.text()
+        except TimeoutError:
+            raise RewardError(f"{self.url}{path} did not answer in time") from None
+        except ClientError as error:
+            raise RewardError(f"{self.url}{path} cannot be reached: {error}; is the resources server up?") from None
+
+    async def _ask(self, http: ClientSession, path: str, body: Mapping[str, Any]) -> Any:
+        """Return the decoded JSON of a response; raise RewardError for a status other than 200."""
+        status, text = await self._post(http, path, body)
+        if status != 200:
+            raise RewardError(f"{self.url}{path} answered {status}: {clip(text)}")
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError:
+            raise RewardError(f"{self.url}{path} answered no JSON: {clip(text)}") from None
+
+
+def read_row(label: Any) -> dict[str, Any]:
+    """Parse the row from a label, which is an object or JSON text."""
+    try:
+        row = json.loads(label) if isinstance(label, str) else label
+    except json.JSONDecodeError:
+        row = None
+    if isinstance(row, dict):
+        params = row.get("responses_create_params")
+        if isinstance(params, Mapping) and params.get("input"):
+            return row
+    raise RolloutError(f"{ROW}; it is {kind_of(label)}")
+
+
+def read_input(given: Any) -> list[Message]:
+    """Convert the input of a row to chat messages; plain text becomes a user message."""
+    try:
+        return read_chat([{"role": "user", "content": given}] if isinstance(given, str) else given)
+    except DataError as error:
+        raise RolloutError(f"responses_create_params.input: {error.message}") from None
+
+
+def chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert a tool from the flat format of the Responses API to the nested one of chat templates."""
+    if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
+        raise RolloutError(f"a tool of responses_create_params is {kind_of(tool)}; understood are functions")
+    known = ("name", "description", "parameters")
+    return {"type": "function", "function": {key: tool[key] for key in known if tool.get(key) is not None}}
+
+
+def items_of(message: Message, number: int) -> list[dict[str, Any]]:
+    """Convert a turn of the policy to items of a Responses object."""
+    sent = sent_message(message)
+    text = {"type": "output_text", "text": message["content"], "annotations": []}
+    spoken = {"type": "message", "id": f"msg_{number}", "role": "assistant", "status": "completed", "content": [text]}
+    calls = [
+        {"type": "function_call", "id": f"fc_{call['id']}", "call_id": call["id"], "status": "completed"}
+        | {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
+        for call in sent.get("tool_calls") or []
+    ]
+    return ([spoken] if message["content"] or not calls else []) + calls
+
+
+def result_item(message: Message) -> dict[str, Any]:
+    """Convert a tool's message to an item of a Responses object."""
+    call = message["tool_call_id"]
+    item = {"type": "function_call_output", "id": f"fco_{call}", "call_id": call, "status": "completed"}
+    return item | {"output": message["content"]}
+
+
+def response_of(output: list[dict[str, Any]], row: Mapping[str, Any]) -> dict[str, Any]:
+    """Build the Responses object that /verify expects."""
+    params = row["responses_create_params"]
+    return {
+        "id": "resp_1",
+        "object": "response",
+        "created_at": 0,
+        "model": MODEL,
+        "output": output,
+        "parallel_tool_calls": True,
+        "tool_choice": params.get("tool_choice") or "auto",
+        "tools": params.get("tools") or [],
+    }
+
+
+def logs(output: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    return {"tool_calls": float(sum(item["type"] == "function_call" for item in output))}

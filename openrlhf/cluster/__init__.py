@@ -1,0 +1,1 @@
+"""The Ray runtime: session, placement, actors, engines and weight transport."""

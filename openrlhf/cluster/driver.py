@@ -1,0 +1,163 @@
+"""Turn this process into a Ray driver: join a running cluster, or start a private Ray that ends with the run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from openrlhf.cluster.address import find_cluster, token_error
+from openrlhf.cluster.placement import Node, Plan, explain_shortage, pack
+from openrlhf.errors import BackendError, ConfigError, OpenRLHFError, RolloutError
+from openrlhf.monitor import say
+
+# By default Ray starts one idle worker per core, which our actors never use because each has its own environment, and
+# a process that reports usage statistics.
+LEAN = {"RAY_prestart_worker_first_driver": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+PROCESSES_PER_CORE = 4  # limit for runs on CPUs; with more processes per core a run makes no sense
+
+
+@contextmanager
+def joined(plan: Plan) -> Iterator[bool]:
+    """Make this process a Ray driver while the context is open; yield whether the Ray is private.
+
+    If the process is already a driver, its Ray is used and left running.
+    """
+    import ray
+
+    if ray.is_initialized():
+        yield False
+        return
+    address = find_cluster(os.environ)
+    if address is not None:
+        start_driver(address=address)
+        try:
+            yield False
+        finally:
+            ray.shutdown()
+        return
+    with private_ray(plan):
+        yield True
+
+
+@contextmanager
+def private_ray(plan: Plan) -> Iterator[None]:
+    """Run a private Ray with its own token on this machine.
+
+    Its logs are kept only after a backend error, a rollout error or an unexpected one.
+    """
+    import ray
+
+    slots, folder = private_slots(plan), private_folder()
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # otherwise Ray writes one to the home directory
+    for name, value in LEAN.items():
+        os.environ.setdefault(name, value)
+    say("starting a Ray of our own on this machine; it ends with the run")
+    with interpreter_for_ray(folder):
+        start_driver(address="local", include_dashboard=False, _temp_dir=str(folder), **slots)
+    failed = False
+    try:
+        yield
+    except Exception as error:
+        failed = isinstance(error, (BackendError, RolloutError)) or not isinstance(error, OpenRLHFError)
+        raise
+    finally:
+        helpers = ray_helpers()
+        ray.shutdown()
+        end(helpers)
+        if failed:
+            say(f"logs of all processes: {folder}/session_latest/logs")
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def interpreter_for_ray(folder: Path) -> Iterator[None]:
+    """Let Ray start its processes through a link in the folder if the interpreter's path needs shell quoting.
+
+    Ray passes the path to a shell unquoted, and would then wait forever for its workers.
+    """
+    python = Path(sys.executable)
+    if shlex.quote(sys.executable) != sys.executable and python.is_relative_to(sys.prefix):
+        environment = folder / "environment"
+        environment.symlink_to(sys.prefix)
+        sys.executable = str(environment / python.relative_to(sys.prefix))
+    try:
+        yield
+    finally:
+        sys.executable = str(python)
+
+
+def ray_helpers() -> list[Any]:
+    """Return the processes that the private Ray has started: workers and agents."""
+    import psutil
+
+    helpers: list[Any] = []
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            helpers += child.children(recursive=True) if child.name() == "raylet" else []
+    return helpers
+
+
+def end(helpers: Sequence[Any]) -> None:
+    """Kill the processes that Ray left behind: if its head is lost, its agents try to reach it for a minute."""
+    import psutil
+
+    for helper in helpers:
+        with suppress(psutil.NoSuchProcess):
+            helper.kill()
+
+
+def start_driver(**options: Any) -> None:
+    """Call `ray.init` quietly, keep our SIGTERM handler, and translate its errors."""
+    import ray
+    from ray._raylet import Config  # pyrefly: ignore[missing-module-attribute]
+
+    Config.initialize("")  # Ray read RAY_AUTH_MODE at import; it may have been set since then
+    ending = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(namespace=f"openrlhf-{secrets.token_hex(4)}", logging_level=logging.ERROR, **options)
+    except ray.exceptions.AuthenticationError:
+        raise token_error(str(options["address"])) from None
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        if options["address"] == "local":
+            raise BackendError(f"Ray did not start on this machine: {reason}") from error
+        raise ConfigError(
+            f"the Ray cluster at {options['address']} does not take this process: {reason}",
+            try_this="the same on a node of the cluster, with the cluster's versions of Ray and Python",
+        ) from error
+    finally:
+        signal.signal(signal.SIGTERM, ending)
+
+
+def private_slots(plan: Plan) -> dict[str, int]:
+    """Return the CPUs and GPUs that a private Ray declares.
+
+    A plan that does not fit is rejected here, before the ten seconds that starting Ray takes.
+    """
+    import torch
+
+    cores, gpus = os.cpu_count() or 1, torch.cuda.device_count()
+    room = gpus or PROCESSES_PER_CORE * cores
+    here = Node("here", "this machine", room, room, cores)
+    if pack(plan.blocks(), [here]) is None:
+        raise explain_shortage(plan, [here], "GPU" if gpus else "CPU slot", private=True)
+    if gpus:
+        return {"num_gpus": gpus}
+    say(f"no GPU here: the run's {plan.devices} devices are processes on {cores} CPU cores")
+    return {"num_cpus": max(cores, plan.devices), "num_gpus": 0}
+
+
+def private_folder() -> Path:
+    """Create a folder with a short path: Ray keeps sockets deep below it, whose paths are limited to 107 characters."""
+    return Path(tempfile.mkdtemp(prefix="openrlhf-ray-", dir=os.environ.get("RAY_TMPDIR", "/tmp")))

@@ -1,0 +1,1 @@
+"""Commands on trained models: batch inference, chat, the reward server and merging adapters."""

@@ -1,0 +1,39 @@
+"""The lora_combiner command: merge a LoRA adapter into its base model and save the result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers.utils.logging import disable_progress_bar
+
+from openrlhf.config.commands import LoraCombinerConfig
+from openrlhf.models.export import save_model
+from openrlhf.models.forward import Network
+from openrlhf.models.load import DTYPES
+from openrlhf.models.merge import merge_adapter
+from openrlhf.monitor import say
+from openrlhf.training.checkpoint import begin_export, finish_export
+from openrlhf.training.device import choose_device
+
+
+def run(config: LoraCombinerConfig) -> Path:
+    """Merge the adapter and save the model; the output folder appears only when it is complete.
+
+    The config must already be checked.
+    """
+    disable_progress_bar()
+    choose_device("cpu")  # merging is a few matrix sums, not worth a GPU
+    flags = config.merge
+    model, tokenizer = merge_adapter(
+        str(flags.model_path),
+        Path(str(flags.lora_path)).expanduser(),
+        is_rm=flags.is_rm,
+        dtype=DTYPES[config.model.param_dtype],
+    )
+    folder = Path(str(flags.output_path)).expanduser()
+    aside = begin_export(folder)
+    save_model(Network(model), aside)
+    tokenizer.save_pretrained(aside)
+    finish_export(aside, folder)
+    say(f"saved {folder} in {config.model.param_dtype}")
+    return folder

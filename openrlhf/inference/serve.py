@@ -1,0 +1,115 @@
+"""The serve_rm command: serve a reward model over HTTP until stopped.
+
+`run` binds the port, loads the model and runs uvicorn; `serve_app` handles the requests and `batcher` batches their
+rows. A stop signal lets the requests in flight finish.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import torch
+import uvicorn
+from transformers.utils.logging import disable_progress_bar
+
+from openrlhf.config.commands import ServeRMConfig
+from openrlhf.errors import ConfigError
+from openrlhf.inference.batcher import Batcher, ForwardLimits
+from openrlhf.inference.serve_app import Door, build_app
+from openrlhf.inference.served_model import load_reward_model
+from openrlhf.monitor import say
+from openrlhf.training.device import choose_device, explain_precision
+from openrlhf.training.explain import explain_experts
+
+STDERR = 2
+BATCH_TOKENS = {"cuda": 32768, "cpu": 2048}  # on a CPU, the activations of more tokens no longer fit the cache
+STOPPING = "\nopenrlhf: stopping when the requests in flight are answered; Ctrl-C once more stops at once\n"
+
+
+class Server(uvicorn.Server):
+    """Uvicorn server that remembers which signal stopped it.
+
+    Uvicorn finishes the requests in flight and then raises the signal again.
+    """
+
+    stopped_by: int | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.stopped_by is None:
+            os.write(STDERR, STOPPING.encode())  # not print: the signal may have interrupted one
+        self.stopped_by = sig
+        super().handle_exit(sig, frame)
+
+
+def run(config: ServeRMConfig) -> None:
+    """Serve until SIGTERM, after which it returns normally, or Ctrl-C, which is raised as KeyboardInterrupt."""
+    disable_progress_bar()
+    host, port = config.server.host, config.server.port
+    with bind(host, port) as listener:  # before the model loads, so that a taken port is reported immediately
+        leave_a_core()
+        server = build_server(config)
+        gc.freeze()  # a collection over all imported objects would delay every request by 0.2 s
+        with explained(host, port):
+            listener.listen()  # fails if another server bound the same port while both loaded their models
+        say(f"{config.server.reward_pretrain} answers on http://{address(listener)}/get_reward; Ctrl-C stops")
+        try:
+            server.run([listener])
+        except KeyboardInterrupt:
+            if server.stopped_by != signal.SIGTERM:
+                raise
+
+
+def leave_a_core() -> None:
+    """Reserve one core for handling requests.
+
+    A forward waits for its slowest thread, so a model on all cores would stall whenever one of them handles a request.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, torch.get_num_threads() - 1))
+
+
+def build_server(config: ServeRMConfig) -> Server:
+    """Build the server except for its address; the model is loaded here."""
+    flags = config.server
+    device = choose_device(config.model.device)
+    explain_precision(config.model.param_dtype, device)
+    explain_experts(config.model, str(flags.reward_pretrain))
+    model = load_reward_model(config, device)
+    tokens = flags.batch_tokens or BATCH_TOKENS[device.type]
+    limits = ForwardLimits(flags.batch_size, tokens, flags.packing_samples)
+    door = Door(flags.api_key or None, flags.max_request_mb << 20, flags.refuse_long)
+    app = build_app(model, Batcher(model.score, limits), door)
+    return Server(uvicorn.Config(app, log_level="warning", access_log=False, server_header=False))
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a bound socket that does not listen yet, so that clients are refused until the model is loaded."""
+    with explained(host, port):
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    return listener
+
+
+@contextmanager
+def explained(host: str, port: int) -> Iterator[None]:
+    """Turn an OSError about the address into a ConfigError that names the flags."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"--port {port} is taken on {host}", try_this=f"--port {port + 1}") from None
+        raise ConfigError(f"--host {host} --port {port} cannot be bound: {error.strerror}") from None
+
+
+def address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,239 @@
+"""Trial of the first rows, before any model loads.
+
+They go through template, tokenizer and, in reinforcement learning, the reward function or agent, as they will in
+training, so that mistakes in data, templates and reward code show up within seconds. `dry_run` does only this; every
+RL run also calls `tried_executor`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import cycle, islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from huggingface_hub import try_to_load_from_cache
+
+from openrlhf.agents.build import build_executor
+from openrlhf.agents.executor import GroupExecutor, GroupResult, shorten
+from openrlhf.config.commands import RLConfig, SupervisedConfig
+from openrlhf.config.runtime import compares_engine, critic_model
+from openrlhf.config.sections.data import split_names
+from openrlhf.data.prompts import load_eval_prompts, load_prompts
+from openrlhf.data.supervised import load_train
+from openrlhf.errors import RewardError, RolloutError
+from openrlhf.models.load import load_tokenizer
+from openrlhf.monitor import say
+from openrlhf.rl.rollouts import sampling
+from openrlhf.rl.settings import rollout_settings
+from openrlhf.training.model_checks import check_models
+from openrlhf.training.optim import schedule
+from openrlhf.types import Completion, LabelledRow, PairRow, Prompt, Request, StepRow, TokenRow, Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from openrlhf.data.collate import Row
+
+FIRST_ROWS = 8
+SHOWN = 240  # characters of an example on the console
+MADE_UP = "a made-up answer"
+
+
+def run(config: RLConfig | SupervisedConfig) -> None:
+    """Try everything that needs no model weights; nothing is downloaded for it."""
+    datasets = [name for name in dataset_names(config) if not is_on_disk(name)]
+    missing = ([] if tokenizer_is_here(str(config.model.pretrain)) else [str(config.model.pretrain)]) + datasets
+    if missing:
+        say(f"no row was tried: {', '.join(missing)} would have to be fetched first")
+        return
+    critic = critic_model(config) if isinstance(config, RLConfig) else None
+    if critic is None or tokenizer_is_here(critic):
+        check_models(config)
+    tokenizer = load_tokenizer(str(config.model.pretrain), config.model)
+    if isinstance(config, RLConfig):
+        try_rl(config, tokenizer)
+    else:
+        try_supervised(config, tokenizer)
+    say("dry run: nothing was trained or written")
+
+
+def dataset_names(config: RLConfig | SupervisedConfig) -> list[str]:
+    if isinstance(config, RLConfig):
+        train, held_out = config.prompts.prompt_data, config.prompts.eval_dataset
+    else:
+        train, held_out = config.data.dataset, config.data.eval_dataset
+    return [*split_names(train), *split_names(held_out)]
+
+
+def is_on_disk(name: str) -> bool:
+    """Return whether a local path exists, with or without the part after an `@`."""
+    return any(Path(path).expanduser().exists() for path in (name, name.partition("@")[0]))
+
+
+def tokenizer_is_here(name: str) -> bool:
+    """Return whether the tokenizer is on disk or in the Hugging Face cache."""
+    return is_on_disk(name) or isinstance(try_to_load_from_cache(name, "tokenizer_config.json"), str)
+
+
+def try_supervised(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Load the first rows of the training and evaluation datasets and show the first one."""
+    flags, data = config.optimizer, config.data
+    schedule(flags.lr_scheduler, warmup_ratio=flags.lr_warmup_ratio, total_steps=1, min_lr_ratio=flags.min_lr_ratio)
+    most = FIRST_ROWS if data.max_samples is None else min(FIRST_ROWS, data.max_samples)
+    rows = load_train(replace(config, data=replace(data, max_samples=most)), tokenizer).rows
+    for line in shown_row(rows[0], tokenizer):
+        say(line)
+    if data.eval_dataset is not None:
+        held_out = replace(
+            data, dataset=data.eval_dataset, dataset_split=data.eval_split, dataset_probs=None, max_samples=FIRST_ROWS
+        )
+        load_train(replace(config, data=held_out), tokenizer)
+
+
+def shown_row(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Describe the first row as the model will see it, with the part that is learned or judged."""
+    match row:
+        case TokenRow():
+            return [shown_tokens("the first row", row, "learned", tokenizer)]
+        case LabelledRow():
+            kind = "desirable" if row.label else "undesirable"
+            return [shown_tokens(f"the first row, {kind}", row.tokens, "learned", tokenizer)]
+        case PairRow():
+            pair = {"chosen": row.chosen, "rejected": row.rejected}
+            return [shown_tokens(f"the first row, {name}", part, "response", tokenizer) for name, part in pair.items()]
+        case StepRow():
+            text = shorten(text_of(row.input_ids, tokenizer), SHOWN)
+            labels = ", ".join(f"{label:g}" for label in row.step_labels.tolist())
+            return [f"the first row, {len(row.input_ids)} tokens: {text}; labels of its steps: {labels}"]
+    raise AssertionError(f"{type(row).__name__} is no row")
+
+
+def shown_tokens(name: str, row: TokenRow, part: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    whole, learned = (
+        shorten(text_of(ids, tokenizer), SHOWN) for ids in (row.input_ids, row.input_ids[row.target_mask])
+    )
+    return f"{name}, {len(row.input_ids)} tokens: {whole}; {part}: {learned}"
+
+
+def try_rl(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Load the first prompts of the training and evaluation datasets and compute rewards for made-up answers."""
+    flags = config.prompts
+    most = FIRST_ROWS if flags.max_samples is None else min(FIRST_ROWS, flags.max_samples)
+    config = replace(config, prompts=replace(flags, max_samples=most))
+    prompts = load_prompts(config, tokenizer)
+    load_eval_prompts(config, tokenizer)
+    asyncio.run(tried_executor(config, tokenizer, prompts).close())
+
+
+def tried_executor(config: RLConfig, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> GroupExecutor:
+    """Build the executor of a run and test it on made-up answers to the first prompts; if that fails, close it."""
+    check_schedules(config)
+    say(f"the first prompt, {len(prompts[0].input_ids)} tokens: {shorten(prompts[0].text, SHOWN)}")
+    executor = build_executor(
+        config.rewards,
+        tokenizer,
+        context_length=config.rollout.context_length,
+        trust_remote_code=config.model.trust_remote_code,
+        template=config.template,
+        compares_engine=compares_engine(config),
+    )
+    if config.rollout.replay:  # recorded rollouts already have rewards
+        return executor
+    try:
+        results = asyncio.run(rehearse(config, tokenizer, prompts[:FIRST_ROWS], executor))
+    except BaseException:
+        asyncio.run(executor.close())
+        raise
+    explain(results, tokenizer)
+    return executor
+
+
+def check_schedules(config: RLConfig) -> None:
+    """Build the learning rate schedules once, which rejects invalid flags."""
+    flags = config.optimizer
+    for name in (flags.lr_scheduler, flags.critic_lr_scheduler or flags.lr_scheduler):
+        schedule(name, warmup_ratio=flags.lr_warmup_ratio, total_steps=1, min_lr_ratio=flags.min_lr_ratio)
+
+
+class MadeUp:
+    """Session without an engine.
+
+    It first gives `text` as the answer. Later answers are as long as allowed, so that a multi-turn episode ends soon.
+    """
+
+    def __init__(self, text: str, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self.ids: list[int] = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        self.asked = 0
+
+    async def generate(self, request: Request) -> Completion:
+        most = request.params.max_tokens
+        ids = tuple(islice(cycle(self.ids) if self.asked else self.ids, most))
+        self.asked += 1
+        reason = "stop" if ids[-1] == self.tokenizer.eos_token_id else "length"
+        return Completion(ids, (0.0,) * len(ids), text_of(ids, self.tokenizer), reason, version=0)
+
+    def close(self) -> None:
+        """Do nothing: there is no request to cancel."""
+
+
+async def rehearse(
+    config: RLConfig, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], executor: GroupExecutor
+) -> list[GroupResult]:
+    """Run the first prompts through the executor with made-up answers.
+
+    Groups have as many samples as in training, because a reward function may compare the samples of a group; agents
+    play a single sample.
+    """
+    samples = 1 if config.rewards.agent_func_path else config.rollout.n_samples_per_prompt
+    settings = replace(rollout_settings(config), samples_per_prompt=samples)
+    jobs = [
+        executor.run_group(
+            prompt, sampling(prompt, settings), [MadeUp(text, tokenizer) for text in answers(prompt, samples)]
+        )
+        for prompt in prompts
+    ]
+    outcomes = await asyncio.gather(*jobs, return_exceptions=True)
+    for outcome in outcomes:  # raise the first error in row order, not the first in time
+        if isinstance(outcome, RewardError | RolloutError):
+            message = f"tried before training with a made-up answer: {outcome.message}"
+            raise type(outcome)(message, try_this=outcome.try_this) from outcome
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return [outcome for outcome in outcomes if isinstance(outcome, GroupResult)]
+
+
+def answers(prompt: Prompt, count: int) -> list[str]:
+    """Make up `count` different answers, based on the label if it is a text, since it probably looks like an answer."""
+    text = prompt.label if isinstance(prompt.label, str) and prompt.label else MADE_UP
+    return [text, *(f"{text} {number}" for number in range(1, count))]
+
+
+def explain(results: Sequence[GroupResult], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Print failures and the range of the rewards; rewards of reward models are not known yet."""
+    failures = [failure for result in results for failure in result.failures]
+    if failures:
+        say(
+            f"{len(failures)} made-up answers to the first {len(results)} prompts failed, and such samples are dropped"
+            f" (--on_reward_error skip); the first: {failures[0]}"
+        )
+    made = [item for result in results for item in result.trajectories if not math.isnan(item.reward)]
+    if made:
+        rewards = [item.reward for item in made]
+        extremes = dict.fromkeys(f"{reward:g}" for reward in (min(rewards), max(rewards)))
+        say(
+            f"rewards of made-up answers to the first {len(results)} prompts are {' to '.join(extremes)};"
+            f" {shorten(response(made[0], tokenizer))} gets {rewards[0]:g}"
+        )
+
+
+def response(item: Trajectory, tokenizer: PreTrainedTokenizerBase) -> str:
+    return text_of(item.input_ids[item.action_mask.index(True) :], tokenizer)
+
+
+def text_of(ids: Iterable[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    return str(tokenizer.decode([int(token) for token in ids]))

@@ -1,0 +1,182 @@
+"""Single-process runtime of reinforcement learning: models, engine and weight sync, without Ray.
+
+`open_local` builds them and hands them to the controller as `Machinery`, the same interface that `ray.rl` provides
+for a cluster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.config.commands import RLConfig
+from openrlhf.config.runtime import is_asynchronous, uses_vllm
+from openrlhf.models.plain import plain_copy
+from openrlhf.rl.build import build_models
+from openrlhf.rl.engines import engine_spec, make_engine
+from openrlhf.rl.models import Models
+from openrlhf.rl.workers import ModelRewards, Scores, WeightSync, Workers
+from openrlhf.rollout.engine import Engine, LoadingEngine
+from openrlhf.rollout.hf import HFEngine
+from openrlhf.rollout.sync_proof import Sent, SyncProof, compare
+from openrlhf.training.device import seed_everything
+from openrlhf.training.distributed import join
+from openrlhf.training.explain import explain_hardware
+from openrlhf.types import Batch, Trajectory
+
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class Machinery:
+    """Workers, engine and weight sync of a run, in one process or on a cluster."""
+
+    workers: Workers
+    engine: Engine
+    sync: WeightSync
+
+
+class LocalWorkers:
+    """Models of a run in this process; with `aside` they compute on a thread, so that the engine keeps generating."""
+
+    def __init__(self, models: Models, *, aside: bool = False) -> None:
+        self.models = models
+        self.aside = aside
+
+    async def _do(self, work: Callable[..., Made], *arguments: object) -> Made:
+        return await asyncio.to_thread(work, *arguments) if self.aside else work(*arguments)
+
+    async def score(self, batches: Sequence[Batch], *, log_probs: bool) -> Scores:
+        models = self.models
+        return Scores(  # the policy comes last: if models sleep, it is then already awake for training
+            values=await self._do(models.values, batches) if models.critic else None,
+            reference_log_probs=await self._do(models.reference_log_probs, batches) if models.reference else None,
+            log_probs=await self._do(models.log_probs, batches) if log_probs else None,
+        )
+
+    async def log_probs(self, batches: Sequence[Batch]) -> list[Tensor]:
+        return await self._do(self.models.log_probs, batches)
+
+    async def rewards(self, trajectories: Sequence[Trajectory]) -> ModelRewards | None:
+        return await self._do(self.models.rewards, trajectories) if self.models.scorers else None
+
+    async def train(
+        self, micro_batches: Sequence[Batch], *, kl_coef: float, progress: float, train_policy: bool
+    ) -> dict[str, float]:
+        values: dict[str, float] = {}
+        if train_policy:
+            values |= await self._do(self.models.train_policy, micro_batches, kl_coef, progress)
+        if self.models.critic is not None:
+            values |= await self._do(self.models.train_critic, micro_batches, progress)
+        return values
+
+    async def save(self, folder: Path) -> None:
+        self.models.save(folder)
+
+    async def load(self, folder: Path) -> None:
+        self.models.load(folder)
+
+    async def export(self, folder: Path) -> None:
+        self.models.export(folder)
+
+    async def export_critic(self, folder: Path) -> None:
+        self.models.export_critic(folder)
+
+
+class SharedSync:
+    """Sync with an engine that generates with the policy's own network: no weights need to be sent."""
+
+    def __init__(self, models: Models, engine: HFEngine) -> None:
+        self.models = models
+        self.engine = engine
+
+    async def sync(self, version: int) -> None:
+        self.models.wake_policy()
+        await self.engine.load([], version)
+
+    async def begin_training(self) -> None:
+        """Do nothing: the engine shares the policy's network, so there is no device to hand over."""
+
+    async def end_training(self, version: int) -> None:
+        self.models.wake_policy()
+
+
+@dataclass
+class LocalSync:
+    """Sync with an engine in this process that has its own copy of the weights."""
+
+    models: Models
+    engine: LoadingEngine
+    sleeps: bool = False  # the engine sleeps while the models train
+    drains: bool = True  # running requests finish with the old weights before the sync
+    proof: SyncProof = field(default_factory=SyncProof)
+
+    async def sync(self, version: int) -> None:
+        """Pause the engine, copy the policy's weights into it, verify them if due, and resume.
+
+        If the engine sleeps, its memory comes back in two parts: for the weights before the copy, and for the cache
+        after the models have left the device.
+        """
+        verify = self.proof.is_due()
+        await self.engine.pause(drain=self.drains)
+        if self.sleeps:
+            await self.engine.wake("weights")
+        sent = Sent(self.models.weights(), verify=verify)
+        received = await self.engine.load(sent, version, verify=verify)
+        compare(sent.checksums, received, "the engine")
+        self.proof.conclude(sent.checksums)
+        self.models.rest()
+        if self.sleeps:
+            await self.engine.wake("cache")
+        await self.engine.resume()
+
+    async def begin_training(self) -> None:
+        if self.sleeps:
+            await self.engine.sleep()
+
+    async def end_training(self, version: int) -> None:
+        if self.sleeps:
+            await self.sync(version)
+
+
+@asynccontextmanager
+async def open_local(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollouts: int) -> AsyncIterator[Machinery]:
+    """Build models, engine and sync in this process.
+
+    vLLM is built before the models, because it seeds torch when it starts (see rollout/vllm). With
+    --vllm_enable_sleep it sleeps while they load.
+    """
+    device = join(config)
+    explain_hardware(config, device)
+    asynchronous = is_asynchronous(config)
+    if not uses_vllm(config):
+        models = build_models(config, tokenizer, device, rollouts)
+        assert models.policy is not None
+        models.wake_policy()
+        network = models.policy.trained.backend.network
+        whole = config.rollout.whole_log_probs
+        engine = HFEngine(plain_copy(network) if asynchronous else network, tokenizer, whole_log_probs=whole)
+        if not config.rollout.replay:
+            engine.prepare()
+        sync = LocalSync(models, engine) if asynchronous else SharedSync(models, engine)
+        yield Machinery(LocalWorkers(models), engine, sync)
+        return
+    vllm = make_engine(engine_spec(config), tokenizer, device)
+    try:
+        sleeps = config.engines.vllm_enable_sleep
+        if sleeps:
+            await vllm.sleep()
+        seed_everything(config.batches.seed, deterministic=config.batches.full_determinism)
+        models = build_models(config, tokenizer, device, rollouts)
+        drains = not config.asynchrony.partial_rollout
+        sync = LocalSync(models, vllm, sleeps, drains, SyncProof(config.engines.sync_check_every))
+        yield Machinery(LocalWorkers(models, aside=asynchronous), vllm, sync)
+    finally:
+        await vllm.close()

@@ -1,0 +1,259 @@
+"""Reinforcement learning from a checked config to a saved policy.
+
+`run` checks the models, loads the prompts and tries the reward before anything expensive starts. `train` then opens the
+local or the Ray runtime and drives the controller; `Saver` writes checkpoints between its steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
+from openrlhf.agents.executor import GroupExecutor
+from openrlhf.algo.kl import AdaptiveKL, FixedKL, kl_controller
+from openrlhf.config.commands import RLConfig
+from openrlhf.config.runtime import uses_critic
+from openrlhf.data.collate import Layout
+from openrlhf.data.prompts import load_eval_prompts, load_prompts
+from openrlhf.models.load import load_tokenizer
+from openrlhf.monitor import say
+from openrlhf.rl.build import make_schedule
+from openrlhf.rl.controller import Controller, Parts, State
+from openrlhf.rl.dry_run import tried_executor
+from openrlhf.rl.local import Machinery, open_local
+from openrlhf.rl.record import Recorder, Replay, read_queue, write_queue
+from openrlhf.rl.rollouts import Generated, PromptOrder
+from openrlhf.rl.settings import make_settings, num_optimizer_steps, num_rollouts, steps_per_rollout
+from openrlhf.rl.workers import Workers
+from openrlhf.training import checkpoint
+from openrlhf.training.device import seed_everything
+from openrlhf.training.explain import explain_reward_models
+from openrlhf.training.fit import Interrupted
+from openrlhf.training.flag_record import shown_flags
+from openrlhf.training.interrupt import Interrupt
+from openrlhf.training.model_checks import check_models
+from openrlhf.training.optim import only_warmup
+from openrlhf.training.rng import load_rng, save_rng
+from openrlhf.training.run_directory import explain_stop, find_checkpoint, make_monitor, run_folder
+from openrlhf.types import Prompt
+
+QUEUE_FILE = "queue.jsonl"
+# Starts the models and engines of a run, in this process or on a cluster.
+OpenRuntime = Callable[[RLConfig, PreTrainedTokenizerBase, int], AbstractAsyncContextManager[Machinery]]
+
+
+@dataclass(frozen=True)
+class RLResult:
+    """Outcome of a finished run: the policy's folder, its version and its last metrics."""
+
+    save_path: Path
+    steps: int
+    train: Mapping[str, float]
+    evaluation: Mapping[str, float]
+
+
+def run(config: RLConfig, open_runtime: OpenRuntime = open_local) -> RLResult:
+    """Train, evaluate and save the policy; the config must already be checked."""
+    disable_progress_bar()
+    check_models(config)
+    seed_everything(config.batches.seed, deterministic=config.batches.full_determinism)
+    tokenizer = load_tokenizer(str(config.model.pretrain), config.model)
+    prompts, eval_prompts = load_prompts(config, tokenizer), load_eval_prompts(config, tokenizer)
+    order = PromptOrder(prompts, config.rollout.num_episodes, config.batches.seed)
+    if len(prompts) < config.rollout.rollout_batch_size:
+        say(f"{len(prompts)} prompts are fewer than --rollout_batch_size: a rollout takes what there is")
+    explain_warmup(config, order)
+    explain_reward_models(config)
+    executor = tried_executor(config, tokenizer, prompts)
+    try:
+        # Models load from here on, after every check that does not need them.
+        return asyncio.run(train(config, open_runtime, tokenizer, order, executor, eval_prompts))
+    except Interrupted as stop:  # a KeyboardInterrupt leaves the event loop immediately, so `train` cannot catch it
+        say(explain_stop(stop))
+        raise
+    finally:
+        asyncio.run(executor.close())
+
+
+def explain_warmup(config: RLConfig, order: PromptOrder) -> None:
+    """Say so if all optimizer steps fall into the warm-up, for the policy and for a critic with its own warm-up."""
+    flags = config.optimizer
+    steps, planned = num_optimizer_steps(config, order), num_rollouts(config, order) * steps_per_rollout(config)
+    warmups: list[tuple[str, float, str | None]] = [("--lr_warmup_ratio", flags.lr_warmup_ratio, flags.lr_scheduler)]
+    if uses_critic(config) and flags.critic_lr_warmup_ratio is not None:
+        warmups.append(("--critic_lr_warmup_ratio", flags.critic_lr_warmup_ratio, flags.critic_lr_scheduler))
+    for flag, ratio, name in warmups:
+        scheduled = make_schedule(config, planned, name=name, warmup=ratio)
+        line = only_warmup(scheduled, steps=steps, planned=planned, warmup_ratio=ratio, flag=flag)
+        if line:
+            say(line)
+
+
+async def train(
+    config: RLConfig,
+    open_runtime: OpenRuntime,
+    tokenizer: PreTrainedTokenizerBase,
+    order: PromptOrder,
+    executor: GroupExecutor,
+    eval_prompts: Sequence[Prompt],
+) -> RLResult:
+    """Run the loop from its start, or from a checkpoint, to the saved policy; close everything it started."""
+    resume_from = find_checkpoint(config)
+    state = load_state(resume_from, first_kl(config))
+    settings = make_settings(config, Layout(config.batches.packing_samples, tokenizer.pad_token_id))
+    rollouts = num_rollouts(config, order)
+    async with open_runtime(config, tokenizer, rollouts) as made:
+        live = Generated(order, made.engine, executor, made.workers, settings.rollout)
+        parts = Parts(
+            source=Replay(Path(config.rollout.replay).expanduser()) if config.rollout.replay else live,
+            engine=made.engine,
+            executor=executor,
+            workers=made.workers,
+            sync=made.sync,
+            monitor=make_monitor(config, rollouts, state.version),
+            recorder=Recorder(run_folder(config), tokenizer.decode, resumed_at=state.version),
+            eval_prompts=eval_prompts,
+        )
+        controller = Controller(parts, settings, state)
+        if resume_from:
+            await made.workers.load(resume_from)
+            load_rng(resume_from, 0)
+        try:
+            await made.sync.sync(state.version)
+            with Interrupt(saves=not config.checkpoints.disable_ds_ckpt) as interrupt:
+                await controller.run(Saver(config, made.workers, interrupt, tokenizer))
+            if not controller.last:
+                say(explain_nothing(state.version))
+            await made.sync.begin_training()
+            folder = await save_policy(made.workers, tokenizer, config)
+        finally:
+            parts.monitor.close()
+    say(f"saved {folder}")
+    return RLResult(folder, state.version, controller.last, controller.last_evaluation)
+
+
+def explain_nothing(version: int) -> str:
+    """Return the reason why a run trained no step."""
+    if version:
+        return f"the checkpoint stands at step {version}, and no step is left to train"
+    return "no step was trained: no group of samples was kept"
+
+
+class Saver:
+    """Callback after each step.
+
+    It writes a checkpoint when one is due or the run was asked to stop, and keeps the best policy by metric.
+    """
+
+    def __init__(
+        self, config: RLConfig, workers: Workers, interrupt: Interrupt, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        self.config = config
+        self.workers = workers
+        self.interrupt = interrupt
+        self.tokenizer = tokenizer
+
+    async def __call__(self, controller: Controller) -> None:
+        flags, version = self.config.checkpoints, controller.state.version
+        due = (flags.save_steps > 0 and version % flags.save_steps == 0) or self.interrupt.wished
+        best = self.is_best(controller)
+        if not (due or best):
+            return
+        await controller.parts.sync.begin_training()
+        if best:
+            await self.save(controller, Path(flags.ckpt_path) / "best")
+        if due:
+            root = Path(flags.ckpt_path)
+            folder = checkpoint.step_folder(root, version)
+            if not flags.disable_ds_ckpt:
+                await self.save(controller, folder)
+                checkpoint.point_latest(root, version)
+            if flags.save_hf_ckpt:
+                await export(self.workers.export, self.tokenizer, folder.with_name(f"{folder.name}_hf"))
+            checkpoint.rotate(root, keep=flags.max_ckpt_num, max_gib=flags.max_ckpt_mem)
+            if self.interrupt.wished:
+                raise Interrupted(None if flags.disable_ds_ckpt else folder)
+        await controller.parts.sync.end_training(version)
+
+    async def save(self, controller: Controller, folder: Path) -> None:
+        """Write a checkpoint to a temporary folder, then rename it, so that it is complete or absent."""
+        aside = folder.with_name(f".{folder.name}.writing")
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        await self.workers.save(aside)
+        save_rng(aside, 0)
+        write_queue(aside / QUEUE_FILE, controller.state.queue)
+        checkpoint.write_state(
+            aside, {"step": controller.state.version, "settings": shown_flags(self.config), **controller.state.plain()}
+        )
+        checkpoint.flush_tree(aside)
+        checkpoint.publish(aside, folder)
+
+    def is_best(self, controller: Controller) -> bool:
+        """Return whether the last evaluation is the best so far by --best_metric_key, and record it if so.
+
+        Always False if --save_steps is off.
+        """
+        state, values, every = controller.state, controller.last_evaluation, self.config.logs.eval_steps
+        key = self.config.critic.best_metric_key or usual_metric(values)
+        if key == "none" or every <= 0 or state.version % every or not values:
+            return False
+        if key not in values:
+            known = ", ".join(name for name in values)
+            controller.parts.monitor.tell(f"--best_metric_key {key} is not among the evaluation's metrics: {known}")
+            return False
+        if state.best is not None and state.best_key == key and values[key] <= state.best:
+            return False
+        state.best, state.best_key = values[key], key
+        return self.config.checkpoints.save_steps > 0
+
+
+def usual_metric(values: Mapping[str, float]) -> str:
+    """Return the default metric: pass@1 of the first datasource that has it, else the first mean reward."""
+    ends = ("_pass1", "_reward")
+    return next((name for end in ends for name in values if name.endswith(end)), "none")
+
+
+def first_kl(config: RLConfig) -> FixedKL | AdaptiveKL:
+    return kl_controller(config.kl.init_kl_coef, config.kl.kl_target, config.kl.kl_horizon)
+
+
+def load_state(folder: Path | None, kl: FixedKL | AdaptiveKL) -> State:
+    """Read the loop's state, including its queue, from a checkpoint; without one, return a new state."""
+    if folder is None:
+        return State(kl)
+    saved = checkpoint.read_state(folder)
+    return State(
+        kl=replace(kl, **saved["kl"]),
+        version=saved["version"],
+        made=saved["made"],
+        place=saved["place"],
+        queue=deque(read_queue(folder / QUEUE_FILE)),
+        best=saved["best"],
+        best_key=saved.get("best_key"),
+    )
+
+
+async def save_policy(workers: Workers, tokenizer: PreTrainedTokenizerBase, config: RLConfig) -> Path:
+    """Export the policy and, with --save_value_network, the critic; return the policy's folder."""
+    folder = Path(config.checkpoints.save_path)
+    await export(workers.export, tokenizer, folder)
+    if config.critic.save_value_network and uses_critic(config):
+        await export(workers.export_critic, tokenizer, folder.with_name(f"{folder.name}_critic"))
+    return folder
+
+
+async def export(write: Callable[[Path], Awaitable[None]], tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write a model and its tokenizer for plain Transformers; the folder appears only when it is complete."""
+    aside = checkpoint.begin_export(folder)
+    await write(aside)
+    tokenizer.save_pretrained(aside)
+    checkpoint.finish_export(aside, folder)

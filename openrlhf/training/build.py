@@ -1,0 +1,208 @@
+"""Build the parts of a supervised run from its config: network, backend, frozen model and objective.
+
+`supervised.run` calls `build` and passes the result to the training loop. The reinforcement learning counterpart is
+`rl.build`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.algo.reduce import Metrics
+from openrlhf.config.commands import (
+    DPOConfig,
+    KDConfig,
+    KTOConfig,
+    PRMConfig,
+    RMConfig,
+    SFTConfig,
+    SupervisedConfig,
+)
+from openrlhf.data.process import step_tokens
+from openrlhf.errors import ConfigError
+from openrlhf.models.attention import choose_attention
+from openrlhf.models.forward import Network
+from openrlhf.models.heads import separate_pad_from_eos
+from openrlhf.models.load import add_adapters, load_causal_lm, load_scalar_model, recompute_activations
+from openrlhf.monitor import say
+from openrlhf.training import objectives
+from openrlhf.training.backend import Frozen, TrainBackend, values_of
+from openrlhf.training.distributed import loading, uses_deepspeed
+from openrlhf.training.fit import Evaluated, Summary
+from openrlhf.training.local import LocalBackend, LocalFrozen
+from openrlhf.training.model_checks import balances_experts
+from openrlhf.training.objectives import SupervisedObjective
+from openrlhf.training.optimizers import optimizer_settings
+
+
+def evaluation_values(metrics: Metrics) -> dict[str, float]:
+    """Return the evaluation metrics under the names that dashboards expect."""
+    values = values_of(metrics)
+    names = PROCESS_NAMES if "prm_loss" in values else EVALUATION_NAMES
+    return {names.get(name, name): value for name, value in values.items()}
+
+
+EVALUATION_NAMES = {"loss": "eval_loss", "kto_loss": "eval_loss", "gpt_loss": "eval gpt_loss", "acc": "acc_mean"}
+PROCESS_NAMES = {"prm_loss": "eval prm_loss", "acc": "eval acc"}
+
+
+def reward_values(metrics: Metrics) -> dict[str, float]:
+    """Return a reward model's evaluation metrics, with the mean and the unbiased std of all its scores."""
+    mean, count = float(metrics["_score"].value), float(metrics["_score"].count)
+    variance = max(float(metrics["_score_squared"].value) - mean * mean, 0.0) * count / max(count - 1, 1)
+    spread = max(math.sqrt(variance), 1e-8)
+    return evaluation_values(metrics) | {"reward_mean": mean, "reward_std": spread}
+
+
+def keep_reward_statistics(network: Network, values: Mapping[str, float]) -> None:
+    """Store the mean and std in the model's config, where --normalize_reward reads them."""
+    network.decoder.config.update({"mean": values["reward_mean"], "std": values["reward_std"]})
+
+
+@dataclass(frozen=True)
+class Built:
+    """Parts of a supervised run; `frozen` is the reference or teacher, if the method needs one."""
+
+    backend: TrainBackend
+    objective: SupervisedObjective
+    frozen: Frozen | None = None
+    summarise: Summary = evaluation_values
+    on_evaluated: Evaluated | None = None
+
+
+def build(
+    config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device, *, soft_labels: bool
+) -> Built:
+    """Build the parts of a supervised command; the models are loaded here."""
+    config = settle_attention(config, device)
+    network = trained_network(config, tokenizer, device)
+    backend = make_backend(config, network, device)
+    frozen = frozen_model(config, device, vocabulary=network.decoder.config.get_text_config().vocab_size)
+    objective = make_objective(config, tokenizer, frozen, soft_labels)
+    if isinstance(config, RMConfig):
+        return Built(backend, objective, frozen, reward_values, partial(keep_reward_statistics, network))
+    return Built(backend, objective, frozen)
+
+
+def settle_attention(config: SupervisedConfig, device: torch.device) -> SupervisedConfig:
+    """Return the config with an available attention implementation.
+
+    Resolving it here prints the fallback message once, although several models may load.
+    """
+    asked = config.model.attn_implementation
+    attention, line = choose_attention(asked, device, config.batches.packing_samples)
+    if line:
+        say(line)
+    return config if attention == asked else replace(config, model=replace(config.model, attn_implementation="auto"))
+
+
+def trained_network(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> Network:
+    """Load the model to train, with the head, adapters and gradient checkpointing that the config asks for."""
+    packing, name = config.batches.packing_samples, str(config.model.pretrain)
+    scalar = isinstance(config, RMConfig)
+    if isinstance(config, RMConfig):
+        prefix = config.head.value_head_prefix
+        model = load_scalar_model(name, config.model, device=device, packing=packing, head_prefix=prefix, new_head=True)
+        separate_pad_from_eos(model, tokenizer)
+        model.config.update({"value_head_prefix": prefix, "normalize_reward": False})
+    else:
+        with loading(config, device):
+            model = load_causal_lm(name, config.model, device=device, packing=packing)
+    if isinstance(config, PRMConfig):
+        fields = config.fields
+        tokens = {"placeholder_token": fields.placeholder_token, "reward_tokens": list(fields.reward_tokens)}
+        model.config.update(tokens)
+    adapted = add_adapters(model, config.lora, scalar=scalar)
+    if config.sharding.gradient_checkpointing:
+        recompute_activations(adapted, reentrant=config.sharding.gradient_checkpointing_use_reentrant)
+    return Network(
+        adapted,
+        with_aux_loss=balances_experts(config.model, model.config),
+        self_test=not config.model.skip_self_test,
+    )
+
+
+def make_backend(config: SupervisedConfig, network: Network, device: torch.device) -> TrainBackend:
+    """Wrap the network in the local backend for one process, or in DeepSpeed for several."""
+    settings = optimizer_settings(config.optimizer, config.optimizer.learning_rate)
+    if not uses_deepspeed(config):
+        return LocalBackend(
+            network,
+            settings,
+            device,
+            adam_offload=config.sharding.adam_offload,
+            compile_layers=config.sharding.deepcompile,
+        )
+    from openrlhf.training.deepspeed import DeepSpeedBackend
+
+    return DeepSpeedBackend(
+        network, settings, config.sharding, device, universal_checkpoint=config.checkpoints.use_ds_universal_ckpt
+    )
+
+
+def frozen_model(config: SupervisedConfig, device: torch.device, *, vocabulary: int) -> Frozen | None:
+    """Load the reference of DPO and KTO or the teacher of distillation; None for the other methods.
+
+    Its vocabulary size must equal that of the trained model, because the two are compared token by token.
+    """
+    match config:
+        case DPOConfig(reference=reference) | KTOConfig(reference=reference):
+            name, offload = reference.ref_pretrain or config.model.pretrain, reference.ref_offload
+        case KDConfig(objective=objective):
+            name, offload = objective.teacher_model, objective.teacher_offload
+        case _:
+            return None
+    with loading(config, device):
+        model = load_causal_lm(str(name), config.model, device=device, packing=config.batches.packing_samples)
+    found = model.config.get_text_config().vocab_size
+    if found != vocabulary:
+        flag = "--teacher_model" if isinstance(config, KDConfig) else "--ref_pretrain"
+        raise ConfigError(
+            f"{flag} {name} has a vocabulary of {found} tokens, but --pretrain one of {vocabulary}:"
+            " the two are compared token by token"
+        )
+    if not uses_deepspeed(config):
+        return LocalFrozen(Network(model, self_test=not config.model.skip_self_test), device, offload=offload)
+    from openrlhf.training.deepspeed import DeepSpeedFrozen
+
+    return DeepSpeedFrozen(
+        Network(model, self_test=not config.model.skip_self_test), config.sharding, device, offload=offload
+    )
+
+
+def make_objective(
+    config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase, frozen: Frozen | None, soft_labels: bool
+) -> SupervisedObjective:
+    """Return the training objective of the command, with its coefficients from the flags."""
+    aux = config.model.aux_loss_coef
+    match config:
+        case SFTConfig():
+            return objectives.SFT(aux)
+        case KDConfig(objective=flags):
+            return objectives.Distillation(flags.kd_coef, aux, frozen)
+        case RMConfig(objective=flags):
+            return objectives.PairwiseReward(flags.loss, flags.margin_loss, aux)
+        case DPOConfig(objective=flags):
+            return objectives.DirectPreference(
+                flags.beta, flags.ipo, flags.ipo_length_average, flags.label_smoothing, flags.nll_loss_coef, aux
+            )
+        case KTOConfig(objective=flags):
+            return objectives.UnpairedPreference(
+                beta=flags.beta,
+                desirable_weight=flags.desirable_loss_weight,
+                undesirable_weight=flags.undesirable_loss_weight,
+                aux_loss_coef=aux,
+                packing=config.batches.packing_samples,
+                pad_id=tokenizer.pad_token_id,
+                max_len=config.data.max_len,
+            )
+        case PRMConfig(fields=fields):
+            ids = step_tokens(tokenizer, fields).reward_ids
+            return objectives.ProcessReward(ids, soft_labels, aux)
+    raise AssertionError(f"{type(config).__name__} has no objective")
