@@ -19,6 +19,8 @@ from openrlhf.models.load import load_causal_lm
 from openrlhf.rollout.hf import HFEngine
 from tests.tiny import make_model
 
+pytestmark = pytest.mark.slow(seconds=1)
+
 AGENT = """
     import asyncio, os, signal, sys, time
     from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor

@@ -18,6 +18,8 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 
 from openrlhf.training.order import Order
 
+pytestmark = pytest.mark.slow(seconds=1)
+
 BATCH, STEPS = 8, 4
 ORDER = Order(num_rows=BATCH * STEPS, batch_size=BATCH, epochs=1, seed=42)
 SAME = {

@@ -11,6 +11,8 @@ from openrlhf.rollout.bucket import ALIGNMENT
 from openrlhf.rollout.channel import Channel, Incoming, Sender
 from openrlhf.rollout.checksum import checksum
 
+pytestmark = pytest.mark.slow(seconds=2)
+
 SPAWN = multiprocessing.get_context("spawn")
 BUCKET = 4096  # bytes: small, so that a few tensors need several
 PATIENT, HASTY = 60.0, 4.0  # seconds: a watchdog, and where the deadline is what is tested
