@@ -137,14 +137,14 @@ def read_observation(result: Any) -> str:
     """Validate the result of `reset` and return its observation."""
     observation = result.get("observation") if isinstance(result, Mapping) else None
     if not isinstance(observation, str):
-        raise RolloutError(f"the agent's reset returned {kind_of(result)}; wanted is a dict with 'observation', a text")
+        raise RolloutError(f"the agent's reset returned {kind_of(result)}; expected a dict with 'observation', a text")
     return observation
 
 
 def read_step(result: Any) -> Mapping[str, Any]:
     """Validate the result of `step`; raise RolloutError naming what is wrong."""
     if not isinstance(result, Mapping):
-        raise RolloutError(f"{AGENT} returned {kind_of(result)}; wanted is a dict with 'rewards' and 'done'")
+        raise RolloutError(f"{AGENT} returned {kind_of(result)}; expected a dict with 'rewards' and 'done'")
     missing = [key for key in ("rewards", "done") if key not in result]
     if missing:
         raise RolloutError(f"{AGENT} returned a dict without {' and '.join(missing)}; its keys are {list(result)}")

@@ -73,7 +73,7 @@ def per_sample(values: Any, count: int, what: str) -> list[Any]:
         return [values]
     if not isinstance(values, list):
         raise RewardError(
-            f"{what} of {count} samples came as {kind_of(values)}; wanted is a list or tensor of {count} numbers"
+            f"{what} of {count} samples came as {kind_of(values)}; expected a list or tensor of {count} numbers"
         )
     if len(values) != count:
         raise RewardError(
@@ -116,7 +116,7 @@ def _log_values(values: Any, count: int, what: str) -> list[float]:
         values = values * count
     floats = [value for value in values if isinstance(value, int | float)]
     if len(values) != count or len(floats) != count:
-        raise RewardError(f"{what} is {clip(repr(values))}; wanted is a number, or one for each of {count} samples")
+        raise RewardError(f"{what} is {clip(repr(values))}; expected a number, or one for each of {count} samples")
     return [float(value) for value in floats]
 
 

@@ -41,7 +41,7 @@ def as_dict(result: Any) -> dict[str, Any]:
     if isinstance(result, Mapping):
         return dict(result)
     if not isinstance(result, tuple) or len(result) != len(TUPLE):
-        raise RolloutError(f"step returned {kind_of(result)}; wanted is a dict, or a tuple ({', '.join(TUPLE)})")
+        raise RolloutError(f"step returned {kind_of(result)}; expected a dict, or a tuple ({', '.join(TUPLE)})")
     named = dict(zip(TUPLE, result, strict=True))
     extra = named.pop("extra")
     return (dict(extra) if isinstance(extra, Mapping) else {}) | named

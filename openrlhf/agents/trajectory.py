@@ -51,7 +51,7 @@ def read_trajectory(
     With `scored_later` the reward may be None.
     """
     if not isinstance(response, Mapping):
-        raise RolloutError(f"execute returned {kind_of(response)}; wanted is a dict with observation_tokens")
+        raise RolloutError(f"execute returned {kind_of(response)}; expected a dict with observation_tokens")
     tokens = read_tokens(response.get("observation_tokens"))
     ranges = read_ranges(response.get("action_ranges"), len(tokens))
     log_probs = read_log_probs(response.get("rollout_log_probs"), tokens, ranges, completions)
@@ -108,12 +108,12 @@ def read_tokens(given: Any) -> list[int]:
 def read_ranges(given: Any, length: int) -> Ranges:
     """Validate action ranges: ordered, within the tokens, not overlapping. Drop empty ones."""
     if not isinstance(given, list):
-        raise RolloutError(f"'action_ranges' is {kind_of(given)}; wanted is a list of (start, end)")
+        raise RolloutError(f"'action_ranges' is {kind_of(given)}; expected a list of (start, end)")
     ranges: Ranges = []
     last = 0
     for item in given:
         if not (isinstance(item, (list, tuple)) and len(item) == 2 and all(isinstance(edge, int) for edge in item)):
-            raise RolloutError(f"'action_ranges' holds {kind_of(item)}; wanted is (start, end)")
+            raise RolloutError(f"'action_ranges' holds {kind_of(item)}; expected (start, end)")
         start, end = item
         if not 0 <= start <= end <= length:
             raise RolloutError(f"action range ({start}, {end}) does not lie within the {length} observation_tokens")
@@ -132,10 +132,10 @@ def read_log_probs(
     if given is None:
         return log_probs_from_engine(tokens, ranges, completions)
     if not isinstance(given, list):
-        raise RolloutError(f"'rollout_log_probs' is {kind_of(given)}; wanted is a list, or None")
+        raise RolloutError(f"'rollout_log_probs' is {kind_of(given)}; expected a list, or None")
     if len(given) != len(tokens):
         raise RolloutError(
-            f"'rollout_log_probs' has {len(given)} values for {len(tokens)} observation_tokens; wanted is one for each,"
+            f"'rollout_log_probs' has {len(given)} values for {len(tokens)} observation_tokens; expected one for each,"
             " 0.0 where no action is"
         )
     return [read_number(value, f"rollout_log_probs[{place}]") for place, value in enumerate(given)]

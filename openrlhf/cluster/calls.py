@@ -65,7 +65,7 @@ class Process:
         """Return the error to raise for an exception in the actor; print the traceback of unexpected ones."""
         if isinstance(cause, OpenRLHFError):
             return type(cause)(f"{self}: {cause.message}", try_this=cause.try_this)
-        say(f"what nobody expected, as {self} tells it:\n{COLOURS.sub('', account)}")  # Ray does not log it
+        say(f"unexpected error in {self}:\n{COLOURS.sub('', account)}")  # Ray does not log it
         return BackendError(f"{self}: {type(cause).__name__}: {cause}")
 
     def kill(self) -> None:

@@ -23,7 +23,7 @@ from openrlhf.training.device import choose_device, explain_precision
 from openrlhf.training.explain import explain_experts
 
 BANNER = (
-    "exit or Ctrl-D leaves, clear begins anew, Ctrl-C stops a reply;"
+    "exit or Ctrl-D leaves, clear starts over, Ctrl-C stops a reply;"
     f" {QUOTES} begins and ends a message of several lines"
 )
 
@@ -75,7 +75,7 @@ class Talk:
             return False
         if said.strip() == "clear":
             self.history.clear()
-            say("the conversation begins anew")
+            say("the conversation starts over")
         elif said.strip():
             self._answer(said)
         return True
@@ -86,7 +86,7 @@ class Talk:
         if len(prompt_ids) >= self.speaker.max_len:
             say(
                 f"this would make {len(prompt_ids)} tokens, which leaves no room for a reply within --max_len"
-                f" {self.speaker.max_len}, so it was not said: clear begins anew, or say less"
+                f" {self.speaker.max_len}, so it was not said: clear starts over, or say less"
             )
             return
         with self.ctrl_c.wishes():
@@ -94,7 +94,7 @@ class Talk:
         show("\n")
         self.history.add(said, reply.text)
         if reply.end == "length":
-            say(f"the context is full (--max_len {self.speaker.max_len}), which ended the reply: clear begins anew")
+            say(f"the context is full (--max_len {self.speaker.max_len}), which ended the reply: clear starts over")
         elif reply.end == "interrupted":
             say("the reply was interrupted; what is there of it stays in the conversation")
 

@@ -83,7 +83,7 @@ class Parts:
             what = ", ".join(f"{name} {before.get(name)} -> {now.get(name)}" for name in changed)
             raise ConfigError(
                 f"{self.folder} holds rows of a run that was not finished, and since then this has changed: {what}",
-                try_this=f"what it was, to go on; or rm -r {self.folder}, to start anew; or another --output_path",
+                try_this=f"the original flags to resume, rm -r {self.folder} to start over, or another --output_path",
             )
 
     @property
@@ -174,7 +174,7 @@ def number_of(line: bytes, path: Path) -> int:
     try:
         return json.loads(line)["number"]
     except (ValueError, KeyError, TypeError):
-        raise DataError(f"{path} is damaged", try_this=f"rm -r {path.parent}, to start anew") from None
+        raise DataError(f"{path} is damaged", try_this=f"rm -r {path.parent}, to start over") from None
 
 
 def wanted(config: object, total: int, *, apart_from: Sequence[Path]) -> dict[str, Any]:

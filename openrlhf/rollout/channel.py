@@ -350,13 +350,13 @@ class _Receiver:
                 work.wait()
             while not work.is_completed():
                 if time.monotonic() > deadline:
-                    raise RolloutError(f"the sender of weights stopped amid a bucket for {self.channel.timeout:g} s")
+                    raise RolloutError(f"the sender of weights paused within a bucket for {self.channel.timeout:g} s")
                 time.sleep(0.0005)
             work.wait()
         except RolloutError:
             raise
         except RuntimeError as error:
-            raise self._gone("stopped amid a bucket", error) from None
+            raise self._gone("stopped in the middle of a bucket", error) from None
 
     def _gone(self, what: str, error: RuntimeError) -> RolloutError:
         return RolloutError(f"the sender of weights at {self.channel.host} {what}: {_first_line(error)}")

@@ -55,7 +55,7 @@ def test_a_game_by_hand(build, write):
     [
         ("game:Lower", "2", "'game:Lower' is none (Environment game:Lower not found"),
         ("game:GuessTheNumber-v0", "2", "Try: game:GuessTheNumber-v0-"),  # as upstream's example calls it
-        ("game:Higher", "", "the label of a prompt for GEM is '' (str); wanted is a whole number"),
+        ("game:Higher", "", "the label of a prompt for GEM is '' (str); expected a whole number"),
     ],
 )
 def test_rows_that_name_no_game_are_told_so(build, write, name, label, message):

@@ -220,7 +220,7 @@ REFUSED = [
     ("await ask({'role': 'user', 'content': [{'type': 'image_url'}]})", "text in every part"),
     ("await ask({'role': 'user', 'content': 'long' * 99})", "the first request of an episode has 402 tokens"),
     ("pass", "returned before it asked the policy anything"),
-    ("return await ask(u) and None", "run_agent returned None; wanted is a number"),
+    ("return await ask(u) and None", "run_agent returned None; expected a number"),
     ("return await ask(u) and {'score': 1}", "run_agent returned {'score': 1}"),
 ]
 

@@ -87,7 +87,7 @@ def test_the_first_token_is_never_an_action():
         ({"observation_tokens": None}, "'observation_tokens' is None"),
         ({"observation_tokens": [1, "x"]}, "'x' (str), which is no token id"),
         ({"action_ranges": None}, "'action_ranges' is None"),
-        ({"action_ranges": [[2]]}, "wanted is (start, end)"),
+        ({"action_ranges": [[2]]}, "expected (start, end)"),
         ({"action_ranges": [[2, 9]]}, "(2, 9) does not lie within the 7 observation_tokens"),
         ({"action_ranges": [[4, 2]]}, "(4, 2) does not lie within"),
         ({"action_ranges": [[2, 4], [3, 5]]}, "(3, 5) begins before the one before it ends, at 4"),

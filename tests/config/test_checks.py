@@ -176,7 +176,7 @@ REFUSED = [  # rule, command, what is added, what the message must hold
         "--dynamic_filtering_reward_range 1.0 0.0 is empty",
     ),
     ("filtering_needs_groups", "train_ppo", "--dynamic_filtering", "--dynamic_filtering|--n_samples_per_prompt is 1"),
-    ("thresholds_are_an_interval", "train_ppo", "--vllm_is_truncated_threshold 5 0.5", "5.0 0.5|no interval"),
+    ("thresholds_are_an_interval", "train_ppo", "--vllm_is_truncated_threshold 5 0.5", "5.0 0.5|not an interval"),
     ("thresholds_are_an_interval", "train_ppo", "--vllm_is_truncated_threshold 1 2 3", "one or two values, not 3"),
     ("clip_range_is_positive", "train_ppo", "--eps_clip 1.5", "--eps_clip 1.5|[1 - low, 1 + high]"),
     ("clip_range_is_positive", "train_ppo", "--eps_clip_low_high 0.2 -1", "--eps_clip_low_high 0.2 -1.0"),
@@ -568,7 +568,7 @@ def test_a_launcher_with_enough_processes_fills_the_groups(run, monkeypatch):
 def test_three_processes_cannot_share_a_batch_evenly(run, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     (line,) = run("train_sft")[1]
-    assert "--train_batch_size 128 is no multiple of 8 x 3 devices" in line
+    assert "--train_batch_size 128 is not a multiple of 8 x 3 devices" in line
 
 
 def test_rules_of_deepspeed_apply_to_several_processes_only(run, monkeypatch):

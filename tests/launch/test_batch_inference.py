@@ -320,7 +320,7 @@ def test_a_changed_run_is_refused(stopped, infer, reward_model, capfd):
         infer("rm", **stopped)
     said = capfd.readouterr().err
     assert "the content of --dataset" in said
-    assert "rm -r out.jsonl.parts, to start anew" in said
+    assert "rm -r out.jsonl.parts to start over" in said
     assert not Path("out.jsonl").exists()
 
 

@@ -65,7 +65,7 @@ def test_a_transcript_grows_and_clear_begins_anew(talk, plain):
     first = plain("User: ab\nAssistant: ")
     out, err = talk("ab", "", "clear", "ab", "exit", "never")
     assert out == f"{first}\n" * 2
-    assert "the conversation begins anew" in err
+    assert "the conversation starts over" in err
 
 
 def ending_model(folder, prompt):
@@ -121,7 +121,7 @@ def test_a_block_that_nobody_closed_is_taken_as_it_stands(talk, plain):
 def test_a_full_context_is_said_and_a_message_without_room_is_not_taken(talk, plain):
     out, err = talk("ab", "x" * 96, "clear", "ab", input_template=SHORT)
     assert out == (plain("ab=") + "\n") * 2
-    assert err.count("the context is full (--max_len 96), which ended the reply: clear begins anew") == 2
+    assert err.count("the context is full (--max_len 96), which ended the reply: clear starts over") == 2
     assert "no room for a reply within --max_len 96, so it was not said" in err
 
 
@@ -242,7 +242,7 @@ def test_a_person_at_a_terminal(tmp_path):
         screen.wait_for(f"ab\n{second}\n")
         screen.wait_for("> ")
         screen.press("clear\r")
-        screen.wait_for("the conversation begins anew")
+        screen.wait_for("the conversation starts over")
         screen.wait_for("> ")
         for line in ('"""', "x", 'y"""'):
             screen.press(f"{line}\r")

@@ -97,6 +97,6 @@ def read_seed(label: Any) -> int:
         return int(label)
     except (TypeError, ValueError):
         raise RolloutError(
-            f"the label of a prompt for GEM is {kind_of(label)}; wanted is a whole number, the seed of its game:"
+            f"the label of a prompt for GEM is {kind_of(label)}; expected a whole number, the seed of its game:"
             " give each row one, and name the field by --label_key"
         ) from None

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from openrlhf.agents.chat.server import ChatServer
 
 OFFERED = ("base_url", "api_key", "prompt", "label", "session_id", "seed")
-RESULT = "wanted is a number, or a dict with 'reward' (and 'scores', 'extra_logs')"
+RESULT = "expected a number, or a dict with 'reward' (and 'scores', 'extra_logs')"
 
 
 class OpenAIAgentExecutor(AgentExecutorBase):

@@ -163,7 +163,7 @@ def thresholds_are_an_interval(config: RLConfig) -> None:
     low, high = config.policy.correction_range
     if not 0 <= low < high:
         raise ConfigError(
-            f"--vllm_is_truncated_threshold {low} {high} is no interval of weights",
+            f"--vllm_is_truncated_threshold {low} {high} is not an interval of weights",
             try_this="--vllm_is_truncated_threshold 0.5 5.0",
         )
 
