@@ -18,8 +18,8 @@ from openrlhf.agents.rewards import FileRewards, NoRewards, Scorer
 from openrlhf.agents.sandbox.messages import Spec
 from openrlhf.agents.sandbox.pool import Limits, Pool
 from openrlhf.agents.single_turn import SingleTurn
-from openrlhf.config.sections.data import Template
-from openrlhf.config.sections.rl import Rewards
+from openrlhf.config.sections.data import TemplateFlags
+from openrlhf.config.sections.rl import RewardFlags
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,13 +29,13 @@ EPISODES_BEFORE_ANOTHER = 16  # concurrent episodes in a process before another 
 
 
 def build_executor(
-    rewards: Rewards,
+    rewards: RewardFlags,
     tokenizer: PreTrainedTokenizerBase,
     *,
     context_length: int,
     processes: int | None = None,
     trust_remote_code: bool = False,
-    template: Template | None = None,
+    template: TemplateFlags | None = None,
     compares_engine: bool = False,
 ) -> GroupExecutor:
     """Build the executor for an agent file, a reward file, reward servers, or none of them.
@@ -46,7 +46,7 @@ def build_executor(
     """
     processes = processes or max(1, min(MOST_PROCESSES, (os.cpu_count() or 2) // 2))
     if rewards.agent_func_path:
-        pool = _agents(rewards, tokenizer, context_length, processes, trust_remote_code, template or Template())
+        pool = _agents(rewards, tokenizer, context_length, processes, trust_remote_code, template or TemplateFlags())
         return Episodes(
             pool,
             context_length=context_length,
@@ -59,7 +59,7 @@ def build_executor(
     )
 
 
-def _scorer(rewards: Rewards, processes: int) -> Scorer:
+def _scorer(rewards: RewardFlags, processes: int) -> Scorer:
     """Build the scorer of single-turn samples; a reward file runs one call per process."""
     if rewards.reward_file:
         limits = Limits(rewards.reward_timeout, processes, calls_before_another=1, calls_per_process=1)
@@ -74,12 +74,12 @@ def _scorer(rewards: Rewards, processes: int) -> Scorer:
 
 
 def _agents(
-    rewards: Rewards,
+    rewards: RewardFlags,
     tokenizer: PreTrainedTokenizerBase,
     context_length: int,
     processes: int,
     trust_remote_code: bool,
-    template: Template,
+    template: TemplateFlags,
 ) -> Pool:
     """Start the worker pool of an agent file, which loads the tokenizer from a temporary folder that the pool owns."""
     folder = tempfile.TemporaryDirectory(prefix="openrlhf-tokenizer-")

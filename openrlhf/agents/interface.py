@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 from openrlhf.agents.sandbox.messages import plain
-from openrlhf.config.sections.data import Template
+from openrlhf.config.sections.data import TemplateFlags
 from openrlhf.errors import RolloutError
 from openrlhf.types import Completion, SamplingParams
 
@@ -90,7 +90,7 @@ class AgentExecutorBase(ABC):
 
     max_turns: int | None = None  # set from --max_turns
     scored_later: bool = False  # set when reward models score episodes whose reward is None
-    template: Template = Template()  # set from the flags of chat templates
+    template: TemplateFlags = TemplateFlags()  # set from the flags of chat templates
 
     def __init__(self, agent_instance_cls: Any = None, *older: Any, **older_by_name: Any) -> None:
         """Accept the arguments that files of 0.8.7 to 0.9.0 pass: their agent class, the engine and more.

@@ -17,7 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from openrlhf.cluster.placement import Group
 from openrlhf.config.commands import RLConfig
-from openrlhf.config.sections.training import Sharding
+from openrlhf.config.sections.training import ShardingFlags
 from openrlhf.models.load import load_tokenizer
 from openrlhf.rl.build import build_models
 from openrlhf.rl.engines import EngineSpec, make_engine
@@ -130,7 +130,7 @@ class EngineWorker:
         os._exit(0)
 
 
-def processes_of_a_row(sharding: Sharding) -> int:
+def processes_of_a_row(sharding: ShardingFlags) -> int:
     """Return how many processes see the same rows in a group that only runs forward passes.
 
     Such models are not split by tensor parallelism, so it is one; with ring attention, they follow the layout of the

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from openrlhf.config.sections.data import Responses, Template
+from openrlhf.config.sections.data import ResponseFlags, TemplateFlags
 from openrlhf.data.prompts import prompt_text
 from openrlhf.data.records import Record, Records, describe
 from openrlhf.data.responses import check_fields, mark_response
@@ -63,7 +63,7 @@ def waiting_prompts(
     records: Records,
     tokenizer: PreTrainedTokenizerBase,
     input_key: str,
-    template: Template,
+    template: TemplateFlags,
     *,
     first_index: int,
     budget: int,
@@ -96,7 +96,7 @@ def waiting_prompts(
 
 
 def waiting_answers(
-    records: Records, tokenizer: PreTrainedTokenizerBase, fields: Responses, template: Template, max_len: int
+    records: Records, tokenizer: PreTrainedTokenizerBase, fields: ResponseFlags, template: TemplateFlags, max_len: int
 ) -> list[Answer]:
     """Tokenise prompts with responses as in reward-model training: EOS at the end, cut to `max_len`."""
     check_tokenizer(tokenizer)

@@ -16,15 +16,15 @@ from openrlhf.types import PairRow
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from openrlhf.config.sections.data import Pairs, Template
+    from openrlhf.config.sections.data import PairFlags, TemplateFlags
     from openrlhf.data.records import Record, Records
 
 
 def preference_rows(
     records: Records,
     tokenizer: PreTrainedTokenizerBase,
-    fields: Pairs,
-    template: Template,
+    fields: PairFlags,
+    template: TemplateFlags,
     max_len: int,
     *,
     drop_long_prompts: bool,
@@ -52,7 +52,9 @@ def preference_rows(
     return build_rows(records, make)
 
 
-def mark_side(record: Record, fields: Pairs, side: str, flag: str, chat: Chat | None, template: Template) -> Marked:
+def mark_side(
+    record: Record, fields: PairFlags, side: str, flag: str, chat: Chat | None, template: TemplateFlags
+) -> Marked:
     """Return the prompt followed by one response, with the response as the learned span.
 
     Without --prompt_key, a conversation holds both, and all of a plain text counts as the response.

@@ -18,7 +18,7 @@ from openrlhf.types import StepRow
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from openrlhf.config.sections.data import Steps
+    from openrlhf.config.sections.data import StepFlags
     from openrlhf.data.records import Place, Record, Records
 
 
@@ -42,7 +42,7 @@ class StepSet:
     soft: bool
 
 
-def step_tokens(tokenizer: PreTrainedTokenizerBase, fields: Steps) -> StepTokens:
+def step_tokens(tokenizer: PreTrainedTokenizerBase, fields: StepFlags) -> StepTokens:
     """Look up the ids of placeholder and reward tokens; each text must be exactly one token."""
     check_fast(tokenizer)
     placeholder = one_token(tokenizer, str(fields.placeholder_token), "--placeholder_token")
@@ -58,7 +58,7 @@ def one_token(tokenizer: PreTrainedTokenizerBase, text: str, flag: str) -> int:
     return int(ids[0])
 
 
-def step_rows(records: Records, tokenizer: PreTrainedTokenizerBase, fields: Steps, max_len: int) -> StepSet:
+def step_rows(records: Records, tokenizer: PreTrainedTokenizerBase, fields: StepFlags, max_len: int) -> StepSet:
     """Make rows for a process reward model, cut to `max_len` with the labels of the steps that remain."""
     reader = StepReader(tokenizer, fields, step_tokens(tokenizer, fields), max_len)
     rows = build_rows(records, reader.make)
@@ -70,7 +70,7 @@ class StepReader:
     """Builder of rows that checks that all labels are soft or all are hard."""
 
     tokenizer: PreTrainedTokenizerBase
-    fields: Steps
+    fields: StepFlags
     tokens: StepTokens
     max_len: int
     soft: bool | None = None  # None until the first label is read

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from openrlhf.config.sections.data import Template
-from openrlhf.config.sections.rl import Prompts
+from openrlhf.config.sections.data import TemplateFlags
+from openrlhf.config.sections.rl import PromptFlags
 from openrlhf.data.messages import read_messages
 from openrlhf.data.records import Record, Records
 from openrlhf.data.rows import Dropped, build_rows
@@ -80,7 +80,7 @@ def prompt_budget(config: RLConfig) -> Budget:
 
 
 def prompt_rows(
-    records: Records, tokenizer: PreTrainedTokenizerBase, flags: Prompts, template: Template, budget: Budget
+    records: Records, tokenizer: PreTrainedTokenizerBase, flags: PromptFlags, template: TemplateFlags, budget: Budget
 ) -> list[Prompt]:
     """Make a Prompt of each row that fits the budget."""
     chat = open_chat(tokenizer, template)
@@ -116,7 +116,7 @@ def check_lengths(lengths: Sequence[int], budget: Budget, name: str) -> None:
     say(f"{found}, and are dropped; {budget.for_prompts(max(lengths))} would keep all")
 
 
-def prompt_text(record: Record, input_key: str, chat: Chat | None, template: Template) -> str:
+def prompt_text(record: Record, input_key: str, chat: Chat | None, template: TemplateFlags) -> str:
     """Return the text that the model reads: the chat template up to its answer, or the filled input template."""
     if chat is None:
         return fill(template.input_template, record.text(input_key, "--input_key"))

@@ -11,7 +11,7 @@ from openrlhf.data.tokens import Marked
 from openrlhf.errors import ConfigError
 
 if TYPE_CHECKING:
-    from openrlhf.config.sections.data import Responses
+    from openrlhf.config.sections.data import ResponseFlags
     from openrlhf.data.records import Record
 
 EMPTY_PROMPT = "with an empty prompt"
@@ -19,7 +19,7 @@ EMPTY_RESPONSE = "with an empty response"
 NO_ANSWER = "whose last message is not the assistant's"
 
 
-def check_fields(fields: Responses, chat: Chat | None) -> None:
+def check_fields(fields: ResponseFlags, chat: Chat | None) -> None:
     if chat is None and fields.output_key is None:
         raise ConfigError(
             "without a chat template the response needs a field of its own",
@@ -27,7 +27,7 @@ def check_fields(fields: Responses, chat: Chat | None) -> None:
         )
 
 
-def mark_response(record: Record, fields: Responses, chat: Chat | None, input_template: str | None) -> Marked:
+def mark_response(record: Record, fields: ResponseFlags, chat: Chat | None, input_template: str | None) -> Marked:
     """Return the full text of a row with its response as the learned span."""
     if chat is not None:
         messages = read_conversation(record, fields)
@@ -52,7 +52,7 @@ def mark_plain(prompt: str, response: str) -> Marked:
     return Marked(prompt + response, ((len(prompt), len(prompt) + len(response)),))
 
 
-def read_conversation(record: Record, fields: Responses) -> list[Message]:
+def read_conversation(record: Record, fields: ResponseFlags) -> list[Message]:
     """Return prompt and response as one message list: both from the input field, or the response from its own field."""
     if fields.output_key is None:
         return read_messages(record, fields.input_key, "--input_key")

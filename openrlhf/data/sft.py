@@ -19,7 +19,7 @@ from openrlhf.types import TokenRow
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from openrlhf.config.sections.data import Conversations, Template
+    from openrlhf.config.sections.data import ConversationFlags, TemplateFlags
     from openrlhf.data.messages import Conversation
     from openrlhf.data.records import Record, Records
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 def sft_rows(
     records: Records,
     tokenizer: PreTrainedTokenizerBase,
-    fields: Conversations,
-    template: Template,
+    fields: ConversationFlags,
+    template: TemplateFlags,
     max_len: int,
 ) -> list[TokenRow]:
     """Make rows for SFT: plain, chat, every assistant turn, or continued pre-training, as the flags say."""
@@ -61,7 +61,7 @@ def pretrain_rows(records: Records, tokenizer: PreTrainedTokenizerBase, input_ke
     return build_rows(records, make)
 
 
-def multiturn_rows(records: Records, chat: Chat, fields: Conversations, max_len: int) -> list[TokenRow]:
+def multiturn_rows(records: Records, chat: Chat, fields: ConversationFlags, max_len: int) -> list[TokenRow]:
     """Make rows in which every assistant turn is learned; see `Turns` for templates that rewrite history."""
     turns = Turns(chat)
 

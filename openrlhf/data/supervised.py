@@ -15,7 +15,7 @@ from openrlhf.config.commands import (
     SFTConfig,
     SupervisedConfig,
 )
-from openrlhf.config.sections.data import Conversations
+from openrlhf.config.sections.data import ConversationFlags
 from openrlhf.data.preference import preference_rows
 from openrlhf.data.process import step_rows
 from openrlhf.data.sft import sft_rows
@@ -107,7 +107,7 @@ def read_rows(config: SupervisedConfig, records: Records, tokenizer: PreTrainedT
         case SFTConfig(fields=fields, template=template):
             return Loaded(sft_rows(records, tokenizer, fields, template, max_len))
         case KDConfig(fields=fields, template=template):
-            conversations = Conversations(
+            conversations = ConversationFlags(
                 input_key=fields.input_key, output_key=fields.output_key, pretrain_mode=fields.pretrain_mode
             )
             return Loaded(sft_rows(records, tokenizer, conversations, template, max_len))

@@ -21,7 +21,7 @@ from openrlhf.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from openrlhf.config.sections.data import Template
+    from openrlhf.config.sections.data import TemplateFlags
     from openrlhf.data.records import Record
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -119,7 +119,7 @@ class Chat:
             ) from None
 
 
-def open_chat(tokenizer: PreTrainedTokenizerBase, settings: Template) -> Chat | None:
+def open_chat(tokenizer: PreTrainedTokenizerBase, settings: TemplateFlags) -> Chat | None:
     """Return the chat template that the flags ask for; None without --apply_chat_template."""
     if not settings.apply_chat_template:
         return None

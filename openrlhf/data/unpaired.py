@@ -17,15 +17,15 @@ from openrlhf.types import LabelledRow, TokenRow
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from openrlhf.config.sections.data import LabelledResponses, Template
+    from openrlhf.config.sections.data import LabelledResponseFlags, TemplateFlags
     from openrlhf.data.records import Record, Records
 
 
 def labelled_rows(
     records: Records,
     tokenizer: PreTrainedTokenizerBase,
-    fields: LabelledResponses,
-    template: Template,
+    fields: LabelledResponseFlags,
+    template: TemplateFlags,
     max_len: int,
 ) -> list[LabelledRow]:
     """Make rows for KTO: the formats of SFT, with a label of 1 (desirable) or 0."""

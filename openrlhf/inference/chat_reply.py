@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.config.sections.inference import Sampling
+from openrlhf.config.sections.inference import SamplingFlags
 from openrlhf.rollout.hf import HFEngine
 from openrlhf.types import Request, SamplingParams
 
@@ -75,7 +75,7 @@ class Speaker:
     """Engine with its tokenizer and sampling settings; it answers prompts."""
 
     def __init__(
-        self, engine: HFEngine, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, *, max_len: int
+        self, engine: HFEngine, tokenizer: PreTrainedTokenizerBase, sampling: SamplingFlags, *, max_len: int
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer

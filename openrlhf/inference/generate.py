@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.agents.sandbox.loop_thread import heard
 from openrlhf.config.commands import BatchInferenceConfig
-from openrlhf.config.sections.inference import Sampling
+from openrlhf.config.sections.inference import SamplingFlags
 from openrlhf.data.answers import INDEX, one_slice, waiting_prompts
 from openrlhf.data.records import Records
 from openrlhf.errors import ConfigError
@@ -78,7 +78,7 @@ class Generation:
         return {"input": prompt.text, "output": completion.text, INDEX: prompt.index}
 
 
-def sampling_params(flags: Sampling, *, max_tokens: int, seed: int) -> SamplingParams:
+def sampling_params(flags: SamplingFlags, *, max_tokens: int, seed: int) -> SamplingParams:
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=0.0 if flags.greedy_sampling else flags.temperature,

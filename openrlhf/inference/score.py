@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.commands import BatchInferenceConfig
-from openrlhf.config.sections.data import Responses
+from openrlhf.config.sections.data import ResponseFlags
 from openrlhf.data.answers import INDEX, Answer, one_slice, waiting_answers
 from openrlhf.data.collate import Layout
 from openrlhf.data.process import one_token
@@ -31,7 +31,7 @@ from openrlhf.training.progress import Progress
 def plan_scoring(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, records: Records) -> list[Answer]:
     """Read and tokenise the answers of this run."""
     chosen, _ = one_slice(records, config.task.iter, config.task.rollout_batch_size)
-    fields = Responses(input_key=config.data.input_key, output_key=config.data.output_key)
+    fields = ResponseFlags(input_key=config.data.input_key, output_key=config.data.output_key)
     return waiting_answers(chosen, tokenizer, fields, config.template, config.data.max_len)
 
 

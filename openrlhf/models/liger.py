@@ -3,13 +3,13 @@
 import torch
 from transformers import PreTrainedModel
 
-from openrlhf.config.sections.model import Loading, Model
+from openrlhf.config.sections.model import LoadingFlags, ModelFlags
 from openrlhf.monitor import say
 
 
-def uses_liger(loading: Loading, model_type: str, device: torch.device) -> bool:
+def uses_liger(loading: LoadingFlags, model_type: str, device: torch.device) -> bool:
     """True if Liger is requested and supported: its kernels run on GPUs, for some families of models."""
-    asked = isinstance(loading, Model) and loading.use_liger_kernel
+    asked = isinstance(loading, ModelFlags) and loading.use_liger_kernel
     return asked and device.type != "cpu" and liger_knows(model_type)
 
 

@@ -27,7 +27,7 @@ from transformers import (
 from transformers.utils import logging
 
 from openrlhf.config.checks.paths import looks_local
-from openrlhf.config.sections.model import Loading, Lora, Model
+from openrlhf.config.sections.model import LoadingFlags, LoraFlags, ModelFlags
 from openrlhf.errors import ConfigError
 from openrlhf.models.attention import choose_attention, fitting_attention
 from openrlhf.models.heads import SCALAR_HEAD, init_scalar_head
@@ -43,7 +43,7 @@ def choose_dtype(asked: str, device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" else DTYPES[asked]
 
 
-def load_tokenizer(name: str, loading: Loading) -> PreTrainedTokenizerBase:
+def load_tokenizer(name: str, loading: LoadingFlags) -> PreTrainedTokenizerBase:
     """Load a tokenizer; if it has no pad token, EOS becomes its pad token."""
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(
@@ -59,7 +59,7 @@ def load_tokenizer(name: str, loading: Loading) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def read_config(name: str, loading: Loading) -> PretrainedConfig:
+def read_config(name: str, loading: LoadingFlags) -> PretrainedConfig:
     """Read a model's config.json, without its weights."""
     try:
         return AutoConfig.from_pretrained(_resolve(name, loading), trust_remote_code=loading.trust_remote_code)
@@ -80,7 +80,7 @@ def known_positions(config: PretrainedConfig) -> int | None:
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
-def load_causal_lm(name: str, loading: Loading, *, device: torch.device, packing: bool) -> PreTrainedModel:
+def load_causal_lm(name: str, loading: LoadingFlags, *, device: torch.device, packing: bool) -> PreTrainedModel:
     """Load a decoder with its vocabulary head, on the CPU unless it is quantised; the backend moves it."""
     options = _options(name, loading, device, packing, MODEL_FOR_CAUSAL_LM_MAPPING)
     model, report = _from_pretrained(AutoModelForCausalLM, name, loading, options | {"output_loading_info": True})
@@ -92,7 +92,7 @@ def load_causal_lm(name: str, loading: Loading, *, device: torch.device, packing
 
 
 def load_scalar_model(
-    name: str, loading: Loading, *, device: torch.device, packing: bool, head_prefix: str, new_head: bool = False
+    name: str, loading: LoadingFlags, *, device: torch.device, packing: bool, head_prefix: str, new_head: bool = False
 ) -> PreTrainedModel:
     """Load a decoder with a scalar head: a saved reward model or, if `new_head`, any language model.
 
@@ -127,7 +127,7 @@ def load_scalar_model(
     return model
 
 
-def _refuse_family_without_classifier(name: str, config: PretrainedConfig, loading: Loading) -> None:
+def _refuse_family_without_classifier(name: str, config: PretrainedConfig, loading: LoadingFlags) -> None:
     """Reject a family without a sequence classifier, in Transformers or in the model's folder."""
     known = type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
     if not known and not (loading.trust_remote_code and "auto_map" in config.to_dict()):
@@ -138,13 +138,13 @@ def _refuse_family_without_classifier(name: str, config: PretrainedConfig, loadi
         )
 
 
-def keep_training_layout(model: nn.Module, loading: Loading) -> None:
+def keep_training_layout(model: nn.Module, loading: LoadingFlags) -> None:
     """Keep the 4-bit weights of training commands in the layout that has a backward pass on CPUs.
 
     On CPUs with AVX512-BF16, bitsandbytes repacks them for inference at the first forward in eval mode and never back.
     Its kernel for that layout passes no gradient to the layers below.
     """
-    if not (isinstance(loading, Model) and vars(model).get("is_loaded_in_4bit")):
+    if not (isinstance(loading, ModelFlags) and vars(model).get("is_loaded_in_4bit")):
         return
     from bitsandbytes.nn import Linear4bit
 
@@ -173,7 +173,7 @@ def _without_load_report() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
-def add_adapters(model: PreTrainedModel, lora: Lora, *, scalar: bool) -> nn.Module:
+def add_adapters(model: PreTrainedModel, lora: LoraFlags, *, scalar: bool) -> nn.Module:
     """Wrap the model in LoRA, or return it as it is at rank 0; modules that text does not train are frozen."""
     unused = freeze_unused(model)
     if lora.lora_rank == 0:
@@ -200,7 +200,7 @@ def add_adapters(model: PreTrainedModel, lora: Lora, *, scalar: bool) -> nn.Modu
     return adapted
 
 
-def _refuse_shared_weights(adapted: nn.Module, lora: Lora) -> None:
+def _refuse_shared_weights(adapted: nn.Module, lora: LoraFlags) -> None:
     """Reject adapters on layers that share a weight: a single weight could not hold both adapters after merging."""
     from peft.tuners.lora import LoraLayer
 
@@ -222,7 +222,7 @@ def recompute_activations(model: nn.Module, *, reentrant: bool) -> None:
     module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
 
 
-def _options(name: str, loading: Loading, device: torch.device, packing: bool, classes: Any) -> dict[str, Any]:
+def _options(name: str, loading: LoadingFlags, device: torch.device, packing: bool, classes: Any) -> dict[str, Any]:
     """Return the arguments of `from_pretrained`; `classes` maps configs to model classes."""
     attention, line = choose_attention(loading.attn_implementation, device, packing)
     if line:
@@ -250,7 +250,7 @@ def _four_bit(dtype: torch.dtype) -> Any:
     )
 
 
-def _from_pretrained(kind: Any, name: str, loading: Loading, options: dict[str, Any]) -> Any:
+def _from_pretrained(kind: Any, name: str, loading: LoadingFlags, options: dict[str, Any]) -> Any:
     try:
         return kind.from_pretrained(_resolve(name, loading), trust_remote_code=loading.trust_remote_code, **options)
     except KeyError as error:  # some classes look up their attention in a table of their own
@@ -261,7 +261,7 @@ def _from_pretrained(kind: Any, name: str, loading: Loading, options: dict[str, 
         raise _cannot_load("model", name, error) from None
 
 
-def _resolve(name: str, loading: Loading) -> str:
+def _resolve(name: str, loading: LoadingFlags) -> str:
     """Return a local folder or a hub name; with --use_ms, the folder to which ModelScope downloads the model."""
     folder = Path(name).expanduser()
     if looks_local(name) or folder.is_dir() or not loading.use_ms:

@@ -14,14 +14,14 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from openrlhf.config.sections.model import Loading
+from openrlhf.config.sections.model import LoadingFlags
 from openrlhf.errors import ConfigError
 from openrlhf.models.export import HEAD_CONFIG, HEAD_KEYS
 from openrlhf.models.heads import SCALAR_HEAD
 from openrlhf.models.load import load_causal_lm, load_scalar_model, load_tokenizer
 
 CPU = torch.device("cpu")
-FULL = Loading(param_dtype="fp32")  # so that sums are rounded only once, to the requested dtype
+FULL = LoadingFlags(param_dtype="fp32")  # so that sums are rounded only once, to the requested dtype
 TASKS = {"SEQ_CLS": True, "CAUSAL_LM": False}  # whether an adapter of this kind belongs to a reward model
 
 

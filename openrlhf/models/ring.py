@@ -17,7 +17,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
-from openrlhf.config.sections.training import Sharding
+from openrlhf.config.sections.training import ShardingFlags
 from openrlhf.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ class Joined(torch.autograd.Function):
         return gradient[numbers], None, None, None
 
 
-def check_ring(config: PretrainedConfig, sharding: Sharding) -> None:
+def check_ring(config: PretrainedConfig, sharding: ShardingFlags) -> None:
     """Reject a model whose layers cannot work on parts of a sequence, and a head stride that does not divide evenly."""
     text: Any = config.get_text_config()
     values = text.to_dict()

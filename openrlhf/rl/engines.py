@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.commands import RLConfig
-from openrlhf.config.sections.model import ServedModel
+from openrlhf.config.sections.model import ServedModelFlags
 from openrlhf.models.forward import Network
 from openrlhf.models.load import choose_dtype, load_causal_lm
 from openrlhf.rollout.engine import LoadingEngine
@@ -26,7 +26,7 @@ BY_DEVICE = "by device"  # placeholder dtype; `make_engine` chooses the real one
 class EngineSpec:
     """Description of an engine: vLLM if `vllm` is set, otherwise Transformers."""
 
-    model: ServedModel
+    model: ServedModelFlags
     vllm: VLLMSettings | None = None
     awaits_weights: bool = True  # generate nothing before the policy's weights have arrived
     whole_log_probs: bool = False

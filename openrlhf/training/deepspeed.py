@@ -25,7 +25,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from openrlhf.algo.reduce import Mean, Metrics, add_metrics
-from openrlhf.config.sections.training import Sharding
+from openrlhf.config.sections.training import ShardingFlags
 from openrlhf.errors import BackendError, ConfigError
 from openrlhf.models.chunks import Head
 from openrlhf.models.export import save_model
@@ -63,7 +63,9 @@ class DeepSpeedFrozen:
     It is sharded under ZeRO-3, and a full copy on each rank otherwise. `offload` keeps its weights in host memory.
     """
 
-    def __init__(self, network: Network, sharding: Sharding, device: torch.device, *, offload: bool = False) -> None:
+    def __init__(
+        self, network: Network, sharding: ShardingFlags, device: torch.device, *, offload: bool = False
+    ) -> None:
         self.network = network.eval().requires_grad_(False)
         self.device = device
         self.visits = False
@@ -108,7 +110,7 @@ class DeepSpeedBackend:
         self,
         network: Network,
         settings: OptimizerSettings,
-        sharding: Sharding,
+        sharding: ShardingFlags,
         device: torch.device,
         *,
         universal_checkpoint: bool = False,

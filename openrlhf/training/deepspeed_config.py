@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from openrlhf.config.sections.training import Sharding
+from openrlhf.config.sections.training import ShardingFlags
 from openrlhf.training.optim import OptimizerSettings
 
 LARGEST_BUCKET = 500_000_000  # elements; DeepSpeed's default
@@ -22,7 +22,7 @@ class Site:
 
 
 def engine_config(
-    sharding: Sharding, settings: OptimizerSettings, site: Site, *, universal: bool = False
+    sharding: ShardingFlags, settings: OptimizerSettings, site: Site, *, universal: bool = False
 ) -> dict[str, Any]:
     """Build the config for `deepspeed.initialize`; the flags have passed the rules of `config/checks/sharding.py`."""
     config: dict[str, Any] = {
@@ -46,12 +46,12 @@ def engine_config(
     return config
 
 
-def clips_outside(sharding: Sharding, site: Site) -> bool:
+def clips_outside(sharding: ShardingFlags, site: Site) -> bool:
     """Return True if the backend must clip: without ZeRO and in fp32 the engine clips but does not report the norm."""
     return sharding.zero_stage == 0 and site.dtype == torch.float32
 
 
-def frozen_config(sharding: Sharding, site: Site, *, offload: bool) -> dict[str, Any]:
+def frozen_config(sharding: ShardingFlags, site: Site, *, offload: bool) -> dict[str, Any]:
     """Build the ZeRO-3 config of a model that is not trained: sharded weights, no optimizer."""
     assert sharding.zero_stage == 3, "only ZeRO-3 shards a model that does not learn"
     zero = {**_weights_section(sharding, site), "stage": 3}
@@ -65,7 +65,7 @@ def frozen_config(sharding: Sharding, site: Site, *, offload: bool) -> dict[str,
     }
 
 
-def zero_section(sharding: Sharding, site: Site) -> dict[str, Any]:
+def zero_section(sharding: ShardingFlags, site: Site) -> dict[str, Any]:
     section: dict[str, Any] = {
         "stage": sharding.zero_stage,
         "reduce_bucket_size": min(LARGEST_BUCKET, max(site.num_parameters, 1)),
@@ -79,7 +79,7 @@ def zero_section(sharding: Sharding, site: Site) -> dict[str, Any]:
     return section
 
 
-def _weights_section(sharding: Sharding, site: Site) -> dict[str, Any]:
+def _weights_section(sharding: ShardingFlags, site: Site) -> dict[str, Any]:
     # This threshold keeps biases and norms whole and shards matrices, for models of any size.
     section: dict[str, Any] = {"stage3_param_persistence_threshold": 10 * site.hidden_size}
     if sharding.zpg > 1:
@@ -87,7 +87,7 @@ def _weights_section(sharding: Sharding, site: Site) -> dict[str, Any]:
     return section
 
 
-def _precision(sharding: Sharding, site: Site, *, sums: bool = True) -> dict[str, Any]:
+def _precision(sharding: ShardingFlags, site: Site, *, sums: bool = True) -> dict[str, Any]:
     section: dict[str, Any] = {}
     if site.dtype == torch.bfloat16:
         section["bf16"] = {"enabled": True}
@@ -98,7 +98,7 @@ def _precision(sharding: Sharding, site: Site, *, sums: bool = True) -> dict[str
     return section
 
 
-def sum_dtype(sharding: Sharding, site: Site) -> str | None:
+def sum_dtype(sharding: ShardingFlags, site: Site) -> str | None:
     """Return the dtype in which gradients accumulate over micro-batches; None leaves it to DeepSpeed.
 
     Under ZeRO, bf16 models accumulate in fp32 unless a flag says otherwise, because bf16 has only 8 significant bits.

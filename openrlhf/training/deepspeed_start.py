@@ -13,7 +13,7 @@ import torch
 from deepspeed import ops
 from transformers.integrations import HfDeepSpeedConfig
 
-from openrlhf.config.sections.training import Sharding
+from openrlhf.config.sections.training import ShardingFlags
 
 
 def start_distributed(device: torch.device) -> torch.device:
@@ -37,7 +37,7 @@ def _free_port() -> int:
 
 
 @contextmanager
-def sharded_loading(sharding: Sharding, dtype: torch.dtype) -> Iterator[None]:
+def sharded_loading(sharding: ShardingFlags, dtype: torch.dtype) -> Iterator[None]:
     """Make `from_pretrained` load only this rank's shard of a ZeRO-3 model; no effect at other stages."""
     if sharding.zero_stage != 3:
         yield

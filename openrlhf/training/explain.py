@@ -11,7 +11,7 @@ from openrlhf.config.commands import DPOConfig, KDConfig, KTOConfig, RLConfig, T
 from openrlhf.config.no_effect.lines import answers
 from openrlhf.config.no_effect.table import ON_CPU, STEPS_ONLY, WITHOUT_STEPS
 from openrlhf.config.runtime import critic_model, uses_reference
-from openrlhf.config.sections.model import Loading
+from openrlhf.config.sections.model import LoadingFlags
 from openrlhf.models.liger import liger_knows
 from openrlhf.models.load import read_config
 from openrlhf.monitor import say
@@ -47,7 +47,7 @@ def model_names(config: TrainingConfig) -> list[str]:
     return list(dict.fromkeys(name for name in names if name))
 
 
-def explain_experts(loading: Loading, *names: str) -> None:
+def explain_experts(loading: LoadingFlags, *names: str) -> None:
     """Say that --experts_implementation has no effect if no model has experts."""
     if loading.experts_implementation is None:
         return

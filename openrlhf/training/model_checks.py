@@ -6,7 +6,7 @@ from transformers import PretrainedConfig
 
 from openrlhf.config.commands import RLConfig, TrainingConfig
 from openrlhf.config.runtime import critic_model
-from openrlhf.config.sections.model import Model
+from openrlhf.config.sections.model import ModelFlags
 from openrlhf.errors import ConfigError
 from openrlhf.models.load import read_config
 from openrlhf.models.ring import check_ring
@@ -48,6 +48,6 @@ def has_experts(config: PretrainedConfig) -> bool:
     return "router_aux_loss_coef" in config.to_dict()
 
 
-def balances_experts(model: Model, config: PretrainedConfig) -> bool:
+def balances_experts(model: ModelFlags, config: PretrainedConfig) -> bool:
     """Return whether the load-balancing loss is on and the model has experts."""
     return model.aux_loss_coef > AUX_ON and has_experts(config)

@@ -1,10 +1,10 @@
 """Convert the optimizer flags into the settings that the training backends take."""
 
-from openrlhf.config.sections.training import Optimizer
+from openrlhf.config.sections.training import OptimizerFlags
 from openrlhf.training.optim import OptimizerSettings
 
 
-def optimizer_settings(flags: Optimizer, learning_rate: float) -> OptimizerSettings:
+def optimizer_settings(flags: OptimizerFlags, learning_rate: float) -> OptimizerSettings:
     return OptimizerSettings(
         learning_rate=learning_rate,
         optim=flags.optim,

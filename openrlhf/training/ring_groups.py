@@ -10,7 +10,7 @@ from functools import cache
 
 from torch import distributed as dist
 
-from openrlhf.config.sections.training import Sharding
+from openrlhf.config.sections.training import ShardingFlags
 from openrlhf.models.forward import Network
 from openrlhf.models.ring import Ring, check_ring
 
@@ -57,7 +57,7 @@ def _own(members: Iterator[list[int]]) -> dist.ProcessGroup:
     return next(group for group in made if isinstance(group, dist.ProcessGroup))
 
 
-def share_rows(network: Network, sharding: Sharding) -> RingGroups | None:
+def share_rows(network: Network, sharding: ShardingFlags) -> RingGroups | None:
     """Give a network its ring if --ring_attn_size is above 1; return the groups."""
     size, tensor = sharding.ring_attn_size, sharding.ds_tensor_parallel_size
     if size == 1:

@@ -4,7 +4,7 @@ import pytest
 from sessions import children
 
 from openrlhf.agents.build import build_executor
-from openrlhf.config.sections.rl import Rewards
+from openrlhf.config.sections.rl import RewardFlags
 from tests.tiny import make_tokenizer
 
 
@@ -39,6 +39,6 @@ def build(tokenizer):
 
     def make(context_length=64, processes=1, **flags):
         flags = {"reward_timeout": 20.0} | flags
-        return build_executor(Rewards(**flags), tokenizer, context_length=context_length, processes=processes)
+        return build_executor(RewardFlags(**flags), tokenizer, context_length=context_length, processes=processes)
 
     return make

@@ -12,7 +12,7 @@ import pytest
 import torch
 from sessions import WATCHDOG, InStep, Say, decode, params, prompt, run, run_all
 
-from openrlhf.config.sections.model import Model
+from openrlhf.config.sections.model import ModelFlags
 from openrlhf.errors import ConfigError, RewardError, RolloutError
 from openrlhf.models.forward import Network
 from openrlhf.models.load import load_causal_lm
@@ -259,7 +259,7 @@ def test_requests_of_one_episode_come_one_at_a_time(build, write):
 
 def test_a_real_engine_gives_the_same_episodes_twice(build, write, tmp_path, tokenizer):
     folder = make_model(tmp_path / "model")
-    model = load_causal_lm(folder, Model(pretrain=folder), device=torch.device("cpu"), packing=False)
+    model = load_causal_lm(folder, ModelFlags(pretrain=folder), device=torch.device("cpu"), packing=False)
     engine = HFEngine(Network(model), tokenizer)
 
     class Session(Say):

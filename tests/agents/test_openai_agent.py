@@ -8,8 +8,8 @@ from sessions import TOOL_TEMPLATE, InStep, Say, decode, encode, prompt, run, ru
 
 from openrlhf.agents.chat.session import ChatSession
 from openrlhf.agents.chat.wire import find_calls
-from openrlhf.config.sections.data import Template
-from openrlhf.config.sections.model import Model
+from openrlhf.config.sections.data import TemplateFlags
+from openrlhf.config.sections.model import ModelFlags
 from openrlhf.data.templates import Chat
 from openrlhf.errors import ConfigError, RewardError, RolloutError
 from openrlhf.models.forward import Network
@@ -97,7 +97,7 @@ def test_a_client_with_tools_two_turns_by_hand(build, write):
 
 def test_the_tokens_of_a_real_engine_stand_as_they_were_drawn(build, write, tmp_path, tokenizer):
     folder = make_model(tmp_path / "model")
-    model = load_causal_lm(folder, Model(pretrain=folder), device=torch.device("cpu"), packing=False)
+    model = load_causal_lm(folder, ModelFlags(pretrain=folder), device=torch.device("cpu"), packing=False)
     engine = HFEngine(Network(model), tokenizer)
 
     class Session(Say):
@@ -318,15 +318,15 @@ def test_an_agent_that_hangs_is_ended(build, write):
 )
 def test_a_file_that_cannot_be_used_is_known_at_once(write, tokenizer, source, flags, message):
     from openrlhf.agents.build import build_executor
-    from openrlhf.config.sections.rl import Rewards
+    from openrlhf.config.sections.rl import RewardFlags
 
     with pytest.raises(ConfigError) as error:
         build_executor(
-            Rewards(agent_func_path=write(source)),
+            RewardFlags(agent_func_path=write(source)),
             tokenizer,
             context_length=9,
             processes=1,
-            template=Template(**flags),
+            template=TemplateFlags(**flags),
         )
     assert message in str(error.value)
 

@@ -1,7 +1,7 @@
 import pytest
 from chat_words import TOOLS, assistant, user, word_tokenizer
 
-from openrlhf.config.sections.data import Template
+from openrlhf.config.sections.data import TemplateFlags
 from openrlhf.data.messages import read_messages, read_tools
 from openrlhf.data.templates import open_chat
 from openrlhf.errors import DataError
@@ -51,7 +51,7 @@ def test_a_call_that_is_no_json_stays_text(records):
 def test_calls_are_structure_or_text_as_the_template_knows_them(records):
     (record,) = records({"input": SHAREGPT, "tools": '[{"name": "five"}]'})
     for template, call in ((TOOLS, "call two "), (None, CALL)):
-        chat = open_chat(word_tokenizer(), Template(apply_chat_template=True, tokenizer_chat_template=template))
+        chat = open_chat(word_tokenizer(), TemplateFlags(apply_chat_template=True, tokenizer_chat_template=template))
         text = chat.render(chat.conversation(record, read_messages(record, "input", "--input_key"))).text
         assert f"<assistant> {call} <eos>\n<tool> three <eos>\n<assistant> four <eos>" in text
         assert text.startswith("<tool> five \n<system>" if template else "<system> be kind")
@@ -61,7 +61,7 @@ def test_calls_in_messages_are_never_lost(records):
     calls = [{"type": "function", "function": {"name": "two", "arguments": {}}}]
     (record,) = records({"input": [user("one"), {"role": "assistant", "content": None, "tool_calls": calls}]})
     for template, call in ((TOOLS, "call two "), (None, '{"name": "two", "arguments": {}}')):
-        chat = open_chat(word_tokenizer(), Template(apply_chat_template=True, tokenizer_chat_template=template))
+        chat = open_chat(word_tokenizer(), TemplateFlags(apply_chat_template=True, tokenizer_chat_template=template))
         text = chat.render(chat.conversation(record, read_messages(record, "input", "--input_key"))).text
         assert text.endswith(f"<assistant> {call} <eos>\n")
 

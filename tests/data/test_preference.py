@@ -1,17 +1,17 @@
 import pytest
 from chat_words import MARKING, STABLE, assistant, spoken, user, word_tokenizer
 
-from openrlhf.config.sections.data import Pairs, Template
+from openrlhf.config.sections.data import PairFlags, TemplateFlags
 from openrlhf.data.preference import preference_rows
 from openrlhf.errors import DataError
 
-CHAT = Template(apply_chat_template=True)
-PLAIN = Template(input_template="User: {} Assistant: ")
+CHAT = TemplateFlags(apply_chat_template=True)
+PLAIN = TemplateFlags(input_template="User: {} Assistant: ")
 PAIR = {"prompt": "one", "chosen": "two", "rejected": "three"}
 
 
 def read(records, *, template=PLAIN, tokenizer=None, max_len=100, drop_long_prompts=True, prompt_key="prompt"):
-    fields = Pairs(prompt_key=prompt_key)
+    fields = PairFlags(prompt_key=prompt_key)
     return preference_rows(
         records, tokenizer or word_tokenizer(), fields, template, max_len, drop_long_prompts=drop_long_prompts
     )
@@ -62,7 +62,7 @@ def test_a_continuation_of_several_messages_learns_the_assistants(records):
 
 
 def test_the_system_prompt_is_part_of_the_prompt(records):
-    (row,) = read(records(PAIR), template=Template(apply_chat_template=True, system_prompt="be kind"))
+    (row,) = read(records(PAIR), template=TemplateFlags(apply_chat_template=True, system_prompt="be kind"))
     assert spoken(row.chosen) == ("<system> be kind <eos>\n<user> one <eos>\n<assistant> two <eos>", "two <eos>")
 
 

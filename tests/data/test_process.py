@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from chat_words import merging_tokenizer, word_tokenizer
 
-from openrlhf.config.sections.data import Steps
+from openrlhf.config.sections.data import StepFlags
 from openrlhf.data.process import step_rows, step_tokens
 from openrlhf.errors import ConfigError, DataError
 
@@ -10,7 +10,7 @@ TEXT = "one two ки three ки"
 
 
 def read(records, *, max_len=100, placeholder="ки", reward_tokens=("+", "-"), tokenizer=None):
-    fields = Steps(placeholder_token=placeholder, reward_tokens=reward_tokens)
+    fields = StepFlags(placeholder_token=placeholder, reward_tokens=reward_tokens)
     return step_rows(records, tokenizer or word_tokenizer(), fields, max_len)
 
 
@@ -95,12 +95,12 @@ def test_probabilities_need_two_reward_tokens(records):
 
 def test_each_token_is_exactly_one():
     tokenizer = word_tokenizer()
-    tokens = step_tokens(tokenizer, Steps(placeholder_token="ки", reward_tokens=("+", "-")))
+    tokens = step_tokens(tokenizer, StepFlags(placeholder_token="ки", reward_tokens=("+", "-")))
     assert (tokens.placeholder_id, tokens.reward_ids) == (20, (21, 22))
     with pytest.raises(ConfigError, match=r"^--placeholder_token 'ки ки' is 3 tokens of this tokenizer"):
-        step_tokens(tokenizer, Steps(placeholder_token="ки ки", reward_tokens=("+", "-")))
+        step_tokens(tokenizer, StepFlags(placeholder_token="ки ки", reward_tokens=("+", "-")))
     with pytest.raises(ConfigError, match=r"^--reward_tokens 'one two' is 3 tokens"):
-        step_tokens(tokenizer, Steps(placeholder_token="ки", reward_tokens=("+", "one two")))
+        step_tokens(tokenizer, StepFlags(placeholder_token="ки", reward_tokens=("+", "one two")))
 
 
 def test_placeholders_that_melt_into_their_surroundings_are_explained(records):

@@ -4,8 +4,8 @@ import pytest
 
 from openrlhf.config.commands import COMMANDS
 from openrlhf.config.parser import parse
-from openrlhf.config.sections.data import Template
-from openrlhf.config.sections.rl import Prompts
+from openrlhf.config.sections.data import TemplateFlags
+from openrlhf.config.sections.rl import PromptFlags
 from openrlhf.data.prompts import Budget, load_eval_prompts, load_prompts, prompt_budget, prompt_rows
 from openrlhf.errors import DataError
 from tests.tiny import make_tokenizer
@@ -19,12 +19,12 @@ def letters():
 
 
 def made(records, letters, budget=100, template=None, **flags):
-    return prompt_rows(records, letters, Prompts(**flags), template or Template(), Budget(budget))
+    return prompt_rows(records, letters, PromptFlags(**flags), template or TemplateFlags(), Budget(budget))
 
 
 def test_plain_text_in_its_template(records, letters):
     rows = records({"input": "1+1"}, {"input": "2+2"})
-    first, second = made(rows, letters, template=Template(input_template="{}="))
+    first, second = made(rows, letters, template=TemplateFlags(input_template="{}="))
     assert (first.index, first.text, first.label, first.datasource) == (0, "1+1=", "", "default")
     assert letters.decode(list(second.input_ids)) == "2+2="
 
@@ -42,13 +42,13 @@ def test_a_label_that_is_missing_is_an_error(records, letters):
 
 def test_messages_through_the_chat_template_up_to_the_answer(records, letters):
     rows = records({"input": [{"role": "user", "content": "hi"}]})
-    (prompt,) = made(rows, letters, template=Template(apply_chat_template=True))
+    (prompt,) = made(rows, letters, template=TemplateFlags(apply_chat_template=True))
     assert prompt.text == "<u>hi<a>"
     assert letters.decode(list(prompt.input_ids)) == "<u>hi<a>"
 
 
 def test_text_becomes_a_users_message(records, letters):
-    template = Template(apply_chat_template=True, system_prompt="be kind")
+    template = TemplateFlags(apply_chat_template=True, system_prompt="be kind")
     (prompt,) = made(records({"input": "hi"}), letters, template=template)
     assert prompt.text == "<s>be kind<u>hi<a>"
 
@@ -76,7 +76,7 @@ def test_a_budget_that_leaves_hardly_any_prompt_is_refused(records, letters):
 def test_a_budget_that_leaves_no_prompt_is_refused(records, letters):
     tight = Budget(4, "--max_len", 16)
     with pytest.raises(DataError, match=r"1 of 1 .* 4 tokens that --max_len 20 leaves them.* Try: --max_len 21"):
-        prompt_rows(records({"input": "abcde"}), letters, Prompts(), Template(), tight)
+        prompt_rows(records({"input": "abcde"}), letters, PromptFlags(), TemplateFlags(), tight)
 
 
 def test_empty_prompts_are_dropped_and_counted(records, letters, capsys):

@@ -1,17 +1,17 @@
 import pytest
 from chat_words import MARKING, OPENING, REWRITING, STABLE, assistant, merging_tokenizer, spoken, user, word_tokenizer
 
-from openrlhf.config.sections.data import Conversations, Template
+from openrlhf.config.sections.data import ConversationFlags, TemplateFlags
 from openrlhf.data.sft import sft_rows
 from openrlhf.errors import ConfigError, DataError
 
-PLAIN = Template(input_template="User: {}\nAssistant: ")
-CHAT = Template(apply_chat_template=True)
+PLAIN = TemplateFlags(input_template="User: {}\nAssistant: ")
+CHAT = TemplateFlags(apply_chat_template=True)
 TURNS = [user("one"), assistant("two", reasoning="five"), user("three"), assistant("four", reasoning="six")]
 
 
 def read(records, *, template=PLAIN, tokenizer=None, max_len=100, **fields):
-    fields = Conversations(**fields)
+    fields = ConversationFlags(**fields)
     return sft_rows(records, tokenizer or word_tokenizer(), fields, template, max_len)
 
 
@@ -22,7 +22,7 @@ def test_plain_rows_by_hand(records):
 
 
 def test_plain_rows_are_tokenised_in_one_piece(records):
-    template = Template(input_template=None)
+    template = TemplateFlags(input_template=None)
     (row,) = read(
         records({"input": "ca", "output": "bc"}), output_key="output", template=template, tokenizer=merging_tokenizer()
     )
@@ -127,7 +127,7 @@ def test_dropped_rows_are_counted_by_reason(records, capsys):
         {"input": "one", "output": " "},
         {"input": None, "output": "two"},
     )
-    (row,) = read(data, output_key="output", template=Template(input_template=None), max_len=7)
+    (row,) = read(data, output_key="output", template=TemplateFlags(input_template=None), max_len=7)
     assert spoken(row) == ("one two<eos>", "two<eos>")
     assert capsys.readouterr().err.strip() == (
         "openrlhf: data.jsonl: dropped 4 of 5 rows: 2 with a prompt of 5 tokens or more (--max_len 7),"

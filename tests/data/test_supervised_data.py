@@ -3,15 +3,15 @@ from chat_words import assistant, spoken, user, word_tokenizer, write_lines
 
 from openrlhf.config.commands import DPOConfig, KDConfig, KTOConfig, PRMConfig, RMConfig, SFTConfig
 from openrlhf.config.sections.data import (
-    Conversations,
-    Dataset,
-    LabelledResponses,
-    Pairs,
-    Steps,
-    TeacherResponses,
-    Template,
+    ConversationFlags,
+    DatasetFlags,
+    LabelledResponseFlags,
+    PairFlags,
+    StepFlags,
+    TeacherResponseFlags,
+    TemplateFlags,
 )
-from openrlhf.config.sections.training import Batches
+from openrlhf.config.sections.training import BatchFlags
 from openrlhf.data.supervised import load_data
 from openrlhf.errors import DataError
 from openrlhf.types import LabelledRow, PairRow, StepRow, TokenRow
@@ -25,12 +25,12 @@ ROWS = {
     PRMConfig: {"input": "one ки", "label": ["+"]},
 }
 FIELDS = {
-    SFTConfig: Conversations(output_key="output"),
-    KDConfig: TeacherResponses(output_key="output"),
-    RMConfig: Pairs(prompt_key="prompt"),
-    DPOConfig: Pairs(prompt_key="prompt"),
-    KTOConfig: LabelledResponses(output_key="output"),
-    PRMConfig: Steps(placeholder_token="ки", reward_tokens=("+", "-")),
+    SFTConfig: ConversationFlags(output_key="output"),
+    KDConfig: TeacherResponseFlags(output_key="output"),
+    RMConfig: PairFlags(prompt_key="prompt"),
+    DPOConfig: PairFlags(prompt_key="prompt"),
+    KTOConfig: LabelledResponseFlags(output_key="output"),
+    PRMConfig: StepFlags(placeholder_token="ки", reward_tokens=("+", "-")),
 }
 KINDS = {
     SFTConfig: TokenRow,
@@ -46,7 +46,7 @@ KINDS = {
 def test_each_command_reads_its_rows(command, tmp_path):
     write_lines(tmp_path / "train.jsonl", [ROWS[command]] * 3)
     write_lines(tmp_path / "eval.jsonl", [ROWS[command]] * 5)
-    data = Dataset(dataset="train.jsonl", eval_dataset="eval.jsonl", eval_split="test", max_samples=2, max_len=64)
+    data = DatasetFlags(dataset="train.jsonl", eval_dataset="eval.jsonl", eval_split="test", max_samples=2, max_len=64)
     got = load_data(command(data=data, fields=FIELDS[command]), word_tokenizer())
     assert {type(row) for row in (*got.train, *got.evaluation)} == {KINDS[command]}
     assert (len(got.train), len(got.evaluation)) == (2, 5)  # evaluation is never capped
@@ -55,7 +55,7 @@ def test_each_command_reads_its_rows(command, tmp_path):
 
 def test_the_defaults_of_sft_give_the_documented_text(tmp_path):
     write_lines(tmp_path / "train.jsonl", [ROWS[SFTConfig]])
-    config = SFTConfig(data=Dataset(dataset="train.jsonl"), fields=FIELDS[SFTConfig])
+    config = SFTConfig(data=DatasetFlags(dataset="train.jsonl"), fields=FIELDS[SFTConfig])
     got = load_data(config, word_tokenizer())
     assert spoken(got.train[0]) == ("User: one\nAssistant: two<eos>", "two<eos>")
     assert got.evaluation == []
@@ -63,15 +63,15 @@ def test_the_defaults_of_sft_give_the_documented_text(tmp_path):
 
 def test_chat_flags_reach_the_rows(tmp_path):
     write_lines(tmp_path / "train.jsonl", [{"input": [user("one"), assistant("two")]}])
-    template = Template(apply_chat_template=True, system_prompt="be kind")
-    config = SFTConfig(data=Dataset(dataset="train.jsonl"), template=template)
+    template = TemplateFlags(apply_chat_template=True, system_prompt="be kind")
+    config = SFTConfig(data=DatasetFlags(dataset="train.jsonl"), template=template)
     assert spoken(load_data(config, word_tokenizer()).train[0])[0].startswith("<system> be kind <eos>")
 
 
 @pytest.mark.parametrize(("count", "held"), [(1, 1), (99, 99), (250, 100), (10300, 103)])
 def test_a_reward_model_without_eval_data_takes_the_first_hundred_rows_or_hundredth(count, held, tmp_path, capsys):
     write_lines(tmp_path / "train.jsonl", [ROWS[RMConfig]] * count)
-    got = load_data(RMConfig(data=Dataset(dataset="train.jsonl"), fields=FIELDS[RMConfig]), word_tokenizer())
+    got = load_data(RMConfig(data=DatasetFlags(dataset="train.jsonl"), fields=FIELDS[RMConfig]), word_tokenizer())
     assert len(got.train) == count
     assert got.evaluation == got.train[:held]
     assert f"the first {held} training rows" in capsys.readouterr().err
@@ -79,7 +79,7 @@ def test_a_reward_model_without_eval_data_takes_the_first_hundred_rows_or_hundre
 
 def test_only_dpo_drops_long_prompts(tmp_path):
     write_lines(tmp_path / "train.jsonl", [ROWS[DPOConfig], {**ROWS[DPOConfig], "prompt": "one one one "}])
-    data = Dataset(dataset="train.jsonl", max_len=8)
+    data = DatasetFlags(dataset="train.jsonl", max_len=8)
     for command, count in ((DPOConfig, 1), (RMConfig, 2)):
         assert len(load_data(command(data=data, fields=FIELDS[command]), word_tokenizer()).train) == count
 
@@ -89,8 +89,8 @@ def test_mixing_follows_the_flags(tmp_path):
     write_lines(tmp_path / "b.jsonl", [{"input": "three", "output": "four"}] * 4)
 
     def read(seed):
-        data = Dataset(dataset="a.jsonl,b.jsonl", dataset_probs="0.5,0.5")
-        config = SFTConfig(data=data, fields=FIELDS[SFTConfig], batches=Batches(seed=seed))
+        data = DatasetFlags(dataset="a.jsonl,b.jsonl", dataset_probs="0.5,0.5")
+        config = SFTConfig(data=data, fields=FIELDS[SFTConfig], batches=BatchFlags(seed=seed))
         return [spoken(row)[1] for row in load_data(config, word_tokenizer()).train]
 
     assert read(1) == read(1)
@@ -103,7 +103,7 @@ def test_soft_labels_are_said_and_must_agree(tmp_path):
     write_lines(tmp_path / "hard.jsonl", [ROWS[PRMConfig]])
 
     def read(dataset, eval_dataset):
-        data = Dataset(dataset=dataset, eval_dataset=eval_dataset)
+        data = DatasetFlags(dataset=dataset, eval_dataset=eval_dataset)
         return load_data(PRMConfig(data=data, fields=FIELDS[PRMConfig]), word_tokenizer())
 
     assert read("soft.jsonl", "soft.jsonl").soft_labels

@@ -1,7 +1,7 @@
 import pytest
 from chat_words import MARKING, OPENING, REWRITING, STABLE, assistant, user, word_tokenizer
 
-from openrlhf.config.sections.data import Template
+from openrlhf.config.sections.data import TemplateFlags
 from openrlhf.data.messages import Conversation
 from openrlhf.data.records import Place
 from openrlhf.data.templates import RewritesHistory, fill, open_chat
@@ -11,7 +11,7 @@ TALK = [user("one"), assistant("two", reasoning="five"), user("three"), assistan
 
 
 def open_with(template, **settings):
-    return open_chat(word_tokenizer(template), Template(apply_chat_template=True, **settings))
+    return open_chat(word_tokenizer(template), TemplateFlags(apply_chat_template=True, **settings))
 
 
 def talk(*messages):
@@ -87,7 +87,7 @@ def test_the_override_stands_in_for_the_tokenizers_own():
 
 
 def test_without_the_flag_there_is_no_chat():
-    assert open_chat(word_tokenizer(), Template()) is None
+    assert open_chat(word_tokenizer(), TemplateFlags()) is None
 
 
 def test_a_tokenizer_without_a_template_says_what_to_give():

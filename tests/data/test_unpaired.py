@@ -1,16 +1,16 @@
 import pytest
 from chat_words import assistant, spoken, user, word_tokenizer
 
-from openrlhf.config.sections.data import LabelledResponses, Template
+from openrlhf.config.sections.data import LabelledResponseFlags, TemplateFlags
 from openrlhf.data.unpaired import labelled_rows, mismatched
 from openrlhf.errors import ConfigError, DataError
 
-PLAIN = Template(input_template="User: {} ")
-CHAT = Template(apply_chat_template=True)
+PLAIN = TemplateFlags(input_template="User: {} ")
+CHAT = TemplateFlags(apply_chat_template=True)
 
 
 def read(records, *, template=PLAIN, max_len=100, output_key="output", input_key="input"):
-    fields = LabelledResponses(input_key=input_key, output_key=output_key)
+    fields = LabelledResponseFlags(input_key=input_key, output_key=output_key)
     return labelled_rows(records, word_tokenizer(), fields, template, max_len)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from openrlhf.config.commands import BatchInferenceConfig
-from openrlhf.config.sections.model import ServedModel
+from openrlhf.config.sections.model import ServedModelFlags
 from openrlhf.errors import BackendError, ConfigError, DataError
 from openrlhf.inference.parts import Parts
 
@@ -21,7 +21,7 @@ def process(monkeypatch):
     def start(rank=0, world=1, group=1, output=OUTPUT, model=None):
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("WORLD_SIZE", str(world))
-        config = BatchInferenceConfig(model=ServedModel(pretrain=model))
+        config = BatchInferenceConfig(model=ServedModelFlags(pretrain=model))
         return Parts(output, config, total=len(ROWS), group=group)
 
     return start

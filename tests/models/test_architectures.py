@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from openrlhf.config.sections.model import Lora, Model
+from openrlhf.config.sections.model import LoraFlags, ModelFlags
 from openrlhf.data.collate import pack, pad
 from openrlhf.errors import ConfigError, OpenRLHFError
 from openrlhf.models.export import save_model
@@ -120,12 +120,12 @@ def settled(model: torch.nn.Module) -> Network:
 
 
 def load(folder: Path) -> PreTrainedModel:
-    return load_causal_lm(str(folder), Model(), device=CPU, packing=True)
+    return load_causal_lm(str(folder), ModelFlags(), device=CPU, packing=True)
 
 
 def load_scalar(folder: Path, *, new_head: bool) -> Network:
     return settled(
-        load_scalar_model(str(folder), Model(), device=CPU, packing=True, head_prefix="score", new_head=new_head)
+        load_scalar_model(str(folder), ModelFlags(), device=CPU, packing=True, head_prefix="score", new_head=new_head)
     )
 
 
@@ -176,7 +176,7 @@ def test_log_probs(tiny, record_property):
 
 def test_training(tiny, column, record_property):
     with column("training"):
-        network = settled(add_adapters(load(tiny.folder), Lora(), scalar=False)).train()
+        network = settled(add_adapters(load(tiny.folder), LoraFlags(), scalar=False)).train()
         weighted(log_probs(network, pack(ROWS))).backward()
         found = {name: parameter.grad for name, parameter in network.decoder.named_parameters()}
         weighted([plain_log_probs(tiny.model.train(), row) for row in ROWS]).backward()
@@ -193,7 +193,7 @@ def test_training(tiny, column, record_property):
 
 def test_lora(tiny, column, record_property):
     with column("LoRA"):
-        network = settled(add_adapters(load(tiny.folder), Lora(lora_rank=2), scalar=False))
+        network = settled(add_adapters(load(tiny.folder), LoraFlags(lora_rank=2), scalar=False))
         torch.manual_seed(0)
         with torch.no_grad():
             for _, parameter in trainable(network):

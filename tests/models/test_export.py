@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from openrlhf.config.sections.model import Lora, Model
+from openrlhf.config.sections.model import LoraFlags, ModelFlags
 from openrlhf.data.collate import pack, pad
 from openrlhf.models.export import save_model
 from openrlhf.models.forward import Network
@@ -23,11 +23,13 @@ TEXTS = ["a good answer", "no", "a much longer answer than the other two"]
 
 
 def load_network(name):
-    return Network(load_causal_lm(str(name), Model(), device=CPU, packing=False))
+    return Network(load_causal_lm(str(name), ModelFlags(), device=CPU, packing=False))
 
 
 def load_scalar(name, prefix="score", **how):
-    return Network(load_scalar_model(str(name), Model(), device=CPU, packing=False, head_prefix=prefix, **how)).eval()
+    return Network(
+        load_scalar_model(str(name), ModelFlags(), device=CPU, packing=False, head_prefix=prefix, **how)
+    ).eval()
 
 
 def rows(tokenizer):
@@ -43,7 +45,7 @@ def ours(network, tokenizer, lay=pack):
 
 def train_a_reward_model(base, folder, prefix="score"):
     """What train_rm does around its training: load, separate padding from EOS, note the prefix, save."""
-    tokenizer = load_tokenizer(str(base), Model())
+    tokenizer = load_tokenizer(str(base), ModelFlags())
     torch.manual_seed(1)
     network = load_scalar(base, prefix, new_head=True)
     separate_pad_from_eos(network.decoder, tokenizer)
@@ -124,8 +126,8 @@ def test_tied_embeddings_are_given_out_once(tmp_path, tied):
 @pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "down_proj")])
 def test_saved_adapters_give_equal_outputs_under_peft(tmp_path, targets):
     base = make_model(tmp_path / "base", initializer_range=0.2)
-    lora = Lora(lora_rank=4, target_modules=targets)
-    model = add_adapters(load_causal_lm(base, Model(), device=CPU, packing=False), lora, scalar=False)
+    lora = LoraFlags(lora_rank=4, target_modules=targets)
+    model = add_adapters(load_causal_lm(base, ModelFlags(), device=CPU, packing=False), lora, scalar=False)
     network = Network(model).eval()
     ids = torch.arange(2, 20)[None]
     untrained = model(input_ids=ids).logits
@@ -143,8 +145,8 @@ def test_saved_adapters_give_equal_outputs_under_peft(tmp_path, targets):
 def test_saved_adapters_of_a_reward_model_bring_its_head(tmp_path):
     base = make_model(tmp_path / "base", initializer_range=0.2)
     scalar = load_scalar(base, new_head=True).decoder
-    network = Network(add_adapters(scalar, Lora(lora_rank=4), scalar=True)).eval()
-    tokenizer = load_tokenizer(base, Model())
+    network = Network(add_adapters(scalar, LoraFlags(lora_rank=4), scalar=True)).eval()
+    tokenizer = load_tokenizer(base, ModelFlags())
     with torch.no_grad():
         for name, parameter in network.named_parameters():
             if "lora_B" in name or "modules_to_save" in name:

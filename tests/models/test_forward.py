@@ -16,7 +16,7 @@ from networks import (
 )
 from torch.testing import assert_close
 
-from openrlhf.config.sections.model import Model
+from openrlhf.config.sections.model import ModelFlags
 from openrlhf.data.collate import pack, pad
 from openrlhf.errors import ConfigError
 from openrlhf.models.attention import SEGMENTED
@@ -175,9 +175,9 @@ def test_auxiliary_loss_is_the_models_own(kind):
 
 
 def test_balancing_experts_needs_experts():
-    balanced = Model(aux_loss_coef=0.01)
+    balanced = ModelFlags(aux_loss_coef=0.01)
     assert balances_experts(balanced, CONFIGS["mixtral"]())
-    assert not balances_experts(Model(), CONFIGS["llama"]())
+    assert not balances_experts(ModelFlags(), CONFIGS["llama"]())
     assert not balances_experts(balanced, CONFIGS["llama"]())
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from openrlhf.config.sections.model import Loading, Model
+from openrlhf.config.sections.model import LoadingFlags, ModelFlags
 from openrlhf.models.liger import uses_liger
 from tests.tiny import make_model
 
@@ -18,13 +18,13 @@ ROOT = Path(__file__).parents[2]
 LOAD = """
 import json, sys
 import torch
-from openrlhf.config.sections.model import Model
+from openrlhf.config.sections.model import ModelFlags
 from openrlhf.models.load import load_causal_lm, load_scalar_model
 
 def fused(model):
     return sum("Liger" in module.forward.__qualname__ for module in model.modules())
 
-flags, cuda, found = Model(use_liger_kernel=True), torch.device("cuda"), {}
+flags, cuda, found = ModelFlags(use_liger_kernel=True), torch.device("cuda"), {}
 for kind in sys.argv[1:]:
     policy = load_causal_lm(f"./{kind}", flags, device=cuda, packing=True)
     critic = load_scalar_model(f"./{kind}", flags, device=cuda, packing=True, head_prefix="score", new_head=True)
@@ -60,7 +60,7 @@ def test_what_liger_does_not_know_stays_as_it_is(loaded):
 
 
 def test_a_cpu_and_models_that_are_served_do_without():
-    asked, cpu, cuda = Model(use_liger_kernel=True), torch.device("cpu"), torch.device("cuda")
+    asked, cpu, cuda = ModelFlags(use_liger_kernel=True), torch.device("cpu"), torch.device("cuda")
     assert not uses_liger(asked, "llama", cpu)
-    assert not uses_liger(Model(), "llama", cuda)
-    assert not uses_liger(Loading(), "llama", cuda)
+    assert not uses_liger(ModelFlags(), "llama", cuda)
+    assert not uses_liger(LoadingFlags(), "llama", cuda)

@@ -5,7 +5,7 @@ from networks import gradients
 from torch.testing import assert_close
 from transformers import PreTrainedTokenizerFast
 
-from openrlhf.config.sections.model import Loading, Lora, Model
+from openrlhf.config.sections.model import LoadingFlags, LoraFlags, ModelFlags
 from openrlhf.data.collate import pack
 from openrlhf.errors import ConfigError
 from openrlhf.models.attention import SEGMENTED
@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
 
 
 def load(name, *, packing=False, **flags):
-    return load_causal_lm(str(name), Model(**flags), device=CPU, packing=packing)
+    return load_causal_lm(str(name), ModelFlags(**flags), device=CPU, packing=packing)
 
 
 def rows(*texts):
@@ -80,7 +80,7 @@ def test_what_cannot_be_loaded_is_one_line(folder, tmp_path):
             load(name)
         assert "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match=r"cannot load the tokenizer .*nowhere: .* There is no folder .*nowhere here"):
-        load_tokenizer(str(tmp_path / "nowhere"), Loading())
+        load_tokenizer(str(tmp_path / "nowhere"), LoadingFlags())
     with pytest.raises(ConfigError, match=r"cannot load the model .*: .*made_up"):
         load(folder, attn_implementation="made_up")
 
@@ -88,10 +88,10 @@ def test_what_cannot_be_loaded_is_one_line(folder, tmp_path):
 def test_a_tokenizer_gets_padding_and_needs_an_end(tmp_path):
     made = make_tokenizer(pad_is_eos=True)
     PreTrainedTokenizerFast(tokenizer_object=made.backend_tokenizer, eos_token="</s>").save_pretrained(tmp_path / "a")
-    assert load_tokenizer(str(tmp_path / "a"), Loading()).pad_token == "</s>"
+    assert load_tokenizer(str(tmp_path / "a"), LoadingFlags()).pad_token == "</s>"
     PreTrainedTokenizerFast(tokenizer_object=made.backend_tokenizer).save_pretrained(tmp_path / "b")
     with pytest.raises(ConfigError, match="has no EOS token"):
-        load_tokenizer(str(tmp_path / "b"), Loading())
+        load_tokenizer(str(tmp_path / "b"), LoadingFlags())
 
 
 def test_a_model_without_our_head_is_no_reward_model(tmp_path):
@@ -100,42 +100,42 @@ def test_a_model_without_our_head_is_no_reward_model(tmp_path):
     config = DistilBertConfig(vocab_size=30, dim=8, n_heads=2, n_layers=1, hidden_dim=8, num_labels=1)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="has no head called score"):
-        load_scalar_model(str(tmp_path), Model(), device=CPU, packing=False, head_prefix="score")
+        load_scalar_model(str(tmp_path), ModelFlags(), device=CPU, packing=False, head_prefix="score")
 
 
 def test_a_family_without_a_classifier_is_no_reward_model(tmp_path):
     name = make_model(tmp_path, "cohere")
     with pytest.raises(ConfigError, match=r"no sequence classifier for the family cohere\. Try: "):
-        load_scalar_model(name, Model(), device=CPU, packing=False, head_prefix="score", new_head=True)
+        load_scalar_model(name, ModelFlags(), device=CPU, packing=False, head_prefix="score", new_head=True)
 
 
 def test_a_family_with_a_table_of_attentions_of_its_own_is_refused_in_a_line(tmp_path):
     build("git").save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"it has no 'openrlhf_segmented'. Try: --attn_implementation eager"):
-        load_causal_lm(str(tmp_path), Model(), device=CPU, packing=True)
-    load_causal_lm(str(tmp_path), Model(attn_implementation="eager"), device=CPU, packing=True)
+        load_causal_lm(str(tmp_path), ModelFlags(), device=CPU, packing=True)
+    load_causal_lm(str(tmp_path), ModelFlags(attn_implementation="eager"), device=CPU, packing=True)
 
 
 def test_a_new_scalar_head_is_ours_and_not_transformers(tmp_path):
     name = make_model(tmp_path, hidden_size=512, intermediate_size=8, num_hidden_layers=1)
     torch.manual_seed(0)
-    model = load_scalar_model(name, Model(), device=CPU, packing=False, head_prefix="score", new_head=True)
+    model = load_scalar_model(name, ModelFlags(), device=CPU, packing=False, head_prefix="score", new_head=True)
     assert model.score.weight.shape == (1, 512)
     assert model.score.weight.std().item() == pytest.approx(1 / 513, rel=0.15)
 
 
 def test_a_reward_model_does_not_pass_for_a_language_model(tmp_path):
     name = make_model(tmp_path / "base")
-    model = load_scalar_model(name, Model(), device=CPU, packing=False, head_prefix="score", new_head=True)
+    model = load_scalar_model(name, ModelFlags(), device=CPU, packing=False, head_prefix="score", new_head=True)
     model.save_pretrained(tmp_path / "reward")
     with pytest.raises(ConfigError, match=r"lack 1 of the model's tensors, such as lm_head\.weight\. Try: a language"):
         load(tmp_path / "reward")
 
 
 def adapted(folder, *, scalar=False, **flags):
-    lora = Lora(lora_rank=4, **flags)
+    lora = LoraFlags(lora_rank=4, **flags)
     if scalar:
-        model = load_scalar_model(folder, Model(), device=CPU, packing=False, head_prefix="score", new_head=True)
+        model = load_scalar_model(folder, ModelFlags(), device=CPU, packing=False, head_prefix="score", new_head=True)
     else:
         model = load(folder)
     return add_adapters(model, lora, scalar=scalar)
@@ -147,7 +147,7 @@ def learning(model):
 
 def test_no_rank_is_no_adapter(folder):
     model = load(folder)
-    assert add_adapters(model, Lora(), scalar=False) is model
+    assert add_adapters(model, LoraFlags(), scalar=False) is model
 
 
 def test_adapters_on_every_linear_layer_but_the_head(folder):
@@ -173,19 +173,19 @@ def test_modules_that_are_not_there_are_named(folder):
 def test_layers_that_share_their_weights_get_no_adapters():
     """zamba: an adapter for each place where the shared layer stands could not be merged into the one weight."""
     with pytest.raises(ConfigError, match=r"layers.2.*q_proj and .*layers.4.*q_proj share their weights"):
-        add_adapters(build("zamba"), Lora(lora_rank=2), scalar=False)
+        add_adapters(build("zamba"), LoraFlags(lora_rank=2), scalar=False)
 
 
 def test_adapters_that_a_layer_does_not_take_are_refused():
     """llama4's router is a linear layer that returns two tensors."""
-    network = Network(add_adapters(build("llama4_text"), Lora(lora_rank=2), scalar=False)).eval()
+    network = Network(add_adapters(build("llama4_text"), LoraFlags(lora_rank=2), scalar=False)).eval()
     with pytest.raises(ConfigError, match=r"with its adapters it fails with .*\. Try: other --target_modules"):
         settle_layout(network, network)
 
 
 def test_adapters_beside_embeddings_that_a_model_changes_in_place():
     """ctrl scales the output of its embeddings in place, which a leaf that wants a gradient does not allow."""
-    model = add_adapters(build("ctrl"), Lora(lora_rank=2), scalar=False)
+    model = add_adapters(build("ctrl"), LoraFlags(lora_rank=2), scalar=False)
     model(input_ids=torch.arange(3, 9)[None]).logits.sum().backward()
     assert any(parameter.grad is not None for parameter in model.parameters())
 
@@ -206,7 +206,7 @@ def test_adapters_learn_through_recomputation(folder, reentrant):
 
 def test_four_bits_learn_in_their_adapters_alone(tmp_path):
     name = make_model(tmp_path, hidden_size=64, intermediate_size=64, num_hidden_layers=1)
-    model = add_adapters(load(name, load_in_4bit=True), Lora(lora_rank=2), scalar=False)
+    model = add_adapters(load(name, load_in_4bit=True), LoraFlags(lora_rank=2), scalar=False)
     network = Network(model).train()
     projection = network.decoder.model.layers[0].mlp.up_proj.base_layer
     assert type(projection).__name__ == "Linear4bit"

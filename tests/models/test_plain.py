@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from openrlhf.config.sections.model import Lora, Model
+from openrlhf.config.sections.model import LoraFlags, ModelFlags
 from openrlhf.errors import RolloutError
 from openrlhf.models.export import save_model, saved_tensors
 from openrlhf.models.forward import Network
@@ -27,13 +27,13 @@ IDS = torch.arange(2, 20)[None]
 
 def load(folder, kind="llama", **shape):
     name = make_model(folder / "base", kind, initializer_range=0.2, **shape)
-    return load_causal_lm(name, Model(), device=CPU, packing=False)
+    return load_causal_lm(name, ModelFlags(), device=CPU, packing=False)
 
 
 def adapted(folder, kind="llama", targets=("all-linear",), **shape):
     """With adapters that are no longer at their start."""
     torch.manual_seed(5)
-    model = add_adapters(load(folder, kind, **shape), Lora(lora_rank=4, target_modules=targets), scalar=False)
+    model = add_adapters(load(folder, kind, **shape), LoraFlags(lora_rank=4, target_modules=targets), scalar=False)
     return disturbed(model)
 
 
@@ -83,8 +83,8 @@ def test_other_kinds_of_adapters(tmp_path, kwargs):
 
 def test_a_scalar_model_with_adapters(tmp_path):
     name = make_model(tmp_path / "base")
-    scalar = load_scalar_model(name, Model(), device=CPU, packing=False, head_prefix="score", new_head=True)
-    network = disturbed(add_adapters(scalar, Lora(lora_rank=4), scalar=True))
+    scalar = load_scalar_model(name, ModelFlags(), device=CPU, packing=False, head_prefix="score", new_head=True)
+    network = disturbed(add_adapters(scalar, LoraFlags(lora_rank=4), scalar=True))
     assert_as_saved(network, copy.deepcopy(network.model).merge_and_unload(), tmp_path / "out")
 
 
@@ -103,8 +103,8 @@ def test_a_packed_weight_is_given_out_in_the_precision_that_it_computes_in(tmp_p
 
 def test_a_4_bit_model_with_adapters(tmp_path):
     name = make_model(tmp_path / "base", initializer_range=0.2)
-    model = load_causal_lm(name, Model(load_in_4bit=True), device=CPU, packing=False)
-    network = disturbed(add_adapters(model, Lora(lora_rank=4, target_modules=("q_proj",)), scalar=False))
+    model = load_causal_lm(name, ModelFlags(load_in_4bit=True), device=CPU, packing=False)
+    network = disturbed(add_adapters(model, LoraFlags(lora_rank=4, target_modules=("q_proj",)), scalar=False))
     got = dict(checkpoint_weights(network))
     plain = AutoModelForCausalLM.from_pretrained(name)
     assert {name: tensor.shape for name, tensor in got.items()} == {

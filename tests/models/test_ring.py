@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 from transformers import LlamaConfig, Qwen3NextConfig
 
-from openrlhf.config.sections.training import Sharding
+from openrlhf.config.sections.training import ShardingFlags
 from openrlhf.errors import ConfigError
 from openrlhf.models.ring import Share, check_ring
 from tests.models.ring_scenes import SCENES, Scene
@@ -97,12 +97,12 @@ def test_every_process_of_a_ring_has_as_much_to_do():
 
 def test_heads_go_round_evenly():
     config = CONFIGS["llama"](num_attention_heads=8, num_key_value_heads=4)
-    check_ring(config, Sharding(ring_attn_size=2, ring_head_stride=4))
+    check_ring(config, ShardingFlags(ring_attn_size=2, ring_head_stride=4))
     with pytest.raises(ConfigError, match="--ring_head_stride 3 does not divide the model's 4 key heads") as error:
-        check_ring(config, Sharding(ring_attn_size=2, ring_head_stride=3))
+        check_ring(config, ShardingFlags(ring_attn_size=2, ring_head_stride=3))
     assert error.value.try_this == "--ring_head_stride 4"
     with pytest.raises(ConfigError, match="--ring_head_stride 4 does not divide the model's 2 key heads"):
-        check_ring(config, Sharding(ring_attn_size=2, ring_head_stride=4, ds_tensor_parallel_size=2))
+        check_ring(config, ShardingFlags(ring_attn_size=2, ring_head_stride=4, ds_tensor_parallel_size=2))
 
 
 REFUSED = {
@@ -115,8 +115,8 @@ REFUSED = {
 @pytest.mark.parametrize("words", REFUSED)
 def test_layers_that_need_the_whole_sequence_are_refused(words):
     with pytest.raises(ConfigError, match=words):
-        check_ring(REFUSED[words], Sharding(ring_attn_size=2))
+        check_ring(REFUSED[words], ShardingFlags(ring_attn_size=2))
 
 
 def test_layers_of_a_window_are_not():
-    check_ring(CONFIGS["gemma3"](), Sharding(ring_attn_size=2))
+    check_ring(CONFIGS["gemma3"](), ShardingFlags(ring_attn_size=2))

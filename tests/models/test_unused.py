@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from openrlhf.config.sections.model import Lora, Model
+from openrlhf.config.sections.model import LoraFlags, ModelFlags
 from openrlhf.models.load import add_adapters, load_causal_lm
 from tests.models.architectures import build
 
@@ -14,7 +14,7 @@ def frozen(model):
 
 def test_vision_stays_frozen_beside_the_text_decoder(capsys):
     model = build("gemma3")
-    assert add_adapters(model, Lora(), scalar=False) is model
+    assert add_adapters(model, LoraFlags(), scalar=False) is model
     text = {name for name, _ in model.named_parameters() if "language_model" in name}
     assert frozen(model) == {name for name, _ in model.named_parameters()} - text
     assert capsys.readouterr().err == (
@@ -25,7 +25,7 @@ def test_vision_stays_frozen_beside_the_text_decoder(capsys):
 
 @pytest.mark.parametrize(("family", "part"), [("gemma3", "vision_tower"), ("fuyu", "vision"), ("hy_v4", "indexer")])
 def test_no_adapters_where_text_does_not_reach(family, part):
-    adapted = add_adapters(build(family), Lora(lora_rank=2), scalar=False)
+    adapted = add_adapters(build(family), LoraFlags(lora_rank=2), scalar=False)
     trained = [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
     assert trained
     assert not [name for name in trained if part in name]
@@ -33,21 +33,21 @@ def test_no_adapters_where_text_does_not_reach(family, part):
 
 def test_an_indexer_chooses_and_stays_frozen():
     model = build("deepseek_v32")
-    add_adapters(model, Lora(), scalar=False)
+    add_adapters(model, LoraFlags(), scalar=False)
     assert frozen(model) == {name for name, _ in model.named_parameters() if ".indexer." in name} != set()
 
 
 def test_what_a_family_freezes_stays_frozen_after_loading(tmp_path, capsys):
     build("ernie4_5_moe").save_pretrained(tmp_path)
-    model = load_causal_lm(str(tmp_path), Model(), device=torch.device("cpu"), packing=False)
+    model = load_causal_lm(str(tmp_path), ModelFlags(), device=torch.device("cpu"), packing=False)
     capsys.readouterr()
-    add_adapters(model, Lora(), scalar=False)
+    add_adapters(model, LoraFlags(), scalar=False)
     assert frozen(model) == {"model.layers.1.mlp.gate.moe_statics.e_score_correction_bias"}
     assert capsys.readouterr().err == ""
 
 
 def test_a_text_model_is_trained_as_a_whole(capsys):
     model = build("llama")
-    add_adapters(model, Lora(), scalar=False)
+    add_adapters(model, LoraFlags(), scalar=False)
     assert frozen(model) == set()
     assert capsys.readouterr().err == ""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from openrlhf.config.sections.model import Lora, Model
+from openrlhf.config.sections.model import LoraFlags, ModelFlags
 from openrlhf.data.collate import Layout
 from openrlhf.models.forward import Network
 from openrlhf.models.load import add_adapters, load_causal_lm
@@ -221,9 +221,9 @@ def test_an_own_network_is_given_its_weights(network, tokenizer):
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
 def test_an_own_network_of_a_policy_with_adapters_is_the_merged_model(tmp_path, tokenizer, kind):
     name = make_model(tmp_path, kind, initializer_range=0.3)
-    model = load_causal_lm(name, Model(), device=torch.device("cpu"), packing=False)
+    model = load_causal_lm(name, ModelFlags(), device=torch.device("cpu"), packing=False)
     torch.manual_seed(2)
-    policy = Network(add_adapters(model, Lora(lora_rank=4, target_modules=("all-linear",)), scalar=False)).eval()
+    policy = Network(add_adapters(model, LoraFlags(lora_rank=4, target_modules=("all-linear",)), scalar=False)).eval()
     engine = HFEngine(plain_copy(policy), tokenizer)
     before = said(engine.complete(requests(tokenizer)))
     with torch.no_grad():

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import distributed as dist
 
-from openrlhf.config.sections.training import Sharding
+from openrlhf.config.sections.training import ShardingFlags
 from openrlhf.errors import BackendError
 from openrlhf.training import compiled_layers
 from openrlhf.training import deepspeed as backends
@@ -56,7 +56,7 @@ class Worker:
         self.folder = folder
         self.rank = dist.get_rank()
 
-    def build(self, sharding: Sharding, model: str = "llama", **kwargs: Any) -> DeepSpeedBackend:
+    def build(self, sharding: ShardingFlags, model: str = "llama", **kwargs: Any) -> DeepSpeedBackend:
         return DeepSpeedBackend(load_network(self.folder / model, **kwargs), SETTINGS, sharding, CPU)
 
     def mine(self, step: int, *, packed: bool = False) -> list[Any]:
@@ -73,7 +73,7 @@ class Worker:
             for packed in (False, True):
                 for lora in (False, True):
                     name = f"zero{stage}-{'packed' if packed else 'padded'}-{'lora' if lora else 'full'}"
-                    backend = self.build(Sharding(zero_stage=stage), packed=packed, lora=lora)
+                    backend = self.build(ShardingFlags(zero_stage=stage), packed=packed, lora=lora)
                     results[name] = train(backend, [self.mine(step, packed=packed) for step in range(3)])
                     self.keep_weights(backend, name)
                     if stage in (2, 3) and packed:
@@ -84,11 +84,11 @@ class Worker:
         """Options and models that the matrix does not vary."""
         results = {}
         cases = {
-            "overlap": (Sharding(zero_stage=2, overlap_comm=True, grad_accum_dtype="fp32"), {}),
-            "hierarchy": (Sharding(zero_stage=3, zpg=2), {}),
-            "compiled": (Sharding(zero_stage=2, deepcompile=True), {}),
-            "tied": (Sharding(zero_stage=3), {"model": "tied"}),
-            "experts": (Sharding(zero_stage=3), {"model": "mixtral", "with_aux_loss": True}),
+            "overlap": (ShardingFlags(zero_stage=2, overlap_comm=True, grad_accum_dtype="fp32"), {}),
+            "hierarchy": (ShardingFlags(zero_stage=3, zpg=2), {}),
+            "compiled": (ShardingFlags(zero_stage=2, deepcompile=True), {}),
+            "tied": (ShardingFlags(zero_stage=3), {"model": "tied"}),
+            "experts": (ShardingFlags(zero_stage=3), {"model": "mixtral", "with_aux_loss": True}),
         }
         compiled_layers.COMPILER = "aot_eager"
         for name, (sharding, kwargs) in cases.items():
@@ -106,7 +106,7 @@ class Worker:
         results: dict[str, Any] = {}
         for stage in (1, 2, 3):
             with offloading():
-                backend = self.build(Sharding(zero_stage=stage, adam_offload=True))
+                backend = self.build(ShardingFlags(zero_stage=stage, adam_offload=True))
             name = f"offloaded-zero{stage}"
             results[name] = self.with_naps(backend, stage) | {
                 "offloads": backend.engine.zero_offload_optimizer().device == "cpu"
@@ -117,24 +117,24 @@ class Worker:
     def uneven_chunks(self) -> dict[str, Any]:
         """One rank's targets take several chunks of the head, the other's a single one."""
         long, short = make_batch([400] * 6, 1, packed=True), make_batch([9, 5], 2, packed=True)
-        backend = self.build(Sharding(zero_stage=3), packed=True)
+        backend = self.build(ShardingFlags(zero_stage=3), packed=True)
         return train(backend, [[long if self.rank == 0 else short]] * 2)
 
     def uneven_rounds(self) -> list[float]:
         """A token budget cuts the rows of the ranks into different numbers of micro-batches for a sharded model."""
-        teacher = DeepSpeedFrozen(load_network(self.folder / "teacher", packed=True), Sharding(zero_stage=3), CPU)
+        teacher = DeepSpeedFrozen(load_network(self.folder / "teacher", packed=True), ShardingFlags(zero_stage=3), CPU)
         return step_scorer(teacher).score_rows(judged_rows(self.rank)).tolist()
 
     def long_sum(self) -> float | None:
         """Norm of a step with so many equal micro-batches that a sum in bf16 stops growing on the way, at 256."""
         network = load_network(self.folder / "llama").to(torch.bfloat16)
-        backend = DeepSpeedBackend(network, SETTINGS, Sharding(zero_stage=1), CPU)
+        backend = DeepSpeedBackend(network, SETTINGS, ShardingFlags(zero_stage=1), CPU)
         backend.forward_backward([make_batch((4,), 1, packed=False)] * MANY, Sft())
         return backend.optim_step(1.0)
 
     def resume(self, stage: int, *, lora: bool) -> dict[str, Any]:
         """Saves after the first step into a folder that is renamed, and continues in a new engine."""
-        sharding, name = Sharding(zero_stage=stage), f"resumed-zero{stage}-{'lora' if lora else 'full'}"
+        sharding, name = ShardingFlags(zero_stage=stage), f"resumed-zero{stage}-{'lora' if lora else 'full'}"
         writing, written = self.folder / f".{name}.writing", self.folder / f"checkpoint-{name}"
         first = self.build(sharding, lora=lora)
         before = train(first, [self.mine(0)])
@@ -154,7 +154,7 @@ class Worker:
         results = {}
         for stage in range(4):
             for lora in (False, True):
-                backend = self.build(Sharding(zero_stage=stage), lora=lora)
+                backend = self.build(ShardingFlags(zero_stage=stage), lora=lora)
                 name = f"zero{stage}-{'lora' if lora else 'full'}"
                 results[name] = self.with_naps(backend, stage)
         return results
@@ -171,13 +171,13 @@ class Worker:
     def audits(self) -> dict[str, Any]:
         """Three steps, of which the audit says what it saw; then again with a layer that nothing uses."""
         results: dict[str, Any] = {}
-        cases: dict[str, tuple[Sharding, dict[str, Any]]] = {
-            f"zero{stage}-{'lora' if lora else 'full'}": (Sharding(zero_stage=stage), {"lora": lora})
+        cases: dict[str, tuple[ShardingFlags, dict[str, Any]]] = {
+            f"zero{stage}-{'lora' if lora else 'full'}": (ShardingFlags(zero_stage=stage), {"lora": lora})
             for stage in range(4)
             for lora in (False, True)
         }
-        cases["offload"] = (Sharding(zero_stage=2, adam_offload=True), {})
-        cases["experts"] = (Sharding(zero_stage=3), {"model": "mixtral"})
+        cases["offload"] = (ShardingFlags(zero_stage=2, adam_offload=True), {})
+        cases["experts"] = (ShardingFlags(zero_stage=3), {"model": "mixtral"})
         for name, (sharding, kwargs) in cases.items():
             network = load_network(self.folder / kwargs.pop("model", "llama"), **kwargs)
             with offloading() if name == "offload" else nullcontext():
@@ -187,7 +187,7 @@ class Worker:
         for stage in range(4):
             network = load_network(self.folder / "llama")
             network.decoder.model.layers[1].extra = torch.nn.Linear(3, 3, bias=False)
-            backend = DeepSpeedBackend(network, SETTINGS, Sharding(zero_stage=stage), CPU)
+            backend = DeepSpeedBackend(network, SETTINGS, ShardingFlags(zero_stage=stage), CPU)
             try:
                 train(backend, [self.mine(step) for step in range(3)])
             except BackendError as error:
@@ -195,7 +195,7 @@ class Worker:
         return results
 
     def sharded(self) -> dict[str, Any]:
-        sharding = Sharding(zero_stage=3)
+        sharding = ShardingFlags(zero_stage=3)
         with sharded_loading(sharding, torch.float32):
             network = load_network(self.folder / "llama")
             adapted = load_network(self.folder / "llama", lora=True)
@@ -211,9 +211,9 @@ class Worker:
 
     def frozen(self) -> dict[str, Any]:
         """A sharded teacher: its log-probs, and a distillation through its head."""
-        sharding = Sharding(zero_stage=3)
+        sharding = ShardingFlags(zero_stage=3)
         teacher = DeepSpeedFrozen(load_network(self.folder / "teacher"), sharding, CPU)
-        replica = DeepSpeedFrozen(load_network(self.folder / "teacher"), Sharding(zero_stage=2), CPU, offload=True)
+        replica = DeepSpeedFrozen(load_network(self.folder / "teacher"), ShardingFlags(zero_stage=2), CPU, offload=True)
         batch = make_batch((9, 5), 3, packed=False)
         looks = [model.forward(batch, "log_probs").log_probs for model in (teacher, replica)]
         backend = self.build(sharding)
@@ -234,7 +234,7 @@ class Worker:
         for stage in (0, 2, 3):
             for model in ("llama", "tied"):
                 name = f"tensor-parallel-zero{stage}-{model}"
-                backend = self.build(Sharding(zero_stage=stage, ds_tensor_parallel_size=2), model)
+                backend = self.build(ShardingFlags(zero_stage=stage, ds_tensor_parallel_size=2), model)
                 results[name] = train(backend, [step_batches(step, packed=False) for step in range(2)])
                 self.keep_weights(backend, f"early-{name}")
                 last = train(backend, [step_batches(2, packed=False)], first=2)
@@ -244,13 +244,13 @@ class Worker:
         return results
 
     def tensor_parallel_audit(self) -> dict[str, Any]:
-        backend = self.build(Sharding(zero_stage=2, ds_tensor_parallel_size=2), "tied")
+        backend = self.build(ShardingFlags(zero_stage=2, ds_tensor_parallel_size=2), "tied")
         train(backend, [step_batches(step, packed=False) for step in range(3)])
         return seen_by(backend.audit)
 
     def tensor_parallel_resume(self) -> dict[str, Any]:
         sharding, written = (
-            Sharding(zero_stage=2, ds_tensor_parallel_size=2),
+            ShardingFlags(zero_stage=2, ds_tensor_parallel_size=2),
             self.folder / "checkpoint-tensor-parallel",
         )
         first = self.build(sharding)

@@ -11,24 +11,24 @@ import torch
 from safetensors.torch import save_file
 from torch import distributed as dist
 
-from openrlhf.config.sections.training import Sharding
+from openrlhf.config.sections.training import ShardingFlags
 from openrlhf.training.deepspeed import DeepSpeedBackend, DeepSpeedFrozen
 from openrlhf.training.deepspeed_start import start_distributed
 from tests.training.deepspeed_cases import SETTINGS, Distil, load_network, of_rank, step_batches, train
 
 CPU = torch.device("cpu")
 RING = {"ring_attn_size": 2}
-CASES: dict[str, tuple[Sharding, dict[str, Any]]] = {
-    "zero2": (Sharding(zero_stage=2, **RING), {}),
-    "zero3": (Sharding(zero_stage=3, ring_head_stride=2, **RING), {}),
-    "zero0": (Sharding(zero_stage=0, **RING), {}),
-    "lora": (Sharding(zero_stage=2, **RING), {"lora": True}),
-    "ring of four": (Sharding(zero_stage=2, ring_attn_size=4), {}),
-    "window": (Sharding(zero_stage=3, **RING), {"model": "mistral"}),
-    "experts": (Sharding(zero_stage=3, **RING), {"model": "mixtral", "with_aux_loss": True}),
-    "recomputed": (Sharding(zero_stage=3, **RING), {"recompute": True}),
+CASES: dict[str, tuple[ShardingFlags, dict[str, Any]]] = {
+    "zero2": (ShardingFlags(zero_stage=2, **RING), {}),
+    "zero3": (ShardingFlags(zero_stage=3, ring_head_stride=2, **RING), {}),
+    "zero0": (ShardingFlags(zero_stage=0, **RING), {}),
+    "lora": (ShardingFlags(zero_stage=2, **RING), {"lora": True}),
+    "ring of four": (ShardingFlags(zero_stage=2, ring_attn_size=4), {}),
+    "window": (ShardingFlags(zero_stage=3, **RING), {"model": "mistral"}),
+    "experts": (ShardingFlags(zero_stage=3, **RING), {"model": "mixtral", "with_aux_loss": True}),
+    "recomputed": (ShardingFlags(zero_stage=3, **RING), {"recompute": True}),
     # Last, because DeepSpeed keeps it in mind for the models that follow.
-    "tensor parallel": (Sharding(zero_stage=2, ds_tensor_parallel_size=2, **RING), {}),
+    "tensor parallel": (ShardingFlags(zero_stage=2, ds_tensor_parallel_size=2, **RING), {}),
 }
 
 
@@ -51,7 +51,7 @@ def play(folder: Path, name: str) -> tuple[DeepSpeedBackend, dict[str, Any]]:
 
 def distil(folder: Path) -> dict[str, Any]:
     """A teacher that shares rows too, sharded."""
-    sharding = Sharding(zero_stage=3, **RING)
+    sharding = ShardingFlags(zero_stage=3, **RING)
     teacher = DeepSpeedFrozen(load_network(folder / "teacher", packed=True), sharding, CPU)
     backend = DeepSpeedBackend(load_network(folder / "llama", packed=True), SETTINGS, sharding, CPU)
     return train(backend, mine(backend), Distil(teacher))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from openrlhf.config.sections.model import Lora, Model
+from openrlhf.config.sections.model import LoraFlags, ModelFlags
 from openrlhf.errors import BackendError
 from openrlhf.models.forward import Network
 from openrlhf.models.load import add_adapters, load_causal_lm, load_scalar_model, recompute_activations
@@ -39,9 +39,9 @@ class Nothing(Sft):
 
 def causal(folder, kind="llama", lora=0, targets=("all-linear",), **shape):
     name = make_model(folder, kind, initializer_range=0.1, **shape)
-    model = load_causal_lm(name, Model(), device=CPU, packing=False)
+    model = load_causal_lm(name, ModelFlags(), device=CPU, packing=False)
     torch.manual_seed(0)
-    return Network(add_adapters(model, Lora(lora_rank=lora, target_modules=targets), scalar=False))
+    return Network(add_adapters(model, LoraFlags(lora_rank=lora, target_modules=targets), scalar=False))
 
 
 def train(network, objective=None, scales=(1.0,) * STEPS, settings=SETTINGS):
@@ -76,8 +76,8 @@ def test_adapters_begin_with_zeros_and_then_learn(tmp_path, kind, capsys):
 @pytest.mark.parametrize("lora", [0, 4])
 def test_reward_models_and_critics_use_all_they_train(tmp_path, ask, lora, capsys):
     name = make_model(tmp_path)
-    model = load_scalar_model(name, Model(), device=CPU, packing=False, head_prefix="score", new_head=True)
-    train(Network(add_adapters(model, Lora(lora_rank=lora), scalar=True)), Scores(ask))
+    model = load_scalar_model(name, ModelFlags(), device=CPU, packing=False, head_prefix="score", new_head=True)
+    train(Network(add_adapters(model, LoraFlags(lora_rank=lora), scalar=True)), Scores(ask))
     assert lines(capsys) == []
 
 

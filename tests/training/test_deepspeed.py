@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from openrlhf.config.sections.training import Sharding
+from openrlhf.config.sections.training import ShardingFlags
 from openrlhf.models.plain import checkpoint_places, load_weights
 from openrlhf.training.deepspeed_config import Site, engine_config, frozen_config
 from openrlhf.training.deepspeed_start import _free_port
@@ -315,7 +315,7 @@ def site(**facts: Any) -> Site:
 
 
 def test_flags_become_deepspeed_settings() -> None:
-    sharding = Sharding(zero_stage=3, adam_offload=True, zpg=2, overlap_comm=True, grad_accum_dtype="fp32")
+    sharding = ShardingFlags(zero_stage=3, adam_offload=True, zpg=2, overlap_comm=True, grad_accum_dtype="fp32")
     config = engine_config(sharding, SETTINGS, site(), universal=True)
     zero = config["zero_optimization"]
     assert zero["stage"] == 3
@@ -332,13 +332,15 @@ def test_flags_become_deepspeed_settings() -> None:
 
 def test_on_a_cpu_there_is_nowhere_to_offload_to() -> None:
     here = site(dtype=torch.float32, device_type="cpu")
-    assert "offload_optimizer" not in engine_config(Sharding(adam_offload=True), SETTINGS, here)["zero_optimization"]
-    assert "offload_param" not in frozen_config(Sharding(zero_stage=3), here, offload=True)["zero_optimization"]
-    assert "offload_param" in frozen_config(Sharding(zero_stage=3), site(), offload=True)["zero_optimization"]
+    assert (
+        "offload_optimizer" not in engine_config(ShardingFlags(adam_offload=True), SETTINGS, here)["zero_optimization"]
+    )
+    assert "offload_param" not in frozen_config(ShardingFlags(zero_stage=3), here, offload=True)["zero_optimization"]
+    assert "offload_param" in frozen_config(ShardingFlags(zero_stage=3), site(), offload=True)["zero_optimization"]
 
 
 def test_tensor_parallelism_keeps_whole_logits() -> None:
-    config = engine_config(Sharding(ds_tensor_parallel_size=2), SETTINGS, site())
+    config = engine_config(ShardingFlags(ds_tensor_parallel_size=2), SETTINGS, site())
     assert config["tensor_parallel"] == {"autotp_size": 2, "vocab_parallel_lm_head": False}
 
 
@@ -355,5 +357,5 @@ def test_tensor_parallelism_keeps_whole_logits() -> None:
     ],
 )
 def test_sharded_bf16_gradients_are_summed_in_fp32(flags: dict[str, Any], dtype: torch.dtype, summed_in: str) -> None:
-    config = engine_config(Sharding(**flags), SETTINGS, site(dtype=dtype))
+    config = engine_config(ShardingFlags(**flags), SETTINGS, site(dtype=dtype))
     assert config.get("data_types", {"grad_accum_dtype": None}) == {"grad_accum_dtype": summed_in}

@@ -8,7 +8,7 @@ from bitsandbytes.nn import Linear4bit
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from openrlhf.config.sections.model import Lora, Model
+from openrlhf.config.sections.model import LoraFlags, ModelFlags
 from openrlhf.data.collate import collate
 from openrlhf.errors import BackendError
 from openrlhf.models.forward import Network
@@ -43,8 +43,8 @@ def one_thread():
 
 def make_backend(folder, *, packing=False, lora=0):
     torch.manual_seed(0)
-    model = load_causal_lm(folder, Model(), device=CPU, packing=packing)
-    return LocalBackend(Network(add_adapters(model, Lora(lora_rank=lora), scalar=False)), SETTINGS, CPU)
+    model = load_causal_lm(folder, ModelFlags(), device=CPU, packing=packing)
+    return LocalBackend(Network(add_adapters(model, LoraFlags(lora_rank=lora), scalar=False)), SETTINGS, CPU)
 
 
 def token_rows(number, seed=0):
@@ -67,7 +67,7 @@ def batches(rows, size, *, packing=False):
 
 def frozen(folder, packing=False):
     """A reference that is not the policy, so that log-ratios are not zero."""
-    network = Network(load_causal_lm(folder, Model(), device=CPU, packing=packing))
+    network = Network(load_causal_lm(folder, ModelFlags(), device=CPU, packing=packing))
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.mul_(0.9)
@@ -205,8 +205,8 @@ def wide_folder(tmp_path_factory):
 
 def quantised_backend(folder):
     torch.manual_seed(0)
-    model = load_causal_lm(folder, Model(load_in_4bit=True), device=CPU, packing=False)
-    return LocalBackend(Network(add_adapters(model, Lora(lora_rank=2), scalar=False)), SETTINGS, CPU)
+    model = load_causal_lm(folder, ModelFlags(load_in_4bit=True), device=CPU, packing=False)
+    return LocalBackend(Network(add_adapters(model, LoraFlags(lora_rank=2), scalar=False)), SETTINGS, CPU)
 
 
 def generate(backend, cut):
@@ -230,7 +230,7 @@ def test_looking_costs_4_bit_weights_no_gradient(wide_folder, look):
 
 def test_dropout_is_for_training_alone(tmp_path):
     name = make_model(tmp_path, attention_dropout=0.5)
-    backend = LocalBackend(Network(load_causal_lm(name, Model(), device=CPU, packing=False)), SETTINGS, CPU)
+    backend = LocalBackend(Network(load_causal_lm(name, ModelFlags(), device=CPU, packing=False)), SETTINGS, CPU)
     batch = batches(token_rows(3), 3)[0]
     looks = [backend.forward(batch, "log_probs").log_probs for _ in range(2)]
     assert torch.equal(*looks)
@@ -248,7 +248,7 @@ def test_a_step_without_targets_changes_nothing(folder):
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_frozen_model_only_looks(folder, offload):
-    network = Network(load_causal_lm(folder, Model(), device=CPU, packing=False))
+    network = Network(load_causal_lm(folder, ModelFlags(), device=CPU, packing=False))
     looker = LocalFrozen(network, CPU, offload=offload)
     batch = batches(token_rows(3), 3)[0]
     log_probs = looker.forward(batch, "log_probs").log_probs

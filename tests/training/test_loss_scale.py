@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from openrlhf.config.sections.model import Lora, Model
+from openrlhf.config.sections.model import LoraFlags, ModelFlags
 from openrlhf.data.collate import collate
 from openrlhf.errors import BackendError
 from openrlhf.models.forward import Network
@@ -50,8 +50,8 @@ def folder(tmp_path_factory):
 
 def make_backend(folder, dtype=torch.float16, *, lora=0):
     torch.manual_seed(0)
-    model = load_causal_lm(folder, Model(), device=CPU, packing=False).half().to(dtype)
-    network = Network(add_adapters(model, Lora(lora_rank=lora), scalar=False))
+    model = load_causal_lm(folder, ModelFlags(), device=CPU, packing=False).half().to(dtype)
+    network = Network(add_adapters(model, LoraFlags(lora_rank=lora), scalar=False))
     return LocalBackend(network, OptimizerSettings(learning_rate=1e-2), CPU)
 
 

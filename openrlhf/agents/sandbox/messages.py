@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from openrlhf.config.sections.data import Template
+from openrlhf.config.sections.data import TemplateFlags
 
 HEADER = struct.Struct(">Q")
 Kind = Literal["reward", "agent"]
@@ -31,7 +31,7 @@ class Spec:
     tokenizer_folder: str | None = None
     tokenizer_class: tuple[str, str] = ("transformers", "AutoTokenizer")  # module and name
     trust_remote_code: bool = False
-    template: Template = field(default_factory=Template)
+    template: TemplateFlags = field(default_factory=TemplateFlags)
 
 
 def pack_call(message: object) -> bytes:

@@ -8,7 +8,7 @@ from openrlhf.config.checks.supervised import world_size
 from openrlhf.config.commands import RLConfig, TrainingConfig
 from openrlhf.config.runtime import num_devices, uses_critic, uses_reference
 from openrlhf.config.sections.cluster import Role
-from openrlhf.config.sections.rl import PolicyOptimizer
+from openrlhf.config.sections.rl import PolicyOptimizerFlags
 from openrlhf.errors import ConfigError
 
 
@@ -30,7 +30,7 @@ def deepspeed_processes(config: TrainingConfig, *, frozen: bool = False) -> dict
 
 def muon_trains_whole_matrices(config: TrainingConfig) -> None:
     flags = config.optimizer
-    own = flags.critic_optim if isinstance(flags, PolicyOptimizer) else None
+    own = flags.critic_optim if isinstance(flags, PolicyOptimizerFlags) else None
     for name in deepspeed_processes(config):
         flag = "--critic_optim" if name == "critic" and own else "--optim"
         if (own if flag == "--critic_optim" else flags.optim) == "muon":

@@ -10,7 +10,7 @@ ROLES: tuple[Role, ...] = ("actor", "ref", "critic", "reward")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement:
+class PlacementFlags:
     """Placement"""
 
     runtime: Literal["auto", "local", "ray"] = flag(
@@ -49,7 +49,7 @@ class Placement:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Engines:
+class EngineFlags:
     """vLLM engines"""
 
     vllm_num_engines: int | None = flag(None, "vLLM engines; 0 or none generates with Transformers in process")

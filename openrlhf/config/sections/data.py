@@ -13,7 +13,7 @@ def split_names(text: str | None) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluated:
+class EvaluationFlags:
     """Evaluation data"""
 
     eval_dataset: str | None = flag(None, "comma list of datasets to evaluate on")
@@ -21,7 +21,7 @@ class Evaluated:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dataset(Evaluated):
+class DatasetFlags(EvaluationFlags):
     """Data"""
 
     dataset: str | None = flag(
@@ -35,7 +35,7 @@ class Dataset(Evaluated):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Template:
+class TemplateFlags:
     """Templates"""
 
     apply_chat_template: bool = flag(False, "format messages with the tokenizer's chat template")
@@ -52,7 +52,7 @@ class Template:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Responses:
+class ResponseFlags:
     """Fields"""
 
     input_key: str = flag("input", "field with the prompt: text or a message list")
@@ -60,7 +60,7 @@ class Responses:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Conversations(Responses):
+class ConversationFlags(ResponseFlags):
     """Fields"""
 
     pretrain_mode: bool = flag(False, "continued pre-training: loss on every token, no template, no EOS")
@@ -68,21 +68,21 @@ class Conversations(Responses):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TeacherResponses(Responses):
+class TeacherResponseFlags(ResponseFlags):
     """Fields"""
 
     pretrain_mode: bool = flag(False, "loss on every token, no template, no EOS")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LabelledResponses(Responses):
+class LabelledResponseFlags(ResponseFlags):
     """Fields"""
 
     label_key: str = flag("label", "field with the label: 1 desirable, 0 not")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pairs:
+class PairFlags:
     """Fields"""
 
     prompt_key: str | None = flag(None, "field with the prompt, where chosen and rejected do not hold it")
@@ -91,7 +91,7 @@ class Pairs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Steps:
+class StepFlags:
     """Fields"""
 
     input_key: str = flag("input", "field with the text whose steps end in the placeholder")

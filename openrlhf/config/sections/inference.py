@@ -7,7 +7,7 @@ from openrlhf.config.flags import flag
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
+class SamplingFlags:
     """Sampling"""
 
     greedy_sampling: bool = flag(False, "always take the likeliest token")
@@ -19,7 +19,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchTask:
+class BatchTaskFlags:
     """Task"""
 
     eval_task: Literal["generate_vllm", "generate", "rm"] | None = flag(
@@ -48,7 +48,7 @@ class BatchTask:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchData:
+class BatchDataFlags:
     """Data"""
 
     dataset: str | None = flag(None, "comma list of files, folders or hub names; name@dir")
@@ -61,7 +61,7 @@ class BatchData:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chat:
+class ChatFlags:
     """Conversation"""
 
     max_len: int = flag(4096, "tokens of history and reply together")
@@ -69,7 +69,7 @@ class Chat:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Serving:
+class ServingFlags:
     """Server"""
 
     reward_pretrain: str | None = flag(None, "reward model folder or hub name")
@@ -90,7 +90,7 @@ class Serving:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Merge:
+class MergeFlags:
     """Merge"""
 
     model_path: str | None = flag(None, "base model folder or hub name")

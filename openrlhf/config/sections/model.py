@@ -9,14 +9,14 @@ DType = Literal["bf16", "fp16", "fp32"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Precision:
+class PrecisionFlags:
     """Precision"""
 
     param_dtype: DType = flag("bf16", "dtype of the weights; on a CPU everything computes in fp32, and a line says so")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loading(Precision):
+class LoadingFlags(PrecisionFlags):
     """Model loading"""
 
     attn_implementation: str = flag(
@@ -38,14 +38,14 @@ class Loading(Precision):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServedModel(Loading):
+class ServedModelFlags(LoadingFlags):
     """Model"""
 
     pretrain: str | None = flag(None, "model folder or hub name")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model(ServedModel):
+class ModelFlags(ServedModelFlags):
     """Model"""
 
     use_liger_kernel: bool = flag(False, "fused kernels of the Liger package, in every model of the run (needs a GPU)")
@@ -53,7 +53,7 @@ class Model(ServedModel):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lora:
+class LoraFlags:
     """LoRA"""
 
     lora_rank: int = flag(0, "rank of the adapters; 0 trains all weights")
@@ -63,14 +63,14 @@ class Lora:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ValueHead:
+class ValueHeadFlags:
     """Scalar head"""
 
     value_head_prefix: str = flag("score", "name of the scalar head; the value in a model's config.json wins")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reference:
+class ReferenceFlags:
     """Reference model"""
 
     ref_pretrain: str | None = flag(None, "frozen reference model; none takes --pretrain")

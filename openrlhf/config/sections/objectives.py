@@ -7,7 +7,7 @@ from openrlhf.config.flags import flag
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairwiseReward:
+class PairwiseRewardFlags:
     """Reward loss"""
 
     loss: Literal["sigmoid", "logexp"] = flag("sigmoid", "log-sigmoid of the difference, or its log-exp form")
@@ -16,7 +16,7 @@ class PairwiseReward:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DirectPreference:
+class DirectPreferenceFlags:
     """Preference loss"""
 
     beta: float = flag(0.1, "strength of the pull towards the reference")
@@ -27,7 +27,7 @@ class DirectPreference:
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnpairedPreference:
+class UnpairedPreferenceFlags:
     """KTO loss"""
 
     beta: float = flag(0.01, "strength of the pull towards the reference")
@@ -36,7 +36,7 @@ class UnpairedPreference:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Distillation:
+class DistillationFlags:
     """Distillation"""
 
     teacher_model: str | None = flag(None, "teacher model folder or hub name; must share the student's vocabulary")

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from openrlhf.config.flags import flag
-from openrlhf.config.sections.data import Evaluated, split_names
-from openrlhf.config.sections.training import Optimizer
+from openrlhf.config.sections.data import EvaluationFlags, split_names
+from openrlhf.config.sections.training import OptimizerFlags
 
 Estimator = Literal["gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo"]
 GROUP_ESTIMATORS: frozenset[Estimator] = frozenset({"rloo", "reinforce_baseline", "group_norm", "dr_grpo"})
@@ -15,7 +15,7 @@ Correction = Literal["tis", "icepop", "seq-mask-tis"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prompts(Evaluated):
+class PromptFlags(EvaluationFlags):
     """Prompts"""
 
     prompt_data: str | None = flag(None, "comma list of prompt datasets: files, folders or hub names; name@dir")
@@ -30,7 +30,7 @@ class Prompts(Evaluated):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rollout:
+class RolloutFlags:
     """Rollout"""
 
     rollout_batch_size: int = flag(1024, "prompts per rollout")
@@ -100,7 +100,7 @@ class Rollout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AsyncTraining:
+class AsyncTrainingFlags:
     """Overlap of rollout and training"""
 
     async_train: bool = flag(False, "generate the next rollouts while training on this one")
@@ -111,7 +111,7 @@ class AsyncTraining:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rewards:
+class RewardFlags:
     """Rewards and agents"""
 
     reward_pretrain: str | None = flag(
@@ -173,7 +173,7 @@ class Rewards:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Advantage:
+class AdvantageFlags:
     """Advantages"""
 
     advantage_estimator: Estimator = flag(
@@ -185,7 +185,7 @@ class Advantage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KLControl:
+class KLControlFlags:
     """KL to the reference"""
 
     init_kl_coef: float = flag(0.01, "weight of the KL; 0 runs without a reference model")
@@ -197,7 +197,7 @@ class KLControl:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyLoss:
+class PolicyLossFlags:
     """Policy and value loss"""
 
     policy_loss_type: Literal["ppo", "gspo"] = flag("ppo", "token ratios, or one ratio per sequence")
@@ -233,7 +233,7 @@ class PolicyLoss:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyOptimizer(Optimizer):
+class PolicyOptimizerFlags(OptimizerFlags):
     """Optimizer"""
 
     actor_learning_rate: float = flag(1e-6, "peak learning rate of the policy")
@@ -255,7 +255,7 @@ class PolicyOptimizer(Optimizer):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Critic:
+class CriticFlags:
     """Critic and other models"""
 
     critic_pretrain: str | None = flag(None, "the critic's start; none is the first reward model, else --pretrain")

@@ -7,7 +7,7 @@ from openrlhf.config.flags import flag
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batches:
+class BatchFlags:
     """Batches"""
 
     train_batch_size: int = flag(128, "samples per optimizer step, over all devices")
@@ -20,7 +20,7 @@ class Batches:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimizer:
+class OptimizerFlags:
     """Optimizer"""
 
     optim: Literal["adam", "muon"] = flag("adam", "muon takes the matrices and leaves the rest to adam")
@@ -38,14 +38,14 @@ class Optimizer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SupervisedOptimizer(Optimizer):
+class SupervisedOptimizerFlags(OptimizerFlags):
     """Optimizer"""
 
     learning_rate: float = flag(5e-6, "peak learning rate")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sharding:
+class ShardingFlags:
     """Memory and parallelism"""
 
     zero_stage: int = flag(2, "DeepSpeed ZeRO stage, 0 to 3")
@@ -63,7 +63,7 @@ class Sharding:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoints:
+class CheckpointFlags:
     """Checkpoints"""
 
     save_path: str = flag("./ckpt", "folder of the finished model")
@@ -78,7 +78,7 @@ class Checkpoints:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Logs:
+class LogFlags:
     """Logs"""
 
     logging_steps: int = flag(1, "log every N steps")
@@ -92,7 +92,7 @@ class Logs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RunFlags:
     """This run"""
 
     run_dir: str | None = flag(
