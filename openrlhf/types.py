@@ -1,7 +1,8 @@
 """Data types shared by all packages: frozen dataclasses, with the shape of each array next to its field.
 
-Dataset rows (TokenRow and its relatives) are collated into a Batch for training. In RL, a Request goes to an engine
-and comes back as a Completion, and a finished episode becomes a Trajectory.
+Dataset rows (TokenRow and its relatives) are collated into a Batch for training, one kind of batch for each kind of
+row. In RL, a Request goes to an engine and comes back as a Completion, a finished episode becomes a Trajectory, and
+the trajectories of a rollout are trained on as PolicyBatches.
 
 One convention holds everywhere: the mask, log-prob or advantage at index t belongs to token t, never to the position
 that predicts it. A prompt of two tokens with a response of three therefore has
@@ -16,7 +17,7 @@ and the same holds for each sequence when several are packed into one row.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
     from torch import Tensor
-
-TEMPERATURE_FACTORS = "temperature_factors"  # key in Batch.extras; see Trajectory.temperature_factors
 
 
 @dataclass(frozen=True)
@@ -70,11 +69,13 @@ class StepRow:
     step_labels: NDArray[np.float32]  # [steps]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Batch:
     """Several sequences as tensors, padded to one length or packed into a single row.
 
     `sequence_ids` numbers the sequences from 0 and is -1 on padding; `position_ids` restarts at 0 for each sequence.
+    A filler is a copy of another batch for a rank that has fewer micro-batches than the others: it is computed, since
+    sharded models run on all ranks together, but it counts for nothing.
     """
 
     input_ids: Tensor  # [rows, tokens]
@@ -82,22 +83,54 @@ class Batch:
     sequence_ids: Tensor  # [rows, tokens]
     target_mask: Tensor  # [rows, tokens] bool
     num_sequences: int
-    extras: Mapping[str, Tensor] = field(default_factory=dict)  # each [sequences] or [rows, tokens]
+    filler: bool = False
 
-    def to(self, device: torch.device) -> Batch:
+    def to(self, device: torch.device) -> Self:
         """Return a copy on `device`; transfers are asynchronous if memory is pinned."""
+        from torch import Tensor
 
-        def move(tensor: Tensor) -> Tensor:
-            return tensor.to(device, non_blocking=True)
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
 
-        return replace(
-            self,
-            input_ids=move(self.input_ids),
-            position_ids=move(self.position_ids),
-            sequence_ids=move(self.sequence_ids),
-            target_mask=move(self.target_mask),
-            extras={name: move(tensor) for name, tensor in self.extras.items()},
-        )
+
+@dataclass(frozen=True, kw_only=True)
+class PairBatch(Batch):
+    """Pairs of responses: of B pairs, the chosen ones are sequences 0 to B-1 and the rejected ones B to 2B-1."""
+
+    margin: Tensor  # [pairs]: by how much the chosen one is better, if the data says so
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelledBatch(Batch):
+    """Responses with a label each."""
+
+    label: Tensor  # [sequences] bool: desirable or not
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBatch(Batch):
+    """Texts whose reasoning steps have labels."""
+
+    step_labels: Tensor  # [rows, tokens]: NaN except at the last token of a step
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutBatch(Batch):
+    """Samples of a rollout, to be scored."""
+
+    temperature_factors: Tensor | None = None  # [rows, tokens]; see Trajectory; None: all 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyBatch(RolloutBatch):
+    """Samples of a rollout, to be trained on; tensors are [rows, tokens]. The critic trains on the same batches."""
+
+    advantages: Tensor
+    rollout_log_probs: Tensor  # of the engine that sampled
+    old_log_probs: Tensor | None = None  # of the policy before this rollout is trained; None: those of the step itself
+    reference_log_probs: Tensor | None = None
+    old_values: Tensor | None = None  # of the critic before this rollout is trained
+    returns: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ def pytest_unconfigure():
         shutil.rmtree(os.environ["WARM_FOLDER"], ignore_errors=True)
 
 
+@pytest.hookimpl(optionalhook=True)  # pytest may run without xdist
 def pytest_xdist_auto_num_workers():
     """One worker per core and one more, since some tests wait; fewer if memory is short."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 30

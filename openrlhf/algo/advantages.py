@@ -6,12 +6,11 @@ whitened.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from openrlhf.algo.reduce import divide, masked
+from openrlhf.algo.reduce import Moments, masked, moments
 
 Advantages = Callable[[Tensor, Tensor | None, Tensor, float, float], tuple[Tensor, Tensor]]
 
@@ -73,39 +72,11 @@ def _time_first(tensor: Tensor) -> Tensor:
     return tensor.T.contiguous()
 
 
-@dataclass(frozen=True)
-class Moments:
-    """Sufficient statistics of a masked tensor; their sum over ranks describes the tensors of all ranks."""
-
-    count: Tensor  # [] float64, like the others: in float32 the variance would suffer from cancellation
-    total: Tensor
-    squares: Tensor
-
-    def __add__(self, other: "Moments") -> "Moments":
-        return Moments(self.count + other.count, self.total + other.total, self.squares + other.squares)
-
-    @property
-    def mean(self) -> Tensor:
-        return divide(self.total, self.count)
-
-    @property
-    def variance(self) -> Tensor:
-        """Population variance."""
-        return (divide(self.squares, self.count) - self.mean.square()).clamp(min=0.0)
-
-
-@torch.no_grad()
-def moments(values: Tensor, mask: Tensor) -> Moments:
-    """Compute count, sum and sum of squares of the unmasked values."""
-    kept = masked(values, mask).double()
-    return Moments(mask.bool().sum().double(), kept.sum(), kept.square().sum())
-
-
 @torch.no_grad()
 def whiten(advantages: Tensor, mask: Tensor, statistics: Moments, divide_by_std: bool = True) -> Tensor:
     """Centre and scale by the statistics of a whole rollout; masked tokens get zero (REINFORCE++, arXiv 2501.03262)."""
     scale = statistics.variance.clamp(min=1e-8).rsqrt() if divide_by_std else torch.ones_like(statistics.count)
-    return masked((masked(advantages, mask) - statistics.mean.float()) * scale.float(), mask)
+    return masked((masked(advantages, mask) - statistics.value.float()) * scale.float(), mask)
 
 
 def normalize(advantages: Tensor, action_mask: Tensor, divide_by_std: bool = True) -> Tensor:

@@ -6,6 +6,7 @@ step, which the caller passes in, so that shares of micro-batches and ranks simp
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -21,13 +22,28 @@ class Mean:
     total: Tensor  # [] float64
     count: Tensor  # [] float64
 
-    def __add__(self, other: "Mean") -> "Mean":
-        return Mean(self.total + other.total, self.count + other.count)
+    def __add__(self, other: Self) -> Self:
+        return type(self)(*map(torch.add, vars(self).values(), vars(other).values()))
+
+    def cpu(self) -> Self:
+        return type(self)(*(tensor.cpu() for tensor in vars(self).values()))
 
     @property
     def value(self) -> Tensor:
         """The mean; zero if nothing was counted."""
         return divide(self.total, self.count)
+
+
+@dataclass(frozen=True)
+class Moments(Mean):
+    """A mean that also knows the variance of what it averages."""
+
+    squares: Tensor  # [] float64, like the others: in float32 the variance would suffer from cancellation
+
+    @property
+    def variance(self) -> Tensor:
+        """Population variance."""
+        return (divide(self.squares, self.count) - self.value.square()).clamp(min=0.0)
 
 
 Metrics = dict[str, Mean]
@@ -36,11 +52,17 @@ Metrics = dict[str, Mean]
 @torch.no_grad()
 def mean_of(values: Tensor, mask: Tensor | None = None) -> Mean:
     """Return the detached sum and count of the unmasked `values`."""
-    if mask is None:
-        mask = torch.ones_like(values, dtype=torch.bool)
-    kept = mask.bool()
+    kept = torch.ones_like(values, dtype=torch.bool) if mask is None else mask.bool()
     # float64, because a float32 counter saturates at 16M tokens.
     return Mean(masked(values, kept).sum(dtype=torch.float64), kept.sum().double())
+
+
+@torch.no_grad()
+def moments(values: Tensor, mask: Tensor | None = None) -> Moments:
+    """Return the detached sum, count and sum of squares of the unmasked `values`."""
+    kept = torch.ones_like(values, dtype=torch.bool) if mask is None else mask.bool()
+    summands = masked(values, kept).double()
+    return Moments(summands.sum(), kept.sum().double(), summands.square().sum())
 
 
 def add_metrics(parts: Iterable[Metrics]) -> Metrics:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from openrlhf.algo.balance import interleave
@@ -24,8 +23,7 @@ from openrlhf.cluster.calls import Fate, Process
 from openrlhf.cluster.placement import Group
 from openrlhf.config.sections.cluster import Role
 from openrlhf.rl.workers import ModelRewards, Scores
-from openrlhf.training.backend import with_extras
-from openrlhf.types import Batch, Trajectory
+from openrlhf.types import Batch, PolicyBatch, RolloutBatch, Trajectory
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ class RayWorkers:
     def _holding(self, role: Role) -> WorkerGroup | None:
         return next((group for group in self.groups if role in group.group.roles), None)
 
-    async def score(self, batches: Sequence[Batch], *, log_probs: bool) -> Scores:
+    async def score(self, batches: Sequence[RolloutBatch], *, log_probs: bool) -> Scores:
         values, reference, own = await asyncio.gather(  # a shared process runs them in this order: see LocalWorkers
             self._scored(self.critic, "values", batches),
             self._scored(self.reference, "reference_log_probs", batches),
@@ -85,7 +83,7 @@ class RayWorkers:
         )
         return Scores(own, reference, values)
 
-    async def log_probs(self, batches: Sequence[Batch]) -> list[Tensor]:
+    async def log_probs(self, batches: Sequence[RolloutBatch]) -> list[Tensor]:
         found = await self._scored(self.policy, "log_probs", batches)
         assert found is not None
         return found
@@ -118,7 +116,7 @@ class RayWorkers:
         return ModelRewards.join(parts).take(np.argsort(order).tolist())
 
     async def train(
-        self, micro_batches: Sequence[Batch], *, kl_coef: float, progress: float, train_policy: bool
+        self, micro_batches: Sequence[PolicyBatch], *, kl_coef: float, progress: float, train_policy: bool
     ) -> dict[str, float]:
         steps = [self._trained(self.policy, "train_policy", micro_batches, kl_coef, progress)] if train_policy else []
         if self.critic is not None:
@@ -126,7 +124,7 @@ class RayWorkers:
         return {name: value for values in await asyncio.gather(*steps) for name, value in values.items()}
 
     async def _trained(
-        self, group: WorkerGroup | None, verb: str, micro_batches: Sequence[Batch], *arguments: object
+        self, group: WorkerGroup | None, verb: str, micro_batches: Sequence[PolicyBatch], *arguments: object
     ) -> dict[str, float]:
         """Take one optimizer step in a group and return its metrics."""
         assert group is not None
@@ -174,5 +172,5 @@ def share_out(batches: Sequence[Batch], ranks: int) -> tuple[list[list[int]], li
     places = interleave(sizes, ranks)
     longest = max(map(len, places))
     smallest = batches[min(range(len(batches)), key=lambda place: sizes[place])]
-    filler = with_extras(smallest, weightless=torch.ones(1))
+    filler = replace(smallest, filler=True)
     return places, [[batches[place] for place in own] + [filler] * (longest - len(own)) for own in places]

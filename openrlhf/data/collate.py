@@ -1,17 +1,21 @@
-"""Collate rows into one `Batch`: padded on the right, or packed into a single row. Every training loop uses it."""
+"""Collate rows into one batch: padded on the right, or packed into a single row.
+
+Each kind of row has its kind of batch (`types.py`): the tokens are laid out in the same way, and the labels of a row
+become a tensor beside them. The supervised loop calls `collate` for each micro-batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from openrlhf.types import Batch, LabelledRow, PairRow, StepRow, TokenRow
+from openrlhf.types import Batch, LabelledBatch, LabelledRow, PairBatch, PairRow, StepBatch, StepRow, TokenRow
 
 Row = TokenRow | PairRow | LabelledRow | StepRow
 
@@ -32,19 +36,18 @@ class Layout:
             row[: len(array)] = array
         return torch.from_numpy(filled)
 
-    def batch(self, rows: Sequence[TokenRow], extras: Mapping[str, Tensor] | None = None) -> Batch:
+    def batch(self, rows: Sequence[TokenRow]) -> Batch:
         """Build a Batch, one sequence per row in `rows`; positions restart at 0 in each sequence."""
-        positions = [np.arange(len(row.input_ids)) for row in rows]
+        positions = [np.arange(len(row.input_ids)) for row in rows]  # [tokens] each
+        numbers = [np.full_like(place, number) for number, place in enumerate(positions)]
+        # nothing predicts the first token of a sequence
+        masks = [row.target_mask & (place > 0) for row, place in zip(rows, positions, strict=True)]
         return Batch(
             input_ids=self.lay([row.input_ids for row in rows], self.pad_id).long(),
             position_ids=self.lay(positions, 0),
-            sequence_ids=self.lay([np.full_like(place, number) for number, place in enumerate(positions)], -1),
-            # nothing predicts the first token of a sequence
-            target_mask=self.lay(
-                [row.target_mask & (place > 0) for row, place in zip(rows, positions, strict=True)], False
-            ),
+            sequence_ids=self.lay(numbers, -1),
+            target_mask=self.lay(masks, False),
             num_sequences=len(rows),
-            extras=extras or {},
         )
 
 
@@ -58,41 +61,44 @@ def pack(rows: Sequence[TokenRow]) -> Batch:
     return Layout(packing=True, pad_id=0).batch(rows)
 
 
-def collate(rows: Sequence[Row], *, packing: bool, pad_id: int) -> Batch:
-    """Collate rows of one kind.
+@overload
+def collate(rows: Sequence[TokenRow], *, packing: bool, pad_id: int) -> Batch: ...
+@overload
+def collate(rows: Sequence[PairRow], *, packing: bool, pad_id: int) -> PairBatch: ...
+@overload
+def collate(rows: Sequence[LabelledRow], *, packing: bool, pad_id: int) -> LabelledBatch: ...
+@overload
+def collate(rows: Sequence[StepRow], *, packing: bool, pad_id: int) -> StepBatch: ...
+def collate(rows: Sequence[Any], *, packing: bool, pad_id: int) -> Batch:
+    """Collate rows of one kind into the batch of that kind."""
+    return COLLATE[type(rows[0])](rows, Layout(packing, pad_id))
 
-    For B pairs, the chosen responses are sequences 0 to B-1 and the rejected ones B to 2B-1, and extras has "margin"
-    [pairs]. Labelled rows add "label" [sequences]. Step rows add "step_labels" [rows, tokens], which is NaN except at
-    the last token of a step.
-    """
-    return BATCHES[type(rows[0])](rows, Layout(packing, pad_id))
 
-
-def batch_tokens(rows: Sequence[TokenRow], layout: Layout) -> Batch:
+def collate_tokens(rows: Sequence[TokenRow], layout: Layout) -> Batch:
     return layout.batch(rows)
 
 
-def batch_pairs(rows: Sequence[PairRow], layout: Layout) -> Batch:
-    margin = torch.tensor([row.margin for row in rows], dtype=torch.float32)
-    return layout.batch([row.chosen for row in rows] + [row.rejected for row in rows], {"margin": margin})
+def collate_pairs(rows: Sequence[PairRow], layout: Layout) -> PairBatch:
+    margin = torch.tensor([row.margin for row in rows], dtype=torch.float32)  # [pairs]
+    return PairBatch(**vars(layout.batch([row.chosen for row in rows] + [row.rejected for row in rows])), margin=margin)
 
 
-def batch_labelled(rows: Sequence[LabelledRow], layout: Layout) -> Batch:
-    label = torch.tensor([row.label for row in rows], dtype=torch.bool)
-    return layout.batch([row.tokens for row in rows], {"label": label})
+def collate_labelled(rows: Sequence[LabelledRow], layout: Layout) -> LabelledBatch:
+    label = torch.tensor([row.label for row in rows], dtype=torch.bool)  # [sequences]
+    return LabelledBatch(**vars(layout.batch([row.tokens for row in rows])), label=label)
 
 
-def batch_steps(rows: Sequence[StepRow], layout: Layout) -> Batch:
+def collate_steps(rows: Sequence[StepRow], layout: Layout) -> StepBatch:
     labels = [np.full(len(row.input_ids), np.nan, dtype=np.float32) for row in rows]  # [tokens] each
     for row, label in zip(rows, labels, strict=True):
         label[row.step_places] = row.step_labels
     tokens = [TokenRow(row.input_ids, ~np.isnan(label)) for row, label in zip(rows, labels, strict=True)]
-    return layout.batch(tokens, {"step_labels": layout.lay(labels, np.nan)})
+    return StepBatch(**vars(layout.batch(tokens)), step_labels=layout.lay(labels, np.nan))
 
 
-BATCHES: dict[type, Callable[[Any, Layout], Batch]] = {
-    TokenRow: batch_tokens,
-    PairRow: batch_pairs,
-    LabelledRow: batch_labelled,
-    StepRow: batch_steps,
+COLLATE: dict[type, Callable[[Any, Layout], Batch]] = {
+    TokenRow: collate_tokens,
+    PairRow: collate_pairs,
+    LabelledRow: collate_labelled,
+    StepRow: collate_steps,
 }

@@ -4,11 +4,13 @@ One module, `Network`, wraps any decoder of Transformers. Everything that a back
 `forward`, and its outputs are aligned to tokens as `types.py` defines: the value at place t belongs to token t.
 """
 
+from __future__ import annotations
+
 import inspect
 import sys
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,31 +24,82 @@ from openrlhf.models.inputs import CallLayout, DecoderCall, convolution_reach, d
 from openrlhf.models.ring import Ring, Share
 from openrlhf.types import Batch
 
-Ask = Literal[
-    "log_probs",
-    "log_probs_and_entropy",
-    "hidden",
-    "distillation",
-    "scores",
-    "values",
-    "target_logits",
-    "own_log_probs",  # by the model's own forward, each sequence alone: the reference of the self-test
-    "own_scores",
-]
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """What a forward pass returns. The caller names the kind it wants: `network(batch, LogProbs).log_probs`."""
+
+    aux_loss: Tensor | None = None  # load-balancing loss of a mixture of experts, if it is trained with one
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogProbs(Outputs):
+    """Log-probs of the target tokens."""
+
+    log_probs: Tensor  # [rows, tokens], 0 if target_mask is False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogProbsAndEntropy(LogProbs):
+    """Log-probs of the target tokens, and the entropy of the distributions that they are drawn from."""
+
+    entropy: Tensor  # [rows, tokens], 0 if target_mask is False
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationTerms(LogProbs):
+    """Log-probs of the target tokens, and the cross-entropy term with a teacher."""
+
+    cross: Tensor  # [rows, tokens]: sum over the vocabulary of p_teacher x log p_student
+
+
+@dataclass(frozen=True, kw_only=True)
+class HiddenStates(Outputs):
+    """The states that the vocabulary head turns into predictions, for a student to learn from."""
+
+    hidden: Tensor  # [targets, hidden]: the state that predicts each target
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores(Outputs):
+    """The scalar head at the last token of each sequence."""
+
+    scores: Tensor  # [sequences]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Values(Outputs):
+    """The scalar head before each target token."""
+
+    values: Tensor  # [rows, tokens], 0 if target_mask is False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetLogits(Outputs):
+    """Logits at the targets themselves, which predict the tokens after them."""
+
+    logits: Tensor  # [targets, vocabulary]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnLogProbs(LogProbs):
+    """Log-probs by the model's own forward, each sequence alone: the reference of the self-test."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnScores(Scores):
+    """Scores by the model's own forward, each sequence alone: the reference of the self-test."""
 
 
 @dataclass(frozen=True)
-class Outputs:
-    """The outputs that were asked for; the others are None."""
+class Teacher:
+    """A teacher's view of a batch: its hidden states and the head that turns them into logits."""
 
-    log_probs: Tensor | None = None  # [rows, tokens], 0 if target_mask is False
-    entropy: Tensor | None = None  # [rows, tokens], 0 if target_mask is False
-    cross: Tensor | None = None  # [rows, tokens]: sum of p_teacher x log p_student
-    hidden: Tensor | None = None  # [targets, hidden]: the state that predicts each target
-    scores: Tensor | None = None  # [sequences]: the scalar head at the last token
-    values: Tensor | None = None  # [rows, tokens]: the scalar head before each token
-    target_logits: Tensor | None = None  # [targets, vocabulary]: at the targets themselves
-    aux_loss: Tensor | None = None  # load-balancing loss of a mixture of experts
+    hidden: Tensor  # [targets, hidden]
+    head: Head
+
+
+Wanted = TypeVar("Wanted", bound=Outputs)
 
 
 class Network(nn.Module):
@@ -94,54 +147,61 @@ class Network(nn.Module):
         return None if takes_any else frozenset(parameters)
 
     def forward(
-        self,
-        batch: Batch,
-        ask: Ask,
-        *,
-        temperature: float | Tensor = 1.0,
-        teacher_hidden: Tensor | None = None,
-        teacher_head: Head | None = None,
-    ) -> Outputs:
-        """Run the decoder over a batch and return what `ask` names.
+        self, batch: Batch, wanted: type[Wanted], *, temperature: float | Tensor = 1.0, teacher: Teacher | None = None
+    ) -> Wanted:
+        """Run the decoder over a batch and return the kind of outputs that is wanted.
 
-        `temperature` divides the logits: a single one, or [rows, tokens]. `teacher_hidden` [targets, hidden] and
-        `teacher_head` are for distillation.
+        `temperature` divides the logits: a single one, or [rows, tokens]. `teacher` is for DistillationTerms.
         """
-        if ask == "own_log_probs":
-            return Outputs(log_probs=self._own_log_probs(batch))
-        if ask == "own_scores":
-            return Outputs(scores=self._own_scores(batch))
-        share = None if self.ring is None else share_of(batch, self.ring)
-        hidden, aux_loss = self._hidden(batch, share)
-        looked = Looked(hidden, wanted_places(batch, ask), share)
-        if ask in ("scores", "values"):
-            scalars = looked.join(self.scalar_head(looked.here).squeeze(-1).float())
-            if ask == "scores":
-                return Outputs(scores=scalars, aux_loss=aux_loss)
-            return Outputs(values=_spread(scalars, batch), aux_loss=aux_loss)
-        if ask == "target_logits":
-            return Outputs(target_logits=looked.join(self.vocabulary_head(looked.here).float()), aux_loss=aux_loss)
-        if ask == "hidden":
-            return Outputs(hidden=looked.join(looked.here), aux_loss=aux_loss)
-        targets = batch.input_ids[batch.target_mask][looked.numbers]  # [targets here]
-        if isinstance(temperature, Tensor):  # [rows, tokens]
-            temperature = temperature.to(targets.device)[batch.target_mask][looked.numbers]
-        head, entropy, cross = self.vocabulary_head, None, None
-        if ask == "log_probs":
-            log_probs = token_log_probs(looked.here, targets, head, temperature=temperature)
-        elif ask == "log_probs_and_entropy":
-            log_probs, entropy = token_log_probs_and_entropy(looked.here, targets, head, temperature=temperature)
+        if issubclass(wanted, OwnLogProbs | OwnScores):
+            own = self._own_scores(batch) if issubclass(wanted, OwnScores) else self._own_log_probs(batch)
+            found, aux_loss = {"scores" if issubclass(wanted, OwnScores) else "log_probs": own}, None
         else:
-            assert teacher_hidden is not None, "distillation needs a teacher's hidden states"
-            assert teacher_head is not None, "distillation needs a teacher's head"
-            teacher_here = teacher_hidden[looked.numbers]
-            log_probs, cross = distillation_terms(looked.here, teacher_here, targets, head, teacher_head)
-        return Outputs(
-            log_probs=_spread(looked.join(log_probs), batch),
-            entropy=None if entropy is None else _spread(looked.join(entropy), batch),
-            cross=None if cross is None else _spread(looked.join(cross), batch),
-            aux_loss=aux_loss,
-        )
+            found, aux_loss = self._compute(batch, wanted, temperature, teacher)
+        return wanted(aux_loss=aux_loss, **found)
+
+    def _compute(
+        self, batch: Batch, wanted: type[Outputs], temperature: float | Tensor, teacher: Teacher | None
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Return the wanted outputs by field name, and the auxiliary loss."""
+        share = None if self.ring is None else share_of(batch, self.ring)
+        hidden, aux_loss = self._hidden(batch, share)  # [tokens, hidden]
+        states = SelectedStates(hidden, selected_places(batch, wanted), share)
+        if issubclass(wanted, Scores | Values):
+            scalars = states.join(self.scalar_head(states.here).squeeze(-1).float())  # [sequences] or [targets]
+            found = {"scores": scalars} if issubclass(wanted, Scores) else {"values": _spread(scalars, batch)}
+        elif issubclass(wanted, TargetLogits):
+            found = {"logits": states.join(self.vocabulary_head(states.here).float())}
+        elif issubclass(wanted, HiddenStates):
+            found = {"hidden": states.join(states.here)}
+        else:
+            terms = self._log_prob_terms(states, batch, wanted, temperature, teacher)
+            found = {name: _spread(states.join(values), batch) for name, values in terms.items()}
+        return found, aux_loss
+
+    def _log_prob_terms(
+        self,
+        states: SelectedStates,
+        batch: Batch,
+        wanted: type[Outputs],
+        temperature: float | Tensor,
+        teacher: Teacher | None,
+    ) -> dict[str, Tensor]:
+        """Return log-probs, and entropy or cross-entropy if wanted, by field name: [targets here] each."""
+        head = self.vocabulary_head
+        targets = states.select(batch.input_ids[batch.target_mask])  # [targets here]
+        if isinstance(temperature, Tensor):  # [rows, tokens] to [targets here]
+            temperature = states.select(temperature.to(targets.device)[batch.target_mask])
+        if issubclass(wanted, LogProbsAndEntropy):
+            log_probs, entropy = token_log_probs_and_entropy(states.here, targets, head, temperature=temperature)
+            return {"log_probs": log_probs, "entropy": entropy}
+        if issubclass(wanted, DistillationTerms):
+            if teacher is None:
+                raise ValueError("distillation needs a teacher")
+            taught = states.select(teacher.hidden)  # [targets here, hidden of the teacher]
+            log_probs, cross = distillation_terms(states.here, taught, targets, head, teacher.head)
+            return {"log_probs": log_probs, "cross": cross}
+        return {"log_probs": token_log_probs(states.here, targets, head, temperature=temperature)}
 
     def _hidden(self, batch: Batch, share: Share | None) -> tuple[Tensor, Tensor | None]:
         """Return the last hidden states [tokens, hidden] of the flattened batch or a share, and the auxiliary loss."""
@@ -196,30 +256,34 @@ class Network(nn.Module):
         return balance(router_logits, experts, config.num_experts_per_tok, attention_mask)
 
 
-class Looked:
+class SelectedStates:
     """The hidden states that an output is computed from: those in this process, and how to join all processes' results.
 
     Without a ring, all of them are in this process.
     """
 
-    def __init__(self, hidden: Tensor, wanted: Tensor, share: Share | None) -> None:
+    def __init__(self, hidden: Tensor, places: Tensor, share: Share | None) -> None:
         self.share = share
-        self.count = len(wanted)
-        self.numbers: Any = slice(None) if share is None else share.held(wanted)  # of those here among the wanted
-        places = wanted if share is None else share.local(wanted[self.numbers])
-        self.here = hidden[places]  # [wanted here, hidden]
+        self.places = places
+        self.here = hidden[places if share is None else share.local(self.select(places))]  # [selected here, hidden]
+
+    def select(self, values: Tensor) -> Tensor:
+        """Return [selected here, ...] of [selected, ...]."""
+        return values if self.share is None else values[self.share.held(self.places)]
 
     def join(self, values: Tensor) -> Tensor:
-        """Return [wanted, ...] on every process, joined from what each computed for its own [wanted here, ...]."""
-        return values if self.share is None else self.share.join(values, self.numbers, self.count)
+        """Return [selected, ...] in every process, joined from what each computed for its own [selected here, ...]."""
+        if self.share is None:
+            return values
+        return self.share.join(values, self.share.held(self.places), len(self.places))
 
 
-def wanted_places(batch: Batch, ask: Ask) -> Tensor:
+def selected_places(batch: Batch, wanted: type[Outputs]) -> Tensor:
     """Return the places in the flattened batch whose hidden states an output is computed from."""
-    if ask == "scores":
+    if issubclass(wanted, Scores):
         return last_tokens(batch)
-    targets = batch.target_mask.flatten().nonzero().squeeze(-1)
-    return targets if ask == "target_logits" else targets - 1  # a token is predicted by the state before it
+    targets = batch.target_mask.flatten().nonzero().squeeze(-1)  # [targets]
+    return targets if issubclass(wanted, TargetLogits) else targets - 1  # a token is predicted by the state before it
 
 
 def share_of(batch: Batch, ring: Ring) -> Share:

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from openrlhf.data.collate import pack
 from openrlhf.errors import ConfigError
 from openrlhf.models.attention import FLASH_PACKAGES, SEGMENTED, takes_sdpa
-from openrlhf.models.forward import Ask, Network, Outputs
+from openrlhf.models.forward import LogProbs, Network, OwnLogProbs, OwnScores, Scores, Wanted
 from openrlhf.models.inputs import CallLayout
 from openrlhf.models.running import (
     attention_in,
@@ -61,7 +61,7 @@ FAILURES = (
 class Forward(Protocol):
     """A backend's forward: outputs without gradients."""
 
-    def __call__(self, batch: Batch, ask: Ask) -> Outputs: ...
+    def __call__(self, batch: Batch, wanted: type[Wanted]) -> Wanted: ...
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Probe:
     """The question for a network, and the model's own answer."""
 
     batch: Batch
-    ask: Ask
+    wanted: type[LogProbs | Scores]
     own: Tensor  # log-probs or scores, by the model's own forward, each sequence alone
     rounding: float | None  # mean rounding error of a half-precision model; None in fp32
 
@@ -133,12 +133,12 @@ def make_probe(network: Network, forward: Forward) -> Probe:
     decoder = network.decoder
     batch = probe_batch(decoder)
     scalar = decoder.get_output_embeddings() is None
-    own_ask: Ask = "own_scores" if scalar else "own_log_probs"
+    own_kind = OwnScores if scalar else OwnLogProbs
     name = type(decoder).__name__
     try:
         with attention_of(decoder, "eager"), reference_kernels(decoder):
-            own = answers(forward(batch, own_ask), batch)
-            rounding = measure_rounding(decoder, own, lambda: answers(forward(batch, own_ask), batch))
+            own = answers(forward(batch, own_kind), batch)
+            rounding = measure_rounding(decoder, own, lambda: answers(forward(batch, own_kind), batch))
     except FAILURES as failure:
         adapted = network.model is not decoder
         how = "with its adapters" if adapted else "by itself"
@@ -148,7 +148,7 @@ def make_probe(network: Network, forward: Forward) -> Probe:
         ) from failure
     if own.isnan().any():
         raise ConfigError(f"{name} computes nan for random tokens", try_this="--param_dtype bf16 or fp32")
-    return Probe(batch, "scores" if scalar else "log_probs", own, rounding)
+    return Probe(batch, Scores if scalar else LogProbs, own, rounding)
 
 
 def judge_forward(forward: Forward, probe: Probe) -> tuple[float, str]:
@@ -159,11 +159,11 @@ def judge_forward(forward: Forward, probe: Probe) -> tuple[float, str]:
     if it is far below the model's rounding. How equally they round is measured by changing the last sequence, which no
     causal model lets the others see.
     """
-    found = answers(forward(probe.batch, probe.ask), probe.batch)
+    found = answers(forward(probe.batch, probe.wanted), probe.batch)
 
     def change(numbers: range) -> Tensor:
         """Return how far the answers of the other sequences move if these sequences get other tokens."""
-        others = answers(forward(with_reversed(probe.batch, numbers), probe.ask), probe.batch)
+        others = answers(forward(with_reversed(probe.batch, numbers), probe.wanted), probe.batch)
         return distance(found, others)[~of_sequences(probe, numbers)]
 
     every_second, last = range(0, len(LENGTHS), 2), range(len(LENGTHS) - 1, len(LENGTHS))
@@ -188,15 +188,15 @@ def judge_training(network: Network, probe: Probe) -> tuple[float, str]:
     try:
         network.eval()  # no recomputation of activations: its reentrant form does not support `autograd.grad`
         with torch.enable_grad():
-            outputs = network(batch, probe.ask)
-            total = (outputs.scores if outputs.log_probs is None else outputs.log_probs).sum()
+            outputs = network(batch, probe.wanted)
+            total = (outputs.scores if isinstance(outputs, Scores) else outputs.log_probs).sum()
             (gradient,) = torch.autograd.grad(total, [_small_parameter(network)], allow_unused=True)
         if gradient is not None and not torch.isfinite(gradient).all():
             return math.inf, "has gradients that are not finite"
         if is_random(network):
             return 0.0, ""
         with torch.no_grad():
-            found = answers(network.train()(batch, probe.ask), probe.batch)
+            found = answers(network.train()(batch, probe.wanted), probe.batch)
         return judge(found, probe)
     finally:
         network.train(was_training)
@@ -231,16 +231,15 @@ def probe_batch(decoder: PreTrainedModel) -> Batch:
     return pack([TokenRow(np.where(row == pad, low - 1, row), np.ones(len(row), bool)) for row in rows])
 
 
-def answers(outputs: Outputs, batch: Batch) -> Tensor:
+def answers(outputs: LogProbs | Scores, batch: Batch) -> Tensor:
     """Return the numbers to compare, on the CPU: log-probs [targets] or scores [sequences]."""
-    found = outputs.scores if outputs.log_probs is None else outputs.log_probs.cpu()[batch.target_mask]
-    assert found is not None
+    found = outputs.scores if isinstance(outputs, Scores) else outputs.log_probs.cpu()[batch.target_mask]
     return found.float().cpu()
 
 
 def of_sequences(probe: Probe, numbers: range) -> Tensor:
     """Return a mask over the answers, True for those of these sequences."""
-    scalar, batch = probe.ask == "scores", probe.batch
+    scalar, batch = probe.wanted is Scores, probe.batch
     owners = torch.arange(len(LENGTHS)) if scalar else batch.sequence_ids[batch.target_mask]
     return torch.isin(owners, torch.tensor(numbers))
 

@@ -56,7 +56,7 @@ from openrlhf.rl.experience import Experience, ExperienceSettings, make_experien
 from openrlhf.rl.proof import GapSettings, GapWatch
 from openrlhf.rl.record import Recorder
 from openrlhf.rl.rollouts import Rollout, RolloutSettings, Source
-from openrlhf.rl.samples import Batching, batch_samples
+from openrlhf.rl.samples import Batching
 from openrlhf.rl.workers import WeightSync, Workers
 from openrlhf.rollout.engine import Engine
 from openrlhf.types import Prompt
@@ -243,17 +243,17 @@ class Controller:
         values = {} if self.gap is None else await self.gap.look(rollout.trajectories, state.version, state.version + 1)
         scored = time.perf_counter()
         writing = asyncio.create_task(
-            asyncio.to_thread(parts.recorder.write, state.version + 1, experience.samples)
+            asyncio.to_thread(parts.recorder.write, state.version + 1, experience)
         )  # while training goes on
         epochs = range(settings.loop.epochs)
-        cut = [places for epoch in epochs for places in self._minibatches(len(experience.samples), epoch)]
+        cut = [places for epoch in epochs for places in self._minibatches(len(experience.trajectories), epoch)]
         steps = [
             await self._step(experience, places, coef, self._progress(rollout, number / len(cut)))
             for number, places in enumerate(cut)
         ]
         await writing
         if experience.kl is not None:
-            state.kl = state.kl.updated(experience.kl, len(experience.samples))
+            state.kl = state.kl.updated(experience.kl, len(experience.trajectories))
         values |= averaged(steps) | experience.metrics | rollout.metrics
         values |= {"kl_coef": coef, "staleness": float(state.version - rollout.version)}
         values |= {"timing/make_experience": scored - began, "timing/ppo_train": time.perf_counter() - scored}
@@ -285,10 +285,11 @@ class Controller:
         self, experience: Experience, places: Sequence[int], kl_coef: float, progress: float
     ) -> dict[str, float]:
         """Take one optimizer step on the samples at `places`, in micro-batches."""
-        samples = [experience.samples[place] for place in places]
         batching = self.settings.training
-        parts = batching.cut([len(sample.trajectory.input_ids) for sample in samples])
-        batches = [batch_samples([samples[place] for place in part], batching.layout) for part in parts]
+        parts = batching.cut(experience.tokens.lengths[places].tolist())
+        batches = [
+            experience.batch([places[number] for number in part], packing=batching.layout.packing) for part in parts
+        ]
         train_policy = self.state.version + 1 > self.settings.loop.freezing_steps
         return await self.parts.workers.train(batches, kl_coef=kl_coef, progress=progress, train_policy=train_policy)
 

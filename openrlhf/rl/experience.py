@@ -8,22 +8,20 @@ arithmetic after that is on whole-rollout tensors [samples, tokens], padded on t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from openrlhf.algo import shaping
 from openrlhf.algo.advantages import ADVANTAGES, normalize
 from openrlhf.algo.kl import kl_penalty
 from openrlhf.algo.reduce import masked
-from openrlhf.rl.samples import Batching, Sample, batch_trajectories, temperature_factors
+from openrlhf.rl.samples import Batching, RolloutTokens, stack
 from openrlhf.rl.workers import Workers, merge_steps
-from openrlhf.types import TEMPERATURE_FACTORS, Batch, StepRewards, Trajectory
+from openrlhf.types import PolicyBatch, StepRewards, Trajectory
 
 
 @dataclass(frozen=True)
@@ -45,12 +43,44 @@ class ExperienceSettings:
 
 
 @dataclass(frozen=True)
-class Experience:
-    """Samples that are ready for training, and the metrics to log about them."""
+class RolloutScores:
+    """What the models say about a rollout: [samples, tokens] each; None for a model that was not asked."""
 
-    samples: list[Sample]
+    log_probs: Tensor | None
+    reference_log_probs: Tensor | None
+    values: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experience:
+    """A rollout that is ready for training; tensors are [samples, tokens], as in `tokens`. See `PolicyBatch`."""
+
+    trajectories: list[Trajectory]
+    tokens: RolloutTokens
+    advantages: Tensor
+    rollout_log_probs: Tensor
+    old_log_probs: Tensor | None
+    reference_log_probs: Tensor | None
+    old_values: Tensor | None
+    returns: Tensor | None
     metrics: dict[str, float]
     kl: float | None  # mean over action tokens, for the KL controller
+
+    def batch(self, samples: Sequence[int], *, packing: bool) -> PolicyBatch:
+        """Make a batch of some samples, for training."""
+
+        def lay_out(values: Tensor | None) -> Tensor | None:
+            return None if values is None else self.tokens.lay_out(values, samples, packing=packing)
+
+        return PolicyBatch(
+            **vars(self.tokens.batch(samples, packing=packing)),
+            advantages=self.tokens.lay_out(self.advantages, samples, packing=packing),
+            rollout_log_probs=self.tokens.lay_out(self.rollout_log_probs, samples, packing=packing),
+            old_log_probs=lay_out(self.old_log_probs),
+            reference_log_probs=lay_out(self.reference_log_probs),
+            old_values=lay_out(self.old_values),
+            returns=lay_out(self.returns),
+        )
 
 
 async def make_experience(
@@ -62,38 +92,47 @@ async def make_experience(
 ) -> Experience:
     """Score a rollout and turn its rewards into advantages."""
     trajectories = await with_model_rewards(trajectories, workers, each_step=settings.step_rewards)
-    scored = await score(trajectories, workers, batching, log_probs=settings.scores_policy)
-    mask = pad_sequence([torch.tensor(item.action_mask) for item in trajectories], batch_first=True)
-    mask[:, 0] = False  # [samples, tokens]; nothing predicts a first token
+    tokens = RolloutTokens.of(trajectories, batching.layout.pad_id)
+    scores = await score(tokens, workers, batching, log_probs=settings.scores_policy)
+    rollout_log_probs = stack([item.rollout_log_probs for item in trajectories], torch.float32)
+    mask = tokens.action_mask  # [samples, tokens]
     rewards = penalised(trajectories, mask, settings)  # [samples]
-    kl = _kl(scored, mask, settings)  # [samples, tokens]
+
+    # The KL [samples, tokens] from the reference: of the trained policy, or of the one that sampled if that was scored.
+    kl = None
+    if scores.reference_log_probs is not None:
+        own = rollout_log_probs if scores.log_probs is None else scores.log_probs
+        kl = kl_penalty(own, scores.reference_log_probs, mask, settings.kl_estimator)
     kl_penalised = kl if settings.kl_in_reward else None
+
     if settings.step_rewards:
         penalties = shaping.spread(torch.zeros_like(rewards), kl_penalised, mask, kl_coef)
         token_rewards = penalties + step_token_rewards(trajectories, rewards, mask, settings)
     else:
         token_rewards = shaping.spread(shape(rewards, trajectories, settings), kl_penalised, mask, kl_coef)
-    values = scored.get("values", torch.zeros_like(token_rewards))  # [samples, tokens], as the token rewards
+    values = torch.zeros_like(token_rewards) if scores.values is None else scores.values  # [samples, tokens]
     estimate = ADVANTAGES[settings.estimator]
     advantages, returns = estimate(token_rewards, values, mask, settings.gamma, settings.lambd)
     if settings.estimator in shaping.WHITENED:
         advantages = normalize(advantages, mask, settings.divide_by_std)
-    arrays = scored | {"advantages": advantages}
-    if settings.old_from_engine:
-        arrays["old_log_probs"] = scored["rollout_log_probs"]
-    if "values" in scored:
-        arrays = {name: value for name, value in arrays.items() if name != "values"}
-        arrays |= {"old_values": values, "returns": returns}
-    factors = temperature_factors(trajectories)
-    if factors is not None:
-        arrays[TEMPERATURE_FACTORS] = pad_sequence([torch.from_numpy(item) for item in factors], batch_first=True)
-    mean_kl = None if kl is None else float(kl[mask].mean())
+
     metrics = rollout_metrics(trajectories, rewards, token_rewards, mask)
-    if mean_kl is not None:
-        metrics["kl"] = mean_kl
+    if kl is not None:
+        metrics["kl"] = float(kl[mask].mean())
     if settings.step_rewards:
         metrics["steps"] = float(np.mean([len(item.step_rewards) for item in trajectories]))
-    return Experience(_samples(trajectories, arrays), metrics, mean_kl)
+    return Experience(
+        trajectories=trajectories,
+        tokens=tokens,
+        advantages=advantages,
+        rollout_log_probs=rollout_log_probs,
+        old_log_probs=rollout_log_probs if settings.old_from_engine else scores.log_probs,
+        reference_log_probs=scores.reference_log_probs,
+        old_values=scores.values,
+        returns=None if scores.values is None else returns,
+        metrics=metrics,
+        kl=metrics.get("kl"),
+    )
 
 
 async def with_model_rewards(
@@ -130,24 +169,16 @@ def _with_steps(item: Trajectory, steps: StepRewards, outcome: float | None) -> 
     return replace(item, reward=math.fsum(reward for _, reward in merged), step_rewards=merged)
 
 
-async def score(
-    trajectories: Sequence[Trajectory], workers: Workers, batching: Batching, *, log_probs: bool
-) -> dict[str, Tensor]:
-    """Return log-probs and values by name, each [samples, tokens] in the order of the trajectories."""
-    parts = batching.cut([len(item.input_ids) for item in trajectories])
-    batches = [batch_trajectories([trajectories[place] for place in part], batching.layout) for part in parts]
-    scores = await workers.score(batches, log_probs=log_probs)
-    longest = max(len(item.input_ids) for item in trajectories)
-    names = {
-        "old_log_probs": scores.log_probs,
-        "reference_log_probs": scores.reference_log_probs,
-        "values": scores.values,
-    }
-    found = {name: _unbatch(batches, tensors, parts, longest) for name, tensors in names.items() if tensors is not None}
-    found["rollout_log_probs"] = pad_sequence(
-        [torch.tensor(item.rollout_log_probs) for item in trajectories], batch_first=True
+async def score(tokens: RolloutTokens, workers: Workers, batching: Batching, *, log_probs: bool) -> RolloutScores:
+    """Let the models score a rollout in micro-batches."""
+    parts, packing = batching.cut(tokens.lengths.tolist()), batching.layout.packing
+    scores = await workers.score([tokens.batch(part, packing=packing) for part in parts], log_probs=log_probs)
+    return RolloutScores(
+        *(
+            None if tensors is None else tokens.restore(parts, tensors, packing=packing)
+            for tensors in (scores.log_probs, scores.reference_log_probs, scores.values)
+        )
     )
-    return found
 
 
 def penalised(trajectories: Sequence[Trajectory], mask: Tensor, settings: ExperienceSettings) -> Tensor:
@@ -165,17 +196,6 @@ def shape(rewards: Tensor, trajectories: Sequence[Trajectory], settings: Experie
     """Return rewards [samples] relative to their group, as the estimator defines it, clipped."""
     group_ids = torch.tensor([item.prompt.index for item in trajectories])
     return shaping.clip_rewards(shaping.SHAPING[settings.estimator](rewards, group_ids), *settings.clip_range)
-
-
-def _kl(scored: Mapping[str, Tensor], mask: Tensor, settings: ExperienceSettings) -> Tensor | None:
-    """Return the KL [samples, tokens] from the reference, or None without one.
-
-    It is that of the trained policy, or of the policy that sampled if the former was not scored.
-    """
-    if "reference_log_probs" not in scored:
-        return None
-    own = scored.get("old_log_probs", scored["rollout_log_probs"])
-    return kl_penalty(own, scored["reference_log_probs"], mask, settings.kl_estimator)
 
 
 def step_token_rewards(
@@ -205,27 +225,6 @@ def step_token_rewards(
 def last_action(item: Trajectory) -> int:
     """Return the position of the last action token, or of the last token if there is no action token."""
     return max((place for place, acts in enumerate(item.action_mask) if acts), default=len(item.action_mask) - 1)
-
-
-def _unbatch(batches: Sequence[Batch], tensors: list[Tensor], parts: list[list[int]], longest: int) -> Tensor:
-    """Join tensors of micro-batches [rows, tokens] into one [samples, tokens], in the original order of the samples."""
-    whole = torch.zeros(sum(map(len, parts)), longest)
-    for batch, tensor, part in zip(batches, tensors, parts, strict=True):
-        for number, place in enumerate(part):
-            own = tensor.cpu()[batch.sequence_ids == number]
-            whole[place, : len(own)] = own
-    return whole
-
-
-def _samples(trajectories: Sequence[Trajectory], arrays: Mapping[str, Tensor]) -> list[Sample]:
-    """Split tensors [samples, tokens] into samples, without the padding."""
-    made = []
-    for row, item in enumerate(trajectories):
-        own: dict[str, NDArray[np.float32]] = {
-            name: tensor[row, : len(item.input_ids)].float().numpy() for name, tensor in arrays.items()
-        }
-        made.append(Sample(item, own))
-    return made
 
 
 def rollout_metrics(

@@ -29,7 +29,7 @@ from openrlhf.rollout.sync_proof import Sent, SyncProof, compare
 from openrlhf.training.device import seed_everything
 from openrlhf.training.distributed import join
 from openrlhf.training.explain import explain_hardware
-from openrlhf.types import Batch, Trajectory
+from openrlhf.types import PolicyBatch, RolloutBatch, Trajectory
 
 Made = TypeVar("Made")
 
@@ -53,7 +53,7 @@ class LocalWorkers:
     async def _do(self, work: Callable[..., Made], *arguments: object) -> Made:
         return await asyncio.to_thread(work, *arguments) if self.aside else work(*arguments)
 
-    async def score(self, batches: Sequence[Batch], *, log_probs: bool) -> Scores:
+    async def score(self, batches: Sequence[RolloutBatch], *, log_probs: bool) -> Scores:
         models = self.models
         return Scores(  # the policy comes last: if models sleep, it is then already awake for training
             values=await self._do(models.values, batches) if models.critic else None,
@@ -61,14 +61,14 @@ class LocalWorkers:
             log_probs=await self._do(models.log_probs, batches) if log_probs else None,
         )
 
-    async def log_probs(self, batches: Sequence[Batch]) -> list[Tensor]:
+    async def log_probs(self, batches: Sequence[RolloutBatch]) -> list[Tensor]:
         return await self._do(self.models.log_probs, batches)
 
     async def rewards(self, trajectories: Sequence[Trajectory]) -> ModelRewards | None:
         return await self._do(self.models.rewards, trajectories) if self.models.scorers else None
 
     async def train(
-        self, micro_batches: Sequence[Batch], *, kl_coef: float, progress: float, train_policy: bool
+        self, micro_batches: Sequence[PolicyBatch], *, kl_coef: float, progress: float, train_policy: bool
     ) -> dict[str, float]:
         values: dict[str, float] = {}
         if train_policy:

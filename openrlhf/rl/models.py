@@ -17,13 +17,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from openrlhf.models.export import save_model
+from openrlhf.models.forward import LogProbs, Values
 from openrlhf.rl.reward_models import Scorer
 from openrlhf.rl.workers import ModelRewards
 from openrlhf.rollout.engine import Weights
 from openrlhf.training.backend import Frozen, TrainBackend, temperature_of, values_of
 from openrlhf.training.optim import between_steps
 from openrlhf.training.rl_objectives import PolicyObjective, ValueObjective
-from openrlhf.types import Batch, Trajectory
+from openrlhf.types import Batch, PolicyBatch, RolloutBatch, Trajectory
 
 EMA_FILE = "ema.safetensors"
 SCHEDULE_FILE = "schedule.safetensors"
@@ -95,33 +96,33 @@ class Models:
             for _, trained in self._trained():
                 trained.backend.sleep()
 
-    def log_probs(self, batches: Sequence[Batch]) -> list[Tensor]:
+    def log_probs(self, batches: Sequence[RolloutBatch]) -> list[Tensor]:
         """Return the policy's log-probs for each batch: [rows, tokens], on the CPU."""
         assert self.policy is not None
         return self._log_probs(self._use(self.policy.trained.backend), batches)
 
-    def reference_log_probs(self, batches: Sequence[Batch]) -> list[Tensor]:
+    def reference_log_probs(self, batches: Sequence[RolloutBatch]) -> list[Tensor]:
         """Return the reference's log-probs for each batch: [rows, tokens], on the CPU."""
         assert self.reference is not None
         return self._log_probs(self.reference, batches)
 
-    def _log_probs(self, model: Frozen, batches: Sequence[Batch]) -> list[Tensor]:
-        own = self.temperature
-        looks = (model.forward(batch, "log_probs", temperature=temperature_of(batch, own)) for batch in batches)
-        return [look.log_probs.cpu() for look in looks if look.log_probs is not None]
+    def _log_probs(self, model: Frozen, batches: Sequence[RolloutBatch]) -> list[Tensor]:
+        return [
+            model.forward(batch, LogProbs, temperature=temperature_of(batch, self.temperature)).log_probs.cpu()
+            for batch in batches
+        ]
 
     def values(self, batches: Sequence[Batch]) -> list[Tensor]:
         """Return the critic's values for each batch: [rows, tokens], on the CPU."""
         assert self.critic is not None
         model = self._use(self.critic.trained.backend)
-        found = (model.forward(batch, "values").values for batch in batches)
-        return [tensor.cpu() for tensor in found if tensor is not None]
+        return [model.forward(batch, Values).values.cpu() for batch in batches]
 
     def rewards(self, trajectories: Sequence[Trajectory]) -> ModelRewards:
         """Return the sum of the rewards of this process's reward models."""
         return reduce(add, [scorer.score(trajectories) for scorer in self.scorers])
 
-    def train_policy(self, micro_batches: Sequence[Batch], kl_coef: float, progress: float) -> dict[str, float]:
+    def train_policy(self, micro_batches: Sequence[PolicyBatch], kl_coef: float, progress: float) -> dict[str, float]:
         """Take one optimizer step and return its metrics.
 
         `kl_coef` applies only if the objective has a KL term.
@@ -134,7 +135,7 @@ class Models:
         self._average()
         return values
 
-    def train_critic(self, micro_batches: Sequence[Batch], progress: float) -> dict[str, float]:
+    def train_critic(self, micro_batches: Sequence[PolicyBatch], progress: float) -> dict[str, float]:
         """Take one optimizer step of the critic and return its metrics."""
         assert self.critic is not None
         trained = self.critic.trained

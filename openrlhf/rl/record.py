@@ -7,13 +7,13 @@ run. A checkpoint stores the queue of rollouts that are not trained yet in a sim
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from openrlhf.rl.experience import Experience
 from openrlhf.rl.rollouts import Rollout
-from openrlhf.rl.samples import Sample
-from openrlhf.types import TEMPERATURE_FACTORS, Prompt, Trajectory
+from openrlhf.types import Prompt, Trajectory
 
 FOLDER = "rollouts"
 STEP_FILES = "step_*.jsonl"
@@ -39,19 +39,30 @@ class Recorder:
                 if file.name not in kept:
                     file.unlink()
 
-    def write(self, step: int, samples: Sequence[Sample]) -> None:
+    def write(self, step: int, experience: Experience) -> None:
         """Write the file of a step; do nothing without a run folder."""
-        if self.folder:
-            lines = (json.dumps(self._line(step, sample)) + "\n" for sample in samples)
-            (self.folder / step_file(step)).write_text("".join(lines), encoding="utf-8")
-
-    def _line(self, step: int, sample: Sample) -> dict[str, Any]:
-        item = sample.trajectory
-        acted = [place for place, acts in enumerate(item.action_mask) if acts]
-        first = acted[0] if acted else len(item.input_ids)
-        line = {"step": step, **plain(item), "response": self.decode(item.input_ids[first:]) if self.decode else ""}
-        arrays = {name: [round(float(value), 6) for value in array] for name, array in sample.arrays.items()}
-        return arrays | line  # sampled values override rounded ones, so that a replay trains on exact numbers
+        if not self.folder:
+            return
+        tensors = {  # [samples, tokens]
+            "advantages": experience.advantages,
+            "old_log_probs": experience.old_log_probs,
+            "reference_log_probs": experience.reference_log_probs,
+            "old_values": experience.old_values,
+            "returns": experience.returns,
+        }
+        lines = []
+        for row, item in enumerate(experience.trajectories):
+            acted = [place for place, acts in enumerate(item.action_mask) if acts]
+            first = acted[0] if acted else len(item.input_ids)
+            rounded = {
+                name: [round(value, 6) for value in tensor[row, : len(item.input_ids)].tolist()]
+                for name, tensor in tensors.items()
+                if tensor is not None
+            }
+            response = self.decode(item.input_ids[first:]) if self.decode else ""
+            # The trajectory's own numbers are not rounded, so that a replay trains on exactly these.
+            lines.append(json.dumps(rounded | {"step": step, **plain(item), "response": response}) + "\n")
+        (self.folder / step_file(step)).write_text("".join(lines), encoding="utf-8")
 
 
 class Replay:
@@ -80,7 +91,7 @@ def trajectory(line: Mapping[str, Any]) -> Trajectory:
     known: dict[str, Any] = {name: line[name] for name in Trajectory.__dataclass_fields__ if name in line}
     prompt: dict[str, Any] = dict(line["prompt"])
     known["prompt"] = Prompt(**prompt | {"input_ids": tuple(prompt["input_ids"])})
-    for name in ("input_ids", "action_mask", "rollout_log_probs", TEMPERATURE_FACTORS):
+    for name in ("input_ids", "action_mask", "rollout_log_probs", "temperature_factors"):
         known[name] = tuple(known.get(name, ()))
     known["step_rewards"] = tuple((place, reward) for place, reward in known["step_rewards"])
     return Trajectory(**known)

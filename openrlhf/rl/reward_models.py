@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.data.collate import Layout
 from openrlhf.data.readings import Texts
+from openrlhf.models.forward import Scores, TargetLogits
 from openrlhf.rl.samples import Batching
 from openrlhf.rl.workers import ModelRewards
 from openrlhf.training.backend import Frozen
@@ -85,9 +86,8 @@ class OutcomeScorer:
 
 def scores_of(rows: Sequence[Row], model: Frozen, layout: Layout) -> Tensor:
     """Return the scalar head's output at the last token of each row, from one forward: [rows], on the CPU."""
-    scores = model.forward(layout.batch([TokenRow(row, np.zeros(len(row), bool)) for row in rows]), "scores").scores
-    assert scores is not None
-    return scores.cpu()
+    batch = layout.batch([TokenRow(row, np.zeros(len(row), bool)) for row in rows])
+    return model.forward(batch, Scores).scores.cpu()
 
 
 REDUCE: dict[str, Any] = {
@@ -157,8 +157,7 @@ class ProcessScorer:
         for mark, seen in zip(marks, shown, strict=True):
             mark[-1] |= not seen  # all ranks of a sharded model must call it, so rows without steps get a dummy mark
         asked = self.batching.layout.batch([TokenRow(ids, mark) for ids, mark in zip(rows, marks, strict=True)])
-        logits = self.model.forward(asked, "target_logits").target_logits  # [targets, vocabulary]
-        assert logits is not None
+        logits = self.model.forward(asked, TargetLogits).logits  # [targets, vocabulary]
         positive = logits[:, list(self.reward_ids)].softmax(-1)[:, 0].cpu()  # [targets]
         steps = positive.split([int(mark[1:].sum()) for mark in marks])  # [steps] for each row
         return [own if seen else own[:0] for own, seen in zip(steps, shown, strict=True)]

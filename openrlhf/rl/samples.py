@@ -1,29 +1,22 @@
-"""Samples, and how they are grouped into micro-batches.
+"""The samples of a rollout as tensors, and how they are grouped into micro-batches.
 
-A `Sample` is a trajectory with its training arrays; `Batching` decides which samples share a micro-batch, and the
-`batch_...` functions lay these out as a `Batch`, padded or packed.
+`RolloutTokens` holds all tokens of a rollout as one tensor [samples, tokens]; `Batching` decides which samples share a
+micro-batch, and `RolloutTokens.batch` lays these out, padded or packed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from openrlhf.algo.balance import first_fit_count
 from openrlhf.algo.balance import micro_batches as by_tokens
 from openrlhf.data.collate import Layout
-from openrlhf.types import TEMPERATURE_FACTORS, Batch, TokenRow, Trajectory
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A trajectory with all that training needs in addition to its tokens; each array is [tokens]."""
-
-    trajectory: Trajectory
-    arrays: Mapping[str, NDArray[np.float32]]  # advantages, returns, old_log_probs, reference_log_probs, ...
+from openrlhf.types import RolloutBatch, Trajectory
 
 
 @dataclass(frozen=True)
@@ -48,27 +41,72 @@ class Batching:
         return [list(range(place, min(place + size, count))) for place in range(0, count, size)]
 
 
-def token_row(trajectory: Trajectory) -> TokenRow:
-    ids = np.array(trajectory.input_ids, dtype=np.int32)
-    return TokenRow(ids, np.array(trajectory.action_mask, dtype=np.bool_))
+@dataclass(frozen=True)
+class RolloutTokens:
+    """The tokens of a rollout, [samples, tokens], padded on the right; any other such tensor can be laid out alike."""
+
+    input_ids: Tensor
+    action_mask: Tensor  # bool; False at the first token, which nothing predicts
+    lengths: Tensor  # [samples]
+    temperature_factors: Tensor | None  # None if every token was sampled at the run's temperature
+
+    @staticmethod
+    def of(trajectories: Sequence[Trajectory], pad_id: int) -> RolloutTokens:
+        action_mask = stack([item.action_mask for item in trajectories], torch.bool)
+        action_mask[:, 0] = False
+        factors = None
+        if any(item.temperature_factors for item in trajectories):
+            own = [item.temperature_factors or (1.0,) * len(item.input_ids) for item in trajectories]
+            factors = stack(own, torch.float32, fill=1.0)
+        return RolloutTokens(
+            input_ids=stack([item.input_ids for item in trajectories], torch.long, fill=pad_id),
+            action_mask=action_mask,
+            lengths=torch.tensor([len(item.input_ids) for item in trajectories]),
+            temperature_factors=factors,
+        )
+
+    def batch(self, samples: Sequence[int], *, packing: bool) -> RolloutBatch:
+        """Make a batch of some samples, for scoring."""
+        valid = self._valid(samples)  # [samples of the batch, longest of them]
+        numbers = torch.arange(len(samples))[:, None].expand_as(valid)
+        positions = torch.arange(valid.shape[1]).expand_as(valid)
+        factors = self.temperature_factors
+        return RolloutBatch(
+            input_ids=self.lay_out(self.input_ids, samples, packing=packing),
+            position_ids=positions[valid][None] if packing else torch.where(valid, positions, 0),
+            sequence_ids=numbers[valid][None] if packing else torch.where(valid, numbers, -1),
+            target_mask=self.lay_out(self.action_mask, samples, packing=packing),
+            num_sequences=len(samples),
+            temperature_factors=None if factors is None else self.lay_out(factors, samples, packing=packing),
+        )
+
+    def lay_out(self, values: Tensor, samples: Sequence[int], *, packing: bool) -> Tensor:
+        """Return the values [samples, tokens] of some samples in the layout of their batch, [rows, tokens]."""
+        valid = self._valid(samples)
+        chosen = values[list(samples), : valid.shape[1]]
+        return chosen[valid][None] if packing else chosen
+
+    def restore(self, parts: Sequence[Sequence[int]], tensors: Sequence[Tensor], *, packing: bool) -> Tensor:
+        """Undo `lay_out`: return [samples, tokens] from the micro-batches `parts`, zero on padding."""
+        whole = torch.zeros(self.input_ids.shape)
+        for samples, tensor in zip(parts, tensors, strict=True):
+            valid = self._valid(samples)
+            rows = torch.zeros(valid.shape)
+            rows[valid] = (tensor[0] if packing else tensor[valid]).float().cpu()
+            whole[list(samples), : valid.shape[1]] = rows
+        return whole
+
+    def _valid(self, samples: Sequence[int]) -> Tensor:
+        """Return a mask [samples, longest of them], False on padding."""
+        lengths = self.lengths[list(samples)]
+        return torch.arange(int(lengths.max())) < lengths[:, None]
 
 
-def temperature_factors(trajectories: Sequence[Trajectory]) -> list[NDArray[np.float32]] | None:
-    """Return the factors [tokens] of each trajectory; None if every token was sampled at the run's temperature."""
-    if not any(item.temperature_factors for item in trajectories):
-        return None
-    return [np.array(item.temperature_factors or [1.0] * len(item.input_ids), np.float32) for item in trajectories]
+def stack(rows: Sequence[Sequence[float]], dtype: torch.dtype, fill: float = 0.0) -> Tensor:
+    """Return [rows, longest], padded on the right."""
+    return pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True, padding_value=fill)
 
 
-def batch_trajectories(trajectories: Sequence[Trajectory], layout: Layout) -> Batch:
-    """Make a batch for scoring, with temperature factors if tokens have their own."""
-    factors = temperature_factors(trajectories)
-    extras = {} if factors is None else {TEMPERATURE_FACTORS: layout.lay(factors, 1.0)}
-    return layout.batch([token_row(trajectory) for trajectory in trajectories], extras)
-
-
-def batch_samples(samples: Sequence[Sample], layout: Layout) -> Batch:
-    """Make a batch for training, with all arrays of the samples as extras."""
-    names = samples[0].arrays.keys()
-    extras = {name: layout.lay([sample.arrays[name] for sample in samples], 0.0) for name in names}
-    return layout.batch([token_row(sample.trajectory) for sample in samples], extras)
+def batch_trajectories(trajectories: Sequence[Trajectory], layout: Layout) -> RolloutBatch:
+    """Make one batch of some trajectories, for scoring."""
+    return RolloutTokens.of(trajectories, layout.pad_id).batch(range(len(trajectories)), packing=layout.packing)

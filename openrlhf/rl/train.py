@@ -143,7 +143,7 @@ async def train(
 def explain_nothing(version: int) -> str:
     """Return the reason why a run trained no step."""
     if version:
-        return f"the checkpoint stands at step {version}, and no step is left to train"
+        return f"the checkpoint is at step {version}: no steps are left to train"
     return "no step was trained: no group of samples was kept"
 
 

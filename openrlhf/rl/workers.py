@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from openrlhf.types import Batch, StepRewards, Trajectory
+from openrlhf.types import PolicyBatch, RolloutBatch, StepRewards, Trajectory
 
 Metrics = dict[str, float]
 
@@ -71,11 +71,11 @@ class Scores:
 class Workers(Protocol):
     """The policy, with its reference, critic and reward models."""
 
-    async def score(self, batches: Sequence[Batch], *, log_probs: bool) -> Scores:
+    async def score(self, batches: Sequence[RolloutBatch], *, log_probs: bool) -> Scores:
         """Return reference log-probs and values if those models exist, and the policy's log-probs if requested."""
         ...
 
-    async def log_probs(self, batches: Sequence[Batch]) -> list[Tensor]:
+    async def log_probs(self, batches: Sequence[RolloutBatch]) -> list[Tensor]:
         """Return the policy's log-probs, one tensor [rows, tokens] per micro-batch."""
         ...
 
@@ -84,7 +84,7 @@ class Workers(Protocol):
         ...
 
     async def train(
-        self, micro_batches: Sequence[Batch], *, kl_coef: float, progress: float, train_policy: bool
+        self, micro_batches: Sequence[PolicyBatch], *, kl_coef: float, progress: float, train_policy: bool
     ) -> Metrics:
         """Take one optimizer step of the policy (if `train_policy`) and of the critic (if there is one).
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from openrlhf.models.forward import Network
+from openrlhf.models.forward import Network, TargetLogits
 from openrlhf.models.running import attention_in, attention_of
 from openrlhf.rollout.cache import RowCache
 from openrlhf.types import Batch
@@ -267,9 +267,7 @@ class Uncached:
             target_mask=places == lengths - 1,
             num_sequences=len(ids),
         )
-        logits = self.network(batch, "target_logits").target_logits
-        assert logits is not None
-        return logits
+        return self.network(batch, TargetLogits).logits
 
 
 @dataclass

@@ -8,44 +8,41 @@ they use.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from openrlhf.algo.reduce import Metrics
+from openrlhf.algo.reduce import Metrics, Moments
 from openrlhf.models.chunks import Head
-from openrlhf.models.forward import Ask, Network, Outputs
-from openrlhf.types import TEMPERATURE_FACTORS, Batch
+from openrlhf.models.forward import Network, Teacher, Wanted
+from openrlhf.types import Batch, RolloutBatch
+
+B = TypeVar("B", bound=Batch)
+BatchKind = TypeVar("BatchKind", bound=Batch, contravariant=True)
 
 
 class Run(Protocol):
     """The callable an objective uses to get outputs with gradients: a network, or an engine around one."""
 
     def __call__(
-        self,
-        batch: Batch,
-        ask: Ask,
-        *,
-        temperature: float | Tensor = 1.0,
-        teacher_hidden: Tensor | None = None,
-        teacher_head: Head | None = None,
-    ) -> Outputs: ...
+        self, batch: Batch, wanted: type[Wanted], *, temperature: float | Tensor = 1.0, teacher: Teacher | None = None
+    ) -> Wanted: ...
 
 
-class Objective(Protocol):
-    """The quantity that one optimizer step minimises.
+class Objective(Protocol[BatchKind]):
+    """The quantity that one optimizer step minimises, computed from one kind of batches.
 
     `counts` returns this micro-batch's share of the denominators (tokens, pairs). The backend sums the counts over all
     micro-batches and ranks of the step and passes the totals to `loss`, whose values then add up to the step's loss.
     The result therefore does not depend on how a step is split into micro-batches.
     """
 
-    def counts(self, batch: Batch) -> Tensor: ...  # [kinds] float64
+    def counts(self, batch: BatchKind) -> Tensor: ...  # [kinds] float64
 
-    def loss(self, run: Run, batch: Batch, totals: Tensor) -> tuple[Tensor, Metrics]: ...
+    def loss(self, run: Run, batch: BatchKind, totals: Tensor) -> tuple[Tensor, Metrics]: ...
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,7 @@ class StepLosses:
 class Frozen(Protocol):
     """A model that is not trained: a reference, a teacher or a reward model."""
 
-    def forward(self, batch: Batch, ask: Ask, *, temperature: float | Tensor = 1.0) -> Outputs:
+    def forward(self, batch: Batch, wanted: type[Wanted], *, temperature: float | Tensor = 1.0) -> Wanted:
         """Compute outputs without gradients."""
         ...
 
@@ -80,7 +77,7 @@ class TrainBackend(Frozen, Protocol):
     """Owner of a network, its optimizer, and their placement on devices.
 
     One `forward_backward` call takes all micro-batches of an optimizer step. A rank with no rows of its own still takes
-    part, with micro-batches of weight zero, because a sharded model runs on all ranks together.
+    part, with fillers, because a sharded model runs on all ranks together.
     """
 
     @property
@@ -102,9 +99,9 @@ class TrainBackend(Frozen, Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def forward_backward(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLosses: ...
+    def forward_backward(self, micro_batches: Sequence[B], objective: Objective[B]) -> StepLosses: ...
 
-    def evaluate(self, micro_batches: Sequence[Batch], objective: Objective) -> Metrics:
+    def evaluate(self, micro_batches: Sequence[B], objective: Objective[B]) -> Metrics:
         """Compute the objective's metrics without gradients, summed over ranks."""
         ...
 
@@ -158,29 +155,11 @@ class TrainBackend(Frozen, Protocol):
     def wake(self) -> None: ...
 
 
-def with_extras(batch: Batch, **extras: Tensor) -> Batch:
-    """Return the batch with additional extras, such as the reference's log-probs."""
-    return replace(batch, extras={**batch.extras, **extras})
-
-
-def temperature_of(batch: Batch, own: float) -> float | Tensor:
+def temperature_of(batch: RolloutBatch, own: float) -> float | Tensor:
     """Return the run's `own` temperature, or one per token [rows, tokens] if some turns were sampled at another."""
-    factors = batch.extras.get(TEMPERATURE_FACTORS)
-    return own if factors is None else own * factors
-
-
-def is_weightless(batch: Batch) -> bool:
-    """Return True for a filler micro-batch, used by ranks that have fewer micro-batches than the others."""
-    return "weightless" in batch.extras
+    return own if batch.temperature_factors is None else own * batch.temperature_factors
 
 
 def values_of(metrics: Metrics) -> dict[str, float]:
-    """Return the means to log. Names with a leading underscore are intermediate statistics and are left out."""
-    return {name: float(mean.value) for name, mean in metrics.items() if not name.startswith("_")}
-
-
-def flatten(metrics: Metrics) -> tuple[list[str], Tensor]:
-    """Pack metrics into one tensor [names, 2] that one collective can sum; names are sorted, so all ranks agree."""
-    names = sorted(metrics)
-    rows = [torch.stack([metrics[name].total, metrics[name].count]) for name in names]
-    return names, torch.stack(rows) if rows else torch.zeros(0, 2, dtype=torch.float64)
+    """Return the means to log; moments are left out, because only an evaluation makes use of them."""
+    return {name: float(mean.value) for name, mean in metrics.items() if not isinstance(mean, Moments)}

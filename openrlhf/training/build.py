@@ -10,11 +10,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.algo.reduce import Metrics
+from openrlhf.algo.reduce import Metrics, Moments
 from openrlhf.config.commands import (
     DPOConfig,
     KDConfig,
@@ -24,6 +25,8 @@ from openrlhf.config.commands import (
     SFTConfig,
     SupervisedConfig,
 )
+from openrlhf.config.sections.objectives import DirectPreferenceFlags
+from openrlhf.data.collate import Layout
 from openrlhf.data.process import step_tokens
 from openrlhf.errors import ConfigError
 from openrlhf.models.attention import choose_attention
@@ -54,9 +57,10 @@ PROCESS_NAMES = {"prm_loss": "eval prm_loss", "acc": "eval acc"}
 
 def reward_values(metrics: Metrics) -> dict[str, float]:
     """Return a reward model's evaluation metrics, with the mean and the unbiased std of all its scores."""
-    mean, count = float(metrics["_score"].value), float(metrics["_score"].count)
-    variance = max(float(metrics["_score_squared"].value) - mean * mean, 0.0) * count / max(count - 1, 1)
-    spread = max(math.sqrt(variance), 1e-8)
+    scores = metrics[objectives.SCORES]
+    assert isinstance(scores, Moments)
+    mean, count = float(scores.value), float(scores.count)
+    spread = max(math.sqrt(float(scores.variance) * count / max(count - 1, 1)), 1e-8)
     return evaluation_values(metrics) | {"reward_mean": mean, "reward_std": spread}
 
 
@@ -67,11 +71,10 @@ def keep_reward_statistics(network: Network, values: Mapping[str, float]) -> Non
 
 @dataclass(frozen=True)
 class Built:
-    """Parts of a supervised run; `frozen` is the reference or teacher, if the method needs one."""
+    """Parts of a supervised run."""
 
     backend: TrainBackend
-    objective: SupervisedObjective
-    frozen: Frozen | None = None
+    objective: SupervisedObjective[Any, Any, Any]  # the kinds of rows and batches depend on the command
     summarise: Summary = evaluation_values
     on_evaluated: Evaluated | None = None
 
@@ -83,11 +86,10 @@ def build(
     config = settle_attention(config, device)
     network = trained_network(config, tokenizer, device)
     backend = make_backend(config, network, device)
-    frozen = frozen_model(config, device, vocabulary=network.decoder.config.get_text_config().vocab_size)
-    objective = make_objective(config, tokenizer, frozen, soft_labels)
+    objective = make_objective(config, tokenizer, device, network, soft_labels=soft_labels)
     if isinstance(config, RMConfig):
-        return Built(backend, objective, frozen, reward_values, partial(keep_reward_statistics, network))
-    return Built(backend, objective, frozen)
+        return Built(backend, objective, reward_values, partial(keep_reward_statistics, network))
+    return Built(backend, objective)
 
 
 def settle_attention(config: SupervisedConfig, device: torch.device) -> SupervisedConfig:
@@ -146,63 +148,55 @@ def make_backend(config: SupervisedConfig, network: Network, device: torch.devic
     )
 
 
-def frozen_model(config: SupervisedConfig, device: torch.device, *, vocabulary: int) -> Frozen | None:
-    """Load the reference of DPO and KTO or the teacher of distillation; None for the other methods.
+def load_frozen(
+    config: SupervisedConfig, device: torch.device, network: Network, name: str, flag: str, *, offload: bool
+) -> Frozen:
+    """Load the reference of DPO and KTO or the teacher of distillation.
 
-    Its vocabulary size must equal that of the trained model, because the two are compared token by token.
+    Its vocabulary size must equal that of the trained network, because the two are compared token by token.
     """
-    match config:
-        case DPOConfig(reference=reference) | KTOConfig(reference=reference):
-            name, offload = reference.ref_pretrain or config.model.pretrain, reference.ref_offload
-        case KDConfig(objective=objective):
-            name, offload = objective.teacher_model, objective.teacher_offload
-        case _:
-            return None
     with loading(config, device):
-        model = load_causal_lm(str(name), config.model, device=device, packing=config.batches.packing_samples)
-    found = model.config.get_text_config().vocab_size
-    if found != vocabulary:
-        flag = "--teacher_model" if isinstance(config, KDConfig) else "--ref_pretrain"
+        model = load_causal_lm(name, config.model, device=device, packing=config.batches.packing_samples)
+    found, own = (item.config.get_text_config().vocab_size for item in (model, network.decoder))
+    if found != own:
         raise ConfigError(
-            f"{flag} {name} has a vocabulary of {found} tokens, but --pretrain one of {vocabulary}:"
+            f"{flag} {name} has a vocabulary of {found} tokens, but --pretrain one of {own}:"
             " the two are compared token by token"
         )
+    frozen = Network(model, self_test=not config.model.skip_self_test)
     if not uses_deepspeed(config):
-        return LocalFrozen(Network(model, self_test=not config.model.skip_self_test), device, offload=offload)
+        return LocalFrozen(frozen, device, offload=offload)
     from openrlhf.training.deepspeed import DeepSpeedFrozen
 
-    return DeepSpeedFrozen(
-        Network(model, self_test=not config.model.skip_self_test), config.sharding, device, offload=offload
-    )
+    return DeepSpeedFrozen(frozen, config.sharding, device, offload=offload)
 
 
 def make_objective(
-    config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase, frozen: Frozen | None, soft_labels: bool
-) -> SupervisedObjective:
-    """Return the training objective of the command, with its coefficients from the flags."""
+    config: SupervisedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+    network: Network,
+    *,
+    soft_labels: bool,
+) -> SupervisedObjective[Any, Any, Any]:
+    """Return the training objective of the command; this loads its frozen model, if it has one."""
     aux = config.model.aux_loss_coef
     match config:
         case SFTConfig():
             return objectives.SFT(aux)
-        case KDConfig(objective=flags):
-            return objectives.Distillation(flags.kd_coef, aux, frozen)
         case RMConfig(objective=flags):
-            return objectives.PairwiseReward(flags.loss, flags.margin_loss, aux)
-        case DPOConfig(objective=flags):
-            return objectives.DirectPreference(
-                flags.beta, flags.ipo, flags.ipo_length_average, flags.label_smoothing, flags.nll_loss_coef, aux
-            )
-        case KTOConfig(objective=flags):
-            return objectives.UnpairedPreference(
-                beta=flags.beta,
-                desirable_weight=flags.desirable_loss_weight,
-                undesirable_weight=flags.undesirable_loss_weight,
-                aux_loss_coef=aux,
-                packing=config.batches.packing_samples,
-                pad_id=tokenizer.pad_token_id,
-                max_len=config.data.max_len,
-            )
+            return objectives.PairwiseReward(flags, aux)
         case PRMConfig(fields=fields):
-            ids = step_tokens(tokenizer, fields).reward_ids
-            return objectives.ProcessReward(ids, soft_labels, aux)
+            return objectives.ProcessReward(step_tokens(tokenizer, fields).reward_ids, soft_labels, aux)
+        case KDConfig(objective=flags):
+            name, flag = str(flags.teacher_model), "--teacher_model"
+            teacher = load_frozen(config, device, network, name, flag, offload=flags.teacher_offload)
+            return objectives.Distillation(flags, teacher, aux)
+        case DPOConfig(objective=flags, reference=given) | KTOConfig(objective=flags, reference=given):
+            name, flag = str(given.ref_pretrain or config.model.pretrain), "--ref_pretrain"
+            reference = load_frozen(config, device, network, name, flag, offload=given.ref_offload)
+            if isinstance(flags, DirectPreferenceFlags):
+                return objectives.DirectPreference(flags, reference, aux)
+            layout = Layout(config.batches.packing_samples, tokenizer.pad_token_id)
+            return objectives.UnpairedPreference(flags, reference, layout, config.data.max_len, aux)
     raise AssertionError(f"{type(config).__name__} has no objective")

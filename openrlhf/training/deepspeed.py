@@ -24,16 +24,16 @@ from deepspeed.runtime.utils import clip_grad_norm_
 from torch import Tensor
 from torch import distributed as dist
 
-from openrlhf.algo.reduce import Mean, Metrics, add_metrics
+from openrlhf.algo.reduce import Metrics, add_metrics
 from openrlhf.config.sections.training import ShardingFlags
 from openrlhf.errors import BackendError, ConfigError
 from openrlhf.models.chunks import Head
 from openrlhf.models.export import save_model
-from openrlhf.models.forward import Ask, Network, Outputs
+from openrlhf.models.forward import Network, Wanted
 from openrlhf.models.plain import checkpoint_weights
 from openrlhf.models.self_test import settle_layout
 from openrlhf.training.audit import Audit
-from openrlhf.training.backend import Objective, StepLosses, is_weightless
+from openrlhf.training.backend import B, Objective, StepLosses
 from openrlhf.training.compiled_layers import compile_decoder_layers
 from openrlhf.training.deepspeed_config import Site, clips_outside, engine_config, frozen_config
 from openrlhf.training.deepspeed_shards import (
@@ -87,10 +87,10 @@ class DeepSpeedFrozen:
         return self.network.vocabulary_head
 
     @torch.no_grad()
-    def forward(self, batch: Batch, ask: Ask, *, temperature: float | Tensor = 1.0) -> Outputs:
+    def forward(self, batch: Batch, wanted: type[Wanted], *, temperature: float | Tensor = 1.0) -> Wanted:
         if self.visits:
             self.network.to(self.device)
-        outputs = self.run(batch.to(self.device), ask, temperature=temperature)
+        outputs = self.run(batch.to(self.device), wanted, temperature=temperature)
         if self.visits:
             self.network.to("cpu")
         return outputs
@@ -156,23 +156,23 @@ class DeepSpeedBackend:
         return self.network.vocabulary_head
 
     @torch.no_grad()
-    def forward(self, batch: Batch, ask: Ask, *, temperature: float | Tensor = 1.0) -> Outputs:
+    def forward(self, batch: Batch, wanted: type[Wanted], *, temperature: float | Tensor = 1.0) -> Wanted:
         self.engine.eval()
-        outputs = self.run(batch.to(self.device), ask, temperature=temperature)
+        outputs = self.run(batch.to(self.device), wanted, temperature=temperature)
         self.engine.train()
         return outputs
 
     def most_rounds(self, count: int) -> int:
         return int(_largest(count, self.device))
 
-    def forward_backward(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLosses:
+    def forward_backward(self, micro_batches: Sequence[B], objective: Objective[B]) -> StepLosses:
         on_device = [batch.to(self.device) for batch in micro_batches]
         totals = self._totals(on_device, objective)
         losses: list[Tensor] = []
         metrics: list[Metrics] = []
         for batch in on_device:
             loss, measured = objective.loss(self.run, batch, totals)
-            weight = 0.0 if is_weightless(batch) else 1.0
+            weight = 0.0 if batch.filler else 1.0
             # DeepSpeed averages gradients over processes, but ours are shares of one sum (within a ring too), so scale
             # the loss by the number of processes averaged over.
             self.engine.backward(loss * (weight * self.averages), scale_wrt_gas=False)
@@ -181,13 +181,13 @@ class DeepSpeedBackend:
         return StepLosses(torch.stack(losses), self._over_ranks(add_metrics(metrics)))
 
     @torch.no_grad()
-    def evaluate(self, micro_batches: Sequence[Batch], objective: Objective) -> Metrics:
+    def evaluate(self, micro_batches: Sequence[B], objective: Objective[B]) -> Metrics:
         self.engine.eval()
         metrics: list[Metrics] = []
         for batch in micro_batches:
             here = batch.to(self.device)
             measured = objective.loss(self.run, here, objective.counts(here))[1]
-            metrics += [] if is_weightless(batch) else [measured]
+            metrics += [] if batch.filler else [measured]
         self.engine.train()
         return self._over_ranks(add_metrics(metrics))
 
@@ -289,10 +289,10 @@ class DeepSpeedBackend:
         for parameter, slots in self.optimizer.state.items():
             slots["step"] = slots["step"].to(parameter.device, copy=True)
 
-    def _totals(self, batches: Sequence[Batch], objective: Objective) -> Tensor:
+    def _totals(self, batches: Sequence[B], objective: Objective[B]) -> Tensor:
         """Sum the denominators over this step's micro-batches and ranks, without fillers: [kinds]."""
         counts = torch.stack([objective.counts(batch).to(self.device) for batch in batches])  # [micro-batches, kinds]
-        filler = torch.tensor([is_weightless(batch) for batch in batches], device=self.device)
+        filler = torch.tensor([batch.filler for batch in batches], device=self.device)
         return self.sum_over_ranks(counts.masked_fill(filler[:, None], 0.0).sum(0))
 
     def _over_ranks(self, metrics: Metrics) -> Metrics:
@@ -300,12 +300,9 @@ class DeepSpeedBackend:
 
         Objects are gathered instead of one tensor, because a rank with only fillers does not know the metrics' names.
         """
-        here = {name: (float(mean.total), float(mean.count)) for name, mean in metrics.items()}
-        everyone: list[Any] = [None] * self.data_parallel_size
-        dist.all_gather_object(everyone, here, group=self.group)
-        return add_metrics(
-            {name: Mean(*torch.tensor(pair, dtype=torch.float64)) for name, pair in one.items()} for one in everyone
-        )
+        everyone: list[Metrics] = [{}] * self.data_parallel_size
+        dist.all_gather_object(everyone, {name: mean.cpu() for name, mean in metrics.items()}, group=self.group)
+        return add_metrics(everyone)
 
     def _average_and_clip(self) -> Tensor:
         """Average gradients over processes and clip them, for the case that the engine does not (`clips_outside`)."""

@@ -15,7 +15,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 
 from openrlhf.models.chunks import Head
-from openrlhf.models.forward import Ask, Network, Outputs
+from openrlhf.models.forward import Network, Outputs, Teacher, Wanted
 from openrlhf.types import Batch
 
 
@@ -29,15 +29,27 @@ class Shell(nn.Module):
         self.teacher_head: Head | None = None
 
     def forward(
-        self, *, ask: Ask, temperature: float | Tensor, teacher_hidden: Tensor | None = None, **fields: Any
+        self,
+        *,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        sequence_ids: Tensor,
+        target_mask: Tensor,
+        num_sequences: int,
+        wanted: type[Outputs],
+        temperature: float | Tensor,
+        teacher_hidden: Tensor | None,
     ) -> dict[str, Tensor]:
-        outputs = self.network(
-            Batch(**fields),
-            ask,
-            temperature=temperature,
-            teacher_hidden=teacher_hidden,
-            teacher_head=self.teacher_head,
+        head = self.teacher_head
+        teacher = None if teacher_hidden is None or head is None else Teacher(teacher_hidden, head)
+        batch = Batch(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            sequence_ids=sequence_ids,
+            target_mask=target_mask,
+            num_sequences=num_sequences,
         )
+        outputs = self.network(batch, wanted, temperature=temperature, teacher=teacher)
         return {name: value for name, value in vars(outputs).items() if value is not None}
 
 
@@ -49,19 +61,20 @@ class EngineRun:
         self.shell = shell
 
     def __call__(
-        self,
-        batch: Batch,
-        ask: Ask,
-        *,
-        temperature: float | Tensor = 1.0,
-        teacher_hidden: Tensor | None = None,
-        teacher_head: Head | None = None,
-    ) -> Outputs:
-        fields = {
-            name: value for name, value in vars(batch).items() if name != "extras"
-        }  # the network does not use extras
-        self.shell.teacher_head = teacher_head
-        return Outputs(**self.engine(ask=ask, temperature=temperature, teacher_hidden=teacher_hidden, **fields))
+        self, batch: Batch, wanted: type[Wanted], *, temperature: float | Tensor = 1.0, teacher: Teacher | None = None
+    ) -> Wanted:
+        self.shell.teacher_head = None if teacher is None else teacher.head
+        tensors = self.engine(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            sequence_ids=batch.sequence_ids,
+            target_mask=batch.target_mask,
+            num_sequences=batch.num_sequences,
+            wanted=wanted,
+            temperature=temperature,
+            teacher_hidden=None if teacher is None else teacher.hidden,
+        )
+        return wanted(**tensors)
 
 
 def mark_experts(network: Network) -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Generic, TypeVar
 
 import torch
 
@@ -19,12 +19,16 @@ from openrlhf.algo.reduce import Metrics, add_metrics
 from openrlhf.errors import BackendError
 from openrlhf.monitor import Monitor
 from openrlhf.training import checkpoint
-from openrlhf.training.backend import Frozen, StepLosses, TrainBackend, values_of, with_extras
+from openrlhf.training.backend import StepLosses, TrainBackend, values_of
 from openrlhf.training.interrupt import Interrupt
-from openrlhf.training.objectives import Collate, Step, SupervisedObjective
+from openrlhf.training.objectives import Step, SupervisedObjective
 from openrlhf.training.order import Order, micro_batches, num_micro_batches, share
 from openrlhf.training.rng import load_rng, save_rng
 from openrlhf.types import Batch, LabelledRow, PairRow, StepRow, TokenRow
+
+Row = TypeVar("Row", bound=TokenRow | PairRow | LabelledRow | StepRow)
+Collated = TypeVar("Collated", bound=Batch)
+Prepared = TypeVar("Prepared", bound=Batch)
 
 Summary = Callable[[Metrics], dict[str, float]]
 Evaluated = Callable[[Mapping[str, float]], None]
@@ -70,17 +74,16 @@ class Interrupted(KeyboardInterrupt):
 
 
 @dataclass
-class Fit:
+class Fit(Generic[Row, Collated, Prepared]):
     """A supervised run; optionally `resume` it, then call `run` once."""
 
     backend: TrainBackend
-    objective: SupervisedObjective
-    collate: Collate
-    rows: Sequence[Any]
-    eval_rows: Sequence[Any]
+    objective: SupervisedObjective[Row, Collated, Prepared]
+    collate: Callable[[Sequence[Row]], Collated]
+    rows: Sequence[Row]
+    eval_rows: Sequence[Row]
     plan: Plan
     monitor: Monitor = field(default_factory=Monitor)
-    frozen: Frozen | None = None
     export: Callable[[Path], None] | None = None
     summarise: Summary = values_of  # turns evaluation metrics into the values to log
     on_evaluated: Evaluated | None = None  # called with those values, also when a checkpoint restores them
@@ -106,32 +109,28 @@ class Fit:
         """Run one optimizer step and return its metrics."""
         plan, started = self.plan, time.perf_counter()
         places = plan.order.rows(step)
-        result = self._forward_backward(places)
+        batches = self._batches([self.rows[place] for place in places])
+        result = self.backend.forward_backward(batches, self.objective)
         self._must_be_finite(result, places, step)
         scale = plan.schedule(step)
         norm = self.backend.optim_step(scale)
         values = with_means(values_of(result.metrics)) | {"lr": plan.learning_rate * scale}
         values |= {} if norm is None else {"grad_norm": norm}
         values |= self.backend.loss_scaling()
-        seconds = time.perf_counter() - started
-        tokens = self._tokens(places)
-        self.monitor.advance(_shown(values) | {"tok/s": tokens / seconds})
+        tokens = sum(num_tokens(self.rows[place]) for place in places)
+        self.monitor.advance(_shown(values) | {"tok/s": tokens / (time.perf_counter() - started)})
         if (step + 1) % plan.log_every == 0:
             self.monitor.log("train", step + 1, values)
         return values
 
-    def _forward_backward(self, places: Sequence[int]) -> StepLosses:
-        rows = [self.rows[place] for place in places]
-        return self.backend.forward_backward(self._batches(rows), self.objective)
-
-    def _batches(self, rows: Sequence[Any]) -> list[Batch]:
+    def _batches(self, rows: Sequence[Row]) -> list[Prepared]:
         """Collate this rank's share of `rows` into micro-batches, plus fillers so that all ranks have equally many."""
         ranks, size = self.backend.data_parallel_size, self.plan.micro_size
         mine = share(range(len(rows)), self.backend.rank, ranks)
         batches = [self.collate([rows[place] for place in part]) for part in micro_batches(mine, size)]
         missing = num_micro_batches(len(rows), ranks, size) - len(batches)
-        filler = [with_extras(self.collate(rows[:1]), weightless=torch.ones(1)) for _ in range(missing)]
-        return self.objective.prepare(batches + filler, Step(rows, mine, size), self.backend, self.frozen)
+        batches += [replace(self.collate(rows[:1]), filler=True) for _ in range(missing)]
+        return self.objective.prepare(batches, Step(rows, mine, size), self.backend)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluate the objective on the whole evaluation set, including the last, smaller chunk."""
@@ -206,20 +205,16 @@ class Fit:
             try_this="a smaller --learning_rate, or look at those rows",
         )
 
-    def _tokens(self, places: Sequence[int]) -> int:
-        return sum(num_tokens(self.rows[place]) for place in places)
 
-
-def num_tokens(row: Any) -> int:
+def num_tokens(row: TokenRow | PairRow | LabelledRow | StepRow) -> int:
     """Count the tokens that a row of any kind adds to the forward pass."""
     match row:
-        case TokenRow() | StepRow():
-            return len(row.input_ids)
-        case LabelledRow():
-            return len(row.tokens.input_ids)
         case PairRow():
             return len(row.chosen.input_ids) + len(row.rejected.input_ids)
-    raise AssertionError(f"{type(row).__name__} is no row")
+        case LabelledRow():
+            return len(row.tokens.input_ids)
+        case _:
+            return len(row.input_ids)
 
 
 def with_means(values: dict[str, float]) -> dict[str, float]:

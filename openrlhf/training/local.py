@@ -14,11 +14,11 @@ from openrlhf.algo.reduce import Metrics, add_metrics
 from openrlhf.errors import BackendError
 from openrlhf.models.chunks import Head
 from openrlhf.models.export import save_model, saved_tensors
-from openrlhf.models.forward import Ask, Network, Outputs
+from openrlhf.models.forward import Network, Wanted
 from openrlhf.models.plain import checkpoint_weights
 from openrlhf.models.self_test import settle_layout
 from openrlhf.training.audit import Audit
-from openrlhf.training.backend import Objective, StepLosses
+from openrlhf.training.backend import B, Objective, StepLosses
 from openrlhf.training.compiled_layers import compile_decoder_layers
 from openrlhf.training.host_memory import HostMemory
 from openrlhf.training.loss_scale import LossScale
@@ -46,10 +46,10 @@ class LocalFrozen:
         return self.network.vocabulary_head
 
     @torch.no_grad()
-    def forward(self, batch: Batch, ask: Ask, *, temperature: float | Tensor = 1.0) -> Outputs:
+    def forward(self, batch: Batch, wanted: type[Wanted], *, temperature: float | Tensor = 1.0) -> Wanted:
         if self.offload:
             self.network.to(self.device)
-        outputs = self.network(batch.to(self.device), ask, temperature=temperature)
+        outputs = self.network(batch.to(self.device), wanted, temperature=temperature)
         if self.offload:
             self.network.to("cpu")
         return outputs
@@ -92,16 +92,16 @@ class LocalBackend:
         return self.network.vocabulary_head
 
     @torch.no_grad()
-    def forward(self, batch: Batch, ask: Ask, *, temperature: float | Tensor = 1.0) -> Outputs:
+    def forward(self, batch: Batch, wanted: type[Wanted], *, temperature: float | Tensor = 1.0) -> Wanted:
         self.network.eval()
-        outputs = self.network(batch.to(self.device), ask, temperature=temperature)
+        outputs = self.network(batch.to(self.device), wanted, temperature=temperature)
         self.network.train()
         return outputs
 
     def most_rounds(self, count: int) -> int:
         return count
 
-    def forward_backward(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLosses:
+    def forward_backward(self, micro_batches: Sequence[B], objective: Objective[B]) -> StepLosses:
         on_device = [batch.to(self.device) for batch in micro_batches]
         totals = torch.stack([objective.counts(batch) for batch in on_device]).sum(0)
         losses: list[Tensor] = []
@@ -114,7 +114,7 @@ class LocalBackend:
         return StepLosses(torch.stack(losses), add_metrics(metrics))
 
     @torch.no_grad()
-    def evaluate(self, micro_batches: Sequence[Batch], objective: Objective) -> Metrics:
+    def evaluate(self, micro_batches: Sequence[B], objective: Objective[B]) -> Metrics:
         self.network.eval()
         on_device = (batch.to(self.device) for batch in micro_batches)
         metrics = add_metrics(objective.loss(self.network, batch, objective.counts(batch))[1] for batch in on_device)

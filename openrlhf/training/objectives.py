@@ -1,44 +1,94 @@
 """The six supervised objectives: SFT, distillation, pairwise reward, DPO, KTO and process reward.
 
-Each says which outputs it needs from the network and which formula of `algo` it applies to them. `Fit` calls `prepare`
-before a step; the backend then calls `counts` and `loss` for each micro-batch.
+Each says which outputs it needs from the network and which formula of `algo` it applies to them. For every optimizer
+step, `Fit` collates the rows and calls `prepare`, which may run a frozen model over the batches; the backend then calls
+`counts` and `loss` for each micro-batch. What `prepare` adds is a field of the objective's own kind of batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from openrlhf.algo import preference_loss, token_loss
-from openrlhf.algo.reduce import Mean, Metrics, masked_log_probs, mean_of, sequence_means, sequence_sums
-from openrlhf.data.collate import collate
+from openrlhf.algo.reduce import Mean, Metrics, masked_log_probs, mean_of, moments, sequence_means, sequence_sums
+from openrlhf.config.sections.objectives import (
+    DirectPreferenceFlags,
+    DistillationFlags,
+    PairwiseRewardFlags,
+    UnpairedPreferenceFlags,
+)
+from openrlhf.data.collate import Layout
 from openrlhf.data.unpaired import mismatched
-from openrlhf.models.forward import Outputs
-from openrlhf.training.backend import Frozen, Objective, Run, TrainBackend, with_extras
+from openrlhf.models.forward import (
+    DistillationTerms,
+    HiddenStates,
+    LogProbs,
+    Outputs,
+    Scores,
+    TargetLogits,
+    Teacher,
+)
+from openrlhf.training.backend import B, Frozen, Objective, Run, TrainBackend
 from openrlhf.training.order import micro_batches as cut
 from openrlhf.training.order import num_micro_batches
-from openrlhf.types import Batch, LabelledRow
+from openrlhf.types import Batch, LabelledBatch, LabelledRow, PairBatch, StepBatch
 
 AUX_ON = 1e-8  # a coefficient up to this one switches its term off
+SCORES = "scores"  # moments of all scores of a reward model, which an evaluation summarises
+Row = TypeVar("Row", contravariant=True)
+Collated = TypeVar("Collated", bound=Batch, contravariant=True)
+Prepared = TypeVar("Prepared", bound=Batch)
 
 
 @dataclass(frozen=True)
-class Step:
+class Step(Generic[Row]):
     """The rows of one optimizer step: all of them, and the positions of this rank's share."""
 
-    rows: Sequence[Any]
+    rows: Sequence[Row]
     mine: Sequence[int]
     micro_size: int
 
 
-class SupervisedObjective(Objective, Protocol):
-    """An objective of the supervised loop; `prepare` may run a frozen model before the step and add to the extras."""
+class SupervisedObjective(Objective[Prepared], Protocol[Row, Collated, Prepared]):
+    """An objective of the supervised loop, for rows of one kind."""
 
-    def prepare(self, batches: list[Batch], step: Step, policy: TrainBackend, frozen: Frozen | None) -> list[Batch]: ...
+    def prepare(self, batches: list[Collated], step: Step[Row], policy: TrainBackend) -> list[Prepared]:
+        """Return the batches to train on, with what frozen models say about them."""
+        ...
+
+
+class NeedsNoModel:
+    """Part of an objective that trains on the collated batches as they are."""
+
+    def prepare(self, batches: list[B], step: Step[object], policy: TrainBackend) -> list[B]:
+        return batches
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaughtBatch(Batch):
+    """Texts as a teacher sees them."""
+
+    teacher_hidden: Tensor  # [targets, hidden]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferencedPairs(PairBatch):
+    """Pairs with the reference's log-prob of each response."""
+
+    reference: Tensor  # [2 x pairs]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferencedLabels(LabelledBatch):
+    """Labelled responses with the reference's log-probs, and the baseline of the whole step."""
+
+    reference: Tensor  # [sequences]
+    baseline: Tensor  # []
 
 
 def count(*numbers: Tensor | int) -> Tensor:
@@ -58,20 +108,16 @@ def add_aux(loss: Tensor, metrics: Metrics, outputs: Outputs, coef: float, total
 
 
 @dataclass(frozen=True)
-class SFT:
+class SFT(NeedsNoModel):
     """Mean negative log-likelihood of the step's target tokens."""
 
     aux_loss_coef: float = 0.0
-
-    def prepare(self, batches: list[Batch], step: Step, policy: TrainBackend, frozen: Frozen | None) -> list[Batch]:
-        return batches
 
     def counts(self, batch: Batch) -> Tensor:
         return count(batch.target_mask.sum())
 
     def loss(self, run: Run, batch: Batch, totals: Tensor) -> tuple[Tensor, Metrics]:
-        outputs = run(batch, "log_probs")
-        assert outputs.log_probs is not None
+        outputs = run(batch, LogProbs)
         loss, metrics = token_loss.sft_loss(outputs.log_probs, batch.target_mask, totals[0])
         return add_aux(loss, metrics, outputs, self.aux_loss_coef, totals)
 
@@ -80,53 +126,44 @@ class SFT:
 class Distillation:
     """Cross entropy with the data, mixed with cross entropy with a teacher's distribution at the same positions."""
 
-    kd_coef: float
+    flags: DistillationFlags
+    teacher: Frozen
     aux_loss_coef: float = 0.0
-    teacher: Frozen | None = None
 
-    def prepare(self, batches: list[Batch], step: Step, policy: TrainBackend, frozen: Frozen | None) -> list[Batch]:
-        assert frozen is not None, "distillation needs a teacher"
-        return [with_extras(batch, teacher=_hidden(frozen.forward(batch, "hidden"))) for batch in batches]
+    def prepare(self, batches: list[Batch], step: Step[object], policy: TrainBackend) -> list[TaughtBatch]:
+        return [
+            TaughtBatch(**vars(batch), teacher_hidden=self.teacher.forward(batch, HiddenStates).hidden)
+            for batch in batches
+        ]
 
-    def counts(self, batch: Batch) -> Tensor:
+    def counts(self, batch: TaughtBatch) -> Tensor:
         return count(batch.target_mask.sum())
 
-    def loss(self, run: Run, batch: Batch, totals: Tensor) -> tuple[Tensor, Metrics]:
-        assert self.teacher is not None, "distillation needs a teacher"
-        hidden = batch.extras["teacher"]
-        outputs = run(batch, "distillation", teacher_hidden=hidden, teacher_head=self.teacher.head)
-        assert outputs.log_probs is not None
-        assert outputs.cross is not None
-        loss, metrics = token_loss.kd_loss(outputs.log_probs, outputs.cross, batch.target_mask, totals[0], self.kd_coef)
+    def loss(self, run: Run, batch: TaughtBatch, totals: Tensor) -> tuple[Tensor, Metrics]:
+        outputs = run(batch, DistillationTerms, teacher=Teacher(batch.teacher_hidden, self.teacher.head))
+        loss, metrics = token_loss.kd_loss(
+            outputs.log_probs, outputs.cross, batch.target_mask, totals[0], self.flags.kd_coef
+        )
         return add_aux(loss, metrics, outputs, self.aux_loss_coef, totals)
 
 
 @dataclass(frozen=True)
-class PairwiseReward:
+class PairwiseReward(NeedsNoModel):
     """Reward model on pairs: a scalar per response, which should be higher for the preferred one."""
 
-    loss_type: str = "sigmoid"
-    use_margin: bool = False
+    flags: PairwiseRewardFlags
     aux_loss_coef: float = 0.0
 
-    def prepare(self, batches: list[Batch], step: Step, policy: TrainBackend, frozen: Frozen | None) -> list[Batch]:
-        return batches
-
-    def counts(self, batch: Batch) -> Tensor:
+    def counts(self, batch: PairBatch) -> Tensor:
         return count(batch.num_sequences // 2)
 
-    def loss(self, run: Run, batch: Batch, totals: Tensor) -> tuple[Tensor, Metrics]:
-        outputs = run(batch, "scores")
-        assert outputs.scores is not None
+    def loss(self, run: Run, batch: PairBatch, totals: Tensor) -> tuple[Tensor, Metrics]:
+        outputs = run(batch, Scores)
         chosen, rejected = outputs.scores.chunk(2)  # [2 x pairs] to [pairs] each
-        margin = batch.extras["margin"] if self.use_margin else None
-        loss, metrics = preference_loss.REWARD_LOSSES[self.loss_type](chosen, rejected, totals[0], margin)
-        scores = outputs.scores.detach().double()
-        metrics |= {
-            "loss": _share(loss, totals[0], chosen.numel()),
-            "_score": mean_of(scores),
-            "_score_squared": mean_of(scores.square()),
-        }
+        margin = batch.margin if self.flags.margin_loss else None
+        loss, metrics = preference_loss.REWARD_LOSSES[self.flags.loss](chosen, rejected, totals[0], margin)
+        metrics["loss"] = _share(loss, totals[0], chosen.numel())
+        metrics[SCORES] = moments(outputs.scores)
         return add_aux(loss, metrics, outputs, self.aux_loss_coef, totals)
 
 
@@ -134,113 +171,104 @@ class PairwiseReward:
 class DirectPreference:
     """DPO, cDPO or IPO on pairs; `prepare` computes the reference's log-probs before the step."""
 
-    beta: float
-    ipo: bool = False
-    length_average: bool = False
-    label_smoothing: float = 0.0
-    nll_loss_coef: float = 0.0
+    flags: DirectPreferenceFlags
+    reference: Frozen
     aux_loss_coef: float = 0.0
 
-    def prepare(self, batches: list[Batch], step: Step, policy: TrainBackend, frozen: Frozen | None) -> list[Batch]:
-        assert frozen is not None, "DPO needs a reference"
+    def prepare(self, batches: list[PairBatch], step: Step[object], policy: TrainBackend) -> list[ReferencedPairs]:
         return [
-            with_extras(batch, reference=self._sums(frozen.forward(batch, "log_probs"), batch)) for batch in batches
+            ReferencedPairs(**vars(batch), reference=self._per_response(self.reference.forward(batch, LogProbs), batch))
+            for batch in batches
         ]
 
-    def counts(self, batch: Batch) -> Tensor:
+    def counts(self, batch: ReferencedPairs) -> Tensor:
         return count(batch.num_sequences // 2)
 
-    def loss(self, run: Run, batch: Batch, totals: Tensor) -> tuple[Tensor, Metrics]:
-        outputs = run(batch, "log_probs")
+    def loss(self, run: Run, batch: ReferencedPairs, totals: Tensor) -> tuple[Tensor, Metrics]:
+        outputs = run(batch, LogProbs)
         # Log-ratios of policy to reference, [2 x pairs] to [pairs] each.
-        chosen, rejected = (self._sums(outputs, batch) - batch.extras["reference"]).chunk(2)
-        if self.ipo:
-            loss, metrics = preference_loss.ipo(chosen, rejected, self.beta, totals[0])
+        chosen, rejected = (self._per_response(outputs, batch) - batch.reference).chunk(2)
+        flags = self.flags
+        if flags.ipo:
+            loss, metrics = preference_loss.ipo(chosen, rejected, flags.beta, totals[0])
         else:
-            loss, metrics = preference_loss.dpo(chosen, rejected, self.beta, totals[0], self.label_smoothing)
+            loss, metrics = preference_loss.dpo(chosen, rejected, flags.beta, totals[0], flags.label_smoothing)
         metrics["loss"] = _share(loss, totals[0], chosen.numel())
-        if self.nll_loss_coef > AUX_ON:
-            nll, measured = self._nll(outputs, batch, totals[0])
-            loss, metrics = loss + self.nll_loss_coef * nll, metrics | measured
+        if flags.nll_loss_coef > AUX_ON:
+            mask = batch.target_mask & (batch.sequence_ids < batch.num_sequences // 2)  # of the chosen responses
+            nll, measured = preference_loss.chosen_nll(outputs.log_probs, mask, totals[0], batch.sequence_ids)
+            loss, metrics = loss + flags.nll_loss_coef * nll, metrics | {"nll_loss": measured["nll"]}
         return add_aux(loss, metrics, outputs, self.aux_loss_coef, totals)
 
-    def _sums(self, outputs: Outputs, batch: Batch) -> Tensor:
+    def _per_response(self, outputs: LogProbs, batch: Batch) -> Tensor:
         """Return the log-prob of each response, [sequences]: summed, or for IPO optionally averaged, as in TRL."""
-        assert outputs.log_probs is not None
-        mask = batch.target_mask.to(outputs.log_probs.device)
-        ids = batch.sequence_ids.to(mask.device)
-        per_sequence = sequence_means if self.ipo and self.length_average else sequence_sums
-        return per_sequence(masked_log_probs(outputs.log_probs, mask), mask, ids, batch.num_sequences)
-
-    def _nll(self, outputs: Outputs, batch: Batch, total: Tensor) -> tuple[Tensor, Metrics]:
-        assert outputs.log_probs is not None
-        is_chosen = batch.sequence_ids < batch.num_sequences // 2
-        mask = batch.target_mask & is_chosen
-        loss, metrics = preference_loss.chosen_nll(outputs.log_probs, mask, total, batch.sequence_ids)
-        return loss, {"nll_loss": metrics["nll"]}
+        return _sequence_sums(outputs, batch, average=self.flags.ipo and self.flags.ipo_length_average)
 
 
 @dataclass(frozen=True)
 class UnpairedPreference:
     """KTO: compare each response with a baseline that the whole step shares."""
 
-    beta: float
-    desirable_weight: float = 1.0
-    undesirable_weight: float = 1.0
+    flags: UnpairedPreferenceFlags
+    reference: Frozen
+    layout: Layout  # of the mismatched pairs, as of the batches
+    max_len: int
     aux_loss_coef: float = 0.0
-    packing: bool = False
-    pad_id: int = 0
-    max_len: int = 2048
 
-    def prepare(self, batches: list[Batch], step: Step, policy: TrainBackend, frozen: Frozen | None) -> list[Batch]:
-        assert frozen is not None, "KTO needs a reference"
-        baseline = preference_loss.kto_baseline(self._mismatch(step, policy, frozen))
+    def prepare(
+        self, batches: list[LabelledBatch], step: Step[LabelledRow], policy: TrainBackend
+    ) -> list[ReferencedLabels]:
+        baseline = preference_loss.kto_baseline(self._mismatch(step, policy))
         return [
-            with_extras(batch, reference=_sequence_sums(frozen.forward(batch, "log_probs"), batch), baseline=baseline)
+            ReferencedLabels(
+                **vars(batch),
+                reference=_sequence_sums(self.reference.forward(batch, LogProbs), batch),
+                baseline=baseline,
+            )
             for batch in batches
         ]
 
-    def _mismatch(self, step: Step, policy: TrainBackend, frozen: Frozen) -> Mean:
+    def _mismatch(self, step: Step[LabelledRow], policy: TrainBackend) -> Mean:
         """Average the log-ratios of each prompt with the next row's response over the whole step and all ranks."""
-        rows: Sequence[LabelledRow] = step.rows
-        pairs = mismatched(rows, self.max_len)
+        pairs = mismatched(step.rows, self.max_len)
         total = torch.zeros(2, dtype=torch.float64)
         parts = cut([pairs[place] for place in step.mine], step.micro_size)
-        looks_each = num_micro_batches(len(rows), policy.data_parallel_size, step.micro_size)
-        for _ in range(looks_each - len(parts)):  # a sharded model runs on all ranks together
-            filler = collate(pairs[:1], packing=self.packing, pad_id=self.pad_id)
-            policy.forward(filler, "log_probs"), frozen.forward(filler, "log_probs")
+        rounds = num_micro_batches(len(step.rows), policy.data_parallel_size, step.micro_size)
+        for _ in range(rounds - len(parts)):  # a sharded model runs on all ranks together
+            filler = self.layout.batch(pairs[:1])
+            policy.forward(filler, LogProbs), self.reference.forward(filler, LogProbs)
         for part in parts:
-            batch = collate(part, packing=self.packing, pad_id=self.pad_id)
-            looks = policy.forward(batch, "log_probs"), frozen.forward(batch, "log_probs")
-            here, there = (_sequence_sums(outputs, batch) for outputs in looks)
-            measured = preference_loss.mismatch_kl(here - there)
+            batch = self.layout.batch(part)
+            own, reference = (
+                _sequence_sums(model.forward(batch, LogProbs), batch) for model in (policy, self.reference)
+            )
+            measured = preference_loss.mismatch_kl(own - reference)
             total += torch.stack([measured.total, measured.count]).cpu()
         summed = policy.sum_over_ranks(total)
         return Mean(summed[0], summed[1])
 
-    def counts(self, batch: Batch) -> Tensor:
+    def counts(self, batch: ReferencedLabels) -> Tensor:
         return count(batch.num_sequences)
 
-    def loss(self, run: Run, batch: Batch, totals: Tensor) -> tuple[Tensor, Metrics]:
-        outputs = run(batch, "log_probs")
-        ratios = _sequence_sums(outputs, batch) - batch.extras["reference"]  # [sequences]
-        baseline = batch.extras["baseline"]
+    def loss(self, run: Run, batch: ReferencedLabels, totals: Tensor) -> tuple[Tensor, Metrics]:
+        outputs = run(batch, LogProbs)
+        ratios = _sequence_sums(outputs, batch) - batch.reference  # [sequences]
         loss, metrics = preference_loss.kto(
             ratios,
-            batch.extras["label"],
-            baseline,
-            self.beta,
+            batch.label,
+            batch.baseline,
+            self.flags.beta,
             totals[0],
-            self.desirable_weight,
-            self.undesirable_weight,
+            self.flags.desirable_loss_weight,
+            self.flags.undesirable_loss_weight,
         )
-        metrics |= {"kto_loss": _share(loss, totals[0], ratios.numel()), "kl": mean_of(baseline.expand(ratios.shape))}
+        metrics["kto_loss"] = _share(loss, totals[0], ratios.numel())
+        metrics["kl"] = mean_of(batch.baseline.expand(ratios.shape))
         return add_aux(loss, metrics, outputs, self.aux_loss_coef, totals)
 
 
 @dataclass(frozen=True)
-class ProcessReward:
+class ProcessReward(NeedsNoModel):
     """Process reward model: predict a label at the end of each reasoning step.
 
     Hard labels are classes, among the reward tokens or the whole vocabulary; soft labels are probabilities.
@@ -250,40 +278,28 @@ class ProcessReward:
     soft: bool = False
     aux_loss_coef: float = 0.0
 
-    def prepare(self, batches: list[Batch], step: Step, policy: TrainBackend, frozen: Frozen | None) -> list[Batch]:
-        return batches
-
-    def counts(self, batch: Batch) -> Tensor:
+    def counts(self, batch: StepBatch) -> Tensor:
         return count(batch.target_mask.sum())
 
-    def loss(self, run: Run, batch: Batch, totals: Tensor) -> tuple[Tensor, Metrics]:
-        outputs = run(batch, "target_logits")
-        assert outputs.target_logits is not None
-        labels = batch.extras["step_labels"][batch.target_mask]  # [rows, tokens] to [targets]
+    def loss(self, run: Run, batch: StepBatch, totals: Tensor) -> tuple[Tensor, Metrics]:
+        outputs = run(batch, TargetLogits)
+        labels = batch.step_labels[batch.target_mask]  # [rows, tokens] to [targets]
         ids = self.reward_token_ids or None
         if not self.soft:  # class numbers: indices into the reward tokens, or vocabulary ids
             labels = labels.long() if ids is None else torch.tensor(ids, device=labels.device)[labels.long()]
         everywhere = torch.ones_like(labels, dtype=torch.bool)
-        loss, metrics = token_loss.prm_loss(outputs.target_logits, labels, everywhere, totals[0], ids)
+        loss, metrics = token_loss.prm_loss(outputs.logits, labels, everywhere, totals[0], ids)
         return add_aux(loss, metrics, outputs, self.aux_loss_coef, totals)
 
 
-def _hidden(outputs: Outputs) -> Tensor:
-    assert outputs.hidden is not None
-    return outputs.hidden
-
-
-def _sequence_sums(outputs: Outputs, batch: Batch) -> Tensor:
-    """Sum the log-probs of each response's target tokens, [sequences]."""
-    assert outputs.log_probs is not None
+def _sequence_sums(outputs: LogProbs, batch: Batch, *, average: bool = False) -> Tensor:
+    """Sum or average the log-probs of each response's target tokens, [sequences], on the device of the outputs."""
     device = outputs.log_probs.device
     ids, mask = batch.sequence_ids.to(device), batch.target_mask.to(device)
-    return sequence_sums(masked_log_probs(outputs.log_probs, mask), mask, ids, batch.num_sequences)
+    per_sequence = sequence_means if average else sequence_sums
+    return per_sequence(masked_log_probs(outputs.log_probs, mask), mask, ids, batch.num_sequences)
 
 
 def _share(loss: Tensor, total: Tensor, number: int) -> Mean:
     """Turn a loss already divided by the step's total back into this micro-batch's sum and count, for the metrics."""
     return Mean(loss.detach().double() * total.to(loss.device), torch.tensor(float(number), dtype=torch.float64))
-
-
-Collate = Callable[[Sequence[Any]], Batch]

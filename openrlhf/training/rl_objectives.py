@@ -1,7 +1,7 @@
 """The objectives of policy and critic in RL: plain settings that can be sent to a worker, and the formulas of `algo`.
 
-Advantages, returns, old values and reference log-probs come in the batch's extras. Old log-probs may be missing: the
-current ones then take their place, which is exact for a single on-policy step.
+Both train on a PolicyBatch, which holds advantages, returns, old values and log-probs. Old log-probs may be missing:
+the current ones then take their place, which is exact for a single on-policy step.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from openrlhf.algo.kl import kl_loss
 from openrlhf.algo.policy_loss import PolicySettings, entropy_loss, policy_loss
 from openrlhf.algo.reduce import Mean, Metrics, mean_of, sequence_count
 from openrlhf.algo.value_loss import value_loss
+from openrlhf.models.forward import LogProbs, LogProbsAndEntropy, Values
 from openrlhf.training.backend import Run, temperature_of
 from openrlhf.training.objectives import add_aux
-from openrlhf.types import Batch
+from openrlhf.types import PolicyBatch
 
 
 @dataclass(frozen=True)
@@ -33,37 +34,49 @@ class PolicyObjective:
     aux_loss_coef: float = 0.0
     constant_length: int = 1  # tokens that each sequence counts as in the "constant" aggregation
 
-    def counts(self, batch: Batch) -> Tensor:
+    def counts(self, batch: PolicyBatch) -> Tensor:
         tokens, sequences = batch.target_mask.sum(), sequence_count(batch.target_mask, batch.sequence_ids)
         return torch.tensor([float(tokens), float(sequences), 1.0], dtype=torch.float64)
 
-    def loss(self, run: Run, batch: Batch, totals: Tensor) -> tuple[Tensor, Metrics]:
-        ask = "log_probs" if self.entropy_coef is None else "log_probs_and_entropy"
-        outputs = run(batch, ask, temperature=temperature_of(batch, self.temperature))
-        log_probs, extras, mask = outputs.log_probs, batch.extras, batch.target_mask
-        assert log_probs is not None
-        mode, denominator, rows = self.settings.aggregation, self._denominator(totals), batch.sequence_ids
+    def loss(self, run: Run, batch: PolicyBatch, totals: Tensor) -> tuple[Tensor, Metrics]:
+        temperature, mask, rows = temperature_of(batch, self.temperature), batch.target_mask, batch.sequence_ids
+        entropy = None
+        if self.entropy_coef is None:
+            outputs = run(batch, LogProbs, temperature=temperature)
+        else:
+            outputs = run(batch, LogProbsAndEntropy, temperature=temperature)
+            entropy = outputs.entropy
+        log_probs = outputs.log_probs  # [rows, tokens]
+        old_log_probs = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
+        mode, denominator = self.settings.aggregation, self._denominator(totals)
         loss, metrics = policy_loss(
             log_probs,
-            extras.get("old_log_probs", log_probs.detach()),
-            extras["advantages"],
+            old_log_probs,
+            batch.advantages,
             mask,
             denominator,
             self.settings,
-            extras.get("rollout_log_probs"),
+            batch.rollout_log_probs,
             rows,
         )
-        metrics = {"ppo_clip_ratio" if name == "clip_ratio" else name: mean for name, mean in metrics.items()}
+        metrics["ppo_clip_ratio"] = metrics.pop("clip_ratio")
         metrics["policy_loss"] = whole_loss(loss, totals)
         if self.kl_coef > 0:
-            old = extras.get("old_log_probs", log_probs.detach()) if self.kl_unbiased_gradient else None
+            if batch.reference_log_probs is None:
+                raise ValueError("a KL loss needs the log-probs of a reference")
             term, measured = kl_loss(
-                log_probs, extras["reference_log_probs"], mask, denominator, self.kl_estimator, mode, rows, old
+                log_probs,
+                batch.reference_log_probs,
+                mask,
+                denominator,
+                self.kl_estimator,
+                mode,
+                rows,
+                old_log_probs if self.kl_unbiased_gradient else None,
             )
             loss, metrics = loss + self.kl_coef * term, metrics | measured
-        if self.entropy_coef is not None:
-            assert outputs.entropy is not None
-            term, measured = entropy_loss(outputs.entropy, mask, denominator, mode, rows)
+        if self.entropy_coef is not None and entropy is not None:
+            term, measured = entropy_loss(entropy, mask, denominator, mode, rows)
             loss, metrics = loss + self.entropy_coef * term, metrics | measured
         return add_aux(loss, metrics, outputs, self.aux_loss_coef, totals)
 
@@ -81,19 +94,15 @@ class ValueObjective:
     value_clip: float
     aux_loss_coef: float = 0.0
 
-    def counts(self, batch: Batch) -> Tensor:
+    def counts(self, batch: PolicyBatch) -> Tensor:
         return torch.tensor([float(batch.target_mask.sum()), 1.0], dtype=torch.float64)
 
-    def loss(self, run: Run, batch: Batch, totals: Tensor) -> tuple[Tensor, Metrics]:
-        outputs = run(batch, "values")
-        assert outputs.values is not None
+    def loss(self, run: Run, batch: PolicyBatch, totals: Tensor) -> tuple[Tensor, Metrics]:
+        if batch.old_values is None or batch.returns is None:
+            raise ValueError("a value loss needs old values and returns")
+        outputs = run(batch, Values)
         loss, metrics = value_loss(
-            outputs.values,
-            batch.extras["old_values"],
-            batch.extras["returns"],
-            batch.target_mask,
-            totals[0],
-            self.value_clip,
+            outputs.values, batch.old_values, batch.returns, batch.target_mask, totals[0], self.value_clip
         )
         metrics["critic_loss"] = whole_loss(loss, totals)
         loss, metrics = add_aux(loss, metrics, outputs, self.aux_loss_coef, totals)

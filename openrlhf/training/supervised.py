@@ -73,7 +73,6 @@ def run(config: SupervisedConfig, sinks: Sequence[Sink] = ()) -> Result:
         rows=data.train,
         eval_rows=data.evaluation,
         plan=plan,
-        frozen=built.frozen,
         export=lambda folder: save_model_folder(built, tokenizer, folder),
         summarise=built.summarise,
         on_evaluated=built.on_evaluated,
@@ -84,7 +83,11 @@ def run(config: SupervisedConfig, sinks: Sequence[Sink] = ()) -> Result:
     try:
         # The run writes nothing before this point, because any step above may still reject it.
         with make_monitor(config, order.total_steps, first_step, sinks) as fit.monitor:
-            train = train_through(fit, first_step)
+            if first_step == 0:
+                fit.evaluate(0)
+            if first_step >= order.total_steps:
+                fit.monitor.tell(f"the checkpoint is at step {first_step}: no steps are left to train")
+            train = fit.run(first_step)
             save_model_folder(built, tokenizer, folder)
     except Interrupted as stop:
         say(explain_stop(stop))
@@ -100,15 +103,6 @@ def explain_warmup(config: SupervisedConfig, plan: Plan) -> None:
     line = only_warmup(plan.schedule, steps=steps, planned=steps, warmup_ratio=ratio, flag="--lr_warmup_ratio")
     if line:
         say(line)
-
-
-def train_through(fit: Fit, first_step: int) -> dict[str, float]:
-    """Train from `first_step` to the end and return the last metrics; a new run first evaluates the model."""
-    if first_step == 0:
-        fit.evaluate(0)
-    if first_step >= fit.plan.order.total_steps:
-        fit.monitor.tell(f"the checkpoint stands at step {first_step}, and no step is left to train")
-    return fit.run(first_step)
 
 
 def save_model_folder(built: Built, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

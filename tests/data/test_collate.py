@@ -22,7 +22,7 @@ def test_padding_by_hand():
     assert batch.sequence_ids.tolist() == [[0, 0, 0], [1, 1, -1]]
     assert batch.target_mask.tolist() == [[False, True, True], [False, True, False]]
     assert batch.num_sequences == 2
-    assert batch.extras == {}
+    assert not batch.filler
     assert batch.input_ids.dtype == batch.position_ids.dtype == batch.sequence_ids.dtype == torch.int64
 
 
@@ -58,13 +58,13 @@ def test_pairs_are_all_chosen_and_then_all_rejected(packing):
     assert batch.input_ids.flatten().tolist() == [5, 7, 6, 8]
     assert batch.sequence_ids.flatten().tolist() == [0, 1, 2, 3]
     assert batch.num_sequences == 4
-    assert batch.extras["margin"].tolist() == [0.5, 0.0]
+    assert batch.margin.tolist() == [0.5, 0.0]
 
 
 def test_labels_come_along():
     rows = [LabelledRow(TWO[0], 1, True), LabelledRow(TWO[1], 1, False)]
     batch = collate(rows, packing=False, pad_id=1)
-    assert batch.extras["label"].tolist() == [True, False]
+    assert batch.label.tolist() == [True, False]
     assert batch.input_ids.tolist() == pad(TWO, 1).input_ids.tolist()
 
 
@@ -75,7 +75,7 @@ def test_step_labels_stand_at_their_places(packing):
         StepRow(np.array([8, 9], np.int32), np.array([1], np.int32), np.array([0], np.float32)),
     ]
     batch = collate(rows, packing=packing, pad_id=1)
-    labels = batch.extras["step_labels"]
+    labels = batch.step_labels
     assert labels.shape == batch.input_ids.shape
     assert labels[batch.target_mask].tolist() == [0.25, 1.0, 0.0]
     assert labels[~batch.target_mask].isnan().all()

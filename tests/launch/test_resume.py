@@ -137,7 +137,7 @@ def test_a_run_that_is_over_says_that_nothing_is_left(tmp_path, case, capsys):
     finished = finish(tmp_path, command, flags)
     weights, metrics = (finished.save_path / CASES["sft"][-1]).read_bytes(), finished.metrics
     again = finish(tmp_path, command, flags | {"load_checkpoint": True})
-    assert "the checkpoint stands at step 6, and no step is left to train" in capsys.readouterr().err
+    assert "the checkpoint is at step 6: no steps are left to train" in capsys.readouterr().err
     assert (again.save_path / CASES["sft"][-1]).read_bytes() == weights
     assert again.metrics == metrics
 

@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from openrlhf.models.forward import Scores, TargetLogits
 from openrlhf.rollout.hf import HFEngine
 from openrlhf.training.local import LocalFrozen
 from tests.tiny import CHARACTERS, SHAPE
@@ -297,7 +298,7 @@ def test_dynamic_batches_reach_reward_models_and_change_no_score(learn, reward_m
     forward = LocalFrozen.forward
 
     def watched(self, batch, ask, **options):
-        seen.append(int((batch.sequence_ids >= 0).sum()) if ask in ("scores", "target_logits") else 0)
+        seen.append(int((batch.sequence_ids >= 0).sum()) if ask in (Scores, TargetLogits) else 0)
         return forward(self, batch, ask, **options)
 
     monkeypatch.setattr(LocalFrozen, "forward", watched)

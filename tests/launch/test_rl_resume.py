@@ -133,4 +133,4 @@ def test_a_run_that_is_over_says_that_nothing_is_left(tmp_path, case, capsys):
     flags = case("async", "over", save_steps=STEPS)
     finished = finish(tmp_path, flags).metrics
     assert finish(tmp_path, flags | {"load_checkpoint": True}).metrics == finished
-    assert f"the checkpoint stands at step {STEPS}, and no step is left to train" in capsys.readouterr().err
+    assert f"the checkpoint is at step {STEPS}: no steps are left to train" in capsys.readouterr().err

@@ -9,7 +9,6 @@ from openrlhf.data.collate import Layout
 from openrlhf.errors import RolloutError
 from openrlhf.rollout.checksum import checksum
 from openrlhf.rollout.sync_proof import Sent, SyncProof, compare
-from openrlhf.training.backend import is_weightless
 from openrlhf.types import Prompt, TokenRow, Trajectory
 
 
@@ -25,7 +24,7 @@ def test_every_micro_batch_goes_to_one_rank_and_shares_are_equally_long(ranks):
     assert len({len(share) for share in shares}) == 1
     for own, share in zip(places, shares, strict=True):
         assert [batches[place] for place in own] == share[: len(own)]
-        assert all(is_weightless(filler) for filler in share[len(own) :])
+        assert all(batch.filler for batch in share[len(own) :])
 
 
 def test_the_tokens_of_ranks_are_balanced():

@@ -20,7 +20,7 @@ from openrlhf.config.sections.model import LoraFlags, ModelFlags
 from openrlhf.data.collate import pack, pad
 from openrlhf.errors import ConfigError, OpenRLHFError
 from openrlhf.models.export import save_model
-from openrlhf.models.forward import Network
+from openrlhf.models.forward import LogProbs, Network, Scores
 from openrlhf.models.heads import VocabularyHead
 from openrlhf.models.load import add_adapters, load_causal_lm, load_scalar_model
 from openrlhf.models.plain import plain_copy
@@ -131,7 +131,7 @@ def load_scalar(folder: Path, *, new_head: bool) -> Network:
 
 def log_probs(network: Network, batch: Batch) -> list[Tensor]:
     """[tokens - 1] for each sequence."""
-    return [row[1:] for row in per_row(network(batch, "log_probs").log_probs, batch)]
+    return [row[1:] for row in per_row(network(batch, LogProbs).log_probs, batch)]
 
 
 def largest(found: list[Tensor], expected: list[Tensor]) -> float:
@@ -216,9 +216,9 @@ def test_reward_model(tiny, column, record_property, tmp_path):
         network.scalar_head.weight.mul_(20)  # it begins near zero
         with attention_of(network.decoder, "eager"):
             alone = [network.decoder(input_ids=pack([row]).input_ids).logits.view(1) for row in ROWS]
-        together = network(pack(ROWS), "scores").scores
+        together = network(pack(ROWS), Scores).scores
         save_model(network, tmp_path)
-        again = load_scalar(tmp_path, new_head=False)(pack(ROWS), "scores").scores
+        again = load_scalar(tmp_path, new_head=False)(pack(ROWS), Scores).scores
         error = max(largest(list(together.split(1)), alone), largest([again], [together]))
         record_property("error", error)
         assert error < TOLERANCE

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from openrlhf.config.sections.model import LoraFlags, ModelFlags
 from openrlhf.data.collate import pack, pad
 from openrlhf.models.export import save_model
-from openrlhf.models.forward import Network
+from openrlhf.models.forward import Network, Scores
 from openrlhf.models.heads import separate_pad_from_eos
 from openrlhf.models.load import add_adapters, load_causal_lm, load_scalar_model, load_tokenizer
 from openrlhf.models.plain import checkpoint_weights
@@ -40,7 +40,7 @@ def rows(tokenizer):
 
 def ours(network, tokenizer, lay=pack):
     with torch.no_grad():
-        return network(lay(rows(tokenizer)), "scores").scores
+        return network(lay(rows(tokenizer)), Scores).scores
 
 
 def train_a_reward_model(base, folder, prefix="score"):

@@ -20,7 +20,17 @@ from openrlhf.config.sections.model import ModelFlags
 from openrlhf.data.collate import pack, pad
 from openrlhf.errors import ConfigError
 from openrlhf.models.attention import SEGMENTED
-from openrlhf.models.forward import last_tokens
+from openrlhf.models.forward import (
+    DistillationTerms,
+    HiddenStates,
+    LogProbs,
+    LogProbsAndEntropy,
+    Scores,
+    TargetLogits,
+    Teacher,
+    Values,
+    last_tokens,
+)
 from openrlhf.models.load import recompute_activations
 from openrlhf.training.model_checks import balances_experts
 from openrlhf.types import Batch
@@ -39,7 +49,7 @@ def test_log_probs_are_those_of_the_plain_model(kind, attention, layout):
     batch = LAYOUTS[layout](rows)
     with torch.no_grad():
         plain = make_plain(kind)
-        got = make_network(kind, attention)(batch, "log_probs").log_probs
+        got = make_network(kind, attention)(batch, LogProbs).log_probs
         for row, log_probs in zip(rows, per_row(got, batch), strict=True):
             expected = torch.where(torch.from_numpy(row.target_mask[1:]), plain_log_probs(plain, row), 0.0)
             assert_close(log_probs[1:], expected, rtol=1e-5, atol=1e-5)
@@ -49,14 +59,14 @@ def test_log_probs_are_those_of_the_plain_model(kind, attention, layout):
 def test_capped_attention_is_refused_where_it_cannot_be_computed():
     network = make_network(CAPPED, SEGMENTED)
     with pytest.raises(ConfigError, match=r"caps its attention scores.*Try: --attn_implementation eager"):
-        network(pack(make_rows()), "log_probs")
+        network(pack(make_rows()), LogProbs)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
 def test_temperature_divides_the_logits(temperature):
     row = make_rows()[0]
     network = make_network("llama", "sdpa")
-    got = network(pack([row]), "log_probs", temperature=temperature).log_probs
+    got = network(pack([row]), LogProbs, temperature=temperature).log_probs
     assert_close(got[0, 2:], plain_log_probs(network.model, row, temperature)[1:])
 
 
@@ -69,7 +79,7 @@ def test_a_row_neither_sees_nor_moves_another(kind, attention, layout):
     seen = []
     for second in (rows[1], changed(rows[1])):
         batch = LAYOUTS[layout]([rows[0], second, rows[2]])
-        log_probs = per_row(network(batch, "log_probs").log_probs, batch)
+        log_probs = per_row(network(batch, LogProbs).log_probs, batch)
         kept = torch.cat([log_probs[0], log_probs[2]])
         kept.sum().backward()
         seen.append((kept.detach(), log_probs[1].detach(), gradients(network)))
@@ -88,7 +98,7 @@ def test_packing_is_padding_in_values_and_gradients(kind, attention):
     results = []
     for lay in LAYOUTS.values():
         batch = lay(rows)
-        outputs = network(batch, "log_probs_and_entropy")
+        outputs = network(batch, LogProbsAndEntropy)
         log_probs = torch.cat(per_row(outputs.log_probs, batch))
         entropy = torch.cat(per_row(outputs.entropy, batch))
         ((log_probs + 0.1 * entropy) * torch.cat(weights)).sum().backward()
@@ -102,7 +112,7 @@ def test_scores_stand_at_the_last_token_and_values_before_each(attention, layout
     network = make_network("llama", attention, scalar=True)
     rows = make_rows()
     batch = LAYOUTS[layout](rows)
-    scores, values = network(batch, "scores").scores, network(batch, "values").values
+    scores, values = network(batch, Scores).scores, network(batch, Values).values
     plain = make_plain("llama", scalar=True)
     for row, score, value in zip(rows, scores, per_row(values, batch), strict=True):
         scalar = plain.score(plain.model(input_ids=alone(row)).last_hidden_state[0]).squeeze(-1)  # [tokens]
@@ -115,7 +125,7 @@ def test_scores_stand_at_the_last_token_and_values_before_each(attention, layout
 def test_target_logits_stand_at_the_targets_themselves(layout):
     network = make_network("llama", "sdpa")
     rows = make_rows()
-    got = network(LAYOUTS[layout](rows), "target_logits").target_logits
+    got = network(LAYOUTS[layout](rows), TargetLogits).logits
     plain = [network.model(input_ids=alone(row)).logits[0, 2:] for row in rows]
     assert_close(got, torch.cat(plain), rtol=1e-5, atol=1e-5)
 
@@ -123,7 +133,7 @@ def test_target_logits_stand_at_the_targets_themselves(layout):
 def test_hidden_states_are_those_that_predict_the_targets():
     network = make_network("llama", "sdpa")
     rows = make_rows()
-    hidden = network(pad(rows, 0), "hidden").hidden
+    hidden = network(pad(rows, 0), HiddenStates).hidden
     logits = network.vocabulary_head(hidden)
     targets = torch.cat([alone(row)[0, 2:] for row in rows])
     expected = torch.cat([plain_log_probs(network.model, row)[1:] for row in rows])
@@ -133,9 +143,9 @@ def test_hidden_states_are_those_that_predict_the_targets():
 def test_distillation_from_itself_is_the_entropy():
     network = make_network("llama", "sdpa")
     batch = pad(make_rows(), 0)
-    teacher = network(batch, "hidden").hidden.detach()
-    outputs = network(batch, "distillation", teacher_hidden=teacher, teacher_head=network.vocabulary_head)
-    measured = network(batch, "log_probs_and_entropy")
+    teacher = network(batch, HiddenStates).hidden.detach()
+    outputs = network(batch, DistillationTerms, teacher=Teacher(teacher, network.vocabulary_head))
+    measured = network(batch, LogProbsAndEntropy)
     assert_close(-outputs.cross, measured.entropy)
     assert_close(outputs.log_probs, measured.log_probs)
 
@@ -145,7 +155,13 @@ def test_last_tokens_by_hand():
     packed = torch.tensor([[0, 0, 1, 1, 1, 2]])
     nothing = torch.zeros_like
     for ids, expected in ((padded, [1, 6, 11]), (packed, [1, 4, 5])):
-        batch = Batch(nothing(ids), nothing(ids), ids, nothing(ids).bool(), 3)
+        batch = Batch(
+            input_ids=nothing(ids),
+            position_ids=nothing(ids),
+            sequence_ids=ids,
+            target_mask=nothing(ids).bool(),
+            num_sequences=3,
+        )
         assert last_tokens(batch).tolist() == expected
 
 
@@ -153,7 +169,7 @@ def test_last_tokens_by_hand():
 def test_rows_without_targets_give_zeros_that_have_a_gradient(attention):
     network = make_network("llama", attention)
     batch = pack(make_rows(prompt=100))
-    log_probs = network(batch, "log_probs").log_probs
+    log_probs = network(batch, LogProbs).log_probs
     log_probs.sum().backward()
     assert (log_probs == 0).all()
     assert all((gradient == 0).all() for gradient in gradients(network).values())
@@ -167,11 +183,11 @@ def test_auxiliary_loss_is_the_models_own(kind):
     for attention in ATTENTIONS:
         for lay in LAYOUTS.values():
             network = make_network(kind, attention, with_aux_loss=True)
-            got = network(lay(make_rows()), "log_probs").aux_loss
+            got = network(lay(make_rows()), LogProbs).aux_loss
             assert_close(got, own)
             got.backward()
             assert any("gate" in name for name in gradients(network))
-    assert make_network(kind, "sdpa")(batch, "log_probs").aux_loss is None
+    assert make_network(kind, "sdpa")(batch, LogProbs).aux_loss is None
 
 
 def test_balancing_experts_needs_experts():
@@ -185,7 +201,7 @@ def test_balancing_experts_refuses_the_recomputation_that_hides_their_routers():
     network = make_network("mixtral", SEGMENTED, with_aux_loss=True).train()
     recompute_activations(network.model, reentrant=True)
     with pytest.raises(ConfigError, match="use_reentrant hides the routers"):
-        network(pack(make_rows()), "log_probs")
+        network(pack(make_rows()), LogProbs)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -196,7 +212,7 @@ def test_recomputed_activations_give_the_same_gradients(kind, attention, reentra
         network = make_network(kind, attention, with_aux_loss=kind == "qwen3_moe" and not reentrant).train()
         if recompute:
             recompute_activations(network.model, reentrant=reentrant)
-        outputs = network(pack(make_rows()), "log_probs")
+        outputs = network(pack(make_rows()), LogProbs)
         (outputs.log_probs.sum() + (0 if outputs.aux_loss is None else outputs.aux_loss)).backward()
         results.append(gradients(network))
     assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)

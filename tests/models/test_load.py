@@ -9,7 +9,7 @@ from openrlhf.config.sections.model import LoadingFlags, LoraFlags, ModelFlags
 from openrlhf.data.collate import pack
 from openrlhf.errors import ConfigError
 from openrlhf.models.attention import SEGMENTED
-from openrlhf.models.forward import Network
+from openrlhf.models.forward import LogProbs, Network
 from openrlhf.models.load import (
     add_adapters,
     choose_dtype,
@@ -198,7 +198,7 @@ def test_adapters_learn_through_recomputation(folder, reentrant):
     for recompute in (False, True):
         if recompute:
             recompute_activations(network.model, reentrant=reentrant)
-        network(batch, "log_probs").log_probs.sum().backward()
+        network(batch, LogProbs).log_probs.sum().backward()
         results.append(gradients(network))
     assert results[0].keys() == dict.fromkeys(learning(network)).keys()
     assert_close(results[1], results[0])
@@ -214,7 +214,7 @@ def test_four_bits_learn_in_their_adapters_alone(tmp_path):
     before = {name: parameter.detach().clone() for name, parameter in network.named_parameters()}
     optimizer = MasterOptimizer(network, OptimizerSettings(learning_rate=0.1))
     for _ in range(2):  # adapters begin with B = 0, so A moves in the second step
-        (-network(pack(rows("hello", "abc")), "log_probs").log_probs.sum()).backward()
+        (-network(pack(rows("hello", "abc")), LogProbs).log_probs.sum()).backward()
         optimizer.step(1.0)
     moved = {name for name, parameter in network.named_parameters() if not torch.equal(parameter, before[name])}
     assert moved == set(learning(network))

@@ -22,7 +22,7 @@ from openrlhf.data.collate import pack, pad
 from openrlhf.errors import ConfigError
 from openrlhf.models import inputs, self_test
 from openrlhf.models.attention import SEGMENTED, fitting_attention
-from openrlhf.models.forward import Network
+from openrlhf.models.forward import LogProbs, Network, OwnLogProbs
 from openrlhf.models.heads import VocabularyHead
 from openrlhf.models.running import attention_of, in_fp32, kernel_functions, reference_kernels
 from openrlhf.models.self_test import settle_layout
@@ -123,9 +123,9 @@ def test_settled_networks_compute_what_the_model_does(family, lay):
     ]
     batch = lay(rows)
     with torch.no_grad():
-        found = network(batch, "log_probs").log_probs
+        found = network(batch, LogProbs).log_probs
         with attention_of(network.decoder, "eager"):
-            own = network(batch, "own_log_probs").log_probs
+            own = network(batch, OwnLogProbs).log_probs
     assert_close(found, own, rtol=0, atol=1e-4)
 
 

@@ -79,9 +79,9 @@ def experience(settings=PPO, workers=None, batching=ALL_AT_ONCE, trajectories=TW
 
 
 def acted(made, name):
-    """An array at the action tokens of each sample."""
-    pairs = [(sample.arrays[name], sample.trajectory.action_mask) for sample in made.samples]
-    return [[value for value, acts in zip(array.tolist(), mask, strict=True) if acts] for array, mask in pairs]
+    """Values at the action tokens of each sample."""
+    rows = zip(vars(made)[name], made.trajectories, strict=True)
+    return [row[: len(item.input_ids)][torch.tensor(item.action_mask)].tolist() for row, item in rows]
 
 
 def near(rows):
@@ -112,9 +112,8 @@ def test_whitening_divides_by_the_deviation_over_the_rollout():
 
 def test_nothing_but_actions_has_an_advantage():
     for settings in (PPO, GRPO):
-        for sample in experience(settings).samples:
-            idle = ~torch.tensor(sample.trajectory.action_mask)
-            assert not torch.tensor(sample.arrays["advantages"])[idle].any()
+        found = experience(settings)
+        assert not found.advantages[~found.tokens.action_mask].any()
 
 
 def test_grpo_compares_the_samples_of_a_prompt():
@@ -122,7 +121,7 @@ def test_grpo_compares_the_samples_of_a_prompt():
     # 1 and 3 are one deviation of sqrt(2) around 2 in units of 1; equal rewards carry no signal.
     a = 0.5**0.5
     assert acted(found, "advantages") == near([[-a, -a], [a, a], [0.0], [0.0, 0.0]])
-    assert "returns" not in found.samples[0].arrays
+    assert found.returns is None
     assert found.kl == pytest.approx(-0.4 / 7)
 
 
@@ -177,11 +176,11 @@ def test_a_process_reward_model_rewards_each_step_at_its_last_token():
     returns = [[1.5, 1.5, 1.0, 1.0, 0.0], [0.0, 0.0]]  # what is still to come at each token
     mean = 5.0 / 7
     assert acted(found, "advantages") == near([[value - mean for value in row] for row in returns])
-    assert [sample.trajectory.reward for sample in found.samples] == [1.5, 0.0]
-    assert [sample.trajectory.score for sample in found.samples] == [0.5, 0.0]  # as without --step_rewards
+    assert [item.reward for item in found.trajectories] == [1.5, 0.0]
+    assert [item.score for item in found.trajectories] == [0.5, 0.0]  # as without --step_rewards
     assert found.metrics["steps"] == 1.5
     at_the_end = reasoned(replace(GRPO, estimator="reinforce"))
-    assert [sample.trajectory.reward for sample in at_the_end.samples] == [0.5, 0.0]
+    assert [item.reward for item in at_the_end.trajectories] == [0.5, 0.0]
     assert acted(at_the_end, "advantages") == near([[0.5 - 2.5 / 7] * 5, [-2.5 / 7] * 2])
 
 
@@ -206,7 +205,7 @@ def test_a_judgement_of_the_whole_stands_at_the_last_token_beside_the_steps():
     found = reasoned(replace(EACH_STEP, estimator="reinforce", divide_by_std=False), BOTH)
     returns = [[0.5, 0.5, 0.0, 0.0, -1.0], [3.0, 3.0]]
     assert acted(found, "advantages") == near([[value - 6.0 / 7 for value in row] for row in returns])
-    assert [sample.trajectory.reward for sample in found.samples] == [0.5, 3.0]
+    assert [item.reward for item in found.trajectories] == [0.5, 3.0]
 
 
 def test_gae_over_step_rewards_and_kl():
@@ -268,20 +267,21 @@ def test_reward_models_score_what_has_no_reward():
     rewards = ModelRewards(scores, scores, [()] * len(given))
     found = experience(GRPO, TableWorkers(rewards=rewards), trajectories=blank)
     assert acted(found, "advantages") == acted(experience(GRPO), "advantages")
-    assert [sample.trajectory.score for sample in found.samples] == given
-    assert [sample.trajectory for sample in experience(GRPO).samples] == TWO_GROUPS
+    assert [item.score for item in found.trajectories] == given
+    assert experience(GRPO).trajectories == TWO_GROUPS
 
 
 def test_without_a_reference_there_is_no_kl():
     found = experience(GRPO, TableWorkers(reference=False, critic=False))
     assert found.kl is None
     assert "kl" not in found.metrics
-    assert set(found.samples[0].arrays) == {"old_log_probs", "rollout_log_probs", "advantages"}
+    assert found.reference_log_probs is found.old_values is found.returns is None
+    assert found.old_log_probs is not None
 
 
 def test_a_single_step_needs_no_old_log_probs_and_measures_the_kl_of_what_was_sampled():
     found = experience(replace(GRPO, scores_policy=False), TableWorkers(critic=False))
-    assert "old_log_probs" not in found.samples[0].arrays
+    assert found.old_log_probs is None
     assert found.kl == pytest.approx((4 * (-1 + 0.9) + 3 * (-1 + 0.4)) / 7)
 
 
@@ -289,9 +289,8 @@ def test_old_samples_may_be_compared_with_the_engines_log_probs():
     """Those of the policy still measure the KL; the ratio is taken to what the sample was drawn with."""
     usual, found = experience(), experience(replace(PPO, old_from_engine=True))
     assert found.kl == usual.kl
-    for sample, other in zip(found.samples, usual.samples, strict=True):
-        assert (sample.arrays["old_log_probs"] == sample.arrays["rollout_log_probs"]).all()
-        assert (other.arrays["old_log_probs"] != other.arrays["rollout_log_probs"]).any()
+    assert torch.equal(found.old_log_probs, found.rollout_log_probs)
+    assert not torch.equal(usual.old_log_probs, usual.rollout_log_probs)
 
 
 def test_what_is_logged():
@@ -326,7 +325,6 @@ def test_the_cut_into_micro_batches_changes_nothing(cut, settings):
     packing, size, budget = CUTS[cut]
     whole, cut_up = experience(settings), experience(settings, batching=Batching(Layout(packing, 0), size, budget))
     assert cut_up.metrics == whole.metrics
-    for here, there in zip(cut_up.samples, whole.samples, strict=True):
-        assert here.trajectory == there.trajectory
-        assert here.arrays.keys() == there.arrays.keys()
-        assert all((here.arrays[name] == there.arrays[name]).all() for name in here.arrays)
+    assert cut_up.trajectories == whole.trajectories
+    for name in ("advantages", "returns", "old_values", "old_log_probs", "reference_log_probs", "rollout_log_probs"):
+        assert torch.equal(vars(cut_up)[name], vars(whole)[name]), name

@@ -6,10 +6,12 @@ import math
 from dataclasses import replace
 
 import numpy as np
+import torch
 
+from openrlhf.rl.experience import Experience
 from openrlhf.rl.record import Recorder, Replay, plain, read_queue, trajectory, write_queue
 from openrlhf.rl.rollouts import Rollout
-from openrlhf.rl.samples import Sample
+from openrlhf.rl.samples import RolloutTokens
 from openrlhf.types import Prompt, Trajectory
 
 THIRD = float(np.float32(1 / 3))
@@ -25,6 +27,23 @@ ITEM = Trajectory(
     extra_logs={"speed": 2.0},
     step_rewards=((2, 0.25), (4, -1.5)),
 )
+
+
+def experience(*items):
+    """Trajectories with the same advantages each."""
+    per_token = torch.tensor([[0, 0, THIRD, 0, -1]] * len(items))
+    return Experience(
+        trajectories=list(items),
+        tokens=RolloutTokens.of(items, 0),
+        advantages=per_token,
+        rollout_log_probs=torch.zeros_like(per_token),
+        old_log_probs=None,
+        reference_log_probs=None,
+        old_values=None,
+        returns=None,
+        metrics={},
+        kl=None,
+    )
 
 
 def test_a_trajectory_comes_back():
@@ -47,10 +66,9 @@ def test_the_queue_comes_back(tmp_path):
 
 
 def test_recorded_samples_can_be_trained_on_again(tmp_path):
-    arrays = {"advantages": np.array([0, 0, THIRD, 0, -1], np.float32), "rollout_log_probs": np.zeros(5, np.float32)}
     recorder = Recorder(tmp_path, decode=lambda ids: " ".join(map(str, ids)))
-    recorder.write(1, [Sample(ITEM, arrays)])
-    recorder.write(2, [Sample(replace(ITEM, version=4), arrays)] * 2)
+    recorder.write(1, experience(ITEM))
+    recorder.write(2, experience(*[replace(ITEM, version=4)] * 2))
     line = json.loads((tmp_path / "rollouts" / "step_000001.jsonl").read_text())
     assert (line["step"], line["response"]) == (1, "3 4 5")
     assert line["advantages"] == [0, 0, 0.333333, 0, -1]
@@ -64,7 +82,7 @@ def test_recorded_samples_can_be_trained_on_again(tmp_path):
 
 
 def test_nothing_is_written_without_a_folder(tmp_path):
-    Recorder(None).write(1, [Sample(ITEM, {})])
+    Recorder(None).write(1, experience(ITEM))
     assert not list(tmp_path.iterdir())
 
 
@@ -74,7 +92,7 @@ def test_what_an_older_run_left_is_cleared(tmp_path):
 
     recorder = Recorder(tmp_path)
     for step in (1, 2, 3, 1000000):
-        recorder.write(step, [Sample(ITEM, {})])
+        recorder.write(step, experience(ITEM))
     (tmp_path / "rollouts" / "notes.txt").write_text("mine")
     Recorder(tmp_path, resumed_at=2)
     assert names() == ["notes.txt", "step_000001.jsonl", "step_000002.jsonl"]
@@ -83,5 +101,5 @@ def test_what_an_older_run_left_is_cleared(tmp_path):
 
 
 def test_a_folder_that_is_gone_is_made_again(tmp_path):
-    Recorder(tmp_path / "gone", resumed_at=2).write(3, [Sample(ITEM, {})])
+    Recorder(tmp_path / "gone", resumed_at=2).write(3, experience(ITEM))
     assert [path.name for path in (tmp_path / "gone" / "rollouts").iterdir()] == ["step_000003.jsonl"]

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from openrlhf.config.sections.model import LoraFlags, ModelFlags
 from openrlhf.data.collate import Layout
-from openrlhf.models.forward import Network
+from openrlhf.models.forward import LogProbs, Network
 from openrlhf.models.load import add_adapters, load_causal_lm
 from openrlhf.models.plain import checkpoint_weights, plain_copy
 from openrlhf.rl.samples import batch_trajectories
@@ -63,7 +63,7 @@ def assert_trainable(network, asked, made, temperature=1.0):
         mask = (False,) * len(prompt) + (True,) * len(answer)
         item = Trajectory(Prompt(0, "", prompt), prompt + answer, mask, (), 0.0, 0.0, False, 0)
         batch = batch_trajectories([item], Layout(packing=False, pad_id=0))
-        found = network(batch, "log_probs", temperature=temperature).log_probs[0, len(prompt) :]
+        found = network(batch, LogProbs, temperature=temperature).log_probs[0, len(prompt) :]
         assert completion.log_probs == pytest.approx(found.tolist(), abs=1e-5)
 
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from openrlhf.data.collate import Layout, collate
 from openrlhf.errors import EngineError, RolloutError
-from openrlhf.models.forward import Network
+from openrlhf.models.forward import LogProbs, Network
 from openrlhf.rl.samples import batch_trajectories
 from openrlhf.rollout.checksum import checksum
 from openrlhf.rollout.hf import HFEngine
@@ -90,7 +90,7 @@ def log_probs(network, request, completion, temperature=1.0):
     item = Trajectory(Prompt(0, "", prompt), prompt + answer, mask, (), 0.0, 0.0, False, 0)
     batch = batch_trajectories([item], Layout(packing=False, pad_id=0))
     with torch.no_grad():
-        return network(batch, "log_probs", temperature=temperature).log_probs[0, len(prompt) :].tolist()
+        return network(batch, LogProbs, temperature=temperature).log_probs[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3])

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from openrlhf.data.collate import Layout
-from openrlhf.models.forward import Network
+from openrlhf.models.forward import LogProbs, Network
 from openrlhf.models.plain import checkpoint_weights
 from openrlhf.rl.samples import batch_trajectories
 from openrlhf.rollout.vllm import VLLMEngine, VLLMSettings
@@ -52,7 +52,7 @@ def gap(engine, network, tokenizer):
         items.append(Trajectory(Prompt(0, "", prompt), prompt + answer, mask, log_probs, 0.0, 0.0, False, 0))
     batch = batch_trajectories(items, Layout(packing=False, pad_id=0))
     with torch.no_grad():
-        trained = network(batch, "log_probs").log_probs
+        trained = network(batch, LogProbs).log_probs
     return max(
         abs(own - drawn)
         for row, item in zip(trained.tolist(), items, strict=True)

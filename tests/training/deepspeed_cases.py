@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ from openrlhf.algo.token_loss import kd_loss, sft_loss
 from openrlhf.data.collate import Layout
 from openrlhf.data.readings import Texts
 from openrlhf.models.attention import SEGMENTED
-from openrlhf.models.forward import Network
+from openrlhf.models.forward import DistillationTerms, HiddenStates, LogProbs, Network, Teacher
 from openrlhf.rl.reward_models import ProcessScorer
 from openrlhf.rl.samples import Batching
-from openrlhf.training.backend import Frozen, Run, TrainBackend, with_extras
+from openrlhf.training.backend import Frozen, Run, TrainBackend
 from openrlhf.training.optim import OptimizerSettings
 from openrlhf.types import Batch
 
@@ -58,7 +59,13 @@ def make_batch(lengths: Sequence[int], seed: int, *, packed: bool) -> Batch:
         pad = torch.nn.utils.rnn.pad_sequence
         ids, positions = pad(rows, batch_first=True), pad(places, batch_first=True)
         sequences = pad(numbers, batch_first=True, padding_value=-1)
-    return Batch(ids, positions, sequences, (sequences >= 0) & (positions > 0), len(lengths))
+    return Batch(
+        input_ids=ids,
+        position_ids=positions,
+        sequence_ids=sequences,
+        target_mask=(sequences >= 0) & (positions > 0),
+        num_sequences=len(lengths),
+    )
 
 
 def step_batches(step: int, *, packed: bool) -> list[Batch]:
@@ -68,7 +75,7 @@ def step_batches(step: int, *, packed: bool) -> list[Batch]:
 def of_rank(batches: Sequence[Batch], rank: int) -> list[Batch]:
     """The first rank takes two micro-batches, the second one and a filler."""
     first, second, third = batches
-    return [first, second] if rank == 0 else [third, with_extras(first, weightless=torch.ones(1))]
+    return [first, second] if rank == 0 else [third, replace(first, filler=True)]
 
 
 class Sft:
@@ -76,8 +83,7 @@ class Sft:
         return torch.tensor([float(batch.target_mask.sum()), 1.0], dtype=torch.float64)
 
     def loss(self, run: Run, batch: Batch, totals: Tensor) -> tuple[Tensor, Metrics]:
-        outputs = run(batch, "log_probs")
-        assert outputs.log_probs is not None
+        outputs = run(batch, LogProbs)
         loss, metrics = sft_loss(outputs.log_probs, batch.target_mask, totals[0])
         if outputs.aux_loss is not None:
             loss = loss + 0.1 * outputs.aux_loss / totals[1]
@@ -89,10 +95,8 @@ class Distil(Sft):
         self.teacher = teacher
 
     def loss(self, run: Run, batch: Batch, totals: Tensor) -> tuple[Tensor, Metrics]:
-        hidden = self.teacher.forward(batch, "hidden").hidden
-        outputs = run(batch, "distillation", teacher_hidden=hidden, teacher_head=self.teacher.head)
-        assert outputs.log_probs is not None
-        assert outputs.cross is not None
+        hidden = self.teacher.forward(batch, HiddenStates).hidden
+        outputs = run(batch, DistillationTerms, teacher=Teacher(hidden, self.teacher.head))
         return kd_loss(outputs.log_probs, outputs.cross, batch.target_mask, totals[0], 0.4)
 
 

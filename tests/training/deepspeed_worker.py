@@ -16,6 +16,7 @@ from torch import distributed as dist
 
 from openrlhf.config.sections.training import ShardingFlags
 from openrlhf.errors import BackendError
+from openrlhf.models.forward import LogProbs
 from openrlhf.training import compiled_layers
 from openrlhf.training import deepspeed as backends
 from openrlhf.training.audit import Audit
@@ -215,11 +216,11 @@ class Worker:
         teacher = DeepSpeedFrozen(load_network(self.folder / "teacher"), sharding, CPU)
         replica = DeepSpeedFrozen(load_network(self.folder / "teacher"), ShardingFlags(zero_stage=2), CPU, offload=True)
         batch = make_batch((9, 5), 3, packed=False)
-        looks = [model.forward(batch, "log_probs").log_probs for model in (teacher, replica)]
+        looks = [model.forward(batch, LogProbs).log_probs for model in (teacher, replica)]
         backend = self.build(sharding)
         distilled = train(backend, [self.mine(step) for step in range(3)], Distil(teacher))
         metrics = backend.evaluate(self.mine(0), Sft())["gpt_loss"]
-        outputs = backend.forward(batch, "log_probs").log_probs
+        outputs = backend.forward(batch, LogProbs).log_probs
         return {
             "looks": [look.tolist() for look in looks],
             "distilled": distilled,

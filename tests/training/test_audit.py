@@ -6,7 +6,7 @@ from torch import nn
 
 from openrlhf.config.sections.model import LoraFlags, ModelFlags
 from openrlhf.errors import BackendError
-from openrlhf.models.forward import Network
+from openrlhf.models.forward import Network, Scores, Values
 from openrlhf.models.load import add_adapters, load_causal_lm, load_scalar_model, recompute_activations
 from openrlhf.training.audit import STEPS, Audit
 from openrlhf.training.local import LocalBackend
@@ -19,15 +19,15 @@ SETTINGS = OptimizerSettings(learning_rate=1e-3)
 BATCH = [make_batch((5, 7), 0, packed=False)]
 
 
-class Scores(Sft):
+class Scalars(Sft):
     """The scalar head, at the last token or before each one."""
 
-    def __init__(self, ask="scores"):
-        self.ask = ask
+    def __init__(self, kind=Scores):
+        self.kind = kind
 
     def loss(self, run, batch, totals):
-        outputs = run(batch, self.ask)
-        found = outputs.scores if self.ask == "scores" else outputs.values
+        outputs = run(batch, self.kind)
+        found = outputs.scores if self.kind is Scores else outputs.values
         return (found - 1.0).square().sum() / totals[1], {}
 
 
@@ -72,12 +72,12 @@ def test_adapters_begin_with_zeros_and_then_learn(tmp_path, kind, capsys):
     assert lines(capsys) == []
 
 
-@pytest.mark.parametrize("ask", ["scores", "values"])
+@pytest.mark.parametrize("kind", [Scores, Values])
 @pytest.mark.parametrize("lora", [0, 4])
-def test_reward_models_and_critics_use_all_they_train(tmp_path, ask, lora, capsys):
+def test_reward_models_and_critics_use_all_they_train(tmp_path, kind, lora, capsys):
     name = make_model(tmp_path)
     model = load_scalar_model(name, ModelFlags(), device=CPU, packing=False, head_prefix="score", new_head=True)
-    train(Network(add_adapters(model, LoraFlags(lora_rank=lora), scalar=True)), Scores(ask))
+    train(Network(add_adapters(model, LoraFlags(lora_rank=lora), scalar=True)), Scalars(kind))
     assert lines(capsys) == []
 
 

@@ -17,6 +17,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from openrlhf.config.sections.training import ShardingFlags
+from openrlhf.models.forward import LogProbs
 from openrlhf.models.plain import checkpoint_places, load_weights
 from openrlhf.training.deepspeed_config import Site, engine_config, frozen_config
 from openrlhf.training.deepspeed_start import _free_port
@@ -209,11 +210,11 @@ def test_loading_in_shards_gives_the_same_model(folder: Path, ranks: list[dict[s
 def test_a_sharded_teacher_teaches_as_a_whole_one(folder: Path, ranks: list[dict[str, Any]]) -> None:
     teacher = LocalFrozen(load_network(folder / "teacher"), CPU)
     batch = make_batch((9, 5), 3, packed=False)
-    look = teacher.forward(batch, "log_probs").log_probs
+    look = teacher.forward(batch, LogProbs).log_probs
     backend = LocalBackend(load_network(folder / "llama"), SETTINGS, CPU)
     distilled = train(backend, [step_batches(step, packed=False) for step in range(3)], Distil(teacher))
     evaluated = backend.evaluate(step_batches(0, packed=False), Sft())["gpt_loss"]
-    here = backend.forward(batch, "log_probs").log_probs
+    here = backend.forward(batch, LogProbs).log_probs
     assert_same_training([rank["frozen"]["distilled"] for rank in ranks], distilled)
     for rank in ranks:
         got = rank["frozen"]

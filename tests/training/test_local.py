@@ -9,9 +9,10 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from openrlhf.config.sections.model import LoraFlags, ModelFlags
+from openrlhf.config.sections.objectives import DirectPreferenceFlags
 from openrlhf.data.collate import collate
 from openrlhf.errors import BackendError
-from openrlhf.models.forward import Network
+from openrlhf.models.forward import HiddenStates, LogProbs, Network
 from openrlhf.models.load import add_adapters, load_causal_lm
 from openrlhf.rollout.hf import HFEngine
 from openrlhf.training.backend import values_of
@@ -75,16 +76,17 @@ def frozen(folder, packing=False):
 
 
 CASES = {
-    "sft": (SFT(), token_rows(7)),
-    "dpo": (DirectPreference(beta=0.1), pair_rows(7)),
-    "dpo_nll": (DirectPreference(beta=0.1, nll_loss_coef=0.2, label_smoothing=0.1), pair_rows(7)),
+    "sft": (None, token_rows(7)),
+    "dpo": (DirectPreferenceFlags(), pair_rows(7)),
+    "dpo_nll": (DirectPreferenceFlags(nll_loss_coef=0.2, label_smoothing=0.1), pair_rows(7)),
 }
 
 
 def prepared(case, folder, backend, size, packing):
-    objective, rows = CASES[case]
+    flags, rows = CASES[case]
+    objective = SFT() if flags is None else DirectPreference(flags, frozen(folder, packing))
     cut = batches(rows, size, packing=packing)
-    return objective, objective.prepare(cut, Step(rows, range(len(rows)), size), backend, frozen(folder, packing))
+    return objective, objective.prepare(cut, Step(rows, range(len(rows)), size), backend)
 
 
 def gradients_of(backend):
@@ -184,7 +186,7 @@ def test_looking_changes_nothing(folder):
     before, state = weights_of(backend), copy.deepcopy(backend.optimizer.state())
     random = torch.get_rng_state()
     metrics = backend.evaluate(cut, SFT())
-    outputs = backend.forward(cut[0], "log_probs")
+    outputs = backend.forward(cut[0], LogProbs)
     assert not outputs.log_probs.requires_grad
     assert backend.network.training
     assert all(parameter.grad is None for parameter in backend.network.parameters())
@@ -232,9 +234,9 @@ def test_dropout_is_for_training_alone(tmp_path):
     name = make_model(tmp_path, attention_dropout=0.5)
     backend = LocalBackend(Network(load_causal_lm(name, ModelFlags(), device=CPU, packing=False)), SETTINGS, CPU)
     batch = batches(token_rows(3), 3)[0]
-    looks = [backend.forward(batch, "log_probs").log_probs for _ in range(2)]
+    looks = [backend.forward(batch, LogProbs).log_probs for _ in range(2)]
     assert torch.equal(*looks)
-    runs = [backend.network(batch, "log_probs").log_probs for _ in range(2)]
+    runs = [backend.network(batch, LogProbs).log_probs for _ in range(2)]
     assert not torch.equal(*runs)
 
 
@@ -251,11 +253,11 @@ def test_a_frozen_model_only_looks(folder, offload):
     network = Network(load_causal_lm(folder, ModelFlags(), device=CPU, packing=False))
     looker = LocalFrozen(network, CPU, offload=offload)
     batch = batches(token_rows(3), 3)[0]
-    log_probs = looker.forward(batch, "log_probs").log_probs
+    log_probs = looker.forward(batch, LogProbs).log_probs
     assert not log_probs.requires_grad
     assert not any(parameter.requires_grad for parameter in network.parameters())
-    assert_close(log_probs, make_backend(folder).forward(batch, "log_probs").log_probs)
-    hidden = looker.forward(batch, "hidden").hidden
+    assert_close(log_probs, make_backend(folder).forward(batch, LogProbs).log_probs)
+    hidden = looker.forward(batch, HiddenStates).hidden
     assert looker.head(hidden).shape == (int(batch.target_mask.sum()), VOCAB)
 
 

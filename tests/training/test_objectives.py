@@ -10,7 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from openrlhf.data.collate import collate
+from openrlhf.config.sections.objectives import (
+    DirectPreferenceFlags,
+    DistillationFlags,
+    PairwiseRewardFlags,
+    UnpairedPreferenceFlags,
+)
+from openrlhf.data.collate import Layout, collate
 from openrlhf.models.forward import Network
 from openrlhf.training.local import LocalBackend, LocalFrozen
 from openrlhf.training.objectives import (
@@ -94,27 +100,36 @@ def step_rows(count=7, seed=0, *, soft):
     return rows
 
 
-def through(model, objective, rows, size, *, frozen=None):
+def through(model, objective, rows, size):
     """One step's losses and metrics, and the gradients that it leaves."""
     backend = LocalBackend(Network(deepcopy(model)), OptimizerSettings(learning_rate=0.0), CPU)
     batches = [collate(part, packing=False, pad_id=1) for part in micro_batches(rows, size)]
-    batches = objective.prepare(batches, Step(rows, range(len(rows)), size), backend, frozen)
+    batches = objective.prepare(batches, Step(rows, range(len(rows)), size), backend)
     result = backend.forward_backward(batches, objective)
     gradients = {name: parameter.grad for name, parameter in backend.network.named_parameters()}
     return result, gradients
 
 
+def direct(reference, **flags):
+    return DirectPreference(DirectPreferenceFlags(**flags), reference)
+
+
+def unpaired(reference):
+    flags = UnpairedPreferenceFlags(beta=0.3, desirable_loss_weight=1.5, undesirable_loss_weight=0.5)
+    return UnpairedPreference(flags, reference, Layout(packing=False, pad_id=1), max_len=2048)
+
+
 CASES = {
     "sft": (lambda frozen: SFT(), token_rows()),
-    "kd": (lambda frozen: Distillation(0.4, teacher=frozen), token_rows()),
-    "rm": (lambda frozen: PairwiseReward(), pair_rows()),
-    "rm with margins": (lambda frozen: PairwiseReward(use_margin=True), pair_rows()),
-    "rm by logexp": (lambda frozen: PairwiseReward("logexp"), pair_rows()),
-    "dpo": (lambda frozen: DirectPreference(0.1), pair_rows()),
-    "cdpo with nll": (lambda frozen: DirectPreference(0.1, label_smoothing=0.1, nll_loss_coef=0.3), pair_rows()),
-    "ipo": (lambda frozen: DirectPreference(0.1, ipo=True), pair_rows()),
-    "ipo by length": (lambda frozen: DirectPreference(0.1, ipo=True, length_average=True), pair_rows()),
-    "kto": (lambda frozen: UnpairedPreference(0.3, 1.5, 0.5), labelled_rows()),
+    "kd": (lambda frozen: Distillation(DistillationFlags(), frozen), token_rows()),
+    "rm": (lambda frozen: PairwiseReward(PairwiseRewardFlags()), pair_rows()),
+    "rm with margins": (lambda frozen: PairwiseReward(PairwiseRewardFlags(margin_loss=True)), pair_rows()),
+    "rm by logexp": (lambda frozen: PairwiseReward(PairwiseRewardFlags(loss="logexp")), pair_rows()),
+    "dpo": (lambda frozen: direct(frozen), pair_rows()),
+    "cdpo with nll": (lambda frozen: direct(frozen, label_smoothing=0.1, nll_loss_coef=0.3), pair_rows()),
+    "ipo": (lambda frozen: direct(frozen, ipo=True), pair_rows()),
+    "ipo by length": (lambda frozen: direct(frozen, ipo=True, ipo_length_average=True), pair_rows()),
+    "kto": (unpaired, labelled_rows()),
     "prm": (lambda frozen: ProcessReward((5, 6)), step_rows(soft=False)),
     "prm over all tokens": (lambda frozen: ProcessReward(), step_rows(soft=False)),
     "prm with soft labels": (lambda frozen: ProcessReward((5, 6), soft=True), step_rows(soft=True)),
@@ -126,8 +141,8 @@ CASES = {
 def test_the_cut_into_micro_batches_changes_nothing(name, size, policy, scorer, reference):
     make, rows = CASES[name]
     model = scorer if name.startswith("rm") else policy
-    whole, expected = through(model, make(reference), rows, len(rows), frozen=reference)
-    parts, got = through(model, make(reference), rows, size, frozen=reference)
+    whole, expected = through(model, make(reference), rows, len(rows))
+    parts, got = through(model, make(reference), rows, size)
     assert len(parts.losses) == math.ceil(len(rows) / size)
     assert_close(parts.losses.sum(), whole.losses.sum(), atol=1e-6, rtol=1e-5)
     assert parts.metrics.keys() == whole.metrics.keys()
@@ -161,7 +176,7 @@ def test_dpo_compares_log_ratios_with_the_reference(policy, reference):
         for sides in ((row.chosen, row.rejected) for row in rows)
     ]
     margins = torch.tensor([chosen - rejected for chosen, rejected in ratios])
-    result, _ = through(policy, DirectPreference(0.1), rows, 2, frozen=reference)
+    result, _ = through(policy, direct(reference), rows, 2)
     assert_close(result.losses.sum(), -torch.nn.functional.logsigmoid(0.1 * margins).mean())
     assert_close(result.metrics["acc"].value, (margins > 0).double().mean())
 
@@ -183,7 +198,7 @@ def test_ktos_baseline_is_the_mean_over_the_steps_mismatched_pairs(policy, refer
     signs = torch.tensor([1.0 if row.label else -1.0 for row in rows])
     losses = torch.sigmoid(-signs * 0.3 * (ratios([row.tokens for row in rows]) - baseline))
     weights = torch.where(signs > 0, 1.5, 0.5)
-    result, _ = through(policy, UnpairedPreference(0.3, 1.5, 0.5), rows, 2, frozen=reference)
+    result, _ = through(policy, unpaired(reference), rows, 2)
     assert_close(result.metrics["kl"].value.float(), baseline)
     assert_close(result.losses.sum(), (weights * losses).mean())
 
@@ -204,7 +219,7 @@ def test_a_response_that_both_find_impossible_is_neither_better_nor_worse(name, 
     first = rows[0].chosen if name != "kto" else rows[0].tokens
     token = int(first.input_ids[-1])
     frozen = LocalFrozen(Network(without_a_token(reference.network.decoder, token)), CPU)
-    result, gradients = through(without_a_token(policy, token), make(frozen), rows, 2, frozen=frozen)
+    result, gradients = through(without_a_token(policy, token), make(frozen), rows, 2)
     assert result.losses.isfinite().all()
     assert all(gradient.isfinite().all() for gradient in gradients.values())
 
@@ -212,7 +227,7 @@ def test_a_response_that_both_find_impossible_is_neither_better_nor_worse(name, 
 def test_a_teacher_that_is_the_student_costs_only_its_entropy(policy):
     itself = LocalFrozen(Network(deepcopy(policy)), CPU)
     rows = token_rows()
-    result, gradients = through(policy, Distillation(1.0, teacher=itself), rows, 3, frozen=itself)
+    result, gradients = through(policy, Distillation(DistillationFlags(kd_coef=1.0), itself), rows, 3)
     assert result.metrics["distil_loss"].value > 0
     for gradient in gradients.values():  # cross entropy is least where both agree
         assert_close(gradient, torch.zeros_like(gradient), atol=1e-6, rtol=0)

@@ -10,8 +10,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from openrlhf.algo.policy_loss import PolicySettings
 from openrlhf.data.collate import Layout
-from openrlhf.models.forward import Network
-from openrlhf.rl.samples import Batching, Sample, batch_samples
+from openrlhf.models.forward import LogProbs, Network
+from openrlhf.rl.experience import Experience
+from openrlhf.rl.samples import Batching, RolloutTokens, stack
 from openrlhf.training.backend import values_of
 from openrlhf.training.local import LocalBackend
 from openrlhf.training.optim import OptimizerSettings
@@ -45,27 +46,27 @@ def networks(tmp_path_factory):
 def samples():
     """Seven samples of uneven length; the third says something between its turns."""
     chance = np.random.default_rng(0)
-    made = []
+    items, arrays = [], []
     for length in (9, 4, 12, 3, 7, 5, 10):
         mask = np.arange(length) >= 2
         if length == 12:
             mask[5:8] = False
         ids = tuple(chance.integers(2, 60, length).tolist())
-        item = Trajectory(Prompt(0, "", ids[:2]), ids, tuple(mask.tolist()), (), 0.0, 0.0, False, 0)
-        arrays = {"advantages": chance.normal(size=length), "returns": chance.normal(size=length)}
+        items.append(Trajectory(Prompt(0, "", ids[:2]), ids, tuple(mask.tolist()), (), 0.0, 0.0, False, 0))
+        own = {name: chance.normal(size=length) for name in ("advantages", "returns", "old_values")}
         for name in ("old_log_probs", "reference_log_probs", "rollout_log_probs"):
-            arrays[name] = -4.4 + 0.3 * chance.normal(size=length)
-        arrays["old_values"] = chance.normal(size=length)
-        made.append(Sample(item, {name: value.astype(np.float32) for name, value in arrays.items()}))
-    return made
+            own[name] = -4.4 + 0.3 * chance.normal(size=length)
+        arrays.append(own)
+    tensors = {name: stack([own[name].tolist() for own in arrays], torch.float32) for name in arrays[0]}
+    return Experience(trajectories=items, tokens=RolloutTokens.of(items, 1), metrics={}, kl=None, **tensors)
 
 
 def stepped(networks, objective, samples, batching):
     """Loss, metrics and gradients of one step."""
     kind = "value" if isinstance(objective, ValueObjective) else "policy"
     backend = LocalBackend(deepcopy(networks[kind]), OptimizerSettings(learning_rate=0.0), CPU)
-    cut = batching.cut([len(sample.trajectory.input_ids) for sample in samples])
-    batches = [batch_samples([samples[place] for place in part], batching.layout) for part in cut]
+    cut = batching.cut(samples.tokens.lengths.tolist())
+    batches = [samples.batch(part, packing=batching.layout.packing) for part in cut]
     result = backend.forward_backward(batches, objective)
     gradients = {name: weight.grad for name, weight in backend.network.named_parameters()}
     return float(result.losses.sum()), values_of(result.metrics), gradients
@@ -95,19 +96,18 @@ def test_the_cut_of_a_step_changes_nothing(name, networks, samples):
 
 
 def test_the_loss_is_the_formula(networks, samples):
-    batch = batch_samples(samples, WHOLE.layout)
+    batch = samples.batch(range(7), packing=False)
     mask = batch.target_mask
     with torch.no_grad():
-        log_probs = networks["policy"].eval()(batch, "log_probs", temperature=0.8).log_probs
-    extras = batch.extras
-    ratio = (log_probs - extras["old_log_probs"]).exp()
-    each = -torch.minimum(ratio * extras["advantages"], ratio.clamp(0.8, 1.2) * extras["advantages"]) * mask
-    drift = (log_probs - extras["reference_log_probs"]) * mask
+        log_probs = networks["policy"].eval()(batch, LogProbs, temperature=0.8).log_probs
+    ratio = (log_probs - batch.old_log_probs).exp()
+    each = -torch.minimum(ratio * batch.advantages, ratio.clamp(0.8, 1.2) * batch.advantages) * mask
+    drift = (log_probs - batch.reference_log_probs) * mask
     lengths = mask.sum(1)
     wanted = {
         "token-mean": each.sum() / mask.sum(),
         "seq-mean": (each.sum(1) / lengths).mean(),
-        "constant": each.sum() / (12 * len(samples)),
+        "constant": each.sum() / (12 * 7),
         "kl": (each + 0.3 * (torch.expm1(-drift) + drift)).sum() / mask.sum(),
     }
     for name, value in wanted.items():
@@ -118,10 +118,10 @@ def test_the_loss_is_the_formula(networks, samples):
 
 
 def test_without_old_log_probs_the_ratio_is_one(networks, samples):
-    bare = [Sample(sample.trajectory, {"advantages": sample.arrays["advantages"]}) for sample in samples]
+    bare = replace(samples, old_log_probs=None)
     loss, metrics, _ = stepped(networks, POLICY, bare, WHOLE)
-    batch = batch_samples(bare, WHOLE.layout)
-    assert loss == pytest.approx(-float(batch.extras["advantages"][batch.target_mask].mean()), rel=1e-5)
+    batch = bare.batch(range(7), packing=False)
+    assert loss == pytest.approx(-float(batch.advantages[batch.target_mask].mean()), rel=1e-5)
     assert metrics["ppo_clip_ratio"] == 0.0
     assert metrics["ppo_kl"] == 0.0
 
