@@ -22,7 +22,7 @@ from openrlhf.cluster.actors import Standing
 from openrlhf.cluster.calls import Fate, Process
 from openrlhf.cluster.placement import Group
 from openrlhf.config.sections.cluster import Role
-from openrlhf.rl.workers import ModelRewards, Scores
+from openrlhf.rl.workers import BatchScores, ModelRewards
 from openrlhf.types import Batch, PolicyBatch, RolloutBatch, Trajectory
 
 
@@ -75,13 +75,13 @@ class RayWorkers:
     def _holding(self, role: Role) -> WorkerGroup | None:
         return next((group for group in self.groups if role in group.group.roles), None)
 
-    async def score(self, batches: Sequence[RolloutBatch], *, log_probs: bool) -> Scores:
+    async def score(self, batches: Sequence[RolloutBatch], *, log_probs: bool) -> BatchScores:
         values, reference, own = await asyncio.gather(  # a shared process runs them in this order: see LocalWorkers
             self._scored(self.critic, "values", batches),
             self._scored(self.reference, "reference_log_probs", batches),
             self._scored(self.policy if log_probs else None, "log_probs", batches),
         )
-        return Scores(own, reference, values)
+        return BatchScores(own, reference, values)
 
     async def log_probs(self, batches: Sequence[RolloutBatch]) -> list[Tensor]:
         found = await self._scored(self.policy, "log_probs", batches)

@@ -22,7 +22,7 @@ from openrlhf.models.plain import plain_copy
 from openrlhf.rl.build import build_models
 from openrlhf.rl.engines import engine_spec, make_engine
 from openrlhf.rl.models import Models
-from openrlhf.rl.workers import ModelRewards, Scores, WeightSync, Workers
+from openrlhf.rl.workers import BatchScores, ModelRewards, WeightSync, Workers
 from openrlhf.rollout.engine import Engine, LoadingEngine
 from openrlhf.rollout.hf import HFEngine
 from openrlhf.rollout.sync_proof import Sent, SyncProof, compare
@@ -53,9 +53,9 @@ class LocalWorkers:
     async def _do(self, work: Callable[..., Made], *arguments: object) -> Made:
         return await asyncio.to_thread(work, *arguments) if self.aside else work(*arguments)
 
-    async def score(self, batches: Sequence[RolloutBatch], *, log_probs: bool) -> Scores:
+    async def score(self, batches: Sequence[RolloutBatch], *, log_probs: bool) -> BatchScores:
         models = self.models
-        return Scores(  # the policy comes last: if models sleep, it is then already awake for training
+        return BatchScores(  # the policy comes last: if models sleep, it is then already awake for training
             values=await self._do(models.values, batches) if models.critic else None,
             reference_log_probs=await self._do(models.reference_log_probs, batches) if models.reference else None,
             log_probs=await self._do(models.log_probs, batches) if log_probs else None,

@@ -60,7 +60,7 @@ def merge_steps(*given: StepRewards) -> StepRewards:
 
 
 @dataclass(frozen=True)
-class Scores:
+class BatchScores:
     """Log-probs and values of a rollout: one tensor [rows, tokens] per micro-batch, in the layout of the batch."""
 
     log_probs: list[Tensor] | None = None
@@ -71,7 +71,7 @@ class Scores:
 class Workers(Protocol):
     """The policy, with its reference, critic and reward models."""
 
-    async def score(self, batches: Sequence[RolloutBatch], *, log_probs: bool) -> Scores:
+    async def score(self, batches: Sequence[RolloutBatch], *, log_probs: bool) -> BatchScores:
         """Return reference log-probs and values if those models exist, and the policy's log-probs if requested."""
         ...
 

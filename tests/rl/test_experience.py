@@ -19,7 +19,7 @@ import torch
 from openrlhf.data.collate import Layout
 from openrlhf.rl.experience import ExperienceSettings, make_experience
 from openrlhf.rl.samples import Batching
-from openrlhf.rl.workers import ModelRewards, Scores
+from openrlhf.rl.workers import BatchScores, ModelRewards
 from openrlhf.types import Prompt, Trajectory
 
 LOG_PROBS = torch.tensor([-5.0] * 7 + [-0.7, -0.8, -5.0])
@@ -38,7 +38,7 @@ class TableWorkers:
         def look(table, wanted):
             return [table[batch.input_ids] for batch in batches] if wanted else None
 
-        return Scores(look(LOG_PROBS, log_probs), look(REFERENCE, self.reference), look(VALUES, self.critic))
+        return BatchScores(look(LOG_PROBS, log_probs), look(REFERENCE, self.reference), look(VALUES, self.critic))
 
     async def rewards(self, trajectories):
         return self.given
