@@ -17,7 +17,7 @@ import torch
 from openrlhf.agents.executor import GroupExecutor, GroupResult
 from openrlhf.algo.shaping import group_is_kept
 from openrlhf.rl.experience import with_model_rewards
-from openrlhf.rl.lockstep import Session, Turnstile
+from openrlhf.rl.request_batching import EpisodeScheduler, EpisodeSession
 from openrlhf.rl.workers import Workers
 from openrlhf.rollout.engine import Engine
 from openrlhf.training.order import permutation
@@ -139,13 +139,13 @@ async def run_groups(
     prompts: Sequence[Prompt], engine: Engine, executor: GroupExecutor, settings: RolloutSettings
 ) -> list[GroupResult]:
     """Run the samples of all prompts concurrently; beyond the limit, groups start in order as others end."""
-    turnstile = Turnstile(engine, settings.most_episodes, lockstep=settings.lockstep)
-    doors = [turnstile.line_up(settings.samples_per_prompt, prompt.index) for prompt in prompts]
+    scheduler = EpisodeScheduler(engine, settings.most_episodes, lockstep=settings.lockstep)
+    groups = [scheduler.open_group(settings.samples_per_prompt, prompt.index) for prompt in prompts]
 
-    async def run(prompt: Prompt, door: asyncio.Future[list[Session]]) -> GroupResult:
-        return await executor.run_group(prompt, sampling(prompt, settings), await door)
+    async def run(prompt: Prompt, group: asyncio.Future[list[EpisodeSession]]) -> GroupResult:
+        return await executor.run_group(prompt, sampling(prompt, settings), await group)
 
-    jobs = map(run, prompts, doors)
+    jobs = map(run, prompts, groups)
     tasks = [asyncio.ensure_future(job) for job in jobs]
     try:
         return await asyncio.gather(*tasks)

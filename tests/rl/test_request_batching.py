@@ -6,7 +6,7 @@ import random
 import pytest
 from hand import EchoEngine
 
-from openrlhf.rl.lockstep import Turnstile
+from openrlhf.rl.request_batching import EpisodeScheduler
 from openrlhf.types import Request, SamplingParams
 
 
@@ -25,7 +25,7 @@ def test_turns_advance_together_whoever_comes_first(order):
     engine, turns = EchoEngine(), (3, 1, 2)
 
     async def main():
-        sessions = await Turnstile(engine).line_up(3)
+        sessions = await EpisodeScheduler(engine).open_group(3)
         tasks = {number: asyncio.create_task(episode(sessions[number], number, turns[number])) for number in order}
         return [await tasks[number] for number in range(3)]
 
@@ -37,7 +37,7 @@ def test_who_leaves_without_asking_holds_nobody_up():
     engine = EchoEngine()
 
     async def main():
-        first, second = await Turnstile(engine).line_up(2)
+        first, second = await EpisodeScheduler(engine).open_group(2)
         asks = asyncio.create_task(episode(first, 0, 1))
         await asyncio.sleep(0)
         assert engine.batches == []
@@ -56,7 +56,7 @@ def test_a_failing_engine_is_heard_by_everyone():
             raise RuntimeError("no memory")
 
     async def main():
-        sessions = await Turnstile(Broken()).line_up(2)
+        sessions = await EpisodeScheduler(Broken()).open_group(2)
         return await asyncio.gather(
             *(episode(session, number, 1) for number, session in enumerate(sessions)), return_exceptions=True
         )
@@ -66,7 +66,7 @@ def test_a_failing_engine_is_heard_by_everyone():
 
 def test_an_episode_that_ended_cannot_ask():
     async def main():
-        (session,) = await Turnstile(EchoEngine()).line_up(1)
+        (session,) = await EpisodeScheduler(EchoEngine()).open_group(1)
         session.close()
         await session.generate(request(1))
 
@@ -78,18 +78,18 @@ def limited(limit, turns, order=None):
     """The engine's batches when groups of these turns per sample run under a limit; `order`: who runs first."""
     engine = EchoEngine()
 
-    async def group(door, lengths):
-        sessions = await door
-        runs = (episode(session, session.number, turns) for session, turns in zip(sessions, lengths, strict=True))
+    async def group(opened, lengths):
+        sessions = await opened
+        runs = (episode(session, session.episode, turns) for session, turns in zip(sessions, lengths, strict=True))
         await asyncio.gather(*runs)
 
     async def main():
-        turnstile = Turnstile(engine, limit)
-        doors = [turnstile.line_up(len(lengths)) for lengths in turns]
+        scheduler = EpisodeScheduler(engine, limit)
+        groups = [scheduler.open_group(len(lengths)) for lengths in turns]
         places = order or range(len(turns))
-        tasks = [asyncio.create_task(group(doors[place], turns[place])) for place in places]
+        tasks = [asyncio.create_task(group(groups[place], turns[place])) for place in places]
         await asyncio.gather(*tasks)
-        assert turnstile.alive == 0
+        assert scheduler.running == 0
 
     asyncio.run(asyncio.wait_for(main(), 60))
     return [[ids[0] for ids in batch] for batch in engine.batches]
@@ -128,8 +128,8 @@ def test_a_group_that_was_called_off_takes_no_room():
     engine = EchoEngine()
 
     async def main():
-        turnstile = Turnstile(engine, 1)
-        first, second, third = (turnstile.line_up(1) for _ in range(3))
+        scheduler = EpisodeScheduler(engine, 1)
+        first, second, third = (scheduler.open_group(1) for _ in range(3))
         second.cancel()
         await episode((await first)[0], 0, 1)
         await episode((await third)[0], 2, 1)
@@ -142,8 +142,8 @@ def test_out_of_step_what_a_prompt_asks_in_one_moment_is_one_batch_and_nobody_wa
     engine, turns = EchoEngine(), (1, 2, 1, 1)
 
     async def main():
-        turnstile = Turnstile(engine, lockstep=False)
-        groups = [await turnstile.line_up(2, prefix) for prefix in (7, 8)]
+        scheduler = EpisodeScheduler(engine, lockstep=False)
+        groups = [await scheduler.open_group(2, prefix) for prefix in (7, 8)]
         sessions = [session for group in groups for session in group]
         return await asyncio.gather(*(episode(*each) for each in zip(sessions, range(4), turns, strict=True)))
 
