@@ -1,8 +1,8 @@
 import datasets
 import pytest
-from chat_words import word_tokenizer, write_lines
 
 from openrlhf.data.sources import load_dataset_rows
+from tests.data.chat_words import word_tokenizer, write_lines
 
 
 @pytest.fixture(autouse=True)

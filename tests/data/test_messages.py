@@ -1,10 +1,10 @@
 import pytest
-from chat_words import TOOLS, assistant, user, word_tokenizer
 
 from openrlhf.config.sections.data import TemplateFlags
 from openrlhf.data.messages import read_messages, read_tools
 from openrlhf.data.templates import open_chat
 from openrlhf.errors import DataError
+from tests.data.chat_words import TOOLS, assistant, user, word_tokenizer
 
 CALL = '{"name": "two", "arguments": {"x": 1}}'
 SHAREGPT = [

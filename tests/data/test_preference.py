@@ -1,9 +1,9 @@
 import pytest
-from chat_words import MARKING, STABLE, assistant, spoken, user, word_tokenizer
 
 from openrlhf.config.sections.data import PairFlags, TemplateFlags
 from openrlhf.data.preference import preference_rows
 from openrlhf.errors import DataError
+from tests.data.chat_words import MARKING, STABLE, assistant, spoken, user, word_tokenizer
 
 CHAT = TemplateFlags(apply_chat_template=True)
 PLAIN = TemplateFlags(input_template="User: {} Assistant: ")

@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
-from chat_words import merging_tokenizer, word_tokenizer
 
 from openrlhf.config.sections.data import StepFlags
 from openrlhf.data.process import step_rows, step_tokens
 from openrlhf.errors import ConfigError, DataError
+from tests.data.chat_words import merging_tokenizer, word_tokenizer
 
 TEXT = "one two ки three ки"
 

@@ -1,9 +1,19 @@
 import pytest
-from chat_words import MARKING, OPENING, REWRITING, STABLE, assistant, merging_tokenizer, spoken, user, word_tokenizer
 
 from openrlhf.config.sections.data import ConversationFlags, TemplateFlags
 from openrlhf.data.sft import sft_rows
 from openrlhf.errors import ConfigError, DataError
+from tests.data.chat_words import (
+    MARKING,
+    OPENING,
+    REWRITING,
+    STABLE,
+    assistant,
+    merging_tokenizer,
+    spoken,
+    user,
+    word_tokenizer,
+)
 
 PLAIN = TemplateFlags(input_template="User: {}\nAssistant: ")
 CHAT = TemplateFlags(apply_chat_template=True)

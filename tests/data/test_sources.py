@@ -4,10 +4,10 @@ import importlib.util
 import datasets
 import huggingface_hub.constants
 import pytest
-from chat_words import write_lines
 
 from openrlhf.data.sources import load_dataset_rows
 from openrlhf.errors import ConfigError, DataError, MissingExtraError
+from tests.data.chat_words import write_lines
 
 
 def numbers(count, start=0):

@@ -1,5 +1,4 @@
 import pytest
-from chat_words import assistant, spoken, user, word_tokenizer, write_lines
 
 from openrlhf.config.commands import DPOConfig, KDConfig, KTOConfig, PRMConfig, RMConfig, SFTConfig
 from openrlhf.config.sections.data import (
@@ -15,6 +14,7 @@ from openrlhf.config.sections.training import BatchFlags
 from openrlhf.data.supervised import load_data
 from openrlhf.errors import DataError
 from openrlhf.types import LabelledRow, PairRow, StepRow, TokenRow
+from tests.data.chat_words import assistant, spoken, user, word_tokenizer, write_lines
 
 ROWS = {
     SFTConfig: {"input": "one", "output": "two"},

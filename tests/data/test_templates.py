@@ -1,11 +1,11 @@
 import pytest
-from chat_words import MARKING, OPENING, REWRITING, STABLE, assistant, user, word_tokenizer
 
 from openrlhf.config.sections.data import TemplateFlags
 from openrlhf.data.messages import Conversation
 from openrlhf.data.records import Place
 from openrlhf.data.templates import RewritesHistory, fill, open_chat
 from openrlhf.errors import ConfigError, DataError
+from tests.data.chat_words import MARKING, OPENING, REWRITING, STABLE, assistant, user, word_tokenizer
 
 TALK = [user("one"), assistant("two", reasoning="five"), user("three"), assistant("four", reasoning="six")]
 

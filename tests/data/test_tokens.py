@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
-from chat_words import merging_tokenizer, spoken, word_tokenizer
 from transformers import PreTrainedTokenizer
 
 from openrlhf.data.tokens import Marked, check_tokenizer, encode
 from openrlhf.errors import ConfigError
+from tests.data.chat_words import merging_tokenizer, spoken, word_tokenizer
 
 
 class Slow(PreTrainedTokenizer):

@@ -1,9 +1,9 @@
 import pytest
-from chat_words import assistant, spoken, user, word_tokenizer
 
 from openrlhf.config.sections.data import LabelledResponseFlags, TemplateFlags
 from openrlhf.data.unpaired import labelled_rows, mismatched
 from openrlhf.errors import ConfigError, DataError
+from tests.data.chat_words import assistant, spoken, user, word_tokenizer
 
 PLAIN = TemplateFlags(input_template="User: {} ")
 CHAT = TemplateFlags(apply_chat_template=True)

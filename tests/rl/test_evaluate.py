@@ -4,13 +4,13 @@ import asyncio
 from itertools import combinations
 
 import pytest
-from hand import EchoEngine, Judge, NoModels, OneTurn, prompts
 from hypothesis import given
 from hypothesis import strategies as st
 
 from openrlhf.rl.evaluate import evaluate, pass_at_k, summary
 from openrlhf.rl.rollouts import RolloutSettings
 from openrlhf.types import SamplingParams, Trajectory
+from tests.rl.hand import EchoEngine, Judge, NoModels, OneTurn, prompts
 
 SETTINGS = RolloutSettings(1, 3, SamplingParams(max_tokens=4), context_length=8, seed=0)
 SOLVED = {(0, 1), (2, 0), (2, 2), (1, 2)}  # prompt, sample; prompts 0, 2, 4 are of source d0 and 1, 3 of d1

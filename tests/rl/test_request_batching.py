@@ -4,10 +4,10 @@ import asyncio
 import random
 
 import pytest
-from hand import EchoEngine
 
 from openrlhf.rl.request_batching import EpisodeScheduler
 from openrlhf.types import Request, SamplingParams
+from tests.rl.hand import EchoEngine
 
 
 def request(*ids):

@@ -4,11 +4,11 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from hand import EchoEngine, Judge, NoModels, OneTurn, Turns, prompts
 
 from openrlhf.errors import RolloutError
 from openrlhf.rl.rollouts import PromptOrder, RolloutSettings, roll_out, run_groups, sampling
 from openrlhf.types import SamplingParams
+from tests.rl.hand import EchoEngine, Judge, NoModels, OneTurn, Turns, prompts
 
 SETTINGS = RolloutSettings(3, 2, SamplingParams(max_tokens=10), context_length=8, seed=5)
 

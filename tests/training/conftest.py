@@ -1,11 +1,3 @@
-import pytest
-import torch
+"""Tests of this folder run commands."""
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Tensors this small are faster on one thread than on several."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+from tests.command_fixtures import alone, models, offline, one_thread, train  # noqa: F401

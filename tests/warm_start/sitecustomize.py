@@ -4,7 +4,7 @@ import os
 import sys
 
 MODULES = ("openrlhf.cli.", "deepspeed.launcher.launch")
-FILES = ("default_worker.py", "ray_scenes.py", "bin/deepspeed", "bin/torchrun")
+FILES = ("default_worker.py", "ray_drivers.py", "bin/deepspeed", "bin/torchrun")
 
 if "WARM_PYTHON" in os.environ:
     words = sys.orig_argv[1:]

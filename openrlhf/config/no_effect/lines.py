@@ -2,7 +2,7 @@
 
 Each row of the table is a reason: the flags, the runs in which they have no effect, and the end of the message
 "--zero_stage 2 has no effect ...". A row applies to every command of its kinds that has one of its flags.
-`tests/launch/test_flags_act.py` runs the commands and finds the flags that their code did not read; each needs a row.
+`tests/cli/test_flag_effects.py` runs the commands and finds the flags that their code did not read; each needs a row.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence

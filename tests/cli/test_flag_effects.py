@@ -1,0 +1,253 @@
+"""No flag is without effect in silence: what a command's code does not read, it answers with a line or refuses.
+
+Each command runs for real, at a tiny size, while reads of flags are recorded. A flag that nothing outside the config
+looked at must stand in the table of `openrlhf.config.no_effect.table`, or be refused. So a new flag that nothing uses
+fails here, and so does one that is used under a condition which no row of the table tells.
+"""
+
+import ast
+import io
+import sys
+from pathlib import Path
+from typing import Literal, get_args, get_origin
+
+import pytest
+import torch
+
+import openrlhf
+from openrlhf.config.check import check
+from openrlhf.config.commands import COMMANDS
+from openrlhf.config.flags import flags_of, replace_flags
+from openrlhf.config.no_effect.lines import EMPTY, idle_flags
+from openrlhf.config.no_effect.table import ON_CPU, STEPS_ONLY, TABLE, WITHOUT_STEPS
+from openrlhf.config.no_effect.training import ALWAYS
+from openrlhf.config.parser import parse, without_none
+from openrlhf.errors import ConfigError
+from openrlhf.inference import serve
+from openrlhf.training.explain import explain_hardware
+from tests.cli.flag_reads import recorded_reads
+from tests.rl.toy_task import SMALL, asked, task
+from tests.toys import ANSWERS, FAST, PAIRS, STEPS, answers, as_argv, pairs, run, steps, verdicts, write_rows
+
+ROWS = {  # command -> rows of its dataset, flags that name their fields
+    "train_sft": (answers, ANSWERS),
+    "train_rm": (pairs, PAIRS),
+    "train_dpo": (pairs, PAIRS),
+    "train_kto": (verdicts, ANSWERS),
+    "train_kd": (answers, ANSWERS),
+    "train_prm": (steps, STEPS),
+}
+# What this process cannot see being read, or knows only when its models are there.
+READ_ELSEWHERE = {
+    "train_ppo with an agent": {"tokenizer_chat_template", "system_prompt", "chat_template_kwargs"},  # by the agent
+    "train_ppo_ray with reward models": {flag for row in WITHOUT_STEPS for flag in row.flags},
+}
+# Code passes these on whatever the run is, and looks at them under the table's condition only further down.
+PASSED_ON = {
+    *("eval_steps", "eval_temperature", "eval_n_samples_per_prompt", "best_metric_key", "wandb_run_name", "use_ms"),
+    *("muon_lr", "muon_momentum", "muon_ns_steps", "muon_nesterov", "min_lr_ratio", "lr_warmup_ratio", "label_key"),
+    *("critic_muon_lr", "critic_muon_momentum", "critic_min_lr_ratio", "critic_lr_warmup_ratio", "lambd"),
+    *("critic_lr_scheduler", "critic_muon_ns_steps", "critic_muon_nesterov"),
+    *("kl_horizon", "kl_target", "kl_estimator", "use_kl_loss", "kl_unbiased_gradient", "no_advantage_std_norm"),
+    *("reward_pretrain", "step_rewards", "vllm_is_truncated_threshold", "sync_check_every", "on_reward_error"),
+    *("ipo_length_average", "rollout_batch_size", "system_prompt", "input_template", "save_value_network"),
+    *(f"{role}_num_{unit}" for role in ("ref", "critic", "reward") for unit in ("nodes", "gpus_per_node")),
+    *("micro_train_batch_size", "micro_rollout_batch_size", "vllm_tensor_parallel_size"),
+}
+
+
+def supervised(command, folder, model, **flags):
+    rows, fields = ROWS[command]
+    paths = {
+        "pretrain": model,
+        "dataset": write_rows(folder / f"{command}.jsonl", rows(16)),
+        "save_path": f"./{command}",
+    }
+    teacher = {"teacher_model": model} if command == "train_kd" else {}
+    return FAST | fields | paths | teacher | {"ckpt_path": f"./{command}_ckpt", "device": "cpu"} | flags
+
+
+def reinforced(folder, model, **flags):
+    shape = {name: value for name, value in SMALL.items() if name not in ("advantage_estimator", "init_kl_coef")}
+    paths = {"pretrain": model, "save_path": "./rl", "ckpt_path": "./rl_ckpt", "save_steps": 1, "device": "cpu"}
+    return shape | task(folder, asked(8)) | paths | flags
+
+
+def models_reward(folder, model):
+    run("train_rm", supervised("train_rm", folder, model, save_path="./rm"))
+    return reinforced(
+        folder, model, remote_rm_url=None, reward_pretrain="./rm", advantage_estimator="rloo", init_kl_coef=0
+    )
+
+
+def agent_plays(folder, model):
+    (folder / "agent.py").write_text(AGENT)
+    flags = {"remote_rm_url": None, "agent_func_path": str(folder / "agent.py"), "use_dynamic_batch": True}
+    return reinforced(folder, model, **flags, async_train=True, optim="muon", lora_rank=4)
+
+
+AGENT = """
+from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
+
+class AgentInstance(AgentInstanceBase):
+    async def __init__(self, *args, **kwargs):
+        pass
+
+    async def reset(self, states, **kwargs):
+        return {"observation": states["observation"]}
+
+    async def step(self, states, **kwargs):
+        return {"rewards": 1.0, "scores": 1.0, "environment_feedback": "", "done": True, "extra_logs": {}}
+
+class AgentExecutor(MultiTurnAgentExecutor):
+    def __init__(self):
+        super().__init__(AgentInstance)
+"""
+
+
+def generated(folder, model):
+    prompts = write_rows(folder / "prompts.jsonl", asked(4))
+    return {"eval_task": "generate", "pretrain": model, "dataset": prompts, "output_path": "./said.jsonl"} | SHORT
+
+
+def scored(folder, model):
+    run("train_rm", supervised("train_rm", folder, model, save_path="./rm"))
+    rows = write_rows(folder / "answers.jsonl", answers(4))
+    return {"eval_task": "rm", "pretrain": "./rm", "dataset": rows, "output_path": "./scored.jsonl", "device": "cpu"}
+
+
+def served(folder, model):
+    run("train_rm", supervised("train_rm", folder, model, save_path="./rm"))
+    return {"reward_pretrain": "./rm", "port": 1, "device": "cpu"}
+
+
+def merged(folder, model):
+    run("train_sft", supervised("train_sft", folder, model, save_path="./adapter", lora_rank=2))
+    return {"model_path": model, "lora_path": "./adapter", "output_path": "./merged"}
+
+
+SHORT = {"max_new_tokens": 4, "device": "cpu"}
+RUNS = {  # name, which begins with the command -> what makes its flags
+    **{command: lambda folder, model, command=command: supervised(command, folder, model) for command in ROWS},
+    "train_sft in chat form": lambda folder, model: supervised(
+        "train_sft", folder, model, apply_chat_template=True, input_template=None
+    ),
+    "train_ppo": reinforced,
+    "train_ppo_ray with reward models": models_reward,
+    "train_ppo with an agent": agent_plays,
+    "batch_inference generates": generated,
+    "batch_inference scores": scored,
+    "interactive_chat": lambda folder, model: {"pretrain": model, "max_len": 40, "device": "cpu"},
+    "serve_rm": served,
+    "lora_combiner": merged,
+}
+
+
+@pytest.fixture
+def at_the_door(monkeypatch):
+    """Someone who says a word and leaves; a server that starts on any free port and stops immediately."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("ab\nexit\n"))
+    monkeypatch.setattr(serve, "bind", lambda host, port, bind=serve.bind: bind(host, 0))
+    monkeypatch.setattr(serve.Server, "run", lambda self, sockets: None)
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.usefixtures("at_the_door")
+def test_every_flag_is_read_answered_or_refused(name, tmp_path, models):
+    command = name.split()[0]
+    flags = RUNS[name](tmp_path, models())
+    with recorded_reads() as read:
+        run(command, flags)
+    config = check(parse(COMMANDS[command], as_argv(flags), environ={}), lambda line: None)
+    idle = {flag for _, flags in idle_flags(config, TABLE) for flag in flags}
+    unread = flags_of(COMMANDS[command]).keys() - read
+    elsewhere = READ_ELSEWHERE.get(name, set())
+    assert sorted(flag for flag in unread - idle - elsewhere if not is_answered(config, flag)) == [], (
+        "nothing read these flags, and nothing says that they have no effect: use them, delete them, or give them a row"
+        " in openrlhf/config/no_effect"
+    )
+    assert sorted((idle & read) - PASSED_ON) == [], "the table says that these flags do nothing, but code reads them"
+    silent = sorted(flag for flag in idle if not is_answered(config, flag))
+    assert silent == [], "the table has these flags, but giving one prints no line"
+    assert {"dataloader_num_workers", "disable_fast_tokenizer"} & flags_of(COMMANDS[command]).keys() <= unread
+
+
+def is_answered(config, flag):
+    """True when giving the flag is refused, or prints a line that names it."""
+    before, after = [], []
+    check(config, before.append, given=())
+    try:
+        check(with_flag(config, flag), after.append, given={flag})
+    except ConfigError as error:
+        after.append(str(error))
+    return any(f"--{flag}" in line for line in after if line not in before)
+
+
+def with_flag(config, flag):
+    item = flags_of(type(config))[flag]
+    wanted = without_none(item.type)
+    if item.default not in EMPTY and wanted is not bool:
+        return config
+    made = {bool: True, int: 1, float: 0.5, str: "x"}.get(wanted)
+    if get_origin(wanted) is Literal:
+        made = get_args(wanted)[0]
+    elif get_origin(wanted) is tuple:
+        made = (0.1, 0.2)
+    return replace_flags(config, **{flag: made})
+
+
+def test_flags_that_act_under_a_condition_are_read_somewhere():
+    """Otherwise a row with a condition would hide a flag that nothing ever reads."""
+    root = Path(openrlhf.__file__).parent
+    silent = ("checks", "no_effect", "batch_table", "parser", "aliases", "flags", "check")
+    files = [path for path in root.rglob("*.py") if not (path.is_relative_to(root / "config") and named(path, silent))]
+    attributes = {
+        node.attr
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    }
+    always = {flag for row in ALWAYS for flag in row.flags if row.flags != ("use_ms",)} - {"zero_stage"}
+    conditional = {flag for row in (*TABLE, *ON_CPU, *STEPS_ONLY, *WITHOUT_STEPS) for flag in row.flags} - always
+    assert sorted(conditional - attributes) == []
+    assert sorted(always & attributes) == []
+
+
+def named(path, words):
+    return any(part.startswith(words) for part in (path.stem, path.parent.name))
+
+
+@pytest.mark.parametrize("command", ["train_dpo", "train_kd"])
+def test_offloading_and_liger_say_on_a_cpu_that_they_do_nothing(command, tmp_path, models, capsys):
+    config = parse(COMMANDS[command], as_argv(supervised(command, tmp_path, models())), environ={})
+    offload = "teacher_offload" if command == "train_kd" else "ref_offload"
+    explain_hardware(replace_flags(config, **{offload: True, "use_liger_kernel": True}), torch.device("cpu"))
+    said = capsys.readouterr().err
+    assert f"--{offload} has no effect on a CPU, where everything is in host memory" in said
+    assert "--use_liger_kernel has no effect on a CPU: its kernels need a GPU" in said
+
+
+def test_experts_are_computed_where_there_are_some(tmp_path, models, capsys):
+    for kind, lines in (("llama", 1), ("mixtral", 0)):
+        flags = supervised("train_sft", tmp_path, models(kind)) | {"experts_implementation": "eager"}
+        explain_hardware(parse(COMMANDS["train_sft"], as_argv(flags), environ={}), torch.device("cpu"))
+        assert capsys.readouterr().err.count("--experts_implementation eager has no effect") == lines
+
+
+def test_flags_of_reward_models_without_such_a_model_say_so(tmp_path, models, capsys):
+    flags = models_reward(tmp_path, models()) | {"prm_reduce": "mean", "step_rewards": True, "max_steps": 1}
+    run("train_ppo", flags)
+    said = capsys.readouterr().err
+    assert "--step_rewards and --prm_reduce mean have no effect without a process reward model" in said
+    run("train_prm", supervised("train_prm", tmp_path, models()))
+    run("train_ppo", flags | {"reward_pretrain": "./train_prm", "normalize_reward": True})
+    said = capsys.readouterr().err
+    assert "--normalize_reward has no effect on process reward models, which give probabilities" in said
+    assert "without a process reward model" not in said
+
+
+def test_the_table_names_flags_that_exist():
+    for row in (*TABLE, *ON_CPU, *STEPS_ONLY, *WITHOUT_STEPS):
+        commands = [command for command in COMMANDS.values() if issubclass(command, row.kinds)]
+        known = {flag for command in commands for flag in flags_of(command)}
+        assert set(row.flags) <= known, row

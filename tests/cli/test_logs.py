@@ -1,0 +1,105 @@
+"""What a run writes down: metrics under their known names, its flags and versions, TensorBoard, Weights & Biases."""
+
+import json
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.toys import ANSWERS, PAIRS, STEPS, answers, data, pairs, steps, verdicts
+
+TRAIN = {"lr", "grad_norm", "loss_mean"}
+CASES = {
+    "train_sft": (ANSWERS, answers(8), {"gpt_loss"}, {"eval gpt_loss"}),
+    "train_rm": (
+        PAIRS,
+        pairs(8),
+        {"loss", "acc", "chosen_reward", "reject_reward", "acc_mean"},
+        {"eval_loss", "acc_mean", "reward_mean", "reward_std"},
+    ),
+    "train_dpo": (
+        PAIRS | {"nll_loss_coef": 0.1},
+        pairs(8),
+        {"loss", "acc", "chosen_reward", "reject_reward", "acc_mean", "nll_loss"},
+        {"eval_loss", "acc_mean"},
+    ),
+    "train_kto": (
+        ANSWERS,
+        verdicts(8),
+        {"kto_loss", "chosen_reward", "reject_reward", "kl"},
+        {"eval_loss", "chosen_reward", "reject_reward"},
+    ),
+    "train_kd": (ANSWERS, answers(8), {"gpt_loss", "distil_loss"}, {"eval gpt_loss"}),
+    "train_prm": (STEPS, steps(8), {"prm_loss", "acc", "acc_mean"}, {"eval prm_loss", "eval acc"}),
+}
+
+
+@pytest.mark.parametrize("command", CASES)
+def test_metrics_have_the_names_that_dashboards_know(command, tmp_path, train, models):
+    flags, rows, train_names, eval_names = CASES[command]
+    if command == "train_kd":
+        flags = flags | {"teacher_model": models(seed=5)}
+    ran = train(command, **flags, **data(tmp_path, rows, rows[:3]), eval_split="train", train_batch_size=4)
+    assert [(line["kind"], line["step"]) for line in ran.metrics] == [
+        ("eval", 0),
+        ("train", 1),
+        ("train", 2),
+        ("eval", 2),
+    ]
+    assert train_names | TRAIN <= set(ran.metrics[1])
+    assert eval_names <= set(ran.metrics[0])
+    assert not any(name.startswith("_") for line in ran.metrics for name in line)
+
+
+def test_the_learning_rate_warms_up_and_sinks(tmp_path, train):
+    flags = {"lr_scheduler": "cosine_with_min_lr", "lr_warmup_ratio": 0.2, "learning_rate": 1e-3}
+    ran = train("train_sft", **ANSWERS, **data(tmp_path, answers(20), answers(2)), train_batch_size=2, **flags)
+    rates = ran.train("lr")
+    assert rates[:3] == pytest.approx([0.0, 0.5e-3, 1e-3])
+    assert rates[2:] == sorted(rates[2:], reverse=True)
+    assert 1e-4 < rates[-1] < 2e-4
+
+
+def test_metrics_and_evaluations_come_as_often_as_asked(tmp_path, train):
+    flags = {"train_batch_size": 2, "logging_steps": 2, "eval_steps": 3}
+    ran = train("train_sft", **ANSWERS, **data(tmp_path, answers(10), answers(2)), **flags)
+    assert [(line["kind"], line["step"]) for line in ran.metrics] == [
+        ("eval", 0),
+        ("train", 2),
+        ("eval", 3),
+        ("train", 4),
+        ("eval", 5),  # what is saved is evaluated
+    ]
+
+
+def test_the_flags_and_versions_of_a_run_are_written_down_without_its_keys(tmp_path, train, offline):
+    files = data(tmp_path, answers(8), answers(2))
+    flags = {"use_wandb": "secret" * 8, "run_dir": "./elsewhere", "wandb_project": "toys", "save_steps": 1}
+    train("train_sft", **ANSWERS, **files, **flags)
+    text = (tmp_path / "elsewhere" / "config.json").read_text()
+    content = json.loads(text)
+    assert content["flags"]["train_batch_size"] == 16
+    assert content["flags"]["use_wandb"] == "***"
+    assert {"python", "torch", "transformers", "openrlhf"} <= set(content["versions"])
+    assert "revision" in content
+    assert (tmp_path / "elsewhere" / "metrics.jsonl").is_file()
+    assert not (tmp_path / "out" / "run").exists()
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"state.json", "metrics.jsonl"} <= {path.name for path in written}
+    assert [path for path in written if path.suffix == ".wandb"]
+    assert [path for path in written if b"secretsecret" in path.read_bytes()] == []
+
+
+def test_true_in_place_of_a_key_is_enough_offline(tmp_path, train, offline):
+    train("train_sft", **ANSWERS, **data(tmp_path, answers(8), answers(2)), use_wandb="True")
+    assert list((tmp_path / "wandb").rglob("*.wandb"))
+
+
+def test_tensorboard_gets_every_metric(tmp_path, train):
+    flags = {"use_tensorboard": "./tb", "wandb_run_name": "mine"}
+    ran = train("train_sft", **ANSWERS, **data(tmp_path, answers(8), answers(2)), train_batch_size=4, **flags)
+    events = EventAccumulator(str(tmp_path / "tb" / "mine")).Reload()
+    assert {"train/gpt_loss", "train/lr", "eval/eval gpt_loss"} <= set(events.Tags()["scalars"])
+    got = [(event.step, event.value) for event in events.Scalars("train/gpt_loss")]
+    wanted = list(enumerate(ran.train("gpt_loss"), start=1))
+    assert [step for step, _ in got] == [step for step, _ in wanted]
+    assert [value for _, value in got] == pytest.approx([value for _, value in wanted], rel=1e-6)

@@ -1,0 +1,17 @@
+"""Tests of this folder run commands on Ray."""
+
+import shutil
+
+import pytest
+
+from tests.cluster.ray_machine import end, make_machine
+from tests.command_fixtures import alone, models, offline, one_thread, train  # noqa: F401
+
+
+@pytest.fixture
+def machine():
+    """A place for drivers of Ray; whatever a test left running there ends with it."""
+    made = make_machine()
+    yield made
+    end(made.processes())
+    shutil.rmtree(made.folder)

@@ -1,0 +1,136 @@
+"""Runs of reinforcement learning on a Ray of two nodes in this machine, small enough for processes on two cores."""
+
+import os
+import shlex
+import signal
+import tempfile
+from collections import Counter, defaultdict
+from contextlib import contextmanager
+from pathlib import Path
+
+import ray
+from ray.cluster_utils import Cluster
+
+from openrlhf.cluster.calls import Process
+from openrlhf.cluster.driver import interpreter_for_ray
+from tests.rl.toy_task import SMALL, recorded
+from tests.warm import warm_python
+
+ON_RAY = SMALL | {  # the fewest processes; each test asks for what it needs beyond
+    "runtime": "ray",
+    "actor_num_gpus_per_node": 1,
+    "ref_num_gpus_per_node": 1,
+    "critic_num_gpus_per_node": 1,
+    "reward_num_gpus_per_node": 1,
+    "vllm_num_engines": 0,
+    "enforce_eager": True,
+    "micro_train_batch_size": 8,
+    "micro_rollout_batch_size": 8,
+}
+AGENT = """
+import torch
+from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
+
+class AgentInstance(AgentInstanceBase):
+    async def __init__(self, *args, **kwargs):
+        self.turns = 0
+
+    async def reset(self, states, **kwargs):
+        return {"observation": states["observation"]}
+
+    async def step(self, states, **kwargs):
+        self.turns += 1
+        done = self.turns == 2
+        reward = torch.tensor(sum(letter.islower() for letter in states["action_text"]) / 8)
+        return {
+            "rewards": reward,
+            "scores": reward,
+            "environment_feedback": "" if done else " again:",
+            "done": done,
+            "sampling_params": states["sampling_params"],
+            "extra_logs": {"turns": torch.tensor(float(self.turns))},
+        }
+
+class AgentExecutor(MultiTurnAgentExecutor):
+    def __init__(self):
+        super().__init__(AgentInstance)
+"""
+
+
+@contextmanager
+def two_nodes(cpus):
+    """This process is the driver of a Ray of two nodes, each with so many CPUs; its workers start warm."""
+    options = {"num_cpus": cpus, "num_gpus": 0, "include_dashboard": False}
+    with interpreter_for_ray(Path(tempfile.mkdtemp(dir=os.environ["RAY_TMPDIR"]))):
+        cluster = Cluster(initialize_head=True, head_node_args=options)
+        cluster.add_node(num_cpus=cpus, num_gpus=0)
+    try:
+        cluster.wait_for_nodes()
+        warm = {"py_executable": shlex.join(warm_python())}
+        ray.init(address=cluster.address, logging_level="ERROR", runtime_env=warm)
+        yield
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def asked_for(ran):
+    """How often each place in the line of prompts was trained, over all steps that a run wrote down."""
+    return Counter(row["prompt"]["index"] for row in rows(ran))
+
+
+def rows(ran):
+    steps = len(list((ran.save_path / "run" / "rollouts").iterdir()))
+    return [row for step in range(1, steps + 1) for row in recorded(ran, step)]
+
+
+def mismatch(ran):
+    """The largest difference between the engine's log-probs and the trainer's."""
+    pairs = [zip(row["rollout_log_probs"], row["old_log_probs"], strict=True) for row in rows(ran)]
+    return max(abs(ours - theirs) for pair in pairs for ours, theirs in pair)
+
+
+class Assassin:
+    """Kills a process of a run as soon as it is at work on the chosen call, counted from 1."""
+
+    def __init__(self, monkeypatch, name, method, verb=None, at=1):
+        self.victim, self.method, self.verb, self.at = name, method, verb, at
+        self.seen = 0
+        self.call = Process.call
+        assassin = self
+
+        async def call(process, method, *arguments, **named):
+            if assassin.means(process, method, arguments):
+                assassin.seen += 1
+                if assassin.seen == assassin.at:
+                    return await assassin.strike(process, method, arguments, named)
+            return await assassin.call(process, method, *arguments, **named)
+
+        monkeypatch.setattr(Process, "call", call)
+
+    def means(self, process, method, arguments):
+        return process.name == self.victim and method == self.method and self.verb in (None, *arguments[:1])
+
+    async def strike(self, process, method, arguments, named):
+        pid = await pid_of(process)
+        reference = getattr(process.actor, method).remote(*arguments, **named)
+        os.kill(pid, signal.SIGKILL)
+        return await process.answer(reference)
+
+
+async def pid_of(process):
+    return await process.answer(process.actor.__ray_call__.remote(lambda _: os.getpid()))
+
+
+def census(monkeypatch, method):
+    """The processes that were called so, by name; filled while a run goes on."""
+    found = defaultdict(set)
+    before = Process.call
+
+    async def call(process, called, *arguments, **named):
+        if called == method:
+            found[process.name].add(await pid_of(process))
+        return await before(process, called, *arguments, **named)
+
+    monkeypatch.setattr(Process, "call", call)
+    return found

@@ -1,0 +1,398 @@
+"""Every task of batch_inference against expected rows, alone, in several processes, and after a kill."""
+
+import asyncio
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from openrlhf.errors import ConfigError, RolloutError
+from openrlhf.inference.generate import own_devices, stream
+from openrlhf.rl.reward_models import OutcomeScorer
+from tests import plain_transformers as plain
+from tests.tiny import make_model
+from tests.toys import FAST, PAIRS, STEPS, as_argv, pairs, run, steps, when, write_rows
+from tests.training.test_distributed import DEADLINE, launched
+from tests.warm import kill, warm_children, warm_python
+
+WORDS = ["a", "hello", "the cat", "a", "x" * 20, "1+1=", "what is it"]  # the first comes twice
+SHORT = {"max_new_tokens": 12, "input_template": "{}="}
+
+
+def read(path="out.jsonl"):
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+
+
+def prompts(words=WORDS):
+    return write_rows(Path("prompts.jsonl"), [{"input": word} for word in words])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Sharper than at birth, so that greedy choices have no ties; with heads wide enough for vLLM on a CPU."""
+    made = make_model(tmp_path_factory.mktemp("sharp"), seed=3, head_dim=32)
+    model = AutoModelForCausalLM.from_pretrained(made)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(20)
+    model.save_pretrained(made)
+    return made
+
+
+@pytest.fixture
+def infer(folder):
+    """Runs the command, and returns what it wrote."""
+
+    def start(task="generate", **flags):
+        run("batch_inference", {"eval_task": task, "pretrain": folder, "output_path": "out.jsonl"} | flags)
+        return read(flags.get("output_path", "out.jsonl"))
+
+    return start
+
+
+def greedy(folder, prompt, **more):
+    model, tokenizer = plain.load(folder)
+    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
+    made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, **more)
+    return tokenizer.decode(made[0, ids.shape[1] :])
+
+
+def test_greedy_answers_are_those_of_plain_transformers(infer, folder):
+    rows = infer(dataset=prompts(), greedy_sampling=True, micro_batch_size=3, **SHORT)
+    expected = [(f"{word}=", greedy(folder, f"{word}="), number) for number, word in enumerate(WORDS)]
+    assert [(row["input"], row["output"], row["index"]) for row in rows] == expected
+
+
+def test_a_repetition_penalty_is_that_of_plain_transformers(infer, folder):
+    rows = infer(dataset=prompts(), greedy_sampling=True, repetition_penalty=1.3, **SHORT)
+    assert [row["output"] for row in rows] == [greedy(folder, f"{word}=", repetition_penalty=1.3) for word in WORDS]
+
+
+def test_several_answers_per_prompt_stand_together(infer):
+    rows = infer(dataset=prompts(), best_of_n=3, **SHORT)
+    assert [row["index"] for row in rows] == [number for number in range(len(WORDS)) for _ in range(3)]
+    answers = [tuple(row["output"] for row in rows[start : start + 3]) for start in range(0, len(rows), 3)]
+    assert len(set(answers)) == len(WORDS)  # also the two prompts of one text
+    assert len({row["output"] for row in rows[:3]}) > 1
+
+
+def test_a_slice_keeps_its_row_numbers(infer):
+    whole = infer(dataset=prompts(), **SHORT)
+    assert infer(dataset=prompts(), iter=1, rollout_batch_size=3, **SHORT) == whole[3:6]
+    assert infer(dataset=prompts(), iter=2, rollout_batch_size=3, **SHORT) == whole[6:]
+
+
+def test_a_conditional_prompt_names_the_wanted_reward(infer):
+    rows = infer(dataset=prompts(["a", "b "]), enable_csft=True, csft_prompt="<rm_score>: 9.00", max_new_tokens=2)
+    assert [row["input"] for row in rows] == ["a <rm_score>: 9.00 ", "b <rm_score>: 9.00 "]
+
+
+def test_a_chat_template_makes_the_prompt(infer):
+    data = write_rows(Path("chat.jsonl"), [{"input": [{"role": "user", "content": "hi"}]}, {"input": "yo"}])
+    rows = infer(dataset=data, apply_chat_template=True, max_new_tokens=2)
+    assert [row["input"] for row in rows] == ["<u>hi<a>", "<u>yo<a>"]
+
+
+def test_empty_prompts_are_counted_and_the_others_keep_their_numbers(infer, capfd):
+    rows = infer(dataset=prompts(["a", "", "b"]), max_new_tokens=2)
+    assert [row["index"] for row in rows] == [0, 2]
+    assert "dropped 1 of 3 rows: 1 with an empty prompt" in capfd.readouterr().err
+
+
+def test_an_answer_ends_where_the_model_does(infer, folder, capfd):
+    rows = infer(dataset=prompts(["x" * 600]), max_new_tokens=1000, prompt_max_len=500)
+    said = capfd.readouterr().err
+    assert "the model reaches 512" in said
+    assert "1 of 1 prompts are longer than 500 tokens and keep their end" in said
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert len(tokenizer(rows[0]["output"]).input_ids) <= 12
+
+
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory):
+    """As train_rm saves it, with the mean and spread of its scores."""
+    root = tmp_path_factory.mktemp("reward")
+    base = make_model(root / "base")
+    data = {
+        "dataset": write_rows(root / "pairs.jsonl", pairs(64)),
+        "eval_dataset": write_rows(root / "held_out.jsonl", pairs(16, seed=1)),
+    }
+    paths = {"pretrain": base, "save_path": str(root / "rm"), "ckpt_path": str(root / "ckpt")}
+    run("train_rm", FAST | PAIRS | data | paths)
+    return str(root / "rm")
+
+
+def answered(count=4, per_prompt=3):
+    """Answers to a few prompts, two of which have the same text."""
+    made = pairs(count * per_prompt)
+    return [
+        {"input": "same" if row < 2 * per_prompt else f"p{row // per_prompt}", "output": pair["chosen"]}
+        | {"index": 10 + row // per_prompt}
+        for row, pair in enumerate(made)
+    ]
+
+
+def test_rewards_are_plain_transformers_scores_normalised(infer, reward_model, capfd):
+    data = answered()
+    rows = infer("rm", pretrain=reward_model, dataset=write_rows(Path("in.jsonl"), data), micro_batch_size=5)
+    config = json.loads((Path(reward_model) / "config.json").read_text())
+    scores = plain.scores(reward_model, [row["input"] + row["output"] for row in data])
+    expected = ((scores - config["mean"]) / config["std"]).tolist()
+    assert [row.pop("reward") for row in rows] == pytest.approx(expected, abs=1e-5)
+    assert rows == data
+    assert "reward: mean" in capfd.readouterr().err
+
+
+def test_a_reward_model_of_another_make(infer, tmp_path):
+    base = make_model(tmp_path / "base")
+    torch.manual_seed(1)
+    AutoModelForSequenceClassification.from_pretrained(base, num_labels=1).save_pretrained(tmp_path / "other")
+    AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "other")
+    data = [{"question": "abc", "answer": "de"}, {"question": "f", "answer": "ghijk"}]
+    keys = {"input_key": "question", "output_key": "answer", "input_template": "{}="}
+    rows = infer("rm", pretrain=str(tmp_path / "other"), dataset=write_rows(Path("in.jsonl"), data), **keys)
+    scores = plain.scores(tmp_path / "other", ["abc=de", "f=ghijk"]).tolist()
+    assert [row["reward"] for row in rows] == pytest.approx(scores, abs=1e-5)
+    assert [(row["input"], row["output"]) for row in rows] == [("abc=", "de"), ("f=", "ghijk")]
+    assert all("index" not in row for row in rows)
+
+
+def test_a_process_reward_model_scores_by_its_weakest_step(infer, tmp_path, models):
+    data = write_rows(tmp_path / "steps.jsonl", steps(48))
+    run(
+        "train_prm", FAST | STEPS | {"pretrain": models(), "save_path": "prm", "ckpt_path": "prm_ckpt", "dataset": data}
+    )
+    texts = [row["input"] for row in steps(6, seed=1)]
+    data = write_rows(Path("in.jsonl"), [{"input": text[:2], "output": text[2:]} for text in texts])
+    rows = infer("rm", pretrain="./prm", dataset=data)
+    model, tokenizer = plain.load("./prm")
+    marks = tokenizer.convert_tokens_to_ids(["+", "-"])
+    for text, row in zip(texts, rows, strict=True):
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        with torch.no_grad():
+            positive = model(ids).logits[0][:, marks].softmax(-1)[:, 0]
+        assert row["reward"] == pytest.approx(positive[1::2].min().item(), abs=1e-5)
+
+
+def test_post_processors(infer, reward_model):
+    data = write_rows(Path("in.jsonl"), answered())
+    flags = {"pretrain": reward_model, "dataset": data}
+    scored = infer("rm", **flags)
+    groups = [scored[start : start + 3] for start in range(0, len(scored), 3)]
+    best = [max(group, key=lambda row: row["reward"]) for group in groups]
+    worst = [min(group, key=lambda row: row["reward"]) for group in groups]
+    assert infer("rm", post_processor="rs", **flags) == best
+    assert infer("rm", post_processor="iter_dpo", **flags) == [
+        {
+            "prompt": good["input"],
+            "chosen": good["output"],
+            "chosen_reward": good["reward"],
+            "rejected": bad["output"],
+            "rejected_reward": bad["reward"],
+            "index": good["index"],
+        }
+        for good, bad in zip(best, worst, strict=True)
+    ]
+    conditional = infer("rm", post_processor="csft", **flags)
+    assert conditional == [row | {"input": f"{row['input']} <rm_score>: {row['reward']:.2f} "} for row in scored]
+
+
+def command(folder, output, **flags):
+    return as_argv({"eval_task": "generate", "pretrain": folder, "output_path": output} | flags)
+
+
+@pytest.mark.slow(seconds=12)
+def test_two_processes_give_the_rows_of_one(infer, folder, reward_model, tmp_path):
+    flags = {"dataset": prompts(WORDS * 3), "best_of_n": 2, **SHORT}
+    alone = infer(**flags)
+    words = ["-m", "openrlhf.cli.batch_inference"]
+    code = launched(tmp_path, *words, *command(folder, "both.jsonl", **flags)).wait(timeout=DEADLINE)
+    assert code == 0, (tmp_path / "said.txt").read_text()[-3000:]
+    assert read("both.jsonl") == alone
+    assert not Path("both.jsonl.parts").exists()
+
+    scored = {"eval_task": "rm", "pretrain": reward_model, "dataset": "both.jsonl", "post_processor": "rs"}
+    best = infer(scored.pop("eval_task"), **scored)
+    words += command(reward_model, "best.jsonl", **scored, eval_task="rm")
+    assert launched(tmp_path, *words).wait(timeout=DEADLINE) == 0, (tmp_path / "said.txt").read_text()[-3000:]
+    for one, other in zip(read("best.jsonl"), best, strict=True):
+        assert one.pop("reward") == pytest.approx(other.pop("reward"), abs=1e-5)
+        assert one == other
+
+
+@pytest.mark.slow(seconds=3)
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
+def test_a_killed_run_goes_on_without_loss_or_repetition(sent, infer, folder, tmp_path):
+    long = {"dataset": prompts([f"{word}{number}" for number in range(16) for word in WORDS]), "input_template": "{}="}
+    flags = long | {"best_of_n": 2, "max_new_tokens": 24, "micro_batch_size": 4}
+    whole = infer(**flags)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    with (tmp_path / "said.txt").open("w") as said:
+        process = subprocess.Popen(
+            [*warm_python(), "-m", "openrlhf.cli.batch_inference", *command(folder, "cut.jsonl", **flags)],
+            stderr=said,
+            env=environment,
+        )
+        part = Path("cut.jsonl.parts/rank0.jsonl")
+        when(process, lambda: part.is_file() and len(part.read_text(encoding="utf-8").splitlines()) > 20)
+        kill(process.pid) if sent == signal.SIGKILL else process.send_signal(sent)
+        process.wait(timeout=DEADLINE)
+    assert not Path("cut.jsonl").exists()
+    if sent == signal.SIGINT:
+        assert process.returncode == 130
+        assert "the same command goes on from there" in (tmp_path / "said.txt").read_text()
+    done = part.read_text(encoding="utf-8").splitlines()
+    assert 20 < len(done) < len(whole)
+    with part.open("a", encoding="utf-8") as file:
+        file.write('{"number": 1, "row": {"inp')  # half a line
+    marked = json.dumps(json.loads(done[0]) | {"row": {"output": "not made again"}})
+    part.write_text(part.read_text(encoding="utf-8").replace(done[0], marked, 1), encoding="utf-8")
+    rows = infer(**flags, output_path="cut.jsonl")
+    assert [row["output"] for row in rows].count("not made again") == 1
+    expected = list(whole)
+    expected[json.loads(done[0])["number"]] = {"output": "not made again"}
+    assert rows == expected
+    assert not Path("cut.jsonl.parts").exists()
+
+
+LAUNCHER = """
+import os, subprocess, sys
+alone = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+subprocess.Popen([sys.executable, "-m", "openrlhf.cli.batch_inference", *sys.argv[1:]], env=os.environ | alone).wait()
+"""
+
+
+@pytest.mark.slow(seconds=8)
+def test_a_process_does_not_outlive_its_launcher(folder):
+    """Its share is finished, and the others will never come."""
+    flags = {"dataset": prompts(), **SHORT}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, *command(folder, "half.jsonl", **flags)],
+        stderr=subprocess.PIPE,
+        env=environment,
+    )
+    part = Path("half.jsonl.parts/rank1.jsonl")
+    when(launcher, lambda: part.is_file() and len(part.read_text(encoding="utf-8").splitlines()) == len(WORDS) // 2)
+    launcher.kill()
+    launcher.communicate(timeout=DEADLINE)  # until nobody holds the other end
+
+
+@pytest.fixture
+def stopped(infer, reward_model, monkeypatch):
+    """Scoring that was interrupted after two of its batches."""
+    flags = {"pretrain": reward_model, "dataset": write_rows(Path("in.jsonl"), answered()), "micro_batch_size": 4}
+    real, calls = OutcomeScorer.score_rows, []
+
+    def interrupted(self, rows):
+        calls.append(rows)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(self, rows)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OutcomeScorer, "score_rows", interrupted)
+        with pytest.raises(SystemExit) as stop:
+            infer("rm", **flags)
+    assert stop.value.code == 130
+    return flags
+
+
+def test_what_only_changes_speed_or_the_end_may_change(stopped, infer, capfd):
+    rows = infer("rm", **stopped | {"micro_batch_size": 1, "post_processor": "rs"})
+    assert "going on: 8 of 12 rows" in capfd.readouterr().err
+    assert len(rows) == 4
+
+
+def test_a_changed_run_is_refused(stopped, infer, reward_model, capfd):
+    with pytest.raises(SystemExit) as stop:
+        infer("rm", **stopped | {"max_len": 99})
+    assert stop.value.code == 2
+    assert "--max_len 2048 -> 99" in capfd.readouterr().err
+    write_rows(Path("in.jsonl"), answered()[:-1])
+    with pytest.raises(SystemExit):
+        infer("rm", **stopped)
+    said = capfd.readouterr().err
+    assert "the content of --dataset" in said
+    assert "rm -r out.jsonl.parts to start over" in said
+    assert not Path("out.jsonl").exists()
+
+
+@pytest.mark.slow(seconds=10)
+def test_vllm_says_what_transformers_says(infer):
+    flags = {"dataset": prompts(WORDS * 4), "greedy_sampling": True, **SHORT}
+    expected = infer(**flags)
+    assert infer("generate_vllm", **flags, max_num_seqs=4) == expected
+    many = infer("generate_vllm", **flags | {"greedy_sampling": None, "best_of_n": 2, "max_num_seqs": 8})
+    assert [row["index"] for row in many] == [number for number in range(len(WORDS) * 4) for _ in range(2)]
+    assert len({row["output"] for row in many}) > len(WORDS)
+    penalised = flags | {"repetition_penalty": 1.3}
+    assert infer("generate_vllm", **penalised) == infer(**penalised)
+
+
+@pytest.mark.slow(seconds=30)
+def test_engines_on_ray_say_it_too(infer, monkeypatch):
+    for name, value in warm_children().items():
+        monkeypatch.setenv(name, value)
+    flags = {"dataset": prompts(WORDS * 4), "greedy_sampling": True, **SHORT}
+    assert infer("generate_vllm", **flags, vllm_num_engines=2, max_num_seqs=4) == infer(**flags)
+
+
+def test_an_engine_that_fails_at_all_requests_is_heard_once(caplog):
+    class Broken:
+        async def generate(self, requests):
+            raise RolloutError("no such request")
+
+    class Wish:
+        requests = range(3)
+
+        def begin(self):
+            pass
+
+        def finish(self, place, completion):
+            raise AssertionError("nothing was answered")
+
+    with pytest.raises(RolloutError, match="no such request"):
+        asyncio.run(stream(Broken(), Wish(), window=3))
+    gc.collect()
+    assert "never retrieved" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("asked", "rank", "neighbours", "expected"),
+    [(None, 0, 1, "0123"), (2, 0, 1, "01"), (None, 1, 2, "23"), (1, 3, 4, "3"), (1, 1, 2, "1")],
+)
+def test_processes_of_one_machine_share_its_devices(asked, rank, neighbours, expected):
+    assert own_devices("0123", asked, rank, neighbours) == list(expected)
+
+
+def test_too_few_devices_are_refused():
+    with pytest.raises(ConfigError, match=r"2 processes with 4 GPUs each .* need 8, but 4 are visible"):
+        own_devices("0123", 4, 1, 2)
+
+
+MISTAKES = {
+    "--eval_task is not given": {"eval_task": None},
+    "invalid choice: 'generates'": {"eval_task": "generates"},
+    "nowhere.jsonl: no such file": {"dataset": "nowhere.jsonl"},
+    "--post_processor rs sorts by reward": {"post_processor": "rs"},
+    "--iter 3 with --rollout_batch_size 4 begins at row 12": {"iter": 3, "rollout_batch_size": 4},
+    "is a folder, but rows go to a file": {"output_path": "."},
+    "is the dataset itself": {"output_path": "./prompts.jsonl"},
+    "no field 'question'; there are 'input'": {"input_key": "question"},
+}
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+def test_mistakes_are_told(message, infer, capfd):
+    with pytest.raises(SystemExit) as stop:
+        infer(**{"dataset": prompts(), "task": "generate"} | MISTAKES[message])
+    assert stop.value.code == 2
+    assert message in capfd.readouterr().err
+    assert not list(Path().glob("*.parts"))

@@ -1,0 +1,280 @@
+"""Conversations with a tiny model: through a pipe in this process, and at a real terminal in another."""
+
+import fcntl
+import io
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from openrlhf.inference.chat_reply import Shown
+from tests.tiny import make_model
+from tests.toys import as_argv, run
+from tests.warm import warm_python
+
+DEADLINE = 300  # seconds: a watchdog, not an expectation
+GREEDY = {"greedy_sampling": True, "max_len": 96}
+ROOT = str(Path(__file__).parents[2])
+
+
+@pytest.fixture
+def talk(models, monkeypatch, capsys):
+    """What the command answers to lines from a pipe, and what it remarks."""
+
+    def start(*lines, **flags):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        capsys.readouterr()
+        run("interactive_chat", {"pretrain": models()} | GREEDY | flags)
+        said = capsys.readouterr()
+        return said.out, said.err
+
+    return start
+
+
+@pytest.fixture
+def plain(models):
+    return lambda prompt, **options: continuation(models(), prompt, **options)
+
+
+@torch.no_grad()
+def continuation(folder, prompt, *, max_len=96, ends=(0,)):
+    """What Transformers alone says after a text, greedily."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    said = model.generate(
+        ids, do_sample=False, repetition_penalty=1.2, max_length=max_len, eos_token_id=list(ends), pad_token_id=1
+    )
+    return tokenizer.decode(said[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+SHORT = "{}="
+
+
+def test_a_transcript_grows_and_clear_begins_anew(talk, plain):
+    first = plain("User: ab\nAssistant: ")
+    out, err = talk("ab", "", "clear", "ab", "exit", "never")
+    assert out == f"{first}\n" * 2
+    assert "the conversation starts over" in err
+
+
+def ending_model(folder, prompt):
+    """A model whose generation config ends a reply at the fifth character that it says to this prompt."""
+    make_model(folder)
+    reply = continuation(str(folder), prompt)
+    end = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(reply[4])
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": [0, end], "top_k": 3}))
+    return str(folder), (0, end)
+
+
+def test_a_reply_ends_where_the_model_says_and_history_is_used(talk, tmp_path):
+    folder, ends = ending_model(tmp_path / "ending", "User: ab\nAssistant: ")
+    first = continuation(folder, "User: ab\nAssistant: ", ends=ends)
+    prompt = f"User: ab\nAssistant: {first}\nUser: cd\nAssistant: "
+    second = continuation(folder, prompt, ends=ends, max_len=400)
+    out, _ = talk("ab", "cd", pretrain=folder, max_len=400)
+    assert len(first) <= 5
+    assert out == f"{first}\n{second}\n"
+
+
+def test_a_chat_template_has_turns(talk, tmp_path):
+    folder, ends = ending_model(tmp_path / "ending", "<s>be kind<u>ab<a>")
+    first = continuation(folder, "<s>be kind<u>ab<a>", ends=ends)
+    second = continuation(folder, f"<s>be kind<u>ab<a>{first}</s><u>cd<a>", ends=ends)
+    flags = {"pretrain": folder, "apply_chat_template": True}
+    assert talk("ab", "cd", system_prompt="be kind", **flags)[0] == f"{first}\n{second}\n"
+    (tmp_path / "first.txt").write_text("be kind")
+    assert talk("ab", "cd", ta_prompt="first.txt", **flags)[0] == f"{first}\n{second}\n"
+
+
+def test_a_file_starts_the_history_and_conditional_sft_ends_the_prompt(talk, plain, tmp_path):
+    (tmp_path / "first.txt").write_text("1+1=2")
+    out, _ = talk("2+2", ta_prompt="first.txt", input_template=SHORT, enable_csft=True, csft_prompt="(good) ")
+    assert out == plain("1+1=2\n2+2=(good) ") + "\n"
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [(['"""ab', 'cd"""'], "ab\ncd"), (['"""', "ab", "", "cd", '"""'], "ab\n\ncd"), (['"""ab"""'], "ab")],
+)
+def test_triple_quotes_hold_several_lines(talk, plain, lines, message):
+    assert talk(*lines, input_template=SHORT)[0] == plain(f"{message}=") + "\n"
+
+
+def test_a_block_that_nobody_closed_is_taken_as_it_stands(talk, plain):
+    out, err = talk('"""ab', "cd", input_template=SHORT)
+    assert out == plain("ab\ncd=") + "\n"
+    assert 'the input ended before """ closed the block' in err
+
+
+def test_a_full_context_is_said_and_a_message_without_room_is_not_taken(talk, plain):
+    out, err = talk("ab", "x" * 96, "clear", "ab", input_template=SHORT)
+    assert out == (plain("ab=") + "\n") * 2
+    assert err.count("the context is full (--max_len 96), which ended the reply: clear starts over") == 2
+    assert "no room for a reply within --max_len 96, so it was not said" in err
+
+
+@pytest.mark.slow(seconds=1)
+def test_a_pipe_hears_no_banner_and_gets_exit_code_0(models, plain):
+    argv = [*warm_python(), "-m", "openrlhf.cli.interactive_chat", *as_argv({"pretrain": models()} | GREEDY)]
+    environment = {**os.environ, "PYTHONPATH": ROOT}
+    done = subprocess.run(
+        argv, input="ab", capture_output=True, text=True, env=environment, timeout=DEADLINE, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, plain("User: ab\nAssistant: ") + "\n")
+    assert "Ctrl" not in done.stderr
+    assert "Loading" not in done.stderr  # Transformers' progress bar
+    assert "deprecated" not in done.stderr
+
+
+def test_temperature_0_is_greedy(talk, plain):
+    assert talk("ab", greedy_sampling=None, temperature=0)[0] == plain("User: ab\nAssistant: ") + "\n"
+
+
+def test_sampling_samples(talk):
+    torch.manual_seed(0)
+    flags = {"greedy_sampling": None, "temperature": 1.0, "top_p": 1.0, "input_template": SHORT}
+    assert len(set(talk(*["ab", "clear"] * 4, **flags)[0].split("\n"))) > 4
+
+
+class Bytes:
+    """A tokenizer whose tokens are the bytes of UTF-8."""
+
+    def decode(self, token_ids, *, skip_special_tokens):
+        assert skip_special_tokens
+        return bytes(token_ids).decode(errors="replace")
+
+
+def test_a_character_is_shown_when_all_its_bytes_are_there():
+    pieces = []
+    shown = Shown(Bytes(), pieces.append)
+    for byte in "aж語b".encode() + b"\xe8":
+        shown.put(byte)
+    shown.end()
+    assert pieces == ["a", "ж", "語", "b", "\N{REPLACEMENT CHARACTER}"]
+
+
+# a terminal
+
+
+class Terminal:
+    """A program at a terminal of its own, what it showed, and keys to press."""
+
+    def __init__(self, program, master):
+        self.program = program
+        self.master = master
+        self.screen = ""
+        self.ends = time.monotonic() + DEADLINE
+
+    def press(self, keys):
+        os.write(self.master, keys.encode())
+
+    def wait_for(self, text):
+        """Waits until something is on the screen, and forgets everything up to it."""
+        while text not in self.screen:
+            self.wait_for_more()
+        self.screen = self.screen.partition(text)[2]
+
+    def interrupt(self, number, answer):
+        """A signal, and once more when nothing comes of it, as a person would press Ctrl-C again: Python's readline
+        misses a signal that comes after it showed the prompt and before it waits for keys."""
+        while answer not in self.screen:
+            assert time.monotonic() < self.ends, f"deaf to {number!r}: {self.screen}"
+            self.press("\x03") if number == signal.SIGINT else self.program.send_signal(number)
+            while answer not in self.screen and self.shows_more_within(5):
+                pass
+        self.wait_for(answer)
+
+    def wait_for_more(self):
+        assert self.shows_more_within(self.ends - time.monotonic()), self.screen
+
+    def shows_more_within(self, seconds):
+        if not select.select([self.master], [], [], seconds)[0]:
+            return False
+        self.screen = (self.screen + os.read(self.master, 65536).decode(errors="replace")).replace("\r\n", "\n")
+        return True
+
+
+@contextmanager
+def terminal(**flags):
+    master, slave = pty.openpty()
+    program = subprocess.Popen(
+        [sys.executable, "-m", "openrlhf.cli.interactive_chat", *as_argv(flags)],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env={**os.environ, "PYTHONPATH": ROOT, "TERM": "dumb", "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C is a signal
+    )
+    os.close(slave)
+    try:
+        yield Terminal(program, master)
+    finally:
+        program.kill()
+        program.wait()
+        os.close(master)
+
+
+@pytest.mark.slow(seconds=8)
+def test_a_person_at_a_terminal(tmp_path):
+    folder, ends = ending_model(tmp_path / "ending", "ab=")
+    first, block = (continuation(folder, prompt, ends=ends) for prompt in ("ab=", "x\ny="))
+    second = continuation(folder, f"ab={first}\nab=", ends=ends)
+    with terminal(pretrain=folder, input_template=SHORT, **GREEDY) as screen:
+        screen.wait_for('""" begins and ends a message of several lines')
+        screen.wait_for("> ")
+        screen.press("ab\r")
+        screen.wait_for(f"ab\n{first}\n")
+        screen.wait_for("> ")
+        screen.press("\x10\r")  # Ctrl-P: the line before
+        screen.wait_for(f"ab\n{second}\n")
+        screen.wait_for("> ")
+        screen.press("clear\r")
+        screen.wait_for("the conversation starts over")
+        screen.wait_for("> ")
+        for line in ('"""', "x", 'y"""'):
+            screen.press(f"{line}\r")
+        screen.wait_for(f'y"""\n{block}\n')
+        screen.wait_for("> ")
+        screen.press("exit\r")
+        assert screen.program.wait(DEADLINE) == 0
+
+
+@pytest.mark.slow(seconds=8)
+def test_ctrl_c_stops_a_reply_and_not_the_program(tmp_path):
+    folder = make_model(tmp_path / "endless", max_position_embeddings=1_000_000)
+    with terminal(pretrain=folder, max_len=1_000_000, temperature=1.0, top_p=1.0, input_template=SHORT) as screen:
+        screen.wait_for("> ")
+        screen.press("ab")
+        screen.wait_for("ab")  # the line is being read
+        screen.interrupt(signal.SIGINT, "interrupted; exit or Ctrl-D leaves")
+        screen.wait_for("> ")
+        for message in ("ab", "cd"):  # and it goes on talking
+            screen.press(f"{message}\r")
+            screen.wait_for(f"{message}\n")
+            screen.wait_for_more()  # the reply has begun
+            screen.press("\x03")
+            screen.wait_for("the reply was interrupted")
+            screen.wait_for("> ")
+        screen.press("\x04")
+        assert screen.program.wait(DEADLINE) == 0
+
+
+@pytest.mark.slow(seconds=7)
+def test_a_scheduler_ends_the_program(models):
+    with terminal(pretrain=models(), **GREEDY) as screen:
+        screen.wait_for("> ")
+        screen.interrupt(signal.SIGTERM, "openrlhf: interrupted")
+        assert screen.program.wait(DEADLINE) == 130

@@ -1,0 +1,127 @@
+"""Merged models equal base and adapter together, seen through plain Transformers and PEFT."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from tests.tiny import make_model
+from tests.toys import ANSWERS, FAST, PAIRS, answers, pairs, run, write_rows
+
+LORA = {"lora_rank": 4, "lora_alpha": 32}
+
+
+@pytest.fixture
+def adapter(tmp_path, models):
+    """Trains an adapter; returns its folder."""
+
+    def make(command, rows, pretrain=None, **flags):
+        data = {"dataset": write_rows(tmp_path / "rows.jsonl", rows)}
+        paths = {"pretrain": pretrain or models(), "save_path": "adapter", "ckpt_path": "adapter_ckpt"}
+        run(command, FAST | LORA | data | paths | flags)
+        return "./adapter"
+
+    return make
+
+
+def merge(base, adapter, **flags):
+    run("lora_combiner", {"model_path": base, "lora_path": adapter, "output_path": "merged", **flags})
+    return Path("merged")
+
+
+def batch(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = [text + tokenizer.eos_token for text in ("abc=", "a longer one", "xyz")]
+    encoded = tokenizer(texts, padding=True, return_tensors="pt")
+    return {"input_ids": encoded.input_ids, "attention_mask": encoded.attention_mask}
+
+
+@torch.no_grad()
+def logits(model, folder):
+    return model.eval()(**batch(folder)).logits
+
+
+def test_a_language_model(adapter, models):
+    folder = adapter("train_sft", answers(64), **ANSWERS)
+    merged = merge(models(), folder, param_dtype="fp32")
+    found = logits(AutoModelForCausalLM.from_pretrained(merged), merged)
+    base = AutoModelForCausalLM.from_pretrained(models())
+    before = logits(base, merged)
+    assert_close(found, logits(PeftModel.from_pretrained(base, folder), merged), rtol=1e-5, atol=1e-5)
+    assert (found - before).abs().max() > 1e-2
+    assert not any(path.name.startswith("adapter") for path in merged.iterdir())
+
+
+@pytest.mark.parametrize("pad_is_eos", [False, True])
+@pytest.mark.parametrize("prefix", ["score", "value_head"])
+def test_a_reward_model_with_its_statistics(adapter, tmp_path, pad_is_eos, prefix):
+    """A padding token that training had to add is there too, and a head of another name keeps it."""
+    base = make_model(tmp_path / "base", pad_is_eos=pad_is_eos)
+    held_out = write_rows(tmp_path / "held_out.jsonl", pairs(16, seed=1))
+    flags = PAIRS | {"eval_dataset": held_out, "value_head_prefix": prefix}
+    folder = adapter("train_rm", pairs(64), pretrain=base, **flags)
+    merged = merge(base, folder, is_rm=True, param_dtype="fp32")
+    config = json.loads((merged / "config.json").read_text())
+    assert config["value_head_prefix"] == prefix
+    assert config["std"] > 0
+    assert {"mean", "pad_token_id"} <= config.keys()
+
+    renamed = {} if prefix == "score" else {"key_mapping": {rf"^{prefix}\.": "score."}}
+    found = logits(AutoModelForSequenceClassification.from_pretrained(merged, **renamed), merged)
+    plain = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
+    tokenizer = AutoTokenizer.from_pretrained(merged)
+    plain.resize_token_embeddings(max(len(tokenizer), plain.config.vocab_size), mean_resizing=False)
+    plain.config.pad_token_id = tokenizer.pad_token_id
+    assert_close(found, logits(PeftModel.from_pretrained(plain, folder), merged), rtol=1e-5, atol=1e-5)
+    assert found.std() > 0
+
+
+def test_scores_of_a_merged_reward_model_can_be_asked_for(adapter, models):
+    merged = merge(models(), adapter("train_rm", pairs(32), **PAIRS), is_rm=True, param_dtype="fp32")
+    rows = write_rows(Path("answers.jsonl"), answers(4))
+    run("batch_inference", {"eval_task": "rm", "pretrain": f"./{merged}", "dataset": rows, "output_path": "out.jsonl"})
+    assert len(Path("out.jsonl").read_text(encoding="utf-8").splitlines()) == 4
+
+
+def test_an_adapter_of_a_four_bit_base_goes_onto_the_plain_one(adapter, models):
+    folder = adapter("train_sft", answers(32), load_in_4bit=True, **ANSWERS)
+    merged = merge(models(), folder, param_dtype="fp32")
+    wearing = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(models()), folder)
+    found = logits(AutoModelForCausalLM.from_pretrained(merged), merged)
+    assert_close(found, logits(wearing, merged), rtol=1e-5, atol=1e-5)
+    assert "quantization_config" not in json.loads((merged / "config.json").read_text())
+
+
+@pytest.mark.parametrize(("asked", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_the_dtype_on_the_disk_is_the_one_asked_for(adapter, models, asked, dtype):
+    merged = merge(models(), adapter("train_sft", answers(16), **ANSWERS), param_dtype=asked)
+    model = AutoModelForCausalLM.from_pretrained(merged, dtype="auto")
+    assert {weight.dtype for weight in model.parameters()} == {dtype}
+
+
+def refusal(capfd, *arguments, **flags):
+    with pytest.raises(SystemExit) as stop:
+        merge(*arguments, **flags)
+    assert stop.value.code == 2
+    assert not Path("merged").exists()
+    return capfd.readouterr().err
+
+
+def test_mistakes_are_told(adapter, models, capfd, tmp_path):
+    folder = adapter("train_sft", answers(16), **ANSWERS)
+    others = {"shallow": {"num_hidden_layers": 1}, "narrow": {"hidden_size": 16}}
+    assert "is the adapter of a language model. Try: without --is_rm" in refusal(capfd, models(), folder, is_rm=True)
+    for name, shape in others.items():
+        assert "does not fit" in refusal(capfd, make_model(tmp_path / name, **shape), folder)
+    assert "no such folder" in refusal(capfd, models(), "org/adapter")
+    assert "holds no adapter_config.json" in refusal(capfd, models(), models())
+    assert "is --model_path itself" in refusal(capfd, models(), folder, output_path=models())
+
+
+def test_a_reward_models_adapter_needs_its_flag(adapter, models, capfd):
+    folder = adapter("train_rm", pairs(16), **PAIRS)
+    assert "is the adapter of a reward model. Try: --is_rm" in refusal(capfd, models(), folder)

@@ -1,0 +1,328 @@
+"""A reward server as its clients meet it: real HTTP, real models, real signals."""
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import takewhile
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from openrlhf.config.check import check
+from openrlhf.config.commands import ServeRMConfig
+from openrlhf.config.parser import parse
+from openrlhf.errors import ConfigError
+from openrlhf.inference.serve import bind, build_server, leave_a_core
+from tests.rl.toy_task import SMALL, asked, recorded
+from tests.tiny import make_model
+from tests.toys import FAST, PAIRS, Ran, as_argv, pairs, run, write_rows
+from tests.warm import warm_python
+
+DEADLINE = 300  # seconds: a watchdog, not an expectation
+TEXTS = [("abcnopq xyz? " * 8)[start : start + length] for start in range(8) for length in (1, 2, 7, 30, 61)]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Trains a reward model on pairs; returns its folder."""
+    root = tmp_path_factory.mktemp("served")
+    model = make_model(root / "model")
+
+    def make(name, **flags):
+        paths = {"pretrain": model, "save_path": str(root / name), "ckpt_path": str(root / f"{name}_ckpt")}
+        run("train_rm", FAST | PAIRS | paths | {"dataset": write_rows(root / "pairs.jsonl", pairs(48))} | flags)
+        return str(root / name)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def reward_model(trained):
+    return trained("rm")
+
+
+def settings(**flags):
+    return check(parse(ServeRMConfig, as_argv(flags), environ={}), lambda line: None)
+
+
+@contextmanager
+def serving(**flags):
+    """A server in a thread of this process; gives the address of its one endpoint."""
+    with bind("127.0.0.1", 0) as listener:
+        server = build_server(settings(**flags))
+        listener.listen()
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}/get_reward"
+        finally:
+            server.should_exit = True
+            thread.join(DEADLINE)
+
+
+@pytest.fixture(scope="module")
+def server(reward_model):
+    with serving(reward_pretrain=reward_model, api_key="secret", max_request_mb=1) as url:
+        yield url
+
+
+def post(url, body, key="secret"):
+    """(status, decoded answer) of a request; a body that is no bytes goes as JSON."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=DEADLINE) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+
+
+@torch.no_grad()
+def alone(folder, texts):
+    """What Transformers alone says of each text, one at a time."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    read = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    return [model(torch.tensor([ids])).logits.item() for ids in read]
+
+
+@pytest.mark.parametrize("flags", [{}, {"packing_samples": True}, {"batch_size": 3}, {"batch_tokens": 64}], ids=str)
+def test_concurrent_clients_get_what_the_model_gives_alone(reward_model, flags):
+    expected = dict(zip(TEXTS, alone(reward_model, TEXTS), strict=True))
+    requests = [TEXTS[start : start + 1 + start % 4] for start in range(len(TEXTS))] * 3
+    with serving(reward_pretrain=reward_model, **flags) as url, ThreadPoolExecutor(32) as clients:
+        answers = list(clients.map(lambda texts: post(url, {"query": texts}, key=None), requests))
+    assert {status for status, _ in answers} == {200}
+    for texts, (_, answer) in zip(requests, answers, strict=True):
+        assert answer["rewards"] == pytest.approx([expected[text] for text in texts], abs=1e-5)
+
+
+def test_a_model_leaves_a_core_to_the_requests_unless_told_its_threads(monkeypatch):
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        monkeypatch.setenv("OMP_NUM_THREADS", "3")
+        leave_a_core()
+        assert torch.get_num_threads() == 3
+        monkeypatch.delenv("OMP_NUM_THREADS")
+        for expected in (2, 1, 1):
+            leave_a_core()
+            assert torch.get_num_threads() == expected
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_one_answer_serves_old_and_new_trainers(server, reward_model):
+    texts = ["abc", "xyz</s>"]
+    status, answer = post(server, {"query": texts, "prompts": ["a", "x"], "labels": [None, {"any": "thing"}]})
+    assert status == 200
+    assert answer["rewards"] == pytest.approx(alone(reward_model, texts), abs=1e-5)
+    assert answer["scores"] == answer["rewards"]
+    assert answer["extra_logs"] == {"dummy_scores": answer["rewards"], "truncated": [0.0, 0.0]}
+    assert post(server, {"queries": texts})[1]["rewards"] == answer["rewards"]
+    assert post(server, {"query": "abc"})[1]["rewards"] == pytest.approx(answer["rewards"][:1], abs=1e-5)
+
+
+def test_what_is_too_long_is_cut_and_counted(reward_model):
+    texts = ["abcdefgh" * 3, "abcde"]
+    with serving(reward_pretrain=reward_model, max_len=10) as url:
+        _, answer = post(url, {"query": texts})
+    assert answer["rewards"] == pytest.approx(alone(reward_model, [text[:10] for text in texts]), abs=1e-5)
+    assert answer["extra_logs"]["truncated"] == [1.0, 0.0]
+
+
+def test_what_is_too_long_is_refused_where_cutting_is_not_wanted(reward_model):
+    with serving(reward_pretrain=reward_model, max_len=10, refuse_long=True) as url:
+        status, answer = post(url, {"query": ["abcde", "abcdefgh" * 3]})
+        assert (status, answer["detail"]) == (413, "query 1 has 24 tokens, and --max_len is 10")
+        assert post(url, {"query": ["abcdefghij"]})[0] == 200
+
+
+def test_rewards_are_normalised_by_what_the_model_was_saved_with(reward_model):
+    saved = json.loads((Path(reward_model) / "config.json").read_text())
+    with serving(reward_pretrain=reward_model, normalize_reward=True) as url:
+        _, answer = post(url, {"query": TEXTS})
+    expected = [(score - saved["mean"]) / saved["std"] for score in alone(reward_model, TEXTS)]
+    assert answer["rewards"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_head_of_another_name_is_found(trained, reward_model):
+    folder = trained("renamed", value_head_prefix="value_head")
+    with serving(reward_pretrain=folder) as url:
+        _, answer = post(url, {"query": TEXTS})
+    assert answer["rewards"] == pytest.approx(alone(reward_model, TEXTS), abs=1e-5)
+
+
+def test_health_needs_no_key(server):
+    with urllib.request.urlopen(server.replace("get_reward", "health"), timeout=DEADLINE) as response:
+        assert json.load(response) == {"status": "ok"}
+
+
+@pytest.mark.parametrize(("key", "said"), [(None, "no key"), ("secre", "another key"), ("ключ", "another key")])
+def test_a_key_that_is_missing_or_wrong_is_refused(server, key, said):
+    key = key and key.encode().decode("latin-1")
+    status, answer = post(server, {"query": ["abc"]}, key=key)
+    assert status == 401
+    assert said in answer["detail"]
+    assert "--reward_api_key" in answer["detail"]
+    assert "secret" not in answer["detail"]
+
+
+REFUSED = {
+    "not JSON": (b'{"query": ["abc"', 400, "the body is not JSON"),
+    "not text": (b"\xff\xfe", 400, "the body is not JSON"),
+    "nested too deep": (b"[" * 200_000, 400, "the body is not JSON"),
+    "no object": (["abc"], 422, "the body is of type list, not an object"),
+    "no query": ({"prompts": ["abc"]}, 422, "either query or queries"),
+    "both": ({"query": ["a"], "queries": ["b"]}, 422, "either query or queries"),
+    "no list": ({"query": {"a": 1}}, 422, "query must be a text or a list of texts"),
+    "nothing": ({"query": []}, 422, "not empty"),
+    "a number": ({"query": ["abc", 5]}, 422, "query 1 is of type int, not a text"),
+    "an empty text": ({"query": ["abc", ""]}, 422, "query 1 has no tokens"),
+    "half a character": (b'{"query": ["\\ud800"]}', 422, "query 0 holds half of a surrogate pair"),
+    "too many": ({"query": ["a"] * 8193}, 413, "8193 queries in one request; 8192 is the most"),
+    "too large": ({"query": ["a" * (1 << 20)]}, 413, "--max_request_mb is 1"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_refusal_says_why(server, case):
+    body, wanted, said = REFUSED[case]
+    status, answer = post(server, body)
+    assert (status, said in answer["detail"]) == (wanted, True), answer
+    assert post(server, {"query": ["abc"]})[0] == 200
+
+
+def test_a_client_that_leaves_amid_its_request_leaves_no_traceback(reward_model, capfd):
+    begun = b"POST /get_reward HTTP/1.1\r\nHost: here\r\nContent-Length: 99\r\n\r\n{"
+    with serving(reward_pretrain=reward_model) as url:
+        with socket.create_connection(("127.0.0.1", urlsplit(url).port)) as leaving:
+            leaving.sendall(begun)
+        assert post(url, {"query": "a"})[0] == 200
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_other_paths_and_methods_are_refused(server):
+    assert post(server + "s", {"query": ["abc"]})[0] == 404
+    with pytest.raises(urllib.error.HTTPError, match="405"):
+        urllib.request.urlopen(server, timeout=DEADLINE)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_score_that_is_no_number_is_an_error(reward_model, tmp_path):
+    model = AutoModelForSequenceClassification.from_pretrained(reward_model)
+    torch.nn.init.constant_(model.score.weight, float("nan"))
+    model.save_pretrained(tmp_path / "broken")
+    AutoTokenizer.from_pretrained(reward_model).save_pretrained(tmp_path / "broken")
+    broken = str(tmp_path / "broken")
+    with pytest.raises(ConfigError, match="computes nan for random tokens"):
+        build_server(settings(reward_pretrain=broken))
+    with serving(reward_pretrain=broken, skip_self_test=True) as url:
+        status, answer = post(url, {"query": ["abc"]})
+    assert (status, answer["detail"]) == (500, "the model's score of query 0 is nan, not a finite number")
+
+
+def test_models_that_give_no_reward_are_refused(models, tmp_path):
+    with pytest.raises(ConfigError, match="no weights for a scalar head called score"):
+        build_server(settings(reward_pretrain=models()))
+    steps = json.loads((Path(models()) / "config.json").read_text()) | {"placeholder_token": "#"}
+    (tmp_path / "prm").mkdir()
+    (tmp_path / "prm" / "config.json").write_text(json.dumps(steps))
+    with pytest.raises(ConfigError, match="is a process reward model"):
+        build_server(settings(reward_pretrain="./prm"))
+    AutoModelForSequenceClassification.from_pretrained(models(), num_labels=3).save_pretrained("classes")
+    with pytest.raises(ConfigError, match="sorts texts into 3 classes"):
+        build_server(settings(reward_pretrain="./classes"))
+
+
+def test_addresses_that_cannot_be_had_are_explained():
+    with bind("127.0.0.1", 0) as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"--port {port} is taken on 127.0.0.1. Try: --port {port + 1}"):
+            bind("127.0.0.1", port)
+    with pytest.raises(ConfigError, match=r"--host 192.0.2.1 --port 5000 cannot be bound"):
+        bind("192.0.2.1", 5000)
+
+
+# the trainer as a client
+
+
+def learn(tmp_path, models, **flags):
+    paths = {"pretrain": models(), "save_path": "./out", "ckpt_path": "./out_ckpt"}
+    prompts = {"prompt_data": write_rows(tmp_path / "prompts.jsonl", asked(16)), "max_steps": 1}
+    run("train_ppo", paths | SMALL | prompts | flags)
+    return Ran(tmp_path / "out", tmp_path / "out_ckpt")
+
+
+def test_a_trainer_with_the_key_is_rewarded_and_keeps_it_to_itself(server, reward_model, tmp_path, models):
+    ran = learn(tmp_path, models, remote_rm_url=server, reward_api_key="secret", save_steps=1)
+    rows = recorded(ran, 1)
+    tokenizer = AutoTokenizer.from_pretrained(models())
+    texts = [tokenizer.decode(row["input_ids"]) for row in rows]
+    sure = [place for place, text in enumerate(texts) if "<pad>" not in text]  # Transformers would not look at those
+    assert len(sure) > 20
+    expected = alone(reward_model, [texts[place] for place in sure])
+    assert [rows[place]["reward"] for place in sure] == pytest.approx(expected, abs=1e-5)
+    written = [file for file in tmp_path.rglob("*.json*") if file.is_file()]
+    assert any('"reward_api_key": "***"' in file.read_text() for file in written)
+    assert not any('"secret"' in file.read_text() for file in written)
+
+
+def test_a_trainer_without_the_key_is_told_what_to_give(server, tmp_path, models, capsys):
+    with pytest.raises(SystemExit):
+        learn(tmp_path, models, remote_rm_url=server)
+    said = capsys.readouterr().err
+    assert "refused the request: 401" in said
+    assert "--reward_api_key" in said
+
+
+# signals
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.slow(seconds=2)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)], ids=["SIGTERM", "Ctrl-C"])
+def test_a_stop_answers_what_is_in_flight(reward_model, number, code):
+    port = free_port()
+    argv = as_argv({"reward_pretrain": reward_model, "port": port})
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    program = [*warm_python(), "-m", "openrlhf.cli.serve_rm", *argv]
+    with subprocess.Popen(program, stderr=subprocess.PIPE, text=True, env=environment) as server:
+        watchdog = threading.Timer(DEADLINE, server.kill)
+        watchdog.start()
+        before = list(takewhile(lambda line: "answers on" not in line, server.stderr))
+        body = json.dumps({"query": ["abc"]}).encode()
+        with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE) as client:
+            head = (
+                f"POST /get_reward HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\nExpect: 100-continue\r\n\r\n"
+            )
+            client.sendall(head.encode())
+            assert b"100 Continue" in client.recv(100)  # the server waits for this body
+            server.send_signal(number)
+            assert any("stopping when the requests in flight are answered" in line for line in server.stderr)
+            client.sendall(body)
+            response = http.client.HTTPResponse(client)
+            response.begin()
+            answer = json.loads(response.read())
+        assert server.wait(DEADLINE) == code
+        watchdog.cancel()
+    assert "Loading" not in "".join(before)  # Transformers' progress bar
+    assert answer["rewards"] == pytest.approx(alone(reward_model, ["abc"]), abs=1e-5)

@@ -1,0 +1,251 @@
+"""Template, data and reward are tried on the first rows before a model loads; --dry_run stops there."""
+
+import http.server
+import json
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.agents.sessions import children
+from tests.rl.toy_task import SMALL, asked, task
+from tests.toys import ANSWERS, FAST, PAIRS, STEPS, answers, pairs, run, steps, verdicts, write_rows
+
+AGENT = """
+from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
+
+class Instance(AgentInstanceBase):
+    async def reset(self, states, **kwargs):
+        return {"observation": states["observation"]}
+
+    async def step(self, states, **kwargs):
+        %s
+
+class AgentExecutor(MultiTurnAgentExecutor):
+    def __init__(self):
+        super().__init__(Instance)
+"""
+ONGOING = """return {"rewards": 0.5, "scores": 0.5, "environment_feedback": " on", "done": False}"""
+
+
+@pytest.fixture
+def hollow(models, tmp_path):
+    """A model folder without weights: whatever loads the model fails."""
+    folder = tmp_path / "hollow"
+    shutil.copytree(models(), folder)
+    (folder / "model.safetensors").unlink()
+    return str(folder)
+
+
+@pytest.fixture
+def attempt(tmp_path, hollow, capsys):
+    """Runs train_ppo on a model that cannot load; gives the exit code and what was said."""
+
+    def start(reward=None, rows=None, **flags):
+        before = children()
+        paths = {"save_path": "./out", "ckpt_path": "./ckpt", "pretrain": hollow}
+        given = task(tmp_path, rows or asked(12), reward) if reward else {}
+        code = 0
+        try:
+            run("train_ppo", paths | SMALL | given | flags)
+        except SystemExit as end:
+            code = end.code
+        assert children() == before
+        return code, capsys.readouterr().err
+
+    return start
+
+
+def reward(line):
+    return f"def reward_func(queries, prompts, labels):\n    {line}\n"
+
+
+GOOD = reward('return {"rewards": [len(query) for query in queries]}')
+
+
+def test_a_dry_run_shows_a_prompt_and_its_reward(attempt, tmp_path):
+    code, said = attempt(GOOD, dry_run=True, input_template="<{}>")
+    assert code == 0
+    assert "the first prompt, 4 tokens: '<aa>'" in said
+    assert "rewards of made-up answers to the first 8 prompts are 9 to 14; 'x</s>' gets 9" in said
+    assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"hollow", "prompts.jsonl", "reward.py"}
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("return [float('nan') for _ in queries]", "the reward is nan, not a finite number"),
+        ("return [1.0]", "rewards has 1 values for 4 samples"),
+        ("return None", "came as None"),
+        ("raise KeyError('answer')", "raised KeyError: 'answer' at"),
+        ("return [1.0 if 'g' not in p else 'x' for p in prompts]", "prompt 6 'gacc'"),
+    ],
+)
+def test_a_bad_reward_is_found_before_a_model_loads(attempt, line, complaint):
+    code, said = attempt(reward(line))
+    assert code == 1
+    assert "tried before training with a made-up answer: " in said
+    assert complaint in said
+    assert "reward.py" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        ({"aux_loss_coef": 0.1}, "--aux_loss_coef 0.1 balances the experts of a mixture, but"),
+        (
+            {"runtime": "ray", "actor_num_gpus_per_node": 3, "ds_tensor_parallel_size": 3},
+            "--ds_tensor_parallel_size 3 does not divide the 4 attention heads",
+        ),
+    ],
+)
+@pytest.mark.parametrize("dry", [False, True])
+def test_a_model_that_flags_rule_out_is_refused_by_its_config(attempt, flags, complaint, dry):
+    code, said = attempt(GOOD, **flags | ({"dry_run": True} if dry else {}))
+    assert code == 2
+    assert complaint in said
+    assert "the first prompt" not in said
+
+
+def test_a_good_reward_lets_the_model_load(attempt):
+    code, said = attempt(GOOD)
+    assert code == 2
+    assert "'x</s>' gets 7" in said
+    assert "cannot load the model" in said
+
+
+def test_failures_that_are_skipped_are_counted(attempt):
+    line = "return [None if 'b' in prompt else 1.0 for prompt in prompts]"
+    code, said = attempt(reward(line), dry_run=True, on_reward_error="skip")
+    assert code == 0
+    assert "4 made-up answers to the first 8 prompts failed" in said
+    assert "'x</s>' gets 1" in said
+
+
+def test_a_reward_that_compares_samples_gets_a_whole_group(attempt):
+    line = "spread = max(map(len, queries)) - min(map(len, queries)); return [len(query) / spread for query in queries]"
+    assert attempt(reward(line), dry_run=True)[0] == 0
+
+
+def test_labels_that_are_no_text_are_handed_on(attempt):
+    rows = [row | {"label": {"answer": [1, 2]}} for row in asked(3)]
+    code, said = attempt(reward("return [float(label['answer'][1]) for label in labels]"), rows, dry_run=True)
+    assert code == 0
+    assert "to the first 3 prompts are 2; 'a made-u' gets 2" in said  # --generate_max_len is 8
+
+
+def test_a_reward_model_is_not_asked(attempt, models, tmp_path):
+    prompts = write_rows(tmp_path / "prompts.jsonl", asked(4))
+    code, said = attempt(prompt_data=prompts, reward_pretrain=models(), dry_run=True)
+    assert code == 0
+    assert "the first prompt" in said
+    assert "rewards of made-up" not in said
+
+
+def test_a_reward_server_is_asked(attempt, tmp_path):
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            answer = json.dumps({"rewards": [0.25] * (len(body["query"]) - wrong)}).encode()
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    prompts = write_rows(tmp_path / "prompts.jsonl", asked(4))
+    flags = {"prompt_data": prompts, "remote_rm_url": f"http://127.0.0.1:{server.server_port}", "dry_run": True}
+    try:
+        wrong = 0
+        assert "'x</s>' gets 0.25" in attempt(**flags)[1]
+        wrong = 1
+        code, said = attempt(**flags)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert code == 1
+    assert "rewards has 3 values for 4 samples" in said
+
+
+@pytest.mark.parametrize(
+    ("step", "code", "expected"),
+    [
+        (ONGOING, 0, "gets 1.5"),  # three answers fill the context
+        (ONGOING.replace("False", "True"), 0, "gets 0.5"),
+        (ONGOING.replace("0.5", "float('nan')"), 1, "'rewards' of the agent's step is nan"),
+        ("return {'rewards': 1.0}", 1, "returned a dict without done"),
+        ("return states['nothing']", 1, "raised KeyError: 'nothing'"),
+    ],
+)
+def test_an_agent_plays_an_episode_without_an_engine(attempt, tmp_path, step, code, expected):
+    (tmp_path / "agent.py").write_text(AGENT % step)
+    prompts = write_rows(tmp_path / "prompts.jsonl", asked(4))
+    found, said = attempt(prompt_data=prompts, agent_func_path="./agent.py", dry_run=True)
+    assert found == code, said
+    assert expected in said
+
+
+def test_an_agent_without_its_method_is_told_what_to_write(attempt, tmp_path):
+    source = "from openrlhf.utils.agent import OpenAIAgentExecutor\nclass AgentExecutor(OpenAIAgentExecutor): ..."
+    (tmp_path / "agent.py").write_text(source)
+    prompts = write_rows(tmp_path / "prompts.jsonl", asked(4))
+    code, said = attempt(prompt_data=prompts, agent_func_path="./agent.py")
+    assert code == 2
+    assert "agent.py has no method run_agent" in said
+    assert "def run_agent(self, base_url, api_key, prompt, label): ..." in said
+
+
+SUPERVISED = {
+    "train_sft": (answers(12), ANSWERS, "'daced=D</s>'; learned: 'D</s>'"),
+    "train_dpo": (pairs(12), PAIRS, "chosen, 12 tokens"),
+    "train_rm": (pairs(12), PAIRS, "rejected, 13 tokens: 'ynbiq=qvprpz</s>'; response: 'qvprpz</s>'"),
+    "train_kto": (verdicts(12), ANSWERS, "the first row, desirable"),
+    "train_prm": (steps(12), STEPS, "labels of its steps: "),
+}
+
+
+@pytest.mark.parametrize("command", SUPERVISED)
+def test_a_dry_run_shows_what_is_learned(command, hollow, tmp_path, capsys):
+    rows, flags, expected = SUPERVISED[command]
+    dataset = write_rows(tmp_path / "rows.jsonl", rows)
+    run(command, {"pretrain": hollow, "dataset": dataset, "dry_run": True, **flags})
+    said = capsys.readouterr().err
+    assert expected in said
+    assert "dry run: nothing was trained or written" in said
+    assert {path.name for path in tmp_path.iterdir()} == {"hollow", "rows.jsonl"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        ({"lr_scheduler": "sideways"}, "--lr_scheduler sideways"),
+        ({"output_key": "nowhere"}, "row 1: no field 'nowhere'; there are 'input', 'output'. Try: --output_key"),
+        (
+            {"eval_dataset": "./bad.jsonl"},
+            "bad.jsonl, row 1: no field 'input'; there are 'text'. Try: --input_key text",
+        ),
+    ],
+)
+def test_a_dry_run_finds_what_a_run_would(hollow, tmp_path, capsys, flags, complaint):
+    write_rows(tmp_path / "bad.jsonl", [{"text": "x"}])
+    dataset = write_rows(tmp_path / "rows.jsonl", answers(12))
+    with pytest.raises(SystemExit) as ended:
+        run("train_sft", FAST | {"pretrain": hollow, "dataset": dataset, "dry_run": True, **ANSWERS, **flags})
+    assert ended.value.code == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_an_unknown_schedule_is_found_in_reinforcement_learning(attempt):
+    code, said = attempt(GOOD, lr_scheduler="sideways")
+    assert (code, "--lr_scheduler sideways" in said) == (2, True)
+
+
+def test_what_would_have_to_be_fetched_is_not_tried(tmp_path, capsys):
+    dataset = write_rows(tmp_path / "rows.jsonl", answers(12))
+    run("train_sft", {"pretrain": "org/model", "dataset": f"{dataset},org/data", "dry_run": True})
+    assert "no row was tried: org/model, org/data would have to be fetched first" in capsys.readouterr().err
+    assert Path(dataset).exists()

@@ -1,0 +1,94 @@
+"""Training from recorded rollouts is the run that recorded them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from openrlhf.config.check import check
+from openrlhf.config.commands import LocalRLConfig
+from openrlhf.config.parser import parse
+from openrlhf.errors import ConfigError
+from openrlhf.rl import train as rl
+from openrlhf.rollout.hf import HFEngine
+from tests.toys import as_argv, write_rows
+
+REWARD = """
+def reward_func(queries, prompts, labels):
+    return {"rewards": [sum(letter in "aeiou" for letter in query[len(prompt):]) - 0.1 * len(query)
+                        for query, prompt in zip(queries, prompts)]}
+"""
+
+
+@pytest.fixture
+def run(tmp_path, models):
+    (tmp_path / "reward.py").write_text(REWARD)
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"input": letter * 3} for letter in "abcdefgh"])
+
+    def start(name, **flags):
+        """Two rollouts of four prompts, four samples each; two optimizer steps on each rollout."""
+        common = {
+            "pretrain": models(),
+            "prompt_data": prompts,
+            "input_template": "{}=",
+            "remote_rm_url": "reward.py",
+            "save_path": f"./{name}",
+            "advantage_estimator": "group_norm",
+            "rollout_batch_size": 4,
+            "n_samples_per_prompt": 4,
+            "train_batch_size": 8,
+            "micro_train_batch_size": 4,
+            "max_len": 24,
+            "actor_learning_rate": 1e-2,
+            "param_dtype": "fp32",
+        }
+        result = rl.run(check(parse(LocalRLConfig, as_argv(common | flags))))
+        return load_file(result.save_path / "model.safetensors")
+
+    return start
+
+
+def equal(one, other):
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def refuse(*_):
+    raise AssertionError("a replay asked the engine")
+
+
+@pytest.mark.parametrize("more", [{}, {"enable_vllm_is_correction": True}, {"async_train": True}])
+def test_a_replay_gives_the_weights_of_the_run_it_replays(run, models, monkeypatch, tmp_path, more):
+    first = run("one", max_steps=1, **more)
+    whole = run("live", **more)
+    monkeypatch.setattr(HFEngine, "generate", refuse)
+    replayed_first = run("replayed_one", max_steps=1, replay="./one/run/rollouts", **more)
+    replayed = run("replayed", replay="./live/run/rollouts", **more)
+
+    assert equal(first, replayed_first)
+    assert equal(whole, replayed)
+    assert not equal(first, whole)
+    recorded = [sorted((tmp_path / name / "run" / "rollouts").iterdir()) for name in ("live", "replayed")]
+    assert [file.read_text() for file in recorded[0]] == [file.read_text() for file in recorded[1]]
+
+
+def test_a_shorter_record_ends_the_run(run):
+    run("one", max_steps=1)
+    run("replayed", replay="./one/run/rollouts")
+    metrics = [json.loads(line) for line in Path("replayed/run/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [line["step"] for line in metrics if line["kind"] == "train"] == [1]
+
+
+@pytest.mark.parametrize("folder", ["./nowhere", "."])
+def test_a_folder_without_rollouts_is_refused(run, folder):
+    with pytest.raises(ConfigError, match=r"--replay .* (no such folder|holds no step_)"):
+        run("out", replay=folder)
+
+
+@pytest.mark.parametrize("flags", [{}, {"run_dir": "./one/run"}])
+def test_a_run_does_not_replay_what_it_would_overwrite(run, flags):
+    run("one", max_steps=1)
+    with pytest.raises(ConfigError, match="is where this run writes its own rollouts"):
+        run("other" if flags else "one", replay="./one/run/rollouts", **flags)
+    assert list(Path("one/run/rollouts").glob("step_*.jsonl"))

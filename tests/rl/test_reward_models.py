@@ -1,0 +1,339 @@
+"""Reward models of every kind, from their folders to the rewards that a run records."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from openrlhf.models.forward import Scores, TargetLogits
+from openrlhf.rollout.hf import HFEngine
+from openrlhf.training.local import LocalFrozen
+from tests.rl.toy_task import SMALL, asked, recorded
+from tests.tiny import CHARACTERS, SHAPE
+from tests.toys import FAST, PAIRS, STEPS, Ran, pairs, run, steps, write_rows
+
+AGENT = """
+from openrlhf.utils.agent import AgentExecutorBase
+
+
+class AgentExecutor(AgentExecutorBase):
+    async def execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine):
+        ids = hf_tokenizer.encode(prompt, add_special_tokens=False)
+        drawn = (await llm_engine.generate(ids, sampling_params)).outputs[0].token_ids
+        return {
+            "observation_tokens": ids + drawn,
+            "action_ranges": [(len(ids), len(ids) + len(drawn))],
+            "reward": 7.0 if drawn[0] % 2 else None,
+        }
+"""
+PPO = {"advantage_estimator": "gae", "init_kl_coef": 0.05}
+
+
+@pytest.fixture
+def learn(tmp_path, models):
+    """Two steps of train_ppo with reward models alone."""
+
+    def start(name="out", **flags):
+        paths = {"save_path": f"./{name}", "ckpt_path": f"./{name}_ckpt", "pretrain": models()}
+        prompts = write_rows(tmp_path / "prompts.jsonl", asked(16))
+        run("train_ppo", paths | SMALL | {"prompt_data": prompts} | flags)
+        return Ran(tmp_path / name, tmp_path / f"{name}_ckpt")
+
+    return start
+
+
+@pytest.fixture
+def reward_model(tmp_path, models):
+    """Trains a reward model on pairs; returns the flag's value."""
+
+    def make(name="rm", pretrain=None, **flags):
+        rows = write_rows(tmp_path / "pairs.jsonl", pairs(48))
+        paths = {"pretrain": pretrain or models(), "save_path": name, "ckpt_path": f"{name}_ckpt", "dataset": rows}
+        run("train_rm", FAST | PAIRS | paths | flags)
+        return f"./{name}"
+
+    return make
+
+
+@pytest.fixture
+def process_model(tmp_path, models):
+    rows = write_rows(tmp_path / "steps.jsonl", steps(48))
+    paths = {"pretrain": models(), "save_path": "prm", "ckpt_path": "prm_ckpt", "dataset": rows}
+    run("train_prm", FAST | STEPS | paths)
+    return "./prm"
+
+
+def other_tokenizer():
+    """The same characters under other numbers, and another EOS."""
+    vocabulary = {token: number for number, token in enumerate(["<pad>", "<end>", *reversed(CHARACTERS)])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>")
+
+
+def other_model(folder):
+    tokenizer = other_tokenizer()
+    torch.manual_seed(3)
+    config = LlamaConfig(**SHAPE, vocab_size=len(tokenizer), eos_token_id=1, bos_token_id=None, pad_token_id=0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@torch.no_grad()
+def plain_scores(folder, rows, read=lambda ids: ids):
+    """What Transformers alone says of recorded samples, one at a time."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).eval()
+    return [model(torch.tensor([read(row["input_ids"])])).logits.item() for row in rows]
+
+
+def rewards(rows):
+    return [row["reward"] for row in rows]
+
+
+def unpadded(rows, pad=1):
+    """Without samples in which the policy drew a pad token, which Transformers would not look at."""
+    return [row for row in rows if pad not in row["input_ids"]]
+
+
+def test_a_model_with_another_tokenizer_scores_the_text(learn, reward_model, tmp_path, models, capsys):
+    folder = reward_model(pretrain=other_model(tmp_path / "other"))
+    rows = unpadded(recorded(learn(reward_pretrain=folder, max_steps=1, generate_max_len=32), 1))
+    assert "the reward model ./rm has another tokenizer: it scores the text, tokenised again" in capsys.readouterr().err
+    policy, own = AutoTokenizer.from_pretrained(models()), AutoTokenizer.from_pretrained(folder)
+
+    def read(ids):
+        ended = ids[-1] == policy.eos_token_id
+        text = policy.decode(ids[:-1] if ended else ids)
+        return own(text, add_special_tokens=False)["input_ids"] + [own.eos_token_id] * ended
+
+    assert any(row["input_ids"][-1] == policy.eos_token_id for row in rows)
+    assert rewards(rows) == pytest.approx(plain_scores(folder, rows, read), abs=1e-5)
+
+
+def test_a_model_scores_the_episodes_that_an_agent_gives_no_reward(learn, reward_model, tmp_path):
+    (tmp_path / "agent.py").write_text(AGENT)
+    folder = reward_model()
+    rows = recorded(learn(reward_pretrain=folder, agent_func_path="./agent.py", max_steps=1), 1)
+    own = [row for row in rows if row["reward"] == 7.0]
+    scored = unpadded([row for row in rows if row["reward"] != 7.0])
+    assert own
+    assert scored
+    assert rewards(scored) == pytest.approx(plain_scores(folder, scored), abs=1e-5)
+
+
+def test_such_a_model_is_no_beginning_for_a_critic(learn, reward_model, tmp_path, models, capsys):
+    folder = reward_model(pretrain=other_model(tmp_path / "other"))
+    with pytest.raises(SystemExit):
+        learn(reward_pretrain=folder, **PPO)
+    assert "has another tokenizer than the policy. Try: --critic_pretrain" in capsys.readouterr().err
+    ran = learn("own", reward_pretrain=folder, critic_pretrain=models(), max_steps=1, **PPO)
+    assert ran.train("critic_loss")[0] > 0
+
+
+@pytest.mark.parametrize("packing", [None, True], ids=["padded", "packed"])
+def test_two_models_are_weighed(learn, reward_model, packing, models):
+    one, other = reward_model("one"), reward_model("two", models(seed=5), seed=5)
+    flags = {"reward_pretrain": f"{one},{other}", "reward_weights": [0.75, -2.0], "packing_samples": packing}
+    rows = unpadded(recorded(learn(max_steps=1, **flags), 1))
+    assert len(rows) > 20
+    pairs_of_scores = zip(plain_scores(one, rows), plain_scores(other, rows), strict=True)
+    expected = [0.75 * first - 2.0 * second for first, second in pairs_of_scores]
+    assert rewards(rows) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("pad_is_eos", [False, True])
+def test_rewards_are_normalised_by_what_the_model_was_saved_with(learn, reward_model, pad_is_eos, models, capsys):
+    policy = models(pad_is_eos=pad_is_eos)
+    folder = reward_model(pretrain=policy)
+    flags = {"pretrain": policy, "reward_pretrain": folder, "max_steps": 1}
+    plain, normal = (recorded(learn(name, **flags, **more), 1) for name, more in (("a", {}), ("b", NORMALISED)))
+    saved = json.loads((Path(folder) / "config.json").read_text())
+    assert saved["std"] > 0
+    expected = [(reward - saved["mean"]) / saved["std"] for reward in rewards(plain)]
+    assert rewards(normal) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    learn("critic", **flags, **PPO)  # whose critic begins with the reward model
+    said = capsys.readouterr().err
+    assert "no mean and std" not in said
+    assert "another tokenizer" not in said
+
+
+NORMALISED = {"normalize_reward": True}
+
+
+def test_a_model_without_statistics_says_that_it_stays_as_it_is(learn, reward_model, capsys):
+    folder = reward_model()
+    path = Path(folder) / "config.json"
+    saved = json.loads(path.read_text())
+    path.write_text(json.dumps({name: value for name, value in saved.items() if name not in ("mean", "std")}))
+    learn(reward_pretrain=folder, normalize_reward=True, max_steps=1)
+    assert "has no mean and std in its config.json, so its scores stay as they are" in capsys.readouterr().err
+
+
+def test_a_language_model_gives_no_rewards(learn, tmp_path, models, capsys):
+    answers = write_rows(tmp_path / "answers.jsonl", [{"input": "a", "output": "b"}])
+    with pytest.raises(SystemExit):
+        learn(reward_pretrain=models(), max_steps=1)
+    with pytest.raises(SystemExit):
+        run("batch_inference", {"eval_task": "rm", "pretrain": models(), "dataset": answers, "output_path": "./scored"})
+    assert capsys.readouterr().err.count("holds no weights for a scalar head called score") == 2
+
+
+REDUCED = {"min": min, "mean": lambda steps: sum(steps) / len(steps), "last": lambda steps: steps[-1]}
+
+
+@pytest.fixture
+def judge():
+    """What Transformers alone says of the steps of recorded samples: (place of each marker, probability)."""
+
+    @torch.no_grad()
+    def steps_of(folder, rows, read=lambda ids: ids):
+        model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        mark, *labels = tokenizer.convert_tokens_to_ids(["#", "+", "-"])
+
+        def steps(ids):
+            logits = model(torch.tensor([ids])).logits[0]
+            found = [place for place, token in enumerate(ids) if token == mark]
+            return [(place, logits[place, labels].softmax(-1)[0].item()) for place in found]
+
+        return [steps(read(row["input_ids"])) for row in rows]
+
+    return steps_of
+
+
+@pytest.mark.parametrize("reduce", REDUCED)
+def test_a_process_reward_model_scores_the_steps(learn, process_model, judge, reduce):
+    packs = reduce == "mean"
+    ran = learn(
+        reward_pretrain=process_model, prm_reduce=reduce, max_steps=1, generate_max_len=32, packing_samples=packs
+    )
+    rows = recorded(ran, 1)
+    found = [[value for _, value in steps] for steps in judge(process_model, rows)]
+    wanted = [REDUCED[reduce](steps) if steps else 0.0 for steps in found]
+    assert any(value == 0 for value in wanted)
+    assert any(value > 0 for value in wanted)
+    assert rewards(rows) == pytest.approx(wanted, abs=1e-5)
+
+
+def flat(rows):
+    return [number for steps in rows for step in steps for number in step]
+
+
+def to_go(row, steps):
+    """The rewards that are still to come at each token of a response."""
+    total = [sum(value for place, value in steps if place >= here) for here in range(len(row["input_ids"]))]
+    return [value if acts else 0.0 for value, acts in zip(total, row["action_mask"], strict=True)]
+
+
+ONE_STEP_PROMPT = [{"input": f"a#{letter}", "label": ""} for letter in "bcdefghi"]  # a step that is not the policy's
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["by number", "by tokens"])
+def test_with_step_rewards_each_step_is_rewarded_where_it_ends(
+    learn, process_model, reward_model, judge, tmp_path, dynamic
+):
+    prompts = write_rows(tmp_path / "shown.jsonl", ONE_STEP_PROMPT)
+    outcome = reward_model()
+    flags = {"reward_pretrain": f"{process_model},{outcome}", "reward_weights": [2.0, 0.5], "step_rewards": True}
+    flags |= {"advantage_estimator": "rloo", "prompt_data": prompts, "max_steps": 1, "generate_max_len": 80}
+    if dynamic:
+        flags |= {"use_dynamic_batch": True, "rollout_max_tokens_per_gpu": 256}
+    rows = recorded(learn(**flags), 1)
+    found = judge(process_model, rows)
+    assert all(steps[0][0] == 1 for steps in found)  # that of the prompt
+    whole = [0.5 * score for score in plain_scores(outcome, rows)]
+    kept = [row for row in range(len(rows)) if 1 not in rows[row]["input_ids"]]  # see `unpadded`
+    own = [[(place, 2 * value) for place, value in steps[1:]] for steps in found]
+    assert any(len(steps) > 1 for steps in own)
+    ends = [len(row["input_ids"]) - 1 for row in rows]
+    merged = [
+        [*steps, (end, score)] if not steps or steps[-1][0] < end else [*steps[:-1], (end, steps[-1][1] + score)]
+        for steps, end, score in zip(own, ends, whole, strict=True)
+    ]
+    assert flat(rows[row]["step_rewards"] for row in kept) == pytest.approx(flat(merged[row] for row in kept), abs=1e-5)
+    for row in kept:
+        assert rows[row]["reward"] == pytest.approx(sum(value for _, value in merged[row]), abs=1e-5)
+        least = min((value for _, value in own[row]), default=0.0)
+        assert rows[row]["score"] == pytest.approx(least + whole[row], abs=1e-5)
+    for row in rows:  # RLOO: the baseline of a step is the mean over the steps of the prompt's other samples
+        others = [item for item in rows if item["prompt"] == row["prompt"] and item is not row]
+        baseline = [value for item in others for _, value in item["step_rewards"]]
+        shaped = [(place, value - sum(baseline) / len(baseline)) for place, value in row["step_rewards"]]
+        assert row["advantages"] == pytest.approx(to_go(row, shaped), abs=1e-4)
+
+
+def test_steps_are_found_in_the_tokens_of_another_vocabulary(learn, tmp_path, models, judge):
+    rows = write_rows(tmp_path / "steps.jsonl", steps(48))
+    paths = {"pretrain": other_model(tmp_path / "other"), "save_path": "prm", "ckpt_path": "prm_ckpt", "dataset": rows}
+    run("train_prm", FAST | STEPS | paths)
+    found = recorded(learn(reward_pretrain="./prm", step_rewards=True, max_steps=1, generate_max_len=24), 1)
+    policy, own = AutoTokenizer.from_pretrained(models()), AutoTokenizer.from_pretrained("./prm")
+
+    def read(ids):
+        text = policy.decode([token for token in ids if token > 1])
+        return own(text, add_special_tokens=False)["input_ids"]
+
+    kept = [row for row in found if not {0, 1} & set(row["input_ids"][:-1])]  # the others' special tokens read oddly
+    wanted = judge("./prm", kept, read)
+    assert any(wanted)
+    assert flat(row["step_rewards"] for row in kept) == pytest.approx(flat(wanted), abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["outcome", "process"])
+def test_dynamic_batches_reach_reward_models_and_change_no_score(learn, reward_model, process_model, kind, monkeypatch):
+    seen = []
+    forward = LocalFrozen.forward
+
+    def watched(self, batch, ask, **options):
+        seen.append(int((batch.sequence_ids >= 0).sum()) if ask in (Scores, TargetLogits) else 0)
+        return forward(self, batch, ask, **options)
+
+    monkeypatch.setattr(LocalFrozen, "forward", watched)
+    model = reward_model() if kind == "outcome" else process_model
+    flags = {"reward_pretrain": model, "max_steps": 1, "skip_self_test": True}  # which has batches of its own
+    by_number = recorded(learn("number", **flags), 1)
+    counted = [tokens for tokens in seen if tokens]
+    seen.clear()
+    by_tokens = recorded(learn("tokens", **flags, use_dynamic_batch=True, rollout_max_tokens_per_gpu=40), 1)
+    budgeted = [tokens for tokens in seen if tokens]
+    assert max(counted) > 40 >= max(budgeted)
+    assert sum(counted) == sum(budgeted)
+    assert rewards(by_tokens) == pytest.approx(rewards(by_number), abs=1e-5)
+
+
+def test_a_process_reward_model_beside_another(learn, process_model, reward_model):
+    ran = learn(reward_pretrain=f"{process_model},{reward_model()}", reward_weights=[2.0, 1.0], max_steps=2, **PPO)
+    assert all(value == value for line in ran.metrics for value in line.values())
+    assert ran.train("critic_loss")[0] > 0
+
+
+def refuse(*_):
+    raise AssertionError("a replay asked the engine")
+
+
+def test_a_replay_with_reward_model_and_critic_is_the_run_that_it_replays(learn, reward_model, monkeypatch):
+    flags = {"reward_pretrain": reward_model(), "normalize_reward": True, "save_value_network": True, **PPO}
+    live = learn("live", **flags)
+    monkeypatch.setattr(HFEngine, "generate", refuse)
+    replayed = learn("replayed", replay="./live/run/rollouts", **flags)
+    compared = [{name: value for name, value in row.items() if not name.startswith("rollout/")} for row in live.metrics]
+    assert replayed.metrics == compared  # an engine that draws nothing is not compared with the policy
+    for name in ("live", "live_critic"):
+        ours, theirs = (
+            load_file(live.save_path.parent / name.replace("live", run_name) / "model.safetensors")
+            for run_name in ("live", "replayed")
+        )
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)

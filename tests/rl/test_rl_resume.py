@@ -1,0 +1,136 @@
+"""Reinforcement learning that was killed or stopped goes on as if nothing had been, to the last bit."""
+
+import shutil
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.rl.toy_task import SMALL, asked, task
+from tests.toys import DEADLINE, Ran, begin, run, when, write_rows
+from tests.warm import kill
+
+pytestmark = pytest.mark.slow(seconds=4)
+STEPS = 12
+PPO = {
+    "advantage_estimator": "gae",
+    "init_kl_coef": 0.05,
+    "kl_target": 0.01,
+    "kl_horizon": 200,
+    "enable_ema": True,
+    "ema_beta": 0.8,
+    "max_epochs": 2,
+    "train_batch_size": 12,
+    "lr_scheduler": "cosine_with_min_lr",
+}
+CASES = {
+    "sync": PPO,
+    "async": {"async_train": True, "async_queue_size": 1, "enable_vllm_is_correction": True},
+    "lora": {"lora_rank": 4, "lora_dropout": 0.2, "async_train": True, "async_queue_size": 2},
+    "filtered": {
+        "dynamic_filtering": True,
+        "dynamic_filtering_reward_range": [0.2, 0.9],
+        "lr_scheduler": "cosine",
+        "lr_warmup_ratio": 0.2,
+    },
+}
+
+
+@pytest.fixture
+def case(tmp_path, models):
+    """Flags of a run of twelve steps or fewer, with a save path of its own."""
+
+    def make(kind, name, **more):
+        paths = {"pretrain": models(), "save_path": f"./{name}", "ckpt_path": f"./{name}_ckpt"}
+        held_out = write_rows(tmp_path / "held_out.jsonl", asked(3))
+        rhythm = {"save_steps": 3, "eval_dataset": held_out, "eval_steps": 2, "max_ckpt_num": 99}
+        rows = task(tmp_path, asked(STEPS * 4))
+        return paths | SMALL | {"rollout_batch_size": 4} | rhythm | rows | CASES[kind] | more
+
+    return make
+
+
+def finish(tmp_path, flags):
+    run("train_ppo", flags)
+    name = flags["save_path"]
+    return Ran(tmp_path / name, tmp_path / f"{name}_ckpt")
+
+
+def assert_same(resumed, untouched):
+    """Weights, metrics, and everything that the last checkpoint holds."""
+    assert resumed.metrics == untouched.metrics
+    (weights,) = (path.name for path in untouched.save_path.glob("*model.safetensors"))
+    assert (resumed.save_path / weights).read_bytes() == (untouched.save_path / weights).read_bytes()
+    last = (untouched.ckpt_path / "latest").read_text()
+    assert (resumed.ckpt_path / "latest").read_text() == last
+    ours, theirs = (ran.ckpt_path / last for ran in (resumed, untouched))
+    names = sorted(path.relative_to(theirs) for path in theirs.rglob("*.safetensors"))
+    assert len(names) >= 3
+    for name in names:
+        here, there = load_file(ours / name), load_file(theirs / name)
+        assert here.keys() == there.keys()
+        assert all(torch.equal(here[key], there[key]) for key in here)
+    assert (ours / "queue.jsonl").read_text() == (theirs / "queue.jsonl").read_text()
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_killed_run_goes_on_as_if_nothing_had_been(kind, tmp_path, case):
+    untouched = finish(tmp_path, case(kind, "untouched"))
+    process = begin(tmp_path, "train_ppo", case(kind, "killed"))
+    when(process, (tmp_path / "killed_ckpt" / "global_step3").exists)
+    kill(process.pid)
+    assert process.wait(DEADLINE) == -signal.SIGKILL
+    resumed = finish(tmp_path, case(kind, "killed", load_checkpoint=True))
+    assert len(untouched.train("reward")) == STEPS
+    assert_same(resumed, untouched)
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_every_checkpoint_leads_to_the_same_end(kind, tmp_path, case):
+    untouched = finish(tmp_path, case(kind, "untouched", save_steps=1))
+    steps = len(untouched.train("reward"))
+    assert steps > 3
+    for step in (1, steps // 2, steps - 1, steps):
+        root = tmp_path / f"from{step}_ckpt"
+        shutil.copytree(untouched.ckpt_path / f"global_step{step}", root / f"global_step{step}")
+        (root / "latest").write_text(f"global_step{step}")
+        (tmp_path / f"from{step}" / "run").mkdir(parents=True)
+        shutil.copy(untouched.save_path / "run" / "metrics.jsonl", tmp_path / f"from{step}" / "run")
+        resumed = finish(tmp_path, case(kind, f"from{step}", load_checkpoint=True, save_steps=1))
+        assert_same(resumed, untouched)
+
+
+def test_a_run_that_is_asked_to_stop_leaves_a_checkpoint_and_says_how_to_go_on(tmp_path, case):
+    untouched = finish(tmp_path, case("async", "untouched", num_episodes=3))
+    process = begin(tmp_path, "train_ppo", case("async", "asked", num_episodes=3, save_steps=-1))
+    metrics = tmp_path / "asked" / "run" / "metrics.jsonl"
+    when(process, lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 2)
+    process.terminate()
+    assert process.wait(DEADLINE) == 130
+
+    said = (tmp_path / "said.txt").read_text()
+    (folder,) = (path.name for path in (tmp_path / "asked_ckpt").iterdir() if path.is_dir())  # nothing half-written
+    assert "openrlhf: stopping after this step, with a checkpoint" in said
+    assert f"asked_ckpt/{folder} holds everything: the same command with --load_checkpoint goes on from there" in said
+    assert "Traceback" not in said
+    assert not (tmp_path / "asked" / "config.json").exists()
+    assert_same(finish(tmp_path, case("async", "asked", num_episodes=3, load_checkpoint=True)), untouched)
+
+
+def test_a_stop_without_checkpoints_says_that_nothing_is_left(tmp_path, case):
+    process = begin(tmp_path, "train_ppo", case("sync", "lost", disable_ds_ckpt=True, save_steps=-1, num_episodes=3))
+    metrics = tmp_path / "lost" / "run" / "metrics.jsonl"
+    when(process, lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 2)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(DEADLINE) == 130
+    said = (tmp_path / "said.txt").read_text()
+    assert "openrlhf: stopping after this step, without a checkpoint (--disable_ds_ckpt)" in said
+    assert "openrlhf: stopped; --disable_ds_ckpt leaves nothing to go on from\n" in said
+
+
+def test_a_run_that_is_over_says_that_nothing_is_left(tmp_path, case, capsys):
+    flags = case("async", "over", save_steps=STEPS)
+    finished = finish(tmp_path, flags).metrics
+    assert finish(tmp_path, flags | {"load_checkpoint": True}).metrics == finished
+    assert f"the checkpoint is at step {STEPS}: no steps are left to train" in capsys.readouterr().err

@@ -1,0 +1,466 @@
+"""Reinforcement learning from the command line on a toy: it learns, repeats exactly, and every flag does its work."""
+
+import json
+import shutil
+import time
+
+import datasets
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from openrlhf.rl.models import Trained
+from openrlhf.training import checkpoint
+from tests.rl.toy_task import LENGTH, SMALL, SOLVED, asked, recorded, task
+from tests.tiny import make_tokenizer
+from tests.toys import FAST, PAIRS, Ran, data, pairs, run, write_rows
+
+MARGIN = 0.25  # by which the mean reward of the last two steps must pass that of the first two: 0.46 to 0.89 over five
+# seeds, for every estimator
+
+
+@pytest.fixture
+def learn(tmp_path, models):
+    """Runs train_ppo on the toy, 32 prompts unless others are given; flags that are given win."""
+
+    def start(name="out", rows=None, **flags):
+        paths = {"save_path": f"./{name}", "ckpt_path": f"./{name}_ckpt", "pretrain": models()}
+        given = {} if "reward_pretrain" in flags else task(tmp_path, rows or asked(32))
+        if not given:
+            given = {"prompt_data": write_rows(tmp_path / "prompts.jsonl", rows or asked(32))}
+        run("train_ppo", paths | SMALL | given | flags)
+        return Ran(tmp_path / name, tmp_path / f"{name}_ckpt")
+
+    return start
+
+
+def weights(ran, file="model.safetensors"):
+    return load_file(ran.save_path / file)
+
+
+def same(ours, theirs):
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def before(models):
+    return load_file(f"{models()}/model.safetensors")
+
+
+@pytest.mark.parametrize("estimator", ["gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo"])
+def test_every_estimator_learns(estimator, learn):
+    flags = {"n_samples_per_prompt": 8, "train_batch_size": 64, "micro_train_batch_size": 64}
+    flags |= {"micro_rollout_batch_size": 64, "actor_learning_rate": 2e-2}
+    rewards = learn(rows=asked(64), advantage_estimator=estimator, **flags).train("reward")
+    assert len(rewards) == 8
+    assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + MARGIN
+
+
+def test_the_same_seed_gives_the_same_run(learn):
+    once, again, other = learn("once"), learn("again"), learn("other", seed=7)
+    assert once.metrics == again.metrics
+    assert same(weights(once), weights(again))
+    assert not same(weights(once), weights(other))
+    assert recorded(once, 4) == recorded(again, 4)
+
+
+def test_an_empty_queue_is_the_synchronous_run(learn):
+    flags = {"train_batch_size": 16}
+    sync, queue = learn("sync", **flags), learn("queue", async_train=True, async_queue_size=0, **flags)
+    assert queue.metrics == sync.metrics
+    assert same(weights(queue), weights(sync))
+
+
+def test_an_empty_queue_is_the_synchronous_run_at_one_step_a_rollout_too(learn):
+    sync, queue = learn("sync"), learn("queue", async_train=True, async_queue_size=0)
+    assert queue.metrics == sync.metrics
+
+
+@pytest.mark.parametrize(("size", "staleness"), [(1, [0, 1, 1, 1, 1]), (2, [0, 1, 2, 2, 2])])
+def test_samples_are_no_older_than_the_queue_is_long(size, staleness, learn, models):
+    ran = learn(rows=asked(40), async_train=True, async_queue_size=size)
+    assert ran.train("staleness") == staleness
+    assert [row["version"] for row in recorded(ran, 5)] == [4 - size] * 32
+    assert not same(weights(ran), before(models))
+    again = learn("again", rows=asked(40), async_train=True, async_queue_size=size)
+    assert again.metrics == ran.metrics
+    assert same(weights(again), weights(ran))
+
+
+@pytest.mark.parametrize("kind", ["lora", "mixtral", "tied"])
+def test_an_engine_of_its_own_hears_of_every_update(kind, learn, models):
+    flags = {
+        "lora": {"lora_rank": 4},
+        "mixtral": {"pretrain": models("mixtral")},
+        "tied": {"pretrain": models(tie_word_embeddings=True)},
+    }[kind]
+    # The first rollout is trained by the weights that made it, the second by those after one update.
+    ran = learn(rows=asked(24), async_train=True, **flags)
+    kl = ran.train("vllm_kl")
+    assert abs(kl[0]) < 1e-5
+    assert abs(kl[1]) > 1e-4
+    assert ran.train("staleness") == [0, 1, 1]
+
+
+def test_asynchronous_training_corrects_for_old_samples_by_default(learn):
+    ran, explicit = learn("default", async_train=True), learn("given", async_train=True, enable_vllm_is_correction=True)
+    assert ran.metrics == explicit.metrics
+    assert "is_filter_ratio" in ran.metrics[0]
+    assert "is_filter_ratio" not in learn("sync").metrics[0]
+
+
+def test_without_correction_the_ratio_and_its_clip_act_on_old_samples(learn):
+    """At one step a rollout too: the old log-probs are those that the samples were drawn with."""
+    flags = {"async_train": True, "enable_vllm_is_correction": "false", "actor_learning_rate": 5e-2}
+    ran = learn(**flags)
+    assert abs(ran.train("ppo_kl")[0]) < 1e-5  # the first rollout is new
+    assert all(abs(kl) > 1e-3 for kl in ran.train("ppo_kl")[1:])
+    assert max(ran.train("ppo_clip_ratio")) > 0
+
+
+def test_engine_and_trainer_agree_on_log_probs(learn):
+    ran = learn(temperature=0.7, enable_vllm_is_correction=True, train_batch_size=16)
+    assert max(abs(value) for value in ran.train("vllm_kl")) < 1e-5
+    for row in recorded(ran, 3):
+        assert row["old_log_probs"] == pytest.approx(row["rollout_log_probs"], abs=1e-5)
+
+
+@pytest.mark.parametrize("limit", [{"top_p": 0.6}, {"top_k": 3, "min_new_tokens": 3}], ids=str)
+def test_correction_sees_no_gap_when_tokens_are_left_out(limit, learn):
+    """A part of the distribution is drawn from, the whole one is compared."""
+    ran = learn(enable_vllm_is_correction=True, max_steps=2, **limit)
+    assert max(abs(value) for value in ran.train("vllm_kl")) < 1e-5
+
+
+PPO = {"advantage_estimator": "gae", "init_kl_coef": 0.05, "gamma": 0.99, "lambd": 0.95}
+
+
+def test_ppo_with_everything_around_it(learn, models, tmp_path):
+    flags = {"max_epochs": 2, "train_batch_size": 16, "save_value_network": True, "enable_ema": True, "ema_beta": 0.5}
+    ran = learn(kl_target=0.1, kl_horizon=100, **PPO, **flags)
+    (line, *_, last) = ran.metrics
+    wanted = {"policy_loss", "critic_loss", "kl", "kl_coef", "actor_lr", "critic_lr", "actor_grad_norm", "ppo_kl"}
+    assert wanted < line.keys()
+    assert line["kl_coef"] == 0.05
+    assert abs(line["kl"]) < 1e-5  # the policy is its own reference yet
+    assert last["kl_coef"] != 0.05
+    assert last["labelled"] == 1.0  # an extra log of the reward function
+    critic = load_file(tmp_path / "out_critic" / "model.safetensors")
+    assert critic["score.weight"].shape[0] == 1
+    assert not same(weights(ran), before(models))
+
+
+def test_the_saved_policy_is_the_average(learn, models):
+    plain = learn("plain", max_steps=1)
+    averaged = learn("averaged", max_steps=1, enable_ema=True, ema_beta=0.75)
+    first, trained, mean = before(models), weights(plain), weights(averaged)
+    for name in first:
+        torch.testing.assert_close(mean[name], 0.75 * first[name] + 0.25 * trained[name])
+
+
+def test_kl_in_the_loss_holds_the_policy_back(learn):
+    free = learn("free", use_kl_loss=True, kl_estimator="k3", init_kl_coef=1e-9)
+    held = learn("held", use_kl_loss=True, kl_estimator="k3", init_kl_coef=3.0)
+    assert 0 < held.train("kl_loss")[-1] < free.train("kl_loss")[-1]  # 0.5 to 0.7 of it over five seeds
+
+
+def test_a_policy_is_held_still_while_its_critic_warms_up(learn):
+    ran = learn(freezing_actor_steps=2, **PPO)
+    first, second, third, _ = ran.metrics
+    assert "actor_lr" not in first
+    assert "actor_lr" not in second
+    assert "actor_lr" in third
+    assert first["critic_grad_norm"] > 0
+
+
+def test_a_frozen_policy_does_not_move(learn, models):
+    ran = learn(freezing_actor_steps=4, **PPO)
+    assert same(weights(ran), before(models))
+
+
+def test_a_reward_model_gives_the_reward(learn, tmp_path, models):
+    flags = FAST | PAIRS | data(tmp_path, pairs(48), pairs(5, seed=1)) | {"pretrain": models()}
+    run("train_rm", flags | {"save_path": "rm", "ckpt_path": "rm_ckpt", "max_epochs": 2})
+    flags = {"reward_pretrain": "./rm", "normalize_reward": True}
+    ran = learn(**flags)
+    assert len(set(ran.train("reward"))) == 4
+    twice = learn("twice", reward_pretrain="./rm,./rm", normalize_reward=True, max_steps=1)
+    assert twice.train("reward")[0] == pytest.approx(2 * ran.train("reward")[0], rel=1e-5)
+    half = learn("half", reward_pretrain="./rm,./rm", reward_weights=[0.25, 0.25], normalize_reward=True, max_steps=1)
+    assert half.train("reward")[0] == pytest.approx(ran.train("reward")[0] / 2, rel=1e-5)
+    ppo = learn("ppo", max_steps=1, **flags, **PPO)
+    assert ppo.train("reward")[0] == pytest.approx(ran.train("reward")[0], rel=1e-5)
+
+
+def test_filtering_hears_a_reward_model(learn, tmp_path, models, capsys):
+    flags = FAST | PAIRS | data(tmp_path, pairs(16), pairs(5, seed=1)) | {"pretrain": models()}
+    run("train_rm", flags | {"save_path": "rm", "ckpt_path": "rm_ckpt"})
+    ran = learn(reward_pretrain="./rm", dynamic_filtering=True, dynamic_filtering_reward_range=[-9.0, 9.0], max_steps=2)
+    assert ran.train("dynamic_filtering_pass_rate") == [100.0, 100.0]
+    none = learn("none", reward_pretrain="./rm", dynamic_filtering=True, dynamic_filtering_reward_range=[98.0, 99.0])
+    assert none.metrics == []
+    assert same(weights(none), before(models))
+    assert "openrlhf: no step was trained: no group of samples was kept" in capsys.readouterr().err
+
+
+def test_filtered_groups_are_replaced_and_what_was_accepted_is_trained(learn, tmp_path):
+    # Every third prompt is worth 0.5 for all its samples; the others are worth nothing and go.
+    rows = [row | {"label": "0.5" if number % 3 == 0 else "0"} for number, row in enumerate(asked(33))]
+    ran = learn(rows=rows, dynamic_filtering=True, remote_rm_url=str(solved(tmp_path)))
+    good = {row["input"] for row in rows if row["label"] == "0.5"}
+    trained = [{row["prompt"]["text"] for row in recorded(ran, step + 1)} for step in range(len(ran.metrics))]
+    assert [len(texts) for texts in trained] == [8, 3]
+    assert set.union(*trained) == good
+    assert all(0 < rate < 100 for rate in ran.train("dynamic_filtering_pass_rate"))
+
+
+def test_a_filtered_run_goes_through_its_whole_schedule(learn, tmp_path):
+    """Two of three prompts go, so of four planned rollouts two are made, of 8 and 3 prompts, in 24 and 9 prompts."""
+    rows = [row | {"label": "0.5" if number % 3 == 0 else "0"} for number, row in enumerate(asked(33))]
+    flags = {"lr_scheduler": "linear", "remote_rm_url": str(solved(tmp_path)), "actor_learning_rate": 1.0}
+    whole = learn("whole", rows=rows, **flags)
+    # five rollouts of 8, 8, 8, 8 and 1 prompts
+    assert whole.train("actor_lr") == pytest.approx([1 - place / 33 for place in (0, 8, 16, 24, 32)])
+    ran = learn("filtered", rows=rows, dynamic_filtering=True, **flags)
+    rates, consumed = ran.train("actor_lr"), 800 / ran.train("dynamic_filtering_pass_rate")[0]
+    assert rates == pytest.approx([1.0, 1 - consumed / 33])
+    limited = learn("limited", rows=rows, dynamic_filtering=True, max_steps=1, train_batch_size=8, **flags)
+    assert limited.train("actor_lr") == pytest.approx([0.25])  # the last of four steps of the only rollout
+
+
+def test_a_schedule_stays_between_its_ends_whatever_a_resumed_run_has_left():
+    trained = Trained(None, lambda step: 1 - step / 10, 10, 1.0)
+    cases = {(0.0, 0.0): 1.0, (0.5, 0.0): 0.5, (0.55, 0.1): 0.5, (0.2, 0.4): 1.0, (1.2, 0.0): 0.0, (1.0, 1.0): 1.0}
+    assert {case: trained.scale(*case) for case in cases} == pytest.approx(cases)
+
+
+def test_a_policy_that_was_frozen_warms_up_when_it_begins(learn):
+    ran = learn(freezing_actor_steps=2, lr_scheduler="linear", actor_learning_rate=1.0, critic_learning_rate=1.0, **PPO)
+    assert ran.train("critic_lr") == pytest.approx([1.0, 0.75, 0.5, 0.25])
+    assert [line.get("actor_lr") for line in ran.metrics] == [None, None, pytest.approx(1.0), pytest.approx(0.5)]
+
+
+def solved(folder):
+    (folder / "solved.py").write_text(SOLVED)
+    return folder / "solved.py"
+
+
+VARIANTS = {
+    "gspo": {"policy_loss_type": "gspo", "eps_clip_low_high": [3e-4, 4e-4], "train_batch_size": 16},
+    "tis": {"enable_vllm_is_correction": True},
+    "icepop": {"enable_vllm_is_correction": True, "vllm_is_correction_type": "icepop"},
+    "sequence mask": {"enable_vllm_is_correction": True, "vllm_is_correction_type": "seq-mask-tis"},
+    "dual clip": {"dual_clip": 3.0, "train_batch_size": 16},
+    "entropy": {"entropy_loss_coef": 0.01},
+    "lora": {"lora_rank": 4},
+    "sequences": {"loss_agg_mode": "seq-mean"},
+    "penalties": {"overlong_buffer_len": 4, "stop_properly_penalty_coef": 0.5},
+    "truncated sampling": {"top_p": 0.9, "top_k": 40, "min_p": 0.01},
+    "stop": {"stop": ["a", "b"]},
+    "experts": {"aux_loss_coef": 0.01},
+    "few episodes at a time": {"max_concurrent_episodes": 6},
+    "adapted experts beside an engine of their own": {
+        "lora_rank": 4,
+        "target_modules": ["all-linear"],
+        "async_train": True,
+        "async_queue_size": 1,
+    },
+    "muon": {"optim": "muon"},
+    "averaged adapters": {"lora_rank": 4, "enable_ema": True},
+    "adapters of policy and critic": {"lora_rank": 4, "advantage_estimator": "gae", "save_value_network": True},
+    "packed ppo": {"packing_samples": True, "advantage_estimator": "gae", "init_kl_coef": 0.01},
+    "recomputed activations": {"gradient_checkpointing": True},
+    "model folders": {"save_steps": 1, "save_hf_ckpt": True},
+    "offloaded reference": {
+        "ref_reward_offload": True,
+        "init_kl_coef": 0.01,
+        "use_kl_loss": True,
+        "kl_estimator": "k3",
+    },
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_run(variant, learn, models):
+    flags = VARIANTS[variant] | ({"pretrain": models("mixtral")} if "experts" in variant else {})
+    ran = learn(max_steps=2, **flags)
+    assert all(value == value for line in ran.metrics for value in line.values())
+    assert all(norm > 0 for norm in ran.train("actor_grad_norm"))
+
+
+def test_experts_of_the_critic_are_balanced_too(learn, models, capsys):
+    flags = {"pretrain": models("mixtral"), "advantage_estimator": "gae", "max_steps": 1}
+    plain, balanced = learn("plain", **flags), learn("balanced", **flags, aux_loss_coef=0.5)
+    assert balanced.train("critic_aux_loss")[0] > 1
+    assert balanced.train("aux_loss")[0] > 1
+    assert balanced.train("critic_grad_norm")[0] != pytest.approx(plain.train("critic_grad_norm")[0], rel=1e-3)
+    capsys.readouterr()
+    dense = learn("dense", **flags, aux_loss_coef=0.5, critic_pretrain=models())
+    assert "critic_aux_loss" not in dense.metrics[0]
+    assert "--aux_loss_coef does not apply to the critic" in capsys.readouterr().err
+
+
+def test_entropy_alone_is_logged(learn):
+    ran = learn("logged", entropy_loss_coef=0.0, max_steps=2)
+    assert all(value > 0 for value in ran.train("entropy"))
+    assert ran.train("actor_grad_norm") == pytest.approx(learn("plain", max_steps=2).train("actor_grad_norm"), rel=1e-3)
+
+
+def test_a_stop_text_ends_a_response(learn):
+    a, b = make_tokenizer()("ab")["input_ids"]
+    rows = recorded(learn(stop=["a", "b"], max_steps=1), 1)
+    said = [[token for token, acts in zip(row["input_ids"], row["action_mask"], strict=True) if acts] for row in rows]
+    ended = [row for row, tokens in zip(rows, said, strict=True) if tokens[-1] in (a, b)]
+    assert ended
+    assert not any(row["truncated"] for row in ended)
+    assert not any({a, b} & set(tokens[:-1]) for tokens in said)
+
+
+def test_micro_batches_do_not_change_what_is_learned(learn):
+    whole = learn("whole", micro_train_batch_size=32, micro_rollout_batch_size=32)
+    cut = learn("cut", micro_train_batch_size=5, micro_rollout_batch_size=3)
+    budget = learn("budget", use_dynamic_batch=True, train_max_tokens_per_gpu=64, rollout_max_tokens_per_gpu=40)
+    for other in (cut, budget):
+        assert other.train("reward")[:2] == whole.train("reward")[:2]
+        for name in ("policy_loss", "actor_grad_norm"):
+            assert other.train(name)[0] == pytest.approx(whole.train(name)[0], rel=1e-4, abs=1e-6)
+
+
+def test_tails_are_trained_and_said(learn, capsys):
+    ran = learn(rows=asked(10))
+    assert [len(recorded(ran, step)) for step in (1, 2)] == [32, 8]
+    few = learn("few", rows=asked(3), num_episodes=2)
+    assert [len(recorded(few, step)) for step in (1,)] == [24]
+    assert "3 prompts are fewer than --rollout_batch_size: a rollout takes what there is" in capsys.readouterr().err
+
+
+def test_a_run_without_a_learning_rate_says_so(learn, capsys):
+    few = {"rows": asked(3), "lr_scheduler": "linear", "lr_warmup_ratio": 0.03}
+    learn(train_batch_size=12, **few)  # three steps were planned, and the three prompts give one
+    said = capsys.readouterr().err
+    assert "the only optimizer step is warm-up (--lr_warmup_ratio 0.03)" in said
+    learn("more", train_batch_size=8, **few)
+    assert "warm-up" not in capsys.readouterr().err
+
+
+def test_every_episode_asks_every_prompt_once(learn):
+    ran = learn(rows=asked(8), num_episodes=3, n_samples_per_prompt=2)
+    orders = [[row["prompt"]["text"] for row in recorded(ran, step)][::2] for step in (1, 2, 3)]
+    assert {frozenset(texts) for texts in orders} == {frozenset(row["input"] for row in asked(8))}
+    assert orders[0] != orders[1] != orders[2]
+
+
+def test_evaluation_by_datasource(learn, tmp_path):
+    rows = [row | {"datasource": "left" if number % 2 else "right"} for number, row in enumerate(asked(5))]
+    held_out = write_rows(tmp_path / "held_out.jsonl", rows)
+    ran = learn(eval_dataset=held_out, eval_steps=2, eval_n_samples_per_prompt=3, save_steps=2)
+    lines = [line for line in ran.metrics if line["kind"] == "eval"]
+    assert [line["step"] for line in lines] == [0, 2, 4]
+    for source in ("left", "right"):
+        for line in lines:
+            assert 0 <= line[f"eval_{source}_reward"] <= 1
+            assert f"eval_{source}_pass1" not in line  # letters that are right in part
+            assert 1 <= line[f"eval_{source}_response_length_mean"] <= LENGTH
+    assert lines[0]["eval_num_samples"] == 15
+    best = checkpoint.read_state(ran.ckpt_path / "best")
+    assert best["best"] == max(line["eval_left_reward"] for line in lines[1:])
+    assert best["best_key"] == "eval_left_reward"
+    assert (ran.ckpt_path / "latest").read_text() == "global_step4"
+
+
+def test_evaluation_counts_right_answers(learn, tmp_path, capsys):
+    """Half the prompts are worth a reward of 0.5 and count as right."""
+    (tmp_path / "graded.py").write_text(GRADED)
+    rows = [row | {"label": str(number % 2)} for number, row in enumerate(asked(4))]
+    held_out = write_rows(tmp_path / "held_out.jsonl", rows)
+    flags = {"remote_rm_url": str(tmp_path / "graded.py"), "best_metric_key": "eval_default_acc", "save_steps": 1}
+    ran = learn(rows=rows, eval_dataset=held_out, eval_steps=1, eval_n_samples_per_prompt=2, max_steps=1, **flags)
+    for line in (line for line in ran.metrics if line["kind"] == "eval"):
+        assert (line["eval_default_reward"], line["eval_default_pass1"], line["eval_default_pass2"]) == (0.25, 0.5, 0.5)
+    said = capsys.readouterr().err
+    assert "step 0: eval_default_reward 0.2500, eval_default_pass1 0.5000, eval_default_pass2 0.5000" in said
+    assert "--best_metric_key eval_default_acc is not among the evaluation's metrics: eval_default_reward," in said
+
+
+GRADED = """
+def reward_func(queries, prompts, labels):
+    right = [float(label) for label in labels]
+    return {"rewards": [value / 2 for value in right], "scores": right}
+"""
+
+
+@pytest.mark.parametrize("flags", [{}, {"async_train": True}])
+def test_a_step_takes_as_long_as_it_takes(flags, learn, tmp_path, capsys):
+    """With generation, without evaluation. Steps follow each other, so together they are no longer than the run."""
+    held_out = write_rows(tmp_path / "held_out.jsonl", asked(3))
+    began = time.perf_counter()
+    ran = learn(eval_dataset=held_out, eval_steps=1, **flags)
+    took = time.perf_counter() - began
+    rows = [json.loads(line) for line in (ran.save_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if row["kind"] == "train"]
+    parts = ["make_experience", "ppo_train", "broadcast", *([] if flags else ["generation"])]
+    for row in steps:
+        assert row["timing/step_total"] >= sum(row[f"timing/{part}"] for part in parts)
+        assert row["timing/generation"] > 0
+    assert sum(row["timing/step_total"] for row in steps) < took
+    assert f"s/step={steps[-1]['timing/step_total']:.4g}" in capsys.readouterr().err
+
+
+def test_evaluation_leaves_training_alone(learn, tmp_path):
+    held_out = write_rows(tmp_path / "held_out.jsonl", asked(5))
+    with_it = learn("with", eval_dataset=held_out, eval_steps=1)
+    assert same(weights(with_it), weights(learn("without")))
+
+
+def test_the_rollouts_are_a_dataset(learn):
+    ran = learn(rows=asked(12), **PPO)
+    rows = datasets.load_dataset("json", data_files=str(ran.save_path / "run" / "rollouts" / "*.jsonl"))["train"]
+    assert len(rows) == 12 * 4
+    row = rows[0]
+    wanted = {"step", "prompt", "response", "input_ids", "reward", "advantages", "version", "rollout_log_probs"}
+    assert wanted | {"reference_log_probs", "returns", "old_values"} <= set(row)
+    assert len(row["advantages"]) == len(row["input_ids"]) == len(row["rollout_log_probs"])
+
+
+def test_plain_transformers_loads_the_policy(learn):
+    ran = learn(max_steps=2)
+    model = AutoModelForCausalLM.from_pretrained(ran.save_path)
+    tokenizer = AutoTokenizer.from_pretrained(ran.save_path)
+    inputs = tokenizer("ab", return_tensors="pt")
+    assert model.generate(input_ids=inputs["input_ids"], max_new_tokens=3, do_sample=False).shape[1] <= 5
+    assert same(dict(model.state_dict()), weights(ran))
+
+
+def test_a_run_that_is_over_can_be_given_more_steps(learn):
+    learn("more", max_steps=2, save_steps=2)
+    ran = learn("more", max_steps=4, save_steps=2, load_checkpoint=True)
+    whole = learn("whole", max_steps=4, save_steps=2)
+    assert ran.metrics == whole.metrics
+    assert same(weights(ran), weights(whole))
+
+
+def rollouts(ran):
+    return sorted(path.name for path in (ran.save_path / "run" / "rollouts").iterdir())
+
+
+def test_a_fresh_run_in_the_folder_of_a_longer_one_leaves_only_its_own_rollouts(learn):
+    learn(max_steps=3, save_steps=2)
+    ran = learn(max_steps=3, save_steps=2, load_checkpoint=True, seed=9)
+    assert rollouts(ran) == ["step_000001.jsonl", "step_000002.jsonl", "step_000003.jsonl"]
+    assert rollouts(learn(max_steps=1)) == ["step_000001.jsonl"]
+
+
+def test_checkpoints_of_an_earlier_run_are_mentioned(learn, capsys):
+    learn(max_steps=2, save_steps=1)
+    said = capsys.readouterr().err
+    assert "earlier run" not in said
+    learn(max_steps=1)
+    assert "2 checkpoints of an earlier run are in out_ckpt: rotation (--max_ckpt_num)" in capsys.readouterr().err
+
+
+def test_a_run_goes_on_though_its_run_folder_is_gone(learn):
+    ran = learn(max_steps=2, save_steps=2)
+    shutil.rmtree(ran.save_path)
+    ran = learn(max_steps=3, load_checkpoint=True)
+    assert rollouts(ran) == ["step_000003.jsonl"]
+    assert [line["step"] for line in ran.metrics] == [3]

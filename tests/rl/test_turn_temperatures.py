@@ -1,0 +1,70 @@
+"""An agent that changes how its turns are drawn: training scores each token as it was drawn, or refuses."""
+
+import pytest
+
+from tests.rl.toy_task import SMALL, asked, recorded
+from tests.toys import Ran, run, write_rows
+
+AGENT = """
+from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
+
+class Instance(AgentInstanceBase):
+    turn = 0
+    async def step(self, states, **kwargs):
+        self.turn += 1
+        params = states["sampling_params"].clone()
+        params.CHANGE
+        letters = sum(letter.islower() for letter in states["action_text"])
+        return {"rewards": letters / 8, "done": self.turn == 2, "environment_feedback": "+", "sampling_params": params}
+
+class AgentExecutor(MultiTurnAgentExecutor):
+    def __init__(self):
+        super().__init__(Instance)
+"""
+
+
+@pytest.fixture
+def play(tmp_path, models):
+    def start(change, **flags):
+        (tmp_path / "agent.py").write_text(AGENT.replace("CHANGE", change))
+        given = {
+            "pretrain": models(),
+            "save_path": "./out",
+            "ckpt_path": "./out_ckpt",
+            "prompt_data": write_rows(tmp_path / "prompts.jsonl", asked(8)),
+            "agent_func_path": str(tmp_path / "agent.py"),
+            "rollout_batch_size": 4,
+            "train_batch_size": 8,  # of 16 samples
+            "max_len": 32,
+            "max_new_tokens": 6,
+        }
+        run("train_ppo", SMALL | given | flags)
+        return Ran(tmp_path / "out", tmp_path / "out_ckpt")
+
+    return start
+
+
+@pytest.mark.parametrize("more", [{}, {"packing_samples": True, "entropy_loss_coef": 0.01}])
+def test_tokens_are_scored_at_the_temperature_of_their_turn(play, more):
+    ran = play("temperature = 2.5", temperature=0.7, enable_vllm_is_correction=True, init_kl_coef=0.1, **more)
+    assert max(abs(kl) for kl in ran.train("vllm_kl")) < 1e-5
+    assert abs(ran.train("kl")[0]) < 1e-5  # the policy is its own reference yet, at any temperature
+    rows = recorded(ran, 2)
+    for row in rows:
+        assert row["old_log_probs"] == pytest.approx(row["rollout_log_probs"], abs=1e-5)
+        assert set(row["temperature_factors"]) <= {1.0, 2.5 / 0.7}
+    assert any(2.5 / 0.7 in row["temperature_factors"] for row in rows)
+
+
+def test_a_turn_that_leaves_tokens_out_is_refused_before_training(play, capsys):
+    with pytest.raises(SystemExit):
+        play("top_p = 0.9", enable_vllm_is_correction=True)
+    said = capsys.readouterr().err
+    assert "tried before training" in said
+    assert "sampling_params.top_p=0.9 changes which tokens can be drawn" in said
+    assert "Try: leave top_p as it is, or --enable_vllm_is_correction false" in said
+
+
+def test_without_correction_it_is_as_with_the_flag(play):
+    ran = play("top_p = 0.9")
+    assert not any(row["whole_vocabulary"] for row in recorded(ran, 1))

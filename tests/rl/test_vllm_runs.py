@@ -1,0 +1,91 @@
+"""vLLM in the trainer's own process: the same loop, with an engine that has weights of its own."""
+
+import pytest
+
+from openrlhf.rl.local import LocalSync
+from openrlhf.rollout.engine import Weights
+from tests.rl.toy_task import SMALL, asked, recorded, task
+from tests.toys import Ran, run
+
+pytestmark = pytest.mark.slow(seconds=6)
+VLLM = {"vllm_num_engines": 1, "enforce_eager": True, "init_kl_coef": 0.0}  # on CPU it knows no heads below 32
+MODES = {
+    "in turn, the engine asleep": {"vllm_enable_sleep": True, "enable_prefix_caching": True},
+    "side by side": {"async_train": True, "async_queue_size": 1, "sync_check_every": 1},
+    "side by side, amid answers": {"async_train": True, "async_queue_size": 1, "partial_rollout": True},
+    "adapters of a tied model, packed": {"lora_rank": 4, "packing_samples": True},
+}
+
+
+@pytest.fixture
+def go(tmp_path, models):
+    def start(**flags):
+        tied = "lora_rank" in flags
+        paths = {"save_path": "./out", "pretrain": models(head_dim=32, tie_word_embeddings=tied)}
+        run("train_ppo", paths | SMALL | task(tmp_path, asked(24)) | VLLM | {"max_steps": 3} | flags)
+        return Ran(tmp_path / "out", tmp_path / "out_ckpt")
+
+    return start
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_engine_and_trainer_agree_in_every_mode(mode, go):
+    bound = MODES[mode].get("async_queue_size", 0)
+    ran = go(enable_vllm_is_correction=True, **MODES[mode])
+    lines = [line for line in ran.metrics if line["kind"] == "train"]
+    assert lines[0]["rollout/log_prob_difference"] < 1e-4
+    assert max(line["staleness"] for line in lines) <= bound
+    for step, line in enumerate(lines, 1):
+        samples = recorded(ran, step)
+        assert len(samples) == 32
+        assert len({(row["prompt"]["index"], tuple(row["rollout_log_probs"])) for row in samples}) == 32
+        assert all(step - 1 - bound <= row["version"] < step for row in samples)
+        if bound == 0:
+            apart = [
+                abs(drawn - own)
+                for row in samples
+                for drawn, own, acts in zip(
+                    row["rollout_log_probs"], row["old_log_probs"], row["action_mask"], strict=True
+                )
+                if acts
+            ]
+            assert max(apart) < 1e-4
+        assert line["actor_grad_norm"] > 0
+        if bound == 0 or "sync_check_every" in MODES[mode]:
+            assert line["rollout/log_prob_difference"] < 1e-4
+
+
+def test_weights_that_do_not_arrive_whole_stop_the_run(go, monkeypatch, capsys):
+    honest = LocalSync.sync
+
+    async def without_a_layer(self, version):
+        weights = self.models.weights
+
+        def some() -> Weights:
+            return [(name, tensor) for name, tensor in weights() if "layers.1.mlp" not in name]
+
+        monkeypatch.setattr(self.models, "weights", some)
+        await honest(self, version)
+
+    monkeypatch.setattr(LocalSync, "sync", without_a_layer)
+    with pytest.raises(SystemExit):
+        go()
+    assert "layers.1.mlp" in capsys.readouterr().err
+
+
+def test_changed_weights_that_do_not_take_effect_stop_the_run(go, monkeypatch, capsys):
+    """The first sync is of weights that the engine has anyway; log-probs of the next rollout find the one after it."""
+    honest = LocalSync.sync
+
+    async def only_the_first(self, version):
+        if version > 0:
+            first = [(name, tensor.clone()) for name, tensor in self.first]
+            monkeypatch.setattr(self.models, "weights", lambda: first)
+        else:
+            self.first = [(name, tensor.clone()) for name, tensor in self.models.weights()]
+        await honest(self, version)
+
+    monkeypatch.setattr(LocalSync, "sync", only_the_first)
+    with pytest.raises(SystemExit):
+        go()
+    assert "step 2: the log-probs of engine and trainer differ" in capsys.readouterr().err

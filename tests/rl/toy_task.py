@@ -1,0 +1,52 @@
+"""A task that a model of a few thousand parameters learns in a second: say lowercase letters."""
+
+import json
+
+from tests.toys import write_rows
+
+LENGTH = 8  # tokens of a response
+REWARD = f"""
+def reward_func(queries, prompts, labels):
+    answers = [query[len(prompt):] for query, prompt in zip(queries, prompts)]
+    rewards = [sum(letter.islower() for letter in answer) / {LENGTH} for answer in answers]
+    return {{"rewards": rewards, "scores": rewards, "extra_logs": {{"labelled": [len(label) for label in labels]}}}}
+"""
+SOLVED = """
+def reward_func(queries, prompts, labels):
+    rewards = [float(label) for label in labels]
+    return {"rewards": rewards, "scores": rewards}
+"""
+SMALL = {  # flags that suit a tiny model: one optimizer step of 32 samples a rollout
+    "rollout_batch_size": 8,
+    "n_samples_per_prompt": 4,
+    "micro_rollout_batch_size": 16,
+    "train_batch_size": 32,
+    "micro_train_batch_size": 16,
+    "prompt_max_len": 16,
+    "generate_max_len": LENGTH,
+    "init_kl_coef": 0.0,
+    "actor_learning_rate": 1e-2,
+    "critic_learning_rate": 1e-2,
+    "lr_warmup_ratio": 0.0,
+    "lr_scheduler": "constant",
+    "advantage_estimator": "group_norm",
+    "label_key": "label",
+}
+
+
+def asked(count, label="x"):
+    """Prompts of two to five letters, all different."""
+    texts = [chr(97 + number % 26) + chr(97 + number // 26) + "c" * (number % 4) for number in range(count)]
+    return [{"input": text, "label": label} for text in texts]
+
+
+def task(folder, rows, source=REWARD):
+    """Flags that name the prompts and the reward."""
+    (folder / "reward.py").write_text(source)
+    return {"prompt_data": write_rows(folder / "prompts.jsonl", rows), "remote_rm_url": str(folder / "reward.py")}
+
+
+def recorded(ran, step):
+    """The samples of a step as the run wrote them down."""
+    path = ran.save_path / "run" / "rollouts" / f"step_{step:06d}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,0 +1,193 @@
+"""Two real processes with DeepSpeed train as one process does, for the commands as they are typed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.cluster.ray_machine import free_port
+from tests.tiny import make_model
+from tests.toys import ANSWERS, FAST, PAIRS, STEPS, Ran, answers, as_argv, data, pairs, run, steps, verdicts, when
+from tests.warm import kill, warm_children, warm_python
+
+pytestmark = pytest.mark.slow(seconds=4)
+DEADLINE = 600  # seconds: a watchdog, not an expectation
+# 19 rows in steps of 8: ranks with unequal parts, fillers, and a tail of three rows. Adam's epsilon is large enough
+# that the sign of a gradient near zero, which rounding decides, moves nothing.
+SHAPE = {"train_batch_size": 8, "micro_train_batch_size": 3, "learning_rate": 1e-3, "adam_eps": 1e-5}
+KINDS = {
+    "sft": ("train_sft", ANSWERS, answers(19), answers(5, seed=1)),
+    "dpo": ("train_dpo", PAIRS | {"eval_split": "train"}, pairs(19), pairs(5, seed=1)),
+    "kto": ("train_kto", ANSWERS | {"eval_split": "train"}, verdicts(19), verdicts(6, seed=1)),
+    "rm": ("train_rm", PAIRS, pairs(19), pairs(5, seed=1)),
+    "prm": ("train_prm", STEPS | {"eval_split": "train"}, steps(19), steps(5, seed=1)),
+}
+CASES = [
+    (kind, stage, packed, lora)
+    for kind in ("sft", "dpo")
+    for stage in (2, 3)
+    for packed in (False, True)
+    for lora in (False, True)
+] + [("kto", 3, True, False), ("rm", 3, False, False)]
+# Two processes share each packed row. Nothing else about a command changes, so what one process gives is the measure.
+RINGS = [("sft", 3, True, False), ("dpo", 2, True, False), ("dpo", 3, True, True), ("rm", 3, True, False)]
+RINGS += [("kto", 3, True, False), ("prm", 2, True, False)]
+TENSOR_PARALLEL = "tensor-parallel"  # SFT with two processes that share every matrix; saves on the way
+
+
+def label(case):
+    kind, stage, packed, lora = case
+    return f"{kind}-zero{stage}-{'packed' if packed else 'padded'}-{'lora' if lora else 'full'}"
+
+
+def flags_of(case, root, name):
+    kind, stage, packed, lora = case
+    _, flags, rows, held_out = KINDS[kind]
+    folder = root / f"data_{kind}"
+    folder.mkdir(exist_ok=True)
+    paths = {"pretrain": str(root / "model"), "save_path": str(root / name), "ckpt_path": str(root / f"{name}_ckpt")}
+    chosen = {"zero_stage": stage, "lora_rank": 4 if lora else 0} | ({"packing_samples": True} if packed else {})
+    return FAST | SHAPE | data(folder, rows, held_out) | paths | flags | chosen
+
+
+def launched(root, *words):
+    """Two processes of this machine, told about each other by torchrun."""
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port(), "--no-python"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    with (root / "said.txt").open("a") as said:
+        return subprocess.Popen(
+            [sys.executable, *launcher, *warm_python(), *words],
+            cwd=root,
+            stdout=said,
+            stderr=said,
+            env=environment,
+            start_new_session=True,
+        )
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("processes")
+    make_model(folder / "model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def together(root):
+    """All cases in one launched pair: starting processes and loading PyTorch is most of the time."""
+    plan = [(KINDS[case[0]][0], as_argv(flags_of(case, root, label(case)))) for case in CASES]
+    for number, case in enumerate(RINGS):  # one key head at a time or both
+        ring = {"ring_attn_size": 2, "ring_head_stride": 1 + number % 2}
+        plan.append((KINDS[case[0]][0], as_argv(flags_of(case, root, f"ring-{label(case)}") | ring)))
+    shared = flags_of(CASES[0], root, TENSOR_PARALLEL) | {"ds_tensor_parallel_size": 2, "save_steps": 3}
+    plan.append(("train_sft", as_argv(shared)))
+    (root / "plan.json").write_text(json.dumps(plan))
+    script = Path(__file__).with_name("run_commands.py")
+    code = launched(root, str(script), str(root / "plan.json")).wait(timeout=DEADLINE)
+    assert code == 0, (root / "said.txt").read_text()[-3000:]
+
+
+def same_chance(folder):
+    """Whether the processes would draw the same dropout next."""
+    one, two = (load_file(folder / f"rng_rank{process}.safetensors")["cpu"] for process in (0, 1))
+    return torch.equal(one, two)
+
+
+def assert_equal_metrics(found, expected, tolerance):
+    for here, there in zip(found.metrics, expected.metrics, strict=True):
+        assert here.pop("kind") == there.pop("kind")
+        assert here == pytest.approx(there, rel=tolerance, abs=tolerance)
+
+
+@pytest.mark.parametrize("case", CASES, ids=label)
+def test_two_processes_train_as_one(case, together, root):
+    alone = flags_of(case, root, f"{label(case)}-alone")
+    run(KINDS[case[0]][0], alone)
+    one, two = (Ran(root / name, root) for name in (f"{label(case)}-alone", label(case)))
+    assert_equal_metrics(two, one, 1e-5)
+
+
+@pytest.mark.parametrize("case", RINGS, ids=label)
+def test_processes_that_share_every_row_train_as_one(case, together, root):
+    name = f"ring-{label(case)}"
+    run(KINDS[case[0]][0], flags_of(case, root, f"{name}-alone"))
+    assert_equal_metrics(Ran(root / name, root), Ran(root / f"{name}-alone", root), 1e-5)
+    weights = "adapter_model.safetensors" if case[3] else "model.safetensors"
+    expected, found = (load_file(root / folder / weights) for folder in (f"{name}-alone", name))
+    for key, tensor in expected.items():
+        torch.testing.assert_close(found[key], tensor, rtol=1e-5, atol=1e-5)
+
+
+def test_processes_that_share_every_matrix_train_and_save_as_one(together, root):
+    run("train_sft", flags_of(CASES[0], root, "tensor-alone"))
+    assert_equal_metrics(Ran(root / TENSOR_PARALLEL, root), Ran(root / "tensor-alone", root), 1e-5)
+    assert (root / f"{TENSOR_PARALLEL}_ckpt" / "global_step3" / "state.json").is_file()
+    assert same_chance(root / f"{TENSOR_PARALLEL}_ckpt" / "global_step3")  # both hold parts of the same rows
+    expected, found = (load_file(root / name / "model.safetensors") for name in ("tensor-alone", TENSOR_PARALLEL))
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5)
+
+
+def test_a_killed_pair_goes_on_as_if_nothing_had_been(root):
+    """SFT on ZeRO-3: SIGKILL to every process after the second checkpoint, then the same command again."""
+    case = ("sft", 3, True, False)
+    more = {"save_steps": 3, "max_epochs": 4}
+    whole, cut = flags_of(case, root, "whole") | more, flags_of(case, root, "cut") | more
+    words = ["-m", "openrlhf.cli.train_sft"]
+    assert launched(root, *words, *as_argv(whole)).wait(timeout=DEADLINE) == 0
+    process = launched(root, *words, *as_argv(cut | {"max_epochs": 40}))
+    when(process, (root / "cut_ckpt" / "global_step6").exists)
+    launcher = psutil.Process(process.pid)
+    workers = launcher.children(recursive=True)  # torchrun gives them sessions of their own
+    for worker in workers:
+        kill(worker.pid)
+    launcher.kill()
+    psutil.wait_procs(workers)
+    process.wait(timeout=DEADLINE)
+    for folder in (root / "cut_ckpt").glob("global_step*"):
+        if folder.name not in ("global_step3", "global_step6"):
+            folder.rename(folder.with_name(f"later_{folder.name}"))
+    assert launched(root, *words, *as_argv(cut | {"load_checkpoint": True})).wait(timeout=DEADLINE) == 0
+    assert_equal_metrics(Ran(root / "cut", root), Ran(root / "whole", root), 1e-6)
+    last = (root / "whole_ckpt" / "latest").read_text()
+    assert not same_chance(root / "whole_ckpt" / last)  # dropout differs where the rows do
+    expected, found = (load_file(root / name / "model.safetensors") for name in ("whole", "cut"))
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-6)
+
+
+def test_the_deepspeed_launcher_starts_a_command(root):
+    flags = flags_of(("sft", 2, False, False), root, "by_deepspeed") | {"max_steps": 2}
+    launcher = Path(sys.executable).with_name("deepspeed")
+    done = subprocess.run(
+        [
+            sys.executable,
+            launcher,
+            "--num_gpus",
+            "2",
+            "--master_port",
+            free_port(),
+            "--module",
+            "openrlhf.cli.train_sft",
+            *as_argv(flags),
+        ],
+        cwd=root,
+        env={
+            **os.environ,
+            **warm_children(),
+            "OMP_NUM_THREADS": "1",
+            "PATH": f"{launcher.parent}:{os.environ['PATH']}",
+        },
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (root / "by_deepspeed" / "model.safetensors").is_file()

@@ -1,0 +1,219 @@
+"""A run that was killed, stopped or copied and then goes on ends as one that was never touched, to the last bit."""
+
+import json
+import shutil
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.plain_transformers import mean_loss
+from tests.toys import ANSWERS, DEADLINE, FAST, PAIRS, Ran, answers, begin, data, pairs, run, when, write_rows
+from tests.warm import kill
+
+pytestmark = pytest.mark.slow(seconds=2)
+# 43 rows in batches of 8: six steps an epoch, the last of three rows
+SHAPE = {"train_batch_size": 8, "micro_train_batch_size": 3, "max_epochs": 4, "save_steps": 4}
+LAST = 24
+LONG = {"max_epochs": 10}  # time enough to be stopped in the middle
+LORA = {"lora_rank": 4, "lora_dropout": 0.3, "packing_samples": True}
+CASES = {
+    "sft": ("train_sft", ANSWERS | LORA, answers(43), answers(5, seed=1), "adapter_model.safetensors"),
+    "dpo": (
+        "train_dpo",
+        PAIRS | {"eval_split": "train", "learning_rate": 1e-3, "lr_scheduler": "cosine_with_min_lr"},
+        pairs(43),
+        pairs(5, seed=1),
+        "model.safetensors",
+    ),
+}
+
+
+@pytest.fixture
+def case(tmp_path, models):
+    """A command with all its flags, for a save path of its own."""
+
+    def make(kind, name, **more):
+        command, flags, rows, held_out, _ = CASES[kind]
+        paths = {"pretrain": models(), "save_path": f"./{name}", "ckpt_path": f"./{name}_ckpt"}
+        return command, paths | FAST | SHAPE | data(tmp_path, rows, held_out) | flags | more
+
+    return make
+
+
+def finish(tmp_path, command, flags):
+    """The command to its end in this process."""
+    run(command, flags)
+    name = flags["save_path"]
+    return Ran(tmp_path / name, tmp_path / f"{name}_ckpt")
+
+
+def assert_same(resumed, untouched, weights):
+    assert resumed.metrics == untouched.metrics
+    assert (resumed.save_path / weights).read_bytes() == (untouched.save_path / weights).read_bytes()
+    last = (untouched.ckpt_path / "latest").read_text()
+    states = [ran.ckpt_path / last for ran in (resumed, untouched)]
+    for name in ("optimizer.safetensors", "rng_rank0.safetensors"):
+        ours, theirs = (load_file(folder / name) for folder in states)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_a_killed_run_goes_on_as_if_nothing_had_been(kind, tmp_path, case):
+    untouched = finish(tmp_path, *case(kind, "untouched", **LONG))
+    process = begin(tmp_path, *case(kind, "killed", **LONG))
+    when(process, (tmp_path / "killed_ckpt" / "global_step8").exists)
+    kill(process.pid)
+    assert process.wait(DEADLINE) == -signal.SIGKILL
+    resumed = finish(tmp_path, *case(kind, "killed", load_checkpoint=True, **LONG))
+    assert_same(resumed, untouched, CASES[kind][-1])
+
+
+@pytest.mark.parametrize(("kind", "number"), [("sft", signal.SIGINT), ("dpo", signal.SIGTERM)], ids=["int", "term"])
+def test_a_run_that_is_asked_to_stop_leaves_a_checkpoint_and_says_how_to_go_on(kind, number, tmp_path, case):
+    untouched = finish(tmp_path, *case(kind, "untouched", **LONG))
+    process = begin(tmp_path, *case(kind, "asked", save_steps=-1, **LONG))
+    metrics = tmp_path / "asked" / "run" / "metrics.jsonl"
+    when(process, lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 2)
+    process.send_signal(number)
+    assert process.wait(DEADLINE) == 130
+
+    said = (tmp_path / "said.txt").read_text()
+    (folder,) = (path.name for path in (tmp_path / "asked_ckpt").iterdir() if path.is_dir())  # nothing half-written
+    assert (tmp_path / "asked_ckpt" / "latest").read_text() == folder
+    assert "openrlhf: stopping after this step, with a checkpoint" in said
+    assert f"asked_ckpt/{folder} holds everything: the same command with --load_checkpoint goes on from there" in said
+    assert "Traceback" not in said
+    assert not (tmp_path / "asked" / "config.json").exists()
+
+    resumed = finish(tmp_path, *case(kind, "asked", load_checkpoint=True, **LONG))
+    assert_same(resumed, untouched, CASES[kind][-1])
+
+
+def test_a_run_that_is_asked_to_stop_before_its_first_step_ends_at_once(tmp_path, case):
+    process = begin(tmp_path, *case("sft", "early"))
+    when(process, lambda: "batches" in (tmp_path / "said.txt").read_text())
+    process.terminate()
+    assert process.wait(DEADLINE) == 130
+    assert (tmp_path / "said.txt").read_text().splitlines()[-1] == "openrlhf: interrupted"
+    assert not (tmp_path / "early").exists()
+    assert not (tmp_path / "early_ckpt").exists()
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_every_checkpoint_leads_to_the_same_end(kind, tmp_path, case):
+    untouched = finish(tmp_path, *case(kind, "untouched", save_steps=1, max_ckpt_num=LAST + 1))
+    for step in (1, 5, 6, 7, 23, 24):  # around the end of an epoch and the end of the run
+        root = tmp_path / f"from{step}_ckpt"
+        shutil.copytree(untouched.ckpt_path / f"global_step{step}", root / f"global_step{step}")
+        (tmp_path / f"from{step}" / "run").mkdir(parents=True)
+        shutil.copy(untouched.save_path / "run" / "metrics.jsonl", tmp_path / f"from{step}" / "run")
+        resumed = finish(tmp_path, *case(kind, f"from{step}", load_checkpoint=True, save_steps=1))
+        assert_same(resumed, untouched, CASES[kind][-1])
+
+
+def test_a_reward_model_that_was_killed_before_its_last_save_keeps_its_statistics(tmp_path, models):
+    flags = FAST | PAIRS | data(tmp_path, pairs(20), pairs(5, seed=1)) | {"pretrain": models(), "save_steps": 1}
+    paths = {"save_path": "rm", "ckpt_path": "rm_ckpt"}
+    run("train_rm", flags | paths)
+    config = (tmp_path / "rm" / "config.json").read_text()
+    shutil.rmtree(tmp_path / "rm")
+    run("train_rm", flags | paths | {"load_checkpoint": True})
+    assert (tmp_path / "rm" / "config.json").read_text() == config
+    assert json.loads(config)["std"] > 0
+
+
+def test_without_a_checkpoint_a_run_starts_fresh_and_says_so(tmp_path, case, capsys):
+    command, flags = case("sft", "fresh", max_steps=1, save_steps=-1)
+    ran = finish(tmp_path, command, flags | {"load_checkpoint": True})
+    assert "--load_checkpoint: there is no checkpoint in fresh_ckpt, so the run starts fresh" in capsys.readouterr().err
+    assert len(ran.train("gpt_loss")) == 1
+
+
+def test_a_run_that_is_over_says_that_nothing_is_left(tmp_path, case, capsys):
+    command, flags = case("sft", "over", max_epochs=1, save_steps=6)
+    finished = finish(tmp_path, command, flags)
+    weights, metrics = (finished.save_path / CASES["sft"][-1]).read_bytes(), finished.metrics
+    again = finish(tmp_path, command, flags | {"load_checkpoint": True})
+    assert "the checkpoint is at step 6: no steps are left to train" in capsys.readouterr().err
+    assert (again.save_path / CASES["sft"][-1]).read_bytes() == weights
+    assert again.metrics == metrics
+
+
+def test_flags_that_changed_are_listed(tmp_path, case, capsys):
+    command, flags = case("sft", "changed", max_epochs=1)
+    finish(tmp_path, command, flags)
+    capsys.readouterr()
+    finish(tmp_path, command, flags | {"load_checkpoint": True, "learning_rate": 0.5, "logging_steps": 2})
+    said = capsys.readouterr().err
+    assert "openrlhf: going on from changed_ckpt/global_step4\n" in said
+    assert "flags that changed since: --learning_rate 0.01 -> 0.5, --logging_steps 1 -> 2\n" in said
+
+
+REFUSED = {
+    "rows": (
+        {},
+        "the checkpoint refused_ckpt/global_step4 was made on 43 rows, but the data now has 42: its place in the data "
+        "cannot be found again",
+    ),
+    "adapters": ({"lora_rank": 8}, "the checkpoint refused_ckpt/global_step4 does not fit this model"),
+    "no adapters": ({"lora_rank": 0}, "the checkpoint refused_ckpt/global_step4 does not fit this model"),
+}
+
+
+@pytest.mark.parametrize("changed", REFUSED)
+def test_a_checkpoint_that_does_not_fit_is_refused_and_nothing_is_lost(changed, tmp_path, case, capsys):
+    command, flags = case("sft", "refused", max_epochs=1)
+    before = finish(tmp_path, command, flags).metrics
+    more, complaint = REFUSED[changed]
+    if changed == "rows":
+        write_rows(tmp_path / "rows.jsonl", answers(42))
+    with pytest.raises(SystemExit) as ended:
+        run(command, flags | {"load_checkpoint": True} | more)
+    assert ended.value.code == 1
+    assert f"openrlhf: error: {complaint}" in capsys.readouterr().err
+    assert Ran(tmp_path / "refused", tmp_path / "refused_ckpt").metrics == before
+
+
+def test_the_newest_checkpoints_stay(tmp_path, case):
+    ran = finish(tmp_path, *case("sft", "kept", save_steps=1, max_ckpt_num=2, max_epochs=1))
+    assert sorted(path.name for path in ran.ckpt_path.iterdir()) == ["global_step5", "global_step6", "latest"]
+    assert (ran.ckpt_path / "latest").read_text() == "global_step6"
+
+
+def test_a_checkpoint_may_come_with_a_model_folder(tmp_path, case):
+    ran = finish(tmp_path, *case("dpo", "both", save_hf_ckpt=True, max_epochs=1))
+    assert sorted(path.name for path in ran.ckpt_path.iterdir()) == ["global_step4", "global_step4_hf", "latest"]
+    assert mean_loss(ran.ckpt_path / "global_step4_hf", answers(3)) > 0
+
+
+def test_model_folders_alone_are_no_checkpoints(tmp_path, case, capsys):
+    flags = {"save_hf_ckpt": True, "disable_ds_ckpt": True, "max_epochs": 1, "save_steps": 2}
+    command, flags = case("dpo", "models", **flags)
+    ran = finish(tmp_path, command, flags)
+    names = sorted(path.name for path in ran.ckpt_path.iterdir())
+    assert names == ["global_step2_hf", "global_step4_hf", "global_step6_hf"]
+    finish(tmp_path, command, flags | {"load_checkpoint": True})
+    assert "there is no checkpoint in models_ckpt, so the run starts fresh" in capsys.readouterr().err
+
+
+def test_what_lay_in_the_save_path_stays(tmp_path, case):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("keep me")
+    finish(tmp_path, *case("sft", "mine", max_steps=1))
+    assert (tmp_path / "mine" / "notes.txt").read_text() == "keep me"
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_a_stop_without_checkpoints_says_that_nothing_is_left(tmp_path, case):
+    process = begin(tmp_path, *case("sft", "lost", disable_ds_ckpt=True, save_steps=-1, max_epochs=40))
+    metrics = tmp_path / "lost" / "run" / "metrics.jsonl"
+    when(process, lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 2)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(DEADLINE) == 130
+    said = (tmp_path / "said.txt").read_text()
+    assert "openrlhf: stopping after this step, without a checkpoint (--disable_ds_ckpt)" in said
+    assert "openrlhf: stopped; --disable_ds_ckpt leaves nothing to go on from\n" in said
+    assert not (tmp_path / "lost_ckpt").exists()
