@@ -1,4 +1,8 @@
-"""Fixtures of tests that run commands; the conftest.py of their folders import them."""
+"""Fixtures for tests that run commands.
+
+A fixture is visible below the conftest.py that holds it, and several folders run commands, so the fixtures are defined
+here and the conftest.py of each such folder imports them. Those with `autouse` apply to every test in the folder.
+"""
 
 import sys
 from functools import cache
@@ -7,32 +11,32 @@ import datasets
 import pytest
 import torch
 
+from tests.commands import FAST, FinishedRun, run_command
 from tests.tiny import make_model
-from tests.toys import FAST, Ran, run
 
 
 @pytest.fixture(autouse=True)
-def alone(tmp_path, monkeypatch):
-    """A folder to stand in, caches inside it, no launcher and no network."""
+def own_folder(tmp_path, monkeypatch):
+    """Run the test in an empty folder, with its own datasets cache and without the variables of a launcher."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     yield
     if "wandb" in sys.modules:
-        sys.modules["wandb"].teardown()  # it reads the environment once per session of its own
+        sys.modules["wandb"].teardown()  # wandb reads the environment only when its service starts
 
 
 @pytest.fixture
-def offline(tmp_path, monkeypatch):
-    """Weights & Biases without a network, its files in the test's folder."""
+def wandb_offline(tmp_path, monkeypatch):
+    """Run Weights & Biases without a network, with its files in the test's folder."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
 
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
-    """Tensors this small are faster on one thread than on several."""
+    """Compute on one thread: tensors this small are slower on several."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -41,23 +45,23 @@ def one_thread():
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
-    """Model folders by kind and shape, each made once."""
+    """Return a function that gives the folder of a tiny model of this kind, shape and seed; each is made once."""
     root = tmp_path_factory.mktemp("models")
 
     @cache
-    def get(kind="llama", **options):
+    def make(kind="llama", **options):
         return make_model(root / str(len(list(root.iterdir()))), kind, **options)
 
-    return get
+    return make
 
 
 @pytest.fixture
 def train(tmp_path, models):
-    """Runs a command on the tiny model; flags that are given win."""
+    """Return a function that runs a command on the tiny model; its flags override the defaults here."""
 
     def start(command, name="out", **flags):
         paths = {"save_path": f"./{name}", "ckpt_path": f"./{name}_ckpt", "pretrain": models()}
-        run(command, paths | FAST | flags)
-        return Ran(tmp_path / name, tmp_path / f"{name}_ckpt")
+        run_command(command, paths | FAST | flags)
+        return FinishedRun(tmp_path / name, tmp_path / f"{name}_ckpt")
 
     return start

@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from tests.toys import TEMPLATE
+from tests.toy_data import TEMPLATE
 
 
 def load(folder):

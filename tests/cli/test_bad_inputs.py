@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import run_command
 from tests.tiny import make_tokenizer
-from tests.toys import ANSWERS, PAIRS, STEPS, answers, pairs, run, steps, verdicts, write_rows
+from tests.toy_data import ANSWERS, PAIRS, STEPS, answers, pairs, steps, verdicts, write_rows
 
 
 def sft(folder, models, rows=None, **flags):
@@ -160,7 +161,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(name, tmp_path, models, capsys
     paths = {"pretrain": models(), "save_path": "./out", "ckpt_path": "./ckpt", "use_tensorboard": "./tb"}
     capsys.readouterr()
     with pytest.raises(SystemExit) as ended:
-        run(command, paths | flags)
+        run_command(command, paths | flags)
     said = capsys.readouterr()
     errors = [line for line in said.err.splitlines() if "error:" in line]
     assert (len(errors), said.out) == (1, "")
@@ -180,7 +181,7 @@ def test_a_missing_split_is_named(tmp_path, models, capsys):
     capsys.readouterr()
     flags = ANSWERS | {"dataset": "./saved", "dataset_split": "validation", "pretrain": models(), "save_path": "./out"}
     with pytest.raises(SystemExit) as ended:
-        run("train_sft", flags)
+        run_command("train_sft", flags)
     assert ended.value.code == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
     assert "validation" in line

@@ -26,8 +26,9 @@ from openrlhf.errors import ConfigError
 from openrlhf.inference import serve
 from openrlhf.training.explain import explain_hardware
 from tests.cli.flag_reads import recorded_reads
-from tests.rl.toy_task import SMALL, asked, task
-from tests.toys import ANSWERS, FAST, PAIRS, STEPS, answers, as_argv, pairs, run, steps, verdicts, write_rows
+from tests.commands import FAST, as_argv, run_command
+from tests.rl.toy_task import SMALL, make_prompts, task_flags
+from tests.toy_data import ANSWERS, PAIRS, STEPS, answers, pairs, steps, verdicts, write_rows
 
 ROWS = {  # command -> rows of its dataset, flags that name their fields
     "train_sft": (answers, ANSWERS),
@@ -70,11 +71,11 @@ def supervised(command, folder, model, **flags):
 def reinforced(folder, model, **flags):
     shape = {name: value for name, value in SMALL.items() if name not in ("advantage_estimator", "init_kl_coef")}
     paths = {"pretrain": model, "save_path": "./rl", "ckpt_path": "./rl_ckpt", "save_steps": 1, "device": "cpu"}
-    return shape | task(folder, asked(8)) | paths | flags
+    return shape | task_flags(folder, make_prompts(8)) | paths | flags
 
 
 def models_reward(folder, model):
-    run("train_rm", supervised("train_rm", folder, model, save_path="./rm"))
+    run_command("train_rm", supervised("train_rm", folder, model, save_path="./rm"))
     return reinforced(
         folder, model, remote_rm_url=None, reward_pretrain="./rm", advantage_estimator="rloo", init_kl_coef=0
     )
@@ -106,23 +107,23 @@ class AgentExecutor(MultiTurnAgentExecutor):
 
 
 def generated(folder, model):
-    prompts = write_rows(folder / "prompts.jsonl", asked(4))
+    prompts = write_rows(folder / "prompts.jsonl", make_prompts(4))
     return {"eval_task": "generate", "pretrain": model, "dataset": prompts, "output_path": "./said.jsonl"} | SHORT
 
 
 def scored(folder, model):
-    run("train_rm", supervised("train_rm", folder, model, save_path="./rm"))
+    run_command("train_rm", supervised("train_rm", folder, model, save_path="./rm"))
     rows = write_rows(folder / "answers.jsonl", answers(4))
     return {"eval_task": "rm", "pretrain": "./rm", "dataset": rows, "output_path": "./scored.jsonl", "device": "cpu"}
 
 
 def served(folder, model):
-    run("train_rm", supervised("train_rm", folder, model, save_path="./rm"))
+    run_command("train_rm", supervised("train_rm", folder, model, save_path="./rm"))
     return {"reward_pretrain": "./rm", "port": 1, "device": "cpu"}
 
 
 def merged(folder, model):
-    run("train_sft", supervised("train_sft", folder, model, save_path="./adapter", lora_rank=2))
+    run_command("train_sft", supervised("train_sft", folder, model, save_path="./adapter", lora_rank=2))
     return {"model_path": model, "lora_path": "./adapter", "output_path": "./merged"}
 
 
@@ -157,7 +158,7 @@ def test_every_flag_is_read_answered_or_refused(name, tmp_path, models):
     command = name.split()[0]
     flags = RUNS[name](tmp_path, models())
     with recorded_reads() as read:
-        run(command, flags)
+        run_command(command, flags)
     config = check(parse(COMMANDS[command], as_argv(flags), environ={}), lambda line: None)
     idle = {flag for _, flags in idle_flags(config, TABLE) for flag in flags}
     unread = flags_of(COMMANDS[command]).keys() - read
@@ -236,11 +237,11 @@ def test_experts_are_computed_where_there_are_some(tmp_path, models, capsys):
 
 def test_flags_of_reward_models_without_such_a_model_say_so(tmp_path, models, capsys):
     flags = models_reward(tmp_path, models()) | {"prm_reduce": "mean", "step_rewards": True, "max_steps": 1}
-    run("train_ppo", flags)
+    run_command("train_ppo", flags)
     said = capsys.readouterr().err
     assert "--step_rewards and --prm_reduce mean have no effect without a process reward model" in said
-    run("train_prm", supervised("train_prm", tmp_path, models()))
-    run("train_ppo", flags | {"reward_pretrain": "./train_prm", "normalize_reward": True})
+    run_command("train_prm", supervised("train_prm", tmp_path, models()))
+    run_command("train_ppo", flags | {"reward_pretrain": "./train_prm", "normalize_reward": True})
     said = capsys.readouterr().err
     assert "--normalize_reward has no effect on process reward models, which give probabilities" in said
     assert "without a process reward model" not in said

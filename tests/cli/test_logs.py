@@ -5,7 +5,7 @@ import json
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.toys import ANSWERS, PAIRS, STEPS, answers, data, pairs, steps, verdicts
+from tests.toy_data import ANSWERS, PAIRS, STEPS, answers, dataset_flags, pairs, steps, verdicts
 
 TRAIN = {"lr", "grad_norm", "loss_mean"}
 CASES = {
@@ -38,7 +38,7 @@ def test_metrics_have_the_names_that_dashboards_know(command, tmp_path, train, m
     flags, rows, train_names, eval_names = CASES[command]
     if command == "train_kd":
         flags = flags | {"teacher_model": models(seed=5)}
-    ran = train(command, **flags, **data(tmp_path, rows, rows[:3]), eval_split="train", train_batch_size=4)
+    ran = train(command, **flags, **dataset_flags(tmp_path, rows, rows[:3]), eval_split="train", train_batch_size=4)
     assert [(line["kind"], line["step"]) for line in ran.metrics] == [
         ("eval", 0),
         ("train", 1),
@@ -52,7 +52,7 @@ def test_metrics_have_the_names_that_dashboards_know(command, tmp_path, train, m
 
 def test_the_learning_rate_warms_up_and_sinks(tmp_path, train):
     flags = {"lr_scheduler": "cosine_with_min_lr", "lr_warmup_ratio": 0.2, "learning_rate": 1e-3}
-    ran = train("train_sft", **ANSWERS, **data(tmp_path, answers(20), answers(2)), train_batch_size=2, **flags)
+    ran = train("train_sft", **ANSWERS, **dataset_flags(tmp_path, answers(20), answers(2)), train_batch_size=2, **flags)
     rates = ran.train("lr")
     assert rates[:3] == pytest.approx([0.0, 0.5e-3, 1e-3])
     assert rates[2:] == sorted(rates[2:], reverse=True)
@@ -61,7 +61,7 @@ def test_the_learning_rate_warms_up_and_sinks(tmp_path, train):
 
 def test_metrics_and_evaluations_come_as_often_as_asked(tmp_path, train):
     flags = {"train_batch_size": 2, "logging_steps": 2, "eval_steps": 3}
-    ran = train("train_sft", **ANSWERS, **data(tmp_path, answers(10), answers(2)), **flags)
+    ran = train("train_sft", **ANSWERS, **dataset_flags(tmp_path, answers(10), answers(2)), **flags)
     assert [(line["kind"], line["step"]) for line in ran.metrics] == [
         ("eval", 0),
         ("train", 2),
@@ -71,8 +71,8 @@ def test_metrics_and_evaluations_come_as_often_as_asked(tmp_path, train):
     ]
 
 
-def test_the_flags_and_versions_of_a_run_are_written_down_without_its_keys(tmp_path, train, offline):
-    files = data(tmp_path, answers(8), answers(2))
+def test_the_flags_and_versions_of_a_run_are_written_down_without_its_keys(tmp_path, train, wandb_offline):
+    files = dataset_flags(tmp_path, answers(8), answers(2))
     flags = {"use_wandb": "secret" * 8, "run_dir": "./elsewhere", "wandb_project": "toys", "save_steps": 1}
     train("train_sft", **ANSWERS, **files, **flags)
     text = (tmp_path / "elsewhere" / "config.json").read_text()
@@ -89,14 +89,14 @@ def test_the_flags_and_versions_of_a_run_are_written_down_without_its_keys(tmp_p
     assert [path for path in written if b"secretsecret" in path.read_bytes()] == []
 
 
-def test_true_in_place_of_a_key_is_enough_offline(tmp_path, train, offline):
-    train("train_sft", **ANSWERS, **data(tmp_path, answers(8), answers(2)), use_wandb="True")
+def test_true_in_place_of_a_key_is_enough_offline(tmp_path, train, wandb_offline):
+    train("train_sft", **ANSWERS, **dataset_flags(tmp_path, answers(8), answers(2)), use_wandb="True")
     assert list((tmp_path / "wandb").rglob("*.wandb"))
 
 
 def test_tensorboard_gets_every_metric(tmp_path, train):
     flags = {"use_tensorboard": "./tb", "wandb_run_name": "mine"}
-    ran = train("train_sft", **ANSWERS, **data(tmp_path, answers(8), answers(2)), train_batch_size=4, **flags)
+    ran = train("train_sft", **ANSWERS, **dataset_flags(tmp_path, answers(8), answers(2)), train_batch_size=4, **flags)
     events = EventAccumulator(str(tmp_path / "tb" / "mine")).Reload()
     assert {"train/gpt_loss", "train/lr", "eval/eval gpt_loss"} <= set(events.Tags()["scalars"])
     got = [(event.step, event.value) for event in events.Scalars("train/gpt_loss")]

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.config.test_snapshots import PRINTED
-from tests.toys import answers, pairs, write_rows
+from tests.toy_data import answers, pairs, write_rows
 
 RUNNABLE = (
     "000 and 003 sft",
@@ -27,7 +27,7 @@ def conversation(question, answer):
 
 
 @pytest.mark.parametrize("place", RUNNABLE)
-def test_a_printed_command_runs(place, tmp_path, models, offline):
+def test_a_printed_command_runs(place, tmp_path, models, wandb_offline):
     command, printed, _ = PRINTED[place]
     if command == "train_sft":
         rows = [{"question": row["input"], "response": row["output"]} for row in answers(10)]

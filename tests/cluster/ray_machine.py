@@ -4,13 +4,13 @@ import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from tests.commands import free_port
 from tests.warm import warm_children
 
 HERE = Path(__file__).parent
@@ -90,12 +90,6 @@ def end(processes):
         with suppress(ProcessLookupError):  # it ended with another one
             os.kill(process, signal.SIGKILL)
     assert wait_until_gone(processes)
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def start_head(machine, port, dashboard=("--include-dashboard", "false"), **environ):

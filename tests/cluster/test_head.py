@@ -12,10 +12,11 @@ import pytest
 
 from openrlhf.cluster.head import MAY_COME_BACK, Head
 from openrlhf.errors import BackendError
-from tests.cluster.ray_machine import WATCHDOG, free_port, start_head, wait_until_gone
-from tests.cluster.toy_runs import ON_RAY
-from tests.rl.toy_task import asked
-from tests.toys import as_argv, when, write_rows
+from tests.cluster.ray_machine import WATCHDOG, start_head, wait_until_gone
+from tests.cluster.ray_runs import ON_RAY
+from tests.commands import as_argv, free_port, wait_until
+from tests.rl.toy_task import make_prompts
+from tests.toy_data import write_rows
 from tests.warm import warm_programs
 
 REGICIDE = """
@@ -51,7 +52,10 @@ def command(tmp_path, models):
     """A run of three steps with a checkpoint after each."""
     (tmp_path / "reward.py").write_text(REGICIDE)
     paths = {"pretrain": models(), "save_path": f"{tmp_path}/out", "ckpt_path": f"{tmp_path}/ckpt", "save_steps": 1}
-    paths |= {"prompt_data": write_rows(tmp_path / "prompts.jsonl", asked(24)), "remote_rm_url": tmp_path / "reward.py"}
+    paths |= {
+        "prompt_data": write_rows(tmp_path / "prompts.jsonl", make_prompts(24)),
+        "remote_rm_url": tmp_path / "reward.py",
+    }
     return ["-m", "openrlhf.cli.train_ppo_ray", *as_argv(ON_RAY | paths)]
 
 
@@ -114,7 +118,7 @@ def test_processes_of_a_run_on_nodes_that_outlive_the_head_end_with_the_run(mach
         (tmp_path / "victims").write_text(" ".join(map(str, nodes["head"])))
         spread = ["--actor_num_nodes", "2", "--train_batch_size", "16"]
         with machine.open([*command, *spread], RAY_ADDRESS=nodes["address"]) as driver:
-            when(driver, lambda: workers_of(machine))
+            wait_until(driver, lambda: workers_of(machine))
             _, said = driver.communicate(timeout=WATCHDOG)
         assert_told(driver.returncode, said)
         assert workers_of(machine) == []

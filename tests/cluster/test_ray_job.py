@@ -7,11 +7,11 @@ from urllib.request import Request, urlopen
 import pytest
 import torch
 
-from tests.cluster.ray_machine import WATCHDOG, end, free_port, start_head, wait_until_gone
-from tests.cluster.toy_runs import ON_RAY
+from tests.cluster.ray_machine import WATCHDOG, end, start_head, wait_until_gone
+from tests.cluster.ray_runs import ON_RAY
+from tests.commands import FinishedRun, as_argv, free_port
 from tests.plain_transformers import load
-from tests.rl.toy_task import asked, task
-from tests.toys import Ran, as_argv
+from tests.rl.toy_task import make_prompts, task_flags
 
 pytestmark = pytest.mark.slow(seconds=40)
 TOKEN = "0123456789abcdef" * 4
@@ -44,7 +44,7 @@ def command(tmp_path, models, machine):
     Nothing says that it is a run on Ray: that it is within a job has to be enough.
     """
     (tmp_path / "work").mkdir()
-    task(tmp_path / "work", asked(16))
+    task_flags(tmp_path / "work", make_prompts(16))
     flags = {name: value for name, value in ON_RAY.items() if name != "runtime"}
     flags |= {"prompt_data": "./prompts.jsonl", "remote_rm_url": "./reward.py", "pretrain": models()}
     flags |= {"save_path": tmp_path / "out", "ckpt_path": tmp_path / "ckpt"}
@@ -85,7 +85,7 @@ def assert_trained(folder, before):
 def test_a_job_trains_on_the_cluster_that_it_was_submitted_to(machine, environ, address, command, models, tmp_path):
     code, said = submit(machine, address, tmp_path / "work", command, **environ)
     assert code == 0, said
-    ran = Ran(tmp_path / "out", tmp_path / "ckpt")
+    ran = FinishedRun(tmp_path / "out", tmp_path / "ckpt")
     assert [(line["kind"], line["step"]) for line in ran.metrics] == [("train", 1), ("train", 2)]
     assert_trained(ran.save_path, models())
 

@@ -23,13 +23,23 @@ from openrlhf.errors import BackendError, RolloutError
 from openrlhf.rl.engines import engine_spec
 from openrlhf.types import Request, SamplingParams
 from tests.cluster.ray_machine import WATCHDOG, wait_until_gone
-from tests.cluster.toy_runs import AGENT, ON_RAY, Assassin, asked_for, census, mismatch, rows, two_nodes
+from tests.cluster.ray_runs import (
+    AGENT,
+    ON_RAY,
+    KillOnCall,
+    all_samples,
+    count_prompts,
+    max_log_prob_difference,
+    record_pids,
+    two_nodes,
+)
+from tests.commands import FAST, FinishedRun, as_argv, run_command
 from tests.config.test_snapshots import PRINTED
-from tests.rl.toy_task import asked, recorded, task
-from tests.toys import FAST, PAIRS, STEPS, Ran, as_argv, data, pairs, run, steps, write_rows
+from tests.rl.toy_task import make_prompts, read_rollouts, task_flags
+from tests.toy_data import PAIRS, STEPS, dataset_flags, pairs, steps, write_rows
 
 pytestmark = pytest.mark.slow(seconds=15)
-REGICIDE = """
+KILL_DRIVER = """
 import os, signal
 from pathlib import Path
 
@@ -55,25 +65,25 @@ def model(models):
 
 
 @pytest.fixture
-def go(tmp_path, model):
+def run_on_ray(tmp_path, model):
     """A run on the toy, with 8 prompts and 4 samples a step."""
 
     def start(name, steps, command="train_ppo_ray", printed="", **flags):
         paths = {"save_path": f"./{name}", "ckpt_path": f"./{name}_ckpt", "pretrain": model}
-        given = task(tmp_path, asked(8 * steps))
+        given = task_flags(tmp_path, make_prompts(8 * steps))
         if not {"reward_pretrain", "agent_func_path"}.isdisjoint(flags):
             del given["remote_rm_url"]
         argv = [*shlex.split(printed), *as_argv((ON_RAY if not printed else {}) | paths | given | flags)]
         launch.run(check(parse(COMMANDS[command], argv)))
-        return Ran(tmp_path / name, tmp_path / f"{name}_ckpt")
+        return FinishedRun(tmp_path / name, tmp_path / f"{name}_ckpt")
 
     return start
 
 
 @pytest.fixture
-def local(go):
+def run_locally(run_on_ray):
     def start(name, steps, **flags):
-        return go(name, steps, command="train_ppo", **flags | {"runtime": "local"})
+        return run_on_ray(name, steps, command="train_ppo", **flags | {"runtime": "local"})
 
     return start
 
@@ -89,20 +99,22 @@ def distance(ours, theirs):
 
 @pytest.fixture
 def reward_model(tmp_path, model):
-    flags = FAST | PAIRS | data(tmp_path, pairs(16), pairs(5, seed=1))
-    run("train_rm", flags | {"pretrain": model, "save_path": "rm", "ckpt_path": "rm_ckpt"})
+    flags = FAST | PAIRS | dataset_flags(tmp_path, pairs(16), pairs(5, seed=1))
+    run_command("train_rm", flags | {"pretrain": model, "save_path": "rm", "ckpt_path": "rm_ckpt"})
     return "./rm"  # the workers stand elsewhere
 
 
 @pytest.fixture
 def process_model(tmp_path, model):
     rows = write_rows(tmp_path / "steps.jsonl", steps(16))
-    run("train_prm", FAST | STEPS | {"pretrain": model, "save_path": "prm", "ckpt_path": "prm_ckpt", "dataset": rows})
+    run_command(
+        "train_prm", FAST | STEPS | {"pretrain": model, "save_path": "prm", "ckpt_path": "prm_ckpt", "dataset": rows}
+    )
     return "./prm"
 
 
-def test_ppo_with_every_model_in_a_place_of_its_own(go, model, reward_model, process_model):
-    ran = go(
+def test_ppo_with_every_model_in_a_place_of_its_own(run_on_ray, model, reward_model, process_model):
+    ran = run_on_ray(
         "out",
         2,
         reward_pretrain=f"{reward_model},{process_model}",
@@ -119,10 +131,10 @@ def test_ppo_with_every_model_in_a_place_of_its_own(go, model, reward_model, pro
     )
     assert len(ran.train("critic_loss")) == 2
     assert max(ran.train("staleness")) == 0
-    assert asked_for(ran) == dict.fromkeys(range(16), 4)
-    assert {row["version"] for row in recorded(ran, 2)} == {1}
-    assert mismatch(ran) <= 1e-4
-    rewarded = [row for step in (1, 2) for row in recorded(ran, step)]
+    assert count_prompts(ran) == dict.fromkeys(range(16), 4)
+    assert {row["version"] for row in read_rollouts(ran, 2)} == {1}
+    assert max_log_prob_difference(ran) <= 1e-4
+    rewarded = [row for step in (1, 2) for row in read_rollouts(ran, step)]
     assert any(len(row["step_rewards"]) > 1 for row in rewarded)
     for row in rewarded:
         assert row["step_rewards"][-1][0] == len(row["input_ids"]) - 1  # what the outcome model says
@@ -132,66 +144,72 @@ def test_ppo_with_every_model_in_a_place_of_its_own(go, model, reward_model, pro
 
 
 @pytest.mark.parametrize(("estimator", "stage"), [("gae", 2), ("gae", 3), ("group_norm", 2)])
-def test_one_step_on_two_ranks_is_that_of_one_process(estimator, stage, go, local, model):
+def test_one_step_on_two_ranks_is_that_of_one_process(estimator, stage, run_on_ray, run_locally, model):
     flags = {"advantage_estimator": estimator, "init_kl_coef": 0.01, "train_batch_size": 16}
     flags |= {"actor_learning_rate": 1e-3, "critic_learning_rate": 1e-3}
-    once = local("once", 1, **flags)
+    local = run_locally("once", 1, **flags)
     two = {f"{role}_num_gpus_per_node": 2 for role in ("actor", "ref", "critic")}
-    again = go("again", 1, replay="./once/run/rollouts", zero_stage=stage, colocate_all_models=True, **flags | two)
-    apart, moved = (distance(weights(once.save_path), weights(other)) for other in (again.save_path, model))
-    assert apart <= 1e-5
+    on_ray = run_on_ray(
+        "again", 1, replay="./once/run/rollouts", zero_stage=stage, colocate_all_models=True, **flags | two
+    )
+    difference, moved = (distance(weights(local.save_path), weights(other)) for other in (on_ray.save_path, model))
+    assert difference <= 1e-5
     assert moved > 1e-3
 
 
-def test_the_average_of_two_ranks_is_that_of_the_weights_after_each_step(go, local, model):
+def test_the_average_of_two_ranks_is_that_of_the_weights_after_each_step(run_on_ray, run_locally, model):
     flags = {"advantage_estimator": "group_norm", "train_batch_size": 32, "actor_learning_rate": 1e-2}
-    once = local("once", 2, save_steps=1, save_hf_ckpt=True, **flags)
+    local = run_locally("once", 2, save_steps=1, save_hf_ckpt=True, **flags)
     average = {"enable_ema": True, "ema_beta": 0.75}
-    again = go("again", 2, replay="./once/run/rollouts", zero_stage=3, actor_num_gpus_per_node=2, **flags | average)
-    first, second, third = (weights(folder) for folder in (model, once.ckpt_path / "global_step1_hf", once.save_path))
+    on_ray = run_on_ray(
+        "again", 2, replay="./once/run/rollouts", zero_stage=3, actor_num_gpus_per_node=2, **flags | average
+    )
+    first, second, third = (weights(folder) for folder in (model, local.ckpt_path / "global_step1_hf", local.save_path))
     by_hand = {name: 0.75 * (0.75 * first[name] + 0.25 * second[name]) + 0.25 * third[name] for name in first}
-    assert distance(weights(again.save_path), by_hand) <= 1e-5
+    assert distance(weights(on_ray.save_path), by_hand) <= 1e-5
     assert min(distance(by_hand, other) for other in (first, second, third)) > 1e-3
 
 
-def test_one_step_with_shared_rows_is_that_of_one_process(go, local, model):
+def test_one_step_with_shared_rows_is_that_of_one_process(run_on_ray, run_locally, model):
     """Policy, reference and critic, each with two processes of its own that share every row."""
     flags = {"advantage_estimator": "gae", "init_kl_coef": 0.01, "train_batch_size": 16, "packing_samples": True}
     flags |= {"actor_learning_rate": 1e-3, "critic_learning_rate": 1e-3, "save_value_network": True}
-    once = local("once", 1, **flags)
+    local = run_locally("once", 1, **flags)
     two = {f"{role}_num_gpus_per_node": 2 for role in ("actor", "ref", "critic")}
-    again = go("again", 1, replay="./once/run/rollouts", zero_stage=3, ring_attn_size=2, **flags | two)
-    apart, moved = (distance(weights(once.save_path), weights(other)) for other in (again.save_path, model))
-    assert apart <= 1e-5
+    on_ray = run_on_ray("again", 1, replay="./once/run/rollouts", zero_stage=3, ring_attn_size=2, **flags | two)
+    difference, moved = (distance(weights(local.save_path), weights(other)) for other in (on_ray.save_path, model))
+    assert difference <= 1e-5
     assert moved > 1e-3
     for name in ("critic_loss", "policy_loss", "kl"):
-        assert again.train(name) == pytest.approx(once.train(name), abs=1e-5)
+        assert on_ray.train(name) == pytest.approx(local.train(name), abs=1e-5)
 
 
-def test_processes_that_share_every_matrix_train_and_generate_as_one(go, local):
+def test_processes_that_share_every_matrix_train_and_generate_as_one(run_on_ray, run_locally):
     """Two processes hold one policy; a single process replays what they drew."""
     flags = {"advantage_estimator": "group_norm", "init_kl_coef": 0.01, "train_batch_size": 16, "save_steps": 1}
     flags |= {"actor_learning_rate": 1e-3, "save_hf_ckpt": True, "adam_eps": 1e-5}  # rounding must not decide a sign
     two = {"actor_num_gpus_per_node": 2, "ref_num_gpus_per_node": 2, "ds_tensor_parallel_size": 2}
-    split = go("split", 2, colocate_all_models=True, **flags | two)
-    assert mismatch(split) <= 1e-4  # the engines had whole weights, those of the first step too
-    whole = local("whole", 2, replay="./split/run/rollouts", **flags)
+    split = run_on_ray("split", 2, colocate_all_models=True, **flags | two)
+    assert max_log_prob_difference(split) <= 1e-4  # the engines had whole weights, those of the first step too
+    whole = run_locally("whole", 2, replay="./split/run/rollouts", **flags)
     assert distance(weights(split.save_path), weights(whole.save_path)) <= 1e-5
     assert distance(weights(split.ckpt_path / "global_step1_hf"), weights(split.save_path)) > 1e-3
 
 
-def test_the_hybrid_command_of_the_readme_with_adapters(go, tmp_path, model, reward_model, offline, monkeypatch):
+def test_the_hybrid_command_of_the_readme_with_adapters(
+    run_on_ray, tmp_path, model, reward_model, wandb_offline, monkeypatch
+):
     """Engines on the models' devices, everyone asleep while others work; what is learned reaches the engines.
 
     One of them dies while the other generates too, the other amid a sync: either costs one process, its own.
     """
-    loaded = census(monkeypatch, "load")
-    Assassin(monkeypatch, "engine 0", "generate", at=2)
-    Assassin(monkeypatch, "engine 1", "load", at=3)  # after the first weights, and those for the new engine 0
-    chats = [{"context_messages": [{"role": "user", "content": row["input"]}]} for row in asked(24)]
+    loaded = record_pids(monkeypatch, "load")
+    KillOnCall(monkeypatch, "engine 0", "generate", at=2)
+    KillOnCall(monkeypatch, "engine 1", "load", at=3)  # after the first weights, and those for the new engine 0
+    chats = [{"context_messages": [{"role": "user", "content": row["input"]}]} for row in make_prompts(24)]
     two = {f"{role}_num_gpus_per_node": 2 for role in ("actor", "ref", "critic", "reward")}
     _, printed, _ = PRINTED["004 group_norm"]
-    ran = go(
+    ran = run_on_ray(
         "out",
         3,
         printed=printed,
@@ -206,19 +224,19 @@ def test_the_hybrid_command_of_the_readme_with_adapters(go, tmp_path, model, rew
         actor_learning_rate=1e-2,
     )
     assert {name: len(processes) for name, processes in loaded.items()} == {"engine 0": 2, "engine 1": 2}
-    assert asked_for(ran) == dict.fromkeys(range(24), 4)
+    assert count_prompts(ran) == dict.fromkeys(range(24), 4)
     assert len(ran.train("kl")) == 3
     assert abs(ran.train("kl")[-1]) > 1e-5  # the adapters moved; it is a mean of either sign
-    assert mismatch(ran) <= 1e-4
+    assert max_log_prob_difference(ran) <= 1e-4
     merged = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), ran.save_path).merge_and_unload()
     assert distance(merged.state_dict(), weights(model)) > 1e-3
 
 
-def test_an_engine_that_dies_amid_asynchronous_episodes_is_replaced(go, tmp_path, model, monkeypatch, capsys):
+def test_an_engine_that_dies_amid_asynchronous_episodes_is_replaced(run_on_ray, tmp_path, model, monkeypatch, capsys):
     (tmp_path / "agent.py").write_text(AGENT)
-    Assassin(monkeypatch, "engine 0", "generate", at=20)
+    KillOnCall(monkeypatch, "engine 0", "generate", at=20)
     _, printed, _ = PRINTED["001 and 004 agent"]
-    ran = go(
+    ran = run_on_ray(
         "out",
         4,
         printed=printed,
@@ -228,29 +246,29 @@ def test_an_engine_that_dies_amid_asynchronous_episodes_is_replaced(go, tmp_path
         max_restarts=1,
     )
     assert "engine 0 on" in capsys.readouterr().err
-    assert asked_for(ran) == dict.fromkeys(range(32), 4)
+    assert count_prompts(ran) == dict.fromkeys(range(32), 4)
     assert set(ran.train("turns")) == {2.0}
     assert max(ran.train("staleness")) <= 1
-    assert all(row["version"] >= row["step"] - 2 for row in rows(ran))
+    assert all(row["version"] >= row["step"] - 2 for row in all_samples(ran))
     trained = AutoModelForCausalLM.from_pretrained(ran.save_path).state_dict()
     assert distance(trained, weights(model)) > 1e-3
 
 
 def test_an_error_that_nobody_expected_is_told_with_its_place(capsys):
-    class Careless:
-        def take_from(self, shelf):
-            return shelf.pop()
+    class FailingWorker:
+        def take_from(self, items):
+            return items.pop()
 
-    process = Process(ray.remote(Careless).remote(), "policy 0", "10.0.0.1")
+    process = Process(ray.remote(FailingWorker).remote(), "policy 0", "10.0.0.1")
     with pytest.raises(BackendError, match=r"policy 0 on 10\.0\.0\.1: IndexError: pop from empty list"):
         asyncio.run(process.call("take_from", []))
-    told = capsys.readouterr().err
-    assert "in take_from" in told
-    assert "\x1b" not in told
+    stderr = capsys.readouterr().err
+    assert "in take_from" in stderr
+    assert "\x1b" not in stderr
 
 
 def test_a_request_that_nobody_awaits_any_more_is_taken_back_from_its_engine(tmp_path, model):
-    flags = ON_RAY | {"pretrain": model} | task(tmp_path, asked(1))
+    flags = ON_RAY | {"pretrain": model} | task_flags(tmp_path, make_prompts(1))
     config = check(parse(COMMANDS["train_ppo_ray"], as_argv(flags)))
 
     async def until(process, waiting):
@@ -259,7 +277,7 @@ def test_a_request_that_nobody_awaits_any_more_is_taken_back_from_its_engine(tmp
         while await process.answer(count.remote(lambda worker: len(worker.may_draw._waiters))) != waiting:
             pass
 
-    async def play():
+    async def scenario():
         async with started_on(cluster) as starting:
             engines = await starting.engines(engine_spec(config), max_restarts=0)
             request = Request((1,), SamplingParams(max_tokens=1))
@@ -269,38 +287,38 @@ def test_a_request_that_nobody_awaits_any_more_is_taken_back_from_its_engine(tmp
             await until(engines.engines[0].process, 0)
 
     with connect(plan(config), {}) as cluster:
-        asyncio.run(asyncio.wait_for(play(), WATCHDOG))
+        asyncio.run(asyncio.wait_for(scenario(), WATCHDOG))
 
 
-def test_an_engine_that_may_not_be_replaced_ends_the_run(go, monkeypatch):
-    Assassin(monkeypatch, "engine 0", "generate", at=10)
+def test_an_engine_that_may_not_be_replaced_ends_the_run(run_on_ray, monkeypatch):
+    KillOnCall(monkeypatch, "engine 0", "generate", at=10)
     with pytest.raises(RolloutError, match=r"engine 0 on \S+ died: .*, after 0 restarts \(--max_restarts\)"):
-        go("out", 2, max_restarts=0)
+        run_on_ray("out", 2, max_restarts=0)
 
 
-def test_a_rank_that_dies_amid_a_step_ends_the_run_and_it_goes_on_elsewhere(go, monkeypatch, tmp_path):
+def test_a_rank_that_dies_amid_a_step_ends_the_run_and_it_goes_on_elsewhere(run_on_ray, monkeypatch, tmp_path):
     """Before it an engine dies amid a sync, which the ranks, that gather the weights together, must survive.
 
     The queue of an asynchronous run is part of its checkpoint: nothing is lost or trained twice.
     """
     flags = {"actor_num_gpus_per_node": 2, "zero_stage": 3, "save_steps": 1, "async_train": True, "async_queue_size": 1}
     with monkeypatch.context() as patch:
-        Assassin(patch, "engine 1", "load", at=2)
-        Assassin(patch, "policy 1", "do", "train_policy", at=3)
+        KillOnCall(patch, "engine 1", "load", at=2)
+        KillOnCall(patch, "policy 1", "do", "train_policy", at=3)
         with pytest.raises(BackendError, match=r"policy 1 on \S+ died: .*Try: .*--load_checkpoint"):
-            go("out", 3, **flags)
-    ran = Ran(tmp_path / "out", tmp_path / "out_ckpt")
+            run_on_ray("out", 3, **flags)
+    ran = FinishedRun(tmp_path / "out", tmp_path / "out_ckpt")
     assert [line["step"] for line in ran.metrics] == [1, 2]
-    go("out", 3, load_checkpoint=True, vllm_num_engines=1, **flags)
+    run_on_ray("out", 3, load_checkpoint=True, vllm_num_engines=1, **flags)
     assert [line["step"] for line in ran.metrics] == [1, 2, 3]
     assert max(ran.train("staleness")) <= 1
-    assert asked_for(ran) == dict.fromkeys(range(24), 4)
+    assert count_prompts(ran) == dict.fromkeys(range(24), 4)
 
 
 def test_a_killed_driver_takes_models_and_engine_along_and_the_next_run_starts(tmp_path, model, machine):
-    (tmp_path / "reward.py").write_text(REGICIDE)
+    (tmp_path / "reward.py").write_text(KILL_DRIVER)
     flags = ON_RAY | {"pretrain": model, "save_path": f"{tmp_path}/out", "ckpt_path": f"{tmp_path}/ckpt"}
-    flags |= {"prompt_data": write_rows(tmp_path / "prompts.jsonl", asked(16)), "vllm_num_engines": 1}
+    flags |= {"prompt_data": write_rows(tmp_path / "prompts.jsonl", make_prompts(16)), "vllm_num_engines": 1}
     flags |= {"remote_rm_url": str(tmp_path / "reward.py")}
     command = ["-m", "openrlhf.cli.train_ppo_ray", *as_argv(flags)]
     home = {"HOME": os.environ["HOME"]}  # where vLLM keeps what it learned of the model
@@ -314,9 +332,9 @@ def test_a_killed_driver_takes_models_and_engine_along_and_the_next_run_starts(t
 
     (tmp_path / "driver").unlink()
     with machine.open(command, **home) as driver:
-        _, said = driver.communicate(timeout=WATCHDOG)
-    assert driver.returncode == 0, said
-    lines = [line for line in said.splitlines() if line and not line.startswith(("  ", "train: "))]
+        _, stderr = driver.communicate(timeout=WATCHDOG)
+    assert driver.returncode == 0, stderr
+    lines = [line for line in stderr.splitlines() if line and not line.startswith(("  ", "train: "))]
     ours = ("openrlhf: ", "from LD_PRELOAD cannot be preloaded")  # the loader's, if this folder has a space in its name
     assert [line for line in lines if not any(words in line for words in ours)] == []  # and nothing of Ray or vLLM
     assert machine.processes() == []

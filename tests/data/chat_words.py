@@ -1,7 +1,5 @@
 """A tokenizer whose every word and every blank is one token, and chat templates of each temper."""
 
-import json
-
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -47,11 +45,6 @@ def merging_tokenizer():
     letters = ["<eos>", "<pad>", "a", "b", "c", "\n", " ", "ab"]
     tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, [("a", "b")]))
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
-
-
-def write_lines(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def spoken(row):

@@ -7,7 +7,7 @@ import pytest
 
 from openrlhf.data.sources import load_dataset_rows
 from openrlhf.errors import ConfigError, DataError, MissingExtraError
-from tests.data.chat_words import write_lines
+from tests.toy_data import write_rows
 
 
 def numbers(count, start=0):
@@ -61,7 +61,7 @@ def test_json_lines_in_a_json_file_and_a_byte_order_mark(tmp_path):
 
 
 def test_rows_of_different_types_are_left_as_they_are(tmp_path):
-    write_lines(tmp_path / "data.jsonl", [{"n": "text"}, {"n": 1}, {"n": [1, None]}])
+    write_rows(tmp_path / "data.jsonl", [{"n": "text"}, {"n": 1}, {"n": [1, None]}])
     assert read("data.jsonl") == ["text", 1, [1, None]]
 
 
@@ -89,35 +89,35 @@ def test_a_saved_dict_gives_the_asked_split(split):
 @pytest.mark.parametrize("split", ["train", "validation", "n"])
 def test_a_saved_dataset_and_a_file_have_no_splits_and_are_taken_whole(split, tmp_path):
     datasets.Dataset.from_list(numbers(3)).save_to_disk("saved")
-    write_lines(tmp_path / "data.jsonl", numbers(3))
+    write_rows(tmp_path / "data.jsonl", numbers(3))
     assert read("saved", split) == read("data.jsonl", split) == [0, 1, 2]
 
 
 def test_a_folder_of_files_has_splits_and_an_inner_folder(tmp_path):
     (tmp_path / "folder" / "inner").mkdir(parents=True)
-    write_lines(tmp_path / "folder" / "train.jsonl", numbers(2))
-    write_lines(tmp_path / "folder" / "test.jsonl", numbers(1, start=9))
-    write_lines(tmp_path / "folder" / "inner" / "data.jsonl", numbers(1, start=5))
+    write_rows(tmp_path / "folder" / "train.jsonl", numbers(2))
+    write_rows(tmp_path / "folder" / "test.jsonl", numbers(1, start=9))
+    write_rows(tmp_path / "folder" / "inner" / "data.jsonl", numbers(1, start=5))
     assert read("folder", "test") == [9]
     assert read("folder@inner") == [5]
 
 
 def test_an_at_sign_in_a_path_is_part_of_it(tmp_path):
     (tmp_path / "me@home").mkdir()
-    write_lines(tmp_path / "me@home" / "data.jsonl", numbers(1))
+    write_rows(tmp_path / "me@home" / "data.jsonl", numbers(1))
     assert read("me@home/data.jsonl") == [0]
 
 
 def test_datasets_follow_each_other_and_keep_their_places(tmp_path):
-    write_lines(tmp_path / "a.jsonl", numbers(3))
-    write_lines(tmp_path / "b.jsonl", numbers(3, start=10))
+    write_rows(tmp_path / "a.jsonl", numbers(3))
+    write_rows(tmp_path / "b.jsonl", numbers(3, start=10))
     assert read("a.jsonl, b.jsonl") == [0, 1, 2, 10, 11, 12]
     assert places("a.jsonl,b.jsonl")[4] == "b.jsonl, row 2"
 
 
 def test_the_cap_holds_for_each_dataset_and_for_all(tmp_path):
-    write_lines(tmp_path / "a.jsonl", numbers(3))
-    write_lines(tmp_path / "b.jsonl", numbers(9, start=10))
+    write_rows(tmp_path / "a.jsonl", numbers(3))
+    write_rows(tmp_path / "b.jsonl", numbers(9, start=10))
     assert read("b.jsonl", max_samples=2) == [10, 11]
     assert read("a.jsonl,b.jsonl", max_samples=4) == [0, 1, 2, 10]
     mixed = read("a.jsonl,b.jsonl", probs=[0.5, 0.5], max_samples=4)
@@ -126,8 +126,8 @@ def test_the_cap_holds_for_each_dataset_and_for_all(tmp_path):
 
 
 def test_mixing_is_that_of_datasets_and_repeats_with_the_seed(tmp_path):
-    write_lines(tmp_path / "a.jsonl", numbers(5))
-    write_lines(tmp_path / "b.jsonl", [{"n": 10 + number, "more": "text"} for number in range(40)])
+    write_rows(tmp_path / "a.jsonl", numbers(5))
+    write_rows(tmp_path / "b.jsonl", [{"n": 10 + number, "more": "text"} for number in range(40)])
     got = read("a.jsonl,b.jsonl", probs=[0.3, 0.7], seed=7)
     tables = [datasets.Dataset.from_list(numbers(5)), datasets.Dataset.from_list(numbers(40, start=10))]
     want = datasets.interleave_datasets(tables, probabilities=[0.3, 0.7], seed=7, stopping_strategy="all_exhausted")
@@ -139,22 +139,22 @@ def test_mixing_is_that_of_datasets_and_repeats_with_the_seed(tmp_path):
 
 
 def test_places_survive_mixing(tmp_path):
-    write_lines(tmp_path / "a.jsonl", numbers(3))
-    write_lines(tmp_path / "b.jsonl", numbers(3, start=10))
+    write_rows(tmp_path / "a.jsonl", numbers(3))
+    write_rows(tmp_path / "b.jsonl", numbers(3, start=10))
     for record in load_dataset_rows("a.jsonl,b.jsonl", split="train", probs=[0.5, 0.5]):
         file, first = ("b.jsonl", 10) if record.row["n"] >= 10 else ("a.jsonl", 0)
         assert str(record.place) == f"{file}, row {record.row['n'] - first + 1}"
 
 
 def test_a_dataset_with_probability_zero_is_left_out(tmp_path, capsys):
-    write_lines(tmp_path / "a.jsonl", numbers(3))
-    write_lines(tmp_path / "b.jsonl", numbers(3, start=10))
+    write_rows(tmp_path / "a.jsonl", numbers(3))
+    write_rows(tmp_path / "b.jsonl", numbers(3, start=10))
     assert read("a.jsonl,b.jsonl", probs=[1.0, 0.0]) == [0, 1, 2]
     assert "1 of 2 datasets have probability 0" in capsys.readouterr().err
 
 
 def test_probabilities_must_match_the_datasets(tmp_path):
-    write_lines(tmp_path / "a.jsonl", numbers(3))
+    write_rows(tmp_path / "a.jsonl", numbers(3))
     with pytest.raises(ConfigError, match=r"^2 probabilities for 1 datasets$"):
         read("a.jsonl", probs=[0.5, 0.5])
 

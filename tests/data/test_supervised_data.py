@@ -14,7 +14,8 @@ from openrlhf.config.sections.training import BatchFlags
 from openrlhf.data.supervised import load_data
 from openrlhf.errors import DataError
 from openrlhf.types import LabelledRow, PairRow, StepRow, TokenRow
-from tests.data.chat_words import assistant, spoken, user, word_tokenizer, write_lines
+from tests.data.chat_words import assistant, spoken, user, word_tokenizer
+from tests.toy_data import write_rows
 
 ROWS = {
     SFTConfig: {"input": "one", "output": "two"},
@@ -44,8 +45,8 @@ KINDS = {
 
 @pytest.mark.parametrize("command", ROWS)
 def test_each_command_reads_its_rows(command, tmp_path):
-    write_lines(tmp_path / "train.jsonl", [ROWS[command]] * 3)
-    write_lines(tmp_path / "eval.jsonl", [ROWS[command]] * 5)
+    write_rows(tmp_path / "train.jsonl", [ROWS[command]] * 3)
+    write_rows(tmp_path / "eval.jsonl", [ROWS[command]] * 5)
     data = DatasetFlags(dataset="train.jsonl", eval_dataset="eval.jsonl", eval_split="test", max_samples=2, max_len=64)
     got = load_data(command(data=data, fields=FIELDS[command]), word_tokenizer())
     assert {type(row) for row in (*got.train, *got.evaluation)} == {KINDS[command]}
@@ -54,7 +55,7 @@ def test_each_command_reads_its_rows(command, tmp_path):
 
 
 def test_the_defaults_of_sft_give_the_documented_text(tmp_path):
-    write_lines(tmp_path / "train.jsonl", [ROWS[SFTConfig]])
+    write_rows(tmp_path / "train.jsonl", [ROWS[SFTConfig]])
     config = SFTConfig(data=DatasetFlags(dataset="train.jsonl"), fields=FIELDS[SFTConfig])
     got = load_data(config, word_tokenizer())
     assert spoken(got.train[0]) == ("User: one\nAssistant: two<eos>", "two<eos>")
@@ -62,7 +63,7 @@ def test_the_defaults_of_sft_give_the_documented_text(tmp_path):
 
 
 def test_chat_flags_reach_the_rows(tmp_path):
-    write_lines(tmp_path / "train.jsonl", [{"input": [user("one"), assistant("two")]}])
+    write_rows(tmp_path / "train.jsonl", [{"input": [user("one"), assistant("two")]}])
     template = TemplateFlags(apply_chat_template=True, system_prompt="be kind")
     config = SFTConfig(data=DatasetFlags(dataset="train.jsonl"), template=template)
     assert spoken(load_data(config, word_tokenizer()).train[0])[0].startswith("<system> be kind <eos>")
@@ -70,7 +71,7 @@ def test_chat_flags_reach_the_rows(tmp_path):
 
 @pytest.mark.parametrize(("count", "held"), [(1, 1), (99, 99), (250, 100), (10300, 103)])
 def test_a_reward_model_without_eval_data_takes_the_first_hundred_rows_or_hundredth(count, held, tmp_path, capsys):
-    write_lines(tmp_path / "train.jsonl", [ROWS[RMConfig]] * count)
+    write_rows(tmp_path / "train.jsonl", [ROWS[RMConfig]] * count)
     got = load_data(RMConfig(data=DatasetFlags(dataset="train.jsonl"), fields=FIELDS[RMConfig]), word_tokenizer())
     assert len(got.train) == count
     assert got.evaluation == got.train[:held]
@@ -78,15 +79,15 @@ def test_a_reward_model_without_eval_data_takes_the_first_hundred_rows_or_hundre
 
 
 def test_only_dpo_drops_long_prompts(tmp_path):
-    write_lines(tmp_path / "train.jsonl", [ROWS[DPOConfig], {**ROWS[DPOConfig], "prompt": "one one one "}])
+    write_rows(tmp_path / "train.jsonl", [ROWS[DPOConfig], {**ROWS[DPOConfig], "prompt": "one one one "}])
     data = DatasetFlags(dataset="train.jsonl", max_len=8)
     for command, count in ((DPOConfig, 1), (RMConfig, 2)):
         assert len(load_data(command(data=data, fields=FIELDS[command]), word_tokenizer()).train) == count
 
 
 def test_mixing_follows_the_flags(tmp_path):
-    write_lines(tmp_path / "a.jsonl", [{"input": "one", "output": "two"}] * 4)
-    write_lines(tmp_path / "b.jsonl", [{"input": "three", "output": "four"}] * 4)
+    write_rows(tmp_path / "a.jsonl", [{"input": "one", "output": "two"}] * 4)
+    write_rows(tmp_path / "b.jsonl", [{"input": "three", "output": "four"}] * 4)
 
     def read(seed):
         data = DatasetFlags(dataset="a.jsonl,b.jsonl", dataset_probs="0.5,0.5")
@@ -99,8 +100,8 @@ def test_mixing_follows_the_flags(tmp_path):
 
 
 def test_soft_labels_are_said_and_must_agree(tmp_path):
-    write_lines(tmp_path / "soft.jsonl", [{"input": "one ки", "label": [0.5]}])
-    write_lines(tmp_path / "hard.jsonl", [ROWS[PRMConfig]])
+    write_rows(tmp_path / "soft.jsonl", [{"input": "one ки", "label": [0.5]}])
+    write_rows(tmp_path / "hard.jsonl", [ROWS[PRMConfig]])
 
     def read(dataset, eval_dataset):
         data = DatasetFlags(dataset=dataset, eval_dataset=eval_dataset)

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from openrlhf.errors import ConfigError, DataError
+from tests.commands import FAST, run_command
 from tests.tiny import make_model
-from tests.toys import EARLY, FAST, LATE, PAIRS, TEMPLATE, pairs, run, steps, word, write_rows
+from tests.toy_data import EARLY, LATE, PAIRS, TEMPLATE, pairs, steps, word, write_rows
 
 pytestmark = pytest.mark.slow(seconds=3)
 PIPELINES = Path(__file__).parents[2] / "examples" / "pipelines"
@@ -30,9 +31,9 @@ def start(tmp_path_factory):
     train = FAST | {"pretrain": base, "ckpt_path": str(root / "ckpt"), "learning_rate": 3e-3}
     data = write_rows(root / "rows.jsonl", rows)
     flags = {"dataset": data, "output_key": "output", "input_template": TEMPLATE, "max_epochs": 3}
-    run("train_sft", train | flags | {"save_path": str(root / "policy")})
+    run_command("train_sft", train | flags | {"save_path": str(root / "policy")})
     data = write_rows(root / "pairs.jsonl", pairs(512))
-    run("train_rm", train | PAIRS | {"dataset": data, "save_path": str(root / "reward"), "max_epochs": 2})
+    run_command("train_rm", train | PAIRS | {"dataset": data, "save_path": str(root / "reward"), "max_epochs": 2})
     write_rows(root / "prompts.jsonl", rows[:256])
     held_out = [{"input": word(random.Random(seed), EARLY + LATE)} for seed in range(1000, 1128)]
     write_rows(root / "held_out.jsonl", held_out)
@@ -51,7 +52,7 @@ def pipeline(start, monkeypatch, capsys):
         given |= {"folder": name, "generate": GENERATE, "train": f"{TRAIN} {training}"}
         argv = [item for flag, value in given.items() for item in (f"--{flag}", value)] + shlex.split(flags)
         parse = module.parse if name == "conditional_sft" else module.arguments("", iterations=2, samples=8).parse_args
-        said, commands = twice(lambda run: getattr(module, work)(parse(argv), run), capsys)
+        said, commands = twice(lambda run_command: getattr(module, work)(parse(argv), run_command), capsys)
         return [float(value) for value in re.findall(r"held-out reward \w+: (-?[\d.]+)", said)], commands
 
     return go
@@ -114,13 +115,15 @@ def best_of_n(start, module, tmp_path, capsys):
         rows = [{"input": row["input"][:1], "output": text} for row, text in zip(steps(512), written, strict=True)]
         data = write_rows(tmp_path / "answers.jsonl", rows)
         paths = {"pretrain": str(start / "base"), "dataset": data, "save_path": "policy", "ckpt_path": "ckpt"}
-        run("train_sft", FAST | paths | {"output_key": "output", "input_template": TEMPLATE, "learning_rate": 3e-3})
+        run_command(
+            "train_sft", FAST | paths | {"output_key": "output", "input_template": TEMPLATE, "learning_rate": 3e-3}
+        )
         train = f"{TRAIN} --learning_rate 3e-3 --placeholder_token # --reward_tokens + -"
         given = {"policy": "policy", "base": str(start / "base"), "folder": "best", "train": train}
         given |= {"labels": write_rows(tmp_path / "labels.jsonl", steps(1024, seed=1))}
         given |= {"prompts": str(start / "held_out.jsonl"), "check": str(PIPELINES / "toy.py"), "generate": GENERATE}
         argv = [item for flag, value in given.items() for item in (f"--{flag}", value)]
-        said, commands = twice(lambda run: module.choose(module.parse([*argv, *flags]), run), capsys)
+        said, commands = twice(lambda run_command: module.choose(module.parse([*argv, *flags]), run_command), capsys)
         return {name: float(value) for name, value in re.findall(r"(.+): ([\d.]+)\n", said)}, commands
 
     return go

@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -17,10 +16,19 @@ from openrlhf.errors import ConfigError, RolloutError
 from openrlhf.inference.generate import own_devices, stream
 from openrlhf.rl.reward_models import OutcomeScorer
 from tests import plain_transformers as plain
+from tests.commands import (
+    DEADLINE,
+    FAST,
+    as_argv,
+    command_environ,
+    run_command,
+    start_command,
+    start_two_ranks,
+    wait_until,
+)
 from tests.tiny import make_model
-from tests.toys import FAST, PAIRS, STEPS, as_argv, pairs, run, steps, when, write_rows
-from tests.training.test_distributed import DEADLINE, launched
-from tests.warm import kill, warm_children, warm_python
+from tests.toy_data import PAIRS, STEPS, pairs, steps, write_rows
+from tests.warm import kill, warm_children
 
 WORDS = ["a", "hello", "the cat", "a", "x" * 20, "1+1=", "what is it"]  # the first comes twice
 SHORT = {"max_new_tokens": 12, "input_template": "{}="}
@@ -50,7 +58,7 @@ def infer(folder):
     """Runs the command, and returns what it wrote."""
 
     def start(task="generate", **flags):
-        run("batch_inference", {"eval_task": task, "pretrain": folder, "output_path": "out.jsonl"} | flags)
+        run_command("batch_inference", {"eval_task": task, "pretrain": folder, "output_path": "out.jsonl"} | flags)
         return read(flags.get("output_path", "out.jsonl"))
 
     return start
@@ -124,7 +132,7 @@ def reward_model(tmp_path_factory):
         "eval_dataset": write_rows(root / "held_out.jsonl", pairs(16, seed=1)),
     }
     paths = {"pretrain": base, "save_path": str(root / "rm"), "ckpt_path": str(root / "ckpt")}
-    run("train_rm", FAST | PAIRS | data | paths)
+    run_command("train_rm", FAST | PAIRS | data | paths)
     return str(root / "rm")
 
 
@@ -165,7 +173,7 @@ def test_a_reward_model_of_another_make(infer, tmp_path):
 
 def test_a_process_reward_model_scores_by_its_weakest_step(infer, tmp_path, models):
     data = write_rows(tmp_path / "steps.jsonl", steps(48))
-    run(
+    run_command(
         "train_prm", FAST | STEPS | {"pretrain": models(), "save_path": "prm", "ckpt_path": "prm_ckpt", "dataset": data}
     )
     texts = [row["input"] for row in steps(6, seed=1)]
@@ -203,8 +211,12 @@ def test_post_processors(infer, reward_model):
     assert conditional == [row | {"input": f"{row['input']} <rm_score>: {row['reward']:.2f} "} for row in scored]
 
 
+def generation(folder, output):
+    return {"eval_task": "generate", "pretrain": folder, "output_path": output}
+
+
 def command(folder, output, **flags):
-    return as_argv({"eval_task": "generate", "pretrain": folder, "output_path": output} | flags)
+    return as_argv(generation(folder, output) | flags)
 
 
 @pytest.mark.slow(seconds=12)
@@ -212,15 +224,15 @@ def test_two_processes_give_the_rows_of_one(infer, folder, reward_model, tmp_pat
     flags = {"dataset": prompts(WORDS * 3), "best_of_n": 2, **SHORT}
     alone = infer(**flags)
     words = ["-m", "openrlhf.cli.batch_inference"]
-    code = launched(tmp_path, *words, *command(folder, "both.jsonl", **flags)).wait(timeout=DEADLINE)
-    assert code == 0, (tmp_path / "said.txt").read_text()[-3000:]
+    code = start_two_ranks(tmp_path, *words, *command(folder, "both.jsonl", **flags)).wait(timeout=DEADLINE)
+    assert code == 0, (tmp_path / "output.txt").read_text()[-3000:]
     assert read("both.jsonl") == alone
     assert not Path("both.jsonl.parts").exists()
 
     scored = {"eval_task": "rm", "pretrain": reward_model, "dataset": "both.jsonl", "post_processor": "rs"}
     best = infer(scored.pop("eval_task"), **scored)
     words += command(reward_model, "best.jsonl", **scored, eval_task="rm")
-    assert launched(tmp_path, *words).wait(timeout=DEADLINE) == 0, (tmp_path / "said.txt").read_text()[-3000:]
+    assert start_two_ranks(tmp_path, *words).wait(timeout=DEADLINE) == 0, (tmp_path / "output.txt").read_text()[-3000:]
     for one, other in zip(read("best.jsonl"), best, strict=True):
         assert one.pop("reward") == pytest.approx(other.pop("reward"), abs=1e-5)
         assert one == other
@@ -232,21 +244,15 @@ def test_a_killed_run_goes_on_without_loss_or_repetition(sent, infer, folder, tm
     long = {"dataset": prompts([f"{word}{number}" for number in range(16) for word in WORDS]), "input_template": "{}="}
     flags = long | {"best_of_n": 2, "max_new_tokens": 24, "micro_batch_size": 4}
     whole = infer(**flags)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    with (tmp_path / "said.txt").open("w") as said:
-        process = subprocess.Popen(
-            [*warm_python(), "-m", "openrlhf.cli.batch_inference", *command(folder, "cut.jsonl", **flags)],
-            stderr=said,
-            env=environment,
-        )
-        part = Path("cut.jsonl.parts/rank0.jsonl")
-        when(process, lambda: part.is_file() and len(part.read_text(encoding="utf-8").splitlines()) > 20)
-        kill(process.pid) if sent == signal.SIGKILL else process.send_signal(sent)
-        process.wait(timeout=DEADLINE)
+    process = start_command(tmp_path, "batch_inference", generation(folder, "cut.jsonl") | flags)
+    part = Path("cut.jsonl.parts/rank0.jsonl")
+    wait_until(process, lambda: part.is_file() and len(part.read_text(encoding="utf-8").splitlines()) > 20)
+    kill(process.pid) if sent == signal.SIGKILL else process.send_signal(sent)
+    process.wait(timeout=DEADLINE)
     assert not Path("cut.jsonl").exists()
     if sent == signal.SIGINT:
         assert process.returncode == 130
-        assert "the same command goes on from there" in (tmp_path / "said.txt").read_text()
+        assert "the same command goes on from there" in (tmp_path / "stderr.txt").read_text()
     done = part.read_text(encoding="utf-8").splitlines()
     assert 20 < len(done) < len(whole)
     with part.open("a", encoding="utf-8") as file:
@@ -272,14 +278,15 @@ subprocess.Popen([sys.executable, "-m", "openrlhf.cli.batch_inference", *sys.arg
 def test_a_process_does_not_outlive_its_launcher(folder):
     """Its share is finished, and the others will never come."""
     flags = {"dataset": prompts(), **SHORT}
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     launcher = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, *command(folder, "half.jsonl", **flags)],
         stderr=subprocess.PIPE,
-        env=environment,
+        env=command_environ(),
     )
     part = Path("half.jsonl.parts/rank1.jsonl")
-    when(launcher, lambda: part.is_file() and len(part.read_text(encoding="utf-8").splitlines()) == len(WORDS) // 2)
+    wait_until(
+        launcher, lambda: part.is_file() and len(part.read_text(encoding="utf-8").splitlines()) == len(WORDS) // 2
+    )
     launcher.kill()
     launcher.communicate(timeout=DEADLINE)  # until nobody holds the other end
 

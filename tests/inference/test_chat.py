@@ -12,20 +12,17 @@ import sys
 import termios
 import time
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openrlhf.inference.chat_reply import Shown
+from tests.commands import DEADLINE, ROOT, as_argv, run_command
 from tests.tiny import make_model
-from tests.toys import as_argv, run
 from tests.warm import warm_python
 
-DEADLINE = 300  # seconds: a watchdog, not an expectation
 GREEDY = {"greedy_sampling": True, "max_len": 96}
-ROOT = str(Path(__file__).parents[2])
 
 
 @pytest.fixture
@@ -35,7 +32,7 @@ def talk(models, monkeypatch, capsys):
     def start(*lines, **flags):
         monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
         capsys.readouterr()
-        run("interactive_chat", {"pretrain": models()} | GREEDY | flags)
+        run_command("interactive_chat", {"pretrain": models()} | GREEDY | flags)
         said = capsys.readouterr()
         return said.out, said.err
 
@@ -128,7 +125,7 @@ def test_a_full_context_is_said_and_a_message_without_room_is_not_taken(talk, pl
 @pytest.mark.slow(seconds=1)
 def test_a_pipe_hears_no_banner_and_gets_exit_code_0(models, plain):
     argv = [*warm_python(), "-m", "openrlhf.cli.interactive_chat", *as_argv({"pretrain": models()} | GREEDY)]
-    environment = {**os.environ, "PYTHONPATH": ROOT}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         argv, input="ab", capture_output=True, text=True, env=environment, timeout=DEADLINE, check=False
     )
@@ -214,7 +211,7 @@ def terminal(**flags):
         stdin=slave,
         stdout=slave,
         stderr=slave,
-        env={**os.environ, "PYTHONPATH": ROOT, "TERM": "dumb", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "dumb", "OMP_NUM_THREADS": "1"},
         start_new_session=True,
         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C is a signal
     )

@@ -9,8 +9,9 @@ from peft import PeftModel
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from tests.commands import FAST, run_command
 from tests.tiny import make_model
-from tests.toys import ANSWERS, FAST, PAIRS, answers, pairs, run, write_rows
+from tests.toy_data import ANSWERS, PAIRS, answers, pairs, write_rows
 
 LORA = {"lora_rank": 4, "lora_alpha": 32}
 
@@ -22,14 +23,14 @@ def adapter(tmp_path, models):
     def make(command, rows, pretrain=None, **flags):
         data = {"dataset": write_rows(tmp_path / "rows.jsonl", rows)}
         paths = {"pretrain": pretrain or models(), "save_path": "adapter", "ckpt_path": "adapter_ckpt"}
-        run(command, FAST | LORA | data | paths | flags)
+        run_command(command, FAST | LORA | data | paths | flags)
         return "./adapter"
 
     return make
 
 
 def merge(base, adapter, **flags):
-    run("lora_combiner", {"model_path": base, "lora_path": adapter, "output_path": "merged", **flags})
+    run_command("lora_combiner", {"model_path": base, "lora_path": adapter, "output_path": "merged", **flags})
     return Path("merged")
 
 
@@ -83,7 +84,9 @@ def test_a_reward_model_with_its_statistics(adapter, tmp_path, pad_is_eos, prefi
 def test_scores_of_a_merged_reward_model_can_be_asked_for(adapter, models):
     merged = merge(models(), adapter("train_rm", pairs(32), **PAIRS), is_rm=True, param_dtype="fp32")
     rows = write_rows(Path("answers.jsonl"), answers(4))
-    run("batch_inference", {"eval_task": "rm", "pretrain": f"./{merged}", "dataset": rows, "output_path": "out.jsonl"})
+    run_command(
+        "batch_inference", {"eval_task": "rm", "pretrain": f"./{merged}", "dataset": rows, "output_path": "out.jsonl"}
+    )
     assert len(Path("out.jsonl").read_text(encoding="utf-8").splitlines()) == 4
 
 

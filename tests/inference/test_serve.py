@@ -2,7 +2,6 @@
 
 import http.client
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -24,12 +23,12 @@ from openrlhf.config.commands import ServeRMConfig
 from openrlhf.config.parser import parse
 from openrlhf.errors import ConfigError
 from openrlhf.inference.serve import bind, build_server, leave_a_core
-from tests.rl.toy_task import SMALL, asked, recorded
+from tests.commands import DEADLINE, FAST, FinishedRun, as_argv, command_environ, free_port, run_command
+from tests.rl.toy_task import SMALL, make_prompts, read_rollouts
 from tests.tiny import make_model
-from tests.toys import FAST, PAIRS, Ran, as_argv, pairs, run, write_rows
+from tests.toy_data import PAIRS, pairs, write_rows
 from tests.warm import warm_python
 
-DEADLINE = 300  # seconds: a watchdog, not an expectation
 TEXTS = [("abcnopq xyz? " * 8)[start : start + length] for start in range(8) for length in (1, 2, 7, 30, 61)]
 
 
@@ -41,7 +40,7 @@ def trained(tmp_path_factory):
 
     def make(name, **flags):
         paths = {"pretrain": model, "save_path": str(root / name), "ckpt_path": str(root / f"{name}_ckpt")}
-        run("train_rm", FAST | PAIRS | paths | {"dataset": write_rows(root / "pairs.jsonl", pairs(48))} | flags)
+        run_command("train_rm", FAST | PAIRS | paths | {"dataset": write_rows(root / "pairs.jsonl", pairs(48))} | flags)
         return str(root / name)
 
     return make
@@ -262,14 +261,14 @@ def test_addresses_that_cannot_be_had_are_explained():
 
 def learn(tmp_path, models, **flags):
     paths = {"pretrain": models(), "save_path": "./out", "ckpt_path": "./out_ckpt"}
-    prompts = {"prompt_data": write_rows(tmp_path / "prompts.jsonl", asked(16)), "max_steps": 1}
-    run("train_ppo", paths | SMALL | prompts | flags)
-    return Ran(tmp_path / "out", tmp_path / "out_ckpt")
+    prompts = {"prompt_data": write_rows(tmp_path / "prompts.jsonl", make_prompts(16)), "max_steps": 1}
+    run_command("train_ppo", paths | SMALL | prompts | flags)
+    return FinishedRun(tmp_path / "out", tmp_path / "out_ckpt")
 
 
 def test_a_trainer_with_the_key_is_rewarded_and_keeps_it_to_itself(server, reward_model, tmp_path, models):
     ran = learn(tmp_path, models, remote_rm_url=server, reward_api_key="secret", save_steps=1)
-    rows = recorded(ran, 1)
+    rows = read_rollouts(ran, 1)
     tokenizer = AutoTokenizer.from_pretrained(models())
     texts = [tokenizer.decode(row["input_ids"]) for row in rows]
     sure = [place for place, text in enumerate(texts) if "<pad>" not in text]  # Transformers would not look at those
@@ -292,20 +291,13 @@ def test_a_trainer_without_the_key_is_told_what_to_give(server, tmp_path, models
 # signals
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.mark.slow(seconds=2)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)], ids=["SIGTERM", "Ctrl-C"])
 def test_a_stop_answers_what_is_in_flight(reward_model, number, code):
     port = free_port()
     argv = as_argv({"reward_pretrain": reward_model, "port": port})
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     program = [*warm_python(), "-m", "openrlhf.cli.serve_rm", *argv]
-    with subprocess.Popen(program, stderr=subprocess.PIPE, text=True, env=environment) as server:
+    with subprocess.Popen(program, stderr=subprocess.PIPE, text=True, env=command_environ()) as server:
         watchdog = threading.Timer(DEADLINE, server.kill)
         watchdog.start()
         before = list(takewhile(lambda line: "answers on" not in line, server.stderr))

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.agents.sessions import children
-from tests.rl.toy_task import SMALL, asked, task
-from tests.toys import ANSWERS, FAST, PAIRS, STEPS, answers, pairs, run, steps, verdicts, write_rows
+from tests.commands import FAST, run_command
+from tests.rl.toy_task import SMALL, make_prompts, task_flags
+from tests.toy_data import ANSWERS, PAIRS, STEPS, answers, pairs, steps, verdicts, write_rows
 
 AGENT = """
 from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
@@ -45,10 +46,10 @@ def attempt(tmp_path, hollow, capsys):
     def start(reward=None, rows=None, **flags):
         before = children()
         paths = {"save_path": "./out", "ckpt_path": "./ckpt", "pretrain": hollow}
-        given = task(tmp_path, rows or asked(12), reward) if reward else {}
+        given = task_flags(tmp_path, rows or make_prompts(12), reward) if reward else {}
         code = 0
         try:
-            run("train_ppo", paths | SMALL | given | flags)
+            run_command("train_ppo", paths | SMALL | given | flags)
         except SystemExit as end:
             code = end.code
         assert children() == before
@@ -129,14 +130,14 @@ def test_a_reward_that_compares_samples_gets_a_whole_group(attempt):
 
 
 def test_labels_that_are_no_text_are_handed_on(attempt):
-    rows = [row | {"label": {"answer": [1, 2]}} for row in asked(3)]
+    rows = [row | {"label": {"answer": [1, 2]}} for row in make_prompts(3)]
     code, said = attempt(reward("return [float(label['answer'][1]) for label in labels]"), rows, dry_run=True)
     assert code == 0
     assert "to the first 3 prompts are 2; 'a made-u' gets 2" in said  # --generate_max_len is 8
 
 
 def test_a_reward_model_is_not_asked(attempt, models, tmp_path):
-    prompts = write_rows(tmp_path / "prompts.jsonl", asked(4))
+    prompts = write_rows(tmp_path / "prompts.jsonl", make_prompts(4))
     code, said = attempt(prompt_data=prompts, reward_pretrain=models(), dry_run=True)
     assert code == 0
     assert "the first prompt" in said
@@ -157,7 +158,7 @@ def test_a_reward_server_is_asked(attempt, tmp_path):
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    prompts = write_rows(tmp_path / "prompts.jsonl", asked(4))
+    prompts = write_rows(tmp_path / "prompts.jsonl", make_prompts(4))
     flags = {"prompt_data": prompts, "remote_rm_url": f"http://127.0.0.1:{server.server_port}", "dry_run": True}
     try:
         wrong = 0
@@ -183,7 +184,7 @@ def test_a_reward_server_is_asked(attempt, tmp_path):
 )
 def test_an_agent_plays_an_episode_without_an_engine(attempt, tmp_path, step, code, expected):
     (tmp_path / "agent.py").write_text(AGENT % step)
-    prompts = write_rows(tmp_path / "prompts.jsonl", asked(4))
+    prompts = write_rows(tmp_path / "prompts.jsonl", make_prompts(4))
     found, said = attempt(prompt_data=prompts, agent_func_path="./agent.py", dry_run=True)
     assert found == code, said
     assert expected in said
@@ -192,7 +193,7 @@ def test_an_agent_plays_an_episode_without_an_engine(attempt, tmp_path, step, co
 def test_an_agent_without_its_method_is_told_what_to_write(attempt, tmp_path):
     source = "from openrlhf.utils.agent import OpenAIAgentExecutor\nclass AgentExecutor(OpenAIAgentExecutor): ..."
     (tmp_path / "agent.py").write_text(source)
-    prompts = write_rows(tmp_path / "prompts.jsonl", asked(4))
+    prompts = write_rows(tmp_path / "prompts.jsonl", make_prompts(4))
     code, said = attempt(prompt_data=prompts, agent_func_path="./agent.py")
     assert code == 2
     assert "agent.py has no method run_agent" in said
@@ -212,7 +213,7 @@ SUPERVISED = {
 def test_a_dry_run_shows_what_is_learned(command, hollow, tmp_path, capsys):
     rows, flags, expected = SUPERVISED[command]
     dataset = write_rows(tmp_path / "rows.jsonl", rows)
-    run(command, {"pretrain": hollow, "dataset": dataset, "dry_run": True, **flags})
+    run_command(command, {"pretrain": hollow, "dataset": dataset, "dry_run": True, **flags})
     said = capsys.readouterr().err
     assert expected in said
     assert "dry run: nothing was trained or written" in said
@@ -234,7 +235,7 @@ def test_a_dry_run_finds_what_a_run_would(hollow, tmp_path, capsys, flags, compl
     write_rows(tmp_path / "bad.jsonl", [{"text": "x"}])
     dataset = write_rows(tmp_path / "rows.jsonl", answers(12))
     with pytest.raises(SystemExit) as ended:
-        run("train_sft", FAST | {"pretrain": hollow, "dataset": dataset, "dry_run": True, **ANSWERS, **flags})
+        run_command("train_sft", FAST | {"pretrain": hollow, "dataset": dataset, "dry_run": True, **ANSWERS, **flags})
     assert ended.value.code == 2
     assert complaint in capsys.readouterr().err
 
@@ -246,6 +247,6 @@ def test_an_unknown_schedule_is_found_in_reinforcement_learning(attempt):
 
 def test_what_would_have_to_be_fetched_is_not_tried(tmp_path, capsys):
     dataset = write_rows(tmp_path / "rows.jsonl", answers(12))
-    run("train_sft", {"pretrain": "org/model", "dataset": f"{dataset},org/data", "dry_run": True})
+    run_command("train_sft", {"pretrain": "org/model", "dataset": f"{dataset},org/data", "dry_run": True})
     assert "no row was tried: org/model, org/data would have to be fetched first" in capsys.readouterr().err
     assert Path(dataset).exists()

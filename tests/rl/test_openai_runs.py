@@ -3,9 +3,10 @@
 import torch
 from safetensors.torch import load_file
 
-from tests.rl.toy_task import SMALL, asked, recorded
+from tests.commands import FinishedRun, run_command
+from tests.rl.toy_task import SMALL, make_prompts, read_rollouts
 from tests.tiny import make_tokenizer
-from tests.toys import Ran, run, write_rows
+from tests.toy_data import write_rows
 
 AGENT = """
 from openai import OpenAI
@@ -23,7 +24,7 @@ def run_agent(base_url, api_key, prompt, label):
 
 def test_a_client_s_conversations_are_trained_on(tmp_path, models):
     (tmp_path / "agent.py").write_text(AGENT)
-    rows = write_rows(tmp_path / "prompts.jsonl", asked(4))
+    rows = write_rows(tmp_path / "prompts.jsonl", make_prompts(4))
     flags = {
         "pretrain": models(),
         "save_path": "./out",
@@ -35,11 +36,11 @@ def test_a_client_s_conversations_are_trained_on(tmp_path, models):
         "max_len": 48,
         "max_new_tokens": 6,
     }
-    run("train_ppo", SMALL | flags)
-    ran = Ran(tmp_path / "out", tmp_path / "out_ckpt")
+    run_command("train_ppo", SMALL | flags)
+    ran = FinishedRun(tmp_path / "out", tmp_path / "out_ckpt")
     assert ran.train("turns") == [2.0, 2.0]
     tokenizer = make_tokenizer()
-    for row in recorded(ran, 1):
+    for row in read_rollouts(ran, 1):
         text = tokenizer.decode(row["input_ids"])
         acted = [token for token, mask in zip(row["input_ids"], row["action_mask"], strict=True) if mask]
         heard = [token for token, mask in zip(row["input_ids"], row["action_mask"], strict=True) if not mask]

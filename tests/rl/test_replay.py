@@ -13,7 +13,8 @@ from openrlhf.config.parser import parse
 from openrlhf.errors import ConfigError
 from openrlhf.rl import train as rl
 from openrlhf.rollout.hf import HFEngine
-from tests.toys import as_argv, write_rows
+from tests.commands import as_argv
+from tests.toy_data import write_rows
 
 REWARD = """
 def reward_func(queries, prompts, labels):

@@ -19,9 +19,10 @@ from transformers import (
 from openrlhf.models.forward import Scores, TargetLogits
 from openrlhf.rollout.hf import HFEngine
 from openrlhf.training.local import LocalFrozen
-from tests.rl.toy_task import SMALL, asked, recorded
+from tests.commands import FAST, FinishedRun, run_command
+from tests.rl.toy_task import SMALL, make_prompts, read_rollouts
 from tests.tiny import CHARACTERS, SHAPE
-from tests.toys import FAST, PAIRS, STEPS, Ran, pairs, run, steps, write_rows
+from tests.toy_data import PAIRS, STEPS, pairs, steps, write_rows
 
 AGENT = """
 from openrlhf.utils.agent import AgentExecutorBase
@@ -46,9 +47,9 @@ def learn(tmp_path, models):
 
     def start(name="out", **flags):
         paths = {"save_path": f"./{name}", "ckpt_path": f"./{name}_ckpt", "pretrain": models()}
-        prompts = write_rows(tmp_path / "prompts.jsonl", asked(16))
-        run("train_ppo", paths | SMALL | {"prompt_data": prompts} | flags)
-        return Ran(tmp_path / name, tmp_path / f"{name}_ckpt")
+        prompts = write_rows(tmp_path / "prompts.jsonl", make_prompts(16))
+        run_command("train_ppo", paths | SMALL | {"prompt_data": prompts} | flags)
+        return FinishedRun(tmp_path / name, tmp_path / f"{name}_ckpt")
 
     return start
 
@@ -60,7 +61,7 @@ def reward_model(tmp_path, models):
     def make(name="rm", pretrain=None, **flags):
         rows = write_rows(tmp_path / "pairs.jsonl", pairs(48))
         paths = {"pretrain": pretrain or models(), "save_path": name, "ckpt_path": f"{name}_ckpt", "dataset": rows}
-        run("train_rm", FAST | PAIRS | paths | flags)
+        run_command("train_rm", FAST | PAIRS | paths | flags)
         return f"./{name}"
 
     return make
@@ -70,7 +71,7 @@ def reward_model(tmp_path, models):
 def process_model(tmp_path, models):
     rows = write_rows(tmp_path / "steps.jsonl", steps(48))
     paths = {"pretrain": models(), "save_path": "prm", "ckpt_path": "prm_ckpt", "dataset": rows}
-    run("train_prm", FAST | STEPS | paths)
+    run_command("train_prm", FAST | STEPS | paths)
     return "./prm"
 
 
@@ -110,7 +111,7 @@ def unpadded(rows, pad=1):
 
 def test_a_model_with_another_tokenizer_scores_the_text(learn, reward_model, tmp_path, models, capsys):
     folder = reward_model(pretrain=other_model(tmp_path / "other"))
-    rows = unpadded(recorded(learn(reward_pretrain=folder, max_steps=1, generate_max_len=32), 1))
+    rows = unpadded(read_rollouts(learn(reward_pretrain=folder, max_steps=1, generate_max_len=32), 1))
     assert "the reward model ./rm has another tokenizer: it scores the text, tokenised again" in capsys.readouterr().err
     policy, own = AutoTokenizer.from_pretrained(models()), AutoTokenizer.from_pretrained(folder)
 
@@ -126,7 +127,7 @@ def test_a_model_with_another_tokenizer_scores_the_text(learn, reward_model, tmp
 def test_a_model_scores_the_episodes_that_an_agent_gives_no_reward(learn, reward_model, tmp_path):
     (tmp_path / "agent.py").write_text(AGENT)
     folder = reward_model()
-    rows = recorded(learn(reward_pretrain=folder, agent_func_path="./agent.py", max_steps=1), 1)
+    rows = read_rollouts(learn(reward_pretrain=folder, agent_func_path="./agent.py", max_steps=1), 1)
     own = [row for row in rows if row["reward"] == 7.0]
     scored = unpadded([row for row in rows if row["reward"] != 7.0])
     assert own
@@ -147,7 +148,7 @@ def test_such_a_model_is_no_beginning_for_a_critic(learn, reward_model, tmp_path
 def test_two_models_are_weighed(learn, reward_model, packing, models):
     one, other = reward_model("one"), reward_model("two", models(seed=5), seed=5)
     flags = {"reward_pretrain": f"{one},{other}", "reward_weights": [0.75, -2.0], "packing_samples": packing}
-    rows = unpadded(recorded(learn(max_steps=1, **flags), 1))
+    rows = unpadded(read_rollouts(learn(max_steps=1, **flags), 1))
     assert len(rows) > 20
     pairs_of_scores = zip(plain_scores(one, rows), plain_scores(other, rows), strict=True)
     expected = [0.75 * first - 2.0 * second for first, second in pairs_of_scores]
@@ -159,7 +160,7 @@ def test_rewards_are_normalised_by_what_the_model_was_saved_with(learn, reward_m
     policy = models(pad_is_eos=pad_is_eos)
     folder = reward_model(pretrain=policy)
     flags = {"pretrain": policy, "reward_pretrain": folder, "max_steps": 1}
-    plain, normal = (recorded(learn(name, **flags, **more), 1) for name, more in (("a", {}), ("b", NORMALISED)))
+    plain, normal = (read_rollouts(learn(name, **flags, **more), 1) for name, more in (("a", {}), ("b", NORMALISED)))
     saved = json.loads((Path(folder) / "config.json").read_text())
     assert saved["std"] > 0
     expected = [(reward - saved["mean"]) / saved["std"] for reward in rewards(plain)]
@@ -187,7 +188,9 @@ def test_a_language_model_gives_no_rewards(learn, tmp_path, models, capsys):
     with pytest.raises(SystemExit):
         learn(reward_pretrain=models(), max_steps=1)
     with pytest.raises(SystemExit):
-        run("batch_inference", {"eval_task": "rm", "pretrain": models(), "dataset": answers, "output_path": "./scored"})
+        run_command(
+            "batch_inference", {"eval_task": "rm", "pretrain": models(), "dataset": answers, "output_path": "./scored"}
+        )
     assert capsys.readouterr().err.count("holds no weights for a scalar head called score") == 2
 
 
@@ -220,7 +223,7 @@ def test_a_process_reward_model_scores_the_steps(learn, process_model, judge, re
     ran = learn(
         reward_pretrain=process_model, prm_reduce=reduce, max_steps=1, generate_max_len=32, packing_samples=packs
     )
-    rows = recorded(ran, 1)
+    rows = read_rollouts(ran, 1)
     found = [[value for _, value in steps] for steps in judge(process_model, rows)]
     wanted = [REDUCED[reduce](steps) if steps else 0.0 for steps in found]
     assert any(value == 0 for value in wanted)
@@ -251,7 +254,7 @@ def test_with_step_rewards_each_step_is_rewarded_where_it_ends(
     flags |= {"advantage_estimator": "rloo", "prompt_data": prompts, "max_steps": 1, "generate_max_len": 80}
     if dynamic:
         flags |= {"use_dynamic_batch": True, "rollout_max_tokens_per_gpu": 256}
-    rows = recorded(learn(**flags), 1)
+    rows = read_rollouts(learn(**flags), 1)
     found = judge(process_model, rows)
     assert all(steps[0][0] == 1 for steps in found)  # that of the prompt
     whole = [0.5 * score for score in plain_scores(outcome, rows)]
@@ -278,8 +281,8 @@ def test_with_step_rewards_each_step_is_rewarded_where_it_ends(
 def test_steps_are_found_in_the_tokens_of_another_vocabulary(learn, tmp_path, models, judge):
     rows = write_rows(tmp_path / "steps.jsonl", steps(48))
     paths = {"pretrain": other_model(tmp_path / "other"), "save_path": "prm", "ckpt_path": "prm_ckpt", "dataset": rows}
-    run("train_prm", FAST | STEPS | paths)
-    found = recorded(learn(reward_pretrain="./prm", step_rewards=True, max_steps=1, generate_max_len=24), 1)
+    run_command("train_prm", FAST | STEPS | paths)
+    found = read_rollouts(learn(reward_pretrain="./prm", step_rewards=True, max_steps=1, generate_max_len=24), 1)
     policy, own = AutoTokenizer.from_pretrained(models()), AutoTokenizer.from_pretrained("./prm")
 
     def read(ids):
@@ -304,10 +307,10 @@ def test_dynamic_batches_reach_reward_models_and_change_no_score(learn, reward_m
     monkeypatch.setattr(LocalFrozen, "forward", watched)
     model = reward_model() if kind == "outcome" else process_model
     flags = {"reward_pretrain": model, "max_steps": 1, "skip_self_test": True}  # which has batches of its own
-    by_number = recorded(learn("number", **flags), 1)
+    by_number = read_rollouts(learn("number", **flags), 1)
     counted = [tokens for tokens in seen if tokens]
     seen.clear()
-    by_tokens = recorded(learn("tokens", **flags, use_dynamic_batch=True, rollout_max_tokens_per_gpu=40), 1)
+    by_tokens = read_rollouts(learn("tokens", **flags, use_dynamic_batch=True, rollout_max_tokens_per_gpu=40), 1)
     budgeted = [tokens for tokens in seen if tokens]
     assert max(counted) > 40 >= max(budgeted)
     assert sum(counted) == sum(budgeted)

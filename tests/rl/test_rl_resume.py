@@ -7,8 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.rl.toy_task import SMALL, asked, task
-from tests.toys import DEADLINE, Ran, begin, run, when, write_rows
+from tests.commands import DEADLINE, FinishedRun, run_command, start_command, wait_until
+from tests.rl.toy_task import SMALL, make_prompts, task_flags
+from tests.toy_data import write_rows
 from tests.warm import kill
 
 pytestmark = pytest.mark.slow(seconds=4)
@@ -43,18 +44,18 @@ def case(tmp_path, models):
 
     def make(kind, name, **more):
         paths = {"pretrain": models(), "save_path": f"./{name}", "ckpt_path": f"./{name}_ckpt"}
-        held_out = write_rows(tmp_path / "held_out.jsonl", asked(3))
+        held_out = write_rows(tmp_path / "held_out.jsonl", make_prompts(3))
         rhythm = {"save_steps": 3, "eval_dataset": held_out, "eval_steps": 2, "max_ckpt_num": 99}
-        rows = task(tmp_path, asked(STEPS * 4))
+        rows = task_flags(tmp_path, make_prompts(STEPS * 4))
         return paths | SMALL | {"rollout_batch_size": 4} | rhythm | rows | CASES[kind] | more
 
     return make
 
 
 def finish(tmp_path, flags):
-    run("train_ppo", flags)
+    run_command("train_ppo", flags)
     name = flags["save_path"]
-    return Ran(tmp_path / name, tmp_path / f"{name}_ckpt")
+    return FinishedRun(tmp_path / name, tmp_path / f"{name}_ckpt")
 
 
 def assert_same(resumed, untouched):
@@ -77,8 +78,8 @@ def assert_same(resumed, untouched):
 @pytest.mark.parametrize("kind", ["sync", "async"])
 def test_a_killed_run_goes_on_as_if_nothing_had_been(kind, tmp_path, case):
     untouched = finish(tmp_path, case(kind, "untouched"))
-    process = begin(tmp_path, "train_ppo", case(kind, "killed"))
-    when(process, (tmp_path / "killed_ckpt" / "global_step3").exists)
+    process = start_command(tmp_path, "train_ppo", case(kind, "killed"))
+    wait_until(process, (tmp_path / "killed_ckpt" / "global_step3").exists)
     kill(process.pid)
     assert process.wait(DEADLINE) == -signal.SIGKILL
     resumed = finish(tmp_path, case(kind, "killed", load_checkpoint=True))
@@ -103,13 +104,13 @@ def test_every_checkpoint_leads_to_the_same_end(kind, tmp_path, case):
 
 def test_a_run_that_is_asked_to_stop_leaves_a_checkpoint_and_says_how_to_go_on(tmp_path, case):
     untouched = finish(tmp_path, case("async", "untouched", num_episodes=3))
-    process = begin(tmp_path, "train_ppo", case("async", "asked", num_episodes=3, save_steps=-1))
+    process = start_command(tmp_path, "train_ppo", case("async", "asked", num_episodes=3, save_steps=-1))
     metrics = tmp_path / "asked" / "run" / "metrics.jsonl"
-    when(process, lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 2)
+    wait_until(process, lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 2)
     process.terminate()
     assert process.wait(DEADLINE) == 130
 
-    said = (tmp_path / "said.txt").read_text()
+    said = (tmp_path / "stderr.txt").read_text()
     (folder,) = (path.name for path in (tmp_path / "asked_ckpt").iterdir() if path.is_dir())  # nothing half-written
     assert "openrlhf: stopping after this step, with a checkpoint" in said
     assert f"asked_ckpt/{folder} holds everything: the same command with --load_checkpoint goes on from there" in said
@@ -119,12 +120,14 @@ def test_a_run_that_is_asked_to_stop_leaves_a_checkpoint_and_says_how_to_go_on(t
 
 
 def test_a_stop_without_checkpoints_says_that_nothing_is_left(tmp_path, case):
-    process = begin(tmp_path, "train_ppo", case("sync", "lost", disable_ds_ckpt=True, save_steps=-1, num_episodes=3))
+    process = start_command(
+        tmp_path, "train_ppo", case("sync", "lost", disable_ds_ckpt=True, save_steps=-1, num_episodes=3)
+    )
     metrics = tmp_path / "lost" / "run" / "metrics.jsonl"
-    when(process, lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 2)
+    wait_until(process, lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 2)
     process.send_signal(signal.SIGINT)
     assert process.wait(DEADLINE) == 130
-    said = (tmp_path / "said.txt").read_text()
+    said = (tmp_path / "stderr.txt").read_text()
     assert "openrlhf: stopping after this step, without a checkpoint (--disable_ds_ckpt)" in said
     assert "openrlhf: stopped; --disable_ds_ckpt leaves nothing to go on from\n" in said
 

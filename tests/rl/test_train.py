@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openrlhf.rl.models import Trained
 from openrlhf.training import checkpoint
-from tests.rl.toy_task import LENGTH, SMALL, SOLVED, asked, recorded, task
+from tests.commands import FAST, FinishedRun, run_command
+from tests.rl.toy_task import LENGTH, SMALL, SOLVED, make_prompts, read_rollouts, task_flags
 from tests.tiny import make_tokenizer
-from tests.toys import FAST, PAIRS, Ran, data, pairs, run, write_rows
+from tests.toy_data import PAIRS, dataset_flags, pairs, write_rows
 
 MARGIN = 0.25  # by which the mean reward of the last two steps must pass that of the first two: 0.46 to 0.89 over five
 # seeds, for every estimator
@@ -26,11 +27,11 @@ def learn(tmp_path, models):
 
     def start(name="out", rows=None, **flags):
         paths = {"save_path": f"./{name}", "ckpt_path": f"./{name}_ckpt", "pretrain": models()}
-        given = {} if "reward_pretrain" in flags else task(tmp_path, rows or asked(32))
+        given = {} if "reward_pretrain" in flags else task_flags(tmp_path, rows or make_prompts(32))
         if not given:
-            given = {"prompt_data": write_rows(tmp_path / "prompts.jsonl", rows or asked(32))}
-        run("train_ppo", paths | SMALL | given | flags)
-        return Ran(tmp_path / name, tmp_path / f"{name}_ckpt")
+            given = {"prompt_data": write_rows(tmp_path / "prompts.jsonl", rows or make_prompts(32))}
+        run_command("train_ppo", paths | SMALL | given | flags)
+        return FinishedRun(tmp_path / name, tmp_path / f"{name}_ckpt")
 
     return start
 
@@ -51,7 +52,7 @@ def before(models):
 def test_every_estimator_learns(estimator, learn):
     flags = {"n_samples_per_prompt": 8, "train_batch_size": 64, "micro_train_batch_size": 64}
     flags |= {"micro_rollout_batch_size": 64, "actor_learning_rate": 2e-2}
-    rewards = learn(rows=asked(64), advantage_estimator=estimator, **flags).train("reward")
+    rewards = learn(rows=make_prompts(64), advantage_estimator=estimator, **flags).train("reward")
     assert len(rewards) == 8
     assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + MARGIN
 
@@ -61,7 +62,7 @@ def test_the_same_seed_gives_the_same_run(learn):
     assert once.metrics == again.metrics
     assert same(weights(once), weights(again))
     assert not same(weights(once), weights(other))
-    assert recorded(once, 4) == recorded(again, 4)
+    assert read_rollouts(once, 4) == read_rollouts(again, 4)
 
 
 def test_an_empty_queue_is_the_synchronous_run(learn):
@@ -78,11 +79,11 @@ def test_an_empty_queue_is_the_synchronous_run_at_one_step_a_rollout_too(learn):
 
 @pytest.mark.parametrize(("size", "staleness"), [(1, [0, 1, 1, 1, 1]), (2, [0, 1, 2, 2, 2])])
 def test_samples_are_no_older_than_the_queue_is_long(size, staleness, learn, models):
-    ran = learn(rows=asked(40), async_train=True, async_queue_size=size)
+    ran = learn(rows=make_prompts(40), async_train=True, async_queue_size=size)
     assert ran.train("staleness") == staleness
-    assert [row["version"] for row in recorded(ran, 5)] == [4 - size] * 32
+    assert [row["version"] for row in read_rollouts(ran, 5)] == [4 - size] * 32
     assert not same(weights(ran), before(models))
-    again = learn("again", rows=asked(40), async_train=True, async_queue_size=size)
+    again = learn("again", rows=make_prompts(40), async_train=True, async_queue_size=size)
     assert again.metrics == ran.metrics
     assert same(weights(again), weights(ran))
 
@@ -95,7 +96,7 @@ def test_an_engine_of_its_own_hears_of_every_update(kind, learn, models):
         "tied": {"pretrain": models(tie_word_embeddings=True)},
     }[kind]
     # The first rollout is trained by the weights that made it, the second by those after one update.
-    ran = learn(rows=asked(24), async_train=True, **flags)
+    ran = learn(rows=make_prompts(24), async_train=True, **flags)
     kl = ran.train("vllm_kl")
     assert abs(kl[0]) < 1e-5
     assert abs(kl[1]) > 1e-4
@@ -121,7 +122,7 @@ def test_without_correction_the_ratio_and_its_clip_act_on_old_samples(learn):
 def test_engine_and_trainer_agree_on_log_probs(learn):
     ran = learn(temperature=0.7, enable_vllm_is_correction=True, train_batch_size=16)
     assert max(abs(value) for value in ran.train("vllm_kl")) < 1e-5
-    for row in recorded(ran, 3):
+    for row in read_rollouts(ran, 3):
         assert row["old_log_probs"] == pytest.approx(row["rollout_log_probs"], abs=1e-5)
 
 
@@ -179,8 +180,8 @@ def test_a_frozen_policy_does_not_move(learn, models):
 
 
 def test_a_reward_model_gives_the_reward(learn, tmp_path, models):
-    flags = FAST | PAIRS | data(tmp_path, pairs(48), pairs(5, seed=1)) | {"pretrain": models()}
-    run("train_rm", flags | {"save_path": "rm", "ckpt_path": "rm_ckpt", "max_epochs": 2})
+    flags = FAST | PAIRS | dataset_flags(tmp_path, pairs(48), pairs(5, seed=1)) | {"pretrain": models()}
+    run_command("train_rm", flags | {"save_path": "rm", "ckpt_path": "rm_ckpt", "max_epochs": 2})
     flags = {"reward_pretrain": "./rm", "normalize_reward": True}
     ran = learn(**flags)
     assert len(set(ran.train("reward"))) == 4
@@ -193,8 +194,8 @@ def test_a_reward_model_gives_the_reward(learn, tmp_path, models):
 
 
 def test_filtering_hears_a_reward_model(learn, tmp_path, models, capsys):
-    flags = FAST | PAIRS | data(tmp_path, pairs(16), pairs(5, seed=1)) | {"pretrain": models()}
-    run("train_rm", flags | {"save_path": "rm", "ckpt_path": "rm_ckpt"})
+    flags = FAST | PAIRS | dataset_flags(tmp_path, pairs(16), pairs(5, seed=1)) | {"pretrain": models()}
+    run_command("train_rm", flags | {"save_path": "rm", "ckpt_path": "rm_ckpt"})
     ran = learn(reward_pretrain="./rm", dynamic_filtering=True, dynamic_filtering_reward_range=[-9.0, 9.0], max_steps=2)
     assert ran.train("dynamic_filtering_pass_rate") == [100.0, 100.0]
     none = learn("none", reward_pretrain="./rm", dynamic_filtering=True, dynamic_filtering_reward_range=[98.0, 99.0])
@@ -205,10 +206,10 @@ def test_filtering_hears_a_reward_model(learn, tmp_path, models, capsys):
 
 def test_filtered_groups_are_replaced_and_what_was_accepted_is_trained(learn, tmp_path):
     # Every third prompt is worth 0.5 for all its samples; the others are worth nothing and go.
-    rows = [row | {"label": "0.5" if number % 3 == 0 else "0"} for number, row in enumerate(asked(33))]
+    rows = [row | {"label": "0.5" if number % 3 == 0 else "0"} for number, row in enumerate(make_prompts(33))]
     ran = learn(rows=rows, dynamic_filtering=True, remote_rm_url=str(solved(tmp_path)))
     good = {row["input"] for row in rows if row["label"] == "0.5"}
-    trained = [{row["prompt"]["text"] for row in recorded(ran, step + 1)} for step in range(len(ran.metrics))]
+    trained = [{row["prompt"]["text"] for row in read_rollouts(ran, step + 1)} for step in range(len(ran.metrics))]
     assert [len(texts) for texts in trained] == [8, 3]
     assert set.union(*trained) == good
     assert all(0 < rate < 100 for rate in ran.train("dynamic_filtering_pass_rate"))
@@ -216,7 +217,7 @@ def test_filtered_groups_are_replaced_and_what_was_accepted_is_trained(learn, tm
 
 def test_a_filtered_run_goes_through_its_whole_schedule(learn, tmp_path):
     """Two of three prompts go, so of four planned rollouts two are made, of 8 and 3 prompts, in 24 and 9 prompts."""
-    rows = [row | {"label": "0.5" if number % 3 == 0 else "0"} for number, row in enumerate(asked(33))]
+    rows = [row | {"label": "0.5" if number % 3 == 0 else "0"} for number, row in enumerate(make_prompts(33))]
     flags = {"lr_scheduler": "linear", "remote_rm_url": str(solved(tmp_path)), "actor_learning_rate": 1.0}
     whole = learn("whole", rows=rows, **flags)
     # five rollouts of 8, 8, 8, 8 and 1 prompts
@@ -308,7 +309,7 @@ def test_entropy_alone_is_logged(learn):
 
 def test_a_stop_text_ends_a_response(learn):
     a, b = make_tokenizer()("ab")["input_ids"]
-    rows = recorded(learn(stop=["a", "b"], max_steps=1), 1)
+    rows = read_rollouts(learn(stop=["a", "b"], max_steps=1), 1)
     said = [[token for token, acts in zip(row["input_ids"], row["action_mask"], strict=True) if acts] for row in rows]
     ended = [row for row, tokens in zip(rows, said, strict=True) if tokens[-1] in (a, b)]
     assert ended
@@ -327,15 +328,15 @@ def test_micro_batches_do_not_change_what_is_learned(learn):
 
 
 def test_tails_are_trained_and_said(learn, capsys):
-    ran = learn(rows=asked(10))
-    assert [len(recorded(ran, step)) for step in (1, 2)] == [32, 8]
-    few = learn("few", rows=asked(3), num_episodes=2)
-    assert [len(recorded(few, step)) for step in (1,)] == [24]
+    ran = learn(rows=make_prompts(10))
+    assert [len(read_rollouts(ran, step)) for step in (1, 2)] == [32, 8]
+    few = learn("few", rows=make_prompts(3), num_episodes=2)
+    assert [len(read_rollouts(few, step)) for step in (1,)] == [24]
     assert "3 prompts are fewer than --rollout_batch_size: a rollout takes what there is" in capsys.readouterr().err
 
 
 def test_a_run_without_a_learning_rate_says_so(learn, capsys):
-    few = {"rows": asked(3), "lr_scheduler": "linear", "lr_warmup_ratio": 0.03}
+    few = {"rows": make_prompts(3), "lr_scheduler": "linear", "lr_warmup_ratio": 0.03}
     learn(train_batch_size=12, **few)  # three steps were planned, and the three prompts give one
     said = capsys.readouterr().err
     assert "the only optimizer step is warm-up (--lr_warmup_ratio 0.03)" in said
@@ -344,14 +345,14 @@ def test_a_run_without_a_learning_rate_says_so(learn, capsys):
 
 
 def test_every_episode_asks_every_prompt_once(learn):
-    ran = learn(rows=asked(8), num_episodes=3, n_samples_per_prompt=2)
-    orders = [[row["prompt"]["text"] for row in recorded(ran, step)][::2] for step in (1, 2, 3)]
-    assert {frozenset(texts) for texts in orders} == {frozenset(row["input"] for row in asked(8))}
+    ran = learn(rows=make_prompts(8), num_episodes=3, n_samples_per_prompt=2)
+    orders = [[row["prompt"]["text"] for row in read_rollouts(ran, step)][::2] for step in (1, 2, 3)]
+    assert {frozenset(texts) for texts in orders} == {frozenset(row["input"] for row in make_prompts(8))}
     assert orders[0] != orders[1] != orders[2]
 
 
 def test_evaluation_by_datasource(learn, tmp_path):
-    rows = [row | {"datasource": "left" if number % 2 else "right"} for number, row in enumerate(asked(5))]
+    rows = [row | {"datasource": "left" if number % 2 else "right"} for number, row in enumerate(make_prompts(5))]
     held_out = write_rows(tmp_path / "held_out.jsonl", rows)
     ran = learn(eval_dataset=held_out, eval_steps=2, eval_n_samples_per_prompt=3, save_steps=2)
     lines = [line for line in ran.metrics if line["kind"] == "eval"]
@@ -371,7 +372,7 @@ def test_evaluation_by_datasource(learn, tmp_path):
 def test_evaluation_counts_right_answers(learn, tmp_path, capsys):
     """Half the prompts are worth a reward of 0.5 and count as right."""
     (tmp_path / "graded.py").write_text(GRADED)
-    rows = [row | {"label": str(number % 2)} for number, row in enumerate(asked(4))]
+    rows = [row | {"label": str(number % 2)} for number, row in enumerate(make_prompts(4))]
     held_out = write_rows(tmp_path / "held_out.jsonl", rows)
     flags = {"remote_rm_url": str(tmp_path / "graded.py"), "best_metric_key": "eval_default_acc", "save_steps": 1}
     ran = learn(rows=rows, eval_dataset=held_out, eval_steps=1, eval_n_samples_per_prompt=2, max_steps=1, **flags)
@@ -392,7 +393,7 @@ def reward_func(queries, prompts, labels):
 @pytest.mark.parametrize("flags", [{}, {"async_train": True}])
 def test_a_step_takes_as_long_as_it_takes(flags, learn, tmp_path, capsys):
     """With generation, without evaluation. Steps follow each other, so together they are no longer than the run."""
-    held_out = write_rows(tmp_path / "held_out.jsonl", asked(3))
+    held_out = write_rows(tmp_path / "held_out.jsonl", make_prompts(3))
     began = time.perf_counter()
     ran = learn(eval_dataset=held_out, eval_steps=1, **flags)
     took = time.perf_counter() - began
@@ -407,13 +408,13 @@ def test_a_step_takes_as_long_as_it_takes(flags, learn, tmp_path, capsys):
 
 
 def test_evaluation_leaves_training_alone(learn, tmp_path):
-    held_out = write_rows(tmp_path / "held_out.jsonl", asked(5))
+    held_out = write_rows(tmp_path / "held_out.jsonl", make_prompts(5))
     with_it = learn("with", eval_dataset=held_out, eval_steps=1)
     assert same(weights(with_it), weights(learn("without")))
 
 
 def test_the_rollouts_are_a_dataset(learn):
-    ran = learn(rows=asked(12), **PPO)
+    ran = learn(rows=make_prompts(12), **PPO)
     rows = datasets.load_dataset("json", data_files=str(ran.save_path / "run" / "rollouts" / "*.jsonl"))["train"]
     assert len(rows) == 12 * 4
     row = rows[0]

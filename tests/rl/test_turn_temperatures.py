@@ -2,8 +2,9 @@
 
 import pytest
 
-from tests.rl.toy_task import SMALL, asked, recorded
-from tests.toys import Ran, run, write_rows
+from tests.commands import FinishedRun, run_command
+from tests.rl.toy_task import SMALL, make_prompts, read_rollouts
+from tests.toy_data import write_rows
 
 AGENT = """
 from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
@@ -31,15 +32,15 @@ def play(tmp_path, models):
             "pretrain": models(),
             "save_path": "./out",
             "ckpt_path": "./out_ckpt",
-            "prompt_data": write_rows(tmp_path / "prompts.jsonl", asked(8)),
+            "prompt_data": write_rows(tmp_path / "prompts.jsonl", make_prompts(8)),
             "agent_func_path": str(tmp_path / "agent.py"),
             "rollout_batch_size": 4,
             "train_batch_size": 8,  # of 16 samples
             "max_len": 32,
             "max_new_tokens": 6,
         }
-        run("train_ppo", SMALL | given | flags)
-        return Ran(tmp_path / "out", tmp_path / "out_ckpt")
+        run_command("train_ppo", SMALL | given | flags)
+        return FinishedRun(tmp_path / "out", tmp_path / "out_ckpt")
 
     return start
 
@@ -49,7 +50,7 @@ def test_tokens_are_scored_at_the_temperature_of_their_turn(play, more):
     ran = play("temperature = 2.5", temperature=0.7, enable_vllm_is_correction=True, init_kl_coef=0.1, **more)
     assert max(abs(kl) for kl in ran.train("vllm_kl")) < 1e-5
     assert abs(ran.train("kl")[0]) < 1e-5  # the policy is its own reference yet, at any temperature
-    rows = recorded(ran, 2)
+    rows = read_rollouts(ran, 2)
     for row in rows:
         assert row["old_log_probs"] == pytest.approx(row["rollout_log_probs"], abs=1e-5)
         assert set(row["temperature_factors"]) <= {1.0, 2.5 / 0.7}
@@ -67,4 +68,4 @@ def test_a_turn_that_leaves_tokens_out_is_refused_before_training(play, capsys):
 
 def test_without_correction_it_is_as_with_the_flag(play):
     ran = play("top_p = 0.9")
-    assert not any(row["whole_vocabulary"] for row in recorded(ran, 1))
+    assert not any(row["whole_vocabulary"] for row in read_rollouts(ran, 1))

@@ -4,8 +4,8 @@ import pytest
 
 from openrlhf.rl.local import LocalSync
 from openrlhf.rollout.engine import Weights
-from tests.rl.toy_task import SMALL, asked, recorded, task
-from tests.toys import Ran, run
+from tests.commands import FinishedRun, run_command
+from tests.rl.toy_task import SMALL, make_prompts, read_rollouts, task_flags
 
 pytestmark = pytest.mark.slow(seconds=6)
 VLLM = {"vllm_num_engines": 1, "enforce_eager": True, "init_kl_coef": 0.0}  # on CPU it knows no heads below 32
@@ -22,8 +22,10 @@ def go(tmp_path, models):
     def start(**flags):
         tied = "lora_rank" in flags
         paths = {"save_path": "./out", "pretrain": models(head_dim=32, tie_word_embeddings=tied)}
-        run("train_ppo", paths | SMALL | task(tmp_path, asked(24)) | VLLM | {"max_steps": 3} | flags)
-        return Ran(tmp_path / "out", tmp_path / "out_ckpt")
+        run_command(
+            "train_ppo", paths | SMALL | task_flags(tmp_path, make_prompts(24)) | VLLM | {"max_steps": 3} | flags
+        )
+        return FinishedRun(tmp_path / "out", tmp_path / "out_ckpt")
 
     return start
 
@@ -36,7 +38,7 @@ def test_engine_and_trainer_agree_in_every_mode(mode, go):
     assert lines[0]["rollout/log_prob_difference"] < 1e-4
     assert max(line["staleness"] for line in lines) <= bound
     for step, line in enumerate(lines, 1):
-        samples = recorded(ran, step)
+        samples = read_rollouts(ran, step)
         assert len(samples) == 32
         assert len({(row["prompt"]["index"], tuple(row["rollout_log_probs"])) for row in samples}) == 32
         assert all(step - 1 - bound <= row["version"] < step for row in samples)

@@ -2,7 +2,7 @@
 
 import json
 
-from tests.toys import write_rows
+from tests.toy_data import write_rows
 
 LENGTH = 8  # tokens of a response
 REWARD = f"""
@@ -34,19 +34,19 @@ SMALL = {  # flags that suit a tiny model: one optimizer step of 32 samples a ro
 }
 
 
-def asked(count, label="x"):
+def make_prompts(count, label="x"):
     """Prompts of two to five letters, all different."""
     texts = [chr(97 + number % 26) + chr(97 + number // 26) + "c" * (number % 4) for number in range(count)]
     return [{"input": text, "label": label} for text in texts]
 
 
-def task(folder, rows, source=REWARD):
+def task_flags(folder, rows, source=REWARD):
     """Flags that name the prompts and the reward."""
     (folder / "reward.py").write_text(source)
     return {"prompt_data": write_rows(folder / "prompts.jsonl", rows), "remote_rm_url": str(folder / "reward.py")}
 
 
-def recorded(ran, step):
+def read_rollouts(ran, step):
     """The samples of a step as the run wrote them down."""
     path = ran.save_path / "run" / "rollouts" / f"step_{step:06d}.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,3 +1,3 @@
 """Tests of this folder run commands."""
 
-from tests.command_fixtures import alone, models, offline, one_thread, train  # noqa: F401
+from tests.command_fixtures import models, one_thread, own_folder, train, wandb_offline  # noqa: F401

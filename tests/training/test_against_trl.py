@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 
 from openrlhf.training.order import Order
-from tests.toys import ANSWERS, PAIRS, TEMPLATE, pairs, verdicts, write_rows
+from tests.toy_data import ANSWERS, PAIRS, TEMPLATE, pairs, verdicts, write_rows
 
 pytestmark = pytest.mark.slow(seconds=1)
 

@@ -11,13 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.cluster.ray_machine import free_port
+from tests.commands import DEADLINE, FAST, FinishedRun, as_argv, free_port, run_command, start_two_ranks, wait_until
 from tests.tiny import make_model
-from tests.toys import ANSWERS, FAST, PAIRS, STEPS, Ran, answers, as_argv, data, pairs, run, steps, verdicts, when
-from tests.warm import kill, warm_children, warm_python
+from tests.toy_data import ANSWERS, PAIRS, STEPS, answers, dataset_flags, pairs, steps, verdicts
+from tests.warm import kill, warm_children
 
 pytestmark = pytest.mark.slow(seconds=4)
-DEADLINE = 600  # seconds: a watchdog, not an expectation
 # 19 rows in steps of 8: ranks with unequal parts, fillers, and a tail of three rows. Adam's epsilon is large enough
 # that the sign of a gradient near zero, which rounding decides, moves nothing.
 SHAPE = {"train_batch_size": 8, "micro_train_batch_size": 3, "learning_rate": 1e-3, "adam_eps": 1e-5}
@@ -53,22 +52,7 @@ def flags_of(case, root, name):
     folder.mkdir(exist_ok=True)
     paths = {"pretrain": str(root / "model"), "save_path": str(root / name), "ckpt_path": str(root / f"{name}_ckpt")}
     chosen = {"zero_stage": stage, "lora_rank": 4 if lora else 0} | ({"packing_samples": True} if packed else {})
-    return FAST | SHAPE | data(folder, rows, held_out) | paths | flags | chosen
-
-
-def launched(root, *words):
-    """Two processes of this machine, told about each other by torchrun."""
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port(), "--no-python"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    with (root / "said.txt").open("a") as said:
-        return subprocess.Popen(
-            [sys.executable, *launcher, *warm_python(), *words],
-            cwd=root,
-            stdout=said,
-            stderr=said,
-            env=environment,
-            start_new_session=True,
-        )
+    return FAST | SHAPE | dataset_flags(folder, rows, held_out) | paths | flags | chosen
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +73,8 @@ def together(root):
     plan.append(("train_sft", as_argv(shared)))
     (root / "plan.json").write_text(json.dumps(plan))
     script = Path(__file__).with_name("run_commands.py")
-    code = launched(root, str(script), str(root / "plan.json")).wait(timeout=DEADLINE)
-    assert code == 0, (root / "said.txt").read_text()[-3000:]
+    code = start_two_ranks(root, str(script), str(root / "plan.json")).wait(timeout=DEADLINE)
+    assert code == 0, (root / "output.txt").read_text()[-3000:]
 
 
 def same_chance(folder):
@@ -108,16 +92,16 @@ def assert_equal_metrics(found, expected, tolerance):
 @pytest.mark.parametrize("case", CASES, ids=label)
 def test_two_processes_train_as_one(case, together, root):
     alone = flags_of(case, root, f"{label(case)}-alone")
-    run(KINDS[case[0]][0], alone)
-    one, two = (Ran(root / name, root) for name in (f"{label(case)}-alone", label(case)))
+    run_command(KINDS[case[0]][0], alone)
+    one, two = (FinishedRun(root / name, root) for name in (f"{label(case)}-alone", label(case)))
     assert_equal_metrics(two, one, 1e-5)
 
 
 @pytest.mark.parametrize("case", RINGS, ids=label)
 def test_processes_that_share_every_row_train_as_one(case, together, root):
     name = f"ring-{label(case)}"
-    run(KINDS[case[0]][0], flags_of(case, root, f"{name}-alone"))
-    assert_equal_metrics(Ran(root / name, root), Ran(root / f"{name}-alone", root), 1e-5)
+    run_command(KINDS[case[0]][0], flags_of(case, root, f"{name}-alone"))
+    assert_equal_metrics(FinishedRun(root / name, root), FinishedRun(root / f"{name}-alone", root), 1e-5)
     weights = "adapter_model.safetensors" if case[3] else "model.safetensors"
     expected, found = (load_file(root / folder / weights) for folder in (f"{name}-alone", name))
     for key, tensor in expected.items():
@@ -125,8 +109,8 @@ def test_processes_that_share_every_row_train_as_one(case, together, root):
 
 
 def test_processes_that_share_every_matrix_train_and_save_as_one(together, root):
-    run("train_sft", flags_of(CASES[0], root, "tensor-alone"))
-    assert_equal_metrics(Ran(root / TENSOR_PARALLEL, root), Ran(root / "tensor-alone", root), 1e-5)
+    run_command("train_sft", flags_of(CASES[0], root, "tensor-alone"))
+    assert_equal_metrics(FinishedRun(root / TENSOR_PARALLEL, root), FinishedRun(root / "tensor-alone", root), 1e-5)
     assert (root / f"{TENSOR_PARALLEL}_ckpt" / "global_step3" / "state.json").is_file()
     assert same_chance(root / f"{TENSOR_PARALLEL}_ckpt" / "global_step3")  # both hold parts of the same rows
     expected, found = (load_file(root / name / "model.safetensors") for name in ("tensor-alone", TENSOR_PARALLEL))
@@ -140,9 +124,9 @@ def test_a_killed_pair_goes_on_as_if_nothing_had_been(root):
     more = {"save_steps": 3, "max_epochs": 4}
     whole, cut = flags_of(case, root, "whole") | more, flags_of(case, root, "cut") | more
     words = ["-m", "openrlhf.cli.train_sft"]
-    assert launched(root, *words, *as_argv(whole)).wait(timeout=DEADLINE) == 0
-    process = launched(root, *words, *as_argv(cut | {"max_epochs": 40}))
-    when(process, (root / "cut_ckpt" / "global_step6").exists)
+    assert start_two_ranks(root, *words, *as_argv(whole)).wait(timeout=DEADLINE) == 0
+    process = start_two_ranks(root, *words, *as_argv(cut | {"max_epochs": 40}))
+    wait_until(process, (root / "cut_ckpt" / "global_step6").exists)
     launcher = psutil.Process(process.pid)
     workers = launcher.children(recursive=True)  # torchrun gives them sessions of their own
     for worker in workers:
@@ -153,8 +137,8 @@ def test_a_killed_pair_goes_on_as_if_nothing_had_been(root):
     for folder in (root / "cut_ckpt").glob("global_step*"):
         if folder.name not in ("global_step3", "global_step6"):
             folder.rename(folder.with_name(f"later_{folder.name}"))
-    assert launched(root, *words, *as_argv(cut | {"load_checkpoint": True})).wait(timeout=DEADLINE) == 0
-    assert_equal_metrics(Ran(root / "cut", root), Ran(root / "whole", root), 1e-6)
+    assert start_two_ranks(root, *words, *as_argv(cut | {"load_checkpoint": True})).wait(timeout=DEADLINE) == 0
+    assert_equal_metrics(FinishedRun(root / "cut", root), FinishedRun(root / "whole", root), 1e-6)
     last = (root / "whole_ckpt" / "latest").read_text()
     assert not same_chance(root / "whole_ckpt" / last)  # dropout differs where the rows do
     expected, found = (load_file(root / name / "model.safetensors") for name in ("whole", "cut"))

@@ -33,15 +33,6 @@ def folder(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("model"), initializer_range=0.1)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Tensors this small are faster on one thread than on several."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def make_backend(folder, *, packing=False, lora=0):
     torch.manual_seed(0)
     model = load_causal_lm(folder, ModelFlags(), device=CPU, packing=packing)

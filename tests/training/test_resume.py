@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.commands import DEADLINE, FAST, FinishedRun, run_command, start_command, wait_until
 from tests.plain_transformers import mean_loss
-from tests.toys import ANSWERS, DEADLINE, FAST, PAIRS, Ran, answers, begin, data, pairs, run, when, write_rows
+from tests.toy_data import ANSWERS, PAIRS, answers, dataset_flags, pairs, write_rows
 from tests.warm import kill
 
 pytestmark = pytest.mark.slow(seconds=2)
@@ -37,16 +38,16 @@ def case(tmp_path, models):
     def make(kind, name, **more):
         command, flags, rows, held_out, _ = CASES[kind]
         paths = {"pretrain": models(), "save_path": f"./{name}", "ckpt_path": f"./{name}_ckpt"}
-        return command, paths | FAST | SHAPE | data(tmp_path, rows, held_out) | flags | more
+        return command, paths | FAST | SHAPE | dataset_flags(tmp_path, rows, held_out) | flags | more
 
     return make
 
 
 def finish(tmp_path, command, flags):
     """The command to its end in this process."""
-    run(command, flags)
+    run_command(command, flags)
     name = flags["save_path"]
-    return Ran(tmp_path / name, tmp_path / f"{name}_ckpt")
+    return FinishedRun(tmp_path / name, tmp_path / f"{name}_ckpt")
 
 
 def assert_same(resumed, untouched, weights):
@@ -63,8 +64,8 @@ def assert_same(resumed, untouched, weights):
 @pytest.mark.parametrize("kind", CASES)
 def test_a_killed_run_goes_on_as_if_nothing_had_been(kind, tmp_path, case):
     untouched = finish(tmp_path, *case(kind, "untouched", **LONG))
-    process = begin(tmp_path, *case(kind, "killed", **LONG))
-    when(process, (tmp_path / "killed_ckpt" / "global_step8").exists)
+    process = start_command(tmp_path, *case(kind, "killed", **LONG))
+    wait_until(process, (tmp_path / "killed_ckpt" / "global_step8").exists)
     kill(process.pid)
     assert process.wait(DEADLINE) == -signal.SIGKILL
     resumed = finish(tmp_path, *case(kind, "killed", load_checkpoint=True, **LONG))
@@ -74,13 +75,13 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(kind, tmp_path, case):
 @pytest.mark.parametrize(("kind", "number"), [("sft", signal.SIGINT), ("dpo", signal.SIGTERM)], ids=["int", "term"])
 def test_a_run_that_is_asked_to_stop_leaves_a_checkpoint_and_says_how_to_go_on(kind, number, tmp_path, case):
     untouched = finish(tmp_path, *case(kind, "untouched", **LONG))
-    process = begin(tmp_path, *case(kind, "asked", save_steps=-1, **LONG))
+    process = start_command(tmp_path, *case(kind, "asked", save_steps=-1, **LONG))
     metrics = tmp_path / "asked" / "run" / "metrics.jsonl"
-    when(process, lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 2)
+    wait_until(process, lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 2)
     process.send_signal(number)
     assert process.wait(DEADLINE) == 130
 
-    said = (tmp_path / "said.txt").read_text()
+    said = (tmp_path / "stderr.txt").read_text()
     (folder,) = (path.name for path in (tmp_path / "asked_ckpt").iterdir() if path.is_dir())  # nothing half-written
     assert (tmp_path / "asked_ckpt" / "latest").read_text() == folder
     assert "openrlhf: stopping after this step, with a checkpoint" in said
@@ -93,11 +94,11 @@ def test_a_run_that_is_asked_to_stop_leaves_a_checkpoint_and_says_how_to_go_on(k
 
 
 def test_a_run_that_is_asked_to_stop_before_its_first_step_ends_at_once(tmp_path, case):
-    process = begin(tmp_path, *case("sft", "early"))
-    when(process, lambda: "batches" in (tmp_path / "said.txt").read_text())
+    process = start_command(tmp_path, *case("sft", "early"))
+    wait_until(process, lambda: "batches" in (tmp_path / "stderr.txt").read_text())
     process.terminate()
     assert process.wait(DEADLINE) == 130
-    assert (tmp_path / "said.txt").read_text().splitlines()[-1] == "openrlhf: interrupted"
+    assert (tmp_path / "stderr.txt").read_text().splitlines()[-1] == "openrlhf: interrupted"
     assert not (tmp_path / "early").exists()
     assert not (tmp_path / "early_ckpt").exists()
 
@@ -115,12 +116,14 @@ def test_every_checkpoint_leads_to_the_same_end(kind, tmp_path, case):
 
 
 def test_a_reward_model_that_was_killed_before_its_last_save_keeps_its_statistics(tmp_path, models):
-    flags = FAST | PAIRS | data(tmp_path, pairs(20), pairs(5, seed=1)) | {"pretrain": models(), "save_steps": 1}
+    flags = (
+        FAST | PAIRS | dataset_flags(tmp_path, pairs(20), pairs(5, seed=1)) | {"pretrain": models(), "save_steps": 1}
+    )
     paths = {"save_path": "rm", "ckpt_path": "rm_ckpt"}
-    run("train_rm", flags | paths)
+    run_command("train_rm", flags | paths)
     config = (tmp_path / "rm" / "config.json").read_text()
     shutil.rmtree(tmp_path / "rm")
-    run("train_rm", flags | paths | {"load_checkpoint": True})
+    run_command("train_rm", flags | paths | {"load_checkpoint": True})
     assert (tmp_path / "rm" / "config.json").read_text() == config
     assert json.loads(config)["std"] > 0
 
@@ -171,10 +174,10 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_nothing_is_lost(changed, 
     if changed == "rows":
         write_rows(tmp_path / "rows.jsonl", answers(42))
     with pytest.raises(SystemExit) as ended:
-        run(command, flags | {"load_checkpoint": True} | more)
+        run_command(command, flags | {"load_checkpoint": True} | more)
     assert ended.value.code == 1
     assert f"openrlhf: error: {complaint}" in capsys.readouterr().err
-    assert Ran(tmp_path / "refused", tmp_path / "refused_ckpt").metrics == before
+    assert FinishedRun(tmp_path / "refused", tmp_path / "refused_ckpt").metrics == before
 
 
 def test_the_newest_checkpoints_stay(tmp_path, case):
@@ -208,12 +211,12 @@ def test_what_lay_in_the_save_path_stays(tmp_path, case):
 
 
 def test_a_stop_without_checkpoints_says_that_nothing_is_left(tmp_path, case):
-    process = begin(tmp_path, *case("sft", "lost", disable_ds_ckpt=True, save_steps=-1, max_epochs=40))
+    process = start_command(tmp_path, *case("sft", "lost", disable_ds_ckpt=True, save_steps=-1, max_epochs=40))
     metrics = tmp_path / "lost" / "run" / "metrics.jsonl"
-    when(process, lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 2)
+    wait_until(process, lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 2)
     process.send_signal(signal.SIGINT)
     assert process.wait(DEADLINE) == 130
-    said = (tmp_path / "said.txt").read_text()
+    said = (tmp_path / "stderr.txt").read_text()
     assert "openrlhf: stopping after this step, without a checkpoint (--disable_ds_ckpt)" in said
     assert "openrlhf: stopped; --disable_ds_ckpt leaves nothing to go on from\n" in said
     assert not (tmp_path / "lost_ckpt").exists()

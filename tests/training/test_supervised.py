@@ -15,13 +15,26 @@ from openrlhf.config.check import check
 from openrlhf.config.commands import SFTConfig
 from openrlhf.config.parser import parse
 from openrlhf.training import supervised
+from tests.commands import run_command
 from tests.plain_transformers import load, log_ratios, mean_loss, scores, step_verdicts
-from tests.toys import ANSWERS, EARLY, PAIRS, STEPS, TEMPLATE, answers, data, pairs, run, steps, verdicts, write_rows
+from tests.toy_data import (
+    ANSWERS,
+    EARLY,
+    PAIRS,
+    STEPS,
+    TEMPLATE,
+    answers,
+    dataset_flags,
+    pairs,
+    steps,
+    verdicts,
+    write_rows,
+)
 
 
 def test_sft_learns_and_its_loss_is_the_saved_models(tmp_path, train):
     held_out = answers(30, seed=1)
-    ran = train("train_sft", **data(tmp_path, answers(150), held_out), **ANSWERS, max_epochs=6)
+    ran = train("train_sft", **dataset_flags(tmp_path, answers(150), held_out), **ANSWERS, max_epochs=6)
     losses = ran.evaluation("eval gpt_loss")
     assert losses[0] > 4
     assert losses[-1] < 1  # 0.01 to 0.23
@@ -31,7 +44,7 @@ def test_sft_learns_and_its_loss_is_the_saved_models(tmp_path, train):
 
 def test_sft_learns_all_of_a_text_in_pretrain_mode(tmp_path, train):
     rows = [{"input": row["input"] + row["output"] + "abcdefgh"} for row in answers(60)]
-    ran = train("train_sft", **data(tmp_path, rows[:50], rows[50:]), pretrain_mode=True, max_epochs=3)
+    ran = train("train_sft", **dataset_flags(tmp_path, rows[:50], rows[50:]), pretrain_mode=True, max_epochs=3)
     losses = ran.evaluation("eval gpt_loss")
     assert losses[-1] < losses[0] - 1  # -2.9 to -2.8
 
@@ -46,7 +59,9 @@ def conversations(rows):
 @pytest.mark.parametrize("flags", [{}, {"multiturn": True}], ids=["last turn", "every turn"])
 def test_sft_learns_conversations(flags, tmp_path, train):
     rows = conversations(answers(80))
-    ran = train("train_sft", **data(tmp_path, rows[:64], rows[64:]), apply_chat_template=True, max_epochs=3, **flags)
+    ran = train(
+        "train_sft", **dataset_flags(tmp_path, rows[:64], rows[64:]), apply_chat_template=True, max_epochs=3, **flags
+    )
     losses = ran.evaluation("eval gpt_loss")
     assert losses[-1] < losses[0] / 2  # 0.25 to 0.27 of it
 
@@ -57,7 +72,7 @@ def test_a_reward_model_prefers_what_it_should_and_scores_equally_in_plain_trans
 ):
     held_out = pairs(24, seed=1)
     base = models(pad_is_eos=pad_is_eos)
-    ran = train("train_rm", **data(tmp_path, pairs(128), held_out), **PAIRS, pretrain=base, max_epochs=2)
+    ran = train("train_rm", **dataset_flags(tmp_path, pairs(128), held_out), **PAIRS, pretrain=base, max_epochs=2)
     assert ran.evaluation("acc_mean")[-1] > 0.9  # always 1
     assert ran.evaluation("eval_loss")[-1] < ran.evaluation("eval_loss")[0] / 2  # at most 0.03 of it
 
@@ -80,7 +95,9 @@ def test_a_reward_model_prefers_what_it_should_and_scores_equally_in_plain_trans
 
 
 def test_a_run_without_a_learning_rate_says_so(tmp_path, train, capsys):
-    flags = data(tmp_path, answers(16), answers(4)) | ANSWERS | {"lr_scheduler": "linear", "lr_warmup_ratio": 0.03}
+    flags = (
+        dataset_flags(tmp_path, answers(16), answers(4)) | ANSWERS | {"lr_scheduler": "linear", "lr_warmup_ratio": 0.03}
+    )
     train("train_sft", **flags)
     assert "the only optimizer step is warm-up (--lr_warmup_ratio 0.03)" in capsys.readouterr().err
     train("train_sft", "longer", max_epochs=2, **flags)
@@ -96,7 +113,7 @@ def test_a_reward_model_without_evaluation_data_takes_its_statistics_from_traini
 @pytest.mark.parametrize("flags", [{"loss": "logexp"}, {"margin_loss": True}], ids=["logexp", "margin"])
 def test_a_reward_model_learns_by_its_other_losses(flags, tmp_path, train):
     rows = [row | {"margin": 0.5} for row in pairs(96)]
-    ran = train("train_rm", **data(tmp_path, rows, pairs(24, seed=1)), **PAIRS, **flags)
+    ran = train("train_rm", **dataset_flags(tmp_path, rows, pairs(24, seed=1)), **PAIRS, **flags)
     assert ran.evaluation("acc_mean")[-1] > 0.9  # always 1
 
 
@@ -105,7 +122,7 @@ DPO = {"eval_split": "train", "learning_rate": 3e-3}
 
 def test_dpo_prefers_what_it_should_and_its_metrics_are_the_saved_models(tmp_path, train, models):
     held_out = pairs(24, seed=1)
-    ran = train("train_dpo", **data(tmp_path, pairs(128), held_out), **PAIRS | DPO, beta=0.2)
+    ran = train("train_dpo", **dataset_flags(tmp_path, pairs(128), held_out), **PAIRS | DPO, beta=0.2)
     assert ran.evaluation("acc_mean")[-1] > 0.9  # always 1
     assert ran.evaluation("eval_loss")[0] == pytest.approx(math.log(2), abs=1e-6)
     assert ran.evaluation("eval_loss")[-1] < 0.5  # 0.24 to 0.26
@@ -131,7 +148,7 @@ def test_dpo_prefers_what_it_should_and_its_metrics_are_the_saved_models(tmp_pat
     ids=["ipo", "length average", "cdpo", "nll"],
 )
 def test_dpos_other_losses_prefer_the_same(flags, tmp_path, train):
-    ran = train("train_dpo", **data(tmp_path, pairs(96), pairs(24, seed=1)), **PAIRS | DPO, **flags)
+    ran = train("train_dpo", **dataset_flags(tmp_path, pairs(96), pairs(24, seed=1)), **PAIRS | DPO, **flags)
     assert ran.evaluation("acc_mean")[-1] > 0.85  # 0.96 to 1 for IPO, else always 1
     assert ran.evaluation("eval_loss")[-1] < 0.9 * ran.evaluation("eval_loss")[0]  # 0.10 to 0.80 of it
     if "nll_loss_coef" in flags:
@@ -139,14 +156,16 @@ def test_dpos_other_losses_prefer_the_same(flags, tmp_path, train):
 
 
 def test_dpo_takes_another_reference(tmp_path, train, models):
-    ran = train("train_dpo", **data(tmp_path, pairs(16), pairs(8, seed=1)), **PAIRS | DPO, ref_pretrain=models(seed=3))
+    ran = train(
+        "train_dpo", **dataset_flags(tmp_path, pairs(16), pairs(8, seed=1)), **PAIRS | DPO, ref_pretrain=models(seed=3)
+    )
     assert ran.evaluation("eval_loss")[0] != pytest.approx(math.log(2), abs=1e-3)
 
 
 def test_kto_parts_good_from_bad(tmp_path, train, models):
     held_out = verdicts(24, seed=1)
     flags = {"beta": 0.2, "eval_split": "train", "learning_rate": 3e-3}
-    ran = train("train_kto", **data(tmp_path, verdicts(160), held_out), **ANSWERS, **flags)
+    ran = train("train_kto", **dataset_flags(tmp_path, verdicts(160), held_out), **ANSWERS, **flags)
     assert ran.evaluation("chosen_reward")[-1] > 0 > ran.evaluation("reject_reward")[-1]  # at most -0.60
     assert ran.evaluation("eval_loss")[0] == pytest.approx(0.5, abs=1e-6)
     assert ran.evaluation("eval_loss")[-1] < 0.4  # 0.35 to 0.36
@@ -165,7 +184,7 @@ def test_kd_brings_the_student_nearer_to_the_teacher(tmp_path, train, models):
     teacher = models(seed=5, num_hidden_layers=1)
     ran = train(
         "train_kd",
-        **data(tmp_path, answers(128), held_out),
+        **dataset_flags(tmp_path, answers(128), held_out),
         **ANSWERS,
         teacher_model=teacher,
         kd_coef=1.0,
@@ -189,7 +208,7 @@ def test_kd_brings_the_student_nearer_to_the_teacher(tmp_path, train, models):
 
 
 def test_kd_without_a_teachers_share_is_sft(tmp_path, train, models):
-    files = data(tmp_path, answers(32), answers(8, seed=1))
+    files = dataset_flags(tmp_path, answers(32), answers(8, seed=1))
     taught = train(
         "train_kd", "taught", **files, **ANSWERS, teacher_model=models(seed=5), kd_coef=0, eval_split="train"
     )
@@ -200,7 +219,7 @@ def test_kd_without_a_teachers_share_is_sft(tmp_path, train, models):
 @pytest.mark.parametrize("soft", [False, True], ids=["hard", "soft"])
 def test_a_process_reward_model_marks_steps(soft, tmp_path, train):
     held_out = steps(24, seed=1, soft=soft)
-    files = data(tmp_path, steps(128, soft=soft), held_out)
+    files = dataset_flags(tmp_path, steps(128, soft=soft), held_out)
     ran = train("train_prm", **files, **STEPS, eval_split="train", max_epochs=4)
     assert ran.evaluation("eval acc")[-1] > 0.85  # 0.94 to 1
     assert ran.evaluation("eval prm_loss")[-1] < ran.evaluation("eval prm_loss")[0]  # -0.68 to -0.21
@@ -215,13 +234,13 @@ def test_a_process_reward_model_marks_steps(soft, tmp_path, train):
 
 
 def test_a_process_reward_model_may_answer_with_the_whole_vocabulary(tmp_path, train):
-    files = data(tmp_path, steps(128), steps(24, seed=1))
+    files = dataset_flags(tmp_path, steps(128), steps(24, seed=1))
     ran = train("train_prm", **files, placeholder_token="#", eval_split="train", max_epochs=4)
     assert ran.evaluation("eval acc")[-1] > 0.85  # 0.95 to 1
 
 
 def test_a_command_runs_from_python(tmp_path, models, monkeypatch):
-    files = data(tmp_path, answers(20), answers(8, seed=1))
+    files = dataset_flags(tmp_path, answers(20), answers(8, seed=1))
     argv = ["--pretrain", models(), "--dataset", files["dataset"], "--eval_dataset", files["eval_dataset"]]
     argv += ["--output_key", "output", "--train_batch_size", "8", "--save_path", "out"]
     result = supervised.run(check(parse(SFTConfig, argv)))
@@ -233,12 +252,12 @@ def test_a_command_runs_from_python(tmp_path, models, monkeypatch):
 
 def test_a_run_stops_after_max_steps_and_evaluates_what_it_saves(tmp_path, train):
     held_out = answers(8, seed=1)
-    ran = train("train_sft", **data(tmp_path, answers(64), held_out), **ANSWERS, max_steps=2)
+    ran = train("train_sft", **dataset_flags(tmp_path, answers(64), held_out), **ANSWERS, max_steps=2)
     assert [line["step"] for line in ran.metrics] == [0, 1, 2, 2]
     assert mean_loss(ran.save_path, held_out) == pytest.approx(ran.evaluation("eval gpt_loss")[-1], abs=1e-5)
 
 
 def test_a_dry_run_writes_nothing(tmp_path, models):
     dataset = write_rows(tmp_path / "a.jsonl", answers(4))
-    run("train_sft", {"pretrain": models(), "dataset": dataset, "dry_run": True, **ANSWERS})
+    run_command("train_sft", {"pretrain": models(), "dataset": dataset, "dry_run": True, **ANSWERS})
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.plain_transformers import load, mean_loss
-from tests.toys import ANSWERS, PAIRS, STEPS, answers, data, pairs, steps, verdicts
+from tests.toy_data import ANSWERS, PAIRS, STEPS, answers, dataset_flags, pairs, steps, verdicts
 
 CASES = {  # a command, its flags and its rows: lengths differ, and the last batch is a small one
     "sft": ("train_sft", ANSWERS, answers(42), "gpt_loss"),
@@ -24,7 +24,7 @@ CASES = {  # a command, its flags and its rows: lengths differ, and the last bat
 def both(case, tmp_path, train, models, **changed):
     """Losses and gradient norms of a run, and of the same run with some flags changed."""
     command, flags, rows, loss = CASES[case]
-    flags = flags | data(tmp_path, rows, rows[:9])
+    flags = flags | dataset_flags(tmp_path, rows, rows[:9])
     if case == "kd":
         flags["teacher_model"] = models(seed=5)
     plain = train(command, "plain", **flags)
@@ -57,7 +57,7 @@ def test_recomputing_activations_changes_no_loss(case, reentrant, tmp_path, trai
 def test_adapters_learn_and_peft_loads_them(case, tmp_path, train, models):
     command, flags, rows, _ = CASES[case]
     lora = {"lora_rank": 4, "lora_alpha": 8, "gradient_checkpointing": True, "packing_samples": True}
-    ran = train(command, **flags | data(tmp_path, rows, rows[:9]) | lora | {"learning_rate": 1e-2})
+    ran = train(command, **flags | dataset_flags(tmp_path, rows, rows[:9]) | lora | {"learning_rate": 1e-2})
     name = "eval gpt_loss" if case == "sft" else "eval_loss"
     assert ran.evaluation(name)[-1] < ran.evaluation(name)[0]  # six seeds: SFT -0.28 to -0.25, DPO -0.05 to -0.04
     assert not (ran.save_path / "model.safetensors").exists()
@@ -71,7 +71,7 @@ def test_adapters_learn_and_peft_loads_them(case, tmp_path, train, models):
 
 def test_an_adapted_reward_model_keeps_its_head(tmp_path, train, models):
     command, flags, rows, _ = CASES["rm"]
-    ran = train(command, **flags | data(tmp_path, rows, pairs(24, seed=1)), lora_rank=4, max_epochs=3)
+    ran = train(command, **flags | dataset_flags(tmp_path, rows, pairs(24, seed=1)), lora_rank=4, max_epochs=3)
     assert ran.evaluation("acc_mean")[-1] > 0.8  # 0.92 to 1 over six seeds
     base = AutoModelForSequenceClassification.from_pretrained(models(), num_labels=1)
     model = PeftModel.from_pretrained(base, ran.save_path).eval()
@@ -87,7 +87,7 @@ def test_adapters_go_where_they_are_sent(tmp_path, train):
     ran = train(
         "train_sft",
         **ANSWERS,
-        **data(tmp_path, answers(8), answers(4)),
+        **dataset_flags(tmp_path, answers(8), answers(4)),
         lora_rank=2,
         target_modules=["q_proj", "v_proj"],
     )
@@ -100,14 +100,14 @@ def test_adapters_go_where_they_are_sent(tmp_path, train):
 def test_experts_are_balanced_while_a_mixture_learns(kind, packing, tmp_path, train, models):
     held_out = answers(8, seed=1)
     flags = {"pretrain": models(kind), "aux_loss_coef": 0.1, "packing_samples": packing, "max_epochs": 2}
-    ran = train("train_sft", **ANSWERS, **data(tmp_path, answers(48), held_out), **flags)
+    ran = train("train_sft", **ANSWERS, **dataset_flags(tmp_path, answers(48), held_out), **flags)
     assert all(value >= 0.9 for value in ran.train("aux_loss"))
     assert ran.evaluation("eval gpt_loss")[-1] < ran.evaluation("eval gpt_loss")[0] - 1  # six seeds: -2.3 to -2.0
     assert mean_loss(ran.save_path, held_out) == pytest.approx(ran.evaluation("eval gpt_loss")[-1], abs=1e-5)
 
 
 def test_a_mixture_trains_without_balancing(tmp_path, train, models):
-    ran = train("train_sft", **ANSWERS, **data(tmp_path, answers(8), answers(4)), pretrain=models("mixtral"))
+    ran = train("train_sft", **ANSWERS, **dataset_flags(tmp_path, answers(8), answers(4)), pretrain=models("mixtral"))
     assert "aux_loss" not in ran.metrics[1]
 
 
@@ -117,7 +117,7 @@ def test_eager_attention_changes_no_loss(tmp_path, train, models):
 
 
 def test_flash_attention_without_a_gpu_says_what_is_used(tmp_path, train, capsys):
-    train("train_sft", **ANSWERS, **data(tmp_path, answers(8), answers(4)), flash_attn=True, bf16=True)
+    train("train_sft", **ANSWERS, **dataset_flags(tmp_path, answers(8), answers(4)), flash_attn=True, bf16=True)
     said = capsys.readouterr().err
     assert "flash_attention_2: there is no GPU, so SDPA is used" in said
     assert "no GPU: everything computes in fp32" in said
@@ -129,10 +129,10 @@ def test_an_offloaded_reference_changes_no_loss(tmp_path, train, models):
 
 
 def test_a_cpu_has_nowhere_to_offload_an_optimizer_to(tmp_path, train, capsys):
-    train("train_sft", **ANSWERS, **data(tmp_path, answers(8), answers(4)), adam_offload=True)
+    train("train_sft", **ANSWERS, **dataset_flags(tmp_path, answers(8), answers(4)), adam_offload=True)
     assert capsys.readouterr().err.count("--adam_offload has no effect") == 1
 
 
 def test_muon_takes_the_matrices(tmp_path, train):
-    ran = train("train_sft", **ANSWERS, **data(tmp_path, answers(42), answers(4)), optim="muon", max_epochs=3)
+    ran = train("train_sft", **ANSWERS, **dataset_flags(tmp_path, answers(42), answers(4)), optim="muon", max_epochs=3)
     assert ran.train("gpt_loss")[-1] < ran.train("gpt_loss")[0] - 1  # six seeds: -2.9 to -2.8

@@ -1,4 +1,8 @@
-"""Runs of reinforcement learning on a Ray of two nodes in this machine, small enough for processes on two cores."""
+"""RL runs on a Ray cluster of two nodes in this machine, small enough for two cores.
+
+`ON_RAY` holds the flags, `two_nodes` the cluster, `KillOnCall` kills a worker at a chosen call, and the other functions
+read what a run recorded.
+"""
 
 import os
 import shlex
@@ -13,10 +17,10 @@ from ray.cluster_utils import Cluster
 
 from openrlhf.cluster.calls import Process
 from openrlhf.cluster.driver import interpreter_for_ray
-from tests.rl.toy_task import SMALL, recorded
+from tests.rl.toy_task import SMALL, read_rollouts
 from tests.warm import warm_python
 
-ON_RAY = SMALL | {  # the fewest processes; each test asks for what it needs beyond
+ON_RAY = SMALL | {  # as few processes as possible; each test adds the ones it needs
     "runtime": "ray",
     "actor_num_gpus_per_node": 1,
     "ref_num_gpus_per_node": 1,
@@ -59,7 +63,7 @@ class AgentExecutor(MultiTurnAgentExecutor):
 
 @contextmanager
 def two_nodes(cpus):
-    """This process is the driver of a Ray of two nodes, each with so many CPUs; its workers start warm."""
+    """Make this process the driver of a Ray cluster of two nodes with this many CPUs each; its workers start warm."""
     options = {"num_cpus": cpus, "num_gpus": 0, "include_dashboard": False}
     with interpreter_for_ray(Path(tempfile.mkdtemp(dir=os.environ["RAY_TMPDIR"]))):
         cluster = Cluster(initialize_head=True, head_node_args=options)
@@ -74,44 +78,44 @@ def two_nodes(cpus):
         cluster.shutdown()
 
 
-def asked_for(ran):
-    """How often each place in the line of prompts was trained, over all steps that a run wrote down."""
-    return Counter(row["prompt"]["index"] for row in rows(ran))
+def count_prompts(ran):
+    """Count the samples trained for each prompt index, over all recorded steps."""
+    return Counter(row["prompt"]["index"] for row in all_samples(ran))
 
 
-def rows(ran):
+def all_samples(ran):
     steps = len(list((ran.save_path / "run" / "rollouts").iterdir()))
-    return [row for step in range(1, steps + 1) for row in recorded(ran, step)]
+    return [row for step in range(1, steps + 1) for row in read_rollouts(ran, step)]
 
 
-def mismatch(ran):
-    """The largest difference between the engine's log-probs and the trainer's."""
-    pairs = [zip(row["rollout_log_probs"], row["old_log_probs"], strict=True) for row in rows(ran)]
+def max_log_prob_difference(ran):
+    """Return the largest difference between the engine's log-probs and the trainer's."""
+    pairs = [zip(row["rollout_log_probs"], row["old_log_probs"], strict=True) for row in all_samples(ran)]
     return max(abs(ours - theirs) for pair in pairs for ours, theirs in pair)
 
 
-class Assassin:
-    """Kills a process of a run as soon as it is at work on the chosen call, counted from 1."""
+class KillOnCall:
+    """Kill a process of the run as soon as it works on the chosen call, counted from 1."""
 
     def __init__(self, monkeypatch, name, method, verb=None, at=1):
-        self.victim, self.method, self.verb, self.at = name, method, verb, at
+        self.name, self.method, self.verb, self.at = name, method, verb, at
         self.seen = 0
         self.call = Process.call
-        assassin = self
+        killer = self
 
         async def call(process, method, *arguments, **named):
-            if assassin.means(process, method, arguments):
-                assassin.seen += 1
-                if assassin.seen == assassin.at:
-                    return await assassin.strike(process, method, arguments, named)
-            return await assassin.call(process, method, *arguments, **named)
+            if killer.is_meant(process, method, arguments):
+                killer.seen += 1
+                if killer.seen == killer.at:
+                    return await killer.kill_during(process, method, arguments, named)
+            return await killer.call(process, method, *arguments, **named)
 
         monkeypatch.setattr(Process, "call", call)
 
-    def means(self, process, method, arguments):
-        return process.name == self.victim and method == self.method and self.verb in (None, *arguments[:1])
+    def is_meant(self, process, method, arguments):
+        return process.name == self.name and method == self.method and self.verb in (None, *arguments[:1])
 
-    async def strike(self, process, method, arguments, named):
+    async def kill_during(self, process, method, arguments, named):
         pid = await pid_of(process)
         reference = getattr(process.actor, method).remote(*arguments, **named)
         os.kill(pid, signal.SIGKILL)
@@ -122,15 +126,15 @@ async def pid_of(process):
     return await process.answer(process.actor.__ray_call__.remote(lambda _: os.getpid()))
 
 
-def census(monkeypatch, method):
-    """The processes that were called so, by name; filled while a run goes on."""
-    found = defaultdict(set)
+def record_pids(monkeypatch, method):
+    """Return a dict that fills with the pids on which this method was called, by process name."""
+    pids = defaultdict(set)
     before = Process.call
 
     async def call(process, called, *arguments, **named):
         if called == method:
-            found[process.name].add(await pid_of(process))
+            pids[process.name].add(await pid_of(process))
         return await before(process, called, *arguments, **named)
 
     monkeypatch.setattr(Process, "call", call)
-    return found
+    return pids
