@@ -24,7 +24,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("argv", PROGRAMS.values(), ids=PROGRAMS)
-def test_a_warm_program_does_what_a_cold_one_does(argv, tmp_path):
+def test_a_warm_program_behaves_like_a_cold_one(argv, tmp_path):
     def outcome(python):
         environ = {"HERE": "a place", "PYTHONIOENCODING": "utf-8"}
         options = {"cwd": tmp_path, "env": environ, "input": "given\n", "encoding": "utf-8", "timeout": WATCHDOG}

@@ -16,7 +16,7 @@ def written(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_only_the_first_process_speaks(monkeypatch, capsys):
+def test_only_the_first_process_prints(monkeypatch, capsys):
     assert is_main_process()
     say("hello")
     monkeypatch.setenv("RANK", "1")
@@ -25,14 +25,14 @@ def test_only_the_first_process_speaks(monkeypatch, capsys):
     assert capsys.readouterr() == ("", "openrlhf: hello\n")
 
 
-def test_metrics_are_one_object_a_line_and_there_at_once(tmp_path):
+def test_metrics_are_one_json_object_per_line_and_written_immediately(tmp_path):
     file = MetricsFile(tmp_path / "run")
     file.log("train", 1, {"loss": 0.5})
     assert written(tmp_path / "run") == [{"kind": "train", "step": 1, "loss": 0.5}]
     file.close()
 
 
-def test_a_fresh_run_starts_its_file_anew(tmp_path):
+def test_a_new_run_overwrites_its_metrics_file(tmp_path):
     for loss in (0.5, 0.25):
         file = MetricsFile(tmp_path)
         file.log("train", 1, {"loss": loss})
@@ -40,7 +40,7 @@ def test_a_fresh_run_starts_its_file_anew(tmp_path):
     assert written(tmp_path) == [{"kind": "train", "step": 1, "loss": 0.25}]
 
 
-def test_a_resumed_run_drops_what_came_after_its_checkpoint_and_a_line_cut_short(tmp_path):
+def test_a_resumed_run_drops_incomplete_lines_and_lines_after_its_checkpoint(tmp_path):
     file = MetricsFile(tmp_path)
     for step in (1, 2, 3):
         file.log("train", step, {"loss": float(step)})
@@ -64,7 +64,7 @@ class Notes:
         self.closed = True
 
 
-def test_a_monitor_feeds_its_sinks_and_closes_them_though_the_run_fails():
+def test_a_monitor_writes_to_its_sinks_and_closes_them_when_the_run_fails():
     notes = Notes()
 
     def fail():
@@ -77,7 +77,7 @@ def test_a_monitor_feeds_its_sinks_and_closes_them_though_the_run_fails():
     assert (notes.lines, notes.closed) == ([("eval", 3, {"loss": 1.0})], True)
 
 
-def test_the_bar_shows_where_the_run_stands_and_lines_stand_above_it(capsys):
+def test_the_progress_bar_shows_the_step_and_lines_are_printed_above_it(capsys):
     with Monitor(total_steps=4, first_step=2) as monitor:
         monitor.advance({"loss": 0.123456, "tok/s": 1000.0})
         monitor.tell("a line")
@@ -88,7 +88,7 @@ def test_the_bar_shows_where_the_run_stands_and_lines_stand_above_it(capsys):
     assert "openrlhf: a line\n" in said.err
 
 
-def test_time_that_belongs_to_no_step_is_left_out_of_the_rate():
+def test_time_outside_steps_is_excluded_from_the_rate():
     with Monitor(total_steps=4) as monitor:
         monitor.bar.start_t -= 100  # as if an evaluation had taken that long
         monitor.bar.last_print_t -= 100
@@ -97,7 +97,7 @@ def test_time_that_belongs_to_no_step_is_left_out_of_the_rate():
         assert monitor.bar.format_dict["elapsed"] < 50
 
 
-def test_a_monitor_of_no_steps_and_one_of_another_rank_are_silent(monkeypatch, capsys):
+def test_a_monitor_without_steps_or_on_another_rank_is_silent(monkeypatch, capsys):
     Monitor().leave_out(1.0)
     monkeypatch.setenv("RANK", "3")
     with Monitor(total_steps=2) as monitor:

@@ -1,4 +1,8 @@
-"""Random batches for properties: ragged multi-turn masks, their packed form, splits, gradients."""
+"""Hypothesis strategies and checks for the properties that every loss has.
+
+`batches` draws ragged multi-turn batches. `assert_split_adds_up` and `assert_packed_equals_padded` check the two rules
+of this package: splitting a batch into micro-batches, or packing its rows, changes neither a loss nor its gradient.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +24,7 @@ class Batch:
         return Batch(tuple(tensor[index] for tensor in self.tensors), self.mask[index])
 
     def packed(self) -> tuple["Batch", Tensor]:
-        """Every token of every row in one line, and the row of each; padding at the end belongs to row -1."""
+        """Return all tokens in one row, and the row id of each; padding at the end has row id -1."""
         numbers = torch.arange(len(self.mask)).unsqueeze(-1).expand(self.mask.shape)
         pad = torch.zeros(3)
         flat = tuple(torch.cat([tensor.flatten(), pad * torch.nan]) for tensor in self.tensors)
@@ -30,7 +34,7 @@ class Batch:
 
 @st.composite
 def batches(draw: st.DrawFn, num_tensors: int, scale: float = 1.0, min_rows: int = 1) -> Batch:
-    """Up to 6 rows of up to 9 tokens with holes between turns; some rows may be fully masked, one token is not."""
+    """Draw up to 6 rows of up to 9 tokens with gaps between turns; rows may be fully masked, but not all of them."""
     shape = draw(st.integers(min_rows, 6)), draw(st.integers(1, 9))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     mask = torch.rand(shape, generator=generator) < draw(st.sampled_from([0.3, 0.7, 1.0]))
@@ -41,7 +45,7 @@ def batches(draw: st.DrawFn, num_tensors: int, scale: float = 1.0, min_rows: int
 
 @st.composite
 def batches_with_split(draw: st.DrawFn, num_tensors: int) -> tuple[Batch, list[Tensor]]:
-    """A batch, and its rows shuffled and dealt to up to three micro-batches (of several ranks: it is the same)."""
+    """Draw a batch and a split of its shuffled rows into up to three micro-batches, of one rank or several."""
     batch = draw(batches(num_tensors))
     owner = torch.tensor(draw(st.lists(st.integers(0, 2), min_size=len(batch.mask), max_size=len(batch.mask))))
     order = torch.tensor(draw(st.permutations(range(len(batch.mask)))))
@@ -50,14 +54,14 @@ def batches_with_split(draw: st.DrawFn, num_tensors: int) -> tuple[Batch, list[T
 
 @st.composite
 def rewards_in_ragged_groups(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor]:
-    """Rewards from a small set (so that constant groups happen), arbitrary group ids, and a permutation."""
+    """Draw rewards from a small set (so that constant groups occur), arbitrary group ids, and a permutation."""
     ids = draw(st.lists(st.sampled_from([-7, 0, 3, 10**12]), min_size=1, max_size=16))
     rewards = draw(st.lists(st.sampled_from([0.0, 1.0, 0.1, -2.5, 1e4]), min_size=len(ids), max_size=len(ids)))
     return torch.tensor(rewards), torch.tensor(ids), torch.tensor(draw(st.permutations(range(len(ids)))))
 
 
 def with_gradient(function: Callable[[Tensor], Tensor], leaf: Tensor) -> tuple[Tensor, Tensor]:
-    """The scalar that `function` gives, and its gradient."""
+    """Return the scalar `function(leaf)` and its gradient."""
     leaf = leaf.detach().clone().requires_grad_()
     loss = function(leaf)
     (gradient,) = torch.autograd.grad(loss, leaf)
@@ -65,7 +69,7 @@ def with_gradient(function: Callable[[Tensor], Tensor], leaf: Tensor) -> tuple[T
 
 
 def assert_split_adds_up(function: Callable[[Batch, Tensor], Tensor], batch: Batch, parts: Sequence[Tensor]) -> None:
-    """`function(batch, first tensor)` over all rows is the sum over micro-batches, in value and in gradient."""
+    """Check that `function(batch, first tensor)` is the sum over micro-batches, in value and in gradient."""
     whole, whole_gradient = with_gradient(lambda leaf: function(batch, leaf), batch.tensors[0])
     total, gradient = torch.zeros(()), torch.zeros_like(whole_gradient)
     for rows in parts:
@@ -77,8 +81,8 @@ def assert_split_adds_up(function: Callable[[Batch, Tensor], Tensor], batch: Bat
     assert not gradient[~batch.mask].any()
 
 
-def assert_packing_is_padding(function: Callable[[Batch, Tensor, Tensor | None], Tensor], batch: Batch) -> None:
-    """`function(batch, first tensor, rows)` gives the same on [batch, tokens] and on one line of tokens."""
+def assert_packed_equals_padded(function: Callable[[Batch, Tensor, Tensor | None], Tensor], batch: Batch) -> None:
+    """Check that `function(batch, first tensor, rows)` is the same for [batch, tokens] and for one packed row."""
     padded, padded_gradient = with_gradient(lambda leaf: function(batch, leaf, None), batch.tensors[0])
     line, rows = batch.packed()
     packed, packed_gradient = with_gradient(lambda leaf: function(line, leaf, rows), line.tensors[0])

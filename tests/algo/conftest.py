@@ -1,4 +1,4 @@
-"""One hypothesis profile for the mathematics: the same examples on every run, no deadline on a busy machine."""
+"""Hypothesis settings: the same examples in every run, and no deadline, since the machine may be busy."""
 
 from hypothesis import settings
 

@@ -1,3 +1,5 @@
+"""Advantages and returns: GAE, discounted returns and their normalisation over ranks."""
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +14,7 @@ DECAYS = st.sampled_from([0.0, 0.5, 0.99, 1.0])
 
 
 def naive_gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lambd: float) -> Tensor:
-    """Token by token, over the action tokens alone."""
+    """Compute GAE token by token, over action tokens only."""
     result = torch.zeros_like(rewards)
     for row in range(len(mask)):
         advantage = next_value = 0.0
@@ -24,7 +26,7 @@ def naive_gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lambd
     return result
 
 
-def test_gae_by_hand():
+def test_gae_matches_hand_computation():
     # delta = [0 + .9*2 - 1, 1 + 0 - 2] = [.8, -1]; A = [.8 + .9*.5*-1, -1]
     rewards, values = torch.tensor([[0.0, 1.0]]), torch.tensor([[1.0, 2.0]])
     advantages, returns = gae(rewards, values, torch.ones(1, 2), 0.9, 0.5)
@@ -32,7 +34,7 @@ def test_gae_by_hand():
     assert_close(returns, torch.tensor([[1.35, 1.0]]))
 
 
-def test_environment_tokens_take_no_step():
+def test_gae_skips_environment_tokens():
     rewards = torch.tensor([[0.0, 7.0, torch.nan, 1.0]])
     mask = torch.tensor([[1, 0, 0, 1]])
     assert_close(discounted_returns(rewards, mask, 0.5), torch.tensor([[0.5, 0, 0, 1]]))
@@ -41,7 +43,7 @@ def test_environment_tokens_take_no_step():
     assert_close(returns, torch.tensor([[1.35, 0, 0, 1]]))
 
 
-def test_without_discount_the_return_is_what_is_left():
+def test_undiscounted_return_is_the_remaining_reward():
     rewards = torch.tensor([[1, 2, 3]], dtype=torch.bfloat16)
     got = discounted_returns(rewards, torch.tensor([[True, False, True]]), 1.0)
     assert_close(got, torch.tensor([[4.0, 0, 3]]))
@@ -73,7 +75,7 @@ def test_returns_equal_a_loop_over_action_tokens(batch, gamma):
 
 
 @given(batches(2), DECAYS, DECAYS)
-def test_environment_tokens_could_be_cut_out(batch, gamma, lambd):
+def test_removing_environment_tokens_changes_nothing(batch, gamma, lambd):
     rewards, values = batch.tensors
     advantages, _ = gae(rewards, values, batch.mask, gamma, lambd)
     for row, mask in enumerate(batch.mask):
@@ -81,7 +83,7 @@ def test_environment_tokens_could_be_cut_out(batch, gamma, lambd):
         assert_close(advantages[row, mask], alone[0])
 
 
-def test_normalisation_by_hand():
+def test_normalisation_matches_hand_computation():
     advantages, mask = torch.tensor([[1.0, 3, torch.nan]]), torch.tensor([[1, 1, 0]])
     assert_close(normalize(advantages, mask), torch.tensor([[-1.0, 1, 0]]))
     assert_close(normalize(advantages + 1, mask, divide_by_std=False), torch.tensor([[-1.0, 1, 0]]))
@@ -91,7 +93,7 @@ def test_equal_advantages_normalise_to_zero():
     assert_close(normalize(torch.full((2, 3), 0.7), torch.ones(2, 3)), torch.zeros(2, 3))
 
 
-def test_moments_survive_a_large_mean():
+def test_moments_are_accurate_for_a_large_mean():
     values = 10_000 + torch.tensor([[-0.5, 0.5]])
     assert_close(normalize(values, torch.ones(1, 2)), torch.tensor([[-1.0, 1.0]]))
 

@@ -1,3 +1,5 @@
+"""Balancing work by tokens: first-fit packing, Karmarkar-Karp partitions, micro-batches under a budget."""
+
 import random
 from collections.abc import Sequence
 from itertools import chain, product
@@ -26,13 +28,13 @@ def totals(lengths: Sequence[int], parts: list[list[int]]) -> list[int]:
     return [sum(lengths[index] for index in part) for part in parts]
 
 
-def test_first_fit_by_hand():
+def test_first_fit_matches_hand_computation():
     assert first_fit([5, 3, 7, 2, 6], 10) == [[0, 1, 3], [2], [4]]
     assert first_fit_count([5, 3, 7, 2, 6], 10) == 3
     assert first_fit_count([], 10) == 0
 
 
-def test_an_item_longer_than_the_capacity_is_alone():
+def test_an_item_longer_than_the_capacity_gets_its_own_bin():
     assert first_fit([4, 15, 3, 0, 20], 10) == [[0, 2, 3], [1], [4]]
     assert sorted(micro_batches([4, 15, 3, 0, 20], 10)) == [[0, 2, 3], [1], [4]]
 
@@ -60,7 +62,7 @@ def test_karmarkar_karp_is_balanced(lengths, k):
 
 
 @given(st.lists(st.integers(1, 30), min_size=2, max_size=8))
-def test_karmarkar_karp_in_two_is_near_the_best(lengths):
+def test_karmarkar_karp_into_two_parts_is_close_to_optimal(lengths):
     best = min(
         abs(sum(length if side else -length for length, side in zip(lengths, sides, strict=True)))
         for sides in product([0, 1], repeat=len(lengths))
@@ -69,8 +71,8 @@ def test_karmarkar_karp_in_two_is_near_the_best(lengths):
     assert max(first, second) <= 7 / 6 * (sum(lengths) + best) / 2  # the known bound for two parts
 
 
-def test_karmarkar_karp_by_hand():
-    # differences: 8 and 7 leave 1, 6 and 5 leave 1, 4 and 1 leave 3, 3 and 1 leave 2 (the best would be 0)
+def test_karmarkar_karp_matches_hand_computation():
+    # differences: 8 and 7 leave 1, 6 and 5 leave 1, 4 and 1 leave 3, 3 and 1 leave 2 (the optimum is 0)
     lengths = [4, 5, 6, 7, 8]
     assert sorted(totals(lengths, karmarkar_karp(lengths, 2))) == [14, 16]
 
@@ -90,7 +92,7 @@ def test_every_worker_gets_something(samples):
 
 
 @given(LENGTHS, st.integers(1, 60), st.integers(1, 8))
-def test_micro_batches_keep_the_budget(lengths, capacity, at_least):
+def test_micro_batches_stay_within_the_token_budget(lengths, capacity, at_least):
     batches = micro_batches(lengths, capacity, at_least)
     assert sorted(chain.from_iterable(batches)) == list(range(len(lengths)))
     assert len(batches) >= min(at_least, len(lengths))
@@ -99,7 +101,7 @@ def test_micro_batches_keep_the_budget(lengths, capacity, at_least):
         assert total <= capacity or len(batch) == 1
 
 
-def test_interleave_by_hand():
+def test_interleave_matches_hand_computation():
     lengths = [8, 7, 6, 5, 4, 3, 2, 1]
     shares = interleave(lengths, 2)
     assert [[lengths[index] for index in share] for share in shares] == [[8, 1, 6, 3], [7, 2, 5, 4]]

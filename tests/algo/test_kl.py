@@ -1,3 +1,5 @@
+"""KL estimators, the KL loss and the controllers of its coefficient."""
+
 import dataclasses
 
 import pytest
@@ -9,7 +11,7 @@ from torch.testing import assert_close
 from openrlhf.algo.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL, kl_controller, kl_loss, kl_penalty
 from openrlhf.algo.reduce import sequence_count
 from tests.algo.cases import (
-    assert_packing_is_padding,
+    assert_packed_equals_padded,
     assert_split_adds_up,
     batches,
     batches_with_split,
@@ -24,7 +26,7 @@ ONES = torch.ones(1, 3)
     ("estimator", "expected"),
     [("k1", [0.5, -0.5, 0.0]), ("k2", [0.125, 0.125, 0.0]), ("k3", [0.10653066, 0.14872127, 0.0])],
 )
-def test_estimators_by_hand(estimator, expected):
+def test_estimators_match_hand_computation(estimator, expected):
     log_probs = torch.tensor([[-1.0, -2, -3]])
     got = kl_penalty(log_probs, torch.tensor([[-1.5, -1.5, -3]]), ONES, estimator)
     assert_close(got, torch.tensor([expected]))
@@ -64,7 +66,7 @@ def test_loss_is_finite_for_extreme_ratios(dtype, estimator, unbiased):
 
 
 @pytest.mark.parametrize(("estimator", "expected"), [("k1", 1.0), ("k2", 10.0), ("k3", 1 - torch.e**-10)])
-def test_loss_still_pulls_where_drift_is_worst(estimator, expected):
+def test_loss_has_a_gradient_at_the_largest_drift(estimator, expected):
     _, gradient = with_gradient(
         lambda leaf: kl_loss(leaf, torch.zeros(1, 1), torch.ones(1, 1), 1, estimator)[0], torch.tensor([[50.0]])
     )
@@ -72,7 +74,7 @@ def test_loss_still_pulls_where_drift_is_worst(estimator, expected):
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_unbiased_gradient_keeps_the_value_and_weighs_k1(estimator):
+def test_unbiased_gradient_keeps_the_value_and_weights_k1(estimator):
     log_probs, ref = torch.tensor([[-1.0, -2, -0.5]]), torch.tensor([[-1.5, -1, -2.5]])
     old = torch.tensor([[-1.0, -2.5, -9.0]])  # ratios 1, e^0.5 and, over the limit, e^8.5
     plain = kl_loss(log_probs, ref, ONES, 1, estimator)[0]
@@ -84,7 +86,7 @@ def test_unbiased_gradient_keeps_the_value_and_weighs_k1(estimator):
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("unbiased", [False, True])
 @given(pairs=st.lists(st.tuples(*[st.sampled_from([-torch.inf, -0.5, -3.0])] * 3), min_size=1, max_size=6))
-def test_impossible_tokens_stay_finite(estimator, unbiased, pairs):
+def test_tokens_of_probability_zero_stay_finite(estimator, unbiased, pairs):
     log_probs, ref, old = torch.tensor(pairs).T.unsqueeze(1)
     mask = torch.ones_like(log_probs)
     penalty = kl_penalty(log_probs, ref, mask, estimator)
@@ -99,7 +101,7 @@ def test_impossible_tokens_stay_finite(estimator, unbiased, pairs):
     assert not gradient[log_probs.isinf()].any()
 
 
-def test_a_token_that_the_reference_finds_impossible_keeps_the_pull_of_the_limit():
+def test_a_token_the_reference_gives_probability_zero_keeps_the_limits_gradient():
     log_probs, never = torch.tensor([[-1.0]]), torch.tensor([[-torch.inf]])
     for old in (None, log_probs):
         loss, gradient = with_gradient(
@@ -120,7 +122,7 @@ def test_unknown_estimator_lists_the_known_ones():
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @given(case=batches_with_split(3))
-def test_splitting_changes_nothing(estimator, case):
+def test_splitting_the_batch_changes_nothing(estimator, case):
     batch, parts = case
     count = sequence_count(batch.mask)
     assert_split_adds_up(
@@ -133,23 +135,23 @@ def test_splitting_changes_nothing(estimator, case):
 
 
 @given(batches(2))
-def test_packing_is_padding(batch):
-    assert_packing_is_padding(
+def test_packed_equals_padded(batch):
+    assert_packed_equals_padded(
         lambda part, leaf, rows: kl_loss(leaf, part.tensors[1], part.mask, 5.0, "k3", "seq-mean", rows)[0], batch
     )
 
 
-def test_fixed_controller_stays():
+def test_fixed_controller_never_changes():
     assert kl_controller(0.01, None, 10000).updated(5.0, 1024) == FixedKL(0.01)
 
 
 @pytest.mark.parametrize(("kl", "expected"), [(6.0, 0.1), (6.6, 0.1 * 1.01), (60.0, 0.1 * 1.02), (0.0, 0.1 * 0.98)])
-def test_adaptive_controller_by_hand(kl, expected):
+def test_adaptive_controller_matches_hand_computation(kl, expected):
     controller = kl_controller(0.1, 6.0, 10000).updated(kl, 1000)
     assert controller.coef == pytest.approx(expected)
 
 
-def test_adaptive_controller_survives_a_checkpoint():
+def test_adaptive_controller_is_restored_from_a_checkpoint():
     controller = AdaptiveKL(0.1, 6.0, 10000).updated(60.0, 1000)
     assert AdaptiveKL(**dataclasses.asdict(controller)) == controller
 

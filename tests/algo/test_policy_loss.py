@@ -1,3 +1,5 @@
+"""The policy loss: PPO and dual clipping, GSPO, corrections for rollout log-probs, entropy."""
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +11,7 @@ from openrlhf.algo.policy_loss import CORRECTIONS, POLICY_LOSSES, PolicySettings
 from openrlhf.algo.reduce import AGGREGATIONS, add_metrics, sequence_count
 from tests.algo.cases import (
     Batch,
-    assert_packing_is_padding,
+    assert_packed_equals_padded,
     assert_split_adds_up,
     batches,
     batches_with_split,
@@ -52,12 +54,12 @@ def one_token(log_ratio: float, advantage: float, settings: PolicySettings) -> t
         (1.0, 2.0, -2.0, -2.0),
         (1.1, 2.0, -2.2, -2.2),
         (1.5, 2.0, -2.56, 0.0),  # clipped at 1.28
-        (0.5, 2.0, -1.0, -1.0),  # below the range, but the loss still falls with it
+        (0.5, 2.0, -1.0, -1.0),  # below the range, but not clipped: the loss still falls with the ratio
         (0.5, -2.0, 1.6, 0.0),  # clipped at 0.8
         (1.5, -2.0, 3.0, 3.0),
     ],
 )
-def test_clip_by_hand(ratio, advantage, loss, gradient):
+def test_clipping_matches_hand_computation(ratio, advantage, loss, gradient):
     settings = PolicySettings(eps_low=0.2, eps_high=0.28)
     got = one_token(torch.tensor(ratio).log().item(), advantage, settings)
     assert got == pytest.approx((loss, gradient), rel=1e-5)
@@ -83,7 +85,7 @@ def test_gspo_uses_the_geometric_mean_of_a_sequence():
     assert_close(gradient, torch.tensor([[-first / 2, -first / 2, 0], [second / 6] * 3]))
 
 
-def test_gspo_with_correction_measures_from_the_engine():
+def test_gspo_with_correction_uses_the_engines_log_probs():
     log_probs, old, rollout = torch.full((1, 2), 0.1), torch.zeros(1, 2), torch.full((1, 2), 0.05)
     settings = PolicySettings(loss_type="gspo", correction="tis")
     ones = torch.ones(1, 2)
@@ -92,7 +94,7 @@ def test_gspo_with_correction_measures_from_the_engine():
     assert "is_filter_ratio" not in metrics
 
 
-def test_seq_mean_by_hand():
+def test_seq_mean_matches_hand_computation():
     log_probs, mask = torch.zeros(2, 2), torch.tensor([[1, 1], [1, 0]])
     advantages = torch.tensor([[2.0, 2], [1, 0]])
     settings = PolicySettings(loss_agg_mode="seq-mean")
@@ -107,7 +109,7 @@ def test_seq_mean_by_hand():
     ("correction", "weights", "dropped"),
     [("tis", [0.5, 5.0, 2.0], 0.0), ("icepop", [0.0, 0.0, 2.0], 2 / 3)],
 )
-def test_token_corrections_by_hand(correction, weights, dropped):
+def test_token_corrections_match_hand_computation(correction, weights, dropped):
     log_weight = torch.tensor([[0.1, 9.0, 2.0, torch.nan]]).log()
     zeros, ones = torch.zeros(1, 4), torch.ones(1, 4)
     mask = torch.tensor([[1, 1, 1, 0]])
@@ -116,15 +118,15 @@ def test_token_corrections_by_hand(correction, weights, dropped):
     assert_close(metrics["is_filter_ratio"].value.item(), dropped)
 
 
-def test_sequence_mask_keeps_by_the_geometric_mean():
+def test_sequence_mask_is_decided_by_the_geometric_mean():
     log_weight = torch.tensor([[1.0, -1.0], [2.0, 2.0]])
     zeros, ones = torch.zeros(2, 2), torch.ones(2, 2)
     loss, metrics = policy_loss(zeros, zeros, ones, ones, 1, PolicySettings(correction="seq-mask-tis"), -log_weight)
-    assert_close(loss, -torch.tensor(torch.e + 0.5))  # e^-1 is held at 0.5
+    assert_close(loss, -torch.tensor(torch.e + 0.5))  # e^-1 is clipped to 0.5
     assert metrics["is_filter_ratio"].value == 0.5
 
 
-def test_sequence_mask_is_finite_where_extremes_average_out():
+def test_sequence_mask_is_finite_when_extremes_cancel():
     zeros, ones = torch.zeros(1, 2), torch.ones(1, 2)
     settings = PolicySettings(correction="seq-mask-tis")
     loss, _ = policy_loss(zeros, zeros, ones, ones, 1, settings, torch.tensor([[100.0, -100]]))
@@ -132,15 +134,15 @@ def test_sequence_mask_is_finite_where_extremes_average_out():
 
 
 @pytest.mark.parametrize(("correction", "weight"), [(None, 1.0), ("tis", torch.e**0.5)])
-def test_only_the_current_log_probs_carry_gradient(correction, weight):
-    """A single on-policy step passes them as the old ones too: the ratio is 1, and its gradient is still there."""
+def test_only_the_current_log_probs_receive_a_gradient(correction, weight):
+    """A single on-policy step passes them as the old ones too: the ratio is 1, and its gradient must remain."""
     zeros, ones = torch.zeros(1, 1), torch.ones(1, 1)
     settings = PolicySettings(correction=correction)
     _, gradient = with_gradient(lambda leaf: policy_loss(leaf, leaf, ones, ones, 1, settings, zeros - 0.5)[0], zeros)
     assert_close(gradient, torch.full((1, 1), -weight))
 
 
-def test_diagnostics_by_hand():
+def test_diagnostics_match_hand_computation():
     log_probs, old = torch.tensor([[0.5, 100.0, torch.nan]]), torch.zeros(1, 3)
     rollout, mask = torch.tensor([[0.1, 0.3, torch.nan]]), torch.tensor([[1, 1, 0]])
     settings = PolicySettings(correction="tis")
@@ -150,7 +152,7 @@ def test_diagnostics_by_hand():
     assert metrics["clip_ratio"].value.item() == 0.5
 
 
-def test_entropy_bonus():
+def test_entropy_loss_is_the_negative_mean_entropy():
     entropy, mask = torch.tensor([[1.0, 3, torch.nan]]), torch.tensor([[1, 1, 0]])
     loss, metrics = entropy_loss(entropy, mask, 2)
     assert_close(loss, torch.tensor(-2.0))
@@ -167,7 +169,7 @@ def test_entropy_bonus():
         ({"correction_range": (5.0, 0.5)}, "low <= high"),
     ],
 )
-def test_settings_refuse_what_they_do_not_know(settings, message):
+def test_invalid_settings_are_rejected(settings, message):
     with pytest.raises(ValueError, match=message):
         PolicySettings(**settings)
 
@@ -199,9 +201,9 @@ def test_metrics_of_micro_batches_add_up(case, settings):
 
 
 @given(batches(4), SETTINGS)
-def test_packing_is_padding(batch, settings):
+def test_packed_equals_padded(batch, settings):
     denominator = denominator_of(batch, settings)
-    assert_packing_is_padding(lambda part, leaf, rows: loss_of(part, leaf, denominator, settings, rows), batch)
+    assert_packed_equals_padded(lambda part, leaf, rows: loss_of(part, leaf, denominator, settings, rows), batch)
 
 
 @given(batches(4, min_rows=2), SETTINGS)
@@ -234,7 +236,7 @@ def test_extreme_ratios_stay_finite(dtype, log_ratios, data):
 
 
 @given(st.lists(st.sampled_from([-torch.inf, -0.5, -3.0]), min_size=8, max_size=8), SETTINGS)
-def test_impossible_tokens_stay_finite(values, settings):
+def test_tokens_of_probability_zero_stay_finite(values, settings):
     log_probs, old, rollout, reverse = (torch.tensor([values]).roll(shift) for shift in (0, 1, 3, 4))
     ones, signs = torch.ones(1, 8), torch.tensor([[1.0, -1.0] * 4])
     for behaviour in (rollout, log_probs, reverse):
@@ -248,7 +250,7 @@ def test_impossible_tokens_stay_finite(values, settings):
 
 
 @pytest.mark.parametrize("correction", [None, *CORRECTIONS])
-def test_a_token_that_all_find_impossible_has_ratio_one_and_no_gradient(correction):
+def test_a_token_of_probability_zero_everywhere_has_ratio_one_and_no_gradient(correction):
     never, ones = torch.full((1, 1), -torch.inf), torch.ones(1, 1)
     loss, gradient = with_gradient(
         lambda leaf: policy_loss(leaf, never, 2 * ones, ones, 1, PolicySettings(correction=correction), never)[0], never

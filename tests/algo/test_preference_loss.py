@@ -1,3 +1,5 @@
+"""Losses on pairs and unpaired rows: reward models, DPO, IPO and KTO."""
+
 import math
 
 import pytest
@@ -38,7 +40,7 @@ def sigmoid(x: float) -> float:
 
 @pytest.mark.parametrize("name", REWARD_LOSSES)
 @pytest.mark.parametrize("sizes", [[3], [1, 2], [1, 1, 1]])
-def test_margins_1_1_and_minus_2_for_any_batch_size(name, sizes):
+def test_pairwise_loss_does_not_depend_on_the_batch_size(name, sizes):
     chosen, rejected = torch.tensor([1.0, 2, -2]), torch.tensor([0.0, 1, 0])
     parts = [
         REWARD_LOSSES[name](c, r, 3, None) for c, r in zip(chosen.split(sizes), rejected.split(sizes), strict=True)
@@ -49,7 +51,7 @@ def test_margins_1_1_and_minus_2_for_any_batch_size(name, sizes):
     assert metrics["chosen_reward"].value.item() == pytest.approx(1 / 3)
 
 
-def test_margin_is_subtracted_inside():
+def test_margin_is_subtracted_inside_the_sigmoid():
     loss, _ = pairwise_sigmoid(torch.tensor([2.0]), torch.tensor([0.0]), 1, torch.tensor([0.5]))
     assert loss.item() == pytest.approx(-math.log(sigmoid(1.5)))
     with pytest.raises(ValueError, match="margin"):
@@ -57,7 +59,7 @@ def test_margin_is_subtracted_inside():
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_dpo_by_hand(smoothing):
+def test_dpo_matches_hand_computation(smoothing):
     loss, metrics = dpo(torch.tensor([3.0]), torch.tensor([-2.0]), 0.1, 1, smoothing)
     expected = -(1 - smoothing) * math.log(sigmoid(0.5)) - smoothing * math.log(sigmoid(-0.5))
     assert loss.item() == pytest.approx(expected, rel=1e-5)
@@ -66,7 +68,7 @@ def test_dpo_by_hand(smoothing):
     assert metrics["acc"].value == 1
 
 
-def test_ipo_by_hand():
+def test_ipo_matches_hand_computation():
     loss, _ = ipo(torch.tensor([3.0, 0]), torch.tensor([-2.0, 0]), 0.1, 2)
     assert_close(loss, torch.tensor((0.0 + 25) / 2))
 
@@ -78,7 +80,7 @@ def test_nll_is_a_mean_of_means():
     assert metrics["nll"].value == 3
 
 
-def test_kto_by_hand():
+def test_kto_matches_hand_computation():
     ratios, labels = torch.tensor([2.0, -1.0]), torch.tensor([1, 0])
     loss, metrics = kto(ratios, labels, torch.tensor(0.5), 0.1, 2, desirable_weight=1.0, undesirable_weight=2.0)
     expected = (1 - sigmoid(0.1 * 1.5) + 2 * (1 - sigmoid(0.1 * 1.5))) / 2
@@ -87,7 +89,7 @@ def test_kto_by_hand():
     assert metrics["reject_reward"].value.item() == pytest.approx(-0.1)
 
 
-def test_kto_with_one_side_empty():
+def test_kto_works_without_undesirable_rows():
     loss, metrics = kto(torch.tensor([2.0]), torch.tensor([True]), torch.tensor(0.0), 0.1, 1)
     assert loss.item() == pytest.approx(1 - sigmoid(0.2))
     assert metrics["reject_reward"].count == 0

@@ -1,3 +1,5 @@
+"""Aggregation of token losses with a global denominator."""
+
 import pytest
 import torch
 from hypothesis import given
@@ -13,7 +15,7 @@ from openrlhf.algo.reduce import (
     sequence_sums,
     to_tokens,
 )
-from tests.algo.cases import assert_packing_is_padding, assert_split_adds_up, batches, batches_with_split
+from tests.algo.cases import assert_packed_equals_padded, assert_split_adds_up, batches, batches_with_split
 
 NAN = torch.nan
 LOSSES = torch.tensor([[1.0, 2, NAN], [3, 4, 5], [7, NAN, NAN]])
@@ -48,7 +50,7 @@ def test_a_fully_masked_sequence_is_not_counted():
     assert_close(aggregate(losses, mask, "seq-mean", sequence_count(mask)), torch.tensor(2.0))
 
 
-def test_constant_divides_by_what_the_caller_says():
+def test_constant_mode_divides_by_the_given_number():
     assert_close(aggregate(LOSSES, MASK, "constant", 3 * 10), torch.tensor(22 / 30))
 
 
@@ -57,18 +59,18 @@ def test_unknown_mode_lists_the_known_ones():
         aggregate(LOSSES, MASK, "mean", 1)
 
 
-def test_packed_tokens_without_rows_are_refused():
+def test_packed_tokens_without_row_ids_are_rejected():
     with pytest.raises(ValueError, match="need rows"):
         sequence_sums(torch.ones(3), torch.ones(3))
 
 
-def test_nothing_over_nothing_is_zero():
+def test_an_empty_mean_is_zero():
     assert divide(torch.tensor(0.0), 0) == 0
     assert divide(torch.tensor(0.0), torch.tensor(0)) == 0
     assert mean_of(torch.ones(2), torch.zeros(2)).value == 0
 
 
-def test_packed_sequences_by_hand():
+def test_packed_sequences_match_hand_computation():
     values, rows = torch.tensor([1.0, 2, 3, 4, 9]), torch.tensor([0, 0, 2, 2, -5])
     mask = torch.tensor([1, 1, 1, 1, 0])
     assert_close(sequence_sums(values, mask, rows, 3), torch.tensor([3.0, 0, 7]))
@@ -88,8 +90,8 @@ def test_splitting_changes_neither_value_nor_gradient(mode, case):
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean", "constant"])
 @given(batch=batches(1))
-def test_packing_is_padding(mode, batch):
-    assert_packing_is_padding(lambda part, leaf, rows: aggregate(leaf, part.mask, mode, 7.0, rows), batch)
+def test_packed_equals_padded(mode, batch):
+    assert_packed_equals_padded(lambda part, leaf, rows: aggregate(leaf, part.mask, mode, 7.0, rows), batch)
 
 
 @given(batches_with_split(1))

@@ -1,3 +1,5 @@
+"""Reward shaping: group baselines, penalties, clipping and group filtering."""
+
 import pytest
 import torch
 from hypothesis import given
@@ -23,7 +25,7 @@ NEEDS_GROUPS = {"rloo", "reinforce_baseline", "group_norm", "dr_grpo"}
 
 
 def naive(estimator: str, rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Group by group, sample by sample."""
+    """Compute the shaping group by group, sample by sample."""
     shaped = []
     for reward, group_id in zip(rewards.double(), group_ids, strict=True):
         group = rewards.double()[group_ids == group_id]
@@ -53,19 +55,19 @@ def naive(estimator: str, rewards: Tensor, group_ids: Tensor) -> Tensor:
         ("dr_grpo", [0.75, -0.25, -0.25, -0.25]),
     ],
 )
-def test_one_winner_in_four(estimator, expected):
+def test_shaping_of_one_success_in_four_matches_hand_computation(estimator, expected):
     got = SHAPING[estimator](torch.tensor([1, 0, 0, 0]), ONE_GROUP)
     assert_close(got, torch.tensor(expected))
 
 
-def test_sets_of_estimators():
+def test_every_estimator_belongs_to_the_right_sets():
     assert set(SHAPING) == {"gae", "reinforce", *NEEDS_GROUPS}
     assert set(SHAPING) > WHITENED
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int64])
 @pytest.mark.parametrize("estimator", SHAPING)
-def test_shaping_is_done_in_fp32(dtype, estimator):
+def test_shaping_computes_in_fp32(dtype, estimator):
     rewards = torch.tensor([300, 301, 300, 302])
     got = SHAPING[estimator](rewards.to(dtype), ONE_GROUP)
     assert_close(got, SHAPING[estimator](rewards.to(dtype).float(), ONE_GROUP))
@@ -137,21 +139,21 @@ def test_overlong_buffer_must_fit():
         (-0.5, [-0.5, -2.0, 2.0]),
     ],
 )
-def test_truncation_is_never_a_gain(coef, expected):
+def test_truncation_never_increases_the_reward(coef, expected):
     got = stop_properly_penalty(torch.tensor([2, -2, 2]), torch.tensor([True, True, False]), coef)
     assert_close(got, torch.tensor(expected))
 
 
-def test_stop_properly_coefficient_is_no_bonus():
+def test_stop_properly_coefficient_above_one_is_rejected():
     with pytest.raises(ValueError, match="at most 1"):
         stop_properly_penalty(torch.ones(1), torch.ones(1), 1.5)
 
 
-def test_clipping():
+def test_rewards_are_clipped_to_the_range():
     assert_close(clip_rewards(torch.tensor([-99, 3, 99]), -10, 10), torch.tensor([-10.0, 3, 10]))
 
 
-def test_spread_by_hand():
+def test_spread_matches_hand_computation():
     kl = torch.tensor([[0.1, 9, 0.3, torch.nan], [1, 1, 1, 1]])
     action_mask = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0]])
     got = spread(torch.tensor([5, 7]), kl, action_mask, 0.5)
@@ -159,7 +161,7 @@ def test_spread_by_hand():
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, -1.0])
-def test_spread_without_penalty(kl_coef):
+def test_spread_without_penalty_puts_the_reward_at_the_end(kl_coef):
     mask = torch.tensor([[1, 1, 0]])
     expected = torch.tensor([[0.0, 5, 0]])
     assert_close(spread(torch.tensor([5.0]), torch.ones(1, 3), mask, kl_coef), expected)

@@ -1,3 +1,5 @@
+"""Losses on tokens: SFT, distillation and process reward models."""
+
 import math
 
 import pytest
@@ -7,12 +9,18 @@ from hypothesis import given
 from torch.testing import assert_close
 
 from openrlhf.algo.token_loss import kd_loss, kd_terms, prm_loss, sft_loss
-from tests.algo.cases import assert_packing_is_padding, assert_split_adds_up, batches, batches_with_split, with_gradient
+from tests.algo.cases import (
+    assert_packed_equals_padded,
+    assert_split_adds_up,
+    batches,
+    batches_with_split,
+    with_gradient,
+)
 
 INF, NAN = torch.inf, torch.nan
 
 
-def test_sft_by_hand():
+def test_sft_matches_hand_computation():
     log_probs, mask = torch.tensor([[-1.0, -2, NAN], [-6, NAN, NAN]]), torch.tensor([[1, 1, 0], [1, 0, 0]])
     loss, metrics = sft_loss(log_probs, mask, 3)
     assert_close(loss, torch.tensor(3.0))
@@ -28,15 +36,15 @@ def test_sft_splitting_changes_neither_value_nor_gradient(case):
 
 
 @given(batches(1))
-def test_sft_packing_is_padding(batch):
-    assert_packing_is_padding(lambda part, leaf, rows: sft_loss(leaf, part.mask, 3, "seq-mean", rows)[0], batch)
+def test_sft_packed_equals_padded(batch):
+    assert_packed_equals_padded(lambda part, leaf, rows: sft_loss(leaf, part.mask, 3, "seq-mean", rows)[0], batch)
 
 
 def kd(student, teacher, labels, mask, denominator, kd_coef):
     return kd_loss(*kd_terms(student, teacher, labels), mask, denominator, kd_coef)
 
 
-def test_kd_by_hand():
+def test_kd_matches_hand_computation():
     student, teacher = torch.tensor([[0.0, 0.0]]), torch.tensor([[math.log(3.0), 0.0]])
     loss, metrics = kd(student, teacher, torch.tensor([0]), torch.tensor([1]), 1, 0.4)
     assert_close(loss, torch.tensor(math.log(2)))  # a uniform student: both terms are log 2
@@ -58,7 +66,7 @@ def test_kd_covers_exactly_the_positions_of_the_cross_entropy():
     assert (gradient[kept] != 0).all()
 
 
-def test_kd_infinities_of_the_student_contribute_nothing():
+def test_infinite_student_logits_contribute_nothing_to_kd():
     student, teacher = torch.tensor([[0.0, 0.0, -INF]]), torch.tensor([[0.0, 0.0, 0.0]])
     loss, gradient = with_gradient(
         lambda leaf: kd(leaf, teacher, torch.tensor([0]), torch.tensor([1]), 1, 1.0)[0], student
@@ -102,7 +110,7 @@ def test_prm_soft_labels_need_two_reward_tokens():
         prm_loss(torch.ones(1, 3), torch.tensor([0.5]), torch.ones(1), 1)
 
 
-def test_prm_names_a_label_that_is_no_reward_token():
+def test_prm_error_names_a_label_that_is_not_a_reward_token():
     with pytest.raises(ValueError, match=r"\[2\] are not reward tokens; known: \[0, 1\]"):
         prm_loss(torch.ones(1, 3), torch.tensor([2]), torch.ones(1), 1, [0, 1])
 

@@ -1,27 +1,35 @@
+"""The critic's loss with and without clipping."""
+
 import pytest
 import torch
 from hypothesis import given
 from torch.testing import assert_close
 
 from openrlhf.algo.value_loss import value_loss
-from tests.algo.cases import assert_packing_is_padding, assert_split_adds_up, batches, batches_with_split, with_gradient
+from tests.algo.cases import (
+    assert_packed_equals_padded,
+    assert_split_adds_up,
+    batches,
+    batches_with_split,
+    with_gradient,
+)
 
 
 @pytest.mark.parametrize(
     ("value", "loss", "gradient"),
     [
-        (0.2, 0.5 * 0.8**2, -0.8),  # within the range: plain
-        (0.9, 0.5 * 0.5**2, 0.0),  # 0.5 is as far as it may go from 0, and that is the worse
-        (-0.9, 0.5 * 1.9**2, -1.9),  # moving away: plain is the worse
+        (0.2, 0.5 * 0.8**2, -0.8),  # within the range: unclipped
+        (0.9, 0.5 * 0.5**2, 0.0),  # clipped to 0.5, which has the larger loss
+        (-0.9, 0.5 * 1.9**2, -1.9),  # moving away: the unclipped loss is larger
     ],
 )
-def test_clip_by_hand(value, loss, gradient):
+def test_clipping_matches_hand_computation(value, loss, gradient):
     zero, one = torch.zeros(1, 1), torch.ones(1, 1)
     got = with_gradient(lambda leaf: value_loss(leaf, zero, one, one, 1, 0.5)[0], torch.tensor([[value]]))
     assert_close(torch.stack([got[0], got[1][0, 0]]), torch.tensor([loss, gradient]))
 
 
-def test_without_clip():
+def test_without_clipping_the_loss_is_squared_error():
     values, returns = torch.tensor([[2.0, torch.nan]]), torch.tensor([[0.0, torch.nan]])
     loss, metrics = value_loss(values, values, returns, torch.tensor([[1, 0]]), 4, None)
     assert_close(loss, torch.tensor(0.5))
@@ -36,8 +44,8 @@ def test_splitting_changes_neither_value_nor_gradient(case):
 
 
 @given(batches(3))
-def test_packing_is_padding(batch):
-    assert_packing_is_padding(lambda part, leaf, _: value_loss(leaf, *part.tensors[1:], part.mask, 5)[0], batch)
+def test_packed_equals_padded(batch):
+    assert_packed_equals_padded(lambda part, leaf, _: value_loss(leaf, *part.tensors[1:], part.mask, 5)[0], batch)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -153,7 +153,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_mistake_is_one_line_and_leaves_nothing(name, tmp_path, models, capsys, monkeypatch):
+def test_a_wrong_input_gives_one_line_and_leaves_no_files(name, tmp_path, models, capsys, monkeypatch):
     monkeypatch.delenv("WANDB_MODE", raising=False)
     make, complaint = BAD[name]
     command, flags = make(tmp_path, models)

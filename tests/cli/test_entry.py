@@ -60,7 +60,7 @@ def openrlhf_cli(*argv):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_of_a_module_is_grouped_and_ends_well(command):
+def test_help_of_a_module_is_grouped_and_exits_with_0(command):
     done = python("-m", f"openrlhf.cli.{command}", "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"usage: openrlhf {command} ")
@@ -69,27 +69,27 @@ def test_help_of_a_module_is_grouped_and_ends_well(command):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_module_and_the_console_entry_are_the_same_command(command, capsys):
+def test_a_module_and_the_console_entry_run_the_same_command(command, capsys):
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])
     assert ended.value.code == 0
     assert capsys.readouterr().out == python("-m", f"openrlhf.cli.{command}", "--help").stdout
 
 
-def test_without_a_command_all_are_listed():
+def test_without_a_command_all_commands_are_listed():
     done = openrlhf_cli()
     assert done.returncode == 0
     assert all(f"  {command} " in done.stdout for command in COMMANDS)
     assert openrlhf_cli("--help").stdout == done.stdout
 
 
-def test_the_console_entry_gives_help_in_a_process_of_its_own():
+def test_the_console_entry_prints_help_as_a_process():
     done = openrlhf_cli("train-sft", "--help")
     assert done.returncode == 0
     assert "--packing_samples" in done.stdout
 
 
-def test_flags_are_parsed_and_checked_without_a_heavy_import():
+def test_flags_are_parsed_and_checked_without_importing_torch():
     program = f"""
 import sys
 from openrlhf.cli.entry import start
@@ -118,7 +118,7 @@ print(sorted(heavy & sys.modules.keys()))
         (["bake"], "there is no command bake. Try: openrlhf --help"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(argv, complaint):
+def test_a_wrong_flag_gives_one_line_and_exit_code_2(argv, complaint):
     done = openrlhf_cli(*argv)
     assert done.returncode == 2
     assert done.stdout == ""
@@ -127,14 +127,14 @@ def test_a_mistake_is_one_line_and_exit_code_2(argv, complaint):
     assert complaint in line
 
 
-def test_only_the_first_process_of_a_launcher_speaks(monkeypatch):
+def test_only_the_first_process_of_a_launcher_prints(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     done = openrlhf_cli("train_sft")
     assert (done.returncode, done.stderr) == (2, "")
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["train_ppo_ray", "--help"]], ids=["short", "long"])
-def test_a_reader_that_leaves_early_is_no_error(argv, monkeypatch):
+def test_a_closed_output_pipe_is_not_an_error(argv, monkeypatch):
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     reading, writing = os.pipe()
     os.close(reading)
@@ -147,7 +147,7 @@ def test_a_reader_that_leaves_early_is_no_error(argv, monkeypatch):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["int", "term"])
 @pytest.mark.parametrize("module", ["argparse", "torch"], ids=["light", "heavy"])
 @pytest.mark.parametrize("entry", ["train_sft", "main"])
-def test_a_signal_amid_an_import_ends_the_command_with_one_line(entry, module, number, tmp_path):
+def test_a_signal_during_an_import_ends_the_command_with_one_line(entry, module, number, tmp_path):
     (tmp_path / f"{module}.py").write_text(AMID_A_CALLBACK.format(number=int(number)))
     argv = SFT if entry == "main" else SFT[1:]
     done = python("-m", f"openrlhf.cli.{entry}", *argv, cwd=tmp_path)
@@ -156,7 +156,7 @@ def test_a_signal_amid_an_import_ends_the_command_with_one_line(entry, module, n
     assert lines == ["openrlhf: batches", "openrlhf: interrupted"][module == "argparse" :]
 
 
-def test_an_interrupt_amid_generated_code_ends_with_the_same_exit_code(tmp_path):
+def test_an_interrupt_in_generated_code_gives_the_same_exit_code(tmp_path):
     (tmp_path / "cut_short.py").write_text(AMID_AN_EXEC)
     done = python("-m", "cut_short", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (130, "openrlhf: interrupted\n")
@@ -174,11 +174,11 @@ print("still there")
 """
 
 
-def test_a_signal_that_whoever_started_us_ignores_stays_ignored():
+def test_a_signal_that_the_parent_process_ignores_stays_ignored():
     assert python("-c", IGNORING).stdout == "still there\n"
 
 
-def test_another_program_keeps_its_own_signals(tmp_path):
+def test_importing_the_package_leaves_signal_handlers_alone(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "__init__.py").write_text("from openrlhf.cli.train_sft import main")
     (tmp_path / "mine" / "run.py").write_text("import signal; print(signal.getsignal(signal.SIGTERM).name)")

@@ -154,7 +154,7 @@ def at_the_door(monkeypatch):
 
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.usefixtures("at_the_door")
-def test_every_flag_is_read_answered_or_refused(name, tmp_path, models):
+def test_every_flag_is_read_reported_or_rejected(name, tmp_path, models):
     command = name.split()[0]
     flags = RUNS[name](tmp_path, models())
     with recorded_reads() as read:
@@ -197,7 +197,7 @@ def with_flag(config, flag):
     return replace_flags(config, **{flag: made})
 
 
-def test_flags_that_act_under_a_condition_are_read_somewhere():
+def test_conditional_flags_are_read_in_some_run():
     """Otherwise a row with a condition would hide a flag that nothing ever reads."""
     root = Path(openrlhf.__file__).parent
     silent = ("checks", "no_effect", "batch_table", "parser", "aliases", "flags", "check")
@@ -219,7 +219,7 @@ def named(path, words):
 
 
 @pytest.mark.parametrize("command", ["train_dpo", "train_kd"])
-def test_offloading_and_liger_say_on_a_cpu_that_they_do_nothing(command, tmp_path, models, capsys):
+def test_offloading_and_liger_report_no_effect_on_a_cpu(command, tmp_path, models, capsys):
     config = parse(COMMANDS[command], as_argv(supervised(command, tmp_path, models())), environ={})
     offload = "teacher_offload" if command == "train_kd" else "ref_offload"
     explain_hardware(replace_flags(config, **{offload: True, "use_liger_kernel": True}), torch.device("cpu"))
@@ -228,14 +228,14 @@ def test_offloading_and_liger_say_on_a_cpu_that_they_do_nothing(command, tmp_pat
     assert "--use_liger_kernel has no effect on a CPU: its kernels need a GPU" in said
 
 
-def test_experts_are_computed_where_there_are_some(tmp_path, models, capsys):
+def test_expert_flags_take_effect_for_mixture_models(tmp_path, models, capsys):
     for kind, lines in (("llama", 1), ("mixtral", 0)):
         flags = supervised("train_sft", tmp_path, models(kind)) | {"experts_implementation": "eager"}
         explain_hardware(parse(COMMANDS["train_sft"], as_argv(flags), environ={}), torch.device("cpu"))
         assert capsys.readouterr().err.count("--experts_implementation eager has no effect") == lines
 
 
-def test_flags_of_reward_models_without_such_a_model_say_so(tmp_path, models, capsys):
+def test_reward_model_flags_without_a_reward_model_are_reported(tmp_path, models, capsys):
     flags = models_reward(tmp_path, models()) | {"prm_reduce": "mean", "step_rewards": True, "max_steps": 1}
     run_command("train_ppo", flags)
     said = capsys.readouterr().err

@@ -34,7 +34,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("command", CASES)
-def test_metrics_have_the_names_that_dashboards_know(command, tmp_path, train, models):
+def test_metrics_keep_their_names(command, tmp_path, train, models):
     flags, rows, train_names, eval_names = CASES[command]
     if command == "train_kd":
         flags = flags | {"teacher_model": models(seed=5)}
@@ -50,7 +50,7 @@ def test_metrics_have_the_names_that_dashboards_know(command, tmp_path, train, m
     assert not any(name.startswith("_") for line in ran.metrics for name in line)
 
 
-def test_the_learning_rate_warms_up_and_sinks(tmp_path, train):
+def test_the_learning_rate_warms_up_and_decays(tmp_path, train):
     flags = {"lr_scheduler": "cosine_with_min_lr", "lr_warmup_ratio": 0.2, "learning_rate": 1e-3}
     ran = train("train_sft", **ANSWERS, **dataset_flags(tmp_path, answers(20), answers(2)), train_batch_size=2, **flags)
     rates = ran.train("lr")
@@ -59,7 +59,7 @@ def test_the_learning_rate_warms_up_and_sinks(tmp_path, train):
     assert 1e-4 < rates[-1] < 2e-4
 
 
-def test_metrics_and_evaluations_come_as_often_as_asked(tmp_path, train):
+def test_metrics_and_evaluations_follow_their_intervals(tmp_path, train):
     flags = {"train_batch_size": 2, "logging_steps": 2, "eval_steps": 3}
     ran = train("train_sft", **ANSWERS, **dataset_flags(tmp_path, answers(10), answers(2)), **flags)
     assert [(line["kind"], line["step"]) for line in ran.metrics] == [
@@ -71,7 +71,7 @@ def test_metrics_and_evaluations_come_as_often_as_asked(tmp_path, train):
     ]
 
 
-def test_the_flags_and_versions_of_a_run_are_written_down_without_its_keys(tmp_path, train, wandb_offline):
+def test_flags_and_versions_are_recorded_without_api_keys(tmp_path, train, wandb_offline):
     files = dataset_flags(tmp_path, answers(8), answers(2))
     flags = {"use_wandb": "secret" * 8, "run_dir": "./elsewhere", "wandb_project": "toys", "save_steps": 1}
     train("train_sft", **ANSWERS, **files, **flags)
@@ -89,7 +89,7 @@ def test_the_flags_and_versions_of_a_run_are_written_down_without_its_keys(tmp_p
     assert [path for path in written if b"secretsecret" in path.read_bytes()] == []
 
 
-def test_true_in_place_of_a_key_is_enough_offline(tmp_path, train, wandb_offline):
+def test_wandb_offline_accepts_true_instead_of_a_key(tmp_path, train, wandb_offline):
     train("train_sft", **ANSWERS, **dataset_flags(tmp_path, answers(8), answers(2)), use_wandb="True")
     assert list((tmp_path / "wandb").rglob("*.wandb"))
 

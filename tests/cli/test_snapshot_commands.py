@@ -27,7 +27,7 @@ def conversation(question, answer):
 
 
 @pytest.mark.parametrize("place", RUNNABLE)
-def test_a_printed_command_runs(place, tmp_path, models, wandb_offline):
+def test_a_command_printed_in_a_readme_runs(place, tmp_path, models, wandb_offline):
     command, printed, _ = PRINTED[place]
     if command == "train_sft":
         rows = [{"question": row["input"], "response": row["output"]} for row in answers(10)]

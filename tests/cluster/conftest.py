@@ -1,4 +1,4 @@
-"""Tests of this folder run commands on Ray."""
+"""Fixtures of tests that run commands on Ray."""
 
 import shutil
 
@@ -10,7 +10,7 @@ from tests.command_fixtures import models, one_thread, own_folder, train, wandb_
 
 @pytest.fixture
 def machine():
-    """A place for drivers of Ray; whatever a test left running there ends with it."""
+    """A Machine for Ray drivers; all processes that a test leaves there are killed."""
     made = make_machine()
     yield made
     end(made.processes())

@@ -1,4 +1,7 @@
-"""Drivers for tests of Ray, each its own process: `python ray_drivers.py SCENE FLAGS` writes what it saw as JSON."""
+"""Ray drivers for tests, each run as a process: `python ray_drivers.py DRIVER FLAGS` prints its report as JSON.
+
+Tests start them with `Machine.run_driver` (ray_machine.py), so that each has its own Ray, environment and signals.
+"""
 
 import json
 import os
@@ -37,8 +40,8 @@ def opened(flags):
         yield cluster
 
 
-def look_around(flags):
-    """Who found itself where, and what is free while the run holds its devices and afterwards."""
+def report_placement(flags):
+    """Report the node, ranks and devices that each worker and engine of a run sees."""
     import ray
 
     @ray.remote
@@ -54,33 +57,33 @@ def look_around(flags):
         found = ray.get([worker.look.remote() for worker in workers])
         return [one | {"told": seat.node} for one, seat in zip(found, seats, strict=True)]
 
-    def ours(*_):
-        """Stands for the way in which a run ends on SIGTERM."""
+    def our_handler(*_):
+        """Stand for the handler with which a run ends on SIGTERM."""
 
-    signal.signal(signal.SIGTERM, ours)
+    signal.signal(signal.SIGTERM, our_handler)
     with opened(flags) as cluster:
         groups = {group.name: report(cluster.seats(group.name)) for group in cluster.plan.groups}
         engines = report([cluster.engine_seat(engine.number) for engine in cluster.plan.engines])
-        kept = signal.getsignal(signal.SIGTERM) is ours
+        kept = signal.getsignal(signal.SIGTERM) is our_handler
         return {"groups": groups, "engines": engines, "unit": cluster.unit, "sigterm_kept": kept}
 
 
 def two_gpus(flags):
-    """The same on a Ray of its own with two devices that count as GPUs."""
+    """Do the same on a new Ray with two devices that count as GPUs."""
     import ray
 
     ray.init(num_cpus=2, num_gpus=2, include_dashboard=False, logging_level="ERROR")
-    return look_around(flags)
+    return report_placement(flags)
 
 
-def unshared(flags):
-    """A run whose driver stands in another folder than the workers."""
+def report_from_other_folder(flags):
+    """Report from a driver whose working directory differs from that of the workers."""
     os.chdir("elsewhere")
-    return look_around(flags)
+    return report_placement(flags)
 
 
-def stay(flags):
-    """A run that never ends by itself, with a process that computes without looking up."""
+def run_forever(flags):
+    """Run until killed, with a worker that computes without ever returning to Ray."""
     import ray
 
     @ray.remote
@@ -112,7 +115,7 @@ def stay(flags):
 
 
 def two_nodes(_):
-    """A cluster of two nodes on this machine, until standard input ends."""
+    """Run a cluster of two nodes on this machine until standard input ends."""
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 2, "include_dashboard": False})
@@ -123,7 +126,7 @@ def two_nodes(_):
 
 
 def head_and_node(_):
-    """A cluster of two nodes with CPUs alone, until standard input ends: its address, and the processes of each."""
+    """Run a cluster of two CPU nodes until standard input ends; print its address and the pids of each node."""
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 0, "include_dashboard": False})
@@ -137,11 +140,14 @@ def head_and_node(_):
     sys.stdin.read()
 
 
-SCENES = {scene.__name__: scene for scene in (look_around, two_gpus, unshared, stay, two_nodes, head_and_node)}
+DRIVERS = {
+    driver.__name__: driver
+    for driver in (report_placement, two_gpus, report_from_other_folder, run_forever, two_nodes, head_and_node)
+}
 
 if __name__ == "__main__":
-    scene, *given = sys.argv[1:]
+    driver, *flags = sys.argv[1:]
     try:
-        write(json.dumps(SCENES[scene](given)))
+        write(json.dumps(DRIVERS[driver](flags)))
     except OpenRLHFError as error:
         write(json.dumps({"error": type(error).__name__, "message": str(error)}))

@@ -1,4 +1,8 @@
-"""Drivers of Ray as processes of their own, each set with a home and a temporary folder that tell them apart."""
+"""Start Ray drivers as processes, as if on a machine of their own.
+
+A `Machine` has its own HOME and Ray folder, so its drivers see only the Ray clusters started there, and the test can
+find and end every process that a driver left behind: they all carry the folder in their environment.
+"""
 
 import json
 import os
@@ -14,29 +18,29 @@ from tests.commands import free_port
 from tests.warm import warm_children
 
 HERE = Path(__file__).parent
-COLD = {"PYTHONPATH": str(HERE.parents[1])}  # surroundings in which programs start as anywhere
-WATCHDOG = 400  # seconds; a generous watchdog, since a whole run loads Ray, vLLM and DeepSpeed on two cores
+COLD = {"PYTHONPATH": str(HERE.parents[1])}  # environment in which programs start as usual, importing everything
+WATCHDOG = 400  # seconds; a whole run loads Ray, vLLM and DeepSpeed, on two cores
 
 
 class Machine:
-    """A home and a temporary folder in which drivers start, with a short path as Ray's sockets need it."""
+    """A HOME and a temporary folder for drivers. The path is short because the paths of Ray's sockets are limited."""
 
     def __init__(self, folder):
         self.folder = folder
         (folder / "home").mkdir()
-        self.surroundings = warm_children()
-        self.python = link_interpreter(folder / "environment")  # Ray does not bear a space in its path
+        self.environ = warm_children()
+        self.python = link_interpreter(folder / "environment")  # Ray fails if its path has a space
 
-    def start(self, scene, flags="", **environ):
-        return self.open([str(HERE / "ray_drivers.py"), scene, *flags.split()], **environ)
+    def start_driver(self, driver, flags="", **environ):
+        return self.start_python([str(HERE / "ray_drivers.py"), driver, *flags.split()], **environ)
 
-    def open(self, argv, **environ):
-        """A Python process, its standard streams in our hands."""
+    def start_python(self, argv, **environ):
+        """Start a Python process with pipes as its standard streams."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "CUDA_"))}
-        places = {"HOME": f"{self.folder}/home", "RAY_TMPDIR": str(self.folder)}
+        folders = {"HOME": f"{self.folder}/home", "RAY_TMPDIR": str(self.folder)}
         return subprocess.Popen(
             [self.python, *argv],
-            env=kept | places | self.surroundings | environ,
+            env=kept | folders | self.environ | environ,
             cwd=self.folder,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -44,26 +48,26 @@ class Machine:
             text=True,
         )
 
-    def see(self, scene, flags="", **environ):
-        """What a driver saw, and what it said."""
-        with self.start(scene, flags, **environ) as driver:
-            out, said = driver.communicate(timeout=WATCHDOG)
-        assert out, said
-        return json.loads(out.splitlines()[-1]), said
+    def run_driver(self, driver, flags="", **environ):
+        """Run a driver of ray_drivers.py; return what it printed as JSON, and its standard error."""
+        with self.start_driver(driver, flags, **environ) as process:
+            out, stderr = process.communicate(timeout=WATCHDOG)
+        assert out, stderr
+        return json.loads(out.splitlines()[-1]), stderr
 
     def processes(self):
-        """All that run with this folder in their environment."""
-        return [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/environ") if self.is_ours(path)]
+        """Return the pids of all processes with this folder in their environment."""
+        return [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/environ") if self.belongs_here(path)]
 
-    def is_ours(self, path):
+    def belongs_here(self, path):
         try:
             return f"RAY_TMPDIR={self.folder}\0".encode() in path.read_bytes()
-        except OSError:  # it has ended, or is another user's
+        except OSError:  # it has ended, or belongs to another user
             return False
 
 
 def link_interpreter(environment):
-    """This interpreter and its packages under another path."""
+    """Make this interpreter and its packages available under another path; return the interpreter."""
     environment.symlink_to(sys.prefix)
     return str(environment / Path(sys.executable).relative_to(sys.prefix))
 
@@ -73,7 +77,7 @@ def make_machine():
 
 
 def wait_until_gone(processes):
-    """True when all of them have ended before the watchdog barks."""
+    """Wait for these processes to end; return whether all did before the timeout."""
     for process in processes:
         try:
             handle = os.pidfd_open(process)
@@ -87,15 +91,15 @@ def wait_until_gone(processes):
 
 def end(processes):
     for process in processes:
-        with suppress(ProcessLookupError):  # it ended with another one
+        with suppress(ProcessLookupError):  # it ended together with another one
             os.kill(process, signal.SIGKILL)
     assert wait_until_gone(processes)
 
 
 def start_head(machine, port, dashboard=("--include-dashboard", "false"), **environ):
-    """As a person does it; it stays when the command has ended."""
+    """Run `ray start --head` as a user would; the head keeps running when the command has ended."""
     ports = ["--port", port, "--ray-client-server-port", free_port(), "--dashboard-agent-listen-port", "0"]
     small = ["--num-cpus", "4", "--num-gpus", "0", *dashboard]
-    with machine.open(["-m", "ray.scripts.scripts", "start", "--head", *ports, *small], **environ) as starting:
-        out, said = starting.communicate(timeout=WATCHDOG)
-    assert starting.returncode == 0, out + said
+    with machine.start_python(["-m", "ray.scripts.scripts", "start", "--head", *ports, *small], **environ) as starting:
+        out, stderr = starting.communicate(timeout=WATCHDOG)
+    assert starting.returncode == 0, out + stderr

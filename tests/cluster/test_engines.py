@@ -1,4 +1,4 @@
-"""Requests over engines that come and go: who is asked, who is replaced. The processes are stand-ins, without Ray."""
+"""Routing requests to engines, and replacing engines that fail. The processes are stand-ins; Ray is not needed."""
 
 import asyncio
 from contextlib import suppress
@@ -10,11 +10,11 @@ from openrlhf.cluster.engines import SLACK, Engine, RayEngines
 from openrlhf.errors import EngineError, RolloutError
 from openrlhf.types import Request, SamplingParams
 
-ASKED = [Request((1,), SamplingParams(max_tokens=1), prefix=number) for number in range(4)]
+REQUESTS = [Request((1,), SamplingParams(max_tokens=1), prefix=number) for number in range(4)]
 
 
-class Answering:
-    """Stands for a process that answers with its own name."""
+class AnsweringProcess:
+    """Stands for an engine process that answers with its own name."""
 
     def __init__(self, name):
         self.name = name
@@ -30,7 +30,7 @@ class Answering:
         self.killed = True
 
 
-class Failing(Answering):
+class FailingProcess(AnsweringProcess):
     def __init__(self, name, error):
         super().__init__(name)
         self.error = error
@@ -39,107 +39,111 @@ class Failing(Answering):
         raise self.error
 
 
-class Crew:
-    """Engines with these processes; those that are started in their place answer once `may_start` is set."""
+class EngineSet:
+    """Engines with these processes; their replacements answer once `may_start` is set."""
 
     def __init__(self, *processes, max_restarts=1):
         self.started = []
         self.may_start = asyncio.Event()
         self.may_start.set()
-        crew = [Engine(number, process) for number, process in enumerate(processes)]
-        self.engines = RayEngines(crew, self.start, Fate(), max_restarts=max_restarts)
+        pool = [Engine(number, process) for number, process in enumerate(processes)]
+        self.engines = RayEngines(pool, self.start, Fate(), max_restarts=max_restarts)
 
     async def start(self, number):
         self.started.append(number)
         await self.may_start.wait()
-        return Answering(f"new {number}")
+        return AnsweringProcess(f"new {number}")
 
 
 LOSSES = {"dead": DeathError("engine 0 died"), "broken within": EngineError("engine 0 failed")}
 
 
 @pytest.mark.parametrize("error", LOSSES.values(), ids=LOSSES)
-def test_an_engine_that_is_lost_is_replaced_once_and_everything_is_answered(error):
-    async def play():
-        crew = Crew(lost := Failing("first", error), Answering("second"))
+def test_a_lost_engine_is_replaced_once_and_every_request_is_answered(error):
+    async def scenario():
+        pool = EngineSet(lost := FailingProcess("first", error), AnsweringProcess("second"))
         weights = []
 
-        async def bring():
+        async def bring_weights():
             weights.append("brought")
 
-        crew.engines.bring_weights = bring
-        answers = await crew.engines.generate(ASKED)
+        pool.engines.bring_weights = bring_weights
+        answers = await pool.engines.generate(REQUESTS)
         assert set(answers) <= {"second", "new 0"}
-        assert (crew.started, weights, lost.killed) == ([0], ["brought"], True)
+        assert (pool.started, weights, lost.killed) == ([0], ["brought"], True)
 
-    asyncio.run(play())
+    asyncio.run(scenario())
 
 
-def test_an_error_of_a_request_is_its_own():
-    async def play():
-        crew = Crew(Failing("first", RolloutError("too long")))
+def test_a_request_error_reaches_only_its_caller():
+    async def scenario():
+        pool = EngineSet(FailingProcess("first", RolloutError("too long")))
         with pytest.raises(RolloutError, match="too long"):
-            await crew.engines.generate(ASKED)
-        assert crew.started == []
+            await pool.engines.generate(REQUESTS)
+        assert pool.started == []
 
-    asyncio.run(play())
+    asyncio.run(scenario())
 
 
-def test_an_engine_that_was_lost_too_often_ends_the_run():
-    async def play():
-        crew = Crew(Failing("first", LOSSES["dead"]), max_restarts=0)
+def test_an_engine_lost_more_often_than_max_restarts_ends_the_run():
+    async def scenario():
+        pool = EngineSet(FailingProcess("first", LOSSES["dead"]), max_restarts=0)
         with pytest.raises(EngineError, match=r"engine 0 died, after 0 restarts \(--max_restarts\)"):
-            await crew.engines.generate(ASKED)
+            await pool.engines.generate(REQUESTS)
 
-    asyncio.run(play())
-
-
-def test_who_has_failed_is_replaced_and_nobody_else():
-    async def play():
-        crew = Crew(Answering("first"), Failing("second", LOSSES["broken within"]), Failing("third", LOSSES["dead"]))
-        assert await crew.engines.replace_failed()
-        assert crew.started == [1, 2]
-        assert not await crew.engines.replace_failed()
-        assert [engine.process.name for engine in crew.engines.engines] == ["first", "new 1", "new 2"]
-
-    asyncio.run(play())
+    asyncio.run(scenario())
 
 
-def test_a_request_that_is_taken_back_leaves_the_engine_to_the_next():
-    async def play():
-        crew = Crew(Failing("first", LOSSES["dead"]))
-        crew.may_start.clear()
-        first = asyncio.create_task(crew.engines.generate(ASKED[:1]))
-        while not crew.started:
+def test_only_failed_engines_are_replaced():
+    async def scenario():
+        pool = EngineSet(
+            AnsweringProcess("first"),
+            FailingProcess("second", LOSSES["broken within"]),
+            FailingProcess("third", LOSSES["dead"]),
+        )
+        assert await pool.engines.replace_failed()
+        assert pool.started == [1, 2]
+        assert not await pool.engines.replace_failed()
+        assert [engine.process.name for engine in pool.engines.engines] == ["first", "new 1", "new 2"]
+
+    asyncio.run(scenario())
+
+
+def test_a_cancelled_request_does_not_cancel_the_engines_restart():
+    async def scenario():
+        pool = EngineSet(FailingProcess("first", LOSSES["dead"]))
+        pool.may_start.clear()
+        first = asyncio.create_task(pool.engines.generate(REQUESTS[:1]))
+        while not pool.started:
             await asyncio.sleep(0)
         first.cancel()
         with suppress(asyncio.CancelledError):
             await first
-        crew.may_start.set()
-        assert await crew.engines.generate(ASKED[1:2]) == ["new 0"]
-        assert crew.started == [0]
+        pool.may_start.set()
+        assert await pool.engines.generate(REQUESTS[1:2]) == ["new 0"]
+        assert pool.started == [0]
 
-    asyncio.run(play())
+    asyncio.run(scenario())
 
 
 def test_new_requests_do_not_wait_for_an_engine_that_is_being_replaced():
-    async def play():
-        crew = Crew(Failing("first", DeathError("engine 0 died")), Answering("second"))
-        crew.may_start.clear()
-        noticed = asyncio.ensure_future(crew.engines.generate(ASKED[:1]))
-        while not crew.started:
+    async def scenario():
+        pool = EngineSet(FailingProcess("first", DeathError("engine 0 died")), AnsweringProcess("second"))
+        pool.may_start.clear()
+        first_request = asyncio.ensure_future(pool.engines.generate(REQUESTS[:1]))
+        while not pool.started:
             await asyncio.sleep(0)
-        assert await crew.engines.generate(ASKED[:2]) == ["second"] * 2
-        crew.may_start.set()
-        assert await noticed == ["second"]
-        assert crew.engines.choose(9).number == 0  # it is back
+        assert await pool.engines.generate(REQUESTS[:2]) == ["second"] * 2
+        pool.may_start.set()
+        assert await first_request == ["second"]
+        assert pool.engines.choose(9).number == 0  # it is back
 
-    asyncio.run(play())
+    asyncio.run(scenario())
 
 
-def test_requests_go_where_their_prefix_is_until_that_engine_is_much_busier():
-    async def play():
-        engines = Crew(Answering("first"), Answering("second")).engines
+def test_requests_follow_their_prefix_until_that_engine_is_much_busier():
+    async def scenario():
+        engines = EngineSet(AnsweringProcess("first"), AnsweringProcess("second")).engines
         first, second = engines.engines
         assert engines.choose(7) is first
         first.running = SLACK
@@ -148,4 +152,4 @@ def test_requests_go_where_their_prefix_is_until_that_engine_is_much_busier():
         first.running = SLACK + 1
         assert engines.choose(7) is second
 
-    asyncio.run(play())
+    asyncio.run(scenario())

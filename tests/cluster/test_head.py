@@ -1,4 +1,4 @@
-"""Whole runs whose Ray loses its head, by SIGKILL amid a rollout: they end by themselves, and the next one goes on."""
+"""Runs whose Ray head is killed during a rollout end by themselves with an error, and can be resumed."""
 
 import asyncio
 import json
@@ -19,38 +19,38 @@ from tests.rl.toy_task import make_prompts
 from tests.toy_data import write_rows
 from tests.warm import warm_programs
 
-REGICIDE = """
+KILLING_REWARD = """
 import os, signal
 from pathlib import Path
 
-def of_my_trainer(victim):
-    '''The processes so named that the trainer, our parent, started.'''
+def children_of_trainer(name):
+    '''Return the pids with this name whose parent is the trainer, which is our parent too.'''
     stats = [path.read_text().rpartition(")") for path in Path("/proc").glob("[0-9]*/stat")]
-    return [head.split()[0] for head, _, rest in stats if int(rest.split()[1]) == os.getppid() and victim in head]
+    return [head.split()[0] for head, _, rest in stats if int(rest.split()[1]) == os.getppid() and name in head]
 
-def is_ours(victim):
-    '''False if it has ended, and its number may be another process's by now.'''
-    environ = Path(f"/proc/{victim}/environ")
+def is_ours(pid):
+    '''False if it has ended; another process may have its pid by now.'''
+    environ = Path(f"/proc/{pid}/environ")
     return environ.exists() and f"RAY_TMPDIR={os.environ['RAY_TMPDIR']}".encode() in environ.read_bytes()
 
 def reward_func(queries, prompts, labels):
     here = Path(__file__).parent
-    victims, metrics = here / "victims", here / "out" / "run" / "metrics.jsonl"
-    if victims.exists() and metrics.exists() and metrics.read_text():  # amid the second rollout
-        named = victims.read_text().split()
-        victims.unlink()
-        for victim in of_my_trainer("gcs_server") if named == ["private"] else filter(is_ours, named):
-            os.kill(int(victim), signal.SIGKILL)
+    targets, metrics = here / "targets", here / "out" / "run" / "metrics.jsonl"
+    if targets.exists() and metrics.exists() and metrics.read_text():  # during the second rollout
+        pids = targets.read_text().split()
+        targets.unlink()
+        for pid in children_of_trainer("gcs_server") if pids == ["private"] else filter(is_ours, pids):
+            os.kill(int(pid), signal.SIGKILL)
     return {"rewards": [float(len(query)) for query in queries]}
 """
 GONE = "openrlhf: error: the head of Ray at "
-GO_ON = " is gone, and the run with it. Try: the same command with --load_checkpoint, "
+TRY = " is gone, and the run with it. Try: the same command with --load_checkpoint, "
 
 
 @pytest.fixture
 def command(tmp_path, models):
-    """A run of three steps with a checkpoint after each."""
-    (tmp_path / "reward.py").write_text(REGICIDE)
+    """A command of three steps with a checkpoint after each; its reward kills the pids in `targets`."""
+    (tmp_path / "reward.py").write_text(KILLING_REWARD)
     paths = {"pretrain": models(), "save_path": f"{tmp_path}/out", "ckpt_path": f"{tmp_path}/ckpt", "save_steps": 1}
     paths |= {
         "prompt_data": write_rows(tmp_path / "prompts.jsonl", make_prompts(24)),
@@ -59,20 +59,20 @@ def command(tmp_path, models):
     return ["-m", "openrlhf.cli.train_ppo_ray", *as_argv(ON_RAY | paths)]
 
 
-def outcome(machine, command, **environ):
-    with machine.open(command, **environ) as driver:
-        _, said = driver.communicate(timeout=WATCHDOG)
-    return driver.returncode, said
+def run_to_end(machine, command, **environ):
+    with machine.start_python(command, **environ) as driver:
+        _, stderr = driver.communicate(timeout=WATCHDOG)
+    return driver.returncode, stderr
 
 
-def assert_told(code, said):
-    """In the last line; and it was ended by us, not by Ray when its minute was over."""
-    last = said.splitlines()[-1]
-    assert code == 1, said
-    assert last.startswith(GONE), said
-    assert GO_ON in last
-    assert "Traceback" not in said
-    assert "GCS" not in said
+def assert_head_reported_lost(code, stderr):
+    """Check the last line; Ray's own message, a minute later, would mention the GCS."""
+    last = stderr.splitlines()[-1]
+    assert code == 1, stderr
+    assert last.startswith(GONE), stderr
+    assert TRY in last
+    assert "Traceback" not in stderr
+    assert "GCS" not in stderr
 
 
 def steps(tmp_path):
@@ -80,47 +80,47 @@ def steps(tmp_path):
 
 
 @pytest.mark.slow(seconds=40)
-def test_a_lost_head_ends_a_run_that_had_joined_it_and_the_run_goes_on_with_the_next_head(machine, command, tmp_path):
+def test_a_run_ends_when_the_head_is_lost_and_resumes_on_a_new_head(machine, command, tmp_path):
     port = free_port()
     start_head(machine, port)
-    (tmp_path / "victims").write_text(" ".join(map(str, machine.processes())))
+    (tmp_path / "targets").write_text(" ".join(map(str, machine.processes())))
     joined = {"RAY_ADDRESS": f"127.0.0.1:{port}"}
-    assert_told(*outcome(machine, command, **joined))
+    assert_head_reported_lost(*run_to_end(machine, command, **joined))
     assert wait_until_gone(machine.processes())
     assert steps(tmp_path) == [1]
 
     start_head(machine, port)
-    code, said = outcome(machine, [*command, "--load_checkpoint"], **joined)
-    assert code == 0, said
-    assert "going on from" in said
+    code, stderr = run_to_end(machine, [*command, "--load_checkpoint"], **joined)
+    assert code == 0, stderr
+    assert "going on from" in stderr
     assert steps(tmp_path) == [1, 2, 3]
 
 
 @pytest.mark.slow(seconds=40)
-def test_a_private_ray_that_loses_its_head_ends_with_the_run_and_the_next_one_starts(machine, command, tmp_path):
-    (tmp_path / "victims").write_text("private")
-    assert_told(*outcome(machine, command))
+def test_a_private_ray_that_loses_its_head_ends_with_the_run_and_the_run_resumes(machine, command, tmp_path):
+    (tmp_path / "targets").write_text("private")
+    assert_head_reported_lost(*run_to_end(machine, command))
     assert wait_until_gone(machine.processes())
     assert machine.processes() == []
     assert steps(tmp_path) == [1]
 
-    code, said = outcome(machine, [*command, "--load_checkpoint"])
-    assert code == 0, said
+    code, stderr = run_to_end(machine, [*command, "--load_checkpoint"])
+    assert code == 0, stderr
     assert steps(tmp_path) == [1, 2, 3]
     assert machine.processes() == []
 
 
 @pytest.mark.slow(seconds=40)
-def test_processes_of_a_run_on_nodes_that_outlive_the_head_end_with_the_run(machine, command, tmp_path):
-    """There Ray keeps them for a minute, until the nodes give up; these are still there when all is over."""
-    with machine.start("head_and_node") as cluster:
+def test_workers_on_nodes_that_outlive_the_head_end_with_the_run(machine, command, tmp_path):
+    """Ray would keep the workers for a minute, until the nodes give up. The nodes themselves outlive the run."""
+    with machine.start_driver("head_and_node") as cluster:
         nodes = json.loads(cluster.stdout.readline())
-        (tmp_path / "victims").write_text(" ".join(map(str, nodes["head"])))
+        (tmp_path / "targets").write_text(" ".join(map(str, nodes["head"])))
         spread = ["--actor_num_nodes", "2", "--train_batch_size", "16"]
-        with machine.open([*command, *spread], RAY_ADDRESS=nodes["address"]) as driver:
+        with machine.start_python([*command, *spread], RAY_ADDRESS=nodes["address"]) as driver:
             wait_until(driver, lambda: workers_of(machine))
-            _, said = driver.communicate(timeout=WATCHDOG)
-        assert_told(driver.returncode, said)
+            _, stderr = driver.communicate(timeout=WATCHDOG)
+        assert_head_reported_lost(driver.returncode, stderr)
         assert workers_of(machine) == []
         assert nodes["node"]
         assert set(nodes["node"]) <= set(machine.processes())
@@ -128,7 +128,7 @@ def test_processes_of_a_run_on_nodes_that_outlive_the_head_end_with_the_run(mach
 
 
 def workers_of(machine):
-    """Those of a run, by the names that Ray gives them and the folder in which its cluster was started."""
+    """Return the worker processes of a run, by the title that Ray gives them and the folder of their cluster."""
     found = []
     for program in warm_programs():
         with suppress(psutil.NoSuchProcess):  # it has ended
@@ -144,14 +144,14 @@ def listening(port=0):
         yield server, server.getsockname()[1]
 
 
-async def forever():
+async def wait_forever():
     await asyncio.Event().wait()
 
 
-def test_a_head_that_hangs_up_is_called_again_and_is_lost_when_nobody_listens():
+def test_a_head_that_closes_connections_is_lost_only_when_it_stops_listening():
     with listening() as (server, port):
 
-        def hang_up_twice():
+        def close_twice():
             for _ in range(2):
                 server.accept()[0].close()
             line, _ = server.accept()
@@ -160,8 +160,8 @@ def test_a_head_that_hangs_up_is_called_again_and_is_lost_when_nobody_listens():
 
         async def run():
             async with head.needed():
-                threading.Thread(target=hang_up_twice).start()
-                await forever()
+                threading.Thread(target=close_twice).start()
+                await wait_forever()
 
         head = Head(f"127.0.0.1:{port}", {})
         with pytest.raises(BackendError, match=f"127.0.0.1:{port} is gone"):
@@ -173,7 +173,7 @@ def test_a_head_that_may_come_back_is_waited_for():
     with listening() as (server, port):
         back = threading.Event()
 
-        def fall_and_rise():
+        def restart():
             line, _ = server.accept()
             server.close()
             line.close()
@@ -183,7 +183,7 @@ def test_a_head_that_may_come_back_is_waited_for():
 
         async def run():
             async with head.needed():
-                threading.Thread(target=fall_and_rise).start()
+                threading.Thread(target=restart).start()
                 assert await asyncio.to_thread(back.wait, WATCHDOG)
 
         head = Head(f"127.0.0.1:{port}", {MAY_COME_BACK: str(WATCHDOG)})
@@ -191,13 +191,13 @@ def test_a_head_that_may_come_back_is_waited_for():
         assert not head.lost
 
 
-def test_what_fails_without_a_head_fails_for_that_and_nothing_else_does():
+def test_an_error_is_blamed_on_the_head_only_if_the_head_is_gone():
     async def fail(head):
         async with head.needed():
             raise ValueError("something")
 
     with listening() as (server, port):
-        head = Head(f"127.0.0.1:{port}", {MAY_COME_BACK: str(WATCHDOG)})  # else the watch might be faster
+        head = Head(f"127.0.0.1:{port}", {MAY_COME_BACK: str(WATCHDOG)})  # otherwise the watcher might be faster
         with pytest.raises(ValueError, match="something"):
             asyncio.run(fail(head))
         server.close()

@@ -1,4 +1,4 @@
-"""Who sits where, from flags alone: groups, engines, blocks of devices, and nodes with room for them."""
+"""Placement from flags alone: groups of models, engines, blocks of devices, and the nodes they fit on."""
 
 import shlex
 
@@ -13,12 +13,12 @@ REWARD_MODEL = "--reward_pretrain ./reward"
 FUNCTION = "--remote_rm_url ./reward.py"
 
 
-def planned(flags):
+def make_plan(flags):
     return plan(parse(RLConfig, shlex.split(f"{BASE} {flags}"), environ={}))
 
 
-def names(flags):
-    return [group.name for group in planned(flags).groups]
+def group_names(flags):
+    return [group.name for group in make_plan(flags).groups]
 
 
 def nodes(*free, total=8):
@@ -30,7 +30,10 @@ def nodes(*free, total=8):
     [
         (REWARD_MODEL, ["policy", "reference", "critic", "reward"]),
         (FUNCTION, ["policy", "reference", "critic"]),
-        (f"{REWARD_MODEL} {FUNCTION}", ["policy", "reference", "critic"]),  # the reward model is the critic's start
+        (
+            f"{REWARD_MODEL} {FUNCTION}",
+            ["policy", "reference", "critic"],
+        ),  # the reward model only initialises the critic
         (f"{REWARD_MODEL} --agent_func_path ./agent.py", ["policy", "reference", "critic", "reward"]),
         (f"{FUNCTION} --advantage_estimator reinforce", ["policy", "reference"]),
         (f"{FUNCTION} --advantage_estimator reinforce --init_kl_coef 0", ["policy"]),
@@ -44,16 +47,16 @@ def nodes(*free, total=8):
     ],
 )
 def test_each_set_of_roles_that_shares_processes_is_a_group(flags, expected):
-    assert names(flags) == expected
+    assert group_names(flags) == expected
 
 
 def test_all_models_together_are_one_process_per_device_of_the_policy():
-    (models,) = planned(f"{REWARD_MODEL},./b --colocate_all_models --actor_num_gpus_per_node 4").groups
+    (models,) = make_plan(f"{REWARD_MODEL},./b --colocate_all_models --actor_num_gpus_per_node 4").groups
     assert models == Group("models", ("actor", "ref", "critic", "reward"), 1, 4, rewards=(0, 1))
 
 
-def test_each_role_has_its_own_count_and_eight_where_none_is_given():
-    found = planned(f"{REWARD_MODEL} --actor_num_nodes 2 --actor_num_gpus_per_node 4 --reward_num_gpus_per_node 1")
+def test_each_role_has_its_own_device_count_with_default_eight():
+    found = make_plan(f"{REWARD_MODEL} --actor_num_nodes 2 --actor_num_gpus_per_node 4 --reward_num_gpus_per_node 1")
     assert {group.name: (group.nodes, group.devices_per_node) for group in found.groups} == {
         "policy": (2, 4),
         "reference": (1, 8),
@@ -64,14 +67,14 @@ def test_each_role_has_its_own_count_and_eight_where_none_is_given():
 
 
 def test_a_role_is_found_in_the_group_that_holds_it():
-    found = planned(f"{REWARD_MODEL},./b --colocate_actor_ref")
+    found = make_plan(f"{REWARD_MODEL},./b --colocate_actor_ref")
     assert found.holding("ref") == found.group("policy+reference")
     assert found.holding("reward", 1) == found.group("reward-1")
-    assert planned(f"{FUNCTION}").holding("reward") is None
+    assert make_plan(f"{FUNCTION}").holding("reward") is None
 
 
-def test_hybrid_engines_sit_on_the_devices_of_the_models():
-    found = planned(f"{FUNCTION} --colocate_all_models --vllm_num_engines 4 --vllm_tensor_parallel_size 2")
+def test_hybrid_engines_share_the_devices_of_the_models():
+    found = make_plan(f"{FUNCTION} --colocate_all_models --vllm_num_engines 4 --vllm_tensor_parallel_size 2")
     assert found.engine == "vllm"
     assert found.engines == tuple(EngineSeat(number, 2, "models") for number in range(4))
     assert found.blocks() == (Block("models", 8),)
@@ -79,20 +82,20 @@ def test_hybrid_engines_sit_on_the_devices_of_the_models():
 
 @pytest.mark.parametrize("flags", ["", "--colocate_all_models --async_train"])
 def test_other_engines_have_devices_of_their_own(flags):
-    found = planned(f"{FUNCTION} {flags} --vllm_num_engines 2 --vllm_tensor_parallel_size 4")
+    found = make_plan(f"{FUNCTION} {flags} --vllm_num_engines 2 --vllm_tensor_parallel_size 4")
     assert [engine.shares for engine in found.engines] == [None, None]
     assert found.blocks()[-2:] == (Block("engine-0", 4), Block("engine-1", 4))
 
 
-def test_without_vllm_a_transformers_engine_sits_beside_each_process_of_the_policy():
-    found = planned(f"{FUNCTION} --actor_num_gpus_per_node 2 --colocate_actor_ref --ref_num_gpus_per_node 2")
+def test_without_vllm_each_policy_process_gets_a_transformers_engine():
+    found = make_plan(f"{FUNCTION} --actor_num_gpus_per_node 2 --colocate_actor_ref --ref_num_gpus_per_node 2")
     assert found.engine == "transformers"
     assert found.engines == (EngineSeat(0, 1, "policy+reference"), EngineSeat(1, 1, "policy+reference"))
 
 
-def test_a_block_is_what_one_node_must_hold():
+def test_a_block_is_placed_on_a_single_node():
     flags = "--advantage_estimator reinforce --actor_num_nodes 2 --actor_num_gpus_per_node 4 --ref_num_gpus_per_node 2"
-    found = planned(f"{FUNCTION} {flags} --vllm_num_engines 1")
+    found = make_plan(f"{FUNCTION} {flags} --vllm_num_engines 1")
     assert found.blocks() == (
         Block("policy", 4),
         Block("policy", 4),
@@ -103,7 +106,7 @@ def test_a_block_is_what_one_node_must_hold():
     assert found.describe() == "policy 2 x 4, reference 1 x 2, engines 1 x 1"
 
 
-def test_blocks_fill_the_fullest_node_that_has_room():
+def test_blocks_go_to_the_fullest_node_with_enough_free_devices():
     blocks = [Block("a", 2), Block("b", 8), Block("c", 4)]
     assert pack(blocks, nodes(8, 6)) == ("n1", "n0", "n1")
 
@@ -114,16 +117,16 @@ def test_the_nodes_of_a_group_are_different_nodes():
     assert set(pack(blocks, nodes(8, 8)) or ()) == {"n0", "n1"}
 
 
-def test_a_choice_that_leads_nowhere_is_taken_back():
+def test_packing_backtracks_from_a_dead_end():
     blocks = [
         Block("a", 1),
         Block("a", 1),
         Block("engine-0", 2),
-    ]  # the engine fits the smaller node, but must not sit there
+    ]  # the engine fits the smaller node, but must not take it
     assert pack(blocks, nodes(3, 2)) == ("n0", "n1", "n0")
 
 
-def test_many_blocks_without_a_place_are_refused_at_once():
+def test_many_blocks_that_do_not_fit_are_rejected_quickly():
     blocks = [Block(f"engine-{number}", 3) for number in range(40)]
     assert pack(blocks, nodes(*[8] * 16)) is None
 
@@ -134,11 +137,13 @@ def test_a_block_is_never_split():
 
 def shortage(flags, found, *, private=False):
     return str(
-        explain_shortage(planned(f"{FUNCTION} --advantage_estimator reinforce {flags}"), found, "GPU", private=private)
+        explain_shortage(
+            make_plan(f"{FUNCTION} --advantage_estimator reinforce {flags}"), found, "GPU", private=private
+        )
     )
 
 
-def test_too_few_devices_are_explained_with_what_is_asked_and_there():
+def test_the_error_for_too_few_devices_lists_requested_and_free_devices():
     message = shortage("--vllm_num_engines 2", nodes(8))
     assert "asks for 18 GPUs (policy 1 x 8, reference 1 x 8, engines 2 x 1)" in message
     assert "10.0.0.0 has 8 of 8 free" in message
@@ -146,17 +151,17 @@ def test_too_few_devices_are_explained_with_what_is_asked_and_there():
 
 
 @pytest.mark.parametrize("flags", ["--actor_num_gpus_per_node 9", "--colocate_all_models --async_train"])
-def test_sharing_devices_is_proposed_only_where_it_helps(flags):
+def test_sharing_devices_is_suggested_only_if_it_helps(flags):
     message = shortage(f"--vllm_num_engines 2 {flags}", nodes(8))
     assert "Try: fewer --*_num_nodes, --*_num_gpus_per_node and --vllm_num_engines" in message
 
 
-def test_generation_alone_has_only_engines_to_ask_fewer_of():
+def test_for_generation_only_fewer_engines_are_suggested():
     engines = Plan((), tuple(EngineSeat(number, 1, None) for number in range(9)), "vllm")
     assert str(explain_shortage(engines, nodes(8), "GPU", private=True)).endswith("Try: fewer --vllm_num_engines")
 
 
-def test_devices_that_others_hold_are_told_from_devices_that_do_not_exist():
+def test_devices_in_use_are_distinguished_from_missing_devices():
     assert "ray status" in shortage("--init_kl_coef 0", nodes(3))
     assert "ray status" not in shortage("--init_kl_coef 0", nodes(3, total=4))
 
@@ -165,11 +170,11 @@ def test_devices_on_the_wrong_nodes_are_explained():
     assert "must lie on one node" in shortage("--init_kl_coef 0", nodes(4, 4))
 
 
-def test_too_few_nodes_are_explained_and_a_ray_of_our_own_has_one():
+def test_too_few_nodes_are_explained_for_joined_and_private_ray():
     flags = "--init_kl_coef 0 --actor_num_nodes 2 --actor_num_gpus_per_node 1"
     assert "2 nodes are asked for, and there are 1" in shortage(flags, nodes(8))
     assert "ray start on every node" in shortage(flags, nodes(8), private=True)
 
 
-def test_a_cluster_without_nodes_is_said():
+def test_a_cluster_without_nodes_is_reported():
     assert "no node is alive" in shortage("", [])

@@ -1,4 +1,4 @@
-"""A whole run handed to a cluster with `ray job submit`, as docs/cluster.md says it: a token, a dashboard, a folder."""
+"""A whole run submitted with `ray job submit`, as in docs/cluster.md: a token, a dashboard, a working directory."""
 
 import json
 from urllib.error import HTTPError
@@ -16,21 +16,21 @@ from tests.rl.toy_task import make_prompts, task_flags
 pytestmark = pytest.mark.slow(seconds=40)
 TOKEN = "0123456789abcdef" * 4
 TRIES = 5
-HELD = {"Authorization": f"Bearer {TOKEN}"}
+HEADERS = {"Authorization": f"Bearer {TOKEN}"}
 
 
 @pytest.fixture
 def environ(machine):
-    """The token in a file, as the cluster and those who use it share it."""
-    held = machine.folder / "token"
-    held.write_text(TOKEN)
-    held.chmod(0o600)
-    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(held)}
+    """Variables that name the file with the token, which the cluster and its users share."""
+    token_file = machine.folder / "token"
+    token_file.write_text(TOKEN)
+    token_file.chmod(0o600)
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_file)}
 
 
 @pytest.fixture
 def address(machine, environ):
-    """Where a head of this test alone takes jobs."""
+    """The address at which a head of this test accepts jobs."""
     port = free_port()
     dashboard = ["--include-dashboard", "true", "--dashboard-host", "127.0.0.1", "--dashboard-port", port]
     start_head(machine, free_port(), dashboard, **environ)
@@ -39,9 +39,9 @@ def address(machine, environ):
 
 @pytest.fixture
 def command(tmp_path, models, machine):
-    """Two steps; prompts and reward are named by their place in the folder that goes along, outputs by whole paths.
+    """Two steps; prompts and reward are relative to the working directory of the job, outputs are absolute.
 
-    Nothing says that it is a run on Ray: that it is within a job has to be enough.
+    No flag asks for Ray: running inside a job must be enough.
     """
     (tmp_path / "work").mkdir()
     task_flags(tmp_path / "work", make_prompts(16))
@@ -52,51 +52,51 @@ def command(tmp_path, models, machine):
 
 
 def submit(machine, address, folder, command, **environ):
-    """Ray gives its own agent ten seconds to be there, which on busy cores may take a second try."""
+    """Submit the job. Ray waits only ten seconds for its agent to start, so a busy machine may need several tries."""
     words = ["-m", "ray.scripts.scripts", "job", "submit", "--address", address, "--working-dir", str(folder)]
     for _ in range(TRIES):
-        with machine.open([*words, "--", *command], **environ) as submitting:
-            out, said = submitting.communicate(timeout=WATCHDOG)
-        if "No available agent" not in out + said:
+        with machine.start_python([*words, "--", *command], **environ) as process:
+            out, stderr = process.communicate(timeout=WATCHDOG)
+        if "No available agent" not in out + stderr:
             break
-    return submitting.returncode, out + said
+    return process.returncode, out + stderr
 
 
-def books(address, page, headers):
-    """What the head itself has noted."""
+def query(address, page, headers):
+    """Query the head's own API."""
     with urlopen(Request(f"{address}/api/{page}", headers=headers), timeout=WATCHDOG) as answer:
         return json.load(answer)
 
 
 def job_and_actors(address):
-    """The one that was submitted, and the processes that its driver, and no other, asked the head for."""
-    (job,) = [one for one in books(address, "jobs/", HELD) if one["type"] == "SUBMISSION"]
-    actors = books(address, "v0/actors?detail=1", HELD)["data"]["result"]["result"]
+    """Return the submitted job and the actors that belong to it."""
+    (job,) = [one for one in query(address, "jobs/", HEADERS) if one["type"] == "SUBMISSION"]
+    actors = query(address, "v0/actors?detail=1", HEADERS)["data"]["result"]["result"]
     return job, [actor for actor in actors if actor["job_id"] == job["job_id"]]
 
 
 def assert_trained(folder, before):
-    """It loads in Transformers, and is no longer what it was."""
+    """Check that the model loads in Transformers and differs from the one before training."""
     (model, _), (first, _) = load(folder), load(before)
     pairs = zip(model.parameters(), first.parameters(), strict=True)
     assert not all(torch.equal(ours, theirs) for ours, theirs in pairs)
 
 
-def test_a_job_trains_on_the_cluster_that_it_was_submitted_to(machine, environ, address, command, models, tmp_path):
-    code, said = submit(machine, address, tmp_path / "work", command, **environ)
-    assert code == 0, said
+def test_a_submitted_job_trains_on_its_cluster(machine, environ, address, command, models, tmp_path):
+    code, stderr = submit(machine, address, tmp_path / "work", command, **environ)
+    assert code == 0, stderr
     ran = FinishedRun(tmp_path / "out", tmp_path / "ckpt")
     assert [(line["kind"], line["step"]) for line in ran.metrics] == [("train", 1), ("train", 2)]
     assert_trained(ran.save_path, models())
 
     job, actors = job_and_actors(address)
     assert job["status"] == "SUCCEEDED"
-    assert job["driver_info"] is not None, said  # else it ran beside the cluster, not on it
+    assert job["driver_info"] is not None, stderr  # otherwise it ran beside the cluster, not on it
     assert {actor["class_name"] for actor in actors} == {"ModelWorker", "EngineWorker"}
     assert wait_until_gone([int(job["driver_info"]["pid"]), *(actor["pid"] for actor in actors)])
-    with pytest.raises(HTTPError, match="401"):  # and it was the token that let us in
-        books(address, "jobs/", {})
+    with pytest.raises(HTTPError, match="401"):  # the token was really required
+        query(address, "jobs/", {})
 
     end(machine.processes())
-    assert wait_until_gone(machine.processes())  # what was born meanwhile ends with its node
+    assert wait_until_gone(machine.processes())  # processes started meanwhile end with their node
     assert machine.processes() == []

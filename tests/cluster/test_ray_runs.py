@@ -1,4 +1,4 @@
-"""Whole runs on a real Ray with DeepSpeed and vLLM: they train what they should, and survive or report every death."""
+"""Whole runs on a real Ray with DeepSpeed and vLLM: they train like one process, and survive or report a death."""
 
 import asyncio
 import os
@@ -46,11 +46,11 @@ from pathlib import Path
 def reward_func(queries, prompts, labels):
     here = Path(__file__).parent
     driver, metrics = here / "driver", here / "out" / "run" / "metrics.jsonl"
-    if driver.exists() and metrics.exists() and metrics.read_text():  # amid the second rollout
+    if driver.exists() and metrics.exists() and metrics.read_text():  # during the second rollout
         os.kill(int(driver.read_text()), signal.SIGKILL)
     return {"rewards": [float(len(query)) for query in queries]}
 """
-VLLM = {"head_dim": 32}  # vLLM's attention on CPU knows no smaller one
+VLLM = {"head_dim": 32}  # the smallest that vLLM's attention supports on CPU
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -66,7 +66,7 @@ def model(models):
 
 @pytest.fixture
 def run_on_ray(tmp_path, model):
-    """A run on the toy, with 8 prompts and 4 samples a step."""
+    """Return a function that trains on the toy task, with 8 prompts and 4 samples each per step."""
 
     def start(name, steps, command="train_ppo_ray", printed="", **flags):
         paths = {"save_path": f"./{name}", "ckpt_path": f"./{name}_ckpt", "pretrain": model}
@@ -101,7 +101,7 @@ def distance(ours, theirs):
 def reward_model(tmp_path, model):
     flags = FAST | PAIRS | dataset_flags(tmp_path, pairs(16), pairs(5, seed=1))
     run_command("train_rm", flags | {"pretrain": model, "save_path": "rm", "ckpt_path": "rm_ckpt"})
-    return "./rm"  # the workers stand elsewhere
+    return "./rm"  # relative, although the workers run in another folder
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def process_model(tmp_path, model):
     return "./prm"
 
 
-def test_ppo_with_every_model_in_a_place_of_its_own(run_on_ray, model, reward_model, process_model):
+def test_ppo_trains_with_every_model_on_its_own_devices(run_on_ray, model, reward_model, process_model):
     ran = run_on_ray(
         "out",
         2,
@@ -137,14 +137,14 @@ def test_ppo_with_every_model_in_a_place_of_its_own(run_on_ray, model, reward_mo
     rewarded = [row for step in (1, 2) for row in read_rollouts(ran, step)]
     assert any(len(row["step_rewards"]) > 1 for row in rewarded)
     for row in rewarded:
-        assert row["step_rewards"][-1][0] == len(row["input_ids"]) - 1  # what the outcome model says
+        assert row["step_rewards"][-1][0] == len(row["input_ids"]) - 1  # the score of the outcome model
         assert row["reward"] == pytest.approx(sum(value for _, value in row["step_rewards"]))
     trained = AutoModelForCausalLM.from_pretrained(ran.save_path).state_dict()
     assert distance(trained, weights(model)) > 1e-3
 
 
 @pytest.mark.parametrize(("estimator", "stage"), [("gae", 2), ("gae", 3), ("group_norm", 2)])
-def test_one_step_on_two_ranks_is_that_of_one_process(estimator, stage, run_on_ray, run_locally, model):
+def test_one_step_on_two_ranks_equals_one_process(estimator, stage, run_on_ray, run_locally, model):
     flags = {"advantage_estimator": estimator, "init_kl_coef": 0.01, "train_batch_size": 16}
     flags |= {"actor_learning_rate": 1e-3, "critic_learning_rate": 1e-3}
     local = run_locally("once", 1, **flags)
@@ -157,7 +157,7 @@ def test_one_step_on_two_ranks_is_that_of_one_process(estimator, stage, run_on_r
     assert moved > 1e-3
 
 
-def test_the_average_of_two_ranks_is_that_of_the_weights_after_each_step(run_on_ray, run_locally, model):
+def test_ema_on_two_ranks_averages_the_weights_after_each_step(run_on_ray, run_locally, model):
     flags = {"advantage_estimator": "group_norm", "train_batch_size": 32, "actor_learning_rate": 1e-2}
     local = run_locally("once", 2, save_steps=1, save_hf_ckpt=True, **flags)
     average = {"enable_ema": True, "ema_beta": 0.75}
@@ -170,8 +170,8 @@ def test_the_average_of_two_ranks_is_that_of_the_weights_after_each_step(run_on_
     assert min(distance(by_hand, other) for other in (first, second, third)) > 1e-3
 
 
-def test_one_step_with_shared_rows_is_that_of_one_process(run_on_ray, run_locally, model):
-    """Policy, reference and critic, each with two processes of its own that share every row."""
+def test_one_step_with_ring_attention_equals_one_process(run_on_ray, run_locally, model):
+    """Policy, reference and critic each have two ranks that share every row (--ring_attn_size 2)."""
     flags = {"advantage_estimator": "gae", "init_kl_coef": 0.01, "train_batch_size": 16, "packing_samples": True}
     flags |= {"actor_learning_rate": 1e-3, "critic_learning_rate": 1e-3, "save_value_network": True}
     local = run_locally("once", 1, **flags)
@@ -184,24 +184,28 @@ def test_one_step_with_shared_rows_is_that_of_one_process(run_on_ray, run_locall
         assert on_ray.train(name) == pytest.approx(local.train(name), abs=1e-5)
 
 
-def test_processes_that_share_every_matrix_train_and_generate_as_one(run_on_ray, run_locally):
-    """Two processes hold one policy; a single process replays what they drew."""
+def test_tensor_parallel_ranks_train_and_generate_like_one_process(run_on_ray, run_locally):
+    """Two ranks hold one policy (--ds_tensor_parallel_size 2); a single process replays their samples."""
     flags = {"advantage_estimator": "group_norm", "init_kl_coef": 0.01, "train_batch_size": 16, "save_steps": 1}
-    flags |= {"actor_learning_rate": 1e-3, "save_hf_ckpt": True, "adam_eps": 1e-5}  # rounding must not decide a sign
+    flags |= {
+        "actor_learning_rate": 1e-3,
+        "save_hf_ckpt": True,
+        "adam_eps": 1e-5,
+    }  # so that rounding cannot flip the sign of an update
     two = {"actor_num_gpus_per_node": 2, "ref_num_gpus_per_node": 2, "ds_tensor_parallel_size": 2}
     split = run_on_ray("split", 2, colocate_all_models=True, **flags | two)
-    assert max_log_prob_difference(split) <= 1e-4  # the engines had whole weights, those of the first step too
+    assert max_log_prob_difference(split) <= 1e-4  # the engines received complete weights, also after the first step
     whole = run_locally("whole", 2, replay="./split/run/rollouts", **flags)
     assert distance(weights(split.save_path), weights(whole.save_path)) <= 1e-5
     assert distance(weights(split.ckpt_path / "global_step1_hf"), weights(split.save_path)) > 1e-3
 
 
-def test_the_hybrid_command_of_the_readme_with_adapters(
+def test_the_hybrid_command_of_the_readme_trains_adapters(
     run_on_ray, tmp_path, model, reward_model, wandb_offline, monkeypatch
 ):
-    """Engines on the models' devices, everyone asleep while others work; what is learned reaches the engines.
+    """Engines share the models' devices and sleep while the models work; trained adapters reach the engines.
 
-    One of them dies while the other generates too, the other amid a sync: either costs one process, its own.
+    One engine is killed while both generate, the other during a sync: each is replaced, and nothing else restarts.
     """
     loaded = record_pids(monkeypatch, "load")
     KillOnCall(monkeypatch, "engine 0", "generate", at=2)
@@ -226,13 +230,13 @@ def test_the_hybrid_command_of_the_readme_with_adapters(
     assert {name: len(processes) for name, processes in loaded.items()} == {"engine 0": 2, "engine 1": 2}
     assert count_prompts(ran) == dict.fromkeys(range(24), 4)
     assert len(ran.train("kl")) == 3
-    assert abs(ran.train("kl")[-1]) > 1e-5  # the adapters moved; it is a mean of either sign
+    assert abs(ran.train("kl")[-1]) > 1e-5  # the adapters changed; the mean may have either sign
     assert max_log_prob_difference(ran) <= 1e-4
     merged = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), ran.save_path).merge_and_unload()
     assert distance(merged.state_dict(), weights(model)) > 1e-3
 
 
-def test_an_engine_that_dies_amid_asynchronous_episodes_is_replaced(run_on_ray, tmp_path, model, monkeypatch, capsys):
+def test_an_engine_that_dies_during_asynchronous_episodes_is_replaced(run_on_ray, tmp_path, model, monkeypatch, capsys):
     (tmp_path / "agent.py").write_text(AGENT)
     KillOnCall(monkeypatch, "engine 0", "generate", at=20)
     _, printed, _ = PRINTED["001 and 004 agent"]
@@ -254,7 +258,7 @@ def test_an_engine_that_dies_amid_asynchronous_episodes_is_replaced(run_on_ray, 
     assert distance(trained, weights(model)) > 1e-3
 
 
-def test_an_error_that_nobody_expected_is_told_with_its_place(capsys):
+def test_an_unexpected_error_is_reported_with_process_and_traceback(capsys):
     class FailingWorker:
         def take_from(self, items):
             return items.pop()
@@ -267,12 +271,12 @@ def test_an_error_that_nobody_expected_is_told_with_its_place(capsys):
     assert "\x1b" not in stderr
 
 
-def test_a_request_that_nobody_awaits_any_more_is_taken_back_from_its_engine(tmp_path, model):
+def test_a_cancelled_request_is_cancelled_in_its_engine(tmp_path, model):
     flags = ON_RAY | {"pretrain": model} | task_flags(tmp_path, make_prompts(1))
     config = check(parse(COMMANDS["train_ppo_ray"], as_argv(flags)))
 
-    async def until(process, waiting):
-        """So many requests are at the engine, where they wait for weights that do not come."""
+    async def wait_for_requests(process, waiting):
+        """Wait until this many requests are at the engine, where they wait for weights that never arrive."""
         count = process.actor.__ray_call__
         while await process.answer(count.remote(lambda worker: len(worker.may_draw._waiters))) != waiting:
             pass
@@ -281,25 +285,25 @@ def test_a_request_that_nobody_awaits_any_more_is_taken_back_from_its_engine(tmp
         async with started_on(cluster) as starting:
             engines = await starting.engines(engine_spec(config), max_restarts=0)
             request = Request((1,), SamplingParams(max_tokens=1))
-            asking = asyncio.create_task(engines.generate([request]))
-            await until(engines.engines[0].process, 1)
-            asking.cancel()
-            await until(engines.engines[0].process, 0)
+            request_task = asyncio.create_task(engines.generate([request]))
+            await wait_for_requests(engines.engines[0].process, 1)
+            request_task.cancel()
+            await wait_for_requests(engines.engines[0].process, 0)
 
     with connect(plan(config), {}) as cluster:
         asyncio.run(asyncio.wait_for(scenario(), WATCHDOG))
 
 
-def test_an_engine_that_may_not_be_replaced_ends_the_run(run_on_ray, monkeypatch):
+def test_an_engine_death_with_max_restarts_0_ends_the_run(run_on_ray, monkeypatch):
     KillOnCall(monkeypatch, "engine 0", "generate", at=10)
     with pytest.raises(RolloutError, match=r"engine 0 on \S+ died: .*, after 0 restarts \(--max_restarts\)"):
         run_on_ray("out", 2, max_restarts=0)
 
 
-def test_a_rank_that_dies_amid_a_step_ends_the_run_and_it_goes_on_elsewhere(run_on_ray, monkeypatch, tmp_path):
-    """Before it an engine dies amid a sync, which the ranks, that gather the weights together, must survive.
+def test_a_rank_that_dies_during_a_step_ends_the_run_and_the_run_resumes(run_on_ray, monkeypatch, tmp_path):
+    """Before that an engine dies during a sync, which the ranks must survive although they gather weights collectively.
 
-    The queue of an asynchronous run is part of its checkpoint: nothing is lost or trained twice.
+    The queue of an asynchronous run is part of its checkpoint: no sample is lost or trained twice.
     """
     flags = {"actor_num_gpus_per_node": 2, "zero_stage": 3, "save_steps": 1, "async_train": True, "async_queue_size": 1}
     with monkeypatch.context() as patch:
@@ -315,14 +319,14 @@ def test_a_rank_that_dies_amid_a_step_ends_the_run_and_it_goes_on_elsewhere(run_
     assert count_prompts(ran) == dict.fromkeys(range(24), 4)
 
 
-def test_a_killed_driver_takes_models_and_engine_along_and_the_next_run_starts(tmp_path, model, machine):
+def test_workers_and_engines_end_with_a_killed_driver_and_the_next_run_starts(tmp_path, model, machine):
     (tmp_path / "reward.py").write_text(KILL_DRIVER)
     flags = ON_RAY | {"pretrain": model, "save_path": f"{tmp_path}/out", "ckpt_path": f"{tmp_path}/ckpt"}
     flags |= {"prompt_data": write_rows(tmp_path / "prompts.jsonl", make_prompts(16)), "vllm_num_engines": 1}
     flags |= {"remote_rm_url": str(tmp_path / "reward.py")}
     command = ["-m", "openrlhf.cli.train_ppo_ray", *as_argv(flags)]
-    home = {"HOME": os.environ["HOME"]}  # where vLLM keeps what it learned of the model
-    with machine.open(command, **home) as driver:
+    home = {"HOME": os.environ["HOME"]}  # where vLLM caches what it compiled for the model
+    with machine.start_python(command, **home) as driver:
         (tmp_path / "driver").write_text(str(driver.pid))
         assert driver.wait(WATCHDOG) == -signal.SIGKILL
     processes = machine.processes()
@@ -331,10 +335,10 @@ def test_a_killed_driver_takes_models_and_engine_along_and_the_next_run_starts(t
     assert len((tmp_path / "out" / "run" / "metrics.jsonl").read_text().splitlines()) == 1
 
     (tmp_path / "driver").unlink()
-    with machine.open(command, **home) as driver:
+    with machine.start_python(command, **home) as driver:
         _, stderr = driver.communicate(timeout=WATCHDOG)
     assert driver.returncode == 0, stderr
     lines = [line for line in stderr.splitlines() if line and not line.startswith(("  ", "train: "))]
-    ours = ("openrlhf: ", "from LD_PRELOAD cannot be preloaded")  # the loader's, if this folder has a space in its name
-    assert [line for line in lines if not any(words in line for words in ours)] == []  # and nothing of Ray or vLLM
+    ours = ("openrlhf: ", "from LD_PRELOAD cannot be preloaded")  # from the dynamic loader, if this path has a space
+    assert [line for line in lines if not any(words in line for words in ours)] == []  # no line from Ray or vLLM
     assert machine.processes() == []

@@ -13,7 +13,7 @@ def batch(length):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_every_micro_batch_goes_to_one_rank_and_shares_are_equally_long(ranks):
+def test_every_micro_batch_goes_to_one_rank_and_shares_have_equal_length(ranks):
     batches = [batch(length) for length in (9, 1, 7, 3)]
     places, shares = share_out(batches, ranks)
     assert sorted(place for own in places for place in own) == [0, 1, 2, 3]
@@ -29,7 +29,7 @@ def test_the_tokens_of_ranks_are_balanced():
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_every_sample_goes_to_one_rank_and_no_rank_is_without(ranks):
+def test_every_sample_goes_to_one_rank_and_every_rank_gets_a_sample(ranks):
     samples = [sample(length) for length in (9, 1, 7, 3)]
     places, shares = share_trajectories(samples, ranks)
     assert sorted(place for own in places for place in own) == [0, 1, 2, 3]

@@ -1,4 +1,8 @@
-"""A tokenizer whose every word and every blank is one token, and chat templates of each temper."""
+"""A tokenizer in which every word and every space is one token, and a chat template of each kind.
+
+STABLE templates only append, REWRITING ones change earlier turns, OPENING ones start the answer in the prompt, MARKING
+ones mark the assistant's text with `generation` blocks, and TOOLS ones render tools and calls.
+"""
 
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -12,11 +16,11 @@ STABLE = (
     "{% for m in messages %}<{{ m.role }}> {{ m.content }} <eos>\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant> {% endif %}"
 )
-REWRITING = (  # as Qwen3: the reasoning of earlier turns is left out
+REWRITING = (  # like Qwen3: drops the reasoning of earlier turns
     "{% for m in messages %}<{{ m.role }}> {% if m.reasoning is defined and loop.last %}<think> {{ m.reasoning }} "
     "{% endif %}{{ m.content }} <eos>\n{% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
 )
-OPENING = STABLE.replace("<assistant> {% endif", "<assistant> <think> {% endif")  # as R1: the answer has no <think>
+OPENING = STABLE.replace("<assistant> {% endif", "<assistant> <think> {% endif")  # like R1: the answer has no <think>
 MARKING = (
     "{% for m in messages %}<{{ m.role }}> {% if m.role == 'assistant' %}{% generation %}{{ m.content }} <eos>"
     "{% endgeneration %}{% else %}{{ m.content }} <eos>{% endif %}{{ '\\n' }}{% endfor %}"
@@ -41,14 +45,14 @@ def word_tokenizer(chat_template=STABLE):
 
 
 def merging_tokenizer():
-    """Letters, of which a and b become one token wherever they meet."""
+    """Return a tokenizer of letters in which adjacent a and b merge into one token."""
     letters = ["<eos>", "<pad>", "a", "b", "c", "\n", " ", "ab"]
     tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, [("a", "b")]))
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
 
 
-def spoken(row):
-    """A row's text, and the words that are learned of it."""
+def decode_row(row):
+    """Return the text of a row and the part of it that is learned."""
     words = [WORDS[number] for number in row.input_ids]
     learned = [word for word, is_target in zip(words, row.target_mask, strict=True) if is_target]
     return "".join(words), "".join(learned)

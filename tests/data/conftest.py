@@ -15,7 +15,7 @@ def tokenizer():
 
 @pytest.fixture
 def records(tmp_path):
-    """Rows as they come out of data.jsonl."""
+    """Return a function that writes rows to data.jsonl and loads them."""
 
     def make(*rows):
         write_rows(tmp_path / "data.jsonl", rows)

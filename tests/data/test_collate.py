@@ -1,3 +1,5 @@
+"""Rows become padded or packed batches with the same tokens."""
+
 import numpy as np
 import pytest
 import torch
@@ -15,7 +17,7 @@ def row(ids, mask):
 TWO = [row([5, 6, 7], [0, 1, 1]), row([8, 9], [1, 1])]
 
 
-def test_padding_by_hand():
+def test_padding_matches_hand_computation():
     batch = pad(TWO, pad_id=1)
     assert batch.input_ids.tolist() == [[5, 6, 7], [8, 9, 1]]
     assert batch.position_ids.tolist() == [[0, 1, 2], [0, 1, 0]]
@@ -26,7 +28,7 @@ def test_padding_by_hand():
     assert batch.input_ids.dtype == batch.position_ids.dtype == batch.sequence_ids.dtype == torch.int64
 
 
-def test_packing_by_hand():
+def test_packing_matches_hand_computation():
     batch = pack(TWO)
     assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1]]
@@ -52,7 +54,7 @@ def test_packed_equals_padded_token_for_token(rows):
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_pairs_are_all_chosen_and_then_all_rejected(packing):
+def test_pairs_become_all_chosen_then_all_rejected_rows(packing):
     pairs = [PairRow(row([5], [0]), row([6], [0]), 0.5), PairRow(row([7], [0]), row([8], [0]))]
     batch = collate(pairs, packing=packing, pad_id=1)
     assert batch.input_ids.flatten().tolist() == [5, 7, 6, 8]
@@ -61,7 +63,7 @@ def test_pairs_are_all_chosen_and_then_all_rejected(packing):
     assert batch.margin.tolist() == [0.5, 0.0]
 
 
-def test_labels_come_along():
+def test_labels_are_collated():
     rows = [LabelledRow(TWO[0], 1, True), LabelledRow(TWO[1], 1, False)]
     batch = collate(rows, packing=False, pad_id=1)
     assert batch.label.tolist() == [True, False]
@@ -69,7 +71,7 @@ def test_labels_come_along():
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_step_labels_stand_at_their_places(packing):
+def test_step_labels_are_at_their_token_positions(packing):
     rows = [
         StepRow(np.array([5, 6, 7], np.int32), np.array([1, 2], np.int32), np.array([0.25, 1], np.float32)),
         StepRow(np.array([8, 9], np.int32), np.array([1], np.int32), np.array([0], np.float32)),

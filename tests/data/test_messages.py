@@ -1,3 +1,5 @@
+"""Messages, tool calls and tools in the formats that datasets use."""
+
 import pytest
 
 from openrlhf.config.sections.data import TemplateFlags
@@ -21,12 +23,12 @@ def read(records, value, **more):
     return read_messages(record, "input", "--input_key", **more)
 
 
-def test_text_becomes_a_message_of_the_named_speaker(records):
+def test_text_becomes_a_message_of_the_given_role(records):
     assert read(records, "one", speaker="user") == [user("one")]
     assert read(records, None, speaker="assistant") == [assistant("")]
 
 
-def test_messages_keep_their_keys_but_not_the_nulls(records):
+def test_messages_keep_their_keys_except_nulls(records):
     got = read(records, [{"role": "user", "content": "one", "name": None}, assistant("two", reasoning="three")])
     assert got == [user("one"), assistant("two", reasoning="three")]
 
@@ -36,19 +38,19 @@ def test_text_parts_are_joined(records):
     assert read(records, [{"role": "user", "content": parts}]) == [user("one two")]
 
 
-def test_sharegpt_roles_and_calls(records):
+def test_sharegpt_roles_and_calls_are_converted(records):
     got = read(records, SHAREGPT)
     assert [message["role"] for message in got] == ["system", "user", "assistant", "tool", "assistant"]
     assert got[2]["tool_calls"] == [{"type": "function", "function": {"name": "two", "arguments": {"x": 1}}}]
     assert got[2]["content"] == ""
 
 
-def test_a_call_that_is_no_json_stays_text(records):
+def test_a_call_that_is_not_json_stays_text(records):
     assert read(records, [{"from": "function_call", "value": "two(1)"}]) == [assistant("two(1)")]
     assert read(records, [{"from": "function_call", "value": "[1]"}]) == [assistant("[1]")]
 
 
-def test_calls_are_structure_or_text_as_the_template_knows_them(records):
+def test_calls_are_passed_as_structure_or_text_as_the_template_supports(records):
     (record,) = records({"input": SHAREGPT, "tools": '[{"name": "five"}]'})
     for template, call in ((TOOLS, "call two "), (None, CALL)):
         chat = open_chat(word_tokenizer(), TemplateFlags(apply_chat_template=True, tokenizer_chat_template=template))
@@ -85,20 +87,20 @@ def test_calls_in_messages_are_never_lost(records):
         ([{"from": "human", "value": 4}], "text as a message's content is wanted, but the number 4 came"),
     ],
 )
-def test_what_is_no_conversation_is_said_with_its_place(records, value, complaint):
+def test_the_error_for_an_invalid_conversation_names_row_and_field(records, value, complaint):
     with pytest.raises(DataError) as caught:
         read(records, value)
     assert str(caught.value).startswith(f"data.jsonl, row 1, field 'input': {complaint}")
 
 
 @pytest.mark.parametrize("tools", [[{"name": "two"}], '[{"name": "two"}]', ['{"name": "two"}']])
-def test_tools_come_as_a_list_or_as_json(records, tools):
+def test_tools_may_be_a_list_or_json(records, tools):
     (record,) = records({"tools": tools})
     assert read_tools(record) == [{"name": "two"}]
 
 
 @pytest.mark.parametrize("tools", [None, [], "", "[]"])
-def test_no_tools(records, tools):
+def test_rows_without_tools_give_none(records, tools):
     without, record = records({}, {"tools": tools})
     assert read_tools(without) is None
     assert read_tools(record) is None
@@ -112,7 +114,7 @@ def test_no_tools(records, tools):
         ([7], "a list of tool descriptions is wanted, but the number 7 came"),
     ],
 )
-def test_tools_that_are_none_are_said(records, tools, complaint):
+def test_invalid_tools_are_an_error(records, tools, complaint):
     (record,) = records({"tools": tools})
     with pytest.raises(DataError) as caught:
         read_tools(record)

@@ -1,9 +1,11 @@
+"""Rows of preference pairs, for reward models and DPO."""
+
 import pytest
 
 from openrlhf.config.sections.data import PairFlags, TemplateFlags
 from openrlhf.data.preference import preference_rows
 from openrlhf.errors import DataError
-from tests.data.chat_words import MARKING, STABLE, assistant, spoken, user, word_tokenizer
+from tests.data.chat_words import MARKING, STABLE, assistant, decode_row, user, word_tokenizer
 
 CHAT = TemplateFlags(apply_chat_template=True)
 PLAIN = TemplateFlags(input_template="User: {} Assistant: ")
@@ -17,7 +19,7 @@ def read(records, *, template=PLAIN, tokenizer=None, max_len=100, drop_long_prom
     )
 
 
-def test_plain_pairs_by_hand(records):
+def test_plain_pairs_match_hand_computation(records):
     (row,) = read(records(PAIR))
     assert row.chosen.input_ids.tolist() == [5, 3, 7, 3, 6, 3, 8, 0]
     assert row.rejected.input_ids.tolist() == [5, 3, 7, 3, 6, 3, 9, 0]
@@ -27,7 +29,7 @@ def test_plain_pairs_by_hand(records):
 
 def test_plain_pairs_without_a_prompt_are_whole_texts(records):
     (row,) = read(records({"chosen": "one two", "rejected": "one three"}), prompt_key=None)
-    assert spoken(row.chosen) == ("one two<eos>", " two<eos>")
+    assert decode_row(row.chosen) == ("one two<eos>", " two<eos>")
 
 
 @pytest.mark.parametrize("chat_template", [STABLE, MARKING])
@@ -41,8 +43,8 @@ def test_plain_pairs_without_a_prompt_are_whole_texts(records):
 )
 def test_chat_pairs_with_and_without_a_prompt(records, data, prompt_key, chat_template):
     (row,) = read(records(data), template=CHAT, tokenizer=word_tokenizer(chat_template), prompt_key=prompt_key)
-    assert spoken(row.chosen) == ("<user> one <eos>\n<assistant> two <eos>", "two <eos>")
-    assert spoken(row.rejected) == ("<user> one <eos>\n<assistant> three <eos>", "three <eos>")
+    assert decode_row(row.chosen) == ("<user> one <eos>\n<assistant> two <eos>", "two <eos>")
+    assert decode_row(row.rejected) == ("<user> one <eos>\n<assistant> three <eos>", "three <eos>")
 
 
 def test_without_a_prompt_only_the_last_turn_of_a_conversation_is_the_response(records):
@@ -52,26 +54,26 @@ def test_without_a_prompt_only_the_last_turn_of_a_conversation_is_the_response(r
         template=CHAT,
         prompt_key=None,
     )
-    assert (spoken(row.chosen)[1], spoken(row.rejected)[1]) == ("four <eos>", "five <eos>")
+    assert (decode_row(row.chosen)[1], decode_row(row.rejected)[1]) == ("four <eos>", "five <eos>")
 
 
-def test_a_continuation_of_several_messages_learns_the_assistants(records):
+def test_in_a_continuation_of_several_messages_only_assistant_turns_are_learned(records):
     chosen = [assistant("two"), {"role": "tool", "content": "three"}, assistant("four")]
     (row,) = read(records({"prompt": "one", "chosen": chosen, "rejected": "five"}), template=CHAT)
-    assert spoken(row.chosen)[1] == "two <eos>four <eos>"
+    assert decode_row(row.chosen)[1] == "two <eos>four <eos>"
 
 
 def test_the_system_prompt_is_part_of_the_prompt(records):
     (row,) = read(records(PAIR), template=TemplateFlags(apply_chat_template=True, system_prompt="be kind"))
-    assert spoken(row.chosen) == ("<system> be kind <eos>\n<user> one <eos>\n<assistant> two <eos>", "two <eos>")
+    assert decode_row(row.chosen) == ("<system> be kind <eos>\n<user> one <eos>\n<assistant> two <eos>", "two <eos>")
 
 
-def test_margins(records):
+def test_margins_are_read_from_rows(records):
     rows = read(records({**PAIR, "margin": 2}, {**PAIR, "margin": None}, PAIR))
     assert [row.margin for row in rows] == [2.0, 0.0, 0.0]
 
 
-def test_dpo_drops_long_prompts_and_a_reward_model_cuts_them(records, capsys):
+def test_dpo_drops_long_prompts_and_a_reward_model_truncates_them(records, capsys):
     data = records(PAIR, {**PAIR, "prompt": "one one one one"})
     assert len(read(data, max_len=14)) == 1
     assert "dropped 1 of 2 rows: 1 with a prompt of 12 tokens or more (--max_len 14)" in capsys.readouterr().err
@@ -84,13 +86,13 @@ def test_equal_pairs_are_dropped_and_counted(records, capsys):
     assert "dropped 1 of 2 rows: 1 with chosen equal to rejected" in capsys.readouterr().err
 
 
-def test_pairs_that_differ_past_the_cut_are_dropped(records, capsys):
+def test_pairs_that_differ_only_after_truncation_are_dropped(records, capsys):
     long = {"prompt": "one", "chosen": "two two two two four", "rejected": "two two two two five"}
     assert len(read(records(PAIR, long), max_len=12)) == 1
     assert "with chosen equal to rejected as far as --max_len 12 reaches" in capsys.readouterr().err
 
 
-def test_equal_pairs_everywhere_are_an_error(records):
+def test_a_dataset_of_equal_pairs_is_an_error(records):
     same = {**PAIR, "rejected": "two"}
     with pytest.raises(DataError, match=r"^data.jsonl: no row is left of 2: 2 with chosen equal to rejected$"):
         read(records(same, same))
@@ -115,7 +117,7 @@ def test_equal_pairs_everywhere_are_an_error(records):
         ({**PAIR, "margin": "far"}, "row 1, field 'margin': a number is wanted, but the text 'far' came"),
     ],
 )
-def test_complaints_name_row_and_field(records, data, complaint):
+def test_errors_name_row_and_field(records, data, complaint):
     with pytest.raises(DataError) as caught:
         read(records(data))
     assert str(caught.value).startswith(f"data.jsonl, {complaint}")
@@ -129,6 +131,6 @@ def test_complaints_name_row_and_field(records, data, complaint):
         ([], "prompt", "whose last message is not the assistant's"),
     ],
 )
-def test_conversations_that_are_no_pair_are_dropped(records, chosen, prompt_key, reason):
+def test_conversations_that_form_no_pair_are_dropped(records, chosen, prompt_key, reason):
     with pytest.raises(DataError, match=f"no row is left of 1: 1 {reason}$"):
         read(records({"prompt": "one", "chosen": chosen, "rejected": chosen}), template=CHAT, prompt_key=prompt_key)

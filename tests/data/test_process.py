@@ -1,3 +1,5 @@
+"""Rows with a label per step, for process reward models."""
+
 import numpy as np
 import pytest
 
@@ -14,7 +16,7 @@ def read(records, *, max_len=100, placeholder="ки", reward_tokens=("+", "-"), 
     return step_rows(records, tokenizer or word_tokenizer(), fields, max_len)
 
 
-def test_hard_labels_by_hand(records):
+def test_hard_labels_match_hand_computation(records):
     steps = read(records({"input": TEXT, "label": ["+", "-"]}))
     (row,) = steps.rows
     assert not steps.soft
@@ -35,7 +37,7 @@ def test_without_reward_tokens_a_label_is_a_token_of_the_vocabulary(records):
     assert steps.rows[0].step_labels.tolist() == [21.0, 12.0]
 
 
-def test_labels_are_cut_with_the_text(records, capsys):
+def test_labels_are_truncated_with_the_text(records, capsys):
     steps = read(
         records({"input": TEXT, "label": ["+", "-"]}, {"input": "one two three ки", "label": ["+"]}), max_len=6
     )
@@ -56,12 +58,12 @@ def test_labels_written_into_the_text_are_read(records):
 
 
 @pytest.mark.parametrize("label", ["+-", "one two + four -", "one two + three ки", "one two + three + more", "+"])
-def test_a_text_that_is_not_the_input_is_refused(records, label):
+def test_a_labelled_text_that_differs_from_the_input_is_rejected(records, label):
     with pytest.raises(DataError, match=r"^data.jsonl, row 1, field 'label': a list with one label per step is wanted"):
         read(records({"input": TEXT, "label": label}))
 
 
-def test_labels_in_the_text_that_can_be_read_in_two_ways_are_refused(records):
+def test_ambiguous_labels_in_the_text_are_rejected(records):
     with pytest.raises(DataError, match=r"a list with one label per step is wanted"):
         read(records({"input": "one ки", "label": "one ++"}), reward_tokens=("+", "++"))
 
@@ -78,12 +80,12 @@ def test_labels_in_the_text_that_can_be_read_in_two_ways_are_refused(records):
         (7, "a list with one label per step is wanted, but the number 7 came"),
     ],
 )
-def test_labels_that_do_not_fit_name_the_row(records, label, complaint):
+def test_the_error_for_mismatched_labels_names_the_row(records, label, complaint):
     with pytest.raises(DataError, match=f"^data.jsonl, row 1, field 'label': {complaint}$"):
         read(records({"input": TEXT, "label": label}))
 
 
-def test_kinds_may_not_change_between_rows(records):
+def test_rows_may_not_mix_hard_and_soft_labels(records):
     with pytest.raises(DataError, match=r"^data.jsonl, row 2, field 'label': labels were tokens so far"):
         read(records({"input": TEXT, "label": ["+", "-"]}, {"input": TEXT, "label": [0.5, 0.5]}))
 
@@ -93,7 +95,7 @@ def test_probabilities_need_two_reward_tokens(records):
         read(records({"input": TEXT, "label": [0.5, 0.5]}), reward_tokens=("+", "-", "six"))
 
 
-def test_each_token_is_exactly_one():
+def test_placeholder_and_reward_tokens_must_be_single_tokens():
     tokenizer = word_tokenizer()
     tokens = step_tokens(tokenizer, StepFlags(placeholder_token="ки", reward_tokens=("+", "-")))
     assert (tokens.placeholder_id, tokens.reward_ids) == (20, (21, 22))
@@ -103,7 +105,7 @@ def test_each_token_is_exactly_one():
         step_tokens(tokenizer, StepFlags(placeholder_token="ки", reward_tokens=("+", "one two")))
 
 
-def test_placeholders_that_melt_into_their_surroundings_are_explained(records):
+def test_the_error_explains_placeholders_that_merge_with_neighbouring_text(records):
     with pytest.raises(DataError, match=r"field 'input': 1 of 2 placeholders 'b' are merged with the text around them"):
         read(
             records({"input": "cb ab", "label": ["a", "c"]}),
@@ -113,6 +115,6 @@ def test_placeholders_that_melt_into_their_surroundings_are_explained(records):
         )
 
 
-def test_a_step_needs_text(records):
+def test_a_step_without_text_is_an_error(records):
     with pytest.raises(DataError, match=r"^data.jsonl, row 1: the first step is empty"):
         read(records({"input": "ки one ки", "label": ["+", "+"]}))

@@ -18,69 +18,69 @@ def letters():
     return make_tokenizer()
 
 
-def made(records, letters, budget=100, template=None, **flags):
+def make_prompts(records, letters, budget=100, template=None, **flags):
     return prompt_rows(records, letters, PromptFlags(**flags), template or TemplateFlags(), Budget(budget))
 
 
-def test_plain_text_in_its_template(records, letters):
+def test_plain_text_is_put_into_the_template(records, letters):
     rows = records({"input": "1+1"}, {"input": "2+2"})
-    first, second = made(rows, letters, template=TemplateFlags(input_template="{}="))
+    first, second = make_prompts(rows, letters, template=TemplateFlags(input_template="{}="))
     assert (first.index, first.text, first.label, first.datasource) == (0, "1+1=", "", "default")
     assert letters.decode(list(second.input_ids)) == "2+2="
 
 
-def test_labels_and_sources(records, letters):
+def test_labels_and_sources_are_read(records, letters):
     rows = records({"q": "a", "answer": "4", "datasource": "sums"}, {"q": "b", "answer": "5", "datasource": "words"})
-    prompts = made(rows, letters, input_key="q", label_key="answer")
+    prompts = make_prompts(rows, letters, input_key="q", label_key="answer")
     assert [(prompt.label, prompt.datasource) for prompt in prompts] == [("4", "sums"), ("5", "words")]
 
 
-def test_a_label_that_is_missing_is_an_error(records, letters):
+def test_a_missing_label_is_an_error(records, letters):
     with pytest.raises(DataError, match="answer"):
-        made(records({"input": "a"}), letters, label_key="answer")
+        make_prompts(records({"input": "a"}), letters, label_key="answer")
 
 
-def test_messages_through_the_chat_template_up_to_the_answer(records, letters):
+def test_messages_go_through_the_chat_template_up_to_the_answer(records, letters):
     rows = records({"input": [{"role": "user", "content": "hi"}]})
-    (prompt,) = made(rows, letters, template=TemplateFlags(apply_chat_template=True))
+    (prompt,) = make_prompts(rows, letters, template=TemplateFlags(apply_chat_template=True))
     assert prompt.text == "<u>hi<a>"
     assert letters.decode(list(prompt.input_ids)) == "<u>hi<a>"
 
 
 def test_text_becomes_a_users_message(records, letters):
     template = TemplateFlags(apply_chat_template=True, system_prompt="be kind")
-    (prompt,) = made(records({"input": "hi"}), letters, template=template)
+    (prompt,) = make_prompts(records({"input": "hi"}), letters, template=template)
     assert prompt.text == "<s>be kind<u>hi<a>"
 
 
-def test_prompts_that_are_too_long_are_dropped_and_a_line_says_how_many(records, letters, capsys):
-    (short,) = made(records({"input": "abcdefgh"}, {"input": "xy"}), letters, budget=3)
+def test_long_prompts_are_dropped_and_counted(records, letters, capsys):
+    (short,) = make_prompts(records({"input": "abcdefgh"}, {"input": "xy"}), letters, budget=3)
     assert (short.index, short.text) == (0, "xy")
     said = capsys.readouterr().err
     assert "1 of 2 prompts are longer than the 3 tokens that --prompt_max_len 3 leaves them, and are dropped" in said
     assert "--prompt_max_len 8 would keep all" in said
 
 
-def test_a_budget_that_leaves_hardly_any_prompt_is_refused(records, letters):
+def test_a_budget_that_drops_almost_every_prompt_is_rejected(records, letters):
     rows = records({"input": "a"}, *[{"input": "b" * length} for length in range(5, 24)])
-    assert len(made(rows, letters, budget=5)) == 2
+    assert len(make_prompts(rows, letters, budget=5)) == 2
     for budget in (4, 1):
         with pytest.raises(DataError) as caught:
-            made(rows, letters, budget=budget)
+            make_prompts(rows, letters, budget=budget)
         assert "19 of 20 prompts are longer" in str(caught.value)
         assert "hardly anything would be trained on. Try: --prompt_max_len 22, which keeps 95% of them" in str(
             caught.value
         )
 
 
-def test_a_budget_that_leaves_no_prompt_is_refused(records, letters):
+def test_a_budget_that_drops_every_prompt_is_rejected(records, letters):
     tight = Budget(4, "--max_len", 16)
     with pytest.raises(DataError, match=r"1 of 1 .* 4 tokens that --max_len 20 leaves them.* Try: --max_len 21"):
         prompt_rows(records({"input": "abcde"}), letters, PromptFlags(), TemplateFlags(), tight)
 
 
 def test_empty_prompts_are_dropped_and_counted(records, letters, capsys):
-    (only,) = made(records({"input": ""}, {"input": "a"}), letters)
+    (only,) = make_prompts(records({"input": ""}, {"input": "a"}), letters)
     assert (only.index, only.text) == (0, "a")
     assert "dropped 1 of 2 rows: 1 an empty prompt" in capsys.readouterr().err
 
@@ -94,11 +94,11 @@ def test_empty_prompts_are_dropped_and_counted(records, letters, capsys):
         ("--max_len 32", Budget(31, "--max_len", 1)),
     ],
 )
-def test_a_prompt_leaves_room_for_a_response(flags, budget):
+def test_the_prompt_budget_leaves_tokens_for_a_response(flags, budget):
     assert prompt_budget(parse(COMMANDS["train_ppo"], [*RL, *flags.split()])) == budget
 
 
-def test_prompts_by_the_flags(records, letters):
+def test_prompts_follow_the_flags(records, letters):
     records({"input": "ab"}, {"input": "cd"}, {"input": "ef"})
     config = parse(
         COMMANDS["train_ppo"], [*RL, "--max_samples", "2", "--eval_dataset", "data.jsonl", "--eval_split", "train"]

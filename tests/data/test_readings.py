@@ -1,4 +1,4 @@
-"""Where a reward model with another tokenizer finds the steps of a sample."""
+"""How a reward model with another tokenizer finds the steps of a sample."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ MERGES = [("a", "b"), ("ab", "#"), ("#", "c")]
 
 
 def byte_tokenizer():
-    """Bytes, and a few longer tokens: `ab`, `ab#` and `#c`."""
+    """Return a tokenizer of bytes and a few longer tokens: `ab`, `ab#` and `#c`."""
     vocabulary = {token: number for number, token in enumerate(["</s>", *BYTES, *("".join(pair) for pair in MERGES)])}
     tokenizer = Tokenizer(models.BPE(vocabulary, MERGES))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -23,7 +23,7 @@ def byte_tokenizer():
 
 
 def letter_tokenizer():
-    """A character a token, `#` among them, and an EOS of another name."""
+    """Return a tokenizer with one token per character, including `#`, and another EOS."""
     vocabulary = {token: number for number, token in enumerate(["<end>", "?", *"#abcdxyz好é"])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
@@ -43,8 +43,8 @@ def sample(*tokens):
     )
 
 
-def spelled(text):
-    """The bytes of a text, one a token, as no tokenizer would make of it."""
+def byte_tokens(text):
+    """Return the bytes of a text as one token each, which the tokenizer itself would merge."""
     to_byte_token = {piece: piece for piece in BYTES}
     (pieces,) = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)[0][0]]
     return [to_byte_token[piece] for piece in pieces]
@@ -60,7 +60,7 @@ CASES = {
     "token by token": (["x", "#", "y", "#"], [1, 3]),
     "inside a longer token": (["x", "ab#", "y", "#c", "d"], [1, 3]),
     "as its tokenizer would not": (["x", "a", "b", "#", "y", "#", "c"], [3, 5]),
-    "after characters of several tokens": (spelled("x好é#好#é"), [6, 10]),
+    "after characters of several tokens": (byte_tokens("x好é#好#é"), [6, 10]),
     "before EOS": (["x", "#", "</s>"], [1]),
     "nowhere": (["x", "y"], []),
 }
@@ -73,17 +73,17 @@ def test_a_step_ends_in_the_token_that_ends_its_marker(case):
 
 
 def test_a_marker_of_several_tokens_ends_with_the_last():
-    assert ends(sample(*spelled("x好y好")), mark="好") == [3, 7]
+    assert ends(sample(*byte_tokens("x好y好")), mark="好") == [3, 7]
 
 
-def test_an_eos_has_another_name_in_the_other_vocabulary():
+def test_eos_maps_to_the_eos_of_the_other_vocabulary():
     item = sample("x", "y", "</s>")
     row = TEXTS.ids(item)
     assert row[-1] == OWN.eos_token_id
     assert TEXTS.places(item, row, [0, 2]) == [0, 2]
 
 
-def test_a_shared_vocabulary_needs_no_text():
+def test_a_shared_vocabulary_keeps_token_ids():
     tokenizer = make_tokenizer()
     item = sample("x", "#")
     assert Texts(tokenizer, tokenizer, shared=True).ids(item).tolist() == list(item.input_ids)

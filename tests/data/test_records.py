@@ -1,3 +1,5 @@
+"""Reading fields of a row; errors name file, row, field and flag."""
+
 import pytest
 
 from openrlhf.data.records import Place, Record, describe
@@ -13,14 +15,14 @@ from openrlhf.errors import DataError
         ([], "there are none"),
     ],
 )
-def test_a_wrong_key_names_the_fields_there_are_and_its_flag(fields, complaint):
+def test_the_error_for_a_wrong_key_lists_the_fields_and_the_flag(fields, complaint):
     record = Record(dict.fromkeys(fields, "x"), Place("data.jsonl", 1))
     with pytest.raises(DataError) as caught:
         record.text("input", "--input_key")
     assert str(caught.value) == f"data.jsonl, row 1: no field 'input'; {complaint}"
 
 
-def test_a_number_where_text_is_wanted_names_file_row_and_field(records):
+def test_a_number_instead_of_text_names_file_row_and_field(records):
     _, record = records({"chosen": "one"}, {"chosen": 17})
     with pytest.raises(DataError, match=r"^data.jsonl, row 2, field 'chosen': text is wanted, but the number 17 came$"):
         record.text("chosen", "--chosen_key")

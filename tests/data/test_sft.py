@@ -1,3 +1,5 @@
+"""Rows for SFT: plain text, chats, every turn or the last one, pretraining."""
+
 import pytest
 
 from openrlhf.config.sections.data import ConversationFlags, TemplateFlags
@@ -9,8 +11,8 @@ from tests.data.chat_words import (
     REWRITING,
     STABLE,
     assistant,
+    decode_row,
     merging_tokenizer,
-    spoken,
     user,
     word_tokenizer,
 )
@@ -25,13 +27,13 @@ def read(records, *, template=PLAIN, tokenizer=None, max_len=100, **fields):
     return sft_rows(records, tokenizer or word_tokenizer(), fields, template, max_len)
 
 
-def test_plain_rows_by_hand(records):
+def test_plain_rows_match_hand_computation(records):
     (row,) = read(records({"input": "one", "output": "two\n"}), output_key="output")
     assert row.input_ids.tolist() == [5, 3, 7, 4, 6, 3, 8, 0]  # User:, blank, one, newline, Assistant:, blank, two, EOS
     assert row.target_mask.tolist() == [False] * 6 + [True] * 2
 
 
-def test_plain_rows_are_tokenised_in_one_piece(records):
+def test_plain_rows_are_tokenised_in_one_call(records):
     template = TemplateFlags(input_template=None)
     (row,) = read(
         records({"input": "ca", "output": "bc"}), output_key="output", template=template, tokenizer=merging_tokenizer()
@@ -56,37 +58,37 @@ def test_plain_rows_need_an_output_key(records):
     ],
 )
 @pytest.mark.parametrize("chat_template", [STABLE, MARKING, REWRITING])
-def test_chat_rows_in_each_shape(records, row, fields, chat_template):
+def test_chat_rows_may_have_any_supported_shape(records, row, fields, chat_template):
     (got,) = read(records(row), template=CHAT, tokenizer=word_tokenizer(chat_template), **fields)
-    assert spoken(got) == ("<user> one <eos>\n<assistant> two <eos>", "two <eos>")
+    assert decode_row(got) == ("<user> one <eos>\n<assistant> two <eos>", "two <eos>")
 
 
 def test_chat_learns_the_last_message_only(records):
     (row,) = read(records({"input": TURNS}), template=CHAT)
-    assert spoken(row)[1] == "four <eos>"
+    assert decode_row(row)[1] == "four <eos>"
 
 
 def test_multiturn_learns_every_assistant_turn(records):
     (row,) = read(records({"input": TURNS}), template=CHAT, multiturn=True)
-    text, learned = spoken(row)
+    text, learned = decode_row(row)
     assert text == "<user> one <eos>\n<assistant> two <eos>\n<user> three <eos>\n<assistant> four <eos>"
     assert learned == "two <eos>four <eos>"
 
 
 def test_multiturn_with_an_output_appends_it(records):
     (row,) = read(records({"input": TURNS[:3], "output": "six"}), template=CHAT, multiturn=True, output_key="output")
-    assert spoken(row)[1] == "two <eos>six <eos>"
+    assert decode_row(row)[1] == "two <eos>six <eos>"
 
 
-def test_what_nobody_answers_is_left_off_the_end(records):
+def test_unanswered_messages_at_the_end_are_dropped(records):
     (row,) = read(records({"input": [*TURNS[:2], user("six")]}), template=CHAT, multiturn=True)
-    assert spoken(row) == ("<user> one <eos>\n<assistant> two <eos>", "two <eos>")
+    assert decode_row(row) == ("<user> one <eos>\n<assistant> two <eos>", "two <eos>")
 
 
 def test_rewritten_history_splits_a_conversation_into_its_turns(records, capsys):
     data = records({"input": TURNS}, {"input": TURNS[:2]})
     rows = read(data, template=CHAT, tokenizer=word_tokenizer(REWRITING), multiturn=True)
-    assert [spoken(row) for row in rows] == [
+    assert [decode_row(row) for row in rows] == [
         ("<user> one <eos>\n<assistant> <think> five two <eos>", "<think> five two <eos>"),
         (
             "<user> one <eos>\n<assistant> two <eos>\n<user> three <eos>\n<assistant> <think> six four <eos>",
@@ -94,27 +96,27 @@ def test_rewritten_history_splits_a_conversation_into_its_turns(records, capsys)
         ),
         ("<user> one <eos>\n<assistant> <think> five two <eos>", "<think> five two <eos>"),
     ]
-    said = capsys.readouterr().err
-    assert said.count("the chat template rewrites earlier turns: 1 conversations became one sample per") == 1
+    stderr = capsys.readouterr().err
+    assert stderr.count("the chat template rewrites earlier turns: 1 conversations became one sample per") == 1
 
 
-def test_turns_that_do_not_fit_are_left_out_and_counted(records, capsys):
+def test_turns_that_do_not_fit_are_dropped_and_counted(records, capsys):
     data = records({"input": TURNS})
     (row,) = read(data, template=CHAT, tokenizer=word_tokenizer(REWRITING), multiturn=True, max_len=16)
-    assert spoken(row)[1] == "<think> five two <eos>"
+    assert decode_row(row)[1] == "<think> five two <eos>"
     assert "1 turns with a prompt of 14 tokens or more (--max_len 16) were left out" in capsys.readouterr().err
 
 
-def test_a_template_that_cannot_be_followed_is_refused_by_row(records):
+def test_the_error_for_an_unusable_template_names_the_row(records):
     for multiturn in (False, True):
         with pytest.raises(DataError, match=r"^data.jsonl, row 1: the chat template opens a response"):
             read(records({"input": TURNS}), template=CHAT, tokenizer=word_tokenizer(OPENING), multiturn=multiturn)
 
 
-def test_multiturn_keeps_the_turns_that_fit_and_cuts_the_rest(records):
+def test_multiturn_keeps_the_turns_that_fit_and_truncates_the_rest(records):
     (row,) = read(records({"input": TURNS}), template=CHAT, multiturn=True, max_len=15)
     assert len(row.input_ids) == 15
-    assert spoken(row)[1] == "two <eos>"
+    assert decode_row(row)[1] == "two <eos>"
 
 
 def test_pretraining_learns_all_but_the_first_token_and_adds_no_eos(records):
@@ -123,7 +125,7 @@ def test_pretraining_learns_all_but_the_first_token_and_adds_no_eos(records):
     assert row.target_mask.tolist() == [False, True, True, True]
 
 
-def test_pretraining_is_cut_without_eos_and_drops_what_has_no_target(records, capsys):
+def test_pretraining_truncates_without_eos_and_drops_rows_without_targets(records, capsys):
     (row,) = read(records({"input": "one two three"}, {"input": ""}, {"input": "one"}), pretrain_mode=True, max_len=3)
     assert row.input_ids.tolist() == [7, 3, 8]
     assert "dropped 2 of 3 rows: 2 with fewer than two tokens" in capsys.readouterr().err
@@ -138,7 +140,7 @@ def test_dropped_rows_are_counted_by_reason(records, capsys):
         {"input": None, "output": "two"},
     )
     (row,) = read(data, output_key="output", template=TemplateFlags(input_template=None), max_len=7)
-    assert spoken(row) == ("one two<eos>", "two<eos>")
+    assert decode_row(row) == ("one two<eos>", "two<eos>")
     assert capsys.readouterr().err.strip() == (
         "openrlhf: data.jsonl: dropped 4 of 5 rows: 2 with a prompt of 5 tokens or more (--max_len 7),"
         " 1 with an empty response, 1 with an empty prompt"
@@ -155,7 +157,7 @@ def test_dropped_rows_are_counted_by_reason(records, capsys):
         (None, "with an empty prompt"),
     ],
 )
-def test_nothing_left_is_an_error_with_the_reasons(records, value, reason):
+def test_dropping_every_row_is_an_error_with_the_reasons(records, value, reason):
     with pytest.raises(DataError, match=f"^data.jsonl: no row is left of 1: 1 {reason}$"):
         read(records({"input": value}), template=CHAT)
 
@@ -168,15 +170,17 @@ def test_nothing_left_is_an_error_with_the_reasons(records, value, reason):
         ([user("one " * 20), assistant("two")], r"with a prompt of 8 tokens or more \(--max_len 10\)"),
     ],
 )
-def test_multiturn_drops_too(records, value, reason):
+def test_multiturn_names_the_reasons_for_dropped_rows(records, value, reason):
     with pytest.raises(DataError, match=f"^data.jsonl: no row is left of 1: 1 {reason}$"):
         read(records({"input": value}), template=CHAT, multiturn=True, max_len=10)
 
 
-def test_a_call_without_text_is_a_response(records):
+def test_a_tool_call_without_text_is_a_response(records):
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "two"}}]}
     (row,) = read(records({"input": [user("one"), call]}), template=CHAT)
-    assert spoken(row)[1] == "<unk> <unk> <eos>"  # the template knows no calls, so it stands there as JSON
+    assert (
+        decode_row(row)[1] == "<unk> <unk> <eos>"
+    )  # the template does not support calls, so the call is rendered as JSON
 
 
 def test_multiturn_needs_the_chat_template(records):
@@ -184,7 +188,7 @@ def test_multiturn_needs_the_chat_template(records):
         read(records({"input": TURNS}), multiturn=True)
 
 
-def test_a_large_set_shows_a_bar_on_the_main_process_only(records, capsys, monkeypatch):
+def test_a_large_dataset_shows_a_progress_bar_on_the_main_process_only(records, capsys, monkeypatch):
     data = records(*[{"input": "one two"}] * 2000)
     assert len(read(data, pretrain_mode=True)) == 2000
     assert "reading" in capsys.readouterr().err

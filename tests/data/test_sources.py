@@ -1,3 +1,5 @@
+"""Datasets from files, folders and lists of them: splits, caps, mixing and row numbers."""
+
 import collections
 import importlib.util
 
@@ -18,24 +20,24 @@ def read(spec, split="train", **more):
     return [record.row["n"] for record in load_dataset_rows(spec, split=split, **more)]
 
 
-def places(spec, **more):
+def origins(spec, **more):
     return [str(record.place) for record in load_dataset_rows(spec, split="train", **more)]
 
 
 @pytest.fixture(autouse=True)
-def no_progress_bars_while_writing():
+def no_progress_bars():
     datasets.disable_progress_bars()
 
 
 @pytest.mark.parametrize("suffix", ["json", "csv", "parquet"])
-def test_tables_and_arrays_give_their_rows_with_numbers(suffix):
+def test_tables_and_arrays_give_rows_with_row_numbers(suffix):
     table = datasets.Dataset.from_list(numbers(3))
     if suffix == "json":
         table.to_json("data.json", lines=False)
     else:
         getattr(table, f"to_{suffix}")(f"data.{suffix}")
     assert read(f"data.{suffix}") == [0, 1, 2]
-    assert places(f"data.{suffix}")[2] == f"data.{suffix}, row 3"
+    assert origins(f"data.{suffix}")[2] == f"data.{suffix}, row 3"
 
 
 def test_an_arrow_file_is_read(tmp_path):
@@ -47,7 +49,7 @@ def test_an_arrow_file_is_read(tmp_path):
 def test_json_lines_keep_their_line_numbers_past_blank_lines(tmp_path):
     (tmp_path / "data.jsonl").write_text('{"n": 1}\n\n{"n": 2}\r\n{"n": 3}')
     assert read("data.jsonl") == [1, 2, 3]
-    assert places("data.jsonl") == ["data.jsonl, row 1", "data.jsonl, row 3", "data.jsonl, row 4"]
+    assert origins("data.jsonl") == ["data.jsonl, row 1", "data.jsonl, row 3", "data.jsonl, row 4"]
 
 
 def test_json_of_one_object_over_several_lines_is_one_row(tmp_path):
@@ -55,17 +57,17 @@ def test_json_of_one_object_over_several_lines_is_one_row(tmp_path):
     assert read("data.json") == [7]
 
 
-def test_json_lines_in_a_json_file_and_a_byte_order_mark(tmp_path):
+def test_json_lines_in_a_json_file_with_a_byte_order_mark_are_read(tmp_path):
     (tmp_path / "data.json").write_bytes(b'\xef\xbb\xbf{"n": 1}\n{"n": 2}\n')
     assert read("data.json") == [1, 2]
 
 
-def test_rows_of_different_types_are_left_as_they_are(tmp_path):
+def test_rows_of_different_types_are_unchanged(tmp_path):
     write_rows(tmp_path / "data.jsonl", [{"n": "text"}, {"n": 1}, {"n": [1, None]}])
     assert read("data.jsonl") == ["text", 1, [1, None]]
 
 
-def test_keys_that_arrow_fills_with_null_are_left_out_again():
+def test_keys_that_arrow_fills_with_null_are_removed():
     rows = [{"m": [{"role": "user", "name": "x"}, {"role": "assistant"}], "margin": None}, {"m": [], "margin": 1.0}]
     datasets.Dataset.from_list(rows).to_parquet("data.parquet")
     first, _ = load_dataset_rows("data.parquet", split="train")
@@ -79,7 +81,7 @@ def test_empty_cells_are_null_and_na_is_text(tmp_path):
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])
-def test_a_saved_dict_gives_the_asked_split(split):
+def test_a_saved_dict_gives_the_requested_split(split):
     table = datasets.Dataset.from_list(numbers(4))
     datasets.DatasetDict({"train": table, "validation": table.select([3])}).save_to_disk("saved")
     assert read("saved", split) == {"train": [0, 1, 2, 3], "validation": [3]}[split]
@@ -87,13 +89,13 @@ def test_a_saved_dict_gives_the_asked_split(split):
 
 
 @pytest.mark.parametrize("split", ["train", "validation", "n"])
-def test_a_saved_dataset_and_a_file_have_no_splits_and_are_taken_whole(split, tmp_path):
+def test_a_saved_dataset_and_a_file_without_splits_are_read_whole(split, tmp_path):
     datasets.Dataset.from_list(numbers(3)).save_to_disk("saved")
     write_rows(tmp_path / "data.jsonl", numbers(3))
     assert read("saved", split) == read("data.jsonl", split) == [0, 1, 2]
 
 
-def test_a_folder_of_files_has_splits_and_an_inner_folder(tmp_path):
+def test_a_folder_of_files_may_have_splits_and_inner_folders(tmp_path):
     (tmp_path / "folder" / "inner").mkdir(parents=True)
     write_rows(tmp_path / "folder" / "train.jsonl", numbers(2))
     write_rows(tmp_path / "folder" / "test.jsonl", numbers(1, start=9))
@@ -108,14 +110,14 @@ def test_an_at_sign_in_a_path_is_part_of_it(tmp_path):
     assert read("me@home/data.jsonl") == [0]
 
 
-def test_datasets_follow_each_other_and_keep_their_places(tmp_path):
+def test_datasets_are_concatenated_and_rows_keep_their_origin(tmp_path):
     write_rows(tmp_path / "a.jsonl", numbers(3))
     write_rows(tmp_path / "b.jsonl", numbers(3, start=10))
     assert read("a.jsonl, b.jsonl") == [0, 1, 2, 10, 11, 12]
-    assert places("a.jsonl,b.jsonl")[4] == "b.jsonl, row 2"
+    assert origins("a.jsonl,b.jsonl")[4] == "b.jsonl, row 2"
 
 
-def test_the_cap_holds_for_each_dataset_and_for_all(tmp_path):
+def test_max_samples_applies_to_each_dataset_and_to_the_total(tmp_path):
     write_rows(tmp_path / "a.jsonl", numbers(3))
     write_rows(tmp_path / "b.jsonl", numbers(9, start=10))
     assert read("b.jsonl", max_samples=2) == [10, 11]
@@ -125,7 +127,7 @@ def test_the_cap_holds_for_each_dataset_and_for_all(tmp_path):
     assert not {14, 15} & set(mixed)
 
 
-def test_mixing_is_that_of_datasets_and_repeats_with_the_seed(tmp_path):
+def test_mixing_matches_datasets_interleave_and_depends_on_the_seed(tmp_path):
     write_rows(tmp_path / "a.jsonl", numbers(5))
     write_rows(tmp_path / "b.jsonl", [{"n": 10 + number, "more": "text"} for number in range(40)])
     got = read("a.jsonl,b.jsonl", probs=[0.3, 0.7], seed=7)
@@ -138,7 +140,7 @@ def test_mixing_is_that_of_datasets_and_repeats_with_the_seed(tmp_path):
     assert max(collections.Counter(got).values()) > 1
 
 
-def test_places_survive_mixing(tmp_path):
+def test_rows_keep_their_origin_after_mixing(tmp_path):
     write_rows(tmp_path / "a.jsonl", numbers(3))
     write_rows(tmp_path / "b.jsonl", numbers(3, start=10))
     for record in load_dataset_rows("a.jsonl,b.jsonl", split="train", probs=[0.5, 0.5]):
@@ -146,7 +148,7 @@ def test_places_survive_mixing(tmp_path):
         assert str(record.place) == f"{file}, row {record.row['n'] - first + 1}"
 
 
-def test_a_dataset_with_probability_zero_is_left_out(tmp_path, capsys):
+def test_a_dataset_with_probability_zero_is_skipped(tmp_path, capsys):
     write_rows(tmp_path / "a.jsonl", numbers(3))
     write_rows(tmp_path / "b.jsonl", numbers(3, start=10))
     assert read("a.jsonl,b.jsonl", probs=[1.0, 0.0]) == [0, 1, 2]
@@ -188,18 +190,18 @@ def test_a_file_that_cannot_be_read_gives_one_line(name, tmp_path, capfd):
 
 
 @pytest.mark.parametrize("name", ["nowhere.jsonl", "./nowhere", "/nowhere/at/all", "nowhere.parquet"])
-def test_what_is_not_there_is_said(name):
+def test_a_missing_dataset_is_reported(name):
     with pytest.raises(DataError, match=f"^{name}: no such file or folder$"):
         read(name)
 
 
-def test_a_missing_split_names_those_there_are():
+def test_the_error_for_a_missing_split_lists_the_splits():
     datasets.DatasetDict({"train": datasets.Dataset.from_list(numbers(2))}).save_to_disk("saved")
     with pytest.raises(DataError, match=r"^saved has no split 'test'; there are 'train'$"):
         read("saved", "test")
 
 
-def test_an_empty_folder_and_a_folder_with_a_script(tmp_path):
+def test_empty_folders_and_dataset_scripts_are_rejected(tmp_path):
     (tmp_path / "bare").mkdir()
     (tmp_path / "scripted").mkdir()
     (tmp_path / "scripted" / "scripted.py").write_text("")
@@ -209,7 +211,7 @@ def test_an_empty_folder_and_a_folder_with_a_script(tmp_path):
         read("scripted")
 
 
-def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch):
+def test_an_unreachable_hub_gives_one_line(monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(DataError, match=r"^org/name: cannot be loaded: Couldn't reach 'org/name' on the Hub") as caught:
@@ -217,12 +219,12 @@ def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch):
     assert "\n" not in str(caught.value)
 
 
-def test_modelscope_that_is_not_installed_says_how_to_get_it():
+def test_missing_modelscope_gives_the_install_command():
     assert importlib.util.find_spec("modelscope") is None
     with pytest.raises(MissingExtraError, match=r"^--use_ms needs modelscope.*pip install modelscope$"):
         read("org/name", use_ms=True)
 
 
-def test_a_list_of_nothing_is_refused():
+def test_an_empty_dataset_list_is_rejected():
     with pytest.raises(ConfigError, match=r"names no dataset"):
         read(" , ")

@@ -1,3 +1,5 @@
+"""The rows of each supervised command, from its flags."""
+
 import pytest
 
 from openrlhf.config.commands import DPOConfig, KDConfig, KTOConfig, PRMConfig, RMConfig, SFTConfig
@@ -14,7 +16,7 @@ from openrlhf.config.sections.training import BatchFlags
 from openrlhf.data.supervised import load_data
 from openrlhf.errors import DataError
 from openrlhf.types import LabelledRow, PairRow, StepRow, TokenRow
-from tests.data.chat_words import assistant, spoken, user, word_tokenizer
+from tests.data.chat_words import assistant, decode_row, user, word_tokenizer
 from tests.toy_data import write_rows
 
 ROWS = {
@@ -54,11 +56,11 @@ def test_each_command_reads_its_rows(command, tmp_path):
     assert not got.soft_labels
 
 
-def test_the_defaults_of_sft_give_the_documented_text(tmp_path):
+def test_sft_defaults_give_the_documented_text(tmp_path):
     write_rows(tmp_path / "train.jsonl", [ROWS[SFTConfig]])
     config = SFTConfig(data=DatasetFlags(dataset="train.jsonl"), fields=FIELDS[SFTConfig])
     got = load_data(config, word_tokenizer())
-    assert spoken(got.train[0]) == ("User: one\nAssistant: two<eos>", "two<eos>")
+    assert decode_row(got.train[0]) == ("User: one\nAssistant: two<eos>", "two<eos>")
     assert got.evaluation == []
 
 
@@ -66,11 +68,11 @@ def test_chat_flags_reach_the_rows(tmp_path):
     write_rows(tmp_path / "train.jsonl", [{"input": [user("one"), assistant("two")]}])
     template = TemplateFlags(apply_chat_template=True, system_prompt="be kind")
     config = SFTConfig(data=DatasetFlags(dataset="train.jsonl"), template=template)
-    assert spoken(load_data(config, word_tokenizer()).train[0])[0].startswith("<system> be kind <eos>")
+    assert decode_row(load_data(config, word_tokenizer()).train[0])[0].startswith("<system> be kind <eos>")
 
 
 @pytest.mark.parametrize(("count", "held"), [(1, 1), (99, 99), (250, 100), (10300, 103)])
-def test_a_reward_model_without_eval_data_takes_the_first_hundred_rows_or_hundredth(count, held, tmp_path, capsys):
+def test_a_reward_model_without_eval_data_evaluates_on_the_first_training_rows(count, held, tmp_path, capsys):
     write_rows(tmp_path / "train.jsonl", [ROWS[RMConfig]] * count)
     got = load_data(RMConfig(data=DatasetFlags(dataset="train.jsonl"), fields=FIELDS[RMConfig]), word_tokenizer())
     assert len(got.train) == count
@@ -92,14 +94,14 @@ def test_mixing_follows_the_flags(tmp_path):
     def read(seed):
         data = DatasetFlags(dataset="a.jsonl,b.jsonl", dataset_probs="0.5,0.5")
         config = SFTConfig(data=data, fields=FIELDS[SFTConfig], batches=BatchFlags(seed=seed))
-        return [spoken(row)[1] for row in load_data(config, word_tokenizer()).train]
+        return [decode_row(row)[1] for row in load_data(config, word_tokenizer()).train]
 
     assert read(1) == read(1)
     assert read(1) != read(2)
     assert {"two<eos>", "four<eos>"} == set(read(1))
 
 
-def test_soft_labels_are_said_and_must_agree(tmp_path):
+def test_soft_labels_are_reported_and_must_be_consistent(tmp_path):
     write_rows(tmp_path / "soft.jsonl", [{"input": "one ки", "label": [0.5]}])
     write_rows(tmp_path / "hard.jsonl", [ROWS[PRMConfig]])
 

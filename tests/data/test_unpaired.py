@@ -1,9 +1,11 @@
+"""Rows of single responses with a label, for KTO."""
+
 import pytest
 
 from openrlhf.config.sections.data import LabelledResponseFlags, TemplateFlags
 from openrlhf.data.unpaired import labelled_rows, mismatched
 from openrlhf.errors import ConfigError, DataError
-from tests.data.chat_words import assistant, spoken, user, word_tokenizer
+from tests.data.chat_words import assistant, decode_row, user, word_tokenizer
 
 PLAIN = TemplateFlags(input_template="User: {} ")
 CHAT = TemplateFlags(apply_chat_template=True)
@@ -18,7 +20,7 @@ def row(prompt, response, label=1):
     return {"input": prompt, "output": response, "label": label}
 
 
-def test_plain_rows_by_hand(records):
+def test_plain_rows_match_hand_computation(records):
     (got,) = read(records(row("one", "two")))
     assert got.tokens.input_ids.tolist() == [5, 3, 7, 3, 8, 0]
     assert got.tokens.target_mask.tolist() == [False] * 4 + [True] * 2
@@ -26,30 +28,30 @@ def test_plain_rows_by_hand(records):
     assert got.label is True
 
 
-def test_messages_in_one_field(records):
+def test_messages_may_be_in_one_field(records):
     data = records({"messages": [user("one"), assistant("two")], "label": False})
     (got,) = read(data, template=CHAT, output_key=None, input_key="messages")
-    assert spoken(got.tokens)[1] == "two <eos>"
+    assert decode_row(got.tokens)[1] == "two <eos>"
     assert got.label is False
 
 
-@pytest.mark.parametrize(("label", "want"), [(1, True), (0, False), (True, True), (False, False), (1.0, True)])
-def test_labels(records, label, want):
+@pytest.mark.parametrize(("label", "expected"), [(1, True), (0, False), (True, True), (False, False), (1.0, True)])
+def test_labels_may_have_any_supported_type(records, label, expected):
     (got,) = read(records(row("one", "two", label)))
-    assert got.label is want
+    assert got.label is expected
 
 
 @pytest.mark.parametrize(
     ("label", "came"),
     [(2, "the number 2"), (0.5, "the number 0.5"), ("yes", "the text 'yes'"), (None, "null"), (-1, "the number -1")],
 )
-def test_another_label_names_the_row(records, label, came):
+def test_the_error_for_an_invalid_label_names_the_row(records, label, came):
     message = rf"^data.jsonl, row 2, field 'label': 0, 1, true or false is wanted, but {came} came$"
     with pytest.raises(DataError, match=message):
         read(records(row("one", "two"), row("one", "two", label)))
 
 
-def test_a_missing_label_names_the_fields(records):
+def test_the_error_for_a_missing_label_lists_the_fields(records):
     message = r"^data.jsonl, row 1: no field 'label'; there are 'input', 'output'. Try: --label_key input or output$"
     with pytest.raises(DataError, match=message):
         read(records({"input": "one", "output": "two"}))
@@ -65,23 +67,23 @@ def test_plain_rows_need_an_output_key(records):
         read(records(row("one", "two")), output_key=None)
 
 
-def test_mismatched_pairs_take_the_next_response_and_the_last_the_first(records):
+def test_mismatched_pairs_use_the_next_response_and_wrap_around(records):
     rows = read(records(row("one", "two"), row("three", "four four"), row("five", "six")))
     got = mismatched(rows, 100)
-    assert [spoken(item) for item in got] == [
+    assert [decode_row(item) for item in got] == [
         ("User: one four four<eos>", "four four<eos>"),
         ("User: three six<eos>", "six<eos>"),
         ("User: five two<eos>", "two<eos>"),
     ]
 
 
-def test_mismatched_pairs_are_cut_and_end_in_eos(records):
+def test_mismatched_pairs_are_truncated_and_end_in_eos(records):
     rows = read(records(row("one", "two"), row("three", "four four")))
-    assert spoken(mismatched(rows, 6)[0]) == ("User: one four<eos>", "four<eos>")
-    assert spoken(rows[1].tokens)[0] == "User: three four four<eos>"  # the row itself is untouched
+    assert decode_row(mismatched(rows, 6)[0]) == ("User: one four<eos>", "four<eos>")
+    assert decode_row(rows[1].tokens)[0] == "User: three four four<eos>"  # the row itself is untouched
 
 
-def test_a_single_row_is_matched_with_itself(records):
+def test_a_single_row_is_paired_with_itself(records):
     (only,) = read(records(row("one", "two")))
-    assert spoken(mismatched([only], 100)[0]) == spoken(only.tokens)
+    assert decode_row(mismatched([only], 100)[0]) == decode_row(only.tokens)
     assert mismatched([], 100) == []

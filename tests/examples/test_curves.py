@@ -37,7 +37,7 @@ def test_a_page_draws_every_curve(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("words", "code"), [(["--help"], 0), (["page.html", "nowhere"], 2)])
-def test_words_that_name_no_run_write_no_page(words, code, tmp_path):
+def test_arguments_that_name_no_run_write_no_page(words, code, tmp_path):
     done = subprocess.run([sys.executable, str(EXAMPLES / "curves.py"), *words], cwd=tmp_path, capture_output=True)
     assert done.returncode == code
     assert list(tmp_path.iterdir()) == []

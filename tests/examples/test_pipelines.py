@@ -130,7 +130,7 @@ def best_of_n(start, module, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("end", "flags"), [("#", []), (".", ["--mark_steps", ".", "#"])], ids=["marked", "unmarked"])
-def test_a_process_reward_model_chooses_answers_that_are_truly_better(end, flags, best_of_n):
+def test_a_process_reward_model_chooses_better_answers(end, flags, best_of_n):
     written = [row["input"].replace("#", end) for row in steps(512, seed=2)]
     figures, commands = best_of_n(written, *flags)
     assert commands == ["train_prm", *["batch_inference"] * 3]
@@ -142,7 +142,7 @@ def test_a_process_reward_model_chooses_answers_that_are_truly_better(end, flags
 NEEDED = ["--policy", "policy", "--reward", "prm", "--folder", "best"]
 
 
-def test_the_check_gets_the_label_of_each_prompt(tmp_path, module):
+def test_the_check_receives_the_label_of_each_prompt(tmp_path, module):
     prompts = write_rows(tmp_path / "prompts.jsonl", [{"input": "a", "wanted": "1"}, {"input": "b", "wanted": "2"}])
     same = "[q == p + a for q, p, a in zip(queries, prompts, labels)]"
     (tmp_path / "check.py").write_text(f"def reward_func(queries, prompts, labels): return {{'rewards': {same}}}\n")
@@ -151,7 +151,7 @@ def test_the_check_gets_the_label_of_each_prompt(tmp_path, module):
     assert module.open_check(module.parse(NEEDED + flags))(rows) == [1.0, 0.0]
 
 
-def test_a_check_that_cannot_be_used_is_known_before_anything_runs(tmp_path, module):
+def test_an_unusable_check_is_rejected_before_anything_runs(tmp_path, module):
     prompts = write_rows(tmp_path / "prompts.jsonl", [{"input": "a", "wanted": "1"}])
     (tmp_path / "check.py").write_text("def reward_func(queries, prompts): return [1.0]\n")
     (tmp_path / "other.py").write_text("def reward(queries): return [1.0]\n")
@@ -169,7 +169,7 @@ def test_prompts_without_a_judged_answer_are_counted(module, capsys):
     assert "# 1 of 2 prompts have no answer with a placeholder" in capsys.readouterr().out
 
 
-def test_answers_that_are_marked_in_another_way_are_judged_again(start, tmp_path, module):
+def test_answers_with_other_step_markers_are_scored_again(start, tmp_path, module):
     """As whoever follows the advice of the line above does it."""
     folder = tmp_path / "best"
     given = ["--policy", str(start / "base"), "--reward", "prm", "--prompts", "p.jsonl", "--folder", str(folder)]
@@ -190,7 +190,7 @@ def test_answers_that_are_marked_in_another_way_are_judged_again(start, tmp_path
     assert judged == [plain, plain[:1], marked, marked[:1], plain, plain[:1]]
 
 
-def test_rows_that_are_written_already_are_left_alone(tmp_path, module):
+def test_rows_that_already_exist_are_kept(tmp_path, module):
     rows = [{"input": "a"}]
     path = Path(module.write(tmp_path / "rows.jsonl", rows))
     os.utime(path, ns=(1, 1))

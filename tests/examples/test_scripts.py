@@ -69,7 +69,7 @@ def names(*, without=()):
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_a_script_can_be_called_and_says_what_it_does(script):
+def test_a_script_is_executable_and_documented(script):
     lines = script.read_text().splitlines()
     assert os.access(script, os.X_OK)
     assert lines[0].startswith("#!")
@@ -78,7 +78,7 @@ def test_a_script_can_be_called_and_says_what_it_does(script):
 
 
 @pytest.mark.parametrize("script", [name for name in names(without=(*NOT_TRAINING, *PIPELINES)) if "slurm" not in name])
-def test_what_a_script_asks_for_by_default_keeps_every_rule(script, asked):
+def test_the_defaults_of_a_script_pass_every_check(script, asked):
     command, flags = asked(script)
     assert command in COMMANDS
     assert flags["param_dtype"] == "bf16"
@@ -88,7 +88,7 @@ def test_what_a_script_asks_for_by_default_keeps_every_rule(script, asked):
     ("script", "place"),
     [("train_sft", "004 sft"), ("train_rm", "004 rm"), ("train_ppo_ray_hybrid_engine", "004 ppo")],
 )
-def test_a_script_asks_for_what_the_document_prints(script, place, asked):
+def test_a_script_uses_the_flags_of_the_printed_command(script, place, asked):
     command, flags = asked(script)
     printed_command, printed, _ = PRINTED[place]
     documented = flag_values(check(read(printed_command, printed), lambda line: None))
@@ -100,28 +100,28 @@ def test_a_script_asks_for_what_the_document_prints(script, place, asked):
 
 
 @pytest.mark.parametrize("script", ["train_sft_llama", "train_dpo_ring_llama", "train_dapo_ray_hybrid_engine"])
-def test_flags_behind_the_name_win(script, asked):
+def test_flags_after_the_script_name_override_its_defaults(script, asked):
     assert asked(script, "--train_batch_size", "72")[1]["train_batch_size"] == 72
 
 
-def test_a_template_may_hold_quotes(words):
+def test_a_template_may_contain_quotes(words):
     called = words("train_prm_best_of_n", TEMPLATE="What's {}?\n")
     flags = shlex.split(called[called.index("--generate") + 1])
     assert flags[flags.index("--input_template") + 1] == "What's {}?\n"
 
 
-def test_a_dashboard_takes_the_run_as_a_job(words, tmp_path):
+def test_with_a_dashboard_address_the_run_is_submitted_as_a_job(words, tmp_path):
     called = words("train_ppo_ray_hybrid_engine", RAY_ADDRESS="http://127.0.0.1:8265")
     job = ["ray", "job", "submit", "--address", "http://127.0.0.1:8265", "--working-dir", str(tmp_path), "--"]
     assert called[: len(job) + 2] == [*job, "python3", "-m"]
 
 
-def test_another_ray_is_joined_by_the_command_itself(words):
+def test_other_ray_addresses_are_passed_to_the_command(words):
     assert words("train_ppo_ray_hybrid_engine", RAY_ADDRESS="head:6379")[:2] == ["python3", "-m"]
 
 
 @pytest.mark.parametrize(("script", "shared"), [("train_ppo_llama", True), ("train_ppo_llama_ray", False)])
-def test_slurm_takes_reinforcement_learning_to_ray(script, shared, words, asked, tmp_path):
+def test_under_slurm_rl_runs_on_ray(script, shared, words, asked, tmp_path):
     """On two nodes: the script for Ray gets the flags that make all their devices one run."""
     (tmp_path / "train_ppo_ray_slurm.sh").write_text(RECORDER + 'echo "$TRAINING_SCRIPT $LAUNCHER" > called')
     slurm = {"SLURM_NNODES": "2", "TRAINING_SCRIPT": f"{script}.sh", "SCRIPTS": str(tmp_path)}
@@ -137,7 +137,7 @@ def test_slurm_takes_reinforcement_learning_to_ray(script, shared, words, asked,
 
 
 @pytest.mark.slow(seconds=100)
-def test_a_few_of_them_run(tmp_path):
+def test_some_scripts_run_at_tiny_scale(tmp_path):
     done = subprocess.run(
         [sys.executable, str(ROOT / "tools" / "run_examples.py"), "--folder", str(tmp_path), *FAST],
         capture_output=True,
@@ -148,7 +148,7 @@ def test_a_few_of_them_run(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_every_script_is_known_to_the_driver(monkeypatch):
+def test_every_script_is_listed_in_run_examples(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tools")
     from run_examples import EXAMPLES, ONLY_READ
 

@@ -71,18 +71,18 @@ def greedy(folder, prompt, **more):
     return tokenizer.decode(made[0, ids.shape[1] :])
 
 
-def test_greedy_answers_are_those_of_plain_transformers(infer, folder):
+def test_greedy_answers_equal_plain_transformers(infer, folder):
     rows = infer(dataset=prompts(), greedy_sampling=True, micro_batch_size=3, **SHORT)
     expected = [(f"{word}=", greedy(folder, f"{word}="), number) for number, word in enumerate(WORDS)]
     assert [(row["input"], row["output"], row["index"]) for row in rows] == expected
 
 
-def test_a_repetition_penalty_is_that_of_plain_transformers(infer, folder):
+def test_the_repetition_penalty_equals_plain_transformers(infer, folder):
     rows = infer(dataset=prompts(), greedy_sampling=True, repetition_penalty=1.3, **SHORT)
     assert [row["output"] for row in rows] == [greedy(folder, f"{word}=", repetition_penalty=1.3) for word in WORDS]
 
 
-def test_several_answers_per_prompt_stand_together(infer):
+def test_several_answers_per_prompt_are_adjacent(infer):
     rows = infer(dataset=prompts(), best_of_n=3, **SHORT)
     assert [row["index"] for row in rows] == [number for number in range(len(WORDS)) for _ in range(3)]
     answers = [tuple(row["output"] for row in rows[start : start + 3]) for start in range(0, len(rows), 3)]
@@ -96,12 +96,12 @@ def test_a_slice_keeps_its_row_numbers(infer):
     assert infer(dataset=prompts(), iter=2, rollout_batch_size=3, **SHORT) == whole[6:]
 
 
-def test_a_conditional_prompt_names_the_wanted_reward(infer):
+def test_a_conditional_prompt_contains_the_target_reward(infer):
     rows = infer(dataset=prompts(["a", "b "]), enable_csft=True, csft_prompt="<rm_score>: 9.00", max_new_tokens=2)
     assert [row["input"] for row in rows] == ["a <rm_score>: 9.00 ", "b <rm_score>: 9.00 "]
 
 
-def test_a_chat_template_makes_the_prompt(infer):
+def test_prompts_go_through_the_chat_template(infer):
     data = write_rows(Path("chat.jsonl"), [{"input": [{"role": "user", "content": "hi"}]}, {"input": "yo"}])
     rows = infer(dataset=data, apply_chat_template=True, max_new_tokens=2)
     assert [row["input"] for row in rows] == ["<u>hi<a>", "<u>yo<a>"]
@@ -113,7 +113,7 @@ def test_empty_prompts_are_counted_and_the_others_keep_their_numbers(infer, capf
     assert "dropped 1 of 3 rows: 1 with an empty prompt" in capfd.readouterr().err
 
 
-def test_an_answer_ends_where_the_model_does(infer, folder, capfd):
+def test_an_answer_ends_at_the_models_own_eos_tokens(infer, folder, capfd):
     rows = infer(dataset=prompts(["x" * 600]), max_new_tokens=1000, prompt_max_len=500)
     said = capfd.readouterr().err
     assert "the model reaches 512" in said
@@ -146,7 +146,7 @@ def answered(count=4, per_prompt=3):
     ]
 
 
-def test_rewards_are_plain_transformers_scores_normalised(infer, reward_model, capfd):
+def test_rewards_are_normalised_plain_transformers_scores(infer, reward_model, capfd):
     data = answered()
     rows = infer("rm", pretrain=reward_model, dataset=write_rows(Path("in.jsonl"), data), micro_batch_size=5)
     config = json.loads((Path(reward_model) / "config.json").read_text())
@@ -157,7 +157,7 @@ def test_rewards_are_plain_transformers_scores_normalised(infer, reward_model, c
     assert "reward: mean" in capfd.readouterr().err
 
 
-def test_a_reward_model_of_another_make(infer, tmp_path):
+def test_a_reward_model_from_another_library_scores(infer, tmp_path):
     base = make_model(tmp_path / "base")
     torch.manual_seed(1)
     AutoModelForSequenceClassification.from_pretrained(base, num_labels=1).save_pretrained(tmp_path / "other")
@@ -188,7 +188,7 @@ def test_a_process_reward_model_scores_by_its_weakest_step(infer, tmp_path, mode
         assert row["reward"] == pytest.approx(positive[1::2].min().item(), abs=1e-5)
 
 
-def test_post_processors(infer, reward_model):
+def test_post_processors_write_their_rows(infer, reward_model):
     data = write_rows(Path("in.jsonl"), answered())
     flags = {"pretrain": reward_model, "dataset": data}
     scored = infer("rm", **flags)
@@ -220,7 +220,7 @@ def command(folder, output, **flags):
 
 
 @pytest.mark.slow(seconds=12)
-def test_two_processes_give_the_rows_of_one(infer, folder, reward_model, tmp_path):
+def test_two_processes_write_the_same_rows_as_one(infer, folder, reward_model, tmp_path):
     flags = {"dataset": prompts(WORDS * 3), "best_of_n": 2, **SHORT}
     alone = infer(**flags)
     words = ["-m", "openrlhf.cli.batch_inference"]
@@ -240,7 +240,7 @@ def test_two_processes_give_the_rows_of_one(infer, folder, reward_model, tmp_pat
 
 @pytest.mark.slow(seconds=3)
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
-def test_a_killed_run_goes_on_without_loss_or_repetition(sent, infer, folder, tmp_path):
+def test_a_killed_run_resumes_without_losing_or_repeating_rows(sent, infer, folder, tmp_path):
     long = {"dataset": prompts([f"{word}{number}" for number in range(16) for word in WORDS]), "input_template": "{}="}
     flags = long | {"best_of_n": 2, "max_new_tokens": 24, "micro_batch_size": 4}
     whole = infer(**flags)
@@ -311,13 +311,13 @@ def stopped(infer, reward_model, monkeypatch):
     return flags
 
 
-def test_what_only_changes_speed_or_the_end_may_change(stopped, infer, capfd):
+def test_a_resumed_run_may_change_speed_and_post_processing_flags(stopped, infer, capfd):
     rows = infer("rm", **stopped | {"micro_batch_size": 1, "post_processor": "rs"})
     assert "going on: 8 of 12 rows" in capfd.readouterr().err
     assert len(rows) == 4
 
 
-def test_a_changed_run_is_refused(stopped, infer, reward_model, capfd):
+def test_a_resumed_run_with_other_flags_is_rejected(stopped, infer, reward_model, capfd):
     with pytest.raises(SystemExit) as stop:
         infer("rm", **stopped | {"max_len": 99})
     assert stop.value.code == 2
@@ -332,7 +332,7 @@ def test_a_changed_run_is_refused(stopped, infer, reward_model, capfd):
 
 
 @pytest.mark.slow(seconds=10)
-def test_vllm_says_what_transformers_says(infer):
+def test_vllm_gives_the_answers_of_transformers(infer):
     flags = {"dataset": prompts(WORDS * 4), "greedy_sampling": True, **SHORT}
     expected = infer(**flags)
     assert infer("generate_vllm", **flags, max_num_seqs=4) == expected
@@ -344,14 +344,14 @@ def test_vllm_says_what_transformers_says(infer):
 
 
 @pytest.mark.slow(seconds=30)
-def test_engines_on_ray_say_it_too(infer, monkeypatch):
+def test_engines_on_ray_give_the_same_answers(infer, monkeypatch):
     for name, value in warm_children().items():
         monkeypatch.setenv(name, value)
     flags = {"dataset": prompts(WORDS * 4), "greedy_sampling": True, **SHORT}
     assert infer("generate_vllm", **flags, vllm_num_engines=2, max_num_seqs=4) == infer(**flags)
 
 
-def test_an_engine_that_fails_at_all_requests_is_heard_once(caplog):
+def test_an_engine_that_fails_every_request_is_reported_once(caplog):
     class Broken:
         async def generate(self, requests):
             raise RolloutError("no such request")
@@ -379,7 +379,7 @@ def test_processes_of_one_machine_share_its_devices(asked, rank, neighbours, exp
     assert own_devices("0123", asked, rank, neighbours) == list(expected)
 
 
-def test_too_few_devices_are_refused():
+def test_too_few_devices_are_rejected():
     with pytest.raises(ConfigError, match=r"2 processes with 4 GPUs each .* need 8, but 4 are visible"):
         own_devices("0123", 4, 1, 2)
 
@@ -397,7 +397,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("message", MISTAKES)
-def test_mistakes_are_told(message, infer, capfd):
+def test_wrong_inputs_are_reported(message, infer, capfd):
     with pytest.raises(SystemExit) as stop:
         infer(**{"dataset": prompts(), "task": "generate"} | MISTAKES[message])
     assert stop.value.code == 2

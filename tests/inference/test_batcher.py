@@ -61,14 +61,14 @@ def test_rows_of_like_length_among_those_that_wait_share_a_forward(limits, forwa
     assert seen == forwards
 
 
-def test_who_came_a_round_earlier_is_not_overtaken_by_shorter_rows():
+def test_an_earlier_request_is_not_overtaken_by_shorter_rows():
     limits = ForwardLimits(None, 10, packing=False)
     long = (10,) * ROUND
     _, seen = score_behind_a_busy_model(limits, long, (1, 2), (3,))
     assert seen == [*([10] for _ in long), [1, 2, 3]]
 
 
-def test_a_model_that_fails_fails_those_who_shared_its_forward_and_goes_on():
+def test_a_failed_forward_fails_its_requests_and_the_batcher_continues():
     def score(taken):
         if len(taken[0]) == 13:
             raise RuntimeError("no luck")

@@ -58,7 +58,7 @@ def continuation(folder, prompt, *, max_len=96, ends=(0,)):
 SHORT = "{}="
 
 
-def test_a_transcript_grows_and_clear_begins_anew(talk, plain):
+def test_a_transcript_grows_and_clear_starts_over(talk, plain):
     first = plain("User: ab\nAssistant: ")
     out, err = talk("ab", "", "clear", "ab", "exit", "never")
     assert out == f"{first}\n" * 2
@@ -75,7 +75,7 @@ def ending_model(folder, prompt):
     return str(folder), (0, end)
 
 
-def test_a_reply_ends_where_the_model_says_and_history_is_used(talk, tmp_path):
+def test_a_reply_ends_at_eos_and_history_is_used(talk, tmp_path):
     folder, ends = ending_model(tmp_path / "ending", "User: ab\nAssistant: ")
     first = continuation(folder, "User: ab\nAssistant: ", ends=ends)
     prompt = f"User: ab\nAssistant: {first}\nUser: cd\nAssistant: "
@@ -85,7 +85,7 @@ def test_a_reply_ends_where_the_model_says_and_history_is_used(talk, tmp_path):
     assert out == f"{first}\n{second}\n"
 
 
-def test_a_chat_template_has_turns(talk, tmp_path):
+def test_with_a_chat_template_the_history_has_turns(talk, tmp_path):
     folder, ends = ending_model(tmp_path / "ending", "<s>be kind<u>ab<a>")
     first = continuation(folder, "<s>be kind<u>ab<a>", ends=ends)
     second = continuation(folder, f"<s>be kind<u>ab<a>{first}</s><u>cd<a>", ends=ends)
@@ -95,7 +95,7 @@ def test_a_chat_template_has_turns(talk, tmp_path):
     assert talk("ab", "cd", ta_prompt="first.txt", **flags)[0] == f"{first}\n{second}\n"
 
 
-def test_a_file_starts_the_history_and_conditional_sft_ends_the_prompt(talk, plain, tmp_path):
+def test_a_file_starts_the_history_and_conditional_sft_appends_the_reward(talk, plain, tmp_path):
     (tmp_path / "first.txt").write_text("1+1=2")
     out, _ = talk("2+2", ta_prompt="first.txt", input_template=SHORT, enable_csft=True, csft_prompt="(good) ")
     assert out == plain("1+1=2\n2+2=(good) ") + "\n"
@@ -109,13 +109,13 @@ def test_triple_quotes_hold_several_lines(talk, plain, lines, message):
     assert talk(*lines, input_template=SHORT)[0] == plain(f"{message}=") + "\n"
 
 
-def test_a_block_that_nobody_closed_is_taken_as_it_stands(talk, plain):
+def test_an_unclosed_block_is_sent_as_it_is(talk, plain):
     out, err = talk('"""ab', "cd", input_template=SHORT)
     assert out == plain("ab\ncd=") + "\n"
     assert 'the input ended before """ closed the block' in err
 
 
-def test_a_full_context_is_said_and_a_message_without_room_is_not_taken(talk, plain):
+def test_a_full_context_is_reported_and_a_message_that_does_not_fit_is_rejected(talk, plain):
     out, err = talk("ab", "x" * 96, "clear", "ab", input_template=SHORT)
     assert out == (plain("ab=") + "\n") * 2
     assert err.count("the context is full (--max_len 96), which ended the reply: clear starts over") == 2
@@ -123,7 +123,7 @@ def test_a_full_context_is_said_and_a_message_without_room_is_not_taken(talk, pl
 
 
 @pytest.mark.slow(seconds=1)
-def test_a_pipe_hears_no_banner_and_gets_exit_code_0(models, plain):
+def test_a_pipe_gets_no_banner_and_exit_code_0(models, plain):
     argv = [*warm_python(), "-m", "openrlhf.cli.interactive_chat", *as_argv({"pretrain": models()} | GREEDY)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -139,7 +139,7 @@ def test_temperature_0_is_greedy(talk, plain):
     assert talk("ab", greedy_sampling=None, temperature=0)[0] == plain("User: ab\nAssistant: ") + "\n"
 
 
-def test_sampling_samples(talk):
+def test_sampling_gives_different_replies(talk):
     torch.manual_seed(0)
     flags = {"greedy_sampling": None, "temperature": 1.0, "top_p": 1.0, "input_template": SHORT}
     assert len(set(talk(*["ab", "clear"] * 4, **flags)[0].split("\n"))) > 4
@@ -153,7 +153,7 @@ class Bytes:
         return bytes(token_ids).decode(errors="replace")
 
 
-def test_a_character_is_shown_when_all_its_bytes_are_there():
+def test_a_character_is_shown_when_all_its_bytes_have_arrived():
     pieces = []
     shown = Shown(Bytes(), pieces.append)
     for byte in "aж語b".encode() + b"\xe8":
@@ -225,7 +225,7 @@ def terminal(**flags):
 
 
 @pytest.mark.slow(seconds=8)
-def test_a_person_at_a_terminal(tmp_path):
+def test_chat_works_in_a_terminal(tmp_path):
     folder, ends = ending_model(tmp_path / "ending", "ab=")
     first, block = (continuation(folder, prompt, ends=ends) for prompt in ("ab=", "x\ny="))
     second = continuation(folder, f"ab={first}\nab=", ends=ends)
@@ -250,7 +250,7 @@ def test_a_person_at_a_terminal(tmp_path):
 
 
 @pytest.mark.slow(seconds=8)
-def test_ctrl_c_stops_a_reply_and_not_the_program(tmp_path):
+def test_ctrl_c_stops_the_reply_but_not_the_program(tmp_path):
     folder = make_model(tmp_path / "endless", max_position_embeddings=1_000_000)
     with terminal(pretrain=folder, max_len=1_000_000, temperature=1.0, top_p=1.0, input_template=SHORT) as screen:
         screen.wait_for("> ")
@@ -270,7 +270,7 @@ def test_ctrl_c_stops_a_reply_and_not_the_program(tmp_path):
 
 
 @pytest.mark.slow(seconds=7)
-def test_a_scheduler_ends_the_program(models):
+def test_sigterm_ends_the_program(models):
     with terminal(pretrain=models(), **GREEDY) as screen:
         screen.wait_for("> ")
         screen.interrupt(signal.SIGTERM, "openrlhf: interrupted")

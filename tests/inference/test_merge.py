@@ -46,7 +46,7 @@ def logits(model, folder):
     return model.eval()(**batch(folder)).logits
 
 
-def test_a_language_model(adapter, models):
+def test_a_language_model_is_merged(adapter, models):
     folder = adapter("train_sft", answers(64), **ANSWERS)
     merged = merge(models(), folder, param_dtype="fp32")
     found = logits(AutoModelForCausalLM.from_pretrained(merged), merged)
@@ -59,7 +59,7 @@ def test_a_language_model(adapter, models):
 
 @pytest.mark.parametrize("pad_is_eos", [False, True])
 @pytest.mark.parametrize("prefix", ["score", "value_head"])
-def test_a_reward_model_with_its_statistics(adapter, tmp_path, pad_is_eos, prefix):
+def test_a_reward_model_is_merged_with_its_statistics(adapter, tmp_path, pad_is_eos, prefix):
     """A padding token that training had to add is there too, and a head of another name keeps it."""
     base = make_model(tmp_path / "base", pad_is_eos=pad_is_eos)
     held_out = write_rows(tmp_path / "held_out.jsonl", pairs(16, seed=1))
@@ -81,7 +81,7 @@ def test_a_reward_model_with_its_statistics(adapter, tmp_path, pad_is_eos, prefi
     assert found.std() > 0
 
 
-def test_scores_of_a_merged_reward_model_can_be_asked_for(adapter, models):
+def test_a_merged_reward_model_can_score(adapter, models):
     merged = merge(models(), adapter("train_rm", pairs(32), **PAIRS), is_rm=True, param_dtype="fp32")
     rows = write_rows(Path("answers.jsonl"), answers(4))
     run_command(
@@ -90,7 +90,7 @@ def test_scores_of_a_merged_reward_model_can_be_asked_for(adapter, models):
     assert len(Path("out.jsonl").read_text(encoding="utf-8").splitlines()) == 4
 
 
-def test_an_adapter_of_a_four_bit_base_goes_onto_the_plain_one(adapter, models):
+def test_an_adapter_trained_on_a_4_bit_base_is_merged_into_the_plain_base(adapter, models):
     folder = adapter("train_sft", answers(32), load_in_4bit=True, **ANSWERS)
     merged = merge(models(), folder, param_dtype="fp32")
     wearing = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(models()), folder)
@@ -100,7 +100,7 @@ def test_an_adapter_of_a_four_bit_base_goes_onto_the_plain_one(adapter, models):
 
 
 @pytest.mark.parametrize(("asked", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_the_dtype_on_the_disk_is_the_one_asked_for(adapter, models, asked, dtype):
+def test_the_saved_dtype_follows_the_flag(adapter, models, asked, dtype):
     merged = merge(models(), adapter("train_sft", answers(16), **ANSWERS), param_dtype=asked)
     model = AutoModelForCausalLM.from_pretrained(merged, dtype="auto")
     assert {weight.dtype for weight in model.parameters()} == {dtype}
@@ -114,7 +114,7 @@ def refusal(capfd, *arguments, **flags):
     return capfd.readouterr().err
 
 
-def test_mistakes_are_told(adapter, models, capfd, tmp_path):
+def test_wrong_inputs_are_reported(adapter, models, capfd, tmp_path):
     folder = adapter("train_sft", answers(16), **ANSWERS)
     others = {"shallow": {"num_hidden_layers": 1}, "narrow": {"hidden_size": 16}}
     assert "is the adapter of a language model. Try: without --is_rm" in refusal(capfd, models(), folder, is_rm=True)

@@ -33,12 +33,12 @@ def write(parts, count=None):
             parts.write(number, ROWS[number])
 
 
-def test_groups_stay_together_and_every_row_is_somebodys(process):
+def test_groups_stay_together_and_every_row_has_one_process(process):
     shares = [process(rank, 2, group=3).share for rank in (0, 1)]
     assert shares == [[0, 1, 2, 6, 7, 8], [3, 4, 5, 9]]
 
 
-def test_another_number_of_processes_goes_on(process):
+def test_a_run_resumes_with_another_number_of_processes(process):
     for rank in range(3):
         write(process(rank, 3), count=2)
     with Path("out.jsonl.parts/rank2.jsonl").open("a", encoding="utf-8") as file:
@@ -51,7 +51,7 @@ def test_another_number_of_processes_goes_on(process):
     assert not Path("out.jsonl.parts").exists()
 
 
-def test_rows_that_are_not_there_are_not_passed_over(process):
+def test_missing_rows_are_an_error(process):
     write(process(0, 2))
     with pytest.raises(BackendError, match="lacks 5 of 10 rows"):
         next(process(0, 2).rows())
@@ -64,7 +64,7 @@ def test_a_damaged_file_is_named(process):
         process()
 
 
-def test_rows_may_lie_in_the_folder_of_their_model(process):
+def test_rows_may_be_written_into_the_models_folder(process):
     model = Path("model")
     model.mkdir()
     (model / "config.json").write_text("{}")
@@ -78,14 +78,14 @@ def test_rows_may_lie_in_the_folder_of_their_model(process):
         process(output=output, model="./model")
 
 
-def test_a_run_that_made_no_row_may_be_followed_by_another(process):
+def test_a_run_without_rows_may_be_replaced_by_a_different_run(process):
     process(model="wrong").close()
     write(process(model="right"), count=1)
     with pytest.raises(ConfigError, match="--pretrain right -> wrong"):
         process(model="wrong")
 
 
-def test_a_run_that_is_killed_while_it_tidies_up_leaves_no_rows_without_their_plan(process, monkeypatch):
+def test_a_run_killed_during_cleanup_leaves_no_rows_without_a_plan(process, monkeypatch):
     write(parts := process(model="one"))
 
     def killed(folder):

@@ -17,18 +17,18 @@ def rows(*scored, index=None):
 TWO_PROMPTS = rows(("p", "a", 0.1), ("q", "b", 0.9), ("p", "c", 0.7), ("q", "d", 0.2), ("p", "e", 0.7))
 
 
-def test_rejection_sampling_keeps_the_first_of_the_best():
+def test_rejection_sampling_keeps_the_first_best_answer():
     assert rejection_sampling(TWO_PROMPTS, PLAIN) == [TWO_PROMPTS[2], TWO_PROMPTS[1]]
 
 
-def test_pairs_are_best_and_worst():
+def test_pairs_are_made_of_the_best_and_the_worst_answer():
     assert preference_pairs(TWO_PROMPTS, PLAIN) == [
         {"prompt": "p", "chosen": "c", "chosen_reward": 0.7, "rejected": "a", "rejected_reward": 0.1},
         {"prompt": "q", "chosen": "b", "chosen_reward": 0.9, "rejected": "d", "rejected_reward": 0.2},
     ]
 
 
-def test_prompts_of_equal_text_are_told_apart_by_their_index():
+def test_equal_prompts_are_distinguished_by_index():
     scored = rows(("p", "a", 1.0), ("p", "b", 2.0), ("p", "c", 3.0), ("p", "d", 0.0), index=[4, 4, 9, 9])
     assert rejection_sampling(scored, PLAIN) == [scored[1], scored[2]]
     assert [(pair["chosen"], pair["rejected"], pair["index"]) for pair in preference_pairs(scored, PLAIN)] == [
@@ -37,12 +37,12 @@ def test_prompts_of_equal_text_are_told_apart_by_their_index():
     ]
 
 
-def test_files_with_row_numbers_of_their_own_may_be_put_together():
+def test_concatenated_files_with_repeated_row_numbers_are_handled():
     scored = rows(("p", "a", 1.0), ("q", "b", 2.0), index=[0, 0])
     assert rejection_sampling(scored, PLAIN) == scored
 
 
-def test_equally_good_answers_give_no_pair_and_are_counted(capfd):
+def test_answers_with_equal_rewards_give_no_pair_and_are_counted(capfd):
     scored = rows(
         *[("equal", "a", 1.0), ("equal", "b", 1.0), ("alone", "a", 3.0)],
         *[("rounding", "same", 1.0), ("rounding", "same", 1.0000001), ("p", "a", 1.0), ("p", "b", 0.0)],
@@ -56,7 +56,7 @@ def test_no_pair_at_all_is_an_error():
         preference_pairs(rows(("p", "a", 1.0), ("p", "b", 1.0)), PLAIN)
 
 
-def test_conditional_rows_have_their_reward_in_the_prompt():
+def test_conditional_rows_contain_their_reward_in_the_prompt():
     scored = rows(("p", "a", 1.256), ("q ", "b", -3.0), index=[0, 1])
     assert conditional_rows(scored, PLAIN) == rows(
         ("p <rm_score>: 1.26 ", "a", 1.256), ("q <rm_score>: -3.00 ", "b", -3.0), index=[0, 1]
@@ -71,12 +71,12 @@ def test_conditional_rewards_are_normalised_with_the_unbiased_deviation():
 
 
 @pytest.mark.parametrize("rewards", [[2.0], [2.0, 2.0]])
-def test_rewards_without_spread_become_zero(rewards):
+def test_equal_rewards_are_normalised_to_zero(rewards):
     scored = rows(*(("p", "a", reward) for reward in rewards))
     assert {row["reward"] for row in conditional_rows(scored, Conditioning(normalize=True))} == {0.0}
 
 
-def test_a_template_is_taken_as_it_stands():
+def test_a_template_is_used_literally():
     how = Conditioning("[{reward}] {input} ->")
     (row,) = conditional_rows(rows(("say {reward} and {input}", "a", 0.5)), how)
     assert row["input"] == "[0.50] say {reward} and {input} ->"

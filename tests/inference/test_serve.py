@@ -98,7 +98,7 @@ def alone(folder, texts):
 
 
 @pytest.mark.parametrize("flags", [{}, {"packing_samples": True}, {"batch_size": 3}, {"batch_tokens": 64}], ids=str)
-def test_concurrent_clients_get_what_the_model_gives_alone(reward_model, flags):
+def test_concurrent_clients_get_the_scores_of_the_model_alone(reward_model, flags):
     expected = dict(zip(TEXTS, alone(reward_model, TEXTS), strict=True))
     requests = [TEXTS[start : start + 1 + start % 4] for start in range(len(TEXTS))] * 3
     with serving(reward_pretrain=reward_model, **flags) as url, ThreadPoolExecutor(32) as clients:
@@ -108,7 +108,7 @@ def test_concurrent_clients_get_what_the_model_gives_alone(reward_model, flags):
         assert answer["rewards"] == pytest.approx([expected[text] for text in texts], abs=1e-5)
 
 
-def test_a_model_leaves_a_core_to_the_requests_unless_told_its_threads(monkeypatch):
+def test_the_model_leaves_one_core_to_requests_unless_omp_num_threads_is_set(monkeypatch):
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
@@ -123,7 +123,7 @@ def test_a_model_leaves_a_core_to_the_requests_unless_told_its_threads(monkeypat
         torch.set_num_threads(before)
 
 
-def test_one_answer_serves_old_and_new_trainers(server, reward_model):
+def test_the_answer_fits_old_and_new_trainers(server, reward_model):
     texts = ["abc", "xyz</s>"]
     status, answer = post(server, {"query": texts, "prompts": ["a", "x"], "labels": [None, {"any": "thing"}]})
     assert status == 200
@@ -134,7 +134,7 @@ def test_one_answer_serves_old_and_new_trainers(server, reward_model):
     assert post(server, {"query": "abc"})[1]["rewards"] == pytest.approx(answer["rewards"][:1], abs=1e-5)
 
 
-def test_what_is_too_long_is_cut_and_counted(reward_model):
+def test_long_texts_are_truncated_and_counted(reward_model):
     texts = ["abcdefgh" * 3, "abcde"]
     with serving(reward_pretrain=reward_model, max_len=10) as url:
         _, answer = post(url, {"query": texts})
@@ -142,14 +142,14 @@ def test_what_is_too_long_is_cut_and_counted(reward_model):
     assert answer["extra_logs"]["truncated"] == [1.0, 0.0]
 
 
-def test_what_is_too_long_is_refused_where_cutting_is_not_wanted(reward_model):
+def test_refuse_long_rejects_long_texts(reward_model):
     with serving(reward_pretrain=reward_model, max_len=10, refuse_long=True) as url:
         status, answer = post(url, {"query": ["abcde", "abcdefgh" * 3]})
         assert (status, answer["detail"]) == (413, "query 1 has 24 tokens, and --max_len is 10")
         assert post(url, {"query": ["abcdefghij"]})[0] == 200
 
 
-def test_rewards_are_normalised_by_what_the_model_was_saved_with(reward_model):
+def test_rewards_are_normalised_with_the_models_saved_statistics(reward_model):
     saved = json.loads((Path(reward_model) / "config.json").read_text())
     with serving(reward_pretrain=reward_model, normalize_reward=True) as url:
         _, answer = post(url, {"query": TEXTS})
@@ -157,7 +157,7 @@ def test_rewards_are_normalised_by_what_the_model_was_saved_with(reward_model):
     assert answer["rewards"] == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_head_of_another_name_is_found(trained, reward_model):
+def test_a_head_with_another_name_is_found(trained, reward_model):
     folder = trained("renamed", value_head_prefix="value_head")
     with serving(reward_pretrain=folder) as url:
         _, answer = post(url, {"query": TEXTS})
@@ -170,7 +170,7 @@ def test_health_needs_no_key(server):
 
 
 @pytest.mark.parametrize(("key", "said"), [(None, "no key"), ("secre", "another key"), ("ключ", "another key")])
-def test_a_key_that_is_missing_or_wrong_is_refused(server, key, said):
+def test_a_missing_or_wrong_key_is_rejected(server, key, said):
     key = key and key.encode().decode("latin-1")
     status, answer = post(server, {"query": ["abc"]}, key=key)
     assert status == 401
@@ -197,14 +197,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_refusal_says_why(server, case):
+def test_a_rejected_request_says_why(server, case):
     body, wanted, said = REFUSED[case]
     status, answer = post(server, body)
     assert (status, said in answer["detail"]) == (wanted, True), answer
     assert post(server, {"query": ["abc"]})[0] == 200
 
 
-def test_a_client_that_leaves_amid_its_request_leaves_no_traceback(reward_model, capfd):
+def test_a_client_that_disconnects_during_its_request_causes_no_traceback(reward_model, capfd):
     begun = b"POST /get_reward HTTP/1.1\r\nHost: here\r\nContent-Length: 99\r\n\r\n{"
     with serving(reward_pretrain=reward_model) as url:
         with socket.create_connection(("127.0.0.1", urlsplit(url).port)) as leaving:
@@ -213,14 +213,14 @@ def test_a_client_that_leaves_amid_its_request_leaves_no_traceback(reward_model,
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_other_paths_and_methods_are_refused(server):
+def test_other_paths_and_methods_are_rejected(server):
     assert post(server + "s", {"query": ["abc"]})[0] == 404
     with pytest.raises(urllib.error.HTTPError, match="405"):
         urllib.request.urlopen(server, timeout=DEADLINE)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_score_that_is_no_number_is_an_error(reward_model, tmp_path):
+def test_a_score_of_nan_is_an_error(reward_model, tmp_path):
     model = AutoModelForSequenceClassification.from_pretrained(reward_model)
     torch.nn.init.constant_(model.score.weight, float("nan"))
     model.save_pretrained(tmp_path / "broken")
@@ -233,7 +233,7 @@ def test_a_score_that_is_no_number_is_an_error(reward_model, tmp_path):
     assert (status, answer["detail"]) == (500, "the model's score of query 0 is nan, not a finite number")
 
 
-def test_models_that_give_no_reward_are_refused(models, tmp_path):
+def test_models_that_are_not_outcome_reward_models_are_rejected(models, tmp_path):
     with pytest.raises(ConfigError, match="no weights for a scalar head called score"):
         build_server(settings(reward_pretrain=models()))
     steps = json.loads((Path(models()) / "config.json").read_text()) | {"placeholder_token": "#"}
@@ -246,7 +246,7 @@ def test_models_that_give_no_reward_are_refused(models, tmp_path):
         build_server(settings(reward_pretrain="./classes"))
 
 
-def test_addresses_that_cannot_be_had_are_explained():
+def test_unusable_addresses_are_explained():
     with bind("127.0.0.1", 0) as taken:
         taken.listen()
         port = taken.getsockname()[1]
@@ -266,7 +266,7 @@ def learn(tmp_path, models, **flags):
     return FinishedRun(tmp_path / "out", tmp_path / "out_ckpt")
 
 
-def test_a_trainer_with_the_key_is_rewarded_and_keeps_it_to_itself(server, reward_model, tmp_path, models):
+def test_a_trainer_with_the_key_gets_rewards_and_never_records_the_key(server, reward_model, tmp_path, models):
     ran = learn(tmp_path, models, remote_rm_url=server, reward_api_key="secret", save_steps=1)
     rows = read_rollouts(ran, 1)
     tokenizer = AutoTokenizer.from_pretrained(models())
@@ -280,7 +280,7 @@ def test_a_trainer_with_the_key_is_rewarded_and_keeps_it_to_itself(server, rewar
     assert not any('"secret"' in file.read_text() for file in written)
 
 
-def test_a_trainer_without_the_key_is_told_what_to_give(server, tmp_path, models, capsys):
+def test_a_trainer_without_the_key_is_told_the_flag(server, tmp_path, models, capsys):
     with pytest.raises(SystemExit):
         learn(tmp_path, models, remote_rm_url=server)
     said = capsys.readouterr().err
@@ -293,7 +293,7 @@ def test_a_trainer_without_the_key_is_told_what_to_give(server, tmp_path, models
 
 @pytest.mark.slow(seconds=2)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)], ids=["SIGTERM", "Ctrl-C"])
-def test_a_stop_answers_what_is_in_flight(reward_model, number, code):
+def test_a_stopping_server_answers_requests_in_flight(reward_model, number, code):
     port = free_port()
     argv = as_argv({"reward_pretrain": reward_model, "port": port})
     program = [*warm_python(), "-m", "openrlhf.cli.serve_rm", *argv]

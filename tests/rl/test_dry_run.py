@@ -83,7 +83,7 @@ def test_a_dry_run_shows_a_prompt_and_its_reward(attempt, tmp_path):
         ("return [1.0 if 'g' not in p else 'x' for p in prompts]", "prompt 6 'gacc'"),
     ],
 )
-def test_a_bad_reward_is_found_before_a_model_loads(attempt, line, complaint):
+def test_an_invalid_reward_is_found_before_a_model_loads(attempt, line, complaint):
     code, said = attempt(reward(line))
     assert code == 1
     assert "tried before training with a made-up answer: " in said
@@ -102,21 +102,21 @@ def test_a_bad_reward_is_found_before_a_model_loads(attempt, line, complaint):
     ],
 )
 @pytest.mark.parametrize("dry", [False, True])
-def test_a_model_that_flags_rule_out_is_refused_by_its_config(attempt, flags, complaint, dry):
+def test_a_model_that_does_not_fit_the_flags_is_rejected_by_its_config(attempt, flags, complaint, dry):
     code, said = attempt(GOOD, **flags | ({"dry_run": True} if dry else {}))
     assert code == 2
     assert complaint in said
     assert "the first prompt" not in said
 
 
-def test_a_good_reward_lets_the_model_load(attempt):
+def test_with_a_valid_reward_the_model_loads(attempt):
     code, said = attempt(GOOD)
     assert code == 2
     assert "'x</s>' gets 7" in said
     assert "cannot load the model" in said
 
 
-def test_failures_that_are_skipped_are_counted(attempt):
+def test_skipped_failures_are_counted(attempt):
     line = "return [None if 'b' in prompt else 1.0 for prompt in prompts]"
     code, said = attempt(reward(line), dry_run=True, on_reward_error="skip")
     assert code == 0
@@ -129,14 +129,14 @@ def test_a_reward_that_compares_samples_gets_a_whole_group(attempt):
     assert attempt(reward(line), dry_run=True)[0] == 0
 
 
-def test_labels_that_are_no_text_are_handed_on(attempt):
+def test_labels_that_are_not_text_reach_the_reward(attempt):
     rows = [row | {"label": {"answer": [1, 2]}} for row in make_prompts(3)]
     code, said = attempt(reward("return [float(label['answer'][1]) for label in labels]"), rows, dry_run=True)
     assert code == 0
     assert "to the first 3 prompts are 2; 'a made-u' gets 2" in said  # --generate_max_len is 8
 
 
-def test_a_reward_model_is_not_asked(attempt, models, tmp_path):
+def test_a_reward_model_is_not_called(attempt, models, tmp_path):
     prompts = write_rows(tmp_path / "prompts.jsonl", make_prompts(4))
     code, said = attempt(prompt_data=prompts, reward_pretrain=models(), dry_run=True)
     assert code == 0
@@ -144,7 +144,7 @@ def test_a_reward_model_is_not_asked(attempt, models, tmp_path):
     assert "rewards of made-up" not in said
 
 
-def test_a_reward_server_is_asked(attempt, tmp_path):
+def test_a_reward_server_is_called(attempt, tmp_path):
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -190,7 +190,7 @@ def test_an_agent_plays_an_episode_without_an_engine(attempt, tmp_path, step, co
     assert expected in said
 
 
-def test_an_agent_without_its_method_is_told_what_to_write(attempt, tmp_path):
+def test_the_error_for_a_missing_agent_method_shows_its_signature(attempt, tmp_path):
     source = "from openrlhf.utils.agent import OpenAIAgentExecutor\nclass AgentExecutor(OpenAIAgentExecutor): ..."
     (tmp_path / "agent.py").write_text(source)
     prompts = write_rows(tmp_path / "prompts.jsonl", make_prompts(4))
@@ -210,7 +210,7 @@ SUPERVISED = {
 
 
 @pytest.mark.parametrize("command", SUPERVISED)
-def test_a_dry_run_shows_what_is_learned(command, hollow, tmp_path, capsys):
+def test_a_dry_run_shows_the_learned_text(command, hollow, tmp_path, capsys):
     rows, flags, expected = SUPERVISED[command]
     dataset = write_rows(tmp_path / "rows.jsonl", rows)
     run_command(command, {"pretrain": hollow, "dataset": dataset, "dry_run": True, **flags})
@@ -231,7 +231,7 @@ def test_a_dry_run_shows_what_is_learned(command, hollow, tmp_path, capsys):
         ),
     ],
 )
-def test_a_dry_run_finds_what_a_run_would(hollow, tmp_path, capsys, flags, complaint):
+def test_a_dry_run_reports_the_errors_of_a_run(hollow, tmp_path, capsys, flags, complaint):
     write_rows(tmp_path / "bad.jsonl", [{"text": "x"}])
     dataset = write_rows(tmp_path / "rows.jsonl", answers(12))
     with pytest.raises(SystemExit) as ended:
@@ -240,12 +240,12 @@ def test_a_dry_run_finds_what_a_run_would(hollow, tmp_path, capsys, flags, compl
     assert complaint in capsys.readouterr().err
 
 
-def test_an_unknown_schedule_is_found_in_reinforcement_learning(attempt):
+def test_an_unknown_schedule_is_rejected_in_rl(attempt):
     code, said = attempt(GOOD, lr_scheduler="sideways")
     assert (code, "--lr_scheduler sideways" in said) == (2, True)
 
 
-def test_what_would_have_to_be_fetched_is_not_tried(tmp_path, capsys):
+def test_a_dry_run_does_not_download(tmp_path, capsys):
     dataset = write_rows(tmp_path / "rows.jsonl", answers(12))
     run_command("train_sft", {"pretrain": "org/model", "dataset": f"{dataset},org/data", "dry_run": True})
     assert "no row was tried: org/model, org/data would have to be fetched first" in capsys.readouterr().err

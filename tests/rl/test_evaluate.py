@@ -20,7 +20,7 @@ def evaluated(reward, workers):
     return asyncio.run(evaluate(prompts(5), EchoEngine(), OneTurn(reward), workers, SETTINGS))
 
 
-def test_pass_rates_by_datasource():
+def test_pass_rates_are_reported_by_datasource():
     found = evaluated(lambda prompt, sample: float((prompt.index, sample) in SOLVED), NoModels())
     assert found == pytest.approx(
         {
@@ -51,7 +51,7 @@ def sample(prompt, reward, score):
     return Trajectory(prompt, (1, 2), (False, True), (0.0, -1.0), reward, score, False, 0)
 
 
-def test_pass_rates_come_from_scores_and_not_from_partial_credit():
+def test_pass_rates_use_scores_and_ignore_partial_credit():
     (prompt,) = prompts(1)
     found = summary([sample(prompt, 0.4, 0.0), sample(prompt, 1.0, 1.0)], 2)
     assert (found["eval_d0_reward"], found["eval_d0_pass1"], found["eval_d0_pass2"]) == (0.7, 0.5, 1.0)
@@ -60,7 +60,7 @@ def test_pass_rates_come_from_scores_and_not_from_partial_credit():
     assert not any("_pass" in name for name in partial)
 
 
-def test_a_prompt_that_lost_samples_counts_for_the_k_it_has():
+def test_a_prompt_that_lost_samples_counts_with_its_remaining_k():
     first, second = prompts(3)[0::2]  # both of one source
     found = summary([sample(first, 1.0, 1.0), sample(second, 0.0, 0.0), sample(second, 1.0, 1.0)], 2)
     assert (found["eval_d0_pass1"], found["eval_d0_pass2"]) == (0.75, 1.0)

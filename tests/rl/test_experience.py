@@ -88,7 +88,7 @@ def near(rows):
     return [pytest.approx(row, abs=1e-5) for row in rows]
 
 
-def test_ppo_with_a_critic_and_kl_in_the_reward():
+def test_ppo_with_a_critic_and_kl_in_the_reward_matches_hand_computation():
     found = experience()
     # Token rewards are -0.5 kl: -0.1 at 7 and 0.2 at 8, plus the sample's reward at its last action. In the first
     # sample delta is 1.2 - 2 at 8 and -0.1 + 2 - 1 at 7, so A is -0.8 and 0.9 - 0.5 x 0.8; tokens of the environment
@@ -110,7 +110,7 @@ def test_whitening_divides_by_the_deviation_over_the_rollout():
     assert acted(found, "advantages") == near(wanted)
 
 
-def test_nothing_but_actions_has_an_advantage():
+def test_only_action_tokens_have_an_advantage():
     for settings in (PPO, GRPO):
         found = experience(settings)
         assert not found.advantages[~found.tokens.action_mask].any()
@@ -134,18 +134,18 @@ def test_grpo_compares_the_samples_of_a_prompt():
         ("dr_grpo", [-1.0, 1.0, 0.0]),
     ],
 )
-def test_the_other_estimators(estimator, wanted):
+def test_the_other_estimators_match_hand_computation(estimator, wanted):
     found = experience(replace(GRPO, estimator=estimator), TableWorkers(critic=False))
     first, second, third = wanted
     assert acted(found, "advantages") == near([[first] * 2, [second] * 2, [third], [third] * 2])
 
 
-def test_a_discount_counts_action_tokens():
+def test_the_discount_counts_action_tokens():
     found = experience(replace(PPO, gamma=0.5, lambd=1.0), kl_coef=0.0)
     assert acted(found, "returns") == near([[0.5, 1.0], [1.5, 3.0], [2.0], [1.0, 2.0]])
 
 
-def test_step_rewards_stand_where_their_turns_end():
+def test_step_rewards_are_at_the_ends_of_their_turns():
     summed = experience(replace(PPO, lambd=1.0), kl_coef=0.0)
     spread = experience(replace(PPO, lambd=1.0, step_rewards=True), kl_coef=0.0)
     assert acted(summed, "returns")[1] == near([[3.0, 3.0]])[0]
@@ -194,21 +194,21 @@ def test_grpo_compares_the_steps_of_a_group():
     ("estimator", "steps"),
     [("dr_grpo", (0.0, 0.5, -0.5)), ("rloo", (0.5, 1.0, -0.75))],  # the others' steps average 0, and 0.75
 )
-def test_group_baselines_of_steps(estimator, steps):
+def test_group_baselines_of_steps_match_hand_computation(estimator, steps):
     first, second, third = steps
     found = reasoned(replace(EACH_STEP, estimator=estimator))
     both = first + second
     assert acted(found, "advantages") == near([[both, both, second, second, 0], [third, 0]])
 
 
-def test_a_judgement_of_the_whole_stands_at_the_last_token_beside_the_steps():
+def test_an_outcome_reward_is_at_the_last_token_beside_step_rewards():
     found = reasoned(replace(EACH_STEP, estimator="reinforce", divide_by_std=False), BOTH)
     returns = [[0.5, 0.5, 0.0, 0.0, -1.0], [3.0, 3.0]]
     assert acted(found, "advantages") == near([[value - 6.0 / 7 for value in row] for row in returns])
     assert [item.reward for item in found.trajectories] == [0.5, 3.0]
 
 
-def test_gae_over_step_rewards_and_kl():
+def test_gae_over_step_rewards_and_kl_matches_hand_computation():
     blank = replace(PPO, step_rewards=True, lambd=1.0, gamma=0.5)
     workers = TableWorkers(rewards=PROCESS)
     found = experience(blank, workers, trajectories=REASONED, kl_coef=0.5)
@@ -217,24 +217,24 @@ def test_gae_over_step_rewards_and_kl():
     assert acted(found, "returns") == near([[0.575, 0.75, 0.7, 1.0, 0.2], [0.0, 0.2]])
 
 
-def test_penalties_of_the_whole_belong_to_the_last_step():
+def test_whole_sample_penalties_apply_to_the_last_step():
     settings = replace(EACH_STEP, estimator="dr_grpo", overlong=(5, 1, 0.75))  # the first sample is too long
     # Its last step becomes 1 - 0.75, so the steps are 0.5, 0.25 and 0 around 0.25.
     assert acted(reasoned(settings), "advantages") == near([[0.25, 0.25, 0, 0, 0], [-0.25, 0]])
 
 
-def test_clipping_is_for_each_step():
+def test_each_step_reward_is_clipped():
     settings = replace(EACH_STEP, clip_range=(-0.5, 0.75))
     assert acted(reasoned(settings), "advantages") == near([[0.75, 0.75, 0.75, 0.75, 0], [-0.5, 0]])
 
 
-def test_a_sample_without_a_finished_step_counts_as_one_step_without_reward():
+def test_a_sample_without_a_finished_step_counts_as_one_step_with_reward_zero():
     none = ModelRewards(torch.tensor([0.5, 0.0]), None, [STEPS[0], ()])
     found = reasoned(replace(EACH_STEP, estimator="dr_grpo"), none)
     assert acted(found, "advantages") == near([[0.5, 0.5, 0.5, 0.5, 0], [-0.5, -0.5]])
 
 
-def test_rewards_of_several_models_add_up_by_place():
+def test_rewards_of_several_models_add_up_by_position():
     outcome = ModelRewards(OUTCOMES, OUTCOMES, [(), ()])
     other = ModelRewards(torch.tensor([2.0, 2.0]), None, [((4, 2.0), (5, 1.0)), ()])
     total = PROCESS + outcome + other + outcome
@@ -247,7 +247,7 @@ def test_rewards_of_several_models_add_up_by_place():
     assert (swapped.scores.tolist(), swapped.steps) == (total.scores.tolist(), total.steps)
 
 
-def test_penalties_come_before_the_comparison():
+def test_penalties_are_applied_before_the_group_comparison():
     # The two-turn response spans 4 tokens, two of them in the buffer: 3 - 1. The truncated one keeps half of 2.
     found = experience(replace(GRPO, estimator="dr_grpo", overlong=(4, 2, 1.0), stop_properly=0.5))
     assert acted(found, "advantages") == near([[-0.5, -0.5], [0.5, 0.5], [0.5], [-0.5, -0.5]])
@@ -255,12 +255,12 @@ def test_penalties_come_before_the_comparison():
     assert found.metrics["score"] == pytest.approx(2.0)
 
 
-def test_the_clip_comes_after_the_comparison():
+def test_clipping_is_applied_after_the_group_comparison():
     found = experience(replace(GRPO, clip_range=(-0.25, 0.5)))
     assert acted(found, "advantages") == near([[-0.25, -0.25], [0.5, 0.5], [0.0], [0.0, 0.0]])
 
 
-def test_reward_models_score_what_has_no_reward():
+def test_reward_models_score_samples_without_a_reward():
     blank = [replace(item, reward=NAN, score=NAN) for item in TWO_GROUPS]
     given = [item.reward for item in TWO_GROUPS]
     scores = torch.tensor(given)
@@ -279,13 +279,13 @@ def test_without_a_reference_there_is_no_kl():
     assert found.old_log_probs is not None
 
 
-def test_a_single_step_needs_no_old_log_probs_and_measures_the_kl_of_what_was_sampled():
+def test_with_one_optimizer_step_old_log_probs_are_not_computed_and_kl_uses_rollout_log_probs():
     found = experience(replace(GRPO, scores_policy=False), TableWorkers(critic=False))
     assert found.old_log_probs is None
     assert found.kl == pytest.approx((4 * (-1 + 0.9) + 3 * (-1 + 0.4)) / 7)
 
 
-def test_old_samples_may_be_compared_with_the_engines_log_probs():
+def test_the_ratio_of_old_samples_may_use_the_engines_log_probs():
     """Those of the policy still measure the KL; the ratio is taken to what the sample was drawn with."""
     usual, found = experience(), experience(replace(PPO, old_from_engine=True))
     assert found.kl == usual.kl
@@ -293,7 +293,7 @@ def test_old_samples_may_be_compared_with_the_engines_log_probs():
     assert not torch.equal(usual.old_log_probs, usual.rollout_log_probs)
 
 
-def test_what_is_logged():
+def test_experience_metrics_match_hand_computation():
     assert experience().metrics == pytest.approx(
         {
             "reward": 2.0,
@@ -321,7 +321,7 @@ CUTS = {
 
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("settings", [PPO, GRPO], ids=["ppo", "grpo"])
-def test_the_cut_into_micro_batches_changes_nothing(cut, settings):
+def test_splitting_into_micro_batches_changes_nothing(cut, settings):
     packing, size, budget = CUTS[cut]
     whole, cut_up = experience(settings), experience(settings, batching=Batching(Layout(packing, 0), size, budget))
     assert cut_up.metrics == whole.metrics

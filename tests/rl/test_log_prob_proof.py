@@ -52,13 +52,13 @@ def look(gap, *trajectories, version=0):
     return asyncio.run(gap.look(trajectories, version, version + 1)).get("rollout/log_prob_difference")
 
 
-def test_the_gap_is_a_mean_over_the_tokens_that_were_drawn():
+def test_the_difference_is_a_mean_over_sampled_tokens():
     gap = watch()
     assert look(gap, drawn(-1.0), drawn(-1.06, length=1)) == pytest.approx(0.02)
     assert look(gap, drawn(-1.0), drawn(-1.0)) == 0.0
 
 
-def test_a_line_says_what_it_measures_and_is_repeated_when_it_doubles():
+def test_a_large_difference_is_reported_and_again_when_it_doubles():
     gap = watch()
     for log_prob in (-1.005, -1.02, -1.03, -1.05):
         look(gap, drawn(log_prob), drawn(log_prob))
@@ -68,40 +68,40 @@ def test_a_line_says_what_it_measures_and_is_repeated_when_it_doubles():
     assert "differ by 0.05" in second
 
 
-def test_too_far_apart_is_an_error_that_names_the_sample():
+def test_too_large_a_difference_is_an_error_that_names_the_sample():
     with pytest.raises(RolloutError, match=r"differ by 0\.25 nats.*below 0\.01.*prompt 3"):
         look(watch(), drawn(-1.0), drawn(-1.5, index=3))
 
 
-def test_not_a_number_is_too_far():
+def test_a_difference_of_nan_is_an_error():
     with pytest.raises(RolloutError):
         look(watch(), drawn(float("nan")), drawn(-1.0))
 
 
-def test_samples_of_older_weights_prove_nothing():
+def test_samples_of_older_weights_are_not_compared():
     assert look(watch(), drawn(-9.0, version=1), version=2) is None
 
 
-def test_turns_that_left_tokens_out_prove_nothing():
+def test_turns_sampled_from_a_truncated_vocabulary_are_not_compared():
     assert look(watch(), replace(drawn(-9.0), whole_vocabulary=False)) is None
 
 
 @pytest.mark.parametrize("layout", [PADDED, PACKED])
 @pytest.mark.parametrize("count", [1, 2, 3, 9])
-def test_a_leak_between_the_sequences_of_a_batch_is_seen(layout, count):
+def test_a_leak_between_sequences_of_a_batch_is_detected(layout, count):
     trainer = Trainer(leaks=True)
     with pytest.raises(RolloutError):
         look(watch(trainer, layout), *(drawn(-1.0, index=number, length=2 + number) for number in range(count)))
     assert set(trainer.sequences) == {2}
 
 
-def test_a_single_fresh_sample_has_an_older_one_beside_it():
+def test_a_single_fresh_sample_is_scored_beside_an_older_one():
     trainer = Trainer()
     assert look(watch(trainer), drawn(-9.0, version=1), drawn(-1.0, version=2), version=2) == 0.0
     assert trainer.sequences == [2]
 
 
-def test_samples_that_fill_a_micro_batch_alone_are_left_to_the_run():
+def test_samples_that_fill_a_micro_batch_are_not_compared():
     lengths = []
 
     class Measured(Trainer):
@@ -146,7 +146,7 @@ def probe(gap, engine, version, prompts=PROMPTS):
     asyncio.run(gap.probe(engine, prompts, SETTINGS, version))
 
 
-def test_an_asynchronous_run_asks_for_samples_of_the_first_weights_that_changed():
+def test_an_asynchronous_run_probes_the_first_changed_weights():
     gap = watch(probe=True)
     gap.note_update({"actor_lr": 0.0, "actor_grad_norm": 1.0})
     assert not gap.probe_is_due(1)
@@ -160,13 +160,13 @@ def test_an_asynchronous_run_asks_for_samples_of_the_first_weights_that_changed(
     assert gap.monitor.lines == []
 
 
-def test_probes_are_repeated_if_asked():
+def test_probes_repeat_at_the_given_interval():
     gap = watch(probe=True, probe_every=3)
     assert [version for version in range(1, 10) if gap.probe_is_due(version)] == [3, 6, 9]
     assert not any(watch(probe_every=3).probe_is_due(version) for version in range(10))
 
 
-def test_a_probe_that_tells_nothing_says_why(monkeypatch):
+def test_an_inconclusive_probe_says_why(monkeypatch):
     gap = watch(probe=True)
     probe(gap, Engine(-1.0, version=4), 4, prompts=[Prompt(0, "", (1,) * 64)])
     monkeypatch.setattr("openrlhf.rl.proof.PROBE_SECONDS", 0.01)

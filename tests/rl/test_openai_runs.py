@@ -22,7 +22,7 @@ def run_agent(base_url, api_key, prompt, label):
 """
 
 
-def test_a_client_s_conversations_are_trained_on(tmp_path, models):
+def test_conversations_of_an_openai_client_are_trained_on(tmp_path, models):
     (tmp_path / "agent.py").write_text(AGENT)
     rows = write_rows(tmp_path / "prompts.jsonl", make_prompts(4))
     flags = {

@@ -46,11 +46,11 @@ def experience(*items):
     )
 
 
-def test_a_trajectory_comes_back():
+def test_a_trajectory_is_restored():
     assert trajectory(json.loads(json.dumps(plain(ITEM)))) == ITEM
 
 
-def test_the_queue_comes_back(tmp_path):
+def test_the_queue_is_restored(tmp_path):
     unscored = replace(ITEM, reward=float("nan"), score=float("nan"))
     queue = [
         Rollout(4, 2, [ITEM, replace(ITEM, extra_logs={})], 5, 9, {"rollout/failures": 1.0}),
@@ -65,7 +65,7 @@ def test_the_queue_comes_back(tmp_path):
     assert list(read_queue(tmp_path / "queue.jsonl")) == []
 
 
-def test_recorded_samples_can_be_trained_on_again(tmp_path):
+def test_recorded_samples_can_be_replayed(tmp_path):
     recorder = Recorder(tmp_path, decode=lambda ids: " ".join(map(str, ids)))
     recorder.write(1, experience(ITEM))
     recorder.write(2, experience(*[replace(ITEM, version=4)] * 2))
@@ -86,7 +86,7 @@ def test_nothing_is_written_without_a_folder(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_an_older_run_left_is_cleared(tmp_path):
+def test_rollouts_of_an_older_run_are_deleted(tmp_path):
     def names():
         return sorted(path.name for path in (tmp_path / "rollouts").iterdir())
 
@@ -100,6 +100,6 @@ def test_what_an_older_run_left_is_cleared(tmp_path):
     assert names() == ["notes.txt"]
 
 
-def test_a_folder_that_is_gone_is_made_again(tmp_path):
+def test_a_deleted_folder_is_created_again(tmp_path):
     Recorder(tmp_path / "gone", resumed_at=2).write(3, experience(ITEM))
     assert [path.name for path in (tmp_path / "gone" / "rollouts").iterdir()] == ["step_000003.jsonl"]

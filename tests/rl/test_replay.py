@@ -60,7 +60,7 @@ def refuse(*_):
 
 
 @pytest.mark.parametrize("more", [{}, {"enable_vllm_is_correction": True}, {"async_train": True}])
-def test_a_replay_gives_the_weights_of_the_run_it_replays(run, models, monkeypatch, tmp_path, more):
+def test_a_replay_gives_the_weights_of_the_recorded_run(run, models, monkeypatch, tmp_path, more):
     first = run("one", max_steps=1, **more)
     whole = run("live", **more)
     monkeypatch.setattr(HFEngine, "generate", refuse)
@@ -74,7 +74,7 @@ def test_a_replay_gives_the_weights_of_the_run_it_replays(run, models, monkeypat
     assert [file.read_text() for file in recorded[0]] == [file.read_text() for file in recorded[1]]
 
 
-def test_a_shorter_record_ends_the_run(run):
+def test_the_run_ends_with_a_shorter_record(run):
     run("one", max_steps=1)
     run("replayed", replay="./one/run/rollouts")
     metrics = [json.loads(line) for line in Path("replayed/run/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -82,13 +82,13 @@ def test_a_shorter_record_ends_the_run(run):
 
 
 @pytest.mark.parametrize("folder", ["./nowhere", "."])
-def test_a_folder_without_rollouts_is_refused(run, folder):
+def test_a_folder_without_rollouts_is_rejected(run, folder):
     with pytest.raises(ConfigError, match=r"--replay .* (no such folder|holds no step_)"):
         run("out", replay=folder)
 
 
 @pytest.mark.parametrize("flags", [{}, {"run_dir": "./one/run"}])
-def test_a_run_does_not_replay_what_it_would_overwrite(run, flags):
+def test_replaying_from_the_output_folder_is_rejected(run, flags):
     run("one", max_steps=1)
     with pytest.raises(ConfigError, match="is where this run writes its own rollouts"):
         run("other" if flags else "one", replay="./one/run/rollouts", **flags)

@@ -21,7 +21,7 @@ async def episode(session, number, turns):
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
-def test_turns_advance_together_whoever_comes_first(order):
+def test_turns_advance_together_in_any_arrival_order(order):
     engine, turns = EchoEngine(), (3, 1, 2)
 
     async def main():
@@ -33,7 +33,7 @@ def test_turns_advance_together_whoever_comes_first(order):
     assert engine.batches == [[(0, 0), (1, 0), (2, 0)], [(0, 1), (2, 1)], [(0, 2)]]
 
 
-def test_who_leaves_without_asking_holds_nobody_up():
+def test_an_episode_that_ends_without_a_request_does_not_block_others():
     engine = EchoEngine()
 
     async def main():
@@ -48,7 +48,7 @@ def test_who_leaves_without_asking_holds_nobody_up():
     assert asyncio.run(main()) == [0]
 
 
-def test_a_failing_engine_is_heard_by_everyone():
+def test_an_engine_failure_reaches_every_episode():
     class Broken:
         version = 0
 
@@ -64,7 +64,7 @@ def test_a_failing_engine_is_heard_by_everyone():
     assert [str(error) for error in asyncio.run(main())] == ["no memory", "no memory"]
 
 
-def test_an_episode_that_ended_cannot_ask():
+def test_an_ended_episode_cannot_send_requests():
     async def main():
         (session,) = await EpisodeScheduler(EchoEngine()).open_group(1)
         session.close()
@@ -95,7 +95,7 @@ def limited(limit, turns, order=None):
     return [[ids[0] for ids in batch] for batch in engine.batches]
 
 
-def test_a_limit_bounds_who_runs_and_the_next_group_begins_when_there_is_room():
+def test_a_limit_bounds_running_episodes_and_starts_the_next_group_when_possible():
     assert limited(2, [(2,), (1,), (1,), (3,)]) == [[0, 1], [0, 2], [3], [3], [3]]
     assert limited(4, [(1, 3), (1, 1), (1, 1)]) == [[0, 1, 2, 3], [1, 4, 5], [1]]
     assert limited(3, [(2, 2), (1, 1)]) == [[0, 1], [0, 1], [2, 3]]  # two and two are more than three
@@ -105,13 +105,13 @@ def test_a_limit_smaller_than_a_group_runs_one_group_at_a_time():
     assert limited(1, [(1, 2), (1, 1)]) == [[0, 1], [1], [2, 3]]
 
 
-def test_episodes_that_ask_for_nothing_make_room_too():
+def test_episodes_without_requests_free_their_slot():
     assert limited(2, [(0, 0), (0, 0), (1, 0), (0, 1)]) == [[4], [7]]
     assert limited(2, [(0,), (0,), (0,)]) == []
 
 
 @pytest.mark.parametrize("limit", [1, 3, 4, 7, None])
-def test_who_runs_first_changes_no_batch(limit):
+def test_the_order_of_episodes_does_not_change_batches(limit):
     turns = [(1, 2), (3, 0), (0, 0), (2, 2), (1, 4), (0, 1)]
     expected = limited(limit, turns)
     assert sorted(number for batch in expected for number in batch) == sorted(
@@ -124,7 +124,7 @@ def test_who_runs_first_changes_no_batch(limit):
         assert limited(limit, turns, order) == expected
 
 
-def test_a_group_that_was_called_off_takes_no_room():
+def test_a_cancelled_group_takes_no_slot():
     engine = EchoEngine()
 
     async def main():
@@ -138,7 +138,7 @@ def test_a_group_that_was_called_off_takes_no_room():
     assert engine.batches == [[(0, 0)], [(2, 0)]]
 
 
-def test_out_of_step_what_a_prompt_asks_in_one_moment_is_one_batch_and_nobody_waits():
+def test_without_lockstep_simultaneous_requests_of_a_prompt_form_a_batch():
     engine, turns = EchoEngine(), (1, 2, 1, 1)
 
     async def main():

@@ -36,7 +36,7 @@ def test_every_row_is_in_one_micro_batch_within_the_budget():
     assert all(sum(lengths) <= 8 for _, lengths in found)
 
 
-def test_a_process_with_fewer_micro_batches_repeats_one_whose_result_nobody_takes():
+def test_a_process_with_fewer_micro_batches_repeats_one_and_discards_the_result():
     own, found = run(Sharded(0)), run(Sharded(4))
     assert found[: len(own)] == own
     assert found[len(own) :] == [([], own[0][1])] * (4 - len(own))

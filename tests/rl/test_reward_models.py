@@ -124,7 +124,7 @@ def test_a_model_with_another_tokenizer_scores_the_text(learn, reward_model, tmp
     assert rewards(rows) == pytest.approx(plain_scores(folder, rows, read), abs=1e-5)
 
 
-def test_a_model_scores_the_episodes_that_an_agent_gives_no_reward(learn, reward_model, tmp_path):
+def test_a_reward_model_scores_episodes_without_an_agent_reward(learn, reward_model, tmp_path):
     (tmp_path / "agent.py").write_text(AGENT)
     folder = reward_model()
     rows = read_rollouts(learn(reward_pretrain=folder, agent_func_path="./agent.py", max_steps=1), 1)
@@ -135,7 +135,9 @@ def test_a_model_scores_the_episodes_that_an_agent_gives_no_reward(learn, reward
     assert rewards(scored) == pytest.approx(plain_scores(folder, scored), abs=1e-5)
 
 
-def test_such_a_model_is_no_beginning_for_a_critic(learn, reward_model, tmp_path, models, capsys):
+def test_a_reward_model_with_another_tokenizer_cannot_initialise_the_critic(
+    learn, reward_model, tmp_path, models, capsys
+):
     folder = reward_model(pretrain=other_model(tmp_path / "other"))
     with pytest.raises(SystemExit):
         learn(reward_pretrain=folder, **PPO)
@@ -145,7 +147,7 @@ def test_such_a_model_is_no_beginning_for_a_critic(learn, reward_model, tmp_path
 
 
 @pytest.mark.parametrize("packing", [None, True], ids=["padded", "packed"])
-def test_two_models_are_weighed(learn, reward_model, packing, models):
+def test_two_reward_models_are_weighted(learn, reward_model, packing, models):
     one, other = reward_model("one"), reward_model("two", models(seed=5), seed=5)
     flags = {"reward_pretrain": f"{one},{other}", "reward_weights": [0.75, -2.0], "packing_samples": packing}
     rows = unpadded(read_rollouts(learn(max_steps=1, **flags), 1))
@@ -156,7 +158,7 @@ def test_two_models_are_weighed(learn, reward_model, packing, models):
 
 
 @pytest.mark.parametrize("pad_is_eos", [False, True])
-def test_rewards_are_normalised_by_what_the_model_was_saved_with(learn, reward_model, pad_is_eos, models, capsys):
+def test_rewards_are_normalised_with_the_models_saved_statistics(learn, reward_model, pad_is_eos, models, capsys):
     policy = models(pad_is_eos=pad_is_eos)
     folder = reward_model(pretrain=policy)
     flags = {"pretrain": policy, "reward_pretrain": folder, "max_steps": 1}
@@ -174,7 +176,7 @@ def test_rewards_are_normalised_by_what_the_model_was_saved_with(learn, reward_m
 NORMALISED = {"normalize_reward": True}
 
 
-def test_a_model_without_statistics_says_that_it_stays_as_it_is(learn, reward_model, capsys):
+def test_missing_statistics_are_reported_and_scores_stay_unchanged(learn, reward_model, capsys):
     folder = reward_model()
     path = Path(folder) / "config.json"
     saved = json.loads(path.read_text())
@@ -183,7 +185,7 @@ def test_a_model_without_statistics_says_that_it_stays_as_it_is(learn, reward_mo
     assert "has no mean and std in its config.json, so its scores stay as they are" in capsys.readouterr().err
 
 
-def test_a_language_model_gives_no_rewards(learn, tmp_path, models, capsys):
+def test_a_language_model_is_rejected_as_reward_model(learn, tmp_path, models, capsys):
     answers = write_rows(tmp_path / "answers.jsonl", [{"input": "a", "output": "b"}])
     with pytest.raises(SystemExit):
         learn(reward_pretrain=models(), max_steps=1)
@@ -245,7 +247,7 @@ ONE_STEP_PROMPT = [{"input": f"a#{letter}", "label": ""} for letter in "bcdefghi
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["by number", "by tokens"])
-def test_with_step_rewards_each_step_is_rewarded_where_it_ends(
+def test_with_step_rewards_each_step_is_rewarded_at_its_end(
     learn, process_model, reward_model, judge, tmp_path, dynamic
 ):
     prompts = write_rows(tmp_path / "shown.jsonl", ONE_STEP_PROMPT)
@@ -278,7 +280,7 @@ def test_with_step_rewards_each_step_is_rewarded_where_it_ends(
         assert row["advantages"] == pytest.approx(to_go(row, shaped), abs=1e-4)
 
 
-def test_steps_are_found_in_the_tokens_of_another_vocabulary(learn, tmp_path, models, judge):
+def test_steps_are_found_with_another_tokenizer(learn, tmp_path, models, judge):
     rows = write_rows(tmp_path / "steps.jsonl", steps(48))
     paths = {"pretrain": other_model(tmp_path / "other"), "save_path": "prm", "ckpt_path": "prm_ckpt", "dataset": rows}
     run_command("train_prm", FAST | STEPS | paths)
@@ -296,7 +298,9 @@ def test_steps_are_found_in_the_tokens_of_another_vocabulary(learn, tmp_path, mo
 
 
 @pytest.mark.parametrize("kind", ["outcome", "process"])
-def test_dynamic_batches_reach_reward_models_and_change_no_score(learn, reward_model, process_model, kind, monkeypatch):
+def test_dynamic_batches_apply_to_reward_models_and_change_no_score(
+    learn, reward_model, process_model, kind, monkeypatch
+):
     seen = []
     forward = LocalFrozen.forward
 
@@ -317,7 +321,7 @@ def test_dynamic_batches_reach_reward_models_and_change_no_score(learn, reward_m
     assert rewards(by_tokens) == pytest.approx(rewards(by_number), abs=1e-5)
 
 
-def test_a_process_reward_model_beside_another(learn, process_model, reward_model):
+def test_process_and_outcome_reward_models_work_together(learn, process_model, reward_model):
     ran = learn(reward_pretrain=f"{process_model},{reward_model()}", reward_weights=[2.0, 1.0], max_steps=2, **PPO)
     assert all(value == value for line in ran.metrics for value in line.values())
     assert ran.train("critic_loss")[0] > 0
@@ -327,7 +331,7 @@ def refuse(*_):
     raise AssertionError("a replay asked the engine")
 
 
-def test_a_replay_with_reward_model_and_critic_is_the_run_that_it_replays(learn, reward_model, monkeypatch):
+def test_a_replay_with_reward_model_and_critic_equals_the_recorded_run(learn, reward_model, monkeypatch):
     flags = {"reward_pretrain": reward_model(), "normalize_reward": True, "save_value_network": True, **PPO}
     live = learn("live", **flags)
     monkeypatch.setattr(HFEngine, "generate", refuse)

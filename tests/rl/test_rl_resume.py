@@ -76,7 +76,7 @@ def assert_same(resumed, untouched):
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
-def test_a_killed_run_goes_on_as_if_nothing_had_been(kind, tmp_path, case):
+def test_a_killed_run_resumes_like_an_uninterrupted_one(kind, tmp_path, case):
     untouched = finish(tmp_path, case(kind, "untouched"))
     process = start_command(tmp_path, "train_ppo", case(kind, "killed"))
     wait_until(process, (tmp_path / "killed_ckpt" / "global_step3").exists)
@@ -88,7 +88,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(kind, tmp_path, case):
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_every_checkpoint_leads_to_the_same_end(kind, tmp_path, case):
+def test_every_checkpoint_leads_to_the_same_result(kind, tmp_path, case):
     untouched = finish(tmp_path, case(kind, "untouched", save_steps=1))
     steps = len(untouched.train("reward"))
     assert steps > 3
@@ -102,7 +102,7 @@ def test_every_checkpoint_leads_to_the_same_end(kind, tmp_path, case):
         assert_same(resumed, untouched)
 
 
-def test_a_run_that_is_asked_to_stop_leaves_a_checkpoint_and_says_how_to_go_on(tmp_path, case):
+def test_a_stopped_run_leaves_a_checkpoint_and_prints_the_resume_command(tmp_path, case):
     untouched = finish(tmp_path, case("async", "untouched", num_episodes=3))
     process = start_command(tmp_path, "train_ppo", case("async", "asked", num_episodes=3, save_steps=-1))
     metrics = tmp_path / "asked" / "run" / "metrics.jsonl"
@@ -119,7 +119,7 @@ def test_a_run_that_is_asked_to_stop_leaves_a_checkpoint_and_says_how_to_go_on(t
     assert_same(finish(tmp_path, case("async", "asked", num_episodes=3, load_checkpoint=True)), untouched)
 
 
-def test_a_stop_without_checkpoints_says_that_nothing_is_left(tmp_path, case):
+def test_a_stop_without_checkpoints_says_that_the_run_cannot_resume(tmp_path, case):
     process = start_command(
         tmp_path, "train_ppo", case("sync", "lost", disable_ds_ckpt=True, save_steps=-1, num_episodes=3)
     )
@@ -132,7 +132,7 @@ def test_a_stop_without_checkpoints_says_that_nothing_is_left(tmp_path, case):
     assert "openrlhf: stopped; --disable_ds_ckpt leaves nothing to go on from\n" in said
 
 
-def test_a_run_that_is_over_says_that_nothing_is_left(tmp_path, case, capsys):
+def test_resuming_a_finished_run_says_that_no_steps_are_left(tmp_path, case, capsys):
     flags = case("async", "over", save_steps=STEPS)
     finished = finish(tmp_path, flags).metrics
     assert finish(tmp_path, flags | {"load_checkpoint": True}).metrics == finished

@@ -23,7 +23,7 @@ def places(rollout):
     return [item.prompt.index for item in rollout.trajectories]
 
 
-def test_every_episode_is_a_shuffle_of_its_own():
+def test_every_episode_has_its_own_shuffle():
     order = PromptOrder(prompts(20), 3, seed=1)
     texts = [prompt.text for prompt in order.take(0, 100)]
     assert len(texts) == len(order) == 60
@@ -35,20 +35,20 @@ def test_every_episode_is_a_shuffle_of_its_own():
     assert [prompt.text for prompt in PromptOrder(prompts(20), 3, seed=2).take(0, 100)] != texts
 
 
-def test_a_rollout_takes_its_prompts_in_order():
+def test_a_rollout_takes_prompts_in_order():
     order, rollout = rolled(place=2)
     assert places(rollout) == [2, 2, 3, 3, 4, 4]
     assert [item.prompt for item in rollout.trajectories][::2] == order.take(2, 3)
     assert (rollout.number, rollout.next_place, rollout.metrics) == (4, 5, {})
 
 
-def test_the_last_rollout_takes_what_is_left():
+def test_the_last_rollout_takes_the_remaining_prompts():
     _, rollout = rolled(place=6)
     assert places(rollout) == [6, 6, 7, 7]
     assert rollout.next_place == 8
 
 
-def test_samples_have_seeds_and_room_of_their_own():
+def test_samples_have_their_own_seed_and_token_limit():
     prompt = prompts(3)[2]
     params = sampling(prompt, SETTINGS)
     assert {item.max_tokens for item in params} == {6}  # the context less a prompt of two
@@ -81,7 +81,7 @@ def test_accepted_groups_are_kept_when_prompts_run_out():
     assert nothing.trajectories == []
 
 
-def test_reward_models_are_asked_before_a_group_is_judged():
+def test_reward_models_score_before_a_group_is_filtered():
     half = Judge(lambda item: 0.5 if item.prompt.index % 2 else 0.0)
     _, rollout = rolled(lambda prompt, sample: float("nan"), FILTERED, workers=half)
     assert places(rollout)[::2] == [1, 3, 5]
@@ -99,7 +99,7 @@ def test_a_group_left_with_one_sample_is_dropped_and_counted():
     assert places(single) == [0, 2, 3]
 
 
-def test_all_samples_of_all_prompts_take_their_turns_together():
+def test_all_samples_of_all_prompts_advance_together():
     engine = EchoEngine()
     executor = Turns(lambda prompt, sample: prompt.index)
     asyncio.run(run_groups(prompts(3), engine, executor, replace(SETTINGS, samples_per_prompt=1)))
@@ -117,7 +117,7 @@ def test_a_limit_runs_groups_one_after_the_other_with_the_same_result():
     assert free == bounded
 
 
-def test_a_failing_group_calls_off_those_that_wait():
+def test_a_failing_group_cancels_waiting_groups():
     class Failing:
         async def run_group(self, prompt, params, sessions):
             raise RolloutError(f"prompt {prompt.index}")

@@ -78,7 +78,7 @@ def test_an_empty_queue_is_the_synchronous_run_at_one_step_a_rollout_too(learn):
 
 
 @pytest.mark.parametrize(("size", "staleness"), [(1, [0, 1, 1, 1, 1]), (2, [0, 1, 2, 2, 2])])
-def test_samples_are_no_older_than_the_queue_is_long(size, staleness, learn, models):
+def test_staleness_is_bounded_by_the_queue_length(size, staleness, learn, models):
     ran = learn(rows=make_prompts(40), async_train=True, async_queue_size=size)
     assert ran.train("staleness") == staleness
     assert [row["version"] for row in read_rollouts(ran, 5)] == [4 - size] * 32
@@ -89,7 +89,7 @@ def test_samples_are_no_older_than_the_queue_is_long(size, staleness, learn, mod
 
 
 @pytest.mark.parametrize("kind", ["lora", "mixtral", "tied"])
-def test_an_engine_of_its_own_hears_of_every_update(kind, learn, models):
+def test_a_separate_engine_receives_every_update(kind, learn, models):
     flags = {
         "lora": {"lora_rank": 4},
         "mixtral": {"pretrain": models("mixtral")},
@@ -127,7 +127,7 @@ def test_engine_and_trainer_agree_on_log_probs(learn):
 
 
 @pytest.mark.parametrize("limit", [{"top_p": 0.6}, {"top_k": 3, "min_new_tokens": 3}], ids=str)
-def test_correction_sees_no_gap_when_tokens_are_left_out(limit, learn):
+def test_correction_finds_no_difference_with_a_truncated_vocabulary(limit, learn):
     """A part of the distribution is drawn from, the whole one is compared."""
     ran = learn(enable_vllm_is_correction=True, max_steps=2, **limit)
     assert max(abs(value) for value in ran.train("vllm_kl")) < 1e-5
@@ -136,7 +136,7 @@ def test_correction_sees_no_gap_when_tokens_are_left_out(limit, learn):
 PPO = {"advantage_estimator": "gae", "init_kl_coef": 0.05, "gamma": 0.99, "lambd": 0.95}
 
 
-def test_ppo_with_everything_around_it(learn, models, tmp_path):
+def test_ppo_runs_with_all_options(learn, models, tmp_path):
     flags = {"max_epochs": 2, "train_batch_size": 16, "save_value_network": True, "enable_ema": True, "ema_beta": 0.5}
     ran = learn(kl_target=0.1, kl_horizon=100, **PPO, **flags)
     (line, *_, last) = ran.metrics
@@ -151,7 +151,7 @@ def test_ppo_with_everything_around_it(learn, models, tmp_path):
     assert not same(weights(ran), before(models))
 
 
-def test_the_saved_policy_is_the_average(learn, models):
+def test_with_ema_the_saved_policy_is_the_average(learn, models):
     plain = learn("plain", max_steps=1)
     averaged = learn("averaged", max_steps=1, enable_ema=True, ema_beta=0.75)
     first, trained, mean = before(models), weights(plain), weights(averaged)
@@ -159,13 +159,13 @@ def test_the_saved_policy_is_the_average(learn, models):
         torch.testing.assert_close(mean[name], 0.75 * first[name] + 0.25 * trained[name])
 
 
-def test_kl_in_the_loss_holds_the_policy_back(learn):
+def test_kl_in_the_loss_keeps_the_policy_near_the_reference(learn):
     free = learn("free", use_kl_loss=True, kl_estimator="k3", init_kl_coef=1e-9)
     held = learn("held", use_kl_loss=True, kl_estimator="k3", init_kl_coef=3.0)
     assert 0 < held.train("kl_loss")[-1] < free.train("kl_loss")[-1]  # 0.5 to 0.7 of it over five seeds
 
 
-def test_a_policy_is_held_still_while_its_critic_warms_up(learn):
+def test_the_policy_is_frozen_while_the_critic_warms_up(learn):
     ran = learn(freezing_actor_steps=2, **PPO)
     first, second, third, _ = ran.metrics
     assert "actor_lr" not in first
@@ -179,7 +179,7 @@ def test_a_frozen_policy_does_not_move(learn, models):
     assert same(weights(ran), before(models))
 
 
-def test_a_reward_model_gives_the_reward(learn, tmp_path, models):
+def test_a_reward_model_scores_the_samples(learn, tmp_path, models):
     flags = FAST | PAIRS | dataset_flags(tmp_path, pairs(48), pairs(5, seed=1)) | {"pretrain": models()}
     run_command("train_rm", flags | {"save_path": "rm", "ckpt_path": "rm_ckpt", "max_epochs": 2})
     flags = {"reward_pretrain": "./rm", "normalize_reward": True}
@@ -193,7 +193,7 @@ def test_a_reward_model_gives_the_reward(learn, tmp_path, models):
     assert ppo.train("reward")[0] == pytest.approx(ran.train("reward")[0], rel=1e-5)
 
 
-def test_filtering_hears_a_reward_model(learn, tmp_path, models, capsys):
+def test_filtering_uses_the_reward_models_scores(learn, tmp_path, models, capsys):
     flags = FAST | PAIRS | dataset_flags(tmp_path, pairs(16), pairs(5, seed=1)) | {"pretrain": models()}
     run_command("train_rm", flags | {"save_path": "rm", "ckpt_path": "rm_ckpt"})
     ran = learn(reward_pretrain="./rm", dynamic_filtering=True, dynamic_filtering_reward_range=[-9.0, 9.0], max_steps=2)
@@ -204,7 +204,7 @@ def test_filtering_hears_a_reward_model(learn, tmp_path, models, capsys):
     assert "openrlhf: no step was trained: no group of samples was kept" in capsys.readouterr().err
 
 
-def test_filtered_groups_are_replaced_and_what_was_accepted_is_trained(learn, tmp_path):
+def test_filtered_groups_are_replaced_and_accepted_groups_are_trained(learn, tmp_path):
     # Every third prompt is worth 0.5 for all its samples; the others are worth nothing and go.
     rows = [row | {"label": "0.5" if number % 3 == 0 else "0"} for number, row in enumerate(make_prompts(33))]
     ran = learn(rows=rows, dynamic_filtering=True, remote_rm_url=str(solved(tmp_path)))
@@ -215,7 +215,7 @@ def test_filtered_groups_are_replaced_and_what_was_accepted_is_trained(learn, tm
     assert all(0 < rate < 100 for rate in ran.train("dynamic_filtering_pass_rate"))
 
 
-def test_a_filtered_run_goes_through_its_whole_schedule(learn, tmp_path):
+def test_a_filtered_run_completes_its_learning_rate_schedule(learn, tmp_path):
     """Two of three prompts go, so of four planned rollouts two are made, of 8 and 3 prompts, in 24 and 9 prompts."""
     rows = [row | {"label": "0.5" if number % 3 == 0 else "0"} for number, row in enumerate(make_prompts(33))]
     flags = {"lr_scheduler": "linear", "remote_rm_url": str(solved(tmp_path)), "actor_learning_rate": 1.0}
@@ -229,13 +229,13 @@ def test_a_filtered_run_goes_through_its_whole_schedule(learn, tmp_path):
     assert limited.train("actor_lr") == pytest.approx([0.25])  # the last of four steps of the only rollout
 
 
-def test_a_schedule_stays_between_its_ends_whatever_a_resumed_run_has_left():
+def test_a_schedule_stays_in_range_for_any_number_of_remaining_prompts():
     trained = Trained(None, lambda step: 1 - step / 10, 10, 1.0)
     cases = {(0.0, 0.0): 1.0, (0.5, 0.0): 0.5, (0.55, 0.1): 0.5, (0.2, 0.4): 1.0, (1.2, 0.0): 0.0, (1.0, 1.0): 1.0}
     assert {case: trained.scale(*case) for case in cases} == pytest.approx(cases)
 
 
-def test_a_policy_that_was_frozen_warms_up_when_it_begins(learn):
+def test_a_frozen_policy_warms_up_when_its_training_starts(learn):
     ran = learn(freezing_actor_steps=2, lr_scheduler="linear", actor_learning_rate=1.0, critic_learning_rate=1.0, **PPO)
     assert ran.train("critic_lr") == pytest.approx([1.0, 0.75, 0.5, 0.25])
     assert [line.get("actor_lr") for line in ran.metrics] == [None, None, pytest.approx(1.0), pytest.approx(0.5)]
@@ -282,7 +282,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_variants_run(variant, learn, models):
+def test_variants_of_rl_runs_finish(variant, learn, models):
     flags = VARIANTS[variant] | ({"pretrain": models("mixtral")} if "experts" in variant else {})
     ran = learn(max_steps=2, **flags)
     assert all(value == value for line in ran.metrics for value in line.values())
@@ -301,7 +301,7 @@ def test_experts_of_the_critic_are_balanced_too(learn, models, capsys):
     assert "--aux_loss_coef does not apply to the critic" in capsys.readouterr().err
 
 
-def test_entropy_alone_is_logged(learn):
+def test_entropy_is_logged_without_a_loss_weight(learn):
     ran = learn("logged", entropy_loss_coef=0.0, max_steps=2)
     assert all(value > 0 for value in ran.train("entropy"))
     assert ran.train("actor_grad_norm") == pytest.approx(learn("plain", max_steps=2).train("actor_grad_norm"), rel=1e-3)
@@ -317,7 +317,7 @@ def test_a_stop_text_ends_a_response(learn):
     assert not any({a, b} & set(tokens[:-1]) for tokens in said)
 
 
-def test_micro_batches_do_not_change_what_is_learned(learn):
+def test_micro_batch_sizes_do_not_change_the_result(learn):
     whole = learn("whole", micro_train_batch_size=32, micro_rollout_batch_size=32)
     cut = learn("cut", micro_train_batch_size=5, micro_rollout_batch_size=3)
     budget = learn("budget", use_dynamic_batch=True, train_max_tokens_per_gpu=64, rollout_max_tokens_per_gpu=40)
@@ -327,7 +327,7 @@ def test_micro_batches_do_not_change_what_is_learned(learn):
             assert other.train(name)[0] == pytest.approx(whole.train(name)[0], rel=1e-4, abs=1e-6)
 
 
-def test_tails_are_trained_and_said(learn, capsys):
+def test_incomplete_batches_are_trained_and_reported(learn, capsys):
     ran = learn(rows=make_prompts(10))
     assert [len(read_rollouts(ran, step)) for step in (1, 2)] == [32, 8]
     few = learn("few", rows=make_prompts(3), num_episodes=2)
@@ -335,7 +335,7 @@ def test_tails_are_trained_and_said(learn, capsys):
     assert "3 prompts are fewer than --rollout_batch_size: a rollout takes what there is" in capsys.readouterr().err
 
 
-def test_a_run_without_a_learning_rate_says_so(learn, capsys):
+def test_a_run_of_warm_up_steps_only_is_reported(learn, capsys):
     few = {"rows": make_prompts(3), "lr_scheduler": "linear", "lr_warmup_ratio": 0.03}
     learn(train_batch_size=12, **few)  # three steps were planned, and the three prompts give one
     said = capsys.readouterr().err
@@ -344,14 +344,14 @@ def test_a_run_without_a_learning_rate_says_so(learn, capsys):
     assert "warm-up" not in capsys.readouterr().err
 
 
-def test_every_episode_asks_every_prompt_once(learn):
+def test_every_episode_uses_every_prompt_once(learn):
     ran = learn(rows=make_prompts(8), num_episodes=3, n_samples_per_prompt=2)
     orders = [[row["prompt"]["text"] for row in read_rollouts(ran, step)][::2] for step in (1, 2, 3)]
     assert {frozenset(texts) for texts in orders} == {frozenset(row["input"] for row in make_prompts(8))}
     assert orders[0] != orders[1] != orders[2]
 
 
-def test_evaluation_by_datasource(learn, tmp_path):
+def test_evaluation_is_reported_by_datasource(learn, tmp_path):
     rows = [row | {"datasource": "left" if number % 2 else "right"} for number, row in enumerate(make_prompts(5))]
     held_out = write_rows(tmp_path / "held_out.jsonl", rows)
     ran = learn(eval_dataset=held_out, eval_steps=2, eval_n_samples_per_prompt=3, save_steps=2)
@@ -369,7 +369,7 @@ def test_evaluation_by_datasource(learn, tmp_path):
     assert (ran.ckpt_path / "latest").read_text() == "global_step4"
 
 
-def test_evaluation_counts_right_answers(learn, tmp_path, capsys):
+def test_evaluation_counts_correct_answers(learn, tmp_path, capsys):
     """Half the prompts are worth a reward of 0.5 and count as right."""
     (tmp_path / "graded.py").write_text(GRADED)
     rows = [row | {"label": str(number % 2)} for number, row in enumerate(make_prompts(4))]
@@ -391,7 +391,7 @@ def reward_func(queries, prompts, labels):
 
 
 @pytest.mark.parametrize("flags", [{}, {"async_train": True}])
-def test_a_step_takes_as_long_as_it_takes(flags, learn, tmp_path, capsys):
+def test_timings_of_a_step_add_up(flags, learn, tmp_path, capsys):
     """With generation, without evaluation. Steps follow each other, so together they are no longer than the run."""
     held_out = write_rows(tmp_path / "held_out.jsonl", make_prompts(3))
     began = time.perf_counter()
@@ -407,13 +407,13 @@ def test_a_step_takes_as_long_as_it_takes(flags, learn, tmp_path, capsys):
     assert f"s/step={steps[-1]['timing/step_total']:.4g}" in capsys.readouterr().err
 
 
-def test_evaluation_leaves_training_alone(learn, tmp_path):
+def test_evaluation_does_not_change_training(learn, tmp_path):
     held_out = write_rows(tmp_path / "held_out.jsonl", make_prompts(5))
     with_it = learn("with", eval_dataset=held_out, eval_steps=1)
     assert same(weights(with_it), weights(learn("without")))
 
 
-def test_the_rollouts_are_a_dataset(learn):
+def test_recorded_rollouts_can_be_loaded_as_a_dataset(learn):
     ran = learn(rows=make_prompts(12), **PPO)
     rows = datasets.load_dataset("json", data_files=str(ran.save_path / "run" / "rollouts" / "*.jsonl"))["train"]
     assert len(rows) == 12 * 4
@@ -432,7 +432,7 @@ def test_plain_transformers_loads_the_policy(learn):
     assert same(dict(model.state_dict()), weights(ran))
 
 
-def test_a_run_that_is_over_can_be_given_more_steps(learn):
+def test_a_finished_run_can_resume_with_more_steps(learn):
     learn("more", max_steps=2, save_steps=2)
     ran = learn("more", max_steps=4, save_steps=2, load_checkpoint=True)
     whole = learn("whole", max_steps=4, save_steps=2)
@@ -444,14 +444,14 @@ def rollouts(ran):
     return sorted(path.name for path in (ran.save_path / "run" / "rollouts").iterdir())
 
 
-def test_a_fresh_run_in_the_folder_of_a_longer_one_leaves_only_its_own_rollouts(learn):
+def test_a_new_run_in_an_old_folder_keeps_only_its_own_rollouts(learn):
     learn(max_steps=3, save_steps=2)
     ran = learn(max_steps=3, save_steps=2, load_checkpoint=True, seed=9)
     assert rollouts(ran) == ["step_000001.jsonl", "step_000002.jsonl", "step_000003.jsonl"]
     assert rollouts(learn(max_steps=1)) == ["step_000001.jsonl"]
 
 
-def test_checkpoints_of_an_earlier_run_are_mentioned(learn, capsys):
+def test_checkpoints_of_an_earlier_run_are_reported(learn, capsys):
     learn(max_steps=2, save_steps=1)
     said = capsys.readouterr().err
     assert "earlier run" not in said
@@ -459,7 +459,7 @@ def test_checkpoints_of_an_earlier_run_are_mentioned(learn, capsys):
     assert "2 checkpoints of an earlier run are in out_ckpt: rotation (--max_ckpt_num)" in capsys.readouterr().err
 
 
-def test_a_run_goes_on_though_its_run_folder_is_gone(learn):
+def test_a_run_resumes_without_its_run_folder(learn):
     ran = learn(max_steps=2, save_steps=2)
     shutil.rmtree(ran.save_path)
     ran = learn(max_steps=3, load_checkpoint=True)

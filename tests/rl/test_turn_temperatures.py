@@ -57,7 +57,7 @@ def test_tokens_are_scored_at_the_temperature_of_their_turn(play, more):
     assert any(2.5 / 0.7 in row["temperature_factors"] for row in rows)
 
 
-def test_a_turn_that_leaves_tokens_out_is_refused_before_training(play, capsys):
+def test_a_turn_with_a_truncated_vocabulary_is_rejected_before_training(play, capsys):
     with pytest.raises(SystemExit):
         play("top_p = 0.9", enable_vllm_is_correction=True)
     said = capsys.readouterr().err
@@ -66,6 +66,6 @@ def test_a_turn_that_leaves_tokens_out_is_refused_before_training(play, capsys):
     assert "Try: leave top_p as it is, or --enable_vllm_is_correction false" in said
 
 
-def test_without_correction_it_is_as_with_the_flag(play):
+def test_without_correction_a_truncated_vocabulary_is_recorded(play):
     ran = play("top_p = 0.9")
     assert not any(row["whole_vocabulary"] for row in read_rollouts(ran, 1))

@@ -57,7 +57,7 @@ def test_engine_and_trainer_agree_in_every_mode(mode, go):
             assert line["rollout/log_prob_difference"] < 1e-4
 
 
-def test_weights_that_do_not_arrive_whole_stop_the_run(go, monkeypatch, capsys):
+def test_incomplete_weights_stop_the_run(go, monkeypatch, capsys):
     honest = LocalSync.sync
 
     async def without_a_layer(self, version):

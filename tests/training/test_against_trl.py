@@ -88,7 +88,7 @@ def check(ran, name, losses, norms):
     ],
     ids=["sigmoid", "ipo", "label smoothing"],
 )
-def test_dpo_is_trls(flags, settings, packing, tmp_path, train, models):
+def test_dpo_losses_equal_trl(flags, settings, packing, tmp_path, train, models):
     rows = pairs(BATCH * STEPS)
     dataset = write_rows(tmp_path / "rows.jsonl", rows)
     shared = {"train_batch_size": BATCH, "micro_train_batch_size": 3, "learning_rate": 5e-3, "packing_samples": packing}
@@ -100,7 +100,7 @@ def test_dpo_is_trls(flags, settings, packing, tmp_path, train, models):
 
 
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (1.5, 0.7)], ids=["even", "weighted"])
-def test_kto_is_trls(weights, tmp_path, train, models):
+def test_kto_losses_equal_trl(weights, tmp_path, train, models):
     rows = verdicts(BATCH * STEPS)
     dataset = write_rows(tmp_path / "rows.jsonl", rows)
     ran = train(

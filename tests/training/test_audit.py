@@ -58,7 +58,7 @@ def lines(capsys):
 
 @pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize("tied", [False, True])
-def test_nothing_is_said_of_a_model_that_learns(tmp_path, kind, tied, capsys):
+def test_a_model_that_learns_is_not_reported(tmp_path, kind, tied, capsys):
     backend = train(causal(tmp_path, kind, tie_word_embeddings=tied))
     assert lines(capsys) == []
     assert backend.audit.hooks == []
@@ -66,7 +66,7 @@ def test_nothing_is_said_of_a_model_that_learns(tmp_path, kind, tied, capsys):
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral"])
-def test_adapters_begin_with_zeros_and_then_learn(tmp_path, kind, capsys):
+def test_adapters_start_with_zero_gradients_and_then_learn(tmp_path, kind, capsys):
     backend = train(causal(tmp_path, kind, lora=4))
     assert backend.audit.ever.all()
     assert lines(capsys) == []
@@ -74,14 +74,14 @@ def test_adapters_begin_with_zeros_and_then_learn(tmp_path, kind, capsys):
 
 @pytest.mark.parametrize("kind", [Scores, Values])
 @pytest.mark.parametrize("lora", [0, 4])
-def test_reward_models_and_critics_use_all_they_train(tmp_path, kind, lora, capsys):
+def test_reward_models_and_critics_use_all_trained_parameters(tmp_path, kind, lora, capsys):
     name = make_model(tmp_path)
     model = load_scalar_model(name, ModelFlags(), device=CPU, packing=False, head_prefix="score", new_head=True)
     train(Network(add_adapters(model, LoraFlags(lora_rank=lora), scalar=True)), Scalars(kind))
     assert lines(capsys) == []
 
 
-def test_a_parameter_without_a_gradient_stops_the_run_by_name(tmp_path):
+def test_a_parameter_without_a_gradient_stops_the_run_and_is_named(tmp_path):
     network = causal(tmp_path)
     network.decoder.model.layers[1].extra = nn.Linear(3, 3)
     backend = train(network, scales=[1.0] * (STEPS - 1))
@@ -90,7 +90,7 @@ def test_a_parameter_without_a_gradient_stops_the_run_by_name(tmp_path):
         backend.optim_step(1.0)
 
 
-def test_recomputation_that_cuts_the_graph_is_found(tmp_path):
+def test_recomputation_that_cuts_the_graph_is_detected(tmp_path):
     """Reentrant recomputation needs inputs with gradients; under frozen embeddings the layers learn nothing."""
     network = causal(tmp_path)
     network.decoder.get_input_embeddings().requires_grad_(False)
@@ -100,7 +100,7 @@ def test_recomputation_that_cuts_the_graph_is_found(tmp_path):
         train(network)
 
 
-def test_frozen_parts_are_not_asked_for(tmp_path, capsys):
+def test_frozen_parameters_need_no_gradient(tmp_path, capsys):
     network = causal(tmp_path)
     network.decoder.model.layers[0].requires_grad_(False)
     train(network)
@@ -150,7 +150,7 @@ def test_half_precision_weights_are_judged_by_their_masters(capsys):
     assert lines(capsys) == []
 
 
-def test_another_rank_may_have_the_gradients(capsys):
+def test_gradients_on_another_rank_count(capsys):
     """A rank with fillers alone sees none; the maximum over ranks decides."""
     weight = nn.Parameter(torch.ones(4))
     audit = Audit([("weight", weight)], lambda parameter: None, lambda found: torch.ones_like(found))

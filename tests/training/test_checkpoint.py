@@ -59,7 +59,7 @@ def names(root):
     return sorted(path.name for path in root.iterdir())
 
 
-def test_a_checkpoint_appears_whole(tmp_path):
+def test_a_checkpoint_appears_complete_or_not_at_all(tmp_path):
     folder = save(tmp_path, 3)
     assert names(tmp_path) == ["global_step3", "latest"]
     assert names(folder) == ["state.json", "weights"]
@@ -67,7 +67,7 @@ def test_a_checkpoint_appears_whole(tmp_path):
     assert newest(tmp_path) == folder
 
 
-def test_a_crash_while_writing_leaves_the_older_one(tmp_path):
+def test_a_crash_while_writing_keeps_the_older_checkpoint(tmp_path):
     older = save(tmp_path, 3)
 
     def crash(aside):
@@ -100,12 +100,12 @@ def test_only_the_first_rank_makes_and_moves_the_folder(tmp_path):
     assert second.waits == 3
 
 
-def test_nothing_there(tmp_path):
+def test_an_empty_folder_has_no_checkpoint(tmp_path):
     assert newest(tmp_path) is None
     assert newest(tmp_path / "nowhere") is None
 
 
-def test_latest_may_name_what_was_deleted(tmp_path):
+def test_latest_may_name_a_deleted_checkpoint(tmp_path):
     older = save(tmp_path, 9)
     save(tmp_path, 10)
     point_latest(tmp_path, 11)
@@ -120,13 +120,13 @@ def test_latest_wins_over_the_highest_number(tmp_path):
     assert newest(tmp_path) == fresh
 
 
-def test_other_folders_are_nobodys_checkpoint(tmp_path):
+def test_other_folders_are_not_checkpoints(tmp_path):
     (tmp_path / "global_step_best").mkdir()
     (tmp_path / "global_step5_hf").mkdir()
     assert newest(tmp_path) is None
 
 
-def test_rotation_by_number(tmp_path):
+def test_rotation_limits_the_number_of_checkpoints(tmp_path):
     for step in (1, 2, 3, 4):
         save(tmp_path, step, age=10 - step, hf=True)
     rotate(tmp_path, keep=2, max_gib=float("inf"))
@@ -135,7 +135,7 @@ def test_rotation_by_number(tmp_path):
     assert len(names(tmp_path)) == 5
 
 
-def test_rotation_by_size_counts_the_exports(tmp_path):
+def test_rotation_by_size_counts_model_folders(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path, step, age=10 - step, content=1000 * "x", hf=True)
     rotate(tmp_path, keep=9, max_gib=6500 / GIB)
@@ -144,27 +144,27 @@ def test_rotation_by_size_counts_the_exports(tmp_path):
     assert names(tmp_path) == ["global_step2", "global_step2_hf", "global_step3", "global_step3_hf", "latest"]
 
 
-def test_rotation_of_exports_alone(tmp_path):
+def test_rotation_applies_to_model_folders_alone(tmp_path):
     for step in (1, 2, 3):
         (tmp_path / f"global_step{step}_hf").mkdir()
     rotate(tmp_path, keep=1, max_gib=float("inf"))
     assert names(tmp_path) == ["global_step3_hf"]
 
 
-def test_rotation_never_takes_the_newest(tmp_path):
+def test_rotation_never_deletes_the_newest(tmp_path):
     save(tmp_path, 7)
     rotate(tmp_path, keep=0, max_gib=0)
     assert newest(tmp_path) == tmp_path / "global_step7"
 
 
-def test_rotation_takes_what_an_earlier_run_left_though_its_steps_are_higher(tmp_path):
+def test_rotation_deletes_an_earlier_runs_checkpoints_with_higher_steps(tmp_path):
     save(tmp_path, 100, age=50)
     save(tmp_path, 5, age=1)
     rotate(tmp_path, keep=1, max_gib=float("inf"))
     assert names(tmp_path) == ["global_step5", "latest"]
 
 
-def test_rotation_leaves_other_files_alone(tmp_path):
+def test_rotation_keeps_other_files(tmp_path):
     (tmp_path / "global_step_best").mkdir()
     (tmp_path / "notes.txt").write_text("mine")
     for step in (1, 2):
@@ -173,7 +173,7 @@ def test_rotation_leaves_other_files_alone(tmp_path):
     assert names(tmp_path) == ["global_step2", "global_step_best", "latest", "notes.txt"]
 
 
-def test_an_export_leaves_what_else_is_in_the_folder(tmp_path):
+def test_an_export_keeps_other_files_of_the_folder(tmp_path):
     folder = tmp_path / "out"
     (folder / "runs").mkdir(parents=True)
     (folder / "runs" / "metrics.jsonl").write_text("{}")
@@ -184,7 +184,7 @@ def test_an_export_leaves_what_else_is_in_the_folder(tmp_path):
 
 
 @pytest.mark.parametrize("marker", ["config.json", "adapter_config.json"])
-def test_a_model_that_moved_in_half_way_is_not_taken_for_whole(tmp_path, marker):
+def test_a_partially_written_model_is_not_complete(tmp_path, marker):
     folder = tmp_path / "out"
     folder.mkdir()
     (folder / "templates").write_text("a file where the export has a folder")
@@ -199,7 +199,7 @@ def test_a_model_that_moved_in_half_way_is_not_taken_for_whole(tmp_path, marker)
     assert not (folder / marker).exists()
 
 
-def test_an_older_models_config_does_not_vouch_for_half_of_a_new_one(tmp_path):
+def test_a_partial_model_beside_an_older_config_is_not_complete(tmp_path):
     folder = tmp_path / "out"
     export_together(Alone(), folder, fill_model)
     (folder / "templates").write_text("a file where the export has a folder")
@@ -213,7 +213,7 @@ def test_an_older_models_config_does_not_vouch_for_half_of_a_new_one(tmp_path):
     assert not (folder / "config.json").exists()
 
 
-def test_a_crash_while_exporting_leaves_the_older_model(tmp_path):
+def test_a_crash_while_exporting_keeps_the_older_model(tmp_path):
     folder = tmp_path / "out"
     export_together(Alone(), folder, fill_model)
 
@@ -240,7 +240,7 @@ def test_new_shards_are_not_hidden_by_an_older_single_file(tmp_path):
     assert names(folder) == ["config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json"]
 
 
-def test_adapters_beside_a_model_leave_it_whole(tmp_path):
+def test_adapters_beside_a_model_keep_it_complete(tmp_path):
     folder = tmp_path / "base"
     export_together(Alone(), folder, fill_model)
     export_together(Alone(), folder, lambda aside: (aside / "adapter_config.json").write_text("{}"))
@@ -259,14 +259,14 @@ def test_exported_folders_replace_older_ones(tmp_path):
     assert names(folder / "additional_chat_templates") == ["tool.jinja"]
 
 
-def test_text_appears_whole(tmp_path):
+def test_a_text_file_appears_complete_or_not_at_all(tmp_path):
     write_text_whole(tmp_path / "latest", "one")
     write_text_whole(tmp_path / "latest", "two")
     assert (tmp_path / "latest").read_text() == "two"
     assert names(tmp_path) == ["latest"]
 
 
-def test_a_broken_state_is_one_line(tmp_path):
+def test_a_broken_state_file_gives_one_line(tmp_path):
     (tmp_path / "state.json").write_text("{")
     for folder in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(BackendError, match=f"the checkpoint {folder} cannot be read: ") as caught:

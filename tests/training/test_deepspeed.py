@@ -112,7 +112,7 @@ def assert_same_weights(path: Path, backend: LocalBackend, atol: float = 1e-5) -
 
 
 @pytest.mark.parametrize(("stage", "packed", "lora"), MATRIX)
-def test_two_ranks_train_as_one(
+def test_two_ranks_train_like_one_process(
     stage: int, packed: bool, lora: bool, folder: Path, ranks: list[dict[str, Any]], local: Local
 ) -> None:
     name = f"zero{stage}-{'packed' if packed else 'padded'}-{'lora' if lora else 'full'}"
@@ -133,7 +133,7 @@ def test_options_and_models_do_not_change_the_training(
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_an_offloaded_optimizer_trains_as_one_on_the_device(
+def test_an_offloaded_optimizer_trains_like_one_on_the_device(
     stage: int, folder: Path, ranks: list[dict[str, Any]], local: Local
 ) -> None:
     backend, expected = local()
@@ -169,7 +169,9 @@ def test_bf16_gradients_of_many_micro_batches_are_summed_in_fp32(folder: Path, r
 
 
 @pytest.mark.parametrize("name", ["zero3-full", "zero3-lora", "zero2-full", "zero0-lora"])
-def test_resuming_equals_going_on(name: str, folder: Path, ranks: list[dict[str, Any]], local: Local) -> None:
+def test_resuming_equals_an_uninterrupted_run(
+    name: str, folder: Path, ranks: list[dict[str, Any]], local: Local
+) -> None:
     backend, expected = local(lora=name.endswith("lora"))
     resumed = [rank["resume"][f"resumed-{name}"] for rank in ranks]
     assert_same_training([rank["joined"] for rank in resumed], expected)
@@ -187,7 +189,7 @@ def test_sleeping_between_steps_changes_nothing(
     assert_same_training([rank["naps"][f"zero{stage}-{kind}"] for rank in ranks], local(lora=kind == "lora")[1])
 
 
-def test_the_audit_sees_gradients_and_masters_wherever_they_are(ranks: list[dict[str, Any]]) -> None:
+def test_the_audit_finds_sharded_gradients_and_masters(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         found_by_case = rank["audits"] | {"tensor parallel": rank["tensor_parallel_audit"]}
         for name, found in found_by_case.items():
@@ -207,7 +209,7 @@ def test_loading_in_shards_gives_the_same_model(folder: Path, ranks: list[dict[s
     assert_same_training([rank["sharded"]["lora"] for rank in ranks], local(lora=True)[1])
 
 
-def test_a_sharded_teacher_teaches_as_a_whole_one(folder: Path, ranks: list[dict[str, Any]]) -> None:
+def test_a_sharded_teacher_gives_the_same_result_as_a_whole_one(folder: Path, ranks: list[dict[str, Any]]) -> None:
     teacher = LocalFrozen(load_network(folder / "teacher"), CPU)
     batch = make_batch((9, 5), 3, packed=False)
     look = teacher.forward(batch, LogProbs).log_probs
@@ -227,7 +229,7 @@ def test_a_sharded_teacher_teaches_as_a_whole_one(folder: Path, ranks: list[dict
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("model", ["llama", "tied"])
-def test_tensor_parallel_ranks_train_as_one(
+def test_tensor_parallel_ranks_train_like_one_process(
     stage: int, model: str, folder: Path, ranks: list[dict[str, Any]], local: Local
 ) -> None:
     backend, expected = local(model)
@@ -331,7 +333,7 @@ def test_flags_become_deepspeed_settings() -> None:
     assert not config["managed_gradient_accumulation"]
 
 
-def test_on_a_cpu_there_is_nowhere_to_offload_to() -> None:
+def test_offloading_has_no_effect_on_a_cpu() -> None:
     here = site(dtype=torch.float32, device_type="cpu")
     assert (
         "offload_optimizer" not in engine_config(ShardingFlags(adam_offload=True), SETTINGS, here)["zero_optimization"]
@@ -340,7 +342,7 @@ def test_on_a_cpu_there_is_nowhere_to_offload_to() -> None:
     assert "offload_param" in frozen_config(ShardingFlags(zero_stage=3), site(), offload=True)["zero_optimization"]
 
 
-def test_tensor_parallelism_keeps_whole_logits() -> None:
+def test_tensor_parallelism_keeps_complete_logits() -> None:
     config = engine_config(ShardingFlags(ds_tensor_parallel_size=2), SETTINGS, site())
     assert config["tensor_parallel"] == {"autotp_size": 2, "vocab_parallel_lm_head": False}
 

@@ -90,7 +90,7 @@ def assert_equal_metrics(found, expected, tolerance):
 
 
 @pytest.mark.parametrize("case", CASES, ids=label)
-def test_two_processes_train_as_one(case, together, root):
+def test_two_processes_train_like_one(case, together, root):
     alone = flags_of(case, root, f"{label(case)}-alone")
     run_command(KINDS[case[0]][0], alone)
     one, two = (FinishedRun(root / name, root) for name in (f"{label(case)}-alone", label(case)))
@@ -98,7 +98,7 @@ def test_two_processes_train_as_one(case, together, root):
 
 
 @pytest.mark.parametrize("case", RINGS, ids=label)
-def test_processes_that_share_every_row_train_as_one(case, together, root):
+def test_ring_attention_ranks_train_like_one_process(case, together, root):
     name = f"ring-{label(case)}"
     run_command(KINDS[case[0]][0], flags_of(case, root, f"{name}-alone"))
     assert_equal_metrics(FinishedRun(root / name, root), FinishedRun(root / f"{name}-alone", root), 1e-5)
@@ -108,7 +108,7 @@ def test_processes_that_share_every_row_train_as_one(case, together, root):
         torch.testing.assert_close(found[key], tensor, rtol=1e-5, atol=1e-5)
 
 
-def test_processes_that_share_every_matrix_train_and_save_as_one(together, root):
+def test_tensor_parallel_ranks_train_and_save_like_one_process(together, root):
     run_command("train_sft", flags_of(CASES[0], root, "tensor-alone"))
     assert_equal_metrics(FinishedRun(root / TENSOR_PARALLEL, root), FinishedRun(root / "tensor-alone", root), 1e-5)
     assert (root / f"{TENSOR_PARALLEL}_ckpt" / "global_step3" / "state.json").is_file()
@@ -118,7 +118,7 @@ def test_processes_that_share_every_matrix_train_and_save_as_one(together, root)
         torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5)
 
 
-def test_a_killed_pair_goes_on_as_if_nothing_had_been(root):
+def test_a_killed_run_of_two_ranks_resumes_like_an_uninterrupted_one(root):
     """SFT on ZeRO-3: SIGKILL to every process after the second checkpoint, then the same command again."""
     case = ("sft", 3, True, False)
     more = {"save_steps": 3, "max_epochs": 4}

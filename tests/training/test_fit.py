@@ -83,7 +83,7 @@ def steps(notes, kind):
     return [step for seen, step, _ in notes.lines if seen == kind]
 
 
-def test_the_tail_of_an_epoch_is_a_step_of_its_own(fit):
+def test_the_incomplete_batch_of_an_epoch_is_its_own_step(fit):
     notes = Notes()
     run = fit(rows(10), notes, epochs=2)
     last = run.run()
@@ -92,7 +92,7 @@ def test_the_tail_of_an_epoch_is_a_step_of_its_own(fit):
     assert set(last) == {"gpt_loss", "loss_mean", "lr", "grad_norm"}
 
 
-def test_a_set_smaller_than_a_batch_trains_what_it_has(fit):
+def test_a_dataset_smaller_than_a_batch_is_trained(fit):
     notes = Notes()
     fit(rows(2), notes).run()
     assert steps(notes, "train") == [1]
@@ -101,13 +101,13 @@ def test_a_set_smaller_than_a_batch_trains_what_it_has(fit):
 @pytest.mark.parametrize(
     ("eval_every", "expected"), [(-1, [3, 6]), (2, [2, 4, 6]), (4, [4, 6])], ids=["epochs", "even", "uneven"]
 )
-def test_evaluation_comes_when_asked_and_after_the_last_step(eval_every, expected, fit):
+def test_evaluation_follows_its_interval_and_the_last_step(eval_every, expected, fit):
     notes = Notes()
     fit(rows(10), notes, held_out=rows(5, seed=1), epochs=2, eval_every=eval_every).run()
     assert steps(notes, "eval") == expected
 
 
-def test_evaluation_covers_its_tail_and_leaves_no_trace(fit):
+def test_evaluation_covers_all_rows_and_does_not_change_training(fit):
     """Nine rows in chunks of four: the mean over all their tokens, whatever the chunks."""
     held_out = rows(9, seed=1)
     run = fit(rows(4), held_out=held_out)
@@ -124,7 +124,7 @@ def test_evaluation_covers_its_tail_and_leaves_no_trace(fit):
     assert run.backend.network.training
 
 
-def test_what_an_evaluation_gave_is_told_again_on_resume(fit, tmp_path):
+def test_the_last_evaluation_is_reported_again_on_resume(fit, tmp_path):
     told = []
     run = fit(rows(8), held_out=rows(3, seed=1), every=1)
     run.on_evaluated = told.append
@@ -142,7 +142,7 @@ def poisoned(fit, train, notes):
     return run
 
 
-def test_a_loss_that_is_no_number_stops_the_run_before_a_weight_moves(fit):
+def test_a_loss_of_nan_stops_the_run_before_the_weights_change(fit):
     train = rows(12)
     order = Order(num_rows=12, batch_size=4, epochs=1, seed=0)
     guilty = order.rows(1)[3]  # the second step, its last row: alone in micro-batch 2
@@ -163,7 +163,7 @@ def test_a_loss_that_is_no_number_stops_the_run_before_a_weight_moves(fit):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_lets_the_step_end_and_leaves_a_checkpoint(number, fit, tmp_path):
+def test_a_signal_finishes_the_step_and_leaves_a_checkpoint(number, fit, tmp_path):
     untouched = fit(rows(10), epochs=2)
     untouched.run()
     before = signal.getsignal(number)
@@ -179,7 +179,7 @@ def test_a_signal_lets_the_step_end_and_leaves_a_checkpoint(number, fit, tmp_pat
     assert all(torch.equal(tensor, weights(untouched)[name]) for name, tensor in weights(again).items())
 
 
-def test_a_second_signal_stops_at_once(fit, tmp_path):
+def test_a_second_signal_stops_immediately(fit, tmp_path):
     def twice():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)

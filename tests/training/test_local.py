@@ -90,7 +90,7 @@ def weights_of(backend):
 
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_how_a_step_is_cut_changes_nothing(folder, case, packing):
+def test_splitting_a_step_changes_nothing(folder, case, packing):
     results = []
     for size in (7, 1, 2, 4):
         backend = make_backend(folder, packing=packing)
@@ -126,7 +126,7 @@ def train(backend, steps):
 
 
 @pytest.mark.parametrize("lora", [0, 2])
-def test_a_saved_run_goes_on_bit_for_bit(folder, tmp_path, lora):
+def test_a_saved_run_resumes_bit_for_bit(folder, tmp_path, lora):
     whole = make_backend(folder, lora=lora)
     train(whole, range(3))
     whole.save(tmp_path)
@@ -139,7 +139,7 @@ def test_a_saved_run_goes_on_bit_for_bit(folder, tmp_path, lora):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["optimizer.safetensors"]
 
 
-def test_a_checkpoint_that_does_not_fit_is_one_line(folder, tmp_path):
+def test_a_checkpoint_that_does_not_fit_gives_one_line(folder, tmp_path):
     backend = make_backend(folder)
     with pytest.raises(BackendError, match="does not fit this model: No such file"):
         backend.load(tmp_path)
@@ -170,7 +170,7 @@ def test_loss_falls_and_the_export_loads_in_plain_transformers(folder, tmp_path)
     assert_close(named, dict(plain.state_dict()), rtol=0, atol=0)
 
 
-def test_looking_changes_nothing(folder):
+def test_evaluating_changes_nothing(folder):
     backend = make_backend(folder, lora=2)
     cut = batches(token_rows(4), 2)
     train(backend, range(2))
@@ -208,7 +208,7 @@ def generate(backend, cut):
 
 
 @pytest.mark.parametrize("look", [lambda backend, cut: backend.evaluate(cut, SFT()), generate])
-def test_looking_costs_4_bit_weights_no_gradient(wide_folder, look):
+def test_evaluating_keeps_the_gradients_of_4_bit_weights(wide_folder, look):
     """On CPUs with AVX512-BF16 bitsandbytes would repack the weights into a layout without a backward pass."""
     cut = batches(token_rows(4), 2)
     fresh, looked = quantised_backend(wide_folder), quantised_backend(wide_folder)
@@ -221,7 +221,7 @@ def test_looking_costs_4_bit_weights_no_gradient(wide_folder, look):
     assert not any(layer.support_avx512bf16_for_cpu for layer in layers)
 
 
-def test_dropout_is_for_training_alone(tmp_path):
+def test_dropout_is_active_only_in_training(tmp_path):
     name = make_model(tmp_path, attention_dropout=0.5)
     backend = LocalBackend(Network(load_causal_lm(name, ModelFlags(), device=CPU, packing=False)), SETTINGS, CPU)
     batch = batches(token_rows(3), 3)[0]
@@ -240,7 +240,7 @@ def test_a_step_without_targets_changes_nothing(folder):
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_a_frozen_model_only_looks(folder, offload):
+def test_a_frozen_model_cannot_train(folder, offload):
     network = Network(load_causal_lm(folder, ModelFlags(), device=CPU, packing=False))
     looker = LocalFrozen(network, CPU, offload=offload)
     batch = batches(token_rows(3), 3)[0]
@@ -263,7 +263,7 @@ def test_sleeping_and_waking_changes_nothing(folder):
     assert_close(weights_of(rested), weights_of(steady), rtol=0, atol=0)
 
 
-def test_one_process_is_all_ranks(folder):
+def test_one_process_counts_as_all_ranks(folder):
     backend = make_backend(folder)
     assert (backend.rank, backend.data_parallel_size) == (0, 1)
     assert_close(backend.sum_over_ranks(torch.ones(2)), torch.ones(2))

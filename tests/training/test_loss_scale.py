@@ -67,7 +67,7 @@ def gradient_of(backend, scale=1.0):
     return torch.cat([master.grad.flatten() for _, master in backend.optimizer.masters]) / scale
 
 
-def test_gradients_of_a_mean_over_many_tokens_arrive(folder):
+def test_gradients_of_a_mean_over_many_tokens_do_not_underflow(folder):
     exact = gradient_of(make_backend(folder, torch.float32))
     scaled, plain = make_backend(folder), make_backend(folder)
     plain.loss_scale = None
@@ -102,7 +102,7 @@ def test_a_step_that_overflows_is_skipped_and_lowers_the_scale(folder, capsys):
     assert any(not torch.equal(value, before[name]) for name, value in backend.optimizer.state().items())
 
 
-def test_a_saved_run_goes_on_bit_for_bit(folder, tmp_path):
+def test_a_saved_run_resumes_bit_for_bit(folder, tmp_path):
     def train(backend, steps):
         for step in steps:
             backend.forward_backward([batch(step)], Enormous() if step in (1, 4) else SFT())
@@ -119,7 +119,7 @@ def test_a_saved_run_goes_on_bit_for_bit(folder, tmp_path):
     assert_close(resumed.optimizer.state(), whole.optimizer.state(), rtol=0, atol=0)
 
 
-def test_the_scale_grows_after_many_steps_and_not_below_one():
+def test_the_scale_grows_after_many_steps_and_stays_above_one():
     scale = LossScale()
     for _ in range(GROWTH_INTERVAL):
         scale.update(overflowed=False)

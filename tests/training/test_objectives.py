@@ -138,7 +138,7 @@ CASES = {
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("name", CASES)
-def test_the_cut_into_micro_batches_changes_nothing(name, size, policy, scorer, reference):
+def test_splitting_into_micro_batches_changes_nothing(name, size, policy, scorer, reference):
     make, rows = CASES[name]
     model = scorer if name.startswith("rm") else policy
     whole, expected = through(model, make(reference), rows, len(rows))
@@ -181,7 +181,7 @@ def test_dpo_compares_log_ratios_with_the_reference(policy, reference):
     assert_close(result.metrics["acc"].value, (margins > 0).double().mean())
 
 
-def test_ktos_baseline_is_the_mean_over_the_steps_mismatched_pairs(policy, reference):
+def test_the_kto_baseline_is_the_mean_over_mismatched_pairs_of_the_step(policy, reference):
     """Each prompt with the next row's response, the last with the first's; all rows have prompts of three tokens."""
     rows, frozen = labelled_rows(), reference.network.decoder
     others = [
@@ -214,7 +214,7 @@ def without_a_token(model, token):
 
 
 @pytest.mark.parametrize("name", ["dpo", "ipo", "kto"])
-def test_a_response_that_both_find_impossible_is_neither_better_nor_worse(name, policy, reference):
+def test_a_response_of_probability_zero_in_both_models_has_ratio_one(name, policy, reference):
     make, rows = CASES[name]
     first = rows[0].chosen if name != "kto" else rows[0].tokens
     token = int(first.input_ids[-1])
@@ -224,7 +224,7 @@ def test_a_response_that_both_find_impossible_is_neither_better_nor_worse(name, 
     assert all(gradient.isfinite().all() for gradient in gradients.values())
 
 
-def test_a_teacher_that_is_the_student_costs_only_its_entropy(policy):
+def test_distillation_from_the_student_itself_costs_its_entropy(policy):
     itself = LocalFrozen(Network(deepcopy(policy)), CPU)
     rows = token_rows()
     result, gradients = through(policy, Distillation(DistillationFlags(kd_coef=1.0), itself), rows, 3)
@@ -233,7 +233,7 @@ def test_a_teacher_that_is_the_student_costs_only_its_entropy(policy):
         assert_close(gradient, torch.zeros_like(gradient), atol=1e-6, rtol=0)
 
 
-def test_a_steps_tail_counts_as_much_as_its_rows(policy):
+def test_an_incomplete_micro_batch_counts_by_its_rows(policy):
     """Three rows in micro-batches of two: the last row alone is a third of the step, not a half."""
     rows = [tokens(np.random.default_rng(seed), response=4) for seed in range(3)]
     result, _ = through(policy, SFT(), rows, 2)
@@ -241,7 +241,7 @@ def test_a_steps_tail_counts_as_much_as_its_rows(policy):
     assert_close(result.losses[1], alone.losses[0] / 3)
 
 
-def test_the_balance_of_experts_is_taken_per_micro_batch_and_averaged(tmp_path):
+def test_the_expert_balance_is_averaged_over_micro_batches(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(make_model(Path(tmp_path), "mixtral"))
     rows = token_rows()
 

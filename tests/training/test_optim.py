@@ -81,19 +81,19 @@ def test_schedules_step_as_transformers_does(name, warmup_ratio):
         theirs.step()
 
 
-def test_between_two_steps_the_factor_lies_on_a_line():
+def test_the_factor_is_linear_between_two_steps():
     factor = schedule("cosine_warmup_with_min_lr", warmup_ratio=0.25, total_steps=16, min_lr_ratio=0.1)
     for step in range(16):
         assert between_steps(factor, step) == factor(step)
         assert between_steps(factor, step + 0.25) == pytest.approx(0.75 * factor(step) + 0.25 * factor(step + 1))
 
 
-def test_the_default_schedule_by_hand():
+def test_the_default_schedule_matches_hand_computation():
     factor = schedule("cosine_with_min_lr", warmup_ratio=0.1, total_steps=20, min_lr_ratio=0.1)
     assert [factor(step) for step in (0, 1, 2, 11, 20)] == pytest.approx([0.0, 0.5, 1.0, 0.55, 0.1])
 
 
-def test_schedules_that_cannot_be():
+def test_impossible_schedules_are_rejected():
     options = {"warmup_ratio": 0.1, "total_steps": 10, "min_lr_ratio": 0.1}
     with pytest.raises(ConfigError, match="--lr_scheduler cosin: ") as caught:
         schedule("cosin", **options)
@@ -127,7 +127,7 @@ def test_schedules_that_cannot_be():
         ("constant", 0.03, 1, 1, None),
     ],
 )
-def test_a_run_that_is_all_warmup_is_said(name, ratio, steps, planned, said):
+def test_a_run_of_warm_up_only_is_reported(name, ratio, steps, planned, said):
     scheduled = schedule(name, warmup_ratio=ratio, total_steps=planned, min_lr_ratio=0.1)
     line = only_warmup(scheduled, steps=steps, planned=planned, warmup_ratio=ratio, flag="--lr_warmup_ratio")
     assert line is None if said is None else line.startswith(said) and line.endswith("Try: --lr_warmup_ratio 0")
@@ -158,7 +158,7 @@ def test_weight_decay_spares_biases_and_norms():
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_in_fp32_it_is_adamw(decay):
+def test_in_fp32_the_optimizer_equals_adamw(decay):
     network, reference = Tiny(), Tiny()
     optimizer = MasterOptimizer(network, OptimizerSettings(PEAK, weight_decay=decay, max_norm=0.0))
     exact, near = adam(reference, decay, fused=True), adam(other := Tiny(), decay)
@@ -178,7 +178,7 @@ def test_in_fp32_it_is_adamw(decay):
     assert all(parameter.grad is None for parameter in network.parameters())
 
 
-def test_the_norm_is_that_before_clipping():
+def test_the_reported_norm_is_before_clipping():
     network, free = Tiny(), Tiny()
     clipped = MasterOptimizer(network, OptimizerSettings(PEAK, max_norm=0.5))
     unclipped = MasterOptimizer(free, OptimizerSettings(PEAK, max_norm=0.0))
@@ -230,7 +230,7 @@ def test_updates_below_half_precision_are_not_lost():
 
 @settings(deadline=None, max_examples=10)
 @given(dtype=st.sampled_from([torch.float32, torch.bfloat16]), optim=st.sampled_from(["adam", "muon"]))
-def test_saved_state_goes_on_bit_for_bit(dtype, optim):
+def test_saved_state_resumes_bit_for_bit(dtype, optim):
     flags = OptimizerSettings(PEAK, optim=optim, weight_decay=0.01, muon_lr=1e-3)
     network = Tiny(dtype)
     optimizer = MasterOptimizer(network, flags)
@@ -250,7 +250,7 @@ def test_saved_state_goes_on_bit_for_bit(dtype, optim):
     assert_close(resumed.state(), optimizer.state(), rtol=0, atol=0)
 
 
-def test_state_from_before_the_first_step():
+def test_state_saved_before_the_first_step_is_restored():
     network = Tiny()
     saved = copy.deepcopy(MasterOptimizer(network, OptimizerSettings(PEAK)).state())
     other = Tiny()
@@ -260,7 +260,7 @@ def test_state_from_before_the_first_step():
     resumed.step(1.0)
 
 
-def test_state_of_another_network_changes_nothing():
+def test_state_of_another_network_is_rejected_unchanged():
     saved = MasterOptimizer(Tiny(), OptimizerSettings(PEAK)).state()
     network = Tiny()
     optimizer = MasterOptimizer(network, OptimizerSettings(PEAK))
@@ -299,7 +299,7 @@ def test_muon_takes_the_matrices_inside_layers_and_adam_the_rest():
     assert_close(weights(network), weights(reference), rtol=0, atol=0)
 
 
-def test_what_muon_calls_a_matrix():
+def test_muon_selects_matrices_inside_layers():
     matrix, vector, experts = (nn.Parameter(torch.zeros(shape)) for shape in ((2, 2), (2,), (4, 2, 2)))
     assert is_matrix("model.layers.0.self_attn.q_proj.weight", matrix)
     assert not is_matrix("model.layers.0.input_layernorm.weight", vector)
@@ -320,12 +320,12 @@ def test_muon_alone_needs_no_adam():
     assert stretches.max() < 1.5
 
 
-def test_nothing_to_train_is_said():
+def test_a_model_without_trainable_parameters_is_rejected():
     with pytest.raises(ConfigError, match="every parameter is frozen"):
         MasterOptimizer(Tiny().requires_grad_(False), OptimizerSettings(PEAK))
 
 
-def test_a_parameter_that_no_gradient_reached_stays():
+def test_a_parameter_without_a_gradient_is_unchanged():
     network = Tiny()
     optimizer = MasterOptimizer(network, OptimizerSettings(PEAK, weight_decay=0.1))
     before = weights(network)

@@ -9,7 +9,7 @@ sizes = st.integers(1, 40)
 orders = st.builds(Order, num_rows=sizes, batch_size=sizes, epochs=st.integers(1, 3), seed=st.integers(0, 99))
 
 
-def test_by_hand():
+def test_order_matches_hand_computation():
     order = Order(num_rows=10, batch_size=4, epochs=2, seed=0)
     assert order.steps_per_epoch == 3
     assert order.total_steps == 6
@@ -17,14 +17,14 @@ def test_by_hand():
     assert [order.ends_epoch(step) for step in range(6)] == [False, False, True, False, False, True]
 
 
-def test_a_set_smaller_than_a_batch_is_one_step():
+def test_a_dataset_smaller_than_a_batch_is_one_step():
     order = Order(num_rows=3, batch_size=128, epochs=1, seed=0)
     assert order.total_steps == 1
     assert sorted(order.rows(0)) == [0, 1, 2]
 
 
 @given(orders)
-def test_every_row_once_an_epoch(order):
+def test_every_row_appears_once_per_epoch(order):
     for epoch in range(order.epochs):
         steps = range(epoch * order.steps_per_epoch, (epoch + 1) * order.steps_per_epoch)
         assert sorted(row for step in steps for row in order.rows(step)) == list(range(order.num_rows))
@@ -49,7 +49,7 @@ def test_epochs_and_seeds_shuffle_differently():
 
 
 @given(orders, st.integers(1, 200))
-def test_max_steps_only_ever_shortens(order, most):
+def test_max_steps_only_shortens_a_run(order, most):
     short = Order(order.num_rows, order.batch_size, order.epochs, order.seed, most)
     assert short.total_steps == min(order.total_steps, most)
 

@@ -62,7 +62,7 @@ def assert_same(resumed, untouched, weights):
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_a_killed_run_goes_on_as_if_nothing_had_been(kind, tmp_path, case):
+def test_a_killed_run_resumes_like_an_uninterrupted_one(kind, tmp_path, case):
     untouched = finish(tmp_path, *case(kind, "untouched", **LONG))
     process = start_command(tmp_path, *case(kind, "killed", **LONG))
     wait_until(process, (tmp_path / "killed_ckpt" / "global_step8").exists)
@@ -73,7 +73,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(kind, tmp_path, case):
 
 
 @pytest.mark.parametrize(("kind", "number"), [("sft", signal.SIGINT), ("dpo", signal.SIGTERM)], ids=["int", "term"])
-def test_a_run_that_is_asked_to_stop_leaves_a_checkpoint_and_says_how_to_go_on(kind, number, tmp_path, case):
+def test_a_stopped_run_leaves_a_checkpoint_and_prints_the_resume_command(kind, number, tmp_path, case):
     untouched = finish(tmp_path, *case(kind, "untouched", **LONG))
     process = start_command(tmp_path, *case(kind, "asked", save_steps=-1, **LONG))
     metrics = tmp_path / "asked" / "run" / "metrics.jsonl"
@@ -93,7 +93,7 @@ def test_a_run_that_is_asked_to_stop_leaves_a_checkpoint_and_says_how_to_go_on(k
     assert_same(resumed, untouched, CASES[kind][-1])
 
 
-def test_a_run_that_is_asked_to_stop_before_its_first_step_ends_at_once(tmp_path, case):
+def test_a_run_stopped_before_its_first_step_ends_immediately(tmp_path, case):
     process = start_command(tmp_path, *case("sft", "early"))
     wait_until(process, lambda: "batches" in (tmp_path / "stderr.txt").read_text())
     process.terminate()
@@ -104,7 +104,7 @@ def test_a_run_that_is_asked_to_stop_before_its_first_step_ends_at_once(tmp_path
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_every_checkpoint_leads_to_the_same_end(kind, tmp_path, case):
+def test_every_checkpoint_leads_to_the_same_result(kind, tmp_path, case):
     untouched = finish(tmp_path, *case(kind, "untouched", save_steps=1, max_ckpt_num=LAST + 1))
     for step in (1, 5, 6, 7, 23, 24):  # around the end of an epoch and the end of the run
         root = tmp_path / f"from{step}_ckpt"
@@ -115,7 +115,7 @@ def test_every_checkpoint_leads_to_the_same_end(kind, tmp_path, case):
         assert_same(resumed, untouched, CASES[kind][-1])
 
 
-def test_a_reward_model_that_was_killed_before_its_last_save_keeps_its_statistics(tmp_path, models):
+def test_a_reward_model_killed_before_its_last_save_keeps_its_statistics(tmp_path, models):
     flags = (
         FAST | PAIRS | dataset_flags(tmp_path, pairs(20), pairs(5, seed=1)) | {"pretrain": models(), "save_steps": 1}
     )
@@ -128,14 +128,14 @@ def test_a_reward_model_that_was_killed_before_its_last_save_keeps_its_statistic
     assert json.loads(config)["std"] > 0
 
 
-def test_without_a_checkpoint_a_run_starts_fresh_and_says_so(tmp_path, case, capsys):
+def test_without_a_checkpoint_a_run_starts_over_and_says_so(tmp_path, case, capsys):
     command, flags = case("sft", "fresh", max_steps=1, save_steps=-1)
     ran = finish(tmp_path, command, flags | {"load_checkpoint": True})
     assert "--load_checkpoint: there is no checkpoint in fresh_ckpt, so the run starts fresh" in capsys.readouterr().err
     assert len(ran.train("gpt_loss")) == 1
 
 
-def test_a_run_that_is_over_says_that_nothing_is_left(tmp_path, case, capsys):
+def test_resuming_a_finished_run_says_that_no_steps_are_left(tmp_path, case, capsys):
     command, flags = case("sft", "over", max_epochs=1, save_steps=6)
     finished = finish(tmp_path, command, flags)
     weights, metrics = (finished.save_path / CASES["sft"][-1]).read_bytes(), finished.metrics
@@ -145,7 +145,7 @@ def test_a_run_that_is_over_says_that_nothing_is_left(tmp_path, case, capsys):
     assert again.metrics == metrics
 
 
-def test_flags_that_changed_are_listed(tmp_path, case, capsys):
+def test_changed_flags_are_listed(tmp_path, case, capsys):
     command, flags = case("sft", "changed", max_epochs=1)
     finish(tmp_path, command, flags)
     capsys.readouterr()
@@ -167,7 +167,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("changed", REFUSED)
-def test_a_checkpoint_that_does_not_fit_is_refused_and_nothing_is_lost(changed, tmp_path, case, capsys):
+def test_a_checkpoint_that_does_not_fit_is_rejected_and_kept(changed, tmp_path, case, capsys):
     command, flags = case("sft", "refused", max_epochs=1)
     before = finish(tmp_path, command, flags).metrics
     more, complaint = REFUSED[changed]
@@ -180,7 +180,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_nothing_is_lost(changed, 
     assert FinishedRun(tmp_path / "refused", tmp_path / "refused_ckpt").metrics == before
 
 
-def test_the_newest_checkpoints_stay(tmp_path, case):
+def test_the_newest_checkpoints_are_kept(tmp_path, case):
     ran = finish(tmp_path, *case("sft", "kept", save_steps=1, max_ckpt_num=2, max_epochs=1))
     assert sorted(path.name for path in ran.ckpt_path.iterdir()) == ["global_step5", "global_step6", "latest"]
     assert (ran.ckpt_path / "latest").read_text() == "global_step6"
@@ -192,7 +192,7 @@ def test_a_checkpoint_may_come_with_a_model_folder(tmp_path, case):
     assert mean_loss(ran.ckpt_path / "global_step4_hf", answers(3)) > 0
 
 
-def test_model_folders_alone_are_no_checkpoints(tmp_path, case, capsys):
+def test_model_folders_alone_are_not_checkpoints(tmp_path, case, capsys):
     flags = {"save_hf_ckpt": True, "disable_ds_ckpt": True, "max_epochs": 1, "save_steps": 2}
     command, flags = case("dpo", "models", **flags)
     ran = finish(tmp_path, command, flags)
@@ -202,7 +202,7 @@ def test_model_folders_alone_are_no_checkpoints(tmp_path, case, capsys):
     assert "there is no checkpoint in models_ckpt, so the run starts fresh" in capsys.readouterr().err
 
 
-def test_what_lay_in_the_save_path_stays(tmp_path, case):
+def test_other_files_in_the_save_path_are_kept(tmp_path, case):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("keep me")
     finish(tmp_path, *case("sft", "mine", max_steps=1))
@@ -210,7 +210,7 @@ def test_what_lay_in_the_save_path_stays(tmp_path, case):
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-def test_a_stop_without_checkpoints_says_that_nothing_is_left(tmp_path, case):
+def test_a_stop_without_checkpoints_says_that_the_run_cannot_resume(tmp_path, case):
     process = start_command(tmp_path, *case("sft", "lost", disable_ds_ckpt=True, save_steps=-1, max_epochs=40))
     metrics = tmp_path / "lost" / "run" / "metrics.jsonl"
     wait_until(process, lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 2)

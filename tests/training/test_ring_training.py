@@ -61,7 +61,7 @@ def assert_same_training(found: list[dict[str, Any]], name: str, expected: dict[
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_processes_that_share_rows_train_as_one(name: str, folder: Path, processes: list[dict[str, Any]]) -> None:
+def test_ring_ranks_train_like_one_process(name: str, folder: Path, processes: list[dict[str, Any]]) -> None:
     options = {key: value for key, value in CASES[name][1].items() if key != "recompute"}
     model = options.pop("model", "llama")
     backend = LocalBackend(load_network(folder / model, packed=True, **options), SETTINGS, CPU)
@@ -72,14 +72,14 @@ def test_processes_that_share_rows_train_as_one(name: str, folder: Path, process
         assert_close(weights[key], tensor, rtol=0.0, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}")
 
 
-def test_a_teacher_shares_rows_too(folder: Path, processes: list[dict[str, Any]]) -> None:
+def test_a_teacher_uses_the_ring_too(folder: Path, processes: list[dict[str, Any]]) -> None:
     teacher = LocalFrozen(load_network(folder / "teacher", packed=True), CPU)
     backend = LocalBackend(load_network(folder / "llama", packed=True), SETTINGS, CPU)
     expected = train(backend, [step_batches(step, packed=True) for step in range(3)], Distil(teacher))
     assert_same_training([one["distilled"] for one in processes], "distilled", expected)
 
 
-def test_neighbours_share_rows() -> None:
+def test_neighbouring_ranks_form_a_ring() -> None:
     layout = Layout(world=8, ring=2, tensor=1)
     assert list(layout.rings()) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert list(layout.lanes()) == [[0, 2, 4, 6], [1, 3, 5, 7]]

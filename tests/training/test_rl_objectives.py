@@ -82,7 +82,7 @@ CUTS = {
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_the_cut_of_a_step_changes_nothing(name, networks, samples):
+def test_splitting_a_step_changes_nothing(name, networks, samples):
     objective = OBJECTIVES[name]
     loss, metrics, gradients = stepped(networks, objective, samples, WHOLE)
     assert any(gradient.abs().max() > 1e-5 for gradient in gradients.values() if gradient is not None)
@@ -95,7 +95,7 @@ def test_the_cut_of_a_step_changes_nothing(name, networks, samples):
                 torch.testing.assert_close(found[weight], gradient, rtol=1e-3, atol=1e-6)
 
 
-def test_the_loss_is_the_formula(networks, samples):
+def test_the_loss_equals_the_formula(networks, samples):
     batch = samples.batch(range(7), packing=False)
     mask = batch.target_mask
     with torch.no_grad():
@@ -126,7 +126,7 @@ def test_without_old_log_probs_the_ratio_is_one(networks, samples):
     assert metrics["ppo_kl"] == 0.0
 
 
-def test_an_entropy_weight_of_zero_only_measures(networks, samples):
+def test_an_entropy_weight_of_zero_only_logs_entropy(networks, samples):
     loss, metrics, _ = stepped(networks, replace(POLICY, entropy_coef=0.0), samples, WHOLE)
     assert loss == pytest.approx(stepped(networks, POLICY, samples, WHOLE)[0], rel=1e-5)
     assert metrics["entropy"] > 0

@@ -4,7 +4,7 @@ from openrlhf.training.device import seed_dropout
 from openrlhf.training.rng import load_rng, save_rng
 
 
-def test_chance_goes_on_where_it_was(tmp_path):
+def test_random_states_are_restored(tmp_path):
     torch.manual_seed(0)
     torch.rand(3)
     save_rng(tmp_path, rank=0)
@@ -14,7 +14,7 @@ def test_chance_goes_on_where_it_was(tmp_path):
     assert torch.equal(torch.rand(5), expected)
 
 
-def test_each_rank_has_its_own(tmp_path):
+def test_each_rank_has_its_own_random_state(tmp_path):
     drawn = []
     for rank in (0, 1):
         torch.manual_seed(rank)
@@ -25,7 +25,7 @@ def test_each_rank_has_its_own(tmp_path):
         assert torch.equal(torch.rand(2), drawn[rank])
 
 
-def test_a_rank_that_did_not_exist_keeps_its_own(tmp_path):
+def test_a_new_rank_keeps_its_own_random_state(tmp_path):
     torch.manual_seed(0)
     load_rng(tmp_path, rank=7)
     here = torch.rand(2)
@@ -33,7 +33,7 @@ def test_a_rank_that_did_not_exist_keeps_its_own(tmp_path):
     assert torch.equal(torch.rand(2), here)
 
 
-def test_ranks_draw_their_own_dropout_and_the_same_every_time():
+def test_ranks_draw_different_reproducible_dropout():
     def drawn(seed, rank):
         seed_dropout(seed, rank)
         return tuple(torch.rand(3).tolist())

@@ -32,7 +32,7 @@ from tests.toy_data import (
 )
 
 
-def test_sft_learns_and_its_loss_is_the_saved_models(tmp_path, train):
+def test_sft_learns_and_reports_the_loss_of_the_saved_model(tmp_path, train):
     held_out = answers(30, seed=1)
     ran = train("train_sft", **dataset_flags(tmp_path, answers(150), held_out), **ANSWERS, max_epochs=6)
     losses = ran.evaluation("eval gpt_loss")
@@ -42,7 +42,7 @@ def test_sft_learns_and_its_loss_is_the_saved_models(tmp_path, train):
     assert mean_loss(ran.save_path, held_out) == pytest.approx(losses[-1], abs=1e-5)
 
 
-def test_sft_learns_all_of_a_text_in_pretrain_mode(tmp_path, train):
+def test_pretrain_mode_learns_the_whole_text(tmp_path, train):
     rows = [{"input": row["input"] + row["output"] + "abcdefgh"} for row in answers(60)]
     ran = train("train_sft", **dataset_flags(tmp_path, rows[:50], rows[50:]), pretrain_mode=True, max_epochs=3)
     losses = ran.evaluation("eval gpt_loss")
@@ -67,7 +67,7 @@ def test_sft_learns_conversations(flags, tmp_path, train):
 
 
 @pytest.mark.parametrize("pad_is_eos", [False, True], ids=["own pad", "pad is eos"])
-def test_a_reward_model_prefers_what_it_should_and_scores_equally_in_plain_transformers(
+def test_a_reward_model_learns_the_preference_and_scores_equally_in_plain_transformers(
     pad_is_eos, tmp_path, train, models
 ):
     held_out = pairs(24, seed=1)
@@ -94,7 +94,7 @@ def test_a_reward_model_prefers_what_it_should_and_scores_equally_in_plain_trans
     assert ran.config["pad_token_id"] == tokenizer.pad_token_id != tokenizer.eos_token_id
 
 
-def test_a_run_without_a_learning_rate_says_so(tmp_path, train, capsys):
+def test_a_run_of_warm_up_steps_only_is_reported(tmp_path, train, capsys):
     flags = (
         dataset_flags(tmp_path, answers(16), answers(4)) | ANSWERS | {"lr_scheduler": "linear", "lr_warmup_ratio": 0.03}
     )
@@ -104,14 +104,14 @@ def test_a_run_without_a_learning_rate_says_so(tmp_path, train, capsys):
     assert "warm-up" not in capsys.readouterr().err
 
 
-def test_a_reward_model_without_evaluation_data_takes_its_statistics_from_training_rows(tmp_path, train, capsys):
+def test_a_reward_model_without_evaluation_data_uses_training_rows_for_its_statistics(tmp_path, train, capsys):
     ran = train("train_rm", dataset=write_rows(tmp_path / "a.jsonl", pairs(110)), **PAIRS, max_steps=2)
     assert "no --eval_dataset: the first 100 training rows" in capsys.readouterr().err
     assert ran.config["mean"] == ran.evaluation("reward_mean")[-1] != ran.evaluation("reward_mean")[0]
 
 
 @pytest.mark.parametrize("flags", [{"loss": "logexp"}, {"margin_loss": True}], ids=["logexp", "margin"])
-def test_a_reward_model_learns_by_its_other_losses(flags, tmp_path, train):
+def test_a_reward_model_learns_with_its_other_losses(flags, tmp_path, train):
     rows = [row | {"margin": 0.5} for row in pairs(96)]
     ran = train("train_rm", **dataset_flags(tmp_path, rows, pairs(24, seed=1)), **PAIRS, **flags)
     assert ran.evaluation("acc_mean")[-1] > 0.9  # always 1
@@ -120,7 +120,7 @@ def test_a_reward_model_learns_by_its_other_losses(flags, tmp_path, train):
 DPO = {"eval_split": "train", "learning_rate": 3e-3}
 
 
-def test_dpo_prefers_what_it_should_and_its_metrics_are_the_saved_models(tmp_path, train, models):
+def test_dpo_learns_the_preference_and_reports_the_saved_models_metrics(tmp_path, train, models):
     held_out = pairs(24, seed=1)
     ran = train("train_dpo", **dataset_flags(tmp_path, pairs(128), held_out), **PAIRS | DPO, beta=0.2)
     assert ran.evaluation("acc_mean")[-1] > 0.9  # always 1
@@ -147,7 +147,7 @@ def test_dpo_prefers_what_it_should_and_its_metrics_are_the_saved_models(tmp_pat
     ],
     ids=["ipo", "length average", "cdpo", "nll"],
 )
-def test_dpos_other_losses_prefer_the_same(flags, tmp_path, train):
+def test_the_other_dpo_losses_learn_the_preference(flags, tmp_path, train):
     ran = train("train_dpo", **dataset_flags(tmp_path, pairs(96), pairs(24, seed=1)), **PAIRS | DPO, **flags)
     assert ran.evaluation("acc_mean")[-1] > 0.85  # 0.96 to 1 for IPO, else always 1
     assert ran.evaluation("eval_loss")[-1] < 0.9 * ran.evaluation("eval_loss")[0]  # 0.10 to 0.80 of it
@@ -155,14 +155,14 @@ def test_dpos_other_losses_prefer_the_same(flags, tmp_path, train):
         assert ran.train("nll_loss")[-1] < ran.train("nll_loss")[0]  # -0.58 to -0.53
 
 
-def test_dpo_takes_another_reference(tmp_path, train, models):
+def test_dpo_uses_a_separate_reference(tmp_path, train, models):
     ran = train(
         "train_dpo", **dataset_flags(tmp_path, pairs(16), pairs(8, seed=1)), **PAIRS | DPO, ref_pretrain=models(seed=3)
     )
     assert ran.evaluation("eval_loss")[0] != pytest.approx(math.log(2), abs=1e-3)
 
 
-def test_kto_parts_good_from_bad(tmp_path, train, models):
+def test_kto_separates_good_from_bad_responses(tmp_path, train, models):
     held_out = verdicts(24, seed=1)
     flags = {"beta": 0.2, "eval_split": "train", "learning_rate": 3e-3}
     ran = train("train_kto", **dataset_flags(tmp_path, verdicts(160), held_out), **ANSWERS, **flags)
@@ -178,7 +178,7 @@ def test_kto_parts_good_from_bad(tmp_path, train, models):
     assert (0.2 * ratios).mean().item() == pytest.approx(ran.evaluation("chosen_reward")[-1], abs=1e-4)
 
 
-def test_kd_brings_the_student_nearer_to_the_teacher(tmp_path, train, models):
+def test_kd_moves_the_student_towards_the_teacher(tmp_path, train, models):
     """The distance is KL(teacher || student) on held-out text, from the saved models."""
     held_out = answers(20, seed=1)
     teacher = models(seed=5, num_hidden_layers=1)
@@ -207,7 +207,7 @@ def test_kd_brings_the_student_nearer_to_the_teacher(tmp_path, train, models):
     assert distance(ran.save_path) < distance(models()) / 2  # 0.08 to 0.15 of it
 
 
-def test_kd_without_a_teachers_share_is_sft(tmp_path, train, models):
+def test_kd_with_coefficient_zero_equals_sft(tmp_path, train, models):
     files = dataset_flags(tmp_path, answers(32), answers(8, seed=1))
     taught = train(
         "train_kd", "taught", **files, **ANSWERS, teacher_model=models(seed=5), kd_coef=0, eval_split="train"
@@ -217,7 +217,7 @@ def test_kd_without_a_teachers_share_is_sft(tmp_path, train, models):
 
 
 @pytest.mark.parametrize("soft", [False, True], ids=["hard", "soft"])
-def test_a_process_reward_model_marks_steps(soft, tmp_path, train):
+def test_a_process_reward_model_learns_step_labels(soft, tmp_path, train):
     held_out = steps(24, seed=1, soft=soft)
     files = dataset_flags(tmp_path, steps(128, soft=soft), held_out)
     ran = train("train_prm", **files, **STEPS, eval_split="train", max_epochs=4)
@@ -233,7 +233,7 @@ def test_a_process_reward_model_marks_steps(soft, tmp_path, train):
     assert mean(right) == pytest.approx(ran.evaluation("eval acc")[-1])
 
 
-def test_a_process_reward_model_may_answer_with_the_whole_vocabulary(tmp_path, train):
+def test_a_process_reward_model_learns_over_the_whole_vocabulary(tmp_path, train):
     files = dataset_flags(tmp_path, steps(128), steps(24, seed=1))
     ran = train("train_prm", **files, placeholder_token="#", eval_split="train", max_epochs=4)
     assert ran.evaluation("eval acc")[-1] > 0.85  # 0.95 to 1

@@ -34,20 +34,20 @@ def both(case, tmp_path, train, models, **changed):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_packing_changes_no_loss(case, tmp_path, train, models):
+def test_packing_does_not_change_the_loss(case, tmp_path, train, models):
     plain, packed = both(case, tmp_path, train, models, packing_samples=True)
     assert_close(packed, plain, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_micro_batches_change_no_loss(case, tmp_path, train, models):
+def test_micro_batch_sizes_do_not_change_the_loss(case, tmp_path, train, models):
     plain, other = both(case, tmp_path, train, models, micro_train_batch_size=3)
     assert_close(other, plain, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["plain", "reentrant"])
 @pytest.mark.parametrize("case", ["sft", "rm", "dpo"])
-def test_recomputing_activations_changes_no_loss(case, reentrant, tmp_path, train, models):
+def test_gradient_checkpointing_does_not_change_the_loss(case, reentrant, tmp_path, train, models):
     flags = {"gradient_checkpointing": True, "gradient_checkpointing_use_reentrant": reentrant}
     plain, other = both(case, tmp_path, train, models, **flags)
     assert_close(other, plain, atol=1e-5, rtol=1e-5)
@@ -69,7 +69,7 @@ def test_adapters_learn_and_peft_loads_them(case, tmp_path, train, models):
         assert mean_loss(tmp_path / "merged", rows[:9]) == pytest.approx(ran.evaluation(name)[-1], abs=1e-5)
 
 
-def test_an_adapted_reward_model_keeps_its_head(tmp_path, train, models):
+def test_a_reward_model_with_adapters_keeps_its_head(tmp_path, train, models):
     command, flags, rows, _ = CASES["rm"]
     ran = train(command, **flags | dataset_flags(tmp_path, rows, pairs(24, seed=1)), lora_rank=4, max_epochs=3)
     assert ran.evaluation("acc_mean")[-1] > 0.8  # 0.92 to 1 over six seeds
@@ -83,7 +83,7 @@ def test_an_adapted_reward_model_keeps_its_head(tmp_path, train, models):
     assert scores.mean().item() == pytest.approx(ran.evaluation("reward_mean")[-1], abs=1e-5)
 
 
-def test_adapters_go_where_they_are_sent(tmp_path, train):
+def test_adapters_go_to_the_target_modules(tmp_path, train):
     ran = train(
         "train_sft",
         **ANSWERS,
@@ -97,7 +97,7 @@ def test_adapters_go_where_they_are_sent(tmp_path, train):
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
-def test_experts_are_balanced_while_a_mixture_learns(kind, packing, tmp_path, train, models):
+def test_experts_are_balanced_while_a_mixture_model_learns(kind, packing, tmp_path, train, models):
     held_out = answers(8, seed=1)
     flags = {"pretrain": models(kind), "aux_loss_coef": 0.1, "packing_samples": packing, "max_epochs": 2}
     ran = train("train_sft", **ANSWERS, **dataset_flags(tmp_path, answers(48), held_out), **flags)
@@ -106,33 +106,33 @@ def test_experts_are_balanced_while_a_mixture_learns(kind, packing, tmp_path, tr
     assert mean_loss(ran.save_path, held_out) == pytest.approx(ran.evaluation("eval gpt_loss")[-1], abs=1e-5)
 
 
-def test_a_mixture_trains_without_balancing(tmp_path, train, models):
+def test_a_mixture_model_trains_without_balancing(tmp_path, train, models):
     ran = train("train_sft", **ANSWERS, **dataset_flags(tmp_path, answers(8), answers(4)), pretrain=models("mixtral"))
     assert "aux_loss" not in ran.metrics[1]
 
 
-def test_eager_attention_changes_no_loss(tmp_path, train, models):
+def test_eager_attention_does_not_change_the_loss(tmp_path, train, models):
     plain, eager = both("sft", tmp_path, train, models, attn_implementation="eager")
     assert_close(eager, plain, atol=1e-5, rtol=1e-5)
 
 
-def test_flash_attention_without_a_gpu_says_what_is_used(tmp_path, train, capsys):
+def test_flash_attention_without_a_gpu_reports_the_replacement(tmp_path, train, capsys):
     train("train_sft", **ANSWERS, **dataset_flags(tmp_path, answers(8), answers(4)), flash_attn=True, bf16=True)
     said = capsys.readouterr().err
     assert "flash_attention_2: there is no GPU, so SDPA is used" in said
     assert "no GPU: everything computes in fp32" in said
 
 
-def test_an_offloaded_reference_changes_no_loss(tmp_path, train, models):
+def test_an_offloaded_reference_does_not_change_the_loss(tmp_path, train, models):
     plain, other = both("dpo", tmp_path, train, models, ref_offload=True)
     assert_close(other, plain, atol=0, rtol=0)
 
 
-def test_a_cpu_has_nowhere_to_offload_an_optimizer_to(tmp_path, train, capsys):
+def test_optimizer_offloading_has_no_effect_on_a_cpu(tmp_path, train, capsys):
     train("train_sft", **ANSWERS, **dataset_flags(tmp_path, answers(8), answers(4)), adam_offload=True)
     assert capsys.readouterr().err.count("--adam_offload has no effect") == 1
 
 
-def test_muon_takes_the_matrices(tmp_path, train):
+def test_muon_trains_the_matrices(tmp_path, train):
     ran = train("train_sft", **ANSWERS, **dataset_flags(tmp_path, answers(42), answers(4)), optim="muon", max_epochs=3)
     assert ran.train("gpt_loss")[-1] < ran.train("gpt_loss")[0] - 1  # six seeds: -2.9 to -2.8
