@@ -1,4 +1,8 @@
-"""Records which flags the code behind the config reads while a command runs."""
+"""Record which flags are read while a command runs.
+
+The dataclasses of the config get a `__getattribute__` that looks at the calling frame: a read counts if code of the
+package outside the config uses the value, and does not count if the config only parses, checks or prints it.
+"""
 
 import dataclasses
 import sys
@@ -7,8 +11,12 @@ from contextlib import contextmanager
 from openrlhf.config.commands import COMMANDS
 from openrlhf.config.flags import flags_of
 
-THROUGH = ("openrlhf.config.sections", "openrlhf.config.runtime", __name__)  # derived values: their caller reads
-SILENT = ("openrlhf.config", "openrlhf.training.flag_record")  # parse, check, show and write down
+THROUGH = (
+    "openrlhf.config.sections",
+    "openrlhf.config.runtime",
+    __name__,
+)  # derived values: the read belongs to their caller
+NOT_USES = ("openrlhf.config", "openrlhf.training.flag_record")  # these only parse, check, print and record flags
 
 
 def section_types():
@@ -20,18 +28,18 @@ def section_types():
 
 @contextmanager
 def recorded_reads():
-    """Yields a set that fills up with the names of the flags that are read to do something with them."""
+    """Yield a set that fills with the names of flags whose values are used."""
     names = {name for command in COMMANDS.values() for name in flags_of(command)}
     read = set()
 
-    def recording(self, name):
-        if name in names and name not in read and reader_acts(sys._getframe(1)):
+    def record_read(self, name):
+        if name in names and name not in read and reader_uses_value(sys._getframe(1)):
             read.add(name)
         return object.__getattribute__(self, name)
 
     kinds = section_types()
     for kind in kinds:
-        kind.__getattribute__ = recording
+        kind.__getattribute__ = record_read
     try:
         yield read
     finally:
@@ -39,14 +47,14 @@ def recorded_reads():
             del kind.__getattribute__
 
 
-def reader_acts(frame):
-    """True when the code that asked belongs to the package and is more than a list of flags."""
-    while frame is not None and within(frame, THROUGH):
+def reader_uses_value(frame):
+    """True if the reading code belongs to the package and uses the value."""
+    while frame is not None and is_within(frame, THROUGH):
         frame = frame.f_back
-    return frame is not None and within(frame, ("openrlhf",)) and not within(frame, SILENT)
+    return frame is not None and is_within(frame, ("openrlhf",)) and not is_within(frame, NOT_USES)
 
 
-def within(frame, packages):
+def is_within(frame, packages):
     module = frame.f_globals.get("__name__", "")
-    generated = frame.f_code.co_filename == "<string>"  # a dataclass's own comparison or hash
+    generated = frame.f_code.co_filename == "<string>"  # the generated comparison or hash of a dataclass
     return not generated and any(module == package or module.startswith(f"{package}.") for package in packages)

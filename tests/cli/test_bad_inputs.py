@@ -1,4 +1,4 @@
-"""What a user may get wrong: one line that names what to change, exit code 2, and nothing left behind."""
+"""Wrong inputs of a user: each gives one line that names the fix, exit code 2, and leaves no files."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def prm(folder, models, rows=None, **flags):
     return "train_prm", STEPS | {"dataset": write_rows(folder / "a.jsonl", rows or steps(4))} | flags
 
 
-def text(folder, name, content):
+def write_text(folder, name, content):
     (folder / name).write_text(content)
     return f"./{name}"
 
@@ -40,13 +40,13 @@ def folder_without_config(folder):
     return "./hollow"
 
 
-def broken(folder, models):
+def broken_json(folder, models):
     lines = [json.dumps(row) for row in answers(4)]
-    dataset = text(folder, "b.jsonl", "\n".join([*lines[:2], "{oops", *lines]))
+    dataset = write_text(folder, "b.jsonl", "\n".join([*lines[:2], "{oops", *lines]))
     return "train_sft", ANSWERS | {"dataset": dataset}
 
 
-def weightless(folder, models):
+def without_weights(folder, models):
     """A model folder whose weights were never copied."""
     (folder / "config_only").mkdir()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
@@ -62,8 +62,8 @@ def other_reference(folder, models):
     return dpo(folder, models, ref_pretrain=models(pad_is_eos=True))
 
 
-def no_template(folder, models):
-    """A base model whose tokenizer brings no chat template."""
+def without_chat_template(folder, models):
+    """A base model whose tokenizer has no chat template."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
     tokenizer.save_pretrained(folder / "base")
@@ -75,14 +75,14 @@ def no_template(folder, models):
 SAME = [{"prompt": "a", "chosen": "b", "rejected": "b"}] * 3
 STEP = {"input": "a#b#", "label": ["+", "-"]}
 
-# a name: (how the command is made, what its one line says)
+# name -> (function that returns the command and its flags, text of the error)
 BAD = {
     "wrong key": (
         lambda f, m: sft(f, m, input_key="question"),
         "a.jsonl, row 1: no field 'question'; there are 'input'",
     ),
-    "empty file": (lambda f, m: ("train_sft", ANSWERS | {"dataset": text(f, "e.jsonl", "")}), "e.jsonl"),
-    "broken JSON": (broken, "b.jsonl, line 3"),
+    "empty file": (lambda f, m: ("train_sft", ANSWERS | {"dataset": write_text(f, "e.jsonl", "")}), "e.jsonl"),
+    "broken JSON": (broken_json, "b.jsonl, line 3"),
     "missing data file": (lambda f, m: ("train_sft", ANSWERS | {"dataset": "./no.jsonl"}), "--dataset ./no.jsonl"),
     "missing eval file": (lambda f, m: sft(f, m, eval_dataset="./no.jsonl"), "--eval_dataset ./no.jsonl"),
     "no data at all": (lambda f, m: ("train_sft", ANSWERS), "--dataset is not given"),
@@ -91,10 +91,13 @@ BAD = {
         lambda f, m: sft(f, m, pretrain=folder_without_config(f)),
         "--pretrain ./hollow holds no config.json",
     ),
-    "folder without weights": (weightless, "cannot load the model ./config_only"),
-    "template without a place": (lambda f, m: sft(f, m, input_template="User:"), "--input_template 'User:' has no {}"),
+    "folder without weights": (without_weights, "cannot load the model ./config_only"),
+    "template without a placeholder": (
+        lambda f, m: sft(f, m, input_template="User:"),
+        "--input_template 'User:' has no {}",
+    ),
     "no output key": (lambda f, m: sft(f, m, output_key=None), "--output_key"),
-    "no chat template": (no_template, "--tokenizer_chat_template"),
+    "no chat template": (without_chat_template, "--tokenizer_chat_template"),
     "broken chat template": (
         lambda f, m: sft(f, m, apply_chat_template=True, tokenizer_chat_template="{% for"),
         "chat template",
@@ -104,26 +107,26 @@ BAD = {
     "chosen is rejected": (lambda f, m: dpo(f, m, SAME), "3 with chosen equal to rejected"),
     "chosen is rejected for a reward": (lambda f, m: rm(f, m, SAME), "3 with chosen equal to rejected"),
     "no rejected": (lambda f, m: rm(f, m, rejected_key="worse"), "no field 'worse'"),
-    "margin in words": (lambda f, m: rm(f, m, [pairs(1)[0] | {"margin": "much"}]), "row 1, field 'margin'"),
+    "margin that is text": (lambda f, m: rm(f, m, [pairs(1)[0] | {"margin": "much"}]), "row 1, field 'margin'"),
     "margin without sigmoid": (lambda f, m: rm(f, m, margin_loss=True, loss="logexp"), "--margin_loss"),
     "label of 2": (
         lambda f, m: kto(f, m, [verdicts(1)[0] | {"label": 2}]),
         "row 1, field 'label': 0, 1, true",
     ),
-    "all too long": (lambda f, m: sft(f, m, max_len=4), "--max_len 4"),
+    "every row too long": (lambda f, m: sft(f, m, max_len=4), "--max_len 4"),
     "placeholder of two tokens": (
         lambda f, m: prm(f, m, placeholder_token="##"),
         "'##' is 2 tokens",
     ),
     "no placeholder": (lambda f, m: prm(f, m, placeholder_token=None), "--placeholder_token is not given"),
-    "label that is no reward token": (
+    "label that is not a reward token": (
         lambda f, m: prm(f, m, [STEP | {"label": ["+", "?"]}]),
         "the label '?' is none of --reward_tokens + -",
     ),
     "too few labels": (lambda f, m: prm(f, m, [STEP | {"label": ["+"]}]), "1 labels for 2 placeholders"),
     "probability of 2": (lambda f, m: prm(f, m, [STEP | {"label": [0.5, 2.0]}]), "a probability from 0 to 1"),
     "one reward token": (lambda f, m: prm(f, m, reward_tokens=["+"]), "--reward_tokens"),
-    "shares that do not match": (
+    "probabilities that do not match": (
         lambda f, m: sft(f, m, dataset_probs="0.5,0.5"),
         "--dataset_probs has 2 values",
     ),
@@ -141,11 +144,11 @@ BAD = {
     "reference of another vocabulary": (other_reference, "--ref_pretrain"),
     "no teacher": (lambda f, m: ("train_kd", sft(f, m)[1]), "--teacher_model is not given"),
     "CSV without the column": (
-        lambda f, m: ("train_sft", ANSWERS | {"dataset": text(f, "c.csv", "question,output\na,b\n")}),
+        lambda f, m: ("train_sft", ANSWERS | {"dataset": write_text(f, "c.csv", "question,output\na,b\n")}),
         "c.csv, row 1: no field 'input'",
     ),
-    "unreadable config": (lambda f, m: sft(f, m, config=text(f, "c.yaml", "{[")), "--config c.yaml is not YAML"),
-    "config that is missing": (lambda f, m: sft(f, m, config="./no.yaml"), "--config no.yaml: no such file"),
+    "unreadable config": (lambda f, m: sft(f, m, config=write_text(f, "c.yaml", "{[")), "--config c.yaml is not YAML"),
+    "missing config": (lambda f, m: sft(f, m, config="./no.yaml"), "--config no.yaml: no such file"),
     "no GPU": (lambda f, m: sft(f, m, device="cuda"), "--device cuda, but PyTorch sees no GPU here"),
     "unknown attention": (lambda f, m: sft(f, m, attn_implementation="magic"), 'attn_implementation="magic"'),
     "bad wandb key": (lambda f, m: sft(f, m, use_wandb="short"), "--use_wandb: API key must have 40"),
@@ -162,12 +165,12 @@ def test_a_wrong_input_gives_one_line_and_leaves_no_files(name, tmp_path, models
     capsys.readouterr()
     with pytest.raises(SystemExit) as ended:
         run_command(command, paths | flags)
-    said = capsys.readouterr()
-    errors = [line for line in said.err.splitlines() if "error:" in line]
-    assert (len(errors), said.out) == (1, "")
+    captured = capsys.readouterr()
+    errors = [line for line in captured.err.splitlines() if "error:" in line]
+    assert (len(errors), captured.out) == (1, "")
     assert errors[0].startswith("openrlhf: error: ")
     assert complaint in errors[0]
-    assert "Traceback" not in said.err
+    assert "Traceback" not in captured.err
     assert ended.value.code == 2
     left = [path for path in tmp_path.rglob("*") if path not in before and "cache" not in path.parts]
     assert left == []

@@ -1,4 +1,4 @@
-"""The commands as a user starts them: real processes."""
+"""Commands as a user starts them, as processes: help, errors, exit codes and signals. Most start cold on purpose."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ SFT = ["train_sft", "--pretrain", "org/model", "--dataset", "org/data"]
 RL = ["train_ppo", "--pretrain", "org/model", "--prompt_data", "org/data", "--remote_rm_url", "http://127.0.0.1:5000"]
 
 
-AMID_A_CALLBACK = """
+SIGNAL_IN_CALLBACK = """
 import os
 
 class Dying:
@@ -27,9 +27,9 @@ class Dying:
         os.kill(os.getpid(), {number})
 
 Dying()
-raise AssertionError("the import went on")
+raise AssertionError("the import continued")
 """
-AMID_AN_EXEC = """
+INTERRUPT_IN_EXEC = """
 from openrlhf.cli.entry import command
 
 @command
@@ -47,8 +47,8 @@ def no_launcher(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def python(*words, cwd=ROOT, interpreter=(sys.executable,)):
-    """From its folder modules are imported before all others."""
+def run_python(*words, cwd=ROOT, interpreter=(sys.executable,)):
+    """Run Python in a folder; modules in that folder take precedence in imports."""
     environ = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.run(
         [*interpreter, *words], cwd=cwd, env=environ, capture_output=True, text=True, timeout=WATCHDOG, check=False
@@ -56,12 +56,12 @@ def python(*words, cwd=ROOT, interpreter=(sys.executable,)):
 
 
 def openrlhf_cli(*argv):
-    return python("-m", "openrlhf.cli.main", *argv)
+    return run_python("-m", "openrlhf.cli.main", *argv)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_a_module_is_grouped_and_exits_with_0(command):
-    done = python("-m", f"openrlhf.cli.{command}", "--help")
+    done = run_python("-m", f"openrlhf.cli.{command}", "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"usage: openrlhf {command} ")
     headings = [line for line in done.stdout.splitlines() if line.endswith(":") and not line.startswith(" ")]
@@ -73,7 +73,7 @@ def test_a_module_and_the_console_entry_run_the_same_command(command, capsys):
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])
     assert ended.value.code == 0
-    assert capsys.readouterr().out == python("-m", f"openrlhf.cli.{command}", "--help").stdout
+    assert capsys.readouterr().out == run_python("-m", f"openrlhf.cli.{command}", "--help").stdout
 
 
 def test_without_a_command_all_commands_are_listed():
@@ -89,7 +89,7 @@ def test_the_console_entry_prints_help_as_a_process():
     assert "--packing_samples" in done.stdout
 
 
-def test_flags_are_parsed_and_checked_without_importing_torch():
+def test_flags_are_parsed_and_checked_without_heavy_imports():
     program = f"""
 import sys
 from openrlhf.cli.entry import start
@@ -103,7 +103,7 @@ start("train_ppo_ray", {RL[1:]!r} + ["--vllm_num_engines", "8"])
 heavy = {{"torch", "transformers", "datasets", "ray", "vllm", "deepspeed", "wandb", "numpy"}}
 print(sorted(heavy & sys.modules.keys()))
 """
-    done = python("-c", program)
+    done = run_python("-c", program)
     assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
 
 
@@ -148,21 +148,21 @@ def test_a_closed_output_pipe_is_not_an_error(argv, monkeypatch):
 @pytest.mark.parametrize("module", ["argparse", "torch"], ids=["light", "heavy"])
 @pytest.mark.parametrize("entry", ["train_sft", "main"])
 def test_a_signal_during_an_import_ends_the_command_with_one_line(entry, module, number, tmp_path):
-    (tmp_path / f"{module}.py").write_text(AMID_A_CALLBACK.format(number=int(number)))
+    (tmp_path / f"{module}.py").write_text(SIGNAL_IN_CALLBACK.format(number=int(number)))
     argv = SFT if entry == "main" else SFT[1:]
-    done = python("-m", f"openrlhf.cli.{entry}", *argv, cwd=tmp_path)
+    done = run_python("-m", f"openrlhf.cli.{entry}", *argv, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (130, "")
-    lines = [line for line in done.stderr.splitlines() if not line.startswith("  ")]  # less the batch table
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("  ")]  # without the batch table
     assert lines == ["openrlhf: batches", "openrlhf: interrupted"][module == "argparse" :]
 
 
 def test_an_interrupt_in_generated_code_gives_the_same_exit_code(tmp_path):
-    (tmp_path / "cut_short.py").write_text(AMID_AN_EXEC)
-    done = python("-m", "cut_short", cwd=tmp_path)
+    (tmp_path / "cut_short.py").write_text(INTERRUPT_IN_EXEC)
+    done = run_python("-m", "cut_short", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (130, "openrlhf: interrupted\n")
 
 
-IGNORING = """
+IGNORE_SIGINT = """
 import signal
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 from openrlhf.cli.signals import at_work, end_at_once
@@ -175,14 +175,14 @@ print("still there")
 
 
 def test_a_signal_that_the_parent_process_ignores_stays_ignored():
-    assert python("-c", IGNORING).stdout == "still there\n"
+    assert run_python("-c", IGNORE_SIGINT).stdout == "still there\n"
 
 
 def test_importing_the_package_leaves_signal_handlers_alone(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "__init__.py").write_text("from openrlhf.cli.train_sft import main")
     (tmp_path / "mine" / "run.py").write_text("import signal; print(signal.getsignal(signal.SIGTERM).name)")
-    assert python("-m", "mine.run", cwd=tmp_path).stdout == "SIG_DFL\n"
+    assert run_python("-m", "mine.run", cwd=tmp_path).stdout == "SIG_DFL\n"
 
 
 @pytest.mark.slow(seconds=1)
@@ -195,12 +195,12 @@ def test_importing_the_package_leaves_signal_handlers_alone(tmp_path):
     ids=["train_sft", "train_ppo"],
 )
 def test_a_dry_run_prints_the_batch_table_and_stops(argv, numbers):
-    done = python("-m", "openrlhf.cli.main", *argv, "--dry_run", interpreter=warm_python())
+    done = run_python("-m", "openrlhf.cli.main", *argv, "--dry_run", interpreter=warm_python())
     assert (done.returncode, done.stdout) == (0, "")
     assert done.stderr.startswith("openrlhf: batches\n")
     assert all(number in done.stderr for number in numbers)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_file_fits_a_screen(command):
+def test_every_command_file_fits_on_a_screen(command):
     assert len((ROOT / "openrlhf" / "cli" / f"{command}.py").read_text().splitlines()) <= 40

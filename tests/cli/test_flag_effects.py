@@ -1,8 +1,8 @@
-"""No flag is without effect in silence: what a command's code does not read, it answers with a line or refuses.
+"""No flag is ignored silently: a flag that a run does not read is reported in one line, or rejected.
 
-Each command runs for real, at a tiny size, while reads of flags are recorded. A flag that nothing outside the config
-looked at must stand in the table of `openrlhf.config.no_effect.table`, or be refused. So a new flag that nothing uses
-fails here, and so does one that is used under a condition which no row of the table tells.
+Each command runs for real, at tiny scale, while reads of flags are recorded (flag_reads.py). A flag that no code
+outside the config read must have a row in `openrlhf.config.no_effect.table`, or be rejected. So this test fails for a
+new flag that nothing uses, and for a flag that is used only under a condition that no row of the table states.
 """
 
 import ast
@@ -38,12 +38,12 @@ ROWS = {  # command -> rows of its dataset, flags that name their fields
     "train_kd": (answers, ANSWERS),
     "train_prm": (steps, STEPS),
 }
-# What this process cannot see being read, or knows only when its models are there.
+# Flags read in another process, or whose effect is known only after the models have loaded.
 READ_ELSEWHERE = {
     "train_ppo with an agent": {"tokenizer_chat_template", "system_prompt", "chat_template_kwargs"},  # by the agent
     "train_ppo_ray with reward models": {flag for row in WITHOUT_STEPS for flag in row.flags},
 }
-# Code passes these on whatever the run is, and looks at them under the table's condition only further down.
+# Code passes these on in every run; code further down uses them only under the table's condition.
 PASSED_ON = {
     *("eval_steps", "eval_temperature", "eval_n_samples_per_prompt", "best_metric_key", "wandb_run_name", "use_ms"),
     *("muon_lr", "muon_momentum", "muon_ns_steps", "muon_nesterov", "min_lr_ratio", "lr_warmup_ratio", "label_key"),
@@ -68,23 +68,21 @@ def supervised(command, folder, model, **flags):
     return FAST | fields | paths | teacher | {"ckpt_path": f"./{command}_ckpt", "device": "cpu"} | flags
 
 
-def reinforced(folder, model, **flags):
+def rl(folder, model, **flags):
     shape = {name: value for name, value in SMALL.items() if name not in ("advantage_estimator", "init_kl_coef")}
     paths = {"pretrain": model, "save_path": "./rl", "ckpt_path": "./rl_ckpt", "save_steps": 1, "device": "cpu"}
     return shape | task_flags(folder, make_prompts(8)) | paths | flags
 
 
-def models_reward(folder, model):
+def rl_with_reward_model(folder, model):
     run_command("train_rm", supervised("train_rm", folder, model, save_path="./rm"))
-    return reinforced(
-        folder, model, remote_rm_url=None, reward_pretrain="./rm", advantage_estimator="rloo", init_kl_coef=0
-    )
+    return rl(folder, model, remote_rm_url=None, reward_pretrain="./rm", advantage_estimator="rloo", init_kl_coef=0)
 
 
-def agent_plays(folder, model):
+def rl_with_agent(folder, model):
     (folder / "agent.py").write_text(AGENT)
     flags = {"remote_rm_url": None, "agent_func_path": str(folder / "agent.py"), "use_dynamic_batch": True}
-    return reinforced(folder, model, **flags, async_train=True, optim="muon", lora_rank=4)
+    return rl(folder, model, **flags, async_train=True, optim="muon", lora_rank=4)
 
 
 AGENT = """
@@ -106,54 +104,54 @@ class AgentExecutor(MultiTurnAgentExecutor):
 """
 
 
-def generated(folder, model):
+def generation(folder, model):
     prompts = write_rows(folder / "prompts.jsonl", make_prompts(4))
-    return {"eval_task": "generate", "pretrain": model, "dataset": prompts, "output_path": "./said.jsonl"} | SHORT
+    return {"eval_task": "generate", "pretrain": model, "dataset": prompts, "output_path": "./generated.jsonl"} | SHORT
 
 
-def scored(folder, model):
+def scoring(folder, model):
     run_command("train_rm", supervised("train_rm", folder, model, save_path="./rm"))
     rows = write_rows(folder / "answers.jsonl", answers(4))
     return {"eval_task": "rm", "pretrain": "./rm", "dataset": rows, "output_path": "./scored.jsonl", "device": "cpu"}
 
 
-def served(folder, model):
+def serving(folder, model):
     run_command("train_rm", supervised("train_rm", folder, model, save_path="./rm"))
     return {"reward_pretrain": "./rm", "port": 1, "device": "cpu"}
 
 
-def merged(folder, model):
+def merging(folder, model):
     run_command("train_sft", supervised("train_sft", folder, model, save_path="./adapter", lora_rank=2))
     return {"model_path": model, "lora_path": "./adapter", "output_path": "./merged"}
 
 
 SHORT = {"max_new_tokens": 4, "device": "cpu"}
-RUNS = {  # name, which begins with the command -> what makes its flags
+RUNS = {  # name, which starts with the command -> function that returns its flags
     **{command: lambda folder, model, command=command: supervised(command, folder, model) for command in ROWS},
     "train_sft in chat form": lambda folder, model: supervised(
         "train_sft", folder, model, apply_chat_template=True, input_template=None
     ),
-    "train_ppo": reinforced,
-    "train_ppo_ray with reward models": models_reward,
-    "train_ppo with an agent": agent_plays,
-    "batch_inference generates": generated,
-    "batch_inference scores": scored,
+    "train_ppo": rl,
+    "train_ppo_ray with reward models": rl_with_reward_model,
+    "train_ppo with an agent": rl_with_agent,
+    "batch_inference generates": generation,
+    "batch_inference scores": scoring,
     "interactive_chat": lambda folder, model: {"pretrain": model, "max_len": 40, "device": "cpu"},
-    "serve_rm": served,
-    "lora_combiner": merged,
+    "serve_rm": serving,
+    "lora_combiner": merging,
 }
 
 
 @pytest.fixture
-def at_the_door(monkeypatch):
-    """Someone who says a word and leaves; a server that starts on any free port and stops immediately."""
+def short_session(monkeypatch):
+    """A chat user who sends one message and exits; a server that binds any free port and stops immediately."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("ab\nexit\n"))
     monkeypatch.setattr(serve, "bind", lambda host, port, bind=serve.bind: bind(host, 0))
     monkeypatch.setattr(serve.Server, "run", lambda self, sockets: None)
 
 
 @pytest.mark.parametrize("name", RUNS)
-@pytest.mark.usefixtures("at_the_door")
+@pytest.mark.usefixtures("short_session")
 def test_every_flag_is_read_reported_or_rejected(name, tmp_path, models):
     command = name.split()[0]
     flags = RUNS[name](tmp_path, models())
@@ -163,18 +161,18 @@ def test_every_flag_is_read_reported_or_rejected(name, tmp_path, models):
     idle = {flag for _, flags in idle_flags(config, TABLE) for flag in flags}
     unread = flags_of(COMMANDS[command]).keys() - read
     elsewhere = READ_ELSEWHERE.get(name, set())
-    assert sorted(flag for flag in unread - idle - elsewhere if not is_answered(config, flag)) == [], (
-        "nothing read these flags, and nothing says that they have no effect: use them, delete them, or give them a row"
+    assert sorted(flag for flag in unread - idle - elsewhere if not is_reported(config, flag)) == [], (
+        "nothing reads these flags, and nothing reports that they have no effect: use them, delete them, or add a row"
         " in openrlhf/config/no_effect"
     )
     assert sorted((idle & read) - PASSED_ON) == [], "the table says that these flags do nothing, but code reads them"
-    silent = sorted(flag for flag in idle if not is_answered(config, flag))
+    silent = sorted(flag for flag in idle if not is_reported(config, flag))
     assert silent == [], "the table has these flags, but giving one prints no line"
     assert {"dataloader_num_workers", "disable_fast_tokenizer"} & flags_of(COMMANDS[command]).keys() <= unread
 
 
-def is_answered(config, flag):
-    """True when giving the flag is refused, or prints a line that names it."""
+def is_reported(config, flag):
+    """True if giving the flag raises an error or prints a line, and either names the flag."""
     before, after = [], []
     check(config, before.append, given=())
     try:
@@ -186,22 +184,24 @@ def is_answered(config, flag):
 
 def with_flag(config, flag):
     item = flags_of(type(config))[flag]
-    wanted = without_none(item.type)
-    if item.default not in EMPTY and wanted is not bool:
+    kind = without_none(item.type)
+    if item.default not in EMPTY and kind is not bool:
         return config
-    made = {bool: True, int: 1, float: 0.5, str: "x"}.get(wanted)
-    if get_origin(wanted) is Literal:
-        made = get_args(wanted)[0]
-    elif get_origin(wanted) is tuple:
-        made = (0.1, 0.2)
-    return replace_flags(config, **{flag: made})
+    value = {bool: True, int: 1, float: 0.5, str: "x"}.get(kind)
+    if get_origin(kind) is Literal:
+        value = get_args(kind)[0]
+    elif get_origin(kind) is tuple:
+        value = (0.1, 0.2)
+    return replace_flags(config, **{flag: value})
 
 
 def test_conditional_flags_are_read_in_some_run():
     """Otherwise a row with a condition would hide a flag that nothing ever reads."""
     root = Path(openrlhf.__file__).parent
     silent = ("checks", "no_effect", "batch_table", "parser", "aliases", "flags", "check")
-    files = [path for path in root.rglob("*.py") if not (path.is_relative_to(root / "config") and named(path, silent))]
+    files = [
+        path for path in root.rglob("*.py") if not (path.is_relative_to(root / "config") and path_matches(path, silent))
+    ]
     attributes = {
         node.attr
         for path in files
@@ -214,7 +214,7 @@ def test_conditional_flags_are_read_in_some_run():
     assert sorted(always & attributes) == []
 
 
-def named(path, words):
+def path_matches(path, words):
     return any(part.startswith(words) for part in (path.stem, path.parent.name))
 
 
@@ -223,9 +223,9 @@ def test_offloading_and_liger_report_no_effect_on_a_cpu(command, tmp_path, model
     config = parse(COMMANDS[command], as_argv(supervised(command, tmp_path, models())), environ={})
     offload = "teacher_offload" if command == "train_kd" else "ref_offload"
     explain_hardware(replace_flags(config, **{offload: True, "use_liger_kernel": True}), torch.device("cpu"))
-    said = capsys.readouterr().err
-    assert f"--{offload} has no effect on a CPU, where everything is in host memory" in said
-    assert "--use_liger_kernel has no effect on a CPU: its kernels need a GPU" in said
+    stderr = capsys.readouterr().err
+    assert f"--{offload} has no effect on a CPU, where everything is in host memory" in stderr
+    assert "--use_liger_kernel has no effect on a CPU: its kernels need a GPU" in stderr
 
 
 def test_expert_flags_take_effect_for_mixture_models(tmp_path, models, capsys):
@@ -236,15 +236,15 @@ def test_expert_flags_take_effect_for_mixture_models(tmp_path, models, capsys):
 
 
 def test_reward_model_flags_without_a_reward_model_are_reported(tmp_path, models, capsys):
-    flags = models_reward(tmp_path, models()) | {"prm_reduce": "mean", "step_rewards": True, "max_steps": 1}
+    flags = rl_with_reward_model(tmp_path, models()) | {"prm_reduce": "mean", "step_rewards": True, "max_steps": 1}
     run_command("train_ppo", flags)
-    said = capsys.readouterr().err
-    assert "--step_rewards and --prm_reduce mean have no effect without a process reward model" in said
+    stderr = capsys.readouterr().err
+    assert "--step_rewards and --prm_reduce mean have no effect without a process reward model" in stderr
     run_command("train_prm", supervised("train_prm", tmp_path, models()))
     run_command("train_ppo", flags | {"reward_pretrain": "./train_prm", "normalize_reward": True})
-    said = capsys.readouterr().err
-    assert "--normalize_reward has no effect on process reward models, which give probabilities" in said
-    assert "without a process reward model" not in said
+    stderr = capsys.readouterr().err
+    assert "--normalize_reward has no effect on process reward models, which give probabilities" in stderr
+    assert "without a process reward model" not in stderr
 
 
 def test_the_table_names_flags_that_exist():

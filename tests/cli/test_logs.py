@@ -1,4 +1,4 @@
-"""What a run writes down: metrics under their known names, its flags and versions, TensorBoard, Weights & Biases."""
+"""Files that a run writes: metrics under their public names, flags and versions, TensorBoard, Weights & Biases."""
 
 import json
 
@@ -67,7 +67,7 @@ def test_metrics_and_evaluations_follow_their_intervals(tmp_path, train):
         ("train", 2),
         ("eval", 3),
         ("train", 4),
-        ("eval", 5),  # what is saved is evaluated
+        ("eval", 5),  # the saved model is evaluated
     ]
 
 
@@ -100,6 +100,6 @@ def test_tensorboard_gets_every_metric(tmp_path, train):
     events = EventAccumulator(str(tmp_path / "tb" / "mine")).Reload()
     assert {"train/gpt_loss", "train/lr", "eval/eval gpt_loss"} <= set(events.Tags()["scalars"])
     got = [(event.step, event.value) for event in events.Scalars("train/gpt_loss")]
-    wanted = list(enumerate(ran.train("gpt_loss"), start=1))
-    assert [step for step, _ in got] == [step for step, _ in wanted]
-    assert [value for _, value in got] == pytest.approx([value for _, value in wanted], rel=1e-6)
+    expected = list(enumerate(ran.train("gpt_loss"), start=1))
+    assert [step for step, _ in got] == [step for step, _ in expected]
+    assert [value for _, value in got] == pytest.approx([value for _, value in expected], rel=1e-6)

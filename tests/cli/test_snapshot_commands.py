@@ -1,4 +1,4 @@
-"""The SFT and RM commands that the READMEs print, with nothing changed but names and batch sizes."""
+"""The SFT and RM commands printed in upstream's READMEs run; only paths and batch sizes are changed."""
 
 import shlex
 from importlib import import_module

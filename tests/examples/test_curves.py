@@ -1,4 +1,4 @@
-"""The page of curves: one figure for each, evaluation apart from training, readable with a single point."""
+"""The page of curves: one figure per metric, evaluation separate from training, also for a single point."""
 
 import json
 import subprocess

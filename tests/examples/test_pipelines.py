@@ -1,4 +1,4 @@
-"""The pipelines of examples/pipelines on a toy taste: early letters are good, and the policy begins at chance."""
+"""The pipelines of examples/pipelines on a toy preference: early letters are good, and the policy starts at chance."""
 
 import json
 import os
@@ -22,12 +22,12 @@ TRAIN = "--train_batch_size 32 --micro_train_batch_size 32 --lr_warmup_ratio 0 -
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory):
-    """A policy that answers with any letters, a reward model with the taste, prompts to learn from and others."""
+def trained(tmp_path_factory):
+    """A policy that answers with random letters, a reward model for early letters, training and held-out prompts."""
     root = tmp_path_factory.mktemp("pipelines")
     base = make_model(root / "base", hidden_size=64, intermediate_size=128)
-    chance = random.Random(0)
-    rows = [{"input": word(chance, EARLY + LATE), "output": word(chance, EARLY + LATE)} for _ in range(512)]
+    rng = random.Random(0)
+    rows = [{"input": word(rng, EARLY + LATE), "output": word(rng, EARLY + LATE)} for _ in range(512)]
     train = FAST | {"pretrain": base, "ckpt_path": str(root / "ckpt"), "learning_rate": 3e-3}
     data = write_rows(root / "rows.jsonl", rows)
     flags = {"dataset": data, "output_key": "output", "input_template": TEMPLATE, "max_epochs": 3}
@@ -41,39 +41,39 @@ def start(tmp_path_factory):
 
 
 @pytest.fixture
-def pipeline(start, monkeypatch, capsys):
-    """Runs a pipeline with its commands in this process; the held-out rewards that it printed, and its commands."""
+def pipeline(trained, monkeypatch, capsys):
+    """Return a function that runs a pipeline in this process and returns its held-out rewards and its commands."""
     monkeypatch.syspath_prepend(PIPELINES)
 
-    def go(name, work, flags, training):
+    def run(name, function, flags, training):
         module = import_module(name)
-        given = {flag: str(start / flag) for flag in ("policy", "reward")}
-        given |= {flag: str(start / f"{flag}.jsonl") for flag in ("prompts", "held_out")}
+        given = {flag: str(trained / flag) for flag in ("policy", "reward")}
+        given |= {flag: str(trained / f"{flag}.jsonl") for flag in ("prompts", "held_out")}
         given |= {"folder": name, "generate": GENERATE, "train": f"{TRAIN} {training}"}
         argv = [item for flag, value in given.items() for item in (f"--{flag}", value)] + shlex.split(flags)
         parse = module.parse if name == "conditional_sft" else module.arguments("", iterations=2, samples=8).parse_args
-        said, commands = twice(lambda run_command: getattr(module, work)(parse(argv), run_command), capsys)
-        return [float(value) for value in re.findall(r"held-out reward \w+: (-?[\d.]+)", said)], commands
+        stdout, commands = run_twice(lambda run_command: getattr(module, function)(parse(argv), run_command), capsys)
+        return [float(value) for value in re.findall(r"held-out reward \w+: (-?[\d.]+)", stdout)], commands
 
-    return go
+    return run
 
 
-def twice(work, capsys):
-    """What a pipeline says, and its commands, which ran in this process; all lies there when it is called again."""
+def run_twice(function, capsys):
+    """Run a pipeline twice; return what the first run printed, and all commands. The second run has nothing to do."""
     commands = []
 
     def in_process(words):
         commands.append(words[0])
         import_module(f"openrlhf.cli.{words[0]}").main(words[1:])
 
-    work(in_process)
-    said = capsys.readouterr().out
-    work(in_process)
-    return said, commands
+    function(in_process)
+    stdout = capsys.readouterr().out
+    function(in_process)
+    return stdout, commands
 
 
-def early_letters(path):
-    """Their share among the letters of the answers: the taste itself, whatever the reward model makes of it."""
+def share_of_early_letters(path):
+    """Return the share of early letters in the answers: the true preference, independent of the reward model."""
     text = "".join(
         json.loads(line)["output"].removesuffix("</s>") for line in Path(path).read_text(encoding="utf-8").splitlines()
     )
@@ -84,7 +84,7 @@ def early_letters(path):
 # Over six seeds, the reward rises by 0.38 to 0.51 (DPO), 0.63 to 1.04 (rejection sampling) and 0.41 to 0.70
 # (conditional SFT), the share of early letters by 0.16 to 0.22, 0.35 to 0.39 and 0.13 to 0.23.
 REWARD_RISES, LETTERS_RISE = 0.2, 0.08
-CASES = {  # function, flags of the pipeline, flags of its training, how many commands it is
+CASES = {  # name -> function, flags of the pipeline, flags of its training, number of commands
     "iterative_dpo": ("iterate", "--iterations 2 --prompts_per_iteration 128", "--learning_rate 1e-3", 10),
     "rejection_sampling": ("iterate", "--iterations 2 --prompts_per_iteration 128", "--learning_rate 3e-3", 10),
     "conditional_sft": ("learn", "--samples 8 --wish 1", "--learning_rate 6e-3 --max_epochs 10", 7),
@@ -93,11 +93,11 @@ CASES = {  # function, flags of the pipeline, flags of its training, how many co
 
 @pytest.mark.parametrize("name", CASES)
 def test_held_out_reward_rises(name, pipeline):
-    work, flags, training, count = CASES[name]
-    (before, after), commands = pipeline(name, work, flags, training)
+    function, flags, training, count = CASES[name]
+    (before, after), commands = pipeline(name, function, flags, training)
     assert len(commands) == count
     assert after > before + REWARD_RISES
-    first, last = (early_letters(f"{name}/{when}_answers.jsonl") for when in ("before", "after"))
+    first, last = (share_of_early_letters(f"{name}/{when}_answers.jsonl") for when in ("before", "after"))
     assert last > first + LETTERS_RISE
 
 
@@ -108,25 +108,27 @@ def module(monkeypatch):
 
 
 @pytest.fixture
-def best_of_n(start, module, tmp_path, capsys):
-    """Runs the pipeline with a policy that writes such answers; its figures by name, and its commands."""
+def best_of_n(trained, module, tmp_path, capsys):
+    """Return a function that runs the pipeline on a policy with such answers; it returns figures and commands."""
 
-    def go(written, *flags):
+    def run(written, *flags):
         rows = [{"input": row["input"][:1], "output": text} for row, text in zip(steps(512), written, strict=True)]
         data = write_rows(tmp_path / "answers.jsonl", rows)
-        paths = {"pretrain": str(start / "base"), "dataset": data, "save_path": "policy", "ckpt_path": "ckpt"}
+        paths = {"pretrain": str(trained / "base"), "dataset": data, "save_path": "policy", "ckpt_path": "ckpt"}
         run_command(
             "train_sft", FAST | paths | {"output_key": "output", "input_template": TEMPLATE, "learning_rate": 3e-3}
         )
         train = f"{TRAIN} --learning_rate 3e-3 --placeholder_token # --reward_tokens + -"
-        given = {"policy": "policy", "base": str(start / "base"), "folder": "best", "train": train}
+        given = {"policy": "policy", "base": str(trained / "base"), "folder": "best", "train": train}
         given |= {"labels": write_rows(tmp_path / "labels.jsonl", steps(1024, seed=1))}
-        given |= {"prompts": str(start / "held_out.jsonl"), "check": str(PIPELINES / "toy.py"), "generate": GENERATE}
+        given |= {"prompts": str(trained / "held_out.jsonl"), "check": str(PIPELINES / "toy.py"), "generate": GENERATE}
         argv = [item for flag, value in given.items() for item in (f"--{flag}", value)]
-        said, commands = twice(lambda run_command: module.choose(module.parse([*argv, *flags]), run_command), capsys)
-        return {name: float(value) for name, value in re.findall(r"(.+): ([\d.]+)\n", said)}, commands
+        stdout, commands = run_twice(
+            lambda run_command: module.choose(module.parse([*argv, *flags]), run_command), capsys
+        )
+        return {name: float(value) for name, value in re.findall(r"(.+): ([\d.]+)\n", stdout)}, commands
 
-    return go
+    return run
 
 
 @pytest.mark.parametrize(("end", "flags"), [("#", []), (".", ["--mark_steps", ".", "#"])], ids=["marked", "unmarked"])
@@ -164,30 +166,30 @@ def test_an_unusable_check_is_rejected_before_anything_runs(tmp_path, module):
         module.parse([*flags, "nowhere.py"])
 
 
-def test_prompts_without_a_judged_answer_are_counted(module, capsys):
+def test_prompts_without_a_scored_answer_are_counted(module, capsys):
     module.report([{"reward": 0.0}, {"reward": 0.0}], [{"reward": 0.0}, {"reward": 0.5}], "the best", None)
     assert "# 1 of 2 prompts have no answer with a placeholder" in capsys.readouterr().out
 
 
-def test_answers_with_other_step_markers_are_scored_again(start, tmp_path, module):
-    """As whoever follows the advice of the line above does it."""
+def test_answers_with_other_step_markers_are_scored_again(trained, tmp_path, module):
+    """A user adds --mark_steps as the line above suggests, and later removes it."""
     folder = tmp_path / "best"
-    given = ["--policy", str(start / "base"), "--reward", "prm", "--prompts", "p.jsonl", "--folder", str(folder)]
-    judged = []
+    given = ["--policy", str(trained / "base"), "--reward", "prm", "--prompts", "p.jsonl", "--folder", str(folder)]
+    scored = []
 
     def in_process(words):
         flags = dict(zip(words[1::2], words[2::2], strict=True))
         rows = [{"input": "a=", "output": "x.y</s>", "index": 0}, {"input": "a=", "output": "z", "index": 0}]
         if flags["--eval_task"] == "rm":
             rows = [row | {"reward": 0.5} for row in module.read(flags["--dataset"])]
-            judged.append([row["output"] for row in rows])
-            os.utime(flags["--dataset"], ns=(1, 1))  # or all would be written in one tick of the clock
+            scored.append([row["output"] for row in rows])
+            os.utime(flags["--dataset"], ns=(1, 1))  # otherwise all files would have the same time
         os.utime(write_rows(Path(flags["--output_path"]), rows), ns=(2, 2))
 
     for more in ([], ["--mark_steps", ".", "#"], ["--mark_steps", ".", "#"], []):
         module.choose(module.parse(given + more), in_process)
     plain, marked = ["x.y</s>", "z"], ["x#y#", "z#"]
-    assert judged == [plain, plain[:1], marked, marked[:1], plain, plain[:1]]
+    assert scored == [plain, plain[:1], marked, marked[:1], plain, plain[:1]]
 
 
 def test_rows_that_already_exist_are_kept(tmp_path, module):

@@ -1,4 +1,4 @@
-"""The scripts of examples/scripts: their shell, what they ask for by default, and some of them run at tiny scale."""
+"""The scripts of examples/scripts: their shell, the commands they call, and a few runs at tiny scale."""
 
 import os
 import shlex
@@ -27,13 +27,13 @@ FAST = (
     "train_ppo_llama",
     "train_reinforce_baseline_hybrid_engine",
 )
-WATCHDOG = 900  # seconds; on two idle cores they take a tenth of it
+WATCHDOG = 900  # seconds; they take a tenth of it on two idle cores
 RECORDER = '#!/bin/sh\nprintf "%s\\0" "${0##*/}" "$@" > "$RECORDED"\n'
 
 
 @pytest.fixture
-def words(tmp_path):
-    """Runs a script in a world where every program but the shell's own writes down how it was called."""
+def called_words(tmp_path):
+    """Return a function that runs a script with stand-ins for python3, ray, ... and returns the words of the call."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for name in ("python3", "deepspeed", "ray", "docker"):
@@ -50,21 +50,21 @@ def words(tmp_path):
 
 
 @pytest.fixture
-def asked(words, monkeypatch):
-    """The command that a script calls, and its flags after every check, on one node of eight devices."""
+def parsed_call(called_words, monkeypatch):
+    """Return a function that gives the command a script calls and its checked flags, on one node with eight devices."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("WORLD_SIZE", "8")
 
     def run(script, *flags):
-        called = words(script, *flags)
-        place = next(number for number, word in enumerate(called) if word.startswith("openrlhf.cli."))
-        command = called[place].removeprefix("openrlhf.cli.")
-        return command, flag_values(check(parse(COMMANDS[command], called[place + 1 :], environ={}), lambda line: None))
+        words = called_words(script, *flags)
+        place = next(number for number, word in enumerate(words) if word.startswith("openrlhf.cli."))
+        command = words[place].removeprefix("openrlhf.cli.")
+        return command, flag_values(check(parse(COMMANDS[command], words[place + 1 :], environ={}), lambda line: None))
 
     return run
 
 
-def names(*, without=()):
+def script_names(*, without=()):
     return [path.stem for path in SCRIPTS if not path.stem.startswith(without)]
 
 
@@ -77,9 +77,11 @@ def test_a_script_is_executable_and_documented(script):
     assert any(line.startswith(("set -euo pipefail", "source ")) for line in lines)
 
 
-@pytest.mark.parametrize("script", [name for name in names(without=(*NOT_TRAINING, *PIPELINES)) if "slurm" not in name])
-def test_the_defaults_of_a_script_pass_every_check(script, asked):
-    command, flags = asked(script)
+@pytest.mark.parametrize(
+    "script", [name for name in script_names(without=(*NOT_TRAINING, *PIPELINES)) if "slurm" not in name]
+)
+def test_the_defaults_of_a_script_pass_every_check(script, parsed_call):
+    command, flags = parsed_call(script)
     assert command in COMMANDS
     assert flags["param_dtype"] == "bf16"
 
@@ -88,8 +90,8 @@ def test_the_defaults_of_a_script_pass_every_check(script, asked):
     ("script", "place"),
     [("train_sft", "004 sft"), ("train_rm", "004 rm"), ("train_ppo_ray_hybrid_engine", "004 ppo")],
 )
-def test_a_script_uses_the_flags_of_the_printed_command(script, place, asked):
-    command, flags = asked(script)
+def test_a_script_uses_the_flags_of_the_printed_command(script, place, parsed_call):
+    command, flags = parsed_call(script)
     printed_command, printed, _ = PRINTED[place]
     documented = flag_values(check(read(printed_command, printed), lambda line: None))
     own = {"use_wandb", "save_path", "ckpt_path", "run_dir"}
@@ -100,35 +102,35 @@ def test_a_script_uses_the_flags_of_the_printed_command(script, place, asked):
 
 
 @pytest.mark.parametrize("script", ["train_sft_llama", "train_dpo_ring_llama", "train_dapo_ray_hybrid_engine"])
-def test_flags_after_the_script_name_override_its_defaults(script, asked):
-    assert asked(script, "--train_batch_size", "72")[1]["train_batch_size"] == 72
+def test_flags_after_the_script_name_override_its_defaults(script, parsed_call):
+    assert parsed_call(script, "--train_batch_size", "72")[1]["train_batch_size"] == 72
 
 
-def test_a_template_may_contain_quotes(words):
-    called = words("train_prm_best_of_n", TEMPLATE="What's {}?\n")
-    flags = shlex.split(called[called.index("--generate") + 1])
+def test_a_template_may_contain_quotes(called_words):
+    words = called_words("train_prm_best_of_n", TEMPLATE="What's {}?\n")
+    flags = shlex.split(words[words.index("--generate") + 1])
     assert flags[flags.index("--input_template") + 1] == "What's {}?\n"
 
 
-def test_with_a_dashboard_address_the_run_is_submitted_as_a_job(words, tmp_path):
-    called = words("train_ppo_ray_hybrid_engine", RAY_ADDRESS="http://127.0.0.1:8265")
+def test_with_a_dashboard_address_the_run_is_submitted_as_a_job(called_words, tmp_path):
+    words = called_words("train_ppo_ray_hybrid_engine", RAY_ADDRESS="http://127.0.0.1:8265")
     job = ["ray", "job", "submit", "--address", "http://127.0.0.1:8265", "--working-dir", str(tmp_path), "--"]
-    assert called[: len(job) + 2] == [*job, "python3", "-m"]
+    assert words[: len(job) + 2] == [*job, "python3", "-m"]
 
 
-def test_other_ray_addresses_are_passed_to_the_command(words):
-    assert words("train_ppo_ray_hybrid_engine", RAY_ADDRESS="head:6379")[:2] == ["python3", "-m"]
+def test_other_ray_addresses_are_passed_to_the_command(called_words):
+    assert called_words("train_ppo_ray_hybrid_engine", RAY_ADDRESS="head:6379")[:2] == ["python3", "-m"]
 
 
 @pytest.mark.parametrize(("script", "shared"), [("train_ppo_llama", True), ("train_ppo_llama_ray", False)])
-def test_under_slurm_rl_runs_on_ray(script, shared, words, asked, tmp_path):
-    """On two nodes: the script for Ray gets the flags that make all their devices one run."""
+def test_under_slurm_rl_runs_on_ray(script, shared, called_words, parsed_call, tmp_path):
+    """On two nodes, the Ray script receives the flags that use the devices of both."""
     (tmp_path / "train_ppo_ray_slurm.sh").write_text(RECORDER + 'echo "$TRAINING_SCRIPT $LAUNCHER" > called')
     slurm = {"SLURM_NNODES": "2", "TRAINING_SCRIPT": f"{script}.sh", "SCRIPTS": str(tmp_path)}
-    called = words("train_llama_slurm", "--train_batch_size", "64", **slurm)
+    words = called_words("train_llama_slurm", "--train_batch_size", "64", **slurm)
     assert (tmp_path / "called").read_text() == f"{script}.sh python3 -m\n"
-    assert called[0] == "train_ppo_ray_slurm.sh"
-    flags = asked(script, *called[1:])[1]
+    assert words[0] == "train_ppo_ray_slurm.sh"
+    flags = parsed_call(script, *words[1:])[1]
     assert (flags["train_batch_size"], flags["colocate_all_models"]) == (64, shared)
     if shared:
         assert flags["runtime"] == "ray"
@@ -152,5 +154,7 @@ def test_every_script_is_listed_in_run_examples(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tools")
     from run_examples import EXAMPLES, ONLY_READ
 
-    jobs = {example.name for example in EXAMPLES if example.name.startswith("ray_job_submit")}  # run scripts of others
-    assert {example.name for example in EXAMPLES} - jobs | set(ONLY_READ) == set(names())
+    jobs = {
+        example.name for example in EXAMPLES if example.name.startswith("ray_job_submit")
+    }  # these run other scripts
+    assert {example.name for example in EXAMPLES} - jobs | set(ONLY_READ) == set(script_names())

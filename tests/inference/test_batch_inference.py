@@ -1,4 +1,4 @@
-"""Every task of batch_inference against expected rows, alone, in several processes, and after a kill."""
+"""Every task of batch_inference against expected rows: in one process, in several, and after a kill."""
 
 import asyncio
 import gc
@@ -30,7 +30,7 @@ from tests.tiny import make_model
 from tests.toy_data import PAIRS, STEPS, pairs, steps, write_rows
 from tests.warm import kill, warm_children
 
-WORDS = ["a", "hello", "the cat", "a", "x" * 20, "1+1=", "what is it"]  # the first comes twice
+WORDS = ["a", "hello", "the cat", "a", "x" * 20, "1+1=", "what is it"]  # the first appears twice
 SHORT = {"max_new_tokens": 12, "input_template": "{}="}
 
 
@@ -44,7 +44,7 @@ def prompts(words=WORDS):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Sharper than at birth, so that greedy choices have no ties; with heads wide enough for vLLM on a CPU."""
+    """A model with larger weights, so that greedy choices have no ties, and heads wide enough for vLLM on a CPU."""
     made = make_model(tmp_path_factory.mktemp("sharp"), seed=3, head_dim=32)
     model = AutoModelForCausalLM.from_pretrained(made)
     with torch.no_grad():
@@ -55,7 +55,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def infer(folder):
-    """Runs the command, and returns what it wrote."""
+    """Return a function that runs the command and returns the rows it wrote."""
 
     def start(task="generate", **flags):
         run_command("batch_inference", {"eval_task": task, "pretrain": folder, "output_path": "out.jsonl"} | flags)
@@ -86,7 +86,7 @@ def test_several_answers_per_prompt_are_adjacent(infer):
     rows = infer(dataset=prompts(), best_of_n=3, **SHORT)
     assert [row["index"] for row in rows] == [number for number in range(len(WORDS)) for _ in range(3)]
     answers = [tuple(row["output"] for row in rows[start : start + 3]) for start in range(0, len(rows), 3)]
-    assert len(set(answers)) == len(WORDS)  # also the two prompts of one text
+    assert len(set(answers)) == len(WORDS)  # also for the two prompts with the same text
     assert len({row["output"] for row in rows[:3]}) > 1
 
 
@@ -113,18 +113,18 @@ def test_empty_prompts_are_counted_and_the_others_keep_their_numbers(infer, capf
     assert "dropped 1 of 3 rows: 1 with an empty prompt" in capfd.readouterr().err
 
 
-def test_an_answer_ends_at_the_models_own_eos_tokens(infer, folder, capfd):
+def test_an_answer_ends_at_the_models_context_length(infer, folder, capfd):
     rows = infer(dataset=prompts(["x" * 600]), max_new_tokens=1000, prompt_max_len=500)
-    said = capfd.readouterr().err
-    assert "the model reaches 512" in said
-    assert "1 of 1 prompts are longer than 500 tokens and keep their end" in said
+    stderr = capfd.readouterr().err
+    assert "the model reaches 512" in stderr
+    assert "1 of 1 prompts are longer than 500 tokens and keep their end" in stderr
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert len(tokenizer(rows[0]["output"]).input_ids) <= 12
 
 
 @pytest.fixture(scope="module")
 def reward_model(tmp_path_factory):
-    """As train_rm saves it, with the mean and spread of its scores."""
+    """A reward model as train_rm saves it, with the mean and standard deviation of its scores."""
     root = tmp_path_factory.mktemp("reward")
     base = make_model(root / "base")
     data = {
@@ -136,8 +136,8 @@ def reward_model(tmp_path_factory):
     return str(root / "rm")
 
 
-def answered(count=4, per_prompt=3):
-    """Answers to a few prompts, two of which have the same text."""
+def answer_rows(count=4, per_prompt=3):
+    """Return answers to a few prompts, two of which have the same text."""
     made = pairs(count * per_prompt)
     return [
         {"input": "same" if row < 2 * per_prompt else f"p{row // per_prompt}", "output": pair["chosen"]}
@@ -147,7 +147,7 @@ def answered(count=4, per_prompt=3):
 
 
 def test_rewards_are_normalised_plain_transformers_scores(infer, reward_model, capfd):
-    data = answered()
+    data = answer_rows()
     rows = infer("rm", pretrain=reward_model, dataset=write_rows(Path("in.jsonl"), data), micro_batch_size=5)
     config = json.loads((Path(reward_model) / "config.json").read_text())
     scores = plain.scores(reward_model, [row["input"] + row["output"] for row in data])
@@ -157,7 +157,7 @@ def test_rewards_are_normalised_plain_transformers_scores(infer, reward_model, c
     assert "reward: mean" in capfd.readouterr().err
 
 
-def test_a_reward_model_from_another_library_scores(infer, tmp_path):
+def test_a_reward_model_saved_by_plain_transformers_scores(infer, tmp_path):
     base = make_model(tmp_path / "base")
     torch.manual_seed(1)
     AutoModelForSequenceClassification.from_pretrained(base, num_labels=1).save_pretrained(tmp_path / "other")
@@ -171,7 +171,7 @@ def test_a_reward_model_from_another_library_scores(infer, tmp_path):
     assert all("index" not in row for row in rows)
 
 
-def test_a_process_reward_model_scores_by_its_weakest_step(infer, tmp_path, models):
+def test_a_process_reward_model_scores_by_its_lowest_step(infer, tmp_path, models):
     data = write_rows(tmp_path / "steps.jsonl", steps(48))
     run_command(
         "train_prm", FAST | STEPS | {"pretrain": models(), "save_path": "prm", "ckpt_path": "prm_ckpt", "dataset": data}
@@ -189,7 +189,7 @@ def test_a_process_reward_model_scores_by_its_weakest_step(infer, tmp_path, mode
 
 
 def test_post_processors_write_their_rows(infer, reward_model):
-    data = write_rows(Path("in.jsonl"), answered())
+    data = write_rows(Path("in.jsonl"), answer_rows())
     flags = {"pretrain": reward_model, "dataset": data}
     scored = infer("rm", **flags)
     groups = [scored[start : start + 3] for start in range(0, len(scored), 3)]
@@ -276,7 +276,7 @@ subprocess.Popen([sys.executable, "-m", "openrlhf.cli.batch_inference", *sys.arg
 
 @pytest.mark.slow(seconds=8)
 def test_a_process_does_not_outlive_its_launcher(folder):
-    """Its share is finished, and the others will never come."""
+    """The process has finished its share and waits for the others, which never start."""
     flags = {"dataset": prompts(), **SHORT}
     launcher = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, *command(folder, "half.jsonl", **flags)],
@@ -288,13 +288,13 @@ def test_a_process_does_not_outlive_its_launcher(folder):
         launcher, lambda: part.is_file() and len(part.read_text(encoding="utf-8").splitlines()) == len(WORDS) // 2
     )
     launcher.kill()
-    launcher.communicate(timeout=DEADLINE)  # until nobody holds the other end
+    launcher.communicate(timeout=DEADLINE)  # returns when no process holds the pipe
 
 
 @pytest.fixture
-def stopped(infer, reward_model, monkeypatch):
-    """Scoring that was interrupted after two of its batches."""
-    flags = {"pretrain": reward_model, "dataset": write_rows(Path("in.jsonl"), answered()), "micro_batch_size": 4}
+def interrupted_flags(infer, reward_model, monkeypatch):
+    """The flags of a scoring run that was interrupted after two batches."""
+    flags = {"pretrain": reward_model, "dataset": write_rows(Path("in.jsonl"), answer_rows()), "micro_batch_size": 4}
     real, calls = OutcomeScorer.score_rows, []
 
     def interrupted(self, rows):
@@ -311,23 +311,23 @@ def stopped(infer, reward_model, monkeypatch):
     return flags
 
 
-def test_a_resumed_run_may_change_speed_and_post_processing_flags(stopped, infer, capfd):
-    rows = infer("rm", **stopped | {"micro_batch_size": 1, "post_processor": "rs"})
+def test_a_resumed_run_may_change_speed_and_post_processing_flags(interrupted_flags, infer, capfd):
+    rows = infer("rm", **interrupted_flags | {"micro_batch_size": 1, "post_processor": "rs"})
     assert "going on: 8 of 12 rows" in capfd.readouterr().err
     assert len(rows) == 4
 
 
-def test_a_resumed_run_with_other_flags_is_rejected(stopped, infer, reward_model, capfd):
+def test_a_resumed_run_with_other_flags_is_rejected(interrupted_flags, infer, reward_model, capfd):
     with pytest.raises(SystemExit) as stop:
-        infer("rm", **stopped | {"max_len": 99})
+        infer("rm", **interrupted_flags | {"max_len": 99})
     assert stop.value.code == 2
     assert "--max_len 2048 -> 99" in capfd.readouterr().err
-    write_rows(Path("in.jsonl"), answered()[:-1])
+    write_rows(Path("in.jsonl"), answer_rows()[:-1])
     with pytest.raises(SystemExit):
-        infer("rm", **stopped)
-    said = capfd.readouterr().err
-    assert "the content of --dataset" in said
-    assert "rm -r out.jsonl.parts to start over" in said
+        infer("rm", **interrupted_flags)
+    stderr = capfd.readouterr().err
+    assert "the content of --dataset" in stderr
+    assert "rm -r out.jsonl.parts to start over" in stderr
     assert not Path("out.jsonl").exists()
 
 
@@ -352,31 +352,31 @@ def test_engines_on_ray_give_the_same_answers(infer, monkeypatch):
 
 
 def test_an_engine_that_fails_every_request_is_reported_once(caplog):
-    class Broken:
+    class BrokenEngine:
         async def generate(self, requests):
             raise RolloutError("no such request")
 
-    class Wish:
+    class Requests:
         requests = range(3)
 
         def begin(self):
             pass
 
         def finish(self, place, completion):
-            raise AssertionError("nothing was answered")
+            raise AssertionError("no request was answered")
 
     with pytest.raises(RolloutError, match="no such request"):
-        asyncio.run(stream(Broken(), Wish(), window=3))
+        asyncio.run(stream(BrokenEngine(), Requests(), window=3))
     gc.collect()
     assert "never retrieved" not in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("asked", "rank", "neighbours", "expected"),
+    ("requested", "rank", "neighbours", "expected"),
     [(None, 0, 1, "0123"), (2, 0, 1, "01"), (None, 1, 2, "23"), (1, 3, 4, "3"), (1, 1, 2, "1")],
 )
-def test_processes_of_one_machine_share_its_devices(asked, rank, neighbours, expected):
-    assert own_devices("0123", asked, rank, neighbours) == list(expected)
+def test_processes_of_one_machine_share_its_devices(requested, rank, neighbours, expected):
+    assert own_devices("0123", requested, rank, neighbours) == list(expected)
 
 
 def test_too_few_devices_are_rejected():

@@ -1,4 +1,4 @@
-"""Which rows share a forward, and in what order, with a model that is a plain function."""
+"""Which rows share a forward pass, and in what order. The model is a plain function."""
 
 import asyncio
 import threading
@@ -13,8 +13,8 @@ def rows(*lengths):
     return [np.zeros(length, dtype=np.int32) for length in lengths]
 
 
-class Lengths:
-    """Scores a row by its length and keeps the lengths of each forward; the first waits to be let go."""
+class LengthModel:
+    """Score a row by its length and record the lengths of each forward; the first forward waits for an event."""
 
     def __init__(self):
         self.forwards = []
@@ -28,8 +28,8 @@ class Lengths:
 
 
 def score_behind_a_busy_model(limits, *requests):
-    """Answers of requests that came while a row of one token was being scored, and the forwards after it."""
-    model = Lengths()
+    """Return the answers of requests that arrived during the first forward, and the forwards after it."""
+    model = LengthModel()
 
     async def ask():
         async with Batcher(model.score, limits) as batcher:
@@ -52,10 +52,10 @@ def score_behind_a_busy_model(limits, *requests):
         (ForwardLimits(2, 1000, packing=False), [[2, 3], [4, 5], [9]]),
         (ForwardLimits(None, 18, packing=False), [[2, 3, 4], [5, 9]]),
         (ForwardLimits(None, 18, packing=True), [[2, 3, 4, 5], [9]]),
-        (ForwardLimits(None, 6, packing=True), [[2, 3], [4], [5], [9]]),  # what is too long goes alone
+        (ForwardLimits(None, 6, packing=True), [[2, 3], [4], [5], [9]]),  # a row over the limit is alone
     ],
 )
-def test_rows_of_like_length_among_those_that_wait_share_a_forward(limits, forwards):
+def test_waiting_rows_of_similar_length_share_a_forward(limits, forwards):
     answers, seen = score_behind_a_busy_model(limits, (2, 3), (9,), (4, 5))
     assert answers == [[2.0, 3.0], [9.0], [4.0, 5.0]]
     assert seen == forwards

@@ -1,4 +1,4 @@
-"""Conversations with a tiny model: through a pipe in this process, and at a real terminal in another."""
+"""Chats with a tiny model: through a pipe in this process, and in a real terminal as a process."""
 
 import fcntl
 import io
@@ -26,47 +26,47 @@ GREEDY = {"greedy_sampling": True, "max_len": 96}
 
 
 @pytest.fixture
-def talk(models, monkeypatch, capsys):
-    """What the command answers to lines from a pipe, and what it remarks."""
+def chat(models, monkeypatch, capsys):
+    """Return a function that sends lines through a pipe and returns standard output and standard error."""
 
     def start(*lines, **flags):
         monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
         capsys.readouterr()
         run_command("interactive_chat", {"pretrain": models()} | GREEDY | flags)
-        said = capsys.readouterr()
-        return said.out, said.err
+        captured = capsys.readouterr()
+        return captured.out, captured.err
 
     return start
 
 
 @pytest.fixture
-def plain(models):
+def plain_reply(models):
     return lambda prompt, **options: continuation(models(), prompt, **options)
 
 
 @torch.no_grad()
 def continuation(folder, prompt, *, max_len=96, ends=(0,)):
-    """What Transformers alone says after a text, greedily."""
+    """Return the greedy continuation of a text by plain Transformers."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
-    said = model.generate(
+    generated = model.generate(
         ids, do_sample=False, repetition_penalty=1.2, max_length=max_len, eos_token_id=list(ends), pad_token_id=1
     )
-    return tokenizer.decode(said[0, ids.shape[1] :], skip_special_tokens=True)
+    return tokenizer.decode(generated[0, ids.shape[1] :], skip_special_tokens=True)
 
 
 SHORT = "{}="
 
 
-def test_a_transcript_grows_and_clear_starts_over(talk, plain):
-    first = plain("User: ab\nAssistant: ")
-    out, err = talk("ab", "", "clear", "ab", "exit", "never")
+def test_a_transcript_grows_and_clear_starts_over(chat, plain_reply):
+    first = plain_reply("User: ab\nAssistant: ")
+    out, err = chat("ab", "", "clear", "ab", "exit", "never")
     assert out == f"{first}\n" * 2
     assert "the conversation starts over" in err
 
 
 def ending_model(folder, prompt):
-    """A model whose generation config ends a reply at the fifth character that it says to this prompt."""
+    """Make a model whose generation config ends a reply at the fifth character after this prompt."""
     make_model(folder)
     reply = continuation(str(folder), prompt)
     end = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(reply[4])
@@ -75,77 +75,77 @@ def ending_model(folder, prompt):
     return str(folder), (0, end)
 
 
-def test_a_reply_ends_at_eos_and_history_is_used(talk, tmp_path):
+def test_a_reply_ends_at_eos_and_history_is_used(chat, tmp_path):
     folder, ends = ending_model(tmp_path / "ending", "User: ab\nAssistant: ")
     first = continuation(folder, "User: ab\nAssistant: ", ends=ends)
     prompt = f"User: ab\nAssistant: {first}\nUser: cd\nAssistant: "
     second = continuation(folder, prompt, ends=ends, max_len=400)
-    out, _ = talk("ab", "cd", pretrain=folder, max_len=400)
+    out, _ = chat("ab", "cd", pretrain=folder, max_len=400)
     assert len(first) <= 5
     assert out == f"{first}\n{second}\n"
 
 
-def test_with_a_chat_template_the_history_has_turns(talk, tmp_path):
+def test_with_a_chat_template_the_history_has_turns(chat, tmp_path):
     folder, ends = ending_model(tmp_path / "ending", "<s>be kind<u>ab<a>")
     first = continuation(folder, "<s>be kind<u>ab<a>", ends=ends)
     second = continuation(folder, f"<s>be kind<u>ab<a>{first}</s><u>cd<a>", ends=ends)
     flags = {"pretrain": folder, "apply_chat_template": True}
-    assert talk("ab", "cd", system_prompt="be kind", **flags)[0] == f"{first}\n{second}\n"
+    assert chat("ab", "cd", system_prompt="be kind", **flags)[0] == f"{first}\n{second}\n"
     (tmp_path / "first.txt").write_text("be kind")
-    assert talk("ab", "cd", ta_prompt="first.txt", **flags)[0] == f"{first}\n{second}\n"
+    assert chat("ab", "cd", ta_prompt="first.txt", **flags)[0] == f"{first}\n{second}\n"
 
 
-def test_a_file_starts_the_history_and_conditional_sft_appends_the_reward(talk, plain, tmp_path):
+def test_a_file_starts_the_history_and_conditional_sft_appends_its_prompt(chat, plain_reply, tmp_path):
     (tmp_path / "first.txt").write_text("1+1=2")
-    out, _ = talk("2+2", ta_prompt="first.txt", input_template=SHORT, enable_csft=True, csft_prompt="(good) ")
-    assert out == plain("1+1=2\n2+2=(good) ") + "\n"
+    out, _ = chat("2+2", ta_prompt="first.txt", input_template=SHORT, enable_csft=True, csft_prompt="(good) ")
+    assert out == plain_reply("1+1=2\n2+2=(good) ") + "\n"
 
 
 @pytest.mark.parametrize(
     ("lines", "message"),
     [(['"""ab', 'cd"""'], "ab\ncd"), (['"""', "ab", "", "cd", '"""'], "ab\n\ncd"), (['"""ab"""'], "ab")],
 )
-def test_triple_quotes_hold_several_lines(talk, plain, lines, message):
-    assert talk(*lines, input_template=SHORT)[0] == plain(f"{message}=") + "\n"
+def test_triple_quotes_enclose_several_lines(chat, plain_reply, lines, message):
+    assert chat(*lines, input_template=SHORT)[0] == plain_reply(f"{message}=") + "\n"
 
 
-def test_an_unclosed_block_is_sent_as_it_is(talk, plain):
-    out, err = talk('"""ab', "cd", input_template=SHORT)
-    assert out == plain("ab\ncd=") + "\n"
+def test_an_unclosed_block_is_sent_as_it_is(chat, plain_reply):
+    out, err = chat('"""ab', "cd", input_template=SHORT)
+    assert out == plain_reply("ab\ncd=") + "\n"
     assert 'the input ended before """ closed the block' in err
 
 
-def test_a_full_context_is_reported_and_a_message_that_does_not_fit_is_rejected(talk, plain):
-    out, err = talk("ab", "x" * 96, "clear", "ab", input_template=SHORT)
-    assert out == (plain("ab=") + "\n") * 2
+def test_a_full_context_is_reported_and_a_message_that_does_not_fit_is_rejected(chat, plain_reply):
+    out, err = chat("ab", "x" * 96, "clear", "ab", input_template=SHORT)
+    assert out == (plain_reply("ab=") + "\n") * 2
     assert err.count("the context is full (--max_len 96), which ended the reply: clear starts over") == 2
     assert "no room for a reply within --max_len 96, so it was not said" in err
 
 
 @pytest.mark.slow(seconds=1)
-def test_a_pipe_gets_no_banner_and_exit_code_0(models, plain):
+def test_a_pipe_gets_no_banner_and_exit_code_0(models, plain_reply):
     argv = [*warm_python(), "-m", "openrlhf.cli.interactive_chat", *as_argv({"pretrain": models()} | GREEDY)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         argv, input="ab", capture_output=True, text=True, env=environment, timeout=DEADLINE, check=False
     )
-    assert (done.returncode, done.stdout) == (0, plain("User: ab\nAssistant: ") + "\n")
+    assert (done.returncode, done.stdout) == (0, plain_reply("User: ab\nAssistant: ") + "\n")
     assert "Ctrl" not in done.stderr
     assert "Loading" not in done.stderr  # Transformers' progress bar
     assert "deprecated" not in done.stderr
 
 
-def test_temperature_0_is_greedy(talk, plain):
-    assert talk("ab", greedy_sampling=None, temperature=0)[0] == plain("User: ab\nAssistant: ") + "\n"
+def test_temperature_0_is_greedy(chat, plain_reply):
+    assert chat("ab", greedy_sampling=None, temperature=0)[0] == plain_reply("User: ab\nAssistant: ") + "\n"
 
 
-def test_sampling_gives_different_replies(talk):
+def test_sampling_gives_different_replies(chat):
     torch.manual_seed(0)
     flags = {"greedy_sampling": None, "temperature": 1.0, "top_p": 1.0, "input_template": SHORT}
-    assert len(set(talk(*["ab", "clear"] * 4, **flags)[0].split("\n"))) > 4
+    assert len(set(chat(*["ab", "clear"] * 4, **flags)[0].split("\n"))) > 4
 
 
-class Bytes:
+class ByteTokenizer:
     """A tokenizer whose tokens are the bytes of UTF-8."""
 
     def decode(self, token_ids, *, skip_special_tokens):
@@ -155,7 +155,7 @@ class Bytes:
 
 def test_a_character_is_shown_when_all_its_bytes_have_arrived():
     pieces = []
-    shown = Shown(Bytes(), pieces.append)
+    shown = Shown(ByteTokenizer(), pieces.append)
     for byte in "aж語b".encode() + b"\xe8":
         shown.put(byte)
     shown.end()
@@ -166,7 +166,7 @@ def test_a_character_is_shown_when_all_its_bytes_have_arrived():
 
 
 class Terminal:
-    """A program at a terminal of its own, what it showed, and keys to press."""
+    """A program in its own pseudo-terminal: send keys, wait for output."""
 
     def __init__(self, program, master):
         self.program = program
@@ -178,25 +178,27 @@ class Terminal:
         os.write(self.master, keys.encode())
 
     def wait_for(self, text):
-        """Waits until something is on the screen, and forgets everything up to it."""
+        """Wait until the text is on the screen, and drop the output up to it."""
         while text not in self.screen:
             self.wait_for_more()
         self.screen = self.screen.partition(text)[2]
 
     def interrupt(self, number, answer):
-        """A signal, and once more when nothing comes of it, as a person would press Ctrl-C again: Python's readline
-        misses a signal that comes after it showed the prompt and before it waits for keys."""
+        """Send a signal, and send it again if nothing happens, as a person would press Ctrl-C again.
+
+        Python's readline misses a signal that arrives after it shows the prompt and before it waits for keys.
+        """
         while answer not in self.screen:
             assert time.monotonic() < self.ends, f"deaf to {number!r}: {self.screen}"
             self.press("\x03") if number == signal.SIGINT else self.program.send_signal(number)
-            while answer not in self.screen and self.shows_more_within(5):
+            while answer not in self.screen and self.has_output_within(5):
                 pass
         self.wait_for(answer)
 
-    def wait_for_more(self):
-        assert self.shows_more_within(self.ends - time.monotonic()), self.screen
+    def wait_for_output(self):
+        assert self.has_output_within(self.ends - time.monotonic()), self.screen
 
-    def shows_more_within(self, seconds):
+    def has_output_within(self, seconds):
         if not select.select([self.master], [], [], seconds)[0]:
             return False
         self.screen = (self.screen + os.read(self.master, 65536).decode(errors="replace")).replace("\r\n", "\n")
@@ -213,7 +215,7 @@ def terminal(**flags):
         stderr=slave,
         env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "dumb", "OMP_NUM_THREADS": "1"},
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C is a signal
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C sends a signal
     )
     os.close(slave)
     try:
@@ -235,7 +237,7 @@ def test_chat_works_in_a_terminal(tmp_path):
         screen.press("ab\r")
         screen.wait_for(f"ab\n{first}\n")
         screen.wait_for("> ")
-        screen.press("\x10\r")  # Ctrl-P: the line before
+        screen.press("\x10\r")  # Ctrl-P: the previous line
         screen.wait_for(f"ab\n{second}\n")
         screen.wait_for("> ")
         screen.press("clear\r")
@@ -258,10 +260,10 @@ def test_ctrl_c_stops_the_reply_but_not_the_program(tmp_path):
         screen.wait_for("ab")  # the line is being read
         screen.interrupt(signal.SIGINT, "interrupted; exit or Ctrl-D leaves")
         screen.wait_for("> ")
-        for message in ("ab", "cd"):  # and it goes on talking
+        for message in ("ab", "cd"):  # the chat continues afterwards
             screen.press(f"{message}\r")
             screen.wait_for(f"{message}\n")
-            screen.wait_for_more()  # the reply has begun
+            screen.wait_for_output()  # the reply has started
             screen.press("\x03")
             screen.wait_for("the reply was interrupted")
             screen.wait_for("> ")

@@ -1,4 +1,4 @@
-"""Merged models equal base and adapter together, seen through plain Transformers and PEFT."""
+"""Merged models give the outputs of base and adapter in plain Transformers and PEFT."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ LORA = {"lora_rank": 4, "lora_alpha": 32}
 
 @pytest.fixture
 def adapter(tmp_path, models):
-    """Trains an adapter; returns its folder."""
+    """Return a function that trains an adapter and returns its folder."""
 
     def make(command, rows, pretrain=None, **flags):
         data = {"dataset": write_rows(tmp_path / "rows.jsonl", rows)}
@@ -60,7 +60,7 @@ def test_a_language_model_is_merged(adapter, models):
 @pytest.mark.parametrize("pad_is_eos", [False, True])
 @pytest.mark.parametrize("prefix", ["score", "value_head"])
 def test_a_reward_model_is_merged_with_its_statistics(adapter, tmp_path, pad_is_eos, prefix):
-    """A padding token that training had to add is there too, and a head of another name keeps it."""
+    """The merged model keeps a padding token that training had to add, and the name of the head."""
     base = make_model(tmp_path / "base", pad_is_eos=pad_is_eos)
     held_out = write_rows(tmp_path / "held_out.jsonl", pairs(16, seed=1))
     flags = PAIRS | {"eval_dataset": held_out, "value_head_prefix": prefix}
@@ -99,14 +99,14 @@ def test_an_adapter_trained_on_a_4_bit_base_is_merged_into_the_plain_base(adapte
     assert "quantization_config" not in json.loads((merged / "config.json").read_text())
 
 
-@pytest.mark.parametrize(("asked", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_the_saved_dtype_follows_the_flag(adapter, models, asked, dtype):
-    merged = merge(models(), adapter("train_sft", answers(16), **ANSWERS), param_dtype=asked)
+@pytest.mark.parametrize(("flag", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_the_saved_dtype_follows_the_flag(adapter, models, flag, dtype):
+    merged = merge(models(), adapter("train_sft", answers(16), **ANSWERS), param_dtype=flag)
     model = AutoModelForCausalLM.from_pretrained(merged, dtype="auto")
     assert {weight.dtype for weight in model.parameters()} == {dtype}
 
 
-def refusal(capfd, *arguments, **flags):
+def error_line(capfd, *arguments, **flags):
     with pytest.raises(SystemExit) as stop:
         merge(*arguments, **flags)
     assert stop.value.code == 2
@@ -117,14 +117,14 @@ def refusal(capfd, *arguments, **flags):
 def test_wrong_inputs_are_reported(adapter, models, capfd, tmp_path):
     folder = adapter("train_sft", answers(16), **ANSWERS)
     others = {"shallow": {"num_hidden_layers": 1}, "narrow": {"hidden_size": 16}}
-    assert "is the adapter of a language model. Try: without --is_rm" in refusal(capfd, models(), folder, is_rm=True)
+    assert "is the adapter of a language model. Try: without --is_rm" in error_line(capfd, models(), folder, is_rm=True)
     for name, shape in others.items():
-        assert "does not fit" in refusal(capfd, make_model(tmp_path / name, **shape), folder)
-    assert "no such folder" in refusal(capfd, models(), "org/adapter")
-    assert "holds no adapter_config.json" in refusal(capfd, models(), models())
-    assert "is --model_path itself" in refusal(capfd, models(), folder, output_path=models())
+        assert "does not fit" in error_line(capfd, make_model(tmp_path / name, **shape), folder)
+    assert "no such folder" in error_line(capfd, models(), "org/adapter")
+    assert "holds no adapter_config.json" in error_line(capfd, models(), models())
+    assert "is --model_path itself" in error_line(capfd, models(), folder, output_path=models())
 
 
-def test_a_reward_models_adapter_needs_its_flag(adapter, models, capfd):
+def test_the_adapter_of_a_reward_model_needs_is_rm(adapter, models, capfd):
     folder = adapter("train_rm", pairs(16), **PAIRS)
-    assert "is the adapter of a reward model. Try: --is_rm" in refusal(capfd, models(), folder)
+    assert "is the adapter of a reward model. Try: --is_rm" in error_line(capfd, models(), folder)

@@ -1,4 +1,4 @@
-"""Rows of several processes that come together in one file, whoever made them and however often a run was stopped."""
+"""Rows of several processes are joined into one file, however often the run was stopped."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ ROWS = [{"output": f"answer {number} “quoted”\n\u2028"} for number in range(
 
 @pytest.fixture
 def process(monkeypatch):
-    """The parts as a process of this rank opens them."""
+    """Return a function that opens the parts as the process of a rank does."""
 
     def start(rank=0, world=1, group=1, output=OUTPUT, model=None):
         monkeypatch.setenv("RANK", str(rank))
@@ -42,7 +42,7 @@ def test_a_run_resumes_with_another_number_of_processes(process):
     for rank in range(3):
         write(process(rank, 3), count=2)
     with Path("out.jsonl.parts/rank2.jsonl").open("a", encoding="utf-8") as file:
-        file.write('{"number": 8, "ro')  # the process was killed here; no process of its rank will come again
+        file.write('{"number": 8, "ro')  # the process was killed here, and its rank does not exist in the next run
     later = process(0, 1)
     assert later.missing == [6, 7, 8, 9]
     write(later)

@@ -1,4 +1,4 @@
-"""Scored rows into best answers, pairs and conditional rows."""
+"""Scored rows become best answers, pairs or conditional rows."""
 
 import pytest
 
@@ -9,7 +9,7 @@ PLAIN = Conditioning()
 
 
 def rows(*scored, index=None):
-    """(prompt, answer, reward) as rows; with an index of their prompt where it is given."""
+    """Return rows of (prompt, answer, reward), with the index of their prompt if given."""
     made = [{"input": prompt, "output": answer, "reward": reward} for prompt, answer, reward in scored]
     return made if index is None else [row | {"index": number} for row, number in zip(made, index, strict=True)]
 

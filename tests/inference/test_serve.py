@@ -1,4 +1,4 @@
-"""A reward server as its clients meet it: real HTTP, real models, real signals."""
+"""The reward server as a client sees it: real HTTP, real models, real signals."""
 
 import http.client
 import json
@@ -34,7 +34,7 @@ TEXTS = [("abcnopq xyz? " * 8)[start : start + length] for start in range(8) for
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Trains a reward model on pairs; returns its folder."""
+    """Return a function that trains a reward model on pairs and returns its folder."""
     root = tmp_path_factory.mktemp("served")
     model = make_model(root / "model")
 
@@ -57,7 +57,7 @@ def settings(**flags):
 
 @contextmanager
 def serving(**flags):
-    """A server in a thread of this process; gives the address of its one endpoint."""
+    """Run a server in a thread of this process; yield the URL of its endpoint."""
     with bind("127.0.0.1", 0) as listener:
         server = build_server(settings(**flags))
         listener.listen()
@@ -77,7 +77,7 @@ def server(reward_model):
 
 
 def post(url, body, key="secret"):
-    """(status, decoded answer) of a request; a body that is no bytes goes as JSON."""
+    """Send a request and return (status, decoded answer); a body that is not bytes is sent as JSON."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     try:
@@ -89,8 +89,8 @@ def post(url, body, key="secret"):
 
 
 @torch.no_grad()
-def alone(folder, texts):
-    """What Transformers alone says of each text, one at a time."""
+def plain_scores(folder, texts):
+    """Score each text alone with plain Transformers."""
     model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     read = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
@@ -99,7 +99,7 @@ def alone(folder, texts):
 
 @pytest.mark.parametrize("flags", [{}, {"packing_samples": True}, {"batch_size": 3}, {"batch_tokens": 64}], ids=str)
 def test_concurrent_clients_get_the_scores_of_the_model_alone(reward_model, flags):
-    expected = dict(zip(TEXTS, alone(reward_model, TEXTS), strict=True))
+    expected = dict(zip(TEXTS, plain_scores(reward_model, TEXTS), strict=True))
     requests = [TEXTS[start : start + 1 + start % 4] for start in range(len(TEXTS))] * 3
     with serving(reward_pretrain=reward_model, **flags) as url, ThreadPoolExecutor(32) as clients:
         answers = list(clients.map(lambda texts: post(url, {"query": texts}, key=None), requests))
@@ -127,7 +127,7 @@ def test_the_answer_fits_old_and_new_trainers(server, reward_model):
     texts = ["abc", "xyz</s>"]
     status, answer = post(server, {"query": texts, "prompts": ["a", "x"], "labels": [None, {"any": "thing"}]})
     assert status == 200
-    assert answer["rewards"] == pytest.approx(alone(reward_model, texts), abs=1e-5)
+    assert answer["rewards"] == pytest.approx(plain_scores(reward_model, texts), abs=1e-5)
     assert answer["scores"] == answer["rewards"]
     assert answer["extra_logs"] == {"dummy_scores": answer["rewards"], "truncated": [0.0, 0.0]}
     assert post(server, {"queries": texts})[1]["rewards"] == answer["rewards"]
@@ -138,7 +138,7 @@ def test_long_texts_are_truncated_and_counted(reward_model):
     texts = ["abcdefgh" * 3, "abcde"]
     with serving(reward_pretrain=reward_model, max_len=10) as url:
         _, answer = post(url, {"query": texts})
-    assert answer["rewards"] == pytest.approx(alone(reward_model, [text[:10] for text in texts]), abs=1e-5)
+    assert answer["rewards"] == pytest.approx(plain_scores(reward_model, [text[:10] for text in texts]), abs=1e-5)
     assert answer["extra_logs"]["truncated"] == [1.0, 0.0]
 
 
@@ -153,7 +153,7 @@ def test_rewards_are_normalised_with_the_models_saved_statistics(reward_model):
     saved = json.loads((Path(reward_model) / "config.json").read_text())
     with serving(reward_pretrain=reward_model, normalize_reward=True) as url:
         _, answer = post(url, {"query": TEXTS})
-    expected = [(score - saved["mean"]) / saved["std"] for score in alone(reward_model, TEXTS)]
+    expected = [(score - saved["mean"]) / saved["std"] for score in plain_scores(reward_model, TEXTS)]
     assert answer["rewards"] == pytest.approx(expected, abs=1e-5)
 
 
@@ -161,7 +161,7 @@ def test_a_head_with_another_name_is_found(trained, reward_model):
     folder = trained("renamed", value_head_prefix="value_head")
     with serving(reward_pretrain=folder) as url:
         _, answer = post(url, {"query": TEXTS})
-    assert answer["rewards"] == pytest.approx(alone(reward_model, TEXTS), abs=1e-5)
+    assert answer["rewards"] == pytest.approx(plain_scores(reward_model, TEXTS), abs=1e-5)
 
 
 def test_health_needs_no_key(server):
@@ -169,25 +169,25 @@ def test_health_needs_no_key(server):
         assert json.load(response) == {"status": "ok"}
 
 
-@pytest.mark.parametrize(("key", "said"), [(None, "no key"), ("secre", "another key"), ("ключ", "another key")])
-def test_a_missing_or_wrong_key_is_rejected(server, key, said):
+@pytest.mark.parametrize(("key", "complaint"), [(None, "no key"), ("secre", "another key"), ("ключ", "another key")])
+def test_a_missing_or_wrong_key_is_rejected(server, key, complaint):
     key = key and key.encode().decode("latin-1")
     status, answer = post(server, {"query": ["abc"]}, key=key)
     assert status == 401
-    assert said in answer["detail"]
+    assert complaint in answer["detail"]
     assert "--reward_api_key" in answer["detail"]
     assert "secret" not in answer["detail"]
 
 
-REFUSED = {
+REJECTED = {
     "not JSON": (b'{"query": ["abc"', 400, "the body is not JSON"),
     "not text": (b"\xff\xfe", 400, "the body is not JSON"),
     "nested too deep": (b"[" * 200_000, 400, "the body is not JSON"),
-    "no object": (["abc"], 422, "the body is of type list, not an object"),
+    "not an object": (["abc"], 422, "the body is of type list, not an object"),
     "no query": ({"prompts": ["abc"]}, 422, "either query or queries"),
     "both": ({"query": ["a"], "queries": ["b"]}, 422, "either query or queries"),
-    "no list": ({"query": {"a": 1}}, 422, "query must be a text or a list of texts"),
-    "nothing": ({"query": []}, 422, "not empty"),
+    "not a list": ({"query": {"a": 1}}, 422, "query must be a text or a list of texts"),
+    "an empty list": ({"query": []}, 422, "not empty"),
     "a number": ({"query": ["abc", 5]}, 422, "query 1 is of type int, not a text"),
     "an empty text": ({"query": ["abc", ""]}, 422, "query 1 has no tokens"),
     "half a character": (b'{"query": ["\\ud800"]}', 422, "query 0 holds half of a surrogate pair"),
@@ -196,11 +196,11 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", REJECTED)
 def test_a_rejected_request_says_why(server, case):
-    body, wanted, said = REFUSED[case]
+    body, expected, complaint = REJECTED[case]
     status, answer = post(server, body)
-    assert (status, said in answer["detail"]) == (wanted, True), answer
+    assert (status, complaint in answer["detail"]) == (expected, True), answer
     assert post(server, {"query": ["abc"]})[0] == 200
 
 
@@ -256,10 +256,10 @@ def test_unusable_addresses_are_explained():
         bind("192.0.2.1", 5000)
 
 
-# the trainer as a client
+# The trainer as a client.
 
 
-def learn(tmp_path, models, **flags):
+def train_one_step(tmp_path, models, **flags):
     paths = {"pretrain": models(), "save_path": "./out", "ckpt_path": "./out_ckpt"}
     prompts = {"prompt_data": write_rows(tmp_path / "prompts.jsonl", make_prompts(16)), "max_steps": 1}
     run_command("train_ppo", paths | SMALL | prompts | flags)
@@ -267,14 +267,16 @@ def learn(tmp_path, models, **flags):
 
 
 def test_a_trainer_with_the_key_gets_rewards_and_never_records_the_key(server, reward_model, tmp_path, models):
-    ran = learn(tmp_path, models, remote_rm_url=server, reward_api_key="secret", save_steps=1)
+    ran = train_one_step(tmp_path, models, remote_rm_url=server, reward_api_key="secret", save_steps=1)
     rows = read_rollouts(ran, 1)
     tokenizer = AutoTokenizer.from_pretrained(models())
     texts = [tokenizer.decode(row["input_ids"]) for row in rows]
-    sure = [place for place, text in enumerate(texts) if "<pad>" not in text]  # Transformers would not look at those
-    assert len(sure) > 20
-    expected = alone(reward_model, [texts[place] for place in sure])
-    assert [rows[place]["reward"] for place in sure] == pytest.approx(expected, abs=1e-5)
+    unpadded = [
+        place for place, text in enumerate(texts) if "<pad>" not in text
+    ]  # plain Transformers ignores pad tokens
+    assert len(unpadded) > 20
+    expected = plain_scores(reward_model, [texts[place] for place in unpadded])
+    assert [rows[place]["reward"] for place in unpadded] == pytest.approx(expected, abs=1e-5)
     written = [file for file in tmp_path.rglob("*.json*") if file.is_file()]
     assert any('"reward_api_key": "***"' in file.read_text() for file in written)
     assert not any('"secret"' in file.read_text() for file in written)
@@ -282,13 +284,13 @@ def test_a_trainer_with_the_key_gets_rewards_and_never_records_the_key(server, r
 
 def test_a_trainer_without_the_key_is_told_the_flag(server, tmp_path, models, capsys):
     with pytest.raises(SystemExit):
-        learn(tmp_path, models, remote_rm_url=server)
-    said = capsys.readouterr().err
-    assert "refused the request: 401" in said
-    assert "--reward_api_key" in said
+        train_one_step(tmp_path, models, remote_rm_url=server)
+    stderr = capsys.readouterr().err
+    assert "refused the request: 401" in stderr
+    assert "--reward_api_key" in stderr
 
 
-# signals
+# Signals.
 
 
 @pytest.mark.slow(seconds=2)
@@ -317,4 +319,4 @@ def test_a_stopping_server_answers_requests_in_flight(reward_model, number, code
         assert server.wait(DEADLINE) == code
         watchdog.cancel()
     assert "Loading" not in "".join(before)  # Transformers' progress bar
-    assert answer["rewards"] == pytest.approx(alone(reward_model, ["abc"]), abs=1e-5)
+    assert answer["rewards"] == pytest.approx(plain_scores(reward_model, ["abc"]), abs=1e-5)
