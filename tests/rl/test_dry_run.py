@@ -1,4 +1,4 @@
-"""Template, data and reward are tried on the first rows before a model loads; --dry_run stops there."""
+"""Before a model loads, template, data and reward are tried on the first rows; --dry_run stops there."""
 
 import http.server
 import json
@@ -31,8 +31,8 @@ ONGOING = """return {"rewards": 0.5, "scores": 0.5, "environment_feedback": " on
 
 
 @pytest.fixture
-def hollow(models, tmp_path):
-    """A model folder without weights: whatever loads the model fails."""
+def model_without_weights(models, tmp_path):
+    """A model folder without weights, so that loading the model fails."""
     folder = tmp_path / "hollow"
     shutil.copytree(models(), folder)
     (folder / "model.safetensors").unlink()
@@ -40,12 +40,12 @@ def hollow(models, tmp_path):
 
 
 @pytest.fixture
-def attempt(tmp_path, hollow, capsys):
-    """Runs train_ppo on a model that cannot load; gives the exit code and what was said."""
+def run_ppo(tmp_path, model_without_weights, capsys):
+    """Return a function that runs train_ppo on a model that cannot load; it returns the exit code and stderr."""
 
     def start(reward=None, rows=None, **flags):
         before = children()
-        paths = {"save_path": "./out", "ckpt_path": "./ckpt", "pretrain": hollow}
+        paths = {"save_path": "./out", "ckpt_path": "./ckpt", "pretrain": model_without_weights}
         given = task_flags(tmp_path, rows or make_prompts(12), reward) if reward else {}
         code = 0
         try:
@@ -58,18 +58,18 @@ def attempt(tmp_path, hollow, capsys):
     return start
 
 
-def reward(line):
+def reward_source(line):
     return f"def reward_func(queries, prompts, labels):\n    {line}\n"
 
 
-GOOD = reward('return {"rewards": [len(query) for query in queries]}')
+VALID = reward_source('return {"rewards": [len(query) for query in queries]}')
 
 
-def test_a_dry_run_shows_a_prompt_and_its_reward(attempt, tmp_path):
-    code, said = attempt(GOOD, dry_run=True, input_template="<{}>")
+def test_a_dry_run_shows_a_prompt_and_its_reward(run_ppo, tmp_path):
+    code, stderr = run_ppo(VALID, dry_run=True, input_template="<{}>")
     assert code == 0
-    assert "the first prompt, 4 tokens: '<aa>'" in said
-    assert "rewards of made-up answers to the first 8 prompts are 9 to 14; 'x</s>' gets 9" in said
+    assert "the first prompt, 4 tokens: '<aa>'" in stderr
+    assert "rewards of made-up answers to the first 8 prompts are 9 to 14; 'x</s>' gets 9" in stderr
     assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"hollow", "prompts.jsonl", "reward.py"}
 
 
@@ -83,12 +83,12 @@ def test_a_dry_run_shows_a_prompt_and_its_reward(attempt, tmp_path):
         ("return [1.0 if 'g' not in p else 'x' for p in prompts]", "prompt 6 'gacc'"),
     ],
 )
-def test_an_invalid_reward_is_found_before_a_model_loads(attempt, line, complaint):
-    code, said = attempt(reward(line))
+def test_an_invalid_reward_is_found_before_a_model_loads(run_ppo, line, complaint):
+    code, stderr = run_ppo(reward_source(line))
     assert code == 1
-    assert "tried before training with a made-up answer: " in said
-    assert complaint in said
-    assert "reward.py" in said
+    assert "tried before training with a made-up answer: " in stderr
+    assert complaint in stderr
+    assert "reward.py" in stderr
 
 
 @pytest.mark.parametrize(
@@ -102,49 +102,49 @@ def test_an_invalid_reward_is_found_before_a_model_loads(attempt, line, complain
     ],
 )
 @pytest.mark.parametrize("dry", [False, True])
-def test_a_model_that_does_not_fit_the_flags_is_rejected_by_its_config(attempt, flags, complaint, dry):
-    code, said = attempt(GOOD, **flags | ({"dry_run": True} if dry else {}))
+def test_a_model_that_does_not_fit_the_flags_is_rejected_by_its_config(run_ppo, flags, complaint, dry):
+    code, stderr = run_ppo(VALID, **flags | ({"dry_run": True} if dry else {}))
     assert code == 2
-    assert complaint in said
-    assert "the first prompt" not in said
+    assert complaint in stderr
+    assert "the first prompt" not in stderr
 
 
-def test_with_a_valid_reward_the_model_loads(attempt):
-    code, said = attempt(GOOD)
+def test_with_a_valid_reward_the_model_loads(run_ppo):
+    code, stderr = run_ppo(VALID)
     assert code == 2
-    assert "'x</s>' gets 7" in said
-    assert "cannot load the model" in said
+    assert "'x</s>' gets 7" in stderr
+    assert "cannot load the model" in stderr
 
 
-def test_skipped_failures_are_counted(attempt):
+def test_skipped_failures_are_counted(run_ppo):
     line = "return [None if 'b' in prompt else 1.0 for prompt in prompts]"
-    code, said = attempt(reward(line), dry_run=True, on_reward_error="skip")
+    code, stderr = run_ppo(reward_source(line), dry_run=True, on_reward_error="skip")
     assert code == 0
-    assert "4 made-up answers to the first 8 prompts failed" in said
-    assert "'x</s>' gets 1" in said
+    assert "4 made-up answers to the first 8 prompts failed" in stderr
+    assert "'x</s>' gets 1" in stderr
 
 
-def test_a_reward_that_compares_samples_gets_a_whole_group(attempt):
+def test_a_reward_that_compares_samples_gets_a_whole_group(run_ppo):
     line = "spread = max(map(len, queries)) - min(map(len, queries)); return [len(query) / spread for query in queries]"
-    assert attempt(reward(line), dry_run=True)[0] == 0
+    assert run_ppo(reward_source(line), dry_run=True)[0] == 0
 
 
-def test_labels_that_are_not_text_reach_the_reward(attempt):
+def test_labels_that_are_not_text_reach_the_reward(run_ppo):
     rows = [row | {"label": {"answer": [1, 2]}} for row in make_prompts(3)]
-    code, said = attempt(reward("return [float(label['answer'][1]) for label in labels]"), rows, dry_run=True)
+    code, stderr = run_ppo(reward_source("return [float(label['answer'][1]) for label in labels]"), rows, dry_run=True)
     assert code == 0
-    assert "to the first 3 prompts are 2; 'a made-u' gets 2" in said  # --generate_max_len is 8
+    assert "to the first 3 prompts are 2; 'a made-u' gets 2" in stderr  # --generate_max_len is 8
 
 
-def test_a_reward_model_is_not_called(attempt, models, tmp_path):
+def test_a_reward_model_is_not_called(run_ppo, models, tmp_path):
     prompts = write_rows(tmp_path / "prompts.jsonl", make_prompts(4))
-    code, said = attempt(prompt_data=prompts, reward_pretrain=models(), dry_run=True)
+    code, stderr = run_ppo(prompt_data=prompts, reward_pretrain=models(), dry_run=True)
     assert code == 0
-    assert "the first prompt" in said
-    assert "rewards of made-up" not in said
+    assert "the first prompt" in stderr
+    assert "rewards of made-up" not in stderr
 
 
-def test_a_reward_server_is_called(attempt, tmp_path):
+def test_a_reward_server_is_called(run_ppo, tmp_path):
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -162,14 +162,14 @@ def test_a_reward_server_is_called(attempt, tmp_path):
     flags = {"prompt_data": prompts, "remote_rm_url": f"http://127.0.0.1:{server.server_port}", "dry_run": True}
     try:
         wrong = 0
-        assert "'x</s>' gets 0.25" in attempt(**flags)[1]
+        assert "'x</s>' gets 0.25" in run_ppo(**flags)[1]
         wrong = 1
-        code, said = attempt(**flags)
+        code, stderr = run_ppo(**flags)
     finally:
         server.shutdown()
         server.server_close()
     assert code == 1
-    assert "rewards has 3 values for 4 samples" in said
+    assert "rewards has 3 values for 4 samples" in stderr
 
 
 @pytest.mark.parametrize(
@@ -182,22 +182,22 @@ def test_a_reward_server_is_called(attempt, tmp_path):
         ("return states['nothing']", 1, "raised KeyError: 'nothing'"),
     ],
 )
-def test_an_agent_plays_an_episode_without_an_engine(attempt, tmp_path, step, code, expected):
+def test_an_agent_plays_an_episode_without_an_engine(run_ppo, tmp_path, step, code, expected):
     (tmp_path / "agent.py").write_text(AGENT % step)
     prompts = write_rows(tmp_path / "prompts.jsonl", make_prompts(4))
-    found, said = attempt(prompt_data=prompts, agent_func_path="./agent.py", dry_run=True)
-    assert found == code, said
-    assert expected in said
+    found, stderr = run_ppo(prompt_data=prompts, agent_func_path="./agent.py", dry_run=True)
+    assert found == code, stderr
+    assert expected in stderr
 
 
-def test_the_error_for_a_missing_agent_method_shows_its_signature(attempt, tmp_path):
+def test_the_error_for_a_missing_agent_method_shows_its_signature(run_ppo, tmp_path):
     source = "from openrlhf.utils.agent import OpenAIAgentExecutor\nclass AgentExecutor(OpenAIAgentExecutor): ..."
     (tmp_path / "agent.py").write_text(source)
     prompts = write_rows(tmp_path / "prompts.jsonl", make_prompts(4))
-    code, said = attempt(prompt_data=prompts, agent_func_path="./agent.py")
+    code, stderr = run_ppo(prompt_data=prompts, agent_func_path="./agent.py")
     assert code == 2
-    assert "agent.py has no method run_agent" in said
-    assert "def run_agent(self, base_url, api_key, prompt, label): ..." in said
+    assert "agent.py has no method run_agent" in stderr
+    assert "def run_agent(self, base_url, api_key, prompt, label): ..." in stderr
 
 
 SUPERVISED = {
@@ -210,13 +210,13 @@ SUPERVISED = {
 
 
 @pytest.mark.parametrize("command", SUPERVISED)
-def test_a_dry_run_shows_the_learned_text(command, hollow, tmp_path, capsys):
+def test_a_dry_run_shows_the_learned_text(command, model_without_weights, tmp_path, capsys):
     rows, flags, expected = SUPERVISED[command]
     dataset = write_rows(tmp_path / "rows.jsonl", rows)
-    run_command(command, {"pretrain": hollow, "dataset": dataset, "dry_run": True, **flags})
-    said = capsys.readouterr().err
-    assert expected in said
-    assert "dry run: nothing was trained or written" in said
+    run_command(command, {"pretrain": model_without_weights, "dataset": dataset, "dry_run": True, **flags})
+    stderr = capsys.readouterr().err
+    assert expected in stderr
+    assert "dry run: nothing was trained or written" in stderr
     assert {path.name for path in tmp_path.iterdir()} == {"hollow", "rows.jsonl"}
 
 
@@ -231,18 +231,21 @@ def test_a_dry_run_shows_the_learned_text(command, hollow, tmp_path, capsys):
         ),
     ],
 )
-def test_a_dry_run_reports_the_errors_of_a_run(hollow, tmp_path, capsys, flags, complaint):
+def test_a_dry_run_reports_the_errors_of_a_run(model_without_weights, tmp_path, capsys, flags, complaint):
     write_rows(tmp_path / "bad.jsonl", [{"text": "x"}])
     dataset = write_rows(tmp_path / "rows.jsonl", answers(12))
     with pytest.raises(SystemExit) as ended:
-        run_command("train_sft", FAST | {"pretrain": hollow, "dataset": dataset, "dry_run": True, **ANSWERS, **flags})
+        run_command(
+            "train_sft",
+            FAST | {"pretrain": model_without_weights, "dataset": dataset, "dry_run": True, **ANSWERS, **flags},
+        )
     assert ended.value.code == 2
     assert complaint in capsys.readouterr().err
 
 
-def test_an_unknown_schedule_is_rejected_in_rl(attempt):
-    code, said = attempt(GOOD, lr_scheduler="sideways")
-    assert (code, "--lr_scheduler sideways" in said) == (2, True)
+def test_an_unknown_schedule_is_rejected_in_rl(run_ppo):
+    code, stderr = run_ppo(VALID, lr_scheduler="sideways")
+    assert (code, "--lr_scheduler sideways" in stderr) == (2, True)
 
 
 def test_a_dry_run_does_not_download(tmp_path, capsys):

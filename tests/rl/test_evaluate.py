@@ -1,4 +1,4 @@
-"""pass@1 and pass@n by datasource, worked out by hand."""
+"""pass@1 and pass@n by datasource, against hand-worked numbers."""
 
 import asyncio
 from itertools import combinations
@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 from openrlhf.rl.evaluate import evaluate, pass_at_k, summary
 from openrlhf.rl.rollouts import RolloutSettings
 from openrlhf.types import SamplingParams, Trajectory
-from tests.rl.hand import EchoEngine, Judge, NoModels, OneTurn, prompts
+from tests.rl.stand_ins import EchoEngine, NoModels, OneTurn, RewardFunction, prompts
 
 SETTINGS = RolloutSettings(1, 3, SamplingParams(max_tokens=4), context_length=8, seed=0)
-SOLVED = {(0, 1), (2, 0), (2, 2), (1, 2)}  # prompt, sample; prompts 0, 2, 4 are of source d0 and 1, 3 of d1
+SOLVED = {(0, 1), (2, 0), (2, 2), (1, 2)}  # (prompt, sample); prompts 0, 2, 4 belong to source d0 and 1, 3 to d1
 
 
-def evaluated(reward, workers):
+def run_evaluation(reward, workers):
     return asyncio.run(evaluate(prompts(5), EchoEngine(), OneTurn(reward), workers, SETTINGS))
 
 
 def test_pass_rates_are_reported_by_datasource():
-    found = evaluated(lambda prompt, sample: float((prompt.index, sample) in SOLVED), NoModels())
+    found = run_evaluation(lambda prompt, sample: float((prompt.index, sample) in SOLVED), NoModels())
     assert found == pytest.approx(
         {
             "eval_d0_reward": 3 / 9,
@@ -42,9 +42,9 @@ def test_pass_rates_are_reported_by_datasource():
 
 
 def test_reward_models_score_evaluation_too():
-    found = evaluated(lambda prompt, sample: float("nan"), Judge(lambda item: item.prompt.index))
+    found = run_evaluation(lambda prompt, sample: float("nan"), RewardFunction(lambda item: item.prompt.index))
     assert (found["eval_d0_reward"], found["eval_d1_reward"]) == (2.0, 2.0)
-    assert not any("_pass" in name for name in found)  # a reward model does not say right or wrong
+    assert not any("_pass" in name for name in found)  # the scores of a reward model are not right or wrong
 
 
 def sample(prompt, reward, score):
@@ -61,7 +61,7 @@ def test_pass_rates_use_scores_and_ignore_partial_credit():
 
 
 def test_a_prompt_that_lost_samples_counts_with_its_remaining_k():
-    first, second = prompts(3)[0::2]  # both of one source
+    first, second = prompts(3)[0::2]  # both from the same source
     found = summary([sample(first, 1.0, 1.0), sample(second, 0.0, 0.0), sample(second, 1.0, 1.0)], 2)
     assert (found["eval_d0_pass1"], found["eval_d0_pass2"]) == (0.75, 1.0)
     assert "eval_d0_pass2" not in summary([sample(first, 1.0, 1.0)], 2)

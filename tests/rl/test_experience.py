@@ -1,13 +1,13 @@
-"""Hand-made trajectories through scoring, penalties, shaping, KL and advantages; every number was worked out by hand.
+"""Trajectories go through scoring, penalties, shaping, KL and advantages; every expected number is worked by hand.
 
-Prompts are tokens 4 to 6, actions 7 and 8, and 9 is what an environment says. The models give each token a number:
+Prompts are tokens 4 to 6, actions are 7 and 8, and 9 comes from an environment. The models assign each token a number:
 
     token                      7      8      any other
     policy's log-prob         -0.7   -0.8    -5
     reference's log-prob      -0.9   -0.4     0
     value                      1      2      100
 
-so a KL of the k1 kind is 0.2 at token 7 and -0.4 at token 8.
+so the k1 estimate of the KL is 0.2 at token 7 and -0.4 at token 8.
 """
 
 import asyncio
@@ -29,22 +29,22 @@ NAN = float("nan")
 
 
 class TableWorkers:
-    """Models that look up each token."""
+    """Models that look up each token in the table above."""
 
     def __init__(self, *, reference=True, critic=True, rewards=None):
         self.reference, self.critic, self.given = reference, critic, rewards
 
     async def score(self, batches, *, log_probs):
-        def look(table, wanted):
-            return [table[batch.input_ids] for batch in batches] if wanted else None
+        def look_up(table, expected):
+            return [table[batch.input_ids] for batch in batches] if expected else None
 
-        return BatchScores(look(LOG_PROBS, log_probs), look(REFERENCE, self.reference), look(VALUES, self.critic))
+        return BatchScores(look_up(LOG_PROBS, log_probs), look_up(REFERENCE, self.reference), look_up(VALUES, self.critic))
 
     async def rewards(self, trajectories):
         return self.given
 
 
-def made(index, ids, acts, reward, **more):
+def make_trajectory(index, ids, acts, reward, **more):
     prompt = Prompt(index, "", ids[: acts.index(1)])
     log_probs = tuple(-1.0 * act for act in acts)
     mask = tuple(bool(act) for act in acts)
@@ -52,10 +52,10 @@ def made(index, ids, acts, reward, **more):
 
 
 TWO_GROUPS = [
-    made(0, (5, 6, 7, 8), (0, 0, 1, 1), 1.0),
-    made(0, (5, 6, 7, 9, 9, 8), (0, 0, 1, 0, 0, 1), 3.0, step_rewards=((2, 1.0), (5, 2.0))),
-    made(1, (4, 7), (0, 1), 2.0, extra_logs={"speed": 4.0}),
-    made(1, (4, 7, 8), (0, 1, 1), 2.0, truncated=True, extra_logs={"speed": 5.0}),
+    make_trajectory(0, (5, 6, 7, 8), (0, 0, 1, 1), 1.0),
+    make_trajectory(0, (5, 6, 7, 9, 9, 8), (0, 0, 1, 0, 0, 1), 3.0, step_rewards=((2, 1.0), (5, 2.0))),
+    make_trajectory(1, (4, 7), (0, 1), 2.0, extra_logs={"speed": 4.0}),
+    make_trajectory(1, (4, 7, 8), (0, 1, 1), 2.0, truncated=True, extra_logs={"speed": 5.0}),
 ]
 PPO = ExperienceSettings(
     estimator="gae",
@@ -78,36 +78,36 @@ def experience(settings=PPO, workers=None, batching=ALL_AT_ONCE, trajectories=TW
     return asyncio.run(make_experience(trajectories, workers or TableWorkers(), batching, settings, kl_coef))
 
 
-def acted(made, name):
+def at_actions(made, name):
     """Values at the action tokens of each sample."""
     rows = zip(vars(made)[name], made.trajectories, strict=True)
     return [row[: len(item.input_ids)][torch.tensor(item.action_mask)].tolist() for row, item in rows]
 
 
-def near(rows):
+def approx_rows(rows):
     return [pytest.approx(row, abs=1e-5) for row in rows]
 
 
 def test_ppo_with_a_critic_and_kl_in_the_reward_matches_hand_computation():
     found = experience()
     # Token rewards are -0.5 kl: -0.1 at 7 and 0.2 at 8, plus the sample's reward at its last action. In the first
-    # sample delta is 1.2 - 2 at 8 and -0.1 + 2 - 1 at 7, so A is -0.8 and 0.9 - 0.5 x 0.8; tokens of the environment
-    # take no step, so the second one goes the same way from 3.2 - 2.
-    assert acted(found, "returns") == near([[1.5, 1.2], [2.5, 3.2], [1.9], [2.0, 2.2]])
+    # sample delta is 1.2 - 2 at 8 and -0.1 + 2 - 1 at 7, so A is -0.8 and 0.9 - 0.5 x 0.8; environment tokens
+    # are skipped, so the second sample follows in the same way from 3.2 - 2.
+    assert at_actions(found, "returns") == approx_rows([[1.5, 1.2], [2.5, 3.2], [1.9], [2.0, 2.2]])
     mean = 4.5 / 7  # of the advantages over all action tokens
     raw = [[0.5, -0.8], [1.5, 1.2], [0.9], [1.0, 0.2]]
-    assert acted(found, "advantages") == near([[value - mean for value in row] for row in raw])
-    assert acted(found, "old_values") == near([[1, 2], [1, 2], [1], [1, 2]])
-    assert acted(found, "old_log_probs") == near([[-0.7, -0.8], [-0.7, -0.8], [-0.7], [-0.7, -0.8]])
-    assert acted(found, "rollout_log_probs") == near([[-1, -1], [-1, -1], [-1], [-1, -1]])
+    assert at_actions(found, "advantages") == approx_rows([[value - mean for value in row] for row in raw])
+    assert at_actions(found, "old_values") == approx_rows([[1, 2], [1, 2], [1], [1, 2]])
+    assert at_actions(found, "old_log_probs") == approx_rows([[-0.7, -0.8], [-0.7, -0.8], [-0.7], [-0.7, -0.8]])
+    assert at_actions(found, "rollout_log_probs") == approx_rows([[-1, -1], [-1, -1], [-1], [-1, -1]])
     assert found.kl == pytest.approx((4 * 0.2 - 3 * 0.4) / 7)
 
 
 def test_whitening_divides_by_the_deviation_over_the_rollout():
     found = experience(replace(PPO, divide_by_std=True))
-    # The mean of squares is 6.43 / 7 and the mean 4.5 / 7, so the deviation is 0.710849.
-    wanted = [[-0.200967, -2.029766], [1.205802, 0.783771], [0.361740], [0.502417, -0.622998]]
-    assert acted(found, "advantages") == near(wanted)
+    # The mean of squares is 6.43 / 7 and the mean 4.5 / 7, so the standard deviation is 0.710849.
+    expected = [[-0.200967, -2.029766], [1.205802, 0.783771], [0.361740], [0.502417, -0.622998]]
+    assert at_actions(found, "advantages") == approx_rows(expected)
 
 
 def test_only_action_tokens_have_an_advantage():
@@ -118,15 +118,15 @@ def test_only_action_tokens_have_an_advantage():
 
 def test_grpo_compares_the_samples_of_a_prompt():
     found = experience(GRPO, TableWorkers(critic=False))
-    # 1 and 3 are one deviation of sqrt(2) around 2 in units of 1; equal rewards carry no signal.
+    # 1 and 3 have mean 2 and standard deviation sqrt(2); equal rewards carry no signal.
     a = 0.5**0.5
-    assert acted(found, "advantages") == near([[-a, -a], [a, a], [0.0], [0.0, 0.0]])
+    assert at_actions(found, "advantages") == approx_rows([[-a, -a], [a, a], [0.0], [0.0, 0.0]])
     assert found.returns is None
     assert found.kl == pytest.approx(-0.4 / 7)
 
 
 @pytest.mark.parametrize(
-    ("estimator", "wanted"),
+    ("estimator", "expected"),
     [
         ("reinforce", [-1.0, 1.0, 0.0]),  # rewards 1 1 3 3 2 2 2 over seven tokens have mean 2
         ("rloo", [-2.0, 2.0, 0.0]),
@@ -134,31 +134,31 @@ def test_grpo_compares_the_samples_of_a_prompt():
         ("dr_grpo", [-1.0, 1.0, 0.0]),
     ],
 )
-def test_the_other_estimators_match_hand_computation(estimator, wanted):
+def test_the_other_estimators_match_hand_computation(estimator, expected):
     found = experience(replace(GRPO, estimator=estimator), TableWorkers(critic=False))
-    first, second, third = wanted
-    assert acted(found, "advantages") == near([[first] * 2, [second] * 2, [third], [third] * 2])
+    first, second, third = expected
+    assert at_actions(found, "advantages") == approx_rows([[first] * 2, [second] * 2, [third], [third] * 2])
 
 
 def test_the_discount_counts_action_tokens():
     found = experience(replace(PPO, gamma=0.5, lambd=1.0), kl_coef=0.0)
-    assert acted(found, "returns") == near([[0.5, 1.0], [1.5, 3.0], [2.0], [1.0, 2.0]])
+    assert at_actions(found, "returns") == approx_rows([[0.5, 1.0], [1.5, 3.0], [2.0], [1.0, 2.0]])
 
 
 def test_step_rewards_are_at_the_ends_of_their_turns():
     summed = experience(replace(PPO, lambd=1.0), kl_coef=0.0)
     spread = experience(replace(PPO, lambd=1.0, step_rewards=True), kl_coef=0.0)
-    assert acted(summed, "returns")[1] == near([[3.0, 3.0]])[0]
-    assert acted(spread, "returns")[1] == near([[3.0, 2.0]])[0]
-    assert acted(spread, "returns")[0] == acted(summed, "returns")[0]
+    assert at_actions(summed, "returns")[1] == approx_rows([[3.0, 3.0]])[0]
+    assert at_actions(spread, "returns")[1] == approx_rows([[3.0, 2.0]])[0]
+    assert at_actions(spread, "returns")[0] == at_actions(summed, "returns")[0]
     assert spread.metrics["return"] == pytest.approx(summed.metrics["return"])
 
 
-# A group of two samples judged by a process reward model, which found two steps in the first and one in the second:
-# tokens 7 end them. Its reduction is their minimum.
+# A group of two samples scored by a process reward model, which finds two steps in the first and one in the second;
+# each step ends at a token 7. The score is the minimum over the steps.
 REASONED = [
-    made(0, (5, 8, 7, 8, 7, 8), (0, 1, 1, 1, 1, 1), NAN),
-    made(0, (5, 7, 8), (0, 1, 1), NAN),
+    make_trajectory(0, (5, 8, 7, 8, 7, 8), (0, 1, 1, 1, 1, 1), NAN),
+    make_trajectory(0, (5, 7, 8), (0, 1, 1), NAN),
 ]
 STEPS = [((2, 0.5), (4, 1.0)), ((1, 0.0),)]
 PROCESS = ModelRewards(torch.tensor([0.5, 0.0]), None, STEPS)
@@ -167,44 +167,44 @@ BOTH = ModelRewards(PROCESS.scores + OUTCOMES, OUTCOMES, STEPS)
 EACH_STEP = replace(GRPO, step_rewards=True)
 
 
-def reasoned(settings, rewards=PROCESS, kl_coef=0.0):
+def process_experience(settings, rewards=PROCESS, kl_coef=0.0):
     return experience(settings, TableWorkers(critic=False, rewards=rewards), trajectories=REASONED, kl_coef=kl_coef)
 
 
 def test_a_process_reward_model_rewards_each_step_at_its_last_token():
-    found = reasoned(replace(EACH_STEP, estimator="reinforce", divide_by_std=False))
-    returns = [[1.5, 1.5, 1.0, 1.0, 0.0], [0.0, 0.0]]  # what is still to come at each token
+    found = process_experience(replace(EACH_STEP, estimator="reinforce", divide_by_std=False))
+    returns = [[1.5, 1.5, 1.0, 1.0, 0.0], [0.0, 0.0]]  # the remaining reward at each token
     mean = 5.0 / 7
-    assert acted(found, "advantages") == near([[value - mean for value in row] for row in returns])
+    assert at_actions(found, "advantages") == approx_rows([[value - mean for value in row] for row in returns])
     assert [item.reward for item in found.trajectories] == [1.5, 0.0]
     assert [item.score for item in found.trajectories] == [0.5, 0.0]  # as without --step_rewards
     assert found.metrics["steps"] == 1.5
-    at_the_end = reasoned(replace(GRPO, estimator="reinforce"))
+    at_the_end = process_experience(replace(GRPO, estimator="reinforce"))
     assert [item.reward for item in at_the_end.trajectories] == [0.5, 0.0]
-    assert acted(at_the_end, "advantages") == near([[0.5 - 2.5 / 7] * 5, [-2.5 / 7] * 2])
+    assert at_actions(at_the_end, "advantages") == approx_rows([[0.5 - 2.5 / 7] * 5, [-2.5 / 7] * 2])
 
 
 def test_grpo_compares_the_steps_of_a_group():
-    # The steps 0.5, 1 and 0 have mean 0.5 and deviation 0.5: 0, 1 and -1 (arXiv 2402.03300, section 4.1.3).
-    found = reasoned(EACH_STEP)
-    assert acted(found, "advantages") == near([[1, 1, 1, 1, 0], [-1, 0]])
+    # The steps 0.5, 1 and 0 have mean 0.5 and standard deviation 0.5: 0, 1 and -1 (arXiv 2402.03300, section 4.1.3).
+    found = process_experience(EACH_STEP)
+    assert at_actions(found, "advantages") == approx_rows([[1, 1, 1, 1, 0], [-1, 0]])
 
 
 @pytest.mark.parametrize(
     ("estimator", "steps"),
-    [("dr_grpo", (0.0, 0.5, -0.5)), ("rloo", (0.5, 1.0, -0.75))],  # the others' steps average 0, and 0.75
+    [("dr_grpo", (0.0, 0.5, -0.5)), ("rloo", (0.5, 1.0, -0.75))],  # the steps of the other samples average 0 and 0.75
 )
 def test_group_baselines_of_steps_match_hand_computation(estimator, steps):
     first, second, third = steps
-    found = reasoned(replace(EACH_STEP, estimator=estimator))
+    found = process_experience(replace(EACH_STEP, estimator=estimator))
     both = first + second
-    assert acted(found, "advantages") == near([[both, both, second, second, 0], [third, 0]])
+    assert at_actions(found, "advantages") == approx_rows([[both, both, second, second, 0], [third, 0]])
 
 
 def test_an_outcome_reward_is_at_the_last_token_beside_step_rewards():
-    found = reasoned(replace(EACH_STEP, estimator="reinforce", divide_by_std=False), BOTH)
+    found = process_experience(replace(EACH_STEP, estimator="reinforce", divide_by_std=False), BOTH)
     returns = [[0.5, 0.5, 0.0, 0.0, -1.0], [3.0, 3.0]]
-    assert acted(found, "advantages") == near([[value - 6.0 / 7 for value in row] for row in returns])
+    assert at_actions(found, "advantages") == approx_rows([[value - 6.0 / 7 for value in row] for row in returns])
     assert [item.reward for item in found.trajectories] == [0.5, 3.0]
 
 
@@ -214,24 +214,26 @@ def test_gae_over_step_rewards_and_kl_matches_hand_computation():
     found = experience(blank, workers, trajectories=REASONED, kl_coef=0.5)
     # Token rewards are 0.2 at tokens 8 and -0.1 at tokens 7, plus the steps: 0.2 0.4 0.2 0.9 0.2 and -0.1 0.2.
     # Returns, from the end: 0.2, 0.9 + 0.1 = 1, 0.2 + 0.5, 0.4 + 0.35, 0.2 + 0.375.
-    assert acted(found, "returns") == near([[0.575, 0.75, 0.7, 1.0, 0.2], [0.0, 0.2]])
+    assert at_actions(found, "returns") == approx_rows([[0.575, 0.75, 0.7, 1.0, 0.2], [0.0, 0.2]])
 
 
 def test_whole_sample_penalties_apply_to_the_last_step():
     settings = replace(EACH_STEP, estimator="dr_grpo", overlong=(5, 1, 0.75))  # the first sample is too long
     # Its last step becomes 1 - 0.75, so the steps are 0.5, 0.25 and 0 around 0.25.
-    assert acted(reasoned(settings), "advantages") == near([[0.25, 0.25, 0, 0, 0], [-0.25, 0]])
+    assert at_actions(process_experience(settings), "advantages") == approx_rows([[0.25, 0.25, 0, 0, 0], [-0.25, 0]])
 
 
 def test_each_step_reward_is_clipped():
     settings = replace(EACH_STEP, clip_range=(-0.5, 0.75))
-    assert acted(reasoned(settings), "advantages") == near([[0.75, 0.75, 0.75, 0.75, 0], [-0.5, 0]])
+    assert at_actions(process_experience(settings), "advantages") == approx_rows(
+        [[0.75, 0.75, 0.75, 0.75, 0], [-0.5, 0]]
+    )
 
 
 def test_a_sample_without_a_finished_step_counts_as_one_step_with_reward_zero():
     none = ModelRewards(torch.tensor([0.5, 0.0]), None, [STEPS[0], ()])
-    found = reasoned(replace(EACH_STEP, estimator="dr_grpo"), none)
-    assert acted(found, "advantages") == near([[0.5, 0.5, 0.5, 0.5, 0], [-0.5, -0.5]])
+    found = process_experience(replace(EACH_STEP, estimator="dr_grpo"), none)
+    assert at_actions(found, "advantages") == approx_rows([[0.5, 0.5, 0.5, 0.5, 0], [-0.5, -0.5]])
 
 
 def test_rewards_of_several_models_add_up_by_position():
@@ -250,14 +252,14 @@ def test_rewards_of_several_models_add_up_by_position():
 def test_penalties_are_applied_before_the_group_comparison():
     # The two-turn response spans 4 tokens, two of them in the buffer: 3 - 1. The truncated one keeps half of 2.
     found = experience(replace(GRPO, estimator="dr_grpo", overlong=(4, 2, 1.0), stop_properly=0.5))
-    assert acted(found, "advantages") == near([[-0.5, -0.5], [0.5, 0.5], [0.5], [-0.5, -0.5]])
+    assert at_actions(found, "advantages") == approx_rows([[-0.5, -0.5], [0.5, 0.5], [0.5], [-0.5, -0.5]])
     assert found.metrics["reward"] == pytest.approx((1 + 2 + 2 + 1) / 4)
     assert found.metrics["score"] == pytest.approx(2.0)
 
 
 def test_clipping_is_applied_after_the_group_comparison():
     found = experience(replace(GRPO, clip_range=(-0.25, 0.5)))
-    assert acted(found, "advantages") == near([[-0.25, -0.25], [0.5, 0.5], [0.0], [0.0, 0.0]])
+    assert at_actions(found, "advantages") == approx_rows([[-0.25, -0.25], [0.5, 0.5], [0.0], [0.0, 0.0]])
 
 
 def test_reward_models_score_samples_without_a_reward():
@@ -266,7 +268,7 @@ def test_reward_models_score_samples_without_a_reward():
     scores = torch.tensor(given)
     rewards = ModelRewards(scores, scores, [()] * len(given))
     found = experience(GRPO, TableWorkers(rewards=rewards), trajectories=blank)
-    assert acted(found, "advantages") == acted(experience(GRPO), "advantages")
+    assert at_actions(found, "advantages") == at_actions(experience(GRPO), "advantages")
     assert [item.score for item in found.trajectories] == given
     assert experience(GRPO).trajectories == TWO_GROUPS
 
@@ -286,7 +288,7 @@ def test_with_one_optimizer_step_old_log_probs_are_not_computed_and_kl_uses_roll
 
 
 def test_the_ratio_of_old_samples_may_use_the_engines_log_probs():
-    """Those of the policy still measure the KL; the ratio is taken to what the sample was drawn with."""
+    """The KL still uses the policy's log-probs; the ratio uses the log-probs of the sampling engine."""
     usual, found = experience(), experience(replace(PPO, old_from_engine=True))
     assert found.kl == usual.kl
     assert torch.equal(found.old_log_probs, found.rollout_log_probs)

@@ -1,4 +1,4 @@
-"""Engine and trainer are compared on sampled tokens; a line says that they are apart, far apart stops the run."""
+"""Log-probs of engine and trainer are compared: a difference is reported, and a large one stops the run."""
 
 import asyncio
 from dataclasses import replace
@@ -18,7 +18,7 @@ MOVED = {"actor_lr": 0.1, "actor_grad_norm": 1.0}
 
 
 class Trainer:
-    """Log-probs of -1 for every token; one that `leaks` says something else about all but the first sequence."""
+    """Give every token a log-prob of -1; with `leaks`, all sequences of a batch but the first differ."""
 
     def __init__(self, *, leaks=False):
         self.leaks = leaks
@@ -37,31 +37,31 @@ class Console:
         self.lines.append(line)
 
 
-def drawn(log_prob, version=0, index=0, length=2):
+def sample(log_prob, version=0, index=0, length=2):
     mask, log_probs = (False, *(True,) * length), (0.0, *(log_prob,) * length)
     ids = (1, *(2,) * length)
     return Trajectory(Prompt(index, f"prompt {index}", (1,)), ids, mask, log_probs, 0.0, 0.0, False, version)
 
 
-def watch(trainer=None, layout=PADDED, size=8, **settings):
+def make_check(trainer=None, layout=PADDED, size=8, **settings):
     limits = {"warn": 0.01, "stop": 0.1} | settings
     return GapWatch(GapSettings(**limits), trainer or Trainer(), Batching(layout, size), Console())
 
 
-def look(gap, *trajectories, version=0):
+def run_check(gap, *trajectories, version=0):
     return asyncio.run(gap.look(trajectories, version, version + 1)).get("rollout/log_prob_difference")
 
 
 def test_the_difference_is_a_mean_over_sampled_tokens():
-    gap = watch()
-    assert look(gap, drawn(-1.0), drawn(-1.06, length=1)) == pytest.approx(0.02)
-    assert look(gap, drawn(-1.0), drawn(-1.0)) == 0.0
+    gap = make_check()
+    assert run_check(gap, sample(-1.0), sample(-1.06, length=1)) == pytest.approx(0.02)
+    assert run_check(gap, sample(-1.0), sample(-1.0)) == 0.0
 
 
 def test_a_large_difference_is_reported_and_again_when_it_doubles():
-    gap = watch()
+    gap = make_check()
     for log_prob in (-1.005, -1.02, -1.03, -1.05):
-        look(gap, drawn(log_prob), drawn(log_prob))
+        run_check(gap, sample(log_prob), sample(log_prob))
     first, second = gap.monitor.lines
     assert "step 1: the log-probs of engine and trainer differ by 0.02 nats" in first
     assert "expected below 0.01" in first
@@ -70,20 +70,20 @@ def test_a_large_difference_is_reported_and_again_when_it_doubles():
 
 def test_too_large_a_difference_is_an_error_that_names_the_sample():
     with pytest.raises(RolloutError, match=r"differ by 0\.25 nats.*below 0\.01.*prompt 3"):
-        look(watch(), drawn(-1.0), drawn(-1.5, index=3))
+        run_check(make_check(), sample(-1.0), sample(-1.5, index=3))
 
 
 def test_a_difference_of_nan_is_an_error():
     with pytest.raises(RolloutError):
-        look(watch(), drawn(float("nan")), drawn(-1.0))
+        run_check(make_check(), sample(float("nan")), sample(-1.0))
 
 
 def test_samples_of_older_weights_are_not_compared():
-    assert look(watch(), drawn(-9.0, version=1), version=2) is None
+    assert run_check(make_check(), sample(-9.0, version=1), version=2) is None
 
 
 def test_turns_sampled_from_a_truncated_vocabulary_are_not_compared():
-    assert look(watch(), replace(drawn(-9.0), whole_vocabulary=False)) is None
+    assert run_check(make_check(), replace(sample(-9.0), whole_vocabulary=False)) is None
 
 
 @pytest.mark.parametrize("layout", [PADDED, PACKED])
@@ -91,34 +91,36 @@ def test_turns_sampled_from_a_truncated_vocabulary_are_not_compared():
 def test_a_leak_between_sequences_of_a_batch_is_detected(layout, count):
     trainer = Trainer(leaks=True)
     with pytest.raises(RolloutError):
-        look(watch(trainer, layout), *(drawn(-1.0, index=number, length=2 + number) for number in range(count)))
+        run_check(
+            make_check(trainer, layout), *(sample(-1.0, index=number, length=2 + number) for number in range(count))
+        )
     assert set(trainer.sequences) == {2}
 
 
 def test_a_single_fresh_sample_is_scored_beside_an_older_one():
     trainer = Trainer()
-    assert look(watch(trainer), drawn(-9.0, version=1), drawn(-1.0, version=2), version=2) == 0.0
+    assert run_check(make_check(trainer), sample(-9.0, version=1), sample(-1.0, version=2), version=2) == 0.0
     assert trainer.sequences == [2]
 
 
-def test_samples_that_fill_a_micro_batch_are_not_compared():
+def test_samples_too_long_to_share_a_micro_batch_are_not_compared():
     lengths = []
 
-    class Measured(Trainer):
+    class MeasuringTrainer(Trainer):
         async def log_probs(self, batches):
             lengths.extend(batch.input_ids.numel() for batch in batches)
             return await super().log_probs(batches)
 
-    samples = [drawn(-1.0, length=length) for length in (99, 99, 99, 99, 3, 3, 3, 3)]
-    look(watch(Measured(), size=1), *samples)
+    samples = [sample(-1.0, length=length) for length in (99, 99, 99, 99, 3, 3, 3, 3)]
+    run_check(make_check(MeasuringTrainer(), size=1), *samples)
     assert lengths == [8, 8]
     lengths.clear()
-    look(watch(Measured(), size=2), *samples)
+    run_check(make_check(MeasuringTrainer(), size=2), *samples)
     assert max(lengths) == 200
 
 
 class Engine:
-    """Draws tokens with weights of a version, all at the same log-prob."""
+    """Sample tokens with weights of a version, all with the same log-prob."""
 
     def __init__(self, log_prob, version, seconds=0.0):
         self.log_prob = log_prob
@@ -142,35 +144,35 @@ SETTINGS = RolloutSettings(
 PROMPTS = [Prompt(number, "", (1,) * length) for number, length in enumerate((3, 60, 5))]
 
 
-def probe(gap, engine, version, prompts=PROMPTS):
+def run_probe(gap, engine, version, prompts=PROMPTS):
     asyncio.run(gap.probe(engine, prompts, SETTINGS, version))
 
 
 def test_an_asynchronous_run_probes_the_first_changed_weights():
-    gap = watch(probe=True)
+    gap = make_check(run_probe=True)
     gap.note_update({"actor_lr": 0.0, "actor_grad_norm": 1.0})
     assert not gap.probe_is_due(1)
     gap.note_update(MOVED)
     assert gap.probe_is_due(2)
     with pytest.raises(RolloutError, match=r"step 2: .* differ by 1 "):
-        probe(gap, Engine(-2.0, version=2), 2)
-    probe(gap, Engine(-1.0, version=2), 2)
+        run_probe(gap, Engine(-2.0, version=2), 2)
+    run_probe(gap, Engine(-1.0, version=2), 2)
     gap.note_update(MOVED)
     assert not gap.probe_is_due(3)
     assert gap.monitor.lines == []
 
 
 def test_probes_repeat_at_the_given_interval():
-    gap = watch(probe=True, probe_every=3)
+    gap = make_check(run_probe=True, probe_every=3)
     assert [version for version in range(1, 10) if gap.probe_is_due(version)] == [3, 6, 9]
-    assert not any(watch(probe_every=3).probe_is_due(version) for version in range(10))
+    assert not any(make_check(probe_every=3).probe_is_due(version) for version in range(10))
 
 
 def test_an_inconclusive_probe_says_why(monkeypatch):
-    gap = watch(probe=True)
-    probe(gap, Engine(-1.0, version=4), 4, prompts=[Prompt(0, "", (1,) * 64)])
+    gap = make_check(run_probe=True)
+    run_probe(gap, Engine(-1.0, version=4), 4, prompts=[Prompt(0, "", (1,) * 64)])
     monkeypatch.setattr("openrlhf.rl.proof.PROBE_SECONDS", 0.01)
-    probe(gap, Engine(-1.0, version=5, seconds=60.0), 5)
+    run_probe(gap, Engine(-1.0, version=5, seconds=60.0), 5)
     without_room, busy = gap.monitor.lines
     assert "step 4" in without_room
     assert "no prompt leaves room" in without_room

@@ -1,4 +1,4 @@
-"""An agent that uses OpenAI's client, trained by a run of two steps."""
+"""A run of two steps trains an agent that uses the OpenAI client."""
 
 import torch
 from safetensors.torch import load_file

@@ -1,4 +1,4 @@
-"""Training from recorded rollouts is the run that recorded them."""
+"""Training from recorded rollouts equals the run that recorded them."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ def reward_func(queries, prompts, labels):
 
 
 @pytest.fixture
-def run(tmp_path, models):
+def train(tmp_path, models):
     (tmp_path / "reward.py").write_text(REWARD)
     prompts = write_rows(tmp_path / "prompts.jsonl", [{"input": letter * 3} for letter in "abcdefgh"])
 
@@ -51,45 +51,45 @@ def run(tmp_path, models):
     return start
 
 
-def equal(one, other):
+def have_equal_weights(one, other):
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
-def refuse(*_):
-    raise AssertionError("a replay asked the engine")
+def fail_on_generate(*_):
+    raise AssertionError("a replay used the engine")
 
 
 @pytest.mark.parametrize("more", [{}, {"enable_vllm_is_correction": True}, {"async_train": True}])
-def test_a_replay_gives_the_weights_of_the_recorded_run(run, models, monkeypatch, tmp_path, more):
-    first = run("one", max_steps=1, **more)
-    whole = run("live", **more)
-    monkeypatch.setattr(HFEngine, "generate", refuse)
-    replayed_first = run("replayed_one", max_steps=1, replay="./one/run/rollouts", **more)
-    replayed = run("replayed", replay="./live/run/rollouts", **more)
+def test_a_replay_gives_the_weights_of_the_recorded_run(train, models, monkeypatch, tmp_path, more):
+    first = train("one", max_steps=1, **more)
+    whole = train("live", **more)
+    monkeypatch.setattr(HFEngine, "generate", fail_on_generate)
+    replayed_first = train("replayed_one", max_steps=1, replay="./one/run/rollouts", **more)
+    replayed = train("replayed", replay="./live/run/rollouts", **more)
 
-    assert equal(first, replayed_first)
-    assert equal(whole, replayed)
-    assert not equal(first, whole)
+    assert have_equal_weights(first, replayed_first)
+    assert have_equal_weights(whole, replayed)
+    assert not have_equal_weights(first, whole)
     recorded = [sorted((tmp_path / name / "run" / "rollouts").iterdir()) for name in ("live", "replayed")]
     assert [file.read_text() for file in recorded[0]] == [file.read_text() for file in recorded[1]]
 
 
-def test_the_run_ends_with_a_shorter_record(run):
-    run("one", max_steps=1)
-    run("replayed", replay="./one/run/rollouts")
+def test_the_run_ends_with_a_shorter_record(train):
+    train("one", max_steps=1)
+    train("replayed", replay="./one/run/rollouts")
     metrics = [json.loads(line) for line in Path("replayed/run/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [line["step"] for line in metrics if line["kind"] == "train"] == [1]
 
 
 @pytest.mark.parametrize("folder", ["./nowhere", "."])
-def test_a_folder_without_rollouts_is_rejected(run, folder):
+def test_a_folder_without_rollouts_is_rejected(train, folder):
     with pytest.raises(ConfigError, match=r"--replay .* (no such folder|holds no step_)"):
-        run("out", replay=folder)
+        train("out", replay=folder)
 
 
 @pytest.mark.parametrize("flags", [{}, {"run_dir": "./one/run"}])
-def test_replaying_from_the_output_folder_is_rejected(run, flags):
-    run("one", max_steps=1)
+def test_replaying_from_the_output_folder_is_rejected(train, flags):
+    train("one", max_steps=1)
     with pytest.raises(ConfigError, match="is where this run writes its own rollouts"):
-        run("other" if flags else "one", replay="./one/run/rollouts", **flags)
+        train("other" if flags else "one", replay="./one/run/rollouts", **flags)
     assert list(Path("one/run/rollouts").glob("step_*.jsonl"))

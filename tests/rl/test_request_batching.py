@@ -1,4 +1,4 @@
-"""Requests go to the engine together, in an order that depends on nothing but the episodes."""
+"""Requests go to the engine in batches whose order depends only on the episodes, so a run repeats exactly."""
 
 import asyncio
 import random
@@ -7,7 +7,7 @@ import pytest
 
 from openrlhf.rl.request_batching import EpisodeScheduler
 from openrlhf.types import Request, SamplingParams
-from tests.rl.hand import EchoEngine
+from tests.rl.stand_ins import EchoEngine
 
 
 def request(*ids):
@@ -38,25 +38,25 @@ def test_an_episode_that_ends_without_a_request_does_not_block_others():
 
     async def main():
         first, second = await EpisodeScheduler(engine).open_group(2)
-        asks = asyncio.create_task(episode(first, 0, 1))
+        request_task = asyncio.create_task(episode(first, 0, 1))
         await asyncio.sleep(0)
         assert engine.batches == []
         second.close()
-        second.close()  # twice is once
-        return await asks
+        second.close()  # closing twice is allowed
+        return await request_task
 
     assert asyncio.run(main()) == [0]
 
 
 def test_an_engine_failure_reaches_every_episode():
-    class Broken:
+    class BrokenEngine:
         version = 0
 
         async def generate(self, requests):
             raise RuntimeError("no memory")
 
     async def main():
-        sessions = await EpisodeScheduler(Broken()).open_group(2)
+        sessions = await EpisodeScheduler(BrokenEngine()).open_group(2)
         return await asyncio.gather(
             *(episode(session, number, 1) for number, session in enumerate(sessions)), return_exceptions=True
         )
@@ -74,8 +74,8 @@ def test_an_ended_episode_cannot_send_requests():
         asyncio.run(main())
 
 
-def limited(limit, turns, order=None):
-    """The engine's batches when groups of these turns per sample run under a limit; `order`: who runs first."""
+def batches_with_limit(limit, turns, order=None):
+    """Return the engine's batches for groups with these turns per sample; `order` is the order of starting."""
     engine = EchoEngine()
 
     async def group(opened, lengths):
@@ -96,24 +96,24 @@ def limited(limit, turns, order=None):
 
 
 def test_a_limit_bounds_running_episodes_and_starts_the_next_group_when_possible():
-    assert limited(2, [(2,), (1,), (1,), (3,)]) == [[0, 1], [0, 2], [3], [3], [3]]
-    assert limited(4, [(1, 3), (1, 1), (1, 1)]) == [[0, 1, 2, 3], [1, 4, 5], [1]]
-    assert limited(3, [(2, 2), (1, 1)]) == [[0, 1], [0, 1], [2, 3]]  # two and two are more than three
+    assert batches_with_limit(2, [(2,), (1,), (1,), (3,)]) == [[0, 1], [0, 2], [3], [3], [3]]
+    assert batches_with_limit(4, [(1, 3), (1, 1), (1, 1)]) == [[0, 1, 2, 3], [1, 4, 5], [1]]
+    assert batches_with_limit(3, [(2, 2), (1, 1)]) == [[0, 1], [0, 1], [2, 3]]  # two groups of two exceed three
 
 
 def test_a_limit_smaller_than_a_group_runs_one_group_at_a_time():
-    assert limited(1, [(1, 2), (1, 1)]) == [[0, 1], [1], [2, 3]]
+    assert batches_with_limit(1, [(1, 2), (1, 1)]) == [[0, 1], [1], [2, 3]]
 
 
 def test_episodes_without_requests_free_their_slot():
-    assert limited(2, [(0, 0), (0, 0), (1, 0), (0, 1)]) == [[4], [7]]
-    assert limited(2, [(0,), (0,), (0,)]) == []
+    assert batches_with_limit(2, [(0, 0), (0, 0), (1, 0), (0, 1)]) == [[4], [7]]
+    assert batches_with_limit(2, [(0,), (0,), (0,)]) == []
 
 
 @pytest.mark.parametrize("limit", [1, 3, 4, 7, None])
 def test_the_order_of_episodes_does_not_change_batches(limit):
     turns = [(1, 2), (3, 0), (0, 0), (2, 2), (1, 4), (0, 1)]
-    expected = limited(limit, turns)
+    expected = batches_with_limit(limit, turns)
     assert sorted(number for batch in expected for number in batch) == sorted(
         number for number, count in enumerate(count for group in turns for count in group) for _ in range(count)
     )
@@ -121,7 +121,7 @@ def test_the_order_of_episodes_does_not_change_batches(limit):
     for seed in range(10):
         order = list(range(len(turns)))
         random.Random(seed).shuffle(order)
-        assert limited(limit, turns, order) == expected
+        assert batches_with_limit(limit, turns, order) == expected
 
 
 def test_a_cancelled_group_takes_no_slot():

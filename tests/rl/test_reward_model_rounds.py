@@ -1,4 +1,4 @@
-"""Micro-batches of a reward model whose shards other processes hold."""
+"""Micro-batches of a sharded reward model: every process must run the same number of forwards."""
 
 import numpy as np
 
@@ -10,39 +10,39 @@ ROWS = [np.arange(length, dtype=np.int32) for length in (5, 3, 4)]
 BY_TOKENS = Batching(Layout(packing=True, pad_id=0), size=1, token_budget=8)
 
 
-class Sharded:
-    """A model of which another process needs so many forwards; notes what happens in which order."""
+class ShardedModel:
+    """A model of which another process needs this many forwards; records the order of events."""
 
-    def __init__(self, others):
-        self.others = others
-        self.happened = []
+    def __init__(self, other_rounds):
+        self.other_rounds = other_rounds
+        self.events = []
 
     def most_rounds(self, count):
-        self.happened.append("asked")
-        return max(count, self.others)
+        self.events.append("asked")
+        return max(count, self.other_rounds)
 
 
-def run(model):
+def run_rounds(model):
     found = []
     for places, part in rounds(BY_TOKENS, ROWS, model):
-        model.happened.append("ran")
+        model.events.append("ran")
         found.append((places, [len(row) for row in part]))
     return found
 
 
 def test_every_row_is_in_one_micro_batch_within_the_budget():
-    found = run(Sharded(0))
+    found = run_rounds(ShardedModel(0))
     assert sorted(place for places, _ in found for place in places) == [0, 1, 2]
     assert all(sum(lengths) <= 8 for _, lengths in found)
 
 
 def test_a_process_with_fewer_micro_batches_repeats_one_and_discards_the_result():
-    own, found = run(Sharded(0)), run(Sharded(4))
+    own, found = run_rounds(ShardedModel(0)), run_rounds(ShardedModel(4))
     assert found[: len(own)] == own
     assert found[len(own) :] == [([], own[0][1])] * (4 - len(own))
 
 
 def test_processes_agree_before_the_first_forward():
-    model = Sharded(4)  # one that asked in between would wait for others amid theirs
-    run(model)
-    assert model.happened == ["asked", *["ran"] * 4]
+    model = ShardedModel(4)  # agreeing in between would wait for processes that are in a forward
+    run_rounds(model)
+    assert model.events == ["asked", *["ran"] * 4]

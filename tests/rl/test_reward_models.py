@@ -1,4 +1,4 @@
-"""Reward models of every kind, from their folders to the rewards that a run records."""
+"""Reward models of every kind, from their folder to the rewards in the recorded rollouts."""
 
 import json
 from pathlib import Path
@@ -42,8 +42,8 @@ PPO = {"advantage_estimator": "gae", "init_kl_coef": 0.05}
 
 
 @pytest.fixture
-def learn(tmp_path, models):
-    """Two steps of train_ppo with reward models alone."""
+def train_ppo(tmp_path, models):
+    """Return a function that runs two steps of train_ppo with reward models only."""
 
     def start(name="out", **flags):
         paths = {"save_path": f"./{name}", "ckpt_path": f"./{name}_ckpt", "pretrain": models()}
@@ -56,7 +56,7 @@ def learn(tmp_path, models):
 
 @pytest.fixture
 def reward_model(tmp_path, models):
-    """Trains a reward model on pairs; returns the flag's value."""
+    """Return a function that trains a reward model on pairs and returns the flag's value."""
 
     def make(name="rm", pretrain=None, **flags):
         rows = write_rows(tmp_path / "pairs.jsonl", pairs(48))
@@ -76,7 +76,7 @@ def process_model(tmp_path, models):
 
 
 def other_tokenizer():
-    """The same characters under other numbers, and another EOS."""
+    """Return a tokenizer of the same characters with other ids and another EOS."""
     vocabulary = {token: number for number, token in enumerate(["<pad>", "<end>", *reversed(CHARACTERS)])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
@@ -95,7 +95,7 @@ def other_model(folder):
 
 @torch.no_grad()
 def plain_scores(folder, rows, read=lambda ids: ids):
-    """What Transformers alone says of recorded samples, one at a time."""
+    """Score recorded samples one at a time with plain Transformers."""
     model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).eval()
     return [model(torch.tensor([read(row["input_ids"])])).logits.item() for row in rows]
 
@@ -105,13 +105,13 @@ def rewards(rows):
 
 
 def unpadded(rows, pad=1):
-    """Without samples in which the policy drew a pad token, which Transformers would not look at."""
+    """Drop samples in which the policy sampled a pad token, which plain Transformers ignores."""
     return [row for row in rows if pad not in row["input_ids"]]
 
 
-def test_a_model_with_another_tokenizer_scores_the_text(learn, reward_model, tmp_path, models, capsys):
+def test_a_model_with_another_tokenizer_scores_the_text(train_ppo, reward_model, tmp_path, models, capsys):
     folder = reward_model(pretrain=other_model(tmp_path / "other"))
-    rows = unpadded(read_rollouts(learn(reward_pretrain=folder, max_steps=1, generate_max_len=32), 1))
+    rows = unpadded(read_rollouts(train_ppo(reward_pretrain=folder, max_steps=1, generate_max_len=32), 1))
     assert "the reward model ./rm has another tokenizer: it scores the text, tokenised again" in capsys.readouterr().err
     policy, own = AutoTokenizer.from_pretrained(models()), AutoTokenizer.from_pretrained(folder)
 
@@ -124,10 +124,10 @@ def test_a_model_with_another_tokenizer_scores_the_text(learn, reward_model, tmp
     assert rewards(rows) == pytest.approx(plain_scores(folder, rows, read), abs=1e-5)
 
 
-def test_a_reward_model_scores_episodes_without_an_agent_reward(learn, reward_model, tmp_path):
+def test_a_reward_model_scores_episodes_without_an_agent_reward(train_ppo, reward_model, tmp_path):
     (tmp_path / "agent.py").write_text(AGENT)
     folder = reward_model()
-    rows = read_rollouts(learn(reward_pretrain=folder, agent_func_path="./agent.py", max_steps=1), 1)
+    rows = read_rollouts(train_ppo(reward_pretrain=folder, agent_func_path="./agent.py", max_steps=1), 1)
     own = [row for row in rows if row["reward"] == 7.0]
     scored = unpadded([row for row in rows if row["reward"] != 7.0])
     assert own
@@ -136,21 +136,21 @@ def test_a_reward_model_scores_episodes_without_an_agent_reward(learn, reward_mo
 
 
 def test_a_reward_model_with_another_tokenizer_cannot_initialise_the_critic(
-    learn, reward_model, tmp_path, models, capsys
+    train_ppo, reward_model, tmp_path, models, capsys
 ):
     folder = reward_model(pretrain=other_model(tmp_path / "other"))
     with pytest.raises(SystemExit):
-        learn(reward_pretrain=folder, **PPO)
+        train_ppo(reward_pretrain=folder, **PPO)
     assert "has another tokenizer than the policy. Try: --critic_pretrain" in capsys.readouterr().err
-    ran = learn("own", reward_pretrain=folder, critic_pretrain=models(), max_steps=1, **PPO)
+    ran = train_ppo("own", reward_pretrain=folder, critic_pretrain=models(), max_steps=1, **PPO)
     assert ran.train("critic_loss")[0] > 0
 
 
 @pytest.mark.parametrize("packing", [None, True], ids=["padded", "packed"])
-def test_two_reward_models_are_weighted(learn, reward_model, packing, models):
+def test_two_reward_models_are_weighted(train_ppo, reward_model, packing, models):
     one, other = reward_model("one"), reward_model("two", models(seed=5), seed=5)
     flags = {"reward_pretrain": f"{one},{other}", "reward_weights": [0.75, -2.0], "packing_samples": packing}
-    rows = unpadded(read_rollouts(learn(max_steps=1, **flags), 1))
+    rows = unpadded(read_rollouts(train_ppo(max_steps=1, **flags), 1))
     assert len(rows) > 20
     pairs_of_scores = zip(plain_scores(one, rows), plain_scores(other, rows), strict=True)
     expected = [0.75 * first - 2.0 * second for first, second in pairs_of_scores]
@@ -158,16 +158,18 @@ def test_two_reward_models_are_weighted(learn, reward_model, packing, models):
 
 
 @pytest.mark.parametrize("pad_is_eos", [False, True])
-def test_rewards_are_normalised_with_the_models_saved_statistics(learn, reward_model, pad_is_eos, models, capsys):
+def test_rewards_are_normalised_with_the_models_saved_statistics(train_ppo, reward_model, pad_is_eos, models, capsys):
     policy = models(pad_is_eos=pad_is_eos)
     folder = reward_model(pretrain=policy)
     flags = {"pretrain": policy, "reward_pretrain": folder, "max_steps": 1}
-    plain, normal = (read_rollouts(learn(name, **flags, **more), 1) for name, more in (("a", {}), ("b", NORMALISED)))
+    plain, normal = (
+        read_rollouts(train_ppo(name, **flags, **more), 1) for name, more in (("a", {}), ("b", NORMALISED))
+    )
     saved = json.loads((Path(folder) / "config.json").read_text())
     assert saved["std"] > 0
     expected = [(reward - saved["mean"]) / saved["std"] for reward in rewards(plain)]
     assert rewards(normal) == pytest.approx(expected, rel=1e-4, abs=1e-5)
-    learn("critic", **flags, **PPO)  # whose critic begins with the reward model
+    train_ppo("critic", **flags, **PPO)  # the critic starts from the reward model
     said = capsys.readouterr().err
     assert "no mean and std" not in said
     assert "another tokenizer" not in said
@@ -176,19 +178,19 @@ def test_rewards_are_normalised_with_the_models_saved_statistics(learn, reward_m
 NORMALISED = {"normalize_reward": True}
 
 
-def test_missing_statistics_are_reported_and_scores_stay_unchanged(learn, reward_model, capsys):
+def test_missing_statistics_are_reported_and_scores_stay_unchanged(train_ppo, reward_model, capsys):
     folder = reward_model()
     path = Path(folder) / "config.json"
     saved = json.loads(path.read_text())
     path.write_text(json.dumps({name: value for name, value in saved.items() if name not in ("mean", "std")}))
-    learn(reward_pretrain=folder, normalize_reward=True, max_steps=1)
+    train_ppo(reward_pretrain=folder, normalize_reward=True, max_steps=1)
     assert "has no mean and std in its config.json, so its scores stay as they are" in capsys.readouterr().err
 
 
-def test_a_language_model_is_rejected_as_reward_model(learn, tmp_path, models, capsys):
+def test_a_language_model_is_rejected_as_reward_model(train_ppo, tmp_path, models, capsys):
     answers = write_rows(tmp_path / "answers.jsonl", [{"input": "a", "output": "b"}])
     with pytest.raises(SystemExit):
-        learn(reward_pretrain=models(), max_steps=1)
+        train_ppo(reward_pretrain=models(), max_steps=1)
     with pytest.raises(SystemExit):
         run_command(
             "batch_inference", {"eval_task": "rm", "pretrain": models(), "dataset": answers, "output_path": "./scored"}
@@ -200,8 +202,8 @@ REDUCED = {"min": min, "mean": lambda steps: sum(steps) / len(steps), "last": la
 
 
 @pytest.fixture
-def judge():
-    """What Transformers alone says of the steps of recorded samples: (place of each marker, probability)."""
+def plain_step_scores():
+    """Return a function that scores steps with plain Transformers: (position of each marker, probability)."""
 
     @torch.no_grad()
     def steps_of(folder, rows, read=lambda ids: ids):
@@ -220,35 +222,37 @@ def judge():
 
 
 @pytest.mark.parametrize("reduce", REDUCED)
-def test_a_process_reward_model_scores_the_steps(learn, process_model, judge, reduce):
+def test_a_process_reward_model_scores_the_steps(train_ppo, process_model, plain_step_scores, reduce):
     packs = reduce == "mean"
-    ran = learn(
+    ran = train_ppo(
         reward_pretrain=process_model, prm_reduce=reduce, max_steps=1, generate_max_len=32, packing_samples=packs
     )
     rows = read_rollouts(ran, 1)
-    found = [[value for _, value in steps] for steps in judge(process_model, rows)]
-    wanted = [REDUCED[reduce](steps) if steps else 0.0 for steps in found]
-    assert any(value == 0 for value in wanted)
-    assert any(value > 0 for value in wanted)
-    assert rewards(rows) == pytest.approx(wanted, abs=1e-5)
+    found = [[value for _, value in steps] for steps in plain_step_scores(process_model, rows)]
+    expected = [REDUCED[reduce](steps) if steps else 0.0 for steps in found]
+    assert any(value == 0 for value in expected)
+    assert any(value > 0 for value in expected)
+    assert rewards(rows) == pytest.approx(expected, abs=1e-5)
 
 
 def flat(rows):
     return [number for steps in rows for step in steps for number in step]
 
 
-def to_go(row, steps):
-    """The rewards that are still to come at each token of a response."""
+def remaining_rewards(row, steps):
+    """Return the remaining rewards at each token of a response."""
     total = [sum(value for place, value in steps if place >= here) for here in range(len(row["input_ids"]))]
     return [value if acts else 0.0 for value, acts in zip(total, row["action_mask"], strict=True)]
 
 
-ONE_STEP_PROMPT = [{"input": f"a#{letter}", "label": ""} for letter in "bcdefghi"]  # a step that is not the policy's
+ONE_STEP_PROMPT = [
+    {"input": f"a#{letter}", "label": ""} for letter in "bcdefghi"
+]  # the first step belongs to the prompt
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["by number", "by tokens"])
 def test_with_step_rewards_each_step_is_rewarded_at_its_end(
-    learn, process_model, reward_model, judge, tmp_path, dynamic
+    train_ppo, process_model, reward_model, plain_step_scores, tmp_path, dynamic
 ):
     prompts = write_rows(tmp_path / "shown.jsonl", ONE_STEP_PROMPT)
     outcome = reward_model()
@@ -256,9 +260,9 @@ def test_with_step_rewards_each_step_is_rewarded_at_its_end(
     flags |= {"advantage_estimator": "rloo", "prompt_data": prompts, "max_steps": 1, "generate_max_len": 80}
     if dynamic:
         flags |= {"use_dynamic_batch": True, "rollout_max_tokens_per_gpu": 256}
-    rows = read_rollouts(learn(**flags), 1)
-    found = judge(process_model, rows)
-    assert all(steps[0][0] == 1 for steps in found)  # that of the prompt
+    rows = read_rollouts(train_ppo(**flags), 1)
+    found = plain_step_scores(process_model, rows)
+    assert all(steps[0][0] == 1 for steps in found)  # the step in the prompt
     whole = [0.5 * score for score in plain_scores(outcome, rows)]
     kept = [row for row in range(len(rows)) if 1 not in rows[row]["input_ids"]]  # see `unpadded`
     own = [[(place, 2 * value) for place, value in steps[1:]] for steps in found]
@@ -277,67 +281,67 @@ def test_with_step_rewards_each_step_is_rewarded_at_its_end(
         others = [item for item in rows if item["prompt"] == row["prompt"] and item is not row]
         baseline = [value for item in others for _, value in item["step_rewards"]]
         shaped = [(place, value - sum(baseline) / len(baseline)) for place, value in row["step_rewards"]]
-        assert row["advantages"] == pytest.approx(to_go(row, shaped), abs=1e-4)
+        assert row["advantages"] == pytest.approx(remaining_rewards(row, shaped), abs=1e-4)
 
 
-def test_steps_are_found_with_another_tokenizer(learn, tmp_path, models, judge):
+def test_steps_are_found_with_another_tokenizer(train_ppo, tmp_path, models, plain_step_scores):
     rows = write_rows(tmp_path / "steps.jsonl", steps(48))
     paths = {"pretrain": other_model(tmp_path / "other"), "save_path": "prm", "ckpt_path": "prm_ckpt", "dataset": rows}
     run_command("train_prm", FAST | STEPS | paths)
-    found = read_rollouts(learn(reward_pretrain="./prm", step_rewards=True, max_steps=1, generate_max_len=24), 1)
+    found = read_rollouts(train_ppo(reward_pretrain="./prm", step_rewards=True, max_steps=1, generate_max_len=24), 1)
     policy, own = AutoTokenizer.from_pretrained(models()), AutoTokenizer.from_pretrained("./prm")
 
     def read(ids):
         text = policy.decode([token for token in ids if token > 1])
         return own(text, add_special_tokens=False)["input_ids"]
 
-    kept = [row for row in found if not {0, 1} & set(row["input_ids"][:-1])]  # the others' special tokens read oddly
-    wanted = judge("./prm", kept, read)
-    assert any(wanted)
-    assert flat(row["step_rewards"] for row in kept) == pytest.approx(flat(wanted), abs=1e-5)
+    kept = [row for row in found if not {0, 1} & set(row["input_ids"][:-1])]  # special tokens do not survive decoding
+    expected = plain_step_scores("./prm", kept, read)
+    assert any(expected)
+    assert flat(row["step_rewards"] for row in kept) == pytest.approx(flat(expected), abs=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["outcome", "process"])
 def test_dynamic_batches_apply_to_reward_models_and_change_no_score(
-    learn, reward_model, process_model, kind, monkeypatch
+    train_ppo, reward_model, process_model, kind, monkeypatch
 ):
     seen = []
     forward = LocalFrozen.forward
 
-    def watched(self, batch, ask, **options):
+    def record_tokens(self, batch, ask, **options):
         seen.append(int((batch.sequence_ids >= 0).sum()) if ask in (Scores, TargetLogits) else 0)
         return forward(self, batch, ask, **options)
 
-    monkeypatch.setattr(LocalFrozen, "forward", watched)
+    monkeypatch.setattr(LocalFrozen, "forward", record_tokens)
     model = reward_model() if kind == "outcome" else process_model
-    flags = {"reward_pretrain": model, "max_steps": 1, "skip_self_test": True}  # which has batches of its own
-    by_number = read_rollouts(learn("number", **flags), 1)
-    counted = [tokens for tokens in seen if tokens]
+    flags = {"reward_pretrain": model, "max_steps": 1, "skip_self_test": True}  # it would add batches
+    by_number = read_rollouts(train_ppo("number", **flags), 1)
+    tokens_by_count = [tokens for tokens in seen if tokens]
     seen.clear()
-    by_tokens = read_rollouts(learn("tokens", **flags, use_dynamic_batch=True, rollout_max_tokens_per_gpu=40), 1)
-    budgeted = [tokens for tokens in seen if tokens]
-    assert max(counted) > 40 >= max(budgeted)
-    assert sum(counted) == sum(budgeted)
+    by_tokens = read_rollouts(train_ppo("tokens", **flags, use_dynamic_batch=True, rollout_max_tokens_per_gpu=40), 1)
+    tokens_by_budget = [tokens for tokens in seen if tokens]
+    assert max(tokens_by_count) > 40 >= max(tokens_by_budget)
+    assert sum(tokens_by_count) == sum(tokens_by_budget)
     assert rewards(by_tokens) == pytest.approx(rewards(by_number), abs=1e-5)
 
 
-def test_process_and_outcome_reward_models_work_together(learn, process_model, reward_model):
-    ran = learn(reward_pretrain=f"{process_model},{reward_model()}", reward_weights=[2.0, 1.0], max_steps=2, **PPO)
+def test_process_and_outcome_reward_models_work_together(train_ppo, process_model, reward_model):
+    ran = train_ppo(reward_pretrain=f"{process_model},{reward_model()}", reward_weights=[2.0, 1.0], max_steps=2, **PPO)
     assert all(value == value for line in ran.metrics for value in line.values())
     assert ran.train("critic_loss")[0] > 0
 
 
-def refuse(*_):
-    raise AssertionError("a replay asked the engine")
+def fail_on_generate(*_):
+    raise AssertionError("a replay used the engine")
 
 
-def test_a_replay_with_reward_model_and_critic_equals_the_recorded_run(learn, reward_model, monkeypatch):
+def test_a_replay_with_reward_model_and_critic_equals_the_recorded_run(train_ppo, reward_model, monkeypatch):
     flags = {"reward_pretrain": reward_model(), "normalize_reward": True, "save_value_network": True, **PPO}
-    live = learn("live", **flags)
-    monkeypatch.setattr(HFEngine, "generate", refuse)
-    replayed = learn("replayed", replay="./live/run/rollouts", **flags)
+    live = train_ppo("live", **flags)
+    monkeypatch.setattr(HFEngine, "generate", fail_on_generate)
+    replayed = train_ppo("replayed", replay="./live/run/rollouts", **flags)
     compared = [{name: value for name, value in row.items() if not name.startswith("rollout/")} for row in live.metrics]
-    assert replayed.metrics == compared  # an engine that draws nothing is not compared with the policy
+    assert replayed.metrics == compared  # a replay has no samples of its engine to compare
     for name in ("live", "live_critic"):
         ours, theirs = (
             load_file(live.save_path.parent / name.replace("live", run_name) / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Reinforcement learning that was killed or stopped goes on as if nothing had been, to the last bit."""
+"""An RL run that was killed or stopped resumes like an uninterrupted one, bit for bit."""
 
 import shutil
 import signal
@@ -40,7 +40,7 @@ CASES = {
 
 @pytest.fixture
 def case(tmp_path, models):
-    """Flags of a run of twelve steps or fewer, with a save path of its own."""
+    """Return a function that gives the flags of a run of at most twelve steps with its own save path."""
 
     def make(kind, name, **more):
         paths = {"pretrain": models(), "save_path": f"./{name}", "ckpt_path": f"./{name}_ckpt"}
@@ -59,7 +59,7 @@ def finish(tmp_path, flags):
 
 
 def assert_same(resumed, untouched):
-    """Weights, metrics, and everything that the last checkpoint holds."""
+    """Compare weights, metrics and the whole last checkpoint."""
     assert resumed.metrics == untouched.metrics
     (weights,) = (path.name for path in untouched.save_path.glob("*model.safetensors"))
     assert (resumed.save_path / weights).read_bytes() == (untouched.save_path / weights).read_bytes()
@@ -110,11 +110,11 @@ def test_a_stopped_run_leaves_a_checkpoint_and_prints_the_resume_command(tmp_pat
     process.terminate()
     assert process.wait(DEADLINE) == 130
 
-    said = (tmp_path / "stderr.txt").read_text()
-    (folder,) = (path.name for path in (tmp_path / "asked_ckpt").iterdir() if path.is_dir())  # nothing half-written
-    assert "openrlhf: stopping after this step, with a checkpoint" in said
-    assert f"asked_ckpt/{folder} holds everything: the same command with --load_checkpoint goes on from there" in said
-    assert "Traceback" not in said
+    stderr = (tmp_path / "stderr.txt").read_text()
+    (folder,) = (path.name for path in (tmp_path / "asked_ckpt").iterdir() if path.is_dir())  # no partial checkpoint
+    assert "openrlhf: stopping after this step, with a checkpoint" in stderr
+    assert f"asked_ckpt/{folder} holds everything: the same command with --load_checkpoint goes on from there" in stderr
+    assert "Traceback" not in stderr
     assert not (tmp_path / "asked" / "config.json").exists()
     assert_same(finish(tmp_path, case("async", "asked", num_episodes=3, load_checkpoint=True)), untouched)
 
@@ -127,9 +127,9 @@ def test_a_stop_without_checkpoints_says_that_the_run_cannot_resume(tmp_path, ca
     wait_until(process, lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 2)
     process.send_signal(signal.SIGINT)
     assert process.wait(DEADLINE) == 130
-    said = (tmp_path / "stderr.txt").read_text()
-    assert "openrlhf: stopping after this step, without a checkpoint (--disable_ds_ckpt)" in said
-    assert "openrlhf: stopped; --disable_ds_ckpt leaves nothing to go on from\n" in said
+    stderr = (tmp_path / "stderr.txt").read_text()
+    assert "openrlhf: stopping after this step, without a checkpoint (--disable_ds_ckpt)" in stderr
+    assert "openrlhf: stopped; --disable_ds_ckpt leaves nothing to go on from\n" in stderr
 
 
 def test_resuming_a_finished_run_says_that_no_steps_are_left(tmp_path, case, capsys):

@@ -1,4 +1,4 @@
-"""Prompts in order, a group for each, and what filtering does to them."""
+"""Rollouts: prompts in order, one group for each, and filtering of groups."""
 
 import asyncio
 from dataclasses import replace
@@ -8,18 +8,18 @@ import pytest
 from openrlhf.errors import RolloutError
 from openrlhf.rl.rollouts import PromptOrder, RolloutSettings, roll_out, run_groups, sampling
 from openrlhf.types import SamplingParams
-from tests.rl.hand import EchoEngine, Judge, NoModels, OneTurn, Turns, prompts
+from tests.rl.stand_ins import EchoEngine, NoModels, OneTurn, RewardFunction, SeveralTurns, prompts
 
 SETTINGS = RolloutSettings(3, 2, SamplingParams(max_tokens=10), context_length=8, seed=5)
 
 
-def rolled(reward=lambda prompt, sample: 1.0, settings=SETTINGS, place=0, count=8, workers=None):
+def make_rollout(reward=lambda prompt, sample: 1.0, settings=SETTINGS, place=0, count=8, workers=None):
     order = PromptOrder(prompts(count), 1, 0)
     work = roll_out(4, place, order, EchoEngine(), OneTurn(reward), workers or NoModels(), settings)
     return order, asyncio.run(work)
 
 
-def places(rollout):
+def prompt_indices(rollout):
     return [item.prompt.index for item in rollout.trajectories]
 
 
@@ -36,22 +36,22 @@ def test_every_episode_has_its_own_shuffle():
 
 
 def test_a_rollout_takes_prompts_in_order():
-    order, rollout = rolled(place=2)
-    assert places(rollout) == [2, 2, 3, 3, 4, 4]
+    order, rollout = make_rollout(place=2)
+    assert prompt_indices(rollout) == [2, 2, 3, 3, 4, 4]
     assert [item.prompt for item in rollout.trajectories][::2] == order.take(2, 3)
     assert (rollout.number, rollout.next_place, rollout.metrics) == (4, 5, {})
 
 
 def test_the_last_rollout_takes_the_remaining_prompts():
-    _, rollout = rolled(place=6)
-    assert places(rollout) == [6, 6, 7, 7]
+    _, rollout = make_rollout(place=6)
+    assert prompt_indices(rollout) == [6, 6, 7, 7]
     assert rollout.next_place == 8
 
 
 def test_samples_have_their_own_seed_and_token_limit():
     prompt = prompts(3)[2]
     params = sampling(prompt, SETTINGS)
-    assert {item.max_tokens for item in params} == {6}  # the context less a prompt of two
+    assert {item.max_tokens for item in params} == {6}  # the context minus a prompt of two tokens
     assert len({item.seed for item in params}) == 2
     assert params == sampling(prompt, SETTINGS)
     assert params[0].seed != sampling(replace(prompt, index=9), SETTINGS)[0].seed
@@ -62,29 +62,29 @@ def test_samples_have_their_own_seed_and_token_limit():
 FILTERED = replace(SETTINGS, keep_between=(0.0, 1.0))
 
 
-def by_place(kept):
+def reward_by_index(kept):
     return lambda prompt, sample: 0.5 if prompt.index in kept else 1.0
 
 
 def test_rejected_groups_are_replaced_by_the_next_prompts():
-    _, rollout = rolled(by_place({0, 3, 4, 6}), FILTERED)
-    assert places(rollout)[::2] == [0, 3, 4]
+    _, rollout = make_rollout(reward_by_index({0, 3, 4, 6}), FILTERED)
+    assert prompt_indices(rollout)[::2] == [0, 3, 4]
     assert rollout.next_place == 5
     assert rollout.metrics == {"dynamic_filtering_pass_rate": pytest.approx(60.0)}
 
 
 def test_accepted_groups_are_kept_when_prompts_run_out():
-    _, rollout = rolled(by_place({1, 7}), FILTERED)
-    assert places(rollout)[::2] == [1, 7]
+    _, rollout = make_rollout(reward_by_index({1, 7}), FILTERED)
+    assert prompt_indices(rollout)[::2] == [1, 7]
     assert rollout.next_place == 8
-    _, nothing = rolled(by_place({}), FILTERED)
+    _, nothing = make_rollout(reward_by_index({}), FILTERED)
     assert nothing.trajectories == []
 
 
 def test_reward_models_score_before_a_group_is_filtered():
-    half = Judge(lambda item: 0.5 if item.prompt.index % 2 else 0.0)
-    _, rollout = rolled(lambda prompt, sample: float("nan"), FILTERED, workers=half)
-    assert places(rollout)[::2] == [1, 3, 5]
+    half = RewardFunction(lambda item: 0.5 if item.prompt.index % 2 else 0.0)
+    _, rollout = make_rollout(lambda prompt, sample: float("nan"), FILTERED, workers=half)
+    assert prompt_indices(rollout)[::2] == [1, 3, 5]
     assert {item.reward for item in rollout.trajectories} == {0.5}
 
 
@@ -92,35 +92,35 @@ def test_a_group_left_with_one_sample_is_dropped_and_counted():
     def reward(prompt, sample):
         return None if prompt.index == 1 and sample == 0 else 1.0
 
-    _, rollout = rolled(reward)
-    assert places(rollout)[::2] == [0, 2, 3]
+    _, rollout = make_rollout(reward)
+    assert prompt_indices(rollout)[::2] == [0, 2, 3]
     assert rollout.metrics == {"rollout/failures": 1.0}
-    _, single = rolled(reward, replace(SETTINGS, samples_per_prompt=1))
-    assert places(single) == [0, 2, 3]
+    _, single = make_rollout(reward, replace(SETTINGS, samples_per_prompt=1))
+    assert prompt_indices(single) == [0, 2, 3]
 
 
 def test_all_samples_of_all_prompts_advance_together():
     engine = EchoEngine()
-    executor = Turns(lambda prompt, sample: prompt.index)
+    executor = SeveralTurns(lambda prompt, sample: prompt.index)
     asyncio.run(run_groups(prompts(3), engine, executor, replace(SETTINGS, samples_per_prompt=1)))
     assert engine.batches == [[(1, 0, 0), (2, 0, 0)], [(2, 0, 1)]]
 
 
 def test_a_limit_runs_groups_one_after_the_other_with_the_same_result():
     engine = EchoEngine()
-    executor = Turns(lambda prompt, sample: 1)
+    executor = SeveralTurns(lambda prompt, sample: 1)
     settings = replace(SETTINGS, samples_per_prompt=1, most_episodes=2)
     asyncio.run(run_groups(prompts(5), engine, executor, settings))
     assert engine.batches == [[(0, 0, 0), (1, 0, 0)], [(2, 0, 0), (3, 0, 0)], [(4, 0, 0)]]
-    _, free = rolled()
-    _, bounded = rolled(settings=replace(SETTINGS, most_episodes=2))
+    _, free = make_rollout()
+    _, bounded = make_rollout(settings=replace(SETTINGS, most_episodes=2))
     assert free == bounded
 
 
 def test_a_failing_group_cancels_waiting_groups():
-    class Failing:
+    class FailingExecutor:
         async def run_group(self, prompt, params, sessions):
             raise RolloutError(f"prompt {prompt.index}")
 
     with pytest.raises(RolloutError, match="prompt 0"):
-        asyncio.run(run_groups(prompts(5), EchoEngine(), Failing(), replace(SETTINGS, most_episodes=1)))
+        asyncio.run(run_groups(prompts(5), EchoEngine(), FailingExecutor(), replace(SETTINGS, most_episodes=1)))

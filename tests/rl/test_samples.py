@@ -1,4 +1,4 @@
-"""The cut of samples into micro-batches: nothing lost, budgets kept, every rank served."""
+"""Splitting samples into micro-batches: none is lost, budgets hold, and every rank has work."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""An agent that changes how its turns are drawn: training scores each token as it was drawn, or refuses."""
+"""An agent may change the sampling of its turns: training scores each token as it was sampled, or stops."""
 
 import pytest
 
@@ -25,7 +25,7 @@ class AgentExecutor(MultiTurnAgentExecutor):
 
 
 @pytest.fixture
-def play(tmp_path, models):
+def train_agent(tmp_path, models):
     def start(change, **flags):
         (tmp_path / "agent.py").write_text(AGENT.replace("CHANGE", change))
         given = {
@@ -46,10 +46,10 @@ def play(tmp_path, models):
 
 
 @pytest.mark.parametrize("more", [{}, {"packing_samples": True, "entropy_loss_coef": 0.01}])
-def test_tokens_are_scored_at_the_temperature_of_their_turn(play, more):
-    ran = play("temperature = 2.5", temperature=0.7, enable_vllm_is_correction=True, init_kl_coef=0.1, **more)
+def test_tokens_are_scored_at_the_temperature_of_their_turn(train_agent, more):
+    ran = train_agent("temperature = 2.5", temperature=0.7, enable_vllm_is_correction=True, init_kl_coef=0.1, **more)
     assert max(abs(kl) for kl in ran.train("vllm_kl")) < 1e-5
-    assert abs(ran.train("kl")[0]) < 1e-5  # the policy is its own reference yet, at any temperature
+    assert abs(ran.train("kl")[0]) < 1e-5  # the policy still equals the reference, at any temperature
     rows = read_rollouts(ran, 2)
     for row in rows:
         assert row["old_log_probs"] == pytest.approx(row["rollout_log_probs"], abs=1e-5)
@@ -57,15 +57,15 @@ def test_tokens_are_scored_at_the_temperature_of_their_turn(play, more):
     assert any(2.5 / 0.7 in row["temperature_factors"] for row in rows)
 
 
-def test_a_turn_with_a_truncated_vocabulary_is_rejected_before_training(play, capsys):
+def test_a_turn_with_a_truncated_vocabulary_is_rejected_before_training(train_agent, capsys):
     with pytest.raises(SystemExit):
-        play("top_p = 0.9", enable_vllm_is_correction=True)
-    said = capsys.readouterr().err
-    assert "tried before training" in said
-    assert "sampling_params.top_p=0.9 changes which tokens can be drawn" in said
-    assert "Try: leave top_p as it is, or --enable_vllm_is_correction false" in said
+        train_agent("top_p = 0.9", enable_vllm_is_correction=True)
+    stderr = capsys.readouterr().err
+    assert "tried before training" in stderr
+    assert "sampling_params.top_p=0.9 changes which tokens can be drawn" in stderr
+    assert "Try: leave top_p as it is, or --enable_vllm_is_correction false" in stderr
 
 
-def test_without_correction_a_truncated_vocabulary_is_recorded(play):
-    ran = play("top_p = 0.9")
+def test_without_correction_a_truncated_vocabulary_is_recorded(train_agent):
+    ran = train_agent("top_p = 0.9")
     assert not any(row["whole_vocabulary"] for row in read_rollouts(ran, 1))

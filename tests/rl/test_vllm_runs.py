@@ -1,4 +1,4 @@
-"""vLLM in the trainer's own process: the same loop, with an engine that has weights of its own."""
+"""RL runs with vLLM in the trainer's process: the same loop, with an engine that has its own weights."""
 
 import pytest
 
@@ -8,17 +8,21 @@ from tests.commands import FinishedRun, run_command
 from tests.rl.toy_task import SMALL, make_prompts, read_rollouts, task_flags
 
 pytestmark = pytest.mark.slow(seconds=6)
-VLLM = {"vllm_num_engines": 1, "enforce_eager": True, "init_kl_coef": 0.0}  # on CPU it knows no heads below 32
+VLLM = {
+    "vllm_num_engines": 1,
+    "enforce_eager": True,
+    "init_kl_coef": 0.0,
+}  # on CPU, heads must have at least 32 dimensions
 MODES = {
-    "in turn, the engine asleep": {"vllm_enable_sleep": True, "enable_prefix_caching": True},
-    "side by side": {"async_train": True, "async_queue_size": 1, "sync_check_every": 1},
-    "side by side, amid answers": {"async_train": True, "async_queue_size": 1, "partial_rollout": True},
+    "synchronous, the engine sleeps": {"vllm_enable_sleep": True, "enable_prefix_caching": True},
+    "asynchronous": {"async_train": True, "async_queue_size": 1, "sync_check_every": 1},
+    "asynchronous, partial rollouts": {"async_train": True, "async_queue_size": 1, "partial_rollout": True},
     "adapters of a tied model, packed": {"lora_rank": 4, "packing_samples": True},
 }
 
 
 @pytest.fixture
-def go(tmp_path, models):
+def train_ppo(tmp_path, models):
     def start(**flags):
         tied = "lora_rank" in flags
         paths = {"save_path": "./out", "pretrain": models(head_dim=32, tie_word_embeddings=tied)}
@@ -31,9 +35,9 @@ def go(tmp_path, models):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_engine_and_trainer_agree_in_every_mode(mode, go):
+def test_engine_and_trainer_agree_in_every_mode(mode, train_ppo):
     bound = MODES[mode].get("async_queue_size", 0)
-    ran = go(enable_vllm_is_correction=True, **MODES[mode])
+    ran = train_ppo(enable_vllm_is_correction=True, **MODES[mode])
     lines = [line for line in ran.metrics if line["kind"] == "train"]
     assert lines[0]["rollout/log_prob_difference"] < 1e-4
     assert max(line["staleness"] for line in lines) <= bound
@@ -57,10 +61,10 @@ def test_engine_and_trainer_agree_in_every_mode(mode, go):
             assert line["rollout/log_prob_difference"] < 1e-4
 
 
-def test_incomplete_weights_stop_the_run(go, monkeypatch, capsys):
+def test_incomplete_weights_stop_the_run(train_ppo, monkeypatch, capsys):
     honest = LocalSync.sync
 
-    async def without_a_layer(self, version):
+    async def send_without_a_layer(self, version):
         weights = self.models.weights
 
         def some() -> Weights:
@@ -69,17 +73,17 @@ def test_incomplete_weights_stop_the_run(go, monkeypatch, capsys):
         monkeypatch.setattr(self.models, "weights", some)
         await honest(self, version)
 
-    monkeypatch.setattr(LocalSync, "sync", without_a_layer)
+    monkeypatch.setattr(LocalSync, "sync", send_without_a_layer)
     with pytest.raises(SystemExit):
-        go()
+        train_ppo()
     assert "layers.1.mlp" in capsys.readouterr().err
 
 
-def test_changed_weights_that_do_not_take_effect_stop_the_run(go, monkeypatch, capsys):
-    """The first sync is of weights that the engine has anyway; log-probs of the next rollout find the one after it."""
+def test_changed_weights_that_do_not_take_effect_stop_the_run(train_ppo, monkeypatch, capsys):
+    """The first sync sends weights that the engine already has; the log-probs of the next rollout reveal the second."""
     honest = LocalSync.sync
 
-    async def only_the_first(self, version):
+    async def send_only_once(self, version):
         if version > 0:
             first = [(name, tensor.clone()) for name, tensor in self.first]
             monkeypatch.setattr(self.models, "weights", lambda: first)
@@ -87,7 +91,7 @@ def test_changed_weights_that_do_not_take_effect_stop_the_run(go, monkeypatch, c
             self.first = [(name, tensor.clone()) for name, tensor in self.models.weights()]
         await honest(self, version)
 
-    monkeypatch.setattr(LocalSync, "sync", only_the_first)
+    monkeypatch.setattr(LocalSync, "sync", send_only_once)
     with pytest.raises(SystemExit):
-        go()
+        train_ppo()
     assert "step 2: the log-probs of engine and trainer differ" in capsys.readouterr().err

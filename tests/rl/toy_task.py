@@ -1,4 +1,4 @@
-"""A task that a model of a few thousand parameters learns in a second: say lowercase letters."""
+"""A toy RL task that a model of a few thousand parameters learns in a second: answer in lowercase letters."""
 
 import json
 
@@ -11,12 +11,12 @@ def reward_func(queries, prompts, labels):
     rewards = [sum(letter.islower() for letter in answer) / {LENGTH} for answer in answers]
     return {{"rewards": rewards, "scores": rewards, "extra_logs": {{"labelled": [len(label) for label in labels]}}}}
 """
-SOLVED = """
+LABEL_REWARD = """
 def reward_func(queries, prompts, labels):
     rewards = [float(label) for label in labels]
     return {"rewards": rewards, "scores": rewards}
 """
-SMALL = {  # flags that suit a tiny model: one optimizer step of 32 samples a rollout
+SMALL = {  # flags that suit a tiny model: one optimizer step of 32 samples per rollout
     "rollout_batch_size": 8,
     "n_samples_per_prompt": 4,
     "micro_rollout_batch_size": 16,
@@ -35,18 +35,18 @@ SMALL = {  # flags that suit a tiny model: one optimizer step of 32 samples a ro
 
 
 def make_prompts(count, label="x"):
-    """Prompts of two to five letters, all different."""
+    """Return different prompts of two to five letters."""
     texts = [chr(97 + number % 26) + chr(97 + number // 26) + "c" * (number % 4) for number in range(count)]
     return [{"input": text, "label": label} for text in texts]
 
 
 def task_flags(folder, rows, source=REWARD):
-    """Flags that name the prompts and the reward."""
+    """Write the prompts and the reward function; return the flags that name them."""
     (folder / "reward.py").write_text(source)
     return {"prompt_data": write_rows(folder / "prompts.jsonl", rows), "remote_rm_url": str(folder / "reward.py")}
 
 
 def read_rollouts(ran, step):
-    """The samples of a step as the run wrote them down."""
+    """Return the recorded samples of a step."""
     path = ran.save_path / "run" / "rollouts" / f"step_{step:06d}.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()]

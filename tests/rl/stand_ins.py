@@ -1,4 +1,4 @@
-"""An engine, an executor and prompts by hand: everything answers at once and can be counted."""
+"""Stand-ins for an engine, executors and workers: they answer immediately and record what they were given."""
 
 import torch
 
@@ -12,7 +12,7 @@ def prompts(count):
 
 
 class EchoEngine:
-    """Answers with the seed; remembers the batches that it was given."""
+    """An engine that answers with the seed and records its batches."""
 
     def __init__(self):
         self.version = 0
@@ -24,30 +24,30 @@ class EchoEngine:
 
 
 class OneTurn:
-    """Asks once for each sample; the reward is the function's of prompt and sample number, None fails."""
+    """An executor of one turn per sample; `reward(prompt, sample)` gives the reward, None means failure."""
 
     def __init__(self, reward):
         self.reward = reward
 
     async def run_group(self, prompt, params, sessions):
-        made = GroupResult([])
+        result = GroupResult([])
         for number, (param, session) in enumerate(zip(params, sessions, strict=True)):
             reward = self.reward(prompt, number)
             if reward is None:
-                made.failures.append("failed")
+                result.failures.append("failed")
             else:
                 ids = (*prompt.input_ids, param.seed)
                 mask, log_probs = (False, False, True), (0.0, 0.0, -1.0)
-                made.trajectories.append(Trajectory(prompt, ids, mask, log_probs, reward, reward, number == 0, 0))
+                result.trajectories.append(Trajectory(prompt, ids, mask, log_probs, reward, reward, number == 0, 0))
             session.close()
-        return made
+        return result
 
     async def close(self):
         pass
 
 
-class Turns:
-    """Each sample of each prompt takes as many turns as the function says."""
+class SeveralTurns:
+    """An executor in which each sample takes `turns(prompt, sample)` turns."""
 
     def __init__(self, turns):
         self.turns = turns
@@ -70,12 +70,12 @@ class NoModels:
         return None
 
 
-class Judge:
-    """Workers with one reward model: a function of the sample."""
+class RewardFunction:
+    """Workers with one reward model, which is a function of the sample."""
 
-    def __init__(self, judge):
-        self.judge = judge
+    def __init__(self, reward):
+        self.reward = reward
 
     async def rewards(self, trajectories):
-        scores = torch.tensor([float(self.judge(item)) for item in trajectories])
+        scores = torch.tensor([float(self.reward(item)) for item in trajectories])
         return ModelRewards(scores, scores, [()] * len(trajectories))
