@@ -1,4 +1,4 @@
-"""What every test relies on: an environment without the user's settings, and files spread over worker processes."""
+"""Setup of the whole suite: an environment without the user's settings, and files spread over worker processes."""
 
 import os
 import shutil
@@ -8,22 +8,22 @@ import tempfile
 import pytest
 
 GIB_PER_WORKER = 6  # the largest test runs Ray, two vLLM engines and two DeepSpeed ranks
-MOST_WORKERS = 4  # the longest file alone takes a quarter of the time
+MOST_WORKERS = 4  # the longest file takes a quarter of the time
 SETTINGS = ("RAY_", "WANDB_", "VLLM_", "OPENRLHF_", "SLURM_", "TORCHELASTIC_")  # prefixes of variables that change runs
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
-# A shell starts background jobs deaf to Ctrl-C, and children inherit that: tests that send it must be heard.
+# A shell starts background jobs with SIGINT ignored, and children inherit that; some tests send SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 for name in [name for name in os.environ if name.startswith(SETTINGS) or name in LAUNCHER]:
     del os.environ[name]
 
-# Ray keeps the address of its last cluster in a folder that all users of a machine share by default. Each process of
-# the suite has a folder of its own; a short one, because a socket's path has at most 107 bytes.
+# By default Ray keeps the address of its last cluster in a folder shared by all users of a machine. Each process of the
+# suite gets its own folder, with a short path, because the path of a socket has at most 107 bytes.
 os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="or", dir="/tmp")
 os.environ |= {"RAY_prestart_worker_first_driver": "0"}  # no idle process per core
 
-# The first process of the suite, whose environment the others inherit: tests.warm's server ends with it.
+# Set by the first process of the suite and inherited by the others: the fork server of tests.warm ends with it.
 if "WARM_OWNER" not in os.environ:
     os.environ |= {"WARM_OWNER": str(os.getpid()), "WARM_FOLDER": tempfile.mkdtemp(prefix="or", dir="/tmp")}
 
@@ -34,18 +34,18 @@ def pytest_unconfigure():
         shutil.rmtree(os.environ["WARM_FOLDER"], ignore_errors=True)
 
 
-@pytest.hookimpl(optionalhook=True)  # pytest may run without xdist
+@pytest.hookimpl(optionalhook=True)  # unknown without xdist (-p no:xdist)
 def pytest_xdist_auto_num_workers():
-    """One worker per core and one more, since some tests wait; fewer if memory is short."""
+    """Use one worker per core plus one, since some tests wait; fewer if memory is short."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 30
     return max(1, min(len(os.sched_getaffinity(0)) + 1, memory // GIB_PER_WORKER, MOST_WORKERS))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Longest files first, so that workers finish together; `seconds` of the slow marks in a file add up.
+    """Run the longest files first, so that workers finish together; a file takes the sum of its slow marks.
 
-    Every model family takes long, so tests with the mark `matrix` run only if `-m` names it.
+    Tests marked `matrix` try every model family, which takes long, so they run only if `-m` names the mark.
     """
     if "matrix" not in config.option.markexpr:
         left_out = [item for item in items if item.get_closest_marker("matrix")]

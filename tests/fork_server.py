@@ -1,13 +1,24 @@
-"""Python programs that start in milliseconds, as forks of an interpreter with torch, Transformers and vLLM imported.
+"""Start Python programs in milliseconds, by forking an interpreter that has already imported torch and vLLM.
 
-    python fork_server.py serve SOCKET OWNER MODULE...   imports the modules, then forks a program for each client;
-                                                         ends with the process OWNER
-    python fork_server.py run SOCKET -m MODULE ...       a client: stands for a program, as `python -m MODULE ...` would
+Importing torch, Transformers and vLLM takes about ten seconds, and the suite starts hundreds of processes. So one
+server imports them once (tests.warm starts it and chooses the modules), and every program is a fork of that server:
 
-A program has the client's interpreter, arguments, environment, folder and standard streams. The client passes signals
-on to it and ends as it ends, with its exit code. A client that is killed takes its program along, a moment later; KILL
-to the client is SIGKILL to the program, and the client ends after it. The program is a child of the server, so tests of
-process trees and terminals start their programs directly.
+    python fork_server.py serve SOCKET OWNER MODULE...   import the modules, then fork a program for each client;
+                                                         end with the process OWNER
+    python fork_server.py run SOCKET -m MODULE ...       a client, used in place of `python -m MODULE ...`
+
+      test ── starts ──> client ── request over SOCKET ──> server ── fork ──> program
+                           ^  signals to the client are forwarded to the program  │
+                           └─────── exit status, passed on by the server ─────────┘
+
+The client imports only the standard library. It sends its arguments, environment, working directory, interpreter and
+standard streams; the program takes them over and runs as if it had been started directly. The client forwards signals
+and ends with the program's exit code or signal. If the client is killed, the server kills the program. To kill the
+program itself, send KILL to the client, which ends after it: nothing is written once the client is gone.
+
+What stays cold: the program is a child of the server, not of the test. So tests of process trees, terminals and imports
+start `sys.executable` directly. Ray is not imported in the server either, because it reads its settings from the
+environment when it is imported.
 """
 
 import array
@@ -32,12 +43,12 @@ from types import TracebackType
 LENGTH = struct.Struct("!I")
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 KILL = signal.SIGRTMIN
-STREAMS = 3  # standard input, output and error
+STREAMS = 3  # descriptors 0 to 2: standard input, output and error
 
 
 def run(address: str, argv: list[str]) -> None:
-    """The client: ends with the exit code or the signal of its program."""
-    woken, waking = socket.socketpair()  # by signals: one that comes before a wait must not be lost
+    """Run a program as a client; end with its exit code or signal."""
+    woken, waking = socket.socketpair()  # signals write to it, so one that arrives before `select` is not lost
     waking.setblocking(False)
     signal.set_wakeup_fd(waking.fileno())
     for number in (*FORWARDED, KILL):
@@ -73,21 +84,21 @@ def receive(line: socket.socket, size: int) -> bytes:
 
 
 class Server:
-    """Forks a program for each client; `serve` returns only in a program, with what it has to do."""
+    """Fork a program for each client. `serve` returns only in a forked program, with its arguments."""
 
     def __init__(self, address: str, owner: int) -> None:
         self.listener = socket.socket(socket.AF_UNIX)
         self.listener.bind(address)
         self.listener.listen()
-        self.clients: dict[int, socket.socket] = {}  # by program
+        self.clients: dict[int, socket.socket] = {}  # by pid of the program
         self.choice = selectors.DefaultSelector()
         self.choice.register(self.listener, selectors.EVENT_READ)
-        self.woken, waking = socket.socketpair()  # by SIGCHLD
+        self.woken, waking = socket.socketpair()  # SIGCHLD writes to it
         for end in (self.woken, waking):
             end.setblocking(False)
         self.waking = waking
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at the terminal is pytest's, which then ends the server
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the terminal is for pytest; the server ends with it
         signal.set_wakeup_fd(waking.fileno(), warn_on_full_buffer=False)
         self.choice.register(self.woken, selectors.EVENT_READ)
         self.owner = os.pidfd_open(owner)
@@ -105,12 +116,12 @@ class Server:
                     argv = self.accept()
                     if argv is not None:
                         return argv
-                elif key.data in self.clients:  # the client is gone
+                elif key.data in self.clients:  # the client was killed
                     self.forget(key.data)
                     os.kill(key.data, signal.SIGKILL)
 
     def accept(self) -> list[str] | None:
-        """What a program has to do, in the program; None in the server."""
+        """Fork a program for a new client; return its arguments in the program, and None in the server."""
         client, _ = self.listener.accept()
         size = array.array("i").itemsize * STREAMS
         head, rights, _, _ = client.recvmsg(LENGTH.size, socket.CMSG_SPACE(size))
@@ -128,7 +139,7 @@ class Server:
         return None
 
     def leave(self, *others: socket.socket) -> None:
-        """A program keeps nothing of the server's."""
+        """Close everything that belongs to the server, in a forked program."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self.choice.close()
@@ -137,7 +148,7 @@ class Server:
             one.close()
 
     def reap(self) -> None:
-        with suppress(ChildProcessError):  # none is left
+        with suppress(ChildProcessError):  # no child is left
             while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
                 self.forget(*ended)
 
@@ -146,7 +157,7 @@ class Server:
         if client is None:
             return
         self.choice.unregister(client)
-        with client, suppress(OSError):  # the client may be gone
+        with client, suppress(OSError):  # the client may have ended
             if status is not None:
                 client.sendall(LENGTH.pack(status))
 
@@ -157,7 +168,7 @@ class Server:
 
 
 def prepare(task: dict, streams: array.array) -> list[str]:
-    """Makes this process what a fresh interpreter would be."""
+    """Make this fork look like a new interpreter: streams, environment, folder, import path, random state."""
     for place, stream in enumerate(streams):
         os.dup2(stream, place)
         os.close(stream)
@@ -173,13 +184,13 @@ def prepare(task: dict, streams: array.array) -> list[str]:
     sys.stderr = io.TextIOWrapper(error, encoding, "backslashreplace", line_buffering=True)
     given = [path for path in task["environ"].get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = [*given, *(path for path in sys.path[1:] if path not in given)]
-    if "numpy" in sys.modules:  # `random` sees to itself
+    if "numpy" in sys.modules:  # the module `random` reseeds itself after a fork
         sys.modules["numpy"].random.seed()
     return task["argv"][task["argv"][0] == "-u" :]
 
 
 def finish(argv: list[str]) -> None:
-    """Runs the program to its end."""
+    """Run the program to its end and exit."""
     code: object = None
     sys.excepthook = fail
     try:
@@ -201,7 +212,7 @@ def fail(kind: type[BaseException], error: BaseException, trace: TracebackType |
 
 
 def leave(code: int) -> None:
-    """Ends the process without taking the interpreter apart, which would take longer than many a program."""
+    """Exit without tearing down the interpreter, which would take longer than many programs run."""
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.current_thread():
             thread.join()
@@ -211,7 +222,7 @@ def leave(code: int) -> None:
 
 
 def execute(argv: list[str]) -> None:
-    """As `python ARGV` does, with a module, a piece of code or a file."""
+    """Run a module, code or a file, like `python ARGV`."""
     match argv:
         case ["-m", module, *rest]:
             sys.argv = [module, *rest]
@@ -231,12 +242,12 @@ if __name__ == "__main__":
     if sys.argv[1] == "run":
         run(sys.argv[2], sys.argv[3:])
     server = Server(sys.argv[2], int(sys.argv[3]))
-    if os.fork():  # clients may connect now; the server itself is not a child of the tests
+    if os.fork():  # clients may connect now; the server is not a child of the tests
         os._exit(0)
-    sys.modules["ray"] = None  # vLLM does without; Ray takes its settings from the environment while it is imported
+    sys.modules["ray"] = None  # vLLM works without it; Ray reads its settings when it is imported
     for name in sys.argv[4:]:
         importlib.import_module(name)
     del sys.modules["ray"]
     sys.stdout.flush()
-    gc.freeze()  # a collection in a program would copy every page
+    gc.freeze()  # a garbage collection in a program would copy every shared page
     finish(server.serve())

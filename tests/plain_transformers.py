@@ -1,4 +1,4 @@
-"""Saved models seen through Transformers alone: text in, numbers out, none of our code between."""
+"""Evaluate saved models with Transformers alone, as an independent check of our own numbers."""
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -12,7 +12,7 @@ def load(folder):
 
 @torch.no_grad()
 def log_probs(model, tokenizer, prompt, response):
-    """log p of each token of the response and of the EOS behind it."""
+    """Return log p of each token of the response and of the EOS after it."""
     before = tokenizer(prompt, add_special_tokens=False).input_ids
     after = [*tokenizer(response, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
     ids = torch.tensor([before + after])
@@ -21,14 +21,14 @@ def log_probs(model, tokenizer, prompt, response):
 
 
 def mean_loss(folder, rows):
-    """Mean negative log-likelihood over all response tokens."""
+    """Return the mean negative log-likelihood over all response tokens."""
     model, tokenizer = load(folder)
     parts = [log_probs(model, tokenizer, TEMPLATE.format(row["input"]), row["output"]) for row in rows]
     return -torch.cat(parts).mean().item()
 
 
 def log_ratios(folder, reference, prompts, responses):
-    """log p - log p_ref summed over each response."""
+    """Return log p - log p_ref summed over each response."""
     (policy, tokenizer), (frozen, _) = load(folder), load(reference)
     return torch.stack(
         [
@@ -40,7 +40,7 @@ def log_ratios(folder, reference, prompts, responses):
 
 @torch.no_grad()
 def scores(folder, texts):
-    """The reward of each text, all in one padded batch."""
+    """Return the reward of each text, computed in one padded batch."""
     model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     batch = tokenizer([text + tokenizer.eos_token for text in texts], padding=True, return_tensors="pt")
@@ -49,7 +49,7 @@ def scores(folder, texts):
 
 @torch.no_grad()
 def step_verdicts(folder, text):
-    """Which of + and - each # of the text is given."""
+    """Return for each # of the text whether + (0) or - (1) is more likely."""
     model, tokenizer = load(folder)
     ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
     marks = tokenizer.convert_tokens_to_ids(["+", "-"])

@@ -1,4 +1,4 @@
-"""A program that starts warm behaves as one that starts cold."""
+"""A program started by the fork server behaves like one started by a new interpreter."""
 
 import signal
 import subprocess
@@ -13,11 +13,11 @@ WATCHDOG = 300  # seconds; the first program waits for the server's imports
 PROGRAMS = {
     "arguments": ["-c", "import sys; print(sys.argv)", "a b", "-m"],
     "a module": ["-m", "calendar", "2024", "2"],
-    "surroundings": ["-c", "import os; print(os.getcwd(), os.environ['HERE'], input())"],
+    "environment": ["-c", "import os; print(os.getcwd(), os.environ['HERE'], input())"],
     "an exit code": ["-c", "import sys; print('out'); sys.exit(7)"],
-    "a reason to exit": ["-c", "raise SystemExit('because')"],
+    "an exit message": ["-c", "raise SystemExit('because')"],
     "an error": ["-c", "import sys; sys.tracebacklimit = 0; 1 / 0"],
-    "an end by signal": ["-c", "import os; os.kill(os.getpid(), 15)"],
+    "death by signal": ["-c", "import os; os.kill(os.getpid(), 15)"],
     "handlers at exit": ["-c", "import atexit; atexit.register(print, 'last')"],
     "a thread": ["-c", "import threading; threading.Timer(0.1, print, ['late']).start()"],
 }
@@ -25,13 +25,13 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("argv", PROGRAMS.values(), ids=PROGRAMS)
 def test_a_warm_program_behaves_like_a_cold_one(argv, tmp_path):
-    def outcome(python):
+    def run_with(python):
         environ = {"HERE": "a place", "PYTHONIOENCODING": "utf-8"}
         options = {"cwd": tmp_path, "env": environ, "input": "given\n", "encoding": "utf-8", "timeout": WATCHDOG}
         done = subprocess.run([*python, *argv], capture_output=True, **options)
         return done.returncode, done.stdout, done.stderr
 
-    assert outcome(warm_python()) == outcome([sys.executable])
+    assert run_with(warm_python()) == run_with([sys.executable])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -40,7 +40,7 @@ def test_a_signal_reaches_the_program(number):
     with subprocess.Popen([*warm_python(), *waiting], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as program:
         assert program.stdout.readline() == b"up\n"
         program.send_signal(number)
-        assert program.stdout.read() == b""  # the program is gone too
+        assert program.stdout.read() == b""  # the program has ended too
         assert program.wait(WATCHDOG) == -number
 
 

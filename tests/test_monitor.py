@@ -1,4 +1,4 @@
-"""What a run says, and to whom."""
+"""Lines, metrics and progress bar of a run, and which process prints them."""
 
 import json
 
@@ -12,7 +12,7 @@ def no_launcher(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
 
 
-def written(folder):
+def read_metrics(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -28,7 +28,7 @@ def test_only_the_first_process_prints(monkeypatch, capsys):
 def test_metrics_are_one_json_object_per_line_and_written_immediately(tmp_path):
     file = MetricsFile(tmp_path / "run")
     file.log("train", 1, {"loss": 0.5})
-    assert written(tmp_path / "run") == [{"kind": "train", "step": 1, "loss": 0.5}]
+    assert read_metrics(tmp_path / "run") == [{"kind": "train", "step": 1, "loss": 0.5}]
     file.close()
 
 
@@ -37,7 +37,7 @@ def test_a_new_run_overwrites_its_metrics_file(tmp_path):
         file = MetricsFile(tmp_path)
         file.log("train", 1, {"loss": loss})
         file.close()
-    assert written(tmp_path) == [{"kind": "train", "step": 1, "loss": 0.25}]
+    assert read_metrics(tmp_path) == [{"kind": "train", "step": 1, "loss": 0.25}]
 
 
 def test_a_resumed_run_drops_incomplete_lines_and_lines_after_its_checkpoint(tmp_path):
@@ -50,10 +50,10 @@ def test_a_resumed_run_drops_incomplete_lines_and_lines_after_its_checkpoint(tmp
     again = MetricsFile(tmp_path, resumed_at=2)
     again.log("train", 3, {"loss": 0.0})
     again.close()
-    assert [(line["step"], line["loss"]) for line in written(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 0.0)]
+    assert [(line["step"], line["loss"]) for line in read_metrics(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 0.0)]
 
 
-class Notes:
+class RecordingSink:
     def __init__(self):
         self.lines, self.closed = [], False
 
@@ -65,7 +65,7 @@ class Notes:
 
 
 def test_a_monitor_writes_to_its_sinks_and_closes_them_when_the_run_fails():
-    notes = Notes()
+    notes = RecordingSink()
 
     def fail():
         with Monitor([notes]) as monitor:

@@ -1,4 +1,7 @@
-"""Tiny models and tokenizers, made on the spot: a character tokenizer and decoders of a few thousand parameters."""
+"""Tiny models and tokenizers, built when a test needs them; nothing is downloaded.
+
+The tokenizer has one token per character, and the decoders have a few thousand parameters with random weights.
+"""
 
 from pathlib import Path
 
@@ -54,7 +57,7 @@ CONFIGS = {
 
 
 def make_tokenizer(*, pad_is_eos: bool = False) -> PreTrainedTokenizerFast:
-    """One token a character; EOS is </s>, padding <pad> unless it is EOS itself."""
+    """Return a tokenizer with one token per character; EOS is </s>, and padding is <pad> or EOS itself."""
     special = ["</s>"] if pad_is_eos else ["</s>", "<pad>"]
     vocabulary = {token: number for number, token in enumerate([*special, *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
@@ -67,7 +70,7 @@ def make_tokenizer(*, pad_is_eos: bool = False) -> PreTrainedTokenizerFast:
 
 
 def make_model(folder: Path, kind: str = "llama", *, pad_is_eos: bool = False, seed: int = 0, **shape: object) -> str:
-    """A model folder with random weights and its tokenizer; returns its path."""
+    """Write a model with random weights and its tokenizer into a folder; return its path."""
     tokenizer = make_tokenizer(pad_is_eos=pad_is_eos)
     torch.manual_seed(seed)
     config = CONFIGS[kind](

@@ -1,4 +1,16 @@
-"""Python programs for tests as forks of a warm interpreter: importing torch and vLLM takes ten seconds, a fork none."""
+"""Start the suite's Python programs warm: as forks of an interpreter with torch and vLLM imported (fork_server.py).
+
+Three ways to start a program, and which to use:
+
+- `[*warm_python(), "-m", "openrlhf.cli.train_sft", ...]` in place of `[sys.executable, ...]`: the program starts in
+  milliseconds. The default for tests that start a command.
+- `env=os.environ | warm_children()` for programs that something else starts: launchers, Ray and shell scripts. Python
+  imports `warm_start/sitecustomize.py` first, which replaces the programs listed there by a client of the server.
+- `sys.executable` directly, cold: for tests of imports, process trees and terminals.
+
+All worker processes of one pytest run share one server. The first call of `warm_python` starts it; it ends with pytest
+(WARM_OWNER and WARM_FOLDER, set in conftest.py).
+"""
 
 import fcntl
 import os
@@ -24,9 +36,9 @@ IMPORTED = (
 
 @cache
 def warm_python() -> tuple[str, ...]:
-    """Words to put in place of `sys.executable`. Processes of the suite share one server, which the first starts."""
+    """Return the words to use in place of `sys.executable`; start the server if it is not running yet."""
     address = f"{os.environ['WARM_FOLDER']}/socket"
-    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # as runs on Ray have it; PyTorch reads it once
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # as in runs on Ray; PyTorch reads it only once, at import
     environ = os.environ | quiet | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SERVER.parents[1])}
     with Path(f"{address}.lock").open("w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -37,17 +49,19 @@ def warm_python() -> tuple[str, ...]:
 
 
 def warm_children() -> dict[str, str]:
-    """An environment in which programs of ours start warm though others start them: launchers, Ray, shell scripts."""
+    """Return variables with which launchers, Ray and shell scripts start our programs warm."""
     return {"WARM_PYTHON": warm_python()[-1], "PYTHONPATH": f"{SERVER.with_name('warm_start')}:{SERVER.parents[1]}"}
 
 
 def warm_programs() -> list[psutil.Process]:
-    """The programs that run, of all tests of the suite."""
+    """Return the warm programs that are running, of all tests of the suite."""
     serving = ["serve", warm_python()[-1]]
     named = [one for one in psutil.process_iter(["cmdline"]) if (one.info["cmdline"] or [])[2:4] == serving]
-    return min(named, key=psutil.Process.create_time).children()  # a program has its name until it takes another
+    return min(
+        named, key=psutil.Process.create_time
+    ).children()  # forks have the same command line until they set a title
 
 
 def kill(client: int) -> None:
-    """SIGKILL to the program behind a client, which ends when the program has: nothing is written after that."""
+    """Kill the program of a client with SIGKILL; the client ends after it, so nothing is written after that."""
     os.kill(client, KILL)

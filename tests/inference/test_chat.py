@@ -180,7 +180,7 @@ class Terminal:
     def wait_for(self, text):
         """Wait until the text is on the screen, and drop the output up to it."""
         while text not in self.screen:
-            self.wait_for_more()
+            self.wait_for_output()
         self.screen = self.screen.partition(text)[2]
 
     def interrupt(self, number, answer):

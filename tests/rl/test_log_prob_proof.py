@@ -149,7 +149,7 @@ def run_probe(gap, engine, version, prompts=PROMPTS):
 
 
 def test_an_asynchronous_run_probes_the_first_changed_weights():
-    gap = make_check(run_probe=True)
+    gap = make_check(probe=True)
     gap.note_update({"actor_lr": 0.0, "actor_grad_norm": 1.0})
     assert not gap.probe_is_due(1)
     gap.note_update(MOVED)
@@ -163,13 +163,13 @@ def test_an_asynchronous_run_probes_the_first_changed_weights():
 
 
 def test_probes_repeat_at_the_given_interval():
-    gap = make_check(run_probe=True, probe_every=3)
+    gap = make_check(probe=True, probe_every=3)
     assert [version for version in range(1, 10) if gap.probe_is_due(version)] == [3, 6, 9]
     assert not any(make_check(probe_every=3).probe_is_due(version) for version in range(10))
 
 
 def test_an_inconclusive_probe_says_why(monkeypatch):
-    gap = make_check(run_probe=True)
+    gap = make_check(probe=True)
     run_probe(gap, Engine(-1.0, version=4), 4, prompts=[Prompt(0, "", (1,) * 64)])
     monkeypatch.setattr("openrlhf.rl.proof.PROBE_SECONDS", 0.01)
     run_probe(gap, Engine(-1.0, version=5, seconds=60.0), 5)

@@ -1,4 +1,8 @@
-"""The same small training on any backend: networks, micro-batches and an objective, all functions of a seed."""
+"""One small training that any backend can run: networks, micro-batches and objectives, all functions of a seed.
+
+The tests train it in one process, and deepspeed_worker.py and ring_worker.py train it in several. The results must
+agree.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +30,10 @@ from openrlhf.training.backend import Frozen, Run, TrainBackend
 from openrlhf.training.optim import OptimizerSettings
 from openrlhf.types import Batch
 
-# An eps above rounding: a gradient that is zero but for rounding would otherwise move a weight by its sign.
+# An eps above rounding: otherwise a gradient of zero, up to rounding, would move a weight by its sign.
 SETTINGS = OptimizerSettings(learning_rate=1e-2, weight_decay=0.1, eps=1e-5, max_norm=0.5)
 SCALES = (0.5, 1.0, 0.25)
-# Lengths of the rows of each micro-batch: three a step, so that one of two ranks gets a filler.
+# Row lengths of each micro-batch: three micro-batches per step, so that one of two ranks gets a filler.
 STEPS = (((9, 5), (7, 7, 4), (12,)), ((6,), (10, 3), (8, 8)), ((5, 5), (4,), (11, 6, 2)))
 VOCABULARY = 80
 
@@ -48,7 +52,7 @@ def load_network(
 
 
 def make_batch(lengths: Sequence[int], seed: int, *, packed: bool) -> Batch:
-    """Rows of random tokens; all but the first of each row are targets."""
+    """Return a batch of random tokens; all but the first of each row are targets."""
     generator = torch.Generator().manual_seed(seed)
     rows = [torch.randint(2, VOCABULARY, (length,), generator=generator) for length in lengths]
     places = [torch.arange(length) for length in lengths]
@@ -73,7 +77,7 @@ def step_batches(step: int, *, packed: bool) -> list[Batch]:
 
 
 def of_rank(batches: Sequence[Batch], rank: int) -> list[Batch]:
-    """The first rank takes two micro-batches, the second one and a filler."""
+    """Return the share of a rank: two micro-batches for the first, one and a filler for the second."""
     first, second, third = batches
     return [first, second] if rank == 0 else [third, replace(first, filler=True)]
 
@@ -103,7 +107,7 @@ class Distil(Sft):
 def train(
     backend: TrainBackend, steps: Sequence[Sequence[Batch]], objective: Any = None, *, first: int = 0
 ) -> dict[str, Any]:
-    """Trains on one list of micro-batches a step; what a step gave, in plain numbers."""
+    """Train on one list of micro-batches per step; return the results of each step as plain numbers."""
     losses, norms, measured = [], [], []
     for number, batches in enumerate(steps, start=first):
         result = backend.forward_backward(batches, objective or Sft())
@@ -115,13 +119,13 @@ def train(
 
 
 def judged_rows(rank: int) -> list[NDArray[np.int32]]:
-    """Rows with steps that token 5 ends: many for the first rank, one for the second."""
+    """Return rows whose steps end at token 5: many steps for the first rank, one for the second."""
     return [
         np.array([7, 5, 9, length, 5, *[8] * length], np.int32) for length in ((3, 9, 4, 6, 20) if not rank else (2,))
     ]
 
 
 def step_scorer(model: Frozen) -> ProcessScorer:
-    tokenizer: Any = None  # rows are tokens already
+    tokenizer: Any = None  # not needed: the rows are already tokens
     batching = Batching(Layout(packing=True, pad_id=0), size=1, token_budget=24)
     return ProcessScorer(model, Texts(tokenizer, tokenizer, shared=True), batching, 5, (11, 12), "mean")

@@ -1,4 +1,4 @@
-"""A process of any launch form (`deepspeed`, or none): trains under ZeRO-3 and writes what it saw."""
+"""Train under ZeRO-3 and write the results; started by the `deepspeed` launcher, or without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""One of two processes that run DeepSpeed over the whole matrix; rank 0 writes what happened."""
+"""One of two processes that train every DeepSpeed case; each writes its results for test_deepspeed.py.
+
+One start of the processes serves all cases, because starting and importing takes longer than training.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ MANY = 384  # micro-batches
 
 @contextmanager
 def offloading() -> Iterator[None]:
-    """Backends that are made within it configure DeepSpeed for a GPU: on a CPU they would not ask it to offload."""
+    """Make backends configure DeepSpeed as for a GPU; on a CPU they would not ask it to offload."""
     here = backends._site
     backends._site = lambda network, device: replace(here(network, device), device_type="cuda")
     try:
@@ -82,7 +85,7 @@ class Worker:
         return results
 
     def variants(self) -> dict[str, Any]:
-        """Options and models that the matrix does not vary."""
+        """Train with options and models that `matrix` does not vary."""
         results = {}
         cases = {
             "overlap": (ShardingFlags(zero_stage=2, overlap_comm=True, grad_accum_dtype="fp32"), {}),
@@ -103,7 +106,7 @@ class Worker:
         return results
 
     def offloaded(self) -> dict[str, Any]:
-        """The optimizer in host memory, by the code that DeepSpeed runs on a GPU too; the rest sleeps between steps."""
+        """Train with the optimizer in host memory, by DeepSpeed's code for GPUs; the rest sleeps between steps."""
         results: dict[str, Any] = {}
         for stage in (1, 2, 3):
             with offloading():
@@ -116,25 +119,25 @@ class Worker:
         return results
 
     def uneven_chunks(self) -> dict[str, Any]:
-        """One rank's targets take several chunks of the head, the other's a single one."""
+        """Train with ranks whose targets take several chunks of the head, and a single one."""
         long, short = make_batch([400] * 6, 1, packed=True), make_batch([9, 5], 2, packed=True)
         backend = self.build(ShardingFlags(zero_stage=3), packed=True)
         return train(backend, [[long if self.rank == 0 else short]] * 2)
 
     def uneven_rounds(self) -> list[float]:
-        """A token budget cuts the rows of the ranks into different numbers of micro-batches for a sharded model."""
+        """Score with a sharded model when a token budget gives the ranks different numbers of micro-batches."""
         teacher = DeepSpeedFrozen(load_network(self.folder / "teacher", packed=True), ShardingFlags(zero_stage=3), CPU)
         return step_scorer(teacher).score_rows(judged_rows(self.rank)).tolist()
 
     def long_sum(self) -> float | None:
-        """Norm of a step with so many equal micro-batches that a sum in bf16 stops growing on the way, at 256."""
+        """Return the norm of a step with so many equal micro-batches that a sum in bf16 would stop growing, at 256."""
         network = load_network(self.folder / "llama").to(torch.bfloat16)
         backend = DeepSpeedBackend(network, SETTINGS, ShardingFlags(zero_stage=1), CPU)
         backend.forward_backward([make_batch((4,), 1, packed=False)] * MANY, Sft())
         return backend.optim_step(1.0)
 
     def resume(self, stage: int, *, lora: bool) -> dict[str, Any]:
-        """Saves after the first step into a folder that is renamed, and continues in a new engine."""
+        """Save after the first step into a folder that is then renamed, and continue in a new engine."""
         sharding, name = ShardingFlags(zero_stage=stage), f"resumed-zero{stage}-{'lora' if lora else 'full'}"
         writing, written = self.folder / f".{name}.writing", self.folder / f"checkpoint-{name}"
         first = self.build(sharding, lora=lora)
@@ -147,11 +150,11 @@ class Worker:
         second.load(written)
         after = train(second, [self.mine(step) for step in (1, 2)], first=1)
         self.keep_weights(second, name)
-        again = train(first, [self.mine(step) for step in (1, 2)], first=1)  # saving leaves the first one fit to go on
+        again = train(first, [self.mine(step) for step in (1, 2)], first=1)  # saving must not disturb the first engine
         return {"joined": {key: before[key] + after[key] for key in before}, "again": again}
 
     def naps(self) -> dict[str, Any]:
-        """States out to host memory and back between steps; on a CPU DeepSpeed still takes its buffers apart."""
+        """Move states to host memory and back between steps; DeepSpeed takes its buffers apart even on a CPU."""
         results = {}
         for stage in range(4):
             for lora in (False, True):
@@ -170,7 +173,7 @@ class Worker:
         return {key: [part[key][0] for part in parts] for key in parts[0]}
 
     def audits(self) -> dict[str, Any]:
-        """Three steps, of which the audit says what it saw; then again with a layer that nothing uses."""
+        """Report what the audit saw in three steps; then the same with a layer that nothing uses."""
         results: dict[str, Any] = {}
         cases: dict[str, tuple[ShardingFlags, dict[str, Any]]] = {
             f"zero{stage}-{'lora' if lora else 'full'}": (ShardingFlags(zero_stage=stage), {"lora": lora})
@@ -211,7 +214,7 @@ class Worker:
         }
 
     def frozen(self) -> dict[str, Any]:
-        """A sharded teacher: its log-probs, and a distillation through its head."""
+        """Compute log-probs of a sharded teacher, and distil through its head."""
         sharding = ShardingFlags(zero_stage=3)
         teacher = DeepSpeedFrozen(load_network(self.folder / "teacher"), sharding, CPU)
         replica = DeepSpeedFrozen(load_network(self.folder / "teacher"), ShardingFlags(zero_stage=2), CPU, offload=True)
@@ -230,7 +233,7 @@ class Worker:
         }
 
     def tensor_parallel(self) -> dict[str, Any]:
-        """Both processes share one replica, so both see every micro-batch."""
+        """Train with both processes as one replica, so that both see every micro-batch."""
         results = {}
         for stage in (0, 2, 3):
             for model in ("llama", "tied"):

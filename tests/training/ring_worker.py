@@ -1,4 +1,4 @@
-"""One of four processes that train with rows shared in rings, in several layouts; the first writes what happened."""
+"""One of four processes that train with ring attention in several layouts, for test_ring_training.py."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ CASES: dict[str, tuple[ShardingFlags, dict[str, Any]]] = {
     "window": (ShardingFlags(zero_stage=3, **RING), {"model": "mistral"}),
     "experts": (ShardingFlags(zero_stage=3, **RING), {"model": "mixtral", "with_aux_loss": True}),
     "recomputed": (ShardingFlags(zero_stage=3, **RING), {"recompute": True}),
-    # Last, because DeepSpeed keeps it in mind for the models that follow.
+    # Last, because DeepSpeed applies it to all models that follow.
     "tensor parallel": (ShardingFlags(zero_stage=2, ds_tensor_parallel_size=2, **RING), {}),
 }
 
 
-def mine(backend: DeepSpeedBackend) -> list[list[Any]]:
-    """The micro-batches of this data-parallel rank: all where there is one, else its share."""
+def own_batches(backend: DeepSpeedBackend) -> list[list[Any]]:
+    """Return the micro-batches of this data-parallel rank: all if it is the only one, otherwise its share."""
     steps = [step_batches(step, packed=True) for step in range(3)]
     return steps if backend.data_parallel_size == 1 else [of_rank(batches, backend.rank) for batches in steps]
 
 
-def play(folder: Path, name: str) -> tuple[DeepSpeedBackend, dict[str, Any]]:
+def train_case(folder: Path, name: str) -> tuple[DeepSpeedBackend, dict[str, Any]]:
     sharding, options = CASES[name]
     options = dict(options)
     model, recompute = options.pop("model", "llama"), options.pop("recompute", False)
@@ -46,22 +46,22 @@ def play(folder: Path, name: str) -> tuple[DeepSpeedBackend, dict[str, Any]]:
     if recompute:
         network.decoder.gradient_checkpointing_enable({"use_reentrant": False})
     backend = DeepSpeedBackend(network, SETTINGS, sharding, CPU)
-    return backend, train(backend, mine(backend))
+    return backend, train(backend, own_batches(backend))
 
 
 def distil(folder: Path) -> dict[str, Any]:
-    """A teacher that shares rows too, sharded."""
+    """Distil from a sharded teacher that uses the ring too."""
     sharding = ShardingFlags(zero_stage=3, **RING)
     teacher = DeepSpeedFrozen(load_network(folder / "teacher", packed=True), sharding, CPU)
     backend = DeepSpeedBackend(load_network(folder / "llama", packed=True), SETTINGS, sharding, CPU)
-    return train(backend, mine(backend), Distil(teacher))
+    return train(backend, own_batches(backend), Distil(teacher))
 
 
 def main(folder: Path) -> None:
     start_distributed(CPU)
     results: dict[str, Any] = {"distilled": distil(folder)}
     for name in CASES:
-        backend, results[name] = play(folder, name)
+        backend, results[name] = train_case(folder, name)
         kept = {key: tensor.clone(memory_format=torch.contiguous_format) for key, tensor in backend.weights()}
         if dist.get_rank() == 0:
             save_file(kept, folder / f"{name}.safetensors")

@@ -1,4 +1,4 @@
-"""Commands one after the other in a process that a launcher started; FILE holds [[name, argv], ...]."""
+"""Run several commands in one process, which a launcher started: FILE holds [[name, argv], ...] as JSON."""
 
 import json
 import sys

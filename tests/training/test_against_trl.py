@@ -1,12 +1,12 @@
-"""DPO and KTO beside TRL 1.16's own trainers.
+"""DPO and KTO give the losses of TRL 1.16's trainers.
 
-Both get the same model, the same rows in the same order and the same AdamW; losses and gradient norms of the first and
-of the following steps must be equal. Where TRL differs, the tests undo it:
+Both get the same model, the same rows in the same order and the same AdamW; losses and gradient norms of every step
+must be equal. If TRL differs, the tests compensate:
 - its sigmoid loss has no label smoothing; the smoothed form is its `aot` loss over micro-batches of one pair;
 - its IPO averages log-probs over tokens, as ours does with --ipo_length_average;
-- its KTO joins a prompt with the response of the row before, ours with that of the row after: TRL gets each step's rows
-  in reverse;
-- it takes KTO's z0 over a micro-batch, ours over the step: TRL's micro-batch is the whole step here.
+- its KTO pairs a prompt with the previous row's response, ours with the next row's: TRL gets each step's rows in
+  reverse order;
+- it computes KTO's z0 over a micro-batch, ours over the step: here TRL's micro-batch is the whole step.
 """
 
 import pytest
@@ -45,25 +45,25 @@ SAME = {
 }
 
 
-def theirs(trainer, config, model, rows, **settings):
-    """Losses and gradient norms that TRL logs at each step."""
-    made = trainer(
+def train_with_trl(trainer, config, model, rows, **settings):
+    """Train with TRL; return the losses and gradient norms that it logs at each step."""
+    instance = trainer(
         model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
         ref_model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
         args=config(output_dir="trl", **SAME | settings),
         train_dataset=Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(model),
     )
-    made.train()
-    logged = [line for line in made.state.log_history if "loss" in line]
+    instance.train()
+    logged = [line for line in instance.state.log_history if "loss" in line]
     return [line["loss"] for line in logged], [line["grad_norm"] for line in logged]
 
 
-def check(ran, name, losses, norms):
+def assert_equal_training(ran, name, losses, norms):
     assert len(losses) == STEPS
     assert ran.train(name) == pytest.approx(losses, abs=1e-4)
     assert ran.train("grad_norm") == pytest.approx(norms, rel=1e-3)
-    assert abs(losses[0] - losses[-1]) > 0.01  # something was learned, so that later steps say more than the first
+    assert abs(losses[0] - losses[-1]) > 0.01  # the model changed, so later steps add evidence
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
@@ -96,7 +96,7 @@ def test_dpo_losses_equal_trl(flags, settings, packing, tmp_path, train, models)
 
     ordered = [rows[place] for step in range(STEPS) for place in ORDER.rows(step)]
     texts = [row | {"prompt": TEMPLATE.format(row["prompt"])} for row in ordered]
-    check(ran, "loss", *theirs(DPOTrainer, DPOConfig, models(), texts, **settings))
+    assert_equal_training(ran, "loss", *train_with_trl(DPOTrainer, DPOConfig, models(), texts, **settings))
 
 
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (1.5, 0.7)], ids=["even", "weighted"])
@@ -120,6 +120,6 @@ def test_kto_losses_equal_trl(weights, tmp_path, train, models):
         for row in ordered
     ]
     settings = {"beta": 0.3, "desirable_weight": weights[0], "undesirable_weight": weights[1]}
-    logged = theirs(KTOTrainer, KTOConfig, models(), texts, **settings, per_device_train_batch_size=BATCH)
-    check(ran, "kto_loss", *logged)
+    logged = train_with_trl(KTOTrainer, KTOConfig, models(), texts, **settings, per_device_train_batch_size=BATCH)
+    assert_equal_training(ran, "kto_loss", *logged)
     assert max(ran.train("kl")) > 0

@@ -1,4 +1,4 @@
-"""The audit of the first steps, on networks where something does or does not learn."""
+"""The audit of the first steps: it finds parameters that do not learn, and accepts networks that do."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ BATCH = [make_batch((5, 7), 0, packed=False)]
 
 
 class Scalars(Sft):
-    """The scalar head, at the last token or before each one."""
+    """Train the scalar head, at the last token or at every one."""
 
     def __init__(self, kind=Scores):
         self.kind = kind
@@ -31,13 +31,13 @@ class Scalars(Sft):
         return (found - 1.0).square().sum() / totals[1], {}
 
 
-class Nothing(Sft):
+class NoLoss(Sft):
     def loss(self, run, batch, totals):
         loss, metrics = super().loss(run, batch, totals)
         return loss * 0.0, metrics
 
 
-def causal(folder, kind="llama", lora=0, targets=("all-linear",), **shape):
+def make_network(folder, kind="llama", lora=0, targets=("all-linear",), **shape):
     name = make_model(folder, kind, initializer_range=0.1, **shape)
     model = load_causal_lm(name, ModelFlags(), device=CPU, packing=False)
     torch.manual_seed(0)
@@ -59,7 +59,7 @@ def lines(capsys):
 @pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_model_that_learns_is_not_reported(tmp_path, kind, tied, capsys):
-    backend = train(causal(tmp_path, kind, tie_word_embeddings=tied))
+    backend = train(make_network(tmp_path, kind, tie_word_embeddings=tied))
     assert lines(capsys) == []
     assert backend.audit.hooks == []
     assert all(not parameter._backward_hooks for parameter in backend.network.parameters())
@@ -67,7 +67,7 @@ def test_a_model_that_learns_is_not_reported(tmp_path, kind, tied, capsys):
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral"])
 def test_adapters_start_with_zero_gradients_and_then_learn(tmp_path, kind, capsys):
-    backend = train(causal(tmp_path, kind, lora=4))
+    backend = train(make_network(tmp_path, kind, lora=4))
     assert backend.audit.ever.all()
     assert lines(capsys) == []
 
@@ -82,7 +82,7 @@ def test_reward_models_and_critics_use_all_trained_parameters(tmp_path, kind, lo
 
 
 def test_a_parameter_without_a_gradient_stops_the_run_and_is_named(tmp_path):
-    network = causal(tmp_path)
+    network = make_network(tmp_path)
     network.decoder.model.layers[1].extra = nn.Linear(3, 3)
     backend = train(network, scales=[1.0] * (STEPS - 1))
     backend.forward_backward(BATCH, Sft())
@@ -91,8 +91,8 @@ def test_a_parameter_without_a_gradient_stops_the_run_and_is_named(tmp_path):
 
 
 def test_recomputation_that_cuts_the_graph_is_detected(tmp_path):
-    """Reentrant recomputation needs inputs with gradients; under frozen embeddings the layers learn nothing."""
-    network = causal(tmp_path)
+    """Reentrant recomputation needs inputs with gradients; with frozen embeddings the layers learn nothing."""
+    network = make_network(tmp_path)
     network.decoder.get_input_embeddings().requires_grad_(False)
     recompute_activations(network.model, reentrant=True)
     network.decoder.get_input_embeddings()._forward_hooks.clear()
@@ -101,14 +101,14 @@ def test_recomputation_that_cuts_the_graph_is_detected(tmp_path):
 
 
 def test_frozen_parameters_need_no_gradient(tmp_path, capsys):
-    network = causal(tmp_path)
+    network = make_network(tmp_path)
     network.decoder.model.layers[0].requires_grad_(False)
     train(network)
     assert lines(capsys) == []
 
 
 def test_one_expert_that_no_token_reached_is_only_reported(tmp_path, capsys):
-    network = causal(tmp_path)
+    network = make_network(tmp_path)
     network.decoder.model.layers[0].mlp.experts = nn.ModuleList([nn.Linear(3, 3, bias=False)])
     train(network)
     (line,) = lines(capsys)
@@ -116,26 +116,26 @@ def test_one_expert_that_no_token_reached_is_only_reported(tmp_path, capsys):
 
 
 def test_steps_without_a_learning_rate_do_not_count(tmp_path):
-    backend = train(causal(tmp_path), scales=(0.0, 1.0, 0.0, 1.0))
+    backend = train(make_network(tmp_path), scales=(0.0, 1.0, 0.0, 1.0))
     assert backend.audit.steps == 2
     assert backend.audit.hooks
 
 
 def test_gradients_of_zero_are_reported_in_one_line(tmp_path, capsys):
-    train(causal(tmp_path), Nothing())
+    train(make_network(tmp_path), NoLoss())
     (line,) = lines(capsys)
     assert "21 of 21 trainable parameters" in line
     assert "exactly zero in the first 3 steps" in line
 
 
 def test_masters_that_cannot_move_are_reported(tmp_path, capsys):
-    train(causal(tmp_path), settings=OptimizerSettings(learning_rate=1e-30))
+    train(make_network(tmp_path), settings=OptimizerSettings(learning_rate=1e-30))
     (line,) = lines(capsys)
     assert "fp32 weights that did not move" in line
 
 
 def test_half_precision_weights_are_judged_by_their_masters(capsys):
-    """A rate too small for bf16, on a parameter by itself because this CPU multiplies in fp32."""
+    """The learning rate is too small for bf16. A bare parameter is used because this CPU multiplies in fp32."""
     weight, master = nn.Parameter(torch.ones(4, dtype=torch.bfloat16)), nn.Parameter(torch.ones(4))
     audit = Audit([("weight", weight)], lambda parameter: master, lambda found: found)
     for _ in range(STEPS):
@@ -151,7 +151,7 @@ def test_half_precision_weights_are_judged_by_their_masters(capsys):
 
 
 def test_gradients_on_another_rank_count(capsys):
-    """A rank with fillers alone sees none; the maximum over ranks decides."""
+    """A rank with only fillers sees no gradients; the maximum over ranks decides."""
     weight = nn.Parameter(torch.ones(4))
     audit = Audit([("weight", weight)], lambda parameter: None, lambda found: torch.ones_like(found))
     for _ in range(STEPS):

@@ -1,4 +1,4 @@
-"""Two processes under DeepSpeed give what one gives, whatever is sharded; what cannot be combined is refused."""
+"""Two processes under DeepSpeed train like one, whatever is sharded. deepspeed_worker.py runs all cases once."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 WORKER = "tests.training.deepspeed_worker"
 LAUNCHED = "tests.training.deepspeed_launched"
-DEADLINE = 600  # seconds: a watchdog for a hang, far above what it takes
+DEADLINE = 600  # seconds: only a run that hangs takes so long
 MATRIX = [(stage, packed, lora) for stage in range(4) for packed in (False, True) for lora in (False, True)]
 
 
-def launch(command: list[str]) -> None:
+def run_processes(command: list[str]) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
     environment["PYTHONFAULTHANDLER"] = "1"
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE)
@@ -54,14 +54,14 @@ def launch(command: list[str]) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models, and beside them everything that two processes made of them."""
+    """A folder with the models and all results of the two processes."""
     root = tmp_path_factory.mktemp("deepspeed")
     make_model(root / "llama")
     make_model(root / "tied", tie_word_embeddings=True)
     make_model(root / "mixtral", "mixtral")
     make_model(root / "teacher", seed=3)
     run = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(_free_port())]
-    launch([*run, "--no-python", *warm_python(), "-m", WORKER, str(root)])
+    run_processes([*run, "--no-python", *warm_python(), "-m", WORKER, str(root)])
     return root
 
 
@@ -71,7 +71,7 @@ def ranks(folder: Path) -> list[dict[str, Any]]:
 
 
 class Local:
-    """The same training in one process, each kind once."""
+    """The same training in one process; each kind runs once."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -90,14 +90,14 @@ def local(folder: Path) -> Local:
     return Local(folder)
 
 
-def summed(shares: list[dict[str, Any]]) -> list[float]:
+def summed_losses(shares: list[dict[str, Any]]) -> list[float]:
     return [sum(parts) for parts in zip(*(share["losses"] for share in shares), strict=True)]
 
 
 def assert_same_training(shares: list[dict[str, Any]], expected: dict[str, Any], atol: float = 1e-5) -> None:
-    """Losses add up over ranks to those of one process; norms and metrics are the same on each rank."""
+    """Check that losses add up over ranks to those of one process, and that norms and metrics agree on each rank."""
     close = {"rtol": 0.0, "atol": atol}
-    assert_close(torch.tensor(summed(shares)), torch.tensor(expected["losses"]), **close)
+    assert_close(torch.tensor(summed_losses(shares)), torch.tensor(expected["losses"]), **close)
     for share in shares:
         assert_close(torch.tensor(share["norms"]), torch.tensor(expected["norms"]), **close)
         assert_close(torch.tensor(share["metrics"]), torch.tensor(expected["metrics"]), rtol=1e-5, atol=atol)
@@ -160,7 +160,7 @@ def test_ranks_of_a_sharded_reward_model_may_have_different_numbers_of_micro_bat
 
 
 def test_bf16_gradients_of_many_micro_batches_are_summed_in_fp32(folder: Path, ranks: list[dict[str, Any]]) -> None:
-    """Each is a share of one mean, so the sum is the gradient of a single one."""
+    """Each micro-batch is a share of one mean, so the sum is the gradient of a single one."""
     backend = LocalBackend(load_network(folder / "llama").to(torch.bfloat16), SETTINGS, CPU)
     backend.forward_backward([make_batch((4,), 1, packed=False)], Sft())
     norm = backend.optim_step(1.0)
@@ -220,8 +220,8 @@ def test_a_sharded_teacher_gives_the_same_result_as_a_whole_one(folder: Path, ra
     assert_same_training([rank["frozen"]["distilled"] for rank in ranks], distilled)
     for rank in ranks:
         got = rank["frozen"]
-        for given in got["looks"]:
-            assert_close(torch.tensor(given), look, rtol=0.0, atol=1e-5)
+        for sent in got["looks"]:
+            assert_close(torch.tensor(sent), look, rtol=0.0, atol=1e-5)
         assert_close(torch.tensor(got["forward"]), here, rtol=0.0, atol=1e-4)
         assert_close(torch.tensor(got["evaluated"]), torch.stack([evaluated.total, evaluated.count]).float())
         assert got["sum"] == [3.0, 4.0]
@@ -255,25 +255,25 @@ EXPORTS = {
 }
 
 
-def load_given(folder: Path, model: str, name: str) -> Any:
-    """The plain model with the weights that an engine was given."""
+def load_sent_weights(folder: Path, model: str, name: str) -> Any:
+    """Load the plain model with the weights that an engine received."""
     network = load_network(folder / model)
-    given = load_file(folder / f"{name}.safetensors")
-    loaded = [key for key, _ in load_weights(checkpoint_places(network), given.items())]
-    assert loaded == list(given)
+    sent = load_file(folder / f"{name}.safetensors")
+    loaded = [key for key, _ in load_weights(checkpoint_places(network), sent.items())]
+    assert loaded == list(sent)
     return network.decoder.eval()
 
 
-def assert_same_outputs(exported: Any, given: Any) -> None:
+def assert_same_outputs(exported: Any, sent: Any) -> None:
     ids = torch.arange(2, 12)[None]
     with torch.no_grad():
-        assert_close(exported(ids).logits, given(ids).logits, rtol=0.0, atol=1e-5)
+        assert_close(exported(ids).logits, sent(ids).logits, rtol=0.0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", EXPORTS)
 def test_exports_load_in_plain_transformers(name: str, folder: Path) -> None:
     exported = AutoModelForCausalLM.from_pretrained(folder / f"export-{name}", dtype=torch.float32).eval()
-    assert_same_outputs(exported, load_given(folder, EXPORTS[name], name))
+    assert_same_outputs(exported, load_sent_weights(folder, EXPORTS[name], name))
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -284,7 +284,7 @@ def test_adapters_are_exported_alone(stage: int, folder: Path) -> None:
     assert not any(file.startswith("model") or file.endswith(".bin") for file in files)
     base = AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=torch.float32)
     exported = PeftModel.from_pretrained(base, folder / f"export-{name}").eval()
-    assert_same_outputs(exported, load_given(folder, "llama", name))
+    assert_same_outputs(exported, load_sent_weights(folder, "llama", name))
 
 
 def read(folder: Path, name: str, ranks: int) -> list[dict[str, Any]]:
@@ -294,10 +294,10 @@ def read(folder: Path, name: str, ranks: int) -> list[dict[str, Any]]:
 def test_a_universal_checkpoint_continues_in_one_plain_process(folder: Path, local: Local) -> None:
     checkpoint = folder / "checkpoint-resumed-zero3-full"
     convert = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--num_extract_workers", "1"]
-    launch(
+    run_processes(
         [*convert, "--input_folder", str(checkpoint / "deepspeed"), "--output_folder", str(checkpoint / "universal")]
     )
-    launch([*warm_python(), "-m", LAUNCHED, str(folder), "plain", "--universal", str(checkpoint)])
+    run_processes([*warm_python(), "-m", LAUNCHED, str(folder), "plain", "--universal", str(checkpoint)])
     (seen,) = read(folder, "plain", 1)
     assert seen["world"] == 1
     expected = {key: values[1:] for key, values in local()[1].items()}
@@ -306,20 +306,20 @@ def test_a_universal_checkpoint_continues_in_one_plain_process(folder: Path, loc
 
 def test_the_deepspeed_launcher_starts_two_ranks(folder: Path, local: Local) -> None:
     launcher = [sys.executable, str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "2"]
-    launch([*launcher, "--master_port", str(_free_port()), "--module", LAUNCHED, str(folder), "launcher"])
+    run_processes([*launcher, "--master_port", str(_free_port()), "--module", LAUNCHED, str(folder), "launcher"])
     seen = read(folder, "launcher", 2)
     assert [(one["world"], one["local"]) for one in seen] == [(2, "0"), (2, "1")]
     assert_same_training(seen, local()[1])
 
 
-def site(**facts: Any) -> Site:
+def make_site(**facts: Any) -> Site:
     usual = {"dtype": torch.bfloat16, "device_type": "cuda", "hidden_size": 64, "num_parameters": 1000}
     return Site(**usual | facts)
 
 
 def test_flags_become_deepspeed_settings() -> None:
     sharding = ShardingFlags(zero_stage=3, adam_offload=True, zpg=2, overlap_comm=True, grad_accum_dtype="fp32")
-    config = engine_config(sharding, SETTINGS, site(), universal=True)
+    config = engine_config(sharding, SETTINGS, make_site(), universal=True)
     zero = config["zero_optimization"]
     assert zero["stage"] == 3
     assert zero["offload_optimizer"]["device"] == "cpu"
@@ -334,16 +334,16 @@ def test_flags_become_deepspeed_settings() -> None:
 
 
 def test_offloading_has_no_effect_on_a_cpu() -> None:
-    here = site(dtype=torch.float32, device_type="cpu")
+    here = make_site(dtype=torch.float32, device_type="cpu")
     assert (
         "offload_optimizer" not in engine_config(ShardingFlags(adam_offload=True), SETTINGS, here)["zero_optimization"]
     )
     assert "offload_param" not in frozen_config(ShardingFlags(zero_stage=3), here, offload=True)["zero_optimization"]
-    assert "offload_param" in frozen_config(ShardingFlags(zero_stage=3), site(), offload=True)["zero_optimization"]
+    assert "offload_param" in frozen_config(ShardingFlags(zero_stage=3), make_site(), offload=True)["zero_optimization"]
 
 
 def test_tensor_parallelism_keeps_complete_logits() -> None:
-    config = engine_config(ShardingFlags(ds_tensor_parallel_size=2), SETTINGS, site())
+    config = engine_config(ShardingFlags(ds_tensor_parallel_size=2), SETTINGS, make_site())
     assert config["tensor_parallel"] == {"autotp_size": 2, "vocab_parallel_lm_head": False}
 
 
@@ -360,5 +360,5 @@ def test_tensor_parallelism_keeps_complete_logits() -> None:
     ],
 )
 def test_sharded_bf16_gradients_are_summed_in_fp32(flags: dict[str, Any], dtype: torch.dtype, summed_in: str) -> None:
-    config = engine_config(ShardingFlags(**flags), SETTINGS, site(dtype=dtype))
+    config = engine_config(ShardingFlags(**flags), SETTINGS, make_site(dtype=dtype))
     assert config.get("data_types", {"grad_accum_dtype": None}) == {"grad_accum_dtype": summed_in}

@@ -1,4 +1,4 @@
-"""Two real processes with DeepSpeed train as one process does, for the commands as they are typed."""
+"""Commands under a launcher: two processes with DeepSpeed train like one process."""
 
 import json
 import os
@@ -17,10 +17,10 @@ from tests.toy_data import ANSWERS, PAIRS, STEPS, answers, dataset_flags, pairs,
 from tests.warm import kill, warm_children
 
 pytestmark = pytest.mark.slow(seconds=4)
-# 19 rows in steps of 8: ranks with unequal parts, fillers, and a tail of three rows. Adam's epsilon is large enough
-# that the sign of a gradient near zero, which rounding decides, moves nothing.
+# 19 rows in steps of 8: ranks with unequal shares, fillers, and a last batch of three rows. Adam's epsilon is large
+# enough that a gradient of zero, up to rounding, moves nothing.
 SHAPE = {"train_batch_size": 8, "micro_train_batch_size": 3, "learning_rate": 1e-3, "adam_eps": 1e-5}
-KINDS = {
+COMMANDS = {
     "sft": ("train_sft", ANSWERS, answers(19), answers(5, seed=1)),
     "dpo": ("train_dpo", PAIRS | {"eval_split": "train"}, pairs(19), pairs(5, seed=1)),
     "kto": ("train_kto", ANSWERS | {"eval_split": "train"}, verdicts(19), verdicts(6, seed=1)),
@@ -34,20 +34,20 @@ CASES = [
     for packed in (False, True)
     for lora in (False, True)
 ] + [("kto", 3, True, False), ("rm", 3, False, False)]
-# Two processes share each packed row. Nothing else about a command changes, so what one process gives is the measure.
+# Ring attention: two processes share each packed row, and the result must still be that of one process.
 RINGS = [("sft", 3, True, False), ("dpo", 2, True, False), ("dpo", 3, True, True), ("rm", 3, True, False)]
 RINGS += [("kto", 3, True, False), ("prm", 2, True, False)]
-TENSOR_PARALLEL = "tensor-parallel"  # SFT with two processes that share every matrix; saves on the way
+TENSOR_PARALLEL = "tensor-parallel"  # SFT in which two processes share every matrix; it also saves a checkpoint
 
 
-def label(case):
+def case_id(case):
     kind, stage, packed, lora = case
     return f"{kind}-zero{stage}-{'packed' if packed else 'padded'}-{'lora' if lora else 'full'}"
 
 
 def flags_of(case, root, name):
     kind, stage, packed, lora = case
-    _, flags, rows, held_out = KINDS[kind]
+    _, flags, rows, held_out = COMMANDS[kind]
     folder = root / f"data_{kind}"
     folder.mkdir(exist_ok=True)
     paths = {"pretrain": str(root / "model"), "save_path": str(root / name), "ckpt_path": str(root / f"{name}_ckpt")}
@@ -63,12 +63,12 @@ def root(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def together(root):
-    """All cases in one launched pair: starting processes and loading PyTorch is most of the time."""
-    plan = [(KINDS[case[0]][0], as_argv(flags_of(case, root, label(case)))) for case in CASES]
-    for number, case in enumerate(RINGS):  # one key head at a time or both
+def trained_by_two(root):
+    """Train all cases in one pair of processes, because starting and importing takes most of the time."""
+    plan = [(COMMANDS[case[0]][0], as_argv(flags_of(case, root, case_id(case)))) for case in CASES]
+    for number, case in enumerate(RINGS):  # one key head at a time, or both
         ring = {"ring_attn_size": 2, "ring_head_stride": 1 + number % 2}
-        plan.append((KINDS[case[0]][0], as_argv(flags_of(case, root, f"ring-{label(case)}") | ring)))
+        plan.append((COMMANDS[case[0]][0], as_argv(flags_of(case, root, f"ring-{case_id(case)}") | ring)))
     shared = flags_of(CASES[0], root, TENSOR_PARALLEL) | {"ds_tensor_parallel_size": 2, "save_steps": 3}
     plan.append(("train_sft", as_argv(shared)))
     (root / "plan.json").write_text(json.dumps(plan))
@@ -77,8 +77,8 @@ def together(root):
     assert code == 0, (root / "output.txt").read_text()[-3000:]
 
 
-def same_chance(folder):
-    """Whether the processes would draw the same dropout next."""
+def have_equal_rng_states(folder):
+    """True if both processes would draw the same dropout next."""
     one, two = (load_file(folder / f"rng_rank{process}.safetensors")["cpu"] for process in (0, 1))
     return torch.equal(one, two)
 
@@ -89,18 +89,18 @@ def assert_equal_metrics(found, expected, tolerance):
         assert here == pytest.approx(there, rel=tolerance, abs=tolerance)
 
 
-@pytest.mark.parametrize("case", CASES, ids=label)
-def test_two_processes_train_like_one(case, together, root):
-    alone = flags_of(case, root, f"{label(case)}-alone")
-    run_command(KINDS[case[0]][0], alone)
-    one, two = (FinishedRun(root / name, root) for name in (f"{label(case)}-alone", label(case)))
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_two_processes_train_like_one(case, trained_by_two, root):
+    flags = flags_of(case, root, f"{case_id(case)}-alone")
+    run_command(COMMANDS[case[0]][0], flags)
+    one, two = (FinishedRun(root / name, root) for name in (f"{case_id(case)}-alone", case_id(case)))
     assert_equal_metrics(two, one, 1e-5)
 
 
-@pytest.mark.parametrize("case", RINGS, ids=label)
-def test_ring_attention_ranks_train_like_one_process(case, together, root):
-    name = f"ring-{label(case)}"
-    run_command(KINDS[case[0]][0], flags_of(case, root, f"{name}-alone"))
+@pytest.mark.parametrize("case", RINGS, ids=case_id)
+def test_ring_attention_ranks_train_like_one_process(case, trained_by_two, root):
+    name = f"ring-{case_id(case)}"
+    run_command(COMMANDS[case[0]][0], flags_of(case, root, f"{name}-alone"))
     assert_equal_metrics(FinishedRun(root / name, root), FinishedRun(root / f"{name}-alone", root), 1e-5)
     weights = "adapter_model.safetensors" if case[3] else "model.safetensors"
     expected, found = (load_file(root / folder / weights) for folder in (f"{name}-alone", name))
@@ -108,11 +108,11 @@ def test_ring_attention_ranks_train_like_one_process(case, together, root):
         torch.testing.assert_close(found[key], tensor, rtol=1e-5, atol=1e-5)
 
 
-def test_tensor_parallel_ranks_train_and_save_like_one_process(together, root):
+def test_tensor_parallel_ranks_train_and_save_like_one_process(trained_by_two, root):
     run_command("train_sft", flags_of(CASES[0], root, "tensor-alone"))
     assert_equal_metrics(FinishedRun(root / TENSOR_PARALLEL, root), FinishedRun(root / "tensor-alone", root), 1e-5)
     assert (root / f"{TENSOR_PARALLEL}_ckpt" / "global_step3" / "state.json").is_file()
-    assert same_chance(root / f"{TENSOR_PARALLEL}_ckpt" / "global_step3")  # both hold parts of the same rows
+    assert have_equal_rng_states(root / f"{TENSOR_PARALLEL}_ckpt" / "global_step3")  # both process the same rows
     expected, found = (load_file(root / name / "model.safetensors") for name in ("tensor-alone", TENSOR_PARALLEL))
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5)
@@ -128,7 +128,7 @@ def test_a_killed_run_of_two_ranks_resumes_like_an_uninterrupted_one(root):
     process = start_two_ranks(root, *words, *as_argv(cut | {"max_epochs": 40}))
     wait_until(process, (root / "cut_ckpt" / "global_step6").exists)
     launcher = psutil.Process(process.pid)
-    workers = launcher.children(recursive=True)  # torchrun gives them sessions of their own
+    workers = launcher.children(recursive=True)  # torchrun starts them in their own sessions
     for worker in workers:
         kill(worker.pid)
     launcher.kill()
@@ -140,7 +140,7 @@ def test_a_killed_run_of_two_ranks_resumes_like_an_uninterrupted_one(root):
     assert start_two_ranks(root, *words, *as_argv(cut | {"load_checkpoint": True})).wait(timeout=DEADLINE) == 0
     assert_equal_metrics(FinishedRun(root / "cut", root), FinishedRun(root / "whole", root), 1e-6)
     last = (root / "whole_ckpt" / "latest").read_text()
-    assert not same_chance(root / "whole_ckpt" / last)  # dropout differs where the rows do
+    assert not have_equal_rng_states(root / "whole_ckpt" / last)  # different rows need different dropout
     expected, found = (load_file(root / name / "model.safetensors") for name in ("whole", "cut"))
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-6)

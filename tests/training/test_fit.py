@@ -1,4 +1,4 @@
-"""The supervised loop on a tiny model: what is trained and when, what is said, and how it stops."""
+"""The supervised loop on a tiny model: steps, evaluation, signals, checkpoints and errors."""
 
 import signal
 import threading
@@ -23,7 +23,7 @@ from openrlhf.types import TokenRow
 from tests.tiny import make_model
 
 CPU = torch.device("cpu")
-POISON = 79  # a token whose embedding is not a number
+NAN_TOKEN = 79  # a token whose embedding is NaN
 
 
 @pytest.fixture(scope="module")
@@ -33,12 +33,12 @@ def folder(tmp_path_factory):
 
 def rows(count, seed=0, length=6):
     chance = np.random.default_rng(seed)
-    ids = [chance.integers(2, POISON, length).astype(np.int32) for _ in range(count)]
+    ids = [chance.integers(2, NAN_TOKEN, length).astype(np.int32) for _ in range(count)]
     return [TokenRow(row, np.arange(length) >= 2) for row in ids]
 
 
-class Notes:
-    """A sink that remembers, and may do something at a step."""
+class RecordingSink:
+    """A sink that records metrics, and can call a function at a step."""
 
     def __init__(self, at=None, do=None):
         self.lines, self.at, self.do = [], at, do
@@ -54,9 +54,9 @@ class Notes:
 
 @pytest.fixture
 def fit(folder, tmp_path):
-    """A run over some rows in batches of 4 and micro-batches of 3; `notes` gets its metrics."""
+    """A run over some rows in batches of 4 and micro-batches of 3; `sink` receives its metrics."""
 
-    def make(train, notes=None, *, held_out=(), epochs=1, eval_every=-1, every=-1):
+    def make(train, sink=None, *, held_out=(), epochs=1, eval_every=-1, every=-1):
         backend = LocalBackend(
             Network(AutoModelForCausalLM.from_pretrained(folder)), OptimizerSettings(learning_rate=1e-2), CPU
         )
@@ -69,7 +69,7 @@ def fit(folder, tmp_path):
             rows=train,
             eval_rows=held_out,
             plan=Plan(order, 3, 1e-2, lambda step: 1.0, saving, eval_every=eval_every),
-            monitor=Monitor([notes] if notes else []),
+            monitor=Monitor([sink] if sink else []),
         )
 
     return make
@@ -79,36 +79,36 @@ def weights(fit):
     return {name: tensor.clone() for name, tensor in fit.backend.network.state_dict().items()}
 
 
-def steps(notes, kind):
-    return [step for seen, step, _ in notes.lines if seen == kind]
+def steps(sink, kind):
+    return [step for seen, step, _ in sink.lines if seen == kind]
 
 
 def test_the_incomplete_batch_of_an_epoch_is_its_own_step(fit):
-    notes = Notes()
-    run = fit(rows(10), notes, epochs=2)
+    sink = RecordingSink()
+    run = fit(rows(10), sink, epochs=2)
     last = run.run()
-    assert steps(notes, "train") == [1, 2, 3, 4, 5, 6]
-    assert last == notes.lines[-1][2]
+    assert steps(sink, "train") == [1, 2, 3, 4, 5, 6]
+    assert last == sink.lines[-1][2]
     assert set(last) == {"gpt_loss", "loss_mean", "lr", "grad_norm"}
 
 
 def test_a_dataset_smaller_than_a_batch_is_trained(fit):
-    notes = Notes()
-    fit(rows(2), notes).run()
-    assert steps(notes, "train") == [1]
+    sink = RecordingSink()
+    fit(rows(2), sink).run()
+    assert steps(sink, "train") == [1]
 
 
 @pytest.mark.parametrize(
     ("eval_every", "expected"), [(-1, [3, 6]), (2, [2, 4, 6]), (4, [4, 6])], ids=["epochs", "even", "uneven"]
 )
 def test_evaluation_follows_its_interval_and_the_last_step(eval_every, expected, fit):
-    notes = Notes()
-    fit(rows(10), notes, held_out=rows(5, seed=1), epochs=2, eval_every=eval_every).run()
-    assert steps(notes, "eval") == expected
+    sink = RecordingSink()
+    fit(rows(10), sink, held_out=rows(5, seed=1), epochs=2, eval_every=eval_every).run()
+    assert steps(sink, "eval") == expected
 
 
 def test_evaluation_covers_all_rows_and_does_not_change_training(fit):
-    """Nine rows in chunks of four: the mean over all their tokens, whatever the chunks."""
+    """Nine rows in chunks of four: the result is the mean over all tokens, whatever the chunks."""
     held_out = rows(9, seed=1)
     run = fit(rows(4), held_out=held_out)
     before = weights(run)
@@ -125,39 +125,39 @@ def test_evaluation_covers_all_rows_and_does_not_change_training(fit):
 
 
 def test_the_last_evaluation_is_reported_again_on_resume(fit, tmp_path):
-    told = []
+    reported = []
     run = fit(rows(8), held_out=rows(3, seed=1), every=1)
-    run.on_evaluated = told.append
+    run.on_evaluated = reported.append
     run.run()
     again = fit(rows(8), held_out=rows(3, seed=1))
-    again.on_evaluated = told.append
+    again.on_evaluated = reported.append
     assert again.resume(tmp_path / "ckpt" / "global_step2") == 2
-    assert told[0] == told[1] == again.last_evaluation == run.last_evaluation
+    assert reported[0] == reported[1] == again.last_evaluation == run.last_evaluation
 
 
-def poisoned(fit, train, notes):
-    run = fit(train, notes)
+def with_nan_embedding(fit, train, sink):
+    run = fit(train, sink)
     with torch.no_grad():
-        run.backend.network.decoder.get_input_embeddings().weight[POISON] = float("nan")
+        run.backend.network.decoder.get_input_embeddings().weight[NAN_TOKEN] = float("nan")
     return run
 
 
 def test_a_loss_of_nan_stops_the_run_before_the_weights_change(fit):
     train = rows(12)
     order = Order(num_rows=12, batch_size=4, epochs=1, seed=0)
-    guilty = order.rows(1)[3]  # the second step, its last row: alone in micro-batch 2
-    train[guilty].input_ids[3] = POISON
-    notes = Notes()
-    run = poisoned(fit, train, notes)
+    bad_row = order.rows(1)[3]  # the last row of the second step, alone in micro-batch 2
+    train[bad_row].input_ids[3] = NAN_TOKEN
+    sink = RecordingSink()
+    run = with_nan_embedding(fit, train, sink)
     reached = {}
-    notes.at, notes.do = ("train", 1), lambda: reached.update(weights(run))
+    sink.at, sink.do = ("train", 1), lambda: reached.update(weights(run))
     with pytest.raises(BackendError) as caught:
         run.run()
     assert str(caught.value) == (
-        f"the loss of step 2 is not finite in micro-batch 2 of 2 (training rows {guilty + 1}); no weight was changed. "
+        f"the loss of step 2 is not finite in micro-batch 2 of 2 (training rows {bad_row + 1}); no weight was changed. "
         "Try: a smaller --learning_rate, or look at those rows"
     )
-    assert steps(notes, "train") == [1]
+    assert steps(sink, "train") == [1]
     for name, tensor in weights(run).items():
         assert_close(tensor, reached[name], atol=0, rtol=0, equal_nan=True)
 
@@ -167,10 +167,10 @@ def test_a_signal_finishes_the_step_and_leaves_a_checkpoint(number, fit, tmp_pat
     untouched = fit(rows(10), epochs=2)
     untouched.run()
     before = signal.getsignal(number)
-    notes = Notes(at=("train", 2), do=lambda: signal.raise_signal(number))
+    sink = RecordingSink(at=("train", 2), do=lambda: signal.raise_signal(number))
     with pytest.raises(Interrupted) as stopped:
-        fit(rows(10), notes, epochs=2).run()
-    assert steps(notes, "train") == [1, 2]
+        fit(rows(10), sink, epochs=2).run()
+    assert steps(sink, "train") == [1, 2]
     assert stopped.value.folder == tmp_path / "ckpt" / "global_step2"
     assert signal.getsignal(number) is before
 
@@ -180,19 +180,19 @@ def test_a_signal_finishes_the_step_and_leaves_a_checkpoint(number, fit, tmp_pat
 
 
 def test_a_second_signal_stops_immediately(fit, tmp_path):
-    def twice():
+    def signal_twice():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt) as stopped:
-        fit(rows(10), Notes(at=("train", 2), do=twice)).run()
+        fit(rows(10), RecordingSink(at=("train", 2), do=signal_twice)).run()
     assert not isinstance(stopped.value, Interrupted)
     assert not (tmp_path / "ckpt").exists()
 
 
 def test_a_run_in_another_thread_trains_without_signals(fit):
-    notes = Notes()
-    thread = threading.Thread(target=fit(rows(4), notes).run)
+    sink = RecordingSink()
+    thread = threading.Thread(target=fit(rows(4), sink).run)
     thread.start()
     thread.join()
-    assert steps(notes, "train") == [1]
+    assert steps(sink, "train") == [1]

@@ -1,3 +1,5 @@
+"""The backend of one process: micro-batches, resuming, evaluation, sleep and export."""
+
 import asyncio
 import copy
 
@@ -58,7 +60,7 @@ def batches(rows, size, *, packing=False):
 
 
 def frozen(folder, packing=False):
-    """A reference that is not the policy, so that log-ratios are not zero."""
+    """Return a reference that differs from the policy, so that log-ratios are not zero."""
     network = Network(load_causal_lm(folder, ModelFlags(), device=CPU, packing=packing))
     with torch.no_grad():
         for parameter in network.parameters():
@@ -73,11 +75,11 @@ CASES = {
 }
 
 
-def prepared(case, folder, backend, size, packing):
+def prepare(case, folder, backend, size, packing):
     flags, rows = CASES[case]
     objective = SFT() if flags is None else DirectPreference(flags, frozen(folder, packing))
-    cut = batches(rows, size, packing=packing)
-    return objective, objective.prepare(cut, Step(rows, range(len(rows)), size), backend)
+    micro_batches = batches(rows, size, packing=packing)
+    return objective, objective.prepare(micro_batches, Step(rows, range(len(rows)), size), backend)
 
 
 def gradients_of(backend):
@@ -94,9 +96,9 @@ def test_splitting_a_step_changes_nothing(folder, case, packing):
     results = []
     for size in (7, 1, 2, 4):
         backend = make_backend(folder, packing=packing)
-        objective, cut = prepared(case, folder, backend, size, packing)
-        step = backend.forward_backward(cut, objective)
-        assert len(step.losses) == len(cut)
+        objective, micro_batches = prepare(case, folder, backend, size, packing)
+        step = backend.forward_backward(micro_batches, objective)
+        assert len(step.losses) == len(micro_batches)
         gradients = gradients_of(backend)
         norm = backend.optim_step(0.1)
         metrics = values_of(step.metrics)
@@ -156,10 +158,10 @@ def test_a_checkpoint_that_does_not_fit_gives_one_line(folder, tmp_path):
 
 def test_loss_falls_and_the_export_loads_in_plain_transformers(folder, tmp_path):
     backend = make_backend(folder)
-    cut = batches(token_rows(4), 2)
+    micro_batches = batches(token_rows(4), 2)
     losses = []
     for _ in range(15):
-        losses.append(backend.forward_backward(cut, SFT()).losses.sum().item())
+        losses.append(backend.forward_backward(micro_batches, SFT()).losses.sum().item())
         backend.optim_step(1.0)
     assert losses[-1] < 0.5 * losses[0]
     backend.export(tmp_path)
@@ -172,19 +174,19 @@ def test_loss_falls_and_the_export_loads_in_plain_transformers(folder, tmp_path)
 
 def test_evaluating_changes_nothing(folder):
     backend = make_backend(folder, lora=2)
-    cut = batches(token_rows(4), 2)
+    micro_batches = batches(token_rows(4), 2)
     train(backend, range(2))
     before, state = weights_of(backend), copy.deepcopy(backend.optimizer.state())
     random = torch.get_rng_state()
-    metrics = backend.evaluate(cut, SFT())
-    outputs = backend.forward(cut[0], LogProbs)
+    metrics = backend.evaluate(micro_batches, SFT())
+    outputs = backend.forward(micro_batches[0], LogProbs)
     assert not outputs.log_probs.requires_grad
     assert backend.network.training
     assert all(parameter.grad is None for parameter in backend.network.parameters())
     assert torch.equal(torch.get_rng_state(), random)
     assert_close(weights_of(backend), before, rtol=0, atol=0)
     assert_close(backend.optimizer.state(), state, rtol=0, atol=0)
-    step = backend.forward_backward(cut, SFT())
+    step = backend.forward_backward(micro_batches, SFT())
     assert values_of(metrics) == pytest.approx(values_of(step.metrics))
     smaller = backend.evaluate(batches(token_rows(4), 1), SFT())
     assert values_of(smaller) == pytest.approx(values_of(metrics), rel=1e-6)
@@ -192,7 +194,7 @@ def test_evaluating_changes_nothing(folder):
 
 @pytest.fixture(scope="module")
 def wide_folder(tmp_path_factory):
-    """As wide as the blocks of 4-bit weights, so that bitsandbytes has a kernel for them."""
+    """A model as wide as the blocks of 4-bit weights, so that bitsandbytes has a kernel for it."""
     return make_model(tmp_path_factory.mktemp("wide"), hidden_size=64, intermediate_size=128)
 
 
@@ -202,21 +204,21 @@ def quantised_backend(folder):
     return LocalBackend(Network(add_adapters(model, LoraFlags(lora_rank=2), scalar=False)), SETTINGS, CPU)
 
 
-def generate(backend, cut):
+def generate(backend, micro_batches):
     engine = HFEngine(backend.network, make_tokenizer())
     asyncio.run(engine.generate([Request((5, 6, 7), SamplingParams(max_tokens=4))]))
 
 
-@pytest.mark.parametrize("look", [lambda backend, cut: backend.evaluate(cut, SFT()), generate])
-def test_evaluating_keeps_the_gradients_of_4_bit_weights(wide_folder, look):
+@pytest.mark.parametrize("evaluate", [lambda backend, micro_batches: backend.evaluate(micro_batches, SFT()), generate])
+def test_evaluating_keeps_the_gradients_of_4_bit_weights(wide_folder, evaluate):
     """On CPUs with AVX512-BF16 bitsandbytes would repack the weights into a layout without a backward pass."""
-    cut = batches(token_rows(4), 2)
-    fresh, looked = quantised_backend(wide_folder), quantised_backend(wide_folder)
-    look(looked, cut)
-    for backend in (fresh, looked):
-        backend.forward_backward(cut, SFT())
-    assert_close(gradients_of(looked), gradients_of(fresh), rtol=0, atol=0)
-    layers = [module for module in looked.network.modules() if isinstance(module, Linear4bit)]
+    micro_batches = batches(token_rows(4), 2)
+    fresh, evaluated = quantised_backend(wide_folder), quantised_backend(wide_folder)
+    evaluate(evaluated, micro_batches)
+    for backend in (fresh, evaluated):
+        backend.forward_backward(micro_batches, SFT())
+    assert_close(gradients_of(evaluated), gradients_of(fresh), rtol=0, atol=0)
+    layers = [module for module in evaluated.network.modules() if isinstance(module, Linear4bit)]
     assert len(layers) == 14
     assert not any(layer.support_avx512bf16_for_cpu for layer in layers)
 
@@ -240,16 +242,16 @@ def test_a_step_without_targets_changes_nothing(folder):
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_a_frozen_model_cannot_train(folder, offload):
+def test_a_frozen_model_only_evaluates(folder, offload):
     network = Network(load_causal_lm(folder, ModelFlags(), device=CPU, packing=False))
-    looker = LocalFrozen(network, CPU, offload=offload)
+    frozen_model = LocalFrozen(network, CPU, offload=offload)
     batch = batches(token_rows(3), 3)[0]
-    log_probs = looker.forward(batch, LogProbs).log_probs
+    log_probs = frozen_model.forward(batch, LogProbs).log_probs
     assert not log_probs.requires_grad
     assert not any(parameter.requires_grad for parameter in network.parameters())
     assert_close(log_probs, make_backend(folder).forward(batch, LogProbs).log_probs)
-    hidden = looker.forward(batch, HiddenStates).hidden
-    assert looker.head(hidden).shape == (int(batch.target_mask.sum()), VOCAB)
+    hidden = frozen_model.forward(batch, HiddenStates).hidden
+    assert frozen_model.head(hidden).shape == (int(batch.target_mask.sum()), VOCAB)
 
 
 def test_sleeping_and_waking_changes_nothing(folder):

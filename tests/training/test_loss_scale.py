@@ -1,4 +1,4 @@
-"""fp16 in one process: gradients that would underflow arrive, steps that overflow are skipped, a resume is exact."""
+"""fp16 in one process: small gradients do not underflow, steps that overflow are skipped, and resuming is exact."""
 
 from dataclasses import dataclass
 
@@ -25,16 +25,16 @@ MANY_TOKENS = 1_000_000
 
 
 @dataclass(frozen=True)
-class PartOfMany(SFT):
-    """Rows that are a small part of a step with many tokens."""
+class SmallShare(SFT):
+    """SFT on rows that are a small share of a step with many tokens."""
 
     def counts(self, batch):
         return count(MANY_TOKENS)
 
 
 @dataclass(frozen=True)
-class Enormous(SFT):
-    """A loss whose gradients exceed fp16 at the first scale."""
+class OverflowingLoss(SFT):
+    """A loss whose gradients overflow fp16 at the initial scale."""
 
     factor: float = 1e4
 
@@ -62,8 +62,8 @@ def batch(seed=0):
 
 
 def gradient_of(backend, scale=1.0):
-    """All gradients of one step in a line, divided by the scale they were computed with."""
-    backend.forward_backward([batch()], PartOfMany())
+    """Return all gradients of one step in one vector, divided by their loss scale."""
+    backend.forward_backward([batch()], SmallShare())
     return torch.cat([master.grad.flatten() for _, master in backend.optimizer.masters]) / scale
 
 
@@ -80,7 +80,7 @@ def test_gradients_of_a_mean_over_many_tokens_do_not_underflow(folder):
 
 
 @pytest.mark.parametrize("lora", [0, 2])
-def test_a_step_moves_the_weights_as_fp32_would(folder, lora):
+def test_a_step_changes_the_weights_like_fp32(folder, lora):
     exact, scaled = make_backend(folder, torch.float32, lora=lora), make_backend(folder, lora=lora)
     for backend in (exact, scaled):
         backend.forward_backward([batch()], SFT())
@@ -92,7 +92,7 @@ def test_a_step_moves_the_weights_as_fp32_would(folder, lora):
 def test_a_step_that_overflows_is_skipped_and_lowers_the_scale(folder, capsys):
     backend = make_backend(folder)
     before = {name: tensor.clone() for name, tensor in backend.optimizer.state().items()}
-    backend.forward_backward([batch()], Enormous())
+    backend.forward_backward([batch()], OverflowingLoss())
     assert backend.optim_step(1.0) is None
     assert "skipped: gradients overflow with a loss scale of 65536, now 32768" in capsys.readouterr().err
     assert backend.loss_scaling() == {"loss_scale": INITIAL / 2, "skipped_steps": 1}
@@ -105,7 +105,7 @@ def test_a_step_that_overflows_is_skipped_and_lowers_the_scale(folder, capsys):
 def test_a_saved_run_resumes_bit_for_bit(folder, tmp_path):
     def train(backend, steps):
         for step in steps:
-            backend.forward_backward([batch(step)], Enormous() if step in (1, 4) else SFT())
+            backend.forward_backward([batch(step)], OverflowingLoss() if step in (1, 4) else SFT())
             backend.optim_step(1.0)
 
     whole, resumed = make_backend(folder), make_backend(folder)
@@ -119,7 +119,7 @@ def test_a_saved_run_resumes_bit_for_bit(folder, tmp_path):
     assert_close(resumed.optimizer.state(), whole.optimizer.state(), rtol=0, atol=0)
 
 
-def test_the_scale_grows_after_many_steps_and_stays_above_one():
+def test_the_scale_grows_after_many_steps_and_never_falls_below_one():
     scale = LossScale()
     for _ in range(GROWTH_INTERVAL):
         scale.update(overflowed=False)

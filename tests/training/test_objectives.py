@@ -1,4 +1,4 @@
-"""The six objectives through the local backend: what they minimise, however a step is cut into micro-batches."""
+"""The six objectives in the local backend: their losses, and that micro-batches do not change them."""
 
 import math
 from copy import deepcopy
@@ -45,8 +45,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def policy(folder):
-    """A model that has left its reference."""
-    return moved(AutoModelForCausalLM.from_pretrained(folder), seed=1)
+    """A model that differs from its reference."""
+    return perturbed(AutoModelForCausalLM.from_pretrained(folder), seed=1)
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +56,10 @@ def reference(folder):
 
 @pytest.fixture(scope="module")
 def scorer(folder):
-    return moved(AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1), seed=1)
+    return perturbed(AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1), seed=1)
 
 
-def moved(model, seed):
+def perturbed(model, seed):
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -67,41 +67,41 @@ def moved(model, seed):
     return model
 
 
-def tokens(chance, prompt=3, response=None):
-    """A row of random tokens, the response learned."""
-    length = chance.integers(1, 7) if response is None else response
-    ids = chance.integers(2, VOCABULARY, prompt + length).astype(np.int32)
+def tokens(rng, prompt=3, response=None):
+    """Return a row of random tokens in which the response is learned."""
+    length = rng.integers(1, 7) if response is None else response
+    ids = rng.integers(2, VOCABULARY, prompt + length).astype(np.int32)
     return TokenRow(ids, np.arange(prompt + length) >= prompt)
 
 
 def token_rows(count=7, seed=0):
-    chance = np.random.default_rng(seed)
-    return [tokens(chance) for _ in range(count)]
+    rng = np.random.default_rng(seed)
+    return [tokens(rng) for _ in range(count)]
 
 
 def pair_rows(count=7, seed=0):
-    chance = np.random.default_rng(seed)
-    return [PairRow(tokens(chance), tokens(chance), margin=0.1 * index) for index in range(count)]
+    rng = np.random.default_rng(seed)
+    return [PairRow(tokens(rng), tokens(rng), margin=0.1 * index) for index in range(count)]
 
 
 def labelled_rows(count=7, seed=0):
-    chance = np.random.default_rng(seed)
-    return [LabelledRow(tokens(chance), 3, bool(index % 3)) for index in range(count)]
+    rng = np.random.default_rng(seed)
+    return [LabelledRow(tokens(rng), 3, bool(index % 3)) for index in range(count)]
 
 
 def step_rows(count=7, seed=0, *, soft):
-    chance = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     rows = []
     for _ in range(count):
-        ids = chance.integers(2, VOCABULARY, 9).astype(np.int32)
-        places = np.sort(chance.choice(np.arange(1, 9), chance.integers(1, 4), replace=False)).astype(np.int32)
-        labels = chance.random(len(places)) if soft else chance.integers(0, 2, len(places))
+        ids = rng.integers(2, VOCABULARY, 9).astype(np.int32)
+        places = np.sort(rng.choice(np.arange(1, 9), rng.integers(1, 4), replace=False)).astype(np.int32)
+        labels = rng.random(len(places)) if soft else rng.integers(0, 2, len(places))
         rows.append(StepRow(ids, places, labels.astype(np.float32)))
     return rows
 
 
-def through(model, objective, rows, size):
-    """One step's losses and metrics, and the gradients that it leaves."""
+def run_step(model, objective, rows, size):
+    """Run one step; return its losses and metrics, and the gradients."""
     backend = LocalBackend(Network(deepcopy(model)), OptimizerSettings(learning_rate=0.0), CPU)
     batches = [collate(part, packing=False, pad_id=1) for part in micro_batches(rows, size)]
     batches = objective.prepare(batches, Step(rows, range(len(rows)), size), backend)
@@ -141,8 +141,8 @@ CASES = {
 def test_splitting_into_micro_batches_changes_nothing(name, size, policy, scorer, reference):
     make, rows = CASES[name]
     model = scorer if name.startswith("rm") else policy
-    whole, expected = through(model, make(reference), rows, len(rows))
-    parts, got = through(model, make(reference), rows, size)
+    whole, expected = run_step(model, make(reference), rows, len(rows))
+    parts, got = run_step(model, make(reference), rows, size)
     assert len(parts.losses) == math.ceil(len(rows) / size)
     assert_close(parts.losses.sum(), whole.losses.sum(), atol=1e-6, rtol=1e-5)
     assert parts.metrics.keys() == whole.metrics.keys()
@@ -155,7 +155,7 @@ def test_splitting_into_micro_batches_changes_nothing(name, size, policy, scorer
 
 @torch.no_grad()
 def response_log_probs(model, row):
-    """log p of the response's tokens, one row at a time through Transformers alone."""
+    """Return log p of the response's tokens, one row at a time with plain Transformers."""
     ids = torch.from_numpy(row.input_ids).long()[None]
     log_probs = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
     return log_probs[torch.from_numpy(row.target_mask)[1:]]
@@ -164,7 +164,7 @@ def response_log_probs(model, row):
 def test_sft_is_the_mean_over_all_tokens_of_the_step(policy):
     rows = token_rows()
     expected = -torch.cat([response_log_probs(policy, row) for row in rows]).mean()
-    result, _ = through(policy, SFT(), rows, 2)
+    result, _ = run_step(policy, SFT(), rows, 2)
     assert_close(result.losses.sum(), expected)
     assert_close(result.metrics["gpt_loss"].value.float(), expected)
 
@@ -176,13 +176,13 @@ def test_dpo_compares_log_ratios_with_the_reference(policy, reference):
         for sides in ((row.chosen, row.rejected) for row in rows)
     ]
     margins = torch.tensor([chosen - rejected for chosen, rejected in ratios])
-    result, _ = through(policy, direct(reference), rows, 2)
+    result, _ = run_step(policy, direct(reference), rows, 2)
     assert_close(result.losses.sum(), -torch.nn.functional.logsigmoid(0.1 * margins).mean())
     assert_close(result.metrics["acc"].value, (margins > 0).double().mean())
 
 
 def test_the_kto_baseline_is_the_mean_over_mismatched_pairs_of_the_step(policy, reference):
-    """Each prompt with the next row's response, the last with the first's; all rows have prompts of three tokens."""
+    """Each prompt is paired with the next row's response, the last with the first's; prompts have three tokens."""
     rows, frozen = labelled_rows(), reference.network.decoder
     others = [
         TokenRow(np.concatenate([row.tokens.input_ids[:3], other.tokens.input_ids[3:]]), other.tokens.target_mask)
@@ -198,13 +198,13 @@ def test_the_kto_baseline_is_the_mean_over_mismatched_pairs_of_the_step(policy, 
     signs = torch.tensor([1.0 if row.label else -1.0 for row in rows])
     losses = torch.sigmoid(-signs * 0.3 * (ratios([row.tokens for row in rows]) - baseline))
     weights = torch.where(signs > 0, 1.5, 0.5)
-    result, _ = through(policy, unpaired(reference), rows, 2)
+    result, _ = run_step(policy, unpaired(reference), rows, 2)
     assert_close(result.metrics["kl"].value.float(), baseline)
     assert_close(result.losses.sum(), (weights * losses).mean())
 
 
 def without_a_token(model, token):
-    """A copy whose head rules one token out."""
+    """Return a copy whose head gives one token probability zero."""
     copy = deepcopy(model)
     head = torch.nn.Linear(copy.lm_head.in_features, copy.lm_head.out_features)
     head.weight.data.copy_(copy.lm_head.weight)
@@ -214,12 +214,12 @@ def without_a_token(model, token):
 
 
 @pytest.mark.parametrize("name", ["dpo", "ipo", "kto"])
-def test_a_response_of_probability_zero_in_both_models_has_ratio_one(name, policy, reference):
+def test_a_response_of_probability_zero_in_both_models_gives_finite_losses(name, policy, reference):
     make, rows = CASES[name]
     first = rows[0].chosen if name != "kto" else rows[0].tokens
     token = int(first.input_ids[-1])
     frozen = LocalFrozen(Network(without_a_token(reference.network.decoder, token)), CPU)
-    result, gradients = through(without_a_token(policy, token), make(frozen), rows, 2)
+    result, gradients = run_step(without_a_token(policy, token), make(frozen), rows, 2)
     assert result.losses.isfinite().all()
     assert all(gradient.isfinite().all() for gradient in gradients.values())
 
@@ -227,17 +227,17 @@ def test_a_response_of_probability_zero_in_both_models_has_ratio_one(name, polic
 def test_distillation_from_the_student_itself_costs_its_entropy(policy):
     itself = LocalFrozen(Network(deepcopy(policy)), CPU)
     rows = token_rows()
-    result, gradients = through(policy, Distillation(DistillationFlags(kd_coef=1.0), itself), rows, 3)
+    result, gradients = run_step(policy, Distillation(DistillationFlags(kd_coef=1.0), itself), rows, 3)
     assert result.metrics["distil_loss"].value > 0
-    for gradient in gradients.values():  # cross entropy is least where both agree
+    for gradient in gradients.values():  # cross entropy is minimal when both agree
         assert_close(gradient, torch.zeros_like(gradient), atol=1e-6, rtol=0)
 
 
 def test_an_incomplete_micro_batch_counts_by_its_rows(policy):
     """Three rows in micro-batches of two: the last row alone is a third of the step, not a half."""
     rows = [tokens(np.random.default_rng(seed), response=4) for seed in range(3)]
-    result, _ = through(policy, SFT(), rows, 2)
-    alone, _ = through(policy, SFT(), rows[2:], 1)
+    result, _ = run_step(policy, SFT(), rows, 2)
+    alone, _ = run_step(policy, SFT(), rows[2:], 1)
     assert_close(result.losses[1], alone.losses[0] / 3)
 
 

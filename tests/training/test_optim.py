@@ -1,3 +1,5 @@
+"""Optimizers with fp32 masters, Muon, and learning rate schedules."""
+
 import copy
 
 import pytest
@@ -23,8 +25,8 @@ from openrlhf.training.optim import (
 PEAK = 3e-4
 
 
-class Tiny(nn.Module):
-    """Names as Transformers gives them; the last parameter is frozen."""
+class TinyNetwork(nn.Module):
+    """A network with the parameter names of Transformers; the last parameter is frozen."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -35,7 +37,7 @@ class Tiny(nn.Module):
         self.frozen = nn.Linear(4, 4, dtype=dtype).requires_grad_(False)
 
     def backward(self, step: int, scale: float = 1.0) -> None:
-        """Gradients that differ by step and parameter, and are the same for every dtype."""
+        """Set gradients that differ by step and parameter, and are the same for every dtype."""
         random = torch.Generator().manual_seed(step)
         for parameter in self.parameters():
             if parameter.requires_grad:
@@ -48,7 +50,7 @@ def weights(network):
 
 
 def adam(network, decay=0.0, **options):
-    """The same by PyTorch alone."""
+    """Return the equivalent optimizer of plain PyTorch."""
     learns = [(name, p) for name, p in network.named_parameters() if p.requires_grad]
     exempt = ("bias", "norm.weight")
     groups = [
@@ -63,7 +65,7 @@ NAMES = ["constant", "constant_with_warmup", "linear", "cosine", "cosine_with_mi
 
 @pytest.mark.parametrize("name", [*NAMES, "cosine_warmup_with_min_lr", "inverse_sqrt"])
 @pytest.mark.parametrize("warmup_ratio", [0.0, 0.03, 0.25])
-def test_schedules_step_as_transformers_does(name, warmup_ratio):
+def test_schedules_equal_transformers(name, warmup_ratio):
     total = 17
     factor = schedule(name, warmup_ratio=warmup_ratio, total_steps=total, min_lr_ratio=0.1)
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=PEAK)
@@ -105,7 +107,7 @@ def test_impossible_schedules_are_rejected():
 
 
 @pytest.mark.parametrize(
-    ("name", "ratio", "steps", "planned", "said"),
+    ("name", "ratio", "steps", "planned", "message"),
     [
         (
             "cosine_with_min_lr",
@@ -127,10 +129,10 @@ def test_impossible_schedules_are_rejected():
         ("constant", 0.03, 1, 1, None),
     ],
 )
-def test_a_run_of_warm_up_only_is_reported(name, ratio, steps, planned, said):
+def test_a_run_of_warm_up_only_is_reported(name, ratio, steps, planned, message):
     scheduled = schedule(name, warmup_ratio=ratio, total_steps=planned, min_lr_ratio=0.1)
     line = only_warmup(scheduled, steps=steps, planned=planned, warmup_ratio=ratio, flag="--lr_warmup_ratio")
-    assert line is None if said is None else line.startswith(said) and line.endswith("Try: --lr_warmup_ratio 0")
+    assert line is None if message is None else line.startswith(message) and line.endswith("Try: --lr_warmup_ratio 0")
 
 
 def test_weight_decay_spares_biases_and_norms():
@@ -159,9 +161,9 @@ def test_weight_decay_spares_biases_and_norms():
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_in_fp32_the_optimizer_equals_adamw(decay):
-    network, reference = Tiny(), Tiny()
+    network, reference = TinyNetwork(), TinyNetwork()
     optimizer = MasterOptimizer(network, OptimizerSettings(PEAK, weight_decay=decay, max_norm=0.0))
-    exact, near = adam(reference, decay, fused=True), adam(other := Tiny(), decay)
+    exact, near = adam(reference, decay, fused=True), adam(other := TinyNetwork(), decay)
     for step in range(5):
         for one in (network, reference, other):
             one.backward(step)
@@ -174,12 +176,12 @@ def test_in_fp32_the_optimizer_equals_adamw(decay):
             theirs.zero_grad()
         assert_close(weights(network), weights(reference), rtol=0, atol=0)
         assert_close(weights(network), weights(other))
-    assert torch.equal(network.frozen.weight, Tiny().frozen.weight)
+    assert torch.equal(network.frozen.weight, TinyNetwork().frozen.weight)
     assert all(parameter.grad is None for parameter in network.parameters())
 
 
 def test_the_reported_norm_is_before_clipping():
-    network, free = Tiny(), Tiny()
+    network, free = TinyNetwork(), TinyNetwork()
     clipped = MasterOptimizer(network, OptimizerSettings(PEAK, max_norm=0.5))
     unclipped = MasterOptimizer(free, OptimizerSettings(PEAK, max_norm=0.0))
     for one in (network, free):
@@ -197,7 +199,7 @@ def test_the_reported_norm_is_before_clipping():
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_half_precision_follows_full_precision_masters(offload):
-    network, reference = Tiny(torch.bfloat16), Tiny()
+    network, reference = TinyNetwork(torch.bfloat16), TinyNetwork()
     reference.load_state_dict({name: tensor.float() for name, tensor in weights(network).items()})
     optimizer = MasterOptimizer(network, OptimizerSettings(PEAK, max_norm=0.0), offload=offload)
     theirs = adam(reference, fused=True)
@@ -232,13 +234,13 @@ def test_updates_below_half_precision_are_not_lost():
 @given(dtype=st.sampled_from([torch.float32, torch.bfloat16]), optim=st.sampled_from(["adam", "muon"]))
 def test_saved_state_resumes_bit_for_bit(dtype, optim):
     flags = OptimizerSettings(PEAK, optim=optim, weight_decay=0.01, muon_lr=1e-3)
-    network = Tiny(dtype)
+    network = TinyNetwork(dtype)
     optimizer = MasterOptimizer(network, flags)
     for step in range(3):
         network.backward(step)
         optimizer.step(1.0)
     saved = copy.deepcopy(optimizer.state())
-    other = Tiny(dtype)
+    other = TinyNetwork(dtype)
     resumed = MasterOptimizer(other, flags)
     resumed.load_state(saved)
     assert_close(weights(other), weights(network), rtol=0, atol=0)
@@ -251,9 +253,9 @@ def test_saved_state_resumes_bit_for_bit(dtype, optim):
 
 
 def test_state_saved_before_the_first_step_is_restored():
-    network = Tiny()
+    network = TinyNetwork()
     saved = copy.deepcopy(MasterOptimizer(network, OptimizerSettings(PEAK)).state())
-    other = Tiny()
+    other = TinyNetwork()
     resumed = MasterOptimizer(other, OptimizerSettings(PEAK))
     resumed.load_state(saved)
     other.backward(0)
@@ -261,8 +263,8 @@ def test_state_saved_before_the_first_step_is_restored():
 
 
 def test_state_of_another_network_is_rejected_unchanged():
-    saved = MasterOptimizer(Tiny(), OptimizerSettings(PEAK)).state()
-    network = Tiny()
+    saved = MasterOptimizer(TinyNetwork(), OptimizerSettings(PEAK)).state()
+    network = TinyNetwork()
     optimizer = MasterOptimizer(network, OptimizerSettings(PEAK))
     before = weights(network)
     missing = {name: tensor + 1 for name, tensor in saved.items() if "bias" not in name}
@@ -274,8 +276,8 @@ def test_state_of_another_network_is_rejected_unchanged():
     assert_close(weights(network), before, rtol=0, atol=0)
 
 
-def test_muon_takes_the_matrices_inside_layers_and_adam_the_rest():
-    network, reference = Tiny(), Tiny()
+def test_muon_trains_matrices_inside_layers_and_adam_the_rest():
+    network, reference = TinyNetwork(), TinyNetwork()
     flags = OptimizerSettings(PEAK, optim="muon", muon_lr=0.01, max_norm=0.0)
     optimizer = MasterOptimizer(network, flags)
     assert [type(one).__name__ for one in optimizer.optimizers] == ["AdamW", "Muon"]
@@ -309,29 +311,29 @@ def test_muon_selects_matrices_inside_layers():
 
 
 def test_muon_alone_needs_no_adam():
-    network = nn.Linear(64, 32, bias=False)  # large enough for the kernels of half precision, which some CPUs trap
+    network = nn.Linear(64, 32, bias=False)  # smaller matrices crash the half-precision kernels of some CPUs
     optimizer = MasterOptimizer(network, OptimizerSettings(PEAK, optim="muon", muon_lr=1.0, max_norm=0.0))
     assert [type(one).__name__ for one in optimizer.optimizers] == ["Muon"]
     before = network.weight.detach().clone()
     (network.weight * torch.randn(32, 64)).sum().backward()
     optimizer.step(1.0)
     stretches = torch.linalg.svdvals(network.weight.detach() - before)
-    assert stretches.min() > 0.5  # an update that stretches all directions about equally
+    assert stretches.min() > 0.5  # the update has about the same size in all directions
     assert stretches.max() < 1.5
 
 
 def test_a_model_without_trainable_parameters_is_rejected():
     with pytest.raises(ConfigError, match="every parameter is frozen"):
-        MasterOptimizer(Tiny().requires_grad_(False), OptimizerSettings(PEAK))
+        MasterOptimizer(TinyNetwork().requires_grad_(False), OptimizerSettings(PEAK))
 
 
 def test_a_parameter_without_a_gradient_is_unchanged():
-    network = Tiny()
+    network = TinyNetwork()
     optimizer = MasterOptimizer(network, OptimizerSettings(PEAK, weight_decay=0.1))
     before = weights(network)
     network.q_proj.weight.sum().backward()
     optimizer.step(1.0)
     moved = [name for name, tensor in weights(network).items() if not torch.equal(tensor, before[name])]
     assert moved == ["q_proj.weight"]
-    resumed = MasterOptimizer(Tiny(), OptimizerSettings(PEAK))
+    resumed = MasterOptimizer(TinyNetwork(), OptimizerSettings(PEAK))
     resumed.load_state(copy.deepcopy(optimizer.state()))

@@ -1,3 +1,5 @@
+"""Which rows belong to a step: a function of seed and step alone."""
+
 import math
 
 from hypothesis import given
@@ -13,7 +15,7 @@ def test_order_matches_hand_computation():
     order = Order(num_rows=10, batch_size=4, epochs=2, seed=0)
     assert order.steps_per_epoch == 3
     assert order.total_steps == 6
-    assert [len(order.rows(step)) for step in range(6)] == [4, 4, 2, 4, 4, 2]  # the tail is trained
+    assert [len(order.rows(step)) for step in range(6)] == [4, 4, 2, 4, 4, 2]  # the incomplete batch is trained
     assert [order.ends_epoch(step) for step in range(6)] == [False, False, True, False, False, True]
 
 

@@ -1,4 +1,4 @@
-"""A run that was killed, stopped or copied and then goes on ends as one that was never touched, to the last bit."""
+"""A run that was killed or stopped resumes like an uninterrupted one, bit for bit."""
 
 import json
 import shutil
@@ -14,10 +14,10 @@ from tests.toy_data import ANSWERS, PAIRS, answers, dataset_flags, pairs, write_
 from tests.warm import kill
 
 pytestmark = pytest.mark.slow(seconds=2)
-# 43 rows in batches of 8: six steps an epoch, the last of three rows
+# 43 rows in batches of 8: six steps per epoch, the last with three rows
 SHAPE = {"train_batch_size": 8, "micro_train_batch_size": 3, "max_epochs": 4, "save_steps": 4}
 LAST = 24
-LONG = {"max_epochs": 10}  # time enough to be stopped in the middle
+LONG = {"max_epochs": 10}  # long enough to be stopped in the middle
 LORA = {"lora_rank": 4, "lora_dropout": 0.3, "packing_samples": True}
 CASES = {
     "sft": ("train_sft", ANSWERS | LORA, answers(43), answers(5, seed=1), "adapter_model.safetensors"),
@@ -33,7 +33,7 @@ CASES = {
 
 @pytest.fixture
 def case(tmp_path, models):
-    """A command with all its flags, for a save path of its own."""
+    """Return a function that gives a command and its flags, with its own save path."""
 
     def make(kind, name, **more):
         command, flags, rows, held_out, _ = CASES[kind]
@@ -44,17 +44,17 @@ def case(tmp_path, models):
 
 
 def finish(tmp_path, command, flags):
-    """The command to its end in this process."""
+    """Run the command to its end in this process."""
     run_command(command, flags)
     name = flags["save_path"]
     return FinishedRun(tmp_path / name, tmp_path / f"{name}_ckpt")
 
 
-def assert_same(resumed, untouched, weights):
-    assert resumed.metrics == untouched.metrics
-    assert (resumed.save_path / weights).read_bytes() == (untouched.save_path / weights).read_bytes()
-    last = (untouched.ckpt_path / "latest").read_text()
-    states = [ran.ckpt_path / last for ran in (resumed, untouched)]
+def assert_same(resumed, uninterrupted, weights):
+    assert resumed.metrics == uninterrupted.metrics
+    assert (resumed.save_path / weights).read_bytes() == (uninterrupted.save_path / weights).read_bytes()
+    last = (uninterrupted.ckpt_path / "latest").read_text()
+    states = [ran.ckpt_path / last for ran in (resumed, uninterrupted)]
     for name in ("optimizer.safetensors", "rng_rank0.safetensors"):
         ours, theirs = (load_file(folder / name) for folder in states)
         assert ours.keys() == theirs.keys()
@@ -63,34 +63,34 @@ def assert_same(resumed, untouched, weights):
 
 @pytest.mark.parametrize("kind", CASES)
 def test_a_killed_run_resumes_like_an_uninterrupted_one(kind, tmp_path, case):
-    untouched = finish(tmp_path, *case(kind, "untouched", **LONG))
+    uninterrupted = finish(tmp_path, *case(kind, "untouched", **LONG))
     process = start_command(tmp_path, *case(kind, "killed", **LONG))
     wait_until(process, (tmp_path / "killed_ckpt" / "global_step8").exists)
     kill(process.pid)
     assert process.wait(DEADLINE) == -signal.SIGKILL
     resumed = finish(tmp_path, *case(kind, "killed", load_checkpoint=True, **LONG))
-    assert_same(resumed, untouched, CASES[kind][-1])
+    assert_same(resumed, uninterrupted, CASES[kind][-1])
 
 
 @pytest.mark.parametrize(("kind", "number"), [("sft", signal.SIGINT), ("dpo", signal.SIGTERM)], ids=["int", "term"])
 def test_a_stopped_run_leaves_a_checkpoint_and_prints_the_resume_command(kind, number, tmp_path, case):
-    untouched = finish(tmp_path, *case(kind, "untouched", **LONG))
+    uninterrupted = finish(tmp_path, *case(kind, "untouched", **LONG))
     process = start_command(tmp_path, *case(kind, "asked", save_steps=-1, **LONG))
     metrics = tmp_path / "asked" / "run" / "metrics.jsonl"
     wait_until(process, lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 2)
     process.send_signal(number)
     assert process.wait(DEADLINE) == 130
 
-    said = (tmp_path / "stderr.txt").read_text()
-    (folder,) = (path.name for path in (tmp_path / "asked_ckpt").iterdir() if path.is_dir())  # nothing half-written
+    stderr = (tmp_path / "stderr.txt").read_text()
+    (folder,) = (path.name for path in (tmp_path / "asked_ckpt").iterdir() if path.is_dir())  # no partial checkpoint
     assert (tmp_path / "asked_ckpt" / "latest").read_text() == folder
-    assert "openrlhf: stopping after this step, with a checkpoint" in said
-    assert f"asked_ckpt/{folder} holds everything: the same command with --load_checkpoint goes on from there" in said
-    assert "Traceback" not in said
+    assert "openrlhf: stopping after this step, with a checkpoint" in stderr
+    assert f"asked_ckpt/{folder} holds everything: the same command with --load_checkpoint goes on from there" in stderr
+    assert "Traceback" not in stderr
     assert not (tmp_path / "asked" / "config.json").exists()
 
     resumed = finish(tmp_path, *case(kind, "asked", load_checkpoint=True, **LONG))
-    assert_same(resumed, untouched, CASES[kind][-1])
+    assert_same(resumed, uninterrupted, CASES[kind][-1])
 
 
 def test_a_run_stopped_before_its_first_step_ends_immediately(tmp_path, case):
@@ -105,14 +105,14 @@ def test_a_run_stopped_before_its_first_step_ends_immediately(tmp_path, case):
 
 @pytest.mark.parametrize("kind", CASES)
 def test_every_checkpoint_leads_to_the_same_result(kind, tmp_path, case):
-    untouched = finish(tmp_path, *case(kind, "untouched", save_steps=1, max_ckpt_num=LAST + 1))
+    uninterrupted = finish(tmp_path, *case(kind, "untouched", save_steps=1, max_ckpt_num=LAST + 1))
     for step in (1, 5, 6, 7, 23, 24):  # around the end of an epoch and the end of the run
         root = tmp_path / f"from{step}_ckpt"
-        shutil.copytree(untouched.ckpt_path / f"global_step{step}", root / f"global_step{step}")
+        shutil.copytree(uninterrupted.ckpt_path / f"global_step{step}", root / f"global_step{step}")
         (tmp_path / f"from{step}" / "run").mkdir(parents=True)
-        shutil.copy(untouched.save_path / "run" / "metrics.jsonl", tmp_path / f"from{step}" / "run")
+        shutil.copy(uninterrupted.save_path / "run" / "metrics.jsonl", tmp_path / f"from{step}" / "run")
         resumed = finish(tmp_path, *case(kind, f"from{step}", load_checkpoint=True, save_steps=1))
-        assert_same(resumed, untouched, CASES[kind][-1])
+        assert_same(resumed, uninterrupted, CASES[kind][-1])
 
 
 def test_a_reward_model_killed_before_its_last_save_keeps_its_statistics(tmp_path, models):
@@ -150,9 +150,9 @@ def test_changed_flags_are_listed(tmp_path, case, capsys):
     finish(tmp_path, command, flags)
     capsys.readouterr()
     finish(tmp_path, command, flags | {"load_checkpoint": True, "learning_rate": 0.5, "logging_steps": 2})
-    said = capsys.readouterr().err
-    assert "openrlhf: going on from changed_ckpt/global_step4\n" in said
-    assert "flags that changed since: --learning_rate 0.01 -> 0.5, --logging_steps 1 -> 2\n" in said
+    stderr = capsys.readouterr().err
+    assert "openrlhf: going on from changed_ckpt/global_step4\n" in stderr
+    assert "flags that changed since: --learning_rate 0.01 -> 0.5, --logging_steps 1 -> 2\n" in stderr
 
 
 REFUSED = {
@@ -216,7 +216,7 @@ def test_a_stop_without_checkpoints_says_that_the_run_cannot_resume(tmp_path, ca
     wait_until(process, lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 2)
     process.send_signal(signal.SIGINT)
     assert process.wait(DEADLINE) == 130
-    said = (tmp_path / "stderr.txt").read_text()
-    assert "openrlhf: stopping after this step, without a checkpoint (--disable_ds_ckpt)" in said
-    assert "openrlhf: stopped; --disable_ds_ckpt leaves nothing to go on from\n" in said
+    stderr = (tmp_path / "stderr.txt").read_text()
+    assert "openrlhf: stopping after this step, without a checkpoint (--disable_ds_ckpt)" in stderr
+    assert "openrlhf: stopped; --disable_ds_ckpt leaves nothing to go on from\n" in stderr
     assert not (tmp_path / "lost_ckpt").exists()

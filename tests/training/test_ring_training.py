@@ -1,4 +1,4 @@
-"""Four processes that share rows in rings train as one process does, whatever is sharded beside."""
+"""Four processes with ring attention train like one process, whatever else is sharded."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tests.warm import warm_python
 pytestmark = pytest.mark.slow(seconds=2)
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
-DEADLINE = 600  # seconds: a watchdog for a hang
+DEADLINE = 600  # seconds: only a run that hangs takes so long
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models, and beside them what four processes made of them."""
+    """A folder with the models and the results of the four processes."""
     root = tmp_path_factory.mktemp("rings")
     for name, kind in {"llama": "llama", "mistral": "mistral", "mixtral": "mixtral"}.items():
         make_model(root / name, kind)
@@ -49,7 +49,7 @@ def processes(folder: Path) -> list[dict[str, Any]]:
 
 
 def assert_same_training(found: list[dict[str, Any]], name: str, expected: dict[str, Any]) -> None:
-    """Norms and metrics are the same in every process; losses are shares, those of a ring's members equal."""
+    """Check that norms and metrics agree in every process, and that the losses of the rings add up."""
     ranks = 1 if name in ("ring of four", "tensor parallel") else 2
     firsts = found[:: len(found) // ranks]
     shares = torch.tensor([first["losses"] for first in firsts])

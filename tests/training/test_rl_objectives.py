@@ -1,4 +1,4 @@
-"""Policy and value objectives through the local backend: one step is one loss, however it is cut and laid out."""
+"""Policy and value objectives in the local backend: neither micro-batches nor packing change a step."""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -44,7 +44,7 @@ def networks(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def samples():
-    """Seven samples of uneven length; the third says something between its turns."""
+    """Seven samples of uneven length; the third has environment tokens between its turns."""
     chance = np.random.default_rng(0)
     items, arrays = [], []
     for length in (9, 4, 12, 3, 7, 5, 10):
@@ -61,8 +61,8 @@ def samples():
     return Experience(trajectories=items, tokens=RolloutTokens.of(items, 1), metrics={}, kl=None, **tensors)
 
 
-def stepped(networks, objective, samples, batching):
-    """Loss, metrics and gradients of one step."""
+def run_step(networks, objective, samples, batching):
+    """Run one step; return its loss, metrics and gradients."""
     kind = "value" if isinstance(objective, ValueObjective) else "policy"
     backend = LocalBackend(deepcopy(networks[kind]), OptimizerSettings(learning_rate=0.0), CPU)
     cut = batching.cut(samples.tokens.lengths.tolist())
@@ -84,10 +84,10 @@ CUTS = {
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_splitting_a_step_changes_nothing(name, networks, samples):
     objective = OBJECTIVES[name]
-    loss, metrics, gradients = stepped(networks, objective, samples, WHOLE)
+    loss, metrics, gradients = run_step(networks, objective, samples, WHOLE)
     assert any(gradient.abs().max() > 1e-5 for gradient in gradients.values() if gradient is not None)
     for batching in CUTS.values():
-        other, measured, found = stepped(networks, objective, samples, batching)
+        other, measured, found = run_step(networks, objective, samples, batching)
         assert other == pytest.approx(loss, rel=1e-4, abs=1e-6)
         assert measured == pytest.approx(metrics, rel=1e-4, abs=1e-5)
         for weight, gradient in gradients.items():
@@ -111,7 +111,7 @@ def test_the_loss_equals_the_formula(networks, samples):
         "kl": (each + 0.3 * (torch.expm1(-drift) + drift)).sum() / mask.sum(),
     }
     for name, value in wanted.items():
-        loss, metrics, _ = stepped(networks, OBJECTIVES[name], samples, WHOLE)
+        loss, metrics, _ = run_step(networks, OBJECTIVES[name], samples, WHOLE)
         assert loss == pytest.approx(float(value), rel=1e-4), name
         if name != "kl":
             assert metrics["policy_loss"] == pytest.approx(loss, rel=1e-5)
@@ -119,7 +119,7 @@ def test_the_loss_equals_the_formula(networks, samples):
 
 def test_without_old_log_probs_the_ratio_is_one(networks, samples):
     bare = replace(samples, old_log_probs=None)
-    loss, metrics, _ = stepped(networks, POLICY, bare, WHOLE)
+    loss, metrics, _ = run_step(networks, POLICY, bare, WHOLE)
     batch = bare.batch(range(7), packing=False)
     assert loss == pytest.approx(-float(batch.advantages[batch.target_mask].mean()), rel=1e-5)
     assert metrics["ppo_clip_ratio"] == 0.0
@@ -127,6 +127,6 @@ def test_without_old_log_probs_the_ratio_is_one(networks, samples):
 
 
 def test_an_entropy_weight_of_zero_only_logs_entropy(networks, samples):
-    loss, metrics, _ = stepped(networks, replace(POLICY, entropy_coef=0.0), samples, WHOLE)
-    assert loss == pytest.approx(stepped(networks, POLICY, samples, WHOLE)[0], rel=1e-5)
+    loss, metrics, _ = run_step(networks, replace(POLICY, entropy_coef=0.0), samples, WHOLE)
+    assert loss == pytest.approx(run_step(networks, POLICY, samples, WHOLE)[0], rel=1e-5)
     assert metrics["entropy"] > 0

@@ -1,3 +1,5 @@
+"""Random states in checkpoints, and dropout that differs between ranks."""
+
 import torch
 
 from openrlhf.training.device import seed_dropout
@@ -15,14 +17,14 @@ def test_random_states_are_restored(tmp_path):
 
 
 def test_each_rank_has_its_own_random_state(tmp_path):
-    drawn = []
+    draw = []
     for rank in (0, 1):
         torch.manual_seed(rank)
         save_rng(tmp_path, rank)
-        drawn.append(torch.rand(2))
+        draw.append(torch.rand(2))
     for rank in (1, 0):
         load_rng(tmp_path, rank)
-        assert torch.equal(torch.rand(2), drawn[rank])
+        assert torch.equal(torch.rand(2), draw[rank])
 
 
 def test_a_new_rank_keeps_its_own_random_state(tmp_path):
@@ -34,10 +36,10 @@ def test_a_new_rank_keeps_its_own_random_state(tmp_path):
 
 
 def test_ranks_draw_different_reproducible_dropout():
-    def drawn(seed, rank):
+    def draw(seed, rank):
         seed_dropout(seed, rank)
         return tuple(torch.rand(3).tolist())
 
     cases = [(42, 0), (42, 1), (43, 0), (43, 1)]
-    assert len({drawn(*case) for case in cases}) == len(cases)
-    assert drawn(42, 1) == drawn(42, 1)
+    assert len({draw(*case) for case in cases}) == len(cases)
+    assert draw(42, 1) == draw(42, 1)

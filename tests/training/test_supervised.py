@@ -1,6 +1,6 @@
-"""Each supervised command from its command line to a model that plain Transformers loads and that has learned.
+"""Every supervised command, from its command line to a trained model that plain Transformers loads.
 
-Comments beside bounds on what was learned give the range over six seeds (--seed).
+The comment beside each bound on learning gives the range over six seeds (--seed).
 """
 
 import math
@@ -245,12 +245,12 @@ def test_a_command_runs_from_python(tmp_path, models, monkeypatch):
     argv += ["--output_key", "output", "--train_batch_size", "8", "--save_path", "out"]
     result = supervised.run(check(parse(SFTConfig, argv)))
     assert result.save_path.resolve() == tmp_path / "out"
-    assert result.steps == 6  # the tail of 4 rows is a step, in both epochs
+    assert result.steps == 6  # the last 4 rows are a step, in both epochs
     assert set(result.train) == {"gpt_loss", "loss_mean", "lr", "grad_norm"}
     assert set(result.evaluation) == {"eval gpt_loss"}
 
 
-def test_a_run_stops_after_max_steps_and_evaluates_what_it_saves(tmp_path, train):
+def test_a_run_stops_after_max_steps_and_evaluates_the_saved_model(tmp_path, train):
     held_out = answers(8, seed=1)
     ran = train("train_sft", **dataset_flags(tmp_path, answers(64), held_out), **ANSWERS, max_steps=2)
     assert [line["step"] for line in ran.metrics] == [0, 1, 2, 2]

@@ -1,4 +1,4 @@
-"""What must not change a run (packing, recomputation, micro-batches), and what it may be asked to train (LoRA, MoE)."""
+"""Options that must not change a run (packing, recomputation, micro-batches), and other models (LoRA, MoE)."""
 
 import json
 
@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from tests.plain_transformers import load, mean_loss
 from tests.toy_data import ANSWERS, PAIRS, STEPS, answers, dataset_flags, pairs, steps, verdicts
 
-CASES = {  # a command, its flags and its rows: lengths differ, and the last batch is a small one
+CASES = {  # command, flags, rows, name of the loss; rows differ in length, and the last batch is smaller
     "sft": ("train_sft", ANSWERS, answers(42), "gpt_loss"),
     "rm": ("train_rm", PAIRS, pairs(42), "loss"),
     "dpo": ("train_dpo", PAIRS | {"eval_split": "train", "learning_rate": 1e-3}, pairs(42), "loss"),
@@ -21,8 +21,8 @@ CASES = {  # a command, its flags and its rows: lengths differ, and the last bat
 }
 
 
-def both(case, tmp_path, train, models, **changed):
-    """Losses and gradient norms of a run, and of the same run with some flags changed."""
+def train_both(case, tmp_path, train, models, **changed):
+    """Return losses and gradient norms of a run, and of the same run with some flags changed."""
     command, flags, rows, loss = CASES[case]
     flags = flags | dataset_flags(tmp_path, rows, rows[:9])
     if case == "kd":
@@ -35,13 +35,13 @@ def both(case, tmp_path, train, models, **changed):
 
 @pytest.mark.parametrize("case", CASES)
 def test_packing_does_not_change_the_loss(case, tmp_path, train, models):
-    plain, packed = both(case, tmp_path, train, models, packing_samples=True)
+    plain, packed = train_both(case, tmp_path, train, models, packing_samples=True)
     assert_close(packed, plain, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_micro_batch_sizes_do_not_change_the_loss(case, tmp_path, train, models):
-    plain, other = both(case, tmp_path, train, models, micro_train_batch_size=3)
+    plain, other = train_both(case, tmp_path, train, models, micro_train_batch_size=3)
     assert_close(other, plain, atol=1e-5, rtol=1e-5)
 
 
@@ -49,7 +49,7 @@ def test_micro_batch_sizes_do_not_change_the_loss(case, tmp_path, train, models)
 @pytest.mark.parametrize("case", ["sft", "rm", "dpo"])
 def test_gradient_checkpointing_does_not_change_the_loss(case, reentrant, tmp_path, train, models):
     flags = {"gradient_checkpointing": True, "gradient_checkpointing_use_reentrant": reentrant}
-    plain, other = both(case, tmp_path, train, models, **flags)
+    plain, other = train_both(case, tmp_path, train, models, **flags)
     assert_close(other, plain, atol=1e-5, rtol=1e-5)
 
 
@@ -112,19 +112,19 @@ def test_a_mixture_model_trains_without_balancing(tmp_path, train, models):
 
 
 def test_eager_attention_does_not_change_the_loss(tmp_path, train, models):
-    plain, eager = both("sft", tmp_path, train, models, attn_implementation="eager")
+    plain, eager = train_both("sft", tmp_path, train, models, attn_implementation="eager")
     assert_close(eager, plain, atol=1e-5, rtol=1e-5)
 
 
 def test_flash_attention_without_a_gpu_reports_the_replacement(tmp_path, train, capsys):
     train("train_sft", **ANSWERS, **dataset_flags(tmp_path, answers(8), answers(4)), flash_attn=True, bf16=True)
-    said = capsys.readouterr().err
-    assert "flash_attention_2: there is no GPU, so SDPA is used" in said
-    assert "no GPU: everything computes in fp32" in said
+    stderr = capsys.readouterr().err
+    assert "flash_attention_2: there is no GPU, so SDPA is used" in stderr
+    assert "no GPU: everything computes in fp32" in stderr
 
 
 def test_an_offloaded_reference_does_not_change_the_loss(tmp_path, train, models):
-    plain, other = both("dpo", tmp_path, train, models, ref_offload=True)
+    plain, other = train_both("dpo", tmp_path, train, models, ref_offload=True)
     assert_close(other, plain, atol=0, rtol=0)
 
 

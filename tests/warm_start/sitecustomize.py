@@ -1,4 +1,9 @@
-"""Python imports this at its start: programs that would spend most of their time importing start warm instead."""
+"""Start programs warm although a launcher, Ray or a shell script starts them.
+
+Python imports `sitecustomize` at startup if it is on the path. `tests.warm.warm_children()` puts this folder there
+and sets WARM_PYTHON to the socket of the fork server. If the program is one of those below, this process becomes a
+client of the server and never returns from `run`; every other program starts as usual.
+"""
 
 import os
 import sys
