@@ -3,7 +3,7 @@
     python benchmarks/adam_offload.py [--layers 28] [--tokens 8192] [--micro_batches 2] [--steps 3]
     python benchmarks/adam_offload.py --device cpu --hidden 64 --layers 2 --vocab 1000 --tokens 512 --row 128
 
-For each way it prints where the fp32 masters and Adam's moments lie, the peak of GPU memory, the time of a step and the
+For each mode it prints where the fp32 masters and Adam's moments are, the peak GPU memory, the time of a step, and the
 losses, which must agree. A step is `--micro_batches` forward and backward passes and one update; the first is a
 warm-up.
 """
@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--micro_batches", type=int, default=2)
     parser.add_argument("--gradient_checkpointing", action="store_true")
     args = parser.parse_args()
-    if args.hidden < 256:  # a toy: heads that fit it
+    if args.hidden < 256:  # a toy shape: smaller heads
         args.heads, args.key_heads = 4, 2
     device = torch.device(args.device)
     batches = [make_batch(args)] * args.micro_batches

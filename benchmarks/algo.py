@@ -1,10 +1,10 @@
-"""Times the mathematics of an RL step on CPU, beside naive loops over samples and tokens that compute the same.
+"""Time the mathematics of an RL step on a CPU, against naive loops over samples and tokens with the same results.
 
     python benchmarks/algo.py [--samples 1024 --tokens 4096] [--repeats 5]
 
-Advantages, KL and policy loss (forward and backward) run over samples x tokens; a line is the median of several runs.
-The naive column is measured on the fraction of the samples that the table states, and scaled up. Below it, length
-balancing at growing sizes, best of several runs: twice the samples should take about twice the time.
+Advantages, KL and policy loss (forward and backward) run over samples x tokens; each line is the median of several
+runs. The naive column is measured on the fraction of the samples that the table states, and scaled up. Below it is
+length balancing at growing sizes, best of several runs: twice the samples should take about twice the time.
 """
 
 import argparse
@@ -32,9 +32,9 @@ GAMMA, LAMBD = 0.99, 0.95
 
 @dataclass(frozen=True)
 class Rollout:
-    """Random tensors of the shape of a rollout; a fifth of the tokens is the environment's."""
+    """Random tensors with the shape of a rollout; a fifth of the tokens comes from the environment."""
 
-    log_probs: Tensor  # [samples, tokens], as the others
+    log_probs: Tensor  # [samples, tokens], like the next ones
     old_log_probs: Tensor
     values: Tensor
     token_rewards: Tensor
@@ -117,7 +117,7 @@ def naive_kl(batch: Rollout) -> None:
 
 
 def naive_policy_step(batch: Rollout) -> None:
-    """The same loss with a hand-written gradient: an autograd graph per token would be slower still."""
+    """Compute the same loss with a hand-written gradient; an autograd graph per token would be even slower."""
     columns = (batch.log_probs, batch.old_log_probs, batch.advantages, batch.action_mask)
     for log_probs, old_log_probs, advantages, mask in zip(*(column.tolist() for column in columns), strict=True):
         loss, gradient = 0.0, [0.0] * len(mask)

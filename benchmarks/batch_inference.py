@@ -1,10 +1,10 @@
-"""`batch_inference` with vLLM beside vLLM's own `LLM.generate`: the same prompts, lengths and sampling.
+"""Compare `batch_inference` on vLLM with vLLM's own `LLM.generate`: the same prompts, lengths and sampling.
 
     python benchmarks/batch_inference.py --model DIR --data gsm8k_test.jsonl
     python benchmarks/batch_inference.py --model DIR --data prompts.jsonl --rows 16 --max_new_tokens 32    (a CPU)
 
-Ours is the ordinary command: it writes every row as it is finished and asks for log-probs as training does. Both are
-given the same number of sequences at a time. Engines start before the clock runs; each has a process of its own.
+Ours is the ordinary command: it writes every row when it is finished and requests log-probs, as training does. Both run
+the same number of sequences at a time. Engines start before timing begins, each in its own process.
 """
 
 import argparse
@@ -27,8 +27,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--max_new_tokens", type=int, default=512)
     parser.add_argument("--prompt_max_len", type=int, default=512)
-    parser.add_argument("--max_num_seqs", type=int, default=1024, help="what vLLM's own takes on a large GPU")
-    parser.add_argument("--output", type=Path, help="where our rows stay; none is a temporary file")
+    parser.add_argument("--max_num_seqs", type=int, default=1024, help="default: vLLM's own default on a large GPU")
+    parser.add_argument("--output", type=Path, help="file for our rows (default: a temporary file)")
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.alone:
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def ours(args: argparse.Namespace) -> tuple[float, float]:
-    """Tokens and seconds, as the command itself says them."""
+    """Return tokens and seconds as the command reports them."""
     with tempfile.TemporaryDirectory() as folder:
         output = args.output or Path(folder) / "rows.jsonl"
         flags = f"--eval_task generate_vllm --pretrain {args.model} --dataset {args.data} --input_key {args.input_key}"

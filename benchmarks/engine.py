@@ -1,14 +1,14 @@
-"""The engine in process beside `model.generate`: requests of uneven prompt and response lengths, greedy, equal tokens.
+"""Compare the in-process engine with `model.generate`: uneven prompts and responses, greedy, equal tokens.
 
     python benchmarks/engine.py
     python benchmarks/engine.py --model DIR --requests 64 --longest_response 512       (on a GPU if there is one)
     python benchmarks/engine.py --hidden 1536 --layers 28 --dtype bfloat16 --rows 512 --requests 512
 
-Each request has a length of its own to reach. `generate` gets them in batches of `--rows` in the order they came,
-left-padded, as a script would call it; it goes on until the longest of a batch has ended. The engine gives a finished
-row's place to the next request. "lengths foreseen" is `generate` told beforehand how long each response will be, sorted
-by that: what no policy knows, and the best that batches can do. The last line is Transformers' own continuous
-batching, a manager that was started and warmed up before the clock runs, with log-probs, which training needs.
+Each request has its own response length. `generate` gets them in batches of `--rows` in order of arrival, left-padded,
+as a script would call it; a batch runs until its longest response has ended. The engine gives the slot of a finished
+row to the next request. "lengths foreseen" is `generate` with requests sorted by response length: no policy knows this,
+and it is the best that batches can do. The last line is Transformers' own continuous batching, started and warmed up
+before timing begins, with log-probs, which training needs.
 """
 
 import argparse
@@ -35,12 +35,12 @@ from openrlhf.rollout.hf import HFEngine
 from openrlhf.types import Request, SamplingParams
 
 Generated = list[tuple[int, ...]]
-NO_END = -1  # responses end by length alone, so that both sides do the same work
+NO_END = -1  # responses end only by length, so that both sides do the same work
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a model folder; none builds a Llama of these sizes")
+    parser.add_argument("--model", help="a model folder (default: a Llama of the sizes below)")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocabulary", type=int, default=4096)
@@ -48,8 +48,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 16], help="sequences at a time, both sides")
     parser.add_argument("--longest_prompt", type=int, default=64)
     parser.add_argument("--longest_response", type=int, default=128)
-    parser.add_argument("--dtype", default="float32", help="bfloat16 rounds: responses may then differ")
-    parser.add_argument("--repeats", type=int, default=2, help="of which the fastest counts")
+    parser.add_argument("--dtype", default="float32", help="with bfloat16, rounding may change responses")
+    parser.add_argument("--repeats", type=int, default=2, help="number of runs; the fastest counts")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     set_verbosity_error()
@@ -100,7 +100,7 @@ def build(args: argparse.Namespace) -> tuple[LlamaForCausalLM, PreTrainedTokeniz
             num_hidden_layers=args.layers,
             num_attention_heads=heads,
             num_key_value_heads=heads,
-            initializer_range=0.1,  # logits far enough apart that rounding does not choose between them
+            initializer_range=0.1,  # logits far enough apart that rounding does not change the choice
         )
         with torch.device(device):
             model = LlamaForCausalLM(config)
@@ -118,7 +118,7 @@ def plain_tokenizer(size: int) -> PreTrainedTokenizerFast:
 
 
 def make_requests(args: argparse.Namespace, vocabulary: int) -> list[Request]:
-    """Lengths of responses are as uneven as those of a policy: most short, a few up to the limit."""
+    """Make requests with response lengths as uneven as a policy's: most are short, a few reach the limit."""
     chance = random.Random(args.seed)
     requests = []
     for _ in range(args.requests):
@@ -137,7 +137,7 @@ def run_engine(
 
 @torch.no_grad()
 def run_generate(model: LlamaForCausalLM, requests: Sequence[Request], order: Sequence[int], rows: int) -> Generated:
-    """`generate` on batches in this order; what a request did not ask for is cut off."""
+    """Run `generate` on batches in this order; cut each response at its own length."""
     found: dict[int, tuple[int, ...]] = {}
     for start in range(0, len(order), rows):
         places = order[start : start + rows]
@@ -162,7 +162,7 @@ def run_generate(model: LlamaForCausalLM, requests: Sequence[Request], order: Se
 
 @contextmanager
 def continuous_batching(model: LlamaForCausalLM, rows: int) -> Iterator[ContinuousBatchingManager]:
-    """Transformers' own, left to its defaults but for the number of rows and a share of memory that training needs."""
+    """Run Transformers' own continuous batching with defaults, except the number of rows and the share of memory."""
     asked = GenerationConfig(do_sample=False, eos_token_id=NO_END, pad_token_id=0)
     settings = ContinuousBatchingConfig(max_requests_per_batch=rows, return_logprobs=True, max_memory_percent=0.4)
     before = model.config._attn_implementation
@@ -189,14 +189,14 @@ def run_manager(manager: ContinuousBatchingManager, requests: Sequence[Request])
 
 
 def warm(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, requests: Sequence[Request]) -> None:
-    """What happens once per process happens before the clock runs."""
+    """Run everything that happens once per process before timing begins."""
     few = requests if torch.cuda.is_available() else requests[:2]
     run_generate(model, few, range(len(few)), len(few))
     run_engine(model, tokenizer, few, len(few))
 
 
 def timed(way: Callable[[], Generated], repeats: int) -> tuple[Generated, float]:
-    """The last answer and the shortest time."""
+    """Return the last answer and the shortest time."""
     seconds = []
     for _ in range(repeats):
         started = time.perf_counter()
@@ -206,7 +206,7 @@ def timed(way: Callable[[], Generated], repeats: int) -> tuple[Generated, float]
 
 
 class Report:
-    """A line for each way as soon as it is known, beside ours."""
+    """Print a line for each method as soon as it is measured, relative to ours."""
 
     def __init__(self, rows: int, model: LlamaForCausalLM, ours: Generated, seconds: float) -> None:
         self.ours, self.seconds = ours, seconds
@@ -229,9 +229,7 @@ class Report:
 
     def end(self) -> None:
         if self.different and self.exact:
-            raise SystemExit(
-                f"{self.different} ways gave other tokens: rounding chose between near-equal logits, or a fault"
-            )
+            raise SystemExit(f"{self.different} methods gave other tokens: rounding of near-equal logits, or a bug")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Log-probs through a vocabulary head, forward and backward: time and peak memory beside the full computation.
+"""Log-probs through a vocabulary head, forward and backward: time and peak memory against the full computation.
 
     python benchmarks/head_memory.py [--device cuda] [--tokens 16384 --hidden 1536 --vocab 151936] [--repeats 5]
 
 "full" holds [tokens, vocabulary] as `logits.float().log_softmax(-1)` does. "ours" is `openrlhf.models.chunks` on a
-plain linear head, "ours, any head" its form for heads with adapters, caps or shards. Peak is above inputs and weights;
-the gradients of both are outputs of any method, so a second column leaves them out. On a GPU the allocator counts, on a
-CPU the process's resident memory does.
+plain linear head, "ours, any head" its form for heads with adapters, caps or shards. The peak excludes inputs and
+weights; their gradients are outputs of any method, so a second column excludes them too. On a GPU the allocator is
+measured, on a CPU the resident memory of the process.
 """
 
 import argparse
@@ -37,7 +37,7 @@ METHODS: dict[str, Method] = {
 
 
 class Case:
-    """Inputs of one shape, and the pass over them that is measured."""
+    """Inputs of one shape, and the measured pass over them."""
 
     def __init__(self, tokens: int, hidden: int, vocab: int, device: torch.device, dtype: torch.dtype) -> None:
         generator = torch.Generator(device).manual_seed(0)
@@ -65,13 +65,13 @@ class Case:
 
 
 def resident(name: str) -> int:
-    """VmRSS or VmHWM of this process in bytes."""
+    """Return VmRSS or VmHWM of this process in bytes."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
 def peak_bytes(case: Case, method: Method) -> int:
-    """The most that one pass holds above what was there before it."""
+    """Return the peak memory of one pass, above the memory before it."""
     case.hidden.grad = case.head.weight.grad = None
     if case.hidden.is_cuda:
         torch.cuda.synchronize()
@@ -80,7 +80,7 @@ def peak_bytes(case: Case, method: Method) -> int:
         case.run(method)
         return torch.cuda.max_memory_allocated() - before
     before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the high-water mark begins anew
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # resets the high-water mark
     case.run(method)
     return resident("VmHWM") - before
 
@@ -94,7 +94,7 @@ def seconds(case: Case, method: Method) -> float:
 
 
 def distance(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
-    """The largest error relative to the norm of what it should be."""
+    """Return the largest error relative to the norm of the expected tensor."""
     pairs = zip(got, expected, strict=True)
     return max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs)
 
@@ -106,7 +106,7 @@ def measure(case: Case, repeats: int) -> None:
         case.run(method)
         peaks[name] = peak_bytes(case, method)
     times: dict[str, list[float]] = {name: [] for name in METHODS}
-    for _ in range(repeats):  # in turn, so that a slow moment of the machine meets all of them
+    for _ in range(repeats):  # interleaved, so that a slow moment of the machine affects all methods
         for name, method in METHODS.items():
             times[name].append(seconds(case, method))
     base = statistics.median(times["full"])

@@ -1,16 +1,16 @@
-"""Our GRPO beside TRL's GRPOTrainer on the CPU: same task, start, prompts in the same order, batch and optimizer.
+"""Compare our GRPO with TRL's GRPOTrainer on a CPU: same task, model, prompts in the same order, batch and optimizer.
 
     python benchmarks/learning_vs_trl.py                       (about three minutes on two cores)
     python benchmarks/learning_vs_trl.py --steps 10 --seeds 1
 
-The task is to sort three digits. The start is a small Llama that has been shown the form of an answer, the digits of
-the prompt in any order, and is right about one time in seven. Prints the mean reward of each step over the seeds with
-its spread, the reward of the last steps, and what each trained policy sorts of 200 held-out items.
+The task is to sort three digits. The initial model is a small Llama trained to answer with the digits of the prompt in
+any order, so it is right about one time in seven. Prints the mean reward of each step over the seeds with its standard
+deviation, the reward of the last steps, and the share of 200 held-out items that each trained policy sorts.
 
-Both sides: fp32, temperature 1, all tokens sampled from, no KL, advantages divided by their group's deviation, the loss
-a mean over all tokens of the step (TRL's "dapo"), one optimizer step per rollout, AdamW (0.9, 0.999) without decay,
-gradients clipped at 1, a constant learning rate. What differs: the random numbers, and 1e-4 beside 1e-9 in the
-denominator of the advantage.
+Both sides: fp32, temperature 1, the full vocabulary, no KL, advantages divided by the standard deviation of their
+group, the loss a mean over all tokens of the step (TRL's "dapo"), one optimizer step per rollout, AdamW (0.9, 0.999)
+without decay, gradients clipped at 1, a constant learning rate. The only differences: the random numbers, and 1e-4
+instead of 1e-9 in the denominator of the advantage.
 """
 
 import argparse
@@ -46,7 +46,7 @@ from openrlhf.rl import train as rl
 from openrlhf.training.order import permutation
 
 DIGITS = 3
-ANSWER = DIGITS + 1  # with the token that ends it
+ANSWER = DIGITS + 1  # including EOS
 LAST = 5  # steps whose mean is the final reward
 REWARD = """
 def reward_func(queries, prompts, labels):
@@ -58,7 +58,7 @@ def reward_func(queries, prompts, labels):
 
 @dataclass(frozen=True)
 class Run:
-    """One seed's curve, what its policy sorts of the held-out items, and when each step was done."""
+    """The curve of one seed, the held-out accuracy of its policy, and the time of each step."""
 
     rewards: list[float]
     accuracy: float
@@ -66,7 +66,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """The median step."""
+        """The median seconds of a step."""
         return statistics.median(after - before for before, after in pairwise(self.times))
 
 
@@ -98,7 +98,7 @@ def main() -> None:
 
 
 def build_start(folder: Path, items: Sequence[str]) -> None:
-    """A hundred thousand parameters, shown the digits of prompts in any order."""
+    """Make a model of 100,000 parameters, trained to answer with the digits of the prompt in any order."""
     vocabulary = {token: number for number, token in enumerate(["</s>", "<pad>", *"0123456789>"])}
     characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
@@ -218,7 +218,7 @@ def rows(items: Sequence[str]) -> list[dict[str, str]]:
 
 @torch.no_grad()
 def accuracy(model: Any, tokenizer_folder: Path, items: Sequence[str]) -> float:
-    """The share sorted, taking the likeliest token each time; all prompts have one length."""
+    """Return the share of items that greedy decoding sorts; all prompts have the same length."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     ids = tokenizer([f"{item}>" for item in items], return_tensors="pt", return_token_type_ids=False)
     out = model.eval().generate(**ids, max_new_tokens=ANSWER, do_sample=False, pad_token_id=tokenizer.pad_token_id)

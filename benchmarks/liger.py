@@ -1,10 +1,10 @@
-"""With and without --use_liger_kernel: the same losses, but for the noise of bf16, in every role of a run. Needs a GPU.
+"""Check that --use_liger_kernel gives the same losses, up to bf16 noise, in every role of a run. Needs a GPU.
 
     python benchmarks/liger.py [--family llama] [--hidden 256] [--steps 3] [--tolerance 0.05]
 
 Trains a reward model, then PPO with that reward model, a critic and a reference, each once without and once with
 Liger's kernels. The second PPO run replays the rollouts of the first, so both train on the same samples. The scores of
-the reward model are compared on fixed rows. Prints both values of each metric, and fails when they are too far apart.
+the reward model are compared on fixed rows. Prints both values of each metric, and fails if they differ too much.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def write_data(folder: Path) -> None:
 
 
 def train(folder: Path, command: str, name: str, flags: str, *, liger: bool) -> list[dict[str, float]]:
-    """The metrics of a run, one line per step."""
+    """Run a command; return its metrics, one dict per step."""
     paths = f"--pretrain {folder}/model --save_path {folder}/{name} --ckpt_path {folder}/{name}_ckpt --packing_samples"
     words = [*paths.split(), *flags.split(), *(["--use_liger_kernel"] if liger else [])]
     subprocess.run([sys.executable, "-m", f"openrlhf.cli.{command}", *words], check=True)

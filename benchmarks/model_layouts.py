@@ -4,9 +4,9 @@
     python benchmarks/model_layouts.py qwen3_next      one family
     python benchmarks/model_layouts.py --tiny          small shapes on a CPU, to try the script
 
-Models have random weights and a tokenizer of letters. It is the ordinary command with ordinary flags; printed are the
-first loss with each micro-batch size, their relative difference, seconds of the second step, and the lines in which the
-self-test says that a model runs in another layout than the packed one.
+Models have random weights and a tokenizer of letters. Runs the ordinary command with ordinary flags, and prints the
+first loss with each micro-batch size, their relative difference, the seconds of the second step, and the lines in which
+the self-test reports that a model does not run in the packed layout.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def configs(wide: bool) -> dict:
 
 def make_model(folder: Path, config) -> None:
     torch.manual_seed(0)
-    config.initializer_range = 0.1  # large enough that another sequence's state shows
+    config.initializer_range = 0.1  # large enough that a leak from another sequence shows
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
     make_tokenizer(config.vocab_size).save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""DPO or KTO beside TRL's trainer: the same model, rows, order, batch, learning rate and steps, in one process each.
+"""Compare DPO or KTO with TRL's trainer: same model, rows, order, batch, learning rate and steps, one process each.
 
     python benchmarks/preference_vs_trl.py dpo --model DIR --data gsm8k_pairs.jsonl --steps 20
     python benchmarks/preference_vs_trl.py kto --model DIR --data gsm8k_kto.jsonl --steps 20
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--max_len", type=int, default=512)
     parser.add_argument("--lr", type=float, default=5e-6)
     parser.add_argument("--beta", type=float, default=0.1)
-    parser.add_argument("--packing", action="store_true", help="pack ours")
+    parser.add_argument("--packing", action="store_true", help="pack sequences on our side")
     args = parser.parse_args()
     rows = usable_rows(args)
     with tempfile.TemporaryDirectory() as folder:
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def usable_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """As many rows as the steps need, none longer than max_len, so that neither side cuts or drops one."""
+    """Return as many rows as the steps need, none longer than max_len, so that neither side truncates or drops one."""
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     texts = ("chosen", "rejected") if args.method == "dpo" else ("response",)
     kept = []
@@ -68,7 +68,7 @@ def chat(prompt: str) -> str:
 
 
 class Clock:
-    """A sink that notes when each step was logged, and its loss."""
+    """A sink that records the time and the loss of each step."""
 
     def __init__(self, loss_name: str) -> None:
         self.loss_name = loss_name

@@ -1,13 +1,13 @@
-"""Ring attention in one process: is it right, and what does a rank's share of the work take?
+"""Ring attention in one process: its numerical error, and the time of one rank's share of the work.
 
     python benchmarks/ring_attention.py [--tokens 65536] [--size 4] [--stride 2] [--heads 32 --key_heads 8 --dim 128]
     python benchmarks/ring_attention.py --device cpu
 
-The ranks of a ring are threads that hand keys and values to each other, so one GPU is enough; what they compute is what
-processes do, without the time to send. First a short row of uneven sequences: outputs and gradients of the ring and of
-PyTorch's varlen kernel beside attention in fp64, as relative errors (the ring should be about as far off as the kernel,
-and it ends with an error where it is more than twice as far). Then one long sequence: the ring's time for all ranks,
-divided by their number, beside the kernel's time for the whole divided by the same.
+The ranks of a ring are threads that pass keys and values to each other, so one GPU is enough; they compute what
+processes compute, without the time to send. First comes a short row of uneven sequences: relative errors of outputs and
+gradients against attention in fp64, for the ring and for PyTorch's varlen kernel. The ring should be about as accurate
+as the kernel; the script fails if its error is more than twice as large. Then comes one long sequence: the ring's time
+for all ranks and the kernel's time for the whole sequence, both divided by the number of ranks.
 """
 
 import argparse
@@ -36,7 +36,7 @@ Attention = Callable[[Sequence[Tensor], Sequence[int]], list[Tensor]]  # (q, k, 
 
 @dataclass(frozen=True)
 class Letter:
-    """A tensor in a neighbour's box: what a rank waits for."""
+    """A tensor that a rank waits for, in the queue of a neighbour."""
 
     box: "Queue[Tensor]"
 
@@ -46,7 +46,7 @@ class Letter:
 
 @dataclass(frozen=True)
 class ThreadRing:
-    """A rank that is a thread: passing on is putting a tensor into the next one's box."""
+    """A rank that is a thread: it sends a tensor by putting it into the queue of the next one."""
 
     index: int
     size: int
@@ -71,7 +71,7 @@ def ring_of(size: int, stride: int) -> Attention:
 
 @torch.no_grad()
 def one_rank(tensors: Sequence[Tensor], share: Any) -> list[Tensor]:
-    """What `RingAttention` does forwards and backwards, for the tokens of one rank."""
+    """Run the forward and backward pass of `RingAttention` for the tokens of one rank."""
     fill = share.bounds[-1] - len(tensors[0])
     query, key, value, gradient = (share.cut(torch.cat([t, t.new_zeros(fill, *t.shape[1:])])) for t in tensors)
     results = [torch.empty_like(part) for part in (query, query, key, value)]
@@ -96,7 +96,7 @@ def whole(parts: Sequence[Tensor], shares: Sequence[Any], tokens: int) -> Tensor
 
 
 def kernel(tensors: Sequence[Tensor], bounds: Sequence[int]) -> list[Tensor]:
-    """The packed attention of one process: the varlen kernel on CUDA."""
+    """Run the packed attention of one process: the varlen kernel on CUDA."""
     *inputs, gradient = tensors
     leaves = [part.detach().requires_grad_() for part in inputs]
     query, key, value = (leaf.transpose(0, 1)[None] for leaf in leaves)
@@ -109,7 +109,7 @@ def kernel(tensors: Sequence[Tensor], bounds: Sequence[int]) -> list[Tensor]:
 
 
 def exact(tensors: Sequence[Tensor], bounds: Sequence[int]) -> list[Tensor]:
-    """Each sequence by itself in fp64."""
+    """Compute each sequence alone in fp64."""
     *inputs, gradient = (part.double() for part in tensors)
     leaves = [part.requires_grad_() for part in inputs]
     outputs = []

@@ -1,13 +1,13 @@
-"""Seconds of a GRPO step, by phase, beside vLLM's own generate for the same rollout.
+"""Seconds of a GRPO step by phase, compared with vLLM's own generate for the same rollout.
 
     python benchmarks/rl_step.py                       one process, vLLM in it
     python benchmarks/rl_step.py --runtime ray         Ray, engine and models on the same GPU
     python benchmarks/rl_step.py --tiny                a small shape on a CPU, to try the script
 
 The 1.5B shape of Qwen2.5 with random weights, 64 prompts of 128 tokens x 8 samples of exactly 512 tokens, one optimizer
-step over the 512 samples, no reference model, bf16 with fp32 masters. It is the ordinary command with ordinary flags;
-more of them may follow `--`. The first step compiles; the median of the others is printed. Generation, experience,
-training and weight sync are the run's own `timing/*` metrics; what a step has beyond them is the controller.
+step over the 512 samples, no reference model, bf16 with fp32 masters. Runs the ordinary command with ordinary flags;
+add more after `--`. The first step compiles; the median of the others is printed. Generation, experience, training and
+weight sync are the run's own `timing/*` metrics; the rest of a step is the controller.
 """
 
 import argparse
@@ -38,7 +38,7 @@ PHASES = ("generation", "make_experience", "ppo_train", "broadcast")
 
 
 def make_model(folder: Path, shape: dict[str, int]) -> None:
-    """Random weights, and a tokenizer with a word for each row of the embedding."""
+    """Make a model with random weights, and a tokenizer with a word for each row of the embedding."""
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.device(device):
@@ -103,7 +103,7 @@ def report(folder: Path, alone: float | None) -> None:
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     rows = [{name: line[f"timing/{name}"] for name in (*PHASES, "step_total")} for line in lines]
     print(f"{'step':>6} {'seconds':>9} " + " ".join(f"{name:>16}" for name in PHASES))
-    wholes = [row["generation"] + row["step_total"] for row in rows]  # one after the other
+    wholes = [row["generation"] + row["step_total"] for row in rows]  # generation and the rest follow each other
     for number, (row, whole) in enumerate(zip(rows, wholes, strict=True), 1):
         print(f"{number:6} {whole:9.2f} " + " ".join(f"{row[name]:16.2f}" for name in PHASES))
     medians = {name: statistics.median(row[name] for row in rows[1:]) for name in PHASES}
@@ -118,7 +118,7 @@ def report(folder: Path, alone: float | None) -> None:
 
 
 def vllm_alone(folder: Path, args: argparse.Namespace) -> None:
-    """The same rollout by vLLM's LLM.generate; run in a process of its own."""
+    """Generate the same rollout with vLLM's LLM.generate; runs in its own process."""
     import vllm
     from transformers import AutoTokenizer
 
@@ -150,11 +150,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runtime", choices=("local", "ray"), default="local")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--memory", type=float, default=0.35, help="share of the GPU that the engine takes")
-    parser.add_argument("--tokens", type=int, default=16_640, help="of a micro-batch")
+    parser.add_argument("--memory", type=float, default=0.35, help="share of GPU memory for the engine")
+    parser.add_argument("--tokens", type=int, default=16_640, help="tokens of a micro-batch")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--skip_alone", action="store_true", help="without vLLM's own generate")
-    parser.add_argument("--folder", type=Path, help="where model and results lie; none is a temporary one")
+    parser.add_argument("--skip_alone", action="store_true", help="skip vLLM's own generate")
+    parser.add_argument("--folder", type=Path, help="folder for model and results (default: a temporary one)")
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("more", nargs="*", help="flags of train_ppo_ray, after --")
     args = parser.parse_args()

@@ -1,12 +1,12 @@
 """A reward server under many clients: requests per second, latency, CPU time, errors, and whether its memory grows.
 
-    python benchmarks/serve_rm.py                                       (a tiny model made on the spot)
+    python benchmarks/serve_rm.py                                       (builds a tiny model)
     python benchmarks/serve_rm.py --reward_pretrain ./rm --requests 20000 --packing_samples
 
-The server is the command itself in a process of its own; clients are connections of this one, each sending its next
-request when the last one was answered. A request is a group of texts of uneven length. Where clients and server share
-the cores, what the clients cost is part of the figures, so the CPU time of a request is given for both sides: on a
-crowded machine it says more than the clock. Unknown flags go to the server.
+The server is the command itself, as a process; clients are connections of this process, and each sends its next request
+when the last one is answered. A request is a group of texts of uneven length. If clients and server share the cores,
+the cost of the clients is part of the figures, so the CPU time of a request is given for both sides: on a busy machine
+it says more than the clock. Unknown flags go to the server.
 """
 
 import argparse
@@ -32,7 +32,7 @@ Body = dict[str, list[str]]
 
 
 def make_reward_model(folder: str) -> None:
-    """Two layers, hidden 64, one token a letter."""
+    """Make a model of two layers with hidden size 64, and a tokenizer with one token per letter."""
     vocabulary = {token: number for number, token in enumerate(["</s>", "<pad>", *LETTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=" "))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", behavior="isolated")
@@ -58,7 +58,7 @@ def free_port() -> int:
 
 
 def start(folder: str, port: int, more: list[str]) -> subprocess.Popen[str]:
-    """The server, when it answers."""
+    """Start the server and wait until it answers."""
     flags = ["--reward_pretrain", folder, "--port", str(port), *more]
     server = subprocess.Popen(
         [sys.executable, "-m", "openrlhf.cli.serve_rm", *flags], stderr=subprocess.PIPE, text=True
@@ -71,7 +71,7 @@ def start(folder: str, port: int, more: list[str]) -> subprocess.Popen[str]:
 
 
 async def client(http: aiohttp.ClientSession, url: str, bodies: list[Body]) -> list[float]:
-    """Seconds of each request; infinite for one that failed. Takes the next body when it has its answer."""
+    """Send requests one after the other; return the seconds of each, infinite if it failed."""
     seconds: list[float] = []
     while bodies:
         body = bodies.pop()
@@ -87,7 +87,7 @@ async def client(http: aiohttp.ClientSession, url: str, bodies: list[Body]) -> l
 
 @dataclass
 class Measured:
-    """What a number of requests took, and the server's memory before and after each part of them."""
+    """Time of all requests, and the server's memory before and after each quarter of them."""
 
     sizes: list[int]
     latencies: list[float] = field(default_factory=list)
@@ -99,7 +99,7 @@ class Measured:
 async def measure(
     url: str, clients: int, server: psutil.Process, warm: list[Body], parts: list[list[Body]]
 ) -> Measured:
-    """All parts over the same connections, which the warm-up has opened."""
+    """Run all quarters over the same connections, which the warm-up opened."""
     connector = aiohttp.TCPConnector(limit=clients)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=120)) as http:
         await asyncio.gather(*(client(http, url, warm) for _ in range(clients)))
@@ -158,7 +158,7 @@ def main() -> None:
     print(f"latency p50 {p50:.0f} ms, p99 {p99:.0f} ms")
     cpu = [1000 * spent / count for spent in (found.server, found.clients)]
     print(f"CPU time of a request: server {cpu[0]:.2f} ms, client {cpu[1]:.2f} ms")
-    # memory that grows by as much in each quarter is a leak
+    # equal growth in each quarter means a leak
     print(f"RSS before and after each quarter: {', '.join(str(size >> 20) for size in found.sizes)} MiB")
     print(f"SIGTERM: exit code {code}")
 

@@ -4,9 +4,9 @@
     python benchmarks/train_throughput.py --device cpu --hidden 64 --layers 2 --vocab 1000 --tokens 512 --row 128
 
 A micro-batch is rows of `--row` tokens packed to `--tokens`; a step is one micro-batch and one update. Prints tokens/s
-as the median over repeats after a warm-up, the share of the matrix-product peak measured here (MFU), and the peak of
-memory over weights and optimizer. FLOPs are 6 per parameter of a matrix and token, and 12 x layers x hidden x (row / 2)
-per token for causal attention; what is computed again for checkpointing or in the head does not count as useful.
+as the median over repeats after a warm-up, the share of the matrix-product peak measured here (MFU), and the peak
+memory above weights and optimizer. FLOPs are 6 per parameter of a matrix and token, and 12 x layers x hidden x (row /
+2) per token for causal attention; recomputation for checkpointing or in the head does not count as useful.
 """
 
 import argparse
@@ -31,7 +31,7 @@ GIB = 1024**3
 
 
 def make_network(args: argparse.Namespace, device: torch.device) -> Network:
-    """Random weights, made where they are used."""
+    """Make a network with random weights, directly on its device."""
     config = Qwen2Config(
         hidden_size=args.hidden,
         intermediate_size=args.mlp,
@@ -64,7 +64,7 @@ def make_batch(args: argparse.Namespace) -> Batch:
 
 
 def matmul_flops(device: torch.device, size: int) -> float:
-    """FLOP/s of the fastest of several square products in the training's dtype."""
+    """Return the FLOP/s of the fastest of several square matrix products in the training dtype."""
     left, right = (torch.randn(size, size, device=device, dtype=choose_dtype("bf16", device)) for _ in range(2))
     best = float("inf")
     for _ in range(10):
@@ -78,7 +78,7 @@ def matmul_flops(device: torch.device, size: int) -> float:
 
 
 def useful_flops(network: Network, args: argparse.Namespace) -> float:
-    """Of a forward and backward pass, per token."""
+    """Return the FLOPs of a forward and backward pass per token."""
     matrices = sum(parameter.numel() for parameter in network.parameters() if parameter.ndim == 2)  # tied: once
     return 6 * matrices + 12 * args.layers * args.hidden * args.row / 2
 
@@ -89,7 +89,7 @@ def finish(device: torch.device) -> None:
 
 
 def measure(backend: LocalBackend, batch: Batch, args: argparse.Namespace) -> list[float]:
-    """Seconds per step of each repeat, after a warm-up."""
+    """Return the seconds per step of each repeat, after a warm-up."""
 
     def step() -> float:
         loss = backend.forward_backward([batch], SFT()).losses.sum()
@@ -114,7 +114,7 @@ def measure(backend: LocalBackend, batch: Batch, args: argparse.Namespace) -> li
 
 
 def add_shape(parser: argparse.ArgumentParser, *, tokens: int, steps: int) -> None:
-    """Flags of a model's shape and of a step, which other benchmarks share."""
+    """Add the flags for the shape of a model and of a step, which other benchmarks share."""
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     for name, default in (("hidden", 1536), ("mlp", 8960), ("layers", 28), ("heads", 12), ("key_heads", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -131,7 +131,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--gradient_checkpointing", action="store_true")
     parser.add_argument("--adam_offload", action="store_true")
     args = parser.parse_args()
-    if args.hidden < 256:  # a toy: heads that fit it
+    if args.hidden < 256:  # a toy shape: smaller heads
         args.heads, args.key_heads = 4, 2
     return args
 

@@ -1,9 +1,9 @@
-"""Seconds to bring all weights of a model to an engine's process, and whether they arrived.
+"""Time to send all weights of a model to the process of an engine, with a check that they arrived.
 
     python benchmarks/weight_channel.py                         (a GPU: 1.5B bf16 parameters by ipc; else 50M by gloo)
     python benchmarks/weight_channel.py --transport nccl        (sender on cuda:0, receiver on cuda:1)
 
-The receiver copies each tensor into a model of its own, as an engine does. The first send forms the group and allocates
+The receiver copies each tensor into its own model, as an engine does. The first send forms the group and allocates
 the buckets; the last one compares checksums of every tensor on both sides.
 """
 
@@ -25,7 +25,7 @@ MLP = {"gate": (INNER, HIDDEN), "up": (INNER, HIDDEN), "down": (HIDDEN, INNER)}
 
 
 def make_weights(parameters: int, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Tensors of a decoder's shapes until there are so many parameters."""
+    """Make tensors with the shapes of a decoder, up to this many parameters."""
     weights: dict[str, Tensor] = {}
     if parameters > 2 * VOCABULARY * HIDDEN:
         weights["embed"] = torch.randn(VOCABULARY, HIDDEN, device=device, dtype=dtype)
@@ -38,7 +38,7 @@ def make_weights(parameters: int, device: torch.device, dtype: torch.dtype) -> d
 
 
 def receive(pipe: Connection, device: torch.device) -> None:
-    """Copies what each `Incoming` brings into tensors that are kept, and answers with checksums where asked."""
+    """Copy the tensors of each `Incoming` into our own, and answer with checksums if requested."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     kept: dict[str, Tensor] = {}

@@ -1,12 +1,12 @@
-"""Does vLLM stay the policy that is trained? GRPO of small random models at a high learning rate, one per family.
+"""Check that vLLM keeps the trained weights: GRPO of small random models at a high learning rate, one per family.
 
     python benchmarks/weight_sync.py                              tied, dense and MoE families, one process
     python benchmarks/weight_sync.py mixtral qwen3_moe --runtime ray --async_train
     python benchmarks/weight_sync.py --param_dtype fp32
 
-Each run is the ordinary command with every weight sync proved (`--sync_check_every 1`); models, prompts and reward are
-made on the spot. Printed is the gap of engine and trainer at each step, in nats a token. The learning rate moves the
-weights far within a few steps, so a matrix that does not take effect in the engine shows from the second gap on.
+Each run is the ordinary command with every weight sync checked (`--sync_check_every 1`); the script builds models,
+prompts and reward. It prints the difference of engine and trainer at each step, in nats per token. The weights change
+much within a few steps, so a matrix that does not take effect in the engine shows from the second number on.
 """
 
 import argparse
@@ -106,7 +106,7 @@ def command(folder: Path, args: argparse.Namespace) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("families", nargs="*", metavar="family", help=f"of {', '.join(CONFIGS)}; default: all")
+    parser.add_argument("families", nargs="*", metavar="family", help=f"any of {', '.join(CONFIGS)} (default: all)")
     parser.add_argument("--runtime", default="local")
     parser.add_argument("--param_dtype", default="bf16")
     parser.add_argument("--learning_rate", default=1e-3, type=float)

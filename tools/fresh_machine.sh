@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Runs the two commands of README.md as on a machine that has never seen the project: a clone of the last commit in a
 # folder with a space in its name, an empty HOME, an empty TMPDIR with a long path, no folder of Ray, a locale that is
-# neither English nor UTF-8, and another time zone. Takes what pip needs to reach its index, PATH and nothing else.
-# TMPDIR itself has no space: torch.compile hands paths below it to the C++ compiler without quotes.
+# neither English nor UTF-8, and another time zone. Keeps only PATH and the variables that pip needs to reach its index.
+# TMPDIR itself has no space: torch.compile passes paths below it to the C++ compiler without quotes.
 #
-#   tools/fresh_machine.sh [FOLDER]   FOLDER (default: /tmp) holds the clone, about 6 GiB; removed if all is green
-#   PYTEST=--random-order tools/fresh_machine.sh   passes flags on to pytest
+#   tools/fresh_machine.sh [FOLDER]   FOLDER (default: /tmp) holds the clone, about 6 GiB; removed if everything passes
+#   PYTEST=--random-order tools/fresh_machine.sh   passes flags to pytest
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

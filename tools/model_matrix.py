@@ -1,4 +1,4 @@
-"""Try every causal-LM family of the installed Transformers on a tiny model, and write docs/models.md from what happens.
+"""Try every causal-LM family of the installed Transformers on a tiny model, and write docs/models.md from the results.
 
 The columns are the tests of tests/models/test_architectures.py. A family that is wrong, or fails with anything but an
 error of ours, fails its test, and the page stays as it is. Arguments are passed on to pytest.
@@ -47,7 +47,7 @@ On GPUs some kernels differ: with `mamba_ssm` and `causal_conv1d` or with `fla`,
 
 
 class Recorder:
-    """What each test recorded, by family."""
+    """Results that the tests recorded, by family."""
 
     def __init__(self) -> None:
         self.families: dict[str, dict[str, str]] = defaultdict(dict)
@@ -71,7 +71,7 @@ def main() -> int:
     status = pytest.main([str(tests), "-m", "matrix or not matrix", *quiet, *sys.argv[1:]], plugins=[recorder])
     print_summary(recorder)
     if status:
-        print(f"{PAGE} stays as it is: some families are wrong or fail without a message of ours")
+        print(f"{PAGE} is not changed: some families are wrong, or fail without one of our own messages")
         return int(status)
     report_changes(PAGE.read_text(encoding="utf-8") if PAGE.exists() else "", text := page(recorder.families))
     PAGE.write_text(text, encoding="utf-8")
@@ -119,7 +119,7 @@ def page(families: dict[str, dict[str, str]]) -> str:
 
 
 class Notes:
-    """Numbered reasons, each once."""
+    """Numbered reasons; each appears once."""
 
     def __init__(self) -> None:
         self.numbers: dict[str, int] = {}
@@ -148,18 +148,18 @@ DETAILS = (
     (r"base_model\S+ and base_model\S+", "some layers"),
     (r"\s+", " "),
 )
-"""What differs from family to family and from machine to machine, and what the page says instead."""
+"""Patterns that differ between families and machines, and their replacement on the page."""
 
 
 def generic(family: str, message: str) -> str:
-    """A message that families may share."""
+    """Return the message in a form that families can share."""
     for pattern, replacement in (*DETAILS, (rf"\b{re.escape(family)}\b", "the model")):
         message = re.sub(pattern, replacement, message)
     return message.replace("the model the model", "the model").rstrip(".")
 
 
 def served_by_vllm() -> tuple[str, set[str]]:
-    """(vLLM's version, the families whose class it has)."""
+    """Return vLLM's version and the families that it implements."""
     import vllm
 
     known = set(vllm.ModelRegistry.get_supported_archs())

@@ -1,11 +1,11 @@
-"""Runs every script of examples/scripts at tiny scale on this machine and prints what ran and for how long.
+"""Run every script of examples/scripts at tiny scale on this machine, and print what ran and for how long.
 
     python tools/run_examples.py                      # make examples
     python tools/run_examples.py train_sft train_rm   # some of them
 
-A script gets its model, data and sizes through the variables that it documents; nothing in it is changed. Scripts for
-Slurm run with stand-ins for srun and scontrol that know this one node. Scripts for Docker are given a stand-in that
-prints its words. A script that is another's name goes as far as --dry_run.
+A script gets its model, data and sizes through the variables that it documents, and is not changed. Scripts for Slurm
+run with stand-ins for srun and scontrol that know only this node. Scripts for Docker get a stand-in that prints its
+arguments. A script that only calls another one runs with --dry_run.
 """
 
 import argparse
@@ -24,8 +24,8 @@ from pathlib import Path
 from tiny_examples import make_toys
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "examples" / "scripts"
-WATCHDOG = 600  # seconds for one script; none should take a quarter of it
-# Variables for all; {toys} is the folder of models and data, {work} the script's own, {port} a free port.
+WATCHDOG = 600  # seconds for one script; each should take less than a quarter of it
+# Variables of every script: {toys} is the folder of models and data, {work} the script's own, {port} a free port.
 SETTING = """
 MODEL={toys}/llama REWARD_MODEL={toys}/reward TEACHER={toys}/llama PROMPTS={toys}/prompts.jsonl PLACEHOLDER=#
 MAX_SAMPLES=8 MAX_LEN=128 TRAIN_BATCH=4 MICRO_BATCH=2 LAUNCHER='deepspeed --master_port {port} --num_gpus 1 --module'
@@ -60,7 +60,7 @@ AS_A_JOB = """
 head -c 32 /dev/urandom | base64 --wrap 0 > "$RAY_AUTH_TOKEN_PATH"
 ray start --head --port 0 --dashboard-port "$PORT" --num-gpus 0 --disable-usage-stats --block > ray.log 2>&1 &
 trap 'kill $!; wait' EXIT
-for _ in {1..50}; do  # the cluster takes jobs some time after it answers
+for _ in {1..50}; do  # the cluster accepts jobs only some time after it answers
     if ray job submit --address "http://127.0.0.1:$PORT" -- true; then break; fi
     sleep 1
 done > waiting.log 2>&1
@@ -70,7 +70,7 @@ RAY_ADDRESS="http://127.0.0.1:$PORT" "$SCRIPTS/$JOB.sh"
 
 @dataclass(frozen=True)
 class Example:
-    """How one script runs here; `program` is bash, for those that need more than to be called."""
+    """How one script runs here; `program` is Bash code for scripts that need more than a call."""
 
     name: str
     what: str
@@ -104,7 +104,7 @@ EXAMPLES = (
     Example("train_sft_moe", "SFT of experts, 2 processes", f"{ANSWERS} {TWO} MODEL={{toys}}/qwen_moe"),
     Example("train_rm", "reward model, 2 processes", f"{PAIRS} {TWO}"),
     Example("train_dpo_llama", "DPO", PAIRS),
-    Example("train_dpo_ring_llama", "DPO, 2 processes a sequence", f"{PAIRS} {TWO}"),
+    Example("train_dpo_ring_llama", "DPO, 2 processes per sequence", f"{PAIRS} {TWO}"),
     Example("train_kto_llama", "KTO", ANSWERS),
     Example("train_knowledge_distillation", "distillation", ANSWERS),
     Example("train_prm_mistral", "process reward model", f"{STEPS} MODEL={{toys}}/mistral"),
@@ -113,10 +113,10 @@ EXAMPLES = (
     Example("train_prm_best_of_n", "process reward model, vLLM, scoring", f"{STEPS} BASE={{toys}}/mistral"),
     Example("train_conditional", "scoring, SFT; Transformers generates", "ENGINE=generate"),
     Example("train_ppo_llama", "PPO on the devices of 2 launched processes, Transformers generates", TWO),
-    on_ray("train_ppo_llama_ray", "PPO, devices for each"),
+    on_ray("train_ppo_llama_ray", "PPO, each model on its own devices"),
     on_ray("train_ppo_llama_ray_34b", "the same, optimizer in host memory"),
     on_ray("train_ppo_llama_ray_70b", "the same, optimizer in host memory"),
-    on_ray("train_reinforce_llama_ray", "REINFORCE++, devices for each"),
+    on_ray("train_reinforce_llama_ray", "REINFORCE++, each model on its own devices"),
     on_ray("train_ppo_ray_hybrid_engine", "PPO on 2 shared devices", "ACTOR_GPUS=2 ENGINES=2"),
     on_ray("train_reinforce_llama_ray_hybrid_engine", "REINFORCE++ on shared devices"),
     on_ray("train_ppo_with_reward_fn", "PPO with a reward function"),
@@ -129,7 +129,7 @@ EXAMPLES = (
     as_a_job("ray_job_submit_agent", "train_reinforce_baseline_ray_agent_async"),
     Example("train_llama_slurm", "SFT through torchrun; stand-in for srun", ANSWERS),
     Example("train_ppo_ray_slurm", "PPO on a Ray that it starts; stand-in for srun"),
-    Example("ckpt_ds_zero_to_universal", "2 processes save, 1 goes on", f"{ANSWERS} {TWO}", program=UNIVERSAL),
+    Example("ckpt_ds_zero_to_universal", "2 processes save, 1 resumes", f"{ANSWERS} {TWO}", program=UNIVERSAL),
     Example("serve_remote_rm", "serves, scores one text", program=SERVE, trains=False),
     Example(
         "interactive_chat_llama",
@@ -145,15 +145,15 @@ EXAMPLES = (
     other_name("train_ppo_llama_ray_slurm", "train_ppo_ray_slurm"),
     Example("train_iterative_dpo_llama", "calls train_iterative_dpo: --help", flags="--help", trains=False),
     Example("train_conditional_llama", "calls train_conditional: --help", flags="--help", trains=False),
-    Example("docker_run", "stand-in for docker prints its words", trains=False),
+    Example("docker_run", "stand-in for docker prints its arguments", trains=False),
 )
-ONLY_READ = ("build_openrlhf", "nvidia_docker_install")  # they install; shellcheck reads them
+ONLY_READ = ("build_openrlhf", "nvidia_docker_install")  # these install software; only shellcheck reads them
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="scripts, without .sh; none runs all")
-    parser.add_argument("--folder", type=Path, help="where everything is written, kept afterwards; none is a new one")
+    parser.add_argument("names", nargs="*", help="scripts, without .sh (default: all)")
+    parser.add_argument("--folder", type=Path, help="folder for all files, which is kept (default: a new one)")
     args = parser.parse_args()
     known = {example.name: example for example in EXAMPLES}
     if unknown := [name for name in args.names if name not in known]:
@@ -178,7 +178,7 @@ def make_stand_ins(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     programs = dict(STANDS_IN)
     deepspeed = shlex.quote(str(Path(sys.executable).with_name("deepspeed")))
-    if deepspeed.startswith("'"):  # its first line names an interpreter whose path must not hold a space
+    if deepspeed.startswith("'"):  # its first line names an interpreter, whose path must not contain a space
         programs["deepspeed"] = f'exec python3 {deepspeed} "$@"'
     for name, body in programs.items():
         (folder / name).write_text(f"#!/usr/bin/env bash\n{body}\n", encoding="utf-8")
@@ -186,7 +186,7 @@ def make_stand_ins(folder: Path) -> None:
 
 
 def run(example: Example, folder: Path) -> str:
-    """What went wrong, or nothing."""
+    """Run a script; return what went wrong, or an empty string."""
     work = folder / example.name
     work.mkdir()
     with tempfile.TemporaryDirectory(
@@ -206,13 +206,13 @@ def run(example: Example, folder: Path) -> str:
 
 
 def surroundings(folder: Path) -> dict[str, str]:
-    """This environment with the stand-ins and this interpreter first, and without what would point to another Ray."""
+    """Return this environment with stand-ins and this interpreter first on PATH, without variables of another Ray."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "SLURM_"))}
     return kept | {"PATH": f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
 
 def execute(command: str, environment: dict[str, str], work: Path, log: object) -> int:
-    """The exit code; whatever the script left running ends with it."""
+    """Return the exit code; kill all processes that the script left."""
     script = subprocess.Popen(
         ["bash", "-euo", "pipefail", "-c", command],
         env=environment,

@@ -1,4 +1,4 @@
-"""Models and data small enough for every script of examples/scripts, under the names that the scripts look for."""
+"""Tiny models and data for every script of examples/scripts, under the names that the scripts expect."""
 
 import json
 import random
@@ -25,7 +25,7 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
 )
-SHAPE = dict(  # heads as wide as vLLM's attention on a CPU wants them
+SHAPE = dict(  # heads wide enough for vLLM's attention on a CPU
     hidden_size=64,
     intermediate_size=128,
     num_hidden_layers=2,
@@ -62,7 +62,7 @@ def make_toys(folder: Path) -> None:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character."""
+    """Return a tokenizer with one token per character."""
     vocabulary = {token: number for number, token in enumerate(["</s>", "<pad>", *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=" "))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
@@ -80,7 +80,7 @@ def save_model(folder: Path, tokenizer: PreTrainedTokenizerFast, config: Any, ki
 
 
 def make_rows(chance: random.Random) -> dict[str, list[dict[str, Any]]]:
-    """Each row has the fields of every script that may read it, by the names that those take by default."""
+    """Write rows that have the fields of every script that may read them, under the default names."""
 
     def word() -> str:
         return "".join(chance.choice(LETTERS) for _ in range(chance.randint(2, 6)))
