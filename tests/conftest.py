@@ -1,4 +1,11 @@
-"""Setup of the whole suite: an environment without the user's settings, and files spread over worker processes."""
+"""Setup of the whole suite: an environment without the user's settings, and files spread over worker processes.
+
+`tests/` mirrors `openrlhf/`: a test is in the folder of its subject, and its file is named after the module or the
+behaviour. File names are unique across folders, because pytest imports test files by their base name. Helpers are
+imported from the `tests` package: `tiny` (models and tokenizers), `toy_data` (datasets), `commands` (run a command,
+read its files), `rl/toy_task` (an RL task), `plain_transformers` (independent numbers), `warm` (start processes
+quickly).
+"""
 
 import os
 import shutil

@@ -48,23 +48,23 @@ STREAMS = 3  # descriptors 0 to 2: standard input, output and error
 
 def run(address: str, argv: list[str]) -> None:
     """Run a program as a client; end with its exit code or signal."""
-    woken, waking = socket.socketpair()  # signals write to it, so one that arrives before `select` is not lost
-    waking.setblocking(False)
-    signal.set_wakeup_fd(waking.fileno())
-    for number in (*FORWARDED, KILL):
-        signal.signal(number, lambda *_: None)
-    line = socket.socket(socket.AF_UNIX)
-    line.connect(address)
-    facts = {"argv": argv, "environ": dict(os.environ), "folder": os.getcwd(), "executable": sys.executable}
-    task = json.dumps(facts).encode()
+    wakeup, wakeup_sender = socket.socketpair()  # signals write to it, so one that arrives before `select` is not lost
+    wakeup_sender.setblocking(False)
+    signal.set_wakeup_fd(wakeup_sender.fileno())
+    for signum in (*FORWARDED, KILL):
+        signal.signal(signum, lambda *_: None)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(address)
+    request = {"argv": argv, "environ": dict(os.environ), "folder": os.getcwd(), "executable": sys.executable}
+    task = json.dumps(request).encode()
     streams = array.array("i", range(STREAMS))
-    line.sendmsg([LENGTH.pack(len(task))], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
-    line.sendall(task)
-    (program,) = LENGTH.unpack(receive(line, LENGTH.size))
-    while line not in (ready := select.select([line, woken], [], [])[0]):
-        for number in woken.recv(4096) if woken in ready else ():
-            os.kill(program, signal.SIGKILL if number == KILL else number)
-    (status,) = LENGTH.unpack(receive(line, LENGTH.size))
+    connection.sendmsg([LENGTH.pack(len(task))], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
+    connection.sendall(task)
+    (pid,) = LENGTH.unpack(receive(connection, LENGTH.size))
+    while connection not in (ready := select.select([connection, wakeup], [], [])[0]):
+        for signum in wakeup.recv(4096) if wakeup in ready else ():
+            os.kill(pid, signal.SIGKILL if signum == KILL else signum)
+    (status,) = LENGTH.unpack(receive(connection, LENGTH.size))
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
         if -code in FORWARDED:
@@ -73,14 +73,14 @@ def run(address: str, argv: list[str]) -> None:
     os._exit(code)
 
 
-def receive(line: socket.socket, size: int) -> bytes:
-    found = b""
-    while len(found) < size:
-        more = line.recv(size - len(found))
-        if not more:
+def receive(connection: socket.socket, size: int) -> bytes:
+    received = b""
+    while len(received) < size:
+        chunk = connection.recv(size - len(received))
+        if not chunk:
             raise EOFError
-        found += more
-    return found
+        received += chunk
+    return received
 
 
 class Server:
@@ -91,26 +91,26 @@ class Server:
         self.listener.bind(address)
         self.listener.listen()
         self.clients: dict[int, socket.socket] = {}  # by pid of the program
-        self.choice = selectors.DefaultSelector()
-        self.choice.register(self.listener, selectors.EVENT_READ)
-        self.woken, waking = socket.socketpair()  # SIGCHLD writes to it
-        for end in (self.woken, waking):
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(self.listener, selectors.EVENT_READ)
+        self.wakeup, wakeup_sender = socket.socketpair()  # SIGCHLD writes to it
+        for end in (self.wakeup, wakeup_sender):
             end.setblocking(False)
-        self.waking = waking
+        self.wakeup_sender = wakeup_sender
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the terminal is for pytest; the server ends with it
-        signal.set_wakeup_fd(waking.fileno(), warn_on_full_buffer=False)
-        self.choice.register(self.woken, selectors.EVENT_READ)
+        signal.set_wakeup_fd(wakeup_sender.fileno(), warn_on_full_buffer=False)
+        self.selector.register(self.wakeup, selectors.EVENT_READ)
         self.owner = os.pidfd_open(owner)
-        self.choice.register(self.owner, selectors.EVENT_READ)
+        self.selector.register(self.owner, selectors.EVENT_READ)
 
     def serve(self) -> list[str]:
         while True:
-            for key, _ in self.choice.select():
+            for key, _ in self.selector.select():
                 if key.fileobj == self.owner:
-                    self.end()
-                elif key.fileobj is self.woken:
-                    self.woken.recv(4096)
+                    self.stop()
+                elif key.fileobj is self.wakeup:
+                    self.wakeup.recv(4096)
                     self.reap()
                 elif key.fileobj is self.listener:
                     argv = self.accept()
@@ -127,50 +127,50 @@ class Server:
         head, rights, _, _ = client.recvmsg(LENGTH.size, socket.CMSG_SPACE(size))
         streams = array.array("i", rights[0][2][:size])
         task = json.loads(receive(client, *LENGTH.unpack(head)))
-        program = os.fork()
-        if program == 0:
-            self.leave(client)
+        pid = os.fork()
+        if pid == 0:
+            self.close_in_program(client)
             return prepare(task, streams)
         for stream in streams:
             os.close(stream)
-        self.clients[program] = client
-        self.choice.register(client, selectors.EVENT_READ, program)
-        client.sendall(LENGTH.pack(program))
+        self.clients[pid] = client
+        self.selector.register(client, selectors.EVENT_READ, pid)
+        client.sendall(LENGTH.pack(pid))
         return None
 
-    def leave(self, *others: socket.socket) -> None:
+    def close_in_program(self, *others: socket.socket) -> None:
         """Close everything that belongs to the server, in a forked program."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        self.choice.close()
+        self.selector.close()
         os.close(self.owner)
-        for one in (self.listener, self.woken, self.waking, *self.clients.values(), *others):
-            one.close()
+        for resource in (self.listener, self.wakeup, self.wakeup_sender, *self.clients.values(), *others):
+            resource.close()
 
     def reap(self) -> None:
         with suppress(ChildProcessError):  # no child is left
-            while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
-                self.forget(*ended)
+            while (child := os.waitpid(-1, os.WNOHANG)) != (0, 0):
+                self.forget(*child)
 
-    def forget(self, program: int, status: int | None = None) -> None:
-        client = self.clients.pop(program, None)
+    def forget(self, pid: int, status: int | None = None) -> None:
+        client = self.clients.pop(pid, None)
         if client is None:
             return
-        self.choice.unregister(client)
+        self.selector.unregister(client)
         with client, suppress(OSError):  # the client may have ended
             if status is not None:
                 client.sendall(LENGTH.pack(status))
 
-    def end(self) -> None:
-        for program in self.clients:
-            os.kill(program, signal.SIGKILL)
+    def stop(self) -> None:
+        for pid in self.clients:
+            os.kill(pid, signal.SIGKILL)
         os._exit(0)
 
 
 def prepare(task: dict, streams: array.array) -> list[str]:
     """Make this fork look like a new interpreter: streams, environment, folder, import path, random state."""
-    for place, stream in enumerate(streams):
-        os.dup2(stream, place)
+    for descriptor, stream in enumerate(streams):
+        os.dup2(stream, descriptor)
         os.close(stream)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     encoding = task["environ"].get("PYTHONIOENCODING", "utf-8")
@@ -179,11 +179,11 @@ def prepare(task: dict, streams: array.array) -> list[str]:
     os.chdir(task["folder"])
     sys.executable = task["executable"]
     sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), encoding)
-    out, error = (io.BufferedWriter(io.FileIO(place, "w", closefd=False)) for place in (1, 2))
+    out, error = (io.BufferedWriter(io.FileIO(descriptor, "w", closefd=False)) for descriptor in (1, 2))
     sys.stdout = io.TextIOWrapper(out, encoding, line_buffering=os.isatty(1))
     sys.stderr = io.TextIOWrapper(error, encoding, "backslashreplace", line_buffering=True)
-    given = [path for path in task["environ"].get("PYTHONPATH", "").split(os.pathsep) if path]
-    sys.path[:] = [*given, *(path for path in sys.path[1:] if path not in given)]
+    python_path = [path for path in task["environ"].get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:] = [*python_path, *(path for path in sys.path[1:] if path not in python_path)]
     if "numpy" in sys.modules:  # the module `random` reseeds itself after a fork
         sys.modules["numpy"].random.seed()
     return task["argv"][task["argv"][0] == "-u" :]
@@ -200,7 +200,7 @@ def finish(argv: list[str]) -> None:
     if not (code is None or isinstance(code, int)):
         sys.stderr.write(f"{code}\n")
         code = 1
-    leave(code or 0)
+    exit_process(code or 0)
 
 
 def fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -208,10 +208,10 @@ def fail(kind: type[BaseException], error: BaseException, trace: TracebackType |
     if issubclass(kind, KeyboardInterrupt):
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
-    leave(1)
+    exit_process(1)
 
 
-def leave(code: int) -> None:
+def exit_process(code: int) -> None:
     """Exit without tearing down the interpreter, which would take longer than many programs run."""
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.current_thread():

@@ -81,11 +81,11 @@ def test_the_progress_bar_shows_the_step_and_lines_are_printed_above_it(capsys):
     with Monitor(total_steps=4, first_step=2) as monitor:
         monitor.advance({"loss": 0.123456, "tok/s": 1000.0})
         monitor.tell("a line")
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert "3/4" in said.err
-    assert "loss=0.1235, tok/s=1000" in said.err
-    assert "openrlhf: a line\n" in said.err
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "3/4" in captured.err
+    assert "loss=0.1235, tok/s=1000" in captured.err
+    assert "openrlhf: a line\n" in captured.err
 
 
 def test_time_outside_steps_is_excluded_from_the_rate():

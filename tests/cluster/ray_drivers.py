@@ -55,7 +55,7 @@ def report_placement(flags):
     def report(seats):
         workers = [Worker.options(**seat.options).remote() for seat in seats]
         found = ray.get([worker.look.remote() for worker in workers])
-        return [one | {"told": seat.node} for one, seat in zip(found, seats, strict=True)]
+        return [one | {"assigned_node": seat.node} for one, seat in zip(found, seats, strict=True)]
 
     def our_handler(*_):
         """Stand for the handler with which a run ends on SIGTERM."""

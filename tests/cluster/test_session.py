@@ -42,7 +42,7 @@ def test_a_group_spans_its_nodes_and_an_engine_sees_all_its_own_devices(two_node
     assert [(one["RANK"], one["WORLD_SIZE"], one["LOCAL_RANK"]) for one in ranks] == [("0", "2", "0"), ("1", "2", "0")]
     assert len({(one["MASTER_ADDR"], one["MASTER_PORT"]) for one in ranks}) == 1
     assert ranks[0]["node"] != ranks[1]["node"]
-    assert all(one["node"] == one["told"] for one in [*ranks, engine])
+    assert all(one["node"] == one["assigned_node"] for one in [*ranks, engine])
     assert {one["TORCH_CPP_LOG_LEVEL"] for one in [*ranks, engine]} == {"ERROR"}
     beside = [one["CUDA_VISIBLE_DEVICES"] for one in ranks if one["node"] == engine["node"]]
     assert sorted([*engine["CUDA_VISIBLE_DEVICES"].split(","), *beside]) == ["0", "1", "2"]

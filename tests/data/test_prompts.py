@@ -56,9 +56,9 @@ def test_text_becomes_a_users_message(records, letters):
 def test_long_prompts_are_dropped_and_counted(records, letters, capsys):
     (short,) = make_prompts(records({"input": "abcdefgh"}, {"input": "xy"}), letters, budget=3)
     assert (short.index, short.text) == (0, "xy")
-    said = capsys.readouterr().err
-    assert "1 of 2 prompts are longer than the 3 tokens that --prompt_max_len 3 leaves them, and are dropped" in said
-    assert "--prompt_max_len 8 would keep all" in said
+    stderr = capsys.readouterr().err
+    assert "1 of 2 prompts are longer than the 3 tokens that --prompt_max_len 3 leaves them, and are dropped" in stderr
+    assert "--prompt_max_len 8 would keep all" in stderr
 
 
 def test_a_budget_that_drops_almost_every_prompt_is_rejected(records, letters):

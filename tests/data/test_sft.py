@@ -54,7 +54,7 @@ def test_plain_rows_need_an_output_key(records):
         ({"input": [user("one")], "output": [assistant("two")]}, {"output_key": "output"}),
         ({"input": [user("one")], "output": "two"}, {"output_key": "output"}),
         ({"input": [user("one"), assistant("two")]}, {}),
-        ({"talk": [{"from": "human", "value": "one"}, {"from": "gpt", "value": "two"}]}, {"input_key": "talk"}),
+        ({"chat": [{"from": "human", "value": "one"}, {"from": "gpt", "value": "two"}]}, {"input_key": "chat"}),
     ],
 )
 @pytest.mark.parametrize("chat_template", [STABLE, MARKING, REWRITING])

@@ -15,8 +15,8 @@ def run_agent(base_url, api_key, prompt, label):
     client = OpenAI(base_url=base_url, api_key=api_key)
     messages = [{"role": "user", "content": prompt}]
     for more in ("and?", None):
-        said = client.chat.completions.create(model="policy", messages=messages).choices[0].message
-        messages += [said, {"role": "user", "content": more}]
+        reply = client.chat.completions.create(model="policy", messages=messages).choices[0].message
+        messages += [reply, {"role": "user", "content": more}]
     letters = [message.content for message in messages[1::2]]
     return {"reward": sum(letter.islower() for text in letters for letter in text) / 8, "extra_logs": {"turns": 2}}
 """
@@ -42,10 +42,10 @@ def test_conversations_of_an_openai_client_are_trained_on(tmp_path, models):
     tokenizer = make_tokenizer()
     for row in read_rollouts(ran, 1):
         text = tokenizer.decode(row["input_ids"])
-        acted = [token for token, mask in zip(row["input_ids"], row["action_mask"], strict=True) if mask]
-        heard = [token for token, mask in zip(row["input_ids"], row["action_mask"], strict=True) if not mask]
+        action_ids = [token for token, mask in zip(row["input_ids"], row["action_mask"], strict=True) if mask]
+        other_ids = [token for token, mask in zip(row["input_ids"], row["action_mask"], strict=True) if not mask]
         assert text.startswith(f"<u>{row['prompt']['text']}<a>")
-        assert tokenizer.decode(heard).replace("</s>", "") == f"<u>{row['prompt']['text']}<a><u>and?<a>"
-        assert 2 <= len(acted) <= 12
+        assert tokenizer.decode(other_ids).replace("</s>", "") == f"<u>{row['prompt']['text']}<a><u>and?<a>"
+        assert 2 <= len(action_ids) <= 12
     before, after = load_file(f"{models()}/model.safetensors"), load_file(ran.save_path / "model.safetensors")
     assert any(not torch.equal(before[name], after[name]) for name in before)

@@ -18,7 +18,7 @@ class ShardedModel:
         self.events = []
 
     def most_rounds(self, count):
-        self.events.append("asked")
+        self.events.append("agreed")
         return max(count, self.other_rounds)
 
 
@@ -45,4 +45,4 @@ def test_a_process_with_fewer_micro_batches_repeats_one_and_discards_the_result(
 def test_processes_agree_before_the_first_forward():
     model = ShardedModel(4)  # agreeing in between would wait for processes that are in a forward
     run_rounds(model)
-    assert model.events == ["asked", *["ran"] * 4]
+    assert model.events == ["agreed", *["ran"] * 4]

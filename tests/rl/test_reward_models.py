@@ -31,11 +31,11 @@ from openrlhf.utils.agent import AgentExecutorBase
 class AgentExecutor(AgentExecutorBase):
     async def execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine):
         ids = hf_tokenizer.encode(prompt, add_special_tokens=False)
-        drawn = (await llm_engine.generate(ids, sampling_params)).outputs[0].token_ids
+        sampled = (await llm_engine.generate(ids, sampling_params)).outputs[0].token_ids
         return {
-            "observation_tokens": ids + drawn,
-            "action_ranges": [(len(ids), len(ids) + len(drawn))],
-            "reward": 7.0 if drawn[0] % 2 else None,
+            "observation_tokens": ids + sampled,
+            "action_ranges": [(len(ids), len(ids) + len(sampled))],
+            "reward": 7.0 if sampled[0] % 2 else None,
         }
 """
 PPO = {"advantage_estimator": "gae", "init_kl_coef": 0.05}
@@ -170,9 +170,9 @@ def test_rewards_are_normalised_with_the_models_saved_statistics(train_ppo, rewa
     expected = [(reward - saved["mean"]) / saved["std"] for reward in rewards(plain)]
     assert rewards(normal) == pytest.approx(expected, rel=1e-4, abs=1e-5)
     train_ppo("critic", **flags, **PPO)  # the critic starts from the reward model
-    said = capsys.readouterr().err
-    assert "no mean and std" not in said
-    assert "another tokenizer" not in said
+    stderr = capsys.readouterr().err
+    assert "no mean and std" not in stderr
+    assert "another tokenizer" not in stderr
 
 
 NORMALISED = {"normalize_reward": True}

@@ -58,14 +58,14 @@ def finish(tmp_path, flags):
     return FinishedRun(tmp_path / name, tmp_path / f"{name}_ckpt")
 
 
-def assert_same(resumed, untouched):
+def assert_same(resumed, uninterrupted):
     """Compare weights, metrics and the whole last checkpoint."""
-    assert resumed.metrics == untouched.metrics
-    (weights,) = (path.name for path in untouched.save_path.glob("*model.safetensors"))
-    assert (resumed.save_path / weights).read_bytes() == (untouched.save_path / weights).read_bytes()
-    last = (untouched.ckpt_path / "latest").read_text()
+    assert resumed.metrics == uninterrupted.metrics
+    (weights,) = (path.name for path in uninterrupted.save_path.glob("*model.safetensors"))
+    assert (resumed.save_path / weights).read_bytes() == (uninterrupted.save_path / weights).read_bytes()
+    last = (uninterrupted.ckpt_path / "latest").read_text()
     assert (resumed.ckpt_path / "latest").read_text() == last
-    ours, theirs = (ran.ckpt_path / last for ran in (resumed, untouched))
+    ours, theirs = (ran.ckpt_path / last for ran in (resumed, uninterrupted))
     names = sorted(path.relative_to(theirs) for path in theirs.rglob("*.safetensors"))
     assert len(names) >= 3
     for name in names:
@@ -77,46 +77,47 @@ def assert_same(resumed, untouched):
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
 def test_a_killed_run_resumes_like_an_uninterrupted_one(kind, tmp_path, case):
-    untouched = finish(tmp_path, case(kind, "untouched"))
+    uninterrupted = finish(tmp_path, case(kind, "untouched"))
     process = start_command(tmp_path, "train_ppo", case(kind, "killed"))
     wait_until(process, (tmp_path / "killed_ckpt" / "global_step3").exists)
     kill(process.pid)
     assert process.wait(DEADLINE) == -signal.SIGKILL
     resumed = finish(tmp_path, case(kind, "killed", load_checkpoint=True))
-    assert len(untouched.train("reward")) == STEPS
-    assert_same(resumed, untouched)
+    assert len(uninterrupted.train("reward")) == STEPS
+    assert_same(resumed, uninterrupted)
 
 
 @pytest.mark.parametrize("kind", CASES)
 def test_every_checkpoint_leads_to_the_same_result(kind, tmp_path, case):
-    untouched = finish(tmp_path, case(kind, "untouched", save_steps=1))
-    steps = len(untouched.train("reward"))
+    uninterrupted = finish(tmp_path, case(kind, "untouched", save_steps=1))
+    steps = len(uninterrupted.train("reward"))
     assert steps > 3
     for step in (1, steps // 2, steps - 1, steps):
         root = tmp_path / f"from{step}_ckpt"
-        shutil.copytree(untouched.ckpt_path / f"global_step{step}", root / f"global_step{step}")
+        shutil.copytree(uninterrupted.ckpt_path / f"global_step{step}", root / f"global_step{step}")
         (root / "latest").write_text(f"global_step{step}")
         (tmp_path / f"from{step}" / "run").mkdir(parents=True)
-        shutil.copy(untouched.save_path / "run" / "metrics.jsonl", tmp_path / f"from{step}" / "run")
+        shutil.copy(uninterrupted.save_path / "run" / "metrics.jsonl", tmp_path / f"from{step}" / "run")
         resumed = finish(tmp_path, case(kind, f"from{step}", load_checkpoint=True, save_steps=1))
-        assert_same(resumed, untouched)
+        assert_same(resumed, uninterrupted)
 
 
 def test_a_stopped_run_leaves_a_checkpoint_and_prints_the_resume_command(tmp_path, case):
-    untouched = finish(tmp_path, case("async", "untouched", num_episodes=3))
-    process = start_command(tmp_path, "train_ppo", case("async", "asked", num_episodes=3, save_steps=-1))
-    metrics = tmp_path / "asked" / "run" / "metrics.jsonl"
+    uninterrupted = finish(tmp_path, case("async", "untouched", num_episodes=3))
+    process = start_command(tmp_path, "train_ppo", case("async", "stopped", num_episodes=3, save_steps=-1))
+    metrics = tmp_path / "stopped" / "run" / "metrics.jsonl"
     wait_until(process, lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 2)
     process.terminate()
     assert process.wait(DEADLINE) == 130
 
     stderr = (tmp_path / "stderr.txt").read_text()
-    (folder,) = (path.name for path in (tmp_path / "asked_ckpt").iterdir() if path.is_dir())  # no partial checkpoint
+    (folder,) = (path.name for path in (tmp_path / "stopped_ckpt").iterdir() if path.is_dir())  # no partial checkpoint
     assert "openrlhf: stopping after this step, with a checkpoint" in stderr
-    assert f"asked_ckpt/{folder} holds everything: the same command with --load_checkpoint goes on from there" in stderr
+    resume = "the same command with --load_checkpoint goes on from there"
+    assert f"stopped_ckpt/{folder} holds everything: {resume}" in stderr
     assert "Traceback" not in stderr
-    assert not (tmp_path / "asked" / "config.json").exists()
-    assert_same(finish(tmp_path, case("async", "asked", num_episodes=3, load_checkpoint=True)), untouched)
+    assert not (tmp_path / "stopped" / "config.json").exists()
+    assert_same(finish(tmp_path, case("async", "stopped", num_episodes=3, load_checkpoint=True)), uninterrupted)
 
 
 def test_a_stop_without_checkpoints_says_that_the_run_cannot_resume(tmp_path, case):

@@ -48,9 +48,9 @@ def test_engine_and_trainer_agree_in_every_mode(mode, train_ppo):
         assert all(step - 1 - bound <= row["version"] < step for row in samples)
         if bound == 0:
             apart = [
-                abs(drawn - own)
+                abs(sampled - own)
                 for row in samples
-                for drawn, own, acts in zip(
+                for sampled, own, acts in zip(
                     row["rollout_log_probs"], row["old_log_probs"], row["action_mask"], strict=True
                 )
                 if acts

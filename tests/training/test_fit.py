@@ -32,8 +32,8 @@ def folder(tmp_path_factory):
 
 
 def rows(count, seed=0, length=6):
-    chance = np.random.default_rng(seed)
-    ids = [chance.integers(2, NAN_TOKEN, length).astype(np.int32) for _ in range(count)]
+    rng = np.random.default_rng(seed)
+    ids = [rng.integers(2, NAN_TOKEN, length).astype(np.int32) for _ in range(count)]
     return [TokenRow(row, np.arange(length) >= 2) for row in ids]
 
 

@@ -56,8 +56,8 @@ def make_backend(folder, dtype=torch.float16, *, lora=0):
 
 
 def batch(seed=0):
-    chance = np.random.default_rng(seed)
-    rows = [TokenRow(chance.integers(2, VOCAB, 9).astype(np.int32), np.arange(9) >= 2) for _ in range(4)]
+    rng = np.random.default_rng(seed)
+    rows = [TokenRow(rng.integers(2, VOCAB, 9).astype(np.int32), np.arange(9) >= 2) for _ in range(4)]
     return collate(rows, packing=False, pad_id=1)
 
 

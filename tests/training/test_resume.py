@@ -75,21 +75,22 @@ def test_a_killed_run_resumes_like_an_uninterrupted_one(kind, tmp_path, case):
 @pytest.mark.parametrize(("kind", "number"), [("sft", signal.SIGINT), ("dpo", signal.SIGTERM)], ids=["int", "term"])
 def test_a_stopped_run_leaves_a_checkpoint_and_prints_the_resume_command(kind, number, tmp_path, case):
     uninterrupted = finish(tmp_path, *case(kind, "untouched", **LONG))
-    process = start_command(tmp_path, *case(kind, "asked", save_steps=-1, **LONG))
-    metrics = tmp_path / "asked" / "run" / "metrics.jsonl"
+    process = start_command(tmp_path, *case(kind, "stopped", save_steps=-1, **LONG))
+    metrics = tmp_path / "stopped" / "run" / "metrics.jsonl"
     wait_until(process, lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 2)
     process.send_signal(number)
     assert process.wait(DEADLINE) == 130
 
     stderr = (tmp_path / "stderr.txt").read_text()
-    (folder,) = (path.name for path in (tmp_path / "asked_ckpt").iterdir() if path.is_dir())  # no partial checkpoint
-    assert (tmp_path / "asked_ckpt" / "latest").read_text() == folder
+    (folder,) = (path.name for path in (tmp_path / "stopped_ckpt").iterdir() if path.is_dir())  # no partial checkpoint
+    assert (tmp_path / "stopped_ckpt" / "latest").read_text() == folder
     assert "openrlhf: stopping after this step, with a checkpoint" in stderr
-    assert f"asked_ckpt/{folder} holds everything: the same command with --load_checkpoint goes on from there" in stderr
+    resume = "the same command with --load_checkpoint goes on from there"
+    assert f"stopped_ckpt/{folder} holds everything: {resume}" in stderr
     assert "Traceback" not in stderr
-    assert not (tmp_path / "asked" / "config.json").exists()
+    assert not (tmp_path / "stopped" / "config.json").exists()
 
-    resumed = finish(tmp_path, *case(kind, "asked", load_checkpoint=True, **LONG))
+    resumed = finish(tmp_path, *case(kind, "stopped", load_checkpoint=True, **LONG))
     assert_same(resumed, uninterrupted, CASES[kind][-1])
 
 

@@ -45,17 +45,17 @@ def networks(tmp_path_factory):
 @pytest.fixture(scope="module")
 def samples():
     """Seven samples of uneven length; the third has environment tokens between its turns."""
-    chance = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     items, arrays = [], []
     for length in (9, 4, 12, 3, 7, 5, 10):
         mask = np.arange(length) >= 2
         if length == 12:
             mask[5:8] = False
-        ids = tuple(chance.integers(2, 60, length).tolist())
+        ids = tuple(rng.integers(2, 60, length).tolist())
         items.append(Trajectory(Prompt(0, "", ids[:2]), ids, tuple(mask.tolist()), (), 0.0, 0.0, False, 0))
-        own = {name: chance.normal(size=length) for name in ("advantages", "returns", "old_values")}
+        own = {name: rng.normal(size=length) for name in ("advantages", "returns", "old_values")}
         for name in ("old_log_probs", "reference_log_probs", "rollout_log_probs"):
-            own[name] = -4.4 + 0.3 * chance.normal(size=length)
+            own[name] = -4.4 + 0.3 * rng.normal(size=length)
         arrays.append(own)
     tensors = {name: stack([own[name].tolist() for own in arrays], torch.float32) for name in arrays[0]}
     return Experience(trajectories=items, tokens=RolloutTokens.of(items, 1), metrics={}, kl=None, **tensors)
