@@ -38,7 +38,9 @@ class TableWorkers:
         def look_up(table, expected):
             return [table[batch.input_ids] for batch in batches] if expected else None
 
-        return BatchScores(look_up(LOG_PROBS, log_probs), look_up(REFERENCE, self.reference), look_up(VALUES, self.critic))
+        return BatchScores(
+            look_up(LOG_PROBS, log_probs), look_up(REFERENCE, self.reference), look_up(VALUES, self.critic)
+        )
 
     async def rewards(self, trajectories):
         return self.given
