@@ -1,7 +1,7 @@
 """Fixtures for tests that run commands.
 
 A fixture is visible below the conftest.py that holds it, and several folders run commands, so the fixtures are defined
-here and the conftest.py of each such folder imports them. Those with `autouse` apply to every test in the folder.
+here and the conftest.py of each such folder imports them. `own_folder` applies to every test in the folder.
 """
 
 import sys
@@ -9,7 +9,6 @@ from functools import cache
 
 import datasets
 import pytest
-import torch
 
 from tests.commands import FAST, FinishedRun, run_command
 from tests.tiny import make_model
@@ -32,15 +31,6 @@ def wandb_offline(tmp_path, monkeypatch):
     """Run Weights & Biases without a network, with its files in the test's folder."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Compute on one thread: tensors this small are slower on several."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

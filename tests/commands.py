@@ -1,8 +1,8 @@
 """Run our commands in tests: in the test's own process, as a process, or as two ranks; and read what they wrote.
 
 `run_command` is the default: it calls the command's `main` directly, so errors and coverage stay in the test. Use
-`start_command` if the test sends signals, and `start_two_ranks` for data-parallel training. Both
-start warm, see tests.warm.
+`start_command` if the test sends signals, and `start_two_ranks` or `torchrun` for several ranks.
+These processes start warm, see tests.warm.
 """
 
 import json
@@ -54,12 +54,24 @@ def start_command(folder, command, flags):
         return subprocess.Popen(words, cwd=folder, stderr=stderr, env=command_environ())
 
 
+def torchrun(ranks):
+    """Return the words that start `python ...` in this many processes of this machine, each of them warm."""
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", free_port()]
+    return [sys.executable, *launcher, "--no-python", *warm_python()]
+
+
+def run_processes(words):
+    """Run a launcher in the repository until its processes end; fail with their output if one fails."""
+    environ = command_environ(DS_ACCELERATOR="cpu", PYTHONFAULTHANDLER="1")
+    done = subprocess.run(words, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=DEADLINE, check=False)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-15000:]
+
+
 def start_two_ranks(folder, *words):
     """Start `python WORDS` twice under torchrun; all output is appended to output.txt in the folder."""
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port(), "--no-python"]
     with (folder / "output.txt").open("a") as output:
         return subprocess.Popen(
-            [sys.executable, *launcher, *warm_python(), *words],
+            [*torchrun(2), *words],
             cwd=folder,
             stdout=output,
             stderr=output,

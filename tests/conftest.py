@@ -10,6 +10,7 @@ quickly).
 import os
 import shutil
 import signal
+import sys
 import tempfile
 
 import pytest
@@ -46,6 +47,18 @@ def pytest_xdist_auto_num_workers():
     """Use one worker per core plus one, since some tests wait; fewer if memory is short."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 30
     return max(1, min(len(os.sched_getaffinity(0)) + 1, memory // GIB_PER_WORKER, MOST_WORKERS))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Compute on one thread: tensors this small are slower on several. Light tests do not import torch."""
+    torch = sys.modules.get("torch")
+    before = torch.get_num_threads() if torch else 1
+    if torch:
+        torch.set_num_threads(1)
+    yield
+    if torch:
+        torch.set_num_threads(before)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -3,6 +3,7 @@
 The tokenizer has one token per character, and the decoders have a few thousand parameters with random weights.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -56,17 +57,21 @@ CONFIGS = {
 }
 
 
-def make_tokenizer(*, pad_is_eos: bool = False) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per character; EOS is </s>, and padding is <pad> or EOS itself."""
-    special = ["</s>"] if pad_is_eos else ["</s>", "<pad>"]
-    vocabulary = {token: number for number, token in enumerate([*special, *CHARACTERS])}
+def character_tokenizer(tokens: Sequence[str], *, eos: str, pad: str) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with these tokens, numbered in order, one per character; unknown characters become `?`."""
+    vocabulary = {token: number for number, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    pad = "</s>" if pad_is_eos else "<pad>"
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token=pad)
-    fast.chat_template = CHAT_TEMPLATE
-    return fast
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos, pad_token=pad)
+
+
+def make_tokenizer(*, pad_is_eos: bool = False) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with one token per character; EOS is </s>, and padding is <pad> or EOS itself."""
+    special = ["</s>"] if pad_is_eos else ["</s>", "<pad>"]
+    tokenizer = character_tokenizer([*special, *CHARACTERS], eos="</s>", pad=special[-1])
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
 
 
 def make_model(folder: Path, kind: str = "llama", *, pad_is_eos: bool = False, seed: int = 0, **shape: object) -> str:

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from tests.cluster.ray_machine import end, make_machine
-from tests.command_fixtures import models, one_thread, own_folder, train, wandb_offline  # noqa: F401
+from tests.command_fixtures import models, own_folder, train, wandb_offline  # noqa: F401
 
 
 @pytest.fixture

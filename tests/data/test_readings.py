@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from openrlhf.data.readings import Texts
 from openrlhf.types import Prompt, Trajectory
-from tests.tiny import make_tokenizer
+from tests.tiny import character_tokenizer, make_tokenizer
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 MERGES = [("a", "b"), ("ab", "#"), ("#", "c")]
@@ -24,11 +24,7 @@ def byte_tokenizer():
 
 def letter_tokenizer():
     """Return a tokenizer with one token per character, including `#`, and another EOS."""
-    vocabulary = {token: number for number, token in enumerate(["<end>", "?", *"#abcdxyz好é"])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
+    return character_tokenizer(["<end>", "?", *"#abcdxyz好é"], eos="<end>", pad="<end>")
 
 
 POLICY, OWN = byte_tokenizer(), letter_tokenizer()

@@ -6,14 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedTokenizerFast,
 )
 
 from openrlhf.models.forward import Scores, TargetLogits
@@ -21,7 +19,7 @@ from openrlhf.rollout.hf import HFEngine
 from openrlhf.training.local import LocalFrozen
 from tests.commands import FAST, FinishedRun, run_command
 from tests.rl.toy_task import SMALL, make_prompts, read_rollouts
-from tests.tiny import CHARACTERS, SHAPE
+from tests.tiny import CHARACTERS, SHAPE, character_tokenizer
 from tests.toy_data import PAIRS, STEPS, pairs, steps, write_rows
 
 AGENT = """
@@ -75,17 +73,9 @@ def process_model(tmp_path, models):
     return "./prm"
 
 
-def other_tokenizer():
-    """Return a tokenizer of the same characters with other ids and another EOS."""
-    vocabulary = {token: number for number, token in enumerate(["<pad>", "<end>", *reversed(CHARACTERS)])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>")
-
-
 def other_model(folder):
-    tokenizer = other_tokenizer()
+    """Make a model whose tokenizer has the same characters with other ids, and another EOS."""
+    tokenizer = character_tokenizer(["<pad>", "<end>", *reversed(CHARACTERS)], eos="<end>", pad="<pad>")
     torch.manual_seed(3)
     config = LlamaConfig(**SHAPE, vocab_size=len(tokenizer), eos_token_id=1, bos_token_id=None, pad_token_id=0)
     LlamaForCausalLM(config).save_pretrained(folder)

@@ -6,15 +6,6 @@ from openrlhf.models.forward import Network
 from tests.tiny import make_model, make_tokenizer
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Tensors this small are faster on one thread than on several."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="session")
 def tokenizer():
     return make_tokenizer()

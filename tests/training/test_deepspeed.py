@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,8 +18,8 @@ from openrlhf.config.sections.training import ShardingFlags
 from openrlhf.models.forward import LogProbs
 from openrlhf.models.plain import checkpoint_places, load_weights
 from openrlhf.training.deepspeed_config import Site, engine_config, frozen_config
-from openrlhf.training.deepspeed_start import _free_port
 from openrlhf.training.local import LocalBackend, LocalFrozen
+from tests.commands import free_port, run_processes, torchrun
 from tests.tiny import make_model
 from tests.training.deepspeed_cases import (
     SETTINGS,
@@ -37,19 +35,10 @@ from tests.training.deepspeed_cases import (
 from tests.warm import warm_python
 
 pytestmark = pytest.mark.slow(seconds=2)
-ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 WORKER = "tests.training.deepspeed_worker"
 LAUNCHED = "tests.training.deepspeed_launched"
-DEADLINE = 600  # seconds: only a run that hangs takes so long
 MATRIX = [(stage, packed, lora) for stage in range(4) for packed in (False, True) for lora in (False, True)]
-
-
-def run_processes(command: list[str]) -> None:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
-    environment["PYTHONFAULTHANDLER"] = "1"
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE)
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-15000:]
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_model(root / "tied", tie_word_embeddings=True)
     make_model(root / "mixtral", "mixtral")
     make_model(root / "teacher", seed=3)
-    run = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(_free_port())]
-    run_processes([*run, "--no-python", *warm_python(), "-m", WORKER, str(root)])
+    run_processes([*torchrun(2), "-m", WORKER, str(root)])
     return root
 
 
@@ -306,7 +294,7 @@ def test_a_universal_checkpoint_continues_in_one_plain_process(folder: Path, loc
 
 def test_the_deepspeed_launcher_starts_two_ranks(folder: Path, local: Local) -> None:
     launcher = [sys.executable, str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "2"]
-    run_processes([*launcher, "--master_port", str(_free_port()), "--module", LAUNCHED, str(folder), "launcher"])
+    run_processes([*launcher, "--master_port", free_port(), "--module", LAUNCHED, str(folder), "launcher"])
     seen = read(folder, "launcher", 2)
     assert [(one["world"], one["local"]) for one in seen] == [(2, "0"), (2, "1")]
     assert_same_training(seen, local()[1])

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +13,13 @@ from torch.testing import assert_close
 
 from openrlhf.training.local import LocalBackend, LocalFrozen
 from openrlhf.training.ring_groups import Layout
+from tests.commands import run_processes, torchrun
 from tests.tiny import make_model
 from tests.training.deepspeed_cases import SETTINGS, Distil, load_network, step_batches, train
 from tests.training.ring_worker import CASES
-from tests.warm import warm_python
 
 pytestmark = pytest.mark.slow(seconds=2)
-ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
-DEADLINE = 600  # seconds: only a run that hangs takes so long
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
 
@@ -35,11 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, kind in {"llama": "llama", "mistral": "mistral", "mixtral": "mixtral"}.items():
         make_model(root / name, kind)
     make_model(root / "teacher", seed=3)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
-    words = [*launcher, "--no-python", *warm_python(), "-m", "tests.training.ring_worker", str(root)]
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-15000:]
+    run_processes([*torchrun(4), "-m", "tests.training.ring_worker", str(root)])
     return root
 
 
