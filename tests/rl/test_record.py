@@ -1,4 +1,4 @@
-"""What a run writes down comes back as it was."""
+"""Recorded trajectories, queues and rollouts are read back unchanged."""
 
 import asyncio
 import json
