@@ -6,7 +6,7 @@
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
-from openrlhf.config.checks import common, extras, inference, numbers, paths, placement, rl, sharding, supervised
+from openrlhf.config.checks import common, extras, inference, paths, placement, rl, sharding, supervised
 from openrlhf.config.checks.rule import Rule, apply
 from openrlhf.config.commands import (
     BatchInferenceConfig,
@@ -38,7 +38,7 @@ TEMPLATE: Rules = (
 )
 TRAINING: Rules = (
     common.a_model_is_given,
-    numbers.numbers_are_in_range,
+    common.numbers_are_in_range,
     common.four_bit_needs_bf16,
     common.four_bit_trains_adapters,
     common.tensor_parallel_needs_bf16,
@@ -92,7 +92,6 @@ RL: Rules = (
     rl.correction_needs_the_whole_distribution,
     rl.old_samples_are_corrected,
     rl.log_probs_can_be_compared,
-    rl.sampling_has_a_temperature,
     rl.generate_max_len_within_max_len,
     rl.context_leaves_room,
     rl.overlong_buffer_fits_the_response,
@@ -136,7 +135,7 @@ RULES: dict[type, Rules] = {
     LocalRLConfig: RL,
     BatchInferenceConfig: (
         common.a_model_is_given,
-        numbers.numbers_are_in_range,
+        common.numbers_are_in_range,
         common.four_bit_needs_bf16,
         extras.asked_extras_are_installed,
         inference.a_task_is_given,
@@ -151,7 +150,7 @@ RULES: dict[type, Rules] = {
     ),
     ChatConfig: (
         common.a_model_is_given,
-        numbers.numbers_are_in_range,
+        common.numbers_are_in_range,
         common.four_bit_needs_bf16,
         extras.asked_extras_are_installed,
         *TEMPLATE,
@@ -161,7 +160,7 @@ RULES: dict[type, Rules] = {
     ),
     ServeRMConfig: (
         inference.a_reward_model_is_given,
-        numbers.numbers_are_in_range,
+        common.numbers_are_in_range,
         common.keys_fit_into_a_header,
         inference.other_machines_need_a_key,
         common.four_bit_needs_bf16,

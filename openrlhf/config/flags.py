@@ -1,11 +1,13 @@
 """Flags as dataclass fields: declare them, list those of a command, replace their values.
 
-A command is a dataclass of sections, a section is a dataclass of flags, and no command declares a flag twice. The
-parser, the checks and `config.json` all derive from these declarations.
+A section is a frozen dataclass whose fields are flags, and a command is a frozen dataclass of sections
+(`commands.py`). A flag is declared once, by `flag()`: its default, its help, the range of its value, and the flag
+without which it does nothing. The parser, the checks, the messages about idle flags and `config.json` all read these
+declarations, so a new flag is one new field and nothing else.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, TypeVar, cast, get_type_hints
@@ -14,9 +16,30 @@ T = TypeVar("T")
 C = TypeVar("C")
 
 
-def flag(default: T, help: str) -> T:
-    """Declare a field of a section, and with it the command-line flag of the same name."""
-    return cast(T, dataclasses.field(default=default, metadata={"help": help}))
+@dataclass(frozen=True)
+class Range:
+    """The values that a numeric flag may have; `wanted` follows "must be" in the error message."""
+
+    wanted: str
+    holds: Callable[[float], bool]  # False for NaN, because every comparison with NaN is False
+
+
+POSITIVE = Range("above 0", lambda value: value > 0)
+NOT_NEGATIVE = Range("0 or more", lambda value: value >= 0)
+SHARE = Range("between 0 and 1", lambda value: 0 <= value <= 1)
+POSITIVE_SHARE = Range("above 0 and at most 1", lambda value: 0 < value <= 1)
+BELOW_ONE = Range("0 or more and below 1", lambda value: 0 <= value < 1)
+POSITIVE_OR_MINUS_ONE = Range("above 0, or -1", lambda value: value > 0 or value == -1)
+
+
+def flag(default: T, help: str, within: Range | None = None, *, needs: str | None = None) -> T:
+    """Declare a field of a section, and with it the command-line flag of the same name.
+
+    A value of None is always in range; of a tuple, each element must be `within` it. `needs` names another flag of the
+    same command: as long as that one is unset, this one has no effect, and the run says so.
+    """
+    metadata = {"help": help, "within": within, "needs": needs}
+    return cast(T, dataclasses.field(default=default, metadata=metadata))
 
 
 def section(kind: type[T], **defaults: object) -> T:
@@ -26,14 +49,16 @@ def section(kind: type[T], **defaults: object) -> T:
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag of one command, as the parser needs it."""
+    """One flag of one command."""
 
     name: str
-    section: str
-    title: str  # first line of the section's docstring
-    type: Any  # a typing form, such as `int | None`
-    default: object
+    section: str  # field of the command that holds the flag
+    title: str  # first line of the section's docstring, a heading in --help
+    type: object  # a typing form, such as `int | None`
+    default: object  # of this command, which may override the section's
     help: str
+    within: Range | None
+    needs: str | None
 
 
 @cache
@@ -52,7 +77,9 @@ def _walk(command: type) -> Iterator[Flag]:
         for item in dataclasses.fields(values):
             assert item.name not in seen, f"{command.__name__} declares --{item.name} twice"
             seen.add(item.name)
-            yield Flag(item.name, part.name, title, types[item.name], getattr(values, item.name), item.metadata["help"])
+            yield Flag(
+                item.name, part.name, title, types[item.name], default=getattr(values, item.name), **item.metadata
+            )
 
 
 def replace_flags(config: C, **values: object) -> C:

@@ -9,7 +9,7 @@ import difflib
 import os
 import re
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
@@ -21,6 +21,7 @@ from openrlhf.monitor import say
 C = TypeVar("C")
 
 NEGATIVE_NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$", re.IGNORECASE)
+METAVARS: Mapping[object, str] = {int: "N", float: "X", str: "TEXT"}  # placeholders of values in --help
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
@@ -94,7 +95,7 @@ def build_parser(command: type, prog: str) -> FlagParser:
         metavar="FILE",
         action="append",
         default=[],
-        help="YAML file with the same names; flags given here win over it",
+        help="YAML file with the same names; flags on the command line override it.",
     )
     parser._negative_number_matcher = NEGATIVE_NUMBER  # argparse's default takes -1e-3 for a flag
     groups: dict[str, argparse._ArgumentGroup] = {}
@@ -110,8 +111,9 @@ def argument_options(item: Flag) -> dict[str, Any]:
     shown = " ".join(map(str, item.default)) if isinstance(item.default, tuple) else item.default
     wanted = without_none(item.type)
     unset = item.default is None or item.default is False or shown == ""
-    suffix = "" if unset else f" (default: {shown!r})".replace("'", "")
-    options: dict[str, Any] = {"default": item.default, "help": (item.help + suffix).replace("%", "%%")}
+    suffix = "." if unset else f" (default: {shown!r}).".replace("'", "")
+    text = item.help.removesuffix(".") + suffix
+    options: dict[str, Any] = {"default": item.default, "help": text.replace("%", "%%")}
     if wanted is bool:
         return options | {"nargs": "?", "const": True, "type": to_bool}
     if get_origin(wanted) is Literal:
@@ -119,18 +121,14 @@ def argument_options(item: Flag) -> dict[str, Any]:
         return options | {"choices": choices, "type": type(choices[0])}
     if get_origin(wanted) is tuple:
         element, second = get_args(wanted)[:2]
-        return options | {"nargs": "*" if second is Ellipsis else 2, "type": element, "metavar": metavar(element)}
-    return options | {"type": wanted, "metavar": metavar(wanted)}
+        return options | {"nargs": "*" if second is Ellipsis else 2, "type": element, "metavar": METAVARS[element]}
+    return options | {"type": wanted, "metavar": METAVARS[wanted]}
 
 
-def without_none(form: Any) -> Any:
+def without_none(form: object) -> object:
     if get_origin(form) in (Union, types.UnionType):
         (form,) = (member for member in get_args(form) if member is not type(None))
     return form
-
-
-def metavar(kind: Callable[..., object]) -> str:
-    return {int: "N", float: "X", str: "TEXT"}.get(kind, "VALUE")  # type: ignore[call-overload]
 
 
 def to_bool(text: str) -> bool:
@@ -187,9 +185,9 @@ def takes_text(command: type, name: str) -> bool:
     return flat is not None and without_none(flags[flat].type) is str
 
 
-def flatten(content: Mapping[str, Any], known: Sequence[str], prefix: str = "") -> list[tuple[str, Any]]:
+def flatten(content: Mapping[str, object], known: Sequence[str], prefix: str = "") -> list[tuple[str, object]]:
     """Flatten nested keys to dotted names: `{ds: {zero_stage: 3}}` gives `ds.zero_stage`."""
-    rows: list[tuple[str, Any]] = []
+    rows: list[tuple[str, object]] = []
     for key, value in content.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and name not in known:
@@ -199,7 +197,7 @@ def flatten(content: Mapping[str, Any], known: Sequence[str], prefix: str = "") 
     return rows
 
 
-def as_arguments(name: str, value: Any) -> list[str]:
+def as_arguments(name: str, value: object) -> list[str]:
     match value:
         case None:
             return []

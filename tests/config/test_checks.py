@@ -9,7 +9,6 @@ import pytest
 
 import openrlhf
 from openrlhf.config.check import RULES, check
-from openrlhf.config.checks.numbers import RANGES
 from openrlhf.config.commands import COMMANDS
 from openrlhf.config.flags import flag_values, flags_of
 from openrlhf.config.parser import parse
@@ -137,7 +136,7 @@ REFUSED = [  # rule, command, what is added, what the message must hold
     ),
     ("outputs_can_be_written", "train_sft", "--save_path ./data.jsonl", "--save_path ./data.jsonl|is a file"),
     ("template_has_a_place", "train_sft", "--input_template User:", "--input_template 'User:'|User: {}"),
-    ("sampling_has_a_temperature", "train_ppo", "--temperature 0", "--temperature 0|above 0"),
+    ("numbers_are_in_range", "train_ppo", "--temperature 0", "--temperature is 0.0|above 0|nothing is explored"),
     ("margins_belong_to_the_sigmoid", "train_rm", "--margin_loss --loss logexp", "--loss logexp|Try: --loss sigmoid"),
     ("multiturn_needs_a_chat_template", "train_sft", "--multiturn", "--multiturn|Try: --apply_chat_template"),
     (
@@ -280,10 +279,10 @@ REFUSED = [  # rule, command, what is added, what the message must hold
     ),
     ("engines_on_ray_are_vllm", "batch_inference", "--vllm_num_engines 2", "--eval_task generate_vllm|on Ray"),
     (
-        "engines_on_ray_are_vllm",
+        "numbers_are_in_range",
         "batch_inference",
         "--eval_task generate_vllm --vllm_num_engines 0",
-        "--vllm_num_engines 0 generates nothing",
+        "--vllm_num_engines is 0|above 0",
     ),
     (
         "post_processors_need_rewards",
@@ -508,16 +507,18 @@ def test_a_rule_says_a_line_and_changes_nothing(run, rule, command, added, parts
     assert holds(lines[0], parts), lines
 
 
-def test_every_range_belongs_to_a_flag():
-    assert RANGES.keys() <= {name for command in COMMANDS.values() for name in flags_of(command)}
-
-
 @pytest.mark.parametrize("command", VALID)
 def test_every_default_is_in_its_range(command):
     for name, item in flags_of(COMMANDS[command]).items():
         values = item.default if isinstance(item.default, tuple) else (item.default,)
-        if name in RANGES and item.default is not None:
-            assert all(RANGES[name][1](value) for value in values), name
+        if item.within is not None and item.default is not None:
+            assert all(item.within.holds(value) for value in values), name
+
+
+@pytest.mark.parametrize("command", VALID)
+def test_a_flag_needs_another_flag_of_its_command(command):
+    flags = flags_of(COMMANDS[command])
+    assert {item.needs for item in flags.values() if item.needs} <= flags.keys()
 
 
 # what upstream refuses and we do not

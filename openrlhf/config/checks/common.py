@@ -14,7 +14,7 @@ from openrlhf.config.commands import (
     SFTConfig,
     TrainingConfig,
 )
-from openrlhf.config.flags import flag_values
+from openrlhf.config.flags import flag_values, flags_of
 from openrlhf.errors import ConfigError
 
 Templated = SFTConfig | RMConfig | DPOConfig | KTOConfig | KDConfig | RLConfig | BatchInferenceConfig | ChatConfig
@@ -32,6 +32,19 @@ def needed_flag(config: object, name: str, example: str) -> None:
 
 def a_model_is_given(config: object) -> None:
     needed_flag(config, "pretrain", "./model")
+
+
+def numbers_are_in_range(config: object) -> None:
+    """Check each number against the range in its declaration; rules about several flags may then rely on it."""
+    values = flag_values(config)
+    for name, item in flags_of(type(config)).items():
+        value = values[name]
+        if item.within is None or value is None:
+            continue
+        for number in value if isinstance(value, tuple) else (value,):
+            assert isinstance(number, int | float), f"--{name} has a range but is not a number"
+            if not item.within.holds(number):
+                raise ConfigError(f"--{name} is {number}, but must be {item.within.wanted}")
 
 
 def empty_template_is_none(config: Templated) -> Changed[Templated] | None:

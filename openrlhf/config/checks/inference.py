@@ -52,10 +52,6 @@ def engines_on_ray_are_vllm(config: BatchInferenceConfig) -> None:
     task = config.task
     if task.vllm_num_engines is None:
         return
-    if task.vllm_num_engines < 1:
-        raise ConfigError(
-            f"--vllm_num_engines {task.vllm_num_engines} generates nothing", try_this="--vllm_num_engines 2"
-        )
     if task.eval_task != "generate_vllm":
         raise ConfigError(
             f"--vllm_num_engines starts vLLM engines on Ray, but --eval_task {task.eval_task} uses none",

@@ -212,13 +212,6 @@ def generate_max_len_within_max_len(config: RLConfig) -> Changed[RLConfig] | Non
     return None
 
 
-def sampling_has_a_temperature(config: RLConfig) -> None:
-    if config.rollout.temperature == 0:
-        raise ConfigError(
-            "--temperature 0 always takes the likeliest token, so nothing is explored: it must be above 0"
-        )
-
-
 def correction_needs_the_whole_distribution(config: RLConfig) -> str | None:
     """Require log-probs over the whole vocabulary from the engine, because the trainer's are."""
     rollout, limits = config.rollout, config.rollout.limits_on_tokens

@@ -1,16 +1,11 @@
 """Flags of engines and devices that have no effect in some runs; see `lines`."""
 
-from collections.abc import Callable
-from typing import Any
-
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.flags import flags_of, replace_flags
-from openrlhf.config.no_effect.lines import NoEffect, idle
+from openrlhf.config.no_effect.lines import Condition, NoEffect, idle
 from openrlhf.config.no_effect.rl import replays
 from openrlhf.config.runtime import resolve_runtime, uses_critic, uses_reference, uses_vllm
 from openrlhf.config.sections.cluster import Role
-
-Condition = Callable[[Any], bool]
 
 
 def devices_idle(flags: str, why: str, when: Condition) -> NoEffect:

@@ -1,13 +1,10 @@
 """Flags of generation, scoring and chat that have no effect in some runs; see `lines`."""
 
-from collections.abc import Callable
-from typing import Any
-
 from openrlhf.config.commands import BatchInferenceConfig, ChatConfig
-from openrlhf.config.no_effect.lines import idle
+from openrlhf.config.no_effect.lines import Condition, idle
 
 
-def is_task(*names: str) -> Callable[[Any], bool]:
+def is_task(*names: str) -> Condition:
     return lambda config: config.task.eval_task in names
 
 
@@ -47,6 +44,5 @@ INFERENCE = (
         is_task("generate_vllm"),
     ),
     idle("rollout_batch_size", "without --iter", BatchInferenceConfig, lambda c: c.task.iter is None),
-    idle("csft_prompt", "without --enable_csft", SAMPLED, lambda c: not c.sampling.enable_csft),
     idle("temperature top_p", "with --greedy_sampling", SAMPLED, lambda c: c.sampling.greedy_sampling),
 )

@@ -1,7 +1,8 @@
 """Messages about flags that have no effect in a run: no flag is ignored silently.
 
 Each row of the table is a reason: the flags, the runs in which they have no effect, and the end of the message
-"--zero_stage 2 has no effect ...". A row applies to every command of its kinds that has one of its flags.
+"--zero_stage 2 has no effect ...". A row applies to every command of its kinds that has one of its flags. A flag that
+only depends on another one needs no row: it says so in its declaration (`flag(..., needs="lora_rank")`).
 `tests/cli/test_flag_effects.py` runs the commands and finds the flags that their code did not read; each needs a row.
 """
 
@@ -13,6 +14,7 @@ from openrlhf.config.flags import Flag, flag_values, flags_of
 from openrlhf.config.parser import without_none
 
 EMPTY = (None, "", ())  # a flag that was given only to unset a value needs no message
+Condition = Callable[[Any], bool]  # called with a checked config of one of the row's kinds
 
 
 @dataclass(frozen=True)
@@ -22,16 +24,14 @@ class NoEffect:
     flags: tuple[str, ...]
     why: str  # follows "has no effect "
     kinds: tuple[type, ...]  # config classes the row applies to
-    when: Callable[[Any], bool]  # called with a checked config
+    when: Condition
 
 
 def always(_: object) -> bool:
     return True
 
 
-def idle(
-    flags: str, why: str, kind: type | tuple[type, ...] = object, when: Callable[[Any], bool] = always
-) -> NoEffect:
+def idle(flags: str, why: str, kind: type | tuple[type, ...] = object, when: Condition = always) -> NoEffect:
     """Make a row of the table; the flags are separated by spaces."""
     return NoEffect(tuple(flags.split()), why, kind if isinstance(kind, tuple) else (kind,), when)
 

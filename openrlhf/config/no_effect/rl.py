@@ -2,7 +2,6 @@
 
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.no_effect.lines import idle
-from openrlhf.config.no_effect.training import never_evaluated
 from openrlhf.config.runtime import uses_correction, uses_critic, uses_reference
 
 
@@ -31,24 +30,11 @@ ROLLOUT = (
     idle("prompt_max_len", "with --max_len", RLConfig, lambda c: c.rollout.max_len is not None),
     idle("generate_max_len", "with --max_len and --max_new_tokens", RLConfig, response_has_another_limit),
     idle(
-        "dynamic_filtering_reward_range",
-        "without --dynamic_filtering",
-        RLConfig,
-        lambda c: not c.rollout.dynamic_filtering,
-    ),
-    idle(
-        "train_max_tokens_per_gpu rollout_max_tokens_per_gpu",
-        "without --use_dynamic_batch",
-        RLConfig,
-        lambda c: not c.rollout.use_dynamic_batch,
-    ),
-    idle(
         "micro_train_batch_size micro_rollout_batch_size",
         "with --use_dynamic_batch, which counts tokens",
         RLConfig,
         lambda c: c.rollout.use_dynamic_batch,
     ),
-    idle("async_queue_size", "without --async_train", RLConfig, lambda c: not c.asynchrony.async_train),
     idle(
         "top_p top_k min_p stop min_new_tokens vllm_generate_batch_size dynamic_filtering "
         "dynamic_filtering_reward_range max_concurrent_episodes",
@@ -58,16 +44,10 @@ ROLLOUT = (
     ),
     idle("vllm_num_engines", "with --replay", RLConfig, lambda c: c.rollout.replay is not None),
     idle(
-        "eval_temperature eval_n_samples_per_prompt best_metric_key",
-        "without --eval_dataset",
-        RLConfig,
-        never_evaluated,
-    ),
-    idle(
         "best_metric_key",
         "without --eval_steps and --save_steps",
         RLConfig,
-        lambda c: c.logs.eval_steps == -1 or c.checkpoints.save_steps == -1,
+        lambda c: c.prompts.eval_dataset and (c.logs.eval_steps == -1 or c.checkpoints.save_steps == -1),
     ),
 )
 
@@ -97,13 +77,6 @@ REWARDS = (
         "with reward models only",
         RLConfig,
         lambda c: c.rewards.scored_by_models and not c.rewards.agent_func_path,
-    ),
-    idle("max_turns", "without --agent_func_path", RLConfig, lambda c: not c.rewards.agent_func_path),
-    idle(
-        "overlong_penalty_factor",
-        "without --overlong_buffer_len",
-        RLConfig,
-        lambda c: c.rewards.overlong_buffer_len is None,
     ),
 )
 
@@ -148,8 +121,6 @@ LOSSES = (
         RLConfig,
         lambda c: not uses_reference(c),
     ),
-    idle("kl_horizon", "without --kl_target", RLConfig, lambda c: c.kl.kl_target is None),
-    idle("kl_unbiased_gradient", "without --use_kl_loss", RLConfig, lambda c: not c.kl.use_kl_loss),
     idle("eps_clip", "beside --eps_clip_low_high", RLConfig, lambda c: c.policy.eps_clip_low_high is not None),
     idle(
         "vllm_is_correction_type vllm_is_truncated_threshold",
@@ -157,7 +128,6 @@ LOSSES = (
         RLConfig,
         lambda c: not uses_correction(c),
     ),
-    idle("ema_beta", "without --enable_ema", RLConfig, lambda c: not c.policy.enable_ema),
     idle(
         "value_head_prefix",
         "without a critic or a reward model",

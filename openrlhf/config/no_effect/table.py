@@ -1,13 +1,33 @@
 """The table of flags that have no effect in some runs, and why; see `lines`."""
 
-from openrlhf.config.commands import RLConfig
+from openrlhf.config.commands import COMMANDS, RLConfig
+from openrlhf.config.flags import flag_values, flags_of
 from openrlhf.config.no_effect.cluster import CLUSTER
 from openrlhf.config.no_effect.inference import INFERENCE
-from openrlhf.config.no_effect.lines import idle
+from openrlhf.config.no_effect.lines import NoEffect, idle
 from openrlhf.config.no_effect.rl import LOSSES, REWARDS, ROLLOUT
 from openrlhf.config.no_effect.training import ALWAYS, TEMPLATES, TRAINING
 
-TABLE = (*ALWAYS, *TRAINING, *TEMPLATES, *ROLLOUT, *REWARDS, *LOSSES, *CLUSTER, *INFERENCE)
+
+def unmet_need(need: str) -> NoEffect:
+    """Make the row for the flags whose declaration names `need`."""
+    dependents = {
+        kind: [item.name for item in flags_of(kind).values() if item.needs == need] for kind in COMMANDS.values()
+    }
+    return NoEffect(
+        flags=tuple(dict.fromkeys(name for names in dependents.values() for name in names)),
+        why=f"without --{need}",
+        kinds=tuple(kind for kind, names in dependents.items() if names),
+        when=lambda config: not flag_values(config)[need],
+    )
+
+
+NEEDS = dict.fromkeys(item.needs for kind in COMMANDS.values() for item in flags_of(kind).values() if item.needs)
+# Only the first reason is reported. An unset need comes last: setting it would not remove the other reasons.
+TABLE = (
+    *(*ALWAYS, *TRAINING, *TEMPLATES, *ROLLOUT, *REWARDS, *LOSSES, *CLUSTER, *INFERENCE),
+    *map(unmet_need, NEEDS),
+)
 
 # Reasons known only once a run has started: its device, and the kinds of its reward models.
 

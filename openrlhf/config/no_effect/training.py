@@ -1,7 +1,6 @@
 """Flags of all commands, and of training, that have no effect in some runs; see `lines`."""
 
-from typing import Any
-
+from openrlhf.config.checks.common import Templated
 from openrlhf.config.checks.paths import DATA_FLAGS, MODEL_FLAGS, is_here, named_by
 from openrlhf.config.checks.supervised import world_size
 from openrlhf.config.commands import (
@@ -13,6 +12,7 @@ from openrlhf.config.commands import (
     RLConfig,
     RMConfig,
     SFTConfig,
+    SupervisedConfig,
     TrainingConfig,
 )
 from openrlhf.config.no_effect.lines import idle
@@ -41,8 +41,8 @@ def schedulers(config: TrainingConfig) -> set[str]:
     return names
 
 
-def never_evaluated(config: TrainingConfig) -> bool:
-    data: Any = config.prompts if isinstance(config, RLConfig) else vars(config)["data"]
+def never_evaluated(config: RLConfig | SupervisedConfig) -> bool:
+    data = config.prompts if isinstance(config, RLConfig) else config.data
     return data.eval_dataset is None
 
 
@@ -50,7 +50,7 @@ def everything_is_here(config: object) -> bool:
     return all(is_here(item) for _, item in named_by(config, (*MODEL_FLAGS, *DATA_FLAGS)))
 
 
-def plain_text(config: Any) -> bool:
+def plain_text(config: Templated) -> bool:
     """Return True if no chat template is used: only --apply_chat_template and agents that send messages use one."""
     agent = isinstance(config, RLConfig) and config.rewards.agent_func_path
     return not (agent or config.template.apply_chat_template)
@@ -74,19 +74,6 @@ TRAINING = (
     idle("zero_stage zpg overlap_comm grad_accum_dtype", "in one process", TrainingConfig, in_one_process),
     idle("ring_head_stride", "without --ring_attn_size", TrainingConfig, lambda c: c.sharding.ring_attn_size == 1),
     idle(
-        "gradient_checkpointing_use_reentrant",
-        "without --gradient_checkpointing",
-        TrainingConfig,
-        lambda c: not c.sharding.gradient_checkpointing,
-    ),
-    idle(
-        "lora_alpha lora_dropout target_modules",
-        "without --lora_rank",
-        TrainingConfig,
-        lambda c: c.lora.lora_rank == 0,
-    ),
-    idle("wandb_org wandb_group wandb_project", "without --use_wandb", TrainingConfig, lambda c: not c.logs.use_wandb),
-    idle(
         "wandb_run_name",
         "without --use_wandb or --use_tensorboard",
         TrainingConfig,
@@ -105,14 +92,12 @@ TRAINING = (
         TrainingConfig,
         lambda c: schedulers(c) == {"constant"} and c.optimizer.lr_warmup_ratio > 0,
     ),
-    idle("eval_split", "without --eval_dataset", TrainingConfig, never_evaluated),
     idle(
         "eval_steps",
         "without --eval_dataset",
         TrainingConfig,
         lambda c: never_evaluated(c) and not isinstance(c, RMConfig),  # train_rm evaluates on training rows
     ),
-    idle("ipo_length_average", "without --ipo", DPOConfig, lambda c: not c.objective.ipo),
     idle("label_smoothing", "with --ipo", DPOConfig, lambda c: c.objective.ipo),
 )
 

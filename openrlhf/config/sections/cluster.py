@@ -1,9 +1,12 @@
-"""Flags about processes: the runtime, the placement of models on devices, and the rollout engines."""
+"""Flags about processes: the runtime, the placement of models on devices, and the rollout engines.
+
+Device counts per role are read through `runtime.num_devices`, which knows the default of each runtime.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from openrlhf.config.flags import flag
+from openrlhf.config.flags import NOT_NEGATIVE, POSITIVE, POSITIVE_SHARE, flag
 
 Role = Literal["actor", "ref", "critic", "reward"]
 ROLES: tuple[Role, ...] = ("actor", "ref", "critic", "reward")
@@ -14,20 +17,30 @@ class PlacementFlags:
     """Placement"""
 
     runtime: Literal["auto", "local", "ray"] = flag(
-        "auto", "local is one process; auto takes Ray where a cluster, several nodes, devices or engines are asked for"
+        "auto",
+        "One process (local) or a cluster (ray); auto chooses Ray if there is a cluster to join, or if several nodes, "
+        "devices or engines are asked for.",
     )
-    actor_num_nodes: int = flag(1, "nodes for the policy")
-    actor_num_gpus_per_node: int | None = flag(None, "devices per node for the policy; none is 8 on Ray, 1 locally")
-    ref_num_nodes: int = flag(1, "nodes for the reference")
-    ref_num_gpus_per_node: int | None = flag(None, "devices per node for the reference; none as above")
-    critic_num_nodes: int = flag(1, "nodes for the critic")
-    critic_num_gpus_per_node: int | None = flag(None, "devices per node for the critic; none as above")
-    reward_num_nodes: int = flag(1, "nodes for the reward model")
-    reward_num_gpus_per_node: int | None = flag(None, "devices per node for the reward model; none as above")
-    colocate_actor_ref: bool = flag(False, "policy and reference share devices")
-    colocate_critic_reward: bool = flag(False, "critic and reward model share devices")
-    colocate_all_models: bool = flag(False, "all models and the engines share devices (hybrid engine)")
-    deepspeed_enable_sleep: bool = flag(False, "move training states off the device between phases")
+    actor_num_nodes: int = flag(1, "Nodes for the policy.", POSITIVE)
+    actor_num_gpus_per_node: int | None = flag(
+        None, "Devices per node for the policy (default: 8 on Ray, 1 locally).", POSITIVE
+    )
+    ref_num_nodes: int = flag(1, "Nodes for the reference model.", POSITIVE)
+    ref_num_gpus_per_node: int | None = flag(
+        None, "Devices per node for the reference model (default: 8 on Ray, 1 locally).", POSITIVE
+    )
+    critic_num_nodes: int = flag(1, "Nodes for the critic.", POSITIVE)
+    critic_num_gpus_per_node: int | None = flag(
+        None, "Devices per node for the critic (default: 8 on Ray, 1 locally).", POSITIVE
+    )
+    reward_num_nodes: int = flag(1, "Nodes for the reward models.", POSITIVE)
+    reward_num_gpus_per_node: int | None = flag(
+        None, "Devices per node for the reward models (default: 8 on Ray, 1 locally).", POSITIVE
+    )
+    colocate_actor_ref: bool = flag(False, "Share devices between policy and reference model.")
+    colocate_critic_reward: bool = flag(False, "Share devices between critic and reward models.")
+    colocate_all_models: bool = flag(False, "Share devices between all models and the engines (hybrid engine).")
+    deepspeed_enable_sleep: bool = flag(False, "Move training states off the device between phases.")
 
     def num_nodes(self, role: Role) -> int:
         counts = {
@@ -52,19 +65,24 @@ class PlacementFlags:
 class EngineFlags:
     """vLLM engines"""
 
-    vllm_num_engines: int | None = flag(None, "vLLM engines; 0 or none generates with Transformers in process")
-    vllm_tensor_parallel_size: int = flag(1, "devices per engine")
-    vllm_gpu_memory_utilization: float = flag(0.95, "share of a device's memory that an engine takes")
-    vllm_enable_sleep: bool = flag(
-        False, "engines give their memory back while the models train (needs --colocate_all_models)"
+    vllm_num_engines: int | None = flag(
+        None,
+        "Number of vLLM engines; 0 generates with Transformers inside the policy's process (default: 0).",
+        NOT_NEGATIVE,
     )
-    vllm_sync_backend: Literal["nccl", "gloo"] = flag("nccl", "how weights reach engines on other devices")
-    vllm_sync_with_ray: bool = flag(False, "accepted; weights never travel through Ray here")
-    enable_prefix_caching: bool = flag(False, "share the cache of common prefixes; reset at each weight sync")
-    enforce_eager: bool = flag(False, "no CUDA graphs in the engines")
-    max_restarts: int = flag(1, "restarts of a dead engine before the run stops")
+    vllm_tensor_parallel_size: int = flag(1, "Devices per engine.", POSITIVE)
+    vllm_gpu_memory_utilization: float = flag(0.95, "Share of a device's memory that an engine uses.", POSITIVE_SHARE)
+    vllm_enable_sleep: bool = flag(
+        False, "Free the engines' memory while the models train (needs --colocate_all_models)."
+    )
+    vllm_sync_backend: Literal["nccl", "gloo"] = flag("nccl", "Transport of weights to engines on other devices.")
+    vllm_sync_with_ray: bool = flag(False, "Accepted for compatibility; weights never travel through Ray here.")
+    enable_prefix_caching: bool = flag(False, "Share the cache of common prefixes; it is reset at each weight sync.")
+    enforce_eager: bool = flag(False, "Run the engines without CUDA graphs.")
+    max_restarts: int = flag(1, "Restarts of a dead engine before the run stops.", NOT_NEGATIVE)
     sync_check_every: int = flag(
         0,
-        "prove every N-th weight sync by checksums, and in asynchronous runs by a probe of log-probs; "
-        "the first sync and the first with changed weights always are",
+        "Verify every N-th weight sync by checksums, and in asynchronous runs by a probe of log-probs; the first sync "
+        "and the first with changed weights are always verified.",
+        NOT_NEGATIVE,
     )

@@ -1,10 +1,12 @@
-"""Flags about data: datasets, their fields, and templates."""
+"""Flags about data: datasets, their fields, and templates.
+
+`split_names` reads the flags that hold a comma-separated list; `openrlhf.data` loads what they name.
+"""
 
 import json
 from dataclasses import dataclass
-from typing import Any
 
-from openrlhf.config.flags import flag
+from openrlhf.config.flags import NOT_NEGATIVE, POSITIVE, flag
 
 
 def split_names(text: str | None) -> tuple[str, ...]:
@@ -16,8 +18,8 @@ def split_names(text: str | None) -> tuple[str, ...]:
 class EvaluationFlags:
     """Evaluation data"""
 
-    eval_dataset: str | None = flag(None, "comma list of datasets to evaluate on")
-    eval_split: str = flag("train", "split of the evaluation datasets")
+    eval_dataset: str | None = flag(None, "Comma-separated list of datasets to evaluate on.")
+    eval_split: str = flag("train", "Split of the evaluation datasets.", needs="eval_dataset")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,29 +27,35 @@ class DatasetFlags(EvaluationFlags):
     """Data"""
 
     dataset: str | None = flag(
-        None, "comma list of files (json, jsonl, csv, parquet, arrow), folders or hub names; name@dir"
+        None,
+        "Comma-separated list of files (json, jsonl, csv, parquet, arrow), folders or hub names; name@dir selects a "
+        "folder of a dataset.",
     )
-    dataset_probs: str | None = flag(None, "comma list of mixing probabilities; none concatenates")
-    dataset_split: str = flag("train", "split of the training datasets")
-    max_samples: int = flag(1_000_000, "rows taken of each dataset, and again after mixing")
-    max_len: int = flag(2048, "tokens per sample; longer ones are cut")
-    dataloader_num_workers: int = flag(0, "accepted; rows are prepared before training starts")
+    dataset_probs: str | None = flag(
+        None, "Comma-separated list of mixing probabilities (default: concatenate the datasets)."
+    )
+    dataset_split: str = flag("train", "Split of the training datasets.")
+    max_samples: int = flag(1_000_000, "Maximum rows per dataset, applied again after mixing.", POSITIVE)
+    max_len: int = flag(2048, "Maximum tokens per sample; longer ones are truncated.", POSITIVE)
+    dataloader_num_workers: int = flag(
+        0, "Accepted for compatibility; rows are prepared before training starts.", NOT_NEGATIVE
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TemplateFlags:
     """Templates"""
 
-    apply_chat_template: bool = flag(False, "format messages with the tokenizer's chat template")
-    tokenizer_chat_template: str | None = flag(None, "a chat template (Jinja text) in place of the tokenizer's")
-    input_template: str | None = flag(None, "template with {} for the input, used without a chat template")
-    system_prompt: str | None = flag(None, "system message put before conversations that have none")
+    apply_chat_template: bool = flag(False, "Format messages with the tokenizer's chat template.")
+    tokenizer_chat_template: str | None = flag(None, "Chat template (Jinja text) to use instead of the tokenizer's.")
+    input_template: str | None = flag(None, "Template with {} for the input, used without a chat template.")
+    system_prompt: str | None = flag(None, "System message for conversations that do not start with one.")
     chat_template_kwargs: str | None = flag(
-        None, 'JSON passed to the chat template, such as {"enable_thinking": false}'
+        None, 'JSON object passed to the chat template, such as {"enable_thinking": false}.'
     )
 
     @property
-    def template_kwargs(self) -> dict[str, Any]:
+    def template_kwargs(self) -> dict[str, object]:
         return json.loads(self.chat_template_kwargs) if self.chat_template_kwargs else {}
 
 
@@ -55,46 +63,48 @@ class TemplateFlags:
 class ResponseFlags:
     """Fields"""
 
-    input_key: str = flag("input", "field with the prompt: text or a message list")
-    output_key: str | None = flag(None, "field with the response")
+    input_key: str = flag("input", "Field with the prompt: text or a list of messages.")
+    output_key: str | None = flag(None, "Field with the response.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConversationFlags(ResponseFlags):
     """Fields"""
 
-    pretrain_mode: bool = flag(False, "continued pre-training: loss on every token, no template, no EOS")
-    multiturn: bool = flag(False, "loss on every assistant turn (needs --apply_chat_template)")
+    pretrain_mode: bool = flag(False, "Continued pre-training: loss on every token, no template, no EOS.")
+    multiturn: bool = flag(False, "Loss on every assistant turn (needs --apply_chat_template).")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherResponseFlags(ResponseFlags):
     """Fields"""
 
-    pretrain_mode: bool = flag(False, "loss on every token, no template, no EOS")
+    pretrain_mode: bool = flag(False, "Loss on every token, no template, no EOS.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledResponseFlags(ResponseFlags):
     """Fields"""
 
-    label_key: str = flag("label", "field with the label: 1 desirable, 0 not")
+    label_key: str = flag("label", "Field with the label: 1 if the response is desirable, else 0.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairFlags:
     """Fields"""
 
-    prompt_key: str | None = flag(None, "field with the prompt, where chosen and rejected do not hold it")
-    chosen_key: str = flag("chosen", "field with the preferred response")
-    rejected_key: str = flag("rejected", "field with the other response")
+    prompt_key: str | None = flag(
+        None, "Field with the prompt (default: the chosen and rejected fields contain the prompt)."
+    )
+    chosen_key: str = flag("chosen", "Field with the preferred response.")
+    rejected_key: str = flag("rejected", "Field with the other response.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepFlags:
     """Fields"""
 
-    input_key: str = flag("input", "field with the text whose steps end in the placeholder")
-    label_key: str = flag("label", "field with one label per step")
-    placeholder_token: str | None = flag(None, "token that ends a step; one token of the vocabulary")
-    reward_tokens: tuple[str, ...] = flag((), "label tokens, the positive one first; for soft labels exactly two")
+    input_key: str = flag("input", "Field with the text, in which each step ends with the placeholder.")
+    label_key: str = flag("label", "Field with one label per step.")
+    placeholder_token: str | None = flag(None, "Token that ends a step; a single token of the vocabulary.")
+    reward_tokens: tuple[str, ...] = flag((), "Label tokens, the positive one first; exactly two for soft labels.")

@@ -1,9 +1,13 @@
-"""Flags about models: source, precision, adapters and heads."""
+"""Flags about models: source, precision, adapters and heads.
+
+The sections extend each other, because commands that only load a model have a subset of the flags of those that train
+one. `models.load` takes a `LoadingFlags` and so accepts any of them.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from openrlhf.config.flags import flag
+from openrlhf.config.flags import BELOW_ONE, NOT_NEGATIVE, POSITIVE, flag
 
 DType = Literal["bf16", "fp16", "fp32"]
 
@@ -12,7 +16,9 @@ DType = Literal["bf16", "fp16", "fp32"]
 class PrecisionFlags:
     """Precision"""
 
-    param_dtype: DType = flag("bf16", "dtype of the weights; on a CPU everything computes in fp32, and a line says so")
+    param_dtype: DType = flag(
+        "bf16", "Dtype of the weights; on a CPU, everything is computed in fp32, and the run says so."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,58 +26,64 @@ class LoadingFlags(PrecisionFlags):
     """Model loading"""
 
     attn_implementation: str = flag(
-        "auto", "auto takes the varlen kernel on CUDA and SDPA on CPU; or a name Transformers knows"
+        "auto", "Attention implementation, by its name in Transformers; auto is the varlen kernel on CUDA, SDPA on CPU."
     )
     load_in_4bit: bool = flag(
-        False, "load the base in 4-bit NF4 with double quantisation (needs bf16 and bitsandbytes)"
+        False, "Load the base in 4-bit NF4 with double quantisation (needs bf16 and bitsandbytes)."
     )
     experts_implementation: str | None = flag(
-        None, "how experts are computed, as Transformers names it; none lets it choose"
+        None, "Implementation of experts, by its name in Transformers (default: its own choice)."
     )
-    disable_fast_tokenizer: bool = flag(False, "accepted; Transformers has only fast tokenizers")
-    trust_remote_code: bool = flag(False, "run code that a model or dataset folder brings along; upstream always does")
+    disable_fast_tokenizer: bool = flag(False, "Accepted for compatibility; Transformers has only fast tokenizers.")
+    trust_remote_code: bool = flag(False, "Run the code that comes with a model or dataset; upstream always does.")
     skip_self_test: bool = flag(
-        False, "do not compare a loaded model with its own forward before using it (about a second)"
+        False, "Use a model without first comparing it with its own forward pass (about a second)."
     )
-    use_ms: bool = flag(False, "take models and datasets from ModelScope")
-    device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto takes a GPU where there is one")
+    use_ms: bool = flag(False, "Download models and datasets from ModelScope.")
+    device: Literal["auto", "cpu", "cuda"] = flag("auto", "Device; auto uses a GPU if there is one.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModelFlags(LoadingFlags):
     """Model"""
 
-    pretrain: str | None = flag(None, "model folder or hub name")
+    pretrain: str | None = flag(None, "Model folder or hub name.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFlags(ServedModelFlags):
     """Model"""
 
-    use_liger_kernel: bool = flag(False, "fused kernels of the Liger package, in every model of the run (needs a GPU)")
-    aux_loss_coef: float = flag(0.0, "weight of a mixture-of-experts' load-balancing loss; on above 1e-8")
+    use_liger_kernel: bool = flag(
+        False, "Use the fused kernels of the Liger package in every model of the run (needs a GPU)."
+    )
+    aux_loss_coef: float = flag(
+        0.0, "Weight of the load-balancing loss of mixture-of-experts models; active above 1e-8.", NOT_NEGATIVE
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraFlags:
     """LoRA"""
 
-    lora_rank: int = flag(0, "rank of the adapters; 0 trains all weights")
-    lora_alpha: int = flag(16, "scale of the adapters: alpha / rank")
-    lora_dropout: float = flag(0.0, "dropout in front of the adapters")
-    target_modules: tuple[str, ...] = flag(("all-linear",), "modules that get an adapter")
+    lora_rank: int = flag(0, "Rank of the adapters; 0 trains all weights.", NOT_NEGATIVE)
+    lora_alpha: int = flag(16, "Scale of the adapters: alpha / rank.", POSITIVE, needs="lora_rank")
+    lora_dropout: float = flag(0.0, "Dropout before the adapters.", BELOW_ONE, needs="lora_rank")
+    target_modules: tuple[str, ...] = flag(("all-linear",), "Modules that get an adapter.", needs="lora_rank")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValueHeadFlags:
     """Scalar head"""
 
-    value_head_prefix: str = flag("score", "name of the scalar head; the value in a model's config.json wins")
+    value_head_prefix: str = flag(
+        "score", "Name of the scalar head; the value in a model's config.json takes precedence."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceFlags:
     """Reference model"""
 
-    ref_pretrain: str | None = flag(None, "frozen reference model; none takes --pretrain")
-    ref_offload: bool = flag(False, "keep the reference on the CPU between its forward passes")
+    ref_pretrain: str | None = flag(None, "Frozen reference model (default: --pretrain).")
+    ref_offload: bool = flag(False, "Keep the reference on the CPU between its forward passes.")

@@ -1,9 +1,22 @@
-"""Flags of reinforcement learning: prompts, rollouts, rewards, advantages, KL, losses and the critic."""
+"""Flags of reinforcement learning: prompts, rollouts, rewards, advantages, KL, losses and the critic.
 
-from dataclasses import dataclass
+The RL loop, its losses and its workers receive these sections as they are; they are frozen and can be pickled. Values
+that follow from one section are its properties. Values that follow from several are functions in `config/runtime.py`.
+"""
+
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-from openrlhf.config.flags import flag
+from openrlhf.config.flags import (
+    BELOW_ONE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    POSITIVE_OR_MINUS_ONE,
+    POSITIVE_SHARE,
+    SHARE,
+    Range,
+    flag,
+)
 from openrlhf.config.sections.data import EvaluationFlags, split_names
 from openrlhf.config.sections.training import OptimizerFlags
 
@@ -11,51 +24,88 @@ Estimator = Literal["gae", "reinforce", "rloo", "reinforce_baseline", "group_nor
 GROUP_ESTIMATORS: frozenset[Estimator] = frozenset({"rloo", "reinforce_baseline", "group_norm", "dr_grpo"})
 KLEstimator = Literal["k1", "k2", "k3"]
 GENERATE_MAX_LEN = 1024
+Aggregation = Literal["token-mean", "seq-mean", "constant"]
 Correction = Literal["tis", "icepop", "seq-mask-tis"]
+
+EXPLORING = Range(
+    "above 0: at 0 the most likely token is always taken, so nothing is explored", lambda value: value > 0
+)
+ABOVE_ONE = Range("above 1", lambda value: value > 1)
+AT_MOST_ONE = Range("at most 1", lambda value: value <= 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptFlags(EvaluationFlags):
     """Prompts"""
 
-    prompt_data: str | None = flag(None, "comma list of prompt datasets: files, folders or hub names; name@dir")
-    prompt_data_probs: str | None = flag(None, "comma list of mixing probabilities; none concatenates")
-    prompt_split: str = flag("train", "split of the prompt datasets")
-    input_key: str = flag("input", "field with the prompt: text or a message list")
-    label_key: str | None = flag(None, "field handed to the reward function or agent as label")
-    max_samples: int = flag(100_000_000, "rows taken of each dataset, and again after mixing")
-    dataloader_num_workers: int = flag(0, "accepted; prompts are prepared before training starts")
-    eval_temperature: float = flag(0.6, "sampling temperature of evaluation")
-    eval_n_samples_per_prompt: int = flag(4, "samples per evaluation prompt")
+    prompt_data: str | None = flag(
+        None,
+        "Comma-separated list of prompt datasets: files, folders or hub names; name@dir selects a folder of a dataset.",
+    )
+    prompt_data_probs: str | None = flag(
+        None, "Comma-separated list of mixing probabilities (default: concatenate the datasets)."
+    )
+    prompt_split: str = flag("train", "Split of the prompt datasets.")
+    input_key: str = flag("input", "Field with the prompt: text or a list of messages.")
+    label_key: str | None = flag(None, "Field that the reward function or agent receives as its label.")
+    max_samples: int = flag(100_000_000, "Maximum rows per dataset, applied again after mixing.", POSITIVE)
+    dataloader_num_workers: int = flag(
+        0, "Accepted for compatibility; prompts are prepared before training starts.", NOT_NEGATIVE
+    )
+    eval_temperature: float = flag(0.6, "Sampling temperature of evaluation.", NOT_NEGATIVE, needs="eval_dataset")
+    eval_n_samples_per_prompt: int = flag(4, "Samples per evaluation prompt.", POSITIVE, needs="eval_dataset")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutFlags:
     """Rollout"""
 
-    rollout_batch_size: int = flag(1024, "prompts per rollout")
-    n_samples_per_prompt: int = flag(1, "samples per prompt")
-    micro_rollout_batch_size: int = flag(8, "samples per forward when log-probs, values and rewards are computed")
-    num_episodes: int = flag(1, "passes over the prompts")
-    prompt_max_len: int = flag(1024, "tokens of a prompt; used with --generate_max_len when --max_len is not given")
-    generate_max_len: int = flag(GENERATE_MAX_LEN, "tokens of a response; used when --max_len is not given")
-    max_len: int | None = flag(
-        None, "tokens of prompt and response together; none is prompt_max_len + generate_max_len"
+    rollout_batch_size: int = flag(1024, "Prompts per rollout.", POSITIVE)
+    n_samples_per_prompt: int = flag(1, "Samples per prompt.", POSITIVE)
+    micro_rollout_batch_size: int = flag(
+        8, "Samples per forward pass when computing log-probs, values and rewards.", POSITIVE
     )
-    max_new_tokens: int | None = flag(None, "tokens of a response; none is what the context leaves")
-    min_new_tokens: int = flag(1, "tokens that a response has at least")
-    temperature: float = flag(1.0, "sampling temperature; policy and reference divide their logits by it too")
-    top_p: float = flag(1.0, "sample from the smallest set of tokens with this probability")
-    top_k: int = flag(-1, "sample from the k likeliest tokens; -1 from all")
-    min_p: float = flag(0.0, "drop tokens less likely than this share of the likeliest")
-    stop: tuple[str, ...] = flag((), "texts that end a response")
-    replay: str | None = flag(None, "folder of recorded rollouts (RUN_DIR/rollouts) to train on instead of generating")
-    vllm_generate_batch_size: int | None = flag(None, "prompts per generation call; none is rollout_batch_size")
-    dynamic_filtering: bool = flag(False, "replace prompt groups whose mean score is outside the range (DAPO)")
-    dynamic_filtering_reward_range: tuple[float, float] = flag((0.0, 1.0), "open interval for a group's mean score")
-    use_dynamic_batch: bool = flag(False, "fill micro-batches by tokens rather than samples; turns packing on")
-    train_max_tokens_per_gpu: int = flag(16192, "tokens per micro-batch in training with --use_dynamic_batch")
-    rollout_max_tokens_per_gpu: int | None = flag(None, "the same for scoring; none is train_max_tokens_per_gpu")
+    num_episodes: int = flag(1, "Passes over the prompts.", POSITIVE)
+    prompt_max_len: int = flag(
+        1024, "Maximum tokens of a prompt; used with --generate_max_len if --max_len is not given.", POSITIVE
+    )
+    generate_max_len: int = flag(
+        GENERATE_MAX_LEN, "Maximum tokens of a response; used if --max_len is not given.", POSITIVE
+    )
+    max_len: int | None = flag(
+        None,
+        "Maximum tokens of prompt and response together (default: --prompt_max_len + --generate_max_len).",
+        POSITIVE,
+    )
+    max_new_tokens: int | None = flag(
+        None, "Maximum tokens of a response (default: what the prompt leaves of the context).", POSITIVE
+    )
+    min_new_tokens: int = flag(1, "Minimum tokens of a response.", POSITIVE)
+    temperature: float = flag(
+        1.0, "Sampling temperature; policy and reference divide their logits by it too.", EXPLORING
+    )
+    top_p: float = flag(1.0, "Sample from the smallest set of tokens that has this total probability.", POSITIVE_SHARE)
+    top_k: int = flag(-1, "Sample from the k most likely tokens; -1 is all of them.", POSITIVE_OR_MINUS_ONE)
+    min_p: float = flag(0.0, "Exclude tokens whose probability is below this share of the most likely one's.", SHARE)
+    stop: tuple[str, ...] = flag((), "Texts that end a response.")
+    replay: str | None = flag(None, "Folder of recorded rollouts (RUN_DIR/rollouts) to train on instead of generating.")
+    vllm_generate_batch_size: int | None = flag(
+        None, "Prompts per generation call (default: --rollout_batch_size).", POSITIVE
+    )
+    dynamic_filtering: bool = flag(False, "Replace prompt groups whose mean score is outside the range (DAPO).")
+    dynamic_filtering_reward_range: tuple[float, float] = flag(
+        (0.0, 1.0), "Open interval for a group's mean score.", needs="dynamic_filtering"
+    )
+    use_dynamic_batch: bool = flag(False, "Fill micro-batches by tokens instead of samples; turns packing on.")
+    train_max_tokens_per_gpu: int = flag(
+        16192, "Tokens per micro-batch in training.", POSITIVE, needs="use_dynamic_batch"
+    )
+    rollout_max_tokens_per_gpu: int | None = flag(
+        None,
+        "Tokens per micro-batch in scoring (default: --train_max_tokens_per_gpu).",
+        POSITIVE,
+        needs="use_dynamic_batch",
+    )
 
     @property
     def context_length(self) -> int:
@@ -68,6 +118,16 @@ class RolloutFlags:
         if self.max_new_tokens is not None or self.max_len is not None:
             return self.max_new_tokens
         return self.generate_max_len
+
+    @property
+    def longest_response(self) -> int:
+        """Upper bound on the tokens of a response to any prompt."""
+        return self.response_length or self.context_length
+
+    @property
+    def samples_per_rollout(self) -> int:
+        """Samples of a full rollout."""
+        return self.rollout_batch_size * self.n_samples_per_prompt
 
     @property
     def limits_on_tokens(self) -> tuple[str, ...]:
@@ -95,6 +155,7 @@ class RolloutFlags:
 
     @property
     def scoring_token_budget(self) -> int:
+        """Tokens per micro-batch in scoring, with --use_dynamic_batch."""
         given = self.rollout_max_tokens_per_gpu
         return self.train_max_tokens_per_gpu if given is None else given
 
@@ -103,10 +164,15 @@ class RolloutFlags:
 class AsyncTrainingFlags:
     """Overlap of rollout and training"""
 
-    async_train: bool = flag(False, "generate the next rollouts while training on this one")
-    async_queue_size: int = flag(1, "how many weight versions old a sample may be when trained; 0 is synchronous")
+    async_train: bool = flag(False, "Generate the next rollouts while training on the current one.")
+    async_queue_size: int = flag(
+        1,
+        "Maximum number of weight updates between sampling and training a sample; 0 is synchronous.",
+        NOT_NEGATIVE,
+        needs="async_train",
+    )
     partial_rollout: bool = flag(
-        False, "pause generation for a weight sync and go on with the new weights (needs --async_train)"
+        False, "Pause generation for a weight sync and continue with the new weights (needs --async_train)."
     )
 
 
@@ -115,41 +181,53 @@ class RewardFlags:
     """Rewards and agents"""
 
     reward_pretrain: str | None = flag(
-        None, "reward model, or several separated by commas; beside an agent it scores episodes that return no reward"
+        None, "Comma-separated list of reward models; with an agent, they score episodes that return no reward."
     )
-    reward_weights: tuple[float, ...] = flag((), "weight of each reward model; none is 1 each")
-    remote_rm_url: str | None = flag(None, "comma list of reward servers, or a .py file with reward_func")
+    reward_weights: tuple[float, ...] = flag((), "Weight of each reward model (default: 1 each).")
+    remote_rm_url: str | None = flag(None, "Comma-separated list of reward servers, or a .py file with reward_func.")
     reward_api_key: str | None = flag(
-        None, "key that the reward servers ask for (serve_rm --api_key); better given as OPENRLHF_RM_API_KEY"
+        None,
+        "Key of the reward servers (serve_rm --api_key); set OPENRLHF_RM_API_KEY instead to keep it off the command "
+        "line.",
     )
-    agent_func_path: str | None = flag(None, ".py file with class AgentExecutor, or function run_agent or step")
-    normalize_reward: bool = flag(False, "(reward - mean) / std with the values stored in the reward model")
-    reward_clip_range: tuple[float, float] = flag((-10.0, 10.0), "clip on the shaped reward")
-    overlong_buffer_len: float | None = flag(None, "tokens before the limit over which the overlong penalty grows")
-    overlong_penalty_factor: float = flag(1.0, "largest overlong penalty")
+    agent_func_path: str | None = flag(None, ".py file with a class AgentExecutor, or a function run_agent or step.")
+    normalize_reward: bool = flag(False, "Use (reward - mean) / std, with the values stored in the reward model.")
+    reward_clip_range: tuple[float, float] = flag((-10.0, 10.0), "Bounds of the shaped reward.")
+    overlong_buffer_len: float | None = flag(
+        None, "Number of tokens before the length limit over which the overlong penalty grows.", POSITIVE
+    )
+    overlong_penalty_factor: float = flag(1.0, "Maximum overlong penalty.", NOT_NEGATIVE, needs="overlong_buffer_len")
     stop_properly_penalty_coef: float | None = flag(
-        None, "factor in [0, 1] on the reward of truncated samples; a negative value is their reward"
+        None,
+        "Factor in [0, 1] on the reward of truncated samples; a negative value replaces their reward.",
+        AT_MOST_ONE,
     )
     step_rewards: bool = flag(
         False,
-        "reward each turn of an agent, or each step that a process reward model judges, at its end rather than once "
-        "at the last token",
+        "Reward each turn of an agent, or each step that a process reward model judges, at its end instead of once at "
+        "the last token.",
     )
     prm_reduce: Literal["min", "mean", "last", "product"] = flag(
-        "min", "how a process reward model's steps become one score, and without --step_rewards one reward"
+        "min",
+        "How the steps of a process reward model become one score and, without --step_rewards, one reward.",
     )
-    reward_timeout: float = flag(180.0, "seconds that one call of a reward function, agent step or server may take")
+    reward_timeout: float = flag(
+        180.0, "Seconds allowed for one call of a reward function, agent step or server.", POSITIVE
+    )
     on_reward_error: Literal["stop", "skip"] = flag(
-        "stop", "what a failing reward does to the run; skip drops the sample"
+        "stop", "Response to a failing reward: stop the run, or skip the sample."
     )
-    max_turns: int | None = flag(None, "turns after which an agent's episode ends")
+    max_turns: int | None = flag(
+        None, "Turns after which an agent's episode ends (default: no limit).", POSITIVE, needs="agent_func_path"
+    )
     max_concurrent_episodes: int | None = flag(
         None,
-        "episodes (samples) that run at a time; a prompt's begin together, so a smaller limit runs one prompt at a "
-        "time; none is no limit",
+        "Maximum episodes (samples) that run at a time. Those of a prompt start together, so a smaller limit runs one "
+        "prompt at a time (default: no limit).",
+        POSITIVE,
     )
     max_episodes_per_engine: int | None = flag(
-        None, "the same limit for each engine: this many times the number of engines run at a time; none is no limit"
+        None, "Maximum episodes that run at a time per engine (default: no limit).", POSITIVE
     )
 
     @property
@@ -177,50 +255,60 @@ class AdvantageFlags:
     """Advantages"""
 
     advantage_estimator: Estimator = flag(
-        "gae", "gae is PPO, reinforce REINFORCE++, group_norm GRPO; reinforce_baseline suits verifiable rewards"
+        "gae",
+        "Advantage estimator: gae is PPO, reinforce is REINFORCE++, group_norm is GRPO; reinforce_baseline suits "
+        "verifiable rewards.",
     )
-    gamma: float = flag(1.0, "discount; only gae and reinforce use a value below 1")
-    lambd: float = flag(1.0, "GAE lambda")
-    no_advantage_std_norm: bool = flag(False, "centre advantages without dividing by their standard deviation")
+    gamma: float = flag(1.0, "Discount; only gae and reinforce use a value below 1.", SHARE)
+    lambd: float = flag(1.0, "GAE lambda.", SHARE)
+    no_advantage_std_norm: bool = flag(False, "Centre advantages without dividing by their standard deviation.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class KLControlFlags:
     """KL to the reference"""
 
-    init_kl_coef: float = flag(0.01, "weight of the KL; 0 runs without a reference model")
-    kl_target: float | None = flag(None, "adapt the weight so that the KL stays near this")
-    kl_horizon: int = flag(10_000, "samples over which the adaptive weight moves")
-    kl_estimator: KLEstimator = flag("k1", "k1 suits the KL in the reward, k2 and k3 the KL in the loss")
-    use_kl_loss: bool = flag(False, "KL as a loss term in place of a reward term")
-    kl_unbiased_gradient: bool = flag(False, "with --use_kl_loss: the estimator's value with the exact KL's gradient")
+    init_kl_coef: float = flag(0.01, "Weight of the KL term; 0 runs without a reference model.", NOT_NEGATIVE)
+    kl_target: float | None = flag(None, "Adapt the weight so that the KL stays near this value.", POSITIVE)
+    kl_horizon: int = flag(
+        10_000, "Number of samples over which the adaptive weight moves.", POSITIVE, needs="kl_target"
+    )
+    kl_estimator: KLEstimator = flag("k1", "KL estimator; k1 suits a KL term in the reward, k2 and k3 one in the loss.")
+    use_kl_loss: bool = flag(False, "Add the KL to the loss instead of the reward.")
+    kl_unbiased_gradient: bool = flag(
+        False, "Combine the estimator's value with the gradient of the exact KL.", needs="use_kl_loss"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLossFlags:
     """Policy and value loss"""
 
-    policy_loss_type: Literal["ppo", "gspo"] = flag("ppo", "token ratios, or one ratio per sequence")
-    eps_clip: float = flag(0.2, "clip range of the ratio, both sides")
-    eps_clip_low_high: tuple[float, float] | None = flag(None, "clip range below and above; none is eps_clip twice")
-    dual_clip: float | None = flag(None, "above 1: bound on the loss of bad actions made much likelier")
-    loss_agg_mode: Literal["token-mean", "seq-mean", "constant"] | None = flag(
-        None, "mean over tokens, over sequences, or a constant length; none is what the estimator's paper uses"
+    policy_loss_type: Literal["ppo", "gspo"] = flag("ppo", "A ratio per token (ppo) or per sequence (gspo).")
+    eps_clip: float = flag(0.2, "Clip range of the ratio on both sides.", NOT_NEGATIVE)
+    eps_clip_low_high: tuple[float, float] | None = flag(
+        None, "Clip range of the ratio below and above (default: --eps_clip for both)."
     )
-    value_clip: float = flag(0.5, "clip range of the critic's change")
-    entropy_loss_coef: float | None = flag(None, "weight of an entropy bonus; 0 only logs the entropy")
+    dual_clip: float | None = flag(
+        None, "Bound on the loss of actions with a negative advantage that became much more likely.", ABOVE_ONE
+    )
+    loss_agg_mode: Aggregation | None = flag(
+        None, "Mean over tokens, over sequences, or over a constant length (default: as in the estimator's paper)."
+    )
+    value_clip: float = flag(0.5, "Clip range of the change of the critic's values.", POSITIVE)
+    entropy_loss_coef: float | None = flag(None, "Weight of an entropy bonus; 0 only logs the entropy.", NOT_NEGATIVE)
     enable_vllm_is_correction: bool | None = flag(
         None,
-        "importance correction: weigh each token by how likely trainer and engine find it; default: on with "
-        "--async_train, whose samples are old, else off; false switches it off",
+        "Importance correction: weight each token by its likelihood under the trainer relative to the engine (default: "
+        "on with --async_train, whose samples are old, else off).",
     )
-    vllm_is_correction_type: Correction = flag("tis", "clamp the weight, drop the token, or drop the sequence")
+    vllm_is_correction_type: Correction = flag("tis", "Clamp the weight, drop the token, or drop the sequence.")
     vllm_is_truncated_threshold: tuple[float, ...] = flag(
-        (0.5, 5.0), "interval of the weight; one value is its upper end"
+        (0.5, 5.0), "Interval of the weight; a single value is its upper end."
     )
-    freezing_actor_steps: int = flag(-1, "train only the critic for the first N steps")
-    enable_ema: bool = flag(False, "keep an average of the policy, and save that")
-    ema_beta: float = flag(0.992, "decay of the average")
+    freezing_actor_steps: int = flag(-1, "Train only the critic in the first N steps.")
+    enable_ema: bool = flag(False, "Keep a moving average of the policy, and save that.")
+    ema_beta: float = flag(0.992, "Decay of the moving average.", BELOW_ONE, needs="enable_ema")
 
     @property
     def clip_range(self) -> tuple[float, float]:
@@ -231,37 +319,54 @@ class PolicyLossFlags:
         low, high = (0.0, *self.vllm_is_truncated_threshold)[-2:]
         return low, high
 
+    @property
+    def aggregation(self) -> Aggregation:
+        """The mode in effect, which determines what the denominator counts; GSPO is always a mean over sequences."""
+        return "seq-mean" if self.policy_loss_type == "gspo" else self.loss_agg_mode or "token-mean"
+
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyOptimizerFlags(OptimizerFlags):
     """Optimizer"""
 
-    actor_learning_rate: float = flag(1e-6, "peak learning rate of the policy")
-    critic_learning_rate: float = flag(9e-6, "peak learning rate of the critic")
-    critic_optim: Literal["adam", "muon"] | None = flag(
-        None, "the critic's --optim; this and the next: none is as the policy"
+    actor_learning_rate: float = flag(1e-6, "Peak learning rate of the policy.", NOT_NEGATIVE)
+    critic_learning_rate: float = flag(9e-6, "Peak learning rate of the critic.", NOT_NEGATIVE)
+    # The critic's own value of each flag of OptimizerFlags, under the same name with the prefix `critic_`.
+    critic_optim: Literal["adam", "muon"] | None = flag(None, "Critic optimizer (default: same as the policy).")
+    critic_lr_scheduler: str | None = flag(None, "Critic --lr_scheduler (default: same as the policy).")
+    critic_lr_warmup_ratio: float | None = flag(None, "Critic --lr_warmup_ratio (default: same as the policy).", SHARE)
+    critic_min_lr_ratio: float | None = flag(None, "Critic --min_lr_ratio (default: same as the policy).", SHARE)
+    critic_l2: float | None = flag(None, "Critic --l2 (default: same as the policy).", NOT_NEGATIVE)
+    critic_adam_betas: tuple[float, float] | None = flag(
+        None, "Critic --adam_betas (default: same as the policy).", BELOW_ONE
     )
-    critic_lr_scheduler: str | None = flag(None, "the critic's --lr_scheduler")
-    critic_lr_warmup_ratio: float | None = flag(None, "the critic's --lr_warmup_ratio")
-    critic_min_lr_ratio: float | None = flag(None, "the critic's --min_lr_ratio")
-    critic_l2: float | None = flag(None, "the critic's --l2")
-    critic_adam_betas: tuple[float, float] | None = flag(None, "the critic's --adam_betas")
-    critic_adam_eps: float | None = flag(None, "the critic's --adam_eps")
-    critic_max_norm: float | None = flag(None, "the critic's --max_norm")
-    critic_muon_lr: float | None = flag(None, "the critic's --muon_lr")
-    critic_muon_momentum: float | None = flag(None, "the critic's --muon_momentum")
-    critic_muon_ns_steps: int | None = flag(None, "the critic's --muon_ns_steps")
-    critic_muon_nesterov: bool | None = flag(None, "the critic's --muon_nesterov")
+    critic_adam_eps: float | None = flag(None, "Critic --adam_eps (default: same as the policy).", POSITIVE)
+    critic_max_norm: float | None = flag(None, "Critic --max_norm (default: same as the policy).", NOT_NEGATIVE)
+    critic_muon_lr: float | None = flag(None, "Critic --muon_lr (default: same as the policy).", NOT_NEGATIVE)
+    critic_muon_momentum: float | None = flag(None, "Critic --muon_momentum (default: same as the policy).", BELOW_ONE)
+    critic_muon_ns_steps: int | None = flag(None, "Critic --muon_ns_steps (default: same as the policy).", POSITIVE)
+    critic_muon_nesterov: bool | None = flag(None, "Critic --muon_nesterov (default: same as the policy).")
+
+    @property
+    def critic(self) -> OptimizerFlags:
+        """The critic's optimizer section: this one, in which the given critic_* flags replace those without prefix."""
+        own = {item.name: getattr(self, f"critic_{item.name}") for item in fields(OptimizerFlags)}
+        return replace(self, **{name: value for name, value in own.items() if value not in (None, "")})
 
 
 @dataclass(frozen=True, kw_only=True)
 class CriticFlags:
     """Critic and other models"""
 
-    critic_pretrain: str | None = flag(None, "the critic's start; none is the first reward model, else --pretrain")
-    save_value_network: bool = flag(False, "save the critic to {save_path}_critic")
-    ref_pretrain: str | None = flag(None, "frozen reference model; none takes --pretrain")
-    ref_reward_offload: bool = flag(False, "keep reference and reward model on the CPU between their forward passes")
+    critic_pretrain: str | None = flag(
+        None, "Initial model of the critic (default: the first reward model, else --pretrain)."
+    )
+    save_value_network: bool = flag(False, "Save the critic to {save_path}_critic.")
+    ref_pretrain: str | None = flag(None, "Frozen reference model (default: --pretrain).")
+    ref_reward_offload: bool = flag(False, "Keep reference and reward models on the CPU between their forward passes.")
     best_metric_key: str = flag(
-        "", "evaluation metric of the best checkpoint; default: the first *_pass1, else the first *_reward; none is off"
+        "",
+        "Evaluation metric that selects the best checkpoint; none selects no checkpoint (default: the first *_pass1, "
+        "else the first *_reward).",
+        needs="eval_dataset",
     )
