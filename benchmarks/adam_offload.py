@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from train_throughput import GIB, add_shape, finish, make_batch, make_network
 
+from openrlhf.config.sections.training import OptimizerFlags
 from openrlhf.training.local import LocalBackend
 from openrlhf.training.objectives import SFT
-from openrlhf.training.optim import OptimizerSettings
 from openrlhf.types import Batch
 
 
@@ -32,7 +32,9 @@ class Measured:
 
 
 def measure(args: argparse.Namespace, device: torch.device, batches: list[Batch], *, offload: bool) -> Measured:
-    backend = LocalBackend(make_network(args, device), OptimizerSettings(1e-5), device, adam_offload=offload)
+    backend = LocalBackend(
+        make_network(args, device), OptimizerFlags(), device, learning_rate=1e-5, adam_offload=offload
+    )
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     losses, start = [], 0.0

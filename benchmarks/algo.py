@@ -23,7 +23,7 @@ from torch import Tensor
 from openrlhf.algo.advantages import discounted_returns, gae, normalize
 from openrlhf.algo.balance import first_fit_count, interleave, karmarkar_karp
 from openrlhf.algo.kl import kl_penalty
-from openrlhf.algo.policy_loss import PolicySettings, policy_loss
+from openrlhf.algo.policy_loss import policy_loss
 from openrlhf.algo.shaping import group_norm
 
 NAIVE_SAMPLES = 4  # a Python loop over 4M tokens would take minutes
@@ -65,9 +65,7 @@ def make_rollout(samples: int, tokens: int) -> Rollout:
 def policy_step(batch: Rollout) -> None:
     log_probs = batch.log_probs.clone().requires_grad_()
     denominator = batch.action_mask.sum()
-    loss, _ = policy_loss(
-        log_probs, batch.old_log_probs, batch.advantages, batch.action_mask, denominator, PolicySettings()
-    )
+    loss, _ = policy_loss(log_probs, batch.old_log_probs, batch.advantages, batch.action_mask, denominator)
     loss.backward()
 
 

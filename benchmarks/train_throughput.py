@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from openrlhf.config.sections.training import OptimizerFlags
 from openrlhf.data.collate import pack
 from openrlhf.models.attention import choose_attention
 from openrlhf.models.forward import Network
 from openrlhf.models.load import choose_dtype, recompute_activations
 from openrlhf.training.local import LocalBackend
 from openrlhf.training.objectives import SFT
-from openrlhf.training.optim import OptimizerSettings
 from openrlhf.types import Batch, TokenRow
 
 GIB = 1024**3
@@ -142,8 +142,14 @@ def main() -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
     peak = matmul_flops(device, 8192 if device.type == "cuda" else 1024)
     network = make_network(args, device)
-    settings = OptimizerSettings(learning_rate=1e-5)
-    backend = LocalBackend(network, settings, device, adam_offload=args.adam_offload, compile_layers=args.compile)
+    backend = LocalBackend(
+        network,
+        OptimizerFlags(),
+        device,
+        learning_rate=1e-5,
+        adam_offload=args.adam_offload,
+        compile_layers=args.compile,
+    )
     batch = make_batch(args)
     times = measure(backend, batch, args)
     seconds, tokens = statistics.median(times), batch.input_ids.numel()

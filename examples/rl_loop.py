@@ -33,15 +33,15 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 from transformers.utils.logging import set_verbosity_error
 
-from openrlhf.algo.policy_loss import PolicySettings
 from openrlhf.algo.shaping import group_norm
+from openrlhf.config.sections.rl import PolicyLossFlags
+from openrlhf.config.sections.training import OptimizerFlags
 from openrlhf.data.collate import pad
 from openrlhf.models.forward import Network
 from openrlhf.rl.samples import RolloutTokens, stack
 from openrlhf.rollout.hf import HFEngine
 from openrlhf.training.local import LocalBackend
 from openrlhf.training.objectives import SFT
-from openrlhf.training.optim import OptimizerSettings
 from openrlhf.training.rl_objectives import PolicyObjective
 from openrlhf.types import PolicyBatch, Prompt, Request, SamplingParams, TokenRow, Trajectory
 
@@ -92,8 +92,8 @@ async def learn(
     args: argparse.Namespace,
 ) -> None:
     """Group Relative Policy Optimization (arXiv 2402.03300), without a KL term."""
-    backend = LocalBackend(network, OptimizerSettings(learning_rate=args.lr), CPU)
-    objective = PolicyObjective(PolicySettings(eps_low=0.2, eps_high=0.2))
+    backend = LocalBackend(network, OptimizerFlags(), CPU, learning_rate=args.lr)
+    objective = PolicyObjective(PolicyLossFlags(eps_clip=0.2))
 
     for step in range(1, args.steps + 1):
         # 1. Rollout: the engine samples a group of responses to each prompt.
@@ -184,7 +184,7 @@ async def accuracy(engine: HFEngine, tokenizer: PreTrainedTokenizerFast, items: 
 
 def warm_up(network: Network, tokenizer: PreTrainedTokenizerFast, items: list[str], steps: int = 120) -> None:
     """Supervised fine-tuning: the same backend with another objective."""
-    backend = LocalBackend(network, OptimizerSettings(learning_rate=2e-3), CPU)
+    backend = LocalBackend(network, OptimizerFlags(), CPU, learning_rate=2e-3)
     for _ in range(steps):
         rows = []
         for item in random.sample(items, 64):

@@ -1,7 +1,8 @@
 """The policy loss: clipped surrogate per token (PPO) or per sequence (GSPO), rollout correction, entropy bonus.
 
 Per-token tensors all have the shape of the mask: [batch, tokens], or packed, in which case `rows` gives each token's
-sequence number. The loss knows nothing about the cluster: the caller passes the step's global denominator.
+sequence number. The loss knows nothing about the cluster: the caller passes the step's global denominator. Its options
+are the section of flags `PolicyLossFlags`.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,6 @@ import torch
 from torch import Tensor
 
 from openrlhf.algo.reduce import (
-    AGGREGATIONS,
     Denominator,
     Metrics,
     aggregate,
@@ -21,7 +21,9 @@ from openrlhf.algo.reduce import (
     sequence_means,
     to_tokens,
 )
+from openrlhf.config.sections.rl import PolicyLossFlags
 
+PPO = PolicyLossFlags()  # the default options: clip at 0.2, mean over tokens, no correction
 MAX_LOG_RATIO = 20.0  # keeps exp finite; a ratio of 5e8 is as good as infinite
 
 
@@ -73,41 +75,13 @@ POLICY_LOSSES: dict[str, Ratio] = {"ppo": token_ratio, "gspo": sequence_ratio}
 CORRECTIONS: dict[str, Correction] = {"tis": truncate, "icepop": icepop, "seq-mask-tis": sequence_mask}
 
 
-@dataclass(frozen=True, kw_only=True)
-class PolicySettings:
-    """Settings of the policy update; plain values, so that they can be sent to a worker."""
-
-    loss_type: str = "ppo"
-    eps_low: float = 0.2
-    eps_high: float = 0.2
-    dual_clip: float | None = None
-    loss_agg_mode: str = "token-mean"
-    correction: str | None = None
-    correction_range: tuple[float, float] = (0.5, 5.0)
-
-    def __post_init__(self) -> None:
-        _known("policy loss", self.loss_type, list(POLICY_LOSSES))
-        _known("aggregation", self.loss_agg_mode, list(AGGREGATIONS))
-        if self.correction is not None:
-            _known("correction", self.correction, list(CORRECTIONS))
-        if self.dual_clip is not None and self.dual_clip <= 1:
-            raise ValueError(f"dual clip must be above 1, got {self.dual_clip}")
-        if not 0 <= self.correction_range[0] <= self.correction_range[1]:
-            raise ValueError(f"the correction range must be 0 <= low <= high, got {self.correction_range}")
-
-    @property
-    def aggregation(self) -> str:
-        """The effective mode, which determines what the denominator counts; GSPO is always a mean over sequences."""
-        return "seq-mean" if self.loss_type == "gspo" else self.loss_agg_mode
-
-
 def policy_loss(
     log_probs: Tensor,
     old_log_probs: Tensor,
     advantages: Tensor,
     action_mask: Tensor,
     denominator: Denominator,
-    settings: PolicySettings,
+    settings: PolicyLossFlags = PPO,
     rollout_log_probs: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
@@ -118,8 +92,9 @@ def policy_loss(
     used to correct for the difference between engine and trainer: for PPO by a weight on each token; for GSPO they
     replace `old_log_probs` in the ratio, and there is no weight.
     """
-    if settings.correction is not None and rollout_log_probs is None:
-        raise ValueError(f"correction {settings.correction!r} needs the rollout's log-probs")
+    corrects = bool(settings.enable_vllm_is_correction)
+    if corrects and rollout_log_probs is None:
+        raise ValueError(f"correction {settings.vllm_is_correction_type!r} needs the rollout's log-probs")
     tokens = Tokens(action_mask.bool(), rows)
     current, old = masked_log_probs(log_probs, tokens.mask), masked_log_probs(old_log_probs.detach(), tokens.mask)
     advantage = masked(advantages, tokens.mask)
@@ -129,31 +104,35 @@ def policy_loss(
     if rollout_log_probs is not None:
         rollout = masked_log_probs(rollout_log_probs.detach(), tokens.mask)
         metrics["vllm_kl"] = mean_of(rollout - old, tokens.mask)
-        if settings.correction is not None and settings.loss_type == "gspo":
+        if corrects and settings.policy_loss_type == "gspo":
             behaviour = rollout
-        elif settings.correction is not None:
-            weight = CORRECTIONS[settings.correction](old - rollout, tokens, *settings.correction_range)
+        elif corrects:
+            correct = CORRECTIONS[settings.vllm_is_correction_type]
+            weight = correct(old - rollout, tokens, *settings.correction_range)
             metrics["is_filter_ratio"] = mean_of(weight == 0, tokens.mask)
 
-    ratio = POLICY_LOSSES[settings.loss_type](current - behaviour, tokens)
-    losses, clipped = clipped_surrogate(ratio, advantage, settings)
+    ratio = POLICY_LOSSES[settings.policy_loss_type](current - behaviour, tokens)
+    losses, clipped = clipped_surrogate(ratio, advantage, settings.clip_range, settings.dual_clip)
     metrics["clip_ratio"] = mean_of(clipped, tokens.mask)
     if weight is not None:
         losses = losses * weight
     return aggregate(losses, tokens.mask, settings.aggregation, denominator, rows), metrics
 
 
-def clipped_surrogate(ratio: Tensor, advantages: Tensor, settings: PolicySettings) -> tuple[Tensor, Tensor]:
+def clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, clip_range: tuple[float, float], dual_clip: float | None
+) -> tuple[Tensor, Tensor]:
     """Return per-token losses, and a mask of the tokens at which clipping was active.
 
     Dual clip (arXiv 1912.09729, eq. 5) bounds the loss of an action with negative advantage by c|A|, however large its
     ratio is.
     """
     plain = ratio * advantages
-    bounded = ratio.clamp(1 - settings.eps_low, 1 + settings.eps_high) * advantages
+    below, above = clip_range
+    bounded = ratio.clamp(1 - below, 1 + above) * advantages
     objective = torch.minimum(plain, bounded)
-    if settings.dual_clip is not None:
-        floor = torch.maximum(objective, settings.dual_clip * advantages)
+    if dual_clip is not None:
+        floor = torch.maximum(objective, dual_clip * advantages)
         objective = torch.where(advantages < 0, floor, objective)
     return -objective, (bounded < plain).detach()
 
@@ -175,8 +154,3 @@ def _exp(log_ratio: Tensor) -> Tensor:
 
 def _within(values: Tensor, low: float, high: float) -> Tensor:
     return (low <= values) & (values <= high)
-
-
-def _known(what: str, name: str, names: list[str]) -> None:
-    if name not in names:
-        raise ValueError(f"unknown {what} {name!r}; known: {', '.join(names)}")

@@ -20,10 +20,11 @@ from openrlhf.config.commands import RLConfig
 from openrlhf.config.sections.training import ShardingFlags
 from openrlhf.models.load import load_tokenizer
 from openrlhf.rl.build import build_models
-from openrlhf.rl.engines import EngineSpec, make_engine
+from openrlhf.rl.engines import make_engine
 from openrlhf.rl.models import Models
 from openrlhf.rollout.channel import Channel, Sender
 from openrlhf.rollout.engine import Checksums, Weights
+from openrlhf.rollout.spec import EngineSpec
 from openrlhf.training.device import choose_device, seed_dropout, seed_everything
 from openrlhf.training.distributed import join
 from openrlhf.types import Completion, Request

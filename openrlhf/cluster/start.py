@@ -15,7 +15,7 @@ from openrlhf.cluster.placement import Group
 from openrlhf.cluster.session import Cluster
 from openrlhf.cluster.workers import WorkerGroup
 from openrlhf.config.commands import RLConfig
-from openrlhf.rl.engines import EngineSpec
+from openrlhf.rollout.spec import EngineSpec
 
 ENGINE_CALLS = 10_000  # concurrent calls per engine: it receives all requests immediately and schedules them itself
 

@@ -1,10 +1,14 @@
-"""The table of batch sizes that training commands print at start-up, so that you can check them before the run."""
+"""The table of batch sizes that training commands print at start-up, so that you can check them before the run.
+
+Each line is a derived number and how it follows from the flags; `cli/entry.py` prints them.
+"""
 
 from dataclasses import dataclass
+from math import ceil
 
 from openrlhf.config.checks.supervised import data_parallel_size
 from openrlhf.config.commands import RLConfig, SupervisedConfig
-from openrlhf.config.runtime import num_devices, resolve_runtime
+from openrlhf.config.runtime import policy_ranks, resolve_runtime, steps_per_rollout
 
 
 @dataclass(frozen=True)
@@ -17,68 +21,52 @@ class Line:
 
 
 def supervised_table(config: SupervisedConfig) -> list[Line]:
-    batch, micro = config.batches.train_batch_size, config.batches.micro_train_batch_size
+    batches, longest = config.batches, config.data.max_len
+    batch, micro = batches.train_batch_size, batches.micro_train_batch_size
     ranks = data_parallel_size(config)
-    share = ceil_div(batch, ranks)
-    tokens = batch * config.data.max_len
+    share = ceil(batch / ranks)
     return [
         Line("devices", str(ranks), "data-parallel processes"),
-        Line("samples per step", number(batch), "--train_batch_size, over all devices"),
-        Line("samples per device and step", number(share), f"{batch} / {ranks}"),
-        Line("micro-batches per step", number(ceil_div(share, micro)), f"of up to {micro} (--micro_train_batch_size)"),
-        Line("tokens per step, at most", number(tokens), f"{batch} x --max_len {config.data.max_len}"),
-        Line("epochs", number(config.batches.max_epochs), "--max_epochs; the last, smaller batch is trained too"),
+        Line("samples per step", f"{batch:,}", "--train_batch_size, over all devices"),
+        Line("samples per device and step", f"{share:,}", f"{batch} / {ranks}"),
+        Line("micro-batches per step", f"{ceil(share / micro):,}", f"of up to {micro} (--micro_train_batch_size)"),
+        Line("tokens per step, at most", f"{batch * longest:,}", f"{batch} x --max_len {longest}"),
+        Line("epochs", f"{batches.max_epochs:,}", "--max_epochs; the last, smaller batch is trained too"),
     ]
 
 
 def rl_table(config: RLConfig) -> list[Line]:
     rollout, batches = config.rollout, config.batches
-    samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
-    ranks = num_devices(config, "actor") // (config.sharding.ring_attn_size * config.sharding.ds_tensor_parallel_size)
+    samples, ranks, context = rollout.samples_per_rollout, policy_ranks(config), rollout.context_length
     step = min(batches.train_batch_size, samples)
-    steps = ceil_div(samples, batches.train_batch_size) * batches.max_epochs
-    runtime = resolve_runtime(config)
+    steps, how = steps_per_rollout(config), f"{samples} / {batches.train_batch_size} x --max_epochs"
+    runtime = f"--runtime {config.placement.runtime}, {ranks} data-parallel device(s) for the policy"
+    scored, trained = rollout.micro_rollout_batch_size, batches.micro_train_batch_size
+    if rollout.use_dynamic_batch:
+        scoring = ("by tokens", f"up to {rollout.scoring_token_budget:,} tokens each")
+        training = ("by tokens", f"up to {rollout.train_max_tokens_per_gpu:,} tokens each")
+    else:
+        scoring = (
+            f"{ceil(ceil(samples / ranks) / scored):,}",
+            f"per device, of up to {scored} (--micro_rollout_batch_size)",
+        )
+        training = (
+            f"{ceil(ceil(step / ranks) / trained):,}",
+            f"per device and step, of up to {trained} (--micro_train_batch_size)",
+        )
     return [
-        Line(
-            "runtime", runtime, f"--runtime {config.placement.runtime}, {ranks} data-parallel device(s) for the policy"
-        ),
-        Line("prompts per rollout", number(rollout.rollout_batch_size), "--rollout_batch_size"),
-        Line("samples per rollout", number(samples), f"x --n_samples_per_prompt {rollout.n_samples_per_prompt}"),
-        Line("scoring micro-batches", *scoring(config, samples, ranks)),
-        Line("samples per optimizer step", number(step), "--train_batch_size, over all devices"),
-        Line("training micro-batches", *training(config, step, ranks)),
-        Line("optimizer steps per rollout", number(steps), f"{samples} / {batches.train_batch_size} x --max_epochs"),
-        Line(
-            "tokens per step, at most", number(step * rollout.context_length), f"x {rollout.context_length} (context)"
-        ),
-        Line("passes over the prompts", number(rollout.num_episodes), "--num_episodes"),
+        Line("runtime", resolve_runtime(config), runtime),
+        Line("prompts per rollout", f"{rollout.rollout_batch_size:,}", "--rollout_batch_size"),
+        Line("samples per rollout", f"{samples:,}", f"x --n_samples_per_prompt {rollout.n_samples_per_prompt}"),
+        Line("scoring micro-batches", *scoring),
+        Line("samples per optimizer step", f"{step:,}", "--train_batch_size, over all devices"),
+        Line("training micro-batches", *training),
+        Line("optimizer steps per rollout", f"{steps:,}", how),
+        Line("tokens per step, at most", f"{step * context:,}", f"x {context} (context)"),
+        Line("passes over the prompts", f"{rollout.num_episodes:,}", "--num_episodes"),
     ]
-
-
-def scoring(config: RLConfig, samples: int, ranks: int) -> tuple[str, str]:
-    if config.rollout.use_dynamic_batch:
-        return "by tokens", f"up to {number(config.rollout.scoring_token_budget)} tokens each"
-    size = config.rollout.micro_rollout_batch_size
-    return number(ceil_div(ceil_div(samples, ranks), size)), f"per device, of up to {size} (--micro_rollout_batch_size)"
-
-
-def training(config: RLConfig, step: int, ranks: int) -> tuple[str, str]:
-    if config.rollout.use_dynamic_batch:
-        return "by tokens", f"up to {number(config.rollout.train_max_tokens_per_gpu)} tokens each"
-    size = config.batches.micro_train_batch_size
-    return number(
-        ceil_div(ceil_div(step, ranks), size)
-    ), f"per device and step, of up to {size} (--micro_train_batch_size)"
 
 
 def render(lines: list[Line]) -> str:
     names, values = max(len(line.name) for line in lines), max(len(line.value) for line in lines)
     return "\n".join(f"  {line.name:<{names}}  {line.value:>{values}}  {line.how}" for line in lines)
-
-
-def ceil_div(total: int, part: int) -> int:
-    return -(-total // part)
-
-
-def number(value: int) -> str:
-    return f"{value:,}"

@@ -1,9 +1,9 @@
 """Flags as dataclass fields: declare them, list those of a command, replace their values.
 
 A section is a frozen dataclass whose fields are flags, and a command is a frozen dataclass of sections
-(`commands.py`). A flag is declared once, by `flag()`: its default, its help, the range of its value, and the flag
-without which it does nothing. The parser, the checks, the messages about idle flags and `config.json` all read these
-declarations, so a new flag is one new field and nothing else.
+(`commands.py`). A flag is declared once, by `flag()`: its default, its help, the range of its value, the flag without
+which it does nothing, and whether it is required. The parser, the checks, the messages about idle flags and
+`config.json` all read these declarations, so a new flag is one new field and nothing else.
 """
 
 import dataclasses
@@ -32,13 +32,16 @@ BELOW_ONE = Range("0 or more and below 1", lambda value: 0 <= value < 1)
 POSITIVE_OR_MINUS_ONE = Range("above 0, or -1", lambda value: value > 0 or value == -1)
 
 
-def flag(default: T, help: str, within: Range | None = None, *, needs: str | None = None) -> T:
+def flag(
+    default: T, help: str, within: Range | None = None, *, needs: str | None = None, required: str | None = None
+) -> T:
     """Declare a field of a section, and with it the command-line flag of the same name.
 
     A value of None is always in range; of a tuple, each element must be `within` it. `needs` names another flag of the
-    same command: as long as that one is unset, this one has no effect, and the run says so.
+    same command: as long as that one is unset, this one has no effect, and the run says so. `required` means that the
+    command cannot run without the flag; it is an example of a value, for the error message.
     """
-    metadata = {"help": help, "within": within, "needs": needs}
+    metadata = {"help": help, "within": within, "needs": needs, "required": required}
     return cast(T, dataclasses.field(default=default, metadata=metadata))
 
 
@@ -59,6 +62,7 @@ class Flag:
     help: str
     within: Range | None
     needs: str | None
+    required: str | None
 
 
 @cache

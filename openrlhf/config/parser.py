@@ -111,7 +111,7 @@ def argument_options(item: Flag) -> dict[str, Any]:
     shown = " ".join(map(str, item.default)) if isinstance(item.default, tuple) else item.default
     wanted = without_none(item.type)
     unset = item.default is None or item.default is False or shown == ""
-    suffix = "." if unset else f" (default: {shown!r}).".replace("'", "")
+    suffix = " (required)." if item.required else "." if unset else f" (default: {shown!r}).".replace("'", "")
     text = item.help.removesuffix(".") + suffix
     options: dict[str, Any] = {"default": item.default, "help": text.replace("%", "%%")}
     if wanted is bool:
@@ -136,16 +136,14 @@ def to_bool(text: str) -> bool:
         return True
     if text.lower() in FALSE:
         return False
-    raise argparse.ArgumentTypeError(f"this is a switch: it takes no value, or true or false, not {text!r}")
+    raise argparse.ArgumentTypeError(f"expected true, false or no value for a switch, got {text!r}")
 
 
 def unknown_flag(command: type, given: str) -> ConfigError:
     """Build the error for an unknown flag; suggest flags with that prefix, else similar ones, old spellings too."""
     name = given.split("=")[0].lstrip("-")
     if not given.startswith("--"):
-        return ConfigError(
-            f"{given!r} stands where a flag is expected", try_this="put quotes around values with spaces"
-        )
+        return ConfigError(f"expected a flag, got {given!r}", try_this="put quotes around values with spaces")
     known = ["config", *known_spellings(command)]
     near = [match for match in known if match.startswith(name)][:3]
     near = near or difflib.get_close_matches(name, known, n=3, cutoff=0.6)
@@ -166,7 +164,7 @@ def file_arguments(command: type, path: Path) -> list[str]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, Mapping):
-        raise ConfigError(f"--config {path} holds no flags", try_this="lines such as `pretrain: ./model`")
+        raise ConfigError(f"--config {path} contains no flags", try_this="lines such as `pretrain: ./model`")
     known = known_spellings(command)
     arguments: list[str] = []
     for name, value in flatten(content, known):

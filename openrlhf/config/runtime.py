@@ -1,16 +1,24 @@
-"""Facts derived from the flags of an RL run: its runtime (local or Ray), devices per role, and which models it uses.
+"""Values derived from flags of several sections of an RL run: devices, models in use, sizes of the loop, loss defaults.
 
-Checks, tables and launch code all ask here, so that they agree.
+The checks, the table of batch sizes and the code that runs all ask here, so they agree. Values that follow from a
+single section are properties of that section. Nothing is stored: a config is frozen, so every answer stays the same.
 """
 
+import math
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal
 
 from openrlhf.config.commands import RLConfig
+from openrlhf.config.flags import replace_flags
 from openrlhf.config.sections.cluster import ROLES, Role
+from openrlhf.config.sections.rl import PolicyLossFlags
 
 GPUS_PER_NODE_ON_RAY = 8  # default under Ray if the command names no count
+
+
+# Where a run takes place: the runtime, devices and engines.
 
 
 def resolve_runtime(config: RLConfig, environ: Mapping[str, str] = os.environ) -> Literal["local", "ray"]:
@@ -43,6 +51,14 @@ def num_devices(config: RLConfig, role: Role, environ: Mapping[str, str] = os.en
     return config.placement.num_nodes(role) * (default if given is None else given)
 
 
+def policy_ranks(config: RLConfig) -> int:
+    """Return the data-parallel ranks of the policy, which share the micro-batches.
+
+    Ring and tensor-parallel peers work on the same samples and count as one.
+    """
+    return num_devices(config, "actor") // (config.sharding.ring_attn_size * config.sharding.ds_tensor_parallel_size)
+
+
 def num_engines(config: RLConfig, environ: Mapping[str, str] = os.environ) -> int:
     """Return the number of vLLM engines; without vLLM, one Transformers engine per policy process."""
     return config.engines.vllm_num_engines or num_devices(config, "actor", environ)
@@ -56,6 +72,14 @@ def most_episodes(config: RLConfig, environ: Mapping[str, str] = os.environ) -> 
     return min((limit for limit in limits if limit is not None), default=None)
 
 
+def generates_in_lockstep(config: RLConfig) -> bool:
+    """Return True if the engine waits until all running episodes have a request, so that a run repeats exactly."""
+    return resolve_runtime(config) == "local" and not config.engines.vllm_num_engines
+
+
+# Which models a run uses.
+
+
 def uses_critic(config: RLConfig) -> bool:
     return config.advantage.advantage_estimator == "gae"
 
@@ -64,9 +88,69 @@ def uses_reference(config: RLConfig) -> bool:
     return config.kl.init_kl_coef > 0
 
 
+def uses_vllm(config: RLConfig) -> bool:
+    """Return False if Transformers generates, or if the run trains on recorded rollouts."""
+    return bool(config.engines.vllm_num_engines) and config.rollout.replay is None
+
+
+def used_roles(config: RLConfig) -> list[Role]:
+    runs = {"ref": uses_reference(config), "critic": uses_critic(config), "reward": config.rewards.scored_by_models}
+    return [role for role in ROLES if runs.get(role, True)]
+
+
+def critic_model(config: RLConfig) -> str | None:
+    """Return the model that the critic starts from: the flag, else the first reward model, else the policy."""
+    if not uses_critic(config):
+        return None
+    rewards = config.rewards
+    first_reward_model = rewards.reward_models[0] if rewards.scored_by_models and not rewards.agent_func_path else None
+    return config.critic.critic_pretrain or first_reward_model or config.model.pretrain
+
+
+# Sizes of the loop. `num_prompts` counts the prompts of all episodes.
+
+
+def queue_size(config: RLConfig) -> int:
+    """Return how many weight versions old a sample may be when it is trained; 0 is synchronous training."""
+    return config.asynchrony.async_queue_size if config.asynchrony.async_train else 0
+
+
 def is_asynchronous(config: RLConfig) -> bool:
     """Return True if a sample may be older than the weights it is used to train."""
-    return config.asynchrony.async_train and config.asynchrony.async_queue_size > 0
+    return queue_size(config) > 0
+
+
+def num_rollouts(config: RLConfig, num_prompts: int) -> int:
+    """Return the maximum number of rollouts; filtering may end a run earlier."""
+    rollouts = math.ceil(num_prompts / config.rollout.rollout_batch_size)
+    return rollouts if config.batches.max_steps is None else min(rollouts, config.batches.max_steps)
+
+
+def steps_per_rollout(config: RLConfig) -> int:
+    """Return the optimizer steps of a full rollout."""
+    batches = config.batches
+    return math.ceil(config.rollout.samples_per_rollout / batches.train_batch_size) * batches.max_epochs
+
+
+def num_optimizer_steps(config: RLConfig, num_prompts: int) -> int:
+    """Return the optimizer steps of a run that keeps every group; a smaller last rollout gives fewer steps."""
+    size, samples = config.rollout.rollout_batch_size, config.rollout.n_samples_per_prompt
+    prompts = (min(size, num_prompts - size * rollout) for rollout in range(num_rollouts(config, num_prompts)))
+    batches = sum(math.ceil(count * samples / config.batches.train_batch_size) for count in prompts)
+    return batches * config.batches.max_epochs
+
+
+def evaluation_config(config: RLConfig) -> RLConfig:
+    """Return the config to sample with in evaluation: its own count and temperature, and every group is kept."""
+    return replace_flags(
+        config,
+        n_samples_per_prompt=config.prompts.eval_n_samples_per_prompt,
+        temperature=config.prompts.eval_temperature,
+        dynamic_filtering=False,
+    )
+
+
+# What the loss compares.
 
 
 def uses_correction(config: RLConfig) -> bool:
@@ -90,20 +174,25 @@ def compares_engine(config: RLConfig) -> bool:
     return uses_correction(config) or old_log_probs_are_the_engines(config)
 
 
-def used_roles(config: RLConfig) -> list[Role]:
-    runs = {"ref": uses_reference(config), "critic": uses_critic(config), "reward": config.rewards.scored_by_models}
-    return [role for role in ROLES if runs.get(role, True)]
+def scores_policy(config: RLConfig) -> bool:
+    """Return True if the policy must score its samples before training on them.
+
+    Its log-probs are needed for a KL in the reward, for the correction, and as the old ones of several optimizer steps.
+    With a single step per rollout, the old log-probs equal the current ones and need no scoring pass.
+    """
+    kl_in_reward = uses_reference(config) and not config.kl.use_kl_loss
+    several_steps = steps_per_rollout(config) > 1 and not old_log_probs_are_the_engines(config)
+    return kl_in_reward or uses_correction(config) or several_steps
 
 
-def uses_vllm(config: RLConfig) -> bool:
-    """Return False if Transformers generates, or if the run trains on recorded rollouts."""
-    return bool(config.engines.vllm_num_engines) and config.rollout.replay is None
+def policy_loss_flags(config: RLConfig) -> PolicyLossFlags:
+    """Return the section of the policy loss, with the defaults filled in that depend on other sections.
 
-
-def critic_model(config: RLConfig) -> str | None:
-    """Return the model that the critic starts from: the flag, else the first reward model, else the policy."""
-    if not uses_critic(config):
-        return None
-    rewards = config.rewards
-    first_reward_model = rewards.reward_models[0] if rewards.scored_by_models and not rewards.agent_func_path else None
-    return config.critic.critic_pretrain or first_reward_model or config.model.pretrain
+    By default, Dr. GRPO aggregates its loss over a constant length, and the correction is on if samples may be old.
+    """
+    constant = config.advantage.advantage_estimator == "dr_grpo"
+    return replace(
+        config.policy,
+        loss_agg_mode=config.policy.loss_agg_mode or ("constant" if constant else "token-mean"),
+        enable_vllm_is_correction=uses_correction(config),
+    )

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.agents.sandbox.loop_thread import heard
 from openrlhf.config.commands import BatchInferenceConfig
+from openrlhf.config.sections.cluster import EngineFlags
 from openrlhf.config.sections.inference import SamplingFlags
 from openrlhf.data.answers import INDEX, one_slice, waiting_prompts
 from openrlhf.data.records import Records
@@ -26,10 +27,10 @@ from openrlhf.inference.parts import Parts
 from openrlhf.models.forward import Network
 from openrlhf.models.load import known_positions, load_causal_lm, read_config
 from openrlhf.monitor import say
-from openrlhf.rl.engines import BY_DEVICE, EngineSpec, make_engine
+from openrlhf.rl.engines import make_engine
 from openrlhf.rl.rollouts import seed_of
 from openrlhf.rollout.hf import HFEngine
-from openrlhf.rollout.vllm import VLLMSettings
+from openrlhf.rollout.spec import EngineSpec
 from openrlhf.training.device import choose_device, explain_precision
 from openrlhf.training.explain import explain_experts
 from openrlhf.training.progress import Progress
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from openrlhf.rollout.engine import Engine
 
 NEIGHBOURS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")  # number of processes on a machine, set by torchrun and deepspeed
+MEMORY_SHARE = 0.9  # of a device's memory for vLLM, its own default
 AHEAD = 2  # requests at an engine per request that it can run at the same time, so that its queue is never empty
 
 
@@ -173,8 +175,7 @@ async def generate_with_vllm(generation: Generation, tokenizer: PreTrainedTokeni
     devices = take_devices(config.task.tp_size) if config.model.device != "cpu" else 0
     device = torch.device("cuda" if devices else "cpu")
     explain_precision(config.model.param_dtype, device)
-    spec = EngineSpec(config.model, engine_settings(generation, max(1, devices)))
-    engine = make_engine(spec, tokenizer, device)
+    engine = make_engine(describe_engine(generation, max(1, devices)), tokenizer, device)
     try:
         await stream(engine, sink, window=AHEAD * config.task.max_num_seqs)
     finally:
@@ -201,20 +202,23 @@ async def stream(engine: Engine, sink: Sink, *, window: int) -> None:
             sink.finish(running.pop(task), task.result()[0])
 
 
-def engine_settings(generation: Generation, devices: int) -> VLLMSettings:
-    """Return the vLLM settings for an engine on `devices` devices."""
-    config, task = generation.config, generation.config.task
-    return VLLMSettings(
-        model=str(config.model.pretrain),
-        dtype=BY_DEVICE,
-        max_model_len=generation.context,
-        tensor_parallel_size=devices,
-        enforce_eager=not torch.cuda.is_available(),  # without a GPU, compiling takes longer than it saves
-        enable_prefix_caching=task.enable_prefix_caching,
+def describe_engine(generation: Generation, devices: int) -> EngineSpec:
+    """Return the description of a vLLM engine on `devices` devices."""
+    task = generation.config.task
+    return EngineSpec(
+        model=generation.config.model,
+        engines=EngineFlags(
+            vllm_num_engines=task.vllm_num_engines or 1,
+            vllm_tensor_parallel_size=devices,
+            vllm_gpu_memory_utilization=MEMORY_SHARE,
+            enforce_eager=not torch.cuda.is_available(),  # without a GPU, compiling takes longer than it saves
+            enable_prefix_caching=task.enable_prefix_caching,
+        ),
+        context_length=generation.context,
         seed=task.seed + int(os.environ.get("RANK", "0")),
-        trust_remote_code=config.model.trust_remote_code,
-        max_num_seqs=task.max_num_seqs,
         seeded_requests=task.full_determinism,
+        max_num_seqs=task.max_num_seqs,
+        awaits_weights=False,
     )
 
 

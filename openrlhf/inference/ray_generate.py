@@ -5,9 +5,8 @@ from __future__ import annotations
 from openrlhf.cluster.placement import EngineSeat, Plan
 from openrlhf.cluster.session import connect
 from openrlhf.cluster.start import started_on
-from openrlhf.inference.generate import AHEAD, Generation, Sink, engine_settings, stream
+from openrlhf.inference.generate import AHEAD, Generation, Sink, describe_engine, stream
 from openrlhf.monitor import say
-from openrlhf.rl.engines import EngineSpec
 
 RESTARTS = 1  # per engine; its unfinished requests are generated again
 
@@ -17,7 +16,7 @@ async def generate_on_ray(generation: Generation, sink: Sink) -> None:
     task = generation.config.task
     size = task.tp_size or 1
     asked = Plan((), tuple(EngineSeat(number, size, None) for number in range(task.vllm_num_engines or 1)), "vllm")
-    spec = EngineSpec(generation.config.model, engine_settings(generation, size), awaits_weights=False)
+    spec = describe_engine(generation, size)
     with connect(asked, {}) as cluster:
         async with started_on(cluster) as starting:
             say(f"starting {asked.describe()}")

@@ -1,20 +1,27 @@
 """Build the models of reinforcement learning from the config: policy, critic, reference and reward models.
 
-The local runtime builds all of them in one process. On a cluster, each worker builds those of its roles.
+The local runtime builds all of them in one process. On a cluster, each worker builds those of its roles. How their
+micro-batches are cut is decided here too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import replace
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from openrlhf.config.commands import RLConfig
-from openrlhf.config.runtime import critic_model, uses_critic, uses_reference
+from openrlhf.config.runtime import (
+    critic_model,
+    policy_loss_flags,
+    policy_ranks,
+    steps_per_rollout,
+    uses_critic,
+    uses_reference,
+)
 from openrlhf.config.sections.cluster import ROLES, Role
+from openrlhf.config.sections.training import OptimizerFlags
 from openrlhf.data.collate import Layout
 from openrlhf.data.process import one_token
 from openrlhf.data.readings import Texts
@@ -32,15 +39,14 @@ from openrlhf.models.load import (
 from openrlhf.monitor import say
 from openrlhf.rl.models import Critic, Models, Policy, Trained
 from openrlhf.rl.reward_models import OutcomeScorer, ProcessScorer, Scorer, share_vocabulary
-from openrlhf.rl.settings import policy_objective, scoring_batches, steps_per_rollout
+from openrlhf.rl.samples import Batching
 from openrlhf.training.backend import Frozen, TrainBackend
 from openrlhf.training.distributed import loading, uses_deepspeed
 from openrlhf.training.local import LocalBackend, LocalFrozen
 from openrlhf.training.model_checks import balances_experts
 from openrlhf.training.objectives import AUX_ON
-from openrlhf.training.optim import OptimizerSettings, schedule
-from openrlhf.training.optimizers import optimizer_settings
-from openrlhf.training.rl_objectives import ValueObjective
+from openrlhf.training.optim import schedule
+from openrlhf.training.rl_objectives import PolicyObjective, ValueObjective
 
 
 def build_models(
@@ -75,11 +81,20 @@ def build_policy(config: RLConfig, device: torch.device, total_steps: int) -> Po
         with_aux_loss=config.model.aux_loss_coef > AUX_ON,
         self_test=not config.model.skip_self_test,
     )
-    rate = config.optimizer.actor_learning_rate
-    backend = make_backend(config, network, optimizer_settings(config.optimizer, rate), device)
+    flags, rate = config.optimizer, config.optimizer.actor_learning_rate
+    backend = make_backend(config, network, flags, rate, device)
     return Policy(
-        Trained(backend, make_schedule(config, total_steps), total_steps, rate),
-        policy_objective(config),
+        Trained(backend, make_schedule(flags, total_steps), total_steps, rate),
+        PolicyObjective(
+            settings=policy_loss_flags(config),
+            temperature=config.rollout.temperature,
+            kl_coef=config.kl.init_kl_coef if config.kl.use_kl_loss else 0.0,
+            kl_estimator=config.kl.kl_estimator,
+            kl_unbiased_gradient=config.kl.kl_unbiased_gradient,
+            entropy_coef=config.policy.entropy_loss_coef,
+            aux_loss_coef=config.model.aux_loss_coef,
+            constant_length=config.rollout.longest_response,
+        ),
         config.policy.ema_beta if config.policy.enable_ema else None,
     )
 
@@ -121,20 +136,25 @@ def adapted(config: RLConfig, model: PreTrainedModel, *, scalar: bool) -> torch.
     return made
 
 
-def make_backend(config: RLConfig, network: Network, settings: OptimizerSettings, device: torch.device) -> TrainBackend:
+def make_backend(
+    config: RLConfig, network: Network, optimizer: OptimizerFlags, rate: float, device: torch.device
+) -> TrainBackend:
     """Wrap the network in the local backend for one process, or in DeepSpeed for several."""
     if not uses_deepspeed(config):
         return LocalBackend(
             network,
-            settings,
+            optimizer,
             device,
+            learning_rate=rate,
             adam_offload=config.sharding.adam_offload,
             compile_layers=config.sharding.deepcompile,
         )
     from openrlhf.training.deepspeed import DeepSpeedBackend
 
     universal = config.checkpoints.use_ds_universal_ckpt
-    return DeepSpeedBackend(network, settings, config.sharding, device, universal_checkpoint=universal)
+    return DeepSpeedBackend(
+        network, optimizer, config.sharding, device, learning_rate=rate, universal_checkpoint=universal
+    )
 
 
 def build_critic(
@@ -160,16 +180,9 @@ def build_critic(
         with_aux_loss=balances_experts(config.model, model.config),
         self_test=not config.model.skip_self_test,
     )
-    flags = config.optimizer
-    scheduled = make_schedule(
-        config,
-        total_steps,
-        name=flags.critic_lr_scheduler,
-        warmup=flags.critic_lr_warmup_ratio,
-        least=flags.critic_min_lr_ratio,
-    )
-    backend = make_backend(config, network, critic_optimizer(config), device)
-    trained = Trained(backend, scheduled, total_steps, flags.critic_learning_rate)
+    flags, rate = config.optimizer.critic, config.optimizer.critic_learning_rate
+    backend = make_backend(config, network, flags, rate, device)
+    trained = Trained(backend, make_schedule(flags, total_steps), total_steps, rate)
     return Critic(trained, ValueObjective(config.policy.value_clip, config.model.aux_loss_coef))
 
 
@@ -228,32 +241,22 @@ def build_scorer(
     )
 
 
-def make_schedule(
-    config: RLConfig, steps: int, *, name: str | None = None, warmup: float | None = None, least: float | None = None
-) -> Callable[[int], float]:
-    """Return the learning rate schedule; arguments that are None default to the policy's flags."""
-    flags = config.optimizer
+def scoring_batches(config: RLConfig, layout: Layout, ranks: int = 1) -> Batching:
+    """Return the micro-batching for forward-only passes of the policy, reference, critic and reward models."""
+    rollout = config.rollout
+    budget = rollout.scoring_token_budget if rollout.use_dynamic_batch else None
+    return Batching(layout, rollout.micro_rollout_batch_size, budget, ranks)
+
+
+def training_batches(config: RLConfig, layout: Layout) -> Batching:
+    """Return the micro-batching for training, shared out over the ranks of the policy."""
+    rollout = config.rollout
+    budget = rollout.train_max_tokens_per_gpu if rollout.use_dynamic_batch else None
+    return Batching(layout, config.batches.micro_train_batch_size, budget, policy_ranks(config))
+
+
+def make_schedule(flags: OptimizerFlags, steps: int) -> Callable[[int], float]:
+    """Return the learning rate schedule of the policy, or of the critic from its own section."""
     return schedule(
-        name or flags.lr_scheduler,
-        warmup_ratio=flags.lr_warmup_ratio if warmup is None else warmup,
-        total_steps=steps,
-        min_lr_ratio=flags.min_lr_ratio if least is None else least,
+        flags.lr_scheduler, warmup_ratio=flags.lr_warmup_ratio, total_steps=steps, min_lr_ratio=flags.min_lr_ratio
     )
-
-
-def critic_optimizer(config: RLConfig) -> OptimizerSettings:
-    """Return the critic's optimizer settings: the policy's, overridden by the critic's own flags."""
-    flags = config.optimizer
-    own: dict[str, Any] = {
-        "optim": flags.critic_optim,
-        "weight_decay": flags.critic_l2,
-        "betas": flags.critic_adam_betas,
-        "eps": flags.critic_adam_eps,
-        "max_norm": flags.critic_max_norm,
-        "muon_lr": flags.critic_muon_lr,
-        "muon_momentum": flags.critic_muon_momentum,
-        "muon_ns_steps": flags.critic_muon_ns_steps,
-        "muon_nesterov": flags.critic_muon_nesterov,
-    }
-    given = {name: value for name, value in own.items() if value is not None}
-    return replace(optimizer_settings(flags, flags.critic_learning_rate), **given)

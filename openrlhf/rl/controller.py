@@ -13,7 +13,7 @@
          |   engine   |<--------- weights, version + 1 [3] -------------------+
          +------------+
 
-Let k be `queue_size`. Rollout i may begin once the weights have reached version i - k, so a sample is at most k
+Let k be `runtime.queue_size`. Rollout i may begin once the weights have reached version i - k, so a sample is at most k
 versions old when it is trained; k = 0 is synchronous training. In lockstep (one process) rollout i begins exactly at
 that version, which makes a run a function of its seed; on a cluster, timing decides within the same bound.
 `rl/train.py` builds the parts and calls `Controller.run`.
@@ -30,8 +30,8 @@ Back-pressure points:
 4. With k = 0, `begin_training` puts engines that share devices with the models to sleep until the next sync.
 5. The probe after a sync (see `proof.py`), evaluation and `after_step` (checkpoints) delay the next training step. A
    producer that waits at [1] is woken only after them.
-6. Within a rollout, `most_episodes` limits the episodes in progress and `most_prompts` the prompts per call for
-   generation.
+6. Within a rollout, `runtime.most_episodes` limits the episodes in progress and --vllm_generate_batch_size the prompts
+   per call for generation.
 7. The recorder writes the samples while the trainer works, and is awaited before the step ends.
 
 If the producer or the trainer fails, `run` cancels the other and raises.
@@ -50,34 +50,20 @@ import numpy as np
 
 from openrlhf.agents.executor import GroupExecutor
 from openrlhf.algo.kl import AdaptiveKL, FixedKL
+from openrlhf.config.commands import RLConfig
+from openrlhf.config.runtime import evaluation_config, queue_size, resolve_runtime
 from openrlhf.monitor import Monitor
 from openrlhf.rl.evaluate import evaluate
-from openrlhf.rl.experience import Experience, ExperienceSettings, make_experience
-from openrlhf.rl.proof import GapSettings, GapWatch
+from openrlhf.rl.experience import Experience, make_experience
+from openrlhf.rl.proof import GapWatch, gap_limits
 from openrlhf.rl.record import Recorder
-from openrlhf.rl.rollouts import Rollout, RolloutSettings, Source
+from openrlhf.rl.rollouts import Rollout, Source
 from openrlhf.rl.samples import Batching
 from openrlhf.rl.workers import WeightSync, Workers
 from openrlhf.rollout.engine import Engine
 from openrlhf.types import Prompt
 
 STANDING = ("_lr", "_loss_scale", "_skipped_steps")  # suffixes of metrics that are not averaged over steps
-
-
-@dataclass(frozen=True)
-class LoopSettings:
-    """Sizes and intervals of the loop; plain values from the flags."""
-
-    train_batch_size: int  # samples per optimizer step
-    epochs: int  # passes over each rollout
-    queue_size: int  # how many versions old a sample may be when it is trained; 0 is synchronous
-    seed: int
-    max_rollouts: int | None  # None: until the prompts run out
-    freezing_steps: int = -1  # the policy is not trained in the first so many steps
-    eval_every: int = -1
-    log_every: int = 1
-    lockstep: bool = True
-    gap: GapSettings | None = None  # None if engine and trainer cannot be compared
 
 
 @dataclass(frozen=True)
@@ -91,19 +77,9 @@ class Parts:
     sync: WeightSync
     monitor: Monitor
     recorder: Recorder
-    eval_prompts: Sequence[Prompt] = ()
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The settings of each part of the loop."""
-
-    loop: LoopSettings
-    rollout: RolloutSettings
-    evaluation: RolloutSettings
-    experience: ExperienceSettings
-    scoring: Batching
+    scoring: Batching  # micro-batches of forward-only passes
     training: Batching
+    eval_prompts: Sequence[Prompt] = ()
 
 
 @dataclass
@@ -133,13 +109,15 @@ class State:
 class Controller:
     """Runs the loop from its current state, new or resumed."""
 
-    def __init__(self, parts: Parts, settings: Settings, state: State) -> None:
+    def __init__(self, parts: Parts, config: RLConfig, state: State) -> None:
         self.parts = parts
-        self.settings = settings
+        self.config = config
         self.state = state
+        self.queue_size = queue_size(config)
+        self.lockstep = resolve_runtime(config) == "local"
         self.changed = asyncio.Condition()
-        gap = settings.loop.gap
-        self.gap = GapWatch(gap, parts.workers, settings.scoring, parts.monitor) if gap is not None else None
+        limits = gap_limits(config)
+        self.gap = GapWatch(limits, parts.workers, parts.scoring, parts.monitor) if limits is not None else None
         self.generation_seconds: dict[int, float] = {}  # by number of the rollout
         self.step_began = time.perf_counter()
         self.last: dict[str, float] = {}
@@ -164,7 +142,7 @@ class Controller:
     @property
     def exhausted(self) -> bool:
         """True if no rollout is left to generate. Not stored, because a resumed run may have more steps or prompts."""
-        most = self.settings.loop.max_rollouts
+        most = self.config.batches.max_steps
         return self.state.place >= len(self.parts.source) or (most is not None and self.state.made >= most)
 
     async def _produce(self) -> None:
@@ -172,7 +150,7 @@ class Controller:
         state, parts = self.state, self.parts
         while not self.exhausted:
             async with self.changed:
-                await self.changed.wait_for(lambda: state.made <= state.version + self.settings.loop.queue_size)
+                await self.changed.wait_for(lambda: state.made <= state.version + self.queue_size)
             began = time.perf_counter()
             rollout = await parts.source.take(state.made, state.place)
             self.generation_seconds[rollout.number] = time.perf_counter() - began
@@ -197,9 +175,8 @@ class Controller:
 
     def _may_train(self) -> bool:
         """True if the trainer may continue; in lockstep, after the current weights have generated all they may."""
-        state, loop = self.state, self.settings.loop
-        ahead = loop.queue_size if loop.lockstep else 0
-        return self.exhausted or len(state.queue) > ahead
+        ahead = self.queue_size if self.lockstep else 0
+        return self.exhausted or len(self.state.queue) > ahead
 
     async def _finish_step(self, rollout: Rollout, values: dict[str, float], after_step: AfterStep) -> None:
         """Send the new weights to the engine, log, and do what is due at this step: probe, evaluate, save.
@@ -207,7 +184,7 @@ class Controller:
         The time of a step runs from the end of the previous call of this function to the end of the sync. It includes
         the wait for the step's samples, but not generation that overlapped with earlier training.
         """
-        loop, state, parts = self.settings.loop, self.state, self.parts
+        logs, state, parts = self.config.logs, self.state, self.parts
         version = state.version + 1
         trained = time.perf_counter()
         await parts.sync.sync(version)
@@ -216,10 +193,10 @@ class Controller:
         values |= {"timing/broadcast": now - trained, "timing/step_total": now - self.step_began}
         values |= await self._probe(rollout, values)
         self.last = values
-        if version % loop.log_every == 0:
+        if version % logs.logging_steps == 0:
             parts.monitor.log("train", version, values)
         parts.monitor.advance(shown(values))
-        if loop.eval_every > 0 and version % loop.eval_every == 0:
+        if logs.eval_steps > 0 and version % logs.eval_steps == 0:
             await self.evaluate()
         await after_step(self)
         self._between_steps(now)
@@ -233,19 +210,17 @@ class Controller:
 
     async def _train(self, rollout: Rollout) -> dict[str, float]:
         """Train on one rollout: make experience, take optimizer steps, update the KL controller; return metrics."""
-        settings, state, parts = self.settings, self.state, self.parts
+        state, parts = self.state, self.parts
         began, coef = time.perf_counter(), state.kl.coef
-        if settings.loop.queue_size == 0:
+        if self.queue_size == 0:
             await parts.sync.begin_training()
-        experience = await make_experience(
-            rollout.trajectories, parts.workers, settings.scoring, settings.experience, coef
-        )
+        experience = await make_experience(rollout.trajectories, parts.workers, parts.scoring, self.config, coef)
         values = {} if self.gap is None else await self.gap.look(rollout.trajectories, state.version, state.version + 1)
         scored = time.perf_counter()
         writing = asyncio.create_task(
             asyncio.to_thread(parts.recorder.write, state.version + 1, experience)
         )  # while training goes on
-        epochs = range(settings.loop.epochs)
+        epochs = range(self.config.batches.max_epochs)
         cut = [places for epoch in epochs for places in self._minibatches(len(experience.trajectories), epoch)]
         steps = [
             await self._step(experience, places, coef, self._progress(rollout, number / len(cut)))
@@ -269,7 +244,7 @@ class Controller:
         if not self.gap.probe_is_due(self.state.version):
             return {}
         prompts = list({item.prompt.index: item.prompt for item in rollout.trajectories}.values())
-        return await self.gap.probe(self.parts.engine, prompts, self.settings.rollout, self.state.version)
+        return await self.gap.probe(self.parts.engine, prompts, self.config.rollout, self.state.version)
 
     def _progress(self, rollout: Rollout, trained: float) -> float:
         """Return the fraction of the run that is done when the fraction `trained` of a rollout has been trained.
@@ -278,26 +253,26 @@ class Controller:
         prompts run out or at --max_steps, so progress is measured by whichever of the two is nearer.
         """
         prompts = rollout.place + trained * (rollout.next_place - rollout.place)
-        most = self.settings.loop.max_rollouts
+        most = self.config.batches.max_steps
         return max(prompts / len(self.parts.source), 0.0 if most is None else (rollout.number + trained) / most)
 
     async def _step(
         self, experience: Experience, places: Sequence[int], kl_coef: float, progress: float
     ) -> dict[str, float]:
         """Take one optimizer step on the samples at `places`, in micro-batches."""
-        batching = self.settings.training
+        batching = self.parts.training
         parts = batching.cut(experience.tokens.lengths[places].tolist())
         batches = [
             experience.batch([places[number] for number in part], packing=batching.layout.packing) for part in parts
         ]
-        train_policy = self.state.version + 1 > self.settings.loop.freezing_steps
+        train_policy = self.state.version + 1 > self.config.policy.freezing_actor_steps
         return await self.parts.workers.train(batches, kl_coef=kl_coef, progress=progress, train_policy=train_policy)
 
     def _minibatches(self, count: int, epoch: int) -> list[list[int]]:
         """Return shuffled sample indices for each optimizer step; the last step takes what is left."""
-        seed = (self.settings.loop.seed, self.state.version, epoch)
+        seed = (self.config.batches.seed, self.state.version, epoch)
         order = np.random.default_rng(seed).permutation(count).tolist()
-        size = self.settings.loop.train_batch_size
+        size = self.config.batches.train_batch_size
         return [order[place : place + size] for place in range(0, count, size)]
 
     async def evaluate(self) -> None:
@@ -305,9 +280,8 @@ class Controller:
         parts = self.parts
         if not parts.eval_prompts:
             return
-        values = await evaluate(
-            parts.eval_prompts, parts.engine, parts.executor, parts.workers, self.settings.evaluation
-        )
+        config = evaluation_config(self.config)
+        values = await evaluate(parts.eval_prompts, parts.engine, parts.executor, parts.workers, config)
         self.last_evaluation = values
         parts.monitor.log("eval", self.state.version, values)
         told = [f"{name} {value:.4f}" for name, value in values.items() if "_pass" in name or name.endswith("_reward")]

@@ -28,7 +28,6 @@ from openrlhf.errors import RewardError, RolloutError
 from openrlhf.models.load import load_tokenizer
 from openrlhf.monitor import say
 from openrlhf.rl.rollouts import sampling
-from openrlhf.rl.settings import rollout_settings
 from openrlhf.training.model_checks import check_models
 from openrlhf.training.optim import schedule
 from openrlhf.types import Completion, LabelledRow, PairRow, Prompt, Request, StepRow, TokenRow, Trajectory
@@ -190,10 +189,12 @@ async def rehearse(
     play a single sample.
     """
     samples = 1 if config.rewards.agent_func_path else config.rollout.n_samples_per_prompt
-    settings = replace(rollout_settings(config), samples_per_prompt=samples)
+    flags = replace(config.rollout, n_samples_per_prompt=samples)
     jobs = [
         executor.run_group(
-            prompt, sampling(prompt, settings), [MadeUp(text, tokenizer) for text in answers(prompt, samples)]
+            prompt,
+            sampling(prompt, flags, config.batches.seed),
+            [MadeUp(text, tokenizer) for text in answers(prompt, samples)],
         )
         for prompt in prompts
     ]

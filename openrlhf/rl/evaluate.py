@@ -1,6 +1,6 @@
 """Evaluation: mean reward, pass@1 and pass@n per datasource, with the engine and rewards of training.
 
-The controller calls `evaluate` before the first step and then every `eval_every` steps.
+The controller calls `evaluate` before the first step and then every --eval_steps steps.
 """
 
 from __future__ import annotations
@@ -11,21 +11,26 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from openrlhf.agents.executor import GroupExecutor
+from openrlhf.config.commands import RLConfig
 from openrlhf.rl.experience import with_model_rewards
-from openrlhf.rl.rollouts import RolloutSettings, run_groups
+from openrlhf.rl.rollouts import run_groups
 from openrlhf.rl.workers import Workers
 from openrlhf.rollout.engine import Engine
 from openrlhf.types import Prompt, Trajectory
 
 
 async def evaluate(
-    prompts: Sequence[Prompt], engine: Engine, executor: GroupExecutor, workers: Workers, settings: RolloutSettings
+    prompts: Sequence[Prompt], engine: Engine, executor: GroupExecutor, workers: Workers, config: RLConfig
 ) -> dict[str, float]:
-    """Return metrics over all evaluation prompts, including the tail; `Prompt.index` identifies a group."""
-    results = await run_groups(prompts, engine, executor, settings)
+    """Return metrics over all evaluation prompts, including the tail; `Prompt.index` identifies a group.
+
+    `config` is that of `runtime.evaluation_config`.
+    """
+    results = await run_groups(prompts, engine, executor, config)
     trajectories = [item for result in results for item in result.trajectories]
-    scored = await with_model_rewards(trajectories, workers, each_step=settings.step_rewards)
-    return summary(scored, settings.samples_per_prompt)
+    # Evaluation compares one score per sample, so the rewards of steps are never needed here.
+    scored = await with_model_rewards(trajectories, workers, each_step=False)
+    return summary(scored, config.rollout.n_samples_per_prompt)
 
 
 def summary(trajectories: Sequence[Trajectory], n: int) -> dict[str, float]:

@@ -19,27 +19,12 @@ from openrlhf.algo import shaping
 from openrlhf.algo.advantages import ADVANTAGES, normalize
 from openrlhf.algo.kl import kl_penalty
 from openrlhf.algo.reduce import masked
+from openrlhf.config.commands import RLConfig
+from openrlhf.config.runtime import old_log_probs_are_the_engines, scores_policy
+from openrlhf.config.sections.rl import Estimator, RewardFlags
 from openrlhf.rl.samples import Batching, RolloutTokens, stack
 from openrlhf.rl.workers import Workers, merge_steps
 from openrlhf.types import PolicyBatch, StepRewards, Trajectory
-
-
-@dataclass(frozen=True)
-class ExperienceSettings:
-    """How rewards become advantages; plain values from the flags."""
-
-    estimator: str
-    gamma: float
-    lambd: float
-    divide_by_std: bool
-    kl_estimator: str
-    kl_in_reward: bool
-    clip_range: tuple[float, float]
-    overlong: tuple[int, float, float] | None  # longest response, buffer, factor
-    stop_properly: float | None
-    step_rewards: bool
-    scores_policy: bool  # compute the policy's own log-probs with its current weights
-    old_from_engine: bool = False  # take the ratio to the log-probs that the engine sampled with
 
 
 @dataclass(frozen=True)
@@ -87,46 +72,48 @@ async def make_experience(
     trajectories: Sequence[Trajectory],
     workers: Workers,
     batching: Batching,
-    settings: ExperienceSettings,
+    config: RLConfig,
     kl_coef: float,
 ) -> Experience:
     """Score a rollout and turn its rewards into advantages."""
-    trajectories = await with_model_rewards(trajectories, workers, each_step=settings.step_rewards)
+    flags, advantage = config.rewards, config.advantage
+    estimator, clip_range = advantage.advantage_estimator, flags.reward_clip_range
+    trajectories = await with_model_rewards(trajectories, workers, each_step=flags.step_rewards)
     tokens = RolloutTokens.of(trajectories, batching.layout.pad_id)
-    scores = await score(tokens, workers, batching, log_probs=settings.scores_policy)
+    scores = await score(tokens, workers, batching, log_probs=scores_policy(config))
     rollout_log_probs = stack([item.rollout_log_probs for item in trajectories], torch.float32)
     mask = tokens.action_mask  # [samples, tokens]
-    rewards = penalised(trajectories, mask, settings)  # [samples]
+    rewards = penalised(trajectories, mask, flags, config.rollout.longest_response)  # [samples]
 
-    # The KL [samples, tokens] from the reference: of the trained policy, or of the one that sampled if that was scored.
+    # The KL [samples, tokens] from the reference: of the policy, or of what the engine sampled if it was not scored.
     kl = None
     if scores.reference_log_probs is not None:
         own = rollout_log_probs if scores.log_probs is None else scores.log_probs
-        kl = kl_penalty(own, scores.reference_log_probs, mask, settings.kl_estimator)
-    kl_penalised = kl if settings.kl_in_reward else None
+        kl = kl_penalty(own, scores.reference_log_probs, mask, config.kl.kl_estimator)
+    kl_penalised = None if config.kl.use_kl_loss else kl
 
-    if settings.step_rewards:
+    if flags.step_rewards:
         penalties = shaping.spread(torch.zeros_like(rewards), kl_penalised, mask, kl_coef)
-        token_rewards = penalties + step_token_rewards(trajectories, rewards, mask, settings)
+        token_rewards = penalties + step_token_rewards(trajectories, rewards, mask, estimator, clip_range)
     else:
-        token_rewards = shaping.spread(shape(rewards, trajectories, settings), kl_penalised, mask, kl_coef)
+        shaped = shape(rewards, trajectories, estimator, clip_range)  # [samples]
+        token_rewards = shaping.spread(shaped, kl_penalised, mask, kl_coef)
     values = torch.zeros_like(token_rewards) if scores.values is None else scores.values  # [samples, tokens]
-    estimate = ADVANTAGES[settings.estimator]
-    advantages, returns = estimate(token_rewards, values, mask, settings.gamma, settings.lambd)
-    if settings.estimator in shaping.WHITENED:
-        advantages = normalize(advantages, mask, settings.divide_by_std)
+    advantages, returns = ADVANTAGES[estimator](token_rewards, values, mask, advantage.gamma, advantage.lambd)
+    if estimator in shaping.WHITENED:
+        advantages = normalize(advantages, mask, not advantage.no_advantage_std_norm)
 
     metrics = rollout_metrics(trajectories, rewards, token_rewards, mask)
     if kl is not None:
         metrics["kl"] = float(kl[mask].mean())
-    if settings.step_rewards:
+    if flags.step_rewards:
         metrics["steps"] = float(np.mean([len(item.step_rewards) for item in trajectories]))
     return Experience(
         trajectories=trajectories,
         tokens=tokens,
         advantages=advantages,
         rollout_log_probs=rollout_log_probs,
-        old_log_probs=rollout_log_probs if settings.old_from_engine else scores.log_probs,
+        old_log_probs=rollout_log_probs if old_log_probs_are_the_engines(config) else scores.log_probs,
         reference_log_probs=scores.reference_log_probs,
         old_values=scores.values,
         returns=None if scores.values is None else returns,
@@ -181,25 +168,32 @@ async def score(tokens: RolloutTokens, workers: Workers, batching: Batching, *, 
     )
 
 
-def penalised(trajectories: Sequence[Trajectory], mask: Tensor, settings: ExperienceSettings) -> Tensor:
+def penalised(trajectories: Sequence[Trajectory], mask: Tensor, flags: RewardFlags, longest_response: int) -> Tensor:
     """Return the rewards [samples] after the penalties for overlong and truncated responses."""
     rewards = torch.tensor([item.reward for item in trajectories], dtype=torch.float32)
-    if settings.overlong is not None:
-        rewards = shaping.overlong_penalty(rewards, shaping.response_lengths(mask), *settings.overlong)
-    if settings.stop_properly is not None:
+    if flags.overlong_buffer_len is not None:
+        lengths, penalty = shaping.response_lengths(mask), flags.overlong_penalty_factor
+        rewards = shaping.overlong_penalty(rewards, lengths, longest_response, flags.overlong_buffer_len, penalty)
+    if flags.stop_properly_penalty_coef is not None:
         truncated = torch.tensor([item.truncated for item in trajectories])
-        rewards = shaping.stop_properly_penalty(rewards, truncated, settings.stop_properly)
+        rewards = shaping.stop_properly_penalty(rewards, truncated, flags.stop_properly_penalty_coef)
     return rewards
 
 
-def shape(rewards: Tensor, trajectories: Sequence[Trajectory], settings: ExperienceSettings) -> Tensor:
+def shape(
+    rewards: Tensor, trajectories: Sequence[Trajectory], estimator: Estimator, clip_range: tuple[float, float]
+) -> Tensor:
     """Return rewards [samples] relative to their group, as the estimator defines it, clipped."""
     group_ids = torch.tensor([item.prompt.index for item in trajectories])
-    return shaping.clip_rewards(shaping.SHAPING[settings.estimator](rewards, group_ids), *settings.clip_range)
+    return shaping.clip_rewards(shaping.SHAPING[estimator](rewards, group_ids), *clip_range)
 
 
 def step_token_rewards(
-    trajectories: Sequence[Trajectory], rewards: Tensor, mask: Tensor, settings: ExperienceSettings
+    trajectories: Sequence[Trajectory],
+    rewards: Tensor,
+    mask: Tensor,
+    estimator: Estimator,
+    clip_range: tuple[float, float],
 ) -> Tensor:
     """Return the shaped step rewards [samples, tokens], each at the token where its step ends.
 
@@ -216,8 +210,8 @@ def step_token_rewards(
     rows, places, values = zip(*given, strict=True)
     samples = torch.tensor(rows)  # [steps], as groups and rewards
     groups = torch.tensor([item.prompt.index for item in trajectories])[samples]
-    shaped = shaping.shape_steps(settings.estimator, torch.tensor(values), groups, samples)
-    clipped = shaping.clip_rewards(shaped, *settings.clip_range)
+    shaped = shaping.shape_steps(estimator, torch.tensor(values), groups, samples)
+    clipped = shaping.clip_rewards(shaped, *clip_range)
     placed = torch.zeros(mask.shape).index_put((samples, torch.tensor(places)), clipped, accumulate=True)
     return masked(placed, mask)
 

@@ -165,7 +165,9 @@ async def open_local(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollo
         engine = HFEngine(plain_copy(network) if asynchronous else network, tokenizer, whole_log_probs=whole)
         if not config.rollout.replay:
             engine.prepare()
-        sync = LocalSync(models, engine) if asynchronous else SharedSync(models, engine)
+        sync: WeightSync = SharedSync(models, engine)
+        if asynchronous:
+            sync = LocalSync(models, engine, proof=SyncProof(config.engines.sync_check_every))
         yield Machinery(LocalWorkers(models), engine, sync)
         return
     vllm = make_engine(engine_spec(config), tokenizer, device)

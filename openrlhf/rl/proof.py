@@ -11,10 +11,15 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from openrlhf.agents.executor import sample_name
+from openrlhf.config.commands import RLConfig
+from openrlhf.config.runtime import is_asynchronous, resolve_runtime
+from openrlhf.config.sections.rl import RolloutFlags
 from openrlhf.errors import RolloutError
 from openrlhf.monitor import Monitor
-from openrlhf.rl.rollouts import RolloutSettings
+from openrlhf.rl.rollouts import sampling_params
 from openrlhf.rl.samples import Batching, batch_trajectories
 from openrlhf.rl.workers import Workers
 from openrlhf.rollout.engine import Engine
@@ -29,20 +34,38 @@ ADVICE = (
 
 
 @dataclass(frozen=True)
-class GapSettings:
+class GapLimits:
     """Limits on the gap between engine and trainer, in nats: the mean of |log p - log p'| over tokens."""
 
     warn: float
     stop: float
-    probe: bool = False  # asynchronous runs train on samples of older weights, so they request samples of the new ones
-    probe_every: int = 0  # syncs between probes, besides the first sync that changed the weights; 0: only that one
+    # Asynchronous runs train on samples of older weights, so they request samples of the new ones: after the first sync
+    # that changed the weights, and after every so many syncs (0: only that one). None: samples are never requested.
+    probe_every: int | None = None
+
+
+def gap_limits(config: RLConfig) -> GapLimits | None:
+    """Return the limits of a run, which depend on its precision.
+
+    None for recorded rollouts, and if sampling leaves tokens out (top-p and the like): the engine's log-probs then
+    refer to the remaining tokens only and cannot be compared.
+    """
+    rollout = config.rollout
+    if rollout.replay or rollout.limits_on_log_probs:
+        return None
+    local = resolve_runtime(config) == "local"
+    separate = not local or bool(config.engines.vllm_num_engines)  # not the trainer's own modules
+    on_cpu = config.model.device == "cpu" or (local and not torch.cuda.is_available())
+    exact = config.model.param_dtype == "fp32" or on_cpu
+    probe_every = config.engines.sync_check_every if separate and is_asynchronous(config) else None
+    return GapLimits(0.001, 0.02, probe_every) if exact else GapLimits(0.05, 0.5, probe_every)
 
 
 @dataclass
 class GapWatch:
     """Measures the gap whenever there are samples of the current weights, and stops the run if it is far too large."""
 
-    settings: GapSettings
+    limits: GapLimits
     workers: Workers
     batching: Batching
     monitor: Monitor
@@ -82,11 +105,11 @@ class GapWatch:
         worst, _ = max(apart, key=lambda pair: sum(pair[1]) / len(pair[1]))
         found = (
             f"step {step}: the log-probs of engine and trainer differ by {gap:.2g} nats a token on average, "
-            f"expected below {self.settings.warn:g}; most in {sample_name(worst.prompt)}"
+            f"expected below {self.limits.warn:g}; most in {sample_name(worst.prompt)}"
         )
-        if not gap <= self.settings.stop:  # also true for NaN
+        if not gap <= self.limits.stop:  # also true for NaN
             raise RolloutError(f"{found}. They do not compute the same model", try_this=ADVICE)
-        if gap > max(self.settings.warn, 2 * self.warned):
+        if gap > max(self.limits.warn, 2 * self.warned):
             self.warned = gap
             self.monitor.tell(
                 f"{found}. Likely causes: the precision of either side, attention kernels, weights that did not "
@@ -101,19 +124,21 @@ class GapWatch:
 
     def probe_is_due(self, version: int) -> bool:
         """True at every `probe_every`-th version, and until a sync of changed weights has been compared."""
-        settings = self.settings
-        asked = settings.probe_every > 0 and version % settings.probe_every == 0
-        return settings.probe and (asked or (self.moved and not self.proved))
+        every = self.limits.probe_every
+        if every is None:
+            return False
+        return (every > 0 and version % every == 0) or (self.moved and not self.proved)
 
     async def probe(
-        self, engine: Engine, prompts: Sequence[Prompt], settings: RolloutSettings, version: int
+        self, engine: Engine, prompts: Sequence[Prompt], flags: RolloutFlags, version: int
     ) -> dict[str, float]:
         """Sample a few tokens with the weights that have just been synced, and compare these."""
-        asked = [prompt for prompt in prompts if len(prompt.input_ids) < settings.context_length][:SAMPLES]
+        asked = [prompt for prompt in prompts if len(prompt.input_ids) < flags.context_length][:SAMPLES]
+        endless = replace(flags, stop=())
         requests = [
-            Request(prompt.input_ids, replace(settings.params, max_tokens=room, stop=(), seed=version))
+            Request(prompt.input_ids, sampling_params(endless, max_tokens=room, seed=version))
             for prompt in asked
-            for room in (min(PROBE_TOKENS, settings.context_length - len(prompt.input_ids)),)
+            for room in (min(PROBE_TOKENS, flags.context_length - len(prompt.input_ids)),)
         ]
         self.proved = self.proved or self.moved  # or, below, the user is told why not
         try:

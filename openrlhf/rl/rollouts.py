@@ -16,6 +16,9 @@ import torch
 
 from openrlhf.agents.executor import GroupExecutor, GroupResult
 from openrlhf.algo.shaping import group_is_kept
+from openrlhf.config.commands import RLConfig
+from openrlhf.config.runtime import generates_in_lockstep, most_episodes
+from openrlhf.config.sections.rl import RolloutFlags
 from openrlhf.rl.experience import with_model_rewards
 from openrlhf.rl.request_batching import EpisodeScheduler, EpisodeSession
 from openrlhf.rl.workers import Workers
@@ -48,22 +51,6 @@ class PromptOrder:
 
 
 @dataclass(frozen=True)
-class RolloutSettings:
-    """Size of a rollout, sampling parameters, and which groups are kept."""
-
-    batch_size: int  # groups in a rollout
-    samples_per_prompt: int
-    params: SamplingParams
-    context_length: int
-    seed: int
-    keep_between: tuple[float, float] | None = None  # dynamic filtering: of a group's mean score
-    most_episodes: int | None = None  # running at a time
-    most_prompts: int | None = None  # per call of `run_groups`
-    lockstep: bool = True
-    step_rewards: bool = False
-
-
-@dataclass(frozen=True)
 class Rollout:
     """The trajectories of one rollout, from the prompts between `place` and `next_place`, where the next one begins."""
 
@@ -93,13 +80,13 @@ class Generated:
     engine: Engine
     executor: GroupExecutor
     workers: Workers
-    settings: RolloutSettings
+    config: RLConfig
 
     def __len__(self) -> int:
         return len(self.order)
 
     async def take(self, number: int, place: int) -> Rollout:
-        return await roll_out(number, place, self.order, self.engine, self.executor, self.workers, self.settings)
+        return await roll_out(number, place, self.order, self.engine, self.executor, self.workers, self.config)
 
 
 async def roll_out(
@@ -109,41 +96,43 @@ async def roll_out(
     engine: Engine,
     executor: GroupExecutor,
     workers: Workers,
-    settings: RolloutSettings,
+    config: RLConfig,
 ) -> Rollout:
-    """Generate groups in prompt order until `batch_size` of them are accepted or the prompts run out.
+    """Generate groups in prompt order until --rollout_batch_size of them are accepted or the prompts run out.
 
     A rejected group is replaced by that of the next prompt; no accepted group is lost.
     """
+    flags = config.rollout
     accepted: list[list[Trajectory]] = []
     start, failures = place, 0
     version = engine.version
-    while len(accepted) < settings.batch_size and place < len(order):
-        missing = settings.batch_size - len(accepted)
-        prompts = order.take(place, min(missing, settings.most_prompts or missing))
+    while len(accepted) < flags.rollout_batch_size and place < len(order):
+        missing = flags.rollout_batch_size - len(accepted)
+        prompts = order.take(place, min(missing, flags.vllm_generate_batch_size or missing))
         place += len(prompts)
-        results = await run_groups(prompts, engine, executor, settings)
+        results = await run_groups(prompts, engine, executor, config)
         failures += sum(len(result.failures) for result in results)
         groups = [result.trajectories for result in results]
-        if settings.keep_between is not None:  # filtering needs the scores now
-            groups = [await with_model_rewards(group, workers, each_step=settings.step_rewards) for group in groups]
-        accepted += [group for group in groups if keeps(group, settings)]
+        if flags.dynamic_filtering:  # filtering needs the scores now
+            each_step = config.rewards.step_rewards
+            groups = [await with_model_rewards(group, workers, each_step=each_step) for group in groups]
+        accepted += [group for group in groups if keeps(group, flags)]
     consumed = place - start
     metrics = {"rollout/failures": float(failures)} if failures else {}
-    if settings.keep_between is not None:
+    if flags.dynamic_filtering:
         metrics["dynamic_filtering_pass_rate"] = 100.0 * len(accepted) / consumed
     return Rollout(number, version, [item for group in accepted for item in group], start, place, metrics)
 
 
 async def run_groups(
-    prompts: Sequence[Prompt], engine: Engine, executor: GroupExecutor, settings: RolloutSettings
+    prompts: Sequence[Prompt], engine: Engine, executor: GroupExecutor, config: RLConfig
 ) -> list[GroupResult]:
     """Run the samples of all prompts concurrently; beyond the limit, groups start in order as others end."""
-    scheduler = EpisodeScheduler(engine, settings.most_episodes, lockstep=settings.lockstep)
-    groups = [scheduler.open_group(settings.samples_per_prompt, prompt.index) for prompt in prompts]
+    scheduler = EpisodeScheduler(engine, most_episodes(config), lockstep=generates_in_lockstep(config))
+    groups = [scheduler.open_group(config.rollout.n_samples_per_prompt, prompt.index) for prompt in prompts]
 
     async def run(prompt: Prompt, group: asyncio.Future[list[EpisodeSession]]) -> GroupResult:
-        return await executor.run_group(prompt, sampling(prompt, settings), await group)
+        return await executor.run_group(prompt, sampling(prompt, config.rollout, config.batches.seed), await group)
 
     jobs = map(run, prompts, groups)
     tasks = [asyncio.ensure_future(job) for job in jobs]
@@ -155,14 +144,27 @@ async def run_groups(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def sampling(prompt: Prompt, settings: RolloutSettings) -> list[SamplingParams]:
+def sampling(prompt: Prompt, flags: RolloutFlags, seed: int) -> list[SamplingParams]:
     """Return the parameters of each sample: its own seed, and no more tokens than the context has room for."""
-    room = settings.context_length - len(prompt.input_ids)
-    longest = max(1, min(settings.params.max_tokens, room))
+    room = flags.context_length - len(prompt.input_ids)
+    longest = max(1, min(flags.longest_response, room))
     return [
-        replace(settings.params, max_tokens=longest, seed=seed_of(settings.seed, prompt.index, sample))
-        for sample in range(settings.samples_per_prompt)
+        sampling_params(flags, max_tokens=longest, seed=seed_of(seed, prompt.index, sample))
+        for sample in range(flags.n_samples_per_prompt)
     ]
+
+
+def sampling_params(flags: RolloutFlags, *, max_tokens: int, seed: int) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=flags.temperature,
+        top_p=flags.top_p,
+        top_k=flags.top_k,
+        min_p=flags.min_p,
+        min_tokens=flags.min_new_tokens,
+        stop=flags.stop,
+        seed=seed,
+    )
 
 
 def seed_of(*numbers: int) -> int:
@@ -170,13 +172,14 @@ def seed_of(*numbers: int) -> int:
     return zlib.crc32(repr(numbers).encode())
 
 
-def keeps(group: Sequence[Trajectory], settings: RolloutSettings) -> bool:
+def keeps(group: Sequence[Trajectory], flags: RolloutFlags) -> bool:
     """Return False for a group without signal: empty, reduced to one sample by failures, or filtered by its scores."""
     if not group:
         return False
-    if len(group) == 1 and settings.samples_per_prompt > 1:
+    if len(group) == 1 and flags.n_samples_per_prompt > 1:
         return False
-    if settings.keep_between is None:
+    if not flags.dynamic_filtering:
         return True
     scores = torch.tensor([item.score for item in group])
-    return bool(group_is_kept(scores, torch.zeros(len(scores), dtype=torch.long), *settings.keep_between)[0])
+    one_group = torch.zeros(len(scores), dtype=torch.long)
+    return bool(group_is_kept(scores, one_group, *flags.dynamic_filtering_reward_range)[0])

@@ -20,18 +20,18 @@ from transformers.utils.logging import disable_progress_bar
 from openrlhf.agents.executor import GroupExecutor
 from openrlhf.algo.kl import AdaptiveKL, FixedKL, kl_controller
 from openrlhf.config.commands import RLConfig
-from openrlhf.config.runtime import uses_critic
+from openrlhf.config.runtime import num_optimizer_steps, num_rollouts, policy_ranks, steps_per_rollout, uses_critic
+from openrlhf.config.sections.training import OptimizerFlags
 from openrlhf.data.collate import Layout
 from openrlhf.data.prompts import load_eval_prompts, load_prompts
 from openrlhf.models.load import load_tokenizer
 from openrlhf.monitor import say
-from openrlhf.rl.build import make_schedule
+from openrlhf.rl.build import make_schedule, scoring_batches, training_batches
 from openrlhf.rl.controller import Controller, Parts, State
 from openrlhf.rl.dry_run import tried_executor
 from openrlhf.rl.local import Machinery, open_local
 from openrlhf.rl.record import Recorder, Replay, read_queue, write_queue
 from openrlhf.rl.rollouts import Generated, PromptOrder
-from openrlhf.rl.settings import make_settings, num_optimizer_steps, num_rollouts, steps_per_rollout
 from openrlhf.rl.workers import Workers
 from openrlhf.training import checkpoint
 from openrlhf.training.device import seed_everything
@@ -86,13 +86,14 @@ def run(config: RLConfig, open_runtime: OpenRuntime = open_local) -> RLResult:
 def explain_warmup(config: RLConfig, order: PromptOrder) -> None:
     """Say so if all optimizer steps fall into the warm-up, for the policy and for a critic with its own warm-up."""
     flags = config.optimizer
-    steps, planned = num_optimizer_steps(config, order), num_rollouts(config, order) * steps_per_rollout(config)
-    warmups: list[tuple[str, float, str | None]] = [("--lr_warmup_ratio", flags.lr_warmup_ratio, flags.lr_scheduler)]
+    steps = num_optimizer_steps(config, len(order))
+    planned = num_rollouts(config, len(order)) * steps_per_rollout(config)
+    warmups: dict[str, OptimizerFlags] = {"--lr_warmup_ratio": flags}
     if uses_critic(config) and flags.critic_lr_warmup_ratio is not None:
-        warmups.append(("--critic_lr_warmup_ratio", flags.critic_lr_warmup_ratio, flags.critic_lr_scheduler))
-    for flag, ratio, name in warmups:
-        scheduled = make_schedule(config, planned, name=name, warmup=ratio)
-        line = only_warmup(scheduled, steps=steps, planned=planned, warmup_ratio=ratio, flag=flag)
+        warmups["--critic_lr_warmup_ratio"] = flags.critic
+    for flag, own in warmups.items():
+        scheduled = make_schedule(own, planned)
+        line = only_warmup(scheduled, steps=steps, planned=planned, warmup_ratio=own.lr_warmup_ratio, flag=flag)
         if line:
             say(line)
 
@@ -108,10 +109,10 @@ async def train(
     """Run the loop from its start, or from a checkpoint, to the saved policy; close everything it started."""
     resume_from = find_checkpoint(config)
     state = load_state(resume_from, first_kl(config))
-    settings = make_settings(config, Layout(config.batches.packing_samples, tokenizer.pad_token_id))
-    rollouts = num_rollouts(config, order)
+    layout = Layout(config.batches.packing_samples, tokenizer.pad_token_id)
+    rollouts = num_rollouts(config, len(order))
     async with open_runtime(config, tokenizer, rollouts) as made:
-        live = Generated(order, made.engine, executor, made.workers, settings.rollout)
+        live = Generated(order, made.engine, executor, made.workers, config)
         parts = Parts(
             source=Replay(Path(config.rollout.replay).expanduser()) if config.rollout.replay else live,
             engine=made.engine,
@@ -120,9 +121,11 @@ async def train(
             sync=made.sync,
             monitor=make_monitor(config, rollouts, state.version),
             recorder=Recorder(run_folder(config), tokenizer.decode, resumed_at=state.version),
+            scoring=scoring_batches(config, layout, policy_ranks(config)),
+            training=training_batches(config, layout),
             eval_prompts=eval_prompts,
         )
-        controller = Controller(parts, settings, state)
+        controller = Controller(parts, config, state)
         if resume_from:
             await made.workers.load(resume_from)
             load_rng(resume_from, 0)

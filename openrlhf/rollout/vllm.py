@@ -17,7 +17,6 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -26,9 +25,11 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.checks.extras import require
 from openrlhf.errors import RolloutError
+from openrlhf.models.load import choose_dtype
 from openrlhf.monitor import say
 from openrlhf.rollout.engine import Checksums, Part, Weights
 from openrlhf.rollout.hf import end_tokens
+from openrlhf.rollout.spec import EngineSpec
 from openrlhf.rollout.vllm_loop import Ask, Generated, StepLoop, refusals
 from openrlhf.types import Completion, Request, SamplingParams
 
@@ -44,26 +45,6 @@ TORCH = os.path.dirname(torch.__file__)
 SEEDS = 1 << 63  # vLLM stores a seed as a signed 64-bit integer
 
 
-@dataclass(frozen=True)
-class VLLMSettings:
-    """The options that vLLM is built with."""
-
-    model: str  # a folder or a name on the hub
-    dtype: str
-    max_model_len: int
-    tensor_parallel_size: int = 1
-    gpu_memory_utilization: float = 0.9
-    enforce_eager: bool = False
-    enable_prefix_caching: bool = False
-    enable_sleep: bool = False
-    seed: int = 0
-    trust_remote_code: bool = False
-    max_num_seqs: int | None = None
-    seeded_requests: bool = False  # a random stream per request: reproducible, but slow in large batches
-    load_format: str = "auto"
-    whole_log_probs: bool = False  # over the whole vocabulary, before temperature, even if sampling is limited
-
-
 class VLLMEngine:
     """vLLM as a LoadingEngine.
 
@@ -71,22 +52,23 @@ class VLLMEngine:
     of which unpickles them and iterates on its own.
     """
 
-    def __init__(self, settings: VLLMSettings, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.settings = settings
+    def __init__(self, spec: EngineSpec, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> None:
+        self.spec = spec
         self.tokenizer = tokenizer
+        self.dtype = choose_dtype(spec.model.param_dtype, device)
         _prepare_environment()
         self._ends: frozenset[int] = frozenset()
         try:
             self._steps = StepLoop(self._build)
         except Exception as error:
-            raise RolloutError(f"vLLM did not start with {settings.model}: {error}") from error
+            raise RolloutError(f"vLLM did not start with {spec.model.pretrain}: {error}") from error
 
     def _build(self) -> Any:
         """Build vLLM on the thread of the step loop, try it out, and read the model's end tokens."""
         if not _can_compile():
             torch._dynamo.config.disable = True  # a setting per thread; all steps run on this one
         with _host_left_alone():
-            engine = build_engine(self.settings)
+            engine = build_engine(self.spec, self.dtype)
             _try_out(engine)
         generation = engine.model_config.try_get_generation_config()
         self._ends = end_tokens(generation.get("eos_token_id"), self.tokenizer)
@@ -132,7 +114,7 @@ class VLLMEngine:
             stop=list(params.stop),
             stop_token_ids=sorted({*self._ends, *params.stop_token_ids}),
             ignore_eos=True,  # end tokens are among the stop tokens, whatever vLLM reads from the model's folder
-            seed=params.seed % SEEDS if self.settings.seeded_requests else None,
+            seed=params.seed % SEEDS if self.spec.seeded_requests else None,
             logprobs=0,  # only that of the sampled token
             flat_logprobs=True,
             detokenize=bool(params.stop),
@@ -153,7 +135,7 @@ class VLLMEngine:
         await self._steps.resume()
 
     async def sleep(self) -> None:
-        if not self.settings.enable_sleep:
+        if not self.spec.engines.vllm_enable_sleep:
             raise RolloutError("this vLLM engine cannot sleep", try_this="--vllm_enable_sleep")
         await self._steps.sleep()
 
@@ -236,29 +218,29 @@ def _try_out(engine: Any) -> None:
         raise
 
 
-def build_engine(settings: VLLMSettings) -> Any:
+def build_engine(spec: EngineSpec, dtype: torch.dtype) -> Any:
     """Build vLLM's engine with the options that this adapter relies on."""
     from vllm import EngineArgs, LLMEngine
     from vllm.platforms import current_platform
     from vllm.usage.usage_lib import UsageContext
 
-    dtype: Any = settings.dtype  # vLLM checks the name
+    flags = spec.engines
+    dtype_name: Any = str(dtype).removeprefix("torch.")  # vLLM checks the name
     arguments = EngineArgs(
-        model=settings.model,
-        dtype=dtype,
-        max_model_len=settings.max_model_len,
-        tensor_parallel_size=settings.tensor_parallel_size,
-        gpu_memory_utilization=settings.gpu_memory_utilization,
-        enforce_eager=settings.enforce_eager or not _can_compile(),
-        enable_prefix_caching=settings.enable_prefix_caching,
-        enable_sleep_mode=settings.enable_sleep and not current_platform.is_cpu(),  # CPUs accept sleep without
-        seed=settings.seed,
-        trust_remote_code=settings.trust_remote_code,
-        max_num_seqs=settings.max_num_seqs,
-        load_format=settings.load_format,
-        distributed_executor_backend="uni" if settings.tensor_parallel_size == 1 else "mp",
+        model=str(spec.model.pretrain),
+        dtype=dtype_name,
+        max_model_len=spec.context_length,
+        tensor_parallel_size=flags.vllm_tensor_parallel_size,
+        gpu_memory_utilization=flags.vllm_gpu_memory_utilization,
+        enforce_eager=flags.enforce_eager or not _can_compile(),
+        enable_prefix_caching=flags.enable_prefix_caching,
+        enable_sleep_mode=flags.vllm_enable_sleep and not current_platform.is_cpu(),  # CPUs accept sleep without
+        seed=spec.seed,
+        trust_remote_code=spec.model.trust_remote_code,
+        max_num_seqs=spec.max_num_seqs,
+        distributed_executor_backend="uni" if flags.vllm_tensor_parallel_size == 1 else "mp",
         worker_extension_cls="openrlhf.rollout.vllm_worker.WeightLoading",
-        logprobs_mode="raw_logprobs" if settings.whole_log_probs else "processed_logprobs",
+        logprobs_mode="raw_logprobs" if spec.whole_log_probs else "processed_logprobs",
         disable_log_stats=True,
         use_tqdm_on_load=False,
     )

@@ -41,7 +41,6 @@ from openrlhf.training.fit import Evaluated, Summary
 from openrlhf.training.local import LocalBackend, LocalFrozen
 from openrlhf.training.model_checks import balances_experts
 from openrlhf.training.objectives import SupervisedObjective
-from openrlhf.training.optimizers import optimizer_settings
 
 
 def evaluation_values(metrics: Metrics) -> dict[str, float]:
@@ -132,19 +131,21 @@ def trained_network(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase
 
 def make_backend(config: SupervisedConfig, network: Network, device: torch.device) -> TrainBackend:
     """Wrap the network in the local backend for one process, or in DeepSpeed for several."""
-    settings = optimizer_settings(config.optimizer, config.optimizer.learning_rate)
+    rate = config.optimizer.learning_rate
     if not uses_deepspeed(config):
         return LocalBackend(
             network,
-            settings,
+            config.optimizer,
             device,
+            learning_rate=rate,
             adam_offload=config.sharding.adam_offload,
             compile_layers=config.sharding.deepcompile,
         )
     from openrlhf.training.deepspeed import DeepSpeedBackend
 
+    universal = config.checkpoints.use_ds_universal_ckpt
     return DeepSpeedBackend(
-        network, settings, config.sharding, device, universal_checkpoint=config.checkpoints.use_ds_universal_ckpt
+        network, config.optimizer, config.sharding, device, learning_rate=rate, universal_checkpoint=universal
     )
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from openrlhf.algo.reduce import Metrics, add_metrics
-from openrlhf.config.sections.training import ShardingFlags
+from openrlhf.config.sections.training import OptimizerFlags, ShardingFlags
 from openrlhf.errors import BackendError, ConfigError
 from openrlhf.models.chunks import Head
 from openrlhf.models.export import save_model
@@ -49,7 +49,7 @@ from openrlhf.training.deepspeed_shards import (
 )
 from openrlhf.training.deepspeed_sleep import put_to_sleep, wake_up
 from openrlhf.training.host_memory import HostMemory
-from openrlhf.training.optim import OptimizerSettings, parameter_groups, trainable
+from openrlhf.training.optim import parameter_groups, trainable
 from openrlhf.training.ring_groups import share_rows
 from openrlhf.types import Batch
 
@@ -109,14 +109,16 @@ class DeepSpeedBackend:
     def __init__(
         self,
         network: Network,
-        settings: OptimizerSettings,
+        optimizer: OptimizerFlags,
         sharding: ShardingFlags,
         device: torch.device,
         *,
+        learning_rate: float,
         universal_checkpoint: bool = False,
     ) -> None:
         self.network = network
-        self.settings = settings
+        self.flags = optimizer
+        self.learning_rate = learning_rate  # peak; `optim_step` scales it
         self.sharding = sharding
         self.device = device
         self.universal = universal_checkpoint
@@ -125,11 +127,13 @@ class DeepSpeedBackend:
             raise ConfigError("nothing to train: every parameter is frozen")
         shared = share_rows(network, sharding)
         site = _site(network, device)
-        config = engine_config(sharding, settings, site, universal=universal_checkpoint)
+        config = engine_config(sharding, optimizer.max_norm, site, universal=universal_checkpoint)
         # DeepSpeed may run a trial optimizer step on zero gradients. A learning rate of 0 and clearing the state below
         # make it harmless.
-        groups = parameter_groups(named, settings)
-        self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
+        groups = parameter_groups(named, optimizer.l2)
+        self.optimizer = torch.optim.AdamW(
+            groups, lr=0.0, betas=optimizer.adam_betas, eps=optimizer.adam_eps, fused=True
+        )
         self.decays = [group["weight_decay"] for group in self.optimizer.param_groups]
         self.engine, self.run = _engine_around(network, config, self.optimizer)
         if sharding.zero_stage == 0:
@@ -193,8 +197,8 @@ class DeepSpeedBackend:
 
     def optim_step(self, scale: float) -> float | None:
         for group in self.optimizer.param_groups:
-            group["lr"] = self.settings.learning_rate * scale
-        self.audit.begin(self.settings.learning_rate * scale)
+            group["lr"] = self.learning_rate * scale
+        self.audit.begin(self.learning_rate * scale)
         if self.clips_here:
             norm: Any = self._average_and_clip()
             if not math.isfinite(norm):
@@ -308,7 +312,7 @@ class DeepSpeedBackend:
         """Average gradients over processes and clip them, for the case that the engine does not (`clips_outside`)."""
         self.engine.buffered_allreduce_fallback()
         parameters = [parameter for _, parameter in trainable(self.network)]
-        return clip_grad_norm_(parameters, self.settings.max_norm or math.inf, mpu=self.engine.mpu)
+        return clip_grad_norm_(parameters, self.flags.max_norm or math.inf, mpu=self.engine.mpu)
 
 
 def _largest(value: float, device: torch.device) -> float:

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from openrlhf.config.sections.training import ShardingFlags
-from openrlhf.training.optim import OptimizerSettings
 
 LARGEST_BUCKET = 500_000_000  # elements; DeepSpeed's default
 
@@ -21,15 +20,13 @@ class Site:
     num_parameters: int
 
 
-def engine_config(
-    sharding: ShardingFlags, settings: OptimizerSettings, site: Site, *, universal: bool = False
-) -> dict[str, Any]:
+def engine_config(sharding: ShardingFlags, max_norm: float, site: Site, *, universal: bool = False) -> dict[str, Any]:
     """Build the config for `deepspeed.initialize`; the flags have passed the rules of `config/checks/sharding.py`."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,  # a placeholder: we choose the sizes and do not use the engine's counters
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,  # `optim_step` decides when a step ends
-        "gradient_clipping": 0.0 if clips_outside(sharding, site) else settings.max_norm,
+        "gradient_clipping": 0.0 if clips_outside(sharding, site) else max_norm,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": None,

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from openrlhf.algo.reduce import Metrics, add_metrics
+from openrlhf.config.sections.training import OptimizerFlags
 from openrlhf.errors import BackendError
 from openrlhf.models.chunks import Head
 from openrlhf.models.export import save_model, saved_tensors
@@ -22,7 +23,7 @@ from openrlhf.training.backend import B, Objective, StepLosses
 from openrlhf.training.compiled_layers import compile_decoder_layers
 from openrlhf.training.host_memory import HostMemory
 from openrlhf.training.loss_scale import LossScale
-from openrlhf.training.optim import MasterOptimizer, OptimizerSettings
+from openrlhf.training.optim import MasterOptimizer
 from openrlhf.types import Batch
 
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -68,9 +69,10 @@ class LocalBackend:
     def __init__(
         self,
         network: Network,
-        settings: OptimizerSettings,
+        optimizer: OptimizerFlags,
         device: torch.device,
         *,
+        learning_rate: float,
         adam_offload: bool = False,
         compile_layers: bool = False,
     ) -> None:
@@ -79,7 +81,7 @@ class LocalBackend:
         self.network = network.to(device)
         settle_layout(network, self.forward)
         self.network.train()
-        self.optimizer = MasterOptimizer(self.network, settings, offload=adam_offload)
+        self.optimizer = MasterOptimizer(self.network, optimizer, learning_rate, offload=adam_offload)
         half = any(parameter.dtype == torch.float16 for parameter in network.parameters())
         self.loss_scale = LossScale() if half else None
         masters = {id(parameter): master for parameter, master in self.optimizer.pairs()}
@@ -122,7 +124,7 @@ class LocalBackend:
         return metrics
 
     def optim_step(self, scale: float) -> float | None:
-        self.audit.begin(scale * self.optimizer.settings.learning_rate)
+        self.audit.begin(scale * self.optimizer.learning_rate)
         norm = self.optimizer.step(scale, self.loss_scale.value if self.loss_scale else None)
         if self.loss_scale:
             self.loss_scale.update(overflowed=norm is None)

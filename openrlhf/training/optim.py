@@ -7,12 +7,12 @@ DeepSpeed keeps its own masters.
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from openrlhf.config.sections.training import OptimizerFlags
 from openrlhf.errors import BackendError, ConfigError
 
 # Parameters without weight decay, by a part of their name: biases and the gains of normalisation layers.
@@ -20,22 +20,6 @@ NO_DECAY = ("bias", "layer_norm.weight", "layernorm.weight", "norm.weight", "ln_
 WITH_MIN_LR = ("cosine_with_min_lr", "cosine_warmup_with_min_lr")
 
 Named = tuple[str, nn.Parameter]
-
-
-@dataclass(frozen=True)
-class OptimizerSettings:
-    """Optimizer settings of one network, taken from the flags."""
-
-    learning_rate: float
-    optim: str = "adam"
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    max_norm: float = 1.0
-    muon_lr: float = 0.02
-    muon_momentum: float = 0.95
-    muon_ns_steps: int = 5
-    muon_nesterov: bool = True
 
 
 def schedule(name: str, *, warmup_ratio: float, total_steps: int, min_lr_ratio: float) -> Callable[[int], float]:
@@ -92,13 +76,13 @@ def trainable(network: nn.Module) -> list[Named]:
     return [(name, parameter) for name, parameter in network.named_parameters() if parameter.requires_grad]
 
 
-def parameter_groups(named: Iterable[Named], settings: OptimizerSettings) -> list[dict[str, object]]:
+def parameter_groups(named: Iterable[Named], weight_decay: float) -> list[dict[str, object]]:
     """Split parameters into two groups, with and without weight decay; empty groups are left out."""
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
     for name, parameter in named:
         (plain if any(part in name for part in NO_DECAY) else decayed).append(parameter)
-    groups = [(decayed, settings.weight_decay), (plain, 0.0)]
+    groups = [(decayed, weight_decay), (plain, 0.0)]
     return [{"params": members, "weight_decay": decay} for members, decay in groups if members]
 
 
@@ -116,8 +100,11 @@ class MasterOptimizer:
     as soon as they are computed, which frees the network's own immediately.
     """
 
-    def __init__(self, network: nn.Module, settings: OptimizerSettings, *, offload: bool = False) -> None:
-        self.settings = settings
+    def __init__(
+        self, network: nn.Module, flags: OptimizerFlags, learning_rate: float, *, offload: bool = False
+    ) -> None:
+        self.flags = flags
+        self.learning_rate = learning_rate  # peak; `step` scales it
         self.named = trainable(network)
         if not self.named:
             raise ConfigError("nothing to train: every parameter is frozen")
@@ -141,20 +128,23 @@ class MasterOptimizer:
         return nn.Parameter(parameter.detach().to(torch.float32))
 
     def _build(self) -> Iterator[torch.optim.Optimizer]:
-        s = self.settings
-        matrices = [(n, p) for n, p in self.masters if s.optim == "muon" and is_matrix(n, p)]
+        flags = self.flags
+        matrices = [(n, p) for n, p in self.masters if flags.optim == "muon" and is_matrix(n, p)]
         chosen = {id(p) for _, p in matrices}
         rest = [(n, p) for n, p in self.masters if id(p) not in chosen]
         if rest:
-            yield torch.optim.AdamW(parameter_groups(rest, s), lr=s.learning_rate, betas=s.betas, eps=s.eps, fused=True)
+            groups = parameter_groups(rest, flags.l2)
+            yield torch.optim.AdamW(
+                groups, lr=self.learning_rate, betas=flags.adam_betas, eps=flags.adam_eps, fused=True
+            )
         if matrices:
             yield torch.optim.Muon(
                 [p for _, p in matrices],
-                lr=s.muon_lr,
-                weight_decay=s.weight_decay,
-                momentum=s.muon_momentum,
-                nesterov=s.muon_nesterov,
-                ns_steps=s.muon_ns_steps,
+                lr=flags.muon_lr,
+                weight_decay=flags.l2,
+                momentum=flags.muon_momentum,
+                nesterov=flags.muon_nesterov,
+                ns_steps=flags.muon_ns_steps,
             )
 
     def step(self, scale: float, loss_scale: float | None = None) -> float | None:
@@ -168,7 +158,7 @@ class MasterOptimizer:
         if loss_scale is not None:
             gradients = [master.grad for master in masters if master.grad is not None]
             torch._foreach_mul_(gradients, 1.0 / loss_scale)
-        norm = float(torch.nn.utils.clip_grad_norm_(masters, self.settings.max_norm or math.inf, foreach=True))
+        norm = float(torch.nn.utils.clip_grad_norm_(masters, self.flags.max_norm or math.inf, foreach=True))
         if loss_scale is not None and not math.isfinite(norm):
             for master in masters:
                 master.grad = None

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from openrlhf.algo.kl import kl_loss
-from openrlhf.algo.policy_loss import PolicySettings, entropy_loss, policy_loss
+from openrlhf.algo.policy_loss import entropy_loss, policy_loss
 from openrlhf.algo.reduce import Mean, Metrics, mean_of, sequence_count
 from openrlhf.algo.value_loss import value_loss
+from openrlhf.config.sections.rl import PolicyLossFlags
 from openrlhf.models.forward import LogProbs, LogProbsAndEntropy, Values
 from openrlhf.training.backend import Run, temperature_of
 from openrlhf.training.objectives import add_aux
@@ -25,7 +26,7 @@ from openrlhf.types import PolicyBatch
 class PolicyObjective:
     """Clipped policy loss with its optional terms: KL to the reference, entropy, expert balance."""
 
-    settings: PolicySettings
+    settings: PolicyLossFlags
     temperature: float = 1.0
     kl_coef: float = 0.0  # 0 if the KL penalty is part of the reward
     kl_estimator: str = "k2"

@@ -89,7 +89,7 @@ BAD = {
     "unknown model folder": (lambda f, m: sft(f, m, pretrain="./no"), "--pretrain ./no: no such folder"),
     "folder without config": (
         lambda f, m: sft(f, m, pretrain=folder_without_config(f)),
-        "--pretrain ./hollow holds no config.json",
+        "--pretrain ./hollow has no config.json",
     ),
     "folder without weights": (without_weights, "cannot load the model ./config_only"),
     "template without a placeholder": (

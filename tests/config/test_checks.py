@@ -36,15 +36,15 @@ PAIR = "--actor_num_gpus_per_node 2 --critic_num_gpus_per_node 2 --ref_num_gpus_
 HYBRID = "--colocate_all_models --vllm_num_engines 8"
 
 REFUSED = [  # rule, command, what is added, what the message must hold
-    ("a_model_is_given", "train_sft", "--pretrain=", "--pretrain is not given|Try: --pretrain ./model"),
-    ("a_dataset_is_given", "train_sft", "--dataset=", "--dataset is not given"),
-    ("a_teacher_is_given", "train_kd", "--teacher_model=", "--teacher_model is not given"),
-    ("step_marker_is_given", "train_prm", "--placeholder_token=", "--placeholder_token is not given"),
-    ("labels_have_two_sides", "train_prm", "--reward_tokens +", "--reward_tokens +|--reward_tokens + -"),
-    ("labels_have_two_sides", "train_prm", "--reward_tokens + +", "--reward_tokens + +"),
-    ("prompts_are_given", "train_ppo", "--prompt_data=", "--prompt_data is not given"),
+    ("required_flags_are_given", "train_sft", "--pretrain=", "--pretrain is not given|Try: --pretrain ./model"),
+    ("required_flags_are_given", "train_sft", "--dataset=", "--dataset is not given"),
+    ("required_flags_are_given", "train_kd", "--teacher_model=", "--teacher_model is not given"),
+    ("required_flags_are_given", "train_prm", "--placeholder_token=", "--placeholder_token is not given"),
+    ("reward_tokens_differ", "train_prm", "--reward_tokens +", "--reward_tokens +|--reward_tokens + -"),
+    ("reward_tokens_differ", "train_prm", "--reward_tokens + +", "--reward_tokens + +"),
+    ("required_flags_are_given", "train_ppo", "--prompt_data=", "--prompt_data is not given"),
     ("a_reward_is_given", "train_ppo", "--remote_rm_url=", "--reward_pretrain, --remote_rm_url and --agent_func_path"),
-    ("a_reward_model_is_given", "serve_rm", "--reward_pretrain=", "--reward_pretrain is not given"),
+    ("required_flags_are_given", "serve_rm", "--reward_pretrain=", "--reward_pretrain is not given"),
     ("other_machines_need_a_key", "serve_rm", "--host 0.0.0.0", "--host 0.0.0.0|OPENRLHF_RM_API_KEY"),
     ("other_machines_need_a_key", "serve_rm", "--host example.org --api_key=", "--host example.org|no key"),
     ("keys_fit_into_a_header", "serve_rm", "--api_key 'a key'", "--api_key must be ASCII|openssl"),
@@ -56,9 +56,9 @@ REFUSED = [  # rule, command, what is added, what the message must hold
         "--apply_chat_template --system_prompt Hi --ta_prompt ./history.txt",
         "--ta_prompt and --system_prompt",
     ),
-    ("a_task_is_given", "batch_inference", "--output_path=", "--output_path is not given"),
-    ("a_task_is_given", "batch_inference", "--dataset=", "--dataset is not given"),
-    ("merge_folders_are_given", "lora_combiner", "--lora_path=", "--lora_path is not given"),
+    ("required_flags_are_given", "batch_inference", "--output_path=", "--output_path is not given"),
+    ("required_flags_are_given", "batch_inference", "--dataset=", "--dataset is not given"),
+    ("required_flags_are_given", "lora_combiner", "--lora_path=", "--lora_path is not given"),
     ("numbers_are_in_range", "train_sft", "--train_batch_size 0", "--train_batch_size is 0|above 0"),
     ("numbers_are_in_range", "train_sft", "--zero_stage 4", "--zero_stage is 4|0, 1, 2 or 3"),
     ("numbers_are_in_range", "train_sft", "--adam_betas 0.9 1.0", "--adam_betas is 1.0|below 1"),
@@ -135,9 +135,9 @@ REFUSED = [  # rule, command, what is added, what the message must hold
         "--ring_attn_size 2 x --ds_tensor_parallel_size 1|1 processes",
     ),
     ("outputs_can_be_written", "train_sft", "--save_path ./data.jsonl", "--save_path ./data.jsonl|is a file"),
-    ("template_has_a_place", "train_sft", "--input_template User:", "--input_template 'User:'|User: {}"),
+    ("template_has_a_placeholder", "train_sft", "--input_template User:", "--input_template 'User:'|User: {}"),
     ("numbers_are_in_range", "train_ppo", "--temperature 0", "--temperature is 0.0|above 0|nothing is explored"),
-    ("margins_belong_to_the_sigmoid", "train_rm", "--margin_loss --loss logexp", "--loss logexp|Try: --loss sigmoid"),
+    ("margins_need_the_sigmoid_loss", "train_rm", "--margin_loss --loss logexp", "--loss logexp|Try: --loss sigmoid"),
     ("multiturn_needs_a_chat_template", "train_sft", "--multiturn", "--multiturn|Try: --apply_chat_template"),
     (
         "pretraining_has_no_turns",
@@ -146,7 +146,7 @@ REFUSED = [  # rule, command, what is added, what the message must hold
         "--pretrain_mode|--multiturn",
     ),
     ("reward_addresses_are_http_or_python", "train_ppo", "--remote_rm_url localhost:5000", "localhost:5000|http://"),
-    ("agents_are_python_files", "train_ppo", "--agent_func_path ./agent", "--agent_func_path ./agent is no .py file"),
+    ("agents_are_python_files", "train_ppo", "--agent_func_path ./agent", "--agent_func_path ./agent is not a .py"),
     (
         "reward_weights_match_models",
         "train_ppo",
@@ -210,7 +210,7 @@ REFUSED = [  # rule, command, what is added, what the message must hold
         "policy's 8 devices|--vllm_num_engines 2 x --vllm_tensor_parallel_size 2 is 4|--actor_num_gpus_per_node 4",
     ),
     (
-        "hybrid_engines_lie_on_one_node",
+        "hybrid_engines_fit_on_one_node",
         "train_ppo_ray",
         "--colocate_all_models --vllm_num_engines 3 --vllm_tensor_parallel_size 2 --actor_num_nodes 2 "
         "--actor_num_gpus_per_node 3 --ref_num_nodes 2 --ref_num_gpus_per_node 3",
@@ -244,17 +244,17 @@ REFUSED = [  # rule, command, what is added, what the message must hold
             ("hierarchy_needs_sharded_weights", "--zpg 2", "--zpg 2|--zero_stage is 2|Try: --zero_stage 3"),
             ("hierarchy_needs_sharded_weights", "--zpg 3 --zero_stage 3", "--zpg 3 does not divide the 2|Try: --zpg 2"),
             (
-                "gradients_are_summed_in_fp32_or_as_they_come",
+                "gradient_sums_use_fp32_or_the_weights_dtype",
                 "--grad_accum_dtype fp16",
                 "--grad_accum_dtype fp16 with weights in bf16|Try: --grad_accum_dtype fp32",
             ),
             (
-                "gradients_are_summed_in_fp32_or_as_they_come",
+                "gradient_sums_use_fp32_or_the_weights_dtype",
                 "--grad_accum_dtype fp32 --zero_stage 0",
                 "--grad_accum_dtype fp32 with weights in bf16|Try: --zero_stage 2",
             ),
             (
-                "gradients_are_summed_in_fp32_or_as_they_come",
+                "gradient_sums_use_fp32_or_the_weights_dtype",
                 "--zero_stage 0",
                 "--zero_stage 0 sums the gradients of micro-batches in bf16|--zero_stage 1|--grad_accum_dtype bf16",
             ),
@@ -263,18 +263,18 @@ REFUSED = [  # rule, command, what is added, what the message must hold
                 "--zero_stage 1 --deepspeed_enable_sleep",
                 "--deepspeed_enable_sleep cannot move|Try: --zero_stage 2",
             ),
-            ("half_floats_need_a_loss_scale", "--param_dtype fp16 --zero_stage 0", "--param_dtype fp16|--zero_stage 1"),
+            ("fp16_needs_a_loss_scale", "--param_dtype fp16 --zero_stage 0", "--param_dtype fp16|--zero_stage 1"),
             (
                 "tensor_parallelism_splits_plain_layers",
                 "--ds_tensor_parallel_size 2 --lora_rank 4",
                 "--ds_tensor_parallel_size 2|expected --lora_rank 0, got 4",
             ),
             (
-                "packed_weights_stay_whole",
+                "four_bit_weights_are_not_sharded",
                 "--load_in_4bit --lora_rank 4 --zero_stage 3",
                 "--load_in_4bit|Try: --zero_stage 2",
             ),
-            ("compiled_layers_hold_their_weights", "--deepcompile --zero_stage 3", "--deepcompile|--zero_stage 2"),
+            ("compiled_layers_are_not_sharded", "--deepcompile --zero_stage 3", "--deepcompile|--zero_stage 2"),
         )
     ),
     ("engines_on_ray_are_vllm", "batch_inference", "--vllm_num_engines 2", "--eval_task generate_vllm|on Ray"),
@@ -291,7 +291,7 @@ REFUSED = [  # rule, command, what is added, what the message must hold
         "--post_processor rs|--eval_task generate",
     ),
     (
-        "reward_template_has_its_places",
+        "reward_template_has_its_placeholders",
         "batch_inference",
         "--eval_task rm --post_processor csft --reward_template {input}",
         "'{input}'|{reward}",
@@ -304,7 +304,7 @@ REFUSED = [  # rule, command, what is added, what the message must hold
         "--reward_pretrain ./gone: no such folder",
     ),
     ("model_folders_exist", "train_sft", "--pretrain ./data.jsonl", "./data.jsonl is a file"),
-    ("model_folders_exist", "train_sft", "--pretrain ./empty", "./empty holds no config.json"),
+    ("model_folders_exist", "train_sft", "--pretrain ./empty", "./empty has no config.json"),
     ("model_folders_exist", "serve_rm", "--reward_pretrain ./adapter", "./adapter is a LoRA adapter|lora_combiner"),
     ("dataset_files_exist", "train_sft", "--dataset ./data.jsonl,gone.jsonl", "--dataset gone.jsonl: no such file"),
     ("dataset_files_exist", "train_sft", "--eval_dataset ./gone@dir", "--eval_dataset ./gone: no such file or folder"),
@@ -312,7 +312,7 @@ REFUSED = [  # rule, command, what is added, what the message must hold
     ("code_files_exist", "train_ppo", "--agent_func_path ./gone.py", "--agent_func_path ./gone.py: no such file"),
     ("replay_is_of_another_run", "train_ppo", "--run_dir ./run --replay run/rollouts", "--replay run/rollouts|its own"),
     ("recorded_rollouts_exist", "train_ppo", "--replay ./gone", "--replay ./gone: no such folder"),
-    ("recorded_rollouts_exist", "train_ppo", "--replay .", "--replay . holds no step_*.jsonl"),
+    ("recorded_rollouts_exist", "train_ppo", "--replay .", "--replay . has no step_*.jsonl"),
     ("template_file_exists", "interactive_chat", "--ta_prompt ./gone.txt", "--ta_prompt ./gone.txt: no such file"),
     ("rows_go_to_a_file", "batch_inference", "--output_path ./model", "is a folder|--output_path model/rows.jsonl"),
     ("merging_keeps_its_sources", "lora_combiner", "--output_path ./model", "is --model_path itself|./merged"),
@@ -320,7 +320,7 @@ REFUSED = [  # rule, command, what is added, what the message must hold
         "adapter_folder_exists",
         "lora_combiner",
         "--lora_path ./model",
-        "--lora_path ./model holds no adapter_config.json",
+        "--lora_path ./model has no adapter_config.json",
     ),
 ]
 
@@ -399,7 +399,7 @@ SAID = [  # rule, command, what is added, what the line must hold
     ("kl_estimator_suits_its_place", "train_ppo", "--use_kl_loss", "--use_kl_loss with --kl_estimator k1"),
     ("kl_estimator_suits_its_place", "train_ppo", "--kl_estimator k3", "--kl_estimator k3|--use_kl_loss"),
     ("gspo_clips_narrowly", "train_ppo", "--policy_loss_type gspo", "--eps_clip_low_high 3e-4 4e-4"),
-    ("evaluation_has_a_rhythm", "train_ppo", "--eval_dataset ./data.jsonl", "--eval_dataset|--eval_steps is -1"),
+    ("evaluation_needs_eval_steps", "train_ppo", "--eval_dataset ./data.jsonl", "--eval_dataset|--eval_steps is -1"),
     (
         "async_engines_have_their_own_devices",
         "train_ppo_ray",
@@ -443,7 +443,7 @@ SAID = [  # rule, command, what is added, what the line must hold
 ]
 BY_A_LAUNCHER = {"launched_processes_become_devices"}  # tried with processes
 WITHOUT_EXTRAS = {
-    "asked_extras_are_installed",  # tried where nothing is installed
+    "requested_extras_are_installed",  # tried where nothing is installed
     "cluster_extras_are_installed",
     "batch_engine_is_installed",
     "the_server_is_installed",

@@ -213,9 +213,9 @@ def test_an_unknown_key_names_the_file_and_the_nearest_flags(file):
     ("text", "complaint"),
     [
         ("a: [1", "is not YAML"),
-        ("just words", "holds no flags"),
-        ("", "holds no flags"),
-        ("- a\n- b", "holds no flags"),
+        ("just words", "contains no flags"),
+        ("", "contains no flags"),
+        ("- a\n- b", "contains no flags"),
     ],
 )
 def test_a_file_that_is_no_mapping_is_refused_in_one_line(file, text, complaint):

@@ -121,7 +121,7 @@ def test_wrong_inputs_are_reported(adapter, models, capfd, tmp_path):
     for name, shape in others.items():
         assert "does not fit" in error_line(capfd, make_model(tmp_path / name, **shape), folder)
     assert "no such folder" in error_line(capfd, models(), "org/adapter")
-    assert "holds no adapter_config.json" in error_line(capfd, models(), models())
+    assert "has no adapter_config.json" in error_line(capfd, models(), models())
     assert "is --model_path itself" in error_line(capfd, models(), folder, output_path=models())
 
 

@@ -6,6 +6,7 @@ from torch.testing import assert_close
 from transformers import PreTrainedTokenizerFast
 
 from openrlhf.config.sections.model import LoadingFlags, LoraFlags, ModelFlags
+from openrlhf.config.sections.training import OptimizerFlags
 from openrlhf.data.collate import pack
 from openrlhf.errors import ConfigError
 from openrlhf.models.attention import SEGMENTED
@@ -20,7 +21,7 @@ from openrlhf.models.load import (
 )
 from openrlhf.models.self_test import settle_layout
 from openrlhf.training.device import explain_precision
-from openrlhf.training.optim import MasterOptimizer, OptimizerSettings
+from openrlhf.training.optim import MasterOptimizer
 from openrlhf.types import TokenRow
 from tests.models.architectures import build
 from tests.tiny import make_model, make_tokenizer
@@ -212,7 +213,7 @@ def test_four_bits_learn_in_their_adapters_alone(tmp_path):
     assert type(projection).__name__ == "Linear4bit"
     assert projection.weight.dtype == torch.uint8
     before = {name: parameter.detach().clone() for name, parameter in network.named_parameters()}
-    optimizer = MasterOptimizer(network, OptimizerSettings(learning_rate=0.1))
+    optimizer = MasterOptimizer(network, OptimizerFlags(), 0.1)
     for _ in range(2):  # adapters begin with B = 0, so A moves in the second step
         (-network(pack(rows("hello", "abc")), LogProbs).log_probs.sum()).backward()
         optimizer.step(1.0)

@@ -7,17 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from openrlhf.config.commands import RLConfig
+from openrlhf.config.flags import replace_flags
 from openrlhf.rl.evaluate import evaluate, pass_at_k, summary
-from openrlhf.rl.rollouts import RolloutSettings
-from openrlhf.types import SamplingParams, Trajectory
+from openrlhf.types import Trajectory
 from tests.rl.stand_ins import EchoEngine, NoModels, OneTurn, RewardFunction, prompts
 
-SETTINGS = RolloutSettings(1, 3, SamplingParams(max_tokens=4), context_length=8, seed=0)
+CONFIG = replace_flags(RLConfig(), n_samples_per_prompt=3, max_len=8, max_new_tokens=4)
 SOLVED = {(0, 1), (2, 0), (2, 2), (1, 2)}  # (prompt, sample); prompts 0, 2, 4 belong to source d0 and 1, 3 to d1
 
 
 def run_evaluation(reward, workers):
-    return asyncio.run(evaluate(prompts(5), EchoEngine(), OneTurn(reward), workers, SETTINGS))
+    return asyncio.run(evaluate(prompts(5), EchoEngine(), OneTurn(reward), workers, CONFIG))
 
 
 def test_pass_rates_are_reported_by_datasource():

@@ -16,8 +16,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from openrlhf.config.commands import RLConfig
+from openrlhf.config.flags import replace_flags
 from openrlhf.data.collate import Layout
-from openrlhf.rl.experience import ExperienceSettings, make_experience
+from openrlhf.rl.experience import make_experience
 from openrlhf.rl.samples import Batching
 from openrlhf.rl.workers import BatchScores, ModelRewards
 from openrlhf.types import Prompt, Trajectory
@@ -59,20 +61,8 @@ TWO_GROUPS = [
     make_trajectory(1, (4, 7), (0, 1), 2.0, extra_logs={"speed": 4.0}),
     make_trajectory(1, (4, 7, 8), (0, 1, 1), 2.0, truncated=True, extra_logs={"speed": 5.0}),
 ]
-PPO = ExperienceSettings(
-    estimator="gae",
-    gamma=1.0,
-    lambd=0.5,
-    divide_by_std=False,
-    kl_estimator="k1",
-    kl_in_reward=True,
-    clip_range=(-10.0, 10.0),
-    overlong=None,
-    stop_properly=None,
-    step_rewards=False,
-    scores_policy=True,
-)
-GRPO = replace(PPO, estimator="group_norm", lambd=1.0, kl_in_reward=False)
+PPO = replace_flags(RLConfig(), lambd=0.5, no_advantage_std_norm=True)
+GRPO = replace_flags(PPO, advantage_estimator="group_norm", lambd=1.0, use_kl_loss=True)
 ALL_AT_ONCE = Batching(Layout(packing=False, pad_id=0), 100)
 
 
@@ -106,7 +96,7 @@ def test_ppo_with_a_critic_and_kl_in_the_reward_matches_hand_computation():
 
 
 def test_whitening_divides_by_the_deviation_over_the_rollout():
-    found = experience(replace(PPO, divide_by_std=True))
+    found = experience(replace_flags(PPO, no_advantage_std_norm=False))
     # The mean of squares is 6.43 / 7 and the mean 4.5 / 7, so the standard deviation is 0.710849.
     expected = [[-0.200967, -2.029766], [1.205802, 0.783771], [0.361740], [0.502417, -0.622998]]
     assert at_actions(found, "advantages") == approx_rows(expected)
@@ -137,19 +127,19 @@ def test_grpo_compares_the_samples_of_a_prompt():
     ],
 )
 def test_the_other_estimators_match_hand_computation(estimator, expected):
-    found = experience(replace(GRPO, estimator=estimator), TableWorkers(critic=False))
+    found = experience(replace_flags(GRPO, advantage_estimator=estimator), TableWorkers(critic=False))
     first, second, third = expected
     assert at_actions(found, "advantages") == approx_rows([[first] * 2, [second] * 2, [third], [third] * 2])
 
 
 def test_the_discount_counts_action_tokens():
-    found = experience(replace(PPO, gamma=0.5, lambd=1.0), kl_coef=0.0)
+    found = experience(replace_flags(PPO, gamma=0.5, lambd=1.0), kl_coef=0.0)
     assert at_actions(found, "returns") == approx_rows([[0.5, 1.0], [1.5, 3.0], [2.0], [1.0, 2.0]])
 
 
 def test_step_rewards_are_at_the_ends_of_their_turns():
-    summed = experience(replace(PPO, lambd=1.0), kl_coef=0.0)
-    spread = experience(replace(PPO, lambd=1.0, step_rewards=True), kl_coef=0.0)
+    summed = experience(replace_flags(PPO, lambd=1.0), kl_coef=0.0)
+    spread = experience(replace_flags(PPO, lambd=1.0, step_rewards=True), kl_coef=0.0)
     assert at_actions(summed, "returns")[1] == approx_rows([[3.0, 3.0]])[0]
     assert at_actions(spread, "returns")[1] == approx_rows([[3.0, 2.0]])[0]
     assert at_actions(spread, "returns")[0] == at_actions(summed, "returns")[0]
@@ -166,7 +156,7 @@ STEPS = [((2, 0.5), (4, 1.0)), ((1, 0.0),)]
 PROCESS = ModelRewards(torch.tensor([0.5, 0.0]), None, STEPS)
 OUTCOMES = torch.tensor([-1.0, 3.0])
 BOTH = ModelRewards(PROCESS.scores + OUTCOMES, OUTCOMES, STEPS)
-EACH_STEP = replace(GRPO, step_rewards=True)
+EACH_STEP = replace_flags(GRPO, step_rewards=True)
 
 
 def process_experience(settings, rewards=PROCESS, kl_coef=0.0):
@@ -174,14 +164,14 @@ def process_experience(settings, rewards=PROCESS, kl_coef=0.0):
 
 
 def test_a_process_reward_model_rewards_each_step_at_its_last_token():
-    found = process_experience(replace(EACH_STEP, estimator="reinforce", divide_by_std=False))
+    found = process_experience(replace_flags(EACH_STEP, advantage_estimator="reinforce", no_advantage_std_norm=True))
     returns = [[1.5, 1.5, 1.0, 1.0, 0.0], [0.0, 0.0]]  # the remaining reward at each token
     mean = 5.0 / 7
     assert at_actions(found, "advantages") == approx_rows([[value - mean for value in row] for row in returns])
     assert [item.reward for item in found.trajectories] == [1.5, 0.0]
     assert [item.score for item in found.trajectories] == [0.5, 0.0]  # as without --step_rewards
     assert found.metrics["steps"] == 1.5
-    at_the_end = process_experience(replace(GRPO, estimator="reinforce"))
+    at_the_end = process_experience(replace_flags(GRPO, advantage_estimator="reinforce"))
     assert [item.reward for item in at_the_end.trajectories] == [0.5, 0.0]
     assert at_actions(at_the_end, "advantages") == approx_rows([[0.5 - 2.5 / 7] * 5, [-2.5 / 7] * 2])
 
@@ -198,20 +188,22 @@ def test_grpo_compares_the_steps_of_a_group():
 )
 def test_group_baselines_of_steps_match_hand_computation(estimator, steps):
     first, second, third = steps
-    found = process_experience(replace(EACH_STEP, estimator=estimator))
+    found = process_experience(replace_flags(EACH_STEP, advantage_estimator=estimator))
     both = first + second
     assert at_actions(found, "advantages") == approx_rows([[both, both, second, second, 0], [third, 0]])
 
 
 def test_an_outcome_reward_is_at_the_last_token_beside_step_rewards():
-    found = process_experience(replace(EACH_STEP, estimator="reinforce", divide_by_std=False), BOTH)
+    found = process_experience(
+        replace_flags(EACH_STEP, advantage_estimator="reinforce", no_advantage_std_norm=True), BOTH
+    )
     returns = [[0.5, 0.5, 0.0, 0.0, -1.0], [3.0, 3.0]]
     assert at_actions(found, "advantages") == approx_rows([[value - 6.0 / 7 for value in row] for row in returns])
     assert [item.reward for item in found.trajectories] == [0.5, 3.0]
 
 
 def test_gae_over_step_rewards_and_kl_matches_hand_computation():
-    blank = replace(PPO, step_rewards=True, lambd=1.0, gamma=0.5)
+    blank = replace_flags(PPO, step_rewards=True, lambd=1.0, gamma=0.5)
     workers = TableWorkers(rewards=PROCESS)
     found = experience(blank, workers, trajectories=REASONED, kl_coef=0.5)
     # Token rewards are 0.2 at tokens 8 and -0.1 at tokens 7, plus the steps: 0.2 0.4 0.2 0.9 0.2 and -0.1 0.2.
@@ -220,13 +212,15 @@ def test_gae_over_step_rewards_and_kl_matches_hand_computation():
 
 
 def test_whole_sample_penalties_apply_to_the_last_step():
-    settings = replace(EACH_STEP, estimator="dr_grpo", overlong=(5, 1, 0.75))  # the first sample is too long
+    settings = replace_flags(
+        EACH_STEP, advantage_estimator="dr_grpo", max_len=5, overlong_buffer_len=1, overlong_penalty_factor=0.75
+    )  # the first sample is too long
     # Its last step becomes 1 - 0.75, so the steps are 0.5, 0.25 and 0 around 0.25.
     assert at_actions(process_experience(settings), "advantages") == approx_rows([[0.25, 0.25, 0, 0, 0], [-0.25, 0]])
 
 
 def test_each_step_reward_is_clipped():
-    settings = replace(EACH_STEP, clip_range=(-0.5, 0.75))
+    settings = replace_flags(EACH_STEP, reward_clip_range=(-0.5, 0.75))
     assert at_actions(process_experience(settings), "advantages") == approx_rows(
         [[0.75, 0.75, 0.75, 0.75, 0], [-0.5, 0]]
     )
@@ -234,7 +228,7 @@ def test_each_step_reward_is_clipped():
 
 def test_a_sample_without_a_finished_step_counts_as_one_step_with_reward_zero():
     none = ModelRewards(torch.tensor([0.5, 0.0]), None, [STEPS[0], ()])
-    found = process_experience(replace(EACH_STEP, estimator="dr_grpo"), none)
+    found = process_experience(replace_flags(EACH_STEP, advantage_estimator="dr_grpo"), none)
     assert at_actions(found, "advantages") == approx_rows([[0.5, 0.5, 0.5, 0.5, 0], [-0.5, -0.5]])
 
 
@@ -253,14 +247,23 @@ def test_rewards_of_several_models_add_up_by_position():
 
 def test_penalties_are_applied_before_the_group_comparison():
     # The two-turn response spans 4 tokens, two of them in the buffer: 3 - 1. The truncated one keeps half of 2.
-    found = experience(replace(GRPO, estimator="dr_grpo", overlong=(4, 2, 1.0), stop_properly=0.5))
+    found = experience(
+        replace_flags(
+            GRPO,
+            advantage_estimator="dr_grpo",
+            max_len=4,
+            overlong_buffer_len=2,
+            overlong_penalty_factor=1.0,
+            stop_properly_penalty_coef=0.5,
+        )
+    )
     assert at_actions(found, "advantages") == approx_rows([[-0.5, -0.5], [0.5, 0.5], [0.5], [-0.5, -0.5]])
     assert found.metrics["reward"] == pytest.approx((1 + 2 + 2 + 1) / 4)
     assert found.metrics["score"] == pytest.approx(2.0)
 
 
 def test_clipping_is_applied_after_the_group_comparison():
-    found = experience(replace(GRPO, clip_range=(-0.25, 0.5)))
+    found = experience(replace_flags(GRPO, reward_clip_range=(-0.25, 0.5)))
     assert at_actions(found, "advantages") == approx_rows([[-0.25, -0.25], [0.5, 0.5], [0.0], [0.0, 0.0]])
 
 
@@ -284,14 +287,14 @@ def test_without_a_reference_there_is_no_kl():
 
 
 def test_with_one_optimizer_step_old_log_probs_are_not_computed_and_kl_uses_rollout_log_probs():
-    found = experience(replace(GRPO, scores_policy=False), TableWorkers(critic=False))
+    found = experience(replace_flags(GRPO, train_batch_size=1024), TableWorkers(critic=False))
     assert found.old_log_probs is None
     assert found.kl == pytest.approx((4 * (-1 + 0.9) + 3 * (-1 + 0.4)) / 7)
 
 
 def test_the_ratio_of_old_samples_may_use_the_engines_log_probs():
     """The KL still uses the policy's log-probs; the ratio uses the log-probs of the sampling engine."""
-    usual, found = experience(), experience(replace(PPO, old_from_engine=True))
+    usual, found = experience(), experience(replace_flags(PPO, async_train=True, enable_vllm_is_correction=False))
     assert found.kl == usual.kl
     assert torch.equal(found.old_log_probs, found.rollout_log_probs)
     assert not torch.equal(usual.old_log_probs, usual.rollout_log_probs)

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from openrlhf.config.sections.rl import RolloutFlags
 from openrlhf.data.collate import Layout
 from openrlhf.errors import RolloutError
-from openrlhf.rl.proof import PROBE_TOKENS, GapSettings, GapWatch
-from openrlhf.rl.rollouts import RolloutSettings
+from openrlhf.rl.proof import PROBE_TOKENS, GapLimits, GapWatch
 from openrlhf.rl.samples import Batching
-from openrlhf.types import Completion, Prompt, SamplingParams, Trajectory
+from openrlhf.types import Completion, Prompt, Trajectory
 
 PADDED, PACKED = Layout(packing=False, pad_id=0), Layout(packing=True, pad_id=0)
 MOVED = {"actor_lr": 0.1, "actor_grad_norm": 1.0}
@@ -45,7 +45,7 @@ def sample(log_prob, version=0, index=0, length=2):
 
 def make_check(trainer=None, layout=PADDED, size=8, **settings):
     limits = {"warn": 0.01, "stop": 0.1} | settings
-    return GapWatch(GapSettings(**limits), trainer or Trainer(), Batching(layout, size), Console())
+    return GapWatch(GapLimits(**limits), trainer or Trainer(), Batching(layout, size), Console())
 
 
 def run_check(gap, *trajectories, version=0):
@@ -134,22 +134,16 @@ class Engine:
         return [Completion((2, 2), (self.log_prob,) * 2, "..", "length", self.version) for _ in requests]
 
 
-SETTINGS = RolloutSettings(
-    batch_size=2,
-    samples_per_prompt=2,
-    params=SamplingParams(max_tokens=500),
-    context_length=64,
-    seed=0,
-)
+FLAGS = RolloutFlags(max_len=64)
 PROMPTS = [Prompt(number, "", (1,) * length) for number, length in enumerate((3, 60, 5))]
 
 
 def run_probe(gap, engine, version, prompts=PROMPTS):
-    asyncio.run(gap.probe(engine, prompts, SETTINGS, version))
+    asyncio.run(gap.probe(engine, prompts, FLAGS, version))
 
 
 def test_an_asynchronous_run_probes_the_first_changed_weights():
-    gap = make_check(probe=True)
+    gap = make_check(probe_every=0)
     gap.note_update({"actor_lr": 0.0, "actor_grad_norm": 1.0})
     assert not gap.probe_is_due(1)
     gap.note_update(MOVED)
@@ -163,13 +157,13 @@ def test_an_asynchronous_run_probes_the_first_changed_weights():
 
 
 def test_probes_repeat_at_the_given_interval():
-    gap = make_check(probe=True, probe_every=3)
+    gap = make_check(probe_every=3)
     assert [version for version in range(1, 10) if gap.probe_is_due(version)] == [3, 6, 9]
-    assert not any(make_check(probe_every=3).probe_is_due(version) for version in range(10))
+    assert not any(make_check(probe_every=None).probe_is_due(version) for version in range(10))
 
 
 def test_an_inconclusive_probe_says_why(monkeypatch):
-    gap = make_check(probe=True)
+    gap = make_check(probe_every=0)
     run_probe(gap, Engine(-1.0, version=4), 4, prompts=[Prompt(0, "", (1,) * 64)])
     monkeypatch.setattr("openrlhf.rl.proof.PROBE_SECONDS", 0.01)
     run_probe(gap, Engine(-1.0, version=5, seconds=60.0), 5)

@@ -83,7 +83,7 @@ def test_the_run_ends_with_a_shorter_record(train):
 
 @pytest.mark.parametrize("folder", ["./nowhere", "."])
 def test_a_folder_without_rollouts_is_rejected(train, folder):
-    with pytest.raises(ConfigError, match=r"--replay .* (no such folder|holds no step_)"):
+    with pytest.raises(ConfigError, match=r"--replay .* (no such folder|has no step_)"):
         train("out", replay=folder)
 
 

@@ -5,17 +5,18 @@ from dataclasses import replace
 
 import pytest
 
+from openrlhf.config.commands import RLConfig
+from openrlhf.config.flags import replace_flags
 from openrlhf.errors import RolloutError
-from openrlhf.rl.rollouts import PromptOrder, RolloutSettings, roll_out, run_groups, sampling
-from openrlhf.types import SamplingParams
+from openrlhf.rl.rollouts import PromptOrder, roll_out, run_groups, sampling
 from tests.rl.stand_ins import EchoEngine, NoModels, OneTurn, RewardFunction, SeveralTurns, prompts
 
-SETTINGS = RolloutSettings(3, 2, SamplingParams(max_tokens=10), context_length=8, seed=5)
+CONFIG = replace_flags(RLConfig(), rollout_batch_size=3, n_samples_per_prompt=2, max_len=8, max_new_tokens=10, seed=5)
 
 
-def make_rollout(reward=lambda prompt, sample: 1.0, settings=SETTINGS, place=0, count=8, workers=None):
+def make_rollout(reward=lambda prompt, sample: 1.0, config=CONFIG, place=0, count=8, workers=None):
     order = PromptOrder(prompts(count), 1, 0)
-    work = roll_out(4, place, order, EchoEngine(), OneTurn(reward), workers or NoModels(), settings)
+    work = roll_out(4, place, order, EchoEngine(), OneTurn(reward), workers or NoModels(), config)
     return order, asyncio.run(work)
 
 
@@ -50,16 +51,17 @@ def test_the_last_rollout_takes_the_remaining_prompts():
 
 def test_samples_have_their_own_seed_and_token_limit():
     prompt = prompts(3)[2]
-    params = sampling(prompt, SETTINGS)
+    flags = CONFIG.rollout
+    params = sampling(prompt, flags, 5)
     assert {item.max_tokens for item in params} == {6}  # the context minus a prompt of two tokens
     assert len({item.seed for item in params}) == 2
-    assert params == sampling(prompt, SETTINGS)
-    assert params[0].seed != sampling(replace(prompt, index=9), SETTINGS)[0].seed
-    assert params[0].seed != sampling(prompt, replace(SETTINGS, seed=6))[0].seed
-    assert sampling(prompt, replace(SETTINGS, context_length=2))[0].max_tokens == 1
+    assert params == sampling(prompt, flags, 5)
+    assert params[0].seed != sampling(replace(prompt, index=9), flags, 5)[0].seed
+    assert params[0].seed != sampling(prompt, flags, 6)[0].seed
+    assert sampling(prompt, replace(flags, max_len=2), 5)[0].max_tokens == 1
 
 
-FILTERED = replace(SETTINGS, keep_between=(0.0, 1.0))
+FILTERED = replace_flags(CONFIG, dynamic_filtering=True)
 
 
 def reward_by_index(kept):
@@ -95,25 +97,25 @@ def test_a_group_left_with_one_sample_is_dropped_and_counted():
     _, rollout = make_rollout(reward)
     assert prompt_indices(rollout)[::2] == [0, 2, 3]
     assert rollout.metrics == {"rollout/failures": 1.0}
-    _, single = make_rollout(reward, replace(SETTINGS, samples_per_prompt=1))
+    _, single = make_rollout(reward, replace_flags(CONFIG, n_samples_per_prompt=1))
     assert prompt_indices(single) == [0, 2, 3]
 
 
 def test_all_samples_of_all_prompts_advance_together():
     engine = EchoEngine()
     executor = SeveralTurns(lambda prompt, sample: prompt.index)
-    asyncio.run(run_groups(prompts(3), engine, executor, replace(SETTINGS, samples_per_prompt=1)))
+    asyncio.run(run_groups(prompts(3), engine, executor, replace_flags(CONFIG, n_samples_per_prompt=1)))
     assert engine.batches == [[(1, 0, 0), (2, 0, 0)], [(2, 0, 1)]]
 
 
 def test_a_limit_runs_groups_one_after_the_other_with_the_same_result():
     engine = EchoEngine()
     executor = SeveralTurns(lambda prompt, sample: 1)
-    settings = replace(SETTINGS, samples_per_prompt=1, most_episodes=2)
+    settings = replace_flags(CONFIG, n_samples_per_prompt=1, max_concurrent_episodes=2)
     asyncio.run(run_groups(prompts(5), engine, executor, settings))
     assert engine.batches == [[(0, 0, 0), (1, 0, 0)], [(2, 0, 0), (3, 0, 0)], [(4, 0, 0)]]
     _, free = make_rollout()
-    _, bounded = make_rollout(settings=replace(SETTINGS, most_episodes=2))
+    _, bounded = make_rollout(config=replace_flags(CONFIG, max_concurrent_episodes=2))
     assert free == bounded
 
 
@@ -123,4 +125,6 @@ def test_a_failing_group_cancels_waiting_groups():
             raise RolloutError(f"prompt {prompt.index}")
 
     with pytest.raises(RolloutError, match="prompt 0"):
-        asyncio.run(run_groups(prompts(5), EchoEngine(), FailingExecutor(), replace(SETTINGS, most_episodes=1)))
+        asyncio.run(
+            run_groups(prompts(5), EchoEngine(), FailingExecutor(), replace_flags(CONFIG, max_concurrent_episodes=1))
+        )

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from openrlhf.config.sections.training import OptimizerFlags
 from openrlhf.data.collate import Layout, collate
 from openrlhf.errors import EngineError, RolloutError
 from openrlhf.models.forward import LogProbs, Network
@@ -16,7 +17,6 @@ from openrlhf.rollout.hf import HFEngine
 from openrlhf.rollout.sampling import Draws, truncate
 from openrlhf.training.local import LocalBackend
 from openrlhf.training.objectives import SFT
-from openrlhf.training.optim import OptimizerSettings
 from openrlhf.types import Prompt, Request, SamplingParams, TokenRow, Trajectory
 from tests.rollout.vllm_engines import ATTENTION, LONG, LONGEST, SHORT, begun, build
 from tests.tiny import make_model
@@ -206,7 +206,7 @@ def test_training_goes_on_in_the_same_process(engine, network, tokenizer):
     torch.set_num_threads(2)  # which vLLM would forbid
     assert torch.get_num_threads() == 2
     torch.set_num_threads(1)
-    backend = LocalBackend(network, OptimizerSettings(learning_rate=1e-2), torch.device("cpu"))
+    backend = LocalBackend(network, OptimizerFlags(), torch.device("cpu"), learning_rate=1e-2)
     ids = torch.tensor(tokenizer("the cat sat")["input_ids"], dtype=torch.int32).numpy()
     batch = collate([TokenRow(ids, ids > 0)], packing=False, pad_id=1)
     asked = requests(tokenizer, temperature=0.0)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from openrlhf.rollout.vllm import VLLMEngine, VLLMSettings
 from openrlhf.types import Request, SamplingParams
+from tests.rollout.vllm_engines import build
 from tests.tiny import make_model
 
 pytestmark = pytest.mark.slow(seconds=8)
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow(seconds=8)
 
 def test_truncated_samples_have_log_probs_of_the_whole_distribution(tmp_path, tokenizer):
     folder = make_model(tmp_path, seed=3, head_dim=32)  # vLLM's attention on CPU knows no smaller one
-    engine = VLLMEngine(VLLMSettings(folder, "float32", 64, enforce_eager=True, whole_log_probs=True), tokenizer)
+    engine = build(folder, tokenizer, context_length=64, seeded_requests=False, whole_log_probs=True)
     prompts = [tuple(tokenizer(text)["input_ids"]) for text in ("hello", "1+1=")]
     params = SamplingParams(max_tokens=8, top_p=0.3)
     try:

@@ -3,7 +3,12 @@
 import asyncio
 from dataclasses import replace
 
-from openrlhf.rollout.vllm import VLLMEngine, VLLMSettings
+import torch
+
+from openrlhf.config.sections.cluster import EngineFlags
+from openrlhf.config.sections.model import ServedModelFlags
+from openrlhf.rollout.spec import EngineSpec
+from openrlhf.rollout.vllm import VLLMEngine
 from openrlhf.types import Request, SamplingParams
 
 LONGEST = 2048
@@ -12,9 +17,17 @@ LONG = Request((5, 6, 7), SamplingParams(max_tokens=500, min_tokens=501, seed=1)
 SHORT = replace(LONG, params=replace(LONG.params, max_tokens=3))
 
 
-def build(folder, tokenizer, **settings):
-    fixed = {"enforce_eager": True, "enable_sleep": True, "seeded_requests": True}
-    return VLLMEngine(VLLMSettings(folder, "float32", LONGEST, **fixed | settings), tokenizer)
+def build(folder, tokenizer, *, context_length=LONGEST, seeded_requests=True, **more):
+    spec = EngineSpec(
+        model=ServedModelFlags(pretrain=folder, param_dtype="fp32"),
+        engines=EngineFlags(
+            vllm_num_engines=1, enforce_eager=True, vllm_enable_sleep=True, vllm_gpu_memory_utilization=0.9
+        ),
+        context_length=context_length,
+        seeded_requests=seeded_requests,
+        **more,
+    )
+    return VLLMEngine(spec, tokenizer, torch.device("cpu"))
 
 
 async def begun(engine):

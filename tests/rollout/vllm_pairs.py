@@ -10,8 +10,8 @@ from openrlhf.data.collate import Layout
 from openrlhf.models.forward import LogProbs, Network
 from openrlhf.models.plain import checkpoint_weights
 from openrlhf.rl.samples import batch_trajectories
-from openrlhf.rollout.vllm import VLLMEngine, VLLMSettings
 from openrlhf.types import Prompt, Request, SamplingParams, Trajectory
+from tests.rollout.vllm_engines import build
 from tests.tiny import make_model
 
 
@@ -20,7 +20,7 @@ def built(kind, shape, folder, tokenizer):
     """An engine and the network that is trained."""
     path = make_model(folder, kind, seed=3, **shape)
     network = Network(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
-    engine = VLLMEngine(VLLMSettings(path, "float32", 64, enforce_eager=True, seeded_requests=True), tokenizer)
+    engine = build(path, tokenizer, context_length=64)
     yield engine, network
     asyncio.run(engine.close())
 

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from openrlhf.algo.reduce import Metrics
 from openrlhf.algo.token_loss import kd_loss, sft_loss
+from openrlhf.config.sections.training import OptimizerFlags
 from openrlhf.data.collate import Layout
 from openrlhf.data.readings import Texts
 from openrlhf.models.attention import SEGMENTED
@@ -27,11 +28,11 @@ from openrlhf.models.forward import DistillationTerms, HiddenStates, LogProbs, N
 from openrlhf.rl.reward_models import ProcessScorer
 from openrlhf.rl.samples import Batching
 from openrlhf.training.backend import Frozen, Run, TrainBackend
-from openrlhf.training.optim import OptimizerSettings
 from openrlhf.types import Batch
 
 # An eps above rounding: otherwise a gradient of zero, up to rounding, would move a weight by its sign.
-SETTINGS = OptimizerSettings(learning_rate=1e-2, weight_decay=0.1, eps=1e-5, max_norm=0.5)
+SETTINGS = OptimizerFlags(l2=0.1, adam_eps=1e-5, max_norm=0.5)
+RATE = 1e-2
 SCALES = (0.5, 1.0, 0.25)
 # Row lengths of each micro-batch: three micro-batches per step, so that one of two ranks gets a filler.
 STEPS = (((9, 5), (7, 7, 4), (12,)), ((6,), (10, 3), (8, 8)), ((5, 5), (4,), (11, 6, 2)))

@@ -13,7 +13,7 @@ from torch import distributed as dist
 from openrlhf.config.sections.training import ShardingFlags
 from openrlhf.training.deepspeed import DeepSpeedBackend
 from openrlhf.training.deepspeed_start import start_distributed
-from tests.training.deepspeed_cases import SETTINGS, load_network, of_rank, step_batches, train
+from tests.training.deepspeed_cases import RATE, SETTINGS, load_network, of_rank, step_batches, train
 
 
 def main() -> None:
@@ -27,7 +27,9 @@ def main() -> None:
     assert device == torch.device("cpu")
     network = load_network(args.folder / "llama")
     universal = args.universal is not None
-    backend = DeepSpeedBackend(network, SETTINGS, ShardingFlags(zero_stage=3), device, universal_checkpoint=universal)
+    backend = DeepSpeedBackend(
+        network, SETTINGS, ShardingFlags(zero_stage=3), device, learning_rate=RATE, universal_checkpoint=universal
+    )
     if universal:
         backend.load(args.universal)
     steps = [step_batches(step, packed=False) for step in range(1 if universal else 0, 3)]

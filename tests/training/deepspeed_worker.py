@@ -28,6 +28,7 @@ from openrlhf.training.deepspeed_shards import hold_whole
 from openrlhf.training.deepspeed_sleep import put_to_sleep, wake_up
 from openrlhf.training.deepspeed_start import sharded_loading, start_distributed
 from tests.training.deepspeed_cases import (
+    RATE,
     SETTINGS,
     Distil,
     Sft,
@@ -61,7 +62,9 @@ class Worker:
         self.rank = dist.get_rank()
 
     def build(self, sharding: ShardingFlags, model: str = "llama", **kwargs: Any) -> DeepSpeedBackend:
-        return DeepSpeedBackend(load_network(self.folder / model, **kwargs), SETTINGS, sharding, CPU)
+        return DeepSpeedBackend(
+            load_network(self.folder / model, **kwargs), SETTINGS, sharding, CPU, learning_rate=RATE
+        )
 
     def mine(self, step: int, *, packed: bool = False) -> list[Any]:
         return of_rank(step_batches(step, packed=packed), self.rank)
@@ -132,7 +135,7 @@ class Worker:
     def long_sum(self) -> float | None:
         """Return the norm of a step with so many equal micro-batches that a sum in bf16 would stop growing, at 256."""
         network = load_network(self.folder / "llama").to(torch.bfloat16)
-        backend = DeepSpeedBackend(network, SETTINGS, ShardingFlags(zero_stage=1), CPU)
+        backend = DeepSpeedBackend(network, SETTINGS, ShardingFlags(zero_stage=1), CPU, learning_rate=RATE)
         backend.forward_backward([make_batch((4,), 1, packed=False)] * MANY, Sft())
         return backend.optim_step(1.0)
 
@@ -185,13 +188,13 @@ class Worker:
         for name, (sharding, kwargs) in cases.items():
             network = load_network(self.folder / kwargs.pop("model", "llama"), **kwargs)
             with offloading() if name == "offload" else nullcontext():
-                backend = DeepSpeedBackend(network, SETTINGS, sharding, CPU)
+                backend = DeepSpeedBackend(network, SETTINGS, sharding, CPU, learning_rate=RATE)
             train(backend, [self.mine(step) for step in range(3)])
             results[name] = seen_by(backend.audit)
         for stage in range(4):
             network = load_network(self.folder / "llama")
             network.decoder.model.layers[1].extra = torch.nn.Linear(3, 3, bias=False)
-            backend = DeepSpeedBackend(network, SETTINGS, ShardingFlags(zero_stage=stage), CPU)
+            backend = DeepSpeedBackend(network, SETTINGS, ShardingFlags(zero_stage=stage), CPU, learning_rate=RATE)
             try:
                 train(backend, [self.mine(step) for step in range(3)])
             except BackendError as error:
@@ -204,8 +207,8 @@ class Worker:
             network = load_network(self.folder / "llama")
             adapted = load_network(self.folder / "llama", lora=True)
         here = sum(parameter.numel() for parameter in network.parameters())
-        backend = DeepSpeedBackend(network, SETTINGS, sharding, CPU)
-        loaded = DeepSpeedBackend(adapted, SETTINGS, sharding, CPU)
+        backend = DeepSpeedBackend(network, SETTINGS, sharding, CPU, learning_rate=RATE)
+        loaded = DeepSpeedBackend(adapted, SETTINGS, sharding, CPU, learning_rate=RATE)
         self.keep_weights(backend, "sharded-loading")
         return {
             "numbers_here": here,

@@ -14,7 +14,7 @@ from torch import distributed as dist
 from openrlhf.config.sections.training import ShardingFlags
 from openrlhf.training.deepspeed import DeepSpeedBackend, DeepSpeedFrozen
 from openrlhf.training.deepspeed_start import start_distributed
-from tests.training.deepspeed_cases import SETTINGS, Distil, load_network, of_rank, step_batches, train
+from tests.training.deepspeed_cases import RATE, SETTINGS, Distil, load_network, of_rank, step_batches, train
 
 CPU = torch.device("cpu")
 RING = {"ring_attn_size": 2}
@@ -45,7 +45,7 @@ def train_case(folder: Path, name: str) -> tuple[DeepSpeedBackend, dict[str, Any
     network = load_network(folder / model, packed=True, **options)
     if recompute:
         network.decoder.gradient_checkpointing_enable({"use_reentrant": False})
-    backend = DeepSpeedBackend(network, SETTINGS, sharding, CPU)
+    backend = DeepSpeedBackend(network, SETTINGS, sharding, CPU, learning_rate=RATE)
     return backend, train(backend, own_batches(backend))
 
 
@@ -53,7 +53,7 @@ def distil(folder: Path) -> dict[str, Any]:
     """Distil from a sharded teacher that uses the ring too."""
     sharding = ShardingFlags(zero_stage=3, **RING)
     teacher = DeepSpeedFrozen(load_network(folder / "teacher", packed=True), sharding, CPU)
-    backend = DeepSpeedBackend(load_network(folder / "llama", packed=True), SETTINGS, sharding, CPU)
+    backend = DeepSpeedBackend(load_network(folder / "llama", packed=True), SETTINGS, sharding, CPU, learning_rate=RATE)
     return train(backend, own_batches(backend), Distil(teacher))
 
 

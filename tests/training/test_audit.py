@@ -5,17 +5,16 @@ import torch
 from torch import nn
 
 from openrlhf.config.sections.model import LoraFlags, ModelFlags
+from openrlhf.config.sections.training import OptimizerFlags
 from openrlhf.errors import BackendError
 from openrlhf.models.forward import Network, Scores, Values
 from openrlhf.models.load import add_adapters, load_causal_lm, load_scalar_model, recompute_activations
 from openrlhf.training.audit import STEPS, Audit
 from openrlhf.training.local import LocalBackend
-from openrlhf.training.optim import OptimizerSettings
 from tests.tiny import CONFIGS, make_model
 from tests.training.deepspeed_cases import Sft, make_batch
 
 CPU = torch.device("cpu")
-SETTINGS = OptimizerSettings(learning_rate=1e-3)
 BATCH = [make_batch((5, 7), 0, packed=False)]
 
 
@@ -44,8 +43,8 @@ def make_network(folder, kind="llama", lora=0, targets=("all-linear",), **shape)
     return Network(add_adapters(model, LoraFlags(lora_rank=lora, target_modules=targets), scalar=False))
 
 
-def train(network, objective=None, scales=(1.0,) * STEPS, settings=SETTINGS):
-    backend = LocalBackend(network, settings, CPU)
+def train(network, objective=None, scales=(1.0,) * STEPS, rate=1e-3):
+    backend = LocalBackend(network, OptimizerFlags(), CPU, learning_rate=rate)
     for scale in scales:
         backend.forward_backward(BATCH, objective or Sft())
         backend.optim_step(scale)
@@ -129,7 +128,7 @@ def test_gradients_of_zero_are_reported_in_one_line(tmp_path, capsys):
 
 
 def test_masters_that_cannot_move_are_reported(tmp_path, capsys):
-    train(make_network(tmp_path), settings=OptimizerSettings(learning_rate=1e-30))
+    train(make_network(tmp_path), rate=1e-30)
     (line,) = lines(capsys)
     assert "fp32 weights that did not move" in line
 

@@ -22,6 +22,7 @@ from openrlhf.training.local import LocalBackend, LocalFrozen
 from tests.commands import free_port, run_processes, torchrun
 from tests.tiny import make_model
 from tests.training.deepspeed_cases import (
+    RATE,
     SETTINGS,
     Distil,
     Sft,
@@ -68,7 +69,9 @@ class Local:
     def __call__(self, model: str = "llama", *, packed: bool = False, **kwargs: Any) -> tuple[LocalBackend, Any]:
         key = (model, packed, *kwargs.items())
         if key not in self.done:
-            backend = LocalBackend(load_network(self.folder / model, packed=packed, **kwargs), SETTINGS, CPU)
+            backend = LocalBackend(
+                load_network(self.folder / model, packed=packed, **kwargs), SETTINGS, CPU, learning_rate=RATE
+            )
             self.done[key] = backend, train(backend, [step_batches(step, packed=packed) for step in range(3)])
         return self.done[key]
 
@@ -132,7 +135,7 @@ def test_an_offloaded_optimizer_trains_like_one_on_the_device(
 
 
 def test_ranks_may_need_different_numbers_of_chunks(folder: Path, ranks: list[dict[str, Any]]) -> None:
-    backend = LocalBackend(load_network(folder / "llama", packed=True), SETTINGS, CPU)
+    backend = LocalBackend(load_network(folder / "llama", packed=True), SETTINGS, CPU, learning_rate=RATE)
     batches = [make_batch([400] * 6, 1, packed=True), make_batch([9, 5], 2, packed=True)]
     assert_same_training([rank["uneven_chunks"] for rank in ranks], train(backend, [batches] * 2))
 
@@ -149,7 +152,7 @@ def test_ranks_of_a_sharded_reward_model_may_have_different_numbers_of_micro_bat
 
 def test_bf16_gradients_of_many_micro_batches_are_summed_in_fp32(folder: Path, ranks: list[dict[str, Any]]) -> None:
     """Each micro-batch is a share of one mean, so the sum is the gradient of a single one."""
-    backend = LocalBackend(load_network(folder / "llama").to(torch.bfloat16), SETTINGS, CPU)
+    backend = LocalBackend(load_network(folder / "llama").to(torch.bfloat16), SETTINGS, CPU, learning_rate=RATE)
     backend.forward_backward([make_batch((4,), 1, packed=False)], Sft())
     norm = backend.optim_step(1.0)
     for rank in ranks:
@@ -201,7 +204,7 @@ def test_a_sharded_teacher_gives_the_same_result_as_a_whole_one(folder: Path, ra
     teacher = LocalFrozen(load_network(folder / "teacher"), CPU)
     batch = make_batch((9, 5), 3, packed=False)
     look = teacher.forward(batch, LogProbs).log_probs
-    backend = LocalBackend(load_network(folder / "llama"), SETTINGS, CPU)
+    backend = LocalBackend(load_network(folder / "llama"), SETTINGS, CPU, learning_rate=RATE)
     distilled = train(backend, [step_batches(step, packed=False) for step in range(3)], Distil(teacher))
     evaluated = backend.evaluate(step_batches(0, packed=False), Sft())["gpt_loss"]
     here = backend.forward(batch, LogProbs).log_probs
@@ -307,7 +310,7 @@ def make_site(**facts: Any) -> Site:
 
 def test_flags_become_deepspeed_settings() -> None:
     sharding = ShardingFlags(zero_stage=3, adam_offload=True, zpg=2, overlap_comm=True, grad_accum_dtype="fp32")
-    config = engine_config(sharding, SETTINGS, make_site(), universal=True)
+    config = engine_config(sharding, SETTINGS.max_norm, make_site(), universal=True)
     zero = config["zero_optimization"]
     assert zero["stage"] == 3
     assert zero["offload_optimizer"]["device"] == "cpu"
@@ -324,14 +327,15 @@ def test_flags_become_deepspeed_settings() -> None:
 def test_offloading_has_no_effect_on_a_cpu() -> None:
     here = make_site(dtype=torch.float32, device_type="cpu")
     assert (
-        "offload_optimizer" not in engine_config(ShardingFlags(adam_offload=True), SETTINGS, here)["zero_optimization"]
+        "offload_optimizer"
+        not in engine_config(ShardingFlags(adam_offload=True), SETTINGS.max_norm, here)["zero_optimization"]
     )
     assert "offload_param" not in frozen_config(ShardingFlags(zero_stage=3), here, offload=True)["zero_optimization"]
     assert "offload_param" in frozen_config(ShardingFlags(zero_stage=3), make_site(), offload=True)["zero_optimization"]
 
 
 def test_tensor_parallelism_keeps_complete_logits() -> None:
-    config = engine_config(ShardingFlags(ds_tensor_parallel_size=2), SETTINGS, make_site())
+    config = engine_config(ShardingFlags(ds_tensor_parallel_size=2), SETTINGS.max_norm, make_site())
     assert config["tensor_parallel"] == {"autotp_size": 2, "vocab_parallel_lm_head": False}
 
 
@@ -348,5 +352,5 @@ def test_tensor_parallelism_keeps_complete_logits() -> None:
     ],
 )
 def test_sharded_bf16_gradients_are_summed_in_fp32(flags: dict[str, Any], dtype: torch.dtype, summed_in: str) -> None:
-    config = engine_config(ShardingFlags(**flags), SETTINGS, make_site(dtype=dtype))
+    config = engine_config(ShardingFlags(**flags), SETTINGS.max_norm, make_site(dtype=dtype))
     assert config.get("data_types", {"grad_accum_dtype": None}) == {"grad_accum_dtype": summed_in}

@@ -10,6 +10,7 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
+from openrlhf.config.sections.training import OptimizerFlags
 from openrlhf.data.collate import collate
 from openrlhf.errors import BackendError
 from openrlhf.models.forward import Network
@@ -17,7 +18,6 @@ from openrlhf.monitor import Monitor
 from openrlhf.training.fit import Fit, Interrupted, Plan, Saving
 from openrlhf.training.local import LocalBackend
 from openrlhf.training.objectives import SFT
-from openrlhf.training.optim import OptimizerSettings
 from openrlhf.training.order import Order
 from openrlhf.types import TokenRow
 from tests.tiny import make_model
@@ -58,7 +58,7 @@ def fit(folder, tmp_path):
 
     def make(train, sink=None, *, held_out=(), epochs=1, eval_every=-1, every=-1):
         backend = LocalBackend(
-            Network(AutoModelForCausalLM.from_pretrained(folder)), OptimizerSettings(learning_rate=1e-2), CPU
+            Network(AutoModelForCausalLM.from_pretrained(folder)), OptimizerFlags(), CPU, learning_rate=1e-2
         )
         order = Order(num_rows=len(train), batch_size=4, epochs=epochs, seed=0)
         saving = Saving(tmp_path / "ckpt", every=every)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from openrlhf.config.sections.model import LoraFlags, ModelFlags
 from openrlhf.config.sections.objectives import DirectPreferenceFlags
+from openrlhf.config.sections.training import OptimizerFlags
 from openrlhf.data.collate import collate
 from openrlhf.errors import BackendError
 from openrlhf.models.forward import HiddenStates, LogProbs, Network
@@ -20,14 +21,14 @@ from openrlhf.rollout.hf import HFEngine
 from openrlhf.training.backend import values_of
 from openrlhf.training.local import LocalBackend, LocalFrozen
 from openrlhf.training.objectives import SFT, DirectPreference, Step
-from openrlhf.training.optim import OptimizerSettings
 from openrlhf.training.order import micro_batches
 from openrlhf.types import PairRow, Request, SamplingParams, TokenRow
 from tests.tiny import make_model, make_tokenizer
 
 CPU = torch.device("cpu")
 VOCAB = len(make_tokenizer())
-SETTINGS = OptimizerSettings(learning_rate=1e-2, weight_decay=0.01)
+SETTINGS = OptimizerFlags(l2=0.01)
+RATE = 1e-2
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,9 @@ def folder(tmp_path_factory):
 def make_backend(folder, *, packing=False, lora=0):
     torch.manual_seed(0)
     model = load_causal_lm(folder, ModelFlags(), device=CPU, packing=packing)
-    return LocalBackend(Network(add_adapters(model, LoraFlags(lora_rank=lora), scalar=False)), SETTINGS, CPU)
+    return LocalBackend(
+        Network(add_adapters(model, LoraFlags(lora_rank=lora), scalar=False)), SETTINGS, CPU, learning_rate=RATE
+    )
 
 
 def token_rows(number, seed=0):
@@ -201,7 +204,9 @@ def wide_folder(tmp_path_factory):
 def quantised_backend(folder):
     torch.manual_seed(0)
     model = load_causal_lm(folder, ModelFlags(load_in_4bit=True), device=CPU, packing=False)
-    return LocalBackend(Network(add_adapters(model, LoraFlags(lora_rank=2), scalar=False)), SETTINGS, CPU)
+    return LocalBackend(
+        Network(add_adapters(model, LoraFlags(lora_rank=2), scalar=False)), SETTINGS, CPU, learning_rate=RATE
+    )
 
 
 def generate(backend, micro_batches):
@@ -225,7 +230,9 @@ def test_evaluating_keeps_the_gradients_of_4_bit_weights(wide_folder, evaluate):
 
 def test_dropout_is_active_only_in_training(tmp_path):
     name = make_model(tmp_path, attention_dropout=0.5)
-    backend = LocalBackend(Network(load_causal_lm(name, ModelFlags(), device=CPU, packing=False)), SETTINGS, CPU)
+    backend = LocalBackend(
+        Network(load_causal_lm(name, ModelFlags(), device=CPU, packing=False)), SETTINGS, CPU, learning_rate=RATE
+    )
     batch = batches(token_rows(3), 3)[0]
     looks = [backend.forward(batch, LogProbs).log_probs for _ in range(2)]
     assert torch.equal(*looks)

@@ -8,6 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from openrlhf.config.sections.model import LoraFlags, ModelFlags
+from openrlhf.config.sections.training import OptimizerFlags
 from openrlhf.data.collate import collate
 from openrlhf.errors import BackendError
 from openrlhf.models.forward import Network
@@ -15,7 +16,6 @@ from openrlhf.models.load import add_adapters, load_causal_lm
 from openrlhf.training.local import LocalBackend
 from openrlhf.training.loss_scale import GROWTH_INTERVAL, INITIAL, LossScale
 from openrlhf.training.objectives import SFT, count
-from openrlhf.training.optim import OptimizerSettings
 from openrlhf.types import TokenRow
 from tests.tiny import make_model, make_tokenizer
 
@@ -52,7 +52,7 @@ def make_backend(folder, dtype=torch.float16, *, lora=0):
     torch.manual_seed(0)
     model = load_causal_lm(folder, ModelFlags(), device=CPU, packing=False).half().to(dtype)
     network = Network(add_adapters(model, LoraFlags(lora_rank=lora), scalar=False))
-    return LocalBackend(network, OptimizerSettings(learning_rate=1e-2), CPU)
+    return LocalBackend(network, OptimizerFlags(), CPU, learning_rate=1e-2)
 
 
 def batch(seed=0):

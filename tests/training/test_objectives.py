@@ -16,6 +16,7 @@ from openrlhf.config.sections.objectives import (
     PairwiseRewardFlags,
     UnpairedPreferenceFlags,
 )
+from openrlhf.config.sections.training import OptimizerFlags
 from openrlhf.data.collate import Layout, collate
 from openrlhf.models.forward import Network
 from openrlhf.training.local import LocalBackend, LocalFrozen
@@ -28,7 +29,6 @@ from openrlhf.training.objectives import (
     Step,
     UnpairedPreference,
 )
-from openrlhf.training.optim import OptimizerSettings
 from openrlhf.training.order import micro_batches
 from openrlhf.types import LabelledRow, PairRow, StepRow, TokenRow
 from tests.tiny import make_model
@@ -102,7 +102,7 @@ def step_rows(count=7, seed=0, *, soft):
 
 def run_step(model, objective, rows, size):
     """Run one step; return its losses and metrics, and the gradients."""
-    backend = LocalBackend(Network(deepcopy(model)), OptimizerSettings(learning_rate=0.0), CPU)
+    backend = LocalBackend(Network(deepcopy(model)), OptimizerFlags(), CPU, learning_rate=0.0)
     batches = [collate(part, packing=False, pad_id=1) for part in micro_batches(rows, size)]
     batches = objective.prepare(batches, Step(rows, range(len(rows)), size), backend)
     result = backend.forward_backward(batches, objective)
@@ -246,7 +246,7 @@ def test_the_expert_balance_is_averaged_over_micro_batches(tmp_path):
     rows = token_rows()
 
     def losses(size, coef):
-        backend = LocalBackend(Network(deepcopy(model), with_aux_loss=True), OptimizerSettings(0.0), CPU)
+        backend = LocalBackend(Network(deepcopy(model), with_aux_loss=True), OptimizerFlags(), CPU, learning_rate=0.0)
         batches = [collate(part, packing=False, pad_id=1) for part in micro_batches(rows, size)]
         return backend.forward_backward(batches, SFT(coef))
 

@@ -10,10 +10,10 @@ from torch import nn
 from torch.testing import assert_close
 from transformers import get_scheduler
 
+from openrlhf.config.sections.training import OptimizerFlags
 from openrlhf.errors import BackendError, ConfigError
 from openrlhf.training.optim import (
     MasterOptimizer,
-    OptimizerSettings,
     between_steps,
     is_matrix,
     only_warmup,
@@ -149,20 +149,20 @@ def test_weight_decay_spares_biases_and_norms():
         "embed_tokens.weight": True,
     }
     named = [(name, nn.Parameter(torch.zeros(1))) for name in names]
-    decayed, plain = parameter_groups(named, OptimizerSettings(learning_rate=1.0, weight_decay=0.1))
+    decayed, plain = parameter_groups(named, 0.1)
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
     expected = {id(parameter): names[name] for name, parameter in named}
     assert all(expected[id(parameter)] for parameter in decayed["params"])
     assert not any(expected[id(parameter)] for parameter in plain["params"])
     assert len(decayed["params"]) + len(plain["params"]) == len(names)
-    assert parameter_groups([], OptimizerSettings(learning_rate=1.0)) == []
+    assert parameter_groups([], 0.0) == []
     assert trainable(network) == []
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_in_fp32_the_optimizer_equals_adamw(decay):
     network, reference = TinyNetwork(), TinyNetwork()
-    optimizer = MasterOptimizer(network, OptimizerSettings(PEAK, weight_decay=decay, max_norm=0.0))
+    optimizer = MasterOptimizer(network, OptimizerFlags(l2=decay, max_norm=0.0), PEAK)
     exact, near = adam(reference, decay, fused=True), adam(other := TinyNetwork(), decay)
     for step in range(5):
         for one in (network, reference, other):
@@ -182,8 +182,8 @@ def test_in_fp32_the_optimizer_equals_adamw(decay):
 
 def test_the_reported_norm_is_before_clipping():
     network, free = TinyNetwork(), TinyNetwork()
-    clipped = MasterOptimizer(network, OptimizerSettings(PEAK, max_norm=0.5))
-    unclipped = MasterOptimizer(free, OptimizerSettings(PEAK, max_norm=0.0))
+    clipped = MasterOptimizer(network, OptimizerFlags(max_norm=0.5), PEAK)
+    unclipped = MasterOptimizer(free, OptimizerFlags(max_norm=0.0), PEAK)
     for one in (network, free):
         one.backward(0)
     norm = torch.cat([p.grad.flatten() for p in network.parameters() if p.grad is not None]).norm().item()
@@ -201,7 +201,7 @@ def test_the_reported_norm_is_before_clipping():
 def test_half_precision_follows_full_precision_masters(offload):
     network, reference = TinyNetwork(torch.bfloat16), TinyNetwork()
     reference.load_state_dict({name: tensor.float() for name, tensor in weights(network).items()})
-    optimizer = MasterOptimizer(network, OptimizerSettings(PEAK, max_norm=0.0), offload=offload)
+    optimizer = MasterOptimizer(network, OptimizerFlags(max_norm=0.0), PEAK, offload=offload)
     theirs = adam(reference, fused=True)
     for step in range(20):
         for micro in range(2):  # two micro-batches, added in fp32
@@ -221,7 +221,7 @@ def test_updates_below_half_precision_are_not_lost():
     network = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
     with torch.no_grad():
         network.weight.fill_(1.0)
-    optimizer = MasterOptimizer(network, OptimizerSettings(1e-4, max_norm=0.0))
+    optimizer = MasterOptimizer(network, OptimizerFlags(max_norm=0.0), 1e-4)
     for _ in range(100):  # each moves the weight by 1e-4; bf16 near 1 has steps of 4e-3
         network.weight.sum().backward()
         optimizer.step(1.0)
@@ -233,15 +233,15 @@ def test_updates_below_half_precision_are_not_lost():
 @settings(deadline=None, max_examples=10)
 @given(dtype=st.sampled_from([torch.float32, torch.bfloat16]), optim=st.sampled_from(["adam", "muon"]))
 def test_saved_state_resumes_bit_for_bit(dtype, optim):
-    flags = OptimizerSettings(PEAK, optim=optim, weight_decay=0.01, muon_lr=1e-3)
+    flags = OptimizerFlags(optim=optim, l2=0.01, muon_lr=1e-3)
     network = TinyNetwork(dtype)
-    optimizer = MasterOptimizer(network, flags)
+    optimizer = MasterOptimizer(network, flags, PEAK)
     for step in range(3):
         network.backward(step)
         optimizer.step(1.0)
     saved = copy.deepcopy(optimizer.state())
     other = TinyNetwork(dtype)
-    resumed = MasterOptimizer(other, flags)
+    resumed = MasterOptimizer(other, flags, PEAK)
     resumed.load_state(saved)
     assert_close(weights(other), weights(network), rtol=0, atol=0)
     for step in range(3, 6):
@@ -254,18 +254,18 @@ def test_saved_state_resumes_bit_for_bit(dtype, optim):
 
 def test_state_saved_before_the_first_step_is_restored():
     network = TinyNetwork()
-    saved = copy.deepcopy(MasterOptimizer(network, OptimizerSettings(PEAK)).state())
+    saved = copy.deepcopy(MasterOptimizer(network, OptimizerFlags(), PEAK).state())
     other = TinyNetwork()
-    resumed = MasterOptimizer(other, OptimizerSettings(PEAK))
+    resumed = MasterOptimizer(other, OptimizerFlags(), PEAK)
     resumed.load_state(saved)
     other.backward(0)
     resumed.step(1.0)
 
 
 def test_state_of_another_network_is_rejected_unchanged():
-    saved = MasterOptimizer(TinyNetwork(), OptimizerSettings(PEAK)).state()
+    saved = MasterOptimizer(TinyNetwork(), OptimizerFlags(), PEAK).state()
     network = TinyNetwork()
-    optimizer = MasterOptimizer(network, OptimizerSettings(PEAK))
+    optimizer = MasterOptimizer(network, OptimizerFlags(), PEAK)
     before = weights(network)
     missing = {name: tensor + 1 for name, tensor in saved.items() if "bias" not in name}
     with pytest.raises(BackendError, match=r"q_proj.bias is missing there and \[4\] here"):
@@ -278,8 +278,8 @@ def test_state_of_another_network_is_rejected_unchanged():
 
 def test_muon_trains_matrices_inside_layers_and_adam_the_rest():
     network, reference = TinyNetwork(), TinyNetwork()
-    flags = OptimizerSettings(PEAK, optim="muon", muon_lr=0.01, max_norm=0.0)
-    optimizer = MasterOptimizer(network, flags)
+    flags = OptimizerFlags(optim="muon", muon_lr=0.01, max_norm=0.0)
+    optimizer = MasterOptimizer(network, flags, PEAK)
     assert [type(one).__name__ for one in optimizer.optimizers] == ["AdamW", "Muon"]
     matrices = [reference.q_proj.weight]
     muon = torch.optim.Muon(matrices, lr=0.01, weight_decay=0.0, momentum=0.95, nesterov=True, ns_steps=5)
@@ -312,7 +312,7 @@ def test_muon_selects_matrices_inside_layers():
 
 def test_muon_alone_needs_no_adam():
     network = nn.Linear(64, 32, bias=False)  # smaller matrices crash the half-precision kernels of some CPUs
-    optimizer = MasterOptimizer(network, OptimizerSettings(PEAK, optim="muon", muon_lr=1.0, max_norm=0.0))
+    optimizer = MasterOptimizer(network, OptimizerFlags(optim="muon", muon_lr=1.0, max_norm=0.0), PEAK)
     assert [type(one).__name__ for one in optimizer.optimizers] == ["Muon"]
     before = network.weight.detach().clone()
     (network.weight * torch.randn(32, 64)).sum().backward()
@@ -324,16 +324,16 @@ def test_muon_alone_needs_no_adam():
 
 def test_a_model_without_trainable_parameters_is_rejected():
     with pytest.raises(ConfigError, match="every parameter is frozen"):
-        MasterOptimizer(TinyNetwork().requires_grad_(False), OptimizerSettings(PEAK))
+        MasterOptimizer(TinyNetwork().requires_grad_(False), OptimizerFlags(), PEAK)
 
 
 def test_a_parameter_without_a_gradient_is_unchanged():
     network = TinyNetwork()
-    optimizer = MasterOptimizer(network, OptimizerSettings(PEAK, weight_decay=0.1))
+    optimizer = MasterOptimizer(network, OptimizerFlags(l2=0.1), PEAK)
     before = weights(network)
     network.q_proj.weight.sum().backward()
     optimizer.step(1.0)
     moved = [name for name, tensor in weights(network).items() if not torch.equal(tensor, before[name])]
     assert moved == ["q_proj.weight"]
-    resumed = MasterOptimizer(TinyNetwork(), OptimizerSettings(PEAK))
+    resumed = MasterOptimizer(TinyNetwork(), OptimizerFlags(), PEAK)
     resumed.load_state(copy.deepcopy(optimizer.state()))

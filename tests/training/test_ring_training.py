@@ -15,7 +15,7 @@ from openrlhf.training.local import LocalBackend, LocalFrozen
 from openrlhf.training.ring_groups import Layout
 from tests.commands import run_processes, torchrun
 from tests.tiny import make_model
-from tests.training.deepspeed_cases import SETTINGS, Distil, load_network, step_batches, train
+from tests.training.deepspeed_cases import RATE, SETTINGS, Distil, load_network, step_batches, train
 from tests.training.ring_worker import CASES
 
 pytestmark = pytest.mark.slow(seconds=2)
@@ -55,7 +55,7 @@ def assert_same_training(found: list[dict[str, Any]], name: str, expected: dict[
 def test_ring_ranks_train_like_one_process(name: str, folder: Path, processes: list[dict[str, Any]]) -> None:
     options = {key: value for key, value in CASES[name][1].items() if key != "recompute"}
     model = options.pop("model", "llama")
-    backend = LocalBackend(load_network(folder / model, packed=True, **options), SETTINGS, CPU)
+    backend = LocalBackend(load_network(folder / model, packed=True, **options), SETTINGS, CPU, learning_rate=RATE)
     expected = train(backend, [step_batches(step, packed=True) for step in range(3)])
     assert_same_training([one[name] for one in processes], name, expected)
     weights = load_file(folder / f"{name}.safetensors")
@@ -65,7 +65,7 @@ def test_ring_ranks_train_like_one_process(name: str, folder: Path, processes: l
 
 def test_a_teacher_uses_the_ring_too(folder: Path, processes: list[dict[str, Any]]) -> None:
     teacher = LocalFrozen(load_network(folder / "teacher", packed=True), CPU)
-    backend = LocalBackend(load_network(folder / "llama", packed=True), SETTINGS, CPU)
+    backend = LocalBackend(load_network(folder / "llama", packed=True), SETTINGS, CPU, learning_rate=RATE)
     expected = train(backend, [step_batches(step, packed=True) for step in range(3)], Distil(teacher))
     assert_same_training([one["distilled"] for one in processes], "distilled", expected)
 

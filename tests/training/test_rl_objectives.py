@@ -8,29 +8,29 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from openrlhf.algo.policy_loss import PolicySettings
+from openrlhf.config.sections.rl import PolicyLossFlags
+from openrlhf.config.sections.training import OptimizerFlags
 from openrlhf.data.collate import Layout
 from openrlhf.models.forward import LogProbs, Network
 from openrlhf.rl.experience import Experience
 from openrlhf.rl.samples import Batching, RolloutTokens, stack
 from openrlhf.training.backend import values_of
 from openrlhf.training.local import LocalBackend
-from openrlhf.training.optim import OptimizerSettings
 from openrlhf.training.rl_objectives import PolicyObjective, ValueObjective
 from openrlhf.types import Prompt, Trajectory
 from tests.tiny import make_model
 
 CPU = torch.device("cpu")
-POLICY = PolicyObjective(PolicySettings(), temperature=0.8)
+POLICY = PolicyObjective(PolicyLossFlags(), temperature=0.8)
 OBJECTIVES = {
     "token-mean": POLICY,
-    "seq-mean": replace(POLICY, settings=PolicySettings(loss_agg_mode="seq-mean")),
-    "constant": replace(POLICY, settings=PolicySettings(loss_agg_mode="constant"), constant_length=12),
-    "gspo": replace(POLICY, settings=PolicySettings(loss_type="gspo")),
+    "seq-mean": replace(POLICY, settings=PolicyLossFlags(loss_agg_mode="seq-mean")),
+    "constant": replace(POLICY, settings=PolicyLossFlags(loss_agg_mode="constant"), constant_length=12),
+    "gspo": replace(POLICY, settings=PolicyLossFlags(policy_loss_type="gspo")),
     "kl": replace(POLICY, kl_coef=0.3, kl_estimator="k3"),
     "unbiased kl": replace(POLICY, kl_coef=0.3, kl_unbiased_gradient=True),
     "entropy": replace(POLICY, entropy_coef=0.1),
-    "correction": replace(POLICY, settings=PolicySettings(correction="tis")),
+    "correction": replace(POLICY, settings=PolicyLossFlags(enable_vllm_is_correction=True)),
     "value": ValueObjective(0.5),
 }
 
@@ -64,7 +64,7 @@ def samples():
 def run_step(networks, objective, samples, batching):
     """Run one step; return its loss, metrics and gradients."""
     kind = "value" if isinstance(objective, ValueObjective) else "policy"
-    backend = LocalBackend(deepcopy(networks[kind]), OptimizerSettings(learning_rate=0.0), CPU)
+    backend = LocalBackend(deepcopy(networks[kind]), OptimizerFlags(), CPU, learning_rate=0.0)
     cut = batching.cut(samples.tokens.lengths.tolist())
     batches = [samples.batch(part, packing=batching.layout.packing) for part in cut]
     result = backend.forward_backward(batches, objective)

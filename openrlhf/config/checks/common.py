@@ -23,15 +23,12 @@ Templated = SFTConfig | RMConfig | DPOConfig | KTOConfig | KDConfig | RLConfig |
 EMPTY = ("", '""', "''")
 
 
-def needed_flag(config: object, name: str, example: str) -> None:
-    if not flag_values(config)[name]:
-        raise ConfigError(
-            f"--{name} is not given, and this command cannot do without it", try_this=f"--{name} {example}"
-        )
-
-
-def a_model_is_given(config: object) -> None:
-    needed_flag(config, "pretrain", "./model")
+def required_flags_are_given(config: object) -> None:
+    """Check the flags that their declaration marks as required."""
+    values = flag_values(config)
+    for name, item in flags_of(type(config)).items():
+        if item.required and not values[name]:
+            raise ConfigError(f"--{name} is not given, but this command needs it", try_this=f"--{name} {item.required}")
 
 
 def numbers_are_in_range(config: object) -> None:
@@ -50,11 +47,12 @@ def numbers_are_in_range(config: object) -> None:
 def empty_template_is_none(config: Templated) -> Changed[Templated] | None:
     """Read an empty template as none: scripts pass it for complete prompts, and a here-document keeps its quotes."""
     if config.template.input_template in EMPTY:
-        return change(config, "--input_template is empty: inputs are used as they stand", input_template=None)
+        return change(config, "--input_template is empty: inputs are used unchanged", input_template=None)
     return None
 
 
-def template_has_a_place(config: Templated) -> None:
+def template_has_a_placeholder(config: Templated) -> None:
+    """Reject a template without {}: every prompt would become the same text."""
     template = config.template.input_template
     if template is not None and "{}" not in template and not config.template.apply_chat_template:
         raise ConfigError(
@@ -64,12 +62,14 @@ def template_has_a_place(config: Templated) -> None:
 
 
 def template_has_line_breaks(config: Templated) -> str | None:
+    r"""Say so if the shell passed `\n` as two characters, which the model would see as such."""
     if "\\n" in (config.template.input_template or ""):
-        return "--input_template holds a backslash and an n; for a line break write it as $'...\\n...' in the shell"
+        return "--input_template contains a backslash and an n; for a line break, write $'...\\n...' in the shell"
     return None
 
 
 def chat_template_kwargs_are_json(config: Templated) -> None:
+    """Parse the JSON here, so that a typo is reported before the data loads."""
     given = config.template.chat_template_kwargs
     if given is None:
         return
@@ -79,28 +79,32 @@ def chat_template_kwargs_are_json(config: Templated) -> None:
         raise ConfigError(f"--chat_template_kwargs {given!r} is not JSON: {error}") from None
     if not isinstance(kwargs, dict):
         raise ConfigError(
-            f"--chat_template_kwargs {given!r} is no JSON object", try_this="""'{"enable_thinking": false}'"""
+            f"--chat_template_kwargs {given!r} is not a JSON object", try_this="""'{"enable_thinking": false}'"""
         )
 
 
 def four_bit_needs_bf16(config: object) -> None:
+    """4-bit weights are dequantised to bf16 for every product."""
     values = flag_values(config)
     if values["load_in_4bit"] and values["param_dtype"] != "bf16":
         raise ConfigError(f"--load_in_4bit computes in bf16, but --param_dtype is {values['param_dtype']}")
 
 
 def four_bit_trains_adapters(config: TrainingConfig) -> None:
+    """Quantised weights have no gradient, so LoRA is the only thing that can learn."""
     if config.model.load_in_4bit and config.lora.lora_rank == 0:
         raise ConfigError("--load_in_4bit freezes the base, so there is nothing to train", try_this="--lora_rank 16")
 
 
 def tensor_parallel_needs_bf16(config: TrainingConfig) -> None:
+    """Tensor parallelism is supported with bf16 weights only, as it is upstream."""
     size = config.sharding.ds_tensor_parallel_size
     if size > 1 and config.model.param_dtype != "bf16":
         raise ConfigError(f"--ds_tensor_parallel_size {size} needs --param_dtype bf16, not {config.model.param_dtype}")
 
 
 def ring_attention_is_our_own(config: TrainingConfig) -> Changed[TrainingConfig] | None:
+    """Replace flash attention by ours, which uses the same kernel; reject other implementations."""
     size, asked = config.sharding.ring_attn_size, config.model.attn_implementation
     if size == 1 or asked == "auto":
         return None
@@ -114,6 +118,7 @@ def ring_attention_is_our_own(config: TrainingConfig) -> Changed[TrainingConfig]
 
 
 def probabilities_match_datasets(config: object) -> None:
+    """Each dataset needs one probability, and together they must sum to 1."""
     values = flag_values(config)
     for data, probs in (("dataset", "dataset_probs"), ("prompt_data", "prompt_data_probs")):
         given = values.get(probs)
@@ -124,15 +129,16 @@ def probabilities_match_datasets(config: object) -> None:
             shares = [float(item) for item in given.split(",")]
         except ValueError:
             raise ConfigError(
-                f"--{probs} {given!r} is no comma list of numbers", try_this=f"--{probs} 0.7,0.3"
+                f"--{probs} {given!r} is not a comma-separated list of numbers", try_this=f"--{probs} 0.7,0.3"
             ) from None
         if len(shares) != count:
             raise ConfigError(f"--{probs} has {len(shares)} values, but --{data} names {count}")
         if min(shares) < 0 or abs(sum(shares) - 1) > 1e-6:
-            raise ConfigError(f"--{probs} {given} must be 0 or more each and sum to 1")
+            raise ConfigError(f"--{probs} {given}: each must be 0 or more, and they must sum to 1")
 
 
 def resuming_needs_checkpoints(config: TrainingConfig) -> str | None:
+    """Both flags together are allowed: the run resumes but leaves nothing to resume from."""
     if config.checkpoints.load_checkpoint and config.checkpoints.disable_ds_ckpt:
         return "--disable_ds_ckpt writes no resumable checkpoints: --load_checkpoint will find only older ones"
     return None

@@ -28,7 +28,8 @@ def require(package: str, needed_by: str) -> None:
         )
 
 
-def asked_extras_are_installed(config: object) -> None:
+def requested_extras_are_installed(config: object) -> None:
+    """Check packages that a flag of any command asks for."""
     values = flag_values(config)
     for name, package in (
         ("load_in_4bit", "bitsandbytes"),
@@ -40,6 +41,7 @@ def asked_extras_are_installed(config: object) -> None:
 
 
 def cluster_extras_are_installed(config: RLConfig) -> None:
+    """Check Ray and vLLM before a cluster starts."""
     if resolve_runtime(config) == "ray":
         require("ray", "--runtime ray (several nodes, devices or engines ask for it)")
     if config.engines.vllm_num_engines:
@@ -47,6 +49,7 @@ def cluster_extras_are_installed(config: RLConfig) -> None:
 
 
 def batch_engine_is_installed(config: BatchInferenceConfig) -> None:
+    """Check vLLM and Ray for batch inference, which has its own flags for them."""
     if config.task.eval_task == "generate_vllm":
         require("vllm", "--eval_task generate_vllm")
     if config.task.vllm_num_engines is not None:
@@ -54,5 +57,6 @@ def batch_engine_is_installed(config: BatchInferenceConfig) -> None:
 
 
 def the_server_is_installed(config: ServeRMConfig) -> None:
+    """The web framework is an extra that only this command needs."""
     for package in ("fastapi", "uvicorn"):
         require(package, "serve_rm")

@@ -4,7 +4,6 @@ import os
 from ipaddress import ip_address
 from pathlib import Path
 
-from openrlhf.config.checks.common import needed_flag
 from openrlhf.config.checks.supervised import world_size
 from openrlhf.config.commands import BatchInferenceConfig, ChatConfig, LoraCombinerConfig, ServeRMConfig
 from openrlhf.config.flags import flag_values
@@ -12,13 +11,8 @@ from openrlhf.config.sections.data import split_names
 from openrlhf.errors import ConfigError
 
 
-def a_task_is_given(config: BatchInferenceConfig) -> None:
-    needed_flag(config, "eval_task", "generate")
-    needed_flag(config, "dataset", "./prompts.jsonl")
-    needed_flag(config, "output_path", "./out.jsonl")
-
-
 def post_processors_need_rewards(config: BatchInferenceConfig) -> None:
+    """Post-processors compare responses by reward, which only --eval_task rm computes."""
     processor = config.task.post_processor
     if processor not in (None, "null") and config.task.eval_task != "rm":
         raise ConfigError(
@@ -26,13 +20,15 @@ def post_processors_need_rewards(config: BatchInferenceConfig) -> None:
         )
 
 
-def reward_template_has_its_places(config: BatchInferenceConfig) -> None:
+def reward_template_has_its_placeholders(config: BatchInferenceConfig) -> None:
+    """Without both places, a row would lose its prompt or its reward."""
     template = config.task.reward_template
     if template is not None and not ("{input}" in template and "{reward}" in template):
-        raise ConfigError(f"--reward_template {template!r} must hold {{input}} and {{reward}}")
+        raise ConfigError(f"--reward_template {template!r} must contain {{input}} and {{reward}}")
 
 
 def rows_go_to_a_file(config: BatchInferenceConfig) -> None:
+    """Check the output path before hours of generation, and protect the dataset from being overwritten."""
     output = Path(str(config.task.output_path)).expanduser()
     if output.is_dir():
         raise ConfigError(
@@ -44,11 +40,13 @@ def rows_go_to_a_file(config: BatchInferenceConfig) -> None:
     for name in split_names(config.data.dataset):
         if Path(name).expanduser().resolve() == output.resolve():
             raise ConfigError(
-                f"--output_path {output} is the dataset itself, which would be lost", try_this="another --output_path"
+                f"--output_path {output} is the dataset itself, which would be overwritten",
+                try_this="another --output_path",
             )
 
 
 def engines_on_ray_are_vllm(config: BatchInferenceConfig) -> None:
+    """Only vLLM runs as engines on Ray, and one process starts all of them."""
     task = config.task
     if task.vllm_num_engines is None:
         return
@@ -65,15 +63,12 @@ def engines_on_ray_are_vllm(config: BatchInferenceConfig) -> None:
         )
 
 
-def a_reward_model_is_given(config: ServeRMConfig) -> None:
-    needed_flag(config, "reward_pretrain", "./reward_model")
-
-
 def other_machines_need_a_key(config: ServeRMConfig) -> None:
+    """A server that other machines can reach must not answer everyone."""
     host = config.server.host
     if not (is_loopback(host) or config.server.api_key):
         raise ConfigError(
-            f"--host {host} lets other machines in, but there is no key that would tell them apart",
+            f"--host {host} is open to other machines, but no key protects it",
             try_this="OPENRLHF_RM_API_KEY=$(openssl rand -hex 16) in the environment of server and trainer",
         )
 
@@ -87,6 +82,7 @@ def is_loopback(host: str) -> bool:
 
 
 def a_chat_begins_once(config: ChatConfig) -> None:
+    """Both flags set the start of the conversation; a system prompt is a message of a chat template."""
     if config.template.system_prompt is None:
         return
     if not config.template.apply_chat_template:
@@ -98,16 +94,13 @@ def a_chat_begins_once(config: ChatConfig) -> None:
         raise ConfigError("--ta_prompt and --system_prompt both begin the conversation; give one of them")
 
 
-def merge_folders_are_given(config: LoraCombinerConfig) -> None:
-    needed_flag(config, "model_path", "./base")
-    needed_flag(config, "lora_path", "./adapter")
-    needed_flag(config, "output_path", "./merged")
-
-
 def merging_keeps_its_sources(config: LoraCombinerConfig) -> None:
+    """Writing over the base or the adapter would destroy it."""
     output = Path(str(config.merge.output_path)).expanduser()
     if output.is_file():
         raise ConfigError(f"--output_path {output} is a file, but a model is a folder")
     for name in ("model_path", "lora_path"):
         if Path(str(flag_values(config)[name])).expanduser().resolve() == output.resolve():
-            raise ConfigError(f"--output_path {output} is --{name} itself, which would be lost", try_this="./merged")
+            raise ConfigError(
+                f"--output_path {output} is --{name} itself, which would be overwritten", try_this="./merged"
+            )

@@ -34,6 +34,7 @@ def named_by(config: object, flags: tuple[str, ...]) -> Iterator[tuple[str, str]
 
 
 def model_folders_exist(config: object) -> None:
+    """Reject local model paths that are missing, files, bare adapters, or not models."""
     for name, item in named_by(config, MODEL_FLAGS):
         folder = Path(item).expanduser()
         if looks_local(item) and not folder.exists():
@@ -48,17 +49,19 @@ def model_folders_exist(config: object) -> None:
                 try_this=f"openrlhf lora_combiner --model_path BASE --lora_path {item} --output_path MERGED",
             )
         if looks_local(item) and not (folder / "config.json").exists():
-            raise ConfigError(f"--{name} {item} holds no config.json, so it is no model folder")
+            raise ConfigError(f"--{name} {item} has no config.json, so it is not a model folder")
 
 
 def adapter_folder_exists(config: object) -> None:
+    """Merging needs a LoRA adapter, not a model."""
     for name, item in named_by(config, ("lora_path",)):
         folder = Path(item).expanduser()
         if looks_local(item) and not (folder / "adapter_config.json").exists():
-            raise ConfigError(f"--{name} {item} holds no adapter_config.json, so it is no LoRA adapter")
+            raise ConfigError(f"--{name} {item} has no adapter_config.json, so it is not a LoRA adapter")
 
 
 def dataset_files_exist(config: object) -> None:
+    """A path that looks like a file would otherwise be looked up on the hub."""
     for name, item in named_by(config, DATA_FLAGS):
         path = item.partition("@")[0]
         if (looks_local(path) or path.endswith(DATA_SUFFIXES)) and not Path(path).expanduser().exists():
@@ -66,18 +69,20 @@ def dataset_files_exist(config: object) -> None:
 
 
 def code_files_exist(config: object) -> None:
+    """Reward functions and agents are imported only when the run starts."""
     for name, item in named_by(config, ("remote_rm_url", "agent_func_path")):
         if item.endswith(".py") and not Path(item).expanduser().is_file():
             raise ConfigError(f"--{name} {item}: no such file")
 
 
 def recorded_rollouts_exist(config: object) -> None:
+    """A replay without recorded steps would train on nothing."""
     for name, item in named_by(config, ("replay",)):
         folder = Path(item).expanduser()
         if not folder.is_dir():
             raise ConfigError(f"--{name} {item}: no such folder", try_this=f"--{name} ./ckpt/run/rollouts")
         if not any(folder.glob("step_*.jsonl")):
-            raise ConfigError(f"--{name} {item} holds no step_*.jsonl, so nothing was recorded there")
+            raise ConfigError(f"--{name} {item} has no step_*.jsonl, so nothing was recorded there")
 
 
 def replay_is_of_another_run(config: object) -> None:
@@ -98,12 +103,13 @@ def outputs_can_be_written(config: object) -> None:
         folder = Path(item).expanduser()
         nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         if not nearest.is_dir():
-            raise ConfigError(f"--{name} {item}: {nearest} is a file, and not a folder to write to")
+            raise ConfigError(f"--{name} {item}: {nearest} is a file, not a folder to write to")
         if not os.access(nearest, os.W_OK):
             raise ConfigError(f"--{name} {item}: {nearest} cannot be written to")
 
 
 def template_file_exists(config: object) -> None:
+    """The history of a chat is read before the first prompt."""
     for name, item in named_by(config, ("ta_prompt",)):
         if not Path(item).expanduser().is_file():
             raise ConfigError(f"--{name} {item}: no such file")

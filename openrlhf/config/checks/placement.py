@@ -53,6 +53,7 @@ def counts_of(config: RLConfig, role: Role, nodes: int, processes: int) -> dict[
 
 
 def local_runtime_is_one_device(config: RLConfig) -> None:
+    """The local runtime has one process, so counts above 1 contradict it."""
     if config.placement.runtime != "local":
         return
     values = flag_values(config)
@@ -66,6 +67,7 @@ def local_runtime_is_one_device(config: RLConfig) -> None:
 
 
 def sleep_needs_colocation(config: RLConfig) -> Changed[RLConfig] | None:
+    """Engines with devices of their own have no reason to free them."""
     shares = config.placement.colocate_all_models or resolve_runtime(config) == "local"
     if config.engines.vllm_enable_sleep and not shares:
         line = "--vllm_enable_sleep is turned off: without --colocate_all_models the engines have their own devices"
@@ -74,12 +76,14 @@ def sleep_needs_colocation(config: RLConfig) -> Changed[RLConfig] | None:
 
 
 def async_engines_have_their_own_devices(config: RLConfig) -> str | None:
+    """Generation and training overlap, so they cannot take turns on a device."""
     if config.placement.colocate_all_models and config.asynchrony.async_train:
         return "--colocate_all_models with --async_train: the models share devices, the engines get their own"
     return None
 
 
 def async_engines_do_not_sleep(config: RLConfig) -> None:
+    """Engines that generate during training cannot sleep during training."""
     if config.asynchrony.async_train and config.engines.vllm_enable_sleep:
         raise ConfigError(
             "--vllm_enable_sleep stops the engines while the models train, --async_train runs both at once",
@@ -88,6 +92,7 @@ def async_engines_do_not_sleep(config: RLConfig) -> None:
 
 
 def shared_devices_have_equal_counts(config: RLConfig) -> None:
+    """Models that share devices have one process per device, so their counts must match."""
     placement = config.placement
     shared: list[tuple[str, Role, Role]] = []
     if uses_reference(config) and (placement.colocate_actor_ref or placement.colocate_all_models):
@@ -107,6 +112,7 @@ def shared_devices_have_equal_counts(config: RLConfig) -> None:
 
 
 def hybrid_engines_cover_the_policy(config: RLConfig) -> None:
+    """A hybrid engine receives weights from the policy's process on the same device."""
     engines = config.engines.vllm_num_engines or 0
     if not (config.placement.colocate_all_models and engines) or config.asynchrony.async_train:
         return
@@ -121,7 +127,8 @@ def hybrid_engines_cover_the_policy(config: RLConfig) -> None:
         )
 
 
-def hybrid_engines_lie_on_one_node(config: RLConfig) -> None:
+def hybrid_engines_fit_on_one_node(config: RLConfig) -> None:
+    """The devices of an engine must be on one node."""
     if not (config.placement.colocate_all_models and config.engines.vllm_num_engines) or config.asynchrony.async_train:
         return
     size = config.engines.vllm_tensor_parallel_size
@@ -135,6 +142,7 @@ def hybrid_engines_lie_on_one_node(config: RLConfig) -> None:
 
 
 def groups_divide_the_devices(config: RLConfig) -> None:
+    """Ring and tensor-parallel groups must cover a role's devices without a remainder."""
     ring, tensor = config.sharding.ring_attn_size, config.sharding.ds_tensor_parallel_size
     for role in used_roles(config):
         if role == "reward" and ring == 1:
@@ -149,6 +157,7 @@ def groups_divide_the_devices(config: RLConfig) -> None:
 
 
 def engines_have_a_device(config: RLConfig) -> str | None:
+    """Generating with Transformers on a cluster works but is rarely intended."""
     if resolve_runtime(config) == "ray" and not config.engines.vllm_num_engines:
         return "--vllm_num_engines is not given: Transformers generates inside the policy's workers, slower than vLLM"
     return None

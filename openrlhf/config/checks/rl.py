@@ -1,27 +1,24 @@
 """Rules of reinforcement learning: prompts, rollouts, rewards, advantages and losses."""
 
-from openrlhf.config.checks.common import needed_flag
 from openrlhf.config.checks.rule import Changed, change
 from openrlhf.config.commands import RLConfig
-from openrlhf.config.runtime import is_asynchronous, num_devices, uses_correction
+from openrlhf.config.runtime import is_asynchronous, policy_ranks, uses_correction
 from openrlhf.config.sections.rl import GENERATE_MAX_LEN, GROUP_ESTIMATORS
 from openrlhf.errors import ConfigError
 
 
-def prompts_are_given(config: RLConfig) -> None:
-    needed_flag(config, "prompt_data", "./prompts.jsonl")
-
-
 def a_reward_is_given(config: RLConfig) -> None:
+    """Something must reward the samples: a model, a server, a function or an agent."""
     rewards = config.rewards
     if not (rewards.reward_pretrain or rewards.remote_rm_url or rewards.agent_func_path):
         raise ConfigError(
-            "nothing rewards the samples: none of --reward_pretrain, --remote_rm_url and --agent_func_path is given",
+            "nothing rewards the samples: expected one of --reward_pretrain, --remote_rm_url and --agent_func_path",
             try_this="--remote_rm_url ./reward_func.py",
         )
 
 
 def reward_addresses_are_http_or_python(config: RLConfig) -> None:
+    """Reject other addresses now; otherwise the first reward request would fail."""
     for address in config.rewards.reward_servers:
         if not address.startswith(("http://", "https://")):
             raise ConfigError(
@@ -31,18 +28,21 @@ def reward_addresses_are_http_or_python(config: RLConfig) -> None:
 
 
 def agents_are_python_files(config: RLConfig) -> None:
+    """An agent is imported from its file."""
     path = config.rewards.agent_func_path
     if path and not path.endswith(".py"):
-        raise ConfigError(f"--agent_func_path {path} is no .py file")
+        raise ConfigError(f"--agent_func_path {path} is not a .py file")
 
 
 def reward_weights_match_models(config: RLConfig) -> None:
+    """Weights belong to reward models by position."""
     weights, models = config.rewards.reward_weights, config.rewards.reward_models
     if weights and len(weights) != len(models):
         raise ConfigError(f"--reward_weights has {len(weights)} values, but --reward_pretrain names {len(models)}")
 
 
 def group_estimators_need_several_samples(config: RLConfig) -> None:
+    """The baseline of these estimators is the other samples of the same prompt."""
     estimator, n = config.advantage.advantage_estimator, config.rollout.n_samples_per_prompt
     if estimator in GROUP_ESTIMATORS and n < 2:
         raise ConfigError(
@@ -52,6 +52,7 @@ def group_estimators_need_several_samples(config: RLConfig) -> None:
 
 
 def group_estimators_do_not_discount(config: RLConfig) -> Changed[RLConfig] | None:
+    """These estimators give all tokens of a response the same advantage."""
     estimator, gamma = config.advantage.advantage_estimator, config.advantage.gamma
     if estimator in GROUP_ESTIMATORS and gamma != 1.0:
         return change(
@@ -61,6 +62,7 @@ def group_estimators_do_not_discount(config: RLConfig) -> Changed[RLConfig] | No
 
 
 def only_gae_has_a_critic(config: RLConfig) -> Changed[RLConfig] | None:
+    """Other estimators have no value function, so a critic would be loaded for nothing."""
     estimator = config.advantage.advantage_estimator
     if config.critic.critic_pretrain and estimator != "gae":
         line = f"--critic_pretrain is dropped: --advantage_estimator {estimator} has no critic"
@@ -69,6 +71,7 @@ def only_gae_has_a_critic(config: RLConfig) -> Changed[RLConfig] | None:
 
 
 def ring_attention_packs(config: RLConfig) -> Changed[RLConfig] | None:
+    """A ring splits one long packed sequence."""
     if config.sharding.ring_attn_size > 1 and not config.batches.packing_samples:
         return change(
             config, "--packing_samples is turned on: --ring_attn_size splits packed sequences", packing_samples=True
@@ -77,23 +80,27 @@ def ring_attention_packs(config: RLConfig) -> Changed[RLConfig] | None:
 
 
 def dynamic_batches_pack(config: RLConfig) -> Changed[RLConfig] | None:
+    """Batches filled by tokens save memory only if nothing is padded."""
     if config.rollout.use_dynamic_batch and not config.batches.packing_samples:
         return change(config, "--packing_samples is turned on: --use_dynamic_batch counts tokens", packing_samples=True)
     return None
 
 
 def partial_rollout_needs_async(config: RLConfig) -> None:
+    """In synchronous training no generation is running at a weight sync."""
     if config.asynchrony.partial_rollout and not config.asynchrony.async_train:
-        raise ConfigError("--partial_rollout pauses a generation that runs beside training", try_this="--async_train")
+        raise ConfigError("--partial_rollout pauses a generation that runs during training", try_this="--async_train")
 
 
 def empty_queue_is_synchronous(config: RLConfig) -> str | None:
+    """Allowed, but rarely what --async_train is for."""
     if config.asynchrony.async_train and config.asynchrony.async_queue_size == 0:
-        return "--async_queue_size 0: every sample is trained by the weights that made it, as without --async_train"
+        return "--async_queue_size 0: every sample is trained by the weights that sampled it, as without --async_train"
     return None
 
 
 def kl_estimator_suits_its_place(config: RLConfig) -> str | None:
+    """On policy, the gradient of k1 has mean zero, so as a loss it does nothing; k2 and k3 are made for the loss."""
     estimator, in_loss = config.kl.kl_estimator, config.kl.use_kl_loss
     if in_loss and estimator == "k1":
         return "--use_kl_loss with --kl_estimator k1 has a gradient of zero mean; k2 or k3 is meant for the loss"
@@ -103,21 +110,23 @@ def kl_estimator_suits_its_place(config: RLConfig) -> str | None:
 
 
 def oversampling_needs_async(config: RLConfig) -> str | None:
+    """A synchronous step trains on everything that was generated, so a surplus has no use."""
     asked, size = config.rollout.vllm_generate_batch_size, config.rollout.rollout_batch_size
     if asked is None or asked <= size:
         return None
     if not config.asynchrony.async_train:
         raise ConfigError(
-            f"--vllm_generate_batch_size {asked} is more than --rollout_batch_size {size}: the surplus would wait",
+            f"--vllm_generate_batch_size {asked} exceeds --rollout_batch_size {size}: the surplus would wait",
             try_this=f"--async_train, or --vllm_generate_batch_size {size}",
         )
     return (
-        f"--vllm_generate_batch_size {asked}: a call takes the {size} prompts of a rollout at most, because a surplus "
+        f"--vllm_generate_batch_size {asked}: a call takes at most the {size} prompts of a rollout, because a surplus "
         "would be older than --async_queue_size allows when it is trained"
     )
 
 
 def filter_range_is_an_interval(config: RLConfig) -> None:
+    """No group could pass an empty range."""
     low, high = config.rollout.dynamic_filtering_reward_range
     if config.rollout.dynamic_filtering and not low < high:
         raise ConfigError(
@@ -126,6 +135,7 @@ def filter_range_is_an_interval(config: RLConfig) -> None:
 
 
 def filtering_needs_groups(config: RLConfig) -> None:
+    """The mean score of a single sample says nothing about how hard its prompt is."""
     n = config.rollout.n_samples_per_prompt
     if config.rollout.dynamic_filtering and n < 2:
         raise ConfigError(
@@ -135,16 +145,17 @@ def filtering_needs_groups(config: RLConfig) -> None:
 
 
 def scoring_batches_cover_the_devices(config: RLConfig) -> str | None:
-    samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
-    batches = -(-samples // config.rollout.micro_rollout_batch_size)
-    ranks = num_devices(config, "actor") // (config.sharding.ring_attn_size * config.sharding.ds_tensor_parallel_size)
+    """Fewer micro-batches than devices are correct but leave devices idle."""
+    batches = -(-config.rollout.samples_per_rollout // config.rollout.micro_rollout_batch_size)
+    ranks = policy_ranks(config)
     if batches < ranks and not config.rollout.use_dynamic_batch:
-        return f"a rollout is {batches} scoring micro-batches for {ranks} devices: some will wait"
+        return f"a rollout has {batches} scoring micro-batches for {ranks} devices: some devices will be idle"
     return None
 
 
 def rollouts_divide_into_steps(config: RLConfig) -> str | None:
-    samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
+    """Incomplete steps are trained with their own denominator; say which sizes they have."""
+    samples = config.rollout.samples_per_rollout
     step = config.batches.train_batch_size
     if samples < step:
         return f"a rollout has {samples} samples, fewer than --train_batch_size {step}: it is one optimizer step"
@@ -154,6 +165,7 @@ def rollouts_divide_into_steps(config: RLConfig) -> str | None:
 
 
 def thresholds_are_an_interval(config: RLConfig) -> None:
+    """The weights of the correction are clamped or filtered by an interval."""
     given = config.policy.vllm_is_truncated_threshold
     if len(given) not in (1, 2):
         raise ConfigError(
@@ -169,33 +181,38 @@ def thresholds_are_an_interval(config: RLConfig) -> None:
 
 
 def clip_range_is_positive(config: RLConfig) -> None:
+    """A ratio is positive, so a lower bound of 1 - low at or below 0 would never clip."""
     given, (low, high) = config.policy.eps_clip_low_high, config.policy.clip_range
     if not (0 <= low < 1 and high >= 0):
         flag = f"--eps_clip_low_high {low} {high}" if given else f"--eps_clip {low}"
         raise ConfigError(
-            f"{flag}: the ratio is kept in [1 - low, 1 + high], with low below 1 and none negative",
+            f"{flag}: the ratio is clipped to [1 - low, 1 + high], so low must be in [0, 1) and high 0 or more",
             try_this="--eps_clip_low_high 0.2 0.28",
         )
 
 
 def gspo_clips_narrowly(config: RLConfig) -> str | None:
+    """The ratio of a sequence is a geometric mean and stays much closer to 1 than that of a token."""
     if config.policy.policy_loss_type == "gspo" and max(config.policy.clip_range) >= 0.1:
         return "gspo's ratio is a mean over the sequence and moves little: try --eps_clip_low_high 3e-4 4e-4"
     return None
 
 
 def overlong_buffer_fits_the_response(config: RLConfig) -> None:
+    """The penalty grows over the last tokens of the longest response."""
     buffer = config.rewards.overlong_buffer_len
-    limit = config.rollout.response_length or config.rollout.context_length
+    limit = config.rollout.longest_response
     if buffer is not None and buffer > limit:
         raise ConfigError(f"--overlong_buffer_len {buffer:g} is more than the {limit} tokens of a response")
 
 
 def context_leaves_room(config: RLConfig) -> None:
+    """The response may not fill the context, because a prompt precedes it."""
     new, context = config.rollout.max_new_tokens, config.rollout.context_length
     if new is not None and new >= context:
         raise ConfigError(
-            f"--max_new_tokens {new} leaves no prompt in a context of {context}", try_this=f"--max_len {2 * new}"
+            f"--max_new_tokens {new} leaves no room for a prompt in a context of {context}",
+            try_this=f"--max_len {2 * new}",
         )
 
 
@@ -230,6 +247,7 @@ def correction_needs_the_whole_distribution(config: RLConfig) -> str | None:
 
 
 def old_samples_are_corrected(config: RLConfig) -> str | None:
+    """Say how old samples may be and what corrects for it."""
     if not is_asynchronous(config):
         return None
     versions, given = config.asynchrony.async_queue_size, config.policy.enable_vllm_is_correction
@@ -244,6 +262,7 @@ def old_samples_are_corrected(config: RLConfig) -> str | None:
 
 
 def log_probs_can_be_compared(config: RLConfig) -> str | None:
+    """Truncated sampling changes the engine's log-probs, so a comparison would always fail."""
     given = config.rollout.limits_on_log_probs
     if config.engines.vllm_num_engines and given:
         return (
@@ -254,12 +273,14 @@ def log_probs_can_be_compared(config: RLConfig) -> str | None:
 
 
 def reward_clip_is_an_interval(config: RLConfig) -> None:
+    """No reward fits an empty interval."""
     low, high = config.rewards.reward_clip_range
     if not low < high:
         raise ConfigError(f"--reward_clip_range {low} {high} is empty", try_this="--reward_clip_range -10 10")
 
 
-def evaluation_has_a_rhythm(config: RLConfig) -> str | None:
+def evaluation_needs_eval_steps(config: RLConfig) -> str | None:
+    """In RL, --eval_steps -1 means never, so evaluation data alone is probably a mistake."""
     if config.prompts.eval_dataset and config.logs.eval_steps == -1:
         return "--eval_dataset is given but --eval_steps is -1: it is evaluated only at step 0"
     return None

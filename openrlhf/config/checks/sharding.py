@@ -29,6 +29,7 @@ def deepspeed_processes(config: TrainingConfig, *, frozen: bool = False) -> dict
 
 
 def muon_trains_whole_matrices(config: TrainingConfig) -> None:
+    """Muon orthogonalises whole matrices, which DeepSpeed would split."""
     flags = config.optimizer
     own = flags.critic_optim if isinstance(flags, PolicyOptimizerFlags) else None
     for name in deepspeed_processes(config):
@@ -42,6 +43,7 @@ def muon_trains_whole_matrices(config: TrainingConfig) -> None:
 
 
 def overlapping_needs_sharded_gradients(config: TrainingConfig) -> None:
+    """DeepSpeed overlaps the reduction of gradient shards, which exist from stage 2 on."""
     sharding = config.sharding
     if sharding.overlap_comm and sharding.zero_stage < 2 and deepspeed_processes(config):
         raise ConfigError(
@@ -51,11 +53,13 @@ def overlapping_needs_sharded_gradients(config: TrainingConfig) -> None:
 
 
 def offloading_needs_a_sharded_optimizer(config: TrainingConfig) -> None:
+    """DeepSpeed offloads only its own sharded optimizer."""
     if config.sharding.adam_offload and config.sharding.zero_stage == 0 and deepspeed_processes(config):
         raise ConfigError("--adam_offload needs a sharded optimizer, and --zero_stage is 0", try_this="--zero_stage 2")
 
 
 def hierarchy_needs_sharded_weights(config: TrainingConfig) -> None:
+    """ZeRO++ keeps a second partition of the weights, which only stage 3 shards."""
     zpg, stage = config.sharding.zpg, config.sharding.zero_stage
     counts = deepspeed_processes(config, frozen=True).values()
     if zpg == 1 or not counts:
@@ -72,7 +76,8 @@ def hierarchy_needs_sharded_weights(config: TrainingConfig) -> None:
         )
 
 
-def gradients_are_summed_in_fp32_or_as_they_come(config: TrainingConfig) -> None:
+def gradient_sums_use_fp32_or_the_weights_dtype(config: TrainingConfig) -> None:
+    """DeepSpeed sums gradients in fp32 or in the dtype of the weights, and at stage 0 only in the latter."""
     asked, own = config.sharding.grad_accum_dtype, config.model.param_dtype
     if not deepspeed_processes(config):
         return
@@ -107,7 +112,8 @@ def sleeping_needs_movable_gradients(config: RLConfig) -> None:
         )
 
 
-def half_floats_need_a_loss_scale(config: TrainingConfig) -> None:
+def fp16_needs_a_loss_scale(config: TrainingConfig) -> None:
+    """Small fp16 gradients vanish without a scaled loss."""
     if config.model.param_dtype == "fp16" and config.sharding.zero_stage == 0 and deepspeed_processes(config):
         raise ConfigError(
             "--param_dtype fp16 needs a scaled loss, and DeepSpeed scales none at --zero_stage 0",
@@ -116,6 +122,7 @@ def half_floats_need_a_loss_scale(config: TrainingConfig) -> None:
 
 
 def tensor_parallelism_splits_plain_layers(config: TrainingConfig) -> None:
+    """DeepSpeed replaces linear layers, and does not recognise those that LoRA has wrapped."""
     size = config.sharding.ds_tensor_parallel_size
     if size > 1 and config.lora.lora_rank > 0:
         raise ConfigError(
@@ -125,12 +132,14 @@ def tensor_parallelism_splits_plain_layers(config: TrainingConfig) -> None:
         )
 
 
-def packed_weights_stay_whole(config: TrainingConfig) -> None:
+def four_bit_weights_are_not_sharded(config: TrainingConfig) -> None:
+    """4-bit weights are packed into blocks that ZeRO-3 cannot shard."""
     if config.model.load_in_4bit and config.sharding.zero_stage == 3 and deepspeed_processes(config, frozen=True):
         raise ConfigError("--load_in_4bit packs weights, which cannot be sharded", try_this="--zero_stage 2")
 
 
-def compiled_layers_hold_their_weights(config: TrainingConfig) -> None:
+def compiled_layers_are_not_sharded(config: TrainingConfig) -> None:
+    """A compiled layer cannot wait for the weights that ZeRO-3 gathers during its forward pass."""
     if config.sharding.deepcompile and config.sharding.zero_stage == 3 and deepspeed_processes(config):
         raise ConfigError(
             "--deepcompile compiles each decoder layer, and --zero_stage 3 gathers a layer's weights while it runs",

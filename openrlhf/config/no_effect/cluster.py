@@ -1,14 +1,16 @@
 """Flags of engines and devices that have no effect in some runs; see `lines`."""
 
+from collections.abc import Callable
+
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.flags import flags_of, replace_flags
-from openrlhf.config.no_effect.lines import Condition, NoEffect, idle
+from openrlhf.config.no_effect.lines import Reason, rows
 from openrlhf.config.no_effect.rl import replays
 from openrlhf.config.runtime import resolve_runtime, uses_critic, uses_reference, uses_vllm
 from openrlhf.config.sections.cluster import Role
 
 
-def devices_idle(flags: str, why: str, when: Condition) -> NoEffect:
+def devices_idle(flags: str, why: str, when: Callable[[RLConfig], bool]) -> Reason[RLConfig]:
     """Make a row for device counts that no model uses; they are idle only if they do not select Ray either."""
 
     def is_idle(config: RLConfig) -> bool:
@@ -16,10 +18,10 @@ def devices_idle(flags: str, why: str, when: Condition) -> NoEffect:
         without = replace_flags(config, **{name: defaults[name].default for name in flags.split()})
         return when(config) and resolve_runtime(without) == resolve_runtime(config)
 
-    return idle(flags, why, RLConfig, is_idle)
+    return flags, why, is_idle
 
 
-def counts(role: Role, why: str, when: Condition) -> NoEffect:
+def counts(role: Role, why: str, when: Callable[[RLConfig], bool]) -> Reason[RLConfig]:
     return devices_idle(f"{role}_num_nodes {role}_num_gpus_per_node", why, when)
 
 
@@ -30,45 +32,40 @@ def engine_and_policy_are_one(config: RLConfig) -> bool:
 WITHOUT_VLLM = "without vLLM (--vllm_num_engines)"
 
 
-CLUSTER = (
-    idle(
+CLUSTER = rows(
+    RLConfig,
+    (
         "vllm_gpu_memory_utilization vllm_enable_sleep enable_prefix_caching enforce_eager partial_rollout",
         WITHOUT_VLLM,
-        RLConfig,
         lambda c: not uses_vllm(c),
     ),
     devices_idle("vllm_tensor_parallel_size", WITHOUT_VLLM, lambda c: not uses_vllm(c)),
-    idle(
+    (
         "vllm_sync_backend",
         "without vLLM engines in processes of their own (--runtime ray)",
-        RLConfig,
         lambda c: resolve_runtime(c) == "local" or not uses_vllm(c),
     ),
-    idle(
+    (
         "vllm_sync_backend",
         "with --colocate_all_models: weights stay on their devices",
-        RLConfig,
         lambda c: c.placement.colocate_all_models and not c.asynchrony.async_train,
     ),
-    idle("sync_check_every", "because the engine draws with the policy itself", RLConfig, engine_and_policy_are_one),
-    idle("sync_check_every", "with --replay, which generates nothing", RLConfig, replays),
-    idle(
+    ("sync_check_every", "because the engine samples with the policy itself", engine_and_policy_are_one),
+    ("sync_check_every", "with --replay, which generates nothing", replays),
+    (
         "colocate_actor_ref colocate_critic_reward colocate_all_models max_restarts",
         "in one process",
-        RLConfig,
         lambda c: resolve_runtime(c) == "local",
     ),
-    idle(
+    (
         "colocate_actor_ref colocate_critic_reward",
         "beside --colocate_all_models",
-        RLConfig,
         lambda c: c.placement.colocate_all_models,
     ),
-    idle("colocate_actor_ref", "with --init_kl_coef 0", RLConfig, lambda c: not uses_reference(c)),
-    idle(
+    ("colocate_actor_ref", "with --init_kl_coef 0", lambda c: not uses_reference(c)),
+    (
         "colocate_critic_reward",
         "without both a critic and a reward model",
-        RLConfig,
         lambda c: not (uses_critic(c) and c.rewards.scored_by_models),
     ),
     counts("ref", "with --init_kl_coef 0", lambda c: not uses_reference(c)),

@@ -1,10 +1,12 @@
 """Flags of generation, scoring and chat that have no effect in some runs; see `lines`."""
 
+from collections.abc import Callable
+
 from openrlhf.config.commands import BatchInferenceConfig, ChatConfig
-from openrlhf.config.no_effect.lines import Condition, idle
+from openrlhf.config.no_effect.lines import rows
 
 
-def is_task(*names: str) -> Condition:
+def is_task(*names: str) -> Callable[[BatchInferenceConfig], bool]:
     return lambda config: config.task.eval_task in names
 
 
@@ -12,37 +14,31 @@ SAMPLED = (BatchInferenceConfig, ChatConfig)
 
 
 INFERENCE = (
-    idle(
-        "best_of_n prompt_max_len max_new_tokens greedy_sampling temperature top_p repetition_penalty enable_csft "
-        "csft_prompt",
-        "with --eval_task rm, which generates nothing",
+    *rows(
         BatchInferenceConfig,
-        is_task("rm"),
+        (
+            "best_of_n prompt_max_len max_new_tokens greedy_sampling temperature top_p repetition_penalty enable_csft "
+            "csft_prompt",
+            "with --eval_task rm, which generates nothing",
+            is_task("rm"),
+        ),
+        (
+            "output_key max_len value_head_prefix post_processor reward_template normalize_reward",
+            "without --eval_task rm",
+            is_task("generate", "generate_vllm"),
+        ),
+        (
+            "reward_template normalize_reward",
+            "without --post_processor csft",
+            lambda c: c.task.post_processor != "csft",
+        ),
+        ("tp_size max_num_seqs enable_prefix_caching", "without --eval_task generate_vllm", is_task("generate", "rm")),
+        (
+            "micro_batch_size attn_implementation experts_implementation load_in_4bit skip_self_test",
+            "with --eval_task generate_vllm",
+            is_task("generate_vllm"),
+        ),
+        ("rollout_batch_size", "without --iter", lambda c: c.task.iter is None),
     ),
-    idle(
-        "output_key max_len value_head_prefix post_processor reward_template normalize_reward",
-        "without --eval_task rm",
-        BatchInferenceConfig,
-        is_task("generate", "generate_vllm"),
-    ),
-    idle(
-        "reward_template normalize_reward",
-        "without --post_processor csft",
-        BatchInferenceConfig,
-        lambda c: c.task.post_processor != "csft",
-    ),
-    idle(
-        "tp_size max_num_seqs enable_prefix_caching",
-        "without --eval_task generate_vllm",
-        BatchInferenceConfig,
-        is_task("generate", "rm"),
-    ),
-    idle(
-        "micro_batch_size attn_implementation experts_implementation load_in_4bit skip_self_test",
-        "with --eval_task generate_vllm",
-        BatchInferenceConfig,
-        is_task("generate_vllm"),
-    ),
-    idle("rollout_batch_size", "without --iter", BatchInferenceConfig, lambda c: c.task.iter is None),
-    idle("temperature top_p", "with --greedy_sampling", SAMPLED, lambda c: c.sampling.greedy_sampling),
+    *rows(SAMPLED, ("temperature top_p", "with --greedy_sampling", lambda c: c.sampling.greedy_sampling)),
 )

@@ -8,13 +8,15 @@ only depends on another one needs no row: it says so in its declaration (`flag(.
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_origin
+from typing import Any, Literal, TypeAlias, TypeVar, get_origin
 
 from openrlhf.config.flags import Flag, flag_values, flags_of
 from openrlhf.config.parser import without_none
 
+C = TypeVar("C")
+Reason: TypeAlias = tuple[str, str, Callable[[C], object]]  # flags separated by spaces, why, when
+
 EMPTY = (None, "", ())  # a flag that was given only to unset a value needs no message
-Condition = Callable[[Any], bool]  # called with a checked config of one of the row's kinds
 
 
 @dataclass(frozen=True)
@@ -23,17 +25,18 @@ class NoEffect:
 
     flags: tuple[str, ...]
     why: str  # follows "has no effect "
-    kinds: tuple[type, ...]  # config classes the row applies to
-    when: Condition
+    kinds: tuple[type, ...]  # config classes the row applies to, with their subclasses
+    when: Callable[[Any], object]  # called with a checked config of such a kind; true if the flags have no effect
+
+
+def rows(kinds: type[C] | tuple[type[C], ...], *reasons: Reason[C]) -> tuple[NoEffect, ...]:
+    """Make the rows of the table for some kinds of config."""
+    each = kinds if isinstance(kinds, tuple) else (kinds,)
+    return tuple(NoEffect(tuple(flags.split()), why, each, when) for flags, why, when in reasons)
 
 
 def always(_: object) -> bool:
     return True
-
-
-def idle(flags: str, why: str, kind: type | tuple[type, ...] = object, when: Condition = always) -> NoEffect:
-    """Make a row of the table; the flags are separated by spaces."""
-    return NoEffect(tuple(flags.split()), why, kind if isinstance(kind, tuple) else (kind,), when)
 
 
 def idle_flags(config: object, table: Sequence[NoEffect]) -> Iterator[tuple[str, list[str]]]:

@@ -1,7 +1,7 @@
 """Flags of RL rollouts, rewards and losses that have no effect in some runs; see `lines`."""
 
 from openrlhf.config.commands import RLConfig
-from openrlhf.config.no_effect.lines import idle
+from openrlhf.config.no_effect.lines import rows
 from openrlhf.config.runtime import uses_correction, uses_critic, uses_reference
 
 
@@ -26,118 +26,101 @@ def critic_scheduler(config: RLConfig) -> str:
     return config.optimizer.critic_lr_scheduler or config.optimizer.lr_scheduler
 
 
-ROLLOUT = (
-    idle("prompt_max_len", "with --max_len", RLConfig, lambda c: c.rollout.max_len is not None),
-    idle("generate_max_len", "with --max_len and --max_new_tokens", RLConfig, response_has_another_limit),
-    idle(
+ROLLOUT = rows(
+    RLConfig,
+    ("prompt_max_len", "with --max_len", lambda c: c.rollout.max_len is not None),
+    ("generate_max_len", "with --max_len and --max_new_tokens", response_has_another_limit),
+    (
         "micro_train_batch_size micro_rollout_batch_size",
         "with --use_dynamic_batch, which counts tokens",
-        RLConfig,
         lambda c: c.rollout.use_dynamic_batch,
     ),
-    idle(
+    (
         "top_p top_k min_p stop min_new_tokens vllm_generate_batch_size dynamic_filtering "
         "dynamic_filtering_reward_range max_concurrent_episodes",
         "with --replay, which generates nothing",
-        RLConfig,
         replays,
     ),
-    idle("vllm_num_engines", "with --replay", RLConfig, lambda c: c.rollout.replay is not None),
-    idle(
+    ("vllm_num_engines", "with --replay", lambda c: c.rollout.replay is not None),
+    (
         "best_metric_key",
         "without --eval_steps and --save_steps",
-        RLConfig,
         lambda c: c.prompts.eval_dataset and (c.logs.eval_steps == -1 or c.checkpoints.save_steps == -1),
     ),
 )
 
 
-REWARDS = (
-    idle("remote_rm_url", "beside --agent_func_path", RLConfig, lambda c: c.rewards.agent_func_path),
-    idle(
+REWARDS = rows(
+    RLConfig,
+    ("remote_rm_url", "beside --agent_func_path", lambda c: c.rewards.agent_func_path),
+    (
         "reward_pretrain reward_weights normalize_reward prm_reduce step_rewards",
         "beside --remote_rm_url",
-        RLConfig,
         lambda c: c.rewards.remote_rm_url and not c.rewards.agent_func_path,
     ),
-    idle(
-        "reward_weights normalize_reward prm_reduce",
-        "without --reward_pretrain",
-        RLConfig,
-        lambda c: not c.rewards.reward_models,
-    ),
-    idle(
+    ("reward_weights normalize_reward prm_reduce", "without --reward_pretrain", lambda c: not c.rewards.reward_models),
+    (
         "reward_api_key",
         "without reward servers (--remote_rm_url http://...)",
-        RLConfig,
         lambda c: not c.rewards.reward_servers or c.rewards.agent_func_path,
     ),
-    idle(
+    (
         "reward_timeout on_reward_error label_key",
         "with reward models only",
-        RLConfig,
         lambda c: c.rewards.scored_by_models and not c.rewards.agent_func_path,
     ),
 )
 
 
-LOSSES = (
-    idle(
+LOSSES = rows(
+    RLConfig,
+    (
         "critic_learning_rate critic_optim critic_lr_scheduler critic_lr_warmup_ratio critic_min_lr_ratio critic_l2 "
         "critic_adam_betas critic_adam_eps critic_max_norm critic_muon_lr critic_muon_momentum "
         "critic_muon_ns_steps critic_muon_nesterov value_clip "
         "save_value_network lambd",
         "without a critic (--advantage_estimator gae)",
-        RLConfig,
         lambda c: not uses_critic(c),
     ),
-    idle(
+    (
         "critic_muon_lr critic_muon_momentum critic_muon_ns_steps critic_muon_nesterov",
         "without --critic_optim muon",
-        RLConfig,
         critic_without_muon,
     ),
-    idle(
+    (
         "critic_min_lr_ratio",
         "without a --critic_lr_scheduler that has a least learning rate, such as cosine_with_min_lr",
-        RLConfig,
         lambda c: "min_lr" not in critic_scheduler(c),
     ),
-    idle(
+    (
         "critic_lr_warmup_ratio",
         "with --critic_lr_scheduler constant; constant_with_warmup has a warm-up",
-        RLConfig,
         lambda c: critic_scheduler(c) == "constant" and c.optimizer.critic_lr_warmup_ratio,
     ),
-    idle(
+    (
         "no_advantage_std_norm",
         "with --advantage_estimator rloo, group_norm or dr_grpo, which do not whiten advantages",
-        RLConfig,
         lambda c: c.advantage.advantage_estimator in ("rloo", "group_norm", "dr_grpo"),
     ),
-    idle(
+    (
         "kl_target kl_horizon kl_estimator use_kl_loss kl_unbiased_gradient ref_pretrain",
         "with --init_kl_coef 0",
-        RLConfig,
         lambda c: not uses_reference(c),
     ),
-    idle("eps_clip", "beside --eps_clip_low_high", RLConfig, lambda c: c.policy.eps_clip_low_high is not None),
-    idle(
+    ("eps_clip", "beside --eps_clip_low_high", lambda c: c.policy.eps_clip_low_high is not None),
+    (
         "vllm_is_correction_type vllm_is_truncated_threshold",
         "without --enable_vllm_is_correction",
-        RLConfig,
         lambda c: not uses_correction(c),
     ),
-    idle(
+    (
         "value_head_prefix",
         "without a critic or a reward model",
-        RLConfig,
         lambda c: not (uses_critic(c) or c.rewards.scored_by_models),
     ),
-    idle(
+    (
         "ref_reward_offload",
         "without a reference or a reward model",
-        RLConfig,
         lambda c: not (uses_reference(c) or c.rewards.scored_by_models),
     ),
 )

@@ -4,7 +4,7 @@ from openrlhf.config.commands import COMMANDS, RLConfig
 from openrlhf.config.flags import flag_values, flags_of
 from openrlhf.config.no_effect.cluster import CLUSTER
 from openrlhf.config.no_effect.inference import INFERENCE
-from openrlhf.config.no_effect.lines import NoEffect, idle
+from openrlhf.config.no_effect.lines import NoEffect, always, rows
 from openrlhf.config.no_effect.rl import LOSSES, REWARDS, ROLLOUT
 from openrlhf.config.no_effect.training import ALWAYS, TEMPLATES, TRAINING
 
@@ -24,17 +24,16 @@ def unmet_need(need: str) -> NoEffect:
 
 NEEDS = dict.fromkeys(item.needs for kind in COMMANDS.values() for item in flags_of(kind).values() if item.needs)
 # Only the first reason is reported. An unset need comes last: setting it would not remove the other reasons.
-TABLE = (
-    *(*ALWAYS, *TRAINING, *TEMPLATES, *ROLLOUT, *REWARDS, *LOSSES, *CLUSTER, *INFERENCE),
-    *map(unmet_need, NEEDS),
-)
+TABLE = (*(*ALWAYS, *TRAINING, *TEMPLATES, *ROLLOUT, *REWARDS, *LOSSES, *CLUSTER, *INFERENCE), *map(unmet_need, NEEDS))
 
 # Reasons known only once a run has started: its device, and the kinds of its reward models.
 
-ON_CPU = (
-    idle("ref_offload ref_reward_offload teacher_offload", "on a CPU, where everything is in host memory"),
-    idle("use_liger_kernel", "on a CPU: its kernels need a GPU"),
-    idle("deepspeed_enable_sleep", "on a CPU, where there is no device memory to give back"),
+ON_CPU = rows(
+    object,
+    ("ref_offload ref_reward_offload teacher_offload", "on a CPU, where everything is in host memory", always),
+    ("use_liger_kernel", "on a CPU: its kernels need a GPU", always),
+    ("deepspeed_enable_sleep", "on a CPU, where there is no device memory to give back", always),
 )
-WITHOUT_STEPS = (idle("step_rewards prm_reduce", "without a process reward model in --reward_pretrain", RLConfig),)
-STEPS_ONLY = (idle("normalize_reward", "on process reward models, which give probabilities", RLConfig),)
+NO_PROCESS_REWARDS = "without a process reward model in --reward_pretrain"
+WITHOUT_STEPS = rows(RLConfig, ("step_rewards prm_reduce", NO_PROCESS_REWARDS, always))
+STEPS_ONLY = rows(RLConfig, ("normalize_reward", "on process reward models, which give probabilities", always))

@@ -23,19 +23,19 @@ class PlacementFlags:
     )
     actor_num_nodes: int = flag(1, "Nodes for the policy.", POSITIVE)
     actor_num_gpus_per_node: int | None = flag(
-        None, "Devices per node for the policy (default: 8 on Ray, 1 locally).", POSITIVE
+        None, "Devices per node for the policy (default: 8 on Ray, else 1).", POSITIVE
     )
     ref_num_nodes: int = flag(1, "Nodes for the reference model.", POSITIVE)
     ref_num_gpus_per_node: int | None = flag(
-        None, "Devices per node for the reference model (default: 8 on Ray, 1 locally).", POSITIVE
+        None, "Devices per node for the reference (default: 8 on Ray, else 1).", POSITIVE
     )
     critic_num_nodes: int = flag(1, "Nodes for the critic.", POSITIVE)
     critic_num_gpus_per_node: int | None = flag(
-        None, "Devices per node for the critic (default: 8 on Ray, 1 locally).", POSITIVE
+        None, "Devices per node for the critic (default: 8 on Ray, else 1).", POSITIVE
     )
     reward_num_nodes: int = flag(1, "Nodes for the reward models.", POSITIVE)
     reward_num_gpus_per_node: int | None = flag(
-        None, "Devices per node for the reward models (default: 8 on Ray, 1 locally).", POSITIVE
+        None, "Devices per node for reward models (default: 8 on Ray, else 1).", POSITIVE
     )
     colocate_actor_ref: bool = flag(False, "Share devices between policy and reference model.")
     colocate_critic_reward: bool = flag(False, "Share devices between critic and reward models.")
@@ -66,17 +66,13 @@ class EngineFlags:
     """vLLM engines"""
 
     vllm_num_engines: int | None = flag(
-        None,
-        "Number of vLLM engines; 0 generates with Transformers inside the policy's process (default: 0).",
-        NOT_NEGATIVE,
+        None, "Number of vLLM engines; without any, Transformers generates in the policy's process.", NOT_NEGATIVE
     )
     vllm_tensor_parallel_size: int = flag(1, "Devices per engine.", POSITIVE)
     vllm_gpu_memory_utilization: float = flag(0.95, "Share of a device's memory that an engine uses.", POSITIVE_SHARE)
-    vllm_enable_sleep: bool = flag(
-        False, "Free the engines' memory while the models train (needs --colocate_all_models)."
-    )
+    vllm_enable_sleep: bool = flag(False, "Free the engines' memory while models train (needs --colocate_all_models).")
     vllm_sync_backend: Literal["nccl", "gloo"] = flag("nccl", "Transport of weights to engines on other devices.")
-    vllm_sync_with_ray: bool = flag(False, "Accepted for compatibility; weights never travel through Ray here.")
+    vllm_sync_with_ray: bool = flag(False, "Accepted, but unused: weights never travel through Ray here.")
     enable_prefix_caching: bool = flag(False, "Share the cache of common prefixes; it is reset at each weight sync.")
     enforce_eager: bool = flag(False, "Run the engines without CUDA graphs.")
     max_restarts: int = flag(1, "Restarts of a dead engine before the run stops.", NOT_NEGATIVE)

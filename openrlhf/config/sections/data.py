@@ -18,7 +18,7 @@ def split_names(text: str | None) -> tuple[str, ...]:
 class EvaluationFlags:
     """Evaluation data"""
 
-    eval_dataset: str | None = flag(None, "Comma-separated list of datasets to evaluate on.")
+    eval_dataset: str | None = flag(None, "Comma-separated datasets to evaluate on.")
     eval_split: str = flag("train", "Split of the evaluation datasets.", needs="eval_dataset")
 
 
@@ -28,18 +28,15 @@ class DatasetFlags(EvaluationFlags):
 
     dataset: str | None = flag(
         None,
-        "Comma-separated list of files (json, jsonl, csv, parquet, arrow), folders or hub names; name@dir selects a "
-        "folder of a dataset.",
+        "Comma-separated files (json, jsonl, csv, parquet, arrow), folders or hub names; name@dir selects a folder "
+        "inside.",
+        required="./data.jsonl",
     )
-    dataset_probs: str | None = flag(
-        None, "Comma-separated list of mixing probabilities (default: concatenate the datasets)."
-    )
+    dataset_probs: str | None = flag(None, "Comma-separated mixing probabilities (default: concatenate the datasets).")
     dataset_split: str = flag("train", "Split of the training datasets.")
     max_samples: int = flag(1_000_000, "Maximum rows per dataset, applied again after mixing.", POSITIVE)
     max_len: int = flag(2048, "Maximum tokens per sample; longer ones are truncated.", POSITIVE)
-    dataloader_num_workers: int = flag(
-        0, "Accepted for compatibility; rows are prepared before training starts.", NOT_NEGATIVE
-    )
+    dataloader_num_workers: int = flag(0, "Accepted, but unused: rows are prepared before training.", NOT_NEGATIVE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +48,7 @@ class TemplateFlags:
     input_template: str | None = flag(None, "Template with {} for the input, used without a chat template.")
     system_prompt: str | None = flag(None, "System message for conversations that do not start with one.")
     chat_template_kwargs: str | None = flag(
-        None, 'JSON object passed to the chat template, such as {"enable_thinking": false}.'
+        None, 'JSON object for the chat template, such as {"enable_thinking": false}.'
     )
 
     @property
@@ -93,9 +90,7 @@ class LabelledResponseFlags(ResponseFlags):
 class PairFlags:
     """Fields"""
 
-    prompt_key: str | None = flag(
-        None, "Field with the prompt (default: the chosen and rejected fields contain the prompt)."
-    )
+    prompt_key: str | None = flag(None, "Field with the prompt (default: chosen and rejected responses contain it).")
     chosen_key: str = flag("chosen", "Field with the preferred response.")
     rejected_key: str = flag("rejected", "Field with the other response.")
 
@@ -106,5 +101,7 @@ class StepFlags:
 
     input_key: str = flag("input", "Field with the text, in which each step ends with the placeholder.")
     label_key: str = flag("label", "Field with one label per step.")
-    placeholder_token: str | None = flag(None, "Token that ends a step; a single token of the vocabulary.")
+    placeholder_token: str | None = flag(
+        None, "Token that ends a step; a single token of the vocabulary.", required="'ки'"
+    )
     reward_tokens: tuple[str, ...] = flag((), "Label tokens, the positive one first; exactly two for soft labels.")

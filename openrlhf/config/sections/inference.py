@@ -15,7 +15,7 @@ class SamplingFlags:
 
     greedy_sampling: bool = flag(False, "Always take the most likely token.")
     temperature: float = flag(1.0, "Sampling temperature.", NOT_NEGATIVE)
-    top_p: float = flag(1.0, "Sample from the smallest set of tokens that has this total probability.", POSITIVE_SHARE)
+    top_p: float = flag(1.0, "Sample from the smallest set of tokens with this probability.", POSITIVE_SHARE)
     repetition_penalty: float = flag(1.0, "Values above 1 make tokens that already occurred less likely.", POSITIVE)
     enable_csft: bool = flag(False, "Append --csft_prompt to the prompt (conditional SFT).")
     csft_prompt: str = flag("<rm_score>: 5.00", "Text that conditional SFT appends.", needs="enable_csft")
@@ -26,9 +26,9 @@ class BatchTaskFlags:
     """Task"""
 
     eval_task: Literal["generate_vllm", "generate", "rm"] | None = flag(
-        None, "Generate with vLLM, generate with Transformers, or score with a reward model."
+        None, "Generate with vLLM, generate with Transformers, or score with a reward model.", required="generate"
     )
-    output_path: str | None = flag(None, "JSONL file for the output rows.")
+    output_path: str | None = flag(None, "JSONL file for the output rows.", required="./out.jsonl")
     best_of_n: int = flag(1, "Responses per prompt.", POSITIVE)
     post_processor: Literal["rs", "csft", "iter_dpo", "null"] | None = flag(
         None,
@@ -46,12 +46,8 @@ class BatchTaskFlags:
     micro_batch_size: int = flag(16, "Samples per device and forward pass.", POSITIVE)
     prompt_max_len: int = flag(1024, "Maximum tokens of a prompt.", POSITIVE)
     max_new_tokens: int = flag(1024, "Maximum tokens of a response.", POSITIVE)
-    tp_size: int | None = flag(
-        None, "Devices per vLLM engine (default: all devices, or one with --vllm_num_engines).", POSITIVE
-    )
-    vllm_num_engines: int | None = flag(
-        None, "Number of vLLM engines on Ray, for large datasets (default: one engine in each process).", POSITIVE
-    )
+    tp_size: int | None = flag(None, "Devices per vLLM engine (default: all, or 1 with --vllm_num_engines).", POSITIVE)
+    vllm_num_engines: int | None = flag(None, "Number of vLLM engines on Ray (default: one in each process).", POSITIVE)
     max_num_seqs: int = flag(256, "Maximum sequences that an engine runs at a time.", POSITIVE)
     enable_prefix_caching: bool = flag(False, "Share the cache of common prefixes.")
     zero_stage: int = flag(0, "DeepSpeed ZeRO stage, 0 to 3.", ZERO_STAGE)
@@ -65,11 +61,11 @@ class BatchDataFlags:
     """Data"""
 
     dataset: str | None = flag(
-        None, "Comma-separated list of files, folders or hub names; name@dir selects a folder of a dataset."
+        None,
+        "Comma-separated files, folders or hub names; name@dir selects a folder inside.",
+        required="./prompts.jsonl",
     )
-    dataset_probs: str | None = flag(
-        None, "Comma-separated list of mixing probabilities (default: concatenate the datasets)."
-    )
+    dataset_probs: str | None = flag(None, "Comma-separated mixing probabilities (default: concatenate the datasets).")
     dataset_split: str = flag("train", "Split of the datasets.")
     max_samples: int = flag(100_000_000, "Maximum rows per dataset, applied again after mixing.", POSITIVE)
     max_len: int = flag(2048, "Maximum tokens per sample when scoring.", POSITIVE)
@@ -89,14 +85,12 @@ class ChatFlags:
 class ServingFlags:
     """Server"""
 
-    reward_pretrain: str | None = flag(None, "Reward model: a folder or a hub name.")
+    reward_pretrain: str | None = flag(None, "Reward model folder or hub name.", required="./reward_model")
     normalize_reward: bool = flag(False, "Return (reward - mean) / std, with the values stored in the reward model.")
-    max_len: int = flag(
-        2048, "Maximum tokens per query; longer ones are truncated, or rejected with --refuse_long.", POSITIVE
-    )
+    max_len: int = flag(2048, "Maximum tokens per query; longer ones are truncated (or see --refuse_long).", POSITIVE)
     refuse_long: bool = flag(False, "Answer 413 to a query of more than --max_len tokens instead of truncating it.")
     batch_size: int | None = flag(
-        None, "Queries per forward pass (default: all waiting queries that --batch_tokens allows).", POSITIVE
+        None, "Queries per forward pass (default: as many as --batch_tokens allows).", POSITIVE
     )
     batch_tokens: int | None = flag(
         None,
@@ -119,7 +113,7 @@ class ServingFlags:
 class MergeFlags:
     """Merge"""
 
-    model_path: str | None = flag(None, "Base model: a folder or a hub name.")
-    lora_path: str | None = flag(None, "Adapter folder.")
-    output_path: str | None = flag(None, "Folder for the merged model.")
+    model_path: str | None = flag(None, "Base model folder or hub name.", required="./base")
+    lora_path: str | None = flag(None, "Adapter folder.", required="./adapter")
+    output_path: str | None = flag(None, "Folder for the merged model.", required="./merged")
     is_rm: bool = flag(False, "The base is a reward model (sequence classification).")

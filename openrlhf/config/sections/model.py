@@ -16,9 +16,7 @@ DType = Literal["bf16", "fp16", "fp32"]
 class PrecisionFlags:
     """Precision"""
 
-    param_dtype: DType = flag(
-        "bf16", "Dtype of the weights; on a CPU, everything is computed in fp32, and the run says so."
-    )
+    param_dtype: DType = flag("bf16", "Dtype of the weights; on a CPU, everything is computed in fp32.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,17 +26,11 @@ class LoadingFlags(PrecisionFlags):
     attn_implementation: str = flag(
         "auto", "Attention implementation, by its name in Transformers; auto is the varlen kernel on CUDA, SDPA on CPU."
     )
-    load_in_4bit: bool = flag(
-        False, "Load the base in 4-bit NF4 with double quantisation (needs bf16 and bitsandbytes)."
-    )
-    experts_implementation: str | None = flag(
-        None, "Implementation of experts, by its name in Transformers (default: its own choice)."
-    )
-    disable_fast_tokenizer: bool = flag(False, "Accepted for compatibility; Transformers has only fast tokenizers.")
+    load_in_4bit: bool = flag(False, "Load the base in 4-bit NF4, doubly quantised (needs bf16 and bitsandbytes).")
+    experts_implementation: str | None = flag(None, "Implementation of experts, by its Transformers name.")
+    disable_fast_tokenizer: bool = flag(False, "Accepted, but unused: Transformers has only fast tokenizers.")
     trust_remote_code: bool = flag(False, "Run the code that comes with a model or dataset; upstream always does.")
-    skip_self_test: bool = flag(
-        False, "Use a model without first comparing it with its own forward pass (about a second)."
-    )
+    skip_self_test: bool = flag(False, "Do not first compare a model with its own forward pass (about a second).")
     use_ms: bool = flag(False, "Download models and datasets from ModelScope.")
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "Device; auto uses a GPU if there is one.")
 
@@ -47,19 +39,15 @@ class LoadingFlags(PrecisionFlags):
 class ServedModelFlags(LoadingFlags):
     """Model"""
 
-    pretrain: str | None = flag(None, "Model folder or hub name.")
+    pretrain: str | None = flag(None, "Model folder or hub name.", required="./model")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFlags(ServedModelFlags):
     """Model"""
 
-    use_liger_kernel: bool = flag(
-        False, "Use the fused kernels of the Liger package in every model of the run (needs a GPU)."
-    )
-    aux_loss_coef: float = flag(
-        0.0, "Weight of the load-balancing loss of mixture-of-experts models; active above 1e-8.", NOT_NEGATIVE
-    )
+    use_liger_kernel: bool = flag(False, "Use the Liger package's fused kernels in every model (needs a GPU).")
+    aux_loss_coef: float = flag(0.0, "Weight of the experts' load-balancing loss; active above 1e-8.", NOT_NEGATIVE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +64,7 @@ class LoraFlags:
 class ValueHeadFlags:
     """Scalar head"""
 
-    value_head_prefix: str = flag(
-        "score", "Name of the scalar head; the value in a model's config.json takes precedence."
-    )
+    value_head_prefix: str = flag("score", "Name of the scalar head; a name in the model's config.json wins.")
 
 
 @dataclass(frozen=True, kw_only=True)

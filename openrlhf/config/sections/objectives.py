@@ -14,7 +14,7 @@ class PairwiseRewardFlags:
 
     loss: Literal["sigmoid", "logexp"] = flag("sigmoid", "Log-sigmoid of the reward difference, or its log-exp form.")
     margin_loss: bool = flag(False, "Subtract each row's `margin` inside the sigmoid.")
-    compute_fp32_loss: bool = flag(False, "Accepted for compatibility; rewards are always in fp32 before the loss.")
+    compute_fp32_loss: bool = flag(False, "Accepted, but unused: rewards are always in fp32 before the loss.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class DistillationFlags:
     """Distillation"""
 
     teacher_model: str | None = flag(
-        None, "Teacher model: a folder or a hub name; it must share the student's vocabulary."
+        None, "Teacher model folder or hub name; must share the student's vocabulary.", required="./teacher"
     )
     teacher_offload: bool = flag(False, "Keep the teacher on the CPU between its forward passes.")
     kd_coef: float = flag(0.4, "Weight c of the teacher: (1 - c) x cross entropy + c x distillation.", SHARE)

@@ -40,18 +40,17 @@ class PromptFlags(EvaluationFlags):
 
     prompt_data: str | None = flag(
         None,
-        "Comma-separated list of prompt datasets: files, folders or hub names; name@dir selects a folder of a dataset.",
+        "Comma-separated prompt datasets: files, folders or hub names; name@dir selects a folder inside.",
+        required="./prompts.jsonl",
     )
     prompt_data_probs: str | None = flag(
-        None, "Comma-separated list of mixing probabilities (default: concatenate the datasets)."
+        None, "Comma-separated mixing probabilities (default: concatenate the datasets)."
     )
     prompt_split: str = flag("train", "Split of the prompt datasets.")
     input_key: str = flag("input", "Field with the prompt: text or a list of messages.")
     label_key: str | None = flag(None, "Field that the reward function or agent receives as its label.")
     max_samples: int = flag(100_000_000, "Maximum rows per dataset, applied again after mixing.", POSITIVE)
-    dataloader_num_workers: int = flag(
-        0, "Accepted for compatibility; prompts are prepared before training starts.", NOT_NEGATIVE
-    )
+    dataloader_num_workers: int = flag(0, "Accepted, but unused: prompts are prepared before training.", NOT_NEGATIVE)
     eval_temperature: float = flag(0.6, "Sampling temperature of evaluation.", NOT_NEGATIVE, needs="eval_dataset")
     eval_n_samples_per_prompt: int = flag(4, "Samples per evaluation prompt.", POSITIVE, needs="eval_dataset")
 
@@ -62,31 +61,23 @@ class RolloutFlags:
 
     rollout_batch_size: int = flag(1024, "Prompts per rollout.", POSITIVE)
     n_samples_per_prompt: int = flag(1, "Samples per prompt.", POSITIVE)
-    micro_rollout_batch_size: int = flag(
-        8, "Samples per forward pass when computing log-probs, values and rewards.", POSITIVE
-    )
+    micro_rollout_batch_size: int = flag(8, "Samples per forward pass for log-probs, values and rewards.", POSITIVE)
     num_episodes: int = flag(1, "Passes over the prompts.", POSITIVE)
-    prompt_max_len: int = flag(
-        1024, "Maximum tokens of a prompt; used with --generate_max_len if --max_len is not given.", POSITIVE
-    )
-    generate_max_len: int = flag(
-        GENERATE_MAX_LEN, "Maximum tokens of a response; used if --max_len is not given.", POSITIVE
-    )
+    prompt_max_len: int = flag(1024, "Maximum tokens of a prompt; unused if --max_len is given.", POSITIVE)
+    generate_max_len: int = flag(GENERATE_MAX_LEN, "Maximum tokens of a response; see also --max_len.", POSITIVE)
     max_len: int | None = flag(
         None,
         "Maximum tokens of prompt and response together (default: --prompt_max_len + --generate_max_len).",
         POSITIVE,
     )
-    max_new_tokens: int | None = flag(
-        None, "Maximum tokens of a response (default: what the prompt leaves of the context).", POSITIVE
-    )
+    max_new_tokens: int | None = flag(None, "Maximum tokens of a response (default: rest of the context).", POSITIVE)
     min_new_tokens: int = flag(1, "Minimum tokens of a response.", POSITIVE)
     temperature: float = flag(
-        1.0, "Sampling temperature; policy and reference divide their logits by it too.", EXPLORING
+        1.0, "Sampling temperature; policy and reference also divide their logits by it.", EXPLORING
     )
-    top_p: float = flag(1.0, "Sample from the smallest set of tokens that has this total probability.", POSITIVE_SHARE)
+    top_p: float = flag(1.0, "Sample from the smallest set of tokens with this probability.", POSITIVE_SHARE)
     top_k: int = flag(-1, "Sample from the k most likely tokens; -1 is all of them.", POSITIVE_OR_MINUS_ONE)
-    min_p: float = flag(0.0, "Exclude tokens whose probability is below this share of the most likely one's.", SHARE)
+    min_p: float = flag(0.0, "Exclude tokens less likely than this share of the most likely one.", SHARE)
     stop: tuple[str, ...] = flag((), "Texts that end a response.")
     replay: str | None = flag(None, "Folder of recorded rollouts (RUN_DIR/rollouts) to train on instead of generating.")
     vllm_generate_batch_size: int | None = flag(
@@ -98,13 +89,10 @@ class RolloutFlags:
     )
     use_dynamic_batch: bool = flag(False, "Fill micro-batches by tokens instead of samples; turns packing on.")
     train_max_tokens_per_gpu: int = flag(
-        16192, "Tokens per micro-batch in training.", POSITIVE, needs="use_dynamic_batch"
+        16192, "Tokens per micro-batch to train on.", POSITIVE, needs="use_dynamic_batch"
     )
     rollout_max_tokens_per_gpu: int | None = flag(
-        None,
-        "Tokens per micro-batch in scoring (default: --train_max_tokens_per_gpu).",
-        POSITIVE,
-        needs="use_dynamic_batch",
+        None, "Tokens per micro-batch to score (default: as in training).", POSITIVE, needs="use_dynamic_batch"
     )
 
     @property
@@ -171,9 +159,7 @@ class AsyncTrainingFlags:
         NOT_NEGATIVE,
         needs="async_train",
     )
-    partial_rollout: bool = flag(
-        False, "Pause generation for a weight sync and continue with the new weights (needs --async_train)."
-    )
+    partial_rollout: bool = flag(False, "Continue unfinished samples after a weight sync (needs --async_train).")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,16 +167,16 @@ class RewardFlags:
     """Rewards and agents"""
 
     reward_pretrain: str | None = flag(
-        None, "Comma-separated list of reward models; with an agent, they score episodes that return no reward."
+        None, "Comma-separated reward models; with an agent, they score episodes that return no reward."
     )
     reward_weights: tuple[float, ...] = flag((), "Weight of each reward model (default: 1 each).")
-    remote_rm_url: str | None = flag(None, "Comma-separated list of reward servers, or a .py file with reward_func.")
+    remote_rm_url: str | None = flag(None, "Comma-separated reward servers, or a .py file with reward_func.")
     reward_api_key: str | None = flag(
         None,
         "Key of the reward servers (serve_rm --api_key); set OPENRLHF_RM_API_KEY instead to keep it off the command "
         "line.",
     )
-    agent_func_path: str | None = flag(None, ".py file with a class AgentExecutor, or a function run_agent or step.")
+    agent_func_path: str | None = flag(None, "Python file with a class AgentExecutor, or a function run_agent or step.")
     normalize_reward: bool = flag(False, "Use (reward - mean) / std, with the values stored in the reward model.")
     reward_clip_range: tuple[float, float] = flag((-10.0, 10.0), "Bounds of the shaped reward.")
     overlong_buffer_len: float | None = flag(
@@ -208,15 +194,10 @@ class RewardFlags:
         "the last token.",
     )
     prm_reduce: Literal["min", "mean", "last", "product"] = flag(
-        "min",
-        "How the steps of a process reward model become one score and, without --step_rewards, one reward.",
+        "min", "How the steps of a process reward model become one score and, without --step_rewards, one reward."
     )
-    reward_timeout: float = flag(
-        180.0, "Seconds allowed for one call of a reward function, agent step or server.", POSITIVE
-    )
-    on_reward_error: Literal["stop", "skip"] = flag(
-        "stop", "Response to a failing reward: stop the run, or skip the sample."
-    )
+    reward_timeout: float = flag(180.0, "Seconds for one call of a reward function, agent step or server.", POSITIVE)
+    on_reward_error: Literal["stop", "skip"] = flag("stop", "After a failed reward, stop the run or skip the sample.")
     max_turns: int | None = flag(
         None, "Turns after which an agent's episode ends (default: no limit).", POSITIVE, needs="agent_func_path"
     )
@@ -226,9 +207,7 @@ class RewardFlags:
         "prompt at a time (default: no limit).",
         POSITIVE,
     )
-    max_episodes_per_engine: int | None = flag(
-        None, "Maximum episodes that run at a time per engine (default: no limit).", POSITIVE
-    )
+    max_episodes_per_engine: int | None = flag(None, "Maximum concurrent episodes per engine.", POSITIVE)
 
     @property
     def reward_models(self) -> tuple[str, ...]:
@@ -270,13 +249,11 @@ class KLControlFlags:
 
     init_kl_coef: float = flag(0.01, "Weight of the KL term; 0 runs without a reference model.", NOT_NEGATIVE)
     kl_target: float | None = flag(None, "Adapt the weight so that the KL stays near this value.", POSITIVE)
-    kl_horizon: int = flag(
-        10_000, "Number of samples over which the adaptive weight moves.", POSITIVE, needs="kl_target"
-    )
+    kl_horizon: int = flag(10_000, "Samples over which the adaptive weight moves.", POSITIVE, needs="kl_target")
     kl_estimator: KLEstimator = flag("k1", "KL estimator; k1 suits a KL term in the reward, k2 and k3 one in the loss.")
     use_kl_loss: bool = flag(False, "Add the KL to the loss instead of the reward.")
     kl_unbiased_gradient: bool = flag(
-        False, "Combine the estimator's value with the gradient of the exact KL.", needs="use_kl_loss"
+        False, "Use the estimator's value with the exact KL's gradient.", needs="use_kl_loss"
     )
 
 
@@ -286,9 +263,7 @@ class PolicyLossFlags:
 
     policy_loss_type: Literal["ppo", "gspo"] = flag("ppo", "A ratio per token (ppo) or per sequence (gspo).")
     eps_clip: float = flag(0.2, "Clip range of the ratio on both sides.", NOT_NEGATIVE)
-    eps_clip_low_high: tuple[float, float] | None = flag(
-        None, "Clip range of the ratio below and above (default: --eps_clip for both)."
-    )
+    eps_clip_low_high: tuple[float, float] | None = flag(None, "Clip ranges below and above 1 (default: --eps_clip).")
     dual_clip: float | None = flag(
         None, "Bound on the loss of actions with a negative advantage that became much more likely.", ABOVE_ONE
     )
@@ -304,7 +279,7 @@ class PolicyLossFlags:
     )
     vllm_is_correction_type: Correction = flag("tis", "Clamp the weight, drop the token, or drop the sequence.")
     vllm_is_truncated_threshold: tuple[float, ...] = flag(
-        (0.5, 5.0), "Interval of the weight; a single value is its upper end."
+        (0.5, 5.0), "Interval of the weight; one value is its upper end."
     )
     freezing_actor_steps: int = flag(-1, "Train only the critic in the first N steps.")
     enable_ema: bool = flag(False, "Keep a moving average of the policy, and save that.")
@@ -358,9 +333,7 @@ class PolicyOptimizerFlags(OptimizerFlags):
 class CriticFlags:
     """Critic and other models"""
 
-    critic_pretrain: str | None = flag(
-        None, "Initial model of the critic (default: the first reward model, else --pretrain)."
-    )
+    critic_pretrain: str | None = flag(None, "Initial critic (default: the first reward model, else --pretrain).")
     save_value_network: bool = flag(False, "Save the critic to {save_path}_critic.")
     ref_pretrain: str | None = flag(None, "Frozen reference model (default: --pretrain).")
     ref_reward_offload: bool = flag(False, "Keep reference and reward models on the CPU between their forward passes.")

@@ -7,15 +7,7 @@ because reinforcement learning has one for the policy and one for the critic.
 from dataclasses import dataclass
 from typing import Literal
 
-from openrlhf.config.flags import (
-    BELOW_ONE,
-    NOT_NEGATIVE,
-    POSITIVE,
-    POSITIVE_OR_MINUS_ONE,
-    SHARE,
-    Range,
-    flag,
-)
+from openrlhf.config.flags import BELOW_ONE, NOT_NEGATIVE, POSITIVE, POSITIVE_OR_MINUS_ONE, SHARE, Range, flag
 
 ZERO_STAGE = Range("0, 1, 2 or 3", lambda value: value in (0, 1, 2, 3))
 
@@ -40,9 +32,7 @@ class OptimizerFlags:
     optim: Literal["adam", "muon"] = flag("adam", "Optimizer; muon updates the matrices and leaves the rest to adam.")
     lr_scheduler: str = flag("cosine_with_min_lr", "Learning rate scheduler, by its name in Transformers.")
     lr_warmup_ratio: float = flag(0.03, "Share of the steps that are warm-up.", SHARE)
-    min_lr_ratio: float = flag(
-        0.1, "Minimum learning rate as a share of the peak, for the *_with_min_lr schedulers.", SHARE
-    )
+    min_lr_ratio: float = flag(0.1, "Final share of the peak learning rate, for *_with_min_lr schedulers.", SHARE)
     l2: float = flag(0.0, "Weight decay; biases and norms are exempt.", NOT_NEGATIVE)
     adam_betas: tuple[float, float] = flag((0.9, 0.95), "Adam's betas.", BELOW_ONE)
     adam_eps: float = flag(1e-8, "Adam's epsilon.", POSITIVE)
@@ -115,9 +105,5 @@ class LogFlags:
 class RunFlags:
     """This run"""
 
-    run_dir: str | None = flag(
-        None, "Folder for the run's config, metrics and rollouts (default: a folder in --save_path)."
-    )
-    dry_run: bool = flag(
-        False, "Check the flags, try the first 8 rows and their reward, and stop before any model loads."
-    )
+    run_dir: str | None = flag(None, "Folder for config, metrics and rollouts (default: a folder in --save_path).")
+    dry_run: bool = flag(False, "Check the flags, try the first 8 rows and their reward, and stop before models load.")
