@@ -16,8 +16,10 @@ from multiprocessing.connection import Connection
 import torch
 from torch import Tensor
 
-from openrlhf.rollout.channel import Channel, Incoming, Sender
+from openrlhf.rollout.channel import Channel
 from openrlhf.rollout.checksum import checksum
+from openrlhf.rollout.weight_receiver import IncomingWeights
+from openrlhf.rollout.weight_sender import WeightSender
 
 HIDDEN, INNER, VOCABULARY = 1536, 8960, 151936  # of Qwen2.5-1.5B
 LAYER = {"q": (HIDDEN, HIDDEN), "kv": (512, HIDDEN), "o": (HIDDEN, HIDDEN), "norm": (HIDDEN,)}
@@ -38,7 +40,7 @@ def make_weights(parameters: int, device: torch.device, dtype: torch.dtype) -> d
 
 
 def receive(pipe: Connection, device: torch.device) -> None:
-    """Copy the tensors of each `Incoming` into our own, and answer with checksums if requested."""
+    """Copy the tensors of each `IncomingWeights` into our own, and answer with checksums if requested."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     kept: dict[str, Tensor] = {}
@@ -51,10 +53,10 @@ def receive(pipe: Connection, device: torch.device) -> None:
         pipe.send({name: checksum(tensor) for name, tensor in kept.items()} if verify else None)
 
 
-def sends(sender: Sender, weights: dict[str, Tensor], pipe: Connection, repeats: int) -> Iterator[float]:
+def sends(sender: WeightSender, weights: dict[str, Tensor], pipe: Connection, repeats: int) -> Iterator[float]:
     for version in range(repeats + 1):
         verify = version == repeats
-        pipe.send((Incoming(sender.channel, 0, version), verify))
+        pipe.send((IncomingWeights(sender.channel, 0, version), verify))
         start = time.perf_counter()
         sums = sender.send(weights.items(), version, verify=verify)
         arrived = pipe.recv()
@@ -82,7 +84,7 @@ def main() -> None:
         pipe, far = spawn.Pipe()
         process = spawn.Process(target=receive, args=(far, there))
         process.start()
-        sender = Sender(Channel("127.0.0.1", args.transport, 1, bucket_bytes=mib << 20), here)
+        sender = WeightSender(Channel("127.0.0.1", args.transport, 1, bucket_bytes=mib << 20), here)
         first, *later = sends(sender, weights, pipe, args.repeats)
         best = min(later)
         print(

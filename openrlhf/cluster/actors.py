@@ -22,9 +22,10 @@ from openrlhf.models.load import load_tokenizer
 from openrlhf.rl.build import build_models
 from openrlhf.rl.engines import make_engine
 from openrlhf.rl.models import Models
-from openrlhf.rollout.channel import Channel, Sender
+from openrlhf.rollout.channel import Channel
 from openrlhf.rollout.engine import Checksums, Weights
 from openrlhf.rollout.spec import EngineSpec
+from openrlhf.rollout.weight_sender import WeightSender
 from openrlhf.training.device import choose_device, seed_dropout, seed_everything
 from openrlhf.training.distributed import join
 from openrlhf.types import Completion, Request
@@ -48,7 +49,7 @@ class ModelWorker:
         self.rollouts = rollouts
         self.number = number
         self.models = Models()
-        self.sender: Sender | None = None
+        self.sender: WeightSender | None = None
 
     def start(self, folder: str) -> Standing:
         """Join the group, load the models and return this process's position; `folder` is the driver's."""
@@ -77,7 +78,7 @@ class ModelWorker:
         """Serve a new channel to engines and close the previous one."""
         if self.sender is not None:
             self.sender.close()
-        self.sender = Sender(channel, self.device)
+        self.sender = WeightSender(channel, self.device)
         return self.sender.channel
 
     def send(self, version: int, verify: bool) -> Checksums:

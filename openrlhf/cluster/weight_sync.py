@@ -13,9 +13,10 @@ from openrlhf.cluster.calls import LOST, Process, abandon
 from openrlhf.cluster.engines import RayEngines
 from openrlhf.cluster.workers import WorkerGroup
 from openrlhf.errors import RolloutError
-from openrlhf.rollout.channel import Channel, Incoming, PerWorker, Transport
+from openrlhf.rollout.channel import Channel, Transport
 from openrlhf.rollout.engine import Checksums
 from openrlhf.rollout.sync_proof import SyncProof, compare
+from openrlhf.rollout.weight_receiver import IncomingWeights, WeightsPerWorker
 
 SECONDS = 60.0  # timeout of both ends of a channel
 SECONDS_TO_NOTICE = 2.0  # time for a sender to notice by itself that a receiver is gone, as it usually does
@@ -158,8 +159,8 @@ class RaySync:
         channel = await self.policy.fate.race(first.call("open_channel", wanted))
         self.channels = [(channel, number) for number in range(per_engine * engines)]
 
-    def _incoming(self, version: int) -> Sequence[PerWorker]:
+    def _incoming(self, version: int) -> Sequence[WeightsPerWorker]:
         """Return the receiving ends for this version, grouped by engine."""
-        arriving = [Incoming(channel, number, version) for channel, number in self.channels]
+        arriving = [IncomingWeights(channel, number, version) for channel, number in self.channels]
         size = self.workers_per_engine
-        return [PerWorker(tuple(arriving[place : place + size])) for place in range(0, len(arriving), size)]
+        return [WeightsPerWorker(tuple(arriving[place : place + size])) for place in range(0, len(arriving), size)]

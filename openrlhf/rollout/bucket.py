@@ -1,7 +1,10 @@
 """Buckets: many tensors packed into one flat byte buffer, with a header that locates each of them.
 
-`channel.py` sends weights in buckets, so that a model travels in a few large messages instead of one per tensor. The
-sender fills a `Bucket`; the receiver calls `unpack` with the header and the buffer that arrived.
+A weight channel (channel.py) sends buckets, so that a model travels in a few large messages instead of one per tensor.
+The sender fills a `Bucket`; the receiver calls `unpack` with the header and the buffer that arrived.
+
+    buffer  | embed.weight ........ | pad | layers.0.q.weight ... | pad | layers.0.q.bias | pad | unused
+            ^ offset 0                    ^ offset, a multiple of 16                            ^ used
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ class Header:
 
     @classmethod
     def decode(cls, text: bytes) -> Header:
+        """Parse `encode`'s JSON; a pickle from the network could run code."""
         fields = json.loads(text)
         return cls(**fields | {"entries": [Entry(**entry) for entry in fields["entries"]]})
 
@@ -57,16 +61,16 @@ class Bucket:
         self.entries: list[Entry] = []
         self.used = 0
 
-    def has_room(self, tensor: Tensor) -> bool:
+    def has_space(self, tensor: Tensor) -> bool:
         """Return True if the tensor fits; an empty bucket accepts any tensor."""
-        return not self.entries or self.used + _room(tensor) <= self.buffer.numel()
+        return not self.entries or self.used + padded_size(tensor) <= self.buffer.numel()
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Copy the tensor into the buffer immediately: it may be gone when the next one is produced."""
-        end = self.used + _room(tensor)
+        end = self.used + padded_size(tensor)
         if end > self.buffer.numel():
             self.buffer = self.buffer.new_empty(end)
-        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)  # [bytes of the tensor]
         self.buffer[self.used : self.used + data.numel()].copy_(data)
         self.entries.append(Entry(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), self.used))
         self.used = end
@@ -80,6 +84,6 @@ def unpack(header: Header, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield entry.name, buffer[entry.offset : entry.offset + size].view(dtype).view(entry.shape)
 
 
-def _room(tensor: Tensor) -> int:
+def padded_size(tensor: Tensor) -> int:
     """Return the size of a tensor in bytes, rounded up to ALIGNMENT."""
     return -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT

@@ -17,9 +17,9 @@ from vllm.model_executor.layers.attention import MLAAttention
 from vllm.platforms import current_platform
 
 from openrlhf.errors import RolloutError
-from openrlhf.rollout.channel import PerWorker
 from openrlhf.rollout.checksum import checksum
 from openrlhf.rollout.vllm_layers import COPIED, Sampled, method_of, read_back, reloading, sampled
+from openrlhf.rollout.weight_receiver import WeightsPerWorker
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class WeightLoading:
         _settle()
         model: Any = self.model_runner.get_model()
         expected = {name for name, _ in model.named_parameters()}
-        own = weights.of(self.rank) if isinstance(weights, PerWorker) else weights
+        own = weights.by_worker[self.rank] if isinstance(weights, WeightsPerWorker) else weights
         at_once = loads_by_copying(model)
         model_config = self.vllm_config.model_config
         arrivals = Arrivals(own, verify=verify, kept=not at_once, dtype=model_config.dtype)

@@ -1,4 +1,4 @@
-"""Weights between processes; receivers are real ones, told what to expect through pipes."""
+"""Weight channels between real processes; the receivers get their instructions through pipes."""
 
 import multiprocessing
 from contextlib import contextmanager
@@ -8,14 +8,16 @@ import torch
 
 from openrlhf.errors import BackendError, RolloutError
 from openrlhf.rollout.bucket import ALIGNMENT
-from openrlhf.rollout.channel import Channel, Incoming, Sender
+from openrlhf.rollout.channel import Channel
 from openrlhf.rollout.checksum import checksum
+from openrlhf.rollout.weight_receiver import IncomingWeights
+from openrlhf.rollout.weight_sender import WeightSender
 
 pytestmark = pytest.mark.slow(seconds=2)
 
 SPAWN = multiprocessing.get_context("spawn")
 BUCKET = 4096  # bytes: small, so that a few tensors need several
-PATIENT, HASTY = 60.0, 4.0  # seconds: a watchdog, and where the deadline is what is tested
+PATIENT, HASTY = 60.0, 4.0  # seconds: a watchdog, and a short timeout for tests of the timeout itself
 
 
 def weights(version):
@@ -40,7 +42,7 @@ def broken():
         yield pair
 
 
-def receive(incoming: Incoming) -> dict[str, object]:
+def receive(incoming: IncomingWeights) -> dict[str, object]:
     found = {}
     for name, tensor in incoming:
         assert tensor.data_ptr() % ALIGNMENT == 0
@@ -49,7 +51,7 @@ def receive(incoming: Incoming) -> dict[str, object]:
 
 
 def serve_receiver(pipe) -> None:
-    """Answers each `Incoming` with what came, or with the error's text; a number asks for that many tensors only."""
+    """Answer each `IncomingWeights` with what arrived or with the error's text; `only` limits the number of tensors."""
     torch.set_num_threads(1)
     pipe.send("ready")
     while True:
@@ -84,12 +86,12 @@ def receivers(count):
 
 def make_sender(count, timeout=PATIENT, patience=None):
     waits = {"timeout": timeout, "patience": patience or timeout}
-    return Sender(Channel("127.0.0.1", "gloo", count, bucket_bytes=BUCKET, **waits), torch.device("cpu"))
+    return WeightSender(Channel("127.0.0.1", "gloo", count, bucket_bytes=BUCKET, **waits), torch.device("cpu"))
 
 
 def ask(pairs, sender, version, only=None):
     for number, (_, pipe) in enumerate(pairs):
-        pipe.send((Incoming(sender.channel, number, version), only))
+        pipe.send((IncomingWeights(sender.channel, number, version), only))
 
 
 def answers(pairs):
@@ -151,7 +153,7 @@ def test_after_the_death_of_a_receiver_a_new_channel_is_formed_with_another():
         send(sender, [dies, lives], 1)
         dies[0].kill()
         dies[0].join()
-        lives[1].send((Incoming(sender.channel, 1, 2), None))
+        lives[1].send((IncomingWeights(sender.channel, 1, 2), None))
         with pytest.raises(RolloutError, match="receiver"):
             sender.send(weights(2), 2)
         assert "the sender of weights" in lives[1].recv()
@@ -164,7 +166,7 @@ def test_a_sender_that_is_called_off_waits_no_longer():
     sender.channel.call_off()
     with pytest.raises(RolloutError, match="receivers 0, 1 of weights did not join, and will not"):
         sender.send(weights(1), 1)
-    sender.channel.call_off()  # nobody is there to hear it
+    sender.channel.call_off()  # has no effect once the sender is gone
 
 
 def test_a_missing_receiver_is_named():
@@ -203,10 +205,10 @@ def test_a_missing_sender_is_named():
 
 def test_ipc_is_between_two_processes():
     with pytest.raises(BackendError, match="one channel for each GPU"):
-        Sender(Channel("127.0.0.1", "ipc", 2), torch.device("cpu"))
+        WeightSender(Channel("127.0.0.1", "ipc", 2), torch.device("cpu"))
 
 
 def test_expandable_segments_cannot_be_shared(monkeypatch):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     with pytest.raises(RolloutError, match="expandable segments"):
-        Sender(Channel("127.0.0.1", "ipc", 1), torch.device("cpu"))
+        WeightSender(Channel("127.0.0.1", "ipc", 1), torch.device("cpu"))

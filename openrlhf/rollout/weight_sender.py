@@ -1,0 +1,186 @@
+"""The trainer's end of a weight channel: pack tensors into buckets, send them to all receivers, await their answers.
+
+A worker process of the trainer opens a channel once (`cluster/actors.py`) and calls `WeightSender.send` for each new
+version of the policy. The protocol is drawn in `channel.py`.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections import deque
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from openrlhf.errors import BackendError, RolloutError
+from openrlhf.rollout.bucket import Bucket, Header
+from openrlhf.rollout.channel import BEGUN, CALLED_OFF, JOINED, OK, BroadcastGroup, Channel, first_line
+from openrlhf.rollout.checksum import checksum
+from openrlhf.rollout.engine import Checksums, Weights
+from openrlhf.rollout.ipc import check_allocator, describe
+
+CALL_OFF_INTERVAL = 1.0  # seconds between two checks whether a waiting sender was called off
+
+
+class WeightSender:
+    """One sender, for any number of versions.
+
+    If a receiver fails, the channel is closed and a new one must be created; if only the iterator of weights fails, the
+    channel stays usable.
+    """
+
+    def __init__(self, channel: Channel, device: torch.device) -> None:
+        if channel.transport == "ipc":
+            if channel.receivers != 1:
+                raise BackendError("an ipc channel has one receiver: make one channel for each GPU")
+            check_allocator()
+        self.root = channel.connect(serve=True)  # the server lives as long as this reference
+        self.channel = replace(channel, port=self.root.port, key=uuid.uuid4().hex)
+        self.store = dist.PrefixStore(self.channel.key, self.root)
+        self.device = device
+        self.group: BroadcastGroup | None = None  # stays None for ipc
+        self.formed = False
+        self.closed = False
+
+    def send(self, weights: Weights, version: int, *, verify: bool = False) -> Checksums:
+        """Send all weights to all receivers; return the checksums of what was sent if `verify`, else an empty dict."""
+        if self.closed:
+            raise BackendError("this weight channel failed or was closed: form a new one")
+        checksums: dict[str, int] = {}
+        try:
+            if not self.formed:
+                self._form_group()
+            pipeline = BucketPipeline(self, version)
+            try:
+                for name, tensor in weights:
+                    pipeline.add(name, tensor)
+                    if verify:
+                        checksums[name] = checksum(tensor)
+            except RolloutError:
+                raise
+            except BaseException as error:  # whatever the iterator of weights raised, the receivers must be told
+                pipeline.finish(f"{type(error).__name__}: {error}")
+                raise
+            pipeline.finish()
+        except RolloutError:  # a receiver failed, so the others cannot be kept in step
+            self.close()
+            raise
+        return checksums
+
+    def close(self) -> None:
+        """Abort the process group and stop serving the store."""
+        if self.closed:
+            return
+        self.closed = True
+        if self.group is not None:
+            self.group.abort()
+        self.group = None
+        del self.root, self.store
+
+    def _form_group(self) -> None:
+        """Wait for all receivers to join, and form the process group with them."""
+        try:
+            self.store.set(BEGUN, "")
+            self.await_receivers(JOINED, "did not join")
+            self.group = self.channel.form_group(self.root, 0)
+        except RolloutError:
+            raise
+        except RuntimeError as error:
+            raise RolloutError(f"a receiver of weights is gone: {first_line(error)}") from None
+        self.formed = True
+
+    def await_receivers(self, what: str, complaint: str) -> None:
+        """Wait for an answer from each receiver; raise if one reports an error, is called off or is too late."""
+        keys = [f"{what}/{number}" for number in range(self.channel.receivers)]
+        deadline = time.monotonic() + self.channel.timeout
+        while True:
+            seconds = min(CALL_OFF_INTERVAL, max(0.001, deadline - time.monotonic()))
+            try:
+                self.store.wait(keys, timedelta(seconds=seconds))
+                break
+            except dist.DistError:
+                missing = [str(number) for number, key in enumerate(keys) if not self.store.check([key])]
+            silent = f"receiver{'s' if len(missing) > 1 else ''} {', '.join(missing)} of weights {complaint}"
+            if missing and self.store.check([CALLED_OFF]):
+                raise RolloutError(f"{silent}, and will not")
+            if missing and time.monotonic() > deadline:
+                raise RolloutError(f"{silent} in {self.channel.timeout:g} s")
+        for number, key in enumerate(keys):
+            answer = self.store.get(key).decode()
+            self.store.delete_key(key)
+            if answer != OK:
+                raise RolloutError(f"receiver {number} of weights {answer}")
+
+
+@dataclass(frozen=True)
+class InTransit:
+    """A header that was published and not yet acknowledged by all receivers."""
+
+    number: int  # of the header, within its version
+    bucket: Bucket | None  # None for the notice that ends a version
+    broadcast: dist.Work | None  # None if no bytes are sent
+
+
+class BucketPipeline:
+    """One version on its way: two buckets that alternate between being filled and being read."""
+
+    def __init__(self, sender: WeightSender, version: int) -> None:
+        self.sender = sender
+        self.version = version
+        device = torch.device("cpu") if sender.channel.transport == "gloo" else sender.device
+        self.idle = deque(Bucket(sender.channel.bucket_bytes, device) for _ in range(2))  # the first is being filled
+        self.in_transit: deque[InTransit] = deque()
+        self.count = 0  # of headers published so far
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Copy a tensor into the current bucket, after sending that one off if it is full."""
+        if not self.idle[0].has_space(tensor):
+            self._ship()
+            if not self.idle:
+                self._await_oldest()
+        self.idle[0].add(name, tensor)
+
+    def finish(self, failure: str = "") -> None:
+        """Send the last bucket and the end notice; after a `failure` of the iterator of weights, only the notice."""
+        if not failure and self.idle[0].entries:
+            self._ship()
+        self._publish(Header(end=True, failure=failure))
+        while self.in_transit:
+            self._await_oldest()
+
+    def _ship(self) -> None:
+        """Send the current bucket."""
+        bucket = self.idle.popleft()
+        header = Header(bucket.entries, bucket.used)
+        if self.sender.group is None:
+            # The receiver reads the same memory, so the copies into the bucket must be complete.
+            torch.cuda.current_stream(bucket.buffer.device).synchronize()
+            header = replace(header, mapping=describe(bucket.buffer))
+        self._publish(header, bucket)
+
+    def _publish(self, header: Header, bucket: Bucket | None = None) -> None:
+        """Publish a header, and start to broadcast the bytes of its bucket, if any."""
+        self.sender.store.set(f"{self.version}/{self.count}", header.encode())
+        group = self.sender.group
+        broadcast = None if bucket is None or group is None else group.broadcast(bucket.buffer[: bucket.used], 0)
+        self.in_transit.append(InTransit(self.count, bucket, broadcast))
+        self.count += 1
+
+    def _await_oldest(self) -> None:
+        """Wait until all receivers have used the oldest bucket in transit, and make it available again."""
+        oldest = self.in_transit.popleft()
+        key = f"{self.version}/{oldest.number}"
+        if oldest.broadcast is not None:
+            try:
+                oldest.broadcast.wait()
+            except RuntimeError as error:
+                raise RolloutError(f"a receiver of weights is gone: {first_line(error)}") from None
+        self.sender.await_receivers(f"{key}/used", f"did not take bucket {oldest.number} of version {self.version}")
+        self.sender.store.delete_key(key)
+        if oldest.bucket is not None:
+            oldest.bucket.clear()
+            self.idle.append(oldest.bucket)
