@@ -1,6 +1,10 @@
 """vLLM as an engine in this process: the trainer's own process in the local runtime, or that of a Ray actor.
 
-vLLM runs without its own engine process, on a thread of ours (see vllm_loop). It has side effects on its host process:
+This module builds vLLM and translates between its types and ours:
+
+    Request  ->  VLLMRequest  ->  StepLoop: vLLM's steps on a thread (vllm_loop.py)  ->  VLLMResult  ->  Completion
+
+vLLM runs without its own engine process, so it has side effects on its host process:
 
 - it creates torch's default process group, with one member, and destroys it when it is closed;
 - on CPU it replaces `torch.set_num_threads`, and everywhere it sets the precision of fp32 matrix products: both are
@@ -18,7 +22,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -27,11 +31,13 @@ from openrlhf.config.checks.extras import require
 from openrlhf.errors import RolloutError
 from openrlhf.models.load import choose_dtype
 from openrlhf.monitor import say
-from openrlhf.rollout.engine import Checksums, Part, Weights
 from openrlhf.rollout.hf import end_tokens
 from openrlhf.rollout.spec import EngineSpec
-from openrlhf.rollout.vllm_loop import Ask, Generated, StepLoop, refusals
+from openrlhf.rollout.vllm_loop import LLMEngine, StepLoop, VLLMRequest, VLLMResult, rejections
 from openrlhf.types import Completion, Request, SamplingParams
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams as VLLMSamplingParams
 
 ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -45,7 +51,7 @@ TORCH = os.path.dirname(torch.__file__)
 SEEDS = 1 << 63  # vLLM stores a seed as a signed 64-bit integer
 
 
-class VLLMEngine:
+class VLLMEngine(StepLoop):
     """vLLM as a LoadingEngine.
 
     Its workers iterate over the `weights` given to `load`: in this process or, with tensor parallelism, in others, each
@@ -59,43 +65,38 @@ class VLLMEngine:
         _prepare_environment()
         self._ends: frozenset[int] = frozenset()
         try:
-            self._steps = StepLoop(self._build)
+            super().__init__()
         except Exception as error:
             raise RolloutError(f"vLLM did not start with {spec.model.pretrain}: {error}") from error
 
-    def _build(self) -> Any:
+    def _build(self) -> None:
         """Build vLLM on the thread of the step loop, try it out, and read the model's end tokens."""
         if not _can_compile():
             torch._dynamo.config.disable = True  # a setting per thread; all steps run on this one
         with _host_left_alone():
-            engine = build_engine(self.spec, self.dtype)
-            _try_out(engine)
-        generation = engine.model_config.try_get_generation_config()
+            self._engine = build_engine(self.spec, self.dtype)
+            _try_out(self._engine)
+        generation = self._engine.model_config.try_get_generation_config()
         self._ends = end_tokens(generation.get("eos_token_id"), self.tokenizer)
-        return engine
-
-    @property
-    def version(self) -> int:
-        return self._steps.version
 
     async def generate(self, requests: Sequence[Request]) -> list[Completion]:
         if not requests:
             return []
-        with refusals():
-            asks = [self._ask(request) for request in requests]
-        made = await self._steps.generate(asks)
-        texts = self.tokenizer.batch_decode([list(generated.token_ids) for generated in made])
-        return [
-            _completion(request.params, generated, text)
-            for request, generated, text in zip(requests, made, texts, strict=True)
-        ]
-
-    def _ask(self, request: Request) -> Ask:
         from vllm.inputs import tokens_input
 
-        return Ask(tokens_input(list(request.prompt_token_ids)), self._sampling(request.params))
+        with rejections():
+            translated = [
+                VLLMRequest(tokens_input(list(request.prompt_token_ids)), self._sampling(request.params))
+                for request in requests
+            ]
+        results = await self.run_requests(translated)
+        texts = self.tokenizer.batch_decode([list(result.token_ids) for result in results])
+        return [
+            _completion(request.params, result, text)
+            for request, result, text in zip(requests, results, texts, strict=True)
+        ]
 
-    def _sampling(self, params: SamplingParams) -> Any:
+    def _sampling(self, params: SamplingParams) -> VLLMSamplingParams:
         """Translate our parameters to vLLM's.
 
         vLLM forbids end tokens until there are `min_tokens` tokens; our end token may be the last of these.
@@ -125,46 +126,31 @@ class VLLMEngine:
             skip_clone=True,
         )
 
-    async def load(self, weights: Weights, version: int, *, verify: bool = False) -> Checksums:
-        return await self._steps.load(weights, version, verify=verify)
-
-    async def pause(self, *, drain: bool) -> None:
-        await self._steps.pause(drain=drain)
-
-    async def resume(self) -> None:
-        await self._steps.resume()
-
     async def sleep(self) -> None:
         if not self.spec.engines.vllm_enable_sleep:
             raise RolloutError("this vLLM engine cannot sleep", try_this="--vllm_enable_sleep")
-        await self._steps.sleep()
-
-    async def wake(self, part: Part) -> None:
-        await self._steps.wake(part)
-
-    async def health(self) -> None:
-        await self._steps.health()
+        await super().sleep()
 
     async def close(self) -> None:
         """Shut down the engine and vLLM's process groups: a later engine may need other groups, as experts do."""
-        await self._steps.close()
+        await super().close()
         from vllm.distributed.parallel_state import destroy_model_parallel
 
         destroy_model_parallel()
 
 
-def _completion(params: SamplingParams, generated: Generated, text: str) -> Completion:
+def _completion(params: SamplingParams, result: VLLMResult, text: str) -> Completion:
     """Convert a result of vLLM.
 
     A greedy token is certain under the distribution it was drawn from; vLLM reports its log-prob under the model's.
     """
     greedy = params.temperature == 0.0
     return Completion(
-        token_ids=tuple(generated.token_ids),
-        log_probs=(0.0,) * len(generated.token_ids) if greedy else tuple(generated.log_probs),
+        token_ids=tuple(result.token_ids),
+        log_probs=(0.0,) * len(result.token_ids) if greedy else tuple(result.log_probs),
         text=text,
-        finish_reason=generated.finish_reason,
-        version=generated.version,
+        finish_reason=result.finish_reason,
+        version=result.version,
     )
 
 
@@ -204,7 +190,7 @@ def _host_left_alone() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _try_out(engine: Any) -> None:
+def _try_out(engine: LLMEngine) -> None:
     """Generate one token, so that a model which vLLM loads but cannot run is rejected before anything else starts."""
     import vllm
     from vllm.inputs import tokens_input
@@ -218,7 +204,7 @@ def _try_out(engine: Any) -> None:
         raise
 
 
-def build_engine(spec: EngineSpec, dtype: torch.dtype) -> Any:
+def build_engine(spec: EngineSpec, dtype: torch.dtype) -> LLMEngine:
     """Build vLLM's engine with the options that this adapter relies on."""
     from vllm import EngineArgs, LLMEngine
     from vllm.platforms import current_platform

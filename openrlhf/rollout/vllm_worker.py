@@ -1,11 +1,13 @@
 """The extension of vLLM's workers, in whichever process they run: load new weights without a restart.
 
-`build_engine` names `WeightLoading` as the worker extension, and `StepLoop` calls its method by name on all workers.
+`build_engine` (vllm.py) names `WeightLoading` as the worker extension, and `StepLoop.load` (vllm_loop.py) calls
+`receive_weights` by name on all workers. Each worker iterates over the weights, which may come from the trainer in the
+same process or through a channel, hands them to vLLM's own loader, and reports what arrived as `Received`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +20,7 @@ from vllm.platforms import current_platform
 
 from openrlhf.errors import RolloutError
 from openrlhf.rollout.checksum import checksum
+from openrlhf.rollout.engine import Weights
 from openrlhf.rollout.vllm_layers import COPIED, Sampled, method_of, read_back, reloading, sampled
 from openrlhf.rollout.weight_receiver import WeightsPerWorker
 
@@ -29,66 +32,53 @@ class Received:
     checksums: dict[str, int]  # by checkpoint name; empty unless requested
     read_back: frozenset[str] = frozenset()  # names of tensors that were read back from the layers as they arrived
     missing: tuple[str, ...] = ()  # parameters of the model for which no weights arrived
-    cut_short: str = ""  # why the transfer stopped early: the model is intact, but mixes old and new weights
+    failure: str = ""  # why the transfer stopped early: the model is intact, but mixes old and new weights
 
 
 class WeightLoading:
     """Base class that vLLM adds to its worker class; the method is called by name in every worker."""
 
-    vllm_config: Any
-    model_runner: Any
+    vllm_config: Any  # vllm.config.VllmConfig
+    model_runner: Any  # depends on the device
     rank: int
 
     @torch.no_grad()
-    def receive_weights(self, weights: Iterable[tuple[str, Tensor]], *, verify: bool) -> Received:
+    def receive_weights(self, weights: Weights, *, verify: bool) -> Received:
         """Load `weights`, iterating over them once, and report what arrived."""
-        _settle()
+        _synchronize()
         model: Any = self.model_runner.get_model()
-        expected = {name for name, _ in model.named_parameters()}
-        own = weights.by_worker[self.rank] if isinstance(weights, WeightsPerWorker) else weights
-        at_once = loads_by_copying(model)
         model_config = self.vllm_config.model_config
-        arrivals = Arrivals(own, verify=verify, kept=not at_once, dtype=model_config.dtype)
+        expected = {name for name, _ in model.named_parameters()}
+        by_copying = loads_by_copying(model)
+        arrived: set[str] = set()
+        checksums: dict[str, int] = {}
+        samples: dict[str, Sampled] = {}
+
+        def recorded() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights.by_worker[self.rank] if isinstance(weights, WeightsPerWorker) else weights:
+                arrived.add(name)
+                if verify:
+                    checksums[name] = checksum(tensor)
+                    samples[name] = sampled(tensor, model_config.dtype)
+                # A tensor is valid only until the next one is requested, and a reload keeps it until its layer is
+                # complete.
+                yield name, tensor if by_copying else tensor.clone()
+
         with set_current_vllm_config(self.vllm_config):
-            with nullcontext() if at_once else reloading(model, model_config):
+            with nullcontext() if by_copying else reloading(model, model_config):
                 try:
-                    loaded, cut_short = model.load_weights(arrivals), ""
+                    loaded, failure = model.load_weights(recorded()), ""
                 except RolloutError as error:  # from the sender. Raising it would leave other workers' answers unread
-                    loaded, cut_short = None, error.message
-            _settle()
-            if cut_short:
-                return Received({}, cut_short=cut_short)
-            absent = _not_loaded(expected, loaded) if loaded is not None else set()
+                    loaded, failure = None, error.message
+            _synchronize()
+            if failure:
+                return Received({}, failure=failure)
             fused = getattr(model, "packed_modules_mapping", {})
-            missing = tuple(sorted(absent | _absent_parts(expected, fused, arrivals.names)))
-            return Received(arrivals.checksums, read_back(model, fused, arrivals.sampled), missing)
+            missing = missing_parameters(expected, loaded, fused, arrived)
+            return Received(checksums, read_back(model, fused, samples), tuple(sorted(missing)))
 
 
-class Arrivals:
-    """Weights on their way into the model; records their names and, with `verify`, their checksums.
-
-    A tensor is valid only until the next one is requested, so it is copied if it is `kept` until its layer is complete.
-    """
-
-    def __init__(self, weights: Iterable[tuple[str, Tensor]], *, verify: bool, kept: bool, dtype: torch.dtype) -> None:
-        self.weights = weights
-        self.verify = verify
-        self.kept = kept
-        self.dtype = dtype  # of the engine
-        self.names: set[str] = set()
-        self.checksums: dict[str, int] = {}
-        self.sampled: dict[str, Sampled] = {}
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self.weights:
-            self.names.add(name)
-            if self.verify:
-                self.checksums[name] = checksum(tensor)
-                self.sampled[name] = sampled(tensor, self.dtype)
-            yield name, tensor.clone() if self.kept else tensor
-
-
-def _settle() -> None:
+def _synchronize() -> None:
     """Synchronise the device: vLLM works on a stream of its own, which is not ordered with the trainer's.
 
     Before loading, the trainer's last kernels must have written the weights; after it, the trainer may change them.
@@ -108,25 +98,25 @@ def loads_by_copying(model: nn.Module) -> bool:
     )
 
 
-def _not_loaded(parameters: set[str], loaded: Iterable[str]) -> set[str]:
-    """Return parameters that the loader did not report.
+def missing_parameters(
+    expected: set[str], loaded: Iterable[str] | None, fused: Mapping[str, Sequence[str]], arrived: set[str]
+) -> set[str]:
+    """Return the parameters that did not arrive, or the parts of them.
 
-    vLLM 0.26 reports experts without the module that holds them.
+    `loaded` are the names that vLLM's loader reported, None if it reports none. `fused` maps the name of a fused module
+    to its parts: vLLM counts a fused matrix as loaded as soon as one part (q of q, k and v) has arrived.
     """
-    reported = set(loaded)
-    return {name for name in parameters if not reported & {name, name.replace(".routed_experts.", ".")}}
-
-
-def _absent_parts(parameters: set[str], fused: dict[str, list[str]], names: set[str]) -> set[str]:
-    """Return the missing parts of fused matrices.
-
-    vLLM counts a fused matrix as loaded as soon as one of its parts (q of q, k and v) has arrived.
-    """
-    absent = set()
-    for parameter in parameters:
+    missing: set[str] = set()
+    if loaded is not None:
+        reported = set(loaded)
+        for name in expected:
+            # vLLM 0.26 reports experts without the module that holds them.
+            if not reported & {name, name.replace(".routed_experts.", ".")}:
+                missing.add(name)
+    for name in expected:
         for whole, parts in fused.items():
-            if f".{whole}." in parameter:
-                of_parts = {parameter.replace(f".{whole}.", f".{part}.") for part in parts}
-                if not names.isdisjoint(of_parts):
-                    absent |= of_parts - names
-    return absent
+            if f".{whole}." in name:
+                names = {name.replace(f".{whole}.", f".{part}.") for part in parts}
+                if not arrived.isdisjoint(names):
+                    missing |= names - arrived
+    return missing

@@ -235,7 +235,7 @@ def test_a_cancelled_caller_takes_its_requests_back(engine):
         with pytest.raises(asyncio.CancelledError):
             await task
         await engine.resume()  # nothing was paused: an answer that comes after the cancellation was heard
-        assert not engine._steps._engine.has_unfinished_requests()
+        assert not engine._engine.has_unfinished_requests()
 
     asyncio.run(cancel())
 
@@ -295,7 +295,7 @@ def test_sleep_asks_for_weights_and_forgets_nobody(engine, network, tokenizer):
         await engine.pause(drain=False)
         await engine.sleep()
         await engine.resume()
-        with pytest.raises(RolloutError, match="vLLM sleeps"):
+        with pytest.raises(RolloutError, match="vLLM is asleep"):
             await engine.generate(asked)
         await engine.wake("weights")
         await engine.sleep()  # the cache still does, and that is enough
@@ -324,7 +324,7 @@ def test_weights_that_stop_half_way_are_waited_for_anew(engine, network, tokeniz
             await engine.load(cut_short(), 2)
         await engine.health()
         await engine.resume()
-        with pytest.raises(RolloutError, match="no whole weights"):
+        with pytest.raises(RolloutError, match="no complete weights"):
             await engine.generate(asked)
         await engine.load(weights, 3)
         return await engine.generate(asked), await task
@@ -350,7 +350,7 @@ def test_a_request_that_is_too_long_fails_alone(engine, tokenizer):
     assert len(fine) == len(asked)
     assert isinstance(refused, RolloutError)
     assert "maximum" in str(refused)
-    assert not engine._steps._engine.has_unfinished_requests()
+    assert not engine._engine.has_unfinished_requests()
 
 
 def test_a_missing_parameter_is_named_and_nothing_is_drawn_until_it_came(shared, network):
@@ -364,7 +364,7 @@ def test_a_missing_parameter_is_named_and_nothing_is_drawn_until_it_came(shared,
             await shared.load(lacking, 1)
         assert not isinstance(refusal.value, EngineError)  # nobody is to start the engine anew
         await shared.health()
-        with pytest.raises(RolloutError, match="no whole weights"):
+        with pytest.raises(RolloutError, match="no complete weights"):
             await shared.generate([SHORT])
         await shared.load(whole, 2)
         (long,) = await task

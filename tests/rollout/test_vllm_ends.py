@@ -44,7 +44,7 @@ def test_an_error_within_a_step_reaches_those_who_wait(folder, tokenizer, monkey
     def step():
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(broken._steps._engine, "step", step)
+    monkeypatch.setattr(broken._engine, "step", step)
 
     async def fail():
         waiting = [broken.generate([SHORT]), broken.generate([LONG])]

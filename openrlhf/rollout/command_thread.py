@@ -1,0 +1,191 @@
+"""A thread that owns an engine, and runs the commands of asyncio callers between two steps of the engine.
+
+    event loop of a caller                       the thread, round after round
+    await engine.load(...)     -> inbox ->       run all pending commands; wait for one if there is nothing to step
+    (suspended)                                  take one step
+    result or exception        <- wake-up <-     send the answers of this round, with one wake-up per event loop
+
+Nothing polls: an idle thread blocks until the next command, and each caller awaits its answer in its own event loop.
+`StepLoop` (vllm_loop.py) is the subclass that drives vLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
+
+import torch
+
+from openrlhf.errors import EngineError, RolloutError
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+Owner = TypeVar("Owner", bound="CommandThread")
+Waiter: TypeAlias = asyncio.Future[Any]  # the answer to one caller; belongs to the caller's event loop
+Command: TypeAlias = tuple[Callable[[], None], Waiter]  # work for the thread, and the caller to tell if it fails
+CLOSED = "this engine was closed"
+
+
+def on_thread(
+    work: Callable[Concatenate[Owner, Parameters], Result],
+) -> Callable[Concatenate[Owner, Parameters], Coroutine[None, None, Result]]:
+    """Turn a method that must run on the thread into a coroutine for callers in any event loop.
+
+    A RolloutError that it raises is the answer to its caller; any other error means that the engine failed.
+    """
+
+    @wraps(work)
+    async def call(self: Owner, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        waiter = asyncio.get_running_loop().create_future()
+
+        def run() -> None:
+            try:
+                self.answer(waiter, work(self, *args, **kwargs))
+            except RolloutError as error:
+                self.answer(waiter, error)
+
+        self.post(run, waiter)
+        return await waiter
+
+    return call
+
+
+class CommandThread(ABC):
+    """The thread, its inbox, and the answers to its callers. A subclass says what a step is."""
+
+    def __init__(self, name: str) -> None:
+        """Start the thread, and wait until it has built the engine; errors of `_build` are raised here.
+
+        `name` is that of the engine, for messages. A subclass initialises its own state before this.
+        """
+        self.name = name
+        self._lock = threading.Lock()  # ensures that no command follows the one that closes
+        self._closed = False
+        self._failure: Exception | None = None  # after one, the state of the engine is unknown
+        self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()  # None ends the thread
+        self._answers: defaultdict[asyncio.AbstractEventLoop, list[tuple[Waiter, object]]] = defaultdict(list)
+        started: Future[None] = Future()
+        arguments = (torch.get_num_threads(), started)
+        self._thread = threading.Thread(target=self._run, args=arguments, daemon=True, name=f"openrlhf-{name}")
+        self._thread.start()
+        started.result()
+
+    @abstractmethod
+    def _build(self) -> None:
+        """Build the engine: the first call on the thread."""
+
+    @abstractmethod
+    def _may_step(self) -> bool:
+        """Return True if there is something to do, and nothing such as a pause forbids it."""
+
+    @abstractmethod
+    def _step(self) -> None:
+        """Let the engine take one step, and answer the callers whose work is complete."""
+
+    @abstractmethod
+    def _waiters(self) -> Iterable[Waiter]:
+        """Return the callers that wait for a later step."""
+
+    @abstractmethod
+    def _shut_down(self) -> None:
+        """Release the engine: the last call on the thread."""
+
+    def post(self, work: Callable[[], None], waiter: Waiter) -> None:
+        """Queue a command for the thread; raise if the engine was closed."""
+        with self._lock:
+            if self._closed:
+                raise EngineError(CLOSED)
+            self._inbox.put((work, waiter))
+
+    def answer(self, waiter: Waiter, result: object) -> None:
+        """Give a caller its result, or its exception, at the end of this round. Only the thread may call this."""
+        self._answers[waiter.get_loop()].append((waiter, result))
+
+    async def health(self) -> None:
+        """Raise if the engine failed or was closed, without waiting for the thread, which may be in a long step."""
+        if self._failure is not None:
+            raise self._dead()
+        if self._closed:
+            raise EngineError(CLOSED)
+
+    async def close(self) -> None:
+        """Let the thread run the commands before this one, fail the callers that still wait, and release the engine."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._inbox.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    def _run(self, num_threads: int, started: Future[None]) -> None:
+        """Build the engine, then alternate between commands and steps until closed: the main function of the thread."""
+        torch.set_num_threads(num_threads)  # OpenMP counts per thread: otherwise this one would use every core
+        try:
+            self._build()
+        except Exception as error:  # noqa: BLE001 - any failure must reach the caller that builds the engine
+            started.set_exception(error)
+            return
+        started.set_result(None)
+        while self._run_commands():
+            if self._failure is None and self._may_step():
+                self._guard(self._step)
+            self._send_answers()
+        for waiter in self._waiters():
+            self.answer(waiter, EngineError(CLOSED))
+        self._send_answers()
+        self._shut_down()
+
+    def _run_commands(self) -> bool:
+        """Run all pending commands, and wait for one if there is nothing to step; return False at the end."""
+        idle = self._failure is not None or not self._may_step()
+        while True:
+            try:
+                command = self._inbox.get(block=idle)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            work, waiter = command
+            if self._failure is None:
+                self._guard(work)
+            if self._failure is not None:
+                self.answer(waiter, self._dead())
+            idle = False
+
+    def _guard(self, work: Callable[[], None]) -> None:
+        """Run `work`. An error leaves the engine in an unknown state, so every waiting caller gets it."""
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - the engine may raise anything, and the callers must not hang
+            self._failure = error
+            for waiter in self._waiters():
+                self.answer(waiter, self._dead())
+
+    def _dead(self) -> EngineError:
+        error = EngineError(f"{self.name} failed and cannot generate any more: {self._failure!r}")
+        error.__cause__ = self._failure
+        return error
+
+    def _send_answers(self) -> None:
+        for loop, answers in self._answers.items():
+            with suppress(RuntimeError):  # the loop was closed, so no caller waits there any more
+                loop.call_soon_threadsafe(_deliver, answers)
+        self._answers.clear()
+
+
+def _deliver(answers: list[tuple[Waiter, object]]) -> None:
+    """Complete futures, in the event loop that they belong to."""
+    for waiter, result in answers:
+        if waiter.done():  # cancelled, or answered before
+            continue
+        if isinstance(result, Exception):
+            waiter.set_exception(result)
+        else:
+            waiter.set_result(result)
