@@ -1,8 +1,12 @@
 """Choice of the decoding strategy for a model: each is tried on a few tokens before anything is generated.
 
 Rows are prefilled together and separately, join, take steps and leave, so that the cache goes through everything that
-generation does to it. The log-probs along the way are compared with those of the model's own forward over each whole
-sequence alone, without a cache. The fastest strategy that agrees is chosen:
+generation does to it:
+
+    prefill rows 0 1 2  ->  2 steps  ->  prefill row 3 and add it  ->  2 steps  ->  keep rows 1 2 3  ->  2 steps
+
+The log-probs along the way are compared with those of the model's own forward over each whole sequence alone, without a
+cache. `HFEngine` uses the fastest strategy that agrees:
 
     continuous batching  ->  the same, prompts prefilled by length  ->  one batch per prompt length  ->  row by row
     ->  no cache, in training's layout  ->  no cache, row by row
@@ -21,18 +25,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from openrlhf.errors import ConfigError
+from openrlhf.models.agreement import FAILURES, describe_error, measure_rounding, random_rows, relative_error
 from openrlhf.models.forward import Network
-from openrlhf.models.running import attention_in
-from openrlhf.models.self_test import (
-    FAILURES,
-    FP32_TOLERANCE,
-    LEAST_ROUNDING,
-    ROUNDINGS,
-    first_line,
-    measure_rounding,
-)
+from openrlhf.models.modes import attention_in, evaluating
 from openrlhf.monitor import say
-from openrlhf.rollout.decoding import ContinuousBatching, Decoding, OwnCaches, Uncached, evaluating
+from openrlhf.rollout.decoding import ContinuousBatching, Decoding
+from openrlhf.rollout.fallback_decoding import OwnCaches, Uncached
 
 FAST = "sdpa"  # attention over left-padded rows with a cache
 PLAIN = "eager"  # attention that every model has
@@ -41,29 +39,29 @@ STEPS = 6  # tokens after each prompt
 LIKELIEST = 32  # how many of the likeliest tokens are compared at each position
 
 
-def choose_decoding(network: Network, ways: Iterable[Decoding] | None = None) -> Decoding:
+def choose_decoding(network: Network, strategies: Iterable[Decoding] | None = None) -> Decoding:
     """Return the fastest strategy that gives the model's own log-probs; print a line if it is not the first one."""
-    ways = ways_to_decode(network) if ways is None else ways
+    strategies = strategies_for(network) if strategies is None else strategies
     if not network.self_test:
-        return next(iter(ways))
+        return next(iter(strategies))
     name = type(network.decoder).__name__
     try:
         probe = make_probe(network.decoder)
     except FAILURES as failure:
-        raise ConfigError(f"{name} cannot run here: by itself it fails with {first_line(failure)}") from failure
+        raise ConfigError(f"{name} cannot run here: by itself it fails with {describe_error(failure)}") from failure
     problems: list[str] = []
-    for way in ways:
+    for strategy in strategies:
         try:
-            with evaluating(network.decoder, way.attention):
-                error = probe.error(*go_through(way, probe))
-            problem = f"is off by {error:.2g} ({probe.allowed:.2g} allowed)"
+            with evaluating(network.decoder, strategy.attention):
+                found, own = exercise(strategy, probe)
+            excess, problem = relative_error(found, own, probe.rounding)
         except FAILURES as failure:
-            error, problem = math.inf, f"fails with {first_line(failure)}"
-        if error <= probe.allowed:
+            excess, problem = math.inf, f"fails with {describe_error(failure)}"
+        if excess <= 1.0:
             if problems:
-                say(f"{name}: {problems[0]}, so it generates by {way.description}")
-            return way
-        problems.append(f"{way.description} {problem}")
+                say(f"{name}: {problems[0]}, so it generates by {strategy.description}")
+            return strategy
+        problems.append(f"{strategy.description} {problem}")
     ends = "; ".join(dict.fromkeys((problems[0], problems[-1])))  # report the fastest strategy and the last resort
     raise ConfigError(
         f"{name} does not generate here what it computes by itself: {ends}",
@@ -71,7 +69,7 @@ def choose_decoding(network: Network, ways: Iterable[Decoding] | None = None) ->
     )
 
 
-def ways_to_decode(network: Network) -> Iterator[Decoding]:
+def strategies_for(network: Network) -> Iterator[Decoding]:
     """Yield strategies, fastest first. A model that runs with eager attention, by request or necessity, keeps it."""
     decoder = network.decoder
     own = attention_in(decoder)
@@ -87,7 +85,7 @@ def ways_to_decode(network: Network) -> Iterator[Decoding]:
 
 
 @dataclass(frozen=True)
-class Probe:
+class DecodingProbe:
     """A few sequences, and the log-probs that the model itself computes for them."""
 
     sequences: list[list[int]]
@@ -95,26 +93,15 @@ class Probe:
     log_probs: list[Tensor]  # their log-probs, of the same shape
     rounding: float | None  # of a model in half precision (see `measure_rounding`); None in fp32
 
-    @property
-    def allowed(self) -> float:
-        return FP32_TOLERANCE if self.rounding is None else ROUNDINGS * max(self.rounding, LEAST_ROUNDING)
-
-    def error(self, found: Tensor, own: Tensor) -> float:
-        """Return the largest difference in fp32, the mean one in half precision: rounding blurs single numbers.
-
-        In fp32, log-probs beyond 1 in magnitude count by their relative difference.
-        """
-        off = (found - own).abs().nan_to_num(math.inf)
-        return float((off / own.abs().clamp(min=1.0)).max() if self.rounding is None else off.mean())
-
 
 @torch.no_grad()
-def make_probe(decoder: PreTrainedModel) -> Probe:
+def make_probe(decoder: PreTrainedModel) -> DecodingProbe:
     """Compute the model's own answers with eager attention, and its rounding if it is in half precision."""
-    sequences = random_sequences(decoder.config.get_text_config().vocab_size)
+    lengths = [length + STEPS for length in PROMPTS]
+    sequences = [row.tolist() for row in random_rows(decoder.config.get_text_config().vocab_size, lengths)]
     with evaluating(decoder, PLAIN):
-        own = own_log_probs(decoder, sequences)
-        tokens = [found.topk(min(LIKELIEST, found.shape[-1])).indices for found in own]
+        own = own_log_probs(decoder, sequences)  # [tokens, vocabulary] each
+        tokens = [found.topk(min(LIKELIEST, found.shape[-1])).indices for found in own]  # [tokens, likeliest] each
 
         def likeliest(whole: Sequence[Tensor]) -> list[Tensor]:
             return [found.gather(-1, chosen) for found, chosen in zip(whole, tokens, strict=True)]
@@ -124,24 +111,17 @@ def make_probe(decoder: PreTrainedModel) -> Probe:
             torch.cat(likeliest(own)),
             lambda: torch.cat(likeliest(own_log_probs(decoder, sequences))),
         )
-    return Probe(sequences, tokens, likeliest(own), rounding)
+    return DecodingProbe(sequences, tokens, likeliest(own), rounding)
 
 
 def own_log_probs(decoder: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
     """Return log-probs [tokens, vocabulary] of each whole sequence alone: the model's own forward without a cache."""
-    rows = [torch.tensor([list(sequence)], device=decoder.device) for sequence in sequences]
+    rows = [torch.tensor([list(sequence)], device=decoder.device) for sequence in sequences]  # [1, tokens] each
     return [decoder(input_ids=row, use_cache=False).logits[0].float().log_softmax(-1) for row in rows]
 
 
-def random_sequences(vocabulary: int) -> list[list[int]]:
-    """Return prompts with the tokens that follow, from the middle of the vocabulary: special tokens are at its ends."""
-    low, high = vocabulary // 4, max(vocabulary // 4 + 1, 3 * vocabulary // 4)
-    stream = torch.Generator().manual_seed(0)
-    return [torch.randint(low, high, (length + STEPS,), generator=stream).tolist() for length in PROMPTS]
-
-
 @torch.no_grad()
-def go_through(way: Decoding, probe: Probe) -> tuple[Tensor, Tensor]:
+def exercise(strategy: Decoding, probe: DecodingProbe) -> tuple[Tensor, Tensor]:
     """Put a strategy through the test; return (its log-probs, the model's own), each flattened to one dimension.
 
     Three rows start; a fourth joins after two steps; after two more the longest leaves, and padding columns with it.
@@ -153,25 +133,24 @@ def go_through(way: Decoding, probe: Probe) -> tuple[Tensor, Tensor]:
     def compare(numbers: Sequence[int], logits: Tensor) -> None:
         for number, row in zip(numbers, logits, strict=True):
             place = read[number] - 1
-            found.append(row.float().log_softmax(-1)[probe.tokens[number][place]])
+            found.append(row.float().log_softmax(-1)[probe.tokens[number][place]])  # [likeliest]
             own.append(probe.log_probs[number][place])
 
-    def step(numbers: Sequence[int]) -> None:
-        logits = rows.step([probe.sequences[number][read[number]] for number in numbers], [False] * len(numbers))
-        for number in numbers:
-            read[number] += 1
-        compare(numbers, logits)
+    def take_two_steps(numbers: Sequence[int]) -> None:
+        for _ in range(2):
+            tokens = [probe.sequences[number][read[number]] for number in numbers]
+            logits = rows.step(tokens, [False] * len(numbers))
+            for number in numbers:
+                read[number] += 1
+            compare(numbers, logits)
 
-    rows, logits = way.prefill([probe.sequences[number][: read[number]] for number in (0, 1, 2)])
+    rows, logits = strategy.prefill([probe.sequences[number][: read[number]] for number in (0, 1, 2)])
     compare([0, 1, 2], logits)
-    for _ in range(2):
-        step([0, 1, 2])
-    more, logits = way.prefill([probe.sequences[3][: read[3]]])
+    take_two_steps([0, 1, 2])
+    more, logits = strategy.prefill([probe.sequences[3][: read[3]]])
     compare([3], logits)
     rows.add([more])
-    for _ in range(2):
-        step([0, 1, 2, 3])
+    take_two_steps([0, 1, 2, 3])
     rows.keep([1, 2, 3])
-    for _ in range(2):
-        step([1, 2, 3])
+    take_two_steps([1, 2, 3])
     return torch.cat(found), torch.cat(own)

@@ -1,6 +1,12 @@
 """Token sampling: each request has its own parameters and its own random stream, whatever else is in the batch.
 
-`HFEngine` keeps the `Draws` of its running rows and calls `draw` for each new token.
+`HFEngine` keeps one `SamplingState` for its running rows, which grows and shrinks with them, and calls `sample_tokens`
+for each new token:
+
+    logits  ->  penalties and forbidden tokens (in hf.py)  ->  / temperature  ->  min-p, top-k, top-p  ->  token
+
+A row draws its random numbers when it starts, one for each token that it may sample. So its tokens are a function of
+its logits and its seed alone.
 """
 
 from __future__ import annotations
@@ -10,49 +16,45 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from openrlhf.types import SamplingParams
 
 
 @dataclass
-class Draws:
+class SamplingState:
     """Sampling parameters and random numbers of the running rows."""
 
-    temperature: Tensor  # [rows]
+    temperature: Tensor  # [rows]; 0: take the likeliest token
     top_p: Tensor  # [rows]
     top_k: Tensor  # [rows]; the size of the vocabulary if there is no limit
     min_p: Tensor  # [rows]
     uniforms: Tensor  # [rows, max tokens]: one number in [0, 1) for each token that may be sampled
 
     @staticmethod
-    def of(params: Sequence[SamplingParams], vocabulary: int, device: torch.device) -> Draws:
-        """Create the draws of new rows; the seed of each request determines its random numbers."""
+    def of(params: Sequence[SamplingParams], vocabulary: int, device: torch.device) -> SamplingState:
+        """Create the state of new rows; the seed of each request determines its random numbers."""
         longest = max(item.max_tokens for item in params)
         uniforms = torch.zeros(len(params), longest)
         for row, item in enumerate(params):
             stream = torch.Generator().manual_seed(item.seed)
             uniforms[row, : item.max_tokens] = torch.rand(item.max_tokens, generator=stream)
-
-        def column(values: list[float]) -> Tensor:
-            return torch.tensor(values, dtype=torch.float32, device=device)
-
-        return Draws(
-            temperature=column([item.temperature for item in params]),
-            top_p=column([item.top_p for item in params]),
-            top_k=column([item.top_k if item.top_k > 0 else vocabulary for item in params]).long(),
-            min_p=column([item.min_p for item in params]),
-            uniforms=uniforms.to(device),
+        numbers = torch.tensor(
+            [[item.temperature, item.top_p, item.min_p] for item in params], dtype=torch.float32, device=device
         )
+        top_k = torch.tensor([item.top_k if item.top_k > 0 else vocabulary for item in params], device=device)
+        temperature, top_p, min_p = numbers.unbind(1)  # [rows] each
+        return SamplingState(temperature, top_p, top_k, min_p, uniforms.to(device))
 
-    def rows(self, keep: Tensor) -> Draws:
-        """Return the draws of some rows, given by their indices."""
-        return Draws(*(tensor[keep] for tensor in vars(self).values()))
+    def rows(self, keep: Tensor) -> SamplingState:
+        """Return the state of some rows, given by their indices."""
+        return SamplingState(*(tensor[keep] for tensor in vars(self).values()))
 
-    def joined(self, other: Draws) -> Draws:
+    def joined(self, other: SamplingState) -> SamplingState:
         """Return these rows followed by those of `other`."""
         longest = max(self.uniforms.shape[1], other.uniforms.shape[1])
-        wide = [torch.nn.functional.pad(item.uniforms, (0, longest - item.uniforms.shape[1])) for item in (self, other)]
-        return Draws(
+        wide = [pad(item.uniforms, (0, longest - item.uniforms.shape[1])) for item in (self, other)]
+        return SamplingState(
             temperature=torch.cat([self.temperature, other.temperature]),
             top_p=torch.cat([self.top_p, other.top_p]),
             top_k=torch.cat([self.top_k, other.top_k]),
@@ -61,47 +63,43 @@ class Draws:
         )
 
 
-def draw(logits: Tensor, draws: Draws, places: Tensor, *, whole: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def sample_tokens(
+    logits: Tensor, state: SamplingState, places: Tensor, *, whole: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Sample a token for each row of logits [rows, vocabulary]; return (tokens, log-probs), each [rows].
 
-    A log-prob is that of the distribution which the token was drawn from. `places` [rows] selects the random number
+    A log-prob is that of the distribution which the token was sampled from. `places` [rows] selects the random number
     that a row uses. Temperature 0 takes the likeliest token, with log-prob 0. If `whole` is given, the logits before
     any token was forbidden or penalised, log-probs come from these, without truncation.
     """
-    greedy = draws.temperature == 0  # [rows]
-    temperature = torch.where(greedy, 1.0, draws.temperature)[:, None]  # [rows, 1]
-    log_probs = truncate((logits.float() / temperature).log_softmax(-1), draws)  # [rows, vocabulary]
-    uniform = draws.uniforms.gather(1, places.clamp(max=draws.uniforms.shape[1] - 1)[:, None])  # [rows, 1]
+    greedy = state.temperature == 0  # [rows]
+    temperature = torch.where(greedy, 1.0, state.temperature)[:, None]  # [rows, 1]
+    log_probs = truncate((logits.float() / temperature).log_softmax(-1), state)  # [rows, vocabulary]
+    uniform = state.uniforms.gather(1, places.clamp(max=state.uniforms.shape[1] - 1)[:, None])  # [rows, 1]
     cumulative = log_probs.double().exp().cumsum(-1)  # [rows, vocabulary]
     # Take the first token whose cumulative probability exceeds the random number; never one of probability zero.
-    drawn = torch.searchsorted(cumulative, uniform.double() * cumulative[:, -1:], right=True).squeeze(1)
-    tokens = torch.where(greedy, log_probs.argmax(-1), drawn.clamp(max=logits.shape[-1] - 1))
-    told = log_probs if whole is None else (whole.float() / temperature).log_softmax(-1)
-    chosen = told.gather(1, tokens[:, None]).squeeze(1)
+    sampled = torch.searchsorted(cumulative, uniform.double() * cumulative[:, -1:], right=True).squeeze(1)  # [rows]
+    tokens = torch.where(greedy, log_probs.argmax(-1), sampled.clamp(max=logits.shape[-1] - 1))  # [rows]
+    reported = log_probs if whole is None else (whole.float() / temperature).log_softmax(-1)  # [rows, vocabulary]
+    chosen = reported.gather(1, tokens[:, None]).squeeze(1)  # [rows]
     return tokens, torch.where(greedy, 0.0, chosen)
 
 
-def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Return logits [vocabulary] in which the tokens `seen` are less likely (CTRL, arXiv 1909.05858, eq. 2)."""
-    before = logits[seen]
-    return logits.index_put((seen,), torch.where(before > 0, before / penalty, before * penalty))
-
-
-def truncate(log_probs: Tensor, draws: Draws) -> Tensor:
+def truncate(log_probs: Tensor, state: SamplingState) -> Tensor:
     """Restrict log-probs [rows, vocabulary] to min-p, top-k and top-p, and normalise them again.
 
     They are returned as they are if no row has a limit. As in vLLM, top-p applies to the mass that the others leave.
     """
     vocabulary = log_probs.shape[-1]
-    if bool(((draws.top_p >= 1) & (draws.top_k >= vocabulary) & (draws.min_p <= 0)).all()):
+    if bool(((state.top_p >= 1) & (state.top_k >= vocabulary) & (state.min_p <= 0)).all()):
         return log_probs
     ranked, order = log_probs.sort(-1, descending=True)  # [rows, vocabulary], as all tensors below
     probs = ranked.exp()
-    kept = probs >= draws.min_p[:, None] * probs[:, :1]
-    kept &= torch.arange(vocabulary, device=log_probs.device)[None] < draws.top_k[:, None]
+    kept = probs >= state.min_p[:, None] * probs[:, :1]
+    kept &= torch.arange(vocabulary, device=log_probs.device)[None] < state.top_k[:, None]
     left = probs * kept
     before = left.cumsum(-1) - left  # mass of the likelier tokens
-    kept &= before < draws.top_p[:, None] * left.sum(-1, keepdim=True)
+    kept &= before < state.top_p[:, None] * left.sum(-1, keepdim=True)
     ranked = ranked.masked_fill(~kept, -torch.inf)
     back = torch.full_like(log_probs, -torch.inf).scatter(1, order, ranked)
     return back.log_softmax(-1)

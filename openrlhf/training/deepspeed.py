@@ -31,7 +31,7 @@ from openrlhf.models.chunks import Head
 from openrlhf.models.export import save_model
 from openrlhf.models.forward import Network, Wanted
 from openrlhf.models.plain import checkpoint_weights
-from openrlhf.models.self_test import settle_layout
+from openrlhf.models.self_test import choose_layout
 from openrlhf.training.audit import Audit
 from openrlhf.training.backend import B, Objective, StepLosses
 from openrlhf.training.compiled_layers import compile_decoder_layers
@@ -77,7 +77,7 @@ class DeepSpeedFrozen:
             hold_whole(unhook_head(network))
         else:
             self.run = network.to(device)
-        settle_layout(network, self.forward, partial(_largest, device=device))
+        choose_layout(network, self.forward, partial(_largest, device=device))
         if offload and sharding.zero_stage != 3:
             self.visits = True
             network.to("cpu")
@@ -149,7 +149,7 @@ class DeepSpeedBackend:
         self.clips_here = clips_outside(sharding, site)
         self._scales_loss = site.dtype == torch.float16  # then DeepSpeed skips steps that overflow and lowers the scale
         self.engine.enable_backward_allreduce = not self.clips_here
-        settle_layout(network, self.forward, partial(_largest, device=device))
+        choose_layout(network, self.forward, partial(_largest, device=device))
         if sharding.deepcompile:  # not DeepSpeed's own, which compiles for fixed shapes: lengths vary here
             compile_decoder_layers(network)
         self.engine.train()

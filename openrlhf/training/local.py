@@ -17,7 +17,7 @@ from openrlhf.models.chunks import Head
 from openrlhf.models.export import save_model, saved_tensors
 from openrlhf.models.forward import Network, Wanted
 from openrlhf.models.plain import checkpoint_weights
-from openrlhf.models.self_test import settle_layout
+from openrlhf.models.self_test import choose_layout
 from openrlhf.training.audit import Audit
 from openrlhf.training.backend import B, Objective, StepLosses
 from openrlhf.training.compiled_layers import compile_decoder_layers
@@ -37,7 +37,7 @@ class LocalFrozen:
         self.network = network.eval().requires_grad_(False).to(device)
         self.device = device
         self.offload = False
-        settle_layout(network, self.forward)
+        choose_layout(network, self.forward)
         if offload:
             self.offload = True
             self.network.to("cpu")
@@ -79,7 +79,7 @@ class LocalBackend:
         self.device = device
         self.host = HostMemory()
         self.network = network.to(device)
-        settle_layout(network, self.forward)
+        choose_layout(network, self.forward)
         self.network.train()
         self.optimizer = MasterOptimizer(self.network, optimizer, learning_rate, offload=adam_offload)
         half = any(parameter.dtype == torch.float16 for parameter in network.parameters())

@@ -23,8 +23,9 @@ from openrlhf.models.export import save_model
 from openrlhf.models.forward import LogProbs, Network, Scores
 from openrlhf.models.heads import VocabularyHead
 from openrlhf.models.load import add_adapters, load_causal_lm, load_scalar_model
+from openrlhf.models.modes import attention_of
 from openrlhf.models.plain import plain_copy
-from openrlhf.models.self_test import attention_of, settle_layout
+from openrlhf.models.self_test import choose_layout
 from openrlhf.rollout.hf import HFEngine
 from openrlhf.training.audit import STEPS, Audit
 from openrlhf.training.optim import trainable
@@ -115,7 +116,7 @@ def settled(model: torch.nn.Module) -> Network:
     """A network as a run has it after loading."""
     network = Network(model).eval()
     with torch.no_grad():
-        settle_layout(network, network)
+        choose_layout(network, network)
     return network
 
 
@@ -203,7 +204,7 @@ def test_lora(tiny, column, record_property):
             adapted = log_probs(network, pack(ROWS))
             assert largest(adapted, [plain_log_probs(tiny.model, row) for row in ROWS]) > TOLERANCE
             merged = plain_copy(network)
-            settle_layout(merged, merged)
+            choose_layout(merged, merged)
             error = largest(log_probs(merged, pack(ROWS)), adapted)
         record_property("error", error)
         assert error < TOLERANCE

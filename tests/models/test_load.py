@@ -19,7 +19,7 @@ from openrlhf.models.load import (
     load_tokenizer,
     recompute_activations,
 )
-from openrlhf.models.self_test import settle_layout
+from openrlhf.models.self_test import choose_layout
 from openrlhf.training.device import explain_precision
 from openrlhf.training.optim import MasterOptimizer
 from openrlhf.types import TokenRow
@@ -181,7 +181,7 @@ def test_adapters_that_a_layer_does_not_take_are_refused():
     """llama4's router is a linear layer that returns two tensors."""
     network = Network(add_adapters(build("llama4_text"), LoraFlags(lora_rank=2), scalar=False)).eval()
     with pytest.raises(ConfigError, match=r"with its adapters it fails with .*\. Try: other --target_modules"):
-        settle_layout(network, network)
+        choose_layout(network, network)
 
 
 def test_adapters_beside_embeddings_that_a_model_changes_in_place():

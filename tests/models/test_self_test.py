@@ -24,8 +24,8 @@ from openrlhf.models import inputs, self_test
 from openrlhf.models.attention import SEGMENTED, fitting_attention
 from openrlhf.models.forward import LogProbs, Network, OwnLogProbs
 from openrlhf.models.heads import VocabularyHead
-from openrlhf.models.running import attention_of, in_fp32, kernel_functions, reference_kernels
-from openrlhf.models.self_test import settle_layout
+from openrlhf.models.modes import attention_of, in_fp32, kernel_functions, reference_kernels
+from openrlhf.models.self_test import choose_layout
 from openrlhf.types import TokenRow
 from tests.models.architectures import build as tiny
 
@@ -86,7 +86,7 @@ def build(family: str, *, packing: bool = True) -> Network:
 
 @torch.no_grad()
 def settle(network: Network) -> Network:
-    settle_layout(network, network)
+    choose_layout(network, network)
     return network
 
 

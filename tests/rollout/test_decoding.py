@@ -9,8 +9,10 @@ import torch
 
 from openrlhf.errors import ConfigError
 from openrlhf.models.forward import Network
-from openrlhf.rollout.decoding import CachedRows, ContinuousBatching, OwnCaches, Uncached, evaluating
+from openrlhf.models.modes import evaluating
+from openrlhf.rollout.decoding import CachedRows, ContinuousBatching
 from openrlhf.rollout.decoding_check import choose_decoding, own_log_probs
+from openrlhf.rollout.fallback_decoding import OwnCaches, Uncached
 from openrlhf.rollout.hf import HFEngine
 from openrlhf.types import Request, SamplingParams
 from tests.models.architectures import build

@@ -1,13 +1,13 @@
-"""Draws from a vocabulary of six tokens against the exact distribution."""
+"""Samples from a vocabulary of six tokens against the exact distribution."""
 
 import pytest
 import torch
 
-from openrlhf.rollout.sampling import Draws, draw
+from openrlhf.rollout.sampling import SamplingState, sample_tokens
 from openrlhf.types import SamplingParams
 
 PROBS = torch.tensor([0.05, 0.4, 0.1, 0.25, 0.0, 0.2])
-COUNT = 20_000  # draws; the deviation of a share is then at most 0.0035
+COUNT = 20_000  # samples; the deviation of a share is then at most 0.0035
 TOLERANCE = 0.015
 
 # What is left of 0.4, 0.25, 0.2, 0.1, 0.05 (tokens 1, 3, 5, 2, 0), before it is made to sum to one.
@@ -26,11 +26,11 @@ CASES = {
 }
 
 
-def drawn(params, count=COUNT):
+def sampled(params, count=COUNT):
     """Tokens and log-probs of a row for each seed."""
     rows = [SamplingParams(max_tokens=1, seed=seed, **params) for seed in range(count)]
-    draws = Draws.of(rows, 6, torch.device("cpu"))
-    return draw(PROBS.log().repeat(count, 1), draws, torch.zeros(count, dtype=torch.long))
+    state = SamplingState.of(rows, 6, torch.device("cpu"))
+    return sample_tokens(PROBS.log().repeat(count, 1), state, torch.zeros(count, dtype=torch.long))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -38,7 +38,7 @@ def test_the_truncated_distribution(case):
     params, left = CASES[case]
     exact = torch.as_tensor(left, dtype=torch.float32)
     exact = exact / exact.sum()
-    tokens, log_probs = drawn(params)
+    tokens, log_probs = sampled(params)
     shares = torch.bincount(tokens, minlength=6) / COUNT
     torch.testing.assert_close(shares, exact, atol=TOLERANCE, rtol=0)
     assert not shares[exact == 0].any()
@@ -47,17 +47,17 @@ def test_the_truncated_distribution(case):
 
 def test_whole_log_probs_are_those_before_truncation():
     rows = [SamplingParams(max_tokens=1, seed=seed, top_p=0.7) for seed in range(50)]
-    draws = Draws.of(rows, 6, torch.device("cpu"))
+    state = SamplingState.of(rows, 6, torch.device("cpu"))
     logits, places = PROBS.log().repeat(50, 1), torch.zeros(50, dtype=torch.long)
     forbidden = logits.masked_fill(torch.arange(6) == 1, -torch.inf)
-    tokens, log_probs = draw(forbidden, draws, places, whole=logits)
-    assert tokens.tolist() == draw(forbidden, draws, places)[0].tolist()
+    tokens, log_probs = sample_tokens(forbidden, state, places, whole=logits)
+    assert tokens.tolist() == sample_tokens(forbidden, state, places)[0].tolist()
     assert 1 not in tokens
     torch.testing.assert_close(log_probs, PROBS.log()[tokens], atol=1e-5, rtol=1e-5)
 
 
 def test_temperature_zero_takes_the_likeliest_at_log_prob_zero():
-    tokens, log_probs = drawn({"temperature": 0.0}, 50)
+    tokens, log_probs = sampled({"temperature": 0.0}, 50)
     assert (tokens == 1).all()
     assert not log_probs.any()
 
@@ -65,23 +65,25 @@ def test_temperature_zero_takes_the_likeliest_at_log_prob_zero():
 def test_rows_keep_their_own_parameters_and_streams():
     params = [SamplingParams(max_tokens=3, seed=1), SamplingParams(max_tokens=5, temperature=0.0, seed=2)]
     params += [SamplingParams(max_tokens=4, top_k=2, top_p=0.9, seed=3)]
-    whole = Draws.of(params, 6, torch.device("cpu"))
-    joined = Draws.of(params[:1], 6, torch.device("cpu")).joined(Draws.of(params[1:], 6, torch.device("cpu")))
+    whole = SamplingState.of(params, 6, torch.device("cpu"))
+    joined = SamplingState.of(params[:1], 6, torch.device("cpu")).joined(
+        SamplingState.of(params[1:], 6, torch.device("cpu"))
+    )
     kept = whole.rows(torch.tensor([0, 2]))
     logits = PROBS.log().repeat(3, 1)
     for place in range(3):
         places = torch.full((3,), place)
-        tokens, log_probs = draw(logits, whole, places)
-        again, _ = draw(logits, joined, places)
-        some, some_log_probs = draw(logits[:2], kept, places[:2])
+        tokens, log_probs = sample_tokens(logits, whole, places)
+        again, _ = sample_tokens(logits, joined, places)
+        some, some_log_probs = sample_tokens(logits[:2], kept, places[:2])
         assert torch.equal(tokens, again)
         assert torch.equal(tokens[[0, 2]], some)
         torch.testing.assert_close(log_probs[[0, 2]], some_log_probs)
 
 
 def test_a_stream_is_as_long_as_its_answer_whatever_the_others_are():
-    alone = Draws.of([SamplingParams(max_tokens=3, seed=9)], 6, torch.device("cpu"))
-    beside = Draws.of(
+    alone = SamplingState.of([SamplingParams(max_tokens=3, seed=9)], 6, torch.device("cpu"))
+    beside = SamplingState.of(
         [SamplingParams(max_tokens=50, seed=1), SamplingParams(max_tokens=3, seed=9)], 6, torch.device("cpu")
     )
     assert torch.equal(alone.uniforms[0, :3], beside.uniforms[1, :3])

@@ -14,7 +14,7 @@ from openrlhf.models.forward import LogProbs, Network
 from openrlhf.rl.samples import batch_trajectories
 from openrlhf.rollout.checksum import checksum
 from openrlhf.rollout.hf import HFEngine
-from openrlhf.rollout.sampling import Draws, truncate
+from openrlhf.rollout.sampling import SamplingState, truncate
 from openrlhf.training.local import LocalBackend
 from openrlhf.training.objectives import SFT
 from openrlhf.types import Prompt, Request, SamplingParams, TokenRow, Trajectory
@@ -115,8 +115,8 @@ def test_log_probs_are_those_of_the_distribution_drawn_from(limit, engine, netwo
         ids = torch.tensor([request.prompt_token_ids + completion.token_ids])
         with torch.no_grad():
             logits = network.decoder(ids).logits[0, len(request.prompt_token_ids) - 1 : -1]
-        draws = Draws.of([request.params] * len(logits), logits.shape[-1], logits.device)
-        expected = truncate((logits / 1.3).log_softmax(-1), draws).gather(1, torch.tensor([completion.token_ids]).T)
+        state = SamplingState.of([request.params] * len(logits), logits.shape[-1], logits.device)
+        expected = truncate((logits / 1.3).log_softmax(-1), state).gather(1, torch.tensor([completion.token_ids]).T)
         assert completion.log_probs == pytest.approx(expected[:, 0].tolist(), abs=1e-4)
 
 

@@ -1,6 +1,7 @@
-"""Switches of a loaded model: its attention, its kernels and its precision, each also for the duration of a context.
+"""Modes of a loaded model: its attention, its kernels, its precision and evaluation, each for the time of a context.
 
-The self-test and the decoding check use them to compare a model with its own plain computation.
+The self-test (self_test.py) and the check of decoding strategies (rollout/decoding_check.py) use them to compare a
+model with its own plain computation; the Transformers engine generates in `evaluating`.
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+Kernel = Callable[..., object]
+
 
 def attention_in(decoder: PreTrainedModel) -> str:
+    """Return the name of the attention implementation that a model uses."""
     return str(decoder.config._attn_implementation)
 
 
@@ -43,7 +46,19 @@ def attention_of(decoder: PreTrainedModel, attention: str) -> Iterator[None]:
         set_attention(decoder, before)
 
 
-def kernel_functions(decoder: PreTrainedModel) -> dict[str, Any]:
+@contextmanager
+def evaluating(decoder: PreTrainedModel, attention: str | None) -> Iterator[None]:
+    """Put a model into evaluation mode with this attention (None: its own), and restore both on exit."""
+    training = decoder.training
+    decoder.eval()
+    try:
+        with attention_of(decoder, attention or attention_in(decoder)):
+            yield
+    finally:
+        decoder.train(training)
+
+
+def kernel_functions(decoder: PreTrainedModel) -> dict[str, Kernel]:
     """Return the functions of a model's Python module that call another package instead of their PyTorch code."""
     functions = inspect.getmembers(sys.modules[type(decoder).__module__], inspect.isfunction)
     return {
@@ -53,11 +68,11 @@ def kernel_functions(decoder: PreTrainedModel) -> dict[str, Any]:
     }
 
 
-def use_reference_kernels(decoder: PreTrainedModel) -> dict[str, Any]:
+def use_reference_kernels(decoder: PreTrainedModel) -> dict[str, Kernel]:
     """Let a model's layers run the PyTorch code of Transformers; return the functions that were replaced."""
     replaced = kernel_functions(decoder)
     for name, function in replaced.items():
-        setattr(sys.modules[type(decoder).__module__], name, _with_known_arguments(function.__wrapped__))
+        setattr(sys.modules[type(decoder).__module__], name, _with_known_arguments(vars(function)["__wrapped__"]))
     return replaced
 
 
@@ -72,12 +87,12 @@ def reference_kernels(decoder: PreTrainedModel) -> Iterator[None]:
             setattr(sys.modules[type(decoder).__module__], name, function)
 
 
-def _with_known_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
+def _with_known_arguments(function: Kernel) -> Kernel:
     """Wrap a kernel so that it ignores unknown arguments: layers pass every argument to every kernel."""
     known = inspect.signature(function).parameters
 
     @wraps(function)
-    def call(*args: object, **kwargs: object) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         return function(*args, **{name: value for name, value in kwargs.items() if name in known})
 
     return call
@@ -88,14 +103,16 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
     """Let every module compute with its weights converted to fp32, one module at a time, to save memory."""
     narrow: dict[nn.Parameter, Tensor] = {}
 
-    def widen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def widen(
+        module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[object, dict[str, object]]:
         for parameter in module.parameters(recurse=False):
             if parameter.is_floating_point() and parameter not in narrow:
                 narrow[parameter] = parameter.data
                 parameter.data = parameter.data.float()
-        return _widened(args), _widened(kwargs)
+        return _widened(args), {name: _widened(value) for name, value in kwargs.items()}
 
-    def narrow_again(module: nn.Module, args: Any, output: Any) -> None:
+    def narrow_again(module: nn.Module, args: object, output: object) -> None:
         for parameter in module.parameters(recurse=False):
             if parameter in narrow:
                 parameter.data = narrow.pop(parameter)
@@ -111,12 +128,14 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _widened(value: Any) -> Any:
+def _widened(value: object) -> object:
     """Convert half-precision tensors among the arguments of a module to fp32."""
     if isinstance(value, Tensor):
         return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
-    if type(value) in (tuple, list):
-        return type(value)(_widened(item) for item in value)
+    if type(value) is tuple:
+        return tuple(_widened(item) for item in value)
+    if type(value) is list:
+        return [_widened(item) for item in value]
     if type(value) is dict:
         return {key: _widened(item) for key, item in value.items()}
     return value

@@ -1,0 +1,150 @@
+"""Slower decoding strategies, for models that continuous batching (decoding.py) gets wrong.
+
+    OwnCaches    a batch per prompt length, or per row, each with the cache that the model itself makes
+    Uncached     no cache: the whole sequence again for each token
+
+decoding_check.py tries them in this order, after continuous batching.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+
+from openrlhf.models.forward import Network, TargetLogits
+from openrlhf.rollout.decoding import CachedForward, ModelCache, Tokens
+from openrlhf.types import Batch
+
+
+@dataclass(frozen=True)
+class OwnCaches:
+    """Batches that each keep the cache which the model made for them: prompts of equal length, or a single row."""
+
+    decoder: PreTrainedModel
+    attention: str
+    by_length: bool = True  # False: one row per batch
+
+    @property
+    def description(self) -> str:
+        batch = "one batch for each prompt length" if self.by_length else "row by row"
+        return f"{batch} with {self.attention} attention"
+
+    def prefill(self, prompts: Sequence[Tokens]) -> tuple[GroupedRows, Tensor]:
+        forward = CachedForward(self.decoder)
+        groups: list[CacheGroup] = []
+        found: list[Tensor] = []
+        first = 0
+        for _, alike in groupby(enumerate(prompts), lambda one: len(one[1]) if self.by_length else one[0]):
+            ids = torch.tensor([list(prompt) for _, prompt in alike], device=self.decoder.device)  # [rows, tokens]
+            logits, cache = forward(ids)  # [rows, vocabulary]
+            groups.append(CacheGroup(cache, list(range(first, first + len(ids)))))
+            found.append(logits)
+            first += len(ids)
+        return GroupedRows(forward, groups, found[0].shape[-1]), torch.cat(found)
+
+
+@dataclass
+class CacheGroup:
+    """A batch as it was prefilled, and the current index of each of its rows; None for a row that has left."""
+
+    cache: ModelCache
+    places: list[int | None]
+
+
+@dataclass
+class GroupedRows:
+    """Rows of `OwnCaches`: a batch stays whole until all of its rows have left."""
+
+    forward: CachedForward
+    groups: list[CacheGroup]
+    vocabulary: int
+
+    def step(self, tokens: Tokens, ended: Sequence[bool]) -> Tensor:
+        device = self.forward.decoder.device
+        found = torch.zeros(len(tokens), self.vocabulary, device=device)  # [rows, vocabulary]
+        for group in self.groups:
+            staying = [number for number, place in enumerate(group.places) if place is not None]
+            places = [place for place in group.places if place is not None]
+            if all(ended[place] for place in places):
+                continue
+            # [rows of the group, 1]; a row that has left gets any token
+            ids = torch.tensor([[0 if place is None else tokens[place]] for place in group.places], device=device)
+            logits, group.cache = self.forward(ids, group.cache)
+            found[places] = logits[staying].float()
+        return found
+
+    def keep(self, places: Sequence[int]) -> None:
+        moved = {old: new for new, old in enumerate(places)}
+        for group in self.groups:
+            group.places = [None if place is None else moved.get(place) for place in group.places]
+        self.groups = [group for group in self.groups if any(place is not None for place in group.places)]
+
+    def add(self, others: Sequence[GroupedRows]) -> None:
+        for other in others:
+            first = sum(place is not None for group in self.groups for place in group.places)
+            for group in other.groups:
+                places = [None if place is None else place + first for place in group.places]
+                self.groups.append(CacheGroup(group.cache, places))
+
+
+@dataclass(frozen=True)
+class Uncached:
+    """Whole sequences recomputed for each token: slow. In training's layout, or row by row, which is always correct."""
+
+    network: Network
+    attention: str | None = None
+    row_by_row: bool = False
+
+    @property
+    def description(self) -> str:
+        return "whole sequences for each token, without a cache" + (", row by row" if self.row_by_row else "")
+
+    def prefill(self, prompts: Sequence[Tokens]) -> tuple[WholeRows, Tensor]:
+        rows = WholeRows(self, [list(prompt) for prompt in prompts])
+        return rows, self.compute_logits(rows.sequences)
+
+    def compute_logits(self, sequences: Sequence[Tokens]) -> Tensor:
+        """Return the logits [rows, vocabulary] after each sequence."""
+        device = self.network.decoder.device
+        rows = [torch.tensor(list(sequence), device=device) for sequence in sequences]  # [tokens] each
+        if self.row_by_row:
+            decoder = self.network.decoder
+            return torch.cat([decoder(input_ids=row[None], use_cache=False).logits[:, -1] for row in rows])
+        ids = pad_sequence(rows, batch_first=True)  # [rows, tokens]
+        lengths = torch.tensor([[len(row)] for row in rows], device=device)  # [rows, 1]
+        numbers = torch.arange(len(ids), device=device)[:, None]  # [rows, 1]
+        places = torch.arange(ids.shape[1], device=device)  # [tokens]
+        batch = Batch(
+            input_ids=ids,
+            position_ids=torch.where(places < lengths, places, 0),
+            sequence_ids=torch.where(places < lengths, numbers, -1),
+            target_mask=places == lengths - 1,
+            num_sequences=len(ids),
+        )
+        return self.network(batch, TargetLogits).logits
+
+
+@dataclass
+class WholeRows:
+    """Rows of `Uncached`: just their tokens."""
+
+    strategy: Uncached
+    sequences: list[list[int]]
+
+    def step(self, tokens: Tokens, ended: Sequence[bool]) -> Tensor:
+        for sequence, token, is_over in zip(self.sequences, tokens, ended, strict=True):
+            if not is_over:
+                sequence.append(token)
+        return self.strategy.compute_logits(self.sequences)
+
+    def keep(self, places: Sequence[int]) -> None:
+        self.sequences = [self.sequences[place] for place in places]
+
+    def add(self, others: Sequence[WholeRows]) -> None:
+        self.sequences += [sequence for other in others for sequence in other.sequences]
