@@ -1,8 +1,10 @@
 """Attention over packed sequences: PyTorch's varlen flash kernel on CUDA, SDPA per segment elsewhere.
 
-It is registered with Transformers as another attention implementation, so any model that takes its attention from the
-registry packs exactly: a token attends to its own sequence and nothing else. No compiled package is needed. `load.py`
-chooses the implementation when it loads a model.
+`segmented_attention` is registered with Transformers as another attention implementation, so any model that takes its
+attention from the registry packs exactly: a token attends to its own sequence and nothing else. No compiled package is
+needed. `load.py` asks `choose_attention` which implementation to load a model with, and `Network` passes the bounds of
+the sequences (`cu_seq_lens_q`) through the model to the kernel. In a ring of processes the same function hands over to
+ring_attention.py.
 """
 
 import inspect
@@ -28,7 +30,7 @@ FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash
 _KERNEL = inspect.signature(varlen.varlen_attn).parameters
 
 
-def packs(config: Any) -> bool:
+def packs(config: PretrainedConfig) -> bool:
     """True if the attention of a loaded model separates the sequences of a packed row by their bounds."""
     return config._attn_implementation == SEGMENTED or config._attn_implementation in FLASH_PACKAGES
 
@@ -96,13 +98,22 @@ def segmented_attention(  # noqa: PLR0913 - the signature is the registry's
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         parts = (by_token(query), by_token(key), by_token(value))
         bounds = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
-        kernel: Any = varlen.varlen_attn
+        kernel: Any = varlen.varlen_attn  # its parameters differ between releases
         return kernel(*parts, *bounds, scale=scaling, **kernel_options(sliding_window, _KERNEL)).unsqueeze(0), None
-    bounds = cu_seq_lens_q.tolist()
-    outputs = [
-        _segment(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], scaling, sliding_window)
-        for a, b in pairwise(bounds)
-    ]  # [1, heads, tokens of a segment, dim] each
+    outputs: list[Tensor] = []  # [1, heads, tokens of a segment, dim] each
+    gqa = query.shape[1] != key.shape[1]
+    for start, end in pairwise(cu_seq_lens_q.tolist()):
+        parts = (query[:, :, start:end], key[:, :, start:end], value[:, :, start:end])
+        visible = None  # causal attention needs no mask
+        if sliding_window is not None and end - start > sliding_window:
+            places = torch.arange(end - start, device=query.device)
+            distance = places[:, None] - places  # [queries, keys]
+            visible = (distance >= 0) & (distance < sliding_window)
+        outputs.append(
+            scaled_dot_product_attention(
+                *parts, attn_mask=visible, is_causal=visible is None, scale=scaling, enable_gqa=gqa
+            )
+        )
     return torch.cat(outputs, dim=2).transpose(1, 2), None
 
 
@@ -111,29 +122,19 @@ def by_token(tensor: Tensor) -> Tensor:
     return tensor.squeeze(0).transpose(0, 1).contiguous()
 
 
-def kernel_options(sliding_window: int | None, known: Container[str]) -> dict[str, Any]:
+def kernel_options(sliding_window: int | None, known: Container[str]) -> dict[str, bool | tuple[int, int]]:
     """Return the arguments for causal attention: their names differ between releases of PyTorch.
 
     Before `enable_gqa` was added (2.12), fewer key heads than query heads were accepted without it.
     """
-    gqa = {"enable_gqa": True} if "enable_gqa" in known else {}
+    options: dict[str, bool | tuple[int, int]] = {"enable_gqa": True} if "enable_gqa" in known else {}
     if "window_size" in known:
-        return gqa | {"window_size": (-1 if sliding_window is None else sliding_window - 1, 0)}
-    if sliding_window is not None:
+        options["window_size"] = (-1 if sliding_window is None else sliding_window - 1, 0)
+    elif sliding_window is not None:
         raise ConfigError("this PyTorch's varlen kernel has no sliding window", try_this="--attn_implementation sdpa")
-    return gqa | {"is_causal": True}
-
-
-def _segment(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
-    """Compute causal attention [1, heads, tokens, dim] of one sequence, within a sliding window if there is one."""
-    tokens = query.shape[2]
-    gqa = query.shape[1] != key.shape[1]
-    if window is None or tokens <= window:
-        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=gqa)
-    places = torch.arange(tokens, device=query.device)
-    distance = places[:, None] - places[None, :]  # [queries, keys]
-    visible = (distance >= 0) & (distance < window)
-    return scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scaling, enable_gqa=gqa)
+    else:
+        options["is_causal"] = True
+    return options
 
 
 AttentionInterface.register(SEGMENTED, segmented_attention)

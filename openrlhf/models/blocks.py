@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,12 +106,11 @@ def takes_flash(query: Tensor, scoring: Scoring) -> bool:
 
 
 @lru_cache(maxsize=512)
-def flash_bounds(query_bounds: Bounds, key_bounds: Bounds, device: torch.device) -> tuple[Any, ...]:
+def flash_bounds(query_bounds: Bounds, key_bounds: Bounds, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
     """Return cumulative lengths and the longest, as the kernel expects; cached, because every layer needs the same."""
-    sides = (query_bounds, key_bounds)
-    bounds = [torch.tensor(side, dtype=torch.int32, device=device) for side in sides]
-    longest = [max(b - a for a, b in pairwise(side)) for side in sides]
-    return (*bounds, *longest)
+    queries, keys = (torch.tensor(side, dtype=torch.int32, device=device) for side in (query_bounds, key_bounds))
+    longest_query, longest_key = (max(b - a for a, b in pairwise(side)) for side in (query_bounds, key_bounds))
+    return queries, keys, longest_query, longest_key
 
 
 def tiles(block: Block, window: int | None) -> Iterator[tuple[slice, slice, int]]:

@@ -7,7 +7,7 @@ case, the backward pass is written by hand: it takes less memory and time than a
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from openrlhf.models.heads import VocabularyHead
 
 Temperature = float | Tensor  # a single one for all tokens, or [tokens]
 Head = Callable[[Tensor], Tensor]  # [tokens, hidden] -> [tokens, vocabulary]
+AutogradContext: TypeAlias = Any  # of a torch.autograd.Function: it takes any attribute
 ChunkFunction = Callable[..., tuple[Tensor, ...]]
 
 CHUNK = 1024  # tokens; at a vocabulary of 150k a chunk of fp32 logits is 0.6 GB
@@ -103,12 +104,10 @@ def plain_linear(head: Head) -> tuple[Tensor, float] | None:
 
     Under ZeRO-3 (parameters marked with `ds_id`) it must: a weight is complete only while its module runs.
     """
-    module: Any = head
-    factor: float | None = 1.0
-    if isinstance(head, VocabularyHead):
-        module, factor = head.module, head.factor
-    is_plain = type(module) is nn.Linear and module.bias is None and not hasattr(module.weight, "ds_id")
-    return (module.weight, factor) if is_plain and factor else None
+    module, factor = (head.module, head.factor) if isinstance(head, VocabularyHead) else (head, 1.0)
+    if not isinstance(module, nn.Linear) or type(module) is not nn.Linear or not factor:
+        return None
+    return (module.weight, factor) if module.bias is None and not hasattr(module.weight, "ds_id") else None
 
 
 class LinearLogProbs(torch.autograd.Function):
@@ -116,7 +115,7 @@ class LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Temperature, chunk: int
+        ctx: AutogradContext, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Temperature, chunk: int
     ) -> Tensor:
         log_probs = hidden.new_empty(len(targets), dtype=torch.float32)
         for place in range(0, len(targets), chunk):
@@ -129,7 +128,7 @@ class LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+    def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         """Compute the gradients chunk by chunk.
 
         The factor of each token scales its hidden state, [chunk, hidden], so that only the softmax has to pass over

@@ -17,6 +17,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from openrlhf.rollout.ipc import SharedMemory
+
 ALIGNMENT = 16  # bytes; the widest that a vectorised copy needs
 
 
@@ -36,7 +38,7 @@ class Header:
 
     entries: list[Entry] = field(default_factory=list)
     used: int = 0  # bytes
-    mapping: list[int | str | bool] = field(default_factory=list)  # `ipc.describe`, if the bytes are not sent
+    shared: SharedMemory | None = None  # where to find the bytes, if they are not sent
     end: bool = False  # no more buckets follow
     failure: str = ""  # why the weights are incomplete; empty if they are complete
 
@@ -47,7 +49,9 @@ class Header:
     def decode(cls, text: bytes) -> Header:
         """Parse `encode`'s JSON; a pickle from the network could run code."""
         fields = json.loads(text)
-        return cls(**fields | {"entries": [Entry(**entry) for entry in fields["entries"]]})
+        entries = [Entry(**entry) for entry in fields["entries"]]
+        shared = SharedMemory(**fields["shared"]) if fields["shared"] else None
+        return cls(**fields | {"entries": entries, "shared": shared})
 
 
 class Bucket:

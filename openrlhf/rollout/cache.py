@@ -2,39 +2,36 @@
 
 Keys and values are padded on the left, so all rows end at the same column. Convolutional and recurrent states have no
 columns: the state of a row is one slice, which is kept or concatenated as it is. `RowCache` replaces each layer of
-Transformers' `DynamicCache` with a class that supports this; `decoding.py` is its user.
+Transformers' `DynamicCache` with a class that supports this:
+
+    DynamicLayer, DynamicSlidingWindowLayer    GrowingLayer    keys and values [rows, heads, columns, dim]
+    DynamicIndexedLayer                        IndexedLayer    the same, and indexer keys [rows, columns, dim]
+    LinearAttentionLayer                       StateLayer      states [rows, ...]
+    LinearAttentionAnd...                      HybridLayer     both
+
+decoding.py is its user.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, Self
+from typing import Self, TypeAlias, cast
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import (
     Cache,
+    CacheLayerMixin,
     DynamicCache,
     DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
 )
-
-
-class RowLayer(Protocol):
-    """The row operations of one cache layer."""
-
-    def keep(self, rows: Tensor, drop_left: int) -> None:
-        """Keep only these rows, without the first `drop_left` columns."""
-        ...
-
-    def join(self, others: Sequence[Self]) -> None:
-        """Append the rows of the same layer of other caches, all left-padded to the longest."""
-        ...
 
 
 class GrowingLayer(DynamicLayer):
@@ -43,6 +40,9 @@ class GrowingLayer(DynamicLayer):
     A layer with a sliding window keeps all tokens too; the mask hides those outside the window.
     """
 
+    buffers: tuple[Tensor, ...]  # keys and values [rows, heads, allocated columns, dim]
+    length: int  # columns in use
+
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
@@ -50,59 +50,54 @@ class GrowingLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self.length = 0
-            self.room = tuple(with_room(new, len(new), 0) for new in (key_states, value_states))
+            self.buffers = tuple(allocate(new, len(new), 0) for new in (key_states, value_states))
         start, end = self.length, self.length + key_states.shape[-2]
-        if end > self.room[0].shape[-2]:
-            grown = tuple(with_room(room, len(room), end) for room in self.room)
-            for old, new in zip(self.room, grown, strict=True):
+        if end > self.buffers[0].shape[-2]:
+            grown = tuple(allocate(buffer, len(buffer), end) for buffer in self.buffers)
+            for old, new in zip(self.buffers, grown, strict=True):
                 new[..., :start, :] = old[..., :start, :]
-            self.room = grown
-        for room, new in zip(self.room, (key_states, value_states), strict=True):
-            room[..., start:end, :] = new
-        return self._show(self.room, end)
+            self.buffers = grown
+        for buffer, new in zip(self.buffers, (key_states, value_states), strict=True):
+            buffer[..., start:end, :] = new
+        return self._use(self.buffers, end)
 
-    def _show(self, room: tuple[Tensor, ...], length: int) -> tuple[Tensor, Tensor]:
+    def _use(self, buffers: tuple[Tensor, ...], length: int) -> tuple[Tensor, Tensor]:
         """Store the buffers, and expose their first `length` columns as keys and values."""
-        self.room, self.length = room, length
-        self.keys, self.values = (part[..., :length, :] for part in room)
+        self.buffers, self.length = buffers, length
+        self.keys, self.values = (buffer[..., :length, :] for buffer in buffers)
         return self.keys, self.values
 
     def keep(self, rows: Tensor, drop_left: int) -> None:
+        """Keep only these rows, without the first `drop_left` columns."""
         if not self.is_initialized:
             return
         left = self.length - drop_left
-        kept = tuple(with_room(room, len(rows), left) for room in self.room)
-        for old, new in zip(self.room, kept, strict=True):
+        kept = tuple(allocate(buffer, len(rows), left) for buffer in self.buffers)
+        for old, new in zip(self.buffers, kept, strict=True):
             torch.index_select(old[:, :, drop_left : self.length], 0, rows, out=new[..., :left, :])
-        self._show(kept, left)
+        self._use(kept, left)
 
-    def join(self, others: Sequence[GrowingLayer]) -> None:
+    def join(self, others: Sequence[Self]) -> None:
+        """Append the rows of the same layer of other caches, all left-padded to the longest."""
         if not self.is_initialized:
             return
         parts = (self, *others)
-        longest, rows = max(part.length for part in parts), sum(len(part.room[0]) for part in parts)
-        rooms = tuple(with_room(room, rows, longest) for room in self.room)
+        longest, rows = max(part.length for part in parts), sum(len(part.buffers[0]) for part in parts)
+        joined = tuple(allocate(buffer, rows, longest) for buffer in self.buffers)
         first = 0
         for part in parts:
-            end = first + len(part.room[0])
-            for old, new in zip(part.room, rooms, strict=True):
-                _write(new[first:end], old, part.length, longest)
+            end, padding = first + len(part.buffers[0]), longest - part.length
+            for old, new in zip(part.buffers, joined, strict=True):
+                # Attention gives padding a weight of zero, but the product is zero only if the padding is finite.
+                new[first:end, :, :padding] = 0
+                new[first:end, :, padding:longest] = old[:, :, : part.length]
             first = end
-        self._show(rooms, longest)
+        self._use(joined, longest)
 
 
-def with_room(like: Tensor, rows: int, tokens: int) -> Tensor:
+def allocate(like: Tensor, rows: int, tokens: int) -> Tensor:
     """Allocate uninitialised memory [rows, heads, columns, dim]: columns for `tokens`, half as many more, and 32."""
     return like.new_empty(rows, like.shape[1], tokens + tokens // 2 + 32, like.shape[-1])
-
-
-def _write(room: Tensor, tokens: Tensor, length: int, end: int) -> None:
-    """Copy `length` tokens so that they end at column `end`, and zero the padding to their left.
-
-    Attention gives padding a weight of zero, but the product is zero only if the padding is finite.
-    """
-    room[..., : end - length, :] = 0
-    room[..., end - length : end, :] = tokens[..., :length, :]
 
 
 class IndexedLayer(DynamicIndexedLayer, GrowingLayer):
@@ -113,16 +108,16 @@ class IndexedLayer(DynamicIndexedLayer, GrowingLayer):
         if self.indexer_keys is not None:
             self.indexer_keys = self.indexer_keys[rows, drop_left:]
 
-    def join(self, others: Sequence[Any]) -> None:
+    def join(self, others: Sequence[Self]) -> None:
         super().join(others)
         if self.indexer_keys is not None:
-            keys: list[Any] = [layer.indexer_keys for layer in (self, *others)]
+            keys = [layer.indexer_keys for layer in (self, *others) if layer.indexer_keys is not None]
             wide = [torch.nn.functional.pad(key, (0, 0, self.length - key.shape[1], 0)) for key in keys]
             self.indexer_keys = torch.cat(wide)
 
 
 class StateLayer(LinearAttentionLayer):
-    """Convolutional and recurrent states, one slice per row and no columns."""
+    """Convolutional and recurrent states [rows, ...], without columns."""
 
     def keep(self, rows: Tensor, drop_left: int) -> None:
         for states in (self.conv_states, self.recurrent_states):
@@ -130,7 +125,7 @@ class StateLayer(LinearAttentionLayer):
                 if state is not None:
                     states[number] = state.index_select(0, rows)
 
-    def join(self, others: Sequence[StateLayer]) -> None:
+    def join(self, others: Sequence[Self]) -> None:
         for kind in ("conv_states", "recurrent_states"):
             states = vars(self)[kind]
             for number, state in states.items():
@@ -145,13 +140,15 @@ class HybridLayer(LinearAttentionAndFullAttentionLayer, StateLayer, GrowingLayer
         StateLayer.keep(self, rows, drop_left)
         GrowingLayer.keep(self, rows, drop_left)
 
-    def join(self, others: Sequence[Any]) -> None:
+    def join(self, others: Sequence[Self]) -> None:
         StateLayer.join(self, others)
         GrowingLayer.join(self, others)
 
 
+RowLayer: TypeAlias = GrowingLayer | StateLayer
+
 # The cache layers of Transformers, and the class here that replaces each.
-ROW_LAYERS: dict[type, type[GrowingLayer | StateLayer]] = {
+ROW_LAYERS: dict[type, type[RowLayer]] = {
     DynamicLayer: GrowingLayer,
     DynamicSlidingWindowLayer: GrowingLayer,
     DynamicIndexedLayer: IndexedLayer,
@@ -166,7 +163,13 @@ class RowCache(Cache):
 
     def __init__(self, config: PretrainedConfig) -> None:
         """Create the layers that the model's config lists; an attention-only model gets its layers on demand."""
-        layers: Any = [row_layer(layer) for layer in DynamicCache(config=config).layers]
+        layers: list[CacheLayerMixin | LinearAttentionCacheLayerMixin] = []
+        for layer in DynamicCache(config=config).layers:
+            kind = ROW_LAYERS.get(type(layer))
+            if kind is None:
+                raise NotImplementedError(f"{type(layer).__name__} cannot be kept by rows")
+            states = {} if kind is GrowingLayer else {"number_of_states": vars(layer).get("number_of_states", 1)}
+            layers.append(kind(**states))
         if all(type(layer) is GrowingLayer for layer in layers):
             super().__init__(layer_class_to_replicate=GrowingLayer)
         else:
@@ -179,22 +182,11 @@ class RowCache(Cache):
 
     def keep_rows(self, keep: Tensor, drop_left: int) -> None:
         """Keep only these rows, without the `drop_left` columns on the left that are padding in all of them."""
-        for layer in self._row_layers():
+        for layer in cast("list[RowLayer]", self.layers):
             layer.keep(keep, drop_left)
 
     def add_rows(self, *others: RowCache) -> None:
         """Append the rows of other caches, all left-padded to the longest."""
-        for mine, *yours in zip(*(cache._row_layers() for cache in (self, *others)), strict=True):
-            mine.join(yours)
-
-    def _row_layers(self) -> Sequence[RowLayer]:
-        layers: Any = self.layers
-        return layers
-
-
-def row_layer(layer: Any) -> GrowingLayer | StateLayer:
-    """Create the layer of a `RowCache` that replaces a layer of Transformers."""
-    if type(layer) not in ROW_LAYERS:
-        raise NotImplementedError(f"{type(layer).__name__} cannot be kept by rows")
-    kind = ROW_LAYERS[type(layer)]
-    return kind() if kind is GrowingLayer else kind(number_of_states=vars(layer).get("number_of_states", 1))
+        caches = [cast("list[RowLayer]", cache.layers) for cache in (self, *others)]
+        for mine, *same in zip(*caches, strict=True):
+            mine.join(same)

@@ -1,11 +1,13 @@
 """GPU memory shared by two processes through CUDA IPC, described by plain values instead of a pickle.
 
-`channel.py` puts the description into the header of a bucket, which then need not be sent.
+The sender of a weight channel puts the description of its buffer into the header of a bucket; the receiver opens it and
+reads the same memory, so the bytes need not be sent.
 """
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +15,19 @@ from torch import Tensor
 
 from openrlhf.errors import RolloutError
 
-Mapping = list[int | str | bool]
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """What another process needs to open a buffer on the same GPU; byte strings are in hexadecimal, for JSON."""
+
+    gpu: str  # its UUID: indices may differ between processes
+    handle: str  # CUDA's handle of the allocation
+    size: int  # bytes
+    offset: int  # of the buffer within the allocation, in bytes
+    counter: str  # handle of torch's reference counter, which keeps the memory alive while it is mapped
+    counter_offset: int
+    event: str  # handle of a CUDA event
+    must_wait: bool  # for the event, before reading
 
 
 def check_allocator() -> None:
@@ -26,32 +40,31 @@ def check_allocator() -> None:
             )
 
 
-def describe(buffer: Tensor) -> Mapping:
-    """Return what `open_mapping` needs in another process. Reuse the memory only after that process released it."""
-    storage: Any = buffer.untyped_storage()
-    _, handle, size, offset, counter, counter_offset, event, wait = storage._share_cuda_()
-    uuid = str(torch.cuda.get_device_properties(buffer.device).uuid)
-    return [uuid, handle.hex(), size, offset, counter.hex(), counter_offset, event.hex(), wait]
+def share_memory(buffer: Tensor) -> SharedMemory:
+    """Describe a buffer for `open_memory` in another process. Reuse it only after that process released it."""
+    storage: Any = buffer.untyped_storage()  # its type stub lacks this method
+    _, handle, size, offset, counter, counter_offset, event, must_wait = storage._share_cuda_()
+    gpu = str(torch.cuda.get_device_properties(buffer.device).uuid)
+    return SharedMemory(gpu, handle.hex(), size, offset, counter.hex(), counter_offset, event.hex(), must_wait)
 
 
-def open_mapping(mapping: Mapping) -> Tensor:
+def open_memory(shared: SharedMemory) -> Tensor:
     """Open the sender's buffer, as bytes on this process's current device, which must be the same GPU."""
-    fields: list[Any] = mapping
-    uuid, handle, size, offset, counter, counter_offset, event, wait = fields
     device = torch.cuda.current_device()
     here = str(torch.cuda.get_device_properties(device).uuid)
-    if here != uuid:
-        raise RolloutError(f"the weights lie on GPU {uuid} and this process uses {here}; ipc needs one GPU for both")
-    kind: Any = torch.UntypedStorage
+    if here != shared.gpu:
+        raise RolloutError(
+            f"the weights are on GPU {shared.gpu} and this process uses {here}: ipc needs the same GPU for both"
+        )
     torch.cuda.init()
-    storage = kind._new_shared_cuda(
+    storage = torch.UntypedStorage._new_shared_cuda(
         device,
-        bytes.fromhex(handle),
-        size,
-        offset,
-        bytes.fromhex(counter),
-        counter_offset,
-        bytes.fromhex(event),
-        wait,
+        bytes.fromhex(shared.handle),
+        shared.size,
+        shared.offset,
+        bytes.fromhex(shared.counter),
+        shared.counter_offset,
+        bytes.fromhex(shared.event),
+        shared.must_wait,
     )
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

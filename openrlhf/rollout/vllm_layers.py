@@ -2,19 +2,23 @@
 
 On CPU, vLLM packs matrices for its kernels after loading and computes with the packed copies. Its layer-wise reload
 packs what it loaded again, with two exceptions that `reloading` handles: a head that shares the embedding's weight
-keeps its copy of the old one, and experts are packed only when their kernel is built. `vllm_worker.py` is the caller.
+keeps its copy of the old one, and experts are packed only when their kernel is built.
+
+To verify a load, some columns of each tensor are compared: `sampled` takes them from what arrives, `read_back` from
+what the layers compute with. `vllm_worker.py` is the caller of all three.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from vllm.config import ModelConfig
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
@@ -24,6 +28,7 @@ from vllm.platforms import current_platform
 
 from openrlhf.rollout.checksum import checksum
 
+VLLMLayer: TypeAlias = Any  # a layer of vLLM or its method, whose attributes depend on platform and quantisation
 COPIED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)  # loading these layers is a plain copy
 COLUMNS = 64  # of a matrix that are read back, about
 
@@ -35,9 +40,16 @@ def method_of(module: nn.Module) -> QuantizeMethodBase | None:
 
 
 @contextmanager
-def reloading(model: nn.Module, model_config: Any) -> Iterator[None]:
+def reloading(model: nn.Module, model_config: ModelConfig) -> Iterator[None]:
     """Convert the weights that are loaded in this context to the form that vLLM's kernels expect."""
-    kernels = _take_expert_kernels(model) if current_platform.is_cpu() else []
+    kernels: list[tuple[VLLMLayer, object]] = []
+    if current_platform.is_cpu():
+        # Detach the kernels of all experts. Without a kernel, vLLM treats a load as the first one: it pads and packs
+        # the experts, and builds the kernel.
+        methods: list[VLLMLayer] = [method_of(module) for module in model.modules()]
+        kernels = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None) is not None]
+        for method, _ in kernels:
+            method.moe_kernel = None
     initialize_layerwise_reload(model)
     try:
         yield
@@ -47,40 +59,22 @@ def reloading(model: nn.Module, model_config: Any) -> Iterator[None]:
             if method.moe_kernel is None:  # no weights arrived for these experts
                 method.moe_kernel = kernel
         if current_platform.is_cpu():
-            _pack_shared_weights(model)
+            # Pack embeddings and heads again if they share their weight with another module.
+            for users in weight_users(model):
+                for module in users.values() if len(users) > 1 else ():
+                    method = method_of(module)
+                    if isinstance(method, UnquantizedEmbeddingMethod):
+                        method.process_weights_after_loading(module)
 
 
-def _take_expert_kernels(model: nn.Module) -> list[tuple[Any, Any]]:
-    """Detach the kernels of all experts; return each with the method that held it.
-
-    Without a kernel, vLLM treats a load as the first one: it pads and packs the experts, and builds the kernel.
-    """
-    methods: list[Any] = [method_of(module) for module in model.modules()]
-    taken = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None) is not None]
-    for method, _ in taken:
-        method.moe_kernel = None
-    return taken
-
-
-def _pack_shared_weights(model: nn.Module) -> None:
-    """Pack embeddings and heads again if they share their weight with another module."""
-    for _, users in _users(model).values():
-        for module in users if len(users) > 1 else ():
-            method = method_of(module)
-            if isinstance(method, UnquantizedEmbeddingMethod):
-                method.process_weights_after_loading(module)
-
-
-def _users(model: nn.Module) -> dict[int, tuple[list[str], list[nn.Module]]]:
-    """Group modules and their names by the weight that they hold, by its id; quantised weights are left out."""
-    found: dict[int, tuple[list[str], list[nn.Module]]] = defaultdict(lambda: ([], []))
+def weight_users(model: nn.Module) -> Collection[dict[str, nn.Module]]:
+    """Return the modules that hold each weight, by their names; quantised weights are left out."""
+    found: defaultdict[int, dict[str, nn.Module]] = defaultdict(dict)  # by id of the weight
     for name, module in model.named_modules():
         weight = module._parameters.get("weight")
         if weight is not None and weight.is_floating_point() and weight.element_size() > 1:  # else it is quantised
-            names, modules = found[id(weight)]
-            names.append(name)
-            modules.append(module)
-    return dict(found)
+            found[id(weight)][name] = module
+    return found.values()
 
 
 @dataclass(frozen=True)
@@ -119,19 +113,16 @@ def read_back(model: nn.Module, fused: Mapping[str, Sequence[str]], arrived: Map
     if not arrived or get_tensor_model_parallel_world_size() > 1:
         return frozenset()
     found: dict[str, bool] = {}
-    for names, modules in _users(model).values():
-        for module in modules:
+    for users in weight_users(model):
+        for module in users.values():
             held = _computed_with(module)
-            for user in names:
-                for name, same in _compare(held, _parts(user, fused), arrived):
+            for user in users:
+                # Checkpoint names of the tensors that make up the weight, in order.
+                above, _, own = user.rpartition(".")
+                names = [f"{above}.{part}.weight".removeprefix(".") for part in fused.get(own, [own])]
+                for name, same in _compare(held, names, arrived):
                     found[name] = found.get(name, True) and same
     return frozenset(name for name, same in found.items() if same)
-
-
-def _parts(module: str, fused: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the checkpoint names of the tensors that make up a module's weight, in order."""
-    above, _, own = module.rpartition(".")
-    return [f"{above}.{part}.weight".removeprefix(".") for part in fused.get(own, [own])]
 
 
 def _computed_with(module: nn.Module) -> Tensor:
@@ -139,7 +130,7 @@ def _computed_with(module: nn.Module) -> Tensor:
 
     A packed matrix cannot be inspected, but its product with a unit vector is exactly one of its columns.
     """
-    layer: Any = module
+    layer: VLLMLayer = module
     weight: Tensor = layer.weight
     method = method_of(module)
     packed = isinstance(method, UnquantizedLinearMethod) or isinstance(module, ParallelLMHead)
@@ -158,8 +149,8 @@ def _compare(held: Tensor, names: Sequence[str], arrived: Mapping[str, Sampled])
         return
     start = 0
     for name in names:
-        asked = arrived[name]
-        own = held[start : start + asked.shape[0]]
-        turned = held[: asked.shape[-1]]  # a matrix that a checkpoint stores transposed is never fused
-        yield name, _sum(own) == asked.columns or (len(names) == 1 and _sum(turned) == asked.rows)
-        start += asked.shape[0]
+        sent = arrived[name]
+        own = held[start : start + sent.shape[0]]  # [rows of this part, sampled columns]
+        turned = held[: sent.shape[-1]]  # a matrix that a checkpoint stores transposed is never fused
+        yield name, _sum(own) == sent.columns or (len(names) == 1 and _sum(turned) == sent.rows)
+        start += sent.shape[0]

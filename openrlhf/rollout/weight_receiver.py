@@ -20,7 +20,7 @@ from torch import distributed as dist
 from openrlhf.errors import RolloutError
 from openrlhf.rollout.bucket import Header, unpack
 from openrlhf.rollout.channel import BEGUN, JOINED, OK, Channel, first_line
-from openrlhf.rollout.ipc import open_mapping
+from openrlhf.rollout.ipc import open_memory
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,8 @@ class WeightReceiver:
                 return header.failure
             answer = "stopped before the end"
             try:
-                buffer = open_mapping(header.mapping) if self.group is None else self._receive_bytes(header.used)
+                shared = header.shared
+                buffer = self._receive_bytes(header.used) if shared is None else open_memory(shared)  # [bytes]
                 yield from unpack(header, buffer)
                 if buffer.is_cuda:  # copies out of the buffer must be complete before they are acknowledged
                     torch.cuda.current_stream().synchronize()

@@ -21,7 +21,7 @@ from openrlhf.rollout.bucket import Bucket, Header
 from openrlhf.rollout.channel import BEGUN, CALLED_OFF, JOINED, OK, BroadcastGroup, Channel, first_line
 from openrlhf.rollout.checksum import checksum
 from openrlhf.rollout.engine import Checksums, Weights
-from openrlhf.rollout.ipc import check_allocator, describe
+from openrlhf.rollout.ipc import check_allocator, share_memory
 
 CALL_OFF_INTERVAL = 1.0  # seconds between two checks whether a waiting sender was called off
 
@@ -159,7 +159,7 @@ class BucketPipeline:
         if self.sender.group is None:
             # The receiver reads the same memory, so the copies into the bucket must be complete.
             torch.cuda.current_stream(bucket.buffer.device).synchronize()
-            header = replace(header, mapping=describe(bucket.buffer))
+            header = replace(header, shared=share_memory(bucket.buffer))
         self._publish(header, bucket)
 
     def _publish(self, header: Header, bucket: Bucket | None = None) -> None:
