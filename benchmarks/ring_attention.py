@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from openrlhf.models.attention import segmented_attention
-from openrlhf.models.blocks import Scoring, Seen
+from openrlhf.models.blocks import AttentionResult, Scoring
 from openrlhf.models.ring import Share
-from openrlhf.models.ring_attention import gradients_round, look_round, strides
+from openrlhf.models.ring_attention import ring_backward, ring_forward, strides
 
 UNEVEN = (700, 1, 2100, 350, 33, 912)
 Attention = Callable[[Sequence[Tensor], Sequence[int]], list[Tensor]]  # (q, k, v, gradient) -> (output, dq, dk, dv)
@@ -78,9 +78,9 @@ def one_rank(tensors: Sequence[Tensor], share: Any) -> list[Tensor]:
     scoring = Scoring(query.shape[-1] ** -0.5)
     for heads, key_heads in strides(query, key, share.ring.head_stride):
         passed = torch.stack([key[key_heads], value[key_heads]])
-        output, lse = look_round(query[heads], passed, share, scoring)
-        seen = Seen(query[heads], output.to(query.dtype), lse, gradient[heads])
-        to_query, (to_key, to_value) = gradients_round(seen, passed, share, scoring)
+        output, lse = ring_forward(query[heads], passed, share, scoring)
+        seen = AttentionResult(query[heads], output.to(query.dtype), lse, gradient[heads])
+        to_query, (to_key, to_value) = ring_backward(seen, passed, share, scoring)
         found = ((output, heads), (to_query, heads), (to_key, key_heads), (to_value, key_heads))
         for result, (part, where) in zip(results, found, strict=True):
             result[where] = part.to(result.dtype)

@@ -1,9 +1,13 @@
 """Attention of a block of queries to a block of keys, with outputs that can be merged across blocks, and gradients.
 
-Beside the output of each query, its log-sum-exp of scores is kept: with it, two partial outputs can be merged, and the
-gradient of the whole is a sum over blocks. On CUDA in half precision this uses the forward and backward of PyTorch's
-flash kernel; elsewhere, and within a sliding window, plain matrix products over tiles of queries. `ring_attention.py`
-calls it for the keys of each process in a ring.
+A process in a ring attends to the keys of all processes, one block after another (ring_attention.py). Beside the output
+o of each query, its log-sum-exp of scores l is kept; from the partial results of two blocks follows the whole:
+
+    l = log(exp(l1) + exp(l2))        o = exp(l1 - l) o1 + exp(l2 - l) o2        (`merge`)
+
+With l and o of the whole, the gradient is a sum over blocks (FlashAttention, arXiv 2205.14135, appendix B.2). On CUDA
+in half precision this uses the forward and backward of PyTorch's flash kernel; elsewhere, and within a sliding window,
+plain matrix products over tiles of queries.
 """
 
 from collections.abc import Iterator
@@ -29,17 +33,17 @@ class Scoring:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """The result of queries over the keys of all processes, and its gradient."""
+class AttentionResult:
+    """Attention of queries over the keys of all processes, and the gradient of its output."""
 
     query: Tensor  # [tokens, heads, dim]
     output: Tensor  # [tokens, heads, dim]
     lse: Tensor  # [tokens, heads]
     gradient: Tensor  # [tokens, heads, dim]
 
-    def __getitem__(self, part: slice | tuple[slice, slice]) -> "Seen":
+    def __getitem__(self, part: slice | tuple[slice, slice]) -> "AttentionResult":
         """Select tokens, or tokens and heads."""
-        return Seen(self.query[part], self.output[part], self.lse[part], self.gradient[part])
+        return AttentionResult(self.query[part], self.output[part], self.lse[part], self.gradient[part])
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, block: Block, scoring: Scoring) -> tuple[Tensor, Tensor]:
@@ -59,32 +63,32 @@ def attend(query: Tensor, key: Tensor, value: Tensor, block: Block, scoring: Sco
     for queries, keys, distance in tiles(block, scoring.window):
         scores = masked_scores(query[queries], key[keys], distance, scoring)  # [key heads, group, queries, keys]
         sums = scores.logsumexp(-1)  # [key heads, group, queries]
-        weights = (scores - sums[..., None]).exp()
+        weights = (scores - sums[..., None]).exp()  # [key heads, group, queries, keys]
         output[queries] = products(weights, value[keys]).float()
         lse[queries] = sums.flatten(0, 1).T
     return output, lse
 
 
 def block_gradients(
-    seen: Seen, key: Tensor, value: Tensor, block: Block, scoring: Scoring
+    result: AttentionResult, key: Tensor, value: Tensor, block: Block, scoring: Scoring
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of the block's queries, keys and values, each [tokens, heads, dim]."""
-    seen, key, value = seen[block.queries], key[block.keys], value[block.keys]
-    if takes_flash(seen.query, scoring):
-        given = (seen.gradient, seen.query, key, value, seen.output, seen.lse.T.contiguous())
+    result, key, value = result[block.queries], key[block.keys], value[block.keys]
+    if takes_flash(result.query, scoring):
+        given = (result.gradient, result.query, key, value, result.output, result.lse.T.contiguous())
         bounds = flash_bounds(block.query_bounds, block.key_bounds, key.device)
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=key.device), torch.empty(0, device=key.device)
         return torch.ops.aten._flash_attention_backward(
             *given, *bounds, 0.0, block.causal, *no_dropout, scale=scoring.scale
         )
-    to_query, to_key, to_value = (torch.zeros_like(part, dtype=torch.float32) for part in (seen.query, key, value))
+    to_query, to_key, to_value = (torch.zeros_like(part, dtype=torch.float32) for part in (result.query, key, value))
     key_heads = key.shape[1]
-    pull = (seen.gradient.float() * seen.output.float()).sum(-1)  # [queries, heads], for the softmax
+    pull = (result.gradient.float() * result.output.float()).sum(-1)  # [queries, heads], for the softmax
     for queries, keys, distance in tiles(block, scoring.window):
         # query and gradient: [queries, key heads, group, dim]; scores and weights: [key heads, group, queries, keys]
-        query, gradient = (grouped(part[queries], key_heads) for part in (seen.query, seen.gradient))
-        scores = masked_scores(seen.query[queries], key[keys], distance, scoring)
-        weights = (scores - by_key_head(seen.lse[queries], key_heads)[..., None]).exp()
+        query, gradient = (grouped(part[queries], key_heads) for part in (result.query, result.gradient))
+        scores = masked_scores(result.query[queries], key[keys], distance, scoring)
+        weights = (scores - by_key_head(result.lse[queries], key_heads)[..., None]).exp()
         to_weights = torch.einsum("qhgd,khd->hgqk", gradient, value[keys]).float()
         to_scores = weights * (to_weights - by_key_head(pull[queries], key_heads)[..., None]) * scoring.scale
         to_query[queries] = products(to_scores, key[keys]).float()
@@ -94,7 +98,10 @@ def block_gradients(
 
 
 def merge(output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-    """Merge the outputs of the same queries over other keys into `output` and `lse`, in place."""
+    """Merge the outputs of the same queries over other keys into `output` and `lse`, in place.
+
+    Outputs are [queries, heads, dim], log-sum-exps [queries, heads].
+    """
     whole = torch.logaddexp(lse, other_lse)
     output.mul_((lse - whole).exp()[..., None]).add_(other * (other_lse - whole).exp()[..., None])
     lse.copy_(whole)
@@ -127,7 +134,7 @@ def tiles(block: Block, window: int | None) -> Iterator[tuple[slice, slice, int]
 def masked_scores(query: Tensor, key: Tensor, distance: int, scoring: Scoring) -> Tensor:
     """Return scores [key heads, group, queries, keys] in fp32, minus infinity for keys that a query does not see."""
     scores = torch.einsum("qhgd,khd->hgqk", grouped(query, key.shape[1]), key).float() * scoring.scale
-    places = torch.arange(len(query), device=query.device) + distance
+    places = torch.arange(len(query), device=query.device) + distance  # [queries]
     back = places[:, None] - torch.arange(len(key), device=query.device)  # [queries, keys]
     hidden = back < 0 if scoring.window is None else (back < 0) | (back >= scoring.window)
     return scores.masked_fill_(hidden, float("-inf"))

@@ -1,7 +1,11 @@
 """Heads: the scalar head of reward models and critics, and the projection to the vocabulary.
 
 `Network` computes hidden states with the decoder alone and applies a head to those it needs. For the vocabulary head,
-the model's own forward shows what it does beyond the projection, so that no family needs a special case.
+the model's own forward shows what it does beyond the projection, so that no family needs a special case:
+
+    the model's forward      decoder  ->  head  ->  scale, cap, ...  ->  logits
+    `finished_logits`        given hidden states  ->  head  ->  scale, cap, ...  ->  logits
+    `logit_factor`           given hidden states  ->  identity  ->  scale, cap, ...: only a constant factor?
 """
 
 from __future__ import annotations
@@ -19,9 +23,9 @@ SCALAR_HEAD = "score"  # the name that AutoModelForSequenceClassification gives 
 
 def init_scalar_head(model: PreTrainedModel) -> None:
     """Initialise the scalar head so that the first rewards are near zero: standard deviation 1 / (hidden + 1)."""
-    head: Any = model.get_submodule(SCALAR_HEAD)
+    weight = model.get_parameter(f"{SCALAR_HEAD}.weight")  # [1, hidden]
     with torch.no_grad():
-        head.weight.normal_(mean=0.0, std=1.0 / (head.in_features + 1))
+        weight.normal_(mean=0.0, std=1.0 / (weight.shape[1] + 1))
 
 
 def separate_pad_from_eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -35,13 +39,16 @@ def separate_pad_from_eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizer
         token = next((token for token in spare if token and token != tokenizer.eos_token), None)
         if token is None:
             tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
-            embeddings: Any = model.get_input_embeddings()
-            if len(tokenizer) > embeddings.weight.shape[0]:
-                model.resize_token_embeddings(len(tokenizer), mean_resizing=False)  # padding is never looked at
+            add_missing_embeddings(model, tokenizer)
         else:
             tokenizer.pad_token = token
-    config: Any = model.config
-    config.pad_token_id = tokenizer.pad_token_id
+    model.config.pad_token_id = tokenizer.pad_token_id
+
+
+def add_missing_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Resize the embeddings of a model if its tokenizer has more tokens: a padding token, whose value is never used."""
+    if len(tokenizer) > model.get_input_embeddings().get_parameter("weight").shape[0]:
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
 
 
 class VocabularyHead:
@@ -70,7 +77,7 @@ class VocabularyHead:
 
 def output_embeddings(model: PreTrainedModel) -> nn.Module:
     """Return a model's projection to the vocabulary; raise a ConfigError if it has none."""
-    module: Any = model.get_output_embeddings()
+    module = model.get_output_embeddings()
     if module is None:
         raise ConfigError(f"{type(model).__name__} has no projection to the vocabulary: expected a language model")
     return module
@@ -114,25 +121,21 @@ def finished_logits(model: PreTrainedModel, hidden: Tensor, *, identity: bool = 
     swaps: list[tuple[nn.Module, str, nn.Module]] = [(model, name, GivenStates(model._modules[name], hidden))]
     if identity:
         head = output_embeddings(model)
-        swaps.append((*_parent_of(model, head), IdentityHead(head)))
+        places = [
+            (parent, name) for parent in model.modules() for name, child in parent._modules.items() if child is head
+        ]
+        if not places:
+            raise AttributeError("the head is not a module of the model")
+        swaps.append((*places[0], IdentityHead(head)))
     kept = [parent._modules[name] for parent, name, _ in swaps]
     for parent, name, module in swaps:
         parent._modules[name] = module
     try:
-        ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
+        ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)  # [rows, tokens], not looked at
         return model.forward(input_ids=ids).logits
     finally:
         for (parent, name, _), module in zip(swaps, kept, strict=True):
             parent._modules[name] = module
-
-
-def _parent_of(model: nn.Module, child: nn.Module) -> tuple[nn.Module, str]:
-    """Return the module that directly contains `child`, and the child's name there."""
-    for module in model.modules():
-        for name, found in module._modules.items():
-            if found is child:
-                return module, name
-    raise AttributeError("the head is not a module of the model")
 
 
 class StandIn(nn.Module):

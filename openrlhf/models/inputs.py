@@ -8,12 +8,17 @@ separates sequences in every layout (`self_test.py` finds out which work):
     row by row     one call per sequence
 
 Convolutions look a few tokens back, across the start of a packed sequence. So each sequence is followed by as many
-masked tokens as the widest kernel looks back: zeros, as at the start of a row.
+masked tokens as the widest kernel looks back: zeros, as at the start of a row. For sequences a and b and a gap of 2:
+
+    input_ids       a a a . . b b b b . .
+    attention_mask  1 1 1 0 0 1 1 1 1 0 0
+    seq_idx         0 0 0 0 0 1 1 1 1 1 1
+    cu_seq_lens_q   0, 5, 11
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +26,14 @@ from torch import Tensor, nn
 from openrlhf.types import Batch
 
 CallLayout = Literal["packed", "padded", "row by row"]
+Arguments: TypeAlias = dict[str, Any]  # of a decoder's forward; which ones it knows depends on its family
 
 
 @dataclass(frozen=True)
 class DecoderCall:
     """Arguments of one call, and the token of the flattened batch that each place of the output belongs to."""
 
-    arguments: dict[str, Any]
+    arguments: Arguments
     batch_places: Tensor | None = None  # [tokens] in the flattened batch; None: every place, in order
     output_places: Tensor | None = None  # [tokens] in the flattened output; None: every place, in order
 
@@ -54,18 +60,19 @@ def packed_call(batch: Batch, gap: int) -> DecoderCall:
     ids, positions = batch.input_ids[real], batch.position_ids[real]  # [tokens]
     starts = (positions == 0).nonzero().squeeze(-1)  # [sequences]
     total, longest = len(ids), int(batch.position_ids.max()) + 1
-    extra: dict[str, Any] = {"attention_mask": None}
+    extra: Arguments = {"attention_mask": None}
     output_places = None
     if gap:
         number = (positions == 0).cumsum(0) - 1  # [tokens]: index of the sequence
-        output_places = torch.arange(total, device=ids.device) + gap * number
+        output_places = torch.arange(total, device=ids.device) + gap * number  # [tokens]
         starts = starts + gap * torch.arange(len(starts), device=ids.device)
         total, longest = total + gap * len(starts), longest + gap
         ids, positions = _spaced(ids, output_places, total), _spaced(positions, output_places, total)
+        # ids, positions, mask: [tokens and gaps]
         mask = _spaced(torch.ones_like(output_places), output_places, total)
-        sequence = torch.bucketize(torch.arange(total, device=ids.device), starts, right=True) - 1
+        sequence = torch.bucketize(torch.arange(total, device=ids.device), starts, right=True) - 1  # [total]
         extra = {"attention_mask": mask[None], "seq_idx": sequence[None].to(torch.int32)}
-    bounds = torch.nn.functional.pad(starts, (0, 1), value=total).to(torch.int32)
+    bounds = torch.nn.functional.pad(starts, (0, 1), value=total).to(torch.int32)  # [sequences + 1]
     arguments = {
         "input_ids": ids[None],
         "position_ids": positions[None],
@@ -92,7 +99,7 @@ def padded_call(batch: Batch) -> DecoderCall:
     if len(batch.input_ids) == batch.num_sequences:
         return DecoderCall({"input_ids": batch.input_ids, "attention_mask": real.long()})
     shape = (batch.num_sequences, int(batch.position_ids.max()) + 1)
-    places = batch.sequence_ids[real] * shape[1] + batch.position_ids[real]
+    places = batch.sequence_ids[real] * shape[1] + batch.position_ids[real]  # [tokens] in the flattened rows
     total = shape[0] * shape[1]
     arguments = {
         "input_ids": _spaced(batch.input_ids[real], places, total).view(shape),

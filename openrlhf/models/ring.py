@@ -1,16 +1,24 @@
 """A ring of N processes that share every packed row: each holds a part of its tokens (--ring_attn_size).
 
 The row is cut into 2N chunks, and process i takes chunks i and 2N - 1 - i: late tokens attend to more keys than early
-ones, and this way every process gets the same amount of work. `Network` joins the outputs of all processes on each of
-them, so losses need not know about rings. `ring_attention.py` computes attention across the processes.
+ones, and this way every process gets the same amount of work. For N = 2, with three sequences a, b and c in the row:
+
+    row         a a a a a | b b b b b | b b b c c | c c c . .        . fills up the row
+    chunk           0     |     1     |     2     |     3
+    process         0     |     1     |     1     |     0
+
+    1. `Network` cuts its inputs to this process's tokens (`Share.cut`), and computes its layers on these alone.
+    2. In attention, keys and values are passed around the ring (ring_attention.py). `Share.blocks` says which of this
+       process's queries see which keys of another: in process 0, the end of c sees its beginning in process 1.
+    3. `Network` joins the outputs of all processes on each of them (`Share.join`), so losses need not know about rings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,6 +31,7 @@ from openrlhf.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+AutogradContext: TypeAlias = Any  # of a torch.autograd.Function: it takes any attribute
 RINGABLE_LAYERS = {"full_attention", "sliding_attention"}
 ROPE_OF_THE_LENGTH = {"dynamic", "longrope"}  # angles depend on the longest position, held by another process
 
@@ -36,30 +45,31 @@ class Ring:
     size: int
     head_stride: int = 1
 
-    def pass_on(self, tensor: Tensor) -> Arriving:
+    def pass_on(self, tensor: Tensor) -> Exchange:
         """Start to send a tensor to the next process and to receive one of equal shape from the previous process."""
-        coming = torch.empty_like(tensor)
+        received = torch.empty_like(tensor)
         members = dist.get_process_group_ranks(self.group)
         following, preceding = members[(self.index + 1) % self.size], members[self.index - 1]
         calls = [
             dist.P2POp(dist.isend, tensor, following, self.group),
-            dist.P2POp(dist.irecv, coming, preceding, self.group),
+            dist.P2POp(dist.irecv, received, preceding, self.group),
         ]
-        return Arriving(coming, tensor, dist.batch_isend_irecv(calls))
+        return Exchange(tensor, received, dist.batch_isend_irecv(calls))
 
 
 @dataclass(frozen=True)
-class Arriving:
-    """A tensor being received, and the one being sent meanwhile, which must be kept alive until it is sent."""
+class Exchange:
+    """A tensor on its way to the next process, and the one on its way from the previous process."""
 
-    tensor: Tensor
-    leaving: Tensor
+    sent: Tensor  # must be kept alive until it is sent
+    received: Tensor  # complete after `wait`
     works: Sequence[dist.Work]
 
     def wait(self) -> Tensor:
+        """Wait for both transfers; return the tensor that was received."""
         for work in self.works:
             work.wait()
-        return self.tensor
+        return self.received
 
 
 @dataclass(frozen=True)
@@ -109,9 +119,9 @@ class Share:
         return torch.cat([row[start : start + self.chunk] for start in self.starts(self.ring.index)])
 
     def held(self, places: Tensor) -> Tensor:
-        """Return the indices of those `places` in the row whose tokens this process holds."""
-        chunks = places // self.chunk
-        owners = torch.minimum(chunks, 2 * self.ring.size - 1 - chunks)
+        """Return the indices of those `places` [tokens] in the row whose tokens this process holds."""
+        chunks = places // self.chunk  # [tokens]
+        owners = torch.minimum(chunks, 2 * self.ring.size - 1 - chunks)  # [tokens]: the process of each
         return (owners == self.ring.index).nonzero().squeeze(-1)
 
     def local(self, places: Tensor) -> Tensor:
@@ -121,53 +131,44 @@ class Share:
 
     def join(self, values: Tensor, numbers: Tensor, count: int) -> Tensor:
         """Return [count, ...] on every process; this one contributes `values` at the indices `numbers`."""
-        return Joined.apply(values, numbers, count, self.ring.group)
+        return JoinRows.apply(values, numbers, count, self.ring.group)
 
     def blocks(self, source: int, window: int | None = None) -> Iterator[Block]:
         """Yield the blocks of this process's queries and the keys of process `source` that they see."""
         if source == self.ring.index:
-            bounds = self._own_bounds()
-            yield Block(slice(0, 2 * self.chunk), slice(0, 2 * self.chunk), bounds, bounds, 0)
+            # Triangles: the sequences, or parts of sequences, within each of this process's two chunks.
+            bounds = {0, self.chunk, 2 * self.chunk}
+            for place, start in enumerate(self.starts(source)):
+                inside = (bound - start for bound in self.bounds if start < bound < start + self.chunk)
+                bounds |= {place * self.chunk + bound for bound in inside}
+            both = slice(0, 2 * self.chunk)
+            yield Block(both, both, tuple(sorted(bounds)), tuple(sorted(bounds)), 0)
         for query_place, query_start in enumerate(self.starts(self.ring.index)):
             for key_place, key_start in enumerate(self.starts(source)):
-                if key_start < query_start:
-                    yield from self._earlier(query_place, query_start, key_place, key_start, window)
-
-    def _own_bounds(self) -> tuple[int, ...]:
-        """Return the bounds of sequences, or of their parts, among this process's tokens; chunk ends are bounds too."""
-        found = {0, self.chunk, 2 * self.chunk}
-        for place, start in enumerate(self.starts(self.ring.index)):
-            inside = (bound - start for bound in self.bounds if start < bound < start + self.chunk)
-            found |= {place * self.chunk + bound for bound in inside}
-        return tuple(sorted(found))
-
-    def _earlier(
-        self, query_place: int, query_start: int, key_place: int, key_start: int, window: int | None
-    ) -> Iterator[Block]:
-        """Yield a rectangular block: the one sequence that extends from an earlier chunk into a later one, if any.
-
-        With a sliding window it is reduced to its corner, so that every query in it sees at least one key.
-        """
-        key_end = key_start + self.chunk
-        begin, end = next((a, b) for a, b in pairwise(self.bounds) if a <= query_start < b)
-        first_key, last_query = max(key_start, begin), min(query_start + self.chunk, end)
-        if window is not None:
-            first_key, last_query = max(first_key, query_start - window + 1), min(last_query, key_end - 1 + window)
-        queries, keys = last_query - query_start, key_end - first_key
-        if queries <= 0 or keys <= 0:
-            return
-        from_query = query_place * self.chunk
-        from_key = key_place * self.chunk + first_key - key_start
-        yield Block(
-            slice(from_query, from_query + queries),
-            slice(from_key, from_key + keys),
-            (0, queries),
-            (0, keys),
-            query_start - first_key,
-        )
+                if key_start >= query_start:
+                    continue
+                # A rectangle: the one sequence that extends from an earlier chunk into a later one, if any. With a
+                # sliding window it is reduced to its corner, so that every query in it sees at least one key.
+                key_end = key_start + self.chunk
+                begin, end = next((a, b) for a, b in pairwise(self.bounds) if a <= query_start < b)
+                first_key, last_query = max(key_start, begin), min(query_start + self.chunk, end)
+                if window is not None:
+                    first_key = max(first_key, query_start - window + 1)
+                    last_query = min(last_query, key_end - 1 + window)
+                queries, keys = last_query - query_start, key_end - first_key
+                if queries > 0 and keys > 0:
+                    from_query = query_place * self.chunk
+                    from_key = key_place * self.chunk + first_key - key_start
+                    yield Block(
+                        slice(from_query, from_query + queries),
+                        slice(from_key, from_key + keys),
+                        (0, queries),
+                        (0, keys),
+                        query_start - first_key,
+                    )
 
 
-class Joined(torch.autograd.Function):
+class JoinRows(torch.autograd.Function):
     """Joins the rows that the processes hold, so that each has all of them.
 
     Every process computes the same loss from them, so its gradient is already complete and is not reduced.
@@ -175,24 +176,24 @@ class Joined(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
-        ctx: Any, values: Tensor, numbers: Tensor, count: int, group: dist.ProcessGroup
+        ctx: AutogradContext, values: Tensor, numbers: Tensor, count: int, group: dist.ProcessGroup
     ) -> Tensor:
         ctx.save_for_backward(numbers)
-        joined = values.new_zeros(count, *values.shape[1:])
+        joined = values.new_zeros(count, *values.shape[1:])  # [count, ...]
         joined[numbers] = values
         dist.all_reduce(joined, group=group)  # one process has the row, the others have zeros
         return joined
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+    def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         (numbers,) = ctx.saved_tensors
         return gradient[numbers], None, None, None
 
 
 def check_ring(config: PretrainedConfig, sharding: ShardingFlags) -> None:
     """Reject a model whose layers cannot work on parts of a sequence, and a head stride that does not divide evenly."""
-    text: Any = config.get_text_config()
+    text = config.get_text_config()
     values = text.to_dict()
     heads = (values.get("num_key_value_heads") or text.num_attention_heads) // sharding.ds_tensor_parallel_size
     if heads % sharding.ring_head_stride:
@@ -217,10 +218,10 @@ def check_ring(config: PretrainedConfig, sharding: ShardingFlags) -> None:
         )
 
 
-def rope_types(parameters: dict[str, Any]) -> Iterator[str]:
+def rope_types(parameters: Mapping[str, object]) -> Iterator[str]:
     """Yield the types of rotary positions; some models have one for each type of layer."""
     if "rope_type" in parameters:
-        yield parameters["rope_type"]
+        yield str(parameters["rope_type"])
     for value in parameters.values():
         if isinstance(value, dict):
             yield from rope_types(value)

@@ -1,18 +1,25 @@
 """Attention over a row that is shared by a ring: keys and values are passed around from process to process.
 
 Each process keeps its queries and attends to those of the passing keys that they may see; the partial outputs are
-merged (`blocks.py`). In the backward pass, the gradients of keys and values travel with them.
+merged (blocks.py). For three processes:
+
+    step        process 0          process 1          process 2
+    0           keys of 0          keys of 1          keys of 2         each also starts to pass its keys on
+    1           keys of 2          keys of 0          keys of 1
+    2           keys of 1          keys of 2          keys of 0
+
+In the backward pass the keys travel again, and the gradients of keys and values one step behind them: each process adds
+its part, and after the last step they arrive where the keys live. `segmented_attention` (attention.py) is the caller.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from openrlhf.models.blocks import Scoring, Seen, attend, block_gradients, merge
-from openrlhf.models.ring import Arriving, Share
+from openrlhf.models.blocks import AttentionResult, Scoring, attend, block_gradients, merge
+from openrlhf.models.ring import AutogradContext, Exchange, Share
 
 Heads = tuple[slice, slice]  # (all tokens, some heads)
 
@@ -27,31 +34,31 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, share: Share, scoring: Scoring
+        ctx: AutogradContext, query: Tensor, key: Tensor, value: Tensor, share: Share, scoring: Scoring
     ) -> Tensor:
         output, lse = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)
         for heads, key_heads in strides(query, key, share.ring.head_stride):
             passed = torch.stack([key[key_heads], value[key_heads]])  # [2, tokens, heads, dim]
-            output[heads], lse[heads] = look_round(query[heads], passed, share, scoring)
+            output[heads], lse[heads] = ring_forward(query[heads], passed, share, scoring)
         ctx.save_for_backward(query, key, value, output, lse)
         ctx.share, ctx.scoring = share, scoring
         return output
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+    def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         query, key, value, output, lse = ctx.saved_tensors
-        seen = Seen(query, output, lse, gradient)
+        result = AttentionResult(query, output, lse, gradient)
         to_query, to_key, to_value = (torch.empty_like(part) for part in (query, key, value))
         for heads, key_heads in strides(query, key, ctx.share.ring.head_stride):
             passed = torch.stack([key[key_heads], value[key_heads]])
-            to_query[heads], (to_key[key_heads], to_value[key_heads]) = gradients_round(
-                seen[heads], passed, ctx.share, ctx.scoring
+            to_query[heads], (to_key[key_heads], to_value[key_heads]) = ring_backward(
+                result[heads], passed, ctx.share, ctx.scoring
             )
         return to_query, to_key, to_value, None, None
 
 
-def look_round(query: Tensor, passed: Tensor, share: Share, scoring: Scoring) -> tuple[Tensor, Tensor]:
+def ring_forward(query: Tensor, passed: Tensor, share: Share, scoring: Scoring) -> tuple[Tensor, Tensor]:
     """Return outputs [tokens, heads, dim] and log-sum-exps [tokens, heads] over the keys of all processes."""
     output = torch.zeros_like(query, dtype=torch.float32)
     lse = output.new_full(query.shape[:2], float("-inf"))  # of no keys
@@ -61,34 +68,34 @@ def look_round(query: Tensor, passed: Tensor, share: Share, scoring: Scoring) ->
     return output, lse
 
 
-def gradients_round(seen: Seen, passed: Tensor, share: Share, scoring: Scoring) -> tuple[Tensor, Tensor]:
+def ring_backward(result: AttentionResult, passed: Tensor, share: Share, scoring: Scoring) -> tuple[Tensor, Tensor]:
     """Return gradients of this process's queries, and of its keys and values [2, tokens, heads, dim].
 
     The latter are summed up on their way around the ring.
     """
-    to_query = torch.zeros_like(seen.query, dtype=torch.float32)
-    arriving: Arriving | None = None
+    to_query = torch.zeros_like(result.query, dtype=torch.float32)
+    exchange: Exchange | None = None
     for source, (key, value) in visits(passed, share):
-        found = torch.zeros_like(passed, dtype=torch.float32)
+        found = torch.zeros_like(passed, dtype=torch.float32)  # [2, tokens, heads, dim]
         for block in share.blocks(source, scoring.window):
-            parts = block_gradients(seen, key, value, block, scoring)
+            parts = block_gradients(result, key, value, block, scoring)
             for total, part in zip((to_query[block.queries], *found[:, block.keys]), parts, strict=True):
                 total += part
-        if arriving is not None:  # the sum of the previous processes for these keys
-            found += arriving.wait()
-        arriving = share.ring.pass_on(found)
-    assert arriving is not None
-    return to_query, arriving.wait()
+        if exchange is not None:  # the sum of the previous processes for these keys
+            found += exchange.wait()
+        exchange = share.ring.pass_on(found)
+    assert exchange is not None
+    return to_query, exchange.wait()
 
 
 def visits(passed: Tensor, share: Share) -> Iterator[tuple[int, Tensor]]:
     """Yield (process, its keys and values), this one's first; the next arrive while the caller uses these."""
     ring = share.ring
     for step in range(ring.size):
-        arriving = ring.pass_on(passed) if step + 1 < ring.size else None
+        exchange = ring.pass_on(passed) if step + 1 < ring.size else None
         yield (ring.index - step) % ring.size, passed
-        if arriving is not None:
-            passed = arriving.wait()
+        if exchange is not None:
+            passed = exchange.wait()
 
 
 def strides(query: Tensor, key: Tensor, key_heads: int) -> Iterator[tuple[Heads, Heads]]:
