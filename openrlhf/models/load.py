@@ -1,14 +1,20 @@
 """Loading of models and tokenizers from folders or hubs: precision, attention, adapters, 4-bit, recomputation.
 
-The builders of `training`, `rl` and `inference` call it. It loads a decoder with a vocabulary head or a scalar head,
-and rejects checkpoints that Transformers would complete with random weights.
+The builders of `training`, `rl` and `inference` call it, in this order:
+
+    read_config        config.json alone, for checks before anything is loaded
+    load_tokenizer
+    load_causal_lm     a decoder with its vocabulary head: policies, references, teachers
+    load_scalar_model  a decoder with a scalar head: reward models and critics
+    add_adapters       LoRA around the model, if asked for; freezes what text does not train
+
+Checkpoints that Transformers would complete with random weights are rejected.
 """
 
 import re
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError
@@ -35,6 +41,8 @@ from openrlhf.models.liger import apply_liger, uses_liger
 from openrlhf.models.unused import freeze_unused
 from openrlhf.monitor import say
 
+Options: TypeAlias = dict[str, Any]  # arguments of `from_pretrained`
+ModelClasses: TypeAlias = Any  # a lazy mapping of Transformers from config classes to model classes
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -47,8 +55,7 @@ def load_tokenizer(name: str, loading: LoadingFlags) -> PreTrainedTokenizerBase:
     """Load a tokenizer; if it has no pad token, EOS becomes its pad token."""
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(
-            _resolve(name, loading),
-            trust_remote_code=loading.trust_remote_code,
+            _resolve(name, loading), trust_remote_code=loading.trust_remote_code
         )
     except (OSError, ValueError, TypeError) as error:
         raise _cannot_load("tokenizer", name, error) from None
@@ -83,9 +90,8 @@ def known_positions(config: PretrainedConfig) -> int | None:
 def load_causal_lm(name: str, loading: LoadingFlags, *, device: torch.device, packing: bool) -> PreTrainedModel:
     """Load a decoder with its vocabulary head, on the CPU unless it is quantised; the backend moves it."""
     options = _options(name, loading, device, packing, MODEL_FOR_CAUSAL_LM_MAPPING)
-    model, report = _from_pretrained(AutoModelForCausalLM, name, loading, options | {"output_loading_info": True})
-    keep_training_layout(model, loading)
-    _refuse_lacking(name, report["missing_keys"], "a language model; one that train_rm saved has no vocabulary head")
+    model, missing = _from_pretrained(AutoModelForCausalLM, name, loading, options)
+    _reject_missing(name, missing, "a language model; one that train_rm saved has no vocabulary head")
     if uses_liger(loading, model.config.model_type, device):
         apply_liger(model)
     return model
@@ -99,22 +105,30 @@ def load_scalar_model(
     A new head starts near zero (see `init_scalar_head`).
     """
     options = _options(name, loading, device, packing, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING)
-    _refuse_family_without_classifier(name, options["config"], loading)
-    options["config"].num_labels = 1
-    saved_prefix = options["config"].to_dict().get("value_head_prefix", head_prefix)
+    config = options["config"]
+    in_folder = loading.trust_remote_code and "auto_map" in config.to_dict()  # the model's folder has its own classes
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and not in_folder:
+        raise ConfigError(
+            f"{name} cannot be a reward model or critic: Transformers has no sequence classifier for the family"
+            f" {config.model_type}",
+            try_this="a model of another family, or an algorithm without a critic",
+        )
+    config.num_labels = 1
+    saved_prefix = config.to_dict().get("value_head_prefix", head_prefix)
     if saved_prefix != SCALAR_HEAD:
         options["key_mapping"] = {rf"^{saved_prefix}\.": f"{SCALAR_HEAD}."}
-    with _without_load_report():
-        model, report = _from_pretrained(
-            AutoModelForSequenceClassification, name, loading, options | {"output_loading_info": True}
-        )
-    keep_training_layout(model, loading)
+    # Transformers would report a new and a dropped head: both are intended, and anything else is an error below.
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        model, missing = _from_pretrained(AutoModelForSequenceClassification, name, loading, options)
+    finally:
+        logging.set_verbosity(verbosity)
     if not hasattr(model, SCALAR_HEAD):
         raise ConfigError(
             f"{type(model).__name__} has no head called {SCALAR_HEAD}, so it cannot be a reward model here"
         )
-    missing = report["missing_keys"]
-    _refuse_lacking(name, [key for key in missing if not key.startswith(f"{SCALAR_HEAD}.")])
+    _reject_missing(name, [key for key in missing if not key.startswith(f"{SCALAR_HEAD}.")])
     if missing and not new_head:
         raise ConfigError(
             f"{name} holds no weights for a scalar head called {saved_prefix}, so its rewards would be noise",
@@ -127,50 +141,13 @@ def load_scalar_model(
     return model
 
 
-def _refuse_family_without_classifier(name: str, config: PretrainedConfig, loading: LoadingFlags) -> None:
-    """Reject a family without a sequence classifier, in Transformers or in the model's folder."""
-    known = type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-    if not known and not (loading.trust_remote_code and "auto_map" in config.to_dict()):
-        raise ConfigError(
-            f"{name} cannot be a reward model or critic: Transformers has no sequence classifier for the family"
-            f" {config.model_type}",
-            try_this="a model of another family, or an algorithm without a critic",
-        )
-
-
-def keep_training_layout(model: nn.Module, loading: LoadingFlags) -> None:
-    """Keep the 4-bit weights of training commands in the layout that has a backward pass on CPUs.
-
-    On CPUs with AVX512-BF16, bitsandbytes repacks them for inference at the first forward in eval mode and never back.
-    Its kernel for that layout passes no gradient to the layers below.
-    """
-    if not (isinstance(loading, ModelFlags) and vars(model).get("is_loaded_in_4bit")):
-        return
-    from bitsandbytes.nn import Linear4bit
-
-    for module in model.modules():
-        if isinstance(module, Linear4bit):
-            module.support_avx512bf16_for_cpu = False
-
-
-def _refuse_lacking(name: str, lacking: Collection[str], try_this: str | None = None) -> None:
+def _reject_missing(name: str, missing: Collection[str], try_this: str | None = None) -> None:
     """Reject a checkpoint that lacks tensors: Transformers would initialise them at random and continue."""
-    if lacking:
+    if missing:
         raise ConfigError(
-            f"the weights of {name} lack {len(lacking)} of the model's tensors, such as {min(lacking)}",
+            f"the weights of {name} lack {len(missing)} of the model's tensors, such as {min(missing)}",
             try_this=try_this,
         )
-
-
-@contextmanager
-def _without_load_report() -> Iterator[None]:
-    """Silence Transformers' report about a new and a dropped head: both are intended, and anything else is an error."""
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
 
 
 def add_adapters(model: PreTrainedModel, lora: LoraFlags, *, scalar: bool) -> nn.Module:
@@ -179,16 +156,17 @@ def add_adapters(model: PreTrainedModel, lora: LoraFlags, *, scalar: bool) -> nn
     if lora.lora_rank == 0:
         return model
     from peft import LoraConfig, TaskType, get_peft_model, prepare_model_for_kbit_training
+    from peft.tuners.lora import LoraLayer
 
     if vars(model).get("is_loaded_in_4bit"):
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    targets: Any = lora.target_modules[0] if lora.target_modules == ("all-linear",) else list(lora.target_modules)
+    all_linear = lora.target_modules == ("all-linear",)
     config = LoraConfig(
         task_type=TaskType.SEQ_CLS if scalar else TaskType.CAUSAL_LM,
         r=lora.lora_rank,
         lora_alpha=lora.lora_alpha,
         lora_dropout=lora.lora_dropout,
-        target_modules=targets,
+        target_modules="all-linear" if all_linear else list(lora.target_modules),
         exclude_modules=rf"({'|'.join(map(re.escape, unused))})(\..*)?" if unused else None,
         bias="none",
     )
@@ -196,14 +174,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraFlags, *, scalar: bool) -> nn
         adapted = get_peft_model(model, config)
     except ValueError as error:
         raise ConfigError(f"--target_modules {' '.join(lora.target_modules)}: {_first_line(error)}") from None
-    _refuse_shared_weights(adapted, lora)
-    return adapted
-
-
-def _refuse_shared_weights(adapted: nn.Module, lora: LoraFlags) -> None:
-    """Reject adapters on layers that share a weight: a single weight could not hold both adapters after merging."""
-    from peft.tuners.lora import LoraLayer
-
+    # Layers that share a weight cannot both have adapters: after merging, the weight could not hold both.
     seen: dict[int, str] = {}
     for name, module in adapted.named_modules():
         if isinstance(module, LoraLayer) and not name.endswith(".base_layer"):  # adapters of experts are nested
@@ -214,16 +185,17 @@ def _refuse_shared_weights(adapted: nn.Module, lora: LoraFlags) -> None:
                     " so their adapters could not be merged",
                     try_this="other --target_modules, or --lora_rank 0",
                 )
+    return adapted
 
 
 def recompute_activations(model: nn.Module, *, reentrant: bool) -> None:
     """Enable gradient checkpointing: keep a layer's input, and recompute the rest in the backward pass."""
-    module: Any = model
+    module: Any = model  # of Transformers or PEFT
     module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
 
 
-def _options(name: str, loading: LoadingFlags, device: torch.device, packing: bool, classes: Any) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained`; `classes` maps configs to model classes."""
+def _options(name: str, loading: LoadingFlags, device: torch.device, packing: bool, classes: ModelClasses) -> Options:
+    """Return the arguments of `from_pretrained`: config, precision, attention, experts, 4-bit."""
     attention, line = choose_attention(loading.attn_implementation, device, packing)
     if line:
         say(line)
@@ -231,34 +203,52 @@ def _options(name: str, loading: LoadingFlags, device: torch.device, packing: bo
     config = read_config(name, loading)
     if attention != loading.attn_implementation:  # not the user's explicit choice
         attention = fitting_attention(attention, classes.get(type(config), None), config)
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention, "config": config}
+    options: Options = {"dtype": dtype, "attn_implementation": attention, "config": config}
     if loading.experts_implementation:
         options["experts_implementation"] = loading.experts_implementation
     if loading.load_in_4bit:
-        options |= {"quantization_config": _four_bit(dtype), "device_map": {"": device}}
+        from transformers import BitsAndBytesConfig
+
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+        )
+        options["device_map"] = {"": device}
     return options
 
 
-def _four_bit(dtype: torch.dtype) -> Any:
-    from transformers import BitsAndBytesConfig
-
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
-    )
-
-
-def _from_pretrained(kind: Any, name: str, loading: LoadingFlags, options: dict[str, Any]) -> Any:
+def _from_pretrained(
+    auto_class: type[AutoModelForCausalLM | AutoModelForSequenceClassification],
+    name: str,
+    loading: LoadingFlags,
+    options: Options,
+) -> tuple[PreTrainedModel, Collection[str]]:
+    """Load a model; return it, and the names of its tensors that the checkpoint lacks."""
     try:
-        return kind.from_pretrained(_resolve(name, loading), trust_remote_code=loading.trust_remote_code, **options)
+        model, report = auto_class.from_pretrained(
+            _resolve(name, loading),
+            trust_remote_code=loading.trust_remote_code,
+            output_loading_info=True,
+            **options,
+        )
     except KeyError as error:  # some classes look up their attention in a table of their own
         raise ConfigError(
             f"cannot load the model {name}: it has no {error}", try_this="--attn_implementation eager"
         ) from None
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise _cannot_load("model", name, error) from None
+    if isinstance(loading, ModelFlags) and vars(model).get("is_loaded_in_4bit"):
+        # A training command needs 4-bit weights in the layout that has a backward pass on CPUs. On CPUs with
+        # AVX512-BF16, bitsandbytes repacks them for inference at the first forward in eval mode, and never back; its
+        # kernel for that layout passes no gradient to the layers below.
+        from bitsandbytes.nn import Linear4bit
+
+        for module in model.modules():
+            if isinstance(module, Linear4bit):
+                module.support_avx512bf16_for_cpu = False
+    return model, report["missing_keys"]
 
 
 def _resolve(name: str, loading: LoadingFlags) -> str:

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import safe_open
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from openrlhf.config.sections.model import LoadingFlags
 from openrlhf.errors import ConfigError
 from openrlhf.models.export import HEAD_CONFIG, HEAD_KEYS
-from openrlhf.models.heads import SCALAR_HEAD
+from openrlhf.models.heads import SCALAR_HEAD, add_missing_embeddings
 from openrlhf.models.load import load_causal_lm, load_scalar_model, load_tokenizer
 
+AdaptedModel: TypeAlias = Any  # a PeftModel around a LoRA model, whose type stub lacks `merge_and_unload`
 CPU = torch.device("cpu")
 FULL = LoadingFlags(param_dtype="fp32")  # so that sums are rounded only once, to the requested dtype
 TASKS = {"SEQ_CLS": True, "CAUSAL_LM": False}  # whether an adapter of this kind belongs to a reward model
@@ -34,30 +34,19 @@ def merge_adapter(
     """
     check_kind(adapter, is_rm=is_rm)
     tokenizer = load_tokenizer(str(adapter) if (adapter / "tokenizer_config.json").is_file() else base, FULL)
-    head = read_head(adapter)
-    model = load_base(base, head, is_rm=is_rm)
-    embeddings: Any = model.get_input_embeddings()
-    if len(tokenizer) > embeddings.weight.shape[0]:  # training added a padding token
-        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    wearing: Any = adapted(model, adapter, base)
-    merged = wearing.merge_and_unload()
-    merged.config.update(head)
-    return merged.to(dtype), tokenizer
-
-
-def load_base(base: str, head: dict[str, Any], *, is_rm: bool) -> PreTrainedModel:
-    """Load the base in fp32; for a reward model with a new scalar head, whose weights come with the adapter."""
-    if not is_rm:
-        return load_causal_lm(base, FULL, device=CPU, packing=False)
-    prefix = head.get("value_head_prefix", SCALAR_HEAD)
-    return load_scalar_model(base, FULL, device=CPU, packing=False, head_prefix=prefix, new_head=True)
-
-
-def read_head(adapter: Path) -> dict[str, Any]:
-    """Read what a reward model's adapter stores besides weights: prefix of the head and statistics of its scores."""
+    # A reward model's adapter stores more than weights: the prefix of its head and statistics of its scores.
     path = adapter / HEAD_CONFIG
     saved = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return {name: saved[name] for name in HEAD_KEYS if name in saved}
+    head = {name: saved[name] for name in HEAD_KEYS if name in saved}
+    if is_rm:  # the weights of the scalar head come with the adapter
+        prefix = head.get("value_head_prefix", SCALAR_HEAD)
+        model = load_scalar_model(base, FULL, device=CPU, packing=False, head_prefix=prefix, new_head=True)
+    else:
+        model = load_causal_lm(base, FULL, device=CPU, packing=False)
+    add_missing_embeddings(model, tokenizer)  # training may have added a padding token
+    merged = attach_adapter(model, adapter, base).merge_and_unload()
+    merged.config.update(head)
+    return merged.to(dtype), tokenizer
 
 
 def check_kind(adapter: Path, *, is_rm: bool) -> None:
@@ -75,13 +64,13 @@ def check_kind(adapter: Path, *, is_rm: bool) -> None:
     raise ConfigError(f"{adapter} is the adapter of a reward model", try_this="--is_rm")
 
 
-def adapted(model: PreTrainedModel, adapter: Path, base: str) -> nn.Module:
+def attach_adapter(model: PreTrainedModel, adapter: Path, base: str) -> AdaptedModel:
     """Return the model with the adapter attached; every tensor of the adapter must match one of the model's."""
     from peft import PeftModel, get_peft_model_state_dict
 
     misfit = f"{adapter} does not fit {base}; is that the model it was trained on?"
     try:
-        wearing = PeftModel.from_pretrained(model, str(adapter))
+        adapted = PeftModel.from_pretrained(model, str(adapter))
     except (ValueError, RuntimeError, KeyError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise ConfigError(f"{misfit} {lines[min(1, len(lines) - 1)]}" if lines else misfit) from None
@@ -90,8 +79,8 @@ def adapted(model: PreTrainedModel, adapter: Path, base: str) -> nn.Module:
         raise ConfigError(f"{adapter} holds no adapter_model.safetensors")
     with safe_open(weights, framework="pt") as file:
         saved = set(file.keys())
-    places = set(get_peft_model_state_dict(wearing, save_embedding_layers=False))
+    places = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
     odd = {name for name in saved ^ places if "embed" not in name}  # an adapter's folder may hold resized embeddings
     if odd:
         raise ConfigError(f"{misfit} {len(odd)} tensors of one have no match in the other, such as {min(odd)}")
-    return wearing
+    return adapted

@@ -1,8 +1,12 @@
 """A network as the equivalent plain model: adapters merged, 4-bit weights dequantised, experts one by one.
 
 An inference engine expects the names and values that `save_pretrained` of such a model would write. They are computed
-one layer at a time, so that there is never a second model in memory, and the network itself is not changed. Weight
-syncs read from `checkpoint_weights`; `HFEngine` loads what arrives through `checkpoint_places`.
+one layer at a time, so that there is never a second model in memory, and the network itself is not changed:
+
+    modules  ->  PlainTensor: name, tensor, adapters  ->  gather, dequantise, merge  ->  rename and split as in a file
+
+Weight syncs read from `checkpoint_weights`. `HFEngine` loads what arrives through `checkpoint_places`, which goes the
+other way: it finds the memory that each tensor of a checkpoint belongs to.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -23,106 +27,99 @@ from transformers.core_model_loading import revert_weight_conversion
 from openrlhf.errors import RolloutError
 from openrlhf.models.forward import Network
 
-Look = Callable[[Tensor], Tensor]  # returns a tensor of the network, unsharded
-Gather = Callable[[Sequence[Tensor]], AbstractContextManager[Look]]  # gathers sharded tensors within its context
+Unshard = Callable[[Tensor], Tensor]  # returns a tensor of the network, complete and detached
+Gather = Callable[[Sequence[Tensor]], AbstractContextManager[Unshard]]  # gathers sharded tensors within its context
+Adapter: TypeAlias = Any  # a peft.tuners.lora.LoraLayer; which methods it has depends on the layer that it adapts
 LAYER = re.compile(r".*?\.\d+\.")
 
 
 @dataclass(frozen=True)
-class Part:
-    """One tensor of the plain model: its name there, the tensors that it needs, and how to compute it from these."""
+class PlainTensor:
+    """One tensor of the plain model: its name there, the tensor that holds it, and the adapters to merge into that."""
 
     name: str
-    needs: tuple[Tensor, ...]
-    make: Callable[[Look], Tensor]
+    tensor: Tensor
+    adapters: Sequence[Adapter] = ()
+
+    @property
+    def needs(self) -> Iterator[Tensor]:
+        """The network's tensors that it is computed from."""
+        yield self.tensor
+        for layer in self.adapters:
+            yield from (weight for name, weight in layer.named_parameters() if not name.startswith("base_layer."))
+
+    def compute(self, unshard: Unshard) -> Tensor:
+        """Dequantise the tensor and merge its adapters, as PEFT does: add in their precision, round once for each."""
+        if type(self.tensor).__name__ == "Params4bit":
+            from bitsandbytes.functional import dequantize_4bit
+
+            packed: Any = self.tensor
+            weight = dequantize_4bit(packed.data, packed.quant_state)  # to its compute precision
+        else:
+            weight = unshard(self.tensor)
+        for layer in self.adapters:
+            for name in layer.active_adapters:
+                variant = layer.lora_variant.get(name)  # such as DoRA
+                if variant is not None:
+                    weight = variant.merge_safe(layer, name, weight)
+                else:
+                    weight = (weight + layer.get_delta_weight(name)).to(weight.dtype)
+        return weight
 
 
-def here(tensors: Sequence[Tensor]) -> AbstractContextManager[Look]:
-    """Gather nothing: for a network that is not sharded."""
+def gather_nothing(tensors: Sequence[Tensor]) -> AbstractContextManager[Unshard]:
+    """The `Gather` of a network that is not sharded."""
     return nullcontext(Tensor.detach)
 
 
 @torch.no_grad()
-def checkpoint_weights(network: Network, gather: Gather = here) -> Iterator[tuple[str, Tensor]]:
+def checkpoint_weights(network: Network, gather: Gather = gather_nothing) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor by its checkpoint name, without tied copies; a tensor is valid until the next layer's."""
-    for layer in _layers(plain_parts(network.decoder)):
-        with gather([tensor for part in layer for tensor in part.needs]) as look:
-            yield from _as_saved(network.decoder, {part.name: part.make(look) for part in layer}).items()
+    for layer in plain_layers(network.decoder):
+        with gather([tensor for plain in layer for tensor in plain.needs]) as unshard:
+            yield from _as_saved(network.decoder, {plain.name: plain.compute(unshard) for plain in layer}).items()
 
 
-def plain_parts(decoder: PreTrainedModel) -> Iterator[Part]:
-    """Yield each tensor of the plain model once, in the order of the modules."""
+def plain_layers(decoder: PreTrainedModel) -> Iterator[list[PlainTensor]]:
+    """Yield each tensor of the plain model once, in the order of the modules.
+
+    Those that a checkpoint's format may combine come together: the tensors of one decoder layer. Any other is alone.
+    """
     unsaved = set(decoder._keys_to_ignore_on_save or ())
     seen: set[int] = set()
-    for part in _parts(decoder, ""):
-        if id(part.needs[0]) not in seen and part.name not in unsaved:
-            seen.add(id(part.needs[0]))
-            yield part
+    once: list[PlainTensor] = []
+    for plain in _plain_tensors(decoder, ""):
+        if id(plain.tensor) not in seen and plain.name not in unsaved:
+            seen.add(id(plain.tensor))
+            once.append(plain)
+
+    def layer(plain: PlainTensor) -> str:
+        found = LAYER.match(plain.name)
+        return found.group() if found else plain.name
+
+    for _, group in groupby(once, layer):
+        yield list(group)
 
 
-def _parts(module: nn.Module, prefix: str) -> Iterator[Part]:
-    """Yield the parts of a module and its children, under the names that they have without adapters."""
+def _plain_tensors(module: nn.Module, prefix: str) -> Iterator[PlainTensor]:
+    """Yield the tensors of a module and its children, under the names that they have without adapters."""
     from peft.tuners.lora import LoraLayer
     from peft.utils.other import ModulesToSaveWrapper
 
     if isinstance(module, ModulesToSaveWrapper):
-        yield from _parts(module.modules_to_save[module.active_adapters[0]], prefix)
+        yield from _plain_tensors(module.modules_to_save[module.active_adapters[0]], prefix)
         return
-    adapters: dict[str, list[Any]] = {}  # by name of the parameter that they change
+    adapters: dict[str, list[Adapter]] = {}  # by name of the parameter that they change
     while isinstance(module, LoraLayer):  # adapters of experts are nested, one for each parameter
-        around: Any = module
-        adapters.setdefault(vars(around).get("parameter_name", "weight"), []).append(around)
-        module = around.base_layer
+        adapter: Adapter = module
+        adapters.setdefault(vars(adapter).get("parameter_name", "weight"), []).append(adapter)
+        module = adapter.base_layer
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
         if tensor is not None and name not in module._non_persistent_buffers_set:
-            yield _part(prefix + name, tensor, adapters.get(name, []))
+            yield PlainTensor(prefix + name, tensor, adapters.get(name, []))
     for name, child in module._modules.items():
         if child is not None:
-            yield from _parts(child, f"{prefix}{name}.")
-
-
-def _part(name: str, tensor: Tensor, adapters: list[Any]) -> Part:
-    if not adapters:
-        return Part(name, (tensor,), lambda look: _unpacked(tensor, look))
-    small = [weight for layer in adapters for weight in _adapter_weights(layer)]
-    return Part(name, (tensor, *small), lambda look: _merged(_unpacked(tensor, look), adapters))
-
-
-def _adapter_weights(layer: nn.Module) -> Iterator[Tensor]:
-    return (weight for name, weight in layer.named_parameters() if not name.startswith("base_layer."))
-
-
-def _unpacked(tensor: Tensor, look: Look) -> Tensor:
-    """Dequantise a 4-bit weight of bitsandbytes to its compute precision; return any other as it is."""
-    if type(tensor).__name__ != "Params4bit":
-        return look(tensor)
-    from bitsandbytes.functional import dequantize_4bit
-
-    packed: Any = tensor
-    return dequantize_4bit(packed.data, packed.quant_state)
-
-
-def _merged(weight: Tensor, adapters: list[Any]) -> Tensor:
-    """Merge adapters into a weight as PEFT does: add in the adapters' precision, round once per adapter."""
-    for layer in adapters:
-        for name in layer.active_adapters:
-            variant = layer.lora_variant.get(name)  # such as DoRA
-            if variant is not None:
-                weight = variant.merge_safe(layer, name, weight)
-            else:
-                weight = (weight + layer.get_delta_weight(name)).to(weight.dtype)
-    return weight
-
-
-def _layers(parts: Iterable[Part]) -> Iterator[list[Part]]:
-    """Group the parts that a checkpoint's format may combine: those of one decoder layer; any other part is alone."""
-
-    def layer(part: Part) -> str:
-        found = LAYER.match(part.name)
-        return found.group() if found else part.name
-
-    for _, group in groupby(parts, layer):
-        yield list(group)
+            yield from _plain_tensors(child, f"{prefix}{name}.")
 
 
 def _as_saved(decoder: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -133,8 +130,8 @@ def _as_saved(decoder: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str,
 def checkpoint_places(network: Network) -> dict[str, Tensor]:
     """Return views of a plain network's memory, by the names of `checkpoint_weights`: copy into them to load."""
     places: dict[str, Tensor] = {}
-    for layer in _layers(plain_parts(network.decoder)):
-        own = {part.name: part.needs[0].detach() for part in layer}
+    for layer in plain_layers(network.decoder):
+        own = {plain.name: plain.tensor.detach() for plain in layer}
         kept = {id(tensor): name for name, tensor in _as_saved(network.decoder, dict(own)).items()}
         moved = {name: tensor for name, tensor in own.items() if id(tensor) not in kept}  # that saving converts
         places |= {kept[id(tensor)]: tensor for tensor in own.values() if id(tensor) in kept}
@@ -181,9 +178,9 @@ def load_weights(places: dict[str, Tensor], weights: Iterable[tuple[str, Tensor]
 @torch.no_grad()
 def plain_copy(network: Network) -> Network:
     """Return an independent network with the same outputs, without adapters and quantisation."""
-    decoder: Any = network.decoder
-    if network.model is decoder:
+    if network.model is network.decoder:
         return copy.deepcopy(network)
+    decoder: Any = network.decoder  # private attributes of Transformers below
     config = copy.deepcopy(decoder.config)
     vars(config).pop("quantization_config", None)
     model = type(decoder)._from_config(
