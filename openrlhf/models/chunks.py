@@ -1,7 +1,11 @@
 """Log-probs, entropies and distillation terms directly from hidden states, one chunk of tokens at a time.
 
 The projection to the vocabulary is recomputed in the backward pass, so neither pass holds [tokens, vocabulary], only
-[chunk, vocabulary]. The caller passes in the head as a callable: under ZeRO-3 or tensor parallelism it is the module
+[chunk, vocabulary]:
+
+    [tokens, hidden]  --split-->  [chunk, hidden]  --head-->  [chunk, vocabulary]  -->  [chunk]  --cat-->  [tokens]
+
+`Network` is the caller. It passes in the head as a callable: under ZeRO-3 or tensor parallelism it is the module
 that gathers or reduces, under LoRA the one with its adapter. For log-probs through a plain linear head, the most common
 case, the backward pass is written by hand: it takes less memory and time than autograd's.
 """
@@ -46,7 +50,7 @@ def token_log_probs(
         return LinearLogProbs.apply(hidden, weight, targets, temperature / factor, chunk)
 
     def part(hidden: Tensor, targets: Tensor, *own: Tensor) -> tuple[Tensor]:
-        logits = scaled_logits(head, hidden, *own or (temperature,))  # [chunk, vocabulary]
+        logits = divided(head(hidden).float(), *own or (temperature,))  # [chunk, vocabulary]
         return (logits.gather(-1, targets[:, None]).squeeze(-1) - logits.logsumexp(-1),)
 
     return in_chunks(part, hidden, targets, *per_token(temperature), chunk=chunk)[0]
@@ -58,7 +62,7 @@ def token_log_probs_and_entropy(
     """Return log p(target) and the entropy of each distribution, each [tokens], both at the sampling temperature."""
 
     def part(hidden: Tensor, targets: Tensor, *own: Tensor) -> tuple[Tensor, Tensor]:
-        log_probs = scaled_logits(head, hidden, *own or (temperature,)).log_softmax(-1)  # [chunk, vocabulary]
+        log_probs = divided(head(hidden).float(), *own or (temperature,)).log_softmax(-1)  # [chunk, vocabulary]
         entropy = -(log_probs.exp() * log_probs.clamp(min=LOWEST_LOG_PROB)).sum(-1)  # 0 x -inf would be NaN
         return log_probs.gather(-1, targets[:, None]).squeeze(-1), entropy
 
@@ -73,7 +77,7 @@ def distillation_terms(
 
     def part(hidden: Tensor, teacher_hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
-            teacher_logits = teacher_head(teacher_hidden)
+            teacher_logits = teacher_head(teacher_hidden)  # [chunk, vocabulary]
         return kd_terms(head(hidden), teacher_logits, targets)
 
     log_probs, cross = in_chunks(part, hidden, teacher_hidden, targets, chunk=chunk)
@@ -83,10 +87,6 @@ def distillation_terms(
 def per_token(temperature: Temperature) -> tuple[Tensor, ...]:
     """Return the temperature as an additional argument to split into chunks, if tokens have their own."""
     return (temperature,) if isinstance(temperature, Tensor) else ()
-
-
-def scaled_logits(head: Head, hidden: Tensor, temperature: Temperature) -> Tensor:
-    return divided(head(hidden).float(), temperature)
 
 
 def divided(logits: Tensor, temperature: Temperature) -> Tensor:
@@ -106,7 +106,7 @@ def plain_linear(head: Head) -> tuple[Tensor, float] | None:
     """
     module, factor = (head.module, head.factor) if isinstance(head, VocabularyHead) else (head, 1.0)
     if not isinstance(module, nn.Linear) or type(module) is not nn.Linear or not factor:
-        return None
+        return None  # a subclass may compute more
     return (module.weight, factor) if module.bias is None and not hasattr(module.weight, "ds_id") else None
 
 
@@ -135,15 +135,16 @@ class LinearLogProbs(torch.autograd.Function):
         [chunk, vocabulary].
         """
         hidden, weight, targets, log_probs = ctx.saved_tensors
-        to_hidden, to_weight = (
+        to_hidden, to_weight = (  # [tokens, hidden] and [vocabulary, hidden]
             torch.zeros_like(tensor) if wanted else None
             for tensor, wanted in zip((hidden, weight), ctx.needs_input_grad, strict=False)
         )
         factor = (-gradient / ctx.temperature)[:, None]  # [tokens, 1]
-        at_target = torch.expm1(log_probs)[:, None].to(weight.dtype)  # p - 1, accurate even if p is nearly 1
+        # [tokens, 1]: p - 1, accurate even if p is nearly 1
+        at_target = torch.expm1(log_probs)[:, None].to(weight.dtype)
         for place in range(0, len(targets), ctx.chunk):
             part = slice(place, place + ctx.chunk)
-            logits = divided(hidden[part] @ weight.T, sliced(ctx.temperature, part))
+            logits = divided(hidden[part] @ weight.T, sliced(ctx.temperature, part))  # [chunk, vocabulary]
             # [chunk, vocabulary]: softmax - one-hot
             off = logits.softmax(-1).to(weight.dtype).scatter_(-1, targets[part, None], at_target[part])
             if to_hidden is not None:

@@ -118,7 +118,9 @@ def finished_logits(model: PreTrainedModel, hidden: Tensor, *, identity: bool = 
     With `identity`, its head is replaced by the identity.
     """
     name = decoder_name(model)
-    swaps: list[tuple[nn.Module, str, nn.Module]] = [(model, name, GivenStates(model._modules[name], hidden))]
+    swaps: list[tuple[nn.Module, str, nn.Module]] = [
+        (model, name, StandIn(model._modules[name], DecoderOutput(hidden)))
+    ]
     if identity:
         head = output_embeddings(model)
         places = [
@@ -126,7 +128,7 @@ def finished_logits(model: PreTrainedModel, hidden: Tensor, *, identity: bool = 
         ]
         if not places:
             raise AttributeError("the head is not a module of the model")
-        swaps.append((*places[0], IdentityHead(head)))
+        swaps.append((*places[0], StandIn(head, output=None)))
     kept = [parent._modules[name] for parent, name, _ in swaps]
     for parent, name, module in swaps:
         parent._modules[name] = module
@@ -139,44 +141,31 @@ def finished_logits(model: PreTrainedModel, hidden: Tensor, *, identity: bool = 
 
 
 class StandIn(nn.Module):
-    """Replacement of another module: it has that module's attributes, and a forward of its own."""
+    """Replacement of another module: it has that module's attributes, and returns `output`; None: its input."""
 
-    def __init__(self, original: nn.Module | None) -> None:
+    def __init__(self, original: nn.Module | None, output: DecoderOutput | None) -> None:
         super().__init__()
-        self.__dict__["original"] = original  # not a submodule, which would be found twice
+        # Not as a submodule, which would be found twice.
+        self.__dict__ |= {"original": original, "output": output}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["original"], name)
 
-
-class GivenStates(StandIn):
-    """Replacement of a decoder: returns given hidden states."""
-
-    def __init__(self, decoder: nn.Module | None, hidden: Tensor) -> None:
-        super().__init__(decoder)
-        self.__dict__["hidden"] = hidden
-
-    def forward(self, *args: object, **kwargs: object) -> DecoderOutput:
-        return DecoderOutput(self.__dict__["hidden"])
+    def forward(self, *args: object, **kwargs: object) -> object:
+        output = self.__dict__["output"]
+        return args[0] if output is None else output
 
     @property
-    def decoder(self) -> GivenStates:
+    def decoder(self) -> StandIn:
         """This object itself, for models that call the decoder inside their decoder."""
         return self
-
-
-class IdentityHead(StandIn):
-    """Replacement of a head: returns its input."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden
 
 
 class DecoderOutput:
     """Last hidden states, and None for everything else that a model may look up in a decoder's output."""
 
     def __init__(self, last_hidden_state: Tensor) -> None:
-        self.last_hidden_state = last_hidden_state
+        self.last_hidden_state = last_hidden_state  # [rows, tokens, hidden]
 
     def __getitem__(self, place: int) -> Tensor | None:
         return self.last_hidden_state if place == 0 else None

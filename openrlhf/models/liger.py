@@ -15,9 +15,7 @@ def uses_liger(loading: LoadingFlags, model_type: str, device: torch.device) -> 
 
 def liger_knows(model_type: str) -> bool:
     """True if the installed Liger has kernels for this family."""
-    from liger_kernel.transformers.monkey_patch import (
-        MODEL_TYPE_TO_APPLY_LIGER_FN,
-    )
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     return model_type in MODEL_TYPE_TO_APPLY_LIGER_FN
 

@@ -210,10 +210,7 @@ def _options(name: str, loading: LoadingFlags, device: torch.device, packing: bo
         from transformers import BitsAndBytesConfig
 
         options["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=dtype,
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
         )
         options["device_map"] = {"": device}
     return options
@@ -228,10 +225,7 @@ def _from_pretrained(
     """Load a model; return it, and the names of its tensors that the checkpoint lacks."""
     try:
         model, report = auto_class.from_pretrained(
-            _resolve(name, loading),
-            trust_remote_code=loading.trust_remote_code,
-            output_loading_info=True,
-            **options,
+            _resolve(name, loading), trust_remote_code=loading.trust_remote_code, output_loading_info=True, **options
         )
     except KeyError as error:  # some classes look up their attention in a table of their own
         raise ConfigError(

@@ -41,19 +41,15 @@ def frozen_by_design(model: PreTrainedModel) -> list[str]:
 
 def unused_modules(model: PreTrainedModel) -> list[str]:
     """Return the names of unused encoders, projectors and indexers, the outermost modules only."""
-    is_composite = model.config.get_text_config() is not model.config
-    encoders = _beside_decoder(model, _text_modules(model)) if is_composite else []
-    return encoders + [name for name, _ in model.named_modules() if name.rpartition(".")[2] == INDEXER]
-
-
-def _text_modules(model: PreTrainedModel) -> set[nn.Module]:
-    """Return the text decoder and the head, a vocabulary or a scalar one."""
-    heads = (model.get_output_embeddings(), model._modules.get(SCALAR_HEAD))
-    return {model.get_decoder(), *(head for head in heads if head is not None)}
+    names: list[str] = []
+    if model.config.get_text_config() is not model.config:  # a composite model: encoders beside a text decoder
+        heads = (model.get_output_embeddings(), model._modules.get(SCALAR_HEAD))
+        names += _beside_decoder(model, {model.get_decoder(), *(head for head in heads if head is not None)})
+    return names + [name for name, _ in model.named_modules() if name.rpartition(".")[2] == INDEXER]
 
 
 def _beside_decoder(module: nn.Module, text: set[nn.Module], prefix: str = "") -> list[str]:
-    """Return the names of the largest modules that have parameters and contain no text module."""
+    """Return the names of the largest modules that have parameters and contain no text module (decoder or head)."""
     names: list[str] = []
     for name, child in module.named_children():
         if child in text or next(child.parameters(), None) is None:

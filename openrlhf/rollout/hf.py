@@ -110,7 +110,9 @@ class HFEngine:
                 running = self._admit(running, waiting)
                 running, finished = self._retire(running, num_waiting=len(waiting))
                 for row in finished:
-                    completions[row.index] = self._completion(row)
+                    assert row.finish_reason is not None, "only rows that have ended are retired"
+                    tokens, log_probs, text = tuple(row.token_ids), tuple(row.log_probs), self._text(row.token_ids)
+                    completions[row.index] = Completion(tokens, log_probs, text, row.finish_reason, self.version)
                     if on_done:
                         on_done(row.index, completions[row.index])
                 if running:
@@ -227,16 +229,6 @@ class HFEngine:
         text = self.tokenizer.decode(token_ids)
         assert isinstance(text, str)
         return text
-
-    def _completion(self, row: RunningRow) -> Completion:
-        assert row.finish_reason is not None
-        return Completion(
-            token_ids=tuple(row.token_ids),
-            log_probs=tuple(row.log_probs),
-            text=self._text(row.token_ids),
-            finish_reason=row.finish_reason,
-            version=self.version,
-        )
 
     @torch.no_grad()
     async def load(self, weights: Weights, version: int, *, verify: bool = False) -> Checksums:

@@ -33,7 +33,7 @@ from openrlhf.models.load import choose_dtype
 from openrlhf.monitor import say
 from openrlhf.rollout.hf import end_tokens
 from openrlhf.rollout.spec import EngineSpec
-from openrlhf.rollout.vllm_loop import LLMEngine, StepLoop, VLLMRequest, VLLMResult, rejections
+from openrlhf.rollout.vllm_loop import LLMEngine, StepLoop, VLLMRequest, rejections
 from openrlhf.types import Completion, Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -91,10 +91,15 @@ class VLLMEngine(StepLoop):
             ]
         results = await self.run_requests(translated)
         texts = self.tokenizer.batch_decode([list(result.token_ids) for result in results])
-        return [
-            _completion(request.params, result, text)
-            for request, result, text in zip(requests, results, texts, strict=True)
-        ]
+        completions: list[Completion] = []
+        for request, result, text in zip(requests, results, texts, strict=True):
+            token_ids, log_probs = tuple(result.token_ids), tuple(result.log_probs)
+            if request.params.temperature == 0.0:
+                # A greedy token is certain under the distribution it was sampled from; vLLM reports its log-prob under
+                # the model's.
+                log_probs = (0.0,) * len(token_ids)
+            completions.append(Completion(token_ids, log_probs, text, result.finish_reason, result.version))
+        return completions
 
     def _sampling(self, params: SamplingParams) -> VLLMSamplingParams:
         """Translate our parameters to vLLM's.
@@ -137,21 +142,6 @@ class VLLMEngine(StepLoop):
         from vllm.distributed.parallel_state import destroy_model_parallel
 
         destroy_model_parallel()
-
-
-def _completion(params: SamplingParams, result: VLLMResult, text: str) -> Completion:
-    """Convert a result of vLLM.
-
-    A greedy token is certain under the distribution it was drawn from; vLLM reports its log-prob under the model's.
-    """
-    greedy = params.temperature == 0.0
-    return Completion(
-        token_ids=tuple(result.token_ids),
-        log_probs=(0.0,) * len(result.token_ids) if greedy else tuple(result.log_probs),
-        text=text,
-        finish_reason=result.finish_reason,
-        version=result.version,
-    )
 
 
 def _prepare_environment() -> None:

@@ -147,9 +147,7 @@ class StepLoop(CommandThread):
             if not states[running.inner_id].is_prefilling:
                 self._first_versions.setdefault(name, self.version)
         received = self._engine.collective_rpc("receive_weights", args=(weights,), kwargs={"verify": verify})
-        problem = problem_of(received)
-        if verify and problem is None:
-            problem = self._problem_of_layers(received)
+        problem = self._problem_of(received, verify=verify)
         self._has_weights = problem is None
         if problem is not None:
             raise RolloutError(problem)
@@ -243,38 +241,33 @@ class StepLoop(CommandThread):
                 self.answer(call.waiter, [call.results[index] for index in range(len(call.requests))])
         self._end_drain()
 
-    def _waiters(self) -> set[Waiter]:
-        calls = {running.call for running in self._running.values()} | set(self._held)
-        return {call.waiter for call in calls} | set(self._draining)
-
-    def _problem_of_layers(self, received: Sequence[Received]) -> str | None:
-        """Return an error message if a layer does not compute with the weights that arrived.
-
-        A tensor that could be read back once can always be read back, unless a layer computes with another one.
-        """
+    def _problem_of(self, received: Sequence[Received], *, verify: bool) -> str | None:
+        """Return why the workers do not all compute with the same complete new weights; None if they do."""
+        for worker in received:
+            if worker.failure:
+                return worker.failure
+        missing = sorted({name for worker in received for name in worker.missing})
+        if missing:
+            return f"no weights came for {', '.join(missing)}"
+        if any(worker.checksums != received[0].checksums for worker in received):
+            return "the workers of this engine received different weights"
+        if not verify:
+            return None
+        # A tensor that could be read back once can always be read back, unless a layer computes with another one.
         read_back = frozenset.intersection(*(worker.read_back for worker in received))
-        lost = sorted((self._readable or read_back) - read_back)
         self._readable = self._readable or read_back
+        lost = sorted(self._readable - read_back)
         if not lost:
             return None
         shown = ", ".join(lost[:SHOWN]) + (", ..." if len(lost) > SHOWN else "")
         return f"weights arrived, but vLLM still computes with other ones ({len(lost)} tensors): {shown}"
+
+    def _waiters(self) -> set[Waiter]:
+        calls = {running.call for running in self._running.values()} | set(self._held)
+        return {call.waiter for call in calls} | set(self._draining)
 
     def _shut_down(self) -> None:
         # vLLM also destroys torch's default process group here, so a trainer in this process must be closed first.
         self._engine.engine_core.shutdown()
         del self._engine
         gc.collect()
-
-
-def problem_of(received: Sequence[Received]) -> str | None:
-    """Return why the workers of an engine did not all receive the same complete weights; None if they did."""
-    for worker in received:
-        if worker.failure:
-            return worker.failure
-    missing = sorted({name for worker in received for name in worker.missing})
-    if missing:
-        return f"no weights came for {', '.join(missing)}"
-    if any(worker.checksums != received[0].checksums for worker in received):
-        return "the workers of this engine received different weights"
-    return None

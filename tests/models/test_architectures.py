@@ -262,7 +262,7 @@ def test_generation(tiny, column, record_property):
     "family",
     ["cohere", "granite", "minicpm3", "hyperclovax", "falcon_h1", "gemma2", "modernbert-decoder", "inkling_text"],
 )
-def test_a_head_left_unfinished_is_refused(family, monkeypatch):
+def test_an_incomplete_head_is_rejected(family, monkeypatch):
     """Scaled, capped or transformed: without it the self-test refuses the family instead of training something else."""
     model = build(family, attention="eager")
     settled(model)

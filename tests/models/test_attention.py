@@ -32,7 +32,7 @@ PADDED = "--attn_implementation {} cannot pack: sequences are padded. Try: --att
         ),
     ],
 )
-def test_which_attention_and_what_is_said_about_it(asked, device, packing, chosen, line):
+def test_the_attention_chosen_and_the_line_printed(asked, device, packing, chosen, line):
     assert choose_attention(asked, device, packing) == (chosen, line)
 
 
@@ -58,7 +58,7 @@ def test_each_segment_attends_to_itself(window):
             assert_close(mixed[0, part, head], naive(*one, window or 99))
 
 
-def test_sinks_are_refused_with_a_way_out_that_is_open():
+def test_sinks_are_rejected_with_a_remedy_that_works():
     tokens, bounds = torch.randn(1, 2, 4, 8), torch.tensor([0, 4], dtype=torch.int32)
     more = {"s_aux": torch.zeros(2), "cu_seq_lens_q": bounds, "max_length_q": 4}
     with pytest.raises(ConfigError, match="adds sinks") as alone:

@@ -58,7 +58,7 @@ def model_with(linear: nn.Linear) -> LlamaForCausalLM:
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kind", HEADS)
-def test_log_probs_in_chunks_are_the_full_ones(kind, bias, temperature):
+def test_chunked_log_probs_equal_full_ones(kind, bias, temperature):
     case = Case(bias=bias)
     head = HEADS[kind](case.head)
     got = token_log_probs(case.hidden, case.targets, head, temperature=temperature, chunk=CHUNK)
@@ -67,7 +67,7 @@ def test_log_probs_in_chunks_are_the_full_ones(kind, bias, temperature):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_entropy_in_chunks_is_the_full_one(temperature):
+def test_chunked_entropy_equals_the_full_one(temperature):
     case = Case()
     got = token_log_probs_and_entropy(case.hidden, case.targets, case.head, temperature=temperature, chunk=CHUNK)
     logits = case.head(case.hidden) / temperature
@@ -76,7 +76,7 @@ def test_entropy_in_chunks_is_the_full_one(temperature):
 
 
 @pytest.mark.parametrize("kind", HEADS)
-def test_each_token_may_have_a_temperature_of_its_own(kind):
+def test_each_token_may_have_its_own_temperature(kind):
     case = Case()
     head, temperature = HEADS[kind](case.head), torch.linspace(0.5, 2.0, TOKENS)
     got = token_log_probs(case.hidden, case.targets, head, temperature=temperature, chunk=CHUNK)
@@ -88,7 +88,7 @@ def test_each_token_may_have_a_temperature_of_its_own(kind):
     assert_close(case.backward(*both), case.backward(full_log_probs(logits, case.targets), entropy))
 
 
-def test_entropy_passes_over_tokens_that_the_head_rules_out():
+def test_entropy_ignores_tokens_of_probability_zero():
     case = Case(bias=True)
     case.head.bias.data[7] = -torch.inf
     _, got = token_log_probs_and_entropy(case.hidden, case.targets, case.head, chunk=CHUNK)
@@ -97,7 +97,7 @@ def test_entropy_passes_over_tokens_that_the_head_rules_out():
     assert_close(case.backward(got), case.backward(expected))
 
 
-def test_distillation_in_chunks_is_the_full_one():
+def test_chunked_distillation_equals_the_full_one():
     case, teacher = Case(), nn.Linear(4, VOCAB)
     states = torch.randn(TOKENS, 4)
     got = distillation_terms(case.hidden, states, case.targets, case.head, teacher, chunk=CHUNK)
@@ -148,7 +148,7 @@ def test_a_head_is_called_on_a_chunk_at_a_time():
 
 
 @pytest.mark.parametrize("kind", HEADS)
-def test_no_targets_is_no_gradient(kind):
+def test_no_targets_give_no_gradient(kind):
     case = Case(tokens=0)
     got = token_log_probs(case.hidden, case.targets, HEADS[kind](case.head), chunk=CHUNK)
     assert got.shape == (0,)
@@ -157,7 +157,7 @@ def test_no_targets_is_no_gradient(kind):
     assert case.hidden.grad.shape == (0, HIDDEN)
 
 
-def test_half_precision_is_summed_in_full():
+def test_half_precision_is_summed_in_fp32():
     case, exact = Case(tokens=500, dtype=torch.bfloat16), Case(tokens=500)
     exact.targets, exact.weights = case.targets, case.weights
     with torch.no_grad():
@@ -183,7 +183,7 @@ def test_a_frozen_head_gets_no_gradient_and_a_trained_one_below_frozen_states_do
     assert other.head.weight.grad is not None
 
 
-def test_which_heads_are_a_mere_matrix_product():
+def test_heads_that_are_a_plain_matrix_product():
     linear = nn.Linear(2, 3, bias=False)
     assert plain_linear(linear) == (linear.weight, 1.0)
     assert plain_linear(VocabularyHead(model_with(linear), 0.5)) == (linear.weight, 0.5)

@@ -82,7 +82,7 @@ def test_a_saved_reward_model_scores_equally_here_and_in_plain_transformers(tmp_
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
-def test_another_name_of_the_head_is_written_and_read_back(tmp_path, kind):
+def test_a_renamed_head_is_saved_and_loaded(tmp_path, kind):
     base = make_model(tmp_path / "base", kind, initializer_range=0.2)
     network, tokenizer = train_a_reward_model(base, tmp_path / "rm", prefix="value_head")
     names = load_file(tmp_path / "rm" / "model.safetensors").keys()
@@ -108,7 +108,7 @@ def test_an_exported_model_is_the_same_in_plain_transformers(tmp_path, kind):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_tied_embeddings_are_given_out_once(tmp_path, tied):
+def test_tied_embeddings_are_yielded_once(tmp_path, tied):
     network = load_network(make_model(tmp_path / "base", tie_word_embeddings=tied))
     names = [name for name, _ in checkpoint_weights(network)]
     assert len(names) == len(set(names))
@@ -142,7 +142,7 @@ def test_saved_adapters_give_equal_outputs_under_peft(tmp_path, targets):
     assert (again(input_ids=ids).logits - untrained).abs().max() > 0.01
 
 
-def test_saved_adapters_of_a_reward_model_bring_its_head(tmp_path):
+def test_saved_adapters_of_a_reward_model_include_its_head(tmp_path):
     base = make_model(tmp_path / "base", initializer_range=0.2)
     scalar = load_scalar(base, new_head=True).decoder
     network = Network(add_adapters(scalar, LoraFlags(lora_rank=4), scalar=True)).eval()

@@ -56,7 +56,7 @@ def test_log_probs_are_those_of_the_plain_model(kind, attention, layout):
             assert log_probs[0] == 0
 
 
-def test_capped_attention_is_refused_where_it_cannot_be_computed():
+def test_capped_attention_is_rejected_if_it_cannot_be_computed():
     network = make_network(CAPPED, SEGMENTED)
     with pytest.raises(ConfigError, match=r"caps its attention scores.*Try: --attn_implementation eager"):
         network(pack(make_rows()), LogProbs)
@@ -73,7 +73,7 @@ def test_temperature_divides_the_logits(temperature):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("kind", ["llama", "mistral", "mixtral", "gpt2"])
-def test_a_row_neither_sees_nor_moves_another(kind, attention, layout):
+def test_rows_do_not_affect_each_other(kind, attention, layout):
     network = make_network(kind, attention)
     rows = make_rows()
     seen = []
@@ -91,7 +91,7 @@ def test_a_row_neither_sees_nor_moves_another(kind, attention, layout):
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma3", "qwen3_moe"])
-def test_packing_is_padding_in_values_and_gradients(kind, attention):
+def test_packing_equals_padding_in_values_and_gradients(kind, attention):
     network = make_network(kind, attention)
     rows = make_rows()
     weights = [torch.linspace(-1, 1, len(row.input_ids)) for row in rows]
@@ -108,7 +108,7 @@ def test_packing_is_padding_in_values_and_gradients(kind, attention):
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_scores_stand_at_the_last_token_and_values_before_each(attention, layout):
+def test_scores_are_taken_at_the_last_token_and_values_before_each(attention, layout):
     network = make_network("llama", attention, scalar=True)
     rows = make_rows()
     batch = LAYOUTS[layout](rows)
@@ -122,7 +122,7 @@ def test_scores_stand_at_the_last_token_and_values_before_each(attention, layout
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_target_logits_stand_at_the_targets_themselves(layout):
+def test_target_logits_are_taken_at_the_targets_themselves(layout):
     network = make_network("llama", "sdpa")
     rows = make_rows()
     got = network(LAYOUTS[layout](rows), TargetLogits).logits
@@ -197,7 +197,7 @@ def test_balancing_experts_needs_experts():
     assert not balances_experts(balanced, CONFIGS["llama"]())
 
 
-def test_balancing_experts_refuses_the_recomputation_that_hides_their_routers():
+def test_balancing_experts_rejects_recomputation_that_hides_their_routers():
     network = make_network("mixtral", SEGMENTED, with_aux_loss=True).train()
     recompute_activations(network.model, reentrant=True)
     with pytest.raises(ConfigError, match="use_reentrant hides the routers"):

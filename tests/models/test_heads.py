@@ -13,7 +13,7 @@ from openrlhf.models.heads import (
 from tests.tiny import make_tokenizer
 
 
-def test_a_new_head_begins_near_zero():
+def test_a_new_head_starts_near_zero():
     model = make_plain("llama", scalar=True, hidden_size=1024, intermediate_size=8, num_hidden_layers=1)
     init_scalar_head(model)
     assert model.score.weight.std().item() == pytest.approx(1 / 1025, rel=0.1)
@@ -21,7 +21,7 @@ def test_a_new_head_begins_near_zero():
 
 
 @pytest.mark.parametrize(("kind", "factor"), [("llama", 1.0), ("cohere", 0.3), ("granite", 1 / 3), ("gemma2", None)])
-def test_a_model_is_asked_what_it_does_to_its_logits(kind, factor):
+def test_the_logit_factor_is_found_by_probing_the_model(kind, factor):
     model = make_plain(kind)
     found = logit_factor(model)
     assert found == (factor if factor is None else pytest.approx(factor))
@@ -32,7 +32,7 @@ def test_a_model_is_asked_what_it_does_to_its_logits(kind, factor):
     torch.testing.assert_close(finished_logits(model, hidden)[0], expected)
 
 
-def test_asking_needs_no_weights_and_leaves_the_model_as_it_was():
+def test_probing_needs_no_weights_and_restores_the_model():
     model = make_plain("cohere")
     before = dict(model.named_modules())
     with torch.device("meta"):
@@ -50,7 +50,7 @@ def test_a_decoder_within_the_decoder_is_found():
     assert logit_factor(model) == 1.0
 
 
-def test_a_pad_token_of_its_own_is_left_alone():
+def test_a_separate_pad_token_is_kept():
     model, tokenizer = make_plain("llama", scalar=True), make_tokenizer()
     separate_pad_from_eos(model, tokenizer)
     assert tokenizer.pad_token == "<pad>"

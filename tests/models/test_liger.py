@@ -52,14 +52,14 @@ def test_norms_and_mlps_are_fused_under_either_head(loaded):
     assert found["qwen3"] == [11, 11]  # norms of queries and keys as well
 
 
-def test_what_liger_does_not_know_stays_as_it_is(loaded):
+def test_a_family_that_liger_does_not_support_is_unchanged(loaded):
     found, said = loaded
     assert found["gpt2"] == [0, 0]
     assert found["gemma3"][0] > 0
     assert "--use_liger_kernel cannot patch a Gemma3TextForSequenceClassification, which runs as it is" in said
 
 
-def test_a_cpu_and_models_that_are_served_do_without():
+def test_liger_is_not_used_on_cpus_or_for_served_models():
     asked, cpu, cuda = ModelFlags(use_liger_kernel=True), torch.device("cpu"), torch.device("cuda")
     assert not uses_liger(asked, "llama", cpu)
     assert not uses_liger(ModelFlags(), "llama", cuda)

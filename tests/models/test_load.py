@@ -69,7 +69,7 @@ def test_the_attention_that_was_chosen_is_the_one_loaded(folder, capsys):
     assert said(capsys) == ["flash_attention_2: there is no GPU, so SDPA is used"]
 
 
-def test_what_cannot_be_loaded_is_one_line(folder, tmp_path):
+def test_a_failed_load_is_reported_in_one_line(folder, tmp_path):
     broken = tmp_path / "broken"
     make_model(broken)
     (broken / "model.safetensors").write_bytes(b"not a tensor file")
@@ -86,7 +86,7 @@ def test_what_cannot_be_loaded_is_one_line(folder, tmp_path):
         load(folder, attn_implementation="made_up")
 
 
-def test_a_tokenizer_gets_padding_and_needs_an_end(tmp_path):
+def test_a_tokenizer_gets_a_pad_token_and_needs_eos(tmp_path):
     made = make_tokenizer(pad_is_eos=True)
     PreTrainedTokenizerFast(tokenizer_object=made.backend_tokenizer, eos_token="</s>").save_pretrained(tmp_path / "a")
     assert load_tokenizer(str(tmp_path / "a"), LoadingFlags()).pad_token == "</s>"
@@ -95,7 +95,7 @@ def test_a_tokenizer_gets_padding_and_needs_an_end(tmp_path):
         load_tokenizer(str(tmp_path / "b"), LoadingFlags())
 
 
-def test_a_model_without_our_head_is_no_reward_model(tmp_path):
+def test_a_model_without_the_scalar_head_is_rejected_as_reward_model(tmp_path):
     from transformers import AutoModelForSequenceClassification, DistilBertConfig
 
     config = DistilBertConfig(vocab_size=30, dim=8, n_heads=2, n_layers=1, hidden_dim=8, num_labels=1)
@@ -104,20 +104,20 @@ def test_a_model_without_our_head_is_no_reward_model(tmp_path):
         load_scalar_model(str(tmp_path), ModelFlags(), device=CPU, packing=False, head_prefix="score")
 
 
-def test_a_family_without_a_classifier_is_no_reward_model(tmp_path):
+def test_a_family_without_a_classifier_is_rejected_as_reward_model(tmp_path):
     name = make_model(tmp_path, "cohere")
     with pytest.raises(ConfigError, match=r"no sequence classifier for the family cohere\. Try: "):
         load_scalar_model(name, ModelFlags(), device=CPU, packing=False, head_prefix="score", new_head=True)
 
 
-def test_a_family_with_a_table_of_attentions_of_its_own_is_refused_in_a_line(tmp_path):
+def test_a_family_with_its_own_table_of_attentions_is_rejected_in_one_line(tmp_path):
     build("git").save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"it has no 'openrlhf_segmented'. Try: --attn_implementation eager"):
         load_causal_lm(str(tmp_path), ModelFlags(), device=CPU, packing=True)
     load_causal_lm(str(tmp_path), ModelFlags(attn_implementation="eager"), device=CPU, packing=True)
 
 
-def test_a_new_scalar_head_is_ours_and_not_transformers(tmp_path):
+def test_a_new_scalar_head_is_initialised_by_us(tmp_path):
     name = make_model(tmp_path, hidden_size=512, intermediate_size=8, num_hidden_layers=1)
     torch.manual_seed(0)
     model = load_scalar_model(name, ModelFlags(), device=CPU, packing=False, head_prefix="score", new_head=True)
@@ -125,7 +125,7 @@ def test_a_new_scalar_head_is_ours_and_not_transformers(tmp_path):
     assert model.score.weight.std().item() == pytest.approx(1 / 513, rel=0.15)
 
 
-def test_a_reward_model_does_not_pass_for_a_language_model(tmp_path):
+def test_a_reward_model_is_rejected_as_language_model(tmp_path):
     name = make_model(tmp_path / "base")
     model = load_scalar_model(name, ModelFlags(), device=CPU, packing=False, head_prefix="score", new_head=True)
     model.save_pretrained(tmp_path / "reward")
@@ -146,7 +146,7 @@ def learning(model):
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
-def test_no_rank_is_no_adapter(folder):
+def test_rank_zero_adds_no_adapters(folder):
     model = load(folder)
     assert add_adapters(model, LoraFlags(), scalar=False) is model
 
@@ -165,7 +165,7 @@ def test_adapters_on_named_modules_beside_the_scalar_head(folder):
     assert [name for name in names if "lora_" not in name] == ["base_model.model.score.modules_to_save.default.weight"]
 
 
-def test_modules_that_are_not_there_are_named(folder):
+def test_missing_target_modules_are_named(folder):
     with pytest.raises(ConfigError, match=r"--target_modules q_prj: Target modules .*q_prj.* not found") as caught:
         adapted(folder, target_modules=("q_prj",))
     assert "\n" not in str(caught.value)
@@ -177,7 +177,7 @@ def test_layers_that_share_their_weights_get_no_adapters():
         add_adapters(build("zamba"), LoraFlags(lora_rank=2), scalar=False)
 
 
-def test_adapters_that_a_layer_does_not_take_are_refused():
+def test_adapters_on_unsupported_layers_are_rejected():
     """llama4's router is a linear layer that returns two tensors."""
     network = Network(add_adapters(build("llama4_text"), LoraFlags(lora_rank=2), scalar=False)).eval()
     with pytest.raises(ConfigError, match=r"with its adapters it fails with .*\. Try: other --target_modules"):
@@ -205,7 +205,7 @@ def test_adapters_learn_through_recomputation(folder, reentrant):
     assert_close(results[1], results[0])
 
 
-def test_four_bits_learn_in_their_adapters_alone(tmp_path):
+def test_a_4_bit_model_learns_only_in_its_adapters(tmp_path):
     name = make_model(tmp_path, hidden_size=64, intermediate_size=64, num_hidden_layers=1)
     model = add_adapters(load(name, load_in_4bit=True), LoraFlags(lora_rank=2), scalar=False)
     network = Network(model).train()

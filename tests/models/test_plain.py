@@ -58,13 +58,13 @@ def assert_as_saved(network, plain, folder):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_plain_model_is_given_out_as_it_is_saved(tmp_path, kind, tied):
+def test_a_plain_model_is_yielded_as_it_is_saved(tmp_path, kind, tied):
     model = load(tmp_path, kind, tie_word_embeddings=tied)
     assert_as_saved(Network(model), model, tmp_path / "out")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_adapters_are_merged_and_left_as_they_were(tmp_path, kind):
+def test_adapters_are_merged_without_changing_the_network(tmp_path, kind):
     network = adapted(tmp_path, kind)
     before = copy.deepcopy(network.state_dict())
     merged = copy.deepcopy(network.model).merge_and_unload()
@@ -88,7 +88,7 @@ def test_a_scalar_model_with_adapters(tmp_path):
     assert_as_saved(network, copy.deepcopy(network.model).merge_and_unload(), tmp_path / "out")
 
 
-def test_a_packed_weight_is_given_out_in_the_precision_that_it_computes_in(tmp_path):
+def test_a_4_bit_weight_is_yielded_in_its_compute_precision(tmp_path):
     network = adapted(tmp_path, targets=("q_proj",))
     layer = network.decoder.model.layers[0].mlp
     packed = Linear4bit(64, 32, bias=False, compute_dtype=torch.float32, quant_type="nf4")
@@ -131,12 +131,12 @@ def test_a_plain_copy_computes_the_same_and_takes_new_weights(tmp_path, kind, lo
     assert_close(own.model(IDS).logits, network.model(input_ids=IDS).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_a_checkpoint_that_joins_tensors_of_the_model_is_refused():
+def test_a_checkpoint_that_joins_tensors_of_the_model_is_rejected():
     with pytest.raises(RolloutError, match=r"gate_up_proj\.weight of a checkpoint is not a part of one of"):
         checkpoint_places(Network(build("hrm_text")))
 
 
-def test_weights_of_another_model_are_refused(tmp_path):
+def test_weights_of_another_model_are_rejected(tmp_path):
     places = checkpoint_places(Network(load(tmp_path)))
     with pytest.raises(RolloutError, match=r"h.0.attn.*does not have"):
         list(load_weights(places, [("h.0.attn.weight", torch.zeros(1))]))

@@ -58,7 +58,7 @@ def full_attention(scene: Scene) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", SCENES)
-def test_a_ring_attends_as_one_process_does(name, size, played):
+def test_a_ring_computes_what_one_process_computes(name, size, played):
     found = load_file(played / f"{size} {name}.safetensors")
     for part, expected in full_attention(SCENES[name]).items():
         assert_close(found[part], expected, rtol=0, atol=2e-6, msg=lambda text, part=part: f"{part}: {text}")
@@ -90,12 +90,12 @@ def test_every_pair_is_in_one_block(bounds, size, window):
     assert found == expected
 
 
-def test_every_process_of_a_ring_has_as_much_to_do():
+def test_every_process_of_a_ring_has_the_same_amount_of_work():
     shares = [Share.of((0, 64), SimpleNamespace(index=index, size=4)) for index in range(4)]
     assert {len(pairs_of(share, None)) for share in shares} == {64 * 65 // 2 // 4}
 
 
-def test_heads_go_round_evenly():
+def test_the_head_stride_must_divide_the_key_heads():
     config = CONFIGS["llama"](num_attention_heads=8, num_key_value_heads=4)
     check_ring(config, ShardingFlags(ring_attn_size=2, ring_head_stride=4))
     with pytest.raises(ConfigError, match="--ring_head_stride 3 does not divide the model's 4 key heads") as error:
@@ -113,10 +113,10 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_layers_that_need_the_whole_sequence_are_refused(words):
+def test_layers_that_need_the_whole_sequence_are_rejected(words):
     with pytest.raises(ConfigError, match=words):
         check_ring(REFUSED[words], ShardingFlags(ring_attn_size=2))
 
 
-def test_layers_of_a_window_are_not():
+def test_layers_with_a_sliding_window_are_accepted():
     check_ring(CONFIGS["gemma3"](), ShardingFlags(ring_attn_size=2))

@@ -105,7 +105,7 @@ def layout_of(network: Network) -> str:
         ("cpmant", "row by row eager", "padded with eager is off by"),
     ],
 )
-def test_the_fastest_layout_that_is_right_is_taken(family, settled, why, capsys):
+def test_the_fastest_correct_layout_is_chosen(family, settled, why, capsys):
     network = settle(build(family))
     assert layout_of(network) == settled
     said = capsys.readouterr().err
@@ -115,7 +115,7 @@ def test_the_fastest_layout_that_is_right_is_taken(family, settled, why, capsys)
 
 @pytest.mark.parametrize("lay", [pack, lambda rows: pad(rows, 0)], ids=["packed", "padded"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_settled_networks_compute_what_the_model_does(family, lay):
+def test_chosen_layouts_compute_what_the_model_computes(family, lay):
     network = settle(build(family))
     random = np.random.default_rng(1)
     rows = [
@@ -129,14 +129,14 @@ def test_settled_networks_compute_what_the_model_does(family, lay):
     assert_close(found, own, rtol=0, atol=1e-4)
 
 
-def test_a_convolution_does_not_look_into_the_sequence_before(monkeypatch, capsys):
+def test_a_convolution_does_not_see_the_previous_sequence(monkeypatch, capsys):
     """Without the gap behind each sequence lfm2's convolutions leak, and the self-test sees it."""
     monkeypatch.setattr("openrlhf.models.forward.convolution_reach", lambda decoder: 0)
     assert layout_of(settle(build("lfm2"))) == "padded sdpa"
     assert "packed with the packed kernel" in capsys.readouterr().err
 
 
-def test_a_state_that_fades_is_still_seen(capsys):
+def test_a_leak_through_a_decaying_state_is_detected(capsys):
     """With the step sizes of new weights a state-space layer soon forgets: little leaks, but something does."""
     network = Network(tiny("falcon_h1")).eval()
     with torch.no_grad():
@@ -149,7 +149,7 @@ def test_a_state_that_fades_is_still_seen(capsys):
     assert "packed with the packed kernel lets sequences see each other" in capsys.readouterr().err
 
 
-def test_boundaries_that_do_not_arrive_are_noticed(monkeypatch, capsys):
+def test_lost_sequence_bounds_are_detected(monkeypatch, capsys):
     """A packed row whose sequences are bounded as if they were one."""
     right = inputs.packed_call
 
@@ -165,7 +165,7 @@ def test_boundaries_that_do_not_arrive_are_noticed(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_head_that_is_not_finished_is_refused(monkeypatch, dtype):
+def test_an_incomplete_head_is_rejected(monkeypatch, dtype):
     network = make_network("granite", "sdpa", logits_scaling=0.2).to(dtype).eval()
     settle(network)
     monkeypatch.setattr(Network, "vocabulary_head", property(lambda self: VocabularyHead(self.decoder, 1.0)))
@@ -183,7 +183,7 @@ def test_a_scalar_head_is_tested_too(monkeypatch):
         settle(network)
 
 
-def test_weights_that_are_not_numbers_are_refused():
+def test_nan_weights_are_rejected():
     network = make_network("llama", "sdpa").eval()
     with torch.no_grad():
         network.decoder.lm_head.weight[0] = torch.nan
@@ -191,7 +191,7 @@ def test_weights_that_are_not_numbers_are_refused():
         settle(network)
 
 
-def test_a_model_that_cannot_run_by_itself_is_refused(monkeypatch):
+def test_a_model_that_cannot_run_by_itself_is_rejected(monkeypatch):
     network = make_network("llama", "sdpa").eval()
     monkeypatch.setattr(type(network.decoder.model), "forward", lambda self, **kwargs: 1 / 0)
     with pytest.raises(
@@ -206,7 +206,7 @@ def test_the_test_can_be_skipped(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "mixtral", "gpt2"])
-def test_widened_weights_compute_in_fp32_and_come_back(kind):
+def test_widened_weights_compute_in_fp32_and_are_restored(kind):
     half = make_plain(kind).to(torch.bfloat16).eval()
     before = {name: parameter.clone() for name, parameter in half.named_parameters()}
     exact = make_plain(kind).eval()
@@ -223,20 +223,20 @@ def test_widened_weights_compute_in_fp32_and_come_back(kind):
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
-def test_half_precision_is_judged_by_its_own_rounding(kind):
+def test_half_precision_is_measured_against_its_own_rounding(kind):
     """fp32's tolerance would refuse every model in bf16."""
     network = make_network(kind, SEGMENTED).to(torch.bfloat16).eval()
     assert layout_of(settle(network)) == f"packed {SEGMENTED}"
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "granitemoehybrid"])
-def test_a_leak_is_seen_in_half_precision_too(family, capsys):
+def test_a_leak_is_detected_in_half_precision_too(family, capsys):
     network = build(family).to(torch.bfloat16)
     assert settle(network).layout == "padded"
     assert "packed with the packed kernel lets sequences see each other" in capsys.readouterr().err
 
 
-def test_a_leak_in_training_mode_alone_is_seen(monkeypatch, capsys):
+def test_a_leak_in_training_mode_alone_is_detected(monkeypatch, capsys):
     """Some layers take other kernels while they train; here they forget the bounds of sequences."""
     right = inputs.packed_call
 
@@ -256,7 +256,7 @@ def test_a_leak_in_training_mode_alone_is_seen(monkeypatch, capsys):
     assert "packed with the packed kernel is off by" in capsys.readouterr().err
 
 
-def test_kernels_without_a_backward_pass_are_not_trained_with(monkeypatch, capsys):
+def test_kernels_without_a_backward_pass_are_not_used_for_training(monkeypatch, capsys):
     def no_gradient(*args, **kwargs):
         output, weights = segmented_attention(*args, **kwargs)
         if torch.is_grad_enabled():
@@ -282,7 +282,7 @@ def plus_one(numbers):
 total_of = use_kernel_func_from_hub_with_fallback("fsum", "math")(plus_one)
 
 
-def test_reference_kernels_replace_those_of_packages_for_a_while():
+def test_reference_kernels_replace_packages_within_a_context():
     assert list(kernel_functions(Layered)) == []  # asked of the class, whose type is not defined here
     model = object.__new__(Layered)
     assert list(kernel_functions(model)) == ["total_of"]

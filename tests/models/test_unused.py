@@ -24,14 +24,14 @@ def test_vision_stays_frozen_beside_the_text_decoder(capsys):
 
 
 @pytest.mark.parametrize(("family", "part"), [("gemma3", "vision_tower"), ("fuyu", "vision"), ("hy_v4", "indexer")])
-def test_no_adapters_where_text_does_not_reach(family, part):
+def test_frozen_modules_get_no_adapters(family, part):
     adapted = add_adapters(build(family), LoraFlags(lora_rank=2), scalar=False)
     trained = [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
     assert trained
     assert not [name for name in trained if part in name]
 
 
-def test_an_indexer_chooses_and_stays_frozen():
+def test_an_indexer_stays_frozen():
     model = build("deepseek_v32")
     add_adapters(model, LoraFlags(), scalar=False)
     assert frozen(model) == {name for name, _ in model.named_parameters() if ".indexer." in name} != set()

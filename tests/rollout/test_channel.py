@@ -147,7 +147,7 @@ def test_a_receiver_that_stops_early_fails_the_send_and_a_new_channel_works():
         send(make_sender(1), pairs, 1)
 
 
-def test_after_the_death_of_a_receiver_a_new_channel_is_formed_with_another():
+def test_a_new_channel_replaces_a_receiver_that_died():
     with receivers(2) as (dies, lives):
         sender = make_sender(2, HASTY)
         send(sender, [dies, lives], 1)
@@ -161,7 +161,7 @@ def test_after_the_death_of_a_receiver_a_new_channel_is_formed_with_another():
             send(make_sender(2), [lives, *fresh], 2)
 
 
-def test_a_sender_that_is_called_off_waits_no_longer():
+def test_call_off_stops_a_waiting_sender():
     sender = make_sender(2)
     sender.channel.call_off()
     with pytest.raises(RolloutError, match="receivers 0, 1 of weights did not join, and will not"):
@@ -203,7 +203,7 @@ def test_a_missing_sender_is_named():
         assert "sent no header 2/0 in 4 s" in answers(pairs)[0]
 
 
-def test_ipc_is_between_two_processes():
+def test_ipc_allows_a_single_receiver():
     with pytest.raises(BackendError, match="one channel for each GPU"):
         WeightSender(Channel("127.0.0.1", "ipc", 2), torch.device("cpu"))
 

@@ -59,7 +59,7 @@ def assert_own(network, asked, made, tolerance=2e-4):
         ("openai-gpt", Uncached, None),
     ],
 )
-def test_a_family_takes_the_fastest_way_that_is_right(family, way, attention):
+def test_a_family_gets_the_fastest_correct_strategy(family, way, attention):
     network, asked = Network(build(family)), ask()
     engine = HFEngine(network, make_tokenizer(), max_rows=3).prepare()
     assert (type(engine.decoding), engine.decoding.attention) == (way, attention)
@@ -76,7 +76,7 @@ def test_a_family_takes_the_fastest_way_that_is_right(family, way, attention):
         lambda network: Uncached(network, row_by_row=True),
     ],
 )
-def test_each_way_gives_the_same_answers(way):
+def test_each_strategy_gives_the_same_completions(way):
     network, asked = Network(build("qwen3_next")), ask()
     fast, slow = HFEngine(network, make_tokenizer(), max_rows=3), HFEngine(network, make_tokenizer(), max_rows=3)
     slow.decoding = way(network)
@@ -85,7 +85,7 @@ def test_each_way_gives_the_same_answers(way):
         assert ours.log_probs == pytest.approx(theirs.log_probs, abs=1e-4)
 
 
-def test_eager_attention_is_used_when_it_was_asked_for():
+def test_requested_eager_attention_is_used():
     model = build("llama")
     model.set_attn_implementation("eager")
     seen = []
@@ -132,7 +132,7 @@ class BrokenRows(CachedRows):
         ("step", "fails with IndexError: list index out of range"),
     ],
 )
-def test_a_wrong_way_is_found_out(fault, problem, capsys):
+def test_a_wrong_strategy_is_detected(fault, problem, capsys):
     network = Network(build("llama"))
     broken = Broken(network.decoder, "sdpa", fault=fault)
     right = ContinuousBatching(network.decoder, "eager")
@@ -145,25 +145,25 @@ def test_a_wrong_way_is_found_out(fault, problem, capsys):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_first_way_is_not_worth_a_line(dtype, capsys):
+def test_choosing_the_first_strategy_prints_nothing(dtype, capsys):
     choose_decoding(Network(build("qwen3_next").to(dtype)))
     assert capsys.readouterr().err == ""
 
 
-def test_half_precision_hides_no_fault():
+def test_a_wrong_strategy_is_detected_in_half_precision():
     network = Network(build("llama").to(torch.bfloat16))
     broken = Broken(network.decoder, "sdpa", fault="add")
     right = ContinuousBatching(network.decoder, "sdpa")
     assert choose_decoding(network, [broken, right]) is right
 
 
-def test_a_check_that_was_skipped_finds_nothing_out():
+def test_a_skipped_check_takes_the_first_strategy():
     network = Network(build("llama"), self_test=False)
     broken = Broken(network.decoder, "sdpa", fault="step")
     assert choose_decoding(network, [broken]) is broken
 
 
-def test_the_check_leaves_no_trace():
+def test_the_check_restores_the_model_and_the_random_state():
     network = Network(build("gpt_oss")).train()
     before = torch.get_rng_state()
     choose_decoding(network)
@@ -172,7 +172,7 @@ def test_the_check_leaves_no_trace():
     assert network.decoder.config._attn_implementation == "eager"
 
 
-def test_a_stream_is_a_completion_token_by_token():
+def test_a_stream_yields_the_tokens_of_the_completion():
     network = Network(build("llama")).train()
     engine = HFEngine(network, make_tokenizer())
     (request, *_) = ask(max_tokens=6, min_tokens=6)

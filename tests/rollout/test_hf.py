@@ -39,7 +39,7 @@ def said(completions):
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
 @pytest.mark.parametrize("max_rows", [2, 5, 128])
-def test_greedy_is_what_generate_says(max_rows, penalty, network, tokenizer):
+def test_greedy_tokens_equal_those_of_generate(max_rows, penalty, network, tokenizer):
     asked = requests(tokenizer, temperature=0.0, repetition_penalty=penalty)
     made = HFEngine(network, tokenizer, max_rows=max_rows).complete(asked)
     for request, completion in zip(asked, made, strict=True):
@@ -84,7 +84,7 @@ def test_every_family_of_models(kind, tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize("max_rows", [1, 3, 128])
-def test_an_answer_does_not_depend_on_its_neighbours(max_rows, network, tokenizer):
+def test_a_completion_does_not_depend_on_the_rest_of_the_batch(max_rows, network, tokenizer):
     asked = requests(tokenizer)
     whole = HFEngine(network, tokenizer).complete(asked)
     backwards = HFEngine(network, tokenizer, max_rows=max_rows).complete(asked[::-1])[::-1]
@@ -93,7 +93,7 @@ def test_an_answer_does_not_depend_on_its_neighbours(max_rows, network, tokenize
         assert ours.log_probs == pytest.approx(theirs.log_probs, abs=1e-4)
 
 
-def test_a_seed_is_a_stream_of_its_own(network, tokenizer):
+def test_each_seed_has_its_own_random_stream(network, tokenizer):
     engine = HFEngine(network, tokenizer)
     asked = [requests(tokenizer, max_tokens=12)[1]] * 3
     first, second, third = engine.complete(
@@ -103,14 +103,14 @@ def test_a_seed_is_a_stream_of_its_own(network, tokenizer):
     assert first.token_ids != second.token_ids
 
 
-def test_each_place_is_heard_once(network, tokenizer):
+def test_on_done_is_called_once_per_request(network, tokenizer):
     heard = []
     made = HFEngine(network, tokenizer, max_rows=4).complete(requests(tokenizer), lambda *one: heard.append(one))
     assert sorted(heard, key=lambda one: one[0]) == list(enumerate(made))
 
 
 @pytest.mark.parametrize("num_waiting", [1, 4])
-def test_who_waits_gets_the_first_places_that_come_free(num_waiting, network, tokenizer, monkeypatch):
+def test_waiting_requests_get_the_first_free_slots(num_waiting, network, tokenizer, monkeypatch):
     """A few that wait begin when as many have ended: 10 steps after the others, of which each takes 20."""
     lengths = [10] * num_waiting + [20] * (64 - num_waiting) + [20] * num_waiting
     asked = [Request((5,), SamplingParams(max_tokens=length, min_tokens=length, temperature=0.0)) for length in lengths]
@@ -133,7 +133,7 @@ def test_a_row_that_ended_does_not_run_past_the_last_position(max_rows, tokenize
     assert [len(one.token_ids) for one in made] == [4] + [20] * 31
 
 
-def test_nothing_asked_is_nothing_said(network, tokenizer):
+def test_no_requests_give_no_completions(network, tokenizer):
     assert HFEngine(network, tokenizer).complete([]) == []
 
 
@@ -144,13 +144,13 @@ def answer(network, tokenizer, **params):
     return completion
 
 
-def test_the_longest_answer(network, tokenizer):
+def test_max_tokens_limits_a_completion(network, tokenizer):
     with_limit, longer = answer(network, tokenizer, max_tokens=4), answer(network, tokenizer, max_tokens=6)
     assert with_limit.finish_reason == "length"
     assert with_limit.token_ids == longer.token_ids[:4]
 
 
-def test_stop_tokens_and_texts_end_an_answer_and_belong_to_it(network, tokenizer):
+def test_stop_tokens_and_strings_end_a_completion_and_are_included(network, tokenizer):
     whole = answer(network, tokenizer, temperature=0.5)
     fifth = whole.token_ids[4]
     end = whole.token_ids.index(fifth) + 1
@@ -164,7 +164,7 @@ def test_stop_tokens_and_texts_end_an_answer_and_belong_to_it(network, tokenizer
     assert by_text.token_ids == whole.token_ids[: len(by_text.token_ids)]
 
 
-def test_eos_ends_an_answer_and_the_least_length_forbids_it(network, tokenizer):
+def test_eos_ends_a_completion_but_not_before_min_tokens(network, tokenizer):
     eos = tokenizer.eos_token_id
     with torch.no_grad():
         network.decoder.lm_head.weight.zero_()  # every token is as likely as any other
@@ -182,12 +182,12 @@ def test_eos_ends_an_answer_and_the_least_length_forbids_it(network, tokenizer):
     assert eos not in made.token_ids[:-1]
 
 
-def test_an_end_that_the_model_cannot_say_ends_nothing(network, tokenizer):
+def test_an_end_token_beyond_the_vocabulary_is_ignored(network, tokenizer):
     network.decoder.generation_config.eos_token_id = [tokenizer.eos_token_id, len(tokenizer) + 5]
     assert len(answer(network, tokenizer, min_tokens=4).token_ids) >= 4
 
 
-def test_a_stop_text_waits_for_the_least_length(network, tokenizer):
+def test_a_stop_string_has_no_effect_before_min_tokens(network, tokenizer):
     first = answer(network, tokenizer, temperature=0.5).text[0]
     assert len(answer(network, tokenizer, temperature=0.5, stop=(first,)).token_ids) == 1
     assert len(answer(network, tokenizer, temperature=0.5, stop=(first,), min_tokens=4).token_ids) >= 4
@@ -204,7 +204,7 @@ def test_a_shared_network_needs_no_copy(network, tokenizer):
     assert {completion.version for completion in made} == {3}
 
 
-def test_an_own_network_is_given_its_weights(network, tokenizer):
+def test_load_copies_weights_into_the_engines_own_network(network, tokenizer):
     engine = HFEngine(copy.deepcopy(network), tokenizer)
     before = said(engine.complete(requests(tokenizer)))
     with torch.no_grad():
@@ -219,7 +219,7 @@ def test_an_own_network_is_given_its_weights(network, tokenizer):
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
-def test_an_own_network_of_a_policy_with_adapters_is_the_merged_model(tmp_path, tokenizer, kind):
+def test_an_engines_own_network_equals_the_merged_policy(tmp_path, tokenizer, kind):
     name = make_model(tmp_path, kind, initializer_range=0.3)
     model = load_causal_lm(name, ModelFlags(), device=torch.device("cpu"), packing=False)
     torch.manual_seed(2)
@@ -239,7 +239,7 @@ def test_an_own_network_of_a_policy_with_adapters_is_the_merged_model(tmp_path, 
     assert made != before
 
 
-def test_the_network_is_left_as_it_was(network, tokenizer):
+def test_generation_restores_the_network(network, tokenizer):
     network.train()
     attention = network.decoder.config._attn_implementation
     made = asyncio.run(HFEngine(network, tokenizer).generate(requests(tokenizer)))

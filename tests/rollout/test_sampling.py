@@ -81,7 +81,7 @@ def test_rows_keep_their_own_parameters_and_streams():
         torch.testing.assert_close(log_probs[[0, 2]], some_log_probs)
 
 
-def test_a_stream_is_as_long_as_its_answer_whatever_the_others_are():
+def test_random_numbers_do_not_depend_on_the_length_of_other_requests():
     alone = SamplingState.of([SamplingParams(max_tokens=3, seed=9)], 6, torch.device("cpu"))
     beside = SamplingState.of(
         [SamplingParams(max_tokens=50, seed=1), SamplingParams(max_tokens=3, seed=9)], 6, torch.device("cpu")

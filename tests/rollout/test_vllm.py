@@ -94,7 +94,7 @@ def log_probs(network, request, completion, temperature=1.0):
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
-def test_greedy_is_what_the_other_engine_says(penalty, engine, network, tokenizer):
+def test_greedy_tokens_equal_those_of_the_transformers_engine(penalty, engine, network, tokenizer):
     asked = requests(tokenizer, temperature=0.0, repetition_penalty=penalty)
     made = asyncio.run(engine.generate(asked))
     expected = HFEngine(network, tokenizer).complete(asked)
@@ -109,7 +109,7 @@ def test_log_probs_are_those_that_training_computes(engine, network, tokenizer):
 
 
 @pytest.mark.parametrize("limit", [{"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.3}, {"top_k": 4, "top_p": 0.8}], ids=str)
-def test_log_probs_are_those_of_the_distribution_drawn_from(limit, engine, network, tokenizer):
+def test_log_probs_are_those_of_the_truncated_distribution(limit, engine, network, tokenizer):
     asked = requests(tokenizer, temperature=1.3, max_tokens=6, **limit)
     for request, completion in zip(asked, asyncio.run(engine.generate(asked)), strict=True):
         ids = torch.tensor([request.prompt_token_ids + completion.token_ids])
@@ -120,7 +120,7 @@ def test_log_probs_are_those_of_the_distribution_drawn_from(limit, engine, netwo
         assert completion.log_probs == pytest.approx(expected[:, 0].tolist(), abs=1e-4)
 
 
-def test_a_seed_is_a_stream_of_its_own(engine, tokenizer):
+def test_each_seed_has_its_own_random_stream(engine, tokenizer):
     base = requests(tokenizer, max_tokens=12)[1]
     asked = [replace(base, params=replace(base.params, seed=seed)) for seed in (1, 2, 1)]
     first, second, third = asyncio.run(engine.generate(asked))
@@ -134,13 +134,13 @@ def answer(engine, tokenizer, **params):
     return completion
 
 
-def test_the_longest_answer(engine, tokenizer):
+def test_max_tokens_limits_a_completion(engine, tokenizer):
     with_limit, longer = answer(engine, tokenizer, max_tokens=4), answer(engine, tokenizer, max_tokens=6)
     assert with_limit.finish_reason == "length"
     assert with_limit.token_ids == longer.token_ids[:4]
 
 
-def test_stop_tokens_and_texts_end_an_answer_and_belong_to_it(engine, tokenizer):
+def test_stop_tokens_and_strings_end_a_completion_and_are_included(engine, tokenizer):
     whole = answer(engine, tokenizer)
     fifth = whole.token_ids[4]
     by_token = answer(engine, tokenizer, stop_token_ids=(fifth,))
@@ -154,7 +154,7 @@ def test_stop_tokens_and_texts_end_an_answer_and_belong_to_it(engine, tokenizer)
     assert len(by_text.log_probs) == len(by_text.token_ids)
 
 
-def test_the_least_length_counts_the_token_that_ends(engine, network, tokenizer):
+def test_min_tokens_counts_the_end_token(engine, network, tokenizer):
     with torch.no_grad():
         network.decoder.lm_head.weight.zero_()  # every token is as likely as any other
     asyncio.run(engine.load(weights_of(network), 1))
@@ -168,7 +168,7 @@ def test_the_least_length_counts_the_token_that_ends(engine, network, tokenizer)
     assert all(not {*completion.token_ids[:9]} & {*ends, tokenizer.eos_token_id} for completion in made)
 
 
-def test_eos_ends_an_answer_and_belongs_to_it(engine, network, tokenizer):
+def test_eos_ends_a_completion_and_is_included(engine, network, tokenizer):
     with torch.no_grad():
         network.decoder.lm_head.weight.zero_()
     asyncio.run(engine.load(weights_of(network), 1))
@@ -179,17 +179,17 @@ def test_eos_ends_an_answer_and_belongs_to_it(engine, network, tokenizer):
     assert made.text.endswith(tokenizer.eos_token)
 
 
-def test_a_stop_text_waits_for_the_least_length(engine, tokenizer):
+def test_a_stop_string_has_no_effect_before_min_tokens(engine, tokenizer):
     first = answer(engine, tokenizer).text[0]
     assert len(answer(engine, tokenizer, stop=(first,)).token_ids) == 1
     assert len(answer(engine, tokenizer, stop=(first,), min_tokens=4).token_ids) >= 4
 
 
-def test_nothing_asked_is_nothing_said(engine):
+def test_no_requests_give_no_completions(engine):
     assert asyncio.run(engine.generate([])) == []
 
 
-def test_new_weights_and_what_arrived(engine, network, tokenizer):
+def test_new_weights_take_effect_and_their_checksums_match(engine, network, tokenizer):
     asked = requests(tokenizer, temperature=0.0)
     before = asyncio.run(engine.generate(asked))
     weights = weights_of(other(network))
@@ -202,7 +202,7 @@ def test_new_weights_and_what_arrived(engine, network, tokenizer):
     assert asyncio.run(engine.load(weights, 8)) == {}
 
 
-def test_training_goes_on_in_the_same_process(engine, network, tokenizer):
+def test_training_continues_in_the_same_process(engine, network, tokenizer):
     torch.set_num_threads(2)  # which vLLM would forbid
     assert torch.get_num_threads() == 2
     torch.set_num_threads(1)
@@ -219,7 +219,7 @@ def test_training_goes_on_in_the_same_process(engine, network, tokenizer):
     assert losses[1] < losses[0]
 
 
-def test_many_callers_side_by_side(engine, tokenizer):
+def test_concurrent_callers_get_the_same_completions(engine, tokenizer):
     asked = requests(tokenizer, temperature=0.0) * 5
 
     async def one_by_one():
@@ -228,7 +228,7 @@ def test_many_callers_side_by_side(engine, tokenizer):
     assert [made for (made,) in asyncio.run(one_by_one())] == asyncio.run(engine.generate(asked))
 
 
-def test_a_cancelled_caller_takes_its_requests_back(engine):
+def test_cancelling_a_call_withdraws_its_requests(engine):
     async def cancel():
         task = await begun(engine)
         task.cancel()
@@ -240,7 +240,7 @@ def test_a_cancelled_caller_takes_its_requests_back(engine):
     asyncio.run(cancel())
 
 
-def test_an_answer_goes_on_with_new_weights(engine, network, folder, tokenizer):
+def test_a_paused_request_continues_with_new_weights(engine, network, folder, tokenizer):
     async def change():
         task = await begun(engine)
         await engine.pause(drain=False)
@@ -269,7 +269,7 @@ def without_end(decoder, completion, tokenizer):
 
 
 @pytest.mark.parametrize("paused", [False, True])
-def test_draining_lets_the_running_finish_and_the_new_wait(paused, engine):
+def test_draining_finishes_running_requests_and_holds_new_ones(paused, engine):
     async def drain():
         task = await begun(engine)
         if paused:
@@ -287,7 +287,7 @@ def test_draining_lets_the_running_finish_and_the_new_wait(paused, engine):
     asyncio.run(drain())
 
 
-def test_sleep_asks_for_weights_and_forgets_nobody(engine, network, tokenizer):
+def test_sleep_needs_new_weights_and_keeps_running_requests(engine, network, tokenizer):
     asked = requests(tokenizer, temperature=0.0)
 
     async def sleep():
@@ -308,7 +308,7 @@ def test_sleep_asks_for_weights_and_forgets_nobody(engine, network, tokenizer):
     assert len(long.token_ids) == LONG.params.max_tokens
 
 
-def test_weights_that_stop_half_way_are_waited_for_anew(engine, network, tokenizer):
+def test_after_an_interrupted_transfer_the_engine_waits_for_complete_weights(engine, network, tokenizer):
     asked = requests(tokenizer, temperature=0.0)
     weights = weights_of(other(network))
     names = [name for name, _ in weights]
@@ -335,7 +335,7 @@ def test_weights_that_stop_half_way_are_waited_for_anew(engine, network, tokeniz
     assert len(long.token_ids) == LONG.params.max_tokens
 
 
-def test_a_request_that_is_too_long_fails_alone(engine, tokenizer):
+def test_a_prompt_that_is_too_long_fails_only_its_own_call(engine, tokenizer):
     asked = requests(tokenizer, temperature=0.0)
     too_long = Request((5,) * (LONGEST + 1), SamplingParams(max_tokens=1))
 
@@ -353,7 +353,7 @@ def test_a_request_that_is_too_long_fails_alone(engine, tokenizer):
     assert not engine._engine.has_unfinished_requests()
 
 
-def test_a_missing_parameter_is_named_and_nothing_is_drawn_until_it_came(shared, network):
+def test_a_missing_parameter_is_named_and_stops_generation_until_it_arrives(shared, network):
     name = "model.layers.1.self_attn.k_proj.weight"
     whole = list(weights_of(network))
     lacking = [(key, tensor) for key, tensor in whole if key not in (name, "model.norm.weight")]

@@ -19,7 +19,7 @@ def folder(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("model"), seed=3, max_position_embeddings=LONGEST, **ATTENTION)
 
 
-def test_a_closed_engine_says_so(folder, tokenizer):
+def test_a_closed_engine_fails_its_callers(folder, tokenizer):
     engine = build(folder, tokenizer)
 
     async def close():
@@ -33,12 +33,12 @@ def test_a_closed_engine_says_so(folder, tokenizer):
     asyncio.run(close())
 
 
-def test_a_model_that_vllm_cannot_run_is_refused_before_anything_starts(tokenizer, tmp_path):
+def test_a_model_that_vllm_cannot_run_is_rejected_at_start(tokenizer, tmp_path):
     with pytest.raises(RolloutError, match=r"did not start.*head_dim=8"):
         build(make_model(tmp_path, head_dim=8, max_position_embeddings=LONGEST), tokenizer)
 
 
-def test_an_error_within_a_step_reaches_those_who_wait(folder, tokenizer, monkeypatch):
+def test_an_error_in_a_step_reaches_all_callers(folder, tokenizer, monkeypatch):
     broken = build(folder, tokenizer)
 
     def step():
@@ -57,12 +57,12 @@ def test_an_error_within_a_step_reaches_those_who_wait(folder, tokenizer, monkey
     asyncio.run(fail())
 
 
-def test_a_model_that_is_not_there(tokenizer, tmp_path):
+def test_a_missing_model_is_rejected(tokenizer, tmp_path):
     with pytest.raises(RolloutError, match="did not start"):
         build(str(tmp_path / "nothing"), tokenizer)
 
 
-def test_a_folder_with_a_space_means_no_compiler(folder, tokenizer, monkeypatch, capfd):
+def test_torch_in_a_folder_with_a_space_disables_compilation(folder, tokenizer, monkeypatch, capfd):
     monkeypatch.setattr(vllm, "TORCH", "/an environment/torch")
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "0")
     engine = build(folder, tokenizer)

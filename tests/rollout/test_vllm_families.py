@@ -26,13 +26,13 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", EXPERTS)
-def test_experts_are_those_that_were_sent(family, tmp_path, tokenizer):
+def test_experts_compute_with_the_weights_sent(family, tmp_path, tokenizer):
     with built(*EXPERTS[family], tmp_path, tokenizer) as (engine, network):
         assert max(gaps_after_every_load(engine, network, tokenizer)) < 1e-4
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_computes_with_what_was_sent(family, tmp_path, tokenizer):
+def test_every_family_computes_with_the_weights_sent(family, tmp_path, tokenizer):
     with built(*FAMILIES[family], tmp_path, tokenizer) as (engine, network):
         assert max(gaps_after_every_load(engine, network, tokenizer)) < 1e-4

@@ -19,11 +19,11 @@ def tied(tmp_path_factory, tokenizer):
         yield made
 
 
-def test_a_head_that_is_the_embedding_is_sent_with_it(tied, tokenizer):
+def test_a_tied_head_follows_the_embedding(tied, tokenizer):
     assert max(gaps_after_every_load(*tied, tokenizer)) < 1e-4
 
 
-def test_what_a_dense_model_computes_with_is_read_back(tied):
+def test_the_weights_of_a_dense_model_are_read_back(tied):
     engine, network = tied
     sent = send(engine, network)
     assert engine._steps._readable == sent.keys()
