@@ -1,4 +1,4 @@
-"""Networks in memory, rows for them, and what a plain Transformers model says about each row by itself."""
+"""Networks in memory, rows for them, and what a plain Transformers model computes for each row alone."""
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ LAYOUTS = {"padded": lambda rows: pad(rows, 0), "packed": pack}
 
 
 def make_plain(kind: str, attention: str = "eager", *, scalar: bool = False, seed: int = 0, **shape: object):
-    """A model with weights large enough that a token which sees too much or too little shows."""
+    """Return a model with weights so large that a wrong attention mask changes its outputs visibly."""
     torch.manual_seed(seed)
     config = CONFIGS[kind](vocab_size=VOCAB, initializer_range=0.2, pad_token_id=0, **shape)
     if scalar:
@@ -39,7 +39,7 @@ def make_rows(lengths: tuple[int, ...] = LENGTHS, *, seed: int = 0, prompt: int 
 
 
 def changed(row: TokenRow) -> TokenRow:
-    """The same row with every token another one."""
+    """Return the row with every token replaced."""
     return TokenRow(1 + (row.input_ids + 7) % (VOCAB - 1), row.target_mask)
 
 
@@ -55,12 +55,12 @@ def plain_log_probs(model, row: TokenRow, temperature: float = 1.0) -> Tensor:
 
 
 def per_row(values: Tensor, batch: Batch) -> list[Tensor]:
-    """[rows, tokens] as one tensor for each sequence, however the batch is laid out."""
+    """Split [rows, tokens] into one tensor per sequence, whatever the layout of the batch."""
     return [values[batch.sequence_ids == number] for number in range(batch.num_sequences)]
 
 
 def gradients(network: Network) -> dict[str, Tensor]:
-    """Gradients by name, taken away from the parameters."""
+    """Return gradients by name, and clear them."""
     found = {name: parameter.grad for name, parameter in network.named_parameters() if parameter.grad is not None}
     network.zero_grad(set_to_none=True)
     return found

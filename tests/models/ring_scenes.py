@@ -1,4 +1,4 @@
-"""One process of a ring: attention over its share of rows, forwards and backwards; the first writes what came out."""
+"""One process of a ring: attention over its share of rows, forward and backward; the first saves the results."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ SCENES = {
 
 
 def play(scene: Scene, group: dist.ProcessGroup) -> dict[str, Tensor]:
-    """Outputs and gradients of all tokens, put together from what each process has of them."""
+    """Return outputs and gradients of all tokens, joined from the shares of all processes."""
     ring = Ring(group, dist.get_rank(group), dist.get_world_size(group), scene.head_stride)
     share = Share.of(scene.bounds, ring)
     whole = scene.tensors()
@@ -72,7 +72,7 @@ def play(scene: Scene, group: dist.ProcessGroup) -> dict[str, Tensor]:
 
 
 def main(folder: Path) -> None:
-    """Three processes play every scene, and two of them once more."""
+    """Run every scene in a ring of three processes, then in a ring of two of them."""
     dist.init_process_group("gloo")
     two = dist.new_group([1, 0])
     blocks.TILE = 4  # sequences here are short

@@ -1,4 +1,4 @@
-"""Liger's kernels reach every kind of model. They run on GPUs alone, so what is looked at here is where they sit."""
+"""Liger patches every kind of model. Its kernels need a GPU, so these tests only check which modules are patched."""
 
 import json
 import os

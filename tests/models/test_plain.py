@@ -1,4 +1,4 @@
-"""What an engine is given: the names and values that a merged plain model would be saved with."""
+"""An engine receives the names and values that the merged plain model would be saved with."""
 
 import copy
 
@@ -31,7 +31,7 @@ def load(folder, kind="llama", **shape):
 
 
 def adapted(folder, kind="llama", targets=("all-linear",), **shape):
-    """With adapters that are no longer at their start."""
+    """Return a network whose adapters are no longer at their initial values."""
     torch.manual_seed(5)
     model = add_adapters(load(folder, kind, **shape), LoraFlags(lora_rank=4, target_modules=targets), scalar=False)
     return disturbed(model)

@@ -1,4 +1,4 @@
-"""Attention that several processes share gives what one process gives, forwards and backwards."""
+"""Ring attention over several processes equals attention in one process, forward and backward."""
 
 import os
 import subprocess
@@ -30,7 +30,7 @@ PARTS = ("query", "key", "value")
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory):
-    """All scenes in a ring of two and in one of three."""
+    """Run all scenes, in a ring of two and in a ring of three."""
     folder = tmp_path_factory.mktemp("ring")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "3"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -41,7 +41,7 @@ def played(tmp_path_factory):
 
 
 def full_attention(scene: Scene) -> dict[str, torch.Tensor]:
-    """The same by PyTorch's own attention under a mask of the whole row."""
+    """Compute the same with PyTorch's own attention and a mask over the whole row."""
     *leaves, gradient = scene.tensors()
     leaves = [part.requires_grad_() for part in leaves]
     places = torch.arange(len(gradient))
@@ -65,7 +65,7 @@ def test_a_ring_computes_what_one_process_computes(name, size, played):
 
 
 def pairs_of(share: Share, window: int | None) -> list[tuple[int, int]]:
-    """Places in the row of each query here and of a key that it sees, by the blocks of all processes."""
+    """Return (query, key) pairs of places in the row, from the blocks of this process's queries with all processes."""
     rows = [share.starts(index) for index in range(share.ring.size)]
     places = [[*range(a, a + share.chunk), *range(b, b + share.chunk)] for a, b in rows]
     found = []

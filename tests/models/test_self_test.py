@@ -1,4 +1,4 @@
-"""The load-time self-test: which layout it settles on, what it says, and what it catches when something is broken."""
+"""The load-time self-test: which layout it chooses, what it prints, and which faults it detects."""
 
 import numpy as np
 import pytest
@@ -76,7 +76,7 @@ FAMILIES = {
 
 
 def build(family: str, *, packing: bool = True) -> Network:
-    """A model as it is loaded: with the attention that auto chooses for its class."""
+    """Build a model as it is loaded: with the attention that auto chooses for its class."""
     torch.manual_seed(0)
     config = FAMILIES[family]()
     model_class = CausalLM._model_mapping[type(config)]
@@ -130,14 +130,14 @@ def test_chosen_layouts_compute_what_the_model_computes(family, lay):
 
 
 def test_a_convolution_does_not_see_the_previous_sequence(monkeypatch, capsys):
-    """Without the gap behind each sequence lfm2's convolutions leak, and the self-test sees it."""
+    """Without the gap after each sequence lfm2's convolutions leak, and the self-test detects it."""
     monkeypatch.setattr("openrlhf.models.forward.convolution_reach", lambda decoder: 0)
     assert layout_of(settle(build("lfm2"))) == "padded sdpa"
     assert "packed with the packed kernel" in capsys.readouterr().err
 
 
 def test_a_leak_through_a_decaying_state_is_detected(capsys):
-    """With the step sizes of new weights a state-space layer soon forgets: little leaks, but something does."""
+    """With the step sizes of new weights, a state-space layer soon forgets: it leaks little, but it leaks."""
     network = Network(tiny("falcon_h1")).eval()
     with torch.no_grad():
         for name, parameter in network.named_parameters():
@@ -150,7 +150,7 @@ def test_a_leak_through_a_decaying_state_is_detected(capsys):
 
 
 def test_lost_sequence_bounds_are_detected(monkeypatch, capsys):
-    """A packed row whose sequences are bounded as if they were one."""
+    """Pass the bounds of a packed row as if it were a single sequence."""
     right = inputs.packed_call
 
     def one_sequence(batch, gap):
@@ -224,7 +224,7 @@ def test_widened_weights_compute_in_fp32_and_are_restored(kind):
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
 def test_half_precision_is_measured_against_its_own_rounding(kind):
-    """fp32's tolerance would refuse every model in bf16."""
+    """The tolerance of fp32 would reject every model in bf16."""
     network = make_network(kind, SEGMENTED).to(torch.bfloat16).eval()
     assert layout_of(settle(network)) == f"packed {SEGMENTED}"
 
@@ -237,7 +237,7 @@ def test_a_leak_is_detected_in_half_precision_too(family, capsys):
 
 
 def test_a_leak_in_training_mode_alone_is_detected(monkeypatch, capsys):
-    """Some layers take other kernels while they train; here they forget the bounds of sequences."""
+    """Some layers use other kernels in training mode; here these ignore the bounds of sequences."""
     right = inputs.packed_call
 
     def forgetful(batch, gap):

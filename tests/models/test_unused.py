@@ -1,4 +1,4 @@
-"""What training on text does not reach stays frozen, and gets no adapters."""
+"""Modules that training on text does not reach stay frozen and get no adapters."""
 
 import pytest
 import torch

@@ -18,7 +18,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def network(folder):
-    """A network of its own for each test; sharper than at birth, so that greedy choices have no ties."""
+    """A separate network for each test, with logits sharp enough that greedy choices have no ties."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         model.lm_head.weight.mul_(20)

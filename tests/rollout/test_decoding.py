@@ -1,4 +1,4 @@
-"""Ways to decode: which one a family takes, that it is right there, and that a wrong one is found out."""
+"""Decoding strategies: which one each family gets, that it is correct there, and that a wrong one is detected."""
 
 import asyncio
 import re
@@ -22,7 +22,7 @@ LENGTHS = (9, 3, 3, 14, 1, 5, 9)
 
 
 def ask(**params):
-    """Requests of uneven length, two pairs of which have prompts of one length."""
+    """Return requests of uneven length; two pairs have prompts of equal length."""
     return [
         Request(
             tuple(range(20 + number, 20 + number + length)),
@@ -33,7 +33,7 @@ def ask(**params):
 
 
 def assert_own(network, asked, made, tolerance=2e-4):
-    """The engine's log-probs are those of the model's own forward over each whole sequence."""
+    """Check the engine's log-probs against the model's own forward over each whole sequence."""
     for request, completion in zip(asked, made, strict=True):
         prompt, answer = request.prompt_token_ids, completion.token_ids
         with torch.no_grad(), evaluating(network.decoder, "eager"):
@@ -96,7 +96,7 @@ def test_requested_eager_attention_is_used():
 
 @dataclass(frozen=True)
 class Broken(ContinuousBatching):
-    """Wrong in one way."""
+    """Continuous batching with one fault."""
 
     fault: str = ""
 

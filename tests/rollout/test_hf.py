@@ -1,4 +1,4 @@
-"""The engine in process: what model.generate says, whoever shares the batch, with the log-probs that training sees."""
+"""The Transformers engine: same tokens as model.generate, in any batch, with the log-probs that training computes."""
 
 import asyncio
 import copy
@@ -23,7 +23,7 @@ PROMPTS = ["a", "hello", "the cat", "x" * 20, "1+1=", "Z", "q?", "what is it", "
 
 
 def requests(tokenizer, **params):
-    """One request for each prompt, of uneven length and each with its own seed."""
+    """Return one request per prompt, of uneven length, each with its own seed."""
     return [
         Request(
             tuple(tokenizer(text)["input_ids"]),
@@ -57,7 +57,7 @@ def test_greedy_tokens_equal_those_of_generate(max_rows, penalty, network, token
 
 
 def assert_trainable(network, asked, made, temperature=1.0):
-    """The engine's log-probs are those of a forward pass over the whole sequence."""
+    """Check the engine's log-probs against a forward pass over the whole sequence."""
     for request, completion in zip(asked, made, strict=True):
         prompt, answer = request.prompt_token_ids, completion.token_ids
         mask = (False,) * len(prompt) + (True,) * len(answer)
@@ -75,7 +75,7 @@ def test_log_probs_are_those_that_training_computes(network, tokenizer):
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_every_family_of_models(kind, tmp_path, tokenizer):
     model = AutoModelForCausalLM.from_pretrained(make_model(tmp_path, kind))
-    with torch.no_grad():  # attention that looks at few places, so that a wrong mask or position shows
+    with torch.no_grad():  # sharp attention, so that a wrong mask or position shows
         for name, weight in model.named_parameters():
             if any(part in name for part in ("q_proj", "k_proj", "c_attn")):
                 weight.mul_(8)
@@ -111,7 +111,7 @@ def test_on_done_is_called_once_per_request(network, tokenizer):
 
 @pytest.mark.parametrize("num_waiting", [1, 4])
 def test_waiting_requests_get_the_first_free_slots(num_waiting, network, tokenizer, monkeypatch):
-    """A few that wait begin when as many have ended: 10 steps after the others, of which each takes 20."""
+    """Waiting requests start as soon as as many rows have ended: after 10 steps, while the others take 20."""
     lengths = [10] * num_waiting + [20] * (64 - num_waiting) + [20] * num_waiting
     asked = [Request((5,), SamplingParams(max_tokens=length, min_tokens=length, temperature=0.0)) for length in lengths]
     engine = HFEngine(network, tokenizer, max_rows=64)
@@ -167,7 +167,7 @@ def test_stop_tokens_and_strings_end_a_completion_and_are_included(network, toke
 def test_eos_ends_a_completion_but_not_before_min_tokens(network, tokenizer):
     eos = tokenizer.eos_token_id
     with torch.no_grad():
-        network.decoder.lm_head.weight.zero_()  # every token is as likely as any other
+        network.decoder.lm_head.weight.zero_()  # all tokens are equally likely
     seeds = range(400)
     lengths = [
         len(made.token_ids)

@@ -1,4 +1,4 @@
-"""Samples from a vocabulary of six tokens against the exact distribution."""
+"""Sampling from a vocabulary of six tokens, compared with the exact distribution."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ CASES = {
 
 
 def sampled(params, count=COUNT):
-    """Tokens and log-probs of a row for each seed."""
+    """Return tokens and log-probs of one row per seed."""
     rows = [SamplingParams(max_tokens=1, seed=seed, **params) for seed in range(count)]
     state = SamplingState.of(rows, 6, torch.device("cpu"))
     return sample_tokens(PROBS.log().repeat(count, 1), state, torch.zeros(count, dtype=torch.long))

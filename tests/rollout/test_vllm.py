@@ -1,4 +1,4 @@
-"""vLLM in this process says what the engine of Transformers says, through new weights, pauses, sleep and errors."""
+"""vLLM in this process generates what the Transformers engine does, through new weights, pauses, sleep and errors."""
 
 import asyncio
 from dataclasses import replace
@@ -27,7 +27,7 @@ PROMPTS = ["a", "hello", "the cat", "x" * 20, "1+1=", "Z", "q?", "what is it", "
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Sharper than at birth, so that greedy choices have no ties."""
+    """A model with logits sharp enough that greedy choices have no ties."""
     made = make_model(tmp_path_factory.mktemp("model"), seed=3, max_position_embeddings=LONGEST, **ATTENTION)
     model = AutoModelForCausalLM.from_pretrained(made)
     with torch.no_grad():
@@ -51,13 +51,13 @@ def shared(folder, tokenizer):
 
 @pytest.fixture
 def engine(shared, folder):
-    """The shared engine, which gets its first weights back afterwards."""
+    """The shared engine; its initial weights are restored afterwards."""
     yield shared
     asyncio.run(shared.load(weights_of(Network(AutoModelForCausalLM.from_pretrained(folder))), 0))
 
 
 def requests(tokenizer, **params):
-    """One request for each prompt, of uneven length and each with its own seed."""
+    """Return one request per prompt, of uneven length, each with its own seed."""
     return [
         Request(
             tuple(tokenizer(text)["input_ids"]),
@@ -72,7 +72,7 @@ def weights_of(network):
 
 
 def other(network, factor=1.5):
-    """The same network with other weights."""
+    """Scale all weights of a network, and return it."""
     with torch.no_grad():
         for weight in network.parameters():
             weight.mul_(factor)
@@ -84,7 +84,7 @@ def said(completions):
 
 
 def log_probs(network, request, completion, temperature=1.0):
-    """What training computes for a completion."""
+    """Return the log-probs that training computes for a completion."""
     prompt, answer = request.prompt_token_ids, completion.token_ids
     mask = (False,) * len(prompt) + (True,) * len(answer)
     item = Trajectory(Prompt(0, "", prompt), prompt + answer, mask, (), 0.0, 0.0, False, 0)
@@ -98,7 +98,7 @@ def test_greedy_tokens_equal_those_of_the_transformers_engine(penalty, engine, n
     asked = requests(tokenizer, temperature=0.0, repetition_penalty=penalty)
     made = asyncio.run(engine.generate(asked))
     expected = HFEngine(network, tokenizer).complete(asked)
-    assert [replace(one, version=0) for one in made] == expected  # the engine may have seen other weights meanwhile
+    assert [replace(one, version=0) for one in made] == expected  # earlier tests may have loaded other versions
 
 
 def test_log_probs_are_those_that_training_computes(engine, network, tokenizer):
@@ -156,7 +156,7 @@ def test_stop_tokens_and_strings_end_a_completion_and_are_included(engine, token
 
 def test_min_tokens_counts_the_end_token(engine, network, tokenizer):
     with torch.no_grad():
-        network.decoder.lm_head.weight.zero_()  # every token is as likely as any other
+        network.decoder.lm_head.weight.zero_()  # all tokens are equally likely
     asyncio.run(engine.load(weights_of(network), 1))
     ends = tuple(range(40, 70))
     params = SamplingParams(max_tokens=60, min_tokens=10, stop_token_ids=ends)
@@ -203,7 +203,7 @@ def test_new_weights_take_effect_and_their_checksums_match(engine, network, toke
 
 
 def test_training_continues_in_the_same_process(engine, network, tokenizer):
-    torch.set_num_threads(2)  # which vLLM would forbid
+    torch.set_num_threads(2)  # vLLM would forbid this
     assert torch.get_num_threads() == 2
     torch.set_num_threads(1)
     backend = LocalBackend(network, OptimizerFlags(), torch.device("cpu"), learning_rate=1e-2)
@@ -234,7 +234,7 @@ def test_cancelling_a_call_withdraws_its_requests(engine):
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await engine.resume()  # nothing was paused: an answer that comes after the cancellation was heard
+        await engine.resume()  # answered after the thread has handled the cancellation
         assert not engine._engine.has_unfinished_requests()
 
     asyncio.run(cancel())
@@ -261,7 +261,7 @@ def test_a_paused_request_continues_with_new_weights(engine, network, folder, to
 
 
 def without_end(decoder, completion, tokenizer):
-    """Log-probs of the long request's tokens where none of them may end it."""
+    """Return log-probs of the long request's tokens, with the end token forbidden."""
     with torch.no_grad():
         logits = decoder(torch.tensor([LONG.prompt_token_ids + completion.token_ids])).logits[0, 2:-1]
     logits[:, tokenizer.eos_token_id] = -torch.inf
@@ -275,7 +275,7 @@ def test_draining_finishes_running_requests_and_holds_new_ones(paused, engine):
         if paused:
             await engine.pause(drain=False)
         pausing = asyncio.create_task(engine.pause(drain=True))
-        await asyncio.sleep(0)  # the command is on its way before the next request
+        await asyncio.sleep(0)  # post the command before the next request
         late = asyncio.create_task(engine.generate([SHORT]))
         await pausing
         (made,) = await task
@@ -298,7 +298,7 @@ def test_sleep_needs_new_weights_and_keeps_running_requests(engine, network, tok
         with pytest.raises(RolloutError, match="vLLM is asleep"):
             await engine.generate(asked)
         await engine.wake("weights")
-        await engine.sleep()  # the cache still does, and that is enough
+        await engine.sleep()  # the cache is still asleep, so this only drops the weights
         await engine.load(weights_of(other(network)), 2)
         await engine.wake("cache")
         return await engine.generate(asked), await task
@@ -314,7 +314,7 @@ def test_after_an_interrupted_transfer_the_engine_waits_for_complete_weights(eng
     names = [name for name, _ in weights]
 
     def cut_short():
-        yield from weights[: names.index("model.layers.1.self_attn.k_proj.weight")]  # of q, k and v one is there
+        yield from weights[: names.index("model.layers.1.self_attn.k_proj.weight")]  # q has arrived, k and v have not
         raise RolloutError("the sender is gone")
 
     async def change():
@@ -362,7 +362,7 @@ def test_a_missing_parameter_is_named_and_stops_generation_until_it_arrives(shar
         task = await begun(shared)
         with pytest.raises(RolloutError, match=f"no weights came for {name}, model.norm.weight") as refusal:
             await shared.load(lacking, 1)
-        assert not isinstance(refusal.value, EngineError)  # nobody is to start the engine anew
+        assert not isinstance(refusal.value, EngineError)  # the engine need not be restarted
         await shared.health()
         with pytest.raises(RolloutError, match="no complete weights"):
             await shared.generate([SHORT])

@@ -1,4 +1,4 @@
-"""Engines of vLLM that are closed, fail or do not start; one at a time, because a process has room for one."""
+"""vLLM engines that are closed, fail or do not start; one at a time, because a process can hold only one."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Engine and trainer agree after weights were sent, the same ones and changed ones, for every family of models."""
+"""For every model family, engine and trainer agree after each load of unchanged and changed weights."""
 
 import pytest
 

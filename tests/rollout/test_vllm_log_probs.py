@@ -1,4 +1,4 @@
-"""vLLM that samples from a part of the distribution and tells log-probs of the whole, as training computes them."""
+"""vLLM samples from part of the distribution and reports log-probs of the whole, as training computes them."""
 
 import asyncio
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow(seconds=8)
 
 
 def test_truncated_samples_have_log_probs_of_the_whole_distribution(tmp_path, tokenizer):
-    folder = make_model(tmp_path, seed=3, head_dim=32)  # vLLM's attention on CPU knows no smaller one
+    folder = make_model(tmp_path, seed=3, head_dim=32)  # the smallest that vLLM's attention supports on CPU
     engine = build(folder, tokenizer, context_length=64, seeded_requests=False, whole_log_probs=True)
     prompts = [tuple(tokenizer(text)["input_ids"]) for text in ("hello", "1+1=")]
     params = SamplingParams(max_tokens=8, top_p=0.3)

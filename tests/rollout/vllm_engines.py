@@ -1,4 +1,4 @@
-"""Engines of vLLM on tiny models, and requests for them."""
+"""vLLM engines on tiny models, and requests for them."""
 
 import asyncio
 from dataclasses import replace
@@ -12,7 +12,7 @@ from openrlhf.rollout.vllm import VLLMEngine
 from openrlhf.types import Request, SamplingParams
 
 LONGEST = 2048
-ATTENTION = {"head_dim": 32}  # vLLM's attention on CPU knows no smaller one
+ATTENTION = {"head_dim": 32}  # the smallest that vLLM's attention supports on CPU
 LONG = Request((5, 6, 7), SamplingParams(max_tokens=500, min_tokens=501, seed=1))
 SHORT = replace(LONG, params=replace(LONG.params, max_tokens=3))
 
@@ -31,9 +31,9 @@ def build(folder, tokenizer, *, context_length=LONGEST, seeded_requests=True, **
 
 
 async def begun(engine):
-    """A long request of which some tokens are there: a short one that came with it has ended."""
+    """Start a long request, and return its task once some of its tokens exist: a short request beside it has ended."""
     task = asyncio.create_task(engine.generate([LONG]))
-    await asyncio.sleep(0)  # it has asked before the short one asks
+    await asyncio.sleep(0)  # post it before the short request
     await engine.generate([SHORT])
     assert not task.done()
     return task

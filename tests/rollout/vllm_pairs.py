@@ -1,4 +1,4 @@
-"""An engine of vLLM beside the network that is trained: weights go from one to the other, log-probs must agree."""
+"""A vLLM engine and the network that is trained: weights are sent to the engine, and log-probs must agree."""
 
 import asyncio
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ from tests.tiny import make_model
 
 @contextmanager
 def built(kind, shape, folder, tokenizer):
-    """An engine and the network that is trained."""
+    """Build an engine and the network that is trained."""
     path = make_model(folder, kind, seed=3, **shape)
     network = Network(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
     engine = build(path, tokenizer, context_length=64)
@@ -31,14 +31,14 @@ def send(engine, network, version=1):
 
 @torch.no_grad()
 def change(network, seed):
-    """Every parameter moves by as much as it is large."""
+    """Change every parameter by about its own size."""
     made = torch.Generator().manual_seed(seed)
     for weight in network.parameters():
         weight.add_(torch.randn(weight.shape, generator=made) * weight.abs().mean())
 
 
 def gap(engine, network, tokenizer):
-    """The largest difference of log-probs of sampled tokens; the trainer scores all samples in one batch."""
+    """Return the largest difference of log-probs of sampled tokens; the trainer scores all samples in one batch."""
     asked = [
         Request(tuple(tokenizer(text)["input_ids"]), SamplingParams(max_tokens=12, seed=seed))
         for seed, text in enumerate(("a", "the cat", "1+1=", "x" * 20))
