@@ -35,21 +35,21 @@ def packs(config: PretrainedConfig) -> bool:
     return config._attn_implementation == SEGMENTED or config._attn_implementation in FLASH_PACKAGES
 
 
-def choose_attention(asked: str, device: torch.device, packing: bool) -> tuple[str, str | None]:
+def choose_attention(requested: str, device: torch.device, packing: bool) -> tuple[str, str | None]:
     """Return the implementation to load a model with, and a line to print if the request cannot be met in full."""
-    if asked == "auto":
+    if requested == "auto":
         return (SEGMENTED if packing or device.type == "cuda" else "sdpa"), None
-    package = FLASH_PACKAGES.get(asked)
+    package = FLASH_PACKAGES.get(requested)
     if package and (find_spec(package) is None or device.type != "cuda"):
         why = f"{package} is not installed" if device.type == "cuda" else "there is no GPU"
         kernel = "PyTorch's varlen kernel" if device.type == "cuda" else "SDPA"
-        return choose_attention("auto", device, packing)[0], f"{asked}: {why}, so {kernel} is used"
-    if packing and not package and asked != SEGMENTED:
+        return choose_attention("auto", device, packing)[0], f"{requested}: {why}, so {kernel} is used"
+    if packing and not package and requested != SEGMENTED:
         return (
-            asked,
-            f"--attn_implementation {asked} cannot pack: sequences are padded. Try: --attn_implementation auto",
+            requested,
+            f"--attn_implementation {requested} cannot pack: sequences are padded. Try: --attn_implementation auto",
         )
-    return asked, None
+    return requested, None
 
 
 def fitting_attention(attention: str, model_class: type[PreTrainedModel] | None, config: PretrainedConfig) -> str:

@@ -46,9 +46,9 @@ ModelClasses: TypeAlias = Any  # a lazy mapping of Transformers from config clas
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def choose_dtype(asked: str, device: torch.device) -> torch.dtype:
+def choose_dtype(requested: str, device: torch.device) -> torch.dtype:
     """Return the requested dtype, but fp32 on a CPU, on which half precision is many times slower."""
-    return torch.float32 if device.type == "cpu" else DTYPES[asked]
+    return torch.float32 if device.type == "cpu" else DTYPES[requested]
 
 
 def load_tokenizer(name: str, loading: LoadingFlags) -> PreTrainedTokenizerBase:
@@ -60,7 +60,7 @@ def load_tokenizer(name: str, loading: LoadingFlags) -> PreTrainedTokenizerBase:
     except (OSError, ValueError, TypeError) as error:
         raise _cannot_load("tokenizer", name, error) from None
     if tokenizer.eos_token_id is None:
-        raise ConfigError(f"the tokenizer of {name} has no EOS token, so nothing can end")
+        raise ConfigError(f"the tokenizer of {name} has no EOS token, so no response could end")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -74,12 +74,12 @@ def read_config(name: str, loading: LoadingFlags) -> PretrainedConfig:
         raise _cannot_load("model", name, error) from None
 
 
-def usable_length(name: str, config: PretrainedConfig, asked: int) -> int:
+def usable_length(name: str, config: PretrainedConfig, max_len: int) -> int:
     """Return --max_len or, if that is less, the number of positions that the model supports."""
-    known = known_positions(config) or asked
-    if known < asked:
-        say(f"--max_len {asked} is more than the {known} positions that {name} knows: {known} is used")
-    return min(known, asked)
+    known = known_positions(config) or max_len
+    if known < max_len:
+        say(f"--max_len {max_len} is more than the {known} positions that {name} supports: {known} is used")
+    return min(known, max_len)
 
 
 def known_positions(config: PretrainedConfig) -> int | None:

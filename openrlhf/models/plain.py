@@ -170,7 +170,7 @@ def load_weights(places: dict[str, Tensor], weights: Iterable[tuple[str, Tensor]
     """Copy each tensor to its place and yield it; nothing is copied unless the result is iterated over."""
     for name, tensor in weights:
         if name not in places:
-            raise RolloutError(f"weights came for {name}, which this network does not have")
+            raise RolloutError(f"weights arrived for {name}, which this network does not have")
         places[name].copy_(tensor)
         yield name, tensor
 

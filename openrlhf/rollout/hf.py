@@ -146,16 +146,16 @@ class HFEngine:
 
     def _retire(self, running: RunningBatch, *, num_waiting: int) -> tuple[RunningBatch | None, list[RunningRow]]:
         """Remove rows that have ended, once there are enough of them; return the batch that is left, and these rows."""
-        going = [index for index, row in enumerate(running.rows) if row.finish_reason is None]
-        num_ended = len(running.rows) - len(going)
-        if going and num_ended < self._worth_a_copy(running, num_waiting):
+        active = [index for index, row in enumerate(running.rows) if row.finish_reason is None]
+        num_ended = len(running.rows) - len(active)
+        if active and num_ended < self._worth_a_copy(running, num_waiting):
             return running, []
         ended = [row for row in running.rows if row.finish_reason is not None]
-        if not going:
+        if not active:
             return None, ended
-        running.state.keep(going)
-        running.sampling = running.sampling.rows(torch.tensor(going, device=running.sampling.uniforms.device))
-        running.rows = [running.rows[index] for index in going]
+        running.state.keep(active)
+        running.sampling = running.sampling.rows(torch.tensor(active, device=running.sampling.uniforms.device))
+        running.rows = [running.rows[index] for index in active]
         return running, ended
 
     def _worth_a_copy(self, running: RunningBatch, num_waiting: int) -> int:
@@ -241,7 +241,7 @@ class HFEngine:
                 checksums[name] = checksum(tensor)
         missing = sorted(self.places.keys() - arrived) if arrived else []
         if missing:
-            raise RolloutError(f"no weights came for {', '.join(missing)}")
+            raise RolloutError(f"no weights arrived for {', '.join(missing)}")
         self.version = version
         return checksums
 

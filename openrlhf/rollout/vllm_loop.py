@@ -248,7 +248,7 @@ class StepLoop(CommandThread):
                 return worker.failure
         missing = sorted({name for worker in received for name in worker.missing})
         if missing:
-            return f"no weights came for {', '.join(missing)}"
+            return f"no weights arrived for {', '.join(missing)}"
         if any(worker.checksums != received[0].checksums for worker in received):
             return "the workers of this engine received different weights"
         if not verify:

@@ -360,7 +360,7 @@ def test_a_missing_parameter_is_named_and_stops_generation_until_it_arrives(shar
 
     async def change():
         task = await begun(shared)
-        with pytest.raises(RolloutError, match=f"no weights came for {name}, model.norm.weight") as refusal:
+        with pytest.raises(RolloutError, match=f"no weights arrived for {name}, model.norm.weight") as refusal:
             await shared.load(lacking, 1)
         assert not isinstance(refusal.value, EngineError)  # the engine need not be restarted
         await shared.health()
