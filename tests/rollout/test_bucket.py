@@ -1,0 +1,54 @@
+"""Buckets and the headers that describe them, without a channel."""
+
+import json
+
+import pytest
+import torch
+
+from openrlhf.rollout.bucket import ALIGNMENT, Bucket, Entry, Header, unpack
+from openrlhf.rollout.ipc import SharedMemory
+
+SHARED = SharedMemory("GPU-1", "00ff", 4096, 512, "0a", 8, "", must_wait=True)
+HEADERS = {
+    "a bucket whose bytes follow": Header([Entry("a", "float32", [2, 3], 0), Entry("b", "bool", [], 32)], 48),
+    "a bucket in shared memory": Header([Entry("a", "uint8", [0], 0)], 16, SHARED),
+    "the end": Header(end=True),
+    "the end after a failure": Header(end=True, failure="ValueError: torn"),
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_header_survives_its_encoding(name):
+    text = HEADERS[name].encode()
+    assert isinstance(json.loads(text), dict)
+    assert Header.decode(text.encode()) == HEADERS[name]
+
+
+def test_tensors_are_unpacked_as_they_were_added():
+    tensors = {
+        "a": torch.randn(3, 5),
+        "b": torch.tensor(True),
+        "c": torch.empty(0, 2),
+        "d": torch.arange(6).view(2, 3).T,
+    }
+    bucket = Bucket(256, torch.device("cpu"))
+    for name, tensor in tensors.items():
+        assert bucket.has_space(tensor)
+        bucket.add(name, tensor)
+    found = dict(unpack(Header(bucket.entries, bucket.used), bucket.buffer))
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(found[name], tensor)
+        assert found[name].dtype == tensor.dtype
+    assert all(entry.offset % ALIGNMENT == 0 for entry in bucket.entries)
+
+
+def test_a_tensor_larger_than_the_bucket_travels_alone():
+    bucket = Bucket(64, torch.device("cpu"))
+    large, small = torch.randn(100), torch.randn(2)
+    assert bucket.has_space(large)
+    bucket.add("large", large)
+    assert not bucket.has_space(small)
+    assert torch.equal(dict(unpack(Header(bucket.entries, bucket.used), bucket.buffer))["large"], large)
+    bucket.clear()
+    assert bucket.has_space(small)
