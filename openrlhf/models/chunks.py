@@ -43,7 +43,10 @@ def in_chunks(function: ChunkFunction, *per_token: Tensor, chunk: int = CHUNK) -
 def token_log_probs(
     hidden: Tensor, targets: Tensor, head: Head, *, temperature: Temperature = 1.0, chunk: int = CHUNK
 ) -> Tensor:
-    """Return log p(target) [tokens] from hidden states [tokens, hidden]; in fp32, whatever the model's dtype."""
+    """Return log p(target) [tokens] from hidden states [tokens, hidden]; in fp32, whatever the model's dtype.
+
+    If each token has its own temperature, these are split into chunks like the other arguments.
+    """
     linear = plain_linear(head)
     if linear is not None:
         weight, factor = linear
@@ -53,7 +56,8 @@ def token_log_probs(
         logits = divided(head(hidden).float(), *own or (temperature,))  # [chunk, vocabulary]
         return (logits.gather(-1, targets[:, None]).squeeze(-1) - logits.logsumexp(-1),)
 
-    return in_chunks(part, hidden, targets, *per_token(temperature), chunk=chunk)[0]
+    temperatures = (temperature,) if isinstance(temperature, Tensor) else ()
+    return in_chunks(part, hidden, targets, *temperatures, chunk=chunk)[0]
 
 
 def token_log_probs_and_entropy(
@@ -66,7 +70,8 @@ def token_log_probs_and_entropy(
         entropy = -(log_probs.exp() * log_probs.clamp(min=LOWEST_LOG_PROB)).sum(-1)  # 0 x -inf would be NaN
         return log_probs.gather(-1, targets[:, None]).squeeze(-1), entropy
 
-    log_probs, entropy = in_chunks(part, hidden, targets, *per_token(temperature), chunk=chunk)
+    temperatures = (temperature,) if isinstance(temperature, Tensor) else ()
+    log_probs, entropy = in_chunks(part, hidden, targets, *temperatures, chunk=chunk)
     return log_probs, entropy
 
 
@@ -82,11 +87,6 @@ def distillation_terms(
 
     log_probs, cross = in_chunks(part, hidden, teacher_hidden, targets, chunk=chunk)
     return log_probs, cross
-
-
-def per_token(temperature: Temperature) -> tuple[Tensor, ...]:
-    """Return the temperature as an additional argument to split into chunks, if tokens have their own."""
-    return (temperature,) if isinstance(temperature, Tensor) else ()
 
 
 def divided(logits: Tensor, temperature: Temperature) -> Tensor:

@@ -77,7 +77,11 @@ def checkpoint_weights(network: Network, gather: Gather = gather_nothing) -> Ite
     """Yield every tensor by its checkpoint name, without tied copies; a tensor is valid until the next layer's."""
     for layer in plain_layers(network.decoder):
         with gather([tensor for plain in layer for tensor in plain.needs]) as unshard:
-            yield from _as_saved(network.decoder, {plain.name: plain.compute(unshard) for plain in layer}).items()
+            # Undo the fusing and renaming of tensors that Transformers does on loading. No name keeps the tensors, so
+            # that they are freed before those of the next layer are computed.
+            yield from revert_weight_conversion(
+                network.decoder, {plain.name: plain.compute(unshard) for plain in layer}
+            ).items()
 
 
 def plain_layers(decoder: PreTrainedModel) -> Iterator[list[PlainTensor]]:
@@ -92,13 +96,8 @@ def plain_layers(decoder: PreTrainedModel) -> Iterator[list[PlainTensor]]:
         if id(plain.tensor) not in seen and plain.name not in unsaved:
             seen.add(id(plain.tensor))
             once.append(plain)
-
-    def layer(plain: PlainTensor) -> str:
-        found = LAYER.match(plain.name)
-        return found.group() if found else plain.name
-
-    for _, group in groupby(once, layer):
-        yield list(group)
+    for _, layer in groupby(once, lambda plain: match.group() if (match := LAYER.match(plain.name)) else plain.name):
+        yield list(layer)
 
 
 def _plain_tensors(module: nn.Module, prefix: str) -> Iterator[PlainTensor]:
@@ -122,17 +121,12 @@ def _plain_tensors(module: nn.Module, prefix: str) -> Iterator[PlainTensor]:
             yield from _plain_tensors(child, f"{prefix}{name}.")
 
 
-def _as_saved(decoder: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Undo the fusing and renaming of tensors that Transformers does on loading."""
-    return revert_weight_conversion(decoder, tensors)
-
-
 def checkpoint_places(network: Network) -> dict[str, Tensor]:
     """Return views of a plain network's memory, by the names of `checkpoint_weights`: copy into them to load."""
     places: dict[str, Tensor] = {}
     for layer in plain_layers(network.decoder):
         own = {plain.name: plain.tensor.detach() for plain in layer}
-        kept = {id(tensor): name for name, tensor in _as_saved(network.decoder, dict(own)).items()}
+        kept = {id(tensor): name for name, tensor in revert_weight_conversion(network.decoder, dict(own)).items()}
         moved = {name: tensor for name, tensor in own.items() if id(tensor) not in kept}  # that saving converts
         places |= {kept[id(tensor)]: tensor for tensor in own.values() if id(tensor) in kept}
         if moved:
@@ -154,7 +148,7 @@ def _views(decoder: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Te
     numbers = torch.arange(total)
     given = {name: numbers[starts[name] :][: tensor.numel()].view(tensor.shape) for name, tensor in tensors.items()}
     views: dict[str, Tensor] = {}
-    for saved, found in _as_saved(decoder, given).items():
+    for saved, found in revert_weight_conversion(decoder, given).items():
         first = int(found.flatten()[0])
         steps = [int(found.select(d, 1).flatten()[0]) - first if size > 1 else 1 for d, size in enumerate(found.shape)]
         source = max((name for name in starts if starts[name] <= first), key=lambda name: starts[name])

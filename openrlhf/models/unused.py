@@ -21,8 +21,11 @@ INDEXER = "indexer"  # name of the module in sparse-attention families
 
 def freeze_unused(model: PreTrainedModel) -> list[str]:
     """Freeze everything that text does not train; print which kinds of modules these are, and return their names."""
-    for name in frozen_by_design(model):
-        model.get_parameter(name).requires_grad_(False)
+    with torch.device("meta"):
+        bare = type(model)(copy.deepcopy(model.config))
+    for name, parameter in bare.named_parameters():
+        if not parameter.requires_grad:  # the model's class freezes it, but loading lost that
+            model.get_parameter(name).requires_grad_(False)
     names = unused_modules(model)
     for name in names:
         model.get_submodule(name).requires_grad_(False)
@@ -30,13 +33,6 @@ def freeze_unused(model: PreTrainedModel) -> list[str]:
         kinds = sorted({name.rpartition(".")[2] for name in names})
         say(f"{type(model).__name__}: training on text does not reach {', '.join(kinds)}, so it stays frozen")
     return names
-
-
-def frozen_by_design(model: PreTrainedModel) -> list[str]:
-    """Return the names of parameters that the model's class creates without a gradient."""
-    with torch.device("meta"):
-        bare = type(model)(copy.deepcopy(model.config))
-    return [name for name, parameter in bare.named_parameters() if not parameter.requires_grad]
 
 
 def unused_modules(model: PreTrainedModel) -> list[str]:
