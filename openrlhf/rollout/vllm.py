@@ -73,7 +73,7 @@ class VLLMEngine(StepLoop):
         """Build vLLM on the thread of the step loop, try it out, and read the model's end tokens."""
         if not _can_compile():
             torch._dynamo.config.disable = True  # a setting per thread; all steps run on this one
-        with _host_left_alone():
+        with _preserve_host_settings():
             self._engine = build_engine(self.spec, self.dtype)
             _try_out(self._engine)
         generation = self._engine.model_config.try_get_generation_config()
@@ -165,7 +165,7 @@ def _can_compile() -> bool:
 
 
 @contextmanager
-def _host_left_alone() -> Iterator[None]:
+def _preserve_host_settings() -> Iterator[None]:
     """Restore on exit the settings of torch and the environment variables that vLLM changes."""
     set_num_threads, precision = torch.set_num_threads, torch.get_float32_matmul_precision()
     before = {name: os.environ.get(name) for name in CHANGED_VARIABLES}
