@@ -1,7 +1,8 @@
 """Reporting of a run: console lines, progress bar, metrics file, TensorBoard, Weights & Biases.
 
 `say` prints one line from anywhere in the package. A training loop holds a `Monitor`, which passes metrics to its sinks
-and shows the progress bar. Only the main process (rank 0) reports.
+and shows the progress bar; batch_inference opens a bar of its own with `open_bar`. Only the main process (rank 0)
+reports.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from openrlhf.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -27,6 +31,15 @@ def say(line: str) -> None:
     """Print one line to stderr, which keeps stdout free for piping; only the main process prints."""
     if is_main_process():
         print(f"openrlhf: {line}", file=sys.stderr, flush=True)  # noqa: T201
+
+
+def open_bar(name: str, *, total: int, done: int = 0, unit: str, hidden: bool = False) -> tqdm[NoReturn]:
+    """Return a progress bar on stderr; only the main process shows it."""
+    from tqdm import tqdm  # late: parsing flags must not wait for it
+
+    pause = 0.1 if sys.stderr.isatty() else 10  # seconds between updates; in a log file each update adds a line
+    hidden = hidden or not is_main_process()
+    return tqdm(total=total, initial=done, desc=name, unit=unit, disable=hidden, mininterval=pause)
 
 
 class Sink(Protocol):
@@ -46,7 +59,10 @@ class MetricsFile:
     def __init__(self, run_dir: Path, resumed_at: int = 0) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         path = run_dir / METRICS_FILE
-        kept = [line for line in _lines(path) if _step(line) <= resumed_at] if resumed_at else []
+        kept: list[str] = []
+        if resumed_at and path.exists():
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            kept = [line for line in lines if _step(line) <= resumed_at]
         path.write_text("".join(kept), encoding="utf-8")
         self.file = path.open("a", encoding="utf-8")
 
@@ -81,7 +97,7 @@ class Wandb:
     """
 
     def __init__(
-        self, key: str, *, name: str, project: str, group: str | None, org: str | None, config: dict[str, Any]
+        self, key: str, *, name: str, project: str, group: str | None, org: str | None, config: dict[str, object]
     ) -> None:
         import wandb
 
@@ -117,14 +133,8 @@ class Monitor:
     def __init__(
         self, sinks: Sequence[Sink] = (), *, total_steps: int = 0, first_step: int = 0, name: str = "train"
     ) -> None:
-        from tqdm import tqdm
-
         self.sinks = sinks
-        hidden = not is_main_process() or total_steps == 0
-        pause = 0.1 if sys.stderr.isatty() else 10  # seconds between updates; in a log file each update adds a line
-        self.bar: Any = tqdm(
-            total=total_steps, initial=first_step, desc=name, unit="step", disable=hidden, mininterval=pause
-        )
+        self.bar = open_bar(name, total=total_steps, done=first_step, unit="step", hidden=total_steps == 0)
 
     def advance(self, shown: Mapping[str, float]) -> None:
         """Advance the bar by one step and show the values of `shown` next to it."""
@@ -165,7 +175,3 @@ def _step(line: str) -> float:
         return json.loads(line)["step"]
     except json.JSONDecodeError:
         return float("inf")
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []

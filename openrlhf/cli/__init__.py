@@ -7,8 +7,8 @@ anything slow is imported.
 import sys
 from itertools import pairwise
 
-from openrlhf.cli.signals import end_at_once
+from openrlhf.signals import exit_on_signals
 
 # While Python locates the module to run and imports its parent packages, argv[0] is "-m".
 if sys.argv[0] == "-m" and any(a == "-m" and b.startswith("openrlhf.cli.") for a, b in pairwise(sys.orig_argv)):
-    end_at_once()
+    exit_on_signals()

@@ -9,15 +9,14 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
 from importlib import import_module
-from typing import Any, Protocol
 
-from openrlhf.cli.signals import INTERRUPTED, at_work, end_at_once
 from openrlhf.config.batch_table import render, rl_table, supervised_table
 from openrlhf.config.check import check
 from openrlhf.config.commands import COMMANDS, RLConfig, SupervisedConfig
 from openrlhf.config.parser import parse_given
 from openrlhf.errors import OpenRLHFError
 from openrlhf.monitor import is_main_process, say
+from openrlhf.signals import INTERRUPTED, exit_on_signals, interrupt_on_signals
 
 # Set by torchrun and deepspeed. Ray workers inherit the driver's environment and would try to join the launch.
 LAUNCHER_VARIABLES = frozenset(
@@ -26,27 +25,18 @@ LAUNCHER_VARIABLES = frozenset(
         *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     }
 )
-
-
-RUNS = {  # the module whose `run` takes the checked config
-    **dict.fromkeys(
-        ("train_sft", "train_rm", "train_dpo", "train_kto", "train_kd", "train_prm"), "openrlhf.training.supervised"
-    ),
-    **dict.fromkeys(("train_ppo", "train_ppo_ray"), "openrlhf.cluster.launch"),
+RUNS = {  # the module whose `run` takes the checked config; other training commands use SUPERVISED
+    "train_ppo": "openrlhf.cluster.launch",
+    "train_ppo_ray": "openrlhf.cluster.launch",
     "batch_inference": "openrlhf.inference.batch_inference",
     "interactive_chat": "openrlhf.inference.chat",
     "serve_rm": "openrlhf.inference.serve",
     "lora_combiner": "openrlhf.inference.merge",
 }
+SUPERVISED, DRY_RUN = "openrlhf.training.supervised", "openrlhf.rl.dry_run"
 
 
-class Main(Protocol):
-    """A command's entry point; without `argv` it reads sys.argv."""
-
-    def __call__(self, argv: Sequence[str] | None = None) -> None: ...
-
-
-def command(main: Callable[[Sequence[str]], None]) -> Main:
+def command(main: Callable[[Sequence[str]], None]) -> Callable[..., None]:
     """Wrap a command's main function: default argv to sys.argv, and turn our errors into a line and an exit code."""
 
     @wraps(main)
@@ -54,7 +44,7 @@ def command(main: Callable[[Sequence[str]], None]) -> Main:
         try:
             try:
                 if argv is None:
-                    end_at_once()
+                    exit_on_signals()
                 main(sys.argv[1:] if argv is None else argv)
             finally:
                 sys.stdout.flush()  # here, where BrokenPipeError is caught, and not at interpreter exit
@@ -73,39 +63,34 @@ def command(main: Callable[[Sequence[str]], None]) -> Main:
     return entry
 
 
-def make_main(name: str) -> Main:
+def make_main(name: str) -> Callable[..., None]:
     """Build the entry point of a command."""
 
     @command
     def main(argv: Sequence[str]) -> None:
         config = start(name, argv)
         trains = isinstance(config, RLConfig | SupervisedConfig)
-        module = "openrlhf.rl.dry_run" if trains and config.run.dry_run else RUNS[name]
+        module = DRY_RUN if trains and config.run.dry_run else RUNS.get(name, SUPERVISED)
         run = import_module(module).run  # torch and Transformers are first imported here
-        with at_work():
+        with interrupt_on_signals():
             run(config)
 
     return main
 
 
-def start(name: str, argv: Sequence[str]) -> Any:
+def start(name: str, argv: Sequence[str]) -> object:
     """Parse and check a command's flags and return its config; training commands also print their batch table."""
     config, given = parse_given(COMMANDS[name], argv, prog=f"openrlhf {name}")
     config = check(config, given=given)
     if isinstance(config, RLConfig):
-        leave_launcher()
+        # RL has one driver: a launcher's first process continues as if started alone, and the others exit.
+        if not is_main_process():
+            raise SystemExit(0)
+        if "RANK" in os.environ:
+            for variable in list(os.environ):
+                if variable in LAUNCHER_VARIABLES or variable.startswith("TORCHELASTIC_"):
+                    del os.environ[variable]
         say("batches\n" + render(rl_table(config)))
     elif isinstance(config, SupervisedConfig):
         say("batches\n" + render(supervised_table(config)))
     return config
-
-
-def leave_launcher() -> None:
-    """Continue only in a launcher's first process, as if started alone, because RL has one driver; the others exit."""
-    if "RANK" not in os.environ:
-        return
-    if not is_main_process():
-        raise SystemExit(0)
-    for name in list(os.environ):
-        if name in LAUNCHER_VARIABLES or name.startswith("TORCHELASTIC_"):
-            del os.environ[name]

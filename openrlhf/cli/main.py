@@ -13,24 +13,18 @@ from openrlhf.errors import ConfigError
 
 @command
 def main(argv: Sequence[str]) -> None:
+    """List the commands, print the version, or pass the remaining arguments to a command."""
     if not argv or argv[0] in ("-h", "--help"):
-        sys.stdout.write(overview())
-        return
-    if argv[0] == "--version":
+        lines = (f"  {name:<18}{(config.__doc__ or '').strip()}\n" for name, config in COMMANDS.items())
+        sys.stdout.write("openrlhf <command> [--flag value ...]\n\n" + "".join(lines))
+        sys.stdout.write("\nopenrlhf <command> --help lists its flags.\n")
+    elif argv[0] == "--version":
         sys.stdout.write(f"openrlhf {version('openrlhf')}\n")
-        return
-    name, rest = argv[0].replace("-", "_"), argv[1:]
-    if name not in COMMANDS:
+    elif (name := argv[0].replace("-", "_")) in COMMANDS:
+        import_module(f"openrlhf.cli.{name}").main(argv[1:])
+    else:
         near = difflib.get_close_matches(name, COMMANDS, n=3) or ["openrlhf --help"]
         raise ConfigError(f"there is no command {argv[0]}", try_this=" or ".join(near))
-    import_module(f"openrlhf.cli.{name}").main(rest)
-
-
-def overview() -> str:
-    lines = [f"  {name:<18}{(config.__doc__ or '').strip()}" for name, config in COMMANDS.items()]
-    return "\n".join(
-        ["openrlhf <command> [--flag value ...]", "", *lines, "", "openrlhf <command> --help lists its flags.", ""]
-    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Worker processes of a run on a cluster: one rank of a model group, or one engine.
 
-They are plain classes; `start` turns them into Ray actors.
+They are plain classes; `starter` turns them into Ray actors. The driver reaches them through `calls.Process`: it passes
+a method of `Models` or of the engine, and the worker applies it to its own.
 """
 
 from __future__ import annotations
@@ -8,42 +9,43 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 from transformers.utils.logging import disable_progress_bar
 
-from openrlhf.cluster.placement import Group
+from openrlhf.cluster.placement import GroupPlan
 from openrlhf.config.commands import RLConfig
-from openrlhf.config.sections.training import ShardingFlags
 from openrlhf.models.load import load_tokenizer
 from openrlhf.rl.build import build_models
 from openrlhf.rl.engines import make_engine
 from openrlhf.rl.models import Models
 from openrlhf.rollout.channel import Channel
-from openrlhf.rollout.engine import Checksums, Weights
+from openrlhf.rollout.engine import Checksums, LoadingEngine, Weights
 from openrlhf.rollout.spec import EngineSpec
 from openrlhf.rollout.weight_sender import WeightSender
 from openrlhf.training.device import choose_device, seed_dropout, seed_everything
 from openrlhf.training.distributed import join
 from openrlhf.types import Completion, Request
 
+Answer = TypeVar("Answer")
+
 
 @dataclass(frozen=True)
-class Standing:
-    """Position of a process in its group; tensor-parallel and ring peers share a data-parallel rank."""
+class RankInfo:
+    """Position of a process in its group."""
 
-    process: int
-    rank: int
+    process: int  # global rank in the group
+    rank: int  # data-parallel rank; tensor-parallel and ring peers share it, because they see the same rows
     data_parallel_size: int
 
 
 class ModelWorker:
     """One process of a group: it holds its share of the group's models and executes the driver's calls in order."""
 
-    def __init__(self, config: RLConfig, group: Group, rollouts: int, number: int) -> None:
+    def __init__(self, config: RLConfig, group: GroupPlan, rollouts: int, number: int) -> None:
         self.config = config
         self.group = group
         self.rollouts = rollouts
@@ -51,28 +53,30 @@ class ModelWorker:
         self.models = Models()
         self.sender: WeightSender | None = None
 
-    def start(self, folder: str) -> Standing:
+    def start(self, folder: str) -> RankInfo:
         """Join the group, load the models and return this process's position; `folder` is the driver's."""
-        settle_in(folder)
-        config = self.config
-        device = join(config)
+        enter(folder)
+        config, sharding = self.config, self.config.sharding
+        self.device = join(config)
         seed_everything(config.batches.seed, deterministic=config.batches.full_determinism)
         tokenizer = load_tokenizer(str(config.model.pretrain), config.model)
         self.models = build_models(
-            config, tokenizer, device, self.rollouts, roles=self.group.roles, rewards=self.group.rewards
+            config, tokenizer, self.device, self.rollouts, roles=self.group.roles, rewards=self.group.rewards
         )
-        self.device = device
-        trained = self.models.policy or self.models.critic
-        if trained is None:
-            together = processes_of_a_row(config.sharding)
-            return Standing(self.number, self.number // together, self.group.size // together)
-        backend = trained.trained.backend
-        seed_dropout(config.batches.seed, backend.process // config.sharding.ds_tensor_parallel_size)
-        return Standing(backend.process, backend.rank, backend.data_parallel_size)
+        model = self.models.policy or self.models.critic
+        if model is None:
+            # Frozen models are not split by tensor parallelism, so each process sees its own rows; with ring
+            # attention, however, they follow the layout of the trained models.
+            ring = sharding.ring_attn_size
+            peers = ring * sharding.ds_tensor_parallel_size if ring > 1 else 1
+            return RankInfo(self.number, self.number // peers, self.group.size // peers)
+        backend = model.trained.backend
+        seed_dropout(config.batches.seed, backend.process // sharding.ds_tensor_parallel_size)
+        return RankInfo(backend.process, backend.rank, backend.data_parallel_size)
 
-    def do(self, verb: str, *arguments: object) -> Any:
-        """Call a method of `Models`."""
-        return getattr(self.models, verb)(*arguments)
+    def apply(self, method: Callable[..., Answer], *arguments: object, **named: object) -> Answer:
+        """Call a method of `Models` on this process's models."""
+        return method(self.models, *arguments, **named)
 
     def open_channel(self, channel: Channel) -> Channel:
         """Serve a new channel to engines and close the previous one."""
@@ -90,11 +94,11 @@ class ModelWorker:
             for _ in weights:  # all ranks must gather to the end, even if the channel failed
                 pass
 
-    def pulse(self) -> None:
+    def heartbeat(self) -> None:
         """Block forever; the pending call fails as soon as the process dies, which tells the driver."""
         threading.Event().wait()
 
-    def leave(self) -> None:
+    def exit(self) -> None:
         os._exit(0)
 
 
@@ -104,45 +108,37 @@ class EngineWorker:
     def __init__(self, spec: EngineSpec, number: int) -> None:
         self.spec = spec
         self.number = number
-        self.may_draw = asyncio.Event()
+        self.has_weights = asyncio.Event()
         if not spec.awaits_weights:
-            self.may_draw.set()
+            self.has_weights.set()
 
     async def start(self, folder: str) -> None:
-        settle_in(folder)
+        """Load the engine's model; `folder` is the driver's."""
+        enter(folder)
         model = self.spec.model
         tokenizer = load_tokenizer(str(model.pretrain), model)
         self.engine = make_engine(self.spec, tokenizer, choose_device(model.device), self.number)
 
     async def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        await self.may_draw.wait()
+        """Generate once the engine has the policy's weights."""
+        await self.has_weights.wait()
         return await self.engine.generate(requests)
 
     async def load(self, weights: Weights, version: int, verify: bool) -> Checksums:
         """Load the policy's weights and let waiting requests start."""
-        sums = await self.engine.load(weights, version, verify=verify)
-        self.may_draw.set()
-        return sums
+        checksums = await self.engine.load(weights, version, verify=verify)
+        self.has_weights.set()
+        return checksums
 
-    async def do(self, verb: str, *arguments: object, **named: object) -> None:
-        """Call a method of the engine."""
-        await getattr(self.engine, verb)(*arguments, **named)
+    async def apply(self, work: Callable[[LoadingEngine], Awaitable[None]]) -> None:
+        """Apply a function to the engine, such as one that pauses it."""
+        await work(self.engine)
 
-    async def leave(self) -> None:
+    async def exit(self) -> None:
         os._exit(0)
 
 
-def processes_of_a_row(sharding: ShardingFlags) -> int:
-    """Return how many processes see the same rows in a group that only runs forward passes.
-
-    Such models are not split by tensor parallelism, so it is one; with ring attention, they follow the layout of the
-    trained models.
-    """
-    ring = sharding.ring_attn_size
-    return ring * sharding.ds_tensor_parallel_size if ring > 1 else 1
-
-
-def settle_in(folder: str) -> None:
+def enter(folder: str) -> None:
     """Change to the driver's working folder, so that relative paths mean the same; not every node needs to have it."""
     disable_progress_bar()
     with suppress(FileNotFoundError):

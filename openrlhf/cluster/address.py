@@ -16,13 +16,13 @@ from typing import Literal
 from openrlhf.errors import ConfigError
 from openrlhf.monitor import say
 
-SECONDS_TO_REACH = 3.0
+SECONDS_TO_CONNECT = 3.0
 SECONDS_TO_ANSWER = 20.0  # including one or two for importing Ray
-NEEDS_TOKEN = 3  # exit code of ASK
+NEEDS_TOKEN = 3  # exit code of PROBE
 
 # Runs in a separate process, because Ray waits 40 seconds for a server that does not answer, and aborts the process if
 # a token is missing.
-ASK = f"""
+PROBE = f"""
 import sys
 from ray._raylet import GcsClient
 from ray.exceptions import AuthenticationError
@@ -31,8 +31,6 @@ try:
 except AuthenticationError:
     sys.exit({NEEDS_TOKEN})
 """
-
-State = Literal["alive", "needs a token", "dead"]
 
 
 def find_cluster(environ: MutableMapping[str, str]) -> str | None:
@@ -46,17 +44,28 @@ def find_cluster(environ: MutableMapping[str, str]) -> str | None:
         return None
     if given is not None and "://" in given:
         raise ConfigError(
-            f"RAY_ADDRESS is {given}, an address for submitting jobs or for clients, and a run is neither",
+            f"RAY_ADDRESS is {given}, an address for submitting jobs or for clients: expected host:port, auto or local",
             try_this="ray job submit -- python -m openrlhf.cli.train_ppo_ray ..., or RAY_ADDRESS=auto on a node",
         )
-    named = given not in (None, "auto")
-    address = given if named else address_on_this_machine(environ)
+    # `ray start` records this machine's cluster in a file, which remains there when Ray dies.
+    folder = environ.get("RAY_TMPDIR") or environ.get("TMPDIR") or "/tmp"
+    record = Path(folder) / "ray" / "ray_current_cluster"
+    address = given
+    if given in (None, "auto"):
+        try:
+            address = record.read_text(encoding="utf-8").strip() or None
+        except OSError:
+            address = None
     if address is not None and is_alive(address, environ):
         return address
     if given is not None:
-        raise nobody_there(given, address)
+        where = f"at {address}" if address is not None else "on this machine"
+        raise ConfigError(
+            f"RAY_ADDRESS is {given}, but no Ray answers {where}",
+            try_this="ray start --head there, or unset RAY_ADDRESS to start a private Ray",
+        )
     if address is not None:
-        say(f"Ray at {address} is gone, though {address_file(environ)} still names it")
+        say(f"Ray at {address} is gone, though {record} still names it")
     return None
 
 
@@ -71,52 +80,38 @@ def is_alive(address: str, environ: MutableMapping[str, str]) -> bool:
     return state == "alive"
 
 
-def address_file(environ: Mapping[str, str]) -> Path:
-    """Return the file in which `ray start` records this machine's cluster; it remains there when Ray dies."""
-    folder = environ.get("RAY_TMPDIR") or environ.get("TMPDIR") or "/tmp"
-    return Path(folder) / "ray" / "ray_current_cluster"
-
-
-def address_on_this_machine(environ: Mapping[str, str]) -> str | None:
-    try:
-        return address_file(environ).read_text(encoding="utf-8").strip() or None
-    except OSError:
-        return None
-
-
-def probe(address: str, environ: Mapping[str, str]) -> State:
+def probe(address: str, environ: Mapping[str, str]) -> Literal["alive", "needs a token", "dead"]:
     """Check within seconds whether Ray answers at the address."""
     if not is_reachable(address):
         return "dead"
     if environ.get("RAY_AUTH_MODE", "").lower() == "token" and not has_token(environ):
         return "needs a token"
+    command = [sys.executable, "-c", PROBE, address]
     try:
-        asked = subprocess.run(
-            [sys.executable, "-c", ASK, address], env=environ, capture_output=True, timeout=SECONDS_TO_ANSWER
-        )
+        probed = subprocess.run(command, env=environ, capture_output=True, timeout=SECONDS_TO_ANSWER)
     except subprocess.TimeoutExpired:
         return "dead"
-    if asked.returncode == NEEDS_TOKEN:
+    if probed.returncode == NEEDS_TOKEN:
         return "needs a token"
-    return "alive" if asked.returncode == 0 else "dead"
+    return "alive" if probed.returncode == 0 else "dead"
 
 
 def is_reachable(address: str) -> bool:
     try:
-        with open_line(address):
+        with open_connection(address):
             return True
     except OSError:
         return False
 
 
-def open_line(address: str) -> socket.socket:
+def open_connection(address: str) -> socket.socket:
     """Open a TCP connection to the address, without a timeout once it is connected."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
-        raise ConfigError(f"RAY_ADDRESS is {address}, but must be host:port, auto or local")
-    line = socket.create_connection((host.strip("[]"), int(port)), timeout=SECONDS_TO_REACH)
-    line.settimeout(None)
-    return line
+        raise ConfigError(f"RAY_ADDRESS is {address}: expected host:port, auto or local")
+    connection = socket.create_connection((host.strip("[]"), int(port)), timeout=SECONDS_TO_CONNECT)
+    connection.settimeout(None)
+    return connection
 
 
 def has_token(environ: Mapping[str, str]) -> bool:
@@ -128,15 +123,7 @@ def has_token(environ: Mapping[str, str]) -> bool:
 
 def token_error(address: str) -> ConfigError:
     return ConfigError(
-        f"the Ray cluster at {address} wants a token, and the one in this environment is missing or another",
+        f"the Ray cluster at {address} requires a token: the one in this environment is missing or wrong",
         try_this="export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=<the file with the cluster's token>, or "
-        "RAY_ADDRESS=local for a Ray of your own",
-    )
-
-
-def nobody_there(given: str, address: str | None) -> ConfigError:
-    where = f"at {address}" if address is not None else "on this machine"
-    return ConfigError(
-        f"RAY_ADDRESS is {given}, but no Ray answers {where}",
-        try_this="ray start --head there, or unset RAY_ADDRESS to start a Ray of your own",
+        "RAY_ADDRESS=local to start a private Ray",
     )

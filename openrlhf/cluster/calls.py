@@ -1,48 +1,64 @@
 """Calls to actor processes, and their failures.
 
 `Process.call` returns the answer, raises the process's own error with the process named, or raises a `DeathError` if
-the process is gone. `Fate` ends all waiting as soon as a process dies that the run cannot do without.
+the process is gone. `ProcessWatch` ends all waiting as soon as a process dies that the run cannot do without. A method
+is passed as the function itself (`process.call(ModelWorker.send, version, verify)`), so that its arguments and its
+answer are type-checked across the process boundary.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from openrlhf.agents.sandbox.loop_thread import heard
 from openrlhf.errors import BackendError, EngineError, OpenRLHFError
 from openrlhf.monitor import say
 
+Worker = TypeVar("Worker")  # class of the actor
 Answer = TypeVar("Answer")
-ASIDE = "aside"  # concurrency group of calls that run beside the process's current work
+Arguments = ParamSpec("Arguments")
+BACKGROUND = "background"  # concurrency group of calls that run beside the process's current work
 COLOURS = re.compile(r"\x1b\[\d+m")
-GO_ON = "the same command with --load_checkpoint, which goes on from the last checkpoint"
+RESUME = "the same command with --load_checkpoint, to resume from the last checkpoint"
+
+
+class DeathError(BackendError):
+    """A process has died."""
+
+
+LOST = (DeathError, EngineError)  # errors of a call after which the engine must be replaced
 
 
 @dataclass(frozen=True)
-class Process:
-    """Handle of an actor, with the name and node address used in messages."""
+class Process(Generic[Worker]):
+    """Handle of an actor of class `Worker`, with the name and node address used in messages."""
 
-    actor: Any
+    actor: Any  # Ray's handle, which has the methods of the class as attributes
     name: str
     address: str
-    takes_back: bool = False  # cancelling the caller also cancels the call in the actor
+    cancels: bool = False  # cancelling the caller also cancels the call in the actor
 
     def __str__(self) -> str:
         return f"{self.name} on {self.address}"
 
-    async def call(self, method: str, *arguments: object, **named: object) -> Any:
+    async def call(
+        self,
+        method: Callable[Concatenate[Worker, Arguments], Awaitable[Answer] | Answer],
+        *arguments: Arguments.args,
+        **named: Arguments.kwargs,
+    ) -> Answer:
         """Call a method of the actor and await its answer; see `answer` for the errors."""
         import ray
 
-        reference = getattr(self.actor, method).remote(*arguments, **named)
+        reference = getattr(self.actor, method.__name__).remote(*arguments, **named)
         try:
             return await self.answer(reference)
         except asyncio.CancelledError:
-            if self.takes_back and ray.is_initialized():  # otherwise ray.cancel would start a new Ray
+            if self.cancels and ray.is_initialized():  # otherwise ray.cancel would start a new Ray
                 ray.cancel(reference)
             raise
 
@@ -57,92 +73,81 @@ class Process:
         try:
             return await reference
         except RayTaskError as error:
-            raise self._told(error.cause, str(error)) from error
+            cause = error.cause
+            if isinstance(cause, OpenRLHFError):
+                raise type(cause)(f"{self}: {cause.message}", try_this=cause.try_this) from error
+            say(f"unexpected error in {self}:\n{COLOURS.sub('', str(error))}")  # Ray does not log the traceback
+            raise BackendError(f"{self}: {type(cause).__name__}: {cause}") from error
         except RayActorError as error:
-            raise DeathError(f"{self} died: {_reason(error)}", try_this=GO_ON) from None
-
-    def _told(self, cause: BaseException, account: str) -> OpenRLHFError:
-        """Return the error to raise for an exception in the actor; print the traceback of unexpected ones."""
-        if isinstance(cause, OpenRLHFError):
-            return type(cause)(f"{self}: {cause.message}", try_this=cause.try_this)
-        say(f"unexpected error in {self}:\n{COLOURS.sub('', account)}")  # Ray does not log it
-        return BackendError(f"{self}: {type(cause).__name__}: {cause}")
+            raise DeathError(f"{self} died: {_reason(error)}", try_this=RESUME) from None
 
     def kill(self) -> None:
         import ray
 
         ray.kill(self.actor)
 
-    def dismiss(self) -> None:
+    def ask_to_exit(self) -> None:
         """Ask the process to exit by itself; killing it needs Ray's head node, which may be gone."""
-        self.actor.leave.options(concurrency_group=ASIDE).remote()
+        self.actor.exit.options(concurrency_group=BACKGROUND).remote()
 
 
-class DeathError(BackendError):
-    """A process has died."""
-
-
-LOST = (DeathError, EngineError)  # errors of a call after which the engine must be replaced
-
-
-def final(error: BackendError) -> BackendError:
-    """Return the error as a plain BackendError, which no caller tries to recover from."""
-    return BackendError(error.message, try_this=GO_ON)
-
-
-class Fate:
-    """Watch over the processes that a run depends on: when one dies, everything awaited in `race` fails immediately."""
+class ProcessWatch:
+    """Watch over the processes that a run depends on: when one dies, everything awaited in `guard` fails at once."""
 
     def __init__(self) -> None:
-        self.died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.death: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.watches: list[asyncio.Task[None]] = []
 
-    def depend_on(self, process: Process) -> None:
-        """Watch the process from now on."""
-        self.watches.append(asyncio.create_task(self._watch(process)))
+    def watch(self, process: Process[Any]) -> None:
+        """Watch the process from now on, through its `heartbeat`: a call that ends, with an error, when it dies."""
 
-    async def _watch(self, process: Process) -> None:
-        """Await the process's `pulse`, a call that never returns and fails when the process dies."""
-        pulse = process.actor.pulse.options(concurrency_group=ASIDE).remote()
-        try:
-            await process.answer(pulse)
-        except BackendError as error:
-            if not self.died.done():
-                self.died.set_exception(final(error))
+        async def wait_for_death() -> None:
+            try:
+                await process.answer(process.actor.heartbeat.options(concurrency_group=BACKGROUND).remote())
+            except BackendError as error:
+                if not self.death.done():
+                    self.death.set_exception(_unrecoverable(error))
 
-    async def race(self, awaited: Awaitable[Answer]) -> Answer:
+        self.watches.append(asyncio.create_task(wait_for_death()))
+
+    async def guard(self, awaited: Awaitable[Answer]) -> Answer:
         """Await the answer, or raise as soon as a watched process dies."""
         task = asyncio.ensure_future(awaited)
         try:
-            await asyncio.wait((task, self.died), return_when=asyncio.FIRST_COMPLETED)
-            if self.died.done():
-                self.died.result()
+            await asyncio.wait((task, self.death), return_when=asyncio.FIRST_COMPLETED)
+            if self.death.done():
+                self.death.result()
             return await task
-        except DeathError as death:  # the call failed before the watch noticed
-            raise final(death) from None
+        except DeathError as error:  # the call failed before the watch noticed
+            raise _unrecoverable(error) from None
         finally:
-            abandon(task)
+            cancel_all(task)
 
-    def forget(self) -> None:
+    def stop(self) -> None:
         """Stop watching; at the end of a run, processes are expected to die."""
         for watch in self.watches:
             watch.cancel()
-        if self.died.done():
-            self.died.exception()  # retrieve it, so that asyncio does not warn about it
+        if self.death.done():
+            self.death.exception()  # retrieve it, so that asyncio does not warn about it
         else:
-            self.died.cancel()
+            self.death.cancel()
 
 
-def abandon(*work: asyncio.Future[Any]) -> None:
+def cancel_all(*work: asyncio.Future[Any]) -> None:
     """Cancel the futures and ignore their errors."""
-    for one in work:
-        heard(one).cancel()
+    for future in work:
+        heard(future).cancel()
+
+
+def _unrecoverable(error: BackendError) -> BackendError:
+    """Return the error as a plain BackendError, which no caller tries to recover from."""
+    return BackendError(error.message, try_this=RESUME)
 
 
 def _reason(error: Exception) -> str:
     """Return Ray's explanation of a death in one sentence, without its advice."""
-    told = " ".join(str(error).split())
-    detail = told.partition("Worker exit detail: ")[2] or told
+    message = " ".join(str(error).split())
+    detail = message.partition("Worker exit detail: ")[2] or message
     if "connection error code" in detail:  # Ray knows no more about a process that was ended by a signal
-        return "it crashed or was killed, by a signal or for want of memory"
+        return "it crashed or was killed, by a signal or for lack of memory"
     return re.split(r"(?<=\w)\. ", detail)[0].rstrip(".") or type(error).__name__

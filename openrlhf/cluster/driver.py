@@ -1,4 +1,8 @@
-"""Turn this process into a Ray driver: join a running cluster, or start a private Ray that ends with the run."""
+"""Turn this process into a Ray driver: join a running cluster, or start a private Ray that ends with the run.
+
+A private Ray has its own token, temporary folder and processes on this machine only, so that several runs on a machine
+do not meet. `session` opens it with `joined`.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +11,30 @@ import os
 import secrets
 import shlex
 import shutil
-import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from openrlhf.cluster.address import find_cluster, token_error
-from openrlhf.cluster.placement import Node, Plan, explain_shortage, pack
+from openrlhf.cluster.placement import Node, PlacementPlan, explain_shortage, pack
 from openrlhf.errors import BackendError, ConfigError, OpenRLHFError, RolloutError
 from openrlhf.monitor import say
+from openrlhf.signals import keep_sigterm_handler
+
+if TYPE_CHECKING:
+    import psutil
 
 # By default Ray starts one idle worker per core, which our actors never use because each has its own environment, and
 # a process that reports usage statistics.
-LEAN = {"RAY_prestart_worker_first_driver": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+RAY_SETTINGS = {"RAY_prestart_worker_first_driver": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 PROCESSES_PER_CORE = 4  # limit for runs on CPUs; with more processes per core a run makes no sense
 
 
 @contextmanager
-def joined(plan: Plan) -> Iterator[bool]:
+def joined(plan: PlacementPlan) -> Iterator[bool]:
     """Make this process a Ray driver while the context is open; yield whether the Ray is private.
 
     If the process is already a driver, its Ray is used and left running.
@@ -50,18 +57,21 @@ def joined(plan: Plan) -> Iterator[bool]:
 
 
 @contextmanager
-def private_ray(plan: Plan) -> Iterator[None]:
+def private_ray(plan: PlacementPlan) -> Iterator[None]:
     """Run a private Ray with its own token on this machine.
 
     Its logs are kept only after a backend error, a rollout error or an unexpected one.
     """
+    import psutil
     import ray
 
-    slots, folder = private_slots(plan), private_folder()
+    slots = private_slots(plan)
+    # A folder with a short path: Ray keeps sockets deep below it, whose paths are limited to 107 characters.
+    folder = Path(tempfile.mkdtemp(prefix="openrlhf-ray-", dir=os.environ.get("RAY_TMPDIR", "/tmp")))
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # otherwise Ray writes one to the home directory
-    for name, value in LEAN.items():
+    for name, value in RAY_SETTINGS.items():
         os.environ.setdefault(name, value)
-    say("starting a Ray of our own on this machine; it ends with the run")
+    say("starting a private Ray on this machine; it stops with the run")
     with interpreter_for_ray(folder):
         start_driver(address="local", include_dashboard=False, _temp_dir=str(folder), **slots)
     failed = False
@@ -71,9 +81,11 @@ def private_ray(plan: Plan) -> Iterator[None]:
         failed = isinstance(error, (BackendError, RolloutError)) or not isinstance(error, OpenRLHFError)
         raise
     finally:
-        helpers = ray_helpers()
+        children = children_of_ray()
         ray.shutdown()
-        end(helpers)
+        for child in children:  # if Ray's head is lost, its agents try to reach it for a minute
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
         if failed:
             say(f"logs of all processes: {folder}/session_latest/logs")
         else:
@@ -97,24 +109,15 @@ def interpreter_for_ray(folder: Path) -> Iterator[None]:
         sys.executable = str(python)
 
 
-def ray_helpers() -> list[Any]:
+def children_of_ray() -> list[psutil.Process]:
     """Return the processes that the private Ray has started: workers and agents."""
     import psutil
 
-    helpers: list[Any] = []
+    children: list[psutil.Process] = []
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
-            helpers += child.children(recursive=True) if child.name() == "raylet" else []
-    return helpers
-
-
-def end(helpers: Sequence[Any]) -> None:
-    """Kill the processes that Ray left behind: if its head is lost, its agents try to reach it for a minute."""
-    import psutil
-
-    for helper in helpers:
-        with suppress(psutil.NoSuchProcess):
-            helper.kill()
+            children += child.children(recursive=True) if child.name() == "raylet" else []
+    return children
 
 
 def start_driver(**options: Any) -> None:
@@ -123,9 +126,9 @@ def start_driver(**options: Any) -> None:
     from ray._raylet import Config  # pyrefly: ignore[missing-module-attribute]
 
     Config.initialize("")  # Ray read RAY_AUTH_MODE at import; it may have been set since then
-    ending = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(namespace=f"openrlhf-{secrets.token_hex(4)}", logging_level=logging.ERROR, **options)
+        with keep_sigterm_handler():
+            ray.init(namespace=f"openrlhf-{secrets.token_hex(4)}", logging_level=logging.ERROR, **options)
     except ray.exceptions.AuthenticationError:
         raise token_error(str(options["address"])) from None
     except (OSError, RuntimeError, ValueError) as error:
@@ -133,14 +136,12 @@ def start_driver(**options: Any) -> None:
         if options["address"] == "local":
             raise BackendError(f"Ray did not start on this machine: {reason}") from error
         raise ConfigError(
-            f"the Ray cluster at {options['address']} does not take this process: {reason}",
-            try_this="the same on a node of the cluster, with the cluster's versions of Ray and Python",
+            f"the Ray cluster at {options['address']} rejected this process: {reason}",
+            try_this="the same command on a node of the cluster, with the cluster's versions of Ray and Python",
         ) from error
-    finally:
-        signal.signal(signal.SIGTERM, ending)
 
 
-def private_slots(plan: Plan) -> dict[str, int]:
+def private_slots(plan: PlacementPlan) -> dict[str, int]:
     """Return the CPUs and GPUs that a private Ray declares.
 
     A plan that does not fit is rejected here, before the ten seconds that starting Ray takes.
@@ -148,16 +149,11 @@ def private_slots(plan: Plan) -> dict[str, int]:
     import torch
 
     cores, gpus = os.cpu_count() or 1, torch.cuda.device_count()
-    room = gpus or PROCESSES_PER_CORE * cores
-    here = Node("here", "this machine", room, room, cores)
+    devices = gpus or PROCESSES_PER_CORE * cores
+    here = Node("here", "this machine", devices, devices, cores)
     if pack(plan.blocks(), [here]) is None:
         raise explain_shortage(plan, [here], "GPU" if gpus else "CPU slot", private=True)
     if gpus:
         return {"num_gpus": gpus}
-    say(f"no GPU here: the run's {plan.devices} devices are processes on {cores} CPU cores")
+    say(f"no GPU found: the run's {plan.devices} devices are processes on {cores} CPU cores")
     return {"num_cpus": max(cores, plan.devices), "num_gpus": 0}
-
-
-def private_folder() -> Path:
-    """Create a folder with a short path: Ray keeps sockets deep below it, whose paths are limited to 107 characters."""
-    return Path(tempfile.mkdtemp(prefix="openrlhf-ray-", dir=os.environ.get("RAY_TMPDIR", "/tmp")))

@@ -1,6 +1,8 @@
 """Watch over Ray's head node, without which no run can continue: if it is lost, the run ends with a clear error.
 
-Otherwise Ray would try to reach the head for a minute and then end the driver from C++, without any cleanup.
+Otherwise Ray would try to reach the head for a minute and then end the driver from C++, without any cleanup. The watch
+is a TCP connection to the head, held by a thread: the event loop may be busy, or blocked by Ray, which waits for the
+head.
 """
 
 from __future__ import annotations
@@ -10,18 +12,19 @@ import os
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 
-from openrlhf.cluster.address import is_reachable, open_line
-from openrlhf.cluster.calls import GO_ON
+from openrlhf.cluster.address import is_reachable, open_connection
+from openrlhf.cluster.calls import RESUME
 from openrlhf.errors import BackendError
 from openrlhf.monitor import say
 
-SECONDS_OF_SILENCE = 10.0  # timeout for a head that neither accepts nor refuses connections
-SECONDS_BETWEEN = 0.1  # between two attempts to connect to a head that closed the connection
+SILENCE_TIMEOUT = 10.0  # seconds, for a head that neither accepts nor refuses connections
+RETRY_PAUSE = 0.1  # seconds between two attempts to connect to a head that closed the connection
 MAY_COME_BACK = "RAY_gcs_rpc_server_reconnect_timeout_s"  # Ray's variable; set if the head keeps its state in Redis
-KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}  # seconds, seconds, probes; Linux names
+# TCP keepalive, to notice a machine that disappears without closing its connections; Linux names.
+KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}  # seconds, seconds, probes
 
 
 class Head:
@@ -29,9 +32,11 @@ class Head:
 
     def __init__(self, address: str, environ: Mapping[str, str] = os.environ) -> None:
         self.address = address
-        self.patience = float(environ.get(MAY_COME_BACK) or 0)
+        self.patience = float(environ.get(MAY_COME_BACK) or 0)  # seconds that a head may be away to restart
         self.lost = False
-        self.line: socket.socket | None = None
+        self.connection: socket.socket | None = None
+        message = f"the Ray head node at {address} is gone, so the run cannot continue"
+        self.error = BackendError(message, try_this=RESUME)
 
     @asynccontextmanager
     async def needed(self) -> AsyncIterator[None]:
@@ -39,7 +44,7 @@ class Head:
 
         Other errors raised while the head is gone are reported as the loss of the head, too.
         """
-        loop = asyncio.get_running_loop()
+        loop, released = asyncio.get_running_loop(), threading.Event()
 
         def end() -> None:
             with suppress(RuntimeError):  # the context has already ended
@@ -47,69 +52,53 @@ class Head:
 
         try:
             async with asyncio.timeout(None) as life:
-                with self._watched(lambda: loop.call_soon_threadsafe(end)):
+                arguments = (released, lambda: loop.call_soon_threadsafe(end))
+                watch = threading.Thread(target=self._watch, args=arguments, daemon=True, name="openrlhf-head")
+                watch.start()
+                try:
                     yield
+                finally:
+                    released.set()
+                    if self.connection is not None:
+                        with suppress(OSError):  # the head closed the connection first
+                            self.connection.shutdown(socket.SHUT_RDWR)
+                    watch.join()
         except Exception as error:
             if not self.lost and is_reachable(self.address):
                 raise
             self.lost = True
-            raise self._error() from error
+            raise self.error from error
 
-    def _error(self) -> BackendError:
-        return BackendError(f"the head of Ray at {self.address} is gone, and the run with it", try_this=GO_ON)
-
-    @contextmanager
-    def _watched(self, tell: Callable[[], object]) -> Iterator[None]:
-        """Watch the head on a thread: the event loop may be busy, or blocked by Ray, which waits for the head."""
-        released = threading.Event()
-        watch = threading.Thread(target=self._watch, args=(released, tell), daemon=True, name="openrlhf-head")
-        watch.start()
-        try:
-            yield
-        finally:
-            released.set()
-            if self.line is not None:
-                with suppress(OSError):  # the head closed the connection first
-                    self.line.shutdown(socket.SHUT_RDWR)
-            watch.join()
-
-    def _watch(self, released: threading.Event, tell: Callable[[], object]) -> None:
-        """Reconnect whenever the connection closes; call `tell` once the head is away longer than allowed."""
-        missed: float | None = None
+    def _watch(self, released: threading.Event, report_loss: Callable[[], object]) -> None:
+        """Reconnect whenever the connection closes; report once the head is away longer than allowed."""
+        missed: float | None = None  # since when the head is away
         pause = 0.0
         while not released.wait(pause):
-            began, pause = time.monotonic(), SECONDS_BETWEEN
+            began, pause = time.monotonic(), RETRY_PAUSE
             try:
                 self._stay_connected(released)
                 missed = None
-                if (
-                    time.monotonic() - began > SECONDS_BETWEEN
-                ):  # reconnect immediately: Ray may end this process any moment
-                    pause = 0.0
+                if time.monotonic() - began > RETRY_PAUSE:
+                    pause = 0.0  # reconnect immediately: Ray may end this process any moment
                 continue
             except ConnectionRefusedError:  # the machine is up, but the head does not listen
                 allowed = self.patience
             except OSError:
-                allowed = max(self.patience, SECONDS_OF_SILENCE)
+                allowed = max(self.patience, SILENCE_TIMEOUT)
             missed = missed or time.monotonic()
             if time.monotonic() - missed >= allowed:
                 self.lost = True
-                say(str(self._error()))  # now: Ray may end a driver that has outlived its shell at any moment
-                tell()
+                say(str(self.error))  # now: Ray may end a driver that has outlived its shell at any moment
+                report_loss()
                 return
 
     def _stay_connected(self, released: threading.Event) -> None:
         """Hold a connection until the head closes it, as Ray sometimes does with silent clients."""
-        with open_line(self.address) as self.line:
-            keep_alive(self.line)
+        with open_connection(self.address) as self.connection:
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in KEEPALIVE.items():
+                if hasattr(socket, name):
+                    self.connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
             with suppress(OSError):
-                while not released.is_set() and self.line.recv(4096):
+                while not released.is_set() and self.connection.recv(4096):
                     pass
-
-
-def keep_alive(line: socket.socket) -> None:
-    """Turn on TCP keepalive, to notice a machine that disappears without closing its connections."""
-    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in KEEPALIVE.items():
-        if hasattr(socket, name):
-            line.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -1,14 +1,14 @@
-"""Placement of a run on a cluster: its worker groups and engines, and the nodes that have room for them.
+"""Placement of a run on a cluster: its worker groups and engines, and the nodes that they fit on.
 
-`plan` derives groups and engines from the flags, and `pack` assigns their devices to nodes. This module does not use
-Ray.
+`plan` derives groups and engines from the flags, and `pack` assigns their devices to nodes; `session` then reserves
+them. Models that share devices share processes, so a colocated run has one process per device for all its models. This
+module does not use Ray.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.runtime import num_devices, used_roles
@@ -16,14 +16,14 @@ from openrlhf.config.sections.cluster import Role
 from openrlhf.errors import ConfigError
 
 NAMES: Mapping[Role, str] = {"actor": "policy", "ref": "reference", "critic": "critic", "reward": "reward"}
-TOGETHER = "models"  # name of the single group of --colocate_all_models
+COLOCATED = "models"  # name of the single group of --colocate_all_models
 
 
 @dataclass(frozen=True)
-class Group:
-    """Processes of one torch.distributed world: one process per device, each holding all `roles`."""
+class GroupPlan:
+    """A worker group: the processes of one torch.distributed world, one per device, each holding all `roles`."""
 
-    name: str
+    name: str  # such as policy+reference; used in messages
     roles: tuple[Role, ...]
     nodes: int
     devices_per_node: int
@@ -35,12 +35,12 @@ class Group:
 
 
 @dataclass(frozen=True)
-class EngineSeat:
-    """Slot of one engine: `devices` of its own, or those of ranks [number * devices, (number + 1) * devices)."""
+class EnginePlan:
+    """One engine: on devices of its own, or on those of ranks [number * devices, (number + 1) * devices) of a group."""
 
     number: int
-    devices: int
-    shares: str | None  # the group whose devices it shares; None if it has its own
+    devices: int  # its tensor-parallel size
+    shares: str | None  # name of the group whose devices it shares; None if it has its own
 
     @property
     def name(self) -> str:
@@ -48,34 +48,28 @@ class EngineSeat:
 
 
 @dataclass(frozen=True)
-class Block:
+class DeviceBlock:
     """Devices that must be on one node. Blocks of the same owner must be on different nodes."""
 
-    owner: str
+    owner: str  # name of a group or an engine
     devices: int
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlacementPlan:
     """All worker groups and engines of a run."""
 
-    groups: tuple[Group, ...]
-    engines: tuple[EngineSeat, ...]
-    engine: Literal["vllm", "transformers"]
+    groups: tuple[GroupPlan, ...]
+    engines: tuple[EnginePlan, ...]
 
-    def group(self, name: str) -> Group:
+    def group(self, name: str) -> GroupPlan:
         return next(group for group in self.groups if group.name == name)
 
-    def holding(self, role: Role, reward: int = 0) -> Group | None:
-        """Return the group that holds the model of a role; for the reward role, the model with number `reward`."""
-        found = (group for group in self.groups if role in group.roles)
-        return next((group for group in found if role != "reward" or reward in group.rewards), None)
-
-    def blocks(self) -> tuple[Block, ...]:
+    def blocks(self) -> tuple[DeviceBlock, ...]:
         """Return each device of the run once, in bundle order: groups by rank, then engines with their own devices."""
-        of_groups = [Block(group.name, group.devices_per_node) for group in self.groups for _ in range(group.nodes)]
-        own = [Block(engine.name, engine.devices) for engine in self.engines if engine.shares is None]
-        return (*of_groups, *own)
+        groups = (DeviceBlock(group.name, group.devices_per_node) for group in self.groups for _ in range(group.nodes))
+        own = (DeviceBlock(engine.name, engine.devices) for engine in self.engines if engine.shares is None)
+        return (*groups, *own)
 
     @property
     def devices(self) -> int:
@@ -90,17 +84,23 @@ class Plan:
         return ", ".join(parts)
 
 
-def plan(config: RLConfig) -> Plan:
-    """Plan the groups and engines of a run; without vLLM, each policy process has an engine on its device."""
+def plan(config: RLConfig) -> PlacementPlan:
+    """Plan the groups and engines of a run.
+
+    vLLM engines share the models' devices in a colocated run and have their own otherwise. An asynchronous run trains
+    and generates at the same time, so its engines always have their own. Without vLLM, each policy process has a
+    Transformers engine on its device.
+    """
     groups = plan_groups(config)
     policy = next(group for group in groups if "actor" in group.roles)
-    if config.engines.vllm_num_engines:
-        return Plan(groups, plan_vllm(config, policy), "vllm")
-    beside = tuple(EngineSeat(rank, 1, policy.name) for rank in range(policy.size))
-    return Plan(groups, beside, "transformers")
+    if not (count := config.engines.vllm_num_engines):
+        return PlacementPlan(groups, tuple(EnginePlan(rank, 1, policy.name) for rank in range(policy.size)))
+    hybrid = config.placement.colocate_all_models and not config.asynchrony.async_train
+    size, shares = config.engines.vllm_tensor_parallel_size, policy.name if hybrid else None
+    return PlacementPlan(groups, tuple(EnginePlan(number, size, shares) for number in range(count)))
 
 
-def plan_groups(config: RLConfig) -> tuple[Group, ...]:
+def plan_groups(config: RLConfig) -> tuple[GroupPlan, ...]:
     """Return one group per set of roles that share processes.
 
     The config checks guarantee that colocated roles ask for the same number of devices.
@@ -108,55 +108,46 @@ def plan_groups(config: RLConfig) -> tuple[Group, ...]:
     placement = config.placement
     rewards = tuple(range(len(config.rewards.reward_models))) if config.rewards.scored_by_models else ()
     used = used_roles(config)
+
+    def make_group(name: str, roles: tuple[Role, ...], rewards: tuple[int, ...]) -> GroupPlan:
+        nodes = placement.num_nodes(roles[0])
+        per_node = num_devices(config, roles[0]) // nodes
+        return GroupPlan(name, roles, nodes, per_node, rewards if "reward" in roles else ())
+
     if placement.colocate_all_models:
-        return (make_group(config, tuple(used), rewards, TOGETHER),)
+        return (make_group(COLOCATED, tuple(used), rewards),)
     together: list[tuple[Role, ...]] = []
     if placement.colocate_actor_ref and "ref" in used:
         together.append(("actor", "ref"))
     if placement.colocate_critic_reward and "critic" in used and rewards:
         together.append(("critic", "reward"))
     alone: list[tuple[Role, ...]] = [(role,) for role in used if not any(role in roles for roles in together)]
-    groups: list[Group] = []
+    groups: list[GroupPlan] = []
     for roles in sorted((*together, *alone), key=lambda roles: used.index(roles[0])):
         if roles == ("reward",) and len(rewards) > 1:
-            groups += [make_group(config, roles, (number,), f"reward-{number}") for number in rewards]
+            groups += [make_group(f"reward-{number}", roles, (number,)) for number in rewards]
         else:
-            groups.append(make_group(config, roles, rewards, "+".join(NAMES[role] for role in roles)))
+            groups.append(make_group("+".join(NAMES[role] for role in roles), roles, rewards))
     return tuple(groups)
-
-
-def make_group(config: RLConfig, roles: tuple[Role, ...], rewards: tuple[int, ...], name: str) -> Group:
-    nodes = config.placement.num_nodes(roles[0])
-    per_node = num_devices(config, roles[0]) // nodes
-    return Group(name, roles, nodes, per_node, rewards if "reward" in roles else ())
-
-
-def plan_vllm(config: RLConfig, policy: Group) -> tuple[EngineSeat, ...]:
-    """Place vLLM engines on the models' devices in a colocated run, otherwise on their own.
-
-    An asynchronous run trains and generates at the same time, so its engines always get their own devices.
-    """
-    count, size = config.engines.vllm_num_engines or 0, config.engines.vllm_tensor_parallel_size
-    hybrid = config.placement.colocate_all_models and not config.asynchrony.async_train
-    return tuple(EngineSeat(number, size, policy.name if hybrid else None) for number in range(count))
 
 
 @dataclass(frozen=True)
 class Node:
     """A machine of the cluster. Its devices are GPUs, or CPU cores if the cluster has no GPU."""
 
-    id: str
+    id: str  # Ray's
     address: str
     devices: int
-    free: int
+    free: int  # devices that no other job holds
     cores: int
 
 
-def pack(blocks: Sequence[Block], nodes: Sequence[Node]) -> tuple[str, ...] | None:
+def pack(blocks: Sequence[DeviceBlock], nodes: Sequence[Node]) -> tuple[str, ...] | None:
     """Return a node id for each block, or None if the blocks cannot all be placed.
 
-    This is a backtracking search. Large blocks are placed first, each on the fullest node that has room, to keep empty
-    nodes whole. Nodes with equal room are interchangeable, so failed states are remembered up to that symmetry.
+    This is a backtracking search. Large blocks are placed first, each on the node with the fewest
+    free devices that suffice, to keep empty nodes whole. Nodes with equally many free devices are interchangeable, so
+    failed states are remembered up to that symmetry.
     """
     order = sorted(range(len(blocks)), key=lambda index: -blocks[index].devices)
     failed: set[tuple[int, tuple[tuple[int, bool], ...]]] = set()
@@ -168,12 +159,12 @@ def pack(blocks: Sequence[Block], nodes: Sequence[Node]) -> tuple[str, ...] | No
         block = blocks[order[step]]
         if step and blocks[order[step - 1]].owner != block.owner:
             taken = frozenset()
-        state = (step, tuple(sorted((room, name in taken) for name, room in free.items())))
+        state = (step, tuple(sorted((left, name in taken) for name, left in free.items())))
         if state in failed:
             return None
-        for name, room in sorted(free.items(), key=lambda item: item[1]):
-            if room >= block.devices and name not in taken:
-                rest = place(step + 1, {**free, name: room - block.devices}, taken | {name})
+        for name, left in sorted(free.items(), key=lambda item: item[1]):
+            if left >= block.devices and name not in taken:
+                rest = place(step + 1, {**free, name: left - block.devices}, taken | {name})
                 if rest is not None:
                     return {order[step]: name, **rest}
         failed.add(state)
@@ -185,7 +176,7 @@ def pack(blocks: Sequence[Block], nodes: Sequence[Node]) -> tuple[str, ...] | No
     return None if chosen is None else tuple(chosen[index] for index in range(len(blocks)))
 
 
-def explain_shortage(asked: Plan, nodes: Sequence[Node], unit: str, *, private: bool) -> ConfigError:
+def explain_shortage(asked: PlacementPlan, nodes: Sequence[Node], unit: str, *, private: bool) -> ConfigError:
     """Return the error for a plan that does not fit: what it needs, what is available, what to change."""
     free, total = sum(node.free for node in nodes), sum(node.devices for node in nodes)
     there = ", ".join(f"{node.address} has {node.free} of {node.devices} free" for node in nodes) or "no node is alive"
@@ -194,19 +185,15 @@ def explain_shortage(asked: Plan, nodes: Sequence[Node], unit: str, *, private: 
     if widest > len(nodes):
         message += f"; {widest} nodes are asked for, and there are {len(nodes)}"
     elif free >= asked.devices:
-        message += "; the devices of a group's node, and those of an engine, must lie on one node"
+        message += "; the devices of a group's node, and those of an engine, must be on one node"
     if widest > len(nodes) and private:
         return ConfigError(message, try_this="ray start on every node first (docs/cluster.md), or fewer --*_num_nodes")
     fewer = "--*_num_nodes, --*_num_gpus_per_node and --vllm_num_engines" if asked.groups else "--vllm_num_engines"
     if total >= asked.devices > free:
-        return ConfigError(message, try_this=f"ray status, to see who holds the others, or fewer {fewer}")
-    shared = "--colocate_all_models, or " if sharing_helps(asked, nodes) else ""
-    return ConfigError(message, try_this=f"{shared}fewer {fewer}")
-
-
-def sharing_helps(asked: Plan, nodes: Sequence[Node]) -> bool:
-    """Return whether colocating everything on the policy's devices would make the plan fit."""
-    if not asked.groups or asked.groups[0].name == TOGETHER:
-        return False
-    of_policy = [block for block in asked.blocks() if block.owner == asked.groups[0].name]
-    return len(of_policy) < len(asked.blocks()) and pack(of_policy, nodes) is not None
+        return ConfigError(message, try_this=f"ray status to see which jobs hold the others, or fewer {fewer}")
+    if asked.groups and asked.groups[0].name != COLOCATED:  # would everything fit on the policy's devices?
+        blocks = asked.blocks()
+        of_policy = [block for block in blocks if block.owner == asked.groups[0].name]
+        if len(of_policy) < len(blocks) and pack(of_policy, nodes) is not None:
+            return ConfigError(message, try_this=f"--colocate_all_models, or fewer {fewer}")
+    return ConfigError(message, try_this=f"fewer {fewer}")

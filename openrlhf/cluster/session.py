@@ -1,8 +1,11 @@
 """Reserve the devices of a run on a Ray cluster and assign them to its processes.
 
+`connect` joins or starts Ray (`driver`), chooses nodes for the plan (`placement.pack`), reserves the devices and yields
+a `Cluster`; `starter` asks it for the slots of the processes it starts.
+
 Ray only reserves devices and starts processes. One placement group holds all devices of a run, so that it starts as a
 whole or not at all, and each process gets its devices through its environment. Files with reward functions and agents
-need not be copied to other nodes: user code runs in processes beside the controller, on the driver's node.
+need not be copied to other nodes: user code runs in processes of the controller, on the driver's node.
 """
 
 from __future__ import annotations
@@ -13,16 +16,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 import openrlhf
 from openrlhf.cluster import probes
 from openrlhf.cluster.driver import joined
 from openrlhf.cluster.head import Head
-from openrlhf.cluster.placement import Node, Plan, explain_shortage, pack
+from openrlhf.cluster.placement import Node, PlacementPlan, explain_shortage, pack
 from openrlhf.errors import BackendError, ConfigError
 from openrlhf.monitor import say
 
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.util.placement_group import PlacementGroup
+
+Answer = TypeVar("Answer")
 SECONDS_TO_RESERVE = 60.0
 
 
@@ -36,40 +44,40 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Seat:
-    """Slot of one process on the cluster; start it with `Actor.options(**seat.options).remote(...)`."""
+class ProcessSlot:
+    """Place of one process on the cluster; start it with `Actor.options(**slot.options).remote(...)`."""
 
-    options: Mapping[str, Any]
-    environment: Mapping[str, str]  # included in the options
+    options: Mapping[str, object]  # for Ray, including the environment of the process
     address: str  # of its node
     node: str  # id of its node
 
 
+@dataclass(frozen=True)
 class Cluster:
     """The reserved devices of a run, by group and engine. Created by `connect`."""
 
-    def __init__(
-        self, plan: Plan, head: Head, reserved: Any, devices: Mapping[str, Sequence[Device]], *, unit: str
-    ) -> None:
-        self.plan = plan
-        self.head = head
-        self.reserved = reserved  # the placement group
-        self.devices = devices  # by rank, for each group and for each engine with its own devices
-        self.unit = unit  # GPU or CPU
+    plan: PlacementPlan
+    head: Head
+    reserved: PlacementGroup
+    devices: Mapping[str, Sequence[Device]]  # by rank, for each group and for each engine with its own devices
+    unit: str  # GPU or CPU
 
-    def seats(self, group: str) -> tuple[Seat, ...]:
+    def group_slots(self, group: str) -> tuple[ProcessSlot, ...]:
         """Return the slots of a group by rank.
 
         Their environment holds the rendezvous address of the group's processes; each call finds a new port.
         """
+        import ray
+
         devices = self.devices[group]
-        master = {"MASTER_ADDR": devices[0].node.address, "MASTER_PORT": str(self.free_port(devices[0]))}
+        port = ray.get(run_on_node(probes.find_free_port, self.reserved, devices[0].bundle))
         per_node = self.plan.group(group).devices_per_node
         return tuple(
-            self.seat(
+            self._slot(
                 (device,),
                 {
-                    **master,
+                    "MASTER_ADDR": devices[0].node.address,
+                    "MASTER_PORT": str(port),
                     "RANK": str(rank),
                     "WORLD_SIZE": str(len(devices)),
                     "LOCAL_RANK": "0" if device.visible is not None else str(rank % per_node),
@@ -79,15 +87,15 @@ class Cluster:
             for rank, device in enumerate(devices)
         )
 
-    def engine_seat(self, number: int) -> Seat:
+    def engine_slot(self, number: int) -> ProcessSlot:
         """Return the slot of an engine: one process that sees all the engine's devices, on their node."""
         engine = self.plan.engines[number]
         if engine.shares is None:
-            return self.seat(self.devices[engine.name])
+            return self._slot(self.devices[engine.name], {})
         first = number * engine.devices
-        return self.seat(self.devices[engine.shares][first : first + engine.devices])
+        return self._slot(self.devices[engine.shares][first : first + engine.devices], {})
 
-    def seat(self, devices: Sequence[Device], environment: Mapping[str, str] | None = None) -> Seat:
+    def _slot(self, devices: Sequence[Device], environment: Mapping[str, str]) -> ProcessSlot:
         """Return the slot of a process on these devices of one node.
 
         The process requests no resources from Ray: the placement group holds the devices, so processes that share
@@ -96,11 +104,12 @@ class Cluster:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         node = devices[0].node
+        processes = sum(device.node.id == node.id for device in self.all_devices())  # they share the cores equally
         values = {
             "PYTHONPATH": python_path(),
-            "OMP_NUM_THREADS": str(self.threads(node)),
+            "OMP_NUM_THREADS": str(max(1, node.cores // processes)),
             "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),  # its warnings do not help users
-            **(environment or {}),
+            **environment,
         }
         if self.unit == "GPU":
             values["CUDA_VISIBLE_DEVICES"] = ",".join(device.visible or "" for device in devices)
@@ -115,24 +124,14 @@ class Cluster:
             "scheduling_strategy": strategy,
             "runtime_env": {"env_vars": values},
         }
-        return Seat(options, values, node.address, node.id)
-
-    def threads(self, node: Node) -> int:
-        """Return the number of threads per process, such that the processes of a node share its cores equally."""
-        here = sum(device.node.id == node.id for device in self.all_devices())
-        return max(1, node.cores // here)
-
-    def free_port(self, device: Device) -> int:
-        import ray
-
-        return ray.get(ask(probes.find_free_port, self.reserved, device.bundle).remote())
+        return ProcessSlot(options, node.address, node.id)
 
     def all_devices(self) -> tuple[Device, ...]:
         return tuple(device for devices in self.devices.values() for device in devices)
 
 
 @contextmanager
-def connect(plan: Plan, folders: Mapping[str, str]) -> Iterator[Cluster]:
+def connect(plan: PlacementPlan, folders: Mapping[str, str]) -> Iterator[Cluster]:
     """Join a running cluster or start a private one, and reserve the devices of the plan while the context is open.
 
     `folders` maps flags to folders that all nodes of the plan must share.
@@ -163,13 +162,13 @@ def count_nodes(*, private: bool) -> tuple[list[Node], str]:
     for node in alive:
         total, left = node["Resources"], free.get(node["NodeID"], {})
         cores = (os.cpu_count() or 1) if private else int(total.get("CPU", 1))
-        devices, room = int(total.get(unit, 0)), int(left.get(unit, 0))
-        counted.append(Node(node["NodeID"], node["NodeManagerAddress"], devices, room, cores))
+        devices, unused = int(total.get(unit, 0)), int(left.get(unit, 0))
+        counted.append(Node(node["NodeID"], node["NodeManagerAddress"], devices, unused, cores))
     return counted, unit
 
 
 @contextmanager
-def reserve(plan: Plan, chosen: Sequence[str], nodes: Sequence[Node], unit: str) -> Iterator[Cluster]:
+def reserve(plan: PlacementPlan, chosen: Sequence[str], nodes: Sequence[Node], unit: str) -> Iterator[Cluster]:
     """Reserve one bundle per device, each on the node chosen for its block, while the context is open."""
     import ray
     from ray.util import placement_group, remove_placement_group
@@ -185,41 +184,39 @@ def reserve(plan: Plan, chosen: Sequence[str], nodes: Sequence[Node], unit: str)
     try:
         if not reserved.wait(SECONDS_TO_RESERVE):
             raise BackendError(
-                f"Ray did not give the run its {len(places)} {unit}s ({plan.describe()}) within "
-                f"{SECONDS_TO_RESERVE:.0f} seconds, though they were free: another job may have taken them",
-                try_this="ray status, and then again",
+                f"Ray did not reserve the run's {len(places)} {unit}s ({plan.describe()}) within "
+                f"{SECONDS_TO_RESERVE:.0f} seconds, although they were free: another job may have taken them",
+                try_this="ray status to see what holds them, then the same command again",
             )
-        visible = visible_devices(reserved, len(places)) if unit == "GPU" else [None] * len(places)
+        visible: Sequence[str | None] = [None] * len(places)
+        if unit == "GPU":  # only a process inside a bundle can tell its GPU
+            asked = [run_on_node(probes.own_device, reserved, bundle, num_gpus=1) for bundle in range(len(places))]
+            visible = ray.get(asked)
         devices: dict[str, list[Device]] = {}
         for bundle, (owner, name) in enumerate(places):
             devices.setdefault(owner, []).append(Device(bundle, by_id[name], visible[bundle]))
-        yield Cluster(plan, head, reserved, {owner: by_number(found) for owner, found in devices.items()}, unit=unit)
+        yield Cluster(plan, head, reserved, {owner: by_number(found) for owner, found in devices.items()}, unit)
     finally:
         if not head.lost:
             remove_placement_group(reserved)
 
 
 def by_number(devices: Sequence[Device]) -> list[Device]:
-    """Sort a group's devices: nodes in their given order, and devices of a node by number."""
+    """Sort a group's devices: nodes in their given order, and devices of a node by number, or by UUID."""
     order = list(dict.fromkeys(device.node.id for device in devices))
-    return sorted(devices, key=lambda device: (order.index(device.node.id), natural(device.visible)))
+
+    def key(device: Device) -> tuple[int, int, str]:
+        name = device.visible or ""
+        number, text = (int(name), "") if name.isdecimal() else (0, name)
+        return order.index(device.node.id), number, text
+
+    return sorted(devices, key=key)
 
 
-def natural(visible: str | None) -> tuple[int, str]:
-    """Return the sort key of a device name: numbers by value, UUIDs alphabetically."""
-    return (int(visible), "") if visible is not None and visible.isdecimal() else (0, visible or "")
-
-
-def visible_devices(reserved: Any, count: int) -> list[str]:
-    """Return the GPU of each bundle; only a process inside the bundle can tell."""
-    import ray
-
-    asked = [ask(probes.own_device, reserved, bundle, num_gpus=1) for bundle in range(count)]
-    return ray.get([task.remote() for task in asked])
-
-
-def ask(question: Callable[..., Any], reserved: Any, bundle: int, *, num_gpus: int = 0) -> Any:
-    """Return a function of `probes` as a Ray task on the node of a bundle.
+def run_on_node(
+    probe: Callable[..., Answer], reserved: PlacementGroup, bundle: int, *arguments: object, num_gpus: int = 0
+) -> ObjectRef[Answer]:
+    """Run a function of `probes` on the node of a bundle; return the reference of its answer.
 
     It is pickled by value, so that the node needs no `openrlhf` for it.
     """
@@ -228,7 +225,8 @@ def ask(question: Callable[..., Any], reserved: Any, bundle: int, *, num_gpus: i
 
     ray.cloudpickle.register_pickle_by_value(probes)
     strategy = PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=bundle)
-    return ray.remote(question).options(num_cpus=0, num_gpus=num_gpus, scheduling_strategy=strategy)
+    task = ray.remote(probe).options(num_cpus=0, num_gpus=num_gpus, scheduling_strategy=strategy)
+    return task.remote(*arguments)
 
 
 def check_shared_folders(cluster: Cluster, folders: Mapping[str, str]) -> None:
@@ -239,30 +237,26 @@ def check_shared_folders(cluster: Cluster, folders: Mapping[str, str]) -> None:
     others = {device.node.id: device for device in cluster.all_devices() if device.node.id != here}
     if not others:
         return
-    token = f".openrlhf-{secrets.token_hex(8)}"
-    files = {flag: nearest_folder(Path(folder)) / token for flag, folder in folders.items()}
+    files: dict[str, Path] = {}
+    for flag, folder in folders.items():
+        existing = Path(folder).absolute()
+        while not existing.is_dir():
+            existing = existing.parent
+        files[flag] = existing / f".openrlhf-{secrets.token_hex(8)}"
     try:
         for file in files.values():
             file.touch()
         for device in others.values():
-            unseen = ray.get(ask(probes.unseen, cluster.reserved, device.bundle).remote(list(files.values())))
+            unseen = ray.get(run_on_node(probes.unseen, cluster.reserved, device.bundle, list(files.values())))
             for flag in (flag for flag, file in files.items() if file in unseen):
                 raise ConfigError(
-                    f"{flag} {folders[flag]} is not one folder for all nodes: {device.node.address} does not see what "
-                    "this node writes there, and workers of all nodes write one checkpoint",
-                    try_this=f"{flag} on a file system that the nodes share",
+                    f"{flag} {folders[flag]} is not shared by all nodes: {device.node.address} does not see what this "
+                    "node writes there, but the workers of all nodes write one checkpoint",
+                    try_this=f"{flag} on a file system that all nodes share",
                 )
     finally:
         for file in files.values():
             file.unlink(missing_ok=True)
-
-
-def nearest_folder(folder: Path) -> Path:
-    """Return the folder, or its nearest parent that exists."""
-    found = folder.absolute()
-    while not found.is_dir():
-        found = found.parent
-    return found
 
 
 def python_path() -> str:

@@ -1,99 +1,117 @@
 """Driver-side access to the models of a run on a cluster.
 
 `RayWorkers` sends each call to the group that holds the model. `WorkerGroup` splits the batches over the group's
-data-parallel ranks and collects the answers.
+data-parallel ranks and collects the answers. The ranks of a sharded model wait for each other, so all of them get
+equally many batches.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 from pathlib import Path
-from typing import Any
+from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 from torch import Tensor
 
 from openrlhf.algo.balance import interleave
-from openrlhf.cluster.actors import Standing
-from openrlhf.cluster.calls import Fate, Process
-from openrlhf.cluster.placement import Group
-from openrlhf.config.sections.cluster import Role
+from openrlhf.cluster.actors import ModelWorker, RankInfo
+from openrlhf.cluster.calls import Process, ProcessWatch
+from openrlhf.cluster.placement import GroupPlan
+from openrlhf.rl.models import Models
 from openrlhf.rl.workers import BatchScores, ModelRewards
-from openrlhf.types import Batch, PolicyBatch, RolloutBatch, Trajectory
+from openrlhf.training.backend import B
+from openrlhf.types import PolicyBatch, RolloutBatch, Trajectory
+
+Answer = TypeVar("Answer")
+Share = TypeVar("Share")  # what one data-parallel rank works on
+Arguments = ParamSpec("Arguments")
 
 
 @dataclass(frozen=True)
 class WorkerGroup:
     """The processes of one group, with their positions in it."""
 
-    group: Group
-    processes: tuple[Process, ...]
-    standings: tuple[Standing, ...]
-    fate: Fate
+    group: GroupPlan
+    processes: tuple[Process[ModelWorker], ...]
+    positions: tuple[RankInfo, ...]  # of the processes
+    watch: ProcessWatch
 
     @property
     def ranks(self) -> int:
-        return self.standings[0].data_parallel_size
+        return self.positions[0].data_parallel_size
 
-    def firsts(self) -> list[int]:
-        """Return the first process of each data-parallel rank; its peers see the same rows and give equal answers."""
-        by_rank = {standing.rank: place for place, standing in reversed(list(enumerate(self.standings)))}
-        return [by_rank[rank] for rank in range(self.ranks)]
+    async def call_all(
+        self,
+        method: Callable[Concatenate[Models, Arguments], Answer],
+        *arguments: Arguments.args,
+        **named: Arguments.kwargs,
+    ) -> list[Answer]:
+        """Call a method of `Models` in every process with the same arguments."""
+        calls = (process.call(ModelWorker.apply, method, *arguments, **named) for process in self.processes)
+        return await self.watch.guard(asyncio.gather(*calls))
 
-    async def everyone(self, method: str, *arguments: object) -> list[Any]:
-        """Call a method of every process with the same arguments."""
-        return await self.fate.race(asyncio.gather(*(process.call(method, *arguments) for process in self.processes)))
-
-    async def shared_out(self, verb: str, shares: Sequence[object], *arguments: object) -> list[Any]:
+    async def call_shared(
+        self,
+        method: Callable[Concatenate[Models, Share, Arguments], Answer],
+        shares: Sequence[Share],
+        *arguments: Arguments.args,
+        **named: Arguments.kwargs,
+    ) -> list[Answer]:
         """Call a method of `Models` with one share per data-parallel rank, and return the answers by rank.
 
-        Shares are stored once in Ray's object store, and the processes of a rank get a reference.
+        Shares are stored once in Ray's object store, and the processes of a rank get a reference. They see the same
+        rows and give equal answers, so that of the first one counts.
         """
         import ray
 
         references = [ray.put(share) for share in shares]
         calls = (
-            process.call("do", verb, references[standing.rank], *arguments)
-            for process, standing in zip(self.processes, self.standings, strict=True)
+            process.call(ModelWorker.apply, method, references[position.rank], *arguments, **named)
+            for process, position in zip(self.processes, self.positions, strict=True)
         )
-        answers = await self.fate.race(asyncio.gather(*calls))
-        return [answers[place] for place in self.firsts()]
+        answers = await self.watch.guard(asyncio.gather(*calls))
+        ranks = [position.rank for position in self.positions]
+        return [answers[ranks.index(rank)] for rank in range(self.ranks)]
 
 
 class RayWorkers:
     """Models of a run on a cluster; groups on different devices work at the same time."""
 
     def __init__(self, groups: Sequence[WorkerGroup]) -> None:
+        by_role = {role: group for group in groups for role in group.group.roles}
         self.groups = groups
-        held = {role: self._holding(role) for role in ("actor", "ref", "critic")}
-        self.policy, self.reference, self.critic = held["actor"], held["ref"], held["critic"]
-
-    def _holding(self, role: Role) -> WorkerGroup | None:
-        return next((group for group in self.groups if role in group.group.roles), None)
+        self.policy = by_role["actor"]
+        self.reference, self.critic = by_role.get("ref"), by_role.get("critic")
+        # The groups with trained models, which have checkpoints.
+        self.trained = [group for group in groups if {"actor", "critic"} & set(group.group.roles)]
 
     async def score(self, batches: Sequence[RolloutBatch], *, log_probs: bool) -> BatchScores:
         values, reference, own = await asyncio.gather(  # a shared process runs them in this order: see LocalWorkers
-            self._scored(self.critic, "values", batches),
-            self._scored(self.reference, "reference_log_probs", batches),
-            self._scored(self.policy if log_probs else None, "log_probs", batches),
+            self._score(self.critic, Models.values, batches),
+            self._score(self.reference, Models.reference_log_probs, batches),
+            self._score(self.policy if log_probs else None, Models.log_probs, batches),
         )
         return BatchScores(own, reference, values)
 
     async def log_probs(self, batches: Sequence[RolloutBatch]) -> list[Tensor]:
-        found = await self._scored(self.policy, "log_probs", batches)
-        assert found is not None
-        return found
+        return await self._score(self.policy, Models.log_probs, batches) or []
 
-    async def _scored(self, group: WorkerGroup | None, verb: str, batches: Sequence[Batch]) -> list[Tensor] | None:
+    async def _score(
+        self,
+        group: WorkerGroup | None,
+        method: Callable[[Models, Sequence[RolloutBatch]], list[Tensor]],
+        batches: Sequence[RolloutBatch],
+    ) -> list[Tensor] | None:
         """Score the batches in a group and return the results in their order; None without a group."""
         if group is None:
             return None
         places, shares = share_out(batches, group.ranks)
-        answers = await group.shared_out(verb, shares)
+        answers = await group.call_shared(method, shares)
         found = {
             place: tensor
             for own, answer in zip(places, answers, strict=True)
@@ -102,52 +120,42 @@ class RayWorkers:
         return [found[place] for place in range(len(batches))]
 
     async def rewards(self, trajectories: Sequence[Trajectory]) -> ModelRewards | None:
-        scoring = [group for group in self.groups if group.group.rewards]
-        if not scoring:
-            return None
-        return reduce(add, await asyncio.gather(*(self._rewarded(group, trajectories) for group in scoring)))
+        async def score_in(group: WorkerGroup) -> ModelRewards:
+            """Return the rewards of one group's reward models, in the order of the trajectories."""
+            places, shares = share_trajectories(trajectories, group.ranks)
+            answers = await group.call_shared(Models.rewards, shares)
+            parts = [answer.take(range(len(own))) for answer, own in zip(answers, places, strict=True)]
+            order = [place for own in places for place in own]
+            return ModelRewards.join(parts).take(np.argsort(order).tolist())
 
-    async def _rewarded(self, group: WorkerGroup, trajectories: Sequence[Trajectory]) -> ModelRewards:
-        """Return the rewards of one group's reward models, in the order of the trajectories."""
-        places, shares = share_trajectories(trajectories, group.ranks)
-        answers: list[ModelRewards] = await group.shared_out("rewards", shares)
-        parts = [answer.take(range(len(own))) for answer, own in zip(answers, places, strict=True)]
-        order = [place for own in places for place in own]
-        return ModelRewards.join(parts).take(np.argsort(order).tolist())
+        scoring = [group for group in self.groups if group.group.rewards]
+        return reduce(add, await asyncio.gather(*map(score_in, scoring))) if scoring else None
 
     async def train(
         self, micro_batches: Sequence[PolicyBatch], *, kl_coef: float, progress: float, train_policy: bool
     ) -> dict[str, float]:
-        steps = [self._trained(self.policy, "train_policy", micro_batches, kl_coef, progress)] if train_policy else []
+        steps = []
+        if train_policy:
+            _, shares = share_out(micro_batches, self.policy.ranks)
+            steps.append(self.policy.call_shared(Models.train_policy, shares, kl_coef, progress))
         if self.critic is not None:
-            steps.append(self._trained(self.critic, "train_critic", micro_batches, progress))
-        return {name: value for values in await asyncio.gather(*steps) for name, value in values.items()}
-
-    async def _trained(
-        self, group: WorkerGroup | None, verb: str, micro_batches: Sequence[PolicyBatch], *arguments: object
-    ) -> dict[str, float]:
-        """Take one optimizer step in a group and return its metrics."""
-        assert group is not None
-        answers = await group.shared_out(verb, share_out(micro_batches, group.ranks)[1], *arguments)
-        return answers[0]  # metrics are already reduced over the ranks
+            _, shares = share_out(micro_batches, self.critic.ranks)
+            steps.append(self.critic.call_shared(Models.train_critic, shares, progress))
+        # Metrics are already reduced over the ranks, so those of the first rank count.
+        return {name: value for answers in await asyncio.gather(*steps) for name, value in answers[0].items()}
 
     async def save(self, folder: Path) -> None:
-        await asyncio.gather(*(group.everyone("do", "save", folder.absolute()) for group in self._training()))
+        await asyncio.gather(*(group.call_all(Models.save, folder.absolute()) for group in self.trained))
 
     async def load(self, folder: Path) -> None:
-        await asyncio.gather(*(group.everyone("do", "load", folder.absolute()) for group in self._training()))
-
-    def _training(self) -> list[WorkerGroup]:
-        """Return the groups with trained models, which have checkpoints."""
-        return [group for group in self.groups if {"actor", "critic"} & set(group.group.roles)]
+        await asyncio.gather(*(group.call_all(Models.load, folder.absolute()) for group in self.trained))
 
     async def export(self, folder: Path) -> None:
-        assert self.policy is not None
-        await self.policy.everyone("do", "export", folder.absolute())
+        await self.policy.call_all(Models.export, folder.absolute())
 
     async def export_critic(self, folder: Path) -> None:
-        assert self.critic is not None
-        await self.critic.everyone("do", "export_critic", folder.absolute())
+        if self.critic is not None:
+            await self.critic.call_all(Models.export_critic, folder.absolute())
 
 
 def share_trajectories(
@@ -163,7 +171,7 @@ def share_trajectories(
     return places, [[trajectories[place] for place in own] or [shortest] for own in places]
 
 
-def share_out(batches: Sequence[Batch], ranks: int) -> tuple[list[list[int]], list[list[Batch]]]:
+def share_out(batches: Sequence[B], ranks: int) -> tuple[list[list[int]], list[list[B]]]:
     """Split micro-batches over the ranks with balanced token counts; return their places and the batches, by rank.
 
     The ranks of a sharded model wait for each other, so shorter shares are filled up with a batch of weight zero.

@@ -1,39 +1,48 @@
 """The batch_inference command: generate or score answers for a whole dataset and write one file of rows.
 
-`plan` decides which rows to make, `generate` or `score` makes them, and `finish` assembles the output. Finished rows
-are stored in a folder beside the output (see `parts`), so an interrupted run resumes with the same command.
+`run` reads and checks the input, has `generate` or `score` make the rows, and assembles the output. Finished rows are
+stored in a folder beside the output (see `parts`), so an interrupted run resumes with the same command. With several
+processes of a launcher, each makes its share of the rows and the first one writes the output.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import statistics
-from collections.abc import Callable
+import threading
+import time
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import cast
 
-from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
+from openrlhf.config.checks.supervised import world_size
 from openrlhf.config.commands import BatchInferenceConfig
 from openrlhf.data.records import Records
 from openrlhf.data.sources import load_dataset_rows
 from openrlhf.inference.generate import generate, plan_generation
-from openrlhf.inference.parts import Parts, end_with_launcher, wait_for_everyone
-from openrlhf.inference.postprocess import POST_PROCESSORS, Conditioning
+from openrlhf.inference.parts import OutputParts
+from openrlhf.inference.postprocess import POST_PROCESSORS, Conditioning, ScoredRow
 from openrlhf.inference.score import plan_scoring, score
 from openrlhf.models.load import load_tokenizer
 from openrlhf.monitor import is_main_process, say
 from openrlhf.training.device import seed_everything
 
+CHECK_EVERY, GRACE = 1, 10  # seconds: between checks of the launcher, and to exit after it has died
+BARRIER_TIMEOUT = timedelta(days=7)  # a process may finish its share long before the others
+
 
 @dataclass(frozen=True)
 class BatchResult:
-    """Outcome of a finished run: the output file and its row count; for scoring, also the reward's mean and std."""
+    """Outcome of a finished run."""
 
     output_path: Path
     rows: int
-    reward_mean: float | None = None
+    reward_mean: float | None = None  # of scored rows; None if rows were generated
     reward_std: float | None = None
 
 
@@ -44,37 +53,31 @@ def run(config: BatchInferenceConfig) -> BatchResult | None:
     return None.
     """
     disable_progress_bar()
-    end_with_launcher()
+    exit_with_launcher()
     seed_everything(config.task.seed, deterministic=config.task.full_determinism)
     tokenizer = load_tokenizer(str(config.model.pretrain), config.model)
-    parts, work = plan(config, tokenizer, load_rows(config))
-    with parts:
-        if parts.found:
-            say(f"going on: {len(parts.found)} of {parts.total} rows are in {parts.folder}")
-        try:
-            work()
-        except KeyboardInterrupt:
-            say(f"stopped; {parts.folder} holds what is finished: the same command goes on from there")
-            raise
-    wait_for_everyone()
-    return finish(config, parts) if is_main_process() else None
-
-
-def plan(
-    config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, records: Records
-) -> tuple[Parts, Callable[[], None]]:
-    """Return the output rows to fill and a function that fills them.
-
-    All input is read and checked before `Parts` writes anything.
-    """
+    records = load_rows(config)
     output = Path(str(config.task.output_path)).expanduser()
+    # All input is read and checked before `OutputParts` writes anything.
     if config.task.eval_task == "rm":
         answers = plan_scoring(config, tokenizer, records)
-        parts = Parts(output, config, total=len(answers))
-        return parts, lambda: score(config, answers, parts, tokenizer)
-    generation = plan_generation(config, tokenizer, records)
-    parts = Parts(output, config, total=generation.num_rows, group=generation.samples)
-    return parts, lambda: generate(generation, parts, tokenizer)
+        parts = OutputParts(output, config, total=len(answers))
+        make_rows = partial(score, config, answers, parts, tokenizer)
+    else:
+        generation = plan_generation(config, tokenizer, records)
+        total, group = len(generation.prompts) * generation.samples, generation.samples
+        parts = OutputParts(output, config, total=total, group=group)
+        make_rows = partial(generate, generation, parts, tokenizer)
+    with parts:
+        if parts.found:
+            say(f"resuming: {len(parts.found)} of {parts.total} rows are already in {parts.folder}")
+        try:
+            make_rows()
+        except KeyboardInterrupt:
+            say(f"stopped; the finished rows are in {parts.folder}: run the same command to resume")
+            raise
+    wait_for_all_processes()
+    return finish(config, parts) if is_main_process() else None
 
 
 def load_rows(config: BatchInferenceConfig) -> Records:
@@ -91,25 +94,53 @@ def load_rows(config: BatchInferenceConfig) -> Records:
     )
 
 
-def finish(config: BatchInferenceConfig, parts: Parts) -> BatchResult:
+def finish(config: BatchInferenceConfig, parts: OutputParts) -> BatchResult:
     """Write the rows to the output in order, after applying --post_processor to scored rows."""
     if config.task.eval_task != "rm":
         count = parts.finish(parts.rows())
         say(f"saved {parts.output}: {count} rows")
         return BatchResult(parts.output, count)
-    rows = list(parts.rows())
-    mean, std = reward_statistics(rows)
+    rows = cast("list[ScoredRow]", list(parts.rows()))  # as `score` wrote them
+    rewards = [row["reward"] for row in rows]
+    mean, std = statistics.fmean(rewards), statistics.stdev(rewards) if len(rewards) > 1 else 0.0
     say(f"reward: mean {mean:.4f}, std {std:.4f} over {len(rows)} rows")
     processor = config.task.post_processor
-    if processor not in (None, "null"):
+    if processor in (None, "null"):
+        count = parts.finish(rows)
+    else:
         how = Conditioning(config.task.reward_template, config.task.normalize_reward)
-        rows = POST_PROCESSORS[processor](rows, how)
-    count = parts.finish(rows)
+        count = parts.finish(POST_PROCESSORS[processor](rows, how))
     say(f"saved {parts.output}: {count} rows")
     return BatchResult(parts.output, count, mean, std)
 
 
-def reward_statistics(rows: list[Any]) -> tuple[float, float]:
-    """Return the mean and the unbiased standard deviation of the rewards (0 for a single row)."""
-    rewards = [row["reward"] for row in rows]
-    return statistics.fmean(rewards), statistics.stdev(rewards) if len(rewards) > 1 else 0.0
+def exit_with_launcher() -> None:
+    """Exit this process soon after its launcher dies.
+
+    The processes of a killed launcher keep running. They would finish their shares and then wait for each other for
+    days at an address that is gone, holding their GPUs, and would write to the same files as a restarted run.
+    """
+    launcher = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(CHECK_EVERY)
+        os.kill(os.getpid(), signal.SIGTERM)  # handled like Ctrl-C, except while waiting in the barrier
+        time.sleep(GRACE)
+        os._exit(1)
+
+    if world_size() > 1:
+        threading.Thread(target=watch, daemon=True, name="openrlhf-launcher").start()
+
+
+def wait_for_all_processes() -> None:
+    """Block until every process of the launcher has reached this call."""
+    if world_size() == 1:
+        return
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", timeout=BARRIER_TIMEOUT)
+    try:
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()

@@ -1,7 +1,7 @@
 """Dynamic batching for the reward model server: rows of concurrent requests share forward passes.
 
 Rows wait in a queue. Whenever the model is free, the batcher takes the oldest rows as one round and cuts the round
-into forwards of rows with similar length.
+into forwards of rows with similar length. `serve_app` awaits `Batcher.score` for each request.
 """
 
 from __future__ import annotations
@@ -12,21 +12,27 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
+from typing import NamedTuple
 
-from openrlhf.inference.served_model import Row
+from openrlhf.rl.reward_models import Row
 
 ROUND = 8  # forwards per full round: enough rows to group by length, few enough that new requests do not wait long
 
-Asked = tuple[Row, asyncio.Future[float]]
+
+class QueuedRow(NamedTuple):
+    """A row that waits for its reward."""
+
+    ids: Row
+    reward: asyncio.Future[float]
 
 
 @dataclass(frozen=True)
 class ForwardLimits:
-    """Limits on one forward. Padding counts as tokens. A row that exceeds the limits by itself runs alone."""
+    """Limits on one forward. A row that exceeds the limits by itself runs alone."""
 
-    rows: int | None
-    tokens: int
-    packing: bool
+    rows: int | None  # None: any number
+    tokens: int  # padding counts
+    packing: bool  # rows are concatenated, so there is no padding
 
     def hold(self, count: int, longest: int, total: int) -> bool:
         """Return whether `count` rows with `total` tokens, the longest of `longest`, fit into one forward."""
@@ -43,10 +49,9 @@ class Batcher:
     def __init__(self, score: Callable[[Sequence[Row]], Sequence[float]], limits: ForwardLimits) -> None:
         self._score = score
         self._limits = limits
-        self._waiting: deque[Asked] = deque()
-        self._arrived = asyncio.Event()
+        self._waiting: deque[QueuedRow] = deque()
+        self._arrived = asyncio.Event()  # set while rows wait
         self._thread = ThreadPoolExecutor(1, "openrlhf-scoring")
-        self._task: asyncio.Task[None] | None = None
 
     @property
     def num_waiting(self) -> int:
@@ -55,28 +60,35 @@ class Batcher:
     async def score(self, rows: Sequence[Row]) -> list[float]:
         """Return a reward for each row; errors of the model are raised here."""
         loop = asyncio.get_running_loop()
-        answers = [loop.create_future() for _ in rows]
-        self._waiting.extend(zip(rows, answers, strict=True))
+        queued = [QueuedRow(row, loop.create_future()) for row in rows]
+        self._waiting.extend(queued)
         self._arrived.set()
-        return await asyncio.gather(*answers)
+        return await asyncio.gather(*(row.reward for row in queued))
 
     async def _run(self) -> None:
         """Score rounds until cancelled, one forward at a time."""
         loop = asyncio.get_running_loop()
         while True:
             await self._arrived.wait()
-            for together in cut(self._take_round(), self._limits):
-                scoring = loop.run_in_executor(self._thread, self._score, [row for row, _ in together])
+            for rows in cut(self._take_round(), self._limits):
+                scoring = loop.run_in_executor(self._thread, self._score, [row.ids for row in rows])
                 await asyncio.wait({scoring})
-                settle([answer for _, answer in together], scoring)
+                error = scoring.exception()
+                for place, row in enumerate(rows):
+                    if row.reward.done():  # its request was cancelled
+                        continue
+                    if error is not None:
+                        row.reward.set_exception(error)
+                    else:
+                        row.reward.set_result(scoring.result()[place])
 
-    def _take_round(self) -> list[Asked]:
+    def _take_round(self) -> list[QueuedRow]:
         """Remove and return the oldest rows, in order of arrival, up to the tokens of `ROUND` forwards."""
-        taken: list[Asked] = []
+        taken: list[QueuedRow] = []
         tokens = 0
         while self._waiting and tokens < ROUND * self._limits.tokens:
             taken.append(self._waiting.popleft())
-            tokens += len(taken[-1][0])
+            tokens += len(taken[-1].ids)
         if not self._waiting:
             self._arrived.clear()
         return taken
@@ -88,34 +100,21 @@ class Batcher:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._task is not None
         self._task.cancel()
         await asyncio.wait({self._task})
         self._thread.shutdown(wait=False)
 
 
-def cut(taken: Sequence[Asked], limits: ForwardLimits) -> list[list[Asked]]:
+def cut(rows: Sequence[QueuedRow], limits: ForwardLimits) -> list[list[QueuedRow]]:
     """Split a round into forwards: shortest rows first, each forward as full as the limits allow."""
-    forwards: list[list[Asked]] = []
-    total = 0
-    for asked in sorted(taken, key=lambda one: len(one[0])):
-        length = len(asked[0])
+    forwards: list[list[QueuedRow]] = []
+    total = 0  # tokens of the last forward
+    for row in sorted(rows, key=lambda row: len(row.ids)):
+        length = len(row.ids)
         if forwards and limits.hold(len(forwards[-1]) + 1, length, total + length):
-            forwards[-1].append(asked)
+            forwards[-1].append(row)
             total += length
         else:
-            forwards.append([asked])
+            forwards.append([row])
             total = length
     return forwards
-
-
-def settle(answers: Sequence[asyncio.Future[float]], scoring: asyncio.Future[Sequence[float]]) -> None:
-    """Set the reward of each row, or the error on all of them; futures of cancelled requests are skipped."""
-    error = scoring.exception()
-    for place, answer in enumerate(answers):
-        if answer.done():
-            continue
-        if error is not None:
-            answer.set_exception(error)
-        else:
-            answer.set_result(scoring.result()[place])

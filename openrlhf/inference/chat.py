@@ -1,102 +1,107 @@
 """The interactive_chat command: chat with a model at a terminal or through a pipe.
 
-`Talk` runs the conversation. It reads messages with `chat_input`, builds prompts with `chat_history` and generates
-replies with `chat_reply`.
+`ChatLoop` runs the conversation: it reads messages with `chat_input`, builds prompts with `chat_history` and generates
+replies with `chat_reply`. Replies go to standard output, notices to standard error.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
-from typing import Any
+from dataclasses import dataclass
+from types import FrameType
 
 from transformers.utils.logging import disable_progress_bar
 
 from openrlhf.config.commands import ChatConfig
 from openrlhf.inference.chat_history import History, open_history
-from openrlhf.inference.chat_input import QUOTES, CtrlC, Interrupted, Lines
-from openrlhf.inference.chat_reply import Speaker
-from openrlhf.models.forward import Network
-from openrlhf.models.load import load_causal_lm, load_tokenizer, read_config, usable_length
+from openrlhf.inference.chat_input import QUOTES, MessageReader
+from openrlhf.inference.chat_reply import ReplyGenerator
+from openrlhf.inference.engine import choose_model_device, open_hf_engine
+from openrlhf.models.load import load_tokenizer, read_config, usable_length
 from openrlhf.monitor import say
-from openrlhf.rollout.hf import HFEngine
-from openrlhf.training.device import choose_device, explain_precision
-from openrlhf.training.explain import explain_experts
+from openrlhf.signals import handled_by, stop_request
 
 BANNER = (
-    "exit or Ctrl-D leaves, clear starts over, Ctrl-C stops a reply;"
+    "exit or Ctrl-D quits, clear starts over, Ctrl-C stops a reply;"
     f" {QUOTES} begins and ends a message of several lines"
 )
+CTRL_C = (signal.SIGINT,)  # SIGTERM keeps its handler, so a scheduler can still end the program
+
+
+class ChatInterrupted(KeyboardInterrupt):
+    """Ctrl-C at the prompt, or a second one during a reply; unlike SIGTERM, it does not end the program."""
 
 
 def run(config: ChatConfig) -> None:
     """Load the model and chat until the user exits or the input ends."""
     disable_progress_bar()
     name = str(config.model.pretrain)
-    device = choose_device(config.model.device)
-    explain_precision(config.model.param_dtype, device)
-    explain_experts(config.model, name)
+    device = choose_model_device(config.model, name)
     tokenizer = load_tokenizer(name, config.model)
     history = open_history(config, tokenizer)
     max_len = usable_length(name, read_config(name, config.model), config.chat.max_len)
-    model: Any = load_causal_lm(name, config.model, device=device, packing=False)
-    if not config.model.load_in_4bit:  # a quantised model is already on its device
-        model.to(device)
-    engine = HFEngine(Network(model, self_test=not config.model.skip_self_test), tokenizer).prepare()
-    with CtrlC() as ctrl_c:
-        Talk(Speaker(engine, tokenizer, config.sampling, max_len=max_len), history, ctrl_c).run()
+    engine = open_hf_engine(config.model, name, tokenizer, device)
+    ChatLoop(ReplyGenerator(engine, tokenizer, config.sampling, max_len), history, MessageReader()).run()
 
 
-class Talk:
-    """Chat loop. Replies go to standard output, notices to standard error."""
+@dataclass(frozen=True)
+class ChatLoop:
+    """The chat loop, with the model, the conversation so far and the source of messages."""
 
-    def __init__(self, speaker: Speaker, history: History, ctrl_c: CtrlC) -> None:
-        self.speaker = speaker
-        self.history = history
-        self.ctrl_c = ctrl_c
-        self.lines = Lines()
+    model: ReplyGenerator
+    history: History
+    reader: MessageReader
 
     def run(self) -> None:
-        if self.lines.is_terminal:
+        """Answer messages until the user exits or the input ends; Ctrl-C only drops the current message."""
+
+        def interrupt(number: int, frame: FrameType | None) -> None:
+            raise ChatInterrupted
+
+        if self.reader.is_terminal:
             say(BANNER)
         going = True
-        while going:
-            try:
-                going = self._turn()
-            except Interrupted:
-                sys.stdout.write("\n")
-                say("interrupted; exit or Ctrl-D leaves")
-        if self.lines.is_terminal:
+        with handled_by(interrupt, CTRL_C):
+            while going:
+                try:
+                    going = self._turn()
+                except ChatInterrupted:
+                    sys.stdout.write("\n")
+                    say("interrupted; exit or Ctrl-D quits")
+        if self.reader.is_terminal:
             sys.stdout.write("\n")
 
     def _turn(self) -> bool:
         """Read one message and handle it; return False to end the chat."""
-        said = self.lines.message()
-        if said is None or said.strip() == "exit":
+        message = self.reader.read()
+        if message is None or message.strip() == "exit":
             return False
-        if said.strip() == "clear":
-            self.history.clear()
+        if message.strip() == "clear":
+            self.history.turns.clear()
             say("the conversation starts over")
-        elif said.strip():
-            self._answer(said)
+        elif message.strip():
+            self._answer(message)
         return True
 
-    def _answer(self, said: str) -> None:
-        """Print a reply and add the turn to the history; reject the message if no room is left for a reply."""
-        prompt_ids = self.speaker.read(self.history.prompt(said))
-        if len(prompt_ids) >= self.speaker.max_len:
+    def _answer(self, message: str) -> None:
+        """Print a reply and add the turn to the history; reject a message that leaves no tokens for a reply."""
+        max_len = self.model.max_len
+        prompt_ids = self.model.tokenize(self.history.prompt(message))
+        if len(prompt_ids) >= max_len:
             say(
-                f"this would make {len(prompt_ids)} tokens, which leaves no room for a reply within --max_len"
-                f" {self.speaker.max_len}, so it was not said: clear starts over, or say less"
+                f"the message was not sent: the conversation would have {len(prompt_ids)} tokens, which leaves no space"
+                f" for a reply within --max_len {max_len}. Try: clear to start over, or a shorter message"
             )
             return
-        with self.ctrl_c.wishes():
-            reply = self.speaker.reply(prompt_ids, show, lambda: self.ctrl_c.wished)
+        with stop_request(signals=CTRL_C, error=ChatInterrupted) as stop:
+            reply = self.model.reply(prompt_ids, show, lambda: stop.requested)
         show("\n")
-        self.history.add(said, reply.text)
+        self.history.turns.append((message, reply.text))
         if reply.end == "length":
-            say(f"the context is full (--max_len {self.speaker.max_len}), which ended the reply: clear starts over")
+            say(f"the context is full (--max_len {max_len}), which ended the reply: clear starts over")
         elif reply.end == "interrupted":
-            say("the reply was interrupted; what is there of it stays in the conversation")
+            say("the reply was interrupted; the part shown stays in the conversation")
 
 
 def show(text: str) -> None:

@@ -1,14 +1,13 @@
 """Conversation history of the chat command, and the prompt text that the model continues.
 
-With a chat template the history is a list of messages (`Messages`); without one it is a growing string
-(`Transcript`).
+With a chat template, the tokenizer renders the turns as messages. Without one, the prompt is a growing text: the turns
+so far, each on a line of its own, and the new message in --input_template.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
@@ -18,69 +17,35 @@ from openrlhf.data.records import Place
 from openrlhf.data.templates import Chat, fill, open_chat
 
 
-class History(Protocol):
-    """A conversation. `prompt` only builds text; `add` records a turn once both its sides are known."""
-
-    def prompt(self, said: str) -> str:
-        """Return the text for the model to continue: the conversation so far, then the new message `said`."""
-        ...
-
-    def add(self, said: str, reply: str) -> None:
-        """Record a finished turn."""
-        ...
-
-    def clear(self) -> None:
-        """Forget all turns; the system prompt stays."""
-        ...
-
-
 @dataclass
-class Messages:
-    """History for --apply_chat_template; the text of --ta_prompt or --system_prompt is the system message."""
+class History:
+    """A conversation: its finished turns, and how they become a prompt."""
 
-    chat: Chat
-    first: str | None
-    suffix: str
-    turns: list[Message] = field(default_factory=list)
+    chat: Chat | None  # the chat template of --apply_chat_template
+    template: str | None  # --input_template, used without a chat template
+    first: str | None  # text of --ta_prompt or --system_prompt: the system message, or the beginning of the text
+    suffix: str  # text after each message, for --enable_csft
+    turns: list[tuple[str, str]] = field(default_factory=list)  # messages of the user with their replies
 
-    def prompt(self, said: str) -> str:
-        system = [] if self.first is None else [{"role": "system", "content": self.first}]
-        messages = [*system, *self.turns, {"role": "user", "content": said}]
-        place = Place("this conversation", len(self.turns) // 2 + 1)
+    def prompt(self, message: str) -> str:
+        """Return the text for the model to continue: the conversation so far, then the new `message`."""
+        if self.chat is None:
+            text = self.first or ""
+            for asked, reply in (*self.turns, (message, "")):
+                turn = fill(self.template, asked) + self.suffix + reply
+                text = f"{text}\n{turn}" if text else turn
+            return text
+        messages: list[Message] = [] if self.first is None else [{"role": "system", "content": self.first}]
+        for asked, reply in self.turns:
+            messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": reply}]
+        messages.append({"role": "user", "content": message})
+        place = Place("this conversation", len(self.turns) + 1)
         return self.chat.render(Conversation(messages, None, place), prompt=True).text + self.suffix
-
-    def add(self, said: str, reply: str) -> None:
-        self.turns += [{"role": "user", "content": said}, {"role": "assistant", "content": reply}]
-
-    def clear(self) -> None:
-        self.turns = []
-
-
-@dataclass
-class Transcript:
-    """History without a chat template: the text so far, a line break, and the message in --input_template."""
-
-    template: str | None
-    first: str | None
-    suffix: str
-    text: str = ""
-
-    def prompt(self, said: str) -> str:
-        before = self.text or self.first
-        asked = fill(self.template, said) + self.suffix
-        return f"{before}\n{asked}" if before else asked
-
-    def add(self, said: str, reply: str) -> None:
-        self.text = self.prompt(said) + reply
-
-    def clear(self) -> None:
-        self.text = ""
 
 
 def open_history(config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> History:
-    """Return an empty history of the kind that the flags and the tokenizer's chat template select."""
+    """Return an empty history that renders prompts as the flags and the tokenizer's chat template say."""
     file = config.chat.ta_prompt
     first = Path(file).expanduser().read_text(encoding="utf-8") if file else config.template.system_prompt
     suffix = f"{config.sampling.csft_prompt.strip()} " if config.sampling.enable_csft else ""
-    chat = open_chat(tokenizer, config.template)
-    return Messages(chat, first, suffix) if chat else Transcript(config.template.input_template, first, suffix)
+    return History(open_chat(tokenizer, config.template), config.template.input_template, first, suffix)

@@ -1,24 +1,24 @@
 """Streaming replies of the chat command.
 
-`Speaker` generates a reply token by token, and `Shown` prints it as text while it grows. A reply ends at an end
-token, at the length limit, or when the user interrupts it.
+`ReplyGenerator` generates a reply token by token, and `StreamingDecoder` turns the tokens into text while the reply
+grows. A reply ends at an end token, at the length limit, or when the user interrupts it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.sections.inference import SamplingFlags
+from openrlhf.inference.engine import sampling_params
 from openrlhf.rollout.hf import HFEngine
-from openrlhf.types import Request, SamplingParams
+from openrlhf.types import Request
 
-End = Literal["stop", "length", "interrupted"]
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # a decoder's output for an incomplete character
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # a decoder's output for a character whose bytes have not all arrived
 
 
 @dataclass(frozen=True)
@@ -26,88 +26,72 @@ class Reply:
     """Text of a reply and the reason why it ended."""
 
     text: str
-    end: End
+    end: Literal["stop", "length", "interrupted"]
 
 
-class Shown:
+@dataclass
+class StreamingDecoder:
     """Incremental detokenizer of a reply; it holds back a character until all its bytes have arrived.
 
     Each new piece is decoded together with the tokens of the previous piece, whose text is then cut off. Decoding it
     alone would be wrong for tokenizers that write a word differently at the beginning of a text.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, show: Callable[[str], None]) -> None:
-        self.tokenizer = tokenizer
-        self.show = show
-        self.token_ids: list[int] = []
-        self.pieces: list[str] = []
-        self.before = self.shown = 0
-
-    @property
-    def text(self) -> str:
-        return "".join(self.pieces)
+    tokenizer: PreTrainedTokenizerBase
+    show: Callable[[str], None]
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""  # what was shown so far
+    previous: int = 0  # first token of the last shown piece
+    decoded: int = 0  # tokens that were shown
 
     def put(self, token: int) -> None:
+        """Add a token, and show the text that it completes."""
         self.token_ids.append(token)
         self._advance(finished=False)
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """Show the remaining text, even if it ends in an incomplete character."""
         self._advance(finished=True)
 
     def _advance(self, *, finished: bool) -> None:
-        old = self._spell(self.token_ids[self.before : self.shown])
-        new = self._spell(self.token_ids[self.before :])
-        if new.endswith(UNFINISHED) and not finished:
+        before, piece = (
+            str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+            for token_ids in (self.token_ids[self.previous : self.decoded], self.token_ids[self.previous :])
+        )
+        if piece.endswith(INCOMPLETE) and not finished:
             return
-        self.before, self.shown = self.shown, len(self.token_ids)
-        if piece := new[len(old) :]:
-            self.pieces.append(piece)
-            self.show(piece)
-
-    def _spell(self, token_ids: list[int]) -> str:
-        text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
-        assert isinstance(text, str)
-        return text
+        self.previous, self.decoded = self.decoded, len(self.token_ids)
+        if new := piece[len(before) :]:
+            self.text += new
+            self.show(new)
 
 
-class Speaker:
-    """Engine with its tokenizer and sampling settings; it answers prompts."""
+@dataclass(frozen=True)
+class ReplyGenerator:
+    """Engine with its tokenizer and sampling flags; it answers prompts."""
 
-    def __init__(
-        self, engine: HFEngine, tokenizer: PreTrainedTokenizerBase, sampling: SamplingFlags, *, max_len: int
-    ) -> None:
-        self.engine = engine
-        self.tokenizer = tokenizer
-        self.max_len = max_len
-        self.sampling = sampling
+    engine: HFEngine
+    tokenizer: PreTrainedTokenizerBase
+    sampling: SamplingFlags
+    max_len: int  # tokens of the conversation and the reply together
 
-    def read(self, prompt: str) -> list[int]:
+    def tokenize(self, prompt: str) -> list[int]:
         """Tokenise the prompt without adding special tokens; templates already contain them."""
         return self.tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
 
-    def reply(self, prompt_ids: list[int], show: Callable[[str], None], is_wished: Callable[[], bool]) -> Reply:
+    def reply(self, prompt_ids: list[int], show: Callable[[str], None], should_stop: Callable[[], bool]) -> Reply:
         """Generate a reply and pass each piece of text to `show`.
 
-        The prompt must be shorter than `max_len`. Generation stops early when `is_wished` returns True.
+        The prompt must be shorter than `max_len`. Generation stops early when `should_stop` returns True.
         """
-        shown = Shown(self.tokenizer, show)
-        request = Request(tuple(prompt_ids), self._params(self.max_len - len(prompt_ids)))
-        for token in self.engine.stream(request):
-            shown.put(token)
-            if is_wished():
+        decoder = StreamingDecoder(self.tokenizer, show)
+        seed = int(torch.randint(2**31, ()))  # a new random stream for each reply
+        params = sampling_params(self.sampling, max_tokens=self.max_len - len(prompt_ids), seed=seed)
+        for token in self.engine.stream(Request(tuple(prompt_ids), params)):
+            decoder.put(token)
+            if should_stop():
                 break
-        shown.end()
-        if shown.token_ids and shown.token_ids[-1] in self.engine.ends:
-            return Reply(shown.text, "stop")
-        return Reply(shown.text, "interrupted" if is_wished() else "length")
-
-    def _params(self, max_tokens: int) -> SamplingParams:
-        sampling = self.sampling
-        return SamplingParams(
-            max_tokens=max_tokens,
-            temperature=0.0 if sampling.greedy_sampling else sampling.temperature,
-            top_p=sampling.top_p,
-            repetition_penalty=sampling.repetition_penalty,
-            seed=int(torch.randint(2**31, ())),  # a new random stream for each reply
-        )
+        decoder.finish()
+        if decoder.token_ids and decoder.token_ids[-1] in self.engine.ends:
+            return Reply(decoder.text, "stop")
+        return Reply(decoder.text, "interrupted" if should_stop() else "length")

@@ -1,67 +1,56 @@
 """Generation for batch_inference: answer the prompts of a dataset.
 
-The engine is Transformers or vLLM in this process, or several vLLM engines on a Ray cluster (`ray.generate`). Each row
-has its own seed, so its random stream does not depend on the process that generates it. `Sink` stores each answer as
-soon as it is finished.
+`plan_generation` reads the prompts and numbers the rows; `generate` sends a request for each missing row to an engine
+and stores each answer as soon as it is finished. The engine is Transformers or vLLM in this process, or several vLLM
+engines on a Ray cluster. Each row has its own seed, so its random stream does not depend on the process that generates
+it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.agents.sandbox.loop_thread import heard
+from openrlhf.cluster.placement import EnginePlan, PlacementPlan
+from openrlhf.cluster.session import connect
+from openrlhf.cluster.starter import open_starter
 from openrlhf.config.commands import BatchInferenceConfig
 from openrlhf.config.sections.cluster import EngineFlags
-from openrlhf.config.sections.inference import SamplingFlags
 from openrlhf.data.answers import INDEX, one_slice, waiting_prompts
 from openrlhf.data.records import Records
 from openrlhf.errors import ConfigError
-from openrlhf.inference.parts import Parts
-from openrlhf.models.forward import Network
-from openrlhf.models.load import known_positions, load_causal_lm, read_config
+from openrlhf.inference.engine import choose_model_device, open_hf_engine, sampling_params
+from openrlhf.inference.parts import OutputParts
+from openrlhf.inference.progress import RowProgress
+from openrlhf.models.load import known_positions, read_config
 from openrlhf.monitor import say
 from openrlhf.rl.engines import make_engine
 from openrlhf.rl.rollouts import seed_of
-from openrlhf.rollout.hf import HFEngine
+from openrlhf.rollout.engine import Engine
 from openrlhf.rollout.spec import EngineSpec
-from openrlhf.training.device import choose_device, explain_precision
-from openrlhf.training.explain import explain_experts
-from openrlhf.training.progress import Progress
-from openrlhf.types import Completion, Prompt, Request, SamplingParams
-
-if TYPE_CHECKING:
-    from openrlhf.rollout.engine import Engine
+from openrlhf.training.device import explain_precision
+from openrlhf.types import Completion, Prompt, Request
 
 NEIGHBOURS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")  # number of processes on a machine, set by torchrun and deepspeed
 MEMORY_SHARE = 0.9  # of a device's memory for vLLM, its own default
+RESTARTS = 1  # of each engine on Ray; its unfinished requests are generated again
 AHEAD = 2  # requests at an engine per request that it can run at the same time, so that its queue is never empty
 
 
 @dataclass(frozen=True)
 class Generation:
-    """Work of a generation run: its prompts and config; `context` limits prompt and answer together, in tokens.
-
-    Row `number` is answer `number % samples` to prompt `number // samples`.
-    """
+    """Work of a generation run. Row `number` is answer `number % samples` to prompt `number // samples`."""
 
     prompts: Sequence[Prompt]
-    context: int
+    samples: int  # per prompt (--best_of_n)
+    context: int  # tokens of a prompt and its answer together, at most
     config: BatchInferenceConfig
-
-    @property
-    def samples(self) -> int:
-        return self.config.task.best_of_n
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.prompts) * self.samples
 
     def prompt(self, number: int) -> Prompt:
         return self.prompts[number // self.samples]
@@ -74,27 +63,20 @@ class Generation:
         params = sampling_params(self.config.sampling, max_tokens=longest, seed=seed)
         return Request(prompt.input_ids, params, prefix=prompt.index)
 
-    def row(self, number: int, completion: Completion) -> dict[str, object]:
-        """Format the answer as a row of the output file."""
-        prompt = self.prompt(number)
-        return {"input": prompt.text, "output": completion.text, INDEX: prompt.index}
-
-
-def sampling_params(flags: SamplingFlags, *, max_tokens: int, seed: int) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=max_tokens,
-        temperature=0.0 if flags.greedy_sampling else flags.temperature,
-        top_p=flags.top_p,
-        repetition_penalty=flags.repetition_penalty,
-        seed=seed,
-    )
-
 
 def plan_generation(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, records: Records) -> Generation:
     """Read the prompts of this run, truncated so that at least one token of an answer fits after each."""
     task = config.task
     chosen, first = one_slice(records, task.iter, task.rollout_batch_size)
-    context = context_length(config)
+    # Prompt and answer together may have the sum of the flags, capped by the model's limit.
+    asked = task.prompt_max_len + task.max_new_tokens
+    limit = known_positions(read_config(str(config.model.pretrain), config.model)) or asked
+    if asked > limit:
+        say(
+            f"--prompt_max_len plus --max_new_tokens is {asked} tokens, but the model supports {limit}:"
+            " answers end there"
+        )
+    context = min(asked, limit)
     prompts = waiting_prompts(
         chosen,
         tokenizer,
@@ -104,72 +86,52 @@ def plan_generation(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizer
         budget=min(task.prompt_max_len, context - 1),
         condition=config.sampling.csft_prompt if config.sampling.enable_csft else None,
     )
-    return Generation(prompts, context, config)
+    return Generation(prompts, task.best_of_n, context, config)
 
 
-def context_length(config: BatchInferenceConfig) -> int:
-    """Return the tokens allowed for prompt and answer together: the sum of the flags, capped by the model's limit."""
-    asked = config.task.prompt_max_len + config.task.max_new_tokens
-    reach = known_positions(read_config(str(config.model.pretrain), config.model)) or asked
-    if asked > reach:
-        say(
-            f"--prompt_max_len and --max_new_tokens are {asked} tokens together, but the model reaches {reach}:"
-            " an answer ends there"
-        )
-    return min(asked, reach)
+@dataclass
+class AnswerWriter:
+    """The requests of the missing rows, and where their answers go: each is written when it is finished."""
 
+    generation: Generation
+    parts: OutputParts
+    progress: RowProgress
 
-class Sink:
-    """Receiver of finished answers: it writes each row to its file and advances the progress bar."""
+    def __post_init__(self) -> None:
+        self.numbers = self.parts.missing
+        self.requests = [self.generation.request(number) for number in self.numbers]
 
-    def __init__(self, generation: Generation, parts: Parts, progress: Progress) -> None:
-        self.generation, self.parts, self.progress = generation, parts, progress
-        self.numbers = parts.missing
-        self.requests = [generation.request(number) for number in self.numbers]
-
-    def begin(self) -> None:
-        """Start measuring speed; call it when the engine is ready."""
-        self.progress.begin()
-
-    def finish(self, place: int, completion: Completion) -> None:
+    def store(self, place: int, completion: Completion) -> None:
         """Store the answer to `requests[place]`."""
         number = self.numbers[place]
-        self.parts.write(number, self.generation.row(number, completion))
+        prompt = self.generation.prompt(number)
+        self.parts.write(number, {"input": prompt.text, "output": completion.text, INDEX: prompt.index})
         self.progress.advance(tokens=len(completion.token_ids))
 
 
-def generate(generation: Generation, parts: Parts, tokenizer: PreTrainedTokenizerBase) -> None:
+def generate(generation: Generation, parts: OutputParts, tokenizer: PreTrainedTokenizerBase) -> None:
     """Generate the missing rows of this process's share."""
     if not parts.missing:
         return
-    with Progress("generate", total=len(parts.share), done=len(parts.share) - len(parts.missing)) as progress:
-        sink = Sink(generation, parts, progress)
-        if generation.config.task.vllm_num_engines:
-            from openrlhf.inference.ray_generate import generate_on_ray
-
-            asyncio.run(generate_on_ray(generation, sink))
-        elif generation.config.task.eval_task == "generate_vllm":
-            asyncio.run(generate_with_vllm(generation, tokenizer, sink))
+    config = generation.config
+    with RowProgress("generate", parts) as progress:
+        writer = AnswerWriter(generation, parts, progress)
+        if config.task.vllm_num_engines:
+            asyncio.run(generate_on_ray(generation, writer))
+        elif config.task.eval_task == "generate_vllm":
+            asyncio.run(generate_with_vllm(generation, tokenizer, writer))
         else:
-            engine = open_hf_engine(generation.config, tokenizer)
-            sink.begin()
-            engine.complete(sink.requests, sink.finish)
+            model, name = config.model, str(config.model.pretrain)
+            device = choose_model_device(model, name, config.task.local_rank)
+            engine = open_hf_engine(model, name, tokenizer, device, max_rows=config.task.micro_batch_size)
+            progress.restart_clock()
+            engine.complete(writer.requests, writer.store)
         tokens, seconds = progress.tokens, progress.seconds
     whose = "" if len(parts.share) == parts.total else " by this process"
     say(f"generated {tokens:,} tokens in {seconds:.2f} s{whose}, {tokens / seconds:,.0f} tokens/s")
 
 
-def open_hf_engine(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase) -> HFEngine:
-    """Load the model onto this process's device and return a Transformers engine for it."""
-    device = choose_device(config.model.device, config.task.local_rank)
-    explain_precision(config.model.param_dtype, device)
-    explain_experts(config.model, str(config.model.pretrain))
-    model = load_causal_lm(str(config.model.pretrain), config.model, device=device, packing=False)
-    network = Network(model, self_test=not config.model.skip_self_test).to(device)
-    return HFEngine(network, tokenizer, max_rows=config.task.micro_batch_size).prepare()
-
-
-async def generate_with_vllm(generation: Generation, tokenizer: PreTrainedTokenizerBase, sink: Sink) -> None:
+async def generate_with_vllm(generation: Generation, tokenizer: PreTrainedTokenizerBase, writer: AnswerWriter) -> None:
     """Generate with one vLLM engine in this process, on its share of the machine's GPUs or on the CPU."""
     config = generation.config
     devices = take_devices(config.task.tp_size) if config.model.device != "cpu" else 0
@@ -177,19 +139,36 @@ async def generate_with_vllm(generation: Generation, tokenizer: PreTrainedTokeni
     explain_precision(config.model.param_dtype, device)
     engine = make_engine(describe_engine(generation, max(1, devices)), tokenizer, device)
     try:
-        await stream(engine, sink, window=AHEAD * config.task.max_num_seqs)
+        writer.progress.restart_clock()
+        await stream(engine, writer.requests, writer.store, window=AHEAD * config.task.max_num_seqs)
     finally:
         await engine.close()
 
 
-async def stream(engine: Engine, sink: Sink, *, window: int) -> None:
+async def generate_on_ray(generation: Generation, writer: AnswerWriter) -> None:
+    """Start vLLM engines on a Ray cluster, distribute the requests over them and store the answers in this process."""
+    task = generation.config.task
+    size = task.tp_size or 1
+    asked = PlacementPlan((), tuple(EnginePlan(number, size, None) for number in range(task.vllm_num_engines or 1)))
+    spec = describe_engine(generation, size)
+    with connect(asked, {}) as cluster:
+        async with open_starter(cluster) as starter:
+            say(f"starting {asked.describe()}")
+            engines = await starter.start_engines(spec, max_restarts=RESTARTS)
+            window = AHEAD * task.max_num_seqs * len(engines.engines)
+            writer.progress.restart_clock()
+            await stream(engines, writer.requests, writer.store, window=window)
+
+
+async def stream(
+    engine: Engine, requests: Iterable[Request], store: Callable[[int, Completion], None], *, window: int
+) -> None:
     """Send all requests to the engine, at most `window` at a time, and store each answer as it arrives.
 
     A failing engine usually fails all its current requests: only the first error is raised, the others are ignored.
     """
-    sink.begin()
     running: dict[asyncio.Future[list[Completion]], int] = {}
-    waiting = iter(enumerate(sink.requests))
+    waiting = iter(enumerate(requests))
     while True:
         for place, request in waiting:
             running[heard(asyncio.ensure_future(engine.generate([request])))] = place
@@ -199,7 +178,7 @@ async def stream(engine: Engine, sink: Sink, *, window: int) -> None:
             return
         done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
-            sink.finish(running.pop(task), task.result()[0])
+            store(running.pop(task), task.result()[0])
 
 
 def describe_engine(generation: Generation, devices: int) -> EngineSpec:

@@ -12,7 +12,7 @@ from openrlhf.models.forward import Network
 from openrlhf.models.load import DTYPES
 from openrlhf.models.merge import merge_adapter
 from openrlhf.monitor import say
-from openrlhf.training.checkpoint import begin_export, finish_export
+from openrlhf.training.checkpoint import exporting
 from openrlhf.training.device import choose_device
 
 
@@ -31,9 +31,8 @@ def run(config: LoraCombinerConfig) -> Path:
         dtype=DTYPES[config.model.param_dtype],
     )
     folder = Path(str(flags.output_path)).expanduser()
-    aside = begin_export(folder)
-    save_model(Network(model), aside)
-    tokenizer.save_pretrained(aside)
-    finish_export(aside, folder)
+    with exporting(folder) as aside:
+        save_model(Network(model), aside)
+        tokenizer.save_pretrained(aside)
     say(f"saved {folder} in {config.model.param_dtype}")
     return folder

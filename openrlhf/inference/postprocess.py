@@ -1,96 +1,104 @@
 """Post-processors of scored rows, selected by --post_processor.
 
 They keep the best answer to each prompt (rejection sampling), form preference pairs (iterative DPO), or write rewards
-into prompts (conditional SFT).
+into prompts (conditional SFT). Each is a pure function from scored rows to the rows of the output file, which the
+training commands read.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NotRequired, TypedDict
 
-from openrlhf.data.answers import INDEX, with_condition
+from openrlhf.data.answers import with_condition
 from openrlhf.errors import DataError
+from openrlhf.inference.parts import Row
 from openrlhf.monitor import say
 
-Row = Mapping[str, Any]  # keys: input, output, reward and usually index
 CONDITION = "<rm_score>: {reward}"
+
+
+class ScoredRow(TypedDict):
+    """An answer and its reward, as `score` writes them."""
+
+    input: str  # the prompt
+    output: str  # the answer
+    reward: float
+    index: NotRequired[int | str]  # number of the prompt in its dataset, if known
 
 
 @dataclass(frozen=True)
 class Conditioning:
-    """Settings for writing a reward into a prompt; without a template, the format is that of --enable_csft."""
+    """Settings for writing a reward into a prompt."""
 
-    template: str | None = None
-    normalize: bool = False
+    template: str | None = None  # with {input} and {reward}; default: the format of --enable_csft
+    normalize: bool = False  # standardise the rewards over all rows first
 
 
-def groups(rows: Iterable[Row]) -> list[list[Row]]:
+def group_by_prompt(rows: Iterable[ScoredRow]) -> list[list[ScoredRow]]:
     """Group the answers by prompt, in order of first appearance.
 
     A prompt is identified by its row number and its text. Without row numbers, equal texts are the same prompt; with
     them, files that each start counting at 0 can still be concatenated.
     """
-    found: dict[tuple[Any, Any], list[Row]] = {}
+    found: dict[tuple[int | str | None, str], list[ScoredRow]] = {}
     for row in rows:
-        found.setdefault((row.get(INDEX), row["input"]), []).append(row)
+        found.setdefault((row.get("index"), row["input"]), []).append(row)
     return list(found.values())
 
 
-def best(group: Sequence[Row]) -> Row:
+def best(group: Sequence[ScoredRow]) -> ScoredRow:
     return max(group, key=lambda row: row["reward"])  # the first one in a tie
 
 
-def rejection_sampling(rows: Sequence[Row], _: Conditioning) -> list[Row]:
+def rejection_sampling(rows: Sequence[ScoredRow], _: Conditioning) -> Sequence[Row]:
     """Keep the best answer to each prompt."""
-    return [best(group) for group in groups(rows)]
+    return [best(group) for group in group_by_prompt(rows)]
 
 
-def preference_pairs(rows: Sequence[Row], _: Conditioning) -> list[Row]:
+def preference_pairs(rows: Sequence[ScoredRow], _: Conditioning) -> Sequence[Row]:
     """Pair the best and the worst answer to each prompt; prompts whose answers are equally good give no pair."""
-    together = groups(rows)
-    pairs = [pair for pair in map(preference_pair, together) if pair is not None]
-    without = len(together) - len(pairs)
+    groups = group_by_prompt(rows)
+    pairs: list[Row] = []
+    for group in groups:
+        chosen, rejected = best(group), min(group, key=lambda row: row["reward"])
+        # The same answer may get slightly different rewards in different batches, because of rounding.
+        if chosen["reward"] == rejected["reward"] or chosen["output"] == rejected["output"]:
+            continue
+        pair = {
+            "prompt": chosen["input"],
+            "chosen": chosen["output"],
+            "chosen_reward": chosen["reward"],
+            "rejected": rejected["output"],
+            "rejected_reward": rejected["reward"],
+        }
+        pairs.append(pair | ({"index": chosen["index"]} if "index" in chosen else {}))
     if not pairs:
         raise DataError(
-            f"none of {len(together)} prompts has two answers of different reward, so there is no pair",
-            try_this="answers made with --best_of_n 4 or more and a --temperature above 0",
+            f"none of {len(groups)} prompts has two answers with different rewards, so there are no pairs",
+            try_this="answers generated with --best_of_n 4 or more and a --temperature above 0",
         )
-    if without:
-        say(f"iter_dpo: {without} of {len(together)} prompts give no pair, since their answers are equally good")
+    if without := len(groups) - len(pairs):
+        say(f"iter_dpo: {without} of {len(groups)} prompts give no pair, because their answers are equally good")
     return pairs
 
 
-def preference_pair(group: Sequence[Row]) -> Row | None:
-    """Return the best and the worst answer as a DPO row; None if they have equal rewards or equal texts."""
-    chosen, rejected = best(group), min(group, key=lambda row: row["reward"])
-    # The same answer may get slightly different rewards in different batches, because of rounding.
-    if chosen["reward"] == rejected["reward"] or chosen["output"] == rejected["output"]:
-        return None
-    pair = {
-        "prompt": chosen["input"],
-        "chosen": chosen["output"],
-        "chosen_reward": chosen["reward"],
-        "rejected": rejected["output"],
-        "rejected_reward": rejected["reward"],
-    }
-    return pair | ({INDEX: chosen[INDEX]} if INDEX in chosen else {})
-
-
-def conditional_rows(rows: Sequence[Row], how: Conditioning) -> list[Row]:
+def conditional_rows(rows: Sequence[ScoredRow], how: Conditioning) -> Sequence[Row]:
     """Return every row with its reward written into its prompt."""
     rewards = [float(row["reward"]) for row in rows]
-    if how.normalize:
-        rewards = standardised(rewards)
+    if how.normalize:  # to mean 0 and unbiased standard deviation 1; rewards that are all equal become 0
+        mean = statistics.fmean(rewards)
+        spread = statistics.stdev(rewards) if len(rewards) > 1 else 0.0
+        rewards = [(reward - mean) / spread if spread else 0.0 for reward in rewards]
     return [
-        {**row, "input": conditioned(row["input"], reward, how.template), "reward": reward}
+        {**row, "input": add_reward(row["input"], reward, how.template), "reward": reward}
         for row, reward in zip(rows, rewards, strict=True)
     ]
 
 
-def conditioned(prompt: str, reward: float, template: str | None) -> str:
+def add_reward(prompt: str, reward: float, template: str | None) -> str:
     """Write the reward, with two decimals, into the prompt."""
     shown = f"{reward:.2f}"
     if template is None:
@@ -99,14 +107,7 @@ def conditioned(prompt: str, reward: float, template: str | None) -> str:
     return before.replace("{reward}", shown) + prompt + after.replace("{reward}", shown)
 
 
-def standardised(rewards: Sequence[float]) -> list[float]:
-    """Shift and scale to mean 0 and unbiased standard deviation 1; rewards that are all equal become 0."""
-    mean = statistics.fmean(rewards)
-    spread = statistics.stdev(rewards) if len(rewards) > 1 else 0.0
-    return [(reward - mean) / spread if spread else 0.0 for reward in rewards]
-
-
-POST_PROCESSORS: dict[str, Callable[[Sequence[Row], Conditioning], list[Row]]] = {
+POST_PROCESSORS: dict[str, Callable[[Sequence[ScoredRow], Conditioning], Sequence[Row]]] = {
     "rs": rejection_sampling,
     "iter_dpo": preference_pairs,
     "csft": conditional_rows,

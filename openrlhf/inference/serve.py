@@ -22,15 +22,14 @@ from transformers.utils.logging import disable_progress_bar
 from openrlhf.config.commands import ServeRMConfig
 from openrlhf.errors import ConfigError
 from openrlhf.inference.batcher import Batcher, ForwardLimits
-from openrlhf.inference.serve_app import Door, build_app
-from openrlhf.inference.served_model import load_reward_model
+from openrlhf.inference.engine import choose_model_device
+from openrlhf.inference.serve_app import AccessRules, build_app
+from openrlhf.inference.served_model import open_served_model
 from openrlhf.monitor import say
-from openrlhf.training.device import choose_device, explain_precision
-from openrlhf.training.explain import explain_experts
+from openrlhf.signals import write_line
 
-STDERR = 2
 BATCH_TOKENS = {"cuda": 32768, "cpu": 2048}  # on a CPU, the activations of more tokens no longer fit the cache
-STOPPING = "\nopenrlhf: stopping when the requests in flight are answered; Ctrl-C once more stops at once\n"
+STOPPING = "\nopenrlhf: stopping when the requests in flight are answered; press Ctrl-C again to stop immediately"
 
 
 class Server(uvicorn.Server):
@@ -43,7 +42,7 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.stopped_by is None:
-            os.write(STDERR, STOPPING.encode())  # not print: the signal may have interrupted one
+            write_line(STOPPING)
         self.stopped_by = sig
         super().handle_exit(sig, frame)
 
@@ -58,7 +57,9 @@ def run(config: ServeRMConfig) -> None:
         gc.freeze()  # a collection over all imported objects would delay every request by 0.2 s
         with explained(host, port):
             listener.listen()  # fails if another server bound the same port while both loaded their models
-        say(f"{config.server.reward_pretrain} answers on http://{address(listener)}/get_reward; Ctrl-C stops")
+        bound, number = listener.getsockname()[:2]
+        address = f"[{bound}]:{number}" if ":" in bound else f"{bound}:{number}"
+        say(f"{config.server.reward_pretrain} answers on http://{address}/get_reward; Ctrl-C stops the server")
         try:
             server.run([listener])
         except KeyboardInterrupt:
@@ -78,14 +79,12 @@ def leave_a_core() -> None:
 def build_server(config: ServeRMConfig) -> Server:
     """Build the server except for its address; the model is loaded here."""
     flags = config.server
-    device = choose_device(config.model.device)
-    explain_precision(config.model.param_dtype, device)
-    explain_experts(config.model, str(flags.reward_pretrain))
-    model = load_reward_model(config, device)
+    device = choose_model_device(config.model, str(flags.reward_pretrain))
+    model = open_served_model(config, device)
     tokens = flags.batch_tokens or BATCH_TOKENS[device.type]
     limits = ForwardLimits(flags.batch_size, tokens, flags.packing_samples)
-    door = Door(flags.api_key or None, flags.max_request_mb << 20, flags.refuse_long)
-    app = build_app(model, Batcher(model.score, limits), door)
+    rules = AccessRules(flags.api_key or None, flags.max_request_mb << 20, flags.refuse_long)
+    app = build_app(model, Batcher(model.score, limits), rules)
     return Server(uvicorn.Config(app, log_level="warning", access_log=False, server_header=False))
 
 
@@ -108,8 +107,3 @@ def explained(host: str, port: int) -> Iterator[None]:
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(f"--port {port} is taken on {host}", try_this=f"--port {port + 1}") from None
         raise ConfigError(f"--host {host} --port {port} cannot be bound: {error.strerror}") from None
-
-
-def address(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

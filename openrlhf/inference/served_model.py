@@ -1,73 +1,62 @@
-"""The reward model of the server: it turns texts into tokens, and tokens into rewards."""
+"""The reward model behind serve_rm: it turns texts into tokens, and tokens into rewards.
+
+`serve` opens it, `serve_app` calls `tokenize` on one thread and the `Batcher` calls `score` on another.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from openrlhf.config.commands import ServeRMConfig
 from openrlhf.data.collate import Layout
+from openrlhf.data.readings import Texts
 from openrlhf.errors import ConfigError
-from openrlhf.models.forward import Network
-from openrlhf.models.load import load_scalar_model, load_tokenizer, read_config, usable_length
-from openrlhf.monitor import say
-from openrlhf.rl.reward_models import scores_of
-from openrlhf.training.backend import Frozen
-from openrlhf.training.local import LocalFrozen
-
-Row = NDArray[np.int32]
+from openrlhf.models.load import load_tokenizer, read_config, usable_length
+from openrlhf.rl.reward_models import RewardModel, Row, load_reward_model
+from openrlhf.rl.samples import Batching
 
 
 @dataclass(frozen=True)
-class RewardModel:
-    """Tokenizer and frozen scalar model; each may be used by one thread at a time."""
+class ServedModel:
+    """Tokenizer and reward model; each may be used by one thread at a time."""
 
-    model: Frozen
+    model: RewardModel
     tokenizer: PreTrainedTokenizerBase
-    layout: Layout
-    max_len: int
-    mean: float = 0.0
-    std: float = 1.0
+    max_len: int  # tokens of a text that are scored
 
-    def read(self, texts: Sequence[str]) -> list[Row]:
+    def tokenize(self, texts: Sequence[str]) -> list[Row]:
         """Tokenise each text unchanged: no special tokens are added, and nothing is truncated."""
         ids = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
         return [np.asarray(row, dtype=np.int32) for row in ids]
 
     def score(self, rows: Sequence[Row]) -> list[float]:
         """Return the normalised rewards of the rows, from one forward."""
-        scores = scores_of(rows, self.model, self.layout)  # [rows]
-        return ((scores - self.mean) / self.std).tolist()
+        return self.model.score_rows(rows).tolist()
 
 
-def load_reward_model(config: ServeRMConfig, device: torch.device) -> RewardModel:
+def open_served_model(config: ServeRMConfig, device: torch.device) -> ServedModel:
     """Load the model of --reward_pretrain after checking that it gives one score per text."""
     flags, name = config.server, str(config.server.reward_pretrain)
     settings = read_config(name, config.model)
     check_is_outcome_model(name, settings)
     tokenizer = load_tokenizer(name, config.model)
-    model = load_scalar_model(
+    layout = Layout(flags.packing_samples, tokenizer.pad_token_id)
+    model = load_reward_model(
         name,
         config.model,
-        device=device,
-        packing=flags.packing_samples,
+        device,
+        texts=Texts(tokenizer, tokenizer, shared=True),
+        batching=Batching(layout, size=sys.maxsize),  # the server's own batcher already chose the rows of a forward
         head_prefix=config.head.value_head_prefix,
+        normalize=flags.normalize_reward,
     )
-    mean, std = saved_statistics(name, settings.to_dict()) if flags.normalize_reward else (0.0, 1.0)
-    return RewardModel(
-        LocalFrozen(Network(model, self_test=not config.model.skip_self_test), device),
-        tokenizer,
-        Layout(flags.packing_samples, tokenizer.pad_token_id),
-        usable_length(name, settings, flags.max_len),
-        mean,
-        std,
-    )
+    return ServedModel(model, tokenizer, usable_length(name, settings, flags.max_len))
 
 
 def check_is_outcome_model(name: str, settings: PretrainedConfig) -> None:
@@ -80,12 +69,6 @@ def check_is_outcome_model(name: str, settings: PretrainedConfig) -> None:
     classifies = any("SequenceClassification" in kind for kind in settings.architectures or ())
     if classifies and settings.num_labels != 1:
         raise ConfigError(
-            f"{name} sorts texts into {settings.num_labels} classes; a reward model has one output (num_labels 1)"
+            f"{name} is a classifier with {settings.num_labels} classes: expected a reward model with one output"
+            " (num_labels 1)"
         )
-
-
-def saved_statistics(name: str, saved: dict[str, Any]) -> tuple[float, float]:
-    """Return the mean and std in the model's config.json; without them, (0, 1) and a notice."""
-    if "mean" not in saved:
-        say(f"--normalize_reward: {name} has no mean and std in its config.json, so its scores stay as they are")
-    return saved.get("mean", 0.0), saved.get("std", 1.0)

@@ -1,7 +1,7 @@
 """Single-process runtime of reinforcement learning: models, engine and weight sync, without Ray.
 
-`open_local` builds them and hands them to the controller as `Machinery`, the same interface that `ray.rl` provides
-for a cluster.
+`open_local` builds them and yields a `Runtime`, the same interface that `cluster.launch.open_ray` provides for a
+cluster. `rl.train` drives the controller with it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from openrlhf.config.runtime import is_asynchronous, uses_vllm
 from openrlhf.models.plain import plain_copy
 from openrlhf.rl.build import build_models
 from openrlhf.rl.engines import engine_spec, make_engine
-from openrlhf.rl.models import Models
+from openrlhf.rl.models import Models, held
 from openrlhf.rl.workers import BatchScores, ModelRewards, WeightSync, Workers
 from openrlhf.rollout.engine import Engine, LoadingEngine
 from openrlhf.rollout.hf import HFEngine
@@ -31,11 +31,11 @@ from openrlhf.training.distributed import join
 from openrlhf.training.explain import explain_hardware
 from openrlhf.types import PolicyBatch, RolloutBatch, Trajectory
 
-Made = TypeVar("Made")
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
-class Machinery:
+class Runtime:
     """Workers, engine and weight sync of a run, in one process or on a cluster."""
 
     workers: Workers
@@ -43,38 +43,38 @@ class Machinery:
     sync: WeightSync
 
 
+@dataclass(frozen=True)
 class LocalWorkers:
-    """Models of a run in this process; with `aside` they compute on a thread, so that the engine keeps generating."""
+    """Models of a run in this process."""
 
-    def __init__(self, models: Models, *, aside: bool = False) -> None:
-        self.models = models
-        self.aside = aside
+    models: Models
+    on_thread: bool = False  # compute on a thread, so that the engine keeps generating
 
-    async def _do(self, work: Callable[..., Made], *arguments: object) -> Made:
-        return await asyncio.to_thread(work, *arguments) if self.aside else work(*arguments)
+    async def _run(self, work: Callable[..., Answer], *arguments: object) -> Answer:
+        return await asyncio.to_thread(work, *arguments) if self.on_thread else work(*arguments)
 
     async def score(self, batches: Sequence[RolloutBatch], *, log_probs: bool) -> BatchScores:
         models = self.models
         return BatchScores(  # the policy comes last: if models sleep, it is then already awake for training
-            values=await self._do(models.values, batches) if models.critic else None,
-            reference_log_probs=await self._do(models.reference_log_probs, batches) if models.reference else None,
-            log_probs=await self._do(models.log_probs, batches) if log_probs else None,
+            values=await self._run(models.values, batches) if models.critic else None,
+            reference_log_probs=await self._run(models.reference_log_probs, batches) if models.reference else None,
+            log_probs=await self._run(models.log_probs, batches) if log_probs else None,
         )
 
     async def log_probs(self, batches: Sequence[RolloutBatch]) -> list[Tensor]:
-        return await self._do(self.models.log_probs, batches)
+        return await self._run(self.models.log_probs, batches)
 
     async def rewards(self, trajectories: Sequence[Trajectory]) -> ModelRewards | None:
-        return await self._do(self.models.rewards, trajectories) if self.models.scorers else None
+        return await self._run(self.models.rewards, trajectories) if self.models.reward_models else None
 
     async def train(
         self, micro_batches: Sequence[PolicyBatch], *, kl_coef: float, progress: float, train_policy: bool
     ) -> dict[str, float]:
         values: dict[str, float] = {}
         if train_policy:
-            values |= await self._do(self.models.train_policy, micro_batches, kl_coef, progress)
+            values |= await self._run(self.models.train_policy, micro_batches, kl_coef, progress)
         if self.models.critic is not None:
-            values |= await self._do(self.models.train_critic, micro_batches, progress)
+            values |= await self._run(self.models.train_critic, micro_batches, progress)
         return values
 
     async def save(self, folder: Path) -> None:
@@ -90,12 +90,12 @@ class LocalWorkers:
         self.models.export_critic(folder)
 
 
+@dataclass(frozen=True)
 class SharedSync:
     """Sync with an engine that generates with the policy's own network: no weights need to be sent."""
 
-    def __init__(self, models: Models, engine: HFEngine) -> None:
-        self.models = models
-        self.engine = engine
+    models: Models
+    engine: HFEngine
 
     async def sync(self, version: int) -> None:
         self.models.wake_policy()
@@ -147,7 +147,7 @@ class LocalSync:
 
 
 @asynccontextmanager
-async def open_local(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollouts: int) -> AsyncIterator[Machinery]:
+async def open_local(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollouts: int) -> AsyncIterator[Runtime]:
     """Build models, engine and sync in this process.
 
     vLLM is built before the models, because it seeds torch when it starts (see rollout/vllm). With
@@ -158,9 +158,8 @@ async def open_local(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollo
     asynchronous = is_asynchronous(config)
     if not uses_vllm(config):
         models = build_models(config, tokenizer, device, rollouts)
-        assert models.policy is not None
         models.wake_policy()
-        network = models.policy.trained.backend.network
+        network = held(models.policy).trained.backend.network
         whole = config.rollout.whole_log_probs
         engine = HFEngine(plain_copy(network) if asynchronous else network, tokenizer, whole_log_probs=whole)
         if not config.rollout.replay:
@@ -168,7 +167,7 @@ async def open_local(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollo
         sync: WeightSync = SharedSync(models, engine)
         if asynchronous:
             sync = LocalSync(models, engine, proof=SyncProof(config.engines.sync_check_every))
-        yield Machinery(LocalWorkers(models), engine, sync)
+        yield Runtime(LocalWorkers(models), engine, sync)
         return
     vllm = make_engine(engine_spec(config), tokenizer, device)
     try:
@@ -179,6 +178,6 @@ async def open_local(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollo
         models = build_models(config, tokenizer, device, rollouts)
         drains = not config.asynchrony.partial_rollout
         sync = LocalSync(models, vllm, sleeps, drains, SyncProof(config.engines.sync_check_every))
-        yield Machinery(LocalWorkers(models, aside=asynchronous), vllm, sync)
+        yield Runtime(LocalWorkers(models, on_thread=asynchronous), vllm, sync)
     finally:
         await vllm.close()

@@ -1,16 +1,18 @@
 """The models that one process of a reinforcement learning run holds: score, train, save and export them.
 
-`LocalWorkers` calls `Models` directly; on a cluster each `ModelWorker` holds one. If several processes share a model,
-each of them must call every method, because sharded models compute and gather together.
+`rl.build` builds `Models`. `LocalWorkers` calls it directly; on a cluster each `ModelWorker` holds one, and the driver
+calls its methods there. If several processes share a model, each of them must call every method, because sharded models
+compute and gather together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from openrlhf.models.export import save_model
 from openrlhf.models.forward import LogProbs, Values
-from openrlhf.rl.reward_models import Scorer
+from openrlhf.rl.reward_models import RewardModel
 from openrlhf.rl.workers import ModelRewards
 from openrlhf.rollout.engine import Weights
 from openrlhf.training.backend import Frozen, TrainBackend, temperature_of, values_of
@@ -32,12 +34,12 @@ SCHEDULE_FILE = "schedule.safetensors"
 
 @dataclass(frozen=True)
 class Trained:
-    """Trainable network with its learning rate schedule over the planned optimizer steps."""
+    """Trainable network with its learning rate schedule."""
 
     backend: TrainBackend
-    schedule: Callable[[int], float]
-    planned_steps: int
-    learning_rate: float
+    schedule: Callable[[int], float]  # factor of the learning rate, by optimizer step
+    planned_steps: int  # over which the schedule runs
+    learning_rate: float  # at factor 1
 
     def scale(self, progress: float, began: float) -> float:
         """Return the learning rate factor at `progress`, the fraction of the run that is done.
@@ -52,11 +54,11 @@ class Trained:
 
 @dataclass(frozen=True)
 class Policy:
-    """The policy with its objective and the decay of its moving average (None: no average is kept)."""
+    """The policy with its objective."""
 
     trained: Trained
     objective: PolicyObjective
-    ema_beta: float | None = None
+    ema_beta: float | None = None  # decay of its moving average; None: no average is kept
 
 
 @dataclass(frozen=True)
@@ -67,44 +69,48 @@ class Critic:
     objective: ValueObjective
 
 
+Held = TypeVar("Held")
+
+
+def held(model: Held | None) -> Held:
+    """Return the model; the driver sends a call only to processes that hold the model it is about."""
+    if model is None:
+        raise AssertionError("this process does not hold the model that it was called for")
+    return model
+
+
+@dataclass
 class Models:
-    """The policy, critic, reference and reward models of this process, each of which may be absent.
+    """The policy, critic, reference and reward models of this process, each of which may be absent."""
 
-    With `sleeps`, trained models are offloaded while idle, and at most one of them is on the device.
-    """
+    policy: Policy | None = None
+    critic: Critic | None = None
+    reference: Frozen | None = None
+    reward_models: Sequence[RewardModel] = ()
+    temperature: float = 1.0  # of sampling; log-probs are computed at it
+    sleeps: bool = False  # trained models are offloaded while idle, and at most one of them is on the device
+    ema: dict[str, Tensor] = field(default_factory=dict)  # the policy's moving average, in process 0, if one is kept
+    began: dict[str, float] = field(default_factory=dict)  # progress at a model's first step; freezing delays it
+    awake: TrainBackend | None = None  # if models sleep, the one on the device
 
-    def __init__(
-        self,
-        policy: Policy | None = None,
-        critic: Critic | None = None,
-        reference: Frozen | None = None,
-        scorers: Sequence[Scorer] = (),
-        *,
-        temperature: float = 1.0,
-        sleeps: bool = False,
-    ) -> None:
-        self.policy = policy
-        self.critic = critic
-        self.reference = reference
-        self.scorers = scorers
-        self.temperature = temperature
-        self.sleeps = sleeps
-        self.ema = self._first_average()
-        self.began: dict[str, float] = {}  # progress at each model's first step; the policy may be frozen at first
-        self.awake: TrainBackend | None = None
-        if sleeps:
-            for _, trained in self._trained():
+    def __post_init__(self) -> None:
+        # The models to train, by the names of their checkpoint folders.
+        self.trained = {"_actor": self.policy.trained} if self.policy else {}
+        self.trained |= {"_critic": self.critic.trained} if self.critic else {}
+        if self.policy is not None and self.policy.ema_beta:
+            backend = self.policy.trained.backend  # every process takes part in gathering the weights
+            self.ema = {name: in_host_memory(tensor) for name, tensor in backend.exported() if backend.process == 0}
+        if self.sleeps:
+            for trained in self.trained.values():
                 trained.backend.sleep()
 
     def log_probs(self, batches: Sequence[RolloutBatch]) -> list[Tensor]:
         """Return the policy's log-probs for each batch: [rows, tokens], on the CPU."""
-        assert self.policy is not None
-        return self._log_probs(self._use(self.policy.trained.backend), batches)
+        return self._log_probs(self._use(held(self.policy).trained.backend), batches)
 
     def reference_log_probs(self, batches: Sequence[RolloutBatch]) -> list[Tensor]:
         """Return the reference's log-probs for each batch: [rows, tokens], on the CPU."""
-        assert self.reference is not None
-        return self._log_probs(self.reference, batches)
+        return self._log_probs(held(self.reference), batches)
 
     def _log_probs(self, model: Frozen, batches: Sequence[RolloutBatch]) -> list[Tensor]:
         return [
@@ -114,36 +120,38 @@ class Models:
 
     def values(self, batches: Sequence[Batch]) -> list[Tensor]:
         """Return the critic's values for each batch: [rows, tokens], on the CPU."""
-        assert self.critic is not None
-        model = self._use(self.critic.trained.backend)
+        model = self._use(held(self.critic).trained.backend)
         return [model.forward(batch, Values).values.cpu() for batch in batches]
 
     def rewards(self, trajectories: Sequence[Trajectory]) -> ModelRewards:
         """Return the sum of the rewards of this process's reward models."""
-        return reduce(add, [scorer.score(trajectories) for scorer in self.scorers])
+        return reduce(add, [model.score(trajectories) for model in self.reward_models])
 
     def train_policy(self, micro_batches: Sequence[PolicyBatch], kl_coef: float, progress: float) -> dict[str, float]:
         """Take one optimizer step and return its metrics.
 
         `kl_coef` applies only if the objective has a KL term.
         """
-        assert self.policy is not None
-        objective = self.policy.objective
-        objective = replace(objective, kl_coef=kl_coef if objective.kl_coef > 0 else 0.0)
-        result = self._use(self.policy.trained.backend).forward_backward(micro_batches, objective)
-        values = values_of(result.metrics) | self._move("actor", self.policy.trained, progress)
-        self._average()
+        policy = held(self.policy)
+        backend = self._use(policy.trained.backend)
+        objective = replace(policy.objective, kl_coef=kl_coef if policy.objective.kl_coef > 0 else 0.0)
+        result = backend.forward_backward(micro_batches, objective)
+        values = values_of(result.metrics) | self._update("actor", policy.trained, progress)
+        if policy.ema_beta:  # move the average towards the new weights
+            with torch.no_grad():
+                for name, tensor in backend.exported():
+                    if backend.process == 0:
+                        self.ema[name].lerp_(in_host_memory(tensor), 1.0 - policy.ema_beta)
         return values
 
     def train_critic(self, micro_batches: Sequence[PolicyBatch], progress: float) -> dict[str, float]:
         """Take one optimizer step of the critic and return its metrics."""
-        assert self.critic is not None
-        trained = self.critic.trained
-        result = self._use(trained.backend).forward_backward(micro_batches, self.critic.objective)
-        return values_of(result.metrics) | self._move("critic", trained, progress)
+        critic = held(self.critic)
+        result = self._use(critic.trained.backend).forward_backward(micro_batches, critic.objective)
+        return values_of(result.metrics) | self._update("critic", critic.trained, progress)
 
-    def _move(self, name: str, trained: Trained, progress: float) -> dict[str, float]:
-        """Apply the accumulated gradients at the scheduled learning rate."""
+    def _update(self, name: str, trained: Trained, progress: float) -> dict[str, float]:
+        """Apply the accumulated gradients at the scheduled learning rate and return the optimizer's metrics."""
         scale = trained.scale(progress, self.began.setdefault(f"_{name}", progress))
         norm = trained.backend.optim_step(scale)
         values = {"lr": trained.learning_rate * scale, **trained.backend.loss_scaling()}
@@ -166,37 +174,15 @@ class Models:
 
     def wake_policy(self) -> None:
         """Bring the policy onto the device, for an engine that generates with the policy's own network."""
-        assert self.policy is not None
-        self._use(self.policy.trained.backend)
+        self._use(held(self.policy).trained.backend)
 
     def weights(self) -> Weights:
         """Return the policy's weights, for the engines."""
-        assert self.policy is not None
-        return self._use(self.policy.trained.backend).weights()
-
-    def _first_average(self) -> dict[str, Tensor]:
-        """Return the initial moving average of the policy.
-
-        Only process 0 keeps it; the others take part in gathering the weights and get an empty dict.
-        """
-        if self.policy is None or not self.policy.ema_beta:
-            return {}
-        backend = self.policy.trained.backend
-        return {name: in_host_memory(tensor) for name, tensor in backend.exported() if backend.process == 0}
-
-    @torch.no_grad()
-    def _average(self) -> None:
-        """Move the average towards the policy's new weights."""
-        assert self.policy is not None
-        if self.policy.ema_beta:
-            backend = self.policy.trained.backend
-            for name, tensor in backend.exported():
-                if backend.process == 0:
-                    self.ema[name].lerp_(in_host_memory(tensor), 1.0 - self.policy.ema_beta)
+        return self._use(held(self.policy).trained.backend).weights()
 
     def save(self, folder: Path) -> None:
         """Save the trained models and the moving average into a folder that all processes of the run write to."""
-        for name, trained in self._trained():
+        for name, trained in self.trained.items():
             backend = self._use(trained.backend)
             (folder / name).mkdir(exist_ok=True)
             backend.save(folder / name)
@@ -209,7 +195,7 @@ class Models:
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote."""
-        for name, trained in self._trained():
+        for name, trained in self.trained.items():
             self._use(trained.backend).load(folder / name)
             saved = load_file(folder / name / SCHEDULE_FILE)
             if "began" in saved:
@@ -217,16 +203,11 @@ class Models:
         if self.ema:
             self.ema = load_file(folder / EMA_FILE)
 
-    def _trained(self) -> list[tuple[str, Trained]]:
-        """Return the trained models of this process, with the names of their checkpoint folders."""
-        policy = [("_actor", self.policy.trained)] if self.policy else []
-        return policy + ([("_critic", self.critic.trained)] if self.critic else [])
-
     def export(self, folder: Path) -> None:
         """Write the policy, or its moving average if one is kept, for plain Transformers."""
-        assert self.policy is not None
-        backend = self._use(self.policy.trained.backend)
-        if not self.policy.ema_beta:
+        policy = held(self.policy)
+        backend = self._use(policy.trained.backend)
+        if not policy.ema_beta:
             backend.export(folder)
         elif backend.process == 0:
             dtype = backend.network.decoder.dtype
@@ -234,8 +215,8 @@ class Models:
         self.rest()
 
     def export_critic(self, folder: Path) -> None:
-        assert self.critic is not None
-        self._use(self.critic.trained.backend).export(folder)
+        """Write the critic for plain Transformers."""
+        self._use(held(self.critic).trained.backend).export(folder)
         self.rest()
 
 

@@ -1,42 +1,96 @@
-"""Scorers: reward models that score whole samples (`OutcomeScorer`) or their steps (`ProcessScorer`).
+"""Reward models in this process: loading them, and scoring whole samples or the steps of a sample.
 
-Each scorer has its own tokenizer and may be sharded over several processes. Reinforcement learning scores
-trajectories; batch_inference and the reward server score rows of tokens.
+An outcome reward model gives one score per sample, from its scalar head at the last token. A process reward model is a
+language model that predicts a label after each step. `load_reward_model` reads in a model's config.json which kind it
+is. Reinforcement learning scores trajectories (`score`, through `rl.models`); batch_inference and the reward server
+score rows of the model's own tokens (`score_rows`). A model may be sharded over several processes: all of them must
+then call it equally often.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from openrlhf.config.commands import RLConfig
+from openrlhf.config.sections.model import LoadingFlags
 from openrlhf.data.collate import Layout
+from openrlhf.data.process import one_token
 from openrlhf.data.readings import Texts
-from openrlhf.models.forward import Scores, TargetLogits
+from openrlhf.data.tokens import check_fast
+from openrlhf.models.forward import Network, Scores, TargetLogits
+from openrlhf.models.load import load_causal_lm, load_scalar_model, read_config
+from openrlhf.monitor import say
 from openrlhf.rl.samples import Batching
 from openrlhf.rl.workers import ModelRewards
 from openrlhf.training.backend import Frozen
+from openrlhf.training.build import make_frozen
+from openrlhf.training.distributed import loading
+from openrlhf.training.local import LocalFrozen
 from openrlhf.types import StepRewards, TokenRow, Trajectory
 
-Row = NDArray[np.int32]
+Row = NDArray[np.int32]  # token ids of one sequence
+REDUCE: dict[str, Callable[[Tensor], Tensor]] = {  # --prm_reduce: from [steps] to one number
+    "min": lambda steps: steps.min(),
+    "mean": lambda steps: steps.mean(),
+    "last": lambda steps: steps[-1],
+    "product": lambda steps: steps.prod(),
+}
 
 
-class Scorer(Protocol):
-    """A reward model that scores samples."""
+def load_reward_model(
+    name: str,
+    flags: LoadingFlags,
+    device: torch.device,
+    *,
+    texts: Texts,
+    batching: Batching,
+    head_prefix: str,
+    normalize: bool,
+    run: RLConfig | None = None,
+) -> RewardModel:
+    """Load an outcome or a process reward model, as its config.json says.
 
-    def score(self, trajectories: Sequence[Trajectory]) -> ModelRewards:
-        """Return a reward for each sample, already weighted."""
-        ...
+    With `normalize`, scores of an outcome model are normalised by the mean and std in its config.json. In a training
+    run, `run` decides between one process and DeepSpeed; other commands load the model in this process.
+    """
 
-    def score_rows(self, rows: Sequence[Row]) -> Tensor:
-        """Return an unweighted reward for each row of the model's own tokens: [rows]."""
-        ...
+    def freeze(model: PreTrainedModel) -> Frozen:
+        network = Network(model, self_test=not flags.skip_self_test)
+        if run is None:
+            return LocalFrozen(network, device)
+        return make_frozen(run, network, device, offload=run.critic.ref_reward_offload)
+
+    saved, packing = read_config(name, flags).to_dict(), batching.layout.packing
+    if "placeholder_token" in saved:  # train_prm writes it
+        check_fast(texts.own)
+        with nullcontext() if run is None else loading(run, device):
+            model = load_causal_lm(name, flags, device=device, packing=packing)
+        return ProcessRewardModel(
+            freeze(model),
+            texts,
+            batching,
+            one_token(texts.own, saved["placeholder_token"], "placeholder_token in config.json"),
+            tuple(one_token(texts.own, token, "reward_tokens in config.json") for token in saved["reward_tokens"]),
+        )
+    model = load_scalar_model(name, flags, device=device, packing=packing, head_prefix=head_prefix)
+    if normalize and "mean" not in saved:
+        say(f"--normalize_reward: {name} has no mean and std in its config.json, so its scores stay as they are")
+    return OutcomeRewardModel(
+        freeze(model),
+        texts,
+        batching,
+        mean=saved.get("mean", 0.0) if normalize else 0.0,
+        std=saved.get("std", 1.0) if normalize else 1.0,
+    )
 
 
 def share_vocabulary(policy: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
@@ -62,21 +116,23 @@ def rounds(batching: Batching, rows: Sequence[Row], model: Frozen) -> Iterator[t
 
 
 @dataclass(frozen=True)
-class OutcomeScorer:
-    """Scorer of whole samples: the scalar head at the last token, normalised as (score - mean) / std."""
+class OutcomeRewardModel:
+    """Reward model of whole samples: the scalar head at the last token, normalised as (score - mean) / std."""
 
     model: Frozen
-    texts: Texts
+    texts: Texts  # translates samples into the model's tokens
     batching: Batching
-    weight: float = 1.0
+    weight: float = 1.0  # of this model in a sum of several; applies to trajectories only
     mean: float = 0.0
     std: float = 1.0
 
     def score(self, trajectories: Sequence[Trajectory]) -> ModelRewards:
-        scores = self.weight * self.score_rows([self.texts.ids(item) for item in trajectories])
+        """Return a reward for each sample, already weighted."""
+        scores = self.weight * self.score_rows([self.texts.ids(item) for item in trajectories])  # [samples]
         return ModelRewards(scores, scores, [()] * len(trajectories))
 
     def score_rows(self, rows: Sequence[Row]) -> Tensor:
+        """Return an unweighted reward for each row of the model's own tokens: [rows]."""
         scores = torch.zeros(len(rows))  # [rows]
         for places, part in rounds(self.batching, rows, self.model):
             found = scores_of(part, self.model, self.batching.layout)  # [rows of the micro-batch]
@@ -90,55 +146,43 @@ def scores_of(rows: Sequence[Row], model: Frozen, layout: Layout) -> Tensor:
     return model.forward(batch, Scores).scores.cpu()
 
 
-REDUCE: dict[str, Any] = {
-    "min": lambda steps: steps.min(),
-    "mean": lambda steps: steps.mean(),
-    "last": lambda steps: steps[-1],
-    "product": lambda steps: steps.prod(),
-}
-
-
 @dataclass(frozen=True)
-class ProcessScorer:
-    """Scorer of steps: the probability of the positive label (the first of `reward_ids`) at the end of each step.
+class ProcessRewardModel:
+    """Reward model of steps: the probability of the positive label (the first of `reward_ids`) at the end of each step.
 
     The steps of a sample are also reduced to one number.
     """
 
     model: Frozen
-    texts: Texts
+    texts: Texts  # translates samples into the model's tokens
     batching: Batching
-    placeholder_id: int
-    reward_ids: tuple[int, ...]
-    reduce: str = "min"
-    weight: float = 1.0
+    placeholder_id: int  # the token that ends a step
+    reward_ids: tuple[int, ...]  # the label tokens
+    reduce: str = "min"  # a key of REDUCE
+    weight: float = 1.0  # of this model in a sum of several; applies to trajectories only
 
     def score(self, trajectories: Sequence[Trajectory]) -> ModelRewards:
-        """Score the steps that the policy itself ended; steps in the prompt do not count."""
+        """Return the weighted rewards of the steps that the policy itself ended; steps in the prompt do not count."""
         rows = [self.texts.ids(item) for item in trajectories]
-        found = [
-            self._ended(item, row, good) for item, row, good in zip(trajectories, rows, self._judge(rows), strict=True)
-        ]
-        steps = [tuple((place, self.weight * value) for place, value in own) for own in found]
-        scores = self._reduced([torch.tensor([value for _, value in own]) for own in found])
-        return ModelRewards(self.weight * scores, None, steps)
+        found: list[StepRewards] = []  # for each sample, (place of the token that ends the step, probability)
+        for item, row, good in zip(trajectories, rows, self._judge(rows), strict=True):
+            places = self.texts.places(item, row, np.flatnonzero(self._ends_of_steps(row)))
+            steps = zip(places, good.tolist(), strict=True)
+            found.append(tuple((place, value) for place, value in steps if item.action_mask[place]))
+        scores = self._reduce([torch.tensor([value for _, value in own]) for own in found])  # [samples]
+        weighted = [tuple((place, self.weight * value) for place, value in own) for own in found]
+        return ModelRewards(self.weight * scores, None, weighted)
 
     def score_rows(self, rows: Sequence[Row]) -> Tensor:
-        return self._reduced(self._judge(rows))
+        """Return an unweighted reward for each row of the model's own tokens: [rows]."""
+        return self._reduce(self._judge(rows))
 
-    def _ended(self, item: Trajectory, row: Row, good: Tensor) -> StepRewards:
-        """Return (place of the sample's token that ends the step, probability) for each step of the response."""
-        places = self.texts.places(item, row, np.flatnonzero(self._marks(row)))
-        return tuple(
-            (place, value) for place, value in zip(places, good.tolist(), strict=True) if item.action_mask[place]
-        )
-
-    def _reduced(self, steps: Sequence[Tensor]) -> Tensor:
+    def _reduce(self, steps: Sequence[Tensor]) -> Tensor:
         """Reduce the steps of each sample to one number: [samples]. A response without a finished step gets 0."""
         reduce = REDUCE[self.reduce]
         return torch.tensor([float(reduce(own)) if len(own) else 0.0 for own in steps])
 
-    def _marks(self, row: Row) -> NDArray[np.bool_]:
+    def _ends_of_steps(self, row: Row) -> NDArray[np.bool_]:
         """Mark the tokens that end a step: [tokens]. The first token of a row never counts."""
         return (row == self.placeholder_id) & (np.arange(len(row)) > 0)
 
@@ -146,18 +190,17 @@ class ProcessScorer:
         """Return for each row the probabilities that its steps are good: [steps] each."""
         judged = [torch.zeros(0) for _ in rows]
         for places, part in rounds(self.batching, rows, self.model):
-            for place, good in zip(places, self._judged(part), strict=False):
-                judged[place] = good
+            marks = [self._ends_of_steps(row) for row in part]  # [tokens] each
+            has_steps = [bool(mark.any()) for mark in marks]
+            for mark, has_step in zip(marks, has_steps, strict=True):
+                mark[-1] |= not has_step  # all ranks of a sharded model must call it: rows without steps get a dummy
+            asked = self.batching.layout.batch([TokenRow(ids, mark) for ids, mark in zip(part, marks, strict=True)])
+            logits = self.model.forward(asked, TargetLogits).logits  # [targets, vocabulary]
+            positive = logits[:, list(self.reward_ids)].softmax(-1)[:, 0].cpu()  # [targets]
+            steps = positive.split([int(mark[1:].sum()) for mark in marks])  # [steps] for each row
+            for place, own, has_step in zip(places, steps, has_steps, strict=False):  # repeats have no places
+                judged[place] = own if has_step else own[:0]
         return judged
 
-    def _judged(self, rows: Sequence[Row]) -> list[Tensor]:
-        """Judge the rows of one micro-batch in one forward; see `_judge`."""
-        marks = [self._marks(row) for row in rows]
-        shown = [bool(mark.any()) for mark in marks]
-        for mark, seen in zip(marks, shown, strict=True):
-            mark[-1] |= not seen  # all ranks of a sharded model must call it, so rows without steps get a dummy mark
-        asked = self.batching.layout.batch([TokenRow(ids, mark) for ids, mark in zip(rows, marks, strict=True)])
-        logits = self.model.forward(asked, TargetLogits).logits  # [targets, vocabulary]
-        positive = logits[:, list(self.reward_ids)].softmax(-1)[:, 0].cpu()  # [targets]
-        steps = positive.split([int(mark[1:].sum()) for mark in marks])  # [steps] for each row
-        return [own if seen else own[:0] for own, seen in zip(steps, shown, strict=True)]
+
+RewardModel: TypeAlias = OutcomeRewardModel | ProcessRewardModel

@@ -7,7 +7,6 @@ local or the Ray runtime and drives the controller; `Saver` writes checkpoints b
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -29,25 +28,24 @@ from openrlhf.monitor import say
 from openrlhf.rl.build import make_schedule, scoring_batches, training_batches
 from openrlhf.rl.controller import Controller, Parts, State
 from openrlhf.rl.dry_run import tried_executor
-from openrlhf.rl.local import Machinery, open_local
+from openrlhf.rl.local import Runtime, open_local
 from openrlhf.rl.record import Recorder, Replay, read_queue, write_queue
 from openrlhf.rl.rollouts import Generated, PromptOrder
 from openrlhf.rl.workers import Workers
+from openrlhf.signals import SAVES, SAVES_NOTHING, StopRequest, stop_request
 from openrlhf.training import checkpoint
 from openrlhf.training.device import seed_everything
 from openrlhf.training.explain import explain_reward_models
 from openrlhf.training.fit import Interrupted
-from openrlhf.training.flag_record import shown_flags
-from openrlhf.training.interrupt import Interrupt
 from openrlhf.training.model_checks import check_models
 from openrlhf.training.optim import only_warmup
 from openrlhf.training.rng import load_rng, save_rng
-from openrlhf.training.run_directory import explain_stop, find_checkpoint, make_monitor, run_folder
+from openrlhf.training.run_directory import explain_stop, find_checkpoint, make_monitor, run_folder, shown_flags
 from openrlhf.types import Prompt
 
 QUEUE_FILE = "queue.jsonl"
 # Starts the models and engines of a run, in this process or on a cluster.
-OpenRuntime = Callable[[RLConfig, PreTrainedTokenizerBase, int], AbstractAsyncContextManager[Machinery]]
+OpenRuntime = Callable[[RLConfig, PreTrainedTokenizerBase, int], AbstractAsyncContextManager[Runtime]]
 
 
 @dataclass(frozen=True)
@@ -131,8 +129,8 @@ async def train(
             load_rng(resume_from, 0)
         try:
             await made.sync.sync(state.version)
-            with Interrupt(saves=not config.checkpoints.disable_ds_ckpt) as interrupt:
-                await controller.run(Saver(config, made.workers, interrupt, tokenizer))
+            with stop_request(SAVES_NOTHING if config.checkpoints.disable_ds_ckpt else SAVES) as stop:
+                await controller.run(Saver(config, made.workers, stop, tokenizer))
             if not controller.last:
                 say(explain_nothing(state.version))
             await made.sync.begin_training()
@@ -157,16 +155,16 @@ class Saver:
     """
 
     def __init__(
-        self, config: RLConfig, workers: Workers, interrupt: Interrupt, tokenizer: PreTrainedTokenizerBase
+        self, config: RLConfig, workers: Workers, stop: StopRequest, tokenizer: PreTrainedTokenizerBase
     ) -> None:
         self.config = config
         self.workers = workers
-        self.interrupt = interrupt
+        self.stop = stop
         self.tokenizer = tokenizer
 
     async def __call__(self, controller: Controller) -> None:
         flags, version = self.config.checkpoints, controller.state.version
-        due = (flags.save_steps > 0 and version % flags.save_steps == 0) or self.interrupt.wished
+        due = (flags.save_steps > 0 and version % flags.save_steps == 0) or self.stop.requested
         best = self.is_best(controller)
         if not (due or best):
             return
@@ -182,23 +180,19 @@ class Saver:
             if flags.save_hf_ckpt:
                 await export(self.workers.export, self.tokenizer, folder.with_name(f"{folder.name}_hf"))
             checkpoint.rotate(root, keep=flags.max_ckpt_num, max_gib=flags.max_ckpt_mem)
-            if self.interrupt.wished:
+            if self.stop.requested:
                 raise Interrupted(None if flags.disable_ds_ckpt else folder)
         await controller.parts.sync.end_training(version)
 
     async def save(self, controller: Controller, folder: Path) -> None:
         """Write a checkpoint to a temporary folder, then rename it, so that it is complete or absent."""
-        aside = folder.with_name(f".{folder.name}.writing")
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        await self.workers.save(aside)
-        save_rng(aside, 0)
-        write_queue(aside / QUEUE_FILE, controller.state.queue)
-        checkpoint.write_state(
-            aside, {"step": controller.state.version, "settings": shown_flags(self.config), **controller.state.plain()}
-        )
-        checkpoint.flush_tree(aside)
-        checkpoint.publish(aside, folder)
+        state = controller.state
+        with checkpoint.writing(folder) as aside:
+            await self.workers.save(aside)
+            save_rng(aside, 0)
+            write_queue(aside / QUEUE_FILE, state.queue)
+            saved = {"step": state.version, "settings": shown_flags(self.config), **state.plain()}
+            checkpoint.write_state(aside, saved)
 
     def is_best(self, controller: Controller) -> bool:
         """Return whether the last evaluation is the best so far by --best_metric_key, and record it if so.
@@ -256,7 +250,6 @@ async def save_policy(workers: Workers, tokenizer: PreTrainedTokenizerBase, conf
 
 async def export(write: Callable[[Path], Awaitable[None]], tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write a model and its tokenizer for plain Transformers; the folder appears only when it is complete."""
-    aside = checkpoint.begin_export(folder)
-    await write(aside)
-    tokenizer.save_pretrained(aside)
-    checkpoint.finish_export(aside, folder)
+    with checkpoint.exporting(folder) as aside:
+        await write(aside)
+        tokenizer.save_pretrained(aside)

@@ -1,7 +1,9 @@
-"""Build the parts of a supervised run from its config: network, backend, frozen model and objective.
+"""Build the models and backends of a training run from its config.
 
-`supervised.run` calls `build` and passes the result to the training loop. The reinforcement learning counterpart is
-`rl.build`.
+`load_language_model`, `make_network`, `make_backend` and `make_frozen` serve every training command; `rl.build` uses
+them for the models of reinforcement learning. They decide in one place between the local backend and DeepSpeed. `build`
+combines them into the parts of a supervised run, for `supervised.run`: the trained network in its backend, the frozen
+reference or teacher, and the objective.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from openrlhf.algo.reduce import Metrics, Moments
 from openrlhf.config.commands import (
@@ -24,8 +26,10 @@ from openrlhf.config.commands import (
     RMConfig,
     SFTConfig,
     SupervisedConfig,
+    TrainingConfig,
 )
 from openrlhf.config.sections.objectives import DirectPreferenceFlags
+from openrlhf.config.sections.training import OptimizerFlags
 from openrlhf.data.collate import Layout
 from openrlhf.data.process import step_tokens
 from openrlhf.errors import ConfigError
@@ -74,79 +78,100 @@ class Built:
 
     backend: TrainBackend
     objective: SupervisedObjective[Any, Any, Any]  # the kinds of rows and batches depend on the command
-    summarise: Summary = evaluation_values
-    on_evaluated: Evaluated | None = None
+    summarise: Summary = evaluation_values  # turns the sums of an evaluation into the values to log
+    on_evaluated: Evaluated | None = None  # receives those values
 
 
 def build(
     config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device, *, soft_labels: bool
 ) -> Built:
     """Build the parts of a supervised command; the models are loaded here."""
-    config = settle_attention(config, device)
+    # Resolve the attention before loading: the fallback message then appears once, although several models may load.
+    asked = config.model.attn_implementation
+    attention, line = choose_attention(asked, device, config.batches.packing_samples)
+    if line:
+        say(line)
+    if attention != asked:
+        config = replace(config, model=replace(config.model, attn_implementation="auto"))
+
     network = trained_network(config, tokenizer, device)
-    backend = make_backend(config, network, device)
+    backend = make_backend(config, network, config.optimizer, config.optimizer.learning_rate, device)
     objective = make_objective(config, tokenizer, device, network, soft_labels=soft_labels)
     if isinstance(config, RMConfig):
         return Built(backend, objective, reward_values, partial(keep_reward_statistics, network))
     return Built(backend, objective)
 
 
-def settle_attention(config: SupervisedConfig, device: torch.device) -> SupervisedConfig:
-    """Return the config with an available attention implementation.
+def load_language_model(config: TrainingConfig, name: str, device: torch.device) -> PreTrainedModel:
+    """Load a causal language model in the layout of the run; under ZeRO-3 each process loads its shard."""
+    with loading(config, device):
+        return load_causal_lm(name, config.model, device=device, packing=config.batches.packing_samples)
 
-    Resolving it here prints the fallback message once, although several models may load.
+
+def make_network(config: TrainingConfig, model: PreTrainedModel, *, scalar: bool) -> Network:
+    """Prepare a loaded model for training: add LoRA adapters and gradient checkpointing as configured.
+
+    `scalar` marks a model with a scalar head, which is trained in full beside the adapters.
     """
-    asked = config.model.attn_implementation
-    attention, line = choose_attention(asked, device, config.batches.packing_samples)
-    if line:
-        say(line)
-    return config if attention == asked else replace(config, model=replace(config.model, attn_implementation="auto"))
-
-
-def trained_network(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> Network:
-    """Load the model to train, with the head, adapters and gradient checkpointing that the config asks for."""
-    packing, name = config.batches.packing_samples, str(config.model.pretrain)
-    scalar = isinstance(config, RMConfig)
-    if isinstance(config, RMConfig):
-        prefix = config.head.value_head_prefix
-        model = load_scalar_model(name, config.model, device=device, packing=packing, head_prefix=prefix, new_head=True)
-        separate_pad_from_eos(model, tokenizer)
-        model.config.update({"value_head_prefix": prefix, "normalize_reward": False})
-    else:
-        with loading(config, device):
-            model = load_causal_lm(name, config.model, device=device, packing=packing)
-    if isinstance(config, PRMConfig):
-        fields = config.fields
-        tokens = {"placeholder_token": fields.placeholder_token, "reward_tokens": list(fields.reward_tokens)}
-        model.config.update(tokens)
     adapted = add_adapters(model, config.lora, scalar=scalar)
     if config.sharding.gradient_checkpointing:
         recompute_activations(adapted, reentrant=config.sharding.gradient_checkpointing_use_reentrant)
-    return Network(
-        adapted,
-        with_aux_loss=balances_experts(config.model, model.config),
-        self_test=not config.model.skip_self_test,
-    )
+    balances = balances_experts(config.model, model.config)
+    return Network(adapted, with_aux_loss=balances, self_test=not config.model.skip_self_test)
 
 
-def make_backend(config: SupervisedConfig, network: Network, device: torch.device) -> TrainBackend:
-    """Wrap the network in the local backend for one process, or in DeepSpeed for several."""
-    rate = config.optimizer.learning_rate
+def make_backend(
+    config: TrainingConfig, network: Network, optimizer: OptimizerFlags, learning_rate: float, device: torch.device
+) -> TrainBackend:
+    """Wrap a network for training: in the local backend for one process, in DeepSpeed for several.
+
+    `optimizer` is the config's section or, for a critic, that section with the critic's own values.
+    """
     if not uses_deepspeed(config):
         return LocalBackend(
             network,
-            config.optimizer,
+            optimizer,
             device,
-            learning_rate=rate,
+            learning_rate=learning_rate,
             adam_offload=config.sharding.adam_offload,
             compile_layers=config.sharding.deepcompile,
         )
     from openrlhf.training.deepspeed import DeepSpeedBackend
 
-    universal = config.checkpoints.use_ds_universal_ckpt
     return DeepSpeedBackend(
-        network, config.optimizer, config.sharding, device, learning_rate=rate, universal_checkpoint=universal
+        network,
+        optimizer,
+        config.sharding,
+        device,
+        learning_rate=learning_rate,
+        universal_checkpoint=config.checkpoints.use_ds_universal_ckpt,
     )
+
+
+def make_frozen(config: TrainingConfig, network: Network, device: torch.device, *, offload: bool) -> Frozen:
+    """Wrap a network that is not trained: locally for one process, in DeepSpeed for several."""
+    if not uses_deepspeed(config):
+        return LocalFrozen(network, device, offload=offload)
+    from openrlhf.training.deepspeed import DeepSpeedFrozen
+
+    return DeepSpeedFrozen(network, config.sharding, device, offload=offload)
+
+
+def trained_network(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> Network:
+    """Load the model to train, with the head that the method needs."""
+    name = str(config.model.pretrain)
+    if isinstance(config, RMConfig):
+        packing, prefix = config.batches.packing_samples, config.head.value_head_prefix
+        model = load_scalar_model(name, config.model, device=device, packing=packing, head_prefix=prefix, new_head=True)
+        separate_pad_from_eos(model, tokenizer)
+        model.config.update({"value_head_prefix": prefix, "normalize_reward": False})
+    else:
+        model = load_language_model(config, name, device)
+    if isinstance(config, PRMConfig):  # saved with the model, so that scoring finds the same tokens
+        fields = config.fields
+        tokens = {"placeholder_token": fields.placeholder_token, "reward_tokens": list(fields.reward_tokens)}
+        model.config.update(tokens)
+    return make_network(config, model, scalar=isinstance(config, RMConfig))
 
 
 def load_frozen(
@@ -156,8 +181,7 @@ def load_frozen(
 
     Its vocabulary size must equal that of the trained network, because the two are compared token by token.
     """
-    with loading(config, device):
-        model = load_causal_lm(name, config.model, device=device, packing=config.batches.packing_samples)
+    model = load_language_model(config, name, device)
     found, own = (item.config.get_text_config().vocab_size for item in (model, network.decoder))
     if found != own:
         raise ConfigError(
@@ -165,11 +189,7 @@ def load_frozen(
             " the two are compared token by token"
         )
     frozen = Network(model, self_test=not config.model.skip_self_test)
-    if not uses_deepspeed(config):
-        return LocalFrozen(frozen, device, offload=offload)
-    from openrlhf.training.deepspeed import DeepSpeedFrozen
-
-    return DeepSpeedFrozen(frozen, config.sharding, device, offload=offload)
+    return make_frozen(config, frozen, device, offload=offload)
 
 
 def make_objective(

@@ -1,14 +1,19 @@
 """Checkpoint and export folders that appear complete or not at all, in files that hold no code: safetensors, JSON.
 
-Everything is written to a hidden folder next to the target, flushed to disk and then renamed into place, so a crash
-never leaves a folder that looks complete but is not. Used by the supervised loop, the RL driver and `lora_combiner`.
+`writing` and `exporting` yield a hidden folder next to the target. The caller fills it, alone or together with other
+ranks; it is then flushed to disk and renamed or moved into place, so a crash never leaves a folder that looks complete
+but is not. The supervised loop, the RL driver and `lora_combiner` write everything through them.
+
+Under --ckpt_path, a run has one folder per step (global_step20), a file `latest` with the name of the newest, and with
+--save_hf_ckpt a model folder beside each (global_step20_hf).
 """
 
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,7 +28,7 @@ GIB = 1024**3
 
 
 class Ranks(Protocol):
-    """The processes that write one checkpoint together."""
+    """The processes that write one folder together; a `TrainBackend` is one of them."""
 
     @property
     def process(self) -> int: ...
@@ -31,84 +36,81 @@ class Ranks(Protocol):
     def barrier(self) -> None: ...
 
 
+class SingleProcess:
+    """A process that writes alone, or that has others fill the folder before it returns to the context."""
+
+    process = 0
+
+    def barrier(self) -> None:
+        """Return immediately: there is no other process to wait for."""
+
+
 def step_folder(root: Path, step: int) -> Path:
     return root / f"{PREFIX}{step}"
 
 
-def write_together(ranks: Ranks, folder: Path, fill: Callable[[Path], None]) -> None:
-    """Let all ranks fill a temporary folder; process 0 then flushes it to disk and renames it to `folder`."""
+@contextmanager
+def writing(folder: Path, ranks: Ranks | None = None) -> Iterator[Path]:
+    """Yield an empty temporary folder to fill; afterwards it replaces `folder` as a whole.
+
+    All `ranks` (default: this process alone) open the context together. Process 0 creates and publishes the folder.
+    """
     aside = folder.with_name(f".{folder.name}.writing")
+    ranks = ranks or SingleProcess()
+    with _filled(aside, ranks):
+        yield aside
     if ranks.process == 0:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
+        # The older folder of the same name is deleted only after the new one is there.
+        old = folder.with_name(f".{folder.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        if folder.exists():
+            folder.rename(old)
+        aside.rename(folder)
+        _flush(folder.parent)
+        shutil.rmtree(old, ignore_errors=True)
     ranks.barrier()
-    fill(aside)
-    ranks.barrier()
-    if ranks.process == 0:
-        flush_tree(aside)
-        publish(aside, folder)
-    ranks.barrier()
 
 
-def flush_tree(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
-        _flush(path)
-
-
-def publish(aside: Path, folder: Path) -> None:
-    """Rename a finished folder into place; delete an older one of the same name only after the new one is there."""
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    aside.rename(folder)
-    _flush(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def export_together(ranks: Ranks, folder: Path, fill: Callable[[Path], None]) -> None:
-    """Write a model to a temporary folder and move it file by file, so that other files in `folder` are kept.
+@contextmanager
+def exporting(folder: Path, ranks: Ranks | None = None) -> Iterator[Path]:
+    """Yield a temporary folder to fill with a model; its files then move into `folder`, whose other files are kept.
 
     The old config.json is deleted first and the new one is moved last: a folder without it is not a model, so a
     half-moved export is never mistaken for a complete one. An older export is deleted: Transformers would prefer its
     model.safetensors to the new shards, and would put its adapter on the new weights. Exporting adapters does not
     delete a full model, which may be their base.
     """
-    aside = _exporting(folder)
-    write_together(ranks, aside, fill)
+    aside = folder.parent / f".{folder.name}.exporting"  # `with_name` would reject "."
+    ranks = ranks or SingleProcess()
+    with _filled(aside, ranks):
+        yield aside
     if ranks.process == 0:
-        _move_into(folder, aside)
+        folder.mkdir(parents=True, exist_ok=True)
+        model = ("config.json", "model.safetensors.index.json", "model*.safetensors")
+        adapter = ("adapter_config.json", "adapter_model*.safetensors", "head_config.json")
+        replaced = (*model, *adapter) if (aside / "config.json").exists() else adapter
+        for path in [path for name in replaced for path in folder.glob(name)]:
+            path.unlink()
+        for path in sorted(aside.iterdir(), key=lambda path: path.name in MARKERS):
+            if (folder / path.name).is_dir():
+                shutil.rmtree(folder / path.name)
+            path.replace(folder / path.name)
+        aside.rmdir()
     ranks.barrier()
 
 
-def begin_export(folder: Path) -> Path:
-    """Create an empty temporary folder next to `folder`; fill it and pass it to `finish_export`."""
-    aside = _exporting(folder)
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    return aside
-
-
-def finish_export(aside: Path, folder: Path) -> None:
-    """Move a filled folder into place as `export_together` does; for a single process that had others fill it."""
-    flush_tree(aside)
-    _move_into(folder, aside)
-
-
-def _exporting(folder: Path) -> Path:
-    return folder.parent / f".{folder.name}.exporting"
-
-
-def _move_into(folder: Path, aside: Path) -> None:
-    """Delete an older export from `folder`, then move in the new files, marker files last."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in _replaced(folder, whole_model=(aside / "config.json").exists()):
-        path.unlink()
-    for path in sorted(aside.iterdir(), key=lambda path: path.name in MARKERS):
-        if (folder / path.name).is_dir():
-            shutil.rmtree(folder / path.name)
-        path.replace(folder / path.name)
-    aside.rmdir()
+@contextmanager
+def _filled(aside: Path, ranks: Ranks) -> Iterator[None]:
+    """Create the folder, let all ranks fill it in the context, and flush its files to disk."""
+    if ranks.process == 0:
+        shutil.rmtree(aside, ignore_errors=True)  # a crash may have left one
+        aside.mkdir(parents=True)
+    ranks.barrier()
+    yield
+    ranks.barrier()
+    if ranks.process == 0:
+        for path in [*aside.rglob("*"), aside]:
+            _flush(path)
 
 
 def write_text_whole(path: Path, text: str) -> None:
@@ -120,6 +122,7 @@ def write_text_whole(path: Path, text: str) -> None:
 
 
 def point_latest(root: Path, step: int) -> None:
+    """Name the checkpoint of this step as the one to resume from."""
     write_text_whole(root / LATEST, f"{PREFIX}{step}")
 
 
@@ -145,44 +148,34 @@ def rotate(root: Path, *, keep: int, max_gib: float) -> None:
 
     Call after writing a checkpoint. The newest is never deleted, so there is always something to resume from.
     """
-    there = _by_age(root)
-    while len(there) > 1 and (len(there) > keep or sum(map(_gib, there)) > max_gib):
-        for path in there.pop(0):
+    by_step: dict[int, list[Path]] = {}
+    for path in root.glob(f"{PREFIX}*"):
+        if match := STEP.fullmatch(path.name):
+            by_step.setdefault(int(match[1]), []).append(path)
+    # Oldest first by time, not by step: an earlier run may have left higher steps.
+    steps = sorted(by_step, key=lambda step: (max(path.stat().st_mtime_ns for path in by_step[step]), step))
+    gib = {
+        step: sum(file.stat().st_size for path in by_step[step] for file in path.rglob("*") if file.is_file()) / GIB
+        for step in steps
+    }
+    while len(steps) > 1 and (len(steps) > keep or sum(gib[step] for step in steps) > max_gib):
+        for path in by_step[steps.pop(0)]:
             # Rename first: a half-deleted folder must not look like a checkpoint.
             aside = path.rename(path.with_name(f".{path.name}.old"))
             shutil.rmtree(aside)
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:
+    """Write the JSON part of a checkpoint; its presence marks the checkpoint as complete."""
     (folder / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
 
 
 def read_state(folder: Path) -> dict[str, Any]:
+    """Return what `write_state` wrote."""
     try:
         return json.loads((folder / STATE).read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
         raise BackendError(f"the checkpoint {folder} cannot be read: {error}") from None
-
-
-def _by_age(root: Path) -> list[list[Path]]:
-    """Group folders by step, oldest first by time, not by step: an earlier run may have left higher steps."""
-    steps: dict[int, list[Path]] = {}
-    for path in root.glob(f"{PREFIX}*"):
-        if match := STEP.fullmatch(path.name):
-            steps.setdefault(int(match[1]), []).append(path)
-    in_order = sorted(steps.items(), key=lambda item: (max(path.stat().st_mtime_ns for path in item[1]), item[0]))
-    return [paths for _, paths in in_order]
-
-
-def _replaced(folder: Path, *, whole_model: bool) -> list[Path]:
-    """List the files of an older export that the new one replaces, marker files first."""
-    model = ("config.json", "model.safetensors.index.json", "model*.safetensors") if whole_model else ()
-    names = (*model, "adapter_config.json", "adapter_model*.safetensors", "head_config.json")
-    return [path for name in names for path in folder.glob(name)]
-
-
-def _gib(folders: list[Path]) -> float:
-    return sum(path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file()) / GIB
 
 
 def _flush(path: Path) -> None:

@@ -18,9 +18,9 @@ import torch
 from openrlhf.algo.reduce import Metrics, add_metrics
 from openrlhf.errors import BackendError
 from openrlhf.monitor import Monitor
+from openrlhf.signals import SAVES, SAVES_NOTHING, stop_request
 from openrlhf.training import checkpoint
 from openrlhf.training.backend import StepLosses, TrainBackend, values_of
-from openrlhf.training.interrupt import Interrupt
 from openrlhf.training.objectives import Step, SupervisedObjective
 from openrlhf.training.order import Order, micro_batches, num_micro_batches, share
 from openrlhf.training.rng import load_rng, save_rng
@@ -93,12 +93,12 @@ class Fit(Generic[Row, Collated, Prepared]):
         """Train from `first_step` to the end; return the last step's metrics."""
         plan = self.plan
         last: dict[str, float] = {}
-        with Interrupt(saves=plan.saving.resumable) as interrupt:
+        with stop_request(SAVES if plan.saving.resumable else SAVES_NOTHING) as stop:
             for step in range(first_step, plan.order.total_steps):
                 last = self._train(step)
                 if plan.evaluates_after(step):
                     self.evaluate(step + 1)
-                stopping = self.backend.anyone(interrupt.wished)
+                stopping = self.backend.anyone(stop.requested)
                 if stopping or (plan.saving.every > 0 and (step + 1) % plan.saving.every == 0):
                     folder = self.save(step + 1)
                     if stopping:
@@ -157,7 +157,8 @@ class Fit(Generic[Row, Collated, Prepared]):
         saving = self.plan.saving
         folder = checkpoint.step_folder(saving.root, step)
         if saving.resumable:
-            checkpoint.write_together(self.backend, folder, lambda aside: self._fill(aside, step))
+            with checkpoint.writing(folder, self.backend) as aside:
+                self._fill(aside, step)
             if self.backend.process == 0:
                 checkpoint.point_latest(saving.root, step)
         if saving.export_too and self.export:

@@ -24,11 +24,10 @@ from openrlhf.training.device import seed_dropout, seed_everything
 from openrlhf.training.distributed import join
 from openrlhf.training.explain import explain_hardware
 from openrlhf.training.fit import Fit, Interrupted, Plan, Saving
-from openrlhf.training.flag_record import shown_flags
 from openrlhf.training.model_checks import check_models
 from openrlhf.training.optim import only_warmup, schedule
 from openrlhf.training.order import Order
-from openrlhf.training.run_directory import explain_stop, find_checkpoint, make_monitor
+from openrlhf.training.run_directory import explain_stop, find_checkpoint, make_monitor, shown_flags
 
 
 @dataclass(frozen=True)
@@ -107,13 +106,10 @@ def explain_warmup(config: SupervisedConfig, plan: Plan) -> None:
 
 def save_model_folder(built: Built, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Export the model and its tokenizer; all processes call it together."""
-
-    def fill(aside: Path) -> None:
+    with checkpoint.exporting(folder, built.backend) as aside:
         built.backend.export(aside)
         if built.backend.process == 0:
             tokenizer.save_pretrained(aside)
-
-    checkpoint.export_together(built.backend, folder, fill)
 
 
 def make_plan(config: SupervisedConfig, order: Order) -> Plan:

@@ -16,7 +16,7 @@ THROUGH = (
     "openrlhf.config.runtime",
     __name__,
 )  # derived values: the read belongs to their caller
-NOT_USES = ("openrlhf.config", "openrlhf.training.flag_record")  # these only parse, check, print and record flags
+NOT_USES = ("openrlhf.config",)  # it only parses, checks, prints and records flags
 
 
 def section_types():

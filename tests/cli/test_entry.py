@@ -165,10 +165,10 @@ def test_an_interrupt_in_generated_code_gives_the_same_exit_code(tmp_path):
 IGNORE_SIGINT = """
 import signal
 signal.signal(signal.SIGINT, signal.SIG_IGN)
-from openrlhf.cli.signals import at_work, end_at_once
-end_at_once()
+from openrlhf.signals import exit_on_signals, interrupt_on_signals
+exit_on_signals()
 signal.raise_signal(signal.SIGINT)
-with at_work():
+with interrupt_on_signals():
     signal.raise_signal(signal.SIGINT)
 print("still there")
 """

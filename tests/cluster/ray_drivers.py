@@ -52,18 +52,18 @@ def report_placement(flags):
             here = {name: os.environ[name] for name in SHOWN if name in os.environ}
             return here | {"node": ray.get_runtime_context().get_node_id(), "package": openrlhf.__file__}
 
-    def report(seats):
-        workers = [Worker.options(**seat.options).remote() for seat in seats]
+    def report(slots):
+        workers = [Worker.options(**slot.options).remote() for slot in slots]
         found = ray.get([worker.look.remote() for worker in workers])
-        return [one | {"assigned_node": seat.node} for one, seat in zip(found, seats, strict=True)]
+        return [one | {"assigned_node": slot.node} for one, slot in zip(found, slots, strict=True)]
 
     def our_handler(*_):
         """Stand for the handler with which a run ends on SIGTERM."""
 
     signal.signal(signal.SIGTERM, our_handler)
     with opened(flags) as cluster:
-        groups = {group.name: report(cluster.seats(group.name)) for group in cluster.plan.groups}
-        engines = report([cluster.engine_seat(engine.number) for engine in cluster.plan.engines])
+        groups = {group.name: report(cluster.group_slots(group.name)) for group in cluster.plan.groups}
+        engines = report([cluster.engine_slot(engine.number) for engine in cluster.plan.engines])
         kept = signal.getsignal(signal.SIGTERM) is our_handler
         return {"groups": groups, "engines": engines, "unit": cluster.unit, "sigterm_kept": kept}
 
@@ -108,7 +108,7 @@ def run_forever(flags):
 
     with opened(flags) as cluster:
         ready = Ready.remote()
-        busy = [Worker.options(**seat.options).remote().compute.remote(ready) for seat in cluster.seats("policy")]
+        busy = [Worker.options(**slot.options).remote().compute.remote(ready) for slot in cluster.group_slots("policy")]
         ray.get(ready.wait.remote())
         write("up")
         ray.get(busy)

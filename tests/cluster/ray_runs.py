@@ -97,8 +97,8 @@ def max_log_prob_difference(ran):
 class KillOnCall:
     """Kill a process of the run as soon as it works on the chosen call, counted from 1."""
 
-    def __init__(self, monkeypatch, name, method, verb=None, at=1):
-        self.name, self.method, self.verb, self.at = name, method, verb, at
+    def __init__(self, monkeypatch, name, method, applied=None, at=1):
+        self.name, self.method, self.applied, self.at = name, method, applied, at
         self.seen = 0
         self.call = Process.call
         killer = self
@@ -113,11 +113,11 @@ class KillOnCall:
         monkeypatch.setattr(Process, "call", call)
 
     def is_meant(self, process, method, arguments):
-        return process.name == self.name and method == self.method and self.verb in (None, *arguments[:1])
+        return process.name == self.name and method is self.method and self.applied in (None, *arguments[:1])
 
     async def kill_during(self, process, method, arguments, named):
         pid = await pid_of(process)
-        reference = getattr(process.actor, method).remote(*arguments, **named)
+        reference = getattr(process.actor, method.__name__).remote(*arguments, **named)
         os.kill(pid, signal.SIGKILL)
         return await process.answer(reference)
 
@@ -132,7 +132,7 @@ def record_pids(monkeypatch, method):
     before = Process.call
 
     async def call(process, called, *arguments, **named):
-        if called == method:
+        if called is method:
             pids[process.name].add(await pid_of(process))
         return await before(process, called, *arguments, **named)
 

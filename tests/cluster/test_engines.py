@@ -5,8 +5,9 @@ from contextlib import suppress
 
 import pytest
 
-from openrlhf.cluster.calls import DeathError, Fate
-from openrlhf.cluster.engines import SLACK, Engine, RayEngines
+from openrlhf.cluster.actors import EngineWorker
+from openrlhf.cluster.calls import DeathError, ProcessWatch
+from openrlhf.cluster.engines import SLACK, EngineReplica, RayEngines
 from openrlhf.errors import EngineError, RolloutError
 from openrlhf.types import Request, SamplingParams
 
@@ -21,9 +22,9 @@ class AnsweringProcess:
         self.killed = False
 
     async def call(self, method, requests):
-        if (method, requests) == ("do", "health"):
+        if method is EngineWorker.apply:
             return None
-        assert method == "generate"
+        assert method is EngineWorker.generate
         return [self.name] * len(requests)
 
     def kill(self):
@@ -46,8 +47,8 @@ class EngineSet:
         self.started = []
         self.may_start = asyncio.Event()
         self.may_start.set()
-        pool = [Engine(number, process) for number, process in enumerate(processes)]
-        self.engines = RayEngines(pool, self.start, Fate(), max_restarts=max_restarts)
+        pool = [EngineReplica(number, process) for number, process in enumerate(processes)]
+        self.engines = RayEngines(pool, self.start, ProcessWatch(), max_restarts=max_restarts)
 
     async def start(self, number):
         self.started.append(number)
@@ -67,7 +68,7 @@ def test_a_lost_engine_is_replaced_once_and_every_request_is_answered(error):
         async def bring_weights():
             weights.append("brought")
 
-        pool.engines.bring_weights = bring_weights
+        pool.engines.send_weights = bring_weights
         answers = await pool.engines.generate(REQUESTS)
         assert set(answers) <= {"second", "new 0"}
         assert (pool.started, weights, lost.killed) == ([0], ["brought"], True)

@@ -44,7 +44,7 @@ def reward_func(queries, prompts, labels):
     return {"rewards": [float(len(query)) for query in queries]}
 """
 GONE = "openrlhf: error: the head of Ray at "
-TRY = " is gone, and the run with it. Try: the same command with --load_checkpoint, "
+TRY = " is gone, so the run cannot continue. Try: the same command with --load_checkpoint, "
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_a_run_ends_when_the_head_is_lost_and_resumes_on_a_new_head(machine, com
     start_head(machine, port)
     code, stderr = run_to_end(machine, [*command, "--load_checkpoint"], **joined)
     assert code == 0, stderr
-    assert "going on from" in stderr
+    assert "resuming from" in stderr
     assert steps(tmp_path) == [1, 2, 3]
 
 
@@ -201,5 +201,5 @@ def test_an_error_is_blamed_on_the_head_only_if_the_head_is_gone():
         with pytest.raises(ValueError, match="something"):
             asyncio.run(fail(head))
         server.close()
-        with pytest.raises(BackendError, match=r"the head of Ray at .* is gone.*--load_checkpoint"):
+        with pytest.raises(BackendError, match=r"the Ray head node at .* is gone.*--load_checkpoint"):
             asyncio.run(fail(head))

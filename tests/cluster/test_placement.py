@@ -4,7 +4,16 @@ import shlex
 
 import pytest
 
-from openrlhf.cluster.placement import Block, EngineSeat, Group, Node, Plan, explain_shortage, pack, plan
+from openrlhf.cluster.placement import (
+    DeviceBlock,
+    EnginePlan,
+    GroupPlan,
+    Node,
+    PlacementPlan,
+    explain_shortage,
+    pack,
+    plan,
+)
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.parser import parse
 
@@ -52,7 +61,7 @@ def test_each_set_of_roles_that_shares_processes_is_a_group(flags, expected):
 
 def test_all_models_together_are_one_process_per_device_of_the_policy():
     (models,) = make_plan(f"{REWARD_MODEL},./b --colocate_all_models --actor_num_gpus_per_node 4").groups
-    assert models == Group("models", ("actor", "ref", "critic", "reward"), 1, 4, rewards=(0, 1))
+    assert models == GroupPlan("models", ("actor", "ref", "critic", "reward"), 1, 4, rewards=(0, 1))
 
 
 def test_each_role_has_its_own_device_count_with_default_eight():
@@ -66,73 +75,64 @@ def test_each_role_has_its_own_device_count_with_default_eight():
     assert found.group("policy").size == 8
 
 
-def test_a_role_is_found_in_the_group_that_holds_it():
-    found = make_plan(f"{REWARD_MODEL},./b --colocate_actor_ref")
-    assert found.holding("ref") == found.group("policy+reference")
-    assert found.holding("reward", 1) == found.group("reward-1")
-    assert make_plan(f"{FUNCTION}").holding("reward") is None
-
-
 def test_hybrid_engines_share_the_devices_of_the_models():
     found = make_plan(f"{FUNCTION} --colocate_all_models --vllm_num_engines 4 --vllm_tensor_parallel_size 2")
-    assert found.engine == "vllm"
-    assert found.engines == tuple(EngineSeat(number, 2, "models") for number in range(4))
-    assert found.blocks() == (Block("models", 8),)
+    assert found.engines == tuple(EnginePlan(number, 2, "models") for number in range(4))
+    assert found.blocks() == (DeviceBlock("models", 8),)
 
 
 @pytest.mark.parametrize("flags", ["", "--colocate_all_models --async_train"])
 def test_other_engines_have_devices_of_their_own(flags):
     found = make_plan(f"{FUNCTION} {flags} --vllm_num_engines 2 --vllm_tensor_parallel_size 4")
     assert [engine.shares for engine in found.engines] == [None, None]
-    assert found.blocks()[-2:] == (Block("engine-0", 4), Block("engine-1", 4))
+    assert found.blocks()[-2:] == (DeviceBlock("engine-0", 4), DeviceBlock("engine-1", 4))
 
 
 def test_without_vllm_each_policy_process_gets_a_transformers_engine():
     found = make_plan(f"{FUNCTION} --actor_num_gpus_per_node 2 --colocate_actor_ref --ref_num_gpus_per_node 2")
-    assert found.engine == "transformers"
-    assert found.engines == (EngineSeat(0, 1, "policy+reference"), EngineSeat(1, 1, "policy+reference"))
+    assert found.engines == (EnginePlan(0, 1, "policy+reference"), EnginePlan(1, 1, "policy+reference"))
 
 
 def test_a_block_is_placed_on_a_single_node():
     flags = "--advantage_estimator reinforce --actor_num_nodes 2 --actor_num_gpus_per_node 4 --ref_num_gpus_per_node 2"
     found = make_plan(f"{FUNCTION} {flags} --vllm_num_engines 1")
     assert found.blocks() == (
-        Block("policy", 4),
-        Block("policy", 4),
-        Block("reference", 2),
-        Block("engine-0", 1),
+        DeviceBlock("policy", 4),
+        DeviceBlock("policy", 4),
+        DeviceBlock("reference", 2),
+        DeviceBlock("engine-0", 1),
     )
     assert found.devices == 11
     assert found.describe() == "policy 2 x 4, reference 1 x 2, engines 1 x 1"
 
 
 def test_blocks_go_to_the_fullest_node_with_enough_free_devices():
-    blocks = [Block("a", 2), Block("b", 8), Block("c", 4)]
+    blocks = [DeviceBlock("a", 2), DeviceBlock("b", 8), DeviceBlock("c", 4)]
     assert pack(blocks, nodes(8, 6)) == ("n1", "n0", "n1")
 
 
 def test_the_nodes_of_a_group_are_different_nodes():
-    blocks = [Block("a", 4), Block("a", 4)]
+    blocks = [DeviceBlock("a", 4), DeviceBlock("a", 4)]
     assert pack(blocks, nodes(8)) is None
     assert set(pack(blocks, nodes(8, 8)) or ()) == {"n0", "n1"}
 
 
 def test_packing_backtracks_from_a_dead_end():
     blocks = [
-        Block("a", 1),
-        Block("a", 1),
-        Block("engine-0", 2),
+        DeviceBlock("a", 1),
+        DeviceBlock("a", 1),
+        DeviceBlock("engine-0", 2),
     ]  # the engine fits the smaller node, but must not take it
     assert pack(blocks, nodes(3, 2)) == ("n0", "n1", "n0")
 
 
 def test_many_blocks_that_do_not_fit_are_rejected_quickly():
-    blocks = [Block(f"engine-{number}", 3) for number in range(40)]
+    blocks = [DeviceBlock(f"engine-{number}", 3) for number in range(40)]
     assert pack(blocks, nodes(*[8] * 16)) is None
 
 
 def test_a_block_is_never_split():
-    assert pack([Block("engine-0", 4)], nodes(3, 3)) is None
+    assert pack([DeviceBlock("engine-0", 4)], nodes(3, 3)) is None
 
 
 def shortage(flags, found, *, private=False):
@@ -157,7 +157,7 @@ def test_sharing_devices_is_suggested_only_if_it_helps(flags):
 
 
 def test_for_generation_only_fewer_engines_are_suggested():
-    engines = Plan((), tuple(EngineSeat(number, 1, None) for number in range(9)), "vllm")
+    engines = PlacementPlan((), tuple(EnginePlan(number, 1, None) for number in range(9)))
     assert str(explain_shortage(engines, nodes(8), "GPU", private=True)).endswith("Try: fewer --vllm_num_engines")
 
 
@@ -167,7 +167,7 @@ def test_devices_in_use_are_distinguished_from_missing_devices():
 
 
 def test_devices_on_the_wrong_nodes_are_explained():
-    assert "must lie on one node" in shortage("--init_kl_coef 0", nodes(4, 4))
+    assert "must be on one node" in shortage("--init_kl_coef 0", nodes(4, 4))
 
 
 def test_too_few_nodes_are_explained_for_joined_and_private_ray():

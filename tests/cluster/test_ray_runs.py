@@ -12,15 +12,17 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from openrlhf.cluster import launch
+from openrlhf.cluster.actors import EngineWorker, ModelWorker
 from openrlhf.cluster.calls import Process
 from openrlhf.cluster.placement import plan
 from openrlhf.cluster.session import connect
-from openrlhf.cluster.start import started_on
+from openrlhf.cluster.starter import open_starter
 from openrlhf.config.check import check
 from openrlhf.config.commands import COMMANDS
 from openrlhf.config.parser import parse
 from openrlhf.errors import BackendError, RolloutError
 from openrlhf.rl.engines import engine_spec
+from openrlhf.rl.models import Models
 from openrlhf.types import Request, SamplingParams
 from tests.cluster.ray_machine import WATCHDOG, wait_until_gone
 from tests.cluster.ray_runs import (
@@ -207,9 +209,10 @@ def test_the_hybrid_command_of_the_readme_trains_adapters(
 
     One engine is killed while both generate, the other during a sync: each is replaced, and nothing else restarts.
     """
-    loaded = record_pids(monkeypatch, "load")
-    KillOnCall(monkeypatch, "engine 0", "generate", at=2)
-    KillOnCall(monkeypatch, "engine 1", "load", at=3)  # after the first weights, and those for the new engine 0
+    loaded = record_pids(monkeypatch, EngineWorker.load)
+    KillOnCall(monkeypatch, "engine 0", EngineWorker.generate, at=2)
+    # After the first weights, and those for the new engine 0.
+    KillOnCall(monkeypatch, "engine 1", EngineWorker.load, at=3)
     chats = [{"context_messages": [{"role": "user", "content": row["input"]}]} for row in make_prompts(24)]
     two = {f"{role}_num_gpus_per_node": 2 for role in ("actor", "ref", "critic", "reward")}
     _, printed, _ = PRINTED["004 group_norm"]
@@ -238,7 +241,7 @@ def test_the_hybrid_command_of_the_readme_trains_adapters(
 
 def test_an_engine_that_dies_during_asynchronous_episodes_is_replaced(run_on_ray, tmp_path, model, monkeypatch, capsys):
     (tmp_path / "agent.py").write_text(AGENT)
-    KillOnCall(monkeypatch, "engine 0", "generate", at=20)
+    KillOnCall(monkeypatch, "engine 0", EngineWorker.generate, at=20)
     _, printed, _ = PRINTED["001 and 004 agent"]
     ran = run_on_ray(
         "out",
@@ -265,7 +268,7 @@ def test_an_unexpected_error_is_reported_with_process_and_traceback(capsys):
 
     process = Process(ray.remote(FailingWorker).remote(), "policy 0", "10.0.0.1")
     with pytest.raises(BackendError, match=r"policy 0 on 10\.0\.0\.1: IndexError: pop from empty list"):
-        asyncio.run(process.call("take_from", []))
+        asyncio.run(process.call(FailingWorker.take_from, []))
     stderr = capsys.readouterr().err
     assert "in take_from" in stderr
     assert "\x1b" not in stderr
@@ -278,12 +281,12 @@ def test_a_cancelled_request_is_cancelled_in_its_engine(tmp_path, model):
     async def wait_for_requests(process, waiting):
         """Wait until this many requests are at the engine, where they wait for weights that never arrive."""
         count = process.actor.__ray_call__
-        while await process.answer(count.remote(lambda worker: len(worker.may_draw._waiters))) != waiting:
+        while await process.answer(count.remote(lambda worker: len(worker.has_weights._waiters))) != waiting:
             pass
 
     async def scenario():
-        async with started_on(cluster) as starting:
-            engines = await starting.engines(engine_spec(config), max_restarts=0)
+        async with open_starter(cluster) as starter:
+            engines = await starter.start_engines(engine_spec(config), max_restarts=0)
             request = Request((1,), SamplingParams(max_tokens=1))
             request_task = asyncio.create_task(engines.generate([request]))
             await wait_for_requests(engines.engines[0].process, 1)
@@ -295,7 +298,7 @@ def test_a_cancelled_request_is_cancelled_in_its_engine(tmp_path, model):
 
 
 def test_an_engine_death_with_max_restarts_0_ends_the_run(run_on_ray, monkeypatch):
-    KillOnCall(monkeypatch, "engine 0", "generate", at=10)
+    KillOnCall(monkeypatch, "engine 0", EngineWorker.generate, at=10)
     with pytest.raises(RolloutError, match=r"engine 0 on \S+ died: .*, after 0 restarts \(--max_restarts\)"):
         run_on_ray("out", 2, max_restarts=0)
 
@@ -307,8 +310,8 @@ def test_a_rank_that_dies_during_a_step_ends_the_run_and_the_run_resumes(run_on_
     """
     flags = {"actor_num_gpus_per_node": 2, "zero_stage": 3, "save_steps": 1, "async_train": True, "async_queue_size": 1}
     with monkeypatch.context() as patch:
-        KillOnCall(patch, "engine 1", "load", at=2)
-        KillOnCall(patch, "policy 1", "do", "train_policy", at=3)
+        KillOnCall(patch, "engine 1", EngineWorker.load, at=2)
+        KillOnCall(patch, "policy 1", ModelWorker.apply, Models.train_policy, at=3)
         with pytest.raises(BackendError, match=r"policy 1 on \S+ died: .*Try: .*--load_checkpoint"):
             run_on_ray("out", 3, **flags)
     ran = FinishedRun(tmp_path / "out", tmp_path / "out_ckpt")

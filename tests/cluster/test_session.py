@@ -86,7 +86,7 @@ def test_a_folder_that_nodes_do_not_share_is_rejected(two_nodes):
     flags = f"{ONE_GROUP} --actor_num_nodes 2 --actor_num_gpus_per_node 1 --save_path ./out"
     report, _ = machine.run_driver("report_from_other_folder", f"{flags} --ckpt_path /proc/self/cwd/ckpt", **environ)
     assert report["error"] == "ConfigError"
-    assert "--ckpt_path /proc/self/cwd/ckpt is not one folder for all nodes" in report["message"]
+    assert "--ckpt_path /proc/self/cwd/ckpt is not shared by all nodes" in report["message"]
     assert list((machine.folder / "elsewhere").iterdir()) == []
 
 
@@ -94,7 +94,7 @@ def test_a_cluster_with_a_token_rejects_a_run_without_it(two_nodes):
     machine, environ = two_nodes
     report, _ = machine.run_driver("report_placement", ONE_GROUP, RAY_ADDRESS=environ["RAY_ADDRESS"])
     assert report["error"] == "ConfigError"
-    assert "wants a token" in report["message"]
+    assert "requires a token" in report["message"]
     assert "RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=" in report["message"]
 
 
@@ -115,7 +115,7 @@ def test_too_many_devices_for_a_private_ray_are_rejected_before_it_starts(machin
     report, stderr = machine.run_driver("report_placement", f"{ONE_GROUP} --actor_num_gpus_per_node {4 * cores + 1}")
     assert report["error"] == "ConfigError"
     assert f"this machine has {4 * cores} of {4 * cores} free" in report["message"]
-    assert "starting a Ray" not in stderr
+    assert "starting a private Ray" not in stderr
 
 
 def test_a_private_ray_starts_with_an_interpreter_path_that_has_a_space(machine):

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from openrlhf.errors import ConfigError, RolloutError
 from openrlhf.inference.generate import own_devices, stream
-from openrlhf.rl.reward_models import OutcomeScorer
+from openrlhf.rl.reward_models import OutcomeRewardModel
 from tests import plain_transformers as plain
 from tests.commands import (
     DEADLINE,
@@ -116,7 +116,7 @@ def test_empty_prompts_are_counted_and_the_others_keep_their_numbers(infer, capf
 def test_an_answer_ends_at_the_models_context_length(infer, folder, capfd):
     rows = infer(dataset=prompts(["x" * 600]), max_new_tokens=1000, prompt_max_len=500)
     stderr = capfd.readouterr().err
-    assert "the model reaches 512" in stderr
+    assert "the model supports 512" in stderr
     assert "1 of 1 prompts are longer than 500 tokens and keep their end" in stderr
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert len(tokenizer(rows[0]["output"]).input_ids) <= 12
@@ -252,7 +252,7 @@ def test_a_killed_run_resumes_without_losing_or_repeating_rows(sent, infer, fold
     assert not Path("cut.jsonl").exists()
     if sent == signal.SIGINT:
         assert process.returncode == 130
-        assert "the same command goes on from there" in (tmp_path / "stderr.txt").read_text()
+        assert "run the same command to resume" in (tmp_path / "stderr.txt").read_text()
     done = part.read_text(encoding="utf-8").splitlines()
     assert 20 < len(done) < len(whole)
     with part.open("a", encoding="utf-8") as file:
@@ -295,7 +295,7 @@ def test_a_process_does_not_outlive_its_launcher(folder):
 def interrupted_flags(infer, reward_model, monkeypatch):
     """The flags of a scoring run that was interrupted after two batches."""
     flags = {"pretrain": reward_model, "dataset": write_rows(Path("in.jsonl"), answer_rows()), "micro_batch_size": 4}
-    real, calls = OutcomeScorer.score_rows, []
+    real, calls = OutcomeRewardModel.score_rows, []
 
     def interrupted(self, rows):
         calls.append(rows)
@@ -304,7 +304,7 @@ def interrupted_flags(infer, reward_model, monkeypatch):
         return real(self, rows)
 
     with monkeypatch.context() as patch:
-        patch.setattr(OutcomeScorer, "score_rows", interrupted)
+        patch.setattr(OutcomeRewardModel, "score_rows", interrupted)
         with pytest.raises(SystemExit) as stop:
             infer("rm", **flags)
     assert stop.value.code == 130
@@ -313,7 +313,7 @@ def interrupted_flags(infer, reward_model, monkeypatch):
 
 def test_a_resumed_run_may_change_speed_and_post_processing_flags(interrupted_flags, infer, capfd):
     rows = infer("rm", **interrupted_flags | {"micro_batch_size": 1, "post_processor": "rs"})
-    assert "going on: 8 of 12 rows" in capfd.readouterr().err
+    assert "resuming: 8 of 12 rows" in capfd.readouterr().err
     assert len(rows) == 4
 
 
@@ -356,17 +356,11 @@ def test_an_engine_that_fails_every_request_is_reported_once(caplog):
         async def generate(self, requests):
             raise RolloutError("no such request")
 
-    class Requests:
-        requests = range(3)
-
-        def begin(self):
-            pass
-
-        def finish(self, place, completion):
-            raise AssertionError("no request was answered")
+    def store(place, completion):
+        raise AssertionError("no request was answered")
 
     with pytest.raises(RolloutError, match="no such request"):
-        asyncio.run(stream(BrokenEngine(), Requests(), window=3))
+        asyncio.run(stream(BrokenEngine(), range(3), store, window=3))
     gc.collect()
     assert "never retrieved" not in caplog.text
 

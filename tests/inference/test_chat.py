@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from openrlhf.inference.chat_reply import Shown
+from openrlhf.inference.chat_reply import StreamingDecoder
 from tests.commands import DEADLINE, ROOT, as_argv, run_command
 from tests.tiny import make_model
 from tests.warm import warm_python
@@ -112,14 +112,14 @@ def test_triple_quotes_enclose_several_lines(chat, plain_reply, lines, message):
 def test_an_unclosed_block_is_sent_as_it_is(chat, plain_reply):
     out, err = chat('"""ab', "cd", input_template=SHORT)
     assert out == plain_reply("ab\ncd=") + "\n"
-    assert 'the input ended before """ closed the block' in err
+    assert 'the input ended before the closing """' in err
 
 
 def test_a_full_context_is_reported_and_a_message_that_does_not_fit_is_rejected(chat, plain_reply):
     out, err = chat("ab", "x" * 96, "clear", "ab", input_template=SHORT)
     assert out == (plain_reply("ab=") + "\n") * 2
     assert err.count("the context is full (--max_len 96), which ended the reply: clear starts over") == 2
-    assert "no room for a reply within --max_len 96, so it was not said" in err
+    assert "no space for a reply within --max_len 96" in err
 
 
 @pytest.mark.slow(seconds=1)
@@ -155,10 +155,10 @@ class ByteTokenizer:
 
 def test_a_character_is_shown_when_all_its_bytes_have_arrived():
     pieces = []
-    shown = Shown(ByteTokenizer(), pieces.append)
+    decoder = StreamingDecoder(ByteTokenizer(), pieces.append)
     for byte in "aж語b".encode() + b"\xe8":
-        shown.put(byte)
-    shown.end()
+        decoder.put(byte)
+    decoder.finish()
     assert pieces == ["a", "ж", "語", "b", "\N{REPLACEMENT CHARACTER}"]
 
 
@@ -258,7 +258,7 @@ def test_ctrl_c_stops_the_reply_but_not_the_program(tmp_path):
         screen.wait_for("> ")
         screen.press("ab")
         screen.wait_for("ab")  # the line is being read
-        screen.interrupt(signal.SIGINT, "interrupted; exit or Ctrl-D leaves")
+        screen.interrupt(signal.SIGINT, "interrupted; exit or Ctrl-D quits")
         screen.wait_for("> ")
         for message in ("ab", "cd"):  # the chat continues afterwards
             screen.press(f"{message}\r")

@@ -8,7 +8,7 @@ import pytest
 from openrlhf.config.commands import BatchInferenceConfig
 from openrlhf.config.sections.model import ServedModelFlags
 from openrlhf.errors import BackendError, ConfigError, DataError
-from openrlhf.inference.parts import Parts
+from openrlhf.inference.parts import OutputParts
 
 OUTPUT = Path("out.jsonl")
 ROWS = [{"output": f"answer {number} “quoted”\n\u2028"} for number in range(10)]
@@ -22,7 +22,7 @@ def process(monkeypatch):
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("WORLD_SIZE", str(world))
         config = BatchInferenceConfig(model=ServedModelFlags(pretrain=model))
-        return Parts(output, config, total=len(ROWS), group=group)
+        return OutputParts(output, config, total=len(ROWS), group=group)
 
     return start
 

@@ -102,7 +102,8 @@ def unpadded(rows, pad=1):
 def test_a_model_with_another_tokenizer_scores_the_text(train_ppo, reward_model, tmp_path, models, capsys):
     folder = reward_model(pretrain=other_model(tmp_path / "other"))
     rows = unpadded(read_rollouts(train_ppo(reward_pretrain=folder, max_steps=1, generate_max_len=32), 1))
-    assert "the reward model ./rm has another tokenizer: it scores the text, tokenised again" in capsys.readouterr().err
+    stderr = capsys.readouterr().err
+    assert "the reward model ./rm has a different tokenizer: it scores the text, tokenised again" in stderr
     policy, own = AutoTokenizer.from_pretrained(models()), AutoTokenizer.from_pretrained(folder)
 
     def read(ids):
@@ -131,7 +132,7 @@ def test_a_reward_model_with_another_tokenizer_cannot_initialise_the_critic(
     folder = reward_model(pretrain=other_model(tmp_path / "other"))
     with pytest.raises(SystemExit):
         train_ppo(reward_pretrain=folder, **PPO)
-    assert "has another tokenizer than the policy. Try: --critic_pretrain" in capsys.readouterr().err
+    assert "has a different tokenizer than the policy. Try: --critic_pretrain" in capsys.readouterr().err
     ran = train_ppo("own", reward_pretrain=folder, critic_pretrain=models(), max_steps=1, **PPO)
     assert ran.train("critic_loss")[0] > 0
 
@@ -162,7 +163,7 @@ def test_rewards_are_normalised_with_the_models_saved_statistics(train_ppo, rewa
     train_ppo("critic", **flags, **PPO)  # the critic starts from the reward model
     stderr = capsys.readouterr().err
     assert "no mean and std" not in stderr
-    assert "another tokenizer" not in stderr
+    assert "different tokenizer" not in stderr
 
 
 NORMALISED = {"normalize_reward": True}

@@ -130,7 +130,7 @@ def test_a_stop_without_checkpoints_says_that_the_run_cannot_resume(tmp_path, ca
     assert process.wait(DEADLINE) == 130
     stderr = (tmp_path / "stderr.txt").read_text()
     assert "openrlhf: stopping after this step, without a checkpoint (--disable_ds_ckpt)" in stderr
-    assert "openrlhf: stopped; --disable_ds_ckpt leaves nothing to go on from\n" in stderr
+    assert "openrlhf: stopped without a checkpoint (--disable_ds_ckpt), so the run cannot be resumed\n" in stderr
 
 
 def test_resuming_a_finished_run_says_that_no_steps_are_left(tmp_path, case, capsys):

@@ -25,7 +25,7 @@ from openrlhf.data.collate import Layout
 from openrlhf.data.readings import Texts
 from openrlhf.models.attention import SEGMENTED
 from openrlhf.models.forward import DistillationTerms, HiddenStates, LogProbs, Network, Teacher
-from openrlhf.rl.reward_models import ProcessScorer
+from openrlhf.rl.reward_models import ProcessRewardModel
 from openrlhf.rl.samples import Batching
 from openrlhf.training.backend import Frozen, Run, TrainBackend
 from openrlhf.types import Batch
@@ -126,7 +126,7 @@ def judged_rows(rank: int) -> list[NDArray[np.int32]]:
     ]
 
 
-def step_scorer(model: Frozen) -> ProcessScorer:
+def step_scorer(model: Frozen) -> ProcessRewardModel:
     tokenizer: Any = None  # not needed: the rows are already tokens
     batching = Batching(Layout(packing=True, pad_id=0), size=1, token_budget=24)
-    return ProcessScorer(model, Texts(tokenizer, tokenizer, shared=True), batching, 5, (11, 12), "mean")
+    return ProcessRewardModel(model, Texts(tokenizer, tokenizer, shared=True), batching, 5, (11, 12), "mean")

@@ -7,7 +7,7 @@ import pytest
 from openrlhf.errors import BackendError
 from openrlhf.training.checkpoint import (
     GIB,
-    export_together,
+    exporting,
     newest,
     point_latest,
     read_state,
@@ -15,7 +15,7 @@ from openrlhf.training.checkpoint import (
     step_folder,
     write_state,
     write_text_whole,
-    write_together,
+    writing,
 )
 
 
@@ -31,6 +31,16 @@ class OneProcess:
 
 class SecondRank(OneProcess):
     process = 1
+
+
+def write_together(ranks, folder, fill):
+    with writing(folder, ranks) as aside:
+        fill(aside)
+
+
+def export_together(ranks, folder, fill):
+    with exporting(folder, ranks) as aside:
+        fill(aside)
 
 
 def save(root, step, *, age=0, content="x", hf=False):

@@ -152,8 +152,8 @@ def test_changed_flags_are_listed(tmp_path, case, capsys):
     capsys.readouterr()
     finish(tmp_path, command, flags | {"load_checkpoint": True, "learning_rate": 0.5, "logging_steps": 2})
     stderr = capsys.readouterr().err
-    assert "openrlhf: going on from changed_ckpt/global_step4\n" in stderr
-    assert "flags that changed since: --learning_rate 0.01 -> 0.5, --logging_steps 1 -> 2\n" in stderr
+    assert "openrlhf: resuming from changed_ckpt/global_step4\n" in stderr
+    assert "flags that changed since then: --learning_rate 0.01 -> 0.5, --logging_steps 1 -> 2\n" in stderr
 
 
 REFUSED = {
@@ -219,5 +219,5 @@ def test_a_stop_without_checkpoints_says_that_the_run_cannot_resume(tmp_path, ca
     assert process.wait(DEADLINE) == 130
     stderr = (tmp_path / "stderr.txt").read_text()
     assert "openrlhf: stopping after this step, without a checkpoint (--disable_ds_ckpt)" in stderr
-    assert "openrlhf: stopped; --disable_ds_ckpt leaves nothing to go on from\n" in stderr
+    assert "openrlhf: stopped without a checkpoint (--disable_ds_ckpt), so the run cannot be resumed\n" in stderr
     assert not (tmp_path / "lost_ckpt").exists()

@@ -1,0 +1,85 @@
+"""Start the processes of a plan as Ray actors, and end all of them together, even after an error.
+
+`launch` starts worker groups and engines of a training run, `inference.generate` only engines. The watch ends the run
+if a worker process dies; engines are not watched, because `RayEngines` replaces them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from openrlhf.cluster.actors import EngineWorker, ModelWorker
+from openrlhf.cluster.calls import BACKGROUND, Process, ProcessWatch
+from openrlhf.cluster.engines import EngineReplica, RayEngines
+from openrlhf.cluster.placement import GroupPlan
+from openrlhf.cluster.session import Cluster
+from openrlhf.cluster.workers import WorkerGroup
+from openrlhf.config.commands import RLConfig
+from openrlhf.rl.engines import EngineSpec
+
+ENGINE_CALLS = 10_000  # concurrent calls per engine: it receives all requests immediately and schedules them itself
+
+
+@asynccontextmanager
+async def open_starter(cluster: Cluster) -> AsyncIterator[ProcessStarter]:
+    """Provide a `ProcessStarter`; the processes that it starts end with the context."""
+    starter = ProcessStarter(cluster, ProcessWatch())
+    try:
+        async with cluster.head.needed():
+            yield starter
+    finally:
+        starter.watch.stop()
+        for process in starter.processes:
+            if cluster.head.lost:
+                process.ask_to_exit()
+            else:
+                process.kill()
+
+
+@dataclass(frozen=True)
+class ProcessStarter:
+    """Starter of a plan's processes; it keeps track of all of them."""
+
+    cluster: Cluster
+    watch: ProcessWatch
+    processes: list[Process[Any]] = field(default_factory=list)
+
+    async def start_group(self, group: GroupPlan, config: RLConfig, rollouts: int) -> WorkerGroup:
+        """Start the processes of a group and wait until they have loaded their models."""
+        import ray
+
+        remote: Any = ray.remote  # its annotations lack some of its options
+        actor = remote(concurrency_groups={BACKGROUND: 2})(ModelWorker)  # two threads: for `heartbeat` and for `exit`
+        processes: list[Process[ModelWorker]] = []
+        for number, slot in enumerate(self.cluster.group_slots(group.name)):
+            handle = actor.options(**slot.options).remote(config, group, rollouts, number)
+            processes.append(Process(handle, f"{group.name} {number}", slot.address))
+        self.processes.extend(processes)
+        for process in processes:
+            self.watch.watch(process)
+        starts = asyncio.gather(*(process.call(ModelWorker.start, os.getcwd()) for process in processes))
+        return WorkerGroup(group, tuple(processes), tuple(await self.watch.guard(starts)), self.watch)
+
+    async def start_engines(self, spec: EngineSpec, *, max_restarts: int) -> RayEngines:
+        """Start all engines of the plan at the same time; `RayEngines` also starts those that replace failed ones."""
+        import ray
+
+        remote: Any = ray.remote
+        actor = remote(concurrency_groups={BACKGROUND: 1})(EngineWorker)
+
+        async def start(number: int) -> Process[EngineWorker]:
+            slot = self.cluster.engine_slot(number)
+            handle = actor.options(**slot.options, max_concurrency=ENGINE_CALLS).remote(spec, number)
+            process: Process[EngineWorker] = Process(handle, f"engine {number}", slot.address, cancels=True)
+            self.processes.append(process)
+            await self.watch.guard(process.call(EngineWorker.start, os.getcwd()))
+            return process
+
+        started = await asyncio.gather(*(start(engine.number) for engine in self.cluster.plan.engines))
+        engines = [EngineReplica(number, process) for number, process in enumerate(started)]
+        return RayEngines(engines, start, self.watch, max_restarts=max_restarts)
