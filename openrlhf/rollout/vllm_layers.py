@@ -59,12 +59,16 @@ def reloading(model: nn.Module, model_config: ModelConfig) -> Iterator[None]:
             if method.moe_kernel is None:  # no weights arrived for these experts
                 method.moe_kernel = kernel
         if current_platform.is_cpu():
-            # Pack embeddings and heads again if they share their weight with another module.
-            for users in weight_users(model):
-                for module in users.values() if len(users) > 1 else ():
-                    method = method_of(module)
-                    if isinstance(method, UnquantizedEmbeddingMethod):
-                        method.process_weights_after_loading(module)
+            pack_shared_weights(model)
+
+
+def pack_shared_weights(model: nn.Module) -> None:
+    """Pack embeddings and heads again if they share their weight with another module."""
+    for users in weight_users(model):
+        for module in users.values() if len(users) > 1 else ():
+            method = method_of(module)
+            if isinstance(method, UnquantizedEmbeddingMethod):
+                method.process_weights_after_loading(module)
 
 
 def weight_users(model: nn.Module) -> Collection[dict[str, nn.Module]]:
