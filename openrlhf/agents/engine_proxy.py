@@ -14,112 +14,112 @@ import random
 import sys
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from openrlhf.agents.interface import RequestOutput, output_of, params_for_engine, seed_for
-from openrlhf.agents.sandbox.messages import plain
+from openrlhf.agents.interface import RequestOutput, params_for_engine, seed_for
+from openrlhf.agents.sandbox.messages import EngineAnswer, EngineRequest
 from openrlhf.errors import RolloutError
 from openrlhf.monitor import say
 from openrlhf.types import Completion
 
-current: ContextVar[int | None] = ContextVar("current", default=None)  # number of the call whose code is running
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+current_call: ContextVar[int | None] = ContextVar("current_call", default=None)  # number of the call whose code runs
 
 
 class EpisodeOver(Exception):
     """The episode ended before the engine answered its request."""
 
 
+@dataclass(eq=False)
 class EpisodeRequests:
-    """The requests of one episode to the engine: numbers them, seeds them, and holds the pending answers."""
+    """The requests of one episode to the engine."""
 
-    def __init__(self, call: int, seed: int, prompt: str, send: Callable[..., None]) -> None:
-        self.call, self.seed, self.prompt, self.send = call, seed, prompt, send
-        self.waiting: dict[int, asyncio.Future[Completion]] = {}
-        self.asked = 0
-        self.said: list[int] = []  # tokens of the last request followed by its answer
-
-    async def ask(self, ids: list[int], sampling_params: Any, room: int) -> RequestOutput:
-        """Send a request to the trainer and wait for its answer; then reseed the random generators for user code."""
-        number, self.asked = self.asked, self.asked + 1
-        params = params_for_engine(sampling_params, room=room, seed=seed_for(self.seed, number))
-        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self.waiting[number] = answer
-        self.send("generate", self.call, number, ids, params)
-        completion = await answer
-        self.said = [*ids, *completion.token_ids]
-        set_seed(seed_for(self.seed, number + 1))
-        return output_of(ids, completion)
+    call: int
+    seed: int
+    prompt: str
+    count: int = 0  # requests so far, which numbers the next one
+    pending: dict[int, asyncio.Future[Completion]] = field(default_factory=dict)  # unanswered requests, by number
+    tokens: list[int] = field(default_factory=list)  # of the last request followed by its answer
 
 
-class Engines:
-    """The running episodes of this process by call number."""
+class RequestRouter:
+    """The running episodes of this process, by call number, and the way of their requests to the trainer."""
 
-    def __init__(self, send: Callable[..., None], max_length: int) -> None:
+    tokenizer: PreTrainedTokenizerBase  # set when the worker has loaded it
+
+    def __init__(self, send: Callable[[EngineRequest], None], max_length: int) -> None:
         self.send, self.max_length = send, max_length
         self.running: dict[int, EpisodeRequests] = {}
-        self.tokenizer: Any = None
         self.loop = asyncio.get_running_loop()
-        self.guessed = False
+        self.has_guessed = False  # whether a request was assigned by its tokens, which is reported once
 
     def open(self, call: int, seed: int, prompt: str) -> EngineProxy:
         """Register an episode and return its proxy."""
-        self.running[call] = EpisodeRequests(call, seed, prompt, self.send)
+        self.running[call] = EpisodeRequests(call, seed, prompt)
         return EngineProxy(self, call, seed)
 
     def close(self, call: int) -> None:
         """Remove an episode; its pending requests raise EpisodeOver."""
-        for answer in self.running.pop(call).waiting.values():
+        for answer in self.running.pop(call).pending.values():
             if not answer.done():
                 answer.set_exception(EpisodeOver())
 
-    def hear(self, call: int, number: int, completion: Completion) -> None:
-        """Deliver the engine's answer to request `number` of an episode, unless the episode has ended."""
-        if call in self.running:
-            answer = self.running[call].waiting.pop(number)
+    def deliver(self, message: EngineAnswer) -> None:
+        """Pass on the engine's answer to a request, unless its episode has ended."""
+        if message.call in self.running:
+            answer = self.running[message.call].pending.pop(message.request)
             if not answer.done():
-                answer.set_result(completion)
+                answer.set_result(message.completion)
 
     async def generate(
-        self, kept: int | None, inside: int | None, ids: list[int], sampling_params: Any
+        self, kept: int | None, caller: int | None, ids: list[int], sampling_params: object
     ) -> RequestOutput:
-        """Send a request on behalf of the episode it belongs to.
+        """Send a request on behalf of the episode it belongs to and wait for the engine's answer.
 
-        `kept` is the call that the proxy was made for, `inside` the call whose code makes the request, if known. An
+        `kept` is the call that the proxy was made for, `caller` the call whose code makes the request, if known. An
         episode that was only guessed may end before the answer arrives; then the request is assigned again.
         """
-        room = self.max_length - len(ids)
-        if not ids or room <= 0:
+        limit = self.max_length - len(ids)
+        if not ids or limit <= 0:
             raise RolloutError(f"generate was asked to continue {len(ids)} tokens, and max_length is {self.max_length}")
         while True:
-            own = None if inside is None else self.running.get(inside)
+            own = None if caller is None else self.running.get(caller)
+            episode = own or self._guess_episode(kept, ids)
+            number, episode.count = episode.count, episode.count + 1
+            params = params_for_engine(sampling_params, limit=limit, seed=seed_for(episode.seed, number))
+            episode.pending[number] = answer = asyncio.get_running_loop().create_future()
+            self.send(EngineRequest(episode.call, number, ids, vars(params)))
             try:
-                return await (own or self.guess(kept, ids)).ask(ids, sampling_params, room)
+                completion = await answer
             except EpisodeOver:
                 if own is not None:
                     raise RolloutError("the episode ended before its request was answered") from None
+                continue
+            episode.tokens = [*ids, *completion.token_ids]
+            set_seed(seed_for(episode.seed, number + 1))  # for the user's code up to the next request
+            return RequestOutput.from_completion(ids, completion)
 
-    def guess(self, kept: int | None, ids: list[int]) -> EpisodeRequests:
+    def _guess_episode(self, kept: int | None, ids: list[int]) -> EpisodeRequests:
         """Choose the episode of a request of unknown origin by its tokens; prefer `kept` among equals."""
         episodes = list(self.running.values())
         if not episodes:
-            raise RolloutError("llm_engine was asked while no episode runs: ask it within execute")
-
-        def is_kept(episode: EpisodeRequests) -> bool:
-            return episode.call == kept
-
+            raise RolloutError("llm_engine was asked while no episode runs: call it within execute")
         # In order of preference: the longest continued conversation, a new episode with this prompt, an idle episode.
-        continued = [item for item in episodes if item.said and item.said == ids[: len(item.said)]]
-        fresh = [item for item in episodes if item.asked == 0]
-        idle = [item for item in episodes if not item.waiting]
+        continued = [item for item in episodes if item.tokens and item.tokens == ids[: len(item.tokens)]]
+        unused = [item for item in episodes if item.count == 0]
+        idle = [item for item in episodes if not item.pending]
         if continued:
-            found = max(continued, key=lambda item: (len(item.said), not item.waiting, is_kept(item)))
-        elif fresh:
+            found = max(continued, key=lambda item: (len(item.tokens), not item.pending, item.call == kept))
+        elif unused:
             text = str(self.tokenizer.decode(ids))
-            found = max(fresh, key=lambda item: (item.prompt in text, is_kept(item)))
+            found = max(unused, key=lambda item: (item.prompt in text, item.call == kept))
         else:
-            found = max(idle or episodes, key=is_kept)
-        if found.call != kept and not self.guessed:
-            self.guessed = True
+            found = max(idle or episodes, key=lambda item: item.call == kept)
+        if found.call != kept and not self.has_guessed:
+            self.has_guessed = True
             say("an agent keeps the llm_engine of one episode for others: its requests are told apart by their tokens")
         return found
 
@@ -127,32 +127,33 @@ class Engines:
 class EngineProxy:
     """The `llm_engine` of one episode.
 
-    Without a `call` it is the engine of an older executor, which is built with one before any episode runs.
+    Without a `call` it is the engine of a legacy executor, which is built with one before any episode runs.
     """
 
-    def __init__(self, engines: Engines, call: int | None = None, seed: int = 0) -> None:
-        self.engines, self.call, self.seed = engines, call, seed
+    def __init__(self, router: RequestRouter, call: int | None = None, seed: int = 0) -> None:
+        self.router, self.call, self.seed = router, call, seed
 
     async def generate(
-        self, prompt_token_ids: Sequence[int], sampling_params: Any, multi_modal_data: None = None
+        self, prompt_token_ids: Sequence[int], sampling_params: object, multi_modal_data: None = None
     ) -> RequestOutput:
         """Return the policy's continuation of these tokens, within the episode's token budget.
 
         May be called from another thread's event loop; the request then runs on the worker's own loop.
         """
-        engines, inside = self.engines, current.get()
-        ids = [int(token) for token in plain(prompt_token_ids)]
-        if asyncio.get_running_loop() is engines.loop:
-            inside = self.call if inside not in engines.running else inside
-            return await engines.generate(self.call, inside, ids, sampling_params)
-        work = engines.generate(self.call, inside, ids, sampling_params)
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, engines.loop))
+        router, caller = self.router, current_call.get()
+        ids = [int(token) for token in prompt_token_ids]  # also from tensors and arrays
+        if asyncio.get_running_loop() is router.loop:
+            caller = self.call if caller not in router.running else caller
+            return await router.generate(self.call, caller, ids, sampling_params)
+        work = router.generate(self.call, caller, ids, sampling_params)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, router.loop))
 
 
 def set_seed(seed: int) -> None:
     """Seed the random generators, so that user code depends on its sample and not on other calls in the process."""
     random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % 2**32)
-    if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(seed)
+    modules: dict[str, Any] = dict(sys.modules)  # numpy and torch are seeded only if user code has imported them
+    if "numpy" in modules:
+        modules["numpy"].random.seed(seed % 2**32)
+    if "torch" in modules:
+        modules["torch"].manual_seed(seed)

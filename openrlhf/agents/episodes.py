@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from openrlhf.agents.executor import GroupResult, OnError, SampleError, Session, all_of, sample_name, settle
-from openrlhf.agents.overrides import bends, check_overrides, temperature_factors
-from openrlhf.agents.rewards import episode_error
+from openrlhf.agents.executor import GroupResult, OnError, SampleError, Session, sample_name
+from openrlhf.agents.futures import gather_or_cancel
+from openrlhf.agents.overrides import check_overrides, find_restriction, temperature_factors
+from openrlhf.agents.sandbox.call import CallFailure
+from openrlhf.agents.sandbox.messages import EpisodeInput
 from openrlhf.agents.sandbox.pool import Pool
-from openrlhf.agents.sandbox.process import Failure
 from openrlhf.agents.trajectory import read_trajectory
 from openrlhf.errors import EngineError, RewardError, RolloutError
 from openrlhf.types import Prompt, SamplingParams, Trajectory
@@ -19,7 +20,7 @@ from openrlhf.types import Prompt, SamplingParams, Trajectory
 RETRIES = 1  # of an episode that crashed its process or timed out
 
 
-class Episodes:
+class AgentEpisodes:
     """GroupExecutor that runs the samples of a prompt as concurrent episodes of an agent."""
 
     def __init__(
@@ -29,56 +30,58 @@ class Episodes:
         self.context_length = context_length
         self.step_rewards = step_rewards
         self.on_error: OnError = on_error
-        self.compares_engine = compares_engine
-        self.source = f"the agent in {pool.spec.file}"
+        self.compares_engine = compares_engine  # the loss compares the engine's log-probs with the trainer's
+        self.origin = f"the agent in {pool.spec.file}"
 
     async def run_group(
         self, prompt: Prompt, params: Sequence[SamplingParams], sessions: Sequence[Session]
     ) -> GroupResult:
-        outcomes = await all_of(
-            self._episode(prompt, number, item, session)
-            for number, (item, session) in enumerate(zip(params, sessions, strict=True))
-        )
-        return settle(outcomes, self.on_error)
+        """Run all episodes concurrently; with --on_reward_error skip, failed ones are returned as errors."""
+
+        async def run(number: int, params: SamplingParams, session: Session) -> Trajectory | SampleError:
+            try:
+                return await self._run_episode(prompt, number, params, session)
+            except EngineError:  # no single sample caused it
+                raise
+            except (RewardError, RolloutError) as error:
+                if self.on_error == "stop":
+                    raise
+                return error
+            finally:
+                session.close()
+
+        pairs = zip(params, sessions, strict=True)
+        outcomes = await gather_or_cancel(run(number, *pair) for number, pair in enumerate(pairs))
+        trajectories = [outcome for outcome in outcomes if isinstance(outcome, Trajectory)]
+        return GroupResult(trajectories, [outcome for outcome in outcomes if not isinstance(outcome, Trajectory)])
 
     async def close(self) -> None:
+        """End the worker processes."""
         await self.pool.close()
 
-    async def _episode(
-        self, prompt: Prompt, number: int, params: SamplingParams, session: Session
-    ) -> Trajectory | SampleError:
-        """Run one episode and close its session; return the error of a failed sample if failures are skipped."""
-        try:
-            return await self._run(prompt, number, params, session)
-        except EngineError:
-            raise
-        except (RewardError, RolloutError) as error:
-            if self.on_error == "stop":
-                raise
-            return error
-        finally:
-            session.close()
-
-    async def _run(self, prompt: Prompt, number: int, params: SamplingParams, session: Session) -> Trajectory:
+    async def _run_episode(self, prompt: Prompt, number: int, params: SamplingParams, session: Session) -> Trajectory:
         """Run one episode and validate its result; errors name the agent file and the sample."""
-        body = {"prompt": prompt.text, "label": prompt.label, "params": params}
         sample = sample_name(prompt, sample=number)
         try:
-            reply = await self.pool.call(body, retries=RETRIES, generate=session.generate)
-        except Failure as failure:
-            raise episode_error(failure, self.source, sample) from None
+            given = EpisodeInput(prompt.text, prompt.label, params)
+            played = await self.pool.call(given, retries=RETRIES, generate=session.generate)
+        except CallFailure as failure:
+            # An agent that violated the interface raised RolloutError in the worker; anything else concerns the reward.
+            kind = RolloutError if failure.error_class == RolloutError.__name__ else RewardError
+            text = failure.text if failure.error_class else f"{self.origin} {failure.text}"
+            raise failure.to_error(kind, f"{text}, for {sample}") from None
         try:
-            check_overrides(params, reply.params, compares_engine=self.compares_engine)
+            check_overrides(params, played.params, compares_engine=self.compares_engine)
             return read_trajectory(
-                reply.result,
+                played.result,
                 prompt,
-                reply.completions,
+                played.completions,
                 context_length=self.context_length,
                 step_rewards=self.step_rewards,
                 scored_later=self.pool.spec.scored_later,
-                temperature_factors=temperature_factors(params, reply.params),
-                whole_vocabulary=not any(map(bends, reply.params)),
+                temperature_factors=temperature_factors(params, played.params),
+                whole_vocabulary=not any(map(find_restriction, played.params)),
             )
         except (RewardError, RolloutError) as error:
-            message = f"{self.source}: {error.message}, for {sample}"
+            message = f"{self.origin}: {error.message}, for {sample}"
             raise type(error)(message, try_this=error.try_this) from None

@@ -1,22 +1,20 @@
 """Interface between the RL loop, which owns prompts and engines, and executors, which turn prompts into scored samples.
 
-The loop calls `GroupExecutor.run_group` with a prompt and one engine session per sample; `SingleTurn` and `Episodes`
-implement it. The rest are helpers for running a group and naming samples in messages.
+The loop calls `GroupExecutor.run_group` with a prompt and one engine session per sample; `SingleTurnSamples` and
+`AgentEpisodes` implement it. The functions here describe samples in messages.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeAlias, TypeVar
+from typing import Literal, Protocol, TypeAlias
 
 from openrlhf.errors import RewardError, RolloutError
 from openrlhf.types import Completion, Prompt, Request, SamplingParams, Trajectory
 
 SampleError: TypeAlias = RewardError | RolloutError
-OnError: TypeAlias = Literal["stop", "skip"]
-Item = TypeVar("Item")
+OnError: TypeAlias = Literal["stop", "skip"]  # --on_reward_error
 SHOWN = 160  # most characters of a text in a message
 
 
@@ -51,29 +49,6 @@ class GroupExecutor(Protocol):
     async def close(self) -> None:
         """End all processes that were started; may be called more than once."""
         ...
-
-
-def settle(outcomes: Iterable[Trajectory | SampleError], on_error: OnError) -> GroupResult:
-    """Collect the outcomes of a group; raise the first failure unless failures are skipped."""
-    result = GroupResult([])
-    for outcome in outcomes:
-        if isinstance(outcome, Trajectory):
-            result.trajectories.append(outcome)
-        elif on_error == "stop":
-            raise outcome
-        else:
-            result.failures.append(outcome)
-    return result
-
-
-async def all_of(coroutines: Iterable[Coroutine[object, object, Item]]) -> list[Item]:
-    """Run all coroutines and return their results in order; if one fails, cancel the others."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 def clip(text: str, limit: int = SHOWN) -> str:

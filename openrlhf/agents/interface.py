@@ -1,7 +1,9 @@
 """Public interface for agent files: base classes to extend, and engine objects with vLLM's names.
 
-Agent files import the base classes through `openrlhf.utils.agent`. Everything here runs in a worker process next to the
-user's code and does not import torch.
+Agent files import the base classes through `openrlhf.utils.agent`. A worker process loads the file, builds its executor
+and calls `execute` once per episode; the dict that it returns (`EpisodeResult`) goes back to the trainer, where
+`trajectory.read_trajectory` validates it. Executors of this package extend `EpisodeExecutor`, which packs the arguments
+of `execute` into one `EpisodeTask`. Everything here runs next to the user's code and does not import torch.
 """
 
 from __future__ import annotations
@@ -9,29 +11,24 @@ from __future__ import annotations
 import copy
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
-from openrlhf.agents.sandbox.messages import plain
+from openrlhf.agents.sandbox.messages import Json, plain
 from openrlhf.config.sections.data import TemplateFlags
 from openrlhf.errors import RolloutError
 from openrlhf.types import Completion, SamplingParams
 
-DEFAULTS = vars(SamplingParams(max_tokens=1))
-KINDS: dict[str, Callable[[Any], Any]] = {
-    name: list if type(value) is tuple else type(value) for name, value in DEFAULTS.items()
-}
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass
 class AgentSamplingParams:
-    """Sampling settings of the next request, which user code may copy and change.
+    """Sampling settings of the next request, which user code may copy and change."""
 
-    With a seed of None, the seed is derived from the episode. With max_tokens of None, only the context limits a turn.
-    """
-
-    max_tokens: int | None
+    max_tokens: int | None  # None: only the context limits a turn
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
@@ -40,11 +37,12 @@ class AgentSamplingParams:
     min_tokens: int = 1
     stop: list[str] = field(default_factory=list)
     stop_token_ids: list[int] = field(default_factory=list)
-    seed: int | None = None
+    seed: int | None = None  # None: derived from the episode
     n: int = 1
     logprobs: int = 1
 
     def clone(self) -> AgentSamplingParams:
+        """Return a copy, as vLLM's method of this name does."""
         return copy.deepcopy(self)
 
 
@@ -59,11 +57,11 @@ class Logprob:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One sampled continuation; `logprobs` holds one dict per token, keyed by token id."""
+    """One sampled continuation."""
 
     token_ids: list[int]
     text: str
-    logprobs: list[dict[int, Logprob]]
+    logprobs: list[dict[int, Logprob]]  # one dict per token, keyed by token id
     finish_reason: str
     index: int = 0
 
@@ -76,13 +74,36 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool = True
 
+    @classmethod
+    def from_completion(cls, prompt_token_ids: list[int], completion: Completion) -> RequestOutput:
+        """Convert an engine's completion to vLLM's format."""
+        pairs = zip(completion.token_ids, completion.log_probs, strict=True)
+        log_probs = [{token: Logprob(value)} for token, value in pairs]
+        output = CompletionOutput(list(completion.token_ids), completion.text, log_probs, completion.finish_reason)
+        return cls(prompt_token_ids, [output])
+
 
 class LLMEngine(Protocol):
-    """The `llm_engine` that user code gets."""
+    """The `llm_engine` that user code gets; `sampling_params` may be any object with vLLM's attribute names."""
 
     async def generate(
-        self, prompt_token_ids: Sequence[int], sampling_params: Any, multi_modal_data: None = None
+        self, prompt_token_ids: Sequence[int], sampling_params: object, multi_modal_data: None = None
     ) -> RequestOutput: ...
+
+
+class EpisodeResult(TypedDict, total=False):
+    """Return value of `execute`."""
+
+    observation_tokens: list[int]  # ids of the whole episode, prompt included
+    action_ranges: list[tuple[int, int]]  # half-open ranges of the tokens that the policy sampled, in order
+    rollout_log_probs: list[float] | None  # one per token, 0.0 outside actions; None: from the engine's record
+    reward: object  # a number; None to leave it to reward models
+    scores: object  # a number for dynamic filtering; None: the reward
+    extra_logs: object  # a dict of numbers
+    truncated: bool
+    step_rewards: list[tuple[int, float]]  # (index of a turn's last action token, reward)
+    prompt: str
+    label: object
 
 
 class AgentExecutorBase(ABC):
@@ -92,10 +113,12 @@ class AgentExecutorBase(ABC):
     scored_later: bool = False  # set when reward models score episodes whose reward is None
     template: TemplateFlags = TemplateFlags()  # set from the flags of chat templates
 
-    def __init__(self, agent_instance_cls: Any = None, *older: Any, **older_by_name: Any) -> None:
+    def __init__(
+        self, agent_instance_cls: Callable[[], object] | None = None, *legacy: object, **legacy_by_name: object
+    ) -> None:
         """Accept the arguments that files of 0.8.7 to 0.9.0 pass: their agent class, the engine and more.
 
-        Only the agent class is used; `OlderExecutor` sets the other attributes.
+        Only the agent class is used; `LegacyExecutor` sets the other attributes.
         """
         if agent_instance_cls is not None:
             self.agent_instance_cls = agent_instance_cls
@@ -103,7 +126,7 @@ class AgentExecutorBase(ABC):
     async def prepare(self) -> None:  # noqa: B027 - most executors need no setup
         """Set up the executor; called once, before the first episode."""
 
-    async def generate(self, prompt_ids: Sequence[int], sampling_params: Any) -> RequestOutput:
+    async def generate(self, prompt_ids: Sequence[int], sampling_params: object) -> RequestOutput:
         """Return the policy's continuation; for files of 0.8.7 to 0.9.0, which are built with the engine."""
         engine: LLMEngine = vars(self)["llm_engine"]
         return await engine.generate(prompt_ids, sampling_params)
@@ -113,63 +136,116 @@ class AgentExecutorBase(ABC):
         self,
         prompt: str,
         label: Any,
-        sampling_params: Any,
+        sampling_params: AgentSamplingParams,
         max_length: int,
-        hf_tokenizer: Any,
+        hf_tokenizer: PreTrainedTokenizerBase,
         llm_engine: LLMEngine,
-    ) -> dict[str, Any]:
-        """Run one episode and return it as a dict.
+    ) -> EpisodeResult:
+        """Run one episode of at most `max_length` tokens and return it.
 
-        observation_tokens: ids of the whole episode, prompt included.
-        action_ranges: half-open (start, end) ranges of the tokens that the policy sampled, in order.
-        rollout_log_probs: one per token, 0.0 outside actions; None to take them from the engine's record.
-        reward: a number; None to leave it to reward models.
-        Optional: scores (default: the reward), extra_logs, truncated, step_rewards.
+        The result is a dict with observation_tokens, action_ranges, rollout_log_probs and reward. Optional keys are
+        scores (default: the reward), extra_logs, truncated and step_rewards; `EpisodeResult` describes them.
         """
+
+
+@dataclass(frozen=True)
+class EpisodeTask:
+    """The arguments of `AgentExecutorBase.execute`: what one episode starts from."""
+
+    prompt: str
+    label: Any  # the value of --label_key
+    sampling_params: AgentSamplingParams
+    max_length: int  # tokens of the episode, prompt included
+    tokenizer: PreTrainedTokenizerBase
+    engine: LLMEngine
+
+
+class EpisodeExecutor(AgentExecutorBase):
+    """Base of the executors in this package: subclasses implement `run_episode`."""
+
+    async def execute(
+        self,
+        prompt: str,
+        label: Any,
+        sampling_params: AgentSamplingParams,
+        max_length: int,
+        hf_tokenizer: PreTrainedTokenizerBase,
+        llm_engine: LLMEngine,
+    ) -> EpisodeResult:
+        """Run one episode and return it with its prompt and label."""
+        task = EpisodeTask(prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine)
+        return {"prompt": prompt, "label": label, **await self.run_episode(task)}
+
+    @abstractmethod
+    async def run_episode(self, task: EpisodeTask) -> EpisodeResult:
+        """Run one episode and return its tokens and reward."""
+
+
+class ResetStates(TypedDict):
+    """Argument and return value of `AgentInstanceBase.reset`."""
+
+    observation: str  # the prompt; `reset` may return another text
+    label: Any
+
+
+class StepStates(TypedDict):
+    """Argument of `AgentInstanceBase.step`."""
+
+    observation_text: str  # everything before the policy's turn
+    action_text: str  # the policy's turn
+    label: Any
+    sampling_params: Any  # of this turn; a step may return a changed copy for the next one
 
 
 class AgentInstanceBase(ABC):
     """The environment of one episode."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__()
 
-    async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+    async def reset(self, states: ResetStates, **kwargs: object) -> Mapping[str, Any]:
         """Return {observation}, the first observation; `states` holds observation (the prompt) and label."""
         return states
 
     @abstractmethod
-    async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+    async def step(self, states: StepStates, **kwargs: object) -> Mapping[str, Any]:
         """Respond to a turn of the policy with rewards, environment_feedback and done.
 
-        `states` holds observation_text, action_text, label and sampling_params.
+        `states` holds observation_text, action_text, label and sampling_params. Optional keys of the result are
+        scores, extra_logs and sampling_params (for the next turn).
         """
 
 
 def params_for_agent(params: SamplingParams) -> AgentSamplingParams:
     """Convert the run's parameters for user code, without the seed."""
-    values = {item.name: getattr(params, item.name) for item in fields(params) if item.name != "seed"}
-    return AgentSamplingParams(**values | {"stop": list(params.stop), "stop_token_ids": list(params.stop_token_ids)})
+    values: dict[str, Any] = vars(params) | {"seed": None}
+    values |= {"stop": list(params.stop), "stop_token_ids": list(params.stop_token_ids)}
+    return AgentSamplingParams(**values)
 
 
-def params_for_engine(given: Any, *, room: int, seed: int) -> dict[str, Any]:
+def params_for_engine(given: object, *, limit: int, seed: int) -> SamplingParams:
     """Read the fields of SamplingParams from any object with vLLM's attribute names.
 
-    max_tokens is capped at `room`; `seed` is used if the object has none.
+    max_tokens is capped at `limit`; `seed` is used if the object has none. Missing fields and None are defaults.
     """
-    if getattr(given, "n", 1) not in (1, None):
-        raise RolloutError(f"sampling_params.n is {given.n}: an agent asks for one continuation at a time")
-    names = [item.name for item in fields(SamplingParams)]
-    values = {name: plain(getattr(given, name, None)) for name in names}
-    values = DEFAULTS | {"max_tokens": room, "seed": seed} | {k: v for k, v in values.items() if v is not None}
-    values["stop"] = [values["stop"]] if isinstance(values["stop"], str) else values["stop"]
-    try:
-        values = {name: KINDS[name](value) for name, value in values.items()}
-    except (TypeError, ValueError) as error:
-        raise RolloutError(f"sampling_params holds something that cannot be used: {error}") from None
+    count = getattr(given, "n", 1)
+    if count not in (1, None):
+        raise RolloutError(f"sampling_params.n is {count}: an agent asks for one continuation at a time")
+    defaults = vars(SamplingParams(max_tokens=limit, seed=seed))
+    values: dict[str, Any] = dict(defaults)
+    for name, default in defaults.items():
+        value: Json = plain(getattr(given, name, None))
+        if value is None:
+            continue
+        if name == "stop" and isinstance(value, str):
+            value = [value]
+        try:
+            values[name] = type(default)(value)  # int, float or tuple
+        except (TypeError, ValueError) as error:
+            raise RolloutError(f"sampling_params.{name} cannot be used: {error}") from None
     if values["max_tokens"] < 1:
-        raise RolloutError(f"sampling_params.max_tokens is {values['max_tokens']}: nothing can be drawn")
-    return values | {"max_tokens": min(values["max_tokens"], room)}
+        raise RolloutError(f"sampling_params.max_tokens is {values['max_tokens']}: expected at least 1")
+    return SamplingParams(**values | {"max_tokens": min(values["max_tokens"], limit)})
 
 
 def seed_for(episode: int, request: int) -> int:
@@ -177,12 +253,3 @@ def seed_for(episode: int, request: int) -> int:
     if request == 0:
         return episode
     return int.from_bytes(hashlib.blake2b(f"{episode}:{request}".encode(), digest_size=4).digest())
-
-
-def output_of(prompt_token_ids: list[int], completion: Completion) -> RequestOutput:
-    """Convert an engine's completion to vLLM's format."""
-    log_probs = [
-        {token: Logprob(value)} for token, value in zip(completion.token_ids, completion.log_probs, strict=True)
-    ]
-    drawn = CompletionOutput(list(completion.token_ids), completion.text, log_probs, completion.finish_reason)
-    return RequestOutput(prompt_token_ids, [drawn])

@@ -3,6 +3,7 @@
 The trainer must score a token under the distribution it was sampled from. A changed temperature is recorded per token,
 because the trainer can divide logits by any temperature. It does not know which tokens were excluded or penalised, so
 top_p, top_k, min_p and penalties are rejected if the loss compares the engine's log-probs with the trainer's.
+`AgentEpisodes` calls these functions with the parameters of all requests that an episode made.
 """
 
 from __future__ import annotations
@@ -13,37 +14,37 @@ from openrlhf.errors import RolloutError
 from openrlhf.types import SamplingParams
 
 
-def check_overrides(own: SamplingParams, asked: Sequence[SamplingParams], *, compares_engine: bool) -> None:
+def check_overrides(run: SamplingParams, requested: Sequence[SamplingParams], *, compares_engine: bool) -> None:
     """Raise RolloutError for sampling parameters that training cannot account for.
 
-    `own` are the parameters of the run, `asked` those of an episode's requests. `compares_engine` says that the loss
-    compares the engine's log-probs with the trainer's.
+    `run` are the parameters of the run, `requested` those of an episode's requests. `compares_engine` says that the
+    loss compares the engine's log-probs with the trainer's.
     """
-    for params in asked:
-        if params.temperature <= 0 < own.temperature:
+    for params in requested:
+        if params.temperature <= 0 < run.temperature:
             raise RolloutError(
                 f"sampling_params.temperature is {params.temperature:g}: expected a number above 0, because a turn "
                 "that always takes the likeliest token explores nothing"
             )
-        if compares_engine and (bent := bends(params)):
+        if compares_engine and (found := find_restriction(params)):
             raise RolloutError(
-                f"sampling_params.{bent} changes which tokens can be drawn, so the importance correction would weigh "
-                "them wrongly",
-                try_this=f"leave {bent.split('=')[0]} as it is, or --enable_vllm_is_correction false",
+                f"sampling_params.{found} changes which tokens can be sampled, so the importance weights would be "
+                "wrong",
+                try_this=f"leave {found.split('=')[0]} as it is, or --enable_vllm_is_correction false",
             )
 
 
-def temperature_factors(own: SamplingParams, asked: Sequence[SamplingParams]) -> list[float]:
+def temperature_factors(run: SamplingParams, requested: Sequence[SamplingParams]) -> list[float]:
     """Return each request's temperature divided by the run's; 1 for greedy evaluation, which is not trained on."""
-    return [params.temperature / own.temperature if own.temperature > 0 else 1.0 for params in asked]
+    return [params.temperature / run.temperature if run.temperature > 0 else 1.0 for params in requested]
 
 
-def bends(params: SamplingParams) -> str | None:
+def find_restriction(params: SamplingParams) -> str | None:
     """Return the first parameter that makes the distribution differ from softmax(logits / temperature), or None."""
-    bent = {
+    restrictions = {
         f"top_p={params.top_p:g}": params.top_p < 1,
         f"top_k={params.top_k}": params.top_k > 0,
         f"min_p={params.min_p:g}": params.min_p > 0,
         f"repetition_penalty={params.repetition_penalty:g}": params.repetition_penalty != 1,
     }
-    return next((name for name, does in bent.items() if does), None)
+    return next((name for name, applies in restrictions.items() if applies), None)

@@ -1,110 +1,138 @@
-"""Scorers of single-turn samples: a user's reward file in worker processes, or none if reward models score later.
+"""Sources of rewards for single-turn samples: a user's reward file, reward servers, or reward models later.
 
-`SingleTurn` calls a scorer once per group; `http.ServerRewards` is the scorer for reward servers.
+`SingleTurnSamples` asks its source once per group of samples. A reward file runs in worker processes (`sandbox`): the
+texts of a group go to a worker, and its scores come back. Servers are asked over HTTP (`reward_server`).
 """
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
-from openrlhf.agents.executor import all_of
+from openrlhf.agents.executor import clip
+from openrlhf.agents.futures import gather_or_cancel
+from openrlhf.agents.reward_server import FIRST_PAUSE, RewardServer
+from openrlhf.agents.sandbox.call import CallFailure
+from openrlhf.agents.sandbox.messages import RewardInput
 from openrlhf.agents.sandbox.pool import Pool
-from openrlhf.agents.sandbox.process import Failure
-from openrlhf.agents.scores import NOT_YET, Group, Scored, read_scores
-from openrlhf.errors import RewardError, RolloutError
+from openrlhf.agents.scores import NOT_SCORED, Group, Scored, read_scores
+from openrlhf.errors import RewardError
+
+CONCURRENT_REQUESTS = 32  # to reward servers
 
 
-class Scorer(Protocol):
-    """Source of rewards: returns a verdict or an error for each sample of a prompt, in order."""
+class RewardSource(ABC):
+    """Scores the samples of a prompt."""
 
-    async def score(self, group: Group) -> Sequence[Scored | RewardError]: ...
+    @abstractmethod
+    async def score(self, group: Group) -> list[Scored | RewardError]:
+        """Return a score or an error for each sample of the group, in order."""
 
-    async def close(self) -> None: ...
-
-
-class NoRewards:
-    """Scorer for runs in which reward models score the samples later."""
-
-    async def score(self, group: Group) -> list[Scored]:
-        return [NOT_YET] * len(group.queries)
-
-    async def close(self) -> None:
-        """Do nothing: no resource is held."""
+    async def close(self) -> None:  # noqa: B027 - most sources hold nothing
+        """Release what the source holds."""
 
 
-class FileRewards:
-    """Scorer that calls the reward_func of a .py file once per group.
+class NoRewards(RewardSource):
+    """Source for runs in which reward models score the samples later."""
 
-    If that call fails, each sample is tried alone to find the cause. The samples that succeed alone are then scored
-    again together, because a function may compare the samples it gets.
-    """
+    async def score(self, group: Group) -> list[Scored | RewardError]:
+        return [NOT_SCORED] * len(group.queries)
+
+
+class FileRewards(RewardSource):
+    """Rewards of the reward_func in a .py file, which is called once per group."""
 
     def __init__(self, pool: Pool, *, stop_at_failure: bool) -> None:
         self.pool = pool
         self.stop_at_failure = stop_at_failure
-        self.source = f"reward_func in {pool.spec.file}"
+        self.origin = f"reward_func in {pool.spec.file}"
 
-    async def score(self, group: Group) -> Sequence[Scored | RewardError]:
-        """Score the group together; after a failure, isolate the failing samples and score the rest again."""
-        places = range(len(group.queries))
-        together = await self._call(group)
-        if not isinstance(together, Failure):
-            return together
-        alone = await all_of(self._alone(group.part([place])) for place in places)
-        guilty = {place: error for place, error in enumerate(alone) if error is not None}
-        innocent = [place for place in places if place not in guilty]
-        if not innocent:
-            return [guilty[place] for place in places]
-        again = await self._call(group.part(innocent))
-        if isinstance(again, Failure):
-            error = reward_error(again, self.source, f"{len(innocent)} samples together, the first: {group.name(0)}")
-            again = [error] * len(innocent)
-        verdicts = dict(zip(innocent, again, strict=True)) | guilty
-        return [verdicts[place] for place in places]
-
-    async def _alone(self, one: Group) -> RewardError | None:
-        """Score one sample alone; return its error, or raise it if the first failure stops the run."""
-        outcome = await self._call(one)
-        if not isinstance(outcome, Failure):
-            return None
-        error = reward_error(outcome, self.source, one.name(0))
-        if self.stop_at_failure:
-            raise error
-        return error
-
-    async def _call(self, group: Group) -> Sequence[Scored | RewardError] | Failure:
-        """Call reward_func; return a Failure if it did not return, errors if its result is malformed."""
+    async def score(self, group: Group, *, isolate: bool = True) -> list[Scored | RewardError]:
+        """Call reward_func on the group. If it fails, find the samples that make it fail, or raise CallFailure."""
         count = len(group.queries)
-        body = {
-            "queries": list(group.queries),
-            "prompts": [group.prompt.text] * count,
-            "labels": [group.prompt.label] * count,
-            "seed": group.seed,
+        labels = [group.prompt.label] * count
+        given = RewardInput(list(group.queries), [group.prompt.text] * count, labels, group.seed)
+        try:
+            returned = (await self.pool.call(given, retries=0)).result
+        except CallFailure:
+            if isolate:
+                return await self._score_without_failing(group)
+            raise
+        try:
+            return read_scores(returned, group, self.origin)
+        except RewardError as error:  # the result as a whole is malformed
+            return [RewardError(f"{error}; the first sample is {group.describe(0)}")] * count
+
+    async def _score_without_failing(self, group: Group) -> list[Scored | RewardError]:
+        """Try each sample alone; score the samples that succeed alone again together.
+
+        Together, because a function may compare the samples it gets.
+        """
+        indices = range(len(group.queries))
+
+        async def try_alone(index: int) -> RewardError | None:
+            try:
+                await self.score(group.part([index]), isolate=False)
+            except CallFailure as failure:
+                error = self._error(failure, group.describe(index))
+                if self.stop_at_failure:
+                    raise error from None
+                return error
+            return None
+
+        alone = await gather_or_cancel(map(try_alone, indices))
+        scores: dict[int, Scored | RewardError] = {
+            index: error for index, error in enumerate(alone) if error is not None
         }
-        try:
-            reply = await self.pool.call(body, retries=0)
-        except Failure as failure:
-            return failure
-        try:
-            return read_scores(reply.result, group, self.source)
-        except RewardError as error:
-            return [RewardError(f"{error}; the first sample is {group.name(0)}")] * count
+        rest = [index for index in indices if index not in scores]
+        if rest:
+            try:
+                together = await self.score(group.part(rest), isolate=False)
+            except CallFailure as failure:
+                sample = f"{len(rest)} samples together, the first: {group.describe(0)}"
+                together = [self._error(failure, sample)] * len(rest)
+            scores |= dict(zip(rest, together, strict=True))
+        return [scores[index] for index in indices]
+
+    def _error(self, failure: CallFailure, sample: str) -> RewardError:
+        text = failure.text if failure.error_class else f"{self.origin} {failure.text}"
+        return failure.to_error(RewardError, f"{text}, for {sample}")
 
     async def close(self) -> None:
         await self.pool.close()
 
 
-def reward_error(failure: Failure, source: str, sample: str) -> RewardError:
-    """Convert a failure to an error that names source and sample, with the traceback as a note."""
-    text = f"{failure.text}, for {sample}" if failure.is_ours else f"{source} {failure.text}, for {sample}"
-    error = RewardError(text)
-    if failure.traceback:
-        error.add_note(failure.traceback)
-    return error
+class ServerRewards(RewardSource):
+    """Rewards of servers, which take turns."""
 
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        timeout: float,
+        first_pause: float = FIRST_PAUSE,
+        api_key: str | None = None,
+    ) -> None:
+        self.servers = itertools.cycle([RewardServer(url, timeout, first_pause, api_key) for url in urls])
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.limit = asyncio.Semaphore(CONCURRENT_REQUESTS)
 
-def episode_error(failure: Failure, source: str, sample: str) -> RewardError | RolloutError:
-    """Convert a failure of an episode: RolloutError if the agent violated the interface, else RewardError."""
-    error = reward_error(failure, source, sample)
-    return RolloutError(error.message) if failure.kind == RolloutError.__name__ else error
+    async def score(self, group: Group) -> list[Scored | RewardError]:
+        """Score a group at the next server; if that fails, every sample gets the error."""
+        loop = asyncio.get_running_loop()
+        if self.loop is not loop:  # a semaphore works on one event loop only, and the dry run has its own
+            self.loop, self.limit = loop, asyncio.Semaphore(CONCURRENT_REQUESTS)
+        server = next(self.servers)
+        count = len(group.queries)
+        try:
+            async with self.limit:
+                answer = await server.score(
+                    list(group.queries), [group.prompt.text] * count, [group.prompt.label] * count
+                )
+            if not isinstance(answer, dict):
+                raise RewardError(f"reward server {server.url} answered {clip(repr(answer))}, not a JSON object")
+            return read_scores(answer, group, f"reward server {server.url}")
+        except RewardError as error:
+            return [error] * count

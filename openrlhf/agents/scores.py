@@ -1,6 +1,7 @@
 """Strict validation of rewards from functions, servers and agents: one finite number per sample, or a precise error.
 
-Inputs are plain numbers, strings, lists and dicts: JSON from a server, or the output of `messages.plain`.
+Inputs are plain numbers, strings, lists and dicts: JSON from a server, or the output of `messages.plain`. The sources
+in `rewards.py` return one `Scored` or `RewardError` per sample of a `Group`.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from openrlhf.agents.executor import clip, sample_name
 from openrlhf.errors import RewardError
@@ -17,14 +17,14 @@ from openrlhf.types import Prompt
 
 @dataclass(frozen=True)
 class Scored:
-    """The verdict on a sample: `reward` is the training signal, `score` decides dynamic filtering."""
+    """The scores of a sample."""
 
-    reward: float
-    score: float
+    reward: float  # the training signal
+    score: float  # decides dynamic filtering
     extra_logs: Mapping[str, float] = field(default_factory=dict)
 
 
-NOT_YET = Scored(math.nan, math.nan)  # placeholder until reward models score
+NOT_SCORED = Scored(math.nan, math.nan)  # placeholder until reward models score
 
 
 @dataclass(frozen=True)
@@ -34,92 +34,94 @@ class Group:
     prompt: Prompt
     queries: tuple[str, ...]  # prompt and response, with special tokens
     responses: tuple[str, ...]
-    seed: int = 0
+    seed: int = 0  # of the random generators in the reward function
 
-    def part(self, places: Sequence[int]) -> Group:
+    def part(self, indices: Sequence[int]) -> Group:
         """Return the group with only the samples at these indices."""
-        queries, responses = (tuple(texts[place] for place in places) for texts in (self.queries, self.responses))
+        queries, responses = (tuple(texts[index] for index in indices) for texts in (self.queries, self.responses))
         return Group(self.prompt, queries, responses, self.seed)
 
-    def name(self, place: int) -> str:
+    def describe(self, index: int) -> str:
         """Describe a sample for a message."""
-        return sample_name(self.prompt, self.responses[place])
+        return sample_name(self.prompt, self.responses[index])
 
 
-def read_scores(result: Any, group: Group, source: str) -> list[Scored | RewardError]:
-    """Return a verdict or an error for each sample; raise RewardError if the result as a whole is malformed."""
+def read_scores(result: object, group: Group, origin: str) -> list[Scored | RewardError]:
+    """Return scores or an error for each sample; raise RewardError if the result as a whole is malformed."""
     count = len(group.queries)
     given = result if isinstance(result, Mapping) else {"rewards": result}
     if "rewards" not in given:
-        raise RewardError(f"{source} returned a dict without 'rewards': its keys are {sorted(given)}")
-    rewards = per_sample(given["rewards"], count, f"{source}: rewards")
-    scores = rewards if given.get("scores") is None else per_sample(given["scores"], count, f"{source}: scores")
-    logs = _logs(given.get("extra_logs"), count, source)
-
-    def read(place: int) -> Scored | RewardError:
+        raise RewardError(f"{origin} returned a dict without 'rewards': its keys are {sorted(given)}")
+    rewards = per_sample(given["rewards"], count, f"{origin}: rewards")
+    scores = rewards if given.get("scores") is None else per_sample(given["scores"], count, f"{origin}: scores")
+    logs = _read_logs(given.get("extra_logs"), count, origin)
+    results: list[Scored | RewardError] = []
+    for index in range(count):
         try:
-            reward = read_number(rewards[place], "the reward")
-            score = read_number(scores[place], "the score")
+            reward = read_number(rewards[index], "the reward")
+            score = read_number(scores[index], "the score")
         except RewardError as error:
-            return RewardError(f"{source}: {error} for {group.name(place)}")
-        return Scored(reward, score, {name: values[place] for name, values in logs.items()})
+            results.append(RewardError(f"{origin}: {error} for {group.describe(index)}"))
+        else:
+            results.append(Scored(reward, score, {name: values[index] for name, values in logs.items()}))
+    return results
 
-    return [read(place) for place in range(count)]
 
-
-def per_sample(values: Any, count: int, what: str) -> list[Any]:
+def per_sample(values: object, count: int, name: str) -> list[object]:
     """Return one value per sample; a single number is accepted for a single sample."""
     if isinstance(values, int | float) and count == 1:
         return [values]
     if not isinstance(values, list):
         raise RewardError(
-            f"{what} of {count} samples came as {kind_of(values)}; expected a list or tensor of {count} numbers"
+            f"{name} of {count} samples came as {kind_of(values)}; expected a list or tensor of {count} numbers"
         )
     if len(values) != count:
         raise RewardError(
-            f"{what} has {len(values)} values for {count} samples; a call gets all samples of a prompt and returns one"
+            f"{name} has {len(values)} values for {count} samples; a call gets all samples of a prompt and returns one"
             " value for each"
         )
     return values
 
 
-def read_number(value: Any, what: str) -> float:
+def read_number(value: object, name: str) -> float:
     """Return a finite number, also from a list of one."""
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if not isinstance(value, int | float):
-        raise RewardError(f"{what} is {kind_of(value)}, not a number")
+        raise RewardError(f"{name} is {kind_of(value)}, not a number")
     if not math.isfinite(value):
-        raise RewardError(f"{what} is {float(value)}, not a finite number")
+        raise RewardError(f"{name} is {float(value)}, not a finite number")
     return float(value)
 
 
-def read_logs(given: Any, source: str) -> dict[str, float]:
+def read_logs(given: object, origin: str) -> dict[str, float]:
     """Read the extra_logs of one sample."""
-    return {name: values[0] for name, values in _logs(given, 1, source).items()}
+    return {name: values[0] for name, values in _read_logs(given, 1, origin).items()}
 
 
-def _logs(given: Any, count: int, source: str) -> dict[str, list[float]]:
-    """Read extra_logs as a list of values per name, one value per sample."""
+def _read_logs(given: object, count: int, origin: str) -> dict[str, list[float]]:
+    """Read extra_logs as one value per sample for each name; a single value applies to all samples.
+
+    NaN and infinity are allowed in logs.
+    """
     if given is None:
         return {}
     if not isinstance(given, Mapping):
-        raise RewardError(f"{source}: extra_logs is {kind_of(given)}, not a dict of numbers")
-    return {str(name): _log_values(values, count, f"{source}: extra_logs {name!r}") for name, values in given.items()}
+        raise RewardError(f"{origin}: extra_logs is {kind_of(given)}, not a dict of numbers")
+    logs: dict[str, list[float]] = {}
+    for name, value in given.items():
+        values = value if isinstance(value, list) else [value]
+        values = values * count if len(values) == 1 else values
+        floats = [float(item) for item in values if isinstance(item, int | float)]
+        if len(values) != count or len(floats) != count:
+            raise RewardError(
+                f"{origin}: extra_logs {name!r} is {clip(repr(values))}; expected a number, or one for each of"
+                f" {count} samples"
+            )
+        logs[str(name)] = floats
+    return logs
 
 
-def _log_values(values: Any, count: int, what: str) -> list[float]:
-    """Return one float per sample; a single value applies to all. NaN and infinity are allowed in logs."""
-    if not isinstance(values, list):
-        values = [values]
-    if len(values) == 1:
-        values = values * count
-    floats = [value for value in values if isinstance(value, int | float)]
-    if len(values) != count or len(floats) != count:
-        raise RewardError(f"{what} is {clip(repr(values))}; expected a number, or one for each of {count} samples")
-    return [float(value) for value in floats]
-
-
-def kind_of(value: Any) -> str:
+def kind_of(value: object) -> str:
     """Describe a value and its type for a message."""
     return "None" if value is None else f"{clip(repr(value), 60)} ({type(value).__name__})"

@@ -1,7 +1,7 @@
 """Executor for ordinary samples: one prompt, one response, one reward.
 
-The samples of a group are generated concurrently and scored in one call. No user code runs here: a `Scorer` passes the
-texts to a reward file or server, or leaves the scoring to reward models.
+The samples of a group are generated concurrently and scored in one call. No user code runs here: a `RewardSource`
+passes the texts to a reward file or server, or leaves the scoring to reward models.
 """
 
 from __future__ import annotations
@@ -10,24 +10,25 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from openrlhf.agents.executor import GroupResult, OnError, Session, all_of, settle
-from openrlhf.agents.rewards import Scorer
-from openrlhf.agents.scores import Group, Scored
-from openrlhf.agents.trajectory import one_turn
+from openrlhf.agents.executor import GroupResult, OnError, Session
+from openrlhf.agents.futures import gather_or_cancel
+from openrlhf.agents.rewards import RewardSource
+from openrlhf.agents.scores import Group
+from openrlhf.agents.trajectory import join_turn
 from openrlhf.errors import RewardError
-from openrlhf.types import Completion, Prompt, Request, SamplingParams, Trajectory
+from openrlhf.types import Completion, Prompt, Request, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class SingleTurn:
+class SingleTurnSamples:
     """GroupExecutor that generates the responses of a prompt and scores them in one call."""
 
     def __init__(
-        self, scorer: Scorer, tokenizer: PreTrainedTokenizerBase, *, context_length: int, on_error: OnError
+        self, rewards: RewardSource, tokenizer: PreTrainedTokenizerBase, *, context_length: int, on_error: OnError
     ) -> None:
-        self.scorer = scorer
+        self.rewards = rewards
         self.tokenizer = tokenizer
         self.context_length = context_length
         self.on_error: OnError = on_error
@@ -36,35 +37,33 @@ class SingleTurn:
         self, prompt: Prompt, params: Sequence[SamplingParams], sessions: Sequence[Session]
     ) -> GroupResult:
         """Generate all responses, then score them in one call."""
-        completions = await all_of(
-            self._generate(prompt, item, session) for item, session in zip(params, sessions, strict=True)
-        )
+
+        async def generate(params: SamplingParams, session: Session) -> Completion:
+            try:
+                return await session.generate(Request(prompt.input_ids, params))
+            finally:
+                session.close()
+
+        completions = await gather_or_cancel(generate(*pair) for pair in zip(params, sessions, strict=True))
+        queries = [[*prompt.input_ids, *completion.token_ids] for completion in completions]
         group = Group(
             prompt,
-            queries=tuple(self._text((*prompt.input_ids, *item.token_ids)) for item in completions),
-            responses=tuple(self._text(item.token_ids) for item in completions),
+            queries=tuple(str(self.tokenizer.decode(ids)) for ids in queries),
+            responses=tuple(str(self.tokenizer.decode(list(item.token_ids))) for item in completions),
             seed=params[0].seed,
         )
-        verdicts = await self.scorer.score(group)
-        return settle(map(self._sample, [prompt] * len(verdicts), completions, verdicts), self.on_error)
+        result = GroupResult([])
+        for completion, scored in zip(completions, await self.rewards.score(group), strict=True):
+            if not isinstance(scored, RewardError):
+                sample = join_turn(prompt, completion, self.context_length)
+                sample = replace(sample, reward=scored.reward, score=scored.score, extra_logs=scored.extra_logs)
+                result.trajectories.append(sample)
+            elif self.on_error == "stop":
+                raise scored
+            else:
+                result.failures.append(scored)
+        return result
 
     async def close(self) -> None:
-        await self.scorer.close()
-
-    async def _generate(self, prompt: Prompt, params: SamplingParams, session: Session) -> Completion:
-        try:
-            return await session.generate(Request(prompt.input_ids, params))
-        finally:
-            session.close()
-
-    def _text(self, token_ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
-
-    def _sample(
-        self, prompt: Prompt, completion: Completion, verdict: Scored | RewardError
-    ) -> Trajectory | RewardError:
-        """Combine a completion and its verdict into a trajectory; pass on an error."""
-        if isinstance(verdict, RewardError):
-            return verdict
-        sample = one_turn(prompt, completion, self.context_length)
-        return replace(sample, reward=verdict.reward, score=verdict.score, extra_logs=verdict.extra_logs)
+        """End the processes of a reward file."""
+        await self.rewards.close()

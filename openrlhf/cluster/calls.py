@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from openrlhf.agents.sandbox.loop_thread import heard
+from openrlhf.agents.futures import mark_retrieved
 from openrlhf.errors import BackendError, EngineError, OpenRLHFError
 from openrlhf.monitor import say
 
@@ -136,7 +136,7 @@ class ProcessWatch:
 def cancel_all(*work: asyncio.Future[Any]) -> None:
     """Cancel the futures and ignore their errors."""
     for future in work:
-        heard(future).cancel()
+        mark_retrieved(future).cancel()
 
 
 def _unrecoverable(error: BackendError) -> BackendError:

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from openrlhf.agents.sandbox.loop_thread import heard
+from openrlhf.agents.futures import mark_retrieved
 from openrlhf.cluster.actors import EngineWorker
 from openrlhf.cluster.calls import LOST, RESUME, Process, ProcessWatch
 from openrlhf.errors import EngineError, OpenRLHFError
@@ -73,7 +73,7 @@ class RayEngines:
             except LOST as failure:
                 # The replacement completes even if the request that noticed the failure is cancelled.
                 replacing = self.watch.guard(self._replace_after(failure, engine, process))
-                await asyncio.shield(heard(asyncio.ensure_future(replacing)))
+                await asyncio.shield(mark_retrieved(asyncio.ensure_future(replacing)))
             finally:
                 engine.running -= len(requests)
 

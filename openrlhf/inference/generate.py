@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.agents.sandbox.loop_thread import heard
+from openrlhf.agents.futures import mark_retrieved
 from openrlhf.cluster.placement import EnginePlan, PlacementPlan
 from openrlhf.cluster.session import connect
 from openrlhf.cluster.starter import open_starter
@@ -171,7 +171,7 @@ async def stream(
     waiting = iter(enumerate(requests))
     while True:
         for place, request in waiting:
-            running[heard(asyncio.ensure_future(engine.generate([request])))] = place
+            running[mark_retrieved(asyncio.ensure_future(engine.generate([request])))] = place
             if len(running) >= window:
                 break
         if not running:

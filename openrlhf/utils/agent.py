@@ -5,7 +5,7 @@ from openrlhf.agents.chat.nemo_gym import NemoGymAgentExecutor
 from openrlhf.agents.chat.openai_agent import OpenAIAgentExecutor
 from openrlhf.agents.interface import AgentExecutorBase, AgentInstanceBase
 from openrlhf.agents.multi_turn import MultiTurnAgentExecutor
-from openrlhf.agents.one_turn import SingleTurnAgentExecutor
+from openrlhf.agents.single_turn_agent import SingleTurnAgentExecutor
 
 __all__ = [
     "AgentExecutorBase",

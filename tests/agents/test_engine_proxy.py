@@ -7,8 +7,9 @@ import pytest
 from sessions import decode, encode
 from sessions import params as sampling
 
-from openrlhf.agents.engine_proxy import EngineProxy, Engines, current
+from openrlhf.agents.engine_proxy import EngineProxy, RequestRouter, current_call
 from openrlhf.agents.interface import params_for_agent
+from openrlhf.agents.sandbox.messages import EngineAnswer
 from openrlhf.errors import RolloutError
 from openrlhf.types import Completion
 from tests.tiny import make_tokenizer
@@ -21,20 +22,20 @@ class Talk:
 
     def __init__(self, *prompts):
         self.sent = []
-        self.engines = Engines(lambda *message: self.sent.append(message), 64)
-        self.engines.tokenizer = make_tokenizer()
-        self.proxies = [self.engines.open(call, call, text) for call, text in enumerate(prompts)]
+        self.router = RequestRouter(self.sent.append, 64)
+        self.router.tokenizer = make_tokenizer()
+        self.proxies = [self.router.open(call, call, text) for call, text in enumerate(prompts)]
 
     async def from_server(self, text, kept=0):
         """Begins a request of unknown origin; (the task, the episode it went to)."""
-        task = asyncio.ensure_future(self.engines.generate(kept, None, encode(text), PARAMS))
+        task = asyncio.ensure_future(self.router.generate(kept, None, encode(text), PARAMS))
         await asyncio.sleep(0)
-        return task, self.sent[-1][1]
+        return task, self.sent[-1].call
 
     async def answer(self, place, text):
-        kind, call, number, *_ = self.sent[place]
-        assert kind == "generate"
-        self.engines.hear(call, number, Completion(tuple(encode(text)), (-1.0,) * len(text), text, "stop", 1))
+        request = self.sent[place]
+        completion = Completion(tuple(encode(text)), (-1.0,) * len(text), text, "stop", 1)
+        self.router.deliver(EngineAnswer(request.call, request.request, completion))
         await asyncio.sleep(0)
 
 
@@ -61,10 +62,10 @@ def test_a_request_whose_episode_ends_is_asked_for_another():
     async def go():
         talk = Talk("1+1=", "1+1=")
         task, first = await talk.from_server("1+1=")
-        talk.engines.close(first)
+        talk.router.close(first)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        assert talk.sent[-1][1] == 1
+        assert talk.sent[-1].call == 1
         await talk.answer(-1, "b")
         return (await task).outputs[0].text
 
@@ -74,11 +75,11 @@ def test_a_request_whose_episode_ends_is_asked_for_another():
 def test_the_code_of_an_episode_asks_for_it_whatever_engine_it_kept():
     async def go():
         talk = Talk("1+1=", "2+2=")
-        current.set(1)
+        current_call.set(1)
         task = asyncio.ensure_future(talk.proxies[0].generate(encode("anything"), PARAMS))
         await asyncio.sleep(0)
         await talk.answer(0, "b")
-        return talk.sent[0][1], decode((await task).outputs[0].token_ids)
+        return talk.sent[0].call, decode((await task).outputs[0].token_ids)
 
     assert asyncio.run(go()) == (1, "b")
 
@@ -88,7 +89,7 @@ def test_a_request_of_an_ended_episode_is_not_left_waiting():
         talk = Talk("1+1=", "1+1=")
         task = asyncio.ensure_future(talk.proxies[0].generate(encode("1+1="), PARAMS))
         await asyncio.sleep(0)
-        talk.engines.close(0)
+        talk.router.close(0)
         await task
 
     with pytest.raises(RolloutError, match="ended before its request was answered"):
@@ -97,7 +98,7 @@ def test_a_request_of_an_ended_episode_is_not_left_waiting():
 
 def test_outside_of_episodes_there_is_nothing_to_ask():
     async def go():
-        await EngineProxy(Talk().engines).generate(encode("1"), PARAMS)
+        await EngineProxy(Talk().router).generate(encode("1"), PARAMS)
 
     with pytest.raises(RolloutError, match="while no episode runs"):
         asyncio.run(go())

@@ -292,11 +292,12 @@ def test_many_episodes_share_processes(build, write):
 PARENT = """
     import asyncio, os, sys
     sys.path.insert(0, {root!r})
-    from openrlhf.agents.sandbox.pool import Limits, Pool
-    from openrlhf.agents.sandbox.messages import Spec
-    pool = Pool(Spec({file!r}, "reward"), Limits(timeout=3600.0))
+    from openrlhf.agents.sandbox.messages import RewardInput, WorkerSpec
+    from openrlhf.agents.sandbox.pool import Pool
+    from openrlhf.agents.sandbox.process import PoolLimits
+    pool = Pool(WorkerSpec({file!r}, "reward"), PoolLimits(timeout=3600.0))
     pool.start()
-    asyncio.run(pool.call({{"queries": [], "prompts": [], "labels": [], "seed": 0}}, retries=0))
+    asyncio.run(pool.call(RewardInput([], [], [], seed=0), retries=0))
 """
 
 

@@ -2,7 +2,8 @@ import asyncio
 
 import pytest
 
-from openrlhf.agents.loading import adapt_reward, find_agent, find_reward, load_module, make
+from openrlhf.agents.agent_files import find_agent
+from openrlhf.agents.loading import adapt_reward, create_instance, find_reward, load_module
 from openrlhf.errors import ConfigError
 
 
@@ -87,5 +88,5 @@ def test_an_async_init_is_awaited():
         def __init__(self):
             self.made = True
 
-    assert asyncio.run(make(Slow)).made
-    assert asyncio.run(make(Plain)).made
+    assert asyncio.run(create_instance(Slow)).made
+    assert asyncio.run(create_instance(Plain)).made

@@ -27,13 +27,14 @@ class Speaker:
         self.heard = []
 
     async def generate(self, prompt_token_ids, sampling_params, multi_modal_data=None):
-        from openrlhf.agents.interface import output_of
+        from openrlhf.agents.interface import RequestOutput
         from openrlhf.types import Completion
 
         self.heard.append((decode(prompt_token_ids), copy.copy(sampling_params)))
         ids = tuple(encode(self.texts.pop(0)))
         number = len(self.heard)
-        return output_of(list(prompt_token_ids), Completion(ids, (-float(number),) * len(ids), decode(ids), "stop", 0))
+        completion = Completion(ids, (-float(number),) * len(ids), decode(ids), "stop", 0)
+        return RequestOutput.from_completion(list(prompt_token_ids), completion)
 
 
 class Echo(AgentInstanceBase):
@@ -264,8 +265,8 @@ def test_sampling_params_may_be_any_object_with_these_names():
         stop = "END"
         max_tokens = None
 
-    got = params_for_engine(Foreign(), room=7, seed=5)
-    assert got == vars(SamplingParams(max_tokens=7, temperature=0.5, seed=5)) | {"stop": ["END"], "stop_token_ids": []}
+    got = params_for_engine(Foreign(), limit=7, seed=5)
+    assert got == SamplingParams(max_tokens=7, temperature=0.5, seed=5, stop=("END",))
 
 
 @pytest.mark.parametrize(("name", "value"), [("n", 2), ("temperature", "hot"), ("max_tokens", 0)])
@@ -273,7 +274,7 @@ def test_sampling_params_that_cannot_be_used_are_an_error(name, value):
     params = params_for_agent(SamplingParams(max_tokens=4))
     setattr(params, name, value)
     with pytest.raises(RolloutError, match="sampling_params"):
-        params_for_engine(params, room=7, seed=5)
+        params_for_engine(params, limit=7, seed=5)
 
 
 def test_each_request_of_an_episode_has_a_seed_of_its_own():

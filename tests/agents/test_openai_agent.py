@@ -198,7 +198,7 @@ def test_what_is_served(build, write, capfd):
     asked = said["shorter"].requests[0].params
     assert (asked.max_tokens, asked.temperature, asked.stop, asked.seed) == (3, 1.0, ("y", "x"), 0)
     assert results[3].trajectories[0].truncated
-    assert "temperature=0.1 (the run has 1.0): training draws as its flags say" in capfd.readouterr().err
+    assert "temperature=0.1 (the run has 1.0): training samples as its flags say" in capfd.readouterr().err
 
 
 REFUSED = [
@@ -216,7 +216,7 @@ REFUSED = [
     ("await ask(u, stop=[1])", "stop of a request is [1]"),
     ("await ask(u, extra_body={'tools': {'a': 1}})", "tools of a request is {'a': 1}"),
     ("await ask(u, {'role': 'assistant', 'tool_calls': [{}]})", "a tool call with function.name"),
-    ("await ask()", "a list of messages is wanted"),
+    ("await ask()", "a list of messages"),
     ("await ask({'role': 'user', 'content': [{'type': 'image_url'}]})", "text in every part"),
     ("await ask({'role': 'user', 'content': 'long' * 99})", "the first request of an episode has 402 tokens"),
     ("pass", "returned before it asked the policy anything"),
@@ -312,7 +312,7 @@ def test_an_agent_that_hangs_is_ended(build, write):
 @pytest.mark.parametrize(
     ("source", "flags", "message"),
     [
-        ("def run_agent(base_url, question): ...", {}, "wants question; it may name base_url, api_key, prompt"),
+        ("def run_agent(base_url, question): ...", {}, "requires question; it may take base_url, api_key, prompt"),
         ("def run_agent(base_url): ...", {"apply_chat_template": True}, "leave the flag out"),
     ],
 )
@@ -349,21 +349,21 @@ def test_a_template_that_rewrites_earlier_turns_rewrites_no_tokens():
 
     chat = session(forgets)
     asked = [{"role": "user", "content": "q"}]
-    chat.hear(asked, None, chat.extension(asked, None))
+    chat.add_request(asked, None, chat.tokens_added(asked, None))
     ids = encode("well|yes</s>")
-    chat.say(
+    chat.add_turn(
         CompletionOutput(ids, "", [{token: Logprob(-1.0)} for token in ids], "stop"),
         {"role": "assistant", "content": "well|yes"},
     )
     more = [*asked, {"role": "assistant", "content": " well|yes\n"}, {"role": "user", "content": "r"}]
-    assert decode(chat.extension(more, None)) == "<u>r<a>"
+    assert decode(chat.tokens_added(more, None)) == "<u>r<a>"
 
 
 def test_a_template_that_hides_the_last_turn_is_refused():
     chat = session("{{ messages[-1]['content'] }}")
     chat.messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     with pytest.raises(RolloutError, match="leaves out what the assistant said"):
-        chat.extension([*chat.messages, {"role": "user", "content": "r"}], None)
+        chat.tokens_added([*chat.messages, {"role": "user", "content": "r"}], None)
 
 
 @pytest.mark.parametrize(

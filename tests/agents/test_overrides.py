@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from openrlhf.agents.overrides import bends, check_overrides, temperature_factors
+from openrlhf.agents.overrides import check_overrides, find_restriction, temperature_factors
 from openrlhf.errors import RolloutError
 from openrlhf.types import SamplingParams
 
@@ -16,10 +16,10 @@ BENT = [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"repetition_penalty": 1.1
 def test_what_bends_the_distribution_is_refused_where_the_engines_log_probs_count(change):
     asked = [OWN, replace(OWN, **change)]
     name, value = next(iter(change.items()))
-    with pytest.raises(RolloutError, match=rf"sampling_params.{name}={value:g} changes which tokens can be drawn"):
+    with pytest.raises(RolloutError, match=rf"sampling_params.{name}={value:g} changes which tokens can be sampled"):
         check_overrides(OWN, asked, compares_engine=True)
     check_overrides(OWN, asked, compares_engine=False)
-    assert [bends(params) for params in asked] == [None, f"{name}={value:g}"]
+    assert [find_restriction(params) for params in asked] == [None, f"{name}={value:g}"]
 
 
 def test_a_turn_without_chance_is_refused_unless_all_are_so():

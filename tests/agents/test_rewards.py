@@ -10,8 +10,8 @@ import pytest
 import torch
 from sessions import WATCHDOG, Numbered, Say, children, params, prompt, run, run_all
 
-from openrlhf.agents.sandbox.loop_thread import heard
-from openrlhf.agents.sandbox.process import Failure
+from openrlhf.agents.futures import mark_retrieved
+from openrlhf.agents.sandbox.call import CallFailure
 from openrlhf.errors import ConfigError, RewardError, RolloutError
 
 LENGTHS = "[float(len(query)) for query in queries]"
@@ -248,12 +248,12 @@ def test_an_engine_error_goes_up_as_it_is(build, write):
         run(executor, [Broken()])
 
 
-@pytest.mark.parametrize("listening", [heard, lambda answer: answer], ids=["heard", "left alone"])
+@pytest.mark.parametrize("listening", [mark_retrieved, lambda answer: answer], ids=["marked", "left alone"])
 def test_an_error_that_comes_after_its_listener_left_makes_no_noise(listening, caplog):
     async def leave():
-        listening(asyncio.get_running_loop().create_future()).set_exception(Failure("raised", "odd"))
+        listening(asyncio.get_running_loop().create_future()).set_exception(CallFailure("odd"))
         await asyncio.sleep(0)
 
     asyncio.run(leave())
     gc.collect()
-    assert ("never retrieved" in caplog.text) == (listening is not heard)
+    assert ("never retrieved" in caplog.text) == (listening is not mark_retrieved)

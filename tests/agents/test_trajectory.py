@@ -3,7 +3,7 @@ import math
 import pytest
 from sessions import encode, prompt
 
-from openrlhf.agents.trajectory import one_turn, read_trajectory
+from openrlhf.agents.trajectory import join_turn, read_trajectory
 from openrlhf.errors import RewardError, RolloutError
 from openrlhf.types import Completion
 
@@ -28,14 +28,14 @@ def read(context_length=100, each_step=False, completions=(NUMBERS, MORE), **cha
 
 
 def test_one_turn_by_hand():
-    got = one_turn(prompt("1+"), NUMBERS, 100)
+    got = join_turn(prompt("1+"), NUMBERS, 100)
     assert got.input_ids == (*encode("1+"), 21, 22)
     assert got.action_mask == (False, False, True, True)
     assert got.rollout_log_probs == (0.0, 0.0, -0.5, -0.25)
     assert (got.truncated, got.version) == (False, 4)
     assert math.isnan(got.reward)
     assert math.isnan(got.score)
-    assert one_turn(prompt("1+"), MORE, 100).truncated
+    assert join_turn(prompt("1+"), MORE, 100).truncated
 
 
 def test_two_turns_by_hand():
@@ -85,16 +85,16 @@ def test_the_first_token_is_never_an_action():
     ("changes", "message"),
     [
         ({"observation_tokens": None}, "'observation_tokens' is None"),
-        ({"observation_tokens": [1, "x"]}, "'x' (str), which is no token id"),
+        ({"observation_tokens": [1, "x"]}, "'x' (str); expected token ids"),
         ({"action_ranges": None}, "'action_ranges' is None"),
         ({"action_ranges": [[2]]}, "expected (start, end)"),
         ({"action_ranges": [[2, 9]]}, "(2, 9) does not lie within the 7 observation_tokens"),
         ({"action_ranges": [[4, 2]]}, "(4, 2) does not lie within"),
-        ({"action_ranges": [[2, 4], [3, 5]]}, "(3, 5) begins before the one before it ends, at 4"),
+        ({"action_ranges": [[2, 4], [3, 5]]}, "(3, 5) begins before the previous one ends, at 4"),
         ({"action_ranges": []}, "no action within 100 tokens"),
         ({"rollout_log_probs": [0.0]}, "1 values for 7 observation_tokens"),
         ({"rollout_log_probs": "none"}, "'none' (str)"),
-        ({"rollout_log_probs": None, "observation_tokens": [1, 2, 3, 4, 5, 6, 7]}, "not what the engine drew"),
+        ({"rollout_log_probs": None, "observation_tokens": [1, 2, 3, 4, 5, 6, 7]}, "not those that the engine sampled"),
     ],
 )
 def test_a_wrong_episode_says_what_is_wrong(changes, message):
@@ -135,5 +135,5 @@ def test_each_token_carries_the_temperature_of_its_turn():
 def test_tokens_that_the_engine_did_not_draw_have_no_temperature_of_a_turn():
     other = {"observation_tokens": [11, 12, 29, 22, 31, 32, 23]}
     assert temperatures([0.5, 0.5], **other) == (1.0, 1.0, 0.5, 0.5)  # all turns had one
-    with pytest.raises(RolloutError, match=r"several temperatures.*\(2, 4\) are not what the engine drew"):
+    with pytest.raises(RolloutError, match=r"several temperatures.*\(2, 4\) are not those that the engine sampled"):
         temperatures([2.0, 0.5], **other)

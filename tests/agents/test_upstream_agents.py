@@ -119,7 +119,7 @@ def test_an_episode_that_puts_nothing_into_the_queue_is_told_so(build, write):
 
 def test_an_executor_that_wants_something_else_is_known_before_training(build, write):
     file = write(QUEUE.replace("hf_tokenizer, result_queue):", "hf_tokenizer, result_queue, actor):"))
-    with pytest.raises(ConfigError, match="built without arguments, but it wants actor"):
+    with pytest.raises(ConfigError, match="built without arguments, but it requires actor"):
         build(agent_func_path=file)
 
 

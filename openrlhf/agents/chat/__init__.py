@@ -1,1 +1,4 @@
-"""Agents that talk to the policy through an OpenAI-compatible server, GEM or NeMo Gym."""
+"""Agents that talk to the policy in messages: through an OpenAI-compatible server, with GEM, or with NeMo Gym.
+
+All of them extend `episode.ChatExecutor`, whose `ChatEpisode` turns messages into one append-only sequence of tokens.
+"""

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from openrlhf.agents.chat.episode import Episode, Full, open_episode, refuse_rendered_prompts
+from openrlhf.agents.chat.episode import ChatEpisode, ChatExecutor, EpisodeFull
 from openrlhf.agents.chat.session import read_chat
-from openrlhf.agents.chat.wire import MODEL, ChatRequest, sent_message
+from openrlhf.agents.chat.wire import MODEL, ChatRequest, ToolCall, format_message
 from openrlhf.agents.executor import clip
-from openrlhf.agents.interface import AgentExecutorBase, LLMEngine
+from openrlhf.agents.interface import EpisodeResult, EpisodeTask
+from openrlhf.agents.sandbox.messages import Json
 from openrlhf.agents.scores import kind_of
 from openrlhf.config.checks.extras import require
 from openrlhf.data.messages import Message
@@ -27,70 +28,84 @@ if TYPE_CHECKING:
     from aiohttp import ClientSession
 
 ROW = "the label of a prompt for NeMo Gym is its row, as an object or as JSON text, with responses_create_params.input"
+Item: TypeAlias = dict[str, Json]  # of a Responses object
 
 
-class NemoGymAgentExecutor(AgentExecutorBase):
+class NemoGymAgentExecutor(ChatExecutor):
     """Executor that plays against the resources server at `url`; the label of a prompt is its row."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
 
     async def prepare(self) -> None:
+        """Check that aiohttp is installed."""
         require("aiohttp", "NemoGymAgentExecutor")
-        refuse_rendered_prompts(self, "NemoGymAgentExecutor")
+        await super().prepare()
 
-    async def execute(
-        self,
-        prompt: str,
-        label: Any,
-        sampling_params: Any,
-        max_length: int,
-        hf_tokenizer: Any,
-        llm_engine: LLMEngine,
-    ) -> dict[str, Any]:
+    async def run_episode(self, task: EpisodeTask) -> EpisodeResult:
         """Seed the session, play the turns, and have the server verify the conversation."""
         from aiohttp import ClientSession, CookieJar
 
-        row = read_row(label)
-        episode = open_episode(self, sampling_params, max_length, hf_tokenizer, llm_engine)
+        row = read_row(task.label)
+        episode = self.open_chat(task)
         async with ClientSession(cookie_jar=CookieJar(unsafe=True)) as http:  # cookies also from IP addresses
             await self._ask(http, "/seed_session", row)
-            output = await self._play(http, row["responses_create_params"], episode)
-            verdict = await self._ask(http, "/verify", row | {"response": response_of(output, row)})
-        if not isinstance(verdict, Mapping) or "reward" not in verdict:
-            raise RewardError(f"{self.url}/verify answered without a reward: {clip(repr(verdict))}")
-        sample = episode.sample()
-        return sample | {"prompt": prompt, "label": label, "reward": verdict["reward"], "extra_logs": logs(output)}
+            params = row["responses_create_params"]
+            output = await self._play(http, params, episode)
+            response = {
+                "id": "resp_1",
+                "object": "response",
+                "created_at": 0,
+                "model": MODEL,
+                "output": output,
+                "parallel_tool_calls": True,
+                "tool_choice": params.get("tool_choice") or "auto",
+                "tools": params.get("tools") or [],
+            }
+            verified = await self._ask(http, "/verify", row | {"response": response})
+        if not isinstance(verified, Mapping) or "reward" not in verified:
+            raise RewardError(f"{self.url}/verify answered without a reward: {clip(repr(verified))}")
+        calls = float(sum(item["type"] == "function_call" for item in output))
+        return {**episode.result(), "reward": verified["reward"], "extra_logs": {"tool_calls": calls}}
 
-    async def _play(self, http: ClientSession, params: Mapping[str, Any], episode: Episode) -> list[dict[str, Any]]:
+    async def _play(self, http: ClientSession, params: Mapping[str, Any], episode: ChatEpisode) -> list[Item]:
         """Play turns until one has no tool calls or is truncated, or the episode is full; return Responses items."""
-        messages, tools = read_input(params["input"]), [chat_tool(tool) for tool in params.get("tools") or []]
-        output: list[dict[str, Any]] = []
+        given = params["input"]
+        try:
+            messages = read_chat([{"role": "user", "content": given}] if isinstance(given, str) else given)
+        except DataError as error:
+            raise RolloutError(f"responses_create_params.input: {error.message}") from None
+        tools = [convert_tool(tool) for tool in params.get("tools") or []]
+        output: list[Item] = []
         while True:
             try:
-                answer = await episode.answer(ChatRequest(messages, tools or None, may_call=bool(tools)))
-            except Full:
+                turn = await episode.answer(ChatRequest(messages, tools or None, may_call=bool(tools)))
+            except EpisodeFull:
                 return output
-            output += items_of(answer.message, answer.number)
-            calls = answer.message.get("tool_calls") or []
-            if not calls or answer.drawn.finish_reason == "length":
+            output += convert_turn(turn.message, turn.number)
+            calls = turn.message.get("tool_calls") or []
+            if not calls or turn.output.finish_reason == "length":
                 return output
-            results = [await self._call(http, call, tools) for call in calls]
-            output += [result_item(result) for result in results]
-            messages = [*messages, answer.message, *results]
+            results = [await self._call_tool(http, call, tools) for call in calls]
+            output += [
+                {"type": "function_call_output", "id": f"fco_{message['tool_call_id']}", "status": "completed"}
+                | {"call_id": message["tool_call_id"], "output": message["content"]}
+                for message in results
+            ]
+            messages = [*messages, turn.message, *results]
 
-    async def _call(self, http: ClientSession, call: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> Message:
+    async def _call_tool(self, http: ClientSession, call: ToolCall, tools: Sequence[Mapping[str, Any]]) -> Message:
         """Call a tool and return its response as a message, whatever the HTTP status.
 
         Only tools that the row lists are requested, so the policy cannot reach other paths of the server.
         """
-        function = call["function"]
-        text = f"there is no tool {function['name']}"
-        if any(tool["function"]["name"] == function["name"] for tool in tools):
-            _, text = await self._post(http, f"/{function['name']}", function["arguments"])
+        name = call["function"]["name"]
+        text = f"there is no tool {name}"
+        if any(tool["function"]["name"] == name for tool in tools):
+            _, text = await self._post(http, f"/{name}", call["function"]["arguments"])
         return {"role": "tool", "tool_call_id": call["id"], "content": text}
 
-    async def _post(self, http: ClientSession, path: str, body: Mapping[str, Any]) -> tuple[int, str]:
+    async def _post(self, http: ClientSession, path: str, body: Mapping[str, object]) -> tuple[int, str]:
         """Return status and text of a response; raise RewardError if there is none."""
         from aiohttp import ClientError
 
@@ -102,7 +117,7 @@ class NemoGymAgentExecutor(AgentExecutorBase):
         except ClientError as error:
             raise RewardError(f"{self.url}{path} cannot be reached: {error}; is the resources server up?") from None
 
-    async def _ask(self, http: ClientSession, path: str, body: Mapping[str, Any]) -> Any:
+    async def _ask(self, http: ClientSession, path: str, body: Mapping[str, object]) -> object:
         """Return the decoded JSON of a response; raise RewardError for a status other than 200."""
         status, text = await self._post(http, path, body)
         if status != 200:
@@ -110,10 +125,10 @@ class NemoGymAgentExecutor(AgentExecutorBase):
         try:
             return json.loads(text)
         except json.JSONDecodeError:
-            raise RewardError(f"{self.url}{path} answered no JSON: {clip(text)}") from None
+            raise RewardError(f"{self.url}{path} answered with something that is not JSON: {clip(text)}") from None
 
 
-def read_row(label: Any) -> dict[str, Any]:
+def read_row(label: object) -> dict[str, Any]:
     """Parse the row from a label, which is an object or JSON text."""
     try:
         row = json.loads(label) if isinstance(label, str) else label
@@ -126,56 +141,21 @@ def read_row(label: Any) -> dict[str, Any]:
     raise RolloutError(f"{ROW}; it is {kind_of(label)}")
 
 
-def read_input(given: Any) -> list[Message]:
-    """Convert the input of a row to chat messages; plain text becomes a user message."""
-    try:
-        return read_chat([{"role": "user", "content": given}] if isinstance(given, str) else given)
-    except DataError as error:
-        raise RolloutError(f"responses_create_params.input: {error.message}") from None
-
-
-def chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+def convert_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a tool from the flat format of the Responses API to the nested one of chat templates."""
     if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
-        raise RolloutError(f"a tool of responses_create_params is {kind_of(tool)}; understood are functions")
+        raise RolloutError(f"a tool of responses_create_params is {kind_of(tool)}; expected a function with a name")
     known = ("name", "description", "parameters")
     return {"type": "function", "function": {key: tool[key] for key in known if tool.get(key) is not None}}
 
 
-def items_of(message: Message, number: int) -> list[dict[str, Any]]:
-    """Convert a turn of the policy to items of a Responses object."""
-    sent = sent_message(message)
-    text = {"type": "output_text", "text": message["content"], "annotations": []}
-    spoken = {"type": "message", "id": f"msg_{number}", "role": "assistant", "status": "completed", "content": [text]}
-    calls = [
+def convert_turn(message: Message, number: int) -> list[Item]:
+    """Convert a turn of the policy to items of a Responses object: its text, then its tool calls."""
+    text: Item = {"type": "output_text", "text": message["content"], "annotations": []}
+    spoken: Item = {"type": "message", "id": f"msg_{number}", "role": "assistant", "status": "completed"}
+    calls: list[Item] = [
         {"type": "function_call", "id": f"fc_{call['id']}", "call_id": call["id"], "status": "completed"}
         | {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
-        for call in sent.get("tool_calls") or []
+        for call in format_message(message).get("tool_calls") or []
     ]
-    return ([spoken] if message["content"] or not calls else []) + calls
-
-
-def result_item(message: Message) -> dict[str, Any]:
-    """Convert a tool's message to an item of a Responses object."""
-    call = message["tool_call_id"]
-    item = {"type": "function_call_output", "id": f"fco_{call}", "call_id": call, "status": "completed"}
-    return item | {"output": message["content"]}
-
-
-def response_of(output: list[dict[str, Any]], row: Mapping[str, Any]) -> dict[str, Any]:
-    """Build the Responses object that /verify expects."""
-    params = row["responses_create_params"]
-    return {
-        "id": "resp_1",
-        "object": "response",
-        "created_at": 0,
-        "model": MODEL,
-        "output": output,
-        "parallel_tool_calls": True,
-        "tool_choice": params.get("tool_choice") or "auto",
-        "tools": params.get("tools") or [],
-    }
-
-
-def logs(output: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    return {"tool_calls": float(sum(item["type"] == "function_call" for item in output))}
+    return ([spoken | {"content": [text]}] if message["content"] or not calls else []) + calls

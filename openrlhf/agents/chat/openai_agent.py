@@ -1,7 +1,8 @@
 """Executor for agents that use OpenAI's client.
 
 `run_agent` gets a base_url and a key, talks to the policy as to any OpenAI-compatible server, and returns the reward.
-Its conversation is the training sample. The server runs in the same worker process (`chat_server`).
+Its conversation is the training sample. The server (`server.py`) runs in the same worker process, on its event loop;
+`run_agent` runs in a thread, so it may block.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from openrlhf.agents.chat.episode import Episode, open_episode, refuse_rendered_prompts
-from openrlhf.agents.chat.wire import find_calls
-from openrlhf.agents.interface import AgentExecutorBase, LLMEngine
-from openrlhf.agents.multi_turn import settled
+from openrlhf.agents.chat.episode import ChatExecutor
+from openrlhf.agents.chat.wire import ToolCall, find_calls
+from openrlhf.agents.interface import EpisodeResult, EpisodeTask
+from openrlhf.agents.loading import resolve
 from openrlhf.agents.sandbox.messages import plain
 from openrlhf.agents.scores import kind_of
 from openrlhf.config.checks.extras import require
@@ -26,24 +27,25 @@ from openrlhf.errors import ConfigError, RolloutError
 if TYPE_CHECKING:
     from openrlhf.agents.chat.server import ChatServer
 
-OFFERED = ("base_url", "api_key", "prompt", "label", "session_id", "seed")
+OFFERED = ("base_url", "api_key", "prompt", "label", "session_id", "seed")  # arguments that run_agent may take
 RESULT = "expected a number, or a dict with 'reward' (and 'scores', 'extra_logs')"
 
 
-class OpenAIAgentExecutor(AgentExecutorBase):
+class OpenAIAgentExecutor(ChatExecutor):
     """Executor that serves the policy at a separate base_url for each episode; extend it with `run_agent`.
 
     `run_agent` may be async or not and may use any client, because it runs in its own thread. Its signature names the
     arguments it gets, out of base_url, api_key, prompt, label, session_id and seed; it returns the reward.
     """
 
-    server: ChatServer
+    server: ChatServer  # these two are set by `prepare`
+    arguments: list[str]  # that run_agent takes
 
     @abstractmethod
     def run_agent(self, base_url: str, api_key: str, prompt: str, label: Any) -> Any:
         """Run the agent against the policy at base_url; return a reward or {reward, scores, extra_logs}."""
 
-    def find_calls(self, text: str, number: int) -> tuple[str, list[dict[str, Any]]]:
+    def find_calls(self, text: str, number: int) -> tuple[str, list[ToolCall]]:
         """Return the text of a turn without its tool calls, and the calls in the format of OpenAI's clients.
 
         The default parses the format of Qwen and Hermes: <tool_call>{"name": ..., "arguments": {...}}</tool_call>.
@@ -54,62 +56,49 @@ class OpenAIAgentExecutor(AgentExecutorBase):
     async def prepare(self) -> None:
         """Check run_agent and the flags, and start the server."""
         require("aiohttp", "an agent with run_agent")
-        self.wanted = wanted_by(self.run_agent)
-        refuse_rendered_prompts(self, "run_agent")
+        self.arguments = accepted_arguments(self.run_agent)
+        await super().prepare()
         from openrlhf.agents.chat.server import HOST, ChatServer  # imports aiohttp, an extra
 
-        without_proxy(HOST)
+        # Clients in this process must reach the server directly, whatever proxy the environment sets.
+        known = {os.environ.get(name, "") for name in ("NO_PROXY", "no_proxy")}
+        os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(filter(None, [*sorted(known), HOST]))
         self.server = ChatServer()
         await self.server.start()
 
-    async def execute(
-        self,
-        prompt: str,
-        label: Any,
-        sampling_params: Any,
-        max_length: int,
-        hf_tokenizer: Any,
-        llm_engine: LLMEngine,
-    ) -> dict[str, Any]:
-        """Serve one episode while run_agent runs; return its conversation with the agent's reward."""
-        episode = open_episode(self, sampling_params, max_length, hf_tokenizer, llm_engine, self.find_calls)
-        known = {
+    async def run_episode(self, task: EpisodeTask) -> EpisodeResult:
+        """Serve one episode while run_agent runs; return its conversation with the agent's reward.
+
+        An error in serving its requests takes precedence over its result and its own exceptions. If it raises because
+        the episode is full, the reward is 0.
+        """
+        episode = self.open_chat(task, self.find_calls)
+        offered = {
             "base_url": self.server.open(episode),
             "api_key": episode.key,
-            "prompt": prompt,
-            "label": label,
+            "prompt": task.prompt,
+            "label": task.label,
             "session_id": episode.name,
-            "seed": getattr(llm_engine, "seed", 0),
+            "seed": getattr(task.engine, "seed", 0),
         }
+        result: object = 0.0
         try:
-            result = await self._outcome(episode, {name: known[name] for name in self.wanted})
+            result = await call_in_thread(self.run_agent, {name: offered[name] for name in self.arguments})
+        except Exception as error:
+            if episode.error is not None:
+                raise episode.error from error
+            if not episode.is_full:
+                raise
         finally:
             self.server.close(episode)
-        if not episode.drawn:
+        if episode.error is not None:
+            raise episode.error
+        if not episode.outputs:
             raise RolloutError("run_agent returned before it asked the policy anything at base_url with its api_key")
-        return (
-            {"prompt": prompt, "label": label} | episode.sample() | read_result(result, scored_later=self.scored_later)
-        )
-
-    async def _outcome(self, episode: Episode, arguments: dict[str, Any]) -> Any:
-        """Run the agent and return its result; the reward is 0 if it raises because the episode is full.
-
-        An error in serving its requests takes precedence over its result and its own exceptions.
-        """
-        try:
-            result = await in_thread(lambda: called(self.run_agent, arguments))
-        except Exception as error:
-            if episode.trouble is not None:
-                raise episode.trouble from error
-            if not episode.full:
-                raise
-            return 0.0
-        if episode.trouble is not None:
-            raise episode.trouble
-        return result
+        return {**episode.result(), **read_result(result, scored_later=self.scored_later)}
 
 
-def executor_around(function: Callable[..., Any]) -> OpenAIAgentExecutor:
+def make_executor(function: Callable[..., object]) -> OpenAIAgentExecutor:
     """Return the executor for a file with a function run_agent instead of a class."""
 
     class FunctionAgent(OpenAIAgentExecutor):
@@ -118,13 +107,7 @@ def executor_around(function: Callable[..., Any]) -> OpenAIAgentExecutor:
     return FunctionAgent()
 
 
-def without_proxy(host: str) -> None:
-    """Make clients in this process reach a host directly, whatever proxy the environment sets."""
-    known = {os.environ.get(name, "") for name in ("NO_PROXY", "no_proxy")}
-    os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(filter(None, [*sorted(known), host]))
-
-
-def wanted_by(function: Callable[..., Any]) -> list[str]:
+def accepted_arguments(function: Callable[..., object]) -> list[str]:
     """Return the offered arguments that a run_agent takes, according to its signature."""
     parameters = inspect.signature(function).parameters.values()
     if any(item.kind is item.VAR_KEYWORD for item in parameters):
@@ -132,37 +115,35 @@ def wanted_by(function: Callable[..., Any]) -> list[str]:
     unknown = [item.name for item in parameters if item.name not in OFFERED and item.default is item.empty]
     if unknown:
         raise ConfigError(
-            f"run_agent{inspect.signature(function)} wants {', '.join(unknown)}; it may name {', '.join(OFFERED)}",
+            f"run_agent{inspect.signature(function)} requires {', '.join(unknown)}; it may take {', '.join(OFFERED)}",
             try_this="async def run_agent(base_url, api_key, prompt, label): ...",
         )
     return [item.name for item in parameters if item.name in OFFERED]
 
 
-def called(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """Call a function; run an async one on an event loop of this thread."""
-    result = function(**arguments)
-    return asyncio.run(settled(result)) if inspect.isawaitable(result) else result
-
-
-async def in_thread(work: Callable[[], Any]) -> Any:
-    """Run `work` in a new thread.
+async def call_in_thread(function: Callable[..., object], arguments: Mapping[str, object]) -> object:
+    """Call a function in a new thread; run an async one on an event loop of that thread.
 
     A bounded pool could deadlock: its agents wait for the engine, while the engine's batch waits for queued agents.
     """
+
+    def call() -> object:
+        result = function(**arguments)
+        return asyncio.run(resolve(result)) if inspect.isawaitable(result) else result
+
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="run_agent")
     try:
-        return await asyncio.get_running_loop().run_in_executor(executor, work)
+        return await asyncio.get_running_loop().run_in_executor(executor, call)
     finally:
         executor.shutdown(wait=False)
 
 
-def read_result(result: Any, *, scored_later: bool = False) -> dict[str, Any]:
+def read_result(result: object, *, scored_later: bool = False) -> EpisodeResult:
     """Validate the result of run_agent; the reward may be None only if reward models score the episode later."""
     given = plain(result)
-    if not isinstance(given, Mapping):
-        given = {"reward": given}
-    reward = given.get("reward", given.get("rewards"))
-    left_out = scored_later and given.keys() <= {"reward", "rewards", "scores", "extra_logs"}
-    if reward is None and not left_out:
-        raise RolloutError(f"run_agent returned {kind_of(plain(result))}; {RESULT}")
-    return {"reward": reward, "scores": given.get("scores"), "extra_logs": given.get("extra_logs")}
+    named = given if isinstance(given, dict) else {"reward": given}
+    reward = named.get("reward", named.get("rewards"))
+    may_be_none = scored_later and named.keys() <= {"reward", "rewards", "scores", "extra_logs"}
+    if reward is None and not may_be_none:
+        raise RolloutError(f"run_agent returned {kind_of(given)}; {RESULT}")
+    return {"reward": reward, "scores": named.get("scores"), "extra_logs": named.get("extra_logs")}

@@ -1,6 +1,7 @@
-"""The JSON format of OpenAI's chat completions: parsing and validation of requests, and formatting of answers.
+"""The JSON format of OpenAI's chat completions: parsing and validation of requests, and formatting of responses.
 
-All functions are pure. `chat_server` speaks this format over HTTP; `chat_episode` finds the tool calls of a turn here.
+All functions are pure. `server.py` speaks this format over HTTP; `episode.py` finds the tool calls of a turn here. In
+this package the arguments of a tool call are an object, as chat templates expect them; clients get them as JSON text.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypedDict
 
 from openrlhf.agents.chat.session import Tools, read_chat
 from openrlhf.agents.interface import CompletionOutput
+from openrlhf.agents.sandbox.messages import Json
 from openrlhf.data.messages import Message
 from openrlhf.errors import DataError, RolloutError
 
@@ -31,46 +33,95 @@ FOLLOWS_FLAGS = {
 }
 
 
+class ToolFunction(TypedDict):
+    """Name and arguments of a tool call."""
+
+    name: str
+    arguments: dict[str, Json]
+
+
+class ToolCall(TypedDict):
+    """A tool call in the format of OpenAI's clients, but with the arguments as an object."""
+
+    id: str
+    type: str  # "function"
+    function: ToolFunction
+
+
 @dataclass(frozen=True)
 class ChatRequest:
     """The fields of a request that are honoured; others are ignored or rejected."""
 
     messages: list[Message]
     tools: Tools = None
-    may_call: bool = False
+    may_call: bool = False  # whether tool calls are parsed
     max_tokens: int | None = None
     stop: list[str] = field(default_factory=list)
     stream: bool = False
-    with_usage: bool = False
+    with_usage: bool = False  # at the end of a stream
     with_log_probs: bool = False
 
 
 @dataclass(frozen=True)
-class Answer:
-    """One turn of the policy, ready to be sent to the client."""
+class ChatTurn:
+    """One turn of the policy."""
 
     number: int  # of the turn in its episode, from 1
     message: Message
-    drawn: CompletionOutput
+    output: CompletionOutput
     prompt_token_ids: list[int]
-    token_texts: list[str]
+    token_texts: list[str]  # one per sampled token
+
+    @property
+    def finish_reason(self) -> str:
+        """The reason in OpenAI's terms, which include tool calls."""
+        return "tool_calls" if self.message.get("tool_calls") else self.output.finish_reason
+
+    def usage(self) -> dict[str, Json]:
+        """Count the tokens in OpenAI's format."""
+        prompt, completion = len(self.prompt_token_ids), len(self.output.token_ids)
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+    def log_probs(self) -> dict[str, Json]:
+        """Format the log-probs of the sampled tokens; alternatives (`top_logprobs`) are not available."""
+        content: list[Json] = [
+            {"token": text, "logprob": known[token].logprob, "bytes": list(text.encode()), "top_logprobs": []}
+            for token, known, text in zip(self.output.token_ids, self.output.logprobs, self.token_texts, strict=True)
+        ]
+        return {"content": content}
+
+    def head(self, kind: str) -> dict[str, Json]:
+        """Return the fields shared by completions and chunks; `kind` is the object type."""
+        return {"id": f"chatcmpl-{self.number}", "object": kind, "created": 0, "model": MODEL}
 
 
-def read_request(body: Any) -> ChatRequest:
+def read_request(body: object) -> ChatRequest:
     """Parse a request; raise RolloutError naming a field that is malformed or not supported."""
     if not isinstance(body, Mapping):
-        raise RolloutError("a chat completion is asked for with a JSON object")
-    refuse_constraints(body)
+        raise RolloutError("the body of a request for a chat completion must be a JSON object")
+    # Reject parameters that would change the sampling distribution or ask for several samples.
+    wrong = {
+        "n": body.get("n") not in (None, 1),
+        "tool_choice": body.get("tool_choice") not in (None, "auto", "none"),
+        "logit_bias": bool(body.get("logit_bias")),
+        "response_format": (body.get("response_format") or {"type": "text"}) != {"type": "text"},
+    }
+    for name, is_wrong in wrong.items():
+        if is_wrong:
+            raise RolloutError(
+                f"a request asks for {name}={body[name]!r}, which would distort what the policy samples: omit it, and"
+                " let the reward judge the form of an answer"
+            )
     stop = body.get("stop") or []
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or not all(isinstance(text, str) for text in stop):
-        raise RolloutError(f"stop of a request is {stop!r}, not a text or a list of texts")
+        raise RolloutError(f"stop of a request is {stop!r}; expected a text or a list of texts")
     tools = body.get("tools") or None
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
-        raise RolloutError(f"tools of a request is {tools!r}, not a list of objects")
+        raise RolloutError(f"tools of a request is {tools!r}; expected a list of objects")
     limits = [body[name] for name in ("max_tokens", "max_completion_tokens") if body.get(name) is not None]
     if not all(isinstance(limit, int) and limit > 0 for limit in limits):
-        raise RolloutError(f"max_tokens of a request is {limits}, not a number of tokens")
+        raise RolloutError(f"max_tokens of a request is {limits}; expected a number of tokens above 0")
     try:
         messages = read_chat(body.get("messages"))
     except DataError as error:
@@ -87,25 +138,8 @@ def read_request(body: Any) -> ChatRequest:
     )
 
 
-def refuse_constraints(body: Mapping[str, Any]) -> None:
-    """Reject parameters that would change the sampling distribution or ask for several samples."""
-    form = body.get("response_format") or {"type": "text"}
-    wrong = {
-        "n": body.get("n") not in (None, 1),
-        "tool_choice": body.get("tool_choice") not in (None, "auto", "none"),
-        "logit_bias": bool(body.get("logit_bias")),
-        "response_format": form != {"type": "text"},
-    }
-    for name, is_wrong in wrong.items():
-        if is_wrong:
-            raise RolloutError(
-                f"a request asks for {name}={body[name]!r}, which would not leave the policy free to say what it"
-                " samples: leave it out, and let the reward judge the form of an answer"
-            )
-
-
-def not_followed(body: Mapping[str, Any], params: object) -> list[str]:
-    """List the sampling parameters of a request that differ from the run's, for a warning."""
+def list_ignored(body: Mapping[str, object], params: object) -> list[str]:
+    """List the sampling parameters of a request that differ from the run's and are ignored, for a warning."""
     return [
         f"{name}={body[name]} (the run has {getattr(params, name, default)})"
         for name, default in FOLLOWS_FLAGS.items()
@@ -113,34 +147,26 @@ def not_followed(body: Mapping[str, Any], params: object) -> list[str]:
     ]
 
 
-def find_calls(text: str, number: int) -> tuple[str, list[dict[str, Any]]]:
+def find_calls(text: str, number: int) -> tuple[str, list[ToolCall]]:
     """Split a turn into its text and its calls, <tool_call>{"name": ..., "arguments": {...}}</tool_call>.
 
     `number` makes call ids unique within an episode. If any call is malformed, the whole turn is returned as text.
     """
-    calls = [read_call(found) for found in TOOL_CALL.findall(text)]
-    functions = [call for call in calls if call is not None]
-    if len(functions) < len(calls):
-        return text, []
-    return TOOL_CALL.sub("", text).strip() if calls else text, [
-        {"id": f"call_{number}_{place}", "type": "function", "function": function}
-        for place, function in enumerate(functions)
-    ]
+    calls: list[ToolCall] = []
+    for place, found in enumerate(TOOL_CALL.findall(text)):
+        try:
+            call = json.loads(found)
+        except json.JSONDecodeError:
+            return text, []
+        arguments = call.get("arguments", {}) if isinstance(call, dict) else None
+        if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):
+            return text, []
+        function: ToolFunction = {"name": call["name"], "arguments": arguments}
+        calls.append({"id": f"call_{number}_{place}", "type": "function", "function": function})
+    return TOOL_CALL.sub("", text).strip() if calls else text, calls
 
 
-def read_call(text: str) -> dict[str, Any] | None:
-    """Parse the JSON of one call; None if it is malformed."""
-    try:
-        call = json.loads(text)
-    except json.JSONDecodeError:
-        return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return None
-    arguments = call.get("arguments", {})
-    return {"name": call["name"], "arguments": arguments} if isinstance(arguments, dict) else None
-
-
-def sent_message(message: Message) -> dict[str, Any]:
+def format_message(message: Message) -> Message:
     """Return the message as OpenAI's clients expect it: arguments as JSON text, empty content next to calls as None."""
     calls = [
         {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
@@ -149,60 +175,30 @@ def sent_message(message: Message) -> dict[str, Any]:
     return {**message, "tool_calls": calls, "content": message["content"] or None} if calls else message
 
 
-def finish_reason(answer: Answer) -> str:
-    return "tool_calls" if answer.message.get("tool_calls") else answer.drawn.finish_reason
-
-
-def usage(answer: Answer) -> dict[str, int]:
-    asked, drawn = len(answer.prompt_token_ids), len(answer.drawn.token_ids)
-    return {"prompt_tokens": asked, "completion_tokens": drawn, "total_tokens": asked + drawn}
-
-
-def head(answer: Answer, kind: str) -> dict[str, Any]:
-    """Return the fields shared by completions and chunks; `kind` is the object type."""
-    return {"id": f"chatcmpl-{answer.number}", "object": kind, "created": 0, "model": MODEL}
-
-
-def completion(answer: Answer, request: ChatRequest) -> dict[str, Any]:
-    """Format the answer as one response; `token_ids` is an extension that other clients ignore."""
-    choice = {
+def format_completion(turn: ChatTurn, request: ChatRequest) -> dict[str, Json]:
+    """Format a turn as one response; `token_ids` is an extension that other clients ignore."""
+    choice: Json = {
         "index": 0,
-        "message": sent_message(answer.message),
-        "finish_reason": finish_reason(answer),
-        "logprobs": log_probs(answer) if request.with_log_probs else None,
+        "message": format_message(turn.message),
+        "finish_reason": turn.finish_reason,
+        "logprobs": turn.log_probs() if request.with_log_probs else None,
     }
-    ids = {"prompt_token_ids": answer.prompt_token_ids, "completion_token_ids": answer.drawn.token_ids}
-    return head(answer, "chat.completion") | {"choices": [choice], "usage": usage(answer), "token_ids": ids}
+    ids: Json = {
+        "prompt_token_ids": list(turn.prompt_token_ids),
+        "completion_token_ids": list(turn.output.token_ids),
+    }
+    return turn.head("chat.completion") | {"choices": [choice], "usage": turn.usage(), "token_ids": ids}
 
 
-def chunks(answer: Answer, request: ChatRequest) -> list[dict[str, Any]]:
-    """Format the answer as a stream: the whole message in one chunk, the finish reason, then usage if requested."""
-    begun = head(answer, "chat.completion.chunk")
-    message = sent_message(answer.message)
+def format_chunks(turn: ChatTurn, request: ChatRequest) -> list[dict[str, Json]]:
+    """Format a turn as a stream: the whole message in one chunk, the finish reason, then usage if requested."""
+    head = turn.head("chat.completion.chunk")
+    message = dict(format_message(turn.message))
     if "tool_calls" in message:
         message["tool_calls"] = [{"index": place, **call} for place, call in enumerate(message["tool_calls"])]
-    pieces: list[dict[str, Any]] = [
-        {"index": 0, "delta": message, "finish_reason": None},
-        {"index": 0, "delta": {}, "finish_reason": finish_reason(answer)},
-    ]
+    first: dict[str, Json] = {"index": 0, "delta": message, "finish_reason": None}
     if request.with_log_probs:
-        pieces[0]["logprobs"] = log_probs(answer)
-    last = [begun | {"choices": [], "usage": usage(answer)}] if request.with_usage else []
-    return [begun | {"choices": [piece]} for piece in pieces] + last
-
-
-def log_probs(answer: Answer) -> dict[str, Any]:
-    """Format the log-probs of the sampled tokens; alternatives (`top_logprobs`) are not available."""
-    drawn = answer.drawn
-    places = zip(drawn.token_ids, drawn.logprobs, answer.token_texts, strict=True)
-    return {
-        "content": [
-            {"token": text, "logprob": known[token].logprob, "bytes": list(text.encode()), "top_logprobs": []}
-            for token, known, text in places
-        ]
-    }
-
-
-def problem(message: str, code: str | None = None) -> dict[str, Any]:
-    """Format an error in the way OpenAI's clients parse it."""
-    return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
+        first["logprobs"] = turn.log_probs()
+    last: Json = {"index": 0, "delta": {}, "finish_reason": turn.finish_reason}
+    usage: list[dict[str, Json]] = [head | {"choices": [], "usage": turn.usage()}] if request.with_usage else []
+    return [head | {"choices": [first]}, head | {"choices": [last]}, *usage]

@@ -1,8 +1,8 @@
 """Timeouts that count only the time of user code.
 
 A call is not charged for waiting on the engine, nor for time in which another call of the same worker process blocks
-its event loop. The pool sets a `Deadline` for each call. Each worker process has a `Processor`, which the pool updates
-from the worker's reports.
+its event loop. Each `WorkerProcess` has a `LoopUsage`, which it updates from the worker's reports, and a `Deadline` for
+each of its calls.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class Processor:
+class LoopUsage:
     """Which call is running on a worker's event loop, and how long each call has run so far.
 
     Times are in seconds of the trainer's event-loop clock.
     """
 
     running: int | None = None
-    since: float = 0.0
-    total: float = 0.0
+    since: float = 0.0  # when `running` last changed
+    total: float = 0.0  # of all calls, up to `since`
     by_call: dict[int, float] = field(default_factory=lambda: defaultdict(float))
 
     def switch(self, call: int | None, now: float) -> None:
@@ -41,12 +41,12 @@ class Processor:
 class Deadline:
     """Timer that calls `expire` once a call's user code has run for `seconds` since the engine last answered."""
 
-    def __init__(self, call: int, seconds: float, processor: Processor, expire: Callable[[], None]) -> None:
-        self.call, self.seconds, self.processor, self.expire = call, seconds, processor, expire
+    def __init__(self, call: int, seconds: float, usage: LoopUsage, expire: Callable[[], None]) -> None:
+        self.call, self.seconds, self.usage, self.expire = call, seconds, usage, expire
         self.loop = asyncio.get_running_loop()
         self.timer: asyncio.TimerHandle | None = None
-        self.pauses = 0
-        self._start()
+        self.pauses = 1  # open requests to the engine; resume() takes this one back and starts the clock
+        self.resume()
 
     def pause(self) -> None:
         """Stop the clock while a request to the engine is open; requests may overlap."""
@@ -57,14 +57,12 @@ class Deadline:
         """Note an answer of the engine; if no request is open any more, restart the time limit in full."""
         self.pauses -= 1
         if self.pauses == 0:
-            self._start()
-
-    def _start(self) -> None:
-        self.started = self.loop.time()
-        self.free = self.processor.used_by_others(self.call, self.started)
-        self.timer = self.loop.call_later(self.seconds, self._check)
+            self.started = self.loop.time()
+            self.used_before = self.usage.used_by_others(self.call, self.started)
+            self.timer = self.loop.call_later(self.seconds, self._check)
 
     def stop(self) -> None:
+        """Cancel the timer for good, or until `resume`."""
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
@@ -72,8 +70,8 @@ class Deadline:
     def _check(self) -> None:
         """Expire if the call itself has used up its time; otherwise set the timer for the rest."""
         now = self.loop.time()
-        others = self.processor.used_by_others(self.call, now) - self.free
-        left = self.seconds - (now - self.started - others)
+        used_by_others = self.usage.used_by_others(self.call, now) - self.used_before
+        left = self.seconds - (now - self.started - used_by_others)
         if left <= 0:
             self.expire()
         else:

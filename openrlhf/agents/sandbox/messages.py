@@ -1,31 +1,34 @@
-"""Message format of the pipe between the trainer and a worker process.
+"""Messages between the trainer and a worker process, and their format on the pipe.
 
-Calls to a worker are pickled, because a label may be any object from a dataset. Replies are JSON, so the trainer never
-unpickles objects that user code made. Each message is preceded by its length as 8 bytes, big-endian.
+    trainer -> worker   WorkerSpec, then StartCall, CancelCall and EngineAnswer
+    worker -> trainer   FileLoaded, then RunningCall, EngineRequest, CallReturned and CallRaised
+
+Messages to a worker are pickled, because a label may be any object from a dataset. Messages to the trainer are JSON,
+[class name, fields], so the trainer never unpickles objects that user code made. On both pipes a message is preceded by
+its length as 8 bytes, big-endian (`HEADER`). `process.WorkerProcess` and `worker.Worker` are the two ends.
 """
 
 from __future__ import annotations
 
-import json
-import pickle
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from openrlhf.config.sections.data import TemplateFlags
+from openrlhf.types import Completion, SamplingParams
 
 HEADER = struct.Struct(">Q")
-Kind = Literal["reward", "agent"]
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 
 @dataclass(frozen=True)
-class Spec:
-    """First message to a worker: the user's file to serve, and the settings of its episodes."""
+class WorkerSpec:
+    """First message to a worker: the user's file to load, and the settings of its episodes."""
 
     file: str
-    kind: Kind
-    max_length: int = 0
+    kind: Literal["reward", "agent"]
+    max_length: int = 0  # tokens of an episode, prompt included
     max_turns: int | None = None
     scored_later: bool = False  # reward models score episodes that return no reward
     tokenizer_folder: str | None = None
@@ -34,29 +37,97 @@ class Spec:
     template: TemplateFlags = field(default_factory=TemplateFlags)
 
 
-def pack_call(message: object) -> bytes:
-    """Encode a message from the trainer to a worker."""
-    return _framed(pickle.dumps(message))
+@dataclass(frozen=True)
+class RewardInput:
+    """Arguments of a reward function: one entry per sample in each list."""
+
+    queries: list[str]  # prompt and response
+    prompts: list[str]
+    labels: list[Any]
+    seed: int
 
 
-def unpack_call(data: bytes) -> Any:
-    return pickle.loads(data)
+@dataclass(frozen=True)
+class EpisodeInput:
+    """The prompt of an episode, and the run's sampling parameters with the seed of this sample."""
+
+    prompt: str
+    label: Any
+    params: SamplingParams
 
 
-def pack_reply(message: list[Any]) -> bytes:
-    """Encode a message from a worker to the trainer."""
-    return _framed(json.dumps(message).encode())
+@dataclass(frozen=True)
+class StartCall:
+    """Run the user's code once; `call` identifies the call in all further messages."""
+
+    call: int
+    input: RewardInput | EpisodeInput
 
 
-def unpack_reply(data: bytes) -> list[Any]:
-    return json.loads(data)
+@dataclass(frozen=True)
+class CancelCall:
+    """Cancel a call that exceeded its deadline."""
+
+    call: int
 
 
-def _framed(data: bytes) -> bytes:
-    return HEADER.pack(len(data)) + data
+@dataclass(frozen=True)
+class EngineAnswer:
+    """The engine's answer to the request of this number."""
+
+    call: int
+    request: int
+    completion: Completion
 
 
-def plain(value: Any) -> Any:
+@dataclass(frozen=True)
+class FileLoaded:
+    """The user's file has been loaded; the worker now handles calls."""
+
+
+@dataclass(frozen=True)
+class RunningCall:
+    """The call whose code runs on the worker's event loop from now on; None when it waits."""
+
+    call: int | None
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """A request of an episode to the engine; requests of an episode are numbered from 0."""
+
+    call: int
+    request: int
+    token_ids: list[int]
+    params: dict[str, Any]  # the fields of SamplingParams; JSON turns its tuples into lists
+
+
+@dataclass(frozen=True)
+class CallReturned:
+    """The result of user code, converted by `plain`."""
+
+    call: int
+    result: Json
+
+
+@dataclass(frozen=True)
+class CallRaised:
+    """An exception in user code; `call` is None if the file could not be loaded."""
+
+    call: int | None
+    text: str  # complete if `error_class` is set, else the rest of a sentence about the user's code
+    traceback: str
+    error_class: str  # name of an OpenRLHFError; empty for other exceptions
+
+
+WORKER_MESSAGES = {
+    message.__name__: message for message in (FileLoaded, RunningCall, EngineRequest, CallReturned, CallRaised)
+}
+ToTrainer: TypeAlias = FileLoaded | RunningCall | EngineRequest | CallReturned | CallRaised
+ToWorker: TypeAlias = WorkerSpec | StartCall | CancelCall | EngineAnswer
+
+
+def plain(value: object) -> Json:
     """Convert tensors, arrays and containers to numbers, lists and dicts, which JSON can hold.
 
     Anything else becomes its repr, so that an error message can show it.

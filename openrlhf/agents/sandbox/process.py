@@ -1,7 +1,8 @@
 """Trainer-side handle of a worker process: start it, exchange messages, kill its process group, report its exit once.
 
-The pool creates a `WorkerProcess` with callbacks for messages (`hear`) and for its end (`bury`). A `Call` is one piece
-of work for user code; it survives the process that runs it.
+The pool assigns calls to a `WorkerProcess` and learns of their end, and of the end of the process, through callbacks.
+The handle enforces the deadlines of its calls and passes their requests to the engine. It lives on the pool's event
+loop; `worker.Worker` is the other end of the pipe.
 """
 
 from __future__ import annotations
@@ -9,189 +10,251 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import pickle
 import signal
 import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from openrlhf.agents.sandbox.deadline import Deadline, Processor
-from openrlhf.agents.sandbox.loop_thread import Ask, heard
-from openrlhf.agents.sandbox.messages import HEADER, Spec, pack_call, unpack_reply
-from openrlhf.types import Completion, Request, SamplingParams
+from openrlhf.agents.futures import mark_retrieved
+from openrlhf.agents.sandbox.call import Call, CallFailure
+from openrlhf.agents.sandbox.deadline import Deadline, LoopUsage
+from openrlhf.agents.sandbox.messages import (
+    HEADER,
+    WORKER_MESSAGES,
+    CallRaised,
+    CallReturned,
+    CancelCall,
+    EngineAnswer,
+    EngineRequest,
+    FileLoaded,
+    RunningCall,
+    ToTrainer,
+    ToWorker,
+    WorkerSpec,
+)
+from openrlhf.types import Request, SamplingParams
 
 START = (
     "import sys; sys.path[:] = {path}; "
     "from openrlhf.agents.sandbox.worker import main; main({calls}, {replies}, {parent})"
 )
 DRAIN_SECONDS = 1.0  # wait for the last messages of a process that has ended
+GRACE_SECONDS = 1.0  # for user code to return after it is cancelled
+LOADING_SECONDS = 300.0  # time limit for loading a user's file, mostly its imports
 
 
-class Failure(Exception):
-    """A call that user code failed to answer.
+@dataclass(frozen=True)
+class PoolLimits:
+    """Concurrency and time limits of a pool."""
 
-    `kind` is "raised", "timeout", "died", "loading", or the class name of an OpenRLHFError. Unless `is_ours`, `text` is
-    the rest of a sentence about the user's code, such as "raised ValueError: ...".
-    """
-
-    def __init__(self, kind: str, text: str, traceback: str = "") -> None:
-        super().__init__(text)
-        self.kind, self.text, self.traceback = kind, text, traceback
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether `text` is the complete message of an OpenRLHFError."""
-        return self.kind.endswith("Error")
-
-
-@dataclass(eq=False)
-class Call:
-    """One call of user code, over all its attempts, with the engine's answers to its requests.
-
-    Answers are kept so that a retried episode gets the same completions for the same requests.
-    """
-
-    number: int
-    body: dict[str, Any]
-    ask: Ask | None
-    retries: int
-    answer: asyncio.Future[Any]
-    failures: int = 0
-    unexplained: int = 0  # crashes of its process with unknown cause
-    alone: bool = False  # it crashed a process, so it gets the next one for itself
-    expired: Failure | None = None
-    deadline: Deadline | None = None
-    engine_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    asked: dict[int, tuple[Request, asyncio.Future[Completion]]] = field(default_factory=dict)  # by request number
-
-    def request(self, number: int, request: Request) -> asyncio.Future[Completion]:
-        """Send request `number` to the engine, or return the earlier answer if a retry repeats the request."""
-        assert self.ask is not None
-        before = self.asked.get(number)
-        if before is None or before[0] != request:
-            self.asked[number] = request, heard(self.ask(request))
-        return self.asked[number][1]
-
-    def completions(self) -> tuple[Completion, ...]:
-        """Return the engine's answers in request order; all must have arrived."""
-        return tuple(self.asked[number][1].result() for number in sorted(self.asked))
-
-    def params(self) -> tuple[SamplingParams, ...]:
-        """Return the sampling parameters of the requests, in the order of `completions`."""
-        return tuple(self.asked[number][0].params for number in sorted(self.asked))
+    timeout: float  # seconds of user code per call, without waiting for the engine
+    processes: int = 1
+    calls_before_another: int = 1  # concurrent calls in a process before another process is started
+    calls_per_process: int | None = None  # further calls are queued; None: no limit
+    loading: float = LOADING_SECONDS
 
 
 class WorkerProcess:
-    """A process with its own process group that runs user code, and the calls assigned to it."""
+    """A process with its own process group that runs user code, and the calls assigned to it.
+
+    `on_call_end` is called when user code has returned or raised; a call without an answer then has expired. `on_exit`
+    is called once, after the process has ended and `failure` and `blamed` are set.
+    """
 
     def __init__(
         self,
-        spec: Spec,
-        hear: Callable[[WorkerProcess, list[Any]], None],
-        bury: Callable[[WorkerProcess], None],
+        spec: WorkerSpec,
+        limits: PoolLimits,
+        on_call_end: Callable[[WorkerProcess, Call], None],
+        on_exit: Callable[[WorkerProcess, CallFailure], None],
         *,
         alone: bool = False,
     ) -> None:
-        self.spec, self.hear, self.bury, self.alone = spec, hear, bury, alone
-        self.calls: dict[int, Call] = {}
-        self.processor = Processor()
-        self.ready = False
+        self.limits, self.on_call_end, self.on_exit, self.alone = limits, on_call_end, on_exit, alone
+        self.calls: dict[int, Call] = {}  # that it has been sent and not answered, by number
+        self.deadlines: dict[int, Deadline] = {}  # of these calls, once the file is loaded
+        self.usage = LoopUsage()
         self.retiring = False  # gets no more calls
-        self.doomed = False  # killed, or to be killed once started
-        self.over = False  # killed for the last time; its process id may be reused
-        self.blamed: Call | None = None
-        self.failure: Failure | None = None  # why it was killed, or how it ended
+        self.killed = False  # or to be killed once started
+        self.reaped = False  # its process id may be reused
+        self.failure: CallFailure | None = None  # why it was killed, or how it ended
+        self.blamed: Call | None = None  # the call that caused `failure`, if known
         self.process: asyncio.subprocess.Process | None = None
         self.writer: asyncio.StreamWriter | None = None
-        self.loading: asyncio.TimerHandle
-        self.life = asyncio.get_running_loop().create_task(self._live())
+        self.unsent: list[bytes] = []  # messages from before the pipe was connected
+        self.loop = asyncio.get_running_loop()
+        self.loaded: asyncio.Future[None] = mark_retrieved(self.loop.create_future())
+        too_slow = CallFailure(f"took longer than {limits.loading:g} s to load")
+        self.loading = self.loop.call_later(limits.loading, self.fail, too_slow)
+        self.send(spec)
+        self.task = self.loop.create_task(self._run_and_report())
 
-    def send(self, *message: Any) -> None:
-        """Send a message, unless the process is not connected yet or being killed."""
-        if self.writer is not None and not self.doomed and not self.writer.is_closing():
-            self.writer.write(pack_call(message))
+    def send(self, message: ToWorker) -> None:
+        """Send a message, unless the process is being killed."""
+        data = pickle.dumps(message)
+        framed = HEADER.pack(len(data)) + data
+        if self.writer is None:
+            self.unsent.append(framed)
+        elif not self.killed and not self.writer.is_closing():
+            self.writer.write(framed)
 
     def kill(self) -> None:
         """Kill the process group immediately."""
-        self.doomed = True
-        if self.process is not None and not self.over:
+        self.killed = True
+        if self.process is not None and not self.reaped:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
 
-    def fail(self, failure: Failure, blamed: Call | None = None) -> None:
+    def fail(self, failure: CallFailure, blamed: Call | None = None) -> None:
         """Kill the process and record why, and which call is to blame."""
         if self.failure is None:
             self.failure, self.blamed = failure, blamed
         self.kill()
 
-    async def _live(self) -> None:
-        """Run the process to its end, record the cause, and report it to the pool."""
+    def start_deadline(self, call: Call) -> None:
+        """Start the clock of a call; while the file is still loading, leave that to `_listen`."""
+        if self.loaded.done():
+            self.deadlines[call.number] = Deadline(
+                call.number, self.limits.timeout, self.usage, lambda: self._stop_expired(call)
+            )
+
+    def _stop_expired(self, call: Call) -> None:
+        """Stop a call that exceeded its deadline.
+
+        If its code is running, the process is killed. If it only waits, it is cancelled, and other calls in the
+        process continue; the process is killed if the call has not returned after GRACE_SECONDS.
+        """
+        call.expired = expired = CallFailure(f"did not return within {self.limits.timeout:g} s (--reward_timeout)")
+        self.retiring = True  # threads of the cancelled call may still run there
+        self.send(CancelCall(call.number))
+
+        def kill_unless_ended() -> None:
+            if call.number not in self.calls or self.killed:
+                return
+            if self.usage.running in (None, call.number):
+                self.fail(expired, call)
+            else:  # another call blocks the event loop, so the cancellation cannot take effect yet
+                self.loop.call_later(GRACE_SECONDS, kill_unless_ended)
+
+        self.loop.call_later(0.0 if self.usage.running == call.number else GRACE_SECONDS, kill_unless_ended)
+
+    async def _run_and_report(self) -> None:
+        """Run the process to its end, find the cause and the call to blame, and report them to the pool."""
         try:
-            ended = how_it_ended(await self._run())
+            code = await self._run()
+            ended = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         except OSError as error:
             ended = f"it could not be started: {error}"
         if self.failure is None:
-            self.failure = Failure("died", f"ended its process: {ended}")
-            self.blamed = self._culprit()
-        self.bury(self)
+            self.failure = CallFailure(f"ended its process: {ended}")
+            if self.usage.running in self.calls:
+                self.blamed = self.calls[self.usage.running]
+            elif self.loaded.done() and len(self.calls) == 1:
+                (self.blamed,) = self.calls.values()
+        self.loading.cancel()
+        for deadline in self.deadlines.values():
+            deadline.stop()
+        if not self.loaded.done():
+            self.loaded.set_exception(self.failure)
+        self.on_exit(self, self.failure)
 
     async def _run(self) -> int:
-        """Start the process and serve its messages; return the exit code after process and pipe have ended."""
+        """Start the process and handle its messages; return the exit code after process and pipe have ended."""
         # One socket pair per direction: a failed write closes its socket, but the last replies must still be readable.
         calls, their_calls = socket.socketpair()
         replies, their_replies = socket.socketpair()
+        descriptors = their_calls.fileno(), their_replies.fileno()
         with their_calls, their_replies:
-            self.process = await start_process(their_calls.fileno(), their_replies.fileno())
+            self.process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-c",
+                START.format(
+                    path=json.dumps(sys.path), calls=descriptors[0], replies=descriptors[1], parent=os.getpid()
+                ),
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=descriptors,
+                start_new_session=True,  # Ctrl-C in the terminal reaches only the trainer
+                env={"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | dict(os.environ),
+            )
         _, self.writer = await asyncio.open_unix_connection(sock=calls)
-        reader, closing = await asyncio.open_unix_connection(sock=replies)
-        if self.doomed:
+        reader, reply_writer = await asyncio.open_unix_connection(sock=replies)
+        if self.killed:  # before its process id was known
             self.kill()
         else:
-            self.writer.write(pack_call(self.spec))
+            self.writer.writelines(self.unsent)
         listening = asyncio.ensure_future(self._listen(reader))
         exiting = asyncio.ensure_future(self.process.wait())
         await asyncio.wait({listening, exiting}, return_when=asyncio.FIRST_COMPLETED)
         self.kill()
-        self.over = True
+        self.reaped = True
         await asyncio.wait({exiting})
         await asyncio.wait({listening}, timeout=DRAIN_SECONDS)
         listening.cancel()
         self.writer.close()
-        closing.close()
+        reply_writer.close()
         return exiting.result()
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
-        """Pass each reply to the pool until the pipe closes."""
-        try:
-            while True:
+        """Handle the worker's messages until the pipe closes."""
+        while True:
+            try:
                 (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
-                self.hear(self, unpack_reply(await reader.readexactly(length)))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            return
+                kind, fields = json.loads(await reader.readexactly(length))
+            except (asyncio.IncompleteReadError, ConnectionError):
+                return
+            message: ToTrainer = WORKER_MESSAGES[kind](**fields)
+            number = None if isinstance(message, FileLoaded) else message.call
+            call = None if number is None else self.calls.get(number)
+            match message:
+                case RunningCall():
+                    self.usage.switch(message.call, self.loop.time())
+                case FileLoaded():
+                    self.loading.cancel()
+                    self.loaded.set_result(None)
+                    for waiting in self.calls.values():
+                        self.start_deadline(waiting)
+                case CallRaised(call=None):
+                    self.fail(CallFailure.from_message(message))
+                case EngineRequest() if call is not None:
+                    task = self.loop.create_task(self._ask_engine(call, message))
+                    call.tasks.add(task)
+                    task.add_done_callback(call.tasks.discard)
+                case CallReturned() if call is not None and not call.answer.done():
+                    call.answer.set_result(message.result)
+                    self._release(call)
+                case CallRaised() if call is not None and not call.answer.done():
+                    if call.expired is None:
+                        call.answer.set_exception(CallFailure.from_message(message))
+                    self._release(call)
 
-    def _culprit(self) -> Call | None:
-        """Return the call that ended the process: the running one or the only one; None if unknown."""
-        if self.processor.running in self.calls:
-            return self.calls[self.processor.running]
-        return next(iter(self.calls.values())) if self.ready and len(self.calls) == 1 else None
+    def _release(self, call: Call) -> None:
+        """Forget a call that has returned or raised, and tell the pool."""
+        del self.calls[call.number]
+        self.deadlines.pop(call.number).stop()
+        self.on_call_end(self, call)
 
-
-async def start_process(calls: int, replies: int) -> asyncio.subprocess.Process:
-    """Start a new interpreter in its own session, so that Ctrl-C in the terminal reaches only the trainer."""
-    code = START.format(path=json.dumps(sys.path), calls=calls, replies=replies, parent=os.getpid())
-    environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | dict(os.environ)
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-c",
-        code,
-        stdin=asyncio.subprocess.DEVNULL,
-        pass_fds=(calls, replies),
-        start_new_session=True,
-        env=environment,
-    )
-
-
-def how_it_ended(code: int) -> str:
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    async def _ask_engine(self, call: Call, message: EngineRequest) -> None:
+        """Pass a request to the engine, one at a time per episode, with the deadline paused."""
+        deadline = self.deadlines[call.number]
+        deadline.pause()
+        params: dict[str, Any] = message.params | {
+            name: tuple(message.params[name]) for name in ("stop", "stop_token_ids")
+        }
+        request = Request(tuple(message.token_ids), SamplingParams(**params))
+        async with call.engine_turn:
+            if call.answer.done():
+                return
+            answer = call.ask_engine(message.request, request)
+            await asyncio.wait({answer})
+        if answer.cancelled():
+            call.answer.cancel()
+        elif (error := answer.exception()) is not None:
+            if not call.answer.done():
+                call.answer.set_exception(error)  # an engine's error is not the sample's fault: raise it unchanged
+        elif call.number in self.calls and not self.killed:
+            deadline.resume()
+            self.send(EngineAnswer(call.number, message.request, answer.result()))

@@ -7,8 +7,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from sessions import WATCHDOG, Numbered, Say, prompt, run, run_all
 
-from openrlhf.agents.http import ServerRewards
-from openrlhf.agents.single_turn import SingleTurn
+from openrlhf.agents.rewards import ServerRewards
+from openrlhf.agents.single_turn import SingleTurnSamples
 from openrlhf.errors import RewardError
 
 
@@ -54,8 +54,8 @@ def by_length(body):
 @pytest.fixture
 def through(tokenizer):
     def make(*urls, timeout=10.0, on_error="stop", **options):
-        scorer = ServerRewards(urls, timeout=timeout, first_pause=0.01, **options)
-        return SingleTurn(scorer, tokenizer, context_length=64, on_error=on_error)
+        rewards = ServerRewards(urls, timeout=timeout, first_pause=0.01, **options)
+        return SingleTurnSamples(rewards, tokenizer, context_length=64, on_error=on_error)
 
     return make
 

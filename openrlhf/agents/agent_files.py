@@ -1,0 +1,72 @@
+"""Detection of what an agent file defines, and the executor that runs it.
+
+An agent file has a class `AgentExecutor`, a function `run_agent`, or the older `step`. A worker calls `find_agent` when
+it loads the file; whatever is missing is reported before training, with the line to write.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import ModuleType
+
+from openrlhf.agents.interface import AgentExecutorBase
+from openrlhf.agents.loading import POSITIONAL, defined_names
+from openrlhf.agents.multi_turn import MultiTurnAgentExecutor
+from openrlhf.agents.step_function import StepFunction
+from openrlhf.errors import ConfigError
+
+# Constructor arguments of executors written for 0.8.7 to 0.9.0, which `LegacyExecutor` supplies.
+LEGACY_ARGUMENTS = ("max_steps", "max_length", "llm_engine", "hf_tokenizer", "result_queue")
+
+
+def find_agent(module: ModuleType, file: str) -> Callable[[], AgentExecutorBase]:
+    """Return a constructor for the executor that the file defines or needs; a legacy class requires arguments."""
+    found = vars(module).get("AgentExecutor")
+    if inspect.isclass(found):
+        return check_executor(found, file)
+    run_agent, step = vars(module).get("run_agent"), vars(module).get("step")
+    if callable(run_agent):
+        from openrlhf.agents.chat.openai_agent import make_executor  # takes half of the process's start-up time
+
+        return lambda: make_executor(run_agent)
+    if callable(step):
+        return lambda: MultiTurnAgentExecutor(lambda: StepFunction(file))
+    raise ConfigError(
+        f"--agent_func_path {file} has neither class AgentExecutor nor function run_agent or step;"
+        f" it defines {defined_names(module)}",
+        try_this="class AgentExecutor(MultiTurnAgentExecutor): ...",
+    )
+
+
+def check_executor(kind: type[object], file: str) -> type[AgentExecutorBase]:
+    """Return the class; reject one that is not an executor, that a run cannot construct, or that lacks a method."""
+    name = f"class AgentExecutor in --agent_func_path {file}"
+    if not issubclass(kind, AgentExecutorBase):
+        raise ConfigError(
+            f"{name} does not extend AgentExecutorBase",
+            try_this="from openrlhf.utils.agent import AgentExecutorBase, MultiTurnAgentExecutor",
+        )
+    required = required_arguments(kind)
+    unknown = [argument for argument in required if argument not in LEGACY_ARGUMENTS]
+    if unknown:
+        raise ConfigError(
+            f"{name} is built without arguments, but it requires {', '.join(unknown)}",
+            try_this="def __init__(self): super().__init__(AgentInstance)",
+        )
+    missing = sorted(kind.__abstractmethods__ - ({"execute"} if required else set()))  # legacy classes may lack it
+    if missing:
+        heads: list[str] = []
+        for method in missing:
+            function = getattr(kind, method)
+            keyword = "async def" if inspect.iscoroutinefunction(function) else "def"
+            heads.append(f"{keyword} {method}({', '.join(inspect.signature(function).parameters)}): ...")
+        raise ConfigError(f"{name} has no method {' and no '.join(missing)}", try_this="; ".join(heads))
+    return kind
+
+
+def required_arguments(kind: Callable[..., object]) -> list[str]:
+    """Return the names of the arguments without a default."""
+    kinds = (*POSITIONAL, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(kind).parameters.values()
+    return [item.name for item in parameters if item.kind in kinds and item.default is item.empty]

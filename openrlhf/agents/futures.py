@@ -1,0 +1,28 @@
+"""Helpers for asyncio tasks and futures, shared by the layers that run many requests at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable
+from typing import TypeVar
+
+Result = TypeVar("Result")
+
+
+async def gather_or_cancel(coroutines: Iterable[Coroutine[object, object, Result]]) -> list[Result]:
+    """Run all coroutines and return their results in order; if one fails, cancel the others.
+
+    `asyncio.gather` alone would leave the others running.
+    """
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def mark_retrieved(future: asyncio.Future[Result]) -> asyncio.Future[Result]:
+    """Mark the future's exception as retrieved, so that asyncio does not warn if the waiting task has gone."""
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return future
