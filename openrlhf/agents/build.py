@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from openrlhf.agents.episodes import AgentEpisodes
 from openrlhf.agents.executor import GroupExecutor
+from openrlhf.agents.reward_server import RewardServer
 from openrlhf.agents.rewards import FileRewards, NoRewards, RewardSource, ServerRewards
 from openrlhf.agents.sandbox.messages import WorkerSpec
 from openrlhf.agents.sandbox.pool import Pool
@@ -46,8 +47,7 @@ def build_executor(
     """
     processes = processes or max(1, min(MOST_PROCESSES, (os.cpu_count() or 2) // 2))
     if not rewards.agent_func_path:
-        source = _build_rewards(rewards, processes)
-        return SingleTurnSamples(source, tokenizer, context_length=context_length, on_error=rewards.on_reward_error)
+        return SingleTurnSamples(_build_rewards(rewards, processes), tokenizer, context_length, rewards.on_reward_error)
 
     # Workers load the tokenizer from a temporary folder that the pool owns. AutoTokenizer takes seconds to import, so
     # it is used only for classes from outside transformers (hub code).
@@ -69,13 +69,7 @@ def build_executor(
     limits = PoolLimits(rewards.reward_timeout, processes, calls_before_another=EPISODES_BEFORE_ANOTHER)
     pool = Pool(spec, limits, owns=folder)
     pool.start()
-    return AgentEpisodes(
-        pool,
-        context_length=context_length,
-        step_rewards=rewards.step_rewards,
-        on_error=rewards.on_reward_error,
-        compares_engine=compares_engine,
-    )
+    return AgentEpisodes(pool, context_length, rewards.step_rewards, rewards.on_reward_error, compares_engine)
 
 
 def _build_rewards(rewards: RewardFlags, processes: int) -> RewardSource:
@@ -86,7 +80,6 @@ def _build_rewards(rewards: RewardFlags, processes: int) -> RewardSource:
         pool.start()
         return FileRewards(pool, stop_at_failure=rewards.on_reward_error == "stop")
     if rewards.reward_servers:
-        return ServerRewards(
-            rewards.reward_servers, timeout=rewards.reward_timeout, api_key=rewards.reward_api_key or None
-        )
+        timeout, key = rewards.reward_timeout, rewards.reward_api_key or None
+        return ServerRewards([RewardServer(url, timeout, api_key=key) for url in rewards.reward_servers])
     return NoRewards()

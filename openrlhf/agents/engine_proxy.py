@@ -124,14 +124,13 @@ class RequestRouter:
         return found
 
 
+@dataclass(frozen=True)
 class EngineProxy:
-    """The `llm_engine` of one episode.
+    """The `llm_engine` of one episode."""
 
-    Without a `call` it is the engine of a legacy executor, which is built with one before any episode runs.
-    """
-
-    def __init__(self, router: RequestRouter, call: int | None = None, seed: int = 0) -> None:
-        self.router, self.call, self.seed = router, call, seed
+    router: RequestRouter
+    call: int | None = None  # None: the engine of a legacy executor, which is built with one before any episode runs
+    seed: int = 0  # of the episode
 
     async def generate(
         self, prompt_token_ids: Sequence[int], sampling_params: object, multi_modal_data: None = None

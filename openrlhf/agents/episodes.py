@@ -6,6 +6,7 @@ The pool runs the user's code; the dict it returns is validated and converted to
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from openrlhf.agents.executor import GroupResult, OnError, SampleError, Session, sample_name
 from openrlhf.agents.futures import gather_or_cancel
@@ -20,18 +21,15 @@ from openrlhf.types import Prompt, SamplingParams, Trajectory
 RETRIES = 1  # of an episode that crashed its process or timed out
 
 
+@dataclass(frozen=True)
 class AgentEpisodes:
     """GroupExecutor that runs the samples of a prompt as concurrent episodes of an agent."""
 
-    def __init__(
-        self, pool: Pool, *, context_length: int, step_rewards: bool, on_error: OnError, compares_engine: bool = False
-    ) -> None:
-        self.pool = pool
-        self.context_length = context_length
-        self.step_rewards = step_rewards
-        self.on_error: OnError = on_error
-        self.compares_engine = compares_engine  # the loss compares the engine's log-probs with the trainer's
-        self.origin = f"the agent in {pool.spec.file}"
+    pool: Pool
+    context_length: int
+    step_rewards: bool  # keep the reward of each turn
+    on_error: OnError
+    compares_engine: bool = False  # the loss compares the engine's log-probs with the trainer's
 
     async def run_group(
         self, prompt: Prompt, params: Sequence[SamplingParams], sessions: Sequence[Session]
@@ -61,14 +59,14 @@ class AgentEpisodes:
 
     async def _run_episode(self, prompt: Prompt, number: int, params: SamplingParams, session: Session) -> Trajectory:
         """Run one episode and validate its result; errors name the agent file and the sample."""
-        sample = sample_name(prompt, sample=number)
+        sample, agent = sample_name(prompt, sample=number), f"the agent in {self.pool.spec.file}"
         try:
             given = EpisodeInput(prompt.text, prompt.label, params)
             played = await self.pool.call(given, retries=RETRIES, generate=session.generate)
         except CallFailure as failure:
             # An agent that violated the interface raised RolloutError in the worker; anything else concerns the reward.
             kind = RolloutError if failure.error_class == RolloutError.__name__ else RewardError
-            text = failure.text if failure.error_class else f"{self.origin} {failure.text}"
+            text = failure.text if failure.error_class else f"{agent} {failure.text}"
             raise failure.to_error(kind, f"{text}, for {sample}") from None
         try:
             check_overrides(params, played.params, compares_engine=self.compares_engine)
@@ -83,5 +81,5 @@ class AgentEpisodes:
                 whole_vocabulary=not any(map(find_restriction, played.params)),
             )
         except (RewardError, RolloutError) as error:
-            message = f"{self.origin}: {error.message}, for {sample}"
+            message = f"{agent}: {error.message}, for {sample}"
             raise type(error)(message, try_this=error.try_this) from None

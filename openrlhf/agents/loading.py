@@ -18,7 +18,7 @@ from typing import Any, TypeAlias, TypeVar
 from openrlhf.errors import ConfigError
 
 # A reward function with the arguments (queries, prompts, labels).
-RewardFunction: TypeAlias = Callable[[list[str], list[str], list[Any]], object]
+RewardFunction: TypeAlias = Callable[[list[str], list[str], list[object]], object]
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 Instance = TypeVar("Instance")
 _numbers = itertools.count()

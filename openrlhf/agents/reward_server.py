@@ -16,7 +16,6 @@ import urllib.error
 import urllib.request
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
 
 from openrlhf.agents.executor import shorten
 from openrlhf.errors import RewardError
@@ -38,7 +37,7 @@ class RewardServer:
     first_pause: float = FIRST_PAUSE
     api_key: str | None = None  # sent as a bearer token
 
-    async def score(self, queries: list[str], prompts: list[str], labels: list[Any]) -> object:
+    async def score(self, queries: list[str], prompts: list[str], labels: list[object]) -> object:
         """POST one group and return the decoded answer; raise RewardError after TRIES temporary failures."""
         try:
             body = json.dumps({"query": queries, "prompts": prompts, "labels": labels}).encode()

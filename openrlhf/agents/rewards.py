@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from openrlhf.agents.executor import clip
 from openrlhf.agents.futures import gather_or_cancel
-from openrlhf.agents.reward_server import FIRST_PAUSE, RewardServer
+from openrlhf.agents.reward_server import RewardServer
 from openrlhf.agents.sandbox.call import CallFailure
 from openrlhf.agents.sandbox.messages import RewardInput
 from openrlhf.agents.sandbox.pool import Pool
@@ -107,15 +107,8 @@ class FileRewards(RewardSource):
 class ServerRewards(RewardSource):
     """Rewards of servers, which take turns."""
 
-    def __init__(
-        self,
-        urls: Sequence[str],
-        *,
-        timeout: float,
-        first_pause: float = FIRST_PAUSE,
-        api_key: str | None = None,
-    ) -> None:
-        self.servers = itertools.cycle([RewardServer(url, timeout, first_pause, api_key) for url in urls])
+    def __init__(self, servers: Sequence[RewardServer]) -> None:
+        self.servers = itertools.cycle(servers)
         self.loop: asyncio.AbstractEventLoop | None = None
         self.limit = asyncio.Semaphore(CONCURRENT_REQUESTS)
 

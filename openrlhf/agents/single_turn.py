@@ -7,7 +7,7 @@ passes the texts to a reward file or server, or leaves the scoring to reward mod
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from openrlhf.agents.executor import GroupResult, OnError, Session
@@ -22,16 +22,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+@dataclass(frozen=True)
 class SingleTurnSamples:
     """GroupExecutor that generates the responses of a prompt and scores them in one call."""
 
-    def __init__(
-        self, rewards: RewardSource, tokenizer: PreTrainedTokenizerBase, *, context_length: int, on_error: OnError
-    ) -> None:
-        self.rewards = rewards
-        self.tokenizer = tokenizer
-        self.context_length = context_length
-        self.on_error: OnError = on_error
+    rewards: RewardSource
+    tokenizer: PreTrainedTokenizerBase
+    context_length: int
+    on_error: OnError
 
     async def run_group(
         self, prompt: Prompt, params: Sequence[SamplingParams], sessions: Sequence[Session]

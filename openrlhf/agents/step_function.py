@@ -54,8 +54,8 @@ def find_feedback(after: object, before: str, done: bool) -> str:
         raise RolloutError(f"'next_observation' of step is {kind_of(after)}; expected a text")
     if after.startswith(before):
         return after[len(before) :]
-    shorter = min(len(after), len(before))
-    place = next((index for index in range(shorter) if after[index] != before[index]), shorter)
+    pairs = enumerate(zip(after, before, strict=False))
+    place = next((index for index, (new, old) in pairs if new != old), min(len(after), len(before)))
     near = max(0, place - 20)
     raise RolloutError(
         f"'next_observation' of step does not begin with observation + action: at character {place} it has"

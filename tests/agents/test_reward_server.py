@@ -7,6 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from sessions import WATCHDOG, Numbered, Say, prompt, run, run_all
 
+from openrlhf.agents.reward_server import RewardServer
 from openrlhf.agents.rewards import ServerRewards
 from openrlhf.agents.single_turn import SingleTurnSamples
 from openrlhf.errors import RewardError
@@ -54,8 +55,8 @@ def by_length(body):
 @pytest.fixture
 def through(tokenizer):
     def make(*urls, timeout=10.0, on_error="stop", **options):
-        rewards = ServerRewards(urls, timeout=timeout, first_pause=0.01, **options)
-        return SingleTurnSamples(rewards, tokenizer, context_length=64, on_error=on_error)
+        servers = [RewardServer(url, timeout, first_pause=0.01, **options) for url in urls]
+        return SingleTurnSamples(ServerRewards(servers), tokenizer, context_length=64, on_error=on_error)
 
     return make
 

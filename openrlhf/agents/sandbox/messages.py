@@ -43,7 +43,7 @@ class RewardInput:
 
     queries: list[str]  # prompt and response
     prompts: list[str]
-    labels: list[Any]
+    labels: list[object]
     seed: int
 
 
@@ -52,7 +52,7 @@ class EpisodeInput:
     """The prompt of an episode, and the run's sampling parameters with the seed of this sample."""
 
     prompt: str
-    label: Any
+    label: object
     params: SamplingParams
 
 

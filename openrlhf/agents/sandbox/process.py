@@ -20,22 +20,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from openrlhf.agents.futures import mark_retrieved
+from openrlhf.agents.sandbox import messages
 from openrlhf.agents.sandbox.call import Call, CallFailure
 from openrlhf.agents.sandbox.deadline import Deadline, LoopUsage
-from openrlhf.agents.sandbox.messages import (
-    HEADER,
-    WORKER_MESSAGES,
-    CallRaised,
-    CallReturned,
-    CancelCall,
-    EngineAnswer,
-    EngineRequest,
-    FileLoaded,
-    RunningCall,
-    ToTrainer,
-    ToWorker,
-    WorkerSpec,
-)
 from openrlhf.types import Request, SamplingParams
 
 START = (
@@ -67,7 +54,7 @@ class WorkerProcess:
 
     def __init__(
         self,
-        spec: WorkerSpec,
+        spec: messages.WorkerSpec,
         limits: PoolLimits,
         on_call_end: Callable[[WorkerProcess, Call], None],
         on_exit: Callable[[WorkerProcess, CallFailure], None],
@@ -93,10 +80,10 @@ class WorkerProcess:
         self.send(spec)
         self.task = self.loop.create_task(self._run_and_report())
 
-    def send(self, message: ToWorker) -> None:
+    def send(self, message: messages.ToWorker) -> None:
         """Send a message, unless the process is being killed."""
         data = pickle.dumps(message)
-        framed = HEADER.pack(len(data)) + data
+        framed = messages.HEADER.pack(len(data)) + data
         if self.writer is None:
             self.unsent.append(framed)
         elif not self.killed and not self.writer.is_closing():
@@ -130,7 +117,7 @@ class WorkerProcess:
         """
         call.expired = expired = CallFailure(f"did not return within {self.limits.timeout:g} s (--reward_timeout)")
         self.retiring = True  # threads of the cancelled call may still run there
-        self.send(CancelCall(call.number))
+        self.send(messages.CancelCall(call.number))
 
         def kill_unless_ended() -> None:
             if call.number not in self.calls or self.killed:
@@ -202,31 +189,31 @@ class WorkerProcess:
         """Handle the worker's messages until the pipe closes."""
         while True:
             try:
-                (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
+                (length,) = messages.HEADER.unpack(await reader.readexactly(messages.HEADER.size))
                 kind, fields = json.loads(await reader.readexactly(length))
             except (asyncio.IncompleteReadError, ConnectionError):
                 return
-            message: ToTrainer = WORKER_MESSAGES[kind](**fields)
-            number = None if isinstance(message, FileLoaded) else message.call
+            message: messages.ToTrainer = messages.WORKER_MESSAGES[kind](**fields)
+            number = None if isinstance(message, messages.FileLoaded) else message.call
             call = None if number is None else self.calls.get(number)
             match message:
-                case RunningCall():
+                case messages.RunningCall():
                     self.usage.switch(message.call, self.loop.time())
-                case FileLoaded():
+                case messages.FileLoaded():
                     self.loading.cancel()
                     self.loaded.set_result(None)
                     for waiting in self.calls.values():
                         self.start_deadline(waiting)
-                case CallRaised(call=None):
+                case messages.CallRaised(call=None):
                     self.fail(CallFailure.from_message(message))
-                case EngineRequest() if call is not None:
+                case messages.EngineRequest() if call is not None:
                     task = self.loop.create_task(self._ask_engine(call, message))
                     call.tasks.add(task)
                     task.add_done_callback(call.tasks.discard)
-                case CallReturned() if call is not None and not call.answer.done():
+                case messages.CallReturned() if call is not None and not call.answer.done():
                     call.answer.set_result(message.result)
                     self._release(call)
-                case CallRaised() if call is not None and not call.answer.done():
+                case messages.CallRaised() if call is not None and not call.answer.done():
                     if call.expired is None:
                         call.answer.set_exception(CallFailure.from_message(message))
                     self._release(call)
@@ -237,7 +224,7 @@ class WorkerProcess:
         self.deadlines.pop(call.number).stop()
         self.on_call_end(self, call)
 
-    async def _ask_engine(self, call: Call, message: EngineRequest) -> None:
+    async def _ask_engine(self, call: Call, message: messages.EngineRequest) -> None:
         """Pass a request to the engine, one at a time per episode, with the deadline paused."""
         deadline = self.deadlines[call.number]
         deadline.pause()
@@ -257,4 +244,4 @@ class WorkerProcess:
                 call.answer.set_exception(error)  # an engine's error is not the sample's fault: raise it unchanged
         elif call.number in self.calls and not self.killed:
             deadline.resume()
-            self.send(EngineAnswer(call.number, message.request, answer.result()))
+            self.send(messages.EngineAnswer(call.number, message.request, answer.result()))

@@ -27,23 +27,8 @@ from openrlhf.agents.engine_proxy import EngineProxy, RequestRouter, current_cal
 from openrlhf.agents.interface import AgentExecutorBase, params_for_agent
 from openrlhf.agents.legacy import LegacyExecutor
 from openrlhf.agents.loading import RewardFunction, create_instance, find_reward, load_module, resolve, takes_keyword
-from openrlhf.agents.sandbox.messages import (
-    HEADER,
-    CallRaised,
-    CallReturned,
-    CancelCall,
-    EngineAnswer,
-    EpisodeInput,
-    FileLoaded,
-    Json,
-    RewardInput,
-    RunningCall,
-    StartCall,
-    ToTrainer,
-    ToWorker,
-    WorkerSpec,
-    plain,
-)
+from openrlhf.agents.sandbox import messages
+from openrlhf.agents.sandbox.messages import plain
 from openrlhf.agents.sandbox.parent_death import die_with
 from openrlhf.errors import OpenRLHFError
 
@@ -54,36 +39,38 @@ RESULT_KEYS = (
 )
 
 
-class ReportingCoroutine(Coroutine[Any, Any, Any]):
+class ReportingCoroutine(Coroutine[object, object, object]):
     """Wrapper of a coroutine that reports to the trainer whenever it starts and stops running."""
 
-    def __init__(self, coroutine: Coroutine[Any, Any, Any], call: int, report: Callable[[RunningCall], None]) -> None:
+    def __init__(
+        self, coroutine: Coroutine[object, object, object], call: int, report: Callable[[messages.RunningCall], None]
+    ) -> None:
         self.coroutine, self.call, self.report = coroutine, call, report
 
-    def _resume(self, resume: Callable[..., Any], *arguments: Any) -> Any:
-        self.report(RunningCall(self.call))
+    def _resume(self, resume: Callable[..., object], *arguments: object) -> object:
+        self.report(messages.RunningCall(self.call))
         try:
             return resume(*arguments)
         finally:
-            self.report(RunningCall(None))
+            self.report(messages.RunningCall(None))
 
-    def send(self, value: Any) -> Any:
+    def send(self, value: object) -> object:
         return self._resume(self.coroutine.send, value)
 
-    def throw(self, *error: Any) -> Any:
+    def throw(self, *error: Any) -> object:
         return self._resume(self.coroutine.throw, *error)
 
     def close(self) -> None:
         self.coroutine.close()
 
-    def __await__(self) -> Generator[Any, Any, Any]:
+    def __await__(self) -> Generator[object, object, object]:
         return self.coroutine.__await__()
 
 
 class Worker:
     """The user's file, loaded, and the calls that its reward function or executor is answering."""
 
-    spec: WorkerSpec
+    spec: messages.WorkerSpec
     router: RequestRouter
     reward: RewardFunction  # of a reward file
     executor: AgentExecutorBase  # of an agent file
@@ -93,11 +80,11 @@ class Worker:
         self.writing = threading.Lock()  # user threads may send requests to the engine
         self.tasks: dict[int, asyncio.Task[None]] = {}  # by call
 
-    def send(self, message: ToTrainer) -> None:
+    def send(self, message: messages.ToTrainer) -> None:
         """Send a message, from any thread; it blocks, so that it arrives even if user code ends the process next."""
         data = json.dumps([type(message).__name__, vars(message)]).encode()
         with self.writing:
-            self.replies.sendall(HEADER.pack(len(data)) + data)
+            self.replies.sendall(messages.HEADER.pack(len(data)) + data)
 
     async def serve(self, calls: socket.socket) -> None:
         """Handle the trainer's messages until it ends the process; return if the file cannot be loaded."""
@@ -106,26 +93,26 @@ class Worker:
         reader, _open = await asyncio.open_unix_connection(sock=calls)  # the socket closes with the second object
         while True:
             try:
-                (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
-                message: ToWorker = pickle.loads(await reader.readexactly(length))
+                (length,) = messages.HEADER.unpack(await reader.readexactly(messages.HEADER.size))
+                message: messages.ToWorker = pickle.loads(await reader.readexactly(length))
             except (asyncio.IncompleteReadError, OSError):  # the trainer has gone
                 os.killpg(0, signal.SIGKILL)
                 return
             match message:
-                case WorkerSpec():
+                case messages.WorkerSpec():
                     try:
                         await self._load(message)
                     except BaseException as error:  # noqa: BLE001 - user code may raise anything
                         self.send(describe_exception(None, error, message.file))
                         return
-                    self.send(FileLoaded())
-                case StartCall():
+                    self.send(messages.FileLoaded())
+                case messages.StartCall():
                     token = current_call.set(message.call)
                     self.tasks[message.call] = loop.create_task(self._answer(message.call, message.input))
                     current_call.reset(token)
-                case CancelCall() if message.call in self.tasks:
+                case messages.CancelCall() if message.call in self.tasks:
                     self.tasks[message.call].cancel()
-                case EngineAnswer():
+                case messages.EngineAnswer():
                     self.router.deliver(message)
 
     def _create_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
@@ -134,7 +121,7 @@ class Worker:
         tracked = coroutine if call is None else ReportingCoroutine(coroutine, call, self.send)
         return asyncio.Task(tracked, loop=loop, **options)
 
-    async def _load(self, spec: WorkerSpec) -> None:
+    async def _load(self, spec: messages.WorkerSpec) -> None:
         """Load the reward function, or build and prepare the executor."""
         self.spec = spec
         module = load_module(spec.file)
@@ -156,10 +143,10 @@ class Worker:
         await executor.prepare()
         self.executor = executor
 
-    async def _answer(self, call: int, given: RewardInput | EpisodeInput) -> None:
+    async def _answer(self, call: int, given: messages.RewardInput | messages.EpisodeInput) -> None:
         """Run one call and send its result or exception; even SystemExit is reported."""
         try:
-            if isinstance(given, RewardInput):
+            if isinstance(given, messages.RewardInput):
                 set_seed(given.seed)
                 returned = self.reward(given.queries, given.prompts, given.labels)
                 result = plain(await returned if inspect.isawaitable(returned) else returned)
@@ -168,11 +155,11 @@ class Worker:
         except BaseException as error:  # noqa: BLE001 - user code may raise anything
             self.send(describe_exception(call, error, self.spec.file))
         else:
-            self.send(CallReturned(call, result))
+            self.send(messages.CallReturned(call, result))
         finally:
             self.tasks.pop(call, None)
 
-    async def _run_episode(self, call: int, given: EpisodeInput) -> Json:
+    async def _run_episode(self, call: int, given: messages.EpisodeInput) -> messages.Json:
         """Run one episode; return its result reduced to RESULT_KEYS, or as it is if it is not a dict."""
         engine = self.router.open(call, given.params.seed, given.prompt)
         set_seed(given.params.seed)
@@ -196,17 +183,17 @@ class Worker:
         return {key: plain(result[key]) for key in RESULT_KEYS if key in result}
 
 
-def describe_exception(call: int | None, error: BaseException, file: str) -> CallRaised:
+def describe_exception(call: int | None, error: BaseException, file: str) -> messages.CallRaised:
     """Describe an exception with the line in the user's file and the whole traceback."""
     whole = "".join(traceback.format_exception(error))
     if isinstance(error, OpenRLHFError):
-        return CallRaised(call, str(error), whole, type(error).__name__)
+        return messages.CallRaised(call, str(error), whole, type(error).__name__)
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if Path(frame.filename).name == Path(file).name] or frames
     line = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
     is_exit = isinstance(error, SystemExit)
     what = f"called sys.exit({error.code!r})" if is_exit else f"raised {type(error).__name__}: {error}"
-    return CallRaised(call, what + line, whole, "")
+    return messages.CallRaised(call, what + line, whole, "")
 
 
 def main(calls: int, replies: int, parent: int) -> None:
