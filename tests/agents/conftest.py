@@ -15,7 +15,7 @@ def tokenizer():
 
 @pytest.fixture
 def write(tmp_path):
-    """A .py file with this source."""
+    """Write a .py file with this source and return its path."""
 
     def make(source, name="user.py"):
         path = tmp_path / name
@@ -26,8 +26,8 @@ def write(tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def nothing_left():
-    """Every test closes what it opened: no child process stays, not even as a zombie."""
+def no_process_left():
+    """Check that a test ends every child process that it started; zombies count too."""
     before = children()
     yield
     assert children() == before
@@ -35,7 +35,7 @@ def nothing_left():
 
 @pytest.fixture
 def build(tokenizer):
-    """An executor for these flags; what a test forgets is found by `nothing_left`."""
+    """Build the executor for these flags; `no_process_left` fails a test that does not close it."""
 
     def make(context_length=64, processes=1, **flags):
         flags = {"reward_timeout": 20.0} | flags

@@ -1,4 +1,4 @@
-"""Sessions and prompts for tests: a policy that is a function, and the children of this process."""
+"""Sessions with scripted answers in place of a policy, prompts, and helpers that run an executor."""
 
 import asyncio
 from contextlib import suppress
@@ -8,8 +8,8 @@ from openrlhf.types import Completion, Prompt, SamplingParams
 from tests.tiny import make_tokenizer
 
 TOKENIZER = make_tokenizer()
-WATCHDOG = 300.0  # seconds; far above what anything takes
-TOOL_TEMPLATE = (  # as those of Qwen: tools in front, calls as tagged JSON
+WATCHDOG = 300.0  # seconds, far more than any test takes
+TOOL_TEMPLATE = (  # like that of Qwen: tools first, calls as tagged JSON
     "{% for t in tools or [] %}{{ '[' + t['function']['name'] + ']' }}{% endfor %}"
     "{% for m in messages %}{{ '<' + m['role'][0] + '>' + m['content'] }}"
     "{% for c in m['tool_calls'] or [] %}{{ '<tool_call>' + c['function'] | tojson + '</tool_call>' }}{% endfor %}"
@@ -18,8 +18,8 @@ TOOL_TEMPLATE = (  # as those of Qwen: tools in front, calls as tagged JSON
 )
 
 
-class Say:
-    """Answers the k-th request with the k-th text, one token a character, each at log-prob -(k + 1)."""
+class Scripted:
+    """Session that answers request k with text k, one token per character, each with log-prob -(k + 1)."""
 
     def __init__(self, *texts, finish="stop", version=3):
         self.texts, self.finish, self.version = texts, finish, version
@@ -39,13 +39,13 @@ class Say:
         self.closed += 1
 
 
-class InStep(Say):
-    """A session that is answered only when every living one of its group waits, as the loop does it."""
+class Lockstep(Scripted):
+    """Session that is answered only when every open session of its group waits, as in the RL loop."""
 
     @staticmethod
     def group(*texts):
         sessions = []
-        sessions += [InStep(sessions, *said) for said in texts]
+        sessions += [Lockstep(sessions, *said) for said in texts]
         return sessions
 
     def __init__(self, others, *texts):
@@ -70,12 +70,9 @@ class InStep(Say):
                 session.waits.set_result(None)
 
 
-class Numbered:
-    """Each session says its own number."""
-
-    @staticmethod
-    def group(count):
-        return [Say(str(number)) for number in range(count)]
+def numbered(count):
+    """Return sessions that each answer with their own number."""
+    return [Scripted(str(number)) for number in range(count)]
 
 
 def encode(text):
@@ -95,7 +92,7 @@ def params(count, **options):
 
 
 def run(executor, sessions, *, asked=None, **options):
-    """One group through the executor, which is closed afterwards whatever happened."""
+    """Run one group and close the executor, even after an error."""
     return run_all(executor, [(asked or prompt(), sessions)], **options)[0]
 
 
@@ -111,7 +108,7 @@ def run_all(executor, groups, **options):
 
 
 def children():
-    """Pids whose parent is this process."""
+    """Return the pids of the child processes."""
     found = set()
     for task in Path("/proc/self/task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):  # a thread that ended meanwhile

@@ -1,4 +1,4 @@
-"""Which episode a request belongs to that an agent makes through an engine it kept."""
+"""Assignment of requests to episodes when an agent keeps the engine of an earlier one."""
 
 import asyncio
 import threading
@@ -17,8 +17,8 @@ from tests.tiny import make_tokenizer
 PARAMS = params_for_agent(sampling(1)[0])
 
 
-class Talk:
-    """Episodes of one process, and what was sent to the trainer for them."""
+class RunningEpisodes:
+    """The running episodes of one process, and the requests sent to the trainer."""
 
     def __init__(self, *prompts):
         self.sent = []
@@ -27,7 +27,7 @@ class Talk:
         self.proxies = [self.router.open(call, call, text) for call, text in enumerate(prompts)]
 
     async def from_server(self, text, kept=0):
-        """Begins a request of unknown origin; (the task, the episode it went to)."""
+        """Start a request of unknown origin; return its task and the episode it was assigned to."""
         task = asyncio.ensure_future(self.router.generate(kept, None, encode(text), PARAMS))
         await asyncio.sleep(0)
         return task, self.sent[-1].call
@@ -39,83 +39,83 @@ class Talk:
         await asyncio.sleep(0)
 
 
-def test_first_requests_go_to_episodes_of_their_prompt_that_have_not_asked():
+def test_first_request_goes_to_an_unused_episode_with_its_prompt():
     async def go():
-        talk = Talk("1+1=", "1+1=", "2+2=")
-        return [(await talk.from_server(text))[1] for text in ("<u>2+2=<a>", "<u>1+1=<a>", "<u>1+1=<a>")]
+        episodes = RunningEpisodes("1+1=", "1+1=", "2+2=")
+        return [(await episodes.from_server(text))[1] for text in ("<u>2+2=<a>", "<u>1+1=<a>", "<u>1+1=<a>")]
 
     assert asyncio.run(go()) == [2, 0, 1]
 
 
-def test_a_further_request_goes_to_the_episode_that_it_continues():
+def test_later_request_goes_to_the_episode_that_it_continues():
     async def go():
-        talk = Talk("1+1=", "1+1=")
+        episodes = RunningEpisodes("1+1=", "1+1=")
         for place, answer in enumerate("ab"):
-            await talk.from_server("1+1=")
-            await talk.answer(place, answer)
-        return [(await talk.from_server(text))[1] for text in ("1+1=b;", "1+1=a;")]
+            await episodes.from_server("1+1=")
+            await episodes.answer(place, answer)
+        return [(await episodes.from_server(text))[1] for text in ("1+1=b;", "1+1=a;")]
 
     assert asyncio.run(go()) == [1, 0]
 
 
-def test_a_request_whose_episode_ends_is_asked_for_another():
+def test_request_is_assigned_again_if_its_guessed_episode_ends():
     async def go():
-        talk = Talk("1+1=", "1+1=")
-        task, first = await talk.from_server("1+1=")
-        talk.router.close(first)
+        episodes = RunningEpisodes("1+1=", "1+1=")
+        task, first = await episodes.from_server("1+1=")
+        episodes.router.close(first)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        assert talk.sent[-1].call == 1
-        await talk.answer(-1, "b")
+        assert episodes.sent[-1].call == 1
+        await episodes.answer(-1, "b")
         return (await task).outputs[0].text
 
     assert asyncio.run(go()) == "b"
 
 
-def test_the_code_of_an_episode_asks_for_it_whatever_engine_it_kept():
+def test_request_belongs_to_the_episode_whose_code_makes_it():
     async def go():
-        talk = Talk("1+1=", "2+2=")
+        episodes = RunningEpisodes("1+1=", "2+2=")
         current_call.set(1)
-        task = asyncio.ensure_future(talk.proxies[0].generate(encode("anything"), PARAMS))
+        task = asyncio.ensure_future(episodes.proxies[0].generate(encode("anything"), PARAMS))
         await asyncio.sleep(0)
-        await talk.answer(0, "b")
-        return talk.sent[0].call, decode((await task).outputs[0].token_ids)
+        await episodes.answer(0, "b")
+        return episodes.sent[0].call, decode((await task).outputs[0].token_ids)
 
     assert asyncio.run(go()) == (1, "b")
 
 
-def test_a_request_of_an_ended_episode_is_not_left_waiting():
+def test_request_fails_if_its_episode_ends():
     async def go():
-        talk = Talk("1+1=", "1+1=")
-        task = asyncio.ensure_future(talk.proxies[0].generate(encode("1+1="), PARAMS))
+        episodes = RunningEpisodes("1+1=", "1+1=")
+        task = asyncio.ensure_future(episodes.proxies[0].generate(encode("1+1="), PARAMS))
         await asyncio.sleep(0)
-        talk.router.close(0)
+        episodes.router.close(0)
         await task
 
     with pytest.raises(RolloutError, match="ended before its request was answered"):
         asyncio.run(go())
 
 
-def test_outside_of_episodes_there_is_nothing_to_ask():
+def test_request_outside_of_episodes_is_rejected():
     async def go():
-        await EngineProxy(Talk().router).generate(encode("1"), PARAMS)
+        await EngineProxy(RunningEpisodes().router).generate(encode("1"), PARAMS)
 
     with pytest.raises(RolloutError, match="while no episode runs"):
         asyncio.run(go())
 
 
-def test_a_thread_with_a_loop_of_its_own_gets_its_answer():
+def test_request_from_another_threads_event_loop_is_answered():
     async def go():
-        talk, texts = Talk("1+1="), []
+        episodes, texts = RunningEpisodes("1+1="), []
 
         async def ask():
-            texts.append((await talk.proxies[0].generate(encode("1+1="), PARAMS)).outputs[0].text)
+            texts.append((await episodes.proxies[0].generate(encode("1+1="), PARAMS)).outputs[0].text)
 
         thread = threading.Thread(target=lambda: asyncio.run(ask()))
         thread.start()
-        while not talk.sent:
+        while not episodes.sent:
             await asyncio.sleep(0.01)
-        await talk.answer(0, "2")
+        await episodes.answer(0, "2")
         await asyncio.to_thread(thread.join)
         return texts
 

@@ -1,4 +1,4 @@
-"""Agents in real processes: exact tokens, faults that meet only the guilty, and nothing left behind."""
+"""Agents in real processes: exact tokens, failures that stay with their episode, and no process left behind."""
 
 import asyncio
 import os
@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from sessions import WATCHDOG, InStep, Say, decode, params, prompt, run, run_all
+from sessions import WATCHDOG, Lockstep, Scripted, decode, params, prompt, run, run_all
 
 from openrlhf.config.sections.model import ModelFlags
 from openrlhf.errors import ConfigError, RewardError, RolloutError
@@ -52,7 +52,7 @@ def test_two_turns_through_a_process(build, write):
         assert (given.temperature, given.top_p, given.top_k, given.stop) == (0.5, 0.9, 7, ["Q"])
         assert given.seed is None
     """
-    session = Say("ab</s>", "c")
+    session = Scripted("ab</s>", "c")
     drawn = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "stop": ("Q",)}
     got = run(build(agent_func_path=write(agent(body)), step_rewards=True), [session], **drawn).trajectories[0]
     assert decode(got.input_ids) == "1+1=ab</s>;c"
@@ -65,11 +65,11 @@ def test_two_turns_through_a_process(build, write):
     assert decode(first.prompt_token_ids) == "1+1="
     assert decode(second.prompt_token_ids) == "1+1=ab</s>;"
     assert first.params == params(1, **drawn)[0]
-    assert second.params.seed != 0  # the turns of an episode do not share their chance
+    assert second.params.seed != 0  # each turn has its own seed
     assert (first.params.max_tokens, second.params.max_tokens) == (16, 16)
 
 
-def test_an_executor_written_from_scratch(build, write):
+def test_custom_executor(build, write):
     file = write("""
         from openrlhf.utils.agent import AgentExecutorBase
 
@@ -85,15 +85,15 @@ def test_an_executor_written_from_scratch(build, write):
                 return {"observation_tokens": ids + output.token_ids, "action_ranges": [(len(ids), len(ids) + 2)],
                         "rollout_log_probs": None, "reward": 1.0}
     """)
-    session = Say("ab")
+    session = Scripted("ab")
     got = run(build(agent_func_path=file), [session]).trajectories[0]
     assert decode(got.input_ids) == "1+1=ab"
     assert got.rollout_log_probs == (0.0,) * 4 + (-1.0, -1.0)
     assert session.requests[0].params.stop == (".",)
-    assert session.requests[0].params.max_tokens == 60  # what the context leaves
+    assert session.requests[0].params.max_tokens == 60  # the rest of the context
 
 
-def test_the_step_function_of_001_keeps_globals_of_its_own(build, write):
+def test_step_function_has_its_own_globals_in_each_episode(build, write):
     file = write("""
         turn = 0
         async def step(observation, action, label, **kwargs):
@@ -102,14 +102,14 @@ def test_the_step_function_of_001_keeps_globals_of_its_own(build, write):
             return {"rewards": turn, "next_observation": observation + action + ";", "done": turn == 2,
                     "sampling_params": kwargs["sampling_params"]}
     """)
-    got = run(build(agent_func_path=file), [Say("a", "b"), Say("c", "d")])
+    got = run(build(agent_func_path=file), [Scripted("a", "b"), Scripted("c", "d")])
     assert [decode(item.input_ids) for item in got.trajectories] == ["1+1=a;b", "1+1=c;d"]
     assert [item.reward for item in got.trajectories] == [3.0, 3.0]
 
 
-def test_an_agent_that_never_says_done_ends_at_max_turns(build, write):
+def test_agent_that_is_never_done_ends_at_max_turns(build, write):
     file = write(agent("self.turn = 0"))
-    got = run(build(agent_func_path=file, max_turns=3), [Say("a")]).trajectories[0]
+    got = run(build(agent_func_path=file, max_turns=3), [Scripted("a")]).trajectories[0]
     assert decode(got.input_ids) == "1+1=a;a;a"
     assert got.truncated
 
@@ -121,20 +121,20 @@ def test_an_agent_that_never_says_done_ends_at_max_turns(build, write):
         ("1 / 0", "ZeroDivisionError"),
     ],
 )
-def test_a_file_that_is_no_agent_is_known_before_training(build, write, source, message):
+def test_file_without_an_agent_is_rejected_before_training(build, write, source, message):
     with pytest.raises(ConfigError, match=message):
         build(agent_func_path=write(source))
 
 
-def test_a_fault_that_ends_the_process_meets_only_its_episode(build, write):
-    """One process, four episodes: one is well, one blocks it for ever, one is slow, one kills it."""
+def test_crash_fails_only_the_episode_that_caused_it(build, write):
+    """Run four episodes in one process: one succeeds, one blocks it forever, one is slow, one kills it."""
     body = """
         match action:
             case "v": time.sleep(3600)
             case "w": await asyncio.sleep(0.3)
             case "x": os.kill(os.getpid(), signal.SIGKILL)
     """
-    sessions = InStep.group(*((text, "b") for text in "avwx"))
+    sessions = Lockstep.group(*((text, "b") for text in "avwx"))
     executor = build(agent_func_path=write(agent(body)), reward_timeout=1.0, on_reward_error="skip")
     got = run(executor, sessions)
     assert [decode(item.input_ids) for item in got.trajectories] == ["1+1=a;b", "1+1=w;b"]
@@ -143,12 +143,17 @@ def test_a_fault_that_ends_the_process_meets_only_its_episode(build, write):
     assert "did not return within 1 s (--reward_timeout), for sample 1 of prompt 7 '1+1='" in str(blocked)
     assert "ended its process: killed by SIGKILL, for sample 3 of prompt 7" in str(killed)
     assert all(isinstance(failure, RewardError) for failure in got.failures)
-    assert [len(session.requests) for session in sessions] == [2, 1, 2, 1]  # what was drawn is not drawn again
+    assert [len(session.requests) for session in sessions] == [
+        2,
+        1,
+        2,
+        1,
+    ]  # completions are replayed, not sampled again
     assert [session.closed for session in sessions] == [1] * 4
 
 
-def test_a_process_that_ends_while_its_episodes_wait_is_nobodys_fault(build, write, tmp_path):
-    class Killer(InStep):
+def test_episodes_are_restarted_if_their_process_is_killed_while_they_wait(build, write, tmp_path):
+    class Killer(Lockstep):
         async def generate(self, request):
             completion = await super().generate(request)
             if len(self.requests) == 2:
@@ -157,14 +162,14 @@ def test_a_process_that_ends_while_its_episodes_wait_is_nobodys_fault(build, wri
 
     file = write(agent(f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))"))
     sessions = []
-    sessions += [Killer(sessions, "a", "b"), InStep(sessions, "c", "d"), InStep(sessions, "e", "f")]
+    sessions += [Killer(sessions, "a", "b"), Lockstep(sessions, "c", "d"), Lockstep(sessions, "e", "f")]
     got = run(build(agent_func_path=file), sessions)
     assert [decode(item.input_ids) for item in got.trajectories] == ["1+1=a;b", "1+1=c;d", "1+1=e;f"]
     assert [len(session.requests) for session in sessions] == [2, 2, 2]
 
 
-def test_a_neighbour_that_waits_for_ever_disturbs_nobody(build, write, tmp_path):
-    """What only waits is cancelled: the process goes on, and its other episode runs once."""
+def test_hanging_episode_does_not_disturb_others_in_its_process(build, write, tmp_path):
+    """A waiting episode is cancelled; its process continues, and the other episode runs only once."""
     log = str(tmp_path / "log")
     body = f"""
         with open({log!r}, "a") as log:
@@ -174,14 +179,14 @@ def test_a_neighbour_that_waits_for_ever_disturbs_nobody(build, write, tmp_path)
         await asyncio.sleep(0.6)
     """
     executor = build(agent_func_path=write(agent(body)), reward_timeout=1.0, on_reward_error="skip")
-    got = run(executor, [Say("a", "b"), Say("x")])
+    got = run(executor, [Scripted("a", "b"), Scripted("x")])
     assert [decode(item.input_ids) for item in got.trajectories] == ["1+1=a;b"]
     assert "did not return within 1 s" in str(got.failures[0])
     said = (tmp_path / "log").read_text()
     assert sorted(said) == ["a", "b", "x", "x"]
 
 
-def test_faults_that_leave_the_process_alive_meet_only_their_episodes(build, write):
+def test_exception_fails_only_the_episode_that_raised_it(build, write):
     body = """
         match action:
             case "v": raise KeyError("k")
@@ -191,7 +196,7 @@ def test_faults_that_leave_the_process_alive_meet_only_their_episodes(build, wri
             case "z": raise asyncio.CancelledError
     """
     executor = build(agent_func_path=write(agent(body)), on_reward_error="skip")
-    got = run(executor, [Say(text, "b") for text in "avwxyz"])
+    got = run(executor, [Scripted(text, "b") for text in "avwxyz"])
     assert [decode(item.input_ids) for item in got.trajectories] == ["1+1=a;b"]
     expected = [
         (RewardError, "raised KeyError: 'k' at"),
@@ -205,14 +210,14 @@ def test_faults_that_leave_the_process_alive_meet_only_their_episodes(build, wri
         assert message in str(failure)
 
 
-def test_a_fault_stops_the_run_unless_it_is_skipped(build, write):
+def test_exception_stops_the_run_by_default(build, write):
     executor = build(agent_func_path=write(agent("if action == 'x':\n    raise OSError('no disk')")))
     with pytest.raises(RewardError, match=r"raised OSError: no disk at .*user.py:.*, for sample 1 of prompt 7"):
-        run(executor, [Say("a", "b"), Say("x")])
+        run(executor, [Scripted("a", "b"), Scripted("x")])
 
 
-class Slow(Say):
-    """An engine in the trainer's process: it holds the trainer's event loop for longer than user code may take."""
+class Slow(Scripted):
+    """Session of an engine that blocks the trainer's event loop for longer than the timeout of user code."""
 
     async def generate(self, request):
         if not self.requests:
@@ -220,13 +225,13 @@ class Slow(Say):
         return await super().generate(request)
 
 
-def test_time_of_the_engine_is_not_charged_even_when_it_holds_the_loop(build, write):
+def test_engine_time_is_not_charged_even_if_it_blocks_the_trainers_loop(build, write):
     executor = build(agent_func_path=write(agent("await asyncio.sleep(0.2)")), reward_timeout=1.0)
-    got = run(executor, [Slow("a", "b"), Say("c", "d")])
+    got = run(executor, [Slow("a", "b"), Scripted("c", "d")])
     assert [decode(item.input_ids) for item in got.trajectories] == ["1+1=a;b", "1+1=c;d"]
 
 
-def test_requests_of_one_episode_come_one_at_a_time(build, write):
+def test_requests_of_an_episode_reach_the_engine_one_at_a_time(build, write):
     file = write("""
         import asyncio
         from openrlhf.utils.agent import AgentExecutorBase
@@ -240,7 +245,7 @@ def test_requests_of_one_episode_come_one_at_a_time(build, write):
                         "rollout_log_probs": None, "reward": 1.0}
     """)
 
-    class OneAtATime(Say):
+    class OneAtATime(Scripted):
         busy = False
 
         async def generate(self, request):
@@ -257,12 +262,12 @@ def test_requests_of_one_episode_come_one_at_a_time(build, write):
     assert len({request.params.seed for request in session.requests}) == 4
 
 
-def test_a_real_engine_gives_the_same_episodes_twice(build, write, tmp_path, tokenizer):
+def test_episodes_with_a_real_engine_are_reproducible(build, write, tmp_path, tokenizer):
     folder = make_model(tmp_path / "model")
     model = load_causal_lm(folder, ModelFlags(pretrain=folder), device=torch.device("cpu"), packing=False)
     engine = HFEngine(Network(model), tokenizer)
 
-    class Session(Say):
+    class Session(Scripted):
         async def generate(self, request):
             self.requests.append(request)
             return (await engine.generate([request]))[0]
@@ -282,7 +287,7 @@ def test_a_real_engine_gives_the_same_episodes_twice(build, write, tmp_path, tok
 
 def test_many_episodes_share_processes(build, write):
     executor = build(agent_func_path=write(agent()), processes=2)
-    groups = [(prompt(index=n), [Say("a", "b") for _ in range(4)]) for n in range(10)]
+    groups = [(prompt(index=n), [Scripted("a", "b") for _ in range(4)]) for n in range(10)]
     got = run_all(executor, groups)
     assert [len(item.trajectories) for item in got] == [4] * 10
     assert {decode(sample.input_ids) for item in got for sample in item.trajectories} == {"1+1=a;b"}
@@ -301,7 +306,7 @@ PARENT = """
 """
 
 
-def test_a_trainer_that_is_killed_takes_its_processes_with_it(write, tmp_path):
+def test_worker_processes_die_with_the_trainer(write, tmp_path):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     file = write(f"""
@@ -325,7 +330,7 @@ def test_a_trainer_that_is_killed_takes_its_processes_with_it(write, tmp_path):
 
 
 def alive(pid):
-    """False also for one that only waits to be collected by init."""
+    """Return whether a process runs; a zombie does not."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8") as stat:
             return stat.read().rsplit(")", 1)[1].split()[0] != "Z"

@@ -1,25 +1,25 @@
-"""The files under examples/, each through the executor that a run would build."""
+"""The files under examples/, each run by the executor that a training run would build."""
 
 import json
 from pathlib import Path
 
 import pytest
-from sessions import Say, prompt, run
+from sessions import Scripted, prompt, run
 
 from openrlhf.errors import ConfigError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def test_maths_are_compared_as_mathematics(build):
+def test_math_verification_compares_expressions(build):
     file = str(EXAMPLES / "rewards/math_verification.py")
-    sessions = [Say("so 0.5"), Say("it is 1/2"), Say("it is 3")]
+    sessions = [Scripted("so 0.5"), Scripted("it is 1/2"), Scripted("it is 3")]
     got = run(build(remote_rm_url=file), sessions, asked=prompt(label="\\frac{1}{2}"))
     assert [item.reward for item in got.trajectories] == [1.0, 1.0, 0.0]
 
 
-def test_without_its_package_mathematics_shows_the_command(build, write):
-    """Where sys.modules says None, the import system finds nothing."""
+def test_math_verification_names_its_missing_package(build, write):
+    """A None in sys.modules makes the import fail."""
     missing = "import sys\nsys.modules['math_verify'] = None\n"
     with pytest.raises(ConfigError, match="pip install 'math-verify"):
         build(remote_rm_url=write(missing + (EXAMPLES / "rewards/math_verification.py").read_text()))
@@ -28,7 +28,7 @@ def test_without_its_package_mathematics_shows_the_command(build, write):
 def test_format_and_length(build):
     rambling = "<think>" + "so " * 10 + "</think><answer>two </answer>"
     texts = ["<think>well</think><answer>Two.</answer>", "<think>well</think><answer>3</answer>", "two", rambling]
-    sessions = [Say(text) for text in texts]
+    sessions = [Scripted(text) for text in texts]
     executor = build(remote_rm_url=str(EXAMPLES / "rewards/format_and_length.py"), context_length=999)
     got = run(executor, sessions, asked=prompt(label="two"), max_tokens=900).trajectories
     assert [item.reward for item in got] == pytest.approx([1.0, 0.2, 0.0, 1.0])
@@ -36,8 +36,8 @@ def test_format_and_length(build):
     assert [item.extra_logs["well_formed"] for item in got] == [1.0, 1.0, 0.0, 1.0]
 
 
-def test_code_is_run_within_limits(write):
-    """Called as a function: the tiny tokenizer has no backtick."""
+def test_code_execution_enforces_its_limits(write):
+    """Call the function directly, because the tiny tokenizer has no backtick."""
     space = {}
     exec((EXAMPLES / "rewards/code_execution.py").read_text(), space)
     space["SECONDS"] = 1
@@ -59,9 +59,9 @@ def test_code_is_run_within_limits(write):
     assert got["extra_logs"]["has_code"] == [1.0] * 8 + [0.0]
 
 
-def test_the_guessing_game(build):
+def test_guessing_game(build):
     executor = build(agent_func_path=str(EXAMPLES / "agents/guessing_game.py"), context_length=4000)
-    found, lost = Say("is it 50", "25", "what", "37"), Say("1")
+    found, lost = Scripted("is it 50", "25", "what", "37"), Scripted("1")
     got = run(executor, [found, lost], asked=prompt("guess: ", label="37")).trajectories
     assert [item.reward for item in got] == pytest.approx([0.75, 0.25 * 0.64])
     assert [item.score for item in got] == [1.0, 0.0]
@@ -69,10 +69,10 @@ def test_the_guessing_game(build):
     assert [len(session.requests) for session in (found, lost)] == [4, 7]
 
 
-def test_the_calculator(build):
+def test_calculator(build):
     executor = build(agent_func_path=str(EXAMPLES / "agents/calculator.py"), context_length=400)
-    right = Say("hm <calc>2 * (3 + 4)</calc>", "<calc>14/0</calc>", "<answer>14</answer>")
-    wrong, silent = Say("<answer>15</answer>"), Say("who knows")
+    right = Scripted("hm <calc>2 * (3 + 4)</calc>", "<calc>14/0</calc>", "<answer>14</answer>")
+    wrong, silent = Scripted("<answer>15</answer>"), Scripted("who knows")
     got = run(executor, [right, wrong, silent], asked=prompt("2*7? ", label="2*7 is #### 14"), max_tokens=50)
     assert [item.reward for item in got.trajectories] == [1.0, 0.0, 0.0]
     assert got.trajectories[0].extra_logs == {"tool_calls": 2.0, "answered": 1.0}

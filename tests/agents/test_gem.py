@@ -1,9 +1,9 @@
-"""GEM's games, with the package itself: one of its own, and one that a user's file registers with it."""
+"""Games of the real GEM package: one of its own, and one that a user's file registers."""
 
 from pathlib import Path
 
 import pytest
-from sessions import Say, decode, encode, prompt, run
+from sessions import Scripted, decode, encode, prompt, run
 
 from openrlhf.errors import ConfigError
 from openrlhf.types import Completion
@@ -36,9 +36,9 @@ HIGHER = """
 """
 
 
-def test_a_game_by_hand(build, write):
+def test_game_matches_hand_computed_tokens_and_rewards(build, write):
     game = prompt("game:Higher", label="2")
-    won, lost = Say("3</s>", "1</s>"), Say("9</s>")
+    won, lost = Scripted("3</s>", "1</s>"), Scripted("9</s>")
     executor = build(agent_func_path=write(HIGHER), step_rewards=True)
     first, second = run(executor, [won, lost], asked=game).trajectories
     assert decode(first.input_ids) == "<u>from 2<a>3</s><u>not 3\ngo<a>1</s>"
@@ -58,21 +58,21 @@ def test_a_game_by_hand(build, write):
         ("game:Higher", "", "the label of a prompt for GEM is '' (str); expected a whole number"),
     ],
 )
-def test_rows_that_name_no_game_are_told_so(build, write, name, label, message):
+def test_unknown_game_or_seed_is_reported(build, write, name, label, message):
     executor = build(agent_func_path=write(HIGHER), on_reward_error="skip")
-    (failure,) = run(executor, [Say("a")], asked=prompt(name, label=label)).failures
+    (failure,) = run(executor, [Scripted("a")], asked=prompt(name, label=label)).failures
     assert message in str(failure)
 
 
-def test_without_the_package_the_command_is_shown(build, write):
-    """Where sys.modules says None, the import system finds nothing."""
+def test_missing_package_is_reported_with_the_pip_command(build, write):
+    """A None in sys.modules makes the import fail."""
     missing = "import sys\nsys.modules['gem'] = None\n"
     with pytest.raises(ConfigError, match="Try: pip install gem-llm"):
         build(agent_func_path=write(missing + EXAMPLE.read_text()))
 
 
-class Guesses(Say):
-    """Says its texts in a vocabulary that has the backslash of a boxed number."""
+class Guesses(Scripted):
+    """Scripted session with a vocabulary that has the backslash of a boxed number."""
 
     def __init__(self, tokenizer, *texts):
         super().__init__(*texts)
@@ -91,7 +91,7 @@ def tokenizer():
     return made
 
 
-def test_the_real_game_of_guessing_a_number(build, tokenizer):
+def test_guess_the_number_with_the_real_package(build, tokenizer):
     halving = Guesses(tokenizer, *(f"\\boxed{{{guess}}}</s>" for guess in (8, 2, 4, 3)))
     silent = Guesses(tokenizer, "no idea</s>")
     game = prompt("game:GuessTheNumber-v0-easy", label=3)

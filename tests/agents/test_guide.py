@@ -1,10 +1,10 @@
-"""The files in docs/agents.md, each as a run would use it."""
+"""The files in docs/agents.md, each used as in a run."""
 
 import re
 from pathlib import Path
 
 import pytest
-from sessions import Say, decode, prompt, run
+from sessions import Scripted, decode, prompt, run
 
 pytestmark = pytest.mark.slow(seconds=2)
 ROOT = Path(__file__).parents[2]
@@ -17,18 +17,18 @@ def file(write):
     return lambda name: write(FILES[name], name)
 
 
-def test_every_kind_has_a_file():
+def test_guide_has_a_file_for_every_kind():
     assert set(FILES) == {
         *("reward.py", "server.py", "environment.py", "steps.py", "client.py", "game.py", "gym.py"),
     }
 
 
-def test_a_reward_function(build, file):
-    got = run(build(remote_rm_url=file("reward.py")), [Say("it is 2"), Say("3")]).trajectories
+def test_reward_function(build, file):
+    got = run(build(remote_rm_url=file("reward.py")), [Scripted("it is 2"), Scripted("3")]).trajectories
     assert [(item.reward, item.extra_logs) for item in got] == [(1.0, {"length": 7.0}), (0.0, {"length": 1.0})]
 
 
-def test_a_reward_server(build, file):
+def test_reward_server(build, file):
     from fastapi.testclient import TestClient
 
     space = {}
@@ -38,23 +38,23 @@ def test_a_reward_server(build, file):
 
 
 @pytest.mark.parametrize("name", ["environment.py", "steps.py"])
-def test_an_environment(build, file, name):
-    got = run(build(agent_func_path=file(name)), [Say("1", "2"), Say("4")]).trajectories
+def test_environment(build, file, name):
+    got = run(build(agent_func_path=file(name)), [Scripted("1", "2"), Scripted("4")]).trajectories
     assert [item.reward for item in got] == [1.0, 0.0]
     assert decode(got[0].input_ids) == "1+1=1\nNo. Again: 2"
 
 
-def test_an_agent_of_a_client(build, file):
-    got = run(build(agent_func_path=file("client.py"), context_length=99), [Say("1</s>", "2</s>"), Say("4")])
+def test_openai_client(build, file):
+    got = run(build(agent_func_path=file("client.py"), context_length=99), [Scripted("1</s>", "2</s>"), Scripted("4")])
     assert [item.reward for item in got.trajectories] == [1.0, 0.0]
     assert decode(got.trajectories[0].input_ids) == "<u>1+1=<a>1</s><u>No. Again.<a>2</s>"
 
 
-def test_the_example_of_a_client(build):
+def test_openai_tools_example(build):
     call = '<tool_call>{"name": "calculate", "arguments": {"left": 6, "sign": "*", "right": 7}}</tool_call>'
     executor = build(agent_func_path=str(ROOT / "examples/agents/openai_tools.py"), context_length=400)
     asked = prompt("6*7?", label="so #### 42")
-    used, silent = run(executor, [Say(call, "42"), Say("41")], asked=asked, max_tokens=100).trajectories
+    used, silent = run(executor, [Scripted(call, "42"), Scripted("41")], asked=asked, max_tokens=100).trajectories
     assert [(item.reward, item.extra_logs) for item in (used, silent)] == [
         (1.0, {"tool_calls": 1.0}),
         (0.0, {"tool_calls": 0.0}),
@@ -62,13 +62,13 @@ def test_the_example_of_a_client(build):
     assert "<t>42<a>42" in decode(used.input_ids)
 
 
-def test_a_game_is_played(build, file):
-    got = run(build(agent_func_path=file("game.py"), context_length=2000), [Say("x")], asked=prompt(GAME, label=3))
+def test_gem_game(build, file):
+    got = run(build(agent_func_path=file("game.py"), context_length=2000), [Scripted("x")], asked=prompt(GAME, label=3))
     assert got.trajectories[0].reward == pytest.approx(-0.1)  # no guess in a box
 
 
-def test_a_resources_server_must_be_up(build, write):
+def test_unreachable_nemo_gym_server_is_reported(build, write):
     row = '{"responses_create_params": {"input": "hi"}}'
     away = FILES["gym.py"].replace("8000", "9")
     executor = build(agent_func_path=write(away), on_reward_error="skip")
-    assert "/seed_session" in str(run(executor, [Say("x")], asked=prompt("0", label=row)).failures[0])
+    assert "/seed_session" in str(run(executor, [Scripted("x")], asked=prompt("0", label=row)).failures[0])

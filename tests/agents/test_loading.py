@@ -19,7 +19,7 @@ from openrlhf.errors import ConfigError
         ("*queries", ("all",)),
     ],
 )
-def test_every_generation_of_the_contract_is_called_as_it_is_written(signature, seen):
+def test_reward_function_gets_the_arguments_it_names(signature, seen):
     space = {}
     exec(f"def reward_func({signature}): return locals()", space)
     got = adapt_reward(space["reward_func"], "x.py")(["q"], ["p"], ["l"])
@@ -35,14 +35,14 @@ def test_every_generation_of_the_contract_is_called_as_it_is_written(signature, 
 
 
 @pytest.mark.parametrize("signature", ["queries", "a, b, c, d", ""])
-def test_a_function_that_cannot_take_the_arguments_is_refused(signature):
+def test_reward_function_with_another_signature_is_rejected(signature):
     space = {}
     exec(f"def reward_func({signature}): return 1", space)
     with pytest.raises(ConfigError, match=r"cannot be called with \(queries, prompts, labels\)"):
         adapt_reward(space["reward_func"], "x.py")
 
 
-def test_a_file_without_what_is_wanted_says_what_it_has(write):
+def test_file_without_the_required_function_lists_what_it_defines(write):
     file = write("import os\ndef score(): ...\nclass Agent: ...")
     with pytest.raises(ConfigError, match=r"no function reward_func; it defines score, Agent\. Try: def reward_func"):
         find_reward(load_module(file), file)
@@ -50,27 +50,27 @@ def test_a_file_without_what_is_wanted_says_what_it_has(write):
         find_agent(load_module(file), file)
 
 
-def test_an_executor_of_another_family_is_refused(write):
+def test_executor_with_another_base_class_is_rejected(write):
     file = write("class AgentExecutor: ...")
     with pytest.raises(ConfigError, match="does not extend AgentExecutorBase"):
         find_agent(load_module(file), file)
 
 
 @pytest.mark.parametrize(
-    ("base", "said"),
+    ("base", "message"),
     [
         ("OpenAIAgentExecutor", "no method run_agent. Try: def run_agent(self, base_url, api_key, prompt, label): ..."),
         ("AgentExecutorBase", "no method execute. Try: async def execute(self, prompt, label, sampling_params"),
     ],
 )
-def test_an_executor_without_its_method_is_told_what_to_write(write, base, said):
+def test_missing_method_is_reported_with_its_signature(write, base, message):
     file = write(f"from openrlhf.utils.agent import {base}\nclass AgentExecutor({base}): ...")
     with pytest.raises(ConfigError) as error:
         find_agent(load_module(file), file)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
-def test_a_file_is_run_anew_each_time_and_sees_its_neighbours(write):
+def test_file_is_executed_at_each_load_and_can_import_from_its_folder(write):
     write("VALUE = 5", "neighbour_of_user.py")
     file = write("import neighbour_of_user\nseen = [neighbour_of_user.VALUE]")
     first = load_module(file)
@@ -78,7 +78,7 @@ def test_a_file_is_run_anew_each_time_and_sees_its_neighbours(write):
     assert load_module(file).seen == [5]
 
 
-def test_an_async_init_is_awaited():
+def test_async_init_is_awaited():
     class Slow:
         async def __init__(self):
             await asyncio.sleep(0)

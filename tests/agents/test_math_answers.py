@@ -1,4 +1,4 @@
-"""Answers found in responses and compared with references, with math-verify and without it."""
+"""Extraction and grading of mathematical answers, with math-verify and without it."""
 
 import threading
 
@@ -20,7 +20,7 @@ from openrlhf.utils import extract_boxed_answer, grade_answer, math_utils
         (None, None),
     ],
 )
-def test_the_last_box_that_closes_is_the_answer(response, answer):
+def test_last_closed_box_is_the_answer(response, answer):
     assert extract_boxed_answer(response) == answer
 
 
@@ -53,7 +53,7 @@ AS_MATHEMATICS = [
 
 
 @pytest.mark.parametrize(("given", "truth", "equal"), [*AS_TEXT_OR_NUMBER, *AS_MATHEMATICS])
-def test_answers_are_compared_as_text_as_numbers_and_as_mathematics(given, truth, equal):
+def test_answers_are_compared_as_text_numbers_and_expressions(given, truth, equal):
     assert grade_answer(given, truth) is equal
 
 
@@ -69,7 +69,7 @@ def test_without_math_verify_expressions_are_compared_as_text(monkeypatch):
     assert grade_answer("x^2 + 1", "x^2+1")
 
 
-def test_a_thread_may_grade():
+def test_grading_works_in_a_thread():
     found = []
     thread = threading.Thread(target=lambda: found.append(grade_answer("x^2+2x+1", "(x+1)^2")))
     thread.start()

@@ -1,4 +1,4 @@
-"""The public executors as classes, without processes: a policy that says what the test wrote down."""
+"""The public executors without worker processes, on a scripted engine."""
 
 import asyncio
 import copy
@@ -19,26 +19,26 @@ from openrlhf.utils.agent import (
 )
 
 
-class Speaker:
-    """An llm_engine that says these texts in turn."""
+class ScriptedEngine:
+    """An llm_engine that returns these texts in order."""
 
     def __init__(self, *texts):
         self.texts = list(texts)
-        self.heard = []
+        self.received = []
 
     async def generate(self, prompt_token_ids, sampling_params, multi_modal_data=None):
         from openrlhf.agents.interface import RequestOutput
         from openrlhf.types import Completion
 
-        self.heard.append((decode(prompt_token_ids), copy.copy(sampling_params)))
+        self.received.append((decode(prompt_token_ids), copy.copy(sampling_params)))
         ids = tuple(encode(self.texts.pop(0)))
-        number = len(self.heard)
+        number = len(self.received)
         completion = Completion(ids, (-float(number),) * len(ids), decode(ids), "stop", 0)
         return RequestOutput.from_completion(list(prompt_token_ids), completion)
 
 
 class Echo(AgentInstanceBase):
-    """Two turns; keeps what it was given."""
+    """Environment of two turns that records its states."""
 
     seen: list
 
@@ -69,7 +69,7 @@ def fresh():
 
 
 def execute(executor, *texts, max_length=64, max_tokens=8, prompt="hi "):
-    speaker = Speaker(*texts)
+    engine = ScriptedEngine(*texts)
     answer = asyncio.run(
         executor.execute(
             prompt=prompt,
@@ -77,21 +77,21 @@ def execute(executor, *texts, max_length=64, max_tokens=8, prompt="hi "):
             sampling_params=params_for_agent(SamplingParams(max_tokens=max_tokens)),
             max_length=max_length,
             hf_tokenizer=TOKENIZER,
-            llm_engine=speaker,
+            llm_engine=engine,
         )
     )
-    return answer, speaker
+    return answer, engine
 
 
 def test_two_turns_by_hand():
-    answer, speaker = execute(MultiTurnAgentExecutor(Echo), "ab</s>", "c</s>")
+    answer, engine = execute(MultiTurnAgentExecutor(Echo), "ab</s>", "c</s>")
     assert decode(answer["observation_tokens"]) == "Q:hi ab</s> no;c</s>!"
     assert answer["action_ranges"] == [(5, 8), (12, 14)]
     assert answer["rollout_log_probs"] == [0.0] * 5 + [-1.0] * 3 + [0.0] * 4 + [-2.0] * 2 + [0.0]
     assert (answer["reward"], answer["scores"], answer["extra_logs"]) == (1.25, 0.0, {"turn": 2.0})
     assert answer["step_rewards"] == [(7, 1.0), (13, 0.25)]
     assert answer["truncated"] is False
-    assert [heard for heard, _ in speaker.heard] == ["Q:hi ", "Q:hi ab</s> no;"]
+    assert [received for received, _ in engine.received] == ["Q:hi ", "Q:hi ab</s> no;"]
     states = [{key: value for key, value in item.items() if key != "sampling_params"} for item in Echo.seen[0]]
     assert states == [
         {"observation": "hi ", "label": "L"},
@@ -100,7 +100,7 @@ def test_two_turns_by_hand():
     ]
 
 
-def test_each_sample_has_an_instance_of_its_own():
+def test_each_sample_gets_a_new_instance():
     executor = MultiTurnAgentExecutor(Echo)
     for _ in range(2):
         execute(executor, "a", "b")
@@ -112,22 +112,22 @@ class Endless(AgentInstanceBase):
         return {"rewards": 1, "environment_feedback": ".", "done": False}
 
 
-def test_an_agent_that_never_says_done_ends_at_the_budget():
+def test_agent_that_is_never_done_ends_at_max_length():
     answer, _ = execute(MultiTurnAgentExecutor(Endless), *["ab"] * 9, max_length=16)
     assert decode(answer["observation_tokens"]) == "hi ab.ab.ab.ab.ab."
     assert answer["truncated"]
     assert answer["reward"] == 5.0
 
 
-def test_an_agent_that_never_says_done_ends_at_max_turns():
+def test_agent_that_is_never_done_ends_at_max_turns():
     executor = MultiTurnAgentExecutor(Endless)
     executor.max_turns = 2
-    answer, speaker = execute(executor, *["ab"] * 9)
-    assert len(speaker.heard) == 2
+    answer, engine = execute(executor, *["ab"] * 9)
+    assert len(engine.received) == 2
     assert answer["truncated"]
 
 
-def test_sampling_params_of_a_step_serve_the_next_turn():
+def test_sampling_params_from_a_step_apply_to_the_next_turn():
     class Colder(Endless):
         async def step(self, states, **kwargs):
             params = copy.copy(states["sampling_params"])
@@ -136,18 +136,18 @@ def test_sampling_params_of_a_step_serve_the_next_turn():
 
     executor = MultiTurnAgentExecutor(Colder)
     executor.max_turns = 2
-    _, speaker = execute(executor, "a", "b")
-    assert [(item.temperature, item.max_tokens, item.stop) for _, item in speaker.heard] == [
+    _, engine = execute(executor, "a", "b")
+    assert [(item.temperature, item.max_tokens, item.stop) for _, item in engine.received] == [
         (1.0, 8, []),
         (0.5, 3, ["x"]),
     ]
 
 
-def test_an_overlong_observation_keeps_its_end_and_says_so(capsys):
+def test_too_long_observation_is_cut_with_a_warning(capsys):
     executor = MultiTurnAgentExecutor(Endless)
     executor.max_turns = 1
-    answer, speaker = execute(executor, "ab", prompt="0123456789", max_length=10, max_tokens=4)
-    assert speaker.heard[0][0] == "456789"
+    answer, engine = execute(executor, "ab", prompt="0123456789", max_length=10, max_tokens=4)
+    assert engine.received[0][0] == "456789"
     assert decode(answer["observation_tokens"]) == "456789ab."
     assert "an observation of 10 tokens keeps its last 6" in capsys.readouterr().err
 
@@ -164,7 +164,7 @@ def test_an_overlong_observation_keeps_its_end_and_says_so(capsys):
         ({"done": True, "rewards": 1, "environment_feedback": 5}, RolloutError, "'environment_feedback'"),
     ],
 )
-def test_a_step_that_returns_something_else_is_told_what_is_wanted(result, error, message):
+def test_malformed_step_result_is_reported(result, error, message):
     class Wrong(AgentInstanceBase):
         async def step(self, states, **kwargs):
             return result
@@ -174,7 +174,7 @@ def test_a_step_that_returns_something_else_is_told_what_is_wanted(result, error
     assert message in str(caught.value)
 
 
-def test_a_reset_without_an_observation_is_an_error():
+def test_reset_without_an_observation_is_an_error():
     class Wrong(Endless):
         async def reset(self, states, **kwargs):
             return {"observation": None}
@@ -183,14 +183,14 @@ def test_a_reset_without_an_observation_is_an_error():
         execute(MultiTurnAgentExecutor(Wrong), "a")
 
 
-def test_the_base_classes_want_their_methods():
+def test_base_classes_are_abstract():
     with pytest.raises(TypeError):
         AgentExecutorBase()
     with pytest.raises(TypeError):
         AgentInstanceBase()
 
 
-def test_a_single_turn_executor_scores_with_a_function():
+def test_single_turn_executor_scores_with_a_function():
     def reward_func(queries, prompts, labels):
         assert (queries, prompts, labels) == (["hi ok</s>"], ["hi "], ["L"])
         return {"rewards": torch.tensor([2.0]), "extra_logs": {"n": 1}}
@@ -201,7 +201,7 @@ def test_a_single_turn_executor_scores_with_a_function():
     assert answer["truncated"] is False
 
 
-def test_a_single_turn_executor_takes_a_file_or_nothing(write):
+def test_single_turn_executor_accepts_a_file_or_nothing(write):
     file = write("def reward_func(queries, prompts): return [float(len(queries[0]))]")
     assert execute(SingleTurnAgentExecutor(file), "ok")[0]["reward"] == 5.0
     with pytest.raises(RewardError, match="made without a reward"):
@@ -221,17 +221,17 @@ STEP_001 = """
 """
 
 
-def test_the_step_function_of_001_begins_anew_with_every_episode(write):
+def test_step_function_starts_with_fresh_globals_in_each_episode(write):
     file = write(STEP_001)
     for _ in range(2):
-        answer, speaker = execute(MultiTurnAgentExecutor(lambda: StepFunction(file)), "ab</s>", "c")
+        answer, engine = execute(MultiTurnAgentExecutor(lambda: StepFunction(file)), "ab</s>", "c")
         assert decode(answer["observation_tokens"]) == "hi ab</s>[1]c[2]"
         assert answer["action_ranges"] == [(3, 6), (9, 10)]
         assert (answer["reward"], answer["scores"], answer["extra_logs"]) == (1.0, 0.5, {"steps": 2.0})
-        assert [heard for heard, _ in speaker.heard] == ["hi ", "hi ab</s>[1]"]
+        assert [received for received, _ in engine.received] == ["hi ", "hi ab</s>[1]"]
 
 
-def test_the_tuple_of_the_oldest_step_function_is_understood(write):
+def test_step_function_may_return_the_tuple_of_0_8_0(write):
     file = write("""
         async def step(state, action, label):
             return 0.5, state + action + ";", action == "b", {"extra_logs": {"n": 1}}
@@ -249,7 +249,7 @@ def test_the_tuple_of_the_oldest_step_function_is_understood(write):
         ("None", "'next_observation' of step is None"),
     ],
 )
-def test_a_step_function_may_only_add(write, after, message):
+def test_step_function_may_only_append(write, after, message):
     file = write(f"""
         def step(observation, action, label):
             return {{"rewards": 0, "next_observation": {after}, "done": False}}
@@ -259,7 +259,7 @@ def test_a_step_function_may_only_add(write, after, message):
     assert message in str(error.value)
 
 
-def test_sampling_params_may_be_any_object_with_these_names():
+def test_sampling_params_may_be_any_object_with_vllms_names():
     class Foreign:
         temperature = 0.5
         stop = "END"
@@ -270,14 +270,14 @@ def test_sampling_params_may_be_any_object_with_these_names():
 
 
 @pytest.mark.parametrize(("name", "value"), [("n", 2), ("temperature", "hot"), ("max_tokens", 0)])
-def test_sampling_params_that_cannot_be_used_are_an_error(name, value):
+def test_unusable_sampling_params_are_an_error(name, value):
     params = params_for_agent(SamplingParams(max_tokens=4))
     setattr(params, name, value)
     with pytest.raises(RolloutError, match="sampling_params"):
         params_for_engine(params, limit=7, seed=5)
 
 
-def test_each_request_of_an_episode_has_a_seed_of_its_own():
+def test_each_request_of_an_episode_has_its_own_seed():
     seeds = [seed_for(3, request) for request in range(20)]
     assert seeds[0] == 3
     assert len(set(seeds)) == 20

@@ -1,6 +1,6 @@
-"""A resources server of NeMo Gym's protocol: seeded, called and asked for a verdict over real HTTP.
+"""A resources server of NeMo Gym's protocol: seeding, tool calls and verification over real HTTP.
 
-The server here reads what it gets by OpenAI's own types, as NeMo Gym's does.
+The server here parses requests with OpenAI's types, as NeMo Gym's servers do.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from aiohttp import ClientSession, ClientTimeout, web
 from openai.types.responses import Response
-from sessions import TOOL_TEMPLATE, Say, decode, encode, prompt, run
+from sessions import TOOL_TEMPLATE, Scripted, decode, encode, prompt, run
 
 from openrlhf.agents.chat.nemo_gym import NemoGymAgentExecutor
 from openrlhf.errors import RewardError, RolloutError
@@ -42,7 +42,7 @@ def tokenizer():
 
 
 class Scales:
-    """An environment with state: what /verify says depends on what was seeded and called in the same session."""
+    """Environment with state: the reward depends on what was seeded and called in the same session."""
 
     def __init__(self):
         self.sessions = {}
@@ -82,7 +82,7 @@ class Scales:
 
 @contextmanager
 def served(app):
-    """The address of the app, which runs in a thread."""
+    """Run the app in a thread and yield its address."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -104,7 +104,7 @@ def served(app):
 
 @pytest.fixture(params=["a class of one's own", "the example"])
 def agent_at(request, write, monkeypatch):
-    """A file whose agent plays against the server at an address; the example is named from the root, as users do."""
+    """Return a function from a server's address to an agent file; the example's path is relative to the root."""
 
     def make(url):
         if request.param != "the example":
@@ -116,11 +116,11 @@ def agent_at(request, write, monkeypatch):
     return make
 
 
-def test_an_episode_with_a_tool(build, agent_at):
+def test_episode_with_a_tool(build, agent_at):
     scales = Scales()
     with served(scales.app()) as url:
         executor = build(agent_func_path=agent_at(url), context_length=300)
-        sessions = [Say(CALL, "7</s>"), Say("hm " + CALL, "8</s>"), Say("7</s>")]
+        sessions = [Scripted(CALL, "7</s>"), Scripted("hm " + CALL, "8</s>"), Scripted("7</s>")]
         asked = prompt("how heavy?", label=json.dumps(ROW))
         got = run(executor, sessions, asked=asked, max_tokens=120).trajectories
     assert [item.reward for item in got] == [2.0, 1.0, 1.0]
@@ -136,40 +136,40 @@ def test_an_episode_with_a_tool(build, agent_at):
     }
 
 
-def test_only_the_tools_of_the_row_are_addresses(build, write):
+def test_only_tools_listed_in_the_row_are_requested(build, write):
     with served(Scales().app()) as url:
         call = '<tool_call>{"name": "verify", "arguments": {}}</tool_call></s>'
         executor = build(agent_func_path=write(AGENT.format(url=url)), context_length=300)
         asked = prompt("how heavy?", label=json.dumps(ROW))
-        got = run(executor, [Say(call, "7</s>")], asked=asked, max_tokens=120).trajectories[0]
+        got = run(executor, [Scripted(call, "7</s>")], asked=asked, max_tokens=120).trajectories[0]
     assert got.reward == 1.0
     assert "<t>there is no tool verify<a>" in decode(got.input_ids)
 
 
-def test_what_goes_wrong_is_told(build, write):
+def test_error_status_of_the_server_is_reported(build, write):
     scales = Scales()
     with served(scales.app(**{"/verify": scales.broken})) as url:
         executor = build(agent_func_path=write(AGENT.format(url=url)), on_reward_error="skip")
-        (failure,) = run(executor, [Say("7</s>")], asked=prompt("how heavy?", label=json.dumps(ROW))).failures
+        (failure,) = run(executor, [Scripted("7</s>")], asked=prompt("how heavy?", label=json.dumps(ROW))).failures
     assert isinstance(failure, RewardError)
     assert '/verify answered 422: {"detail": "no such row"}' in str(failure)
 
 
-async def hang_up(request):
+async def disconnect(request):
     request.transport.close()
     return web.Response()
 
 
-def test_a_server_that_goes_away_amid_an_episode(build, write):
-    with served(Scales().app(**{"/weigh": hang_up})) as url:
+def test_server_that_disconnects_during_an_episode_is_reported(build, write):
+    with served(Scales().app(**{"/weigh": disconnect})) as url:
         executor = build(agent_func_path=write(AGENT.format(url=url)), context_length=300, on_reward_error="skip")
         asked = prompt("how heavy?", label=json.dumps(ROW))
-        (failure,) = run(executor, [Say(CALL, "7</s>")], asked=asked, max_tokens=120).failures
+        (failure,) = run(executor, [Scripted(CALL, "7</s>")], asked=asked, max_tokens=120).failures
     assert isinstance(failure, RewardError)
     assert "/weigh cannot be reached" in str(failure)
 
 
-def test_a_server_that_does_not_answer_in_time():
+def test_server_timeout_is_reported():
     given_up = threading.Event()
 
     async def wait(request):
@@ -186,12 +186,12 @@ def test_a_server_that_does_not_answer_in_time():
         given_up.set()
 
 
-def test_a_server_that_is_away_and_a_label_that_is_no_row(build, write):
+def test_unreachable_server_and_malformed_row_are_reported(build, write):
     file = write(AGENT.format(url="http://127.0.0.1:9"))
     (failure,) = run(
-        build(agent_func_path=file, on_reward_error="skip"), [Say("7")], asked=prompt("?", label=json.dumps(ROW))
+        build(agent_func_path=file, on_reward_error="skip"), [Scripted("7")], asked=prompt("?", label=json.dumps(ROW))
     ).failures
     assert "is the resources server up?" in str(failure)
-    (failure,) = run(build(agent_func_path=file, on_reward_error="skip"), [Say("7")], asked=prompt("?")).failures
+    (failure,) = run(build(agent_func_path=file, on_reward_error="skip"), [Scripted("7")], asked=prompt("?")).failures
     assert isinstance(failure, RolloutError)
     assert "the label of a prompt for NeMo Gym is its row" in str(failure)

@@ -1,10 +1,10 @@
-"""Agents written against OpenAI's client, driven by that client: what they hear, and what is trained on."""
+"""Agents that use the real OpenAI client: the responses they get, and the tokens that are trained on."""
 
 import textwrap
 
 import pytest
 import torch
-from sessions import TOOL_TEMPLATE, InStep, Say, decode, encode, prompt, run, run_all
+from sessions import TOOL_TEMPLATE, Lockstep, Scripted, decode, encode, prompt, run, run_all
 
 from openrlhf.agents.chat.session import ChatSession
 from openrlhf.agents.chat.wire import find_calls
@@ -50,7 +50,7 @@ def tokenizer():
 
 
 def agents(**bodies):
-    """A run_agent that does what the prompt's label names; `ask(*messages, **more)` returns the policy's message."""
+    """Return a file whose run_agent runs the body that the label names; `ask` returns the policy's message."""
     source = """
         import httpx
         from openai import APIStatusError, AsyncOpenAI, BadRequestError
@@ -71,12 +71,12 @@ def agents(**bodies):
 
 
 def play(executor, said, **options):
-    """One episode for each label, with what the policy says in it."""
+    """Run one episode per label with its scripted session."""
     return run_all(executor, [(prompt(label=label), [session]) for label, session in said.items()], **options)
 
 
-def test_a_client_with_tools_two_turns_by_hand(build, write):
-    session = Say(CALL, "3</s>")
+def test_client_with_tools_matches_hand_computed_tokens(build, write):
+    session = Scripted(CALL, "3</s>")
     got = run(
         build(agent_func_path=write(TOOL_AGENT), context_length=200),
         [session],
@@ -95,12 +95,12 @@ def test_a_client_with_tools_two_turns_by_hand(build, write):
     ]
 
 
-def test_the_tokens_of_a_real_engine_stand_as_they_were_drawn(build, write, tmp_path, tokenizer):
+def test_tokens_of_a_real_engine_are_kept_as_sampled(build, write, tmp_path, tokenizer):
     folder = make_model(tmp_path / "model")
     model = load_causal_lm(folder, ModelFlags(pretrain=folder), device=torch.device("cpu"), packing=False)
     engine = HFEngine(Network(model), tokenizer)
 
-    class Session(Say):
+    class Session(Scripted):
         async def generate(self, request):
             (completion,) = await engine.generate([request])
             self.requests.append((request, completion))
@@ -129,8 +129,8 @@ def test_the_tokens_of_a_real_engine_stand_as_they_were_drawn(build, write, tmp_
         assert decode(second.prompt_token_ids[len(first.prompt_token_ids) + 5 :]) in ("</s><u>more<a>", "<u>more<a>")
 
 
-def test_clients_that_block_do_not_hold_each_other_up(build, write):
-    """As in a run, the engine answers when all of them wait."""
+def test_blocking_clients_run_concurrently(build, write):
+    """The engine answers only when all episodes wait, as in a run."""
     source = """
         from openai import OpenAI
         async def run_agent(base_url, api_key, prompt):
@@ -138,7 +138,7 @@ def test_clients_that_block_do_not_hold_each_other_up(build, write):
             said = client.chat.completions.create(model="", messages=[{"role": "user", "content": prompt}])
             return float(said.choices[0].message.content)
     """
-    sessions = InStep.group(*([str(number)] for number in range(40)))
+    sessions = Lockstep.group(*([str(number)] for number in range(40)))
     got = run(build(agent_func_path=write(source)), sessions)
     assert [item.reward for item in got.trajectories] == [float(number) for number in range(40)]
 
@@ -184,10 +184,10 @@ SERVED = {
 }
 
 
-def test_what_is_served(build, write, capfd):
+def test_endpoints_streaming_retries_and_ignored_parameters(build, write, capfd):
     executor = build(agent_func_path=write(agents(**SERVED)), context_length=200, on_reward_error="skip")
     texts = {"streamed": ["so" + CALL], "everything": ["x</s>"], "lost": "ab", "shorter": ["abcdef"], "raises": "a"}
-    said = {label: Say(*text) for label, text in texts.items()}
+    said = {label: Scripted(*text) for label, text in texts.items()}
     *results, raised = play(executor, said, max_tokens=99, stop=("y",))
     (failure,) = raised.failures
     assert isinstance(failure, RewardError)
@@ -225,20 +225,20 @@ REFUSED = [
 ]
 
 
-def test_what_cannot_be_trained_on_is_an_error_even_if_the_agent_swallows_it(build, write):
+def test_unusable_request_fails_the_episode_even_if_the_agent_ignores_the_error(build, write):
     bodies, wanted = {}, []
     for number, (body, message) in enumerate(REFUSED):
         bodies[f"loud{number}"] = f"{body}\nreturn 1.0"
         bodies[f"quiet{number}"] = f"try:\n    {body}\nexcept APIStatusError:\n    pass\nreturn 1.0"
         wanted += [message] * 2
     executor = build(agent_func_path=write(agents(**bodies)), on_reward_error="skip")
-    failures = [result.failures for result in play(executor, {label: Say("a") for label in bodies})]
+    failures = [result.failures for result in play(executor, {label: Scripted("a") for label in bodies})]
     assert all(len(found) == 1 and isinstance(found[0], RolloutError) for found in failures)
     assert [message for message, (found,) in zip(wanted, failures, strict=True) if message not in str(found)] == []
 
 
 @pytest.mark.parametrize("flags", [{"max_turns": 2}, {"context_length": 25}])
-def test_an_episode_without_room_is_over(build, write, flags):
+def test_full_episode_rejects_further_requests(build, write, flags):
     body = """
         heard = [u]
         while True:
@@ -248,7 +248,7 @@ def test_an_episode_without_room_is_over(build, write, flags):
                 assert error.code == "context_length_exceeded"
                 {ending}
     """
-    said = {"judged": Say("abc</s>"), "gave_up": Say("abc</s>")}
+    said = {"judged": Scripted("abc</s>"), "gave_up": Scripted("abc</s>")}
     source = agents(judged=body.format(ending="return 2.0"), gave_up=body.format(ending="raise"))
     results = play(build(agent_func_path=write(source), **flags), said)
     assert [len(session.requests) for session in said.values()] == [2, 2]
@@ -256,7 +256,7 @@ def test_an_episode_without_room_is_over(build, write, flags):
     assert [(item.reward, item.truncated) for item in ended] == [(2.0, True), (0.0, True)]
 
 
-def test_an_executor_of_ones_own_reads_other_tool_calls(build, write):
+def test_custom_executor_parses_another_tool_call_format(build, write):
     source = f"""
         from openai import OpenAI
         from openrlhf.utils.agent import OpenAIAgentExecutor
@@ -272,11 +272,11 @@ def test_an_executor_of_ones_own_reads_other_tool_calls(build, write):
             def find_calls(self, text, number):
                 return "", [{{"id": "1", "type": "function", "function": {{"name": text, "arguments": {{}}}}}}]
     """
-    got = run(build(agent_func_path=write(source)), [Say("no"), Say("go")]).trajectories
+    got = run(build(agent_func_path=write(source)), [Scripted("no"), Scripted("go")]).trajectories
     assert [(item.reward, item.extra_logs) for item in got] == [(0.0, {"named": 0.0}), (1.0, {"named": 1.0})]
 
 
-def test_calls_that_cannot_be_read_end_the_episode_whatever_the_client_does(build, write):
+def test_error_in_find_calls_fails_the_episode_even_if_the_client_retries(build, write):
     source = f"""
         from openai import OpenAI
         from openrlhf.utils.agent import OpenAIAgentExecutor
@@ -291,21 +291,21 @@ def test_calls_that_cannot_be_read_end_the_episode_whatever_the_client_does(buil
             def find_calls(self, text, number):
                 return text, [][int(text)]
     """
-    said = Say("7", "x")
+    said = Scripted("7", "x")
     (failure,) = run(build(agent_func_path=write(source), on_reward_error="skip"), [said]).failures
     assert isinstance(failure, RolloutError)
     assert "find_calls raised IndexError: list index out of range, for '7'" in str(failure)
     assert len(said.requests) == 1
 
 
-def test_an_agent_that_hangs_is_ended(build, write):
+def test_hanging_agent_times_out(build, write):
     source = """
         import threading
         def run_agent(base_url, prompt):
             threading.Event().wait()
     """
     executor = build(agent_func_path=write(source), reward_timeout=0.5, on_reward_error="skip")
-    results = run_all(executor, [(prompt(), [Say("a")])])
+    results = run_all(executor, [(prompt(), [Scripted("a")])])
     assert "did not return within 0.5 s" in str(results[0].failures[0])
 
 
@@ -316,7 +316,7 @@ def test_an_agent_that_hangs_is_ended(build, write):
         ("def run_agent(base_url): ...", {"apply_chat_template": True}, "leave the flag out"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_known_at_once(write, tokenizer, source, flags, message):
+def test_unusable_file_or_flag_is_rejected_before_training(write, tokenizer, source, flags, message):
     from openrlhf.agents.build import build_executor
     from openrlhf.config.sections.rl import RewardFlags
 
@@ -337,8 +337,8 @@ def session(template, **options):
     return ChatSession(Chat(made, None, {}, None, **options))
 
 
-def test_a_template_that_rewrites_earlier_turns_rewrites_no_tokens():
-    """As reasoning models have it, only the last turn shows its thoughts."""
+def test_template_that_rewrites_earlier_turns_does_not_change_tokens():
+    """Like those of reasoning models, the template shows thoughts only in the last turn."""
     forgets = (
         "{% for m in messages %}{{ '<' + m['role'][0] + '>' }}"
         "{{ m['content'] if loop.last else m['content'].split('|')[-1] }}"
@@ -359,7 +359,7 @@ def test_a_template_that_rewrites_earlier_turns_rewrites_no_tokens():
     assert decode(chat.tokens_added(more, None)) == "<u>r<a>"
 
 
-def test_a_template_that_hides_the_last_turn_is_refused():
+def test_template_that_hides_the_last_turn_is_rejected():
     chat = session("{{ messages[-1]['content'] }}")
     chat.messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     with pytest.raises(RolloutError, match="leaves out what the assistant said"):
@@ -376,7 +376,7 @@ def test_a_template_that_hides_the_last_turn_is_refused():
         ('<tool_call>{"name": 1}</tool_call>', '<tool_call>{"name": 1}</tool_call>', []),
     ],
 )
-def test_tool_calls_in_a_text(text, content, names):
+def test_find_calls(text, content, names):
     got, calls = find_calls(text, 2)
     assert (got, [call["function"]["name"] for call in calls]) == (content, names)
     assert [call["id"] for call in calls] == [f"call_2_{place}" for place in range(len(calls))]

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from sessions import WATCHDOG, Numbered, Say, prompt, run, run_all
+from sessions import WATCHDOG, Scripted, numbered, prompt, run, run_all
 
 from openrlhf.agents.reward_server import RewardServer
 from openrlhf.agents.rewards import ServerRewards
@@ -15,14 +15,14 @@ from openrlhf.errors import RewardError
 
 @contextmanager
 def serving(*answers):
-    """A reward server; the k-th request gets the k-th answer, later ones the last: (status, text) or a function."""
-    heard, released = [], threading.Event()
+    """Serve rewards; request k gets answer k or the last one, which is (status, text), a function, or a fault."""
+    received, released = [], threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            answer = answers[min(len(heard), len(answers) - 1)]
-            heard.append((body, dict(self.headers)))
+            answer = answers[min(len(received), len(answers) - 1)]
+            received.append((body, dict(self.headers)))
             if answer == "close":
                 return
             if answer == "hang":
@@ -40,7 +40,7 @@ def serving(*answers):
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}/get_reward", heard
+        yield f"http://127.0.0.1:{server.server_port}/get_reward", received
     finally:
         released.set()
         server.shutdown()
@@ -61,31 +61,31 @@ def through(tokenizer):
     return make
 
 
-def test_a_group_is_one_request(through):
+def test_group_is_one_request(through):
     answer = json.dumps({"rewards": [1, 2], "scores": [0, 0.5], "extra_logs": {"a": [3, 4], "b": 5}})
-    with serving((200, answer)) as (url, heard):
-        got = run(through(url, api_key="secret"), Numbered.group(2), asked=prompt(label={"answer": 2}))
+    with serving((200, answer)) as (url, received):
+        got = run(through(url, api_key="secret"), numbered(2), asked=prompt(label={"answer": 2}))
     assert [(item.reward, item.score) for item in got.trajectories] == [(1.0, 0.0), (2.0, 0.5)]
     assert [item.extra_logs for item in got.trajectories] == [{"a": 3.0, "b": 5.0}, {"a": 4.0, "b": 5.0}]
-    ((body, headers),) = heard
+    ((body, headers),) = received
     assert body == {"query": ["1+1=0", "1+1=1"], "prompts": ["1+1="] * 2, "labels": [{"answer": 2}] * 2}
     assert headers["Authorization"] == "Bearer secret"
 
 
-def test_several_servers_have_their_turns_and_the_order_stays(through):
-    with serving(by_length) as (first, heard_first), serving(by_length) as (second, heard_second):
-        groups = [(prompt("1" * (n + 1), index=n), [Say("x" * (n + 1))]) for n in range(6)]
+def test_servers_take_turns_and_results_stay_in_order(through):
+    with serving(by_length) as (first, received_first), serving(by_length) as (second, received_second):
+        groups = [(prompt("1" * (n + 1), index=n), [Scripted("x" * (n + 1))]) for n in range(6)]
         got = run_all(through(first, second), groups)
     assert [item.trajectories[0].reward for item in got] == [2.0, 4.0, 6.0, 8.0, 10.0, 12.0]
-    assert (len(heard_first), len(heard_second)) == (3, 3)
+    assert (len(received_first), len(received_second)) == (3, 3)
 
 
-@pytest.mark.parametrize("trouble", [(500, "busy"), "close"])
-def test_a_server_that_recovers_is_asked_again(through, trouble):
-    with serving(trouble, trouble, by_length) as (url, heard):
-        got = run(through(url), [Say("2")])
+@pytest.mark.parametrize("fault", [(500, "busy"), "close"])
+def test_temporary_failure_is_retried(through, fault):
+    with serving(fault, fault, by_length) as (url, received):
+        got = run(through(url), [Scripted("2")])
     assert got.trajectories[0].reward == 5.0
-    assert len(heard) == 3
+    assert len(received) == 3
 
 
 @pytest.mark.parametrize(
@@ -95,27 +95,27 @@ def test_a_server_that_recovers_is_asked_again(through, trouble):
         ("close", "failed 5 times, the last time with: RemoteDisconnected"),
     ],
 )
-def test_a_server_that_does_not_recover_is_named(through, answer, message):
-    with serving(answer) as (url, heard), pytest.raises(RewardError) as error:
-        run(through(url), [Say("2")])
+def test_permanent_failure_names_the_server(through, answer, message):
+    with serving(answer) as (url, received), pytest.raises(RewardError) as error:
+        run(through(url), [Scripted("2")])
     assert f"reward server {url} {message}" in str(error.value)
-    assert len(heard) == 5
+    assert len(received) == 5
 
 
-def test_a_server_that_never_answers_ends_at_the_deadline(through):
+def test_server_that_never_answers_times_out(through):
     started = time.monotonic()
-    with serving("hang") as (url, heard), pytest.raises(RewardError, match="failed 5 times") as error:
-        run(through(url, timeout=0.2), [Say("2")])
+    with serving("hang") as (url, received), pytest.raises(RewardError, match="failed 5 times") as error:
+        run(through(url, timeout=0.2), [Scripted("2")])
     assert url in str(error.value)
-    assert len(heard) == 5
+    assert len(received) == 5
     assert time.monotonic() - started < WATCHDOG
 
 
-def test_a_server_that_is_not_there_is_named(through):
+def test_unreachable_server_is_named(through):
     with serving(by_length) as (url, _):
         pass
     with pytest.raises(RewardError, match=f"{url} failed 5 times.*refused"):
-        run(through(url), [Say("2")])
+        run(through(url), [Scripted("2")])
 
 
 @pytest.mark.parametrize(
@@ -130,23 +130,23 @@ def test_a_server_that_is_not_there_is_named(through):
         ((200, '{"rewards": [NaN]}'), "the reward is nan"),
     ],
 )
-def test_an_answer_that_makes_no_sense_is_an_error_at_once(through, answer, message):
-    with serving(answer) as (url, heard), pytest.raises(RewardError) as error:
-        run(through(url), [Say("2")])
+def test_malformed_answer_is_an_error_without_a_retry(through, answer, message):
+    with serving(answer) as (url, received), pytest.raises(RewardError) as error:
+        run(through(url), [Scripted("2")])
     assert message in str(error.value)
     assert url in str(error.value)
-    assert len(heard) == 1
+    assert len(received) == 1
 
 
 def test_skipped_failures_are_counted(through):
     with serving((200, '{"rewards": [1, null, 3]}')) as (url, _):
-        got = run(through(url, on_error="skip"), Numbered.group(3))
+        got = run(through(url, on_error="skip"), numbered(3))
     assert [item.reward for item in got.trajectories] == [1.0, 3.0]
     assert len(got.failures) == 1
     assert "response '1'" in str(got.failures[0])
 
 
-def test_a_label_that_is_no_json_is_named(through):
-    with serving(by_length) as (url, heard), pytest.raises(RewardError, match="label cannot be sent"):
-        run(through(url), [Say("2")], asked=prompt(label={1, 2}))
-    assert not heard
+def test_label_that_json_cannot_hold_is_reported(through):
+    with serving(by_length) as (url, received), pytest.raises(RewardError, match="label cannot be sent"):
+        run(through(url), [Scripted("2")], asked=prompt(label={1, 2}))
+    assert not received

@@ -1,4 +1,4 @@
-"""reward_func in real processes: every generation of its contract, and every way in which it can go wrong."""
+"""reward_func in real processes: every supported signature, and every kind of failure."""
 
 import asyncio
 import gc
@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from sessions import WATCHDOG, Numbered, Say, children, params, prompt, run, run_all
+from sessions import WATCHDOG, Scripted, children, numbered, params, prompt, run, run_all
 
 from openrlhf.agents.futures import mark_retrieved
 from openrlhf.agents.sandbox.call import CallFailure
@@ -26,14 +26,14 @@ LENGTHS = "[float(len(query)) for query in queries]"
         f"async def reward_func(queries, prompts, labels): return {{'rewards': {LENGTHS}}}",
     ],
 )
-def test_every_generation(build, write, source):
-    got = run(build(remote_rm_url=write(source)), [Say("2"), Say("22")])
+def test_every_supported_signature_and_result(build, write, source):
+    got = run(build(remote_rm_url=write(source)), [Scripted("2"), Scripted("22")])
     assert [item.reward for item in got.trajectories] == [5.0, 6.0]
     assert [item.score for item in got.trajectories] == [5.0, 6.0]
     assert got.failures == []
 
 
-def test_a_group_is_one_call_with_the_whole_texts(build, write, tmp_path):
+def test_group_is_one_call_with_prompts_and_responses(build, write, tmp_path):
     file = write(f"""
         import json, os
         calls = 0
@@ -45,7 +45,7 @@ def test_a_group_is_one_call_with_the_whole_texts(build, write, tmp_path):
             return {{"rewards": [1.0] * len(queries), "scores": [0.0] * len(queries), "extra_logs": {{"calls": calls}}}}
     """)
     asked = prompt(label={"answer": [2]})
-    got = run(build(remote_rm_url=file), [Say("2</s>"), Say("3", finish="length")], asked=asked)
+    got = run(build(remote_rm_url=file), [Scripted("2</s>"), Scripted("3", finish="length")], asked=asked)
     expected = [["1+1=2</s>", "1+1=3"], ["1+1=", "1+1="], [{"answer": [2]}] * 2]
     assert (tmp_path / "seen").read_text() == str(expected).replace("'", '"')
     assert [item.extra_logs for item in got.trajectories] == [{"calls": 1.0}] * 2
@@ -54,26 +54,26 @@ def test_a_group_is_one_call_with_the_whole_texts(build, write, tmp_path):
     assert got.trajectories[0].prompt is asked
 
 
-def test_groups_share_the_processes_and_keep_their_order(build, write):
+def test_groups_share_processes_and_keep_their_order(build, write):
     executor = build(remote_rm_url=write(f"def reward_func(queries, prompts): return {LENGTHS}"), processes=2)
-    sessions = [[Say("x" * (n + 1))] for n in range(12)]
+    sessions = [[Scripted("x" * (n + 1))] for n in range(12)]
     got = run_all(executor, [(prompt(index=n), group) for n, group in enumerate(sessions)])
     assert [item.trajectories[0].reward for item in got] == [n + 5.0 for n in range(12)]
     assert all(session.closed == 1 for group in sessions for session in group)
 
 
-def test_chance_in_a_reward_follows_from_the_sample(build, write):
+def test_random_numbers_in_a_reward_depend_only_on_the_sample(build, write):
     file = write("""
         import random, torch
         def reward_func(queries, prompts, labels):
             return [random.random() + torch.rand(()).item() for _ in queries]
     """)
-    first, second = run_all(build(remote_rm_url=file), [(prompt(), Numbered.group(2)) for _ in range(2)])
+    first, second = run_all(build(remote_rm_url=file), [(prompt(), numbered(2)) for _ in range(2)])
     assert [item.reward for item in first.trajectories] == [item.reward for item in second.trajectories]
 
 
-def test_without_rewards_a_model_scores_later(build):
-    got = run(build(reward_pretrain="some/model"), Numbered.group(2))
+def test_reward_is_nan_if_a_model_scores_later(build):
+    got = run(build(reward_pretrain="some/model"), numbered(2))
     assert torch.tensor([[item.reward, item.score] for item in got.trajectories]).isnan().all()
 
 
@@ -88,7 +88,7 @@ def test_without_rewards_a_model_scores_later(build):
         ("import os; os._exit(3)", "exit code 3"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_known_before_training(build, write, source, message):
+def test_unusable_file_is_rejected_before_training(build, write, source, message):
     with pytest.raises(ConfigError) as error:
         build(remote_rm_url=write(source))
     assert message in str(error.value)
@@ -115,21 +115,21 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_stops_the_run_with_the_sample_that_caused_it(build, write, fault):
+def test_failure_stops_the_run_and_names_its_sample(build, write, fault):
     executor = build(remote_rm_url=write(WHEN_ONE.format(fault=fault)), reward_timeout=1.0, processes=2)
     with pytest.raises(RewardError) as error:
-        run(executor, Numbered.group(3))
+        run(executor, numbered(3))
     assert FAULTS[fault] in str(error.value)
     assert "prompt 7 '1+1=', response '1'" in str(error.value)
     assert "user.py" in str(error.value)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_can_be_skipped_and_costs_only_its_sample(build, write, fault):
+def test_skipped_failure_drops_only_its_sample(build, write, fault):
     executor = build(
         remote_rm_url=write(WHEN_ONE.format(fault=fault)), reward_timeout=1.0, processes=2, on_reward_error="skip"
     )
-    sessions = Numbered.group(3)
+    sessions = numbered(3)
     got = run(executor, sessions)
     assert [item.input_ids[-1] for item in got.trajectories] == [56, 58]
     (failure,) = got.failures
@@ -141,17 +141,17 @@ def test_a_fault_can_be_skipped_and_costs_only_its_sample(build, write, fault):
     ("result", "message"),
     [("[1.0]", "has 1 values for 2 samples"), ("None", "came as None"), ("object()", "object object")],
 )
-def test_a_result_of_the_wrong_shape_fails_the_group(build, write, result, message):
+def test_malformed_result_fails_the_group(build, write, result, message):
     file = write(f"def reward_func(queries, prompts): return {result}")
     with pytest.raises(RewardError) as error:
-        run(build(remote_rm_url=file), Numbered.group(2))
+        run(build(remote_rm_url=file), numbered(2))
     assert message in str(error.value)
     assert "response '0'" in str(error.value)
-    skipped = run(build(remote_rm_url=file, on_reward_error="skip"), Numbered.group(2))
+    skipped = run(build(remote_rm_url=file, on_reward_error="skip"), numbered(2))
     assert (skipped.trajectories, len(skipped.failures)) == ([], 2)
 
 
-def test_a_crash_that_does_not_come_back_costs_nothing(build, write, tmp_path):
+def test_crash_that_does_not_repeat_loses_no_sample(build, write, tmp_path):
     file = write(f"""
         import os
         def reward_func(queries, prompts):
@@ -161,11 +161,11 @@ def test_a_crash_that_does_not_come_back_costs_nothing(build, write, tmp_path):
                 return [1.0] * len(queries)
             os._exit(1)
     """)
-    got = run(build(remote_rm_url=file), Numbered.group(3))
+    got = run(build(remote_rm_url=file), numbered(3))
     assert [item.reward for item in got.trajectories] == [1.0] * 3
 
 
-def test_a_process_that_is_killed_from_outside_is_noticed_at_once(build, write, tmp_path):
+def test_process_killed_from_outside_is_noticed_immediately(build, write, tmp_path):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     file = write(f"""
@@ -182,8 +182,8 @@ def test_a_process_that_is_killed_from_outside_is_noticed_at_once(build, write, 
 
     async def go():
         try:
-            group = asyncio.ensure_future(executor.run_group(prompt(), params(1), [Say("2")]))
-            for _ in range(2):  # the call, and its one retry
+            group = asyncio.ensure_future(executor.run_group(prompt(), params(1), [Scripted("2")]))
+            for _ in range(2):  # the call, and its retry alone
                 await asyncio.to_thread(kill_next)
             await asyncio.wait_for(group, WATCHDOG)
         finally:
@@ -193,7 +193,7 @@ def test_a_process_that_is_killed_from_outside_is_noticed_at_once(build, write, 
         asyncio.run(go())
 
 
-def test_closing_ends_a_call_that_never_returns(build, write):
+def test_close_ends_a_call_that_never_returns(build, write):
     file = write("""
         import subprocess
         def reward_func(queries, prompts):
@@ -202,7 +202,7 @@ def test_closing_ends_a_call_that_never_returns(build, write):
     executor = build(remote_rm_url=file, reward_timeout=3600.0)
 
     async def go():
-        group = asyncio.ensure_future(executor.run_group(prompt(), params(1), [Say("2")]))
+        group = asyncio.ensure_future(executor.run_group(prompt(), params(1), [Scripted("2")]))
         await asyncio.sleep(0)
         await executor.close()
         with pytest.raises(RolloutError, match="closed"):
@@ -215,7 +215,7 @@ def test_closing_ends_a_call_that_never_returns(build, write):
     assert children() == set()
 
 
-def test_a_group_that_is_given_up_leaves_the_others_alone(build, write):
+def test_cancelled_group_does_not_disturb_others(build, write):
     file = write("""
         import time
         def reward_func(queries, prompts):
@@ -227,8 +227,8 @@ def test_a_group_that_is_given_up_leaves_the_others_alone(build, write):
 
     async def go():
         try:
-            stuck = asyncio.ensure_future(executor.run_group(prompt("9+9="), params(1), [Say("2")]))
-            waiting = asyncio.ensure_future(executor.run_group(prompt(), params(1), [Say("2")]))
+            stuck = asyncio.ensure_future(executor.run_group(prompt("9+9="), params(1), [Scripted("2")]))
+            waiting = asyncio.ensure_future(executor.run_group(prompt(), params(1), [Scripted("2")]))
             with pytest.raises(asyncio.TimeoutError):
                 await asyncio.wait_for(stuck, 0.2)
             return await asyncio.wait_for(waiting, WATCHDOG)
@@ -238,8 +238,8 @@ def test_a_group_that_is_given_up_leaves_the_others_alone(build, write):
     assert asyncio.run(go()).trajectories[0].reward == 1.0
 
 
-def test_an_engine_error_goes_up_as_it_is(build, write):
-    class Broken(Say):
+def test_engine_error_is_raised_unchanged(build, write):
+    class Broken(Scripted):
         async def generate(self, request):
             raise RolloutError("the engine is gone")
 
@@ -249,7 +249,7 @@ def test_an_engine_error_goes_up_as_it_is(build, write):
 
 
 @pytest.mark.parametrize("listening", [mark_retrieved, lambda answer: answer], ids=["marked", "left alone"])
-def test_an_error_that_comes_after_its_listener_left_makes_no_noise(listening, caplog):
+def test_mark_retrieved_silences_errors_that_nobody_awaits(listening, caplog):
     async def leave():
         listening(asyncio.get_running_loop().create_future()).set_exception(CallFailure("odd"))
         await asyncio.sleep(0)

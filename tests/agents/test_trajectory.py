@@ -12,7 +12,7 @@ MORE = Completion((23,), (-0.125,), "c", "length", 3)
 
 
 def episode(**changes):
-    """p p a a e e a, with two log-probs for the first action and one for the second."""
+    """Return the tokens p p a a e e a, with two log-probs for the first action and one for the second."""
     return {
         "observation_tokens": [11, 12, 21, 22, 31, 32, 23],
         "action_ranges": [[2, 4], [6, 7]],
@@ -27,7 +27,7 @@ def read(context_length=100, each_step=False, completions=(NUMBERS, MORE), **cha
     )
 
 
-def test_one_turn_by_hand():
+def test_join_turn_by_hand():
     got = join_turn(prompt("1+"), NUMBERS, 100)
     assert got.input_ids == (*encode("1+"), 21, 22)
     assert got.action_mask == (False, False, True, True)
@@ -44,7 +44,7 @@ def test_two_turns_by_hand():
     assert got.action_mask == (False, False, True, True, False, False, True)
     assert got.rollout_log_probs == (0.0, 0.0, -0.5, -0.25, 0.0, 0.0, -0.125)
     assert (got.reward, got.score, got.truncated) == (1.5, 1.5, False)
-    assert got.version == 3  # the oldest weights that had a part in it
+    assert got.version == 3  # the oldest weights that sampled a turn
     assert got.step_rewards == ()
 
 
@@ -54,14 +54,14 @@ def test_feedback_after_the_last_action_is_cut_off():
     assert not got.truncated
 
 
-def test_an_episode_past_the_context_is_cut_and_counts_as_truncated():
+def test_episode_past_the_context_is_cut_and_truncated():
     got = read(context_length=3)
     assert got.input_ids == (11, 12, 21)
     assert got.action_mask == (False, False, True)
     assert got.truncated
 
 
-def test_scores_logs_and_step_rewards_are_taken_over():
+def test_scores_logs_and_step_rewards_are_kept():
     given = {"scores": 0.0, "extra_logs": {"turns": 2}, "truncated": True, "step_rewards": [[3, 0.5], [6, 1.0]]}
     got = read(each_step=True, **given)
     assert (got.score, got.extra_logs, got.truncated) == (0.0, {"turns": 2.0}, True)
@@ -69,14 +69,14 @@ def test_scores_logs_and_step_rewards_are_taken_over():
     assert read(each_step=True, context_length=5, **given).step_rewards == ((3, 0.5), (3, 1.0))
 
 
-def test_log_probs_that_the_agent_did_not_keep_are_the_engines():
+def test_missing_log_probs_come_from_the_engine():
     assert read(rollout_log_probs=None) == read()
     assert read(rollout_log_probs=None, action_ranges=[[2, 3]]).rollout_log_probs == (0.0, 0.0, -0.5)
     joined = read(rollout_log_probs=None, observation_tokens=[11, 21, 22, 23], action_ranges=[[1, 4]])
     assert joined.rollout_log_probs == (0.0, -0.5, -0.25, -0.125)
 
 
-def test_the_first_token_is_never_an_action():
+def test_first_token_is_never_an_action():
     got = read(action_ranges=[[0, 4]])
     assert got.action_mask == (False, True, True, True)
 
@@ -97,7 +97,7 @@ def test_the_first_token_is_never_an_action():
         ({"rollout_log_probs": None, "observation_tokens": [1, 2, 3, 4, 5, 6, 7]}, "not those that the engine sampled"),
     ],
 )
-def test_a_wrong_episode_says_what_is_wrong(changes, message):
+def test_malformed_episode_is_reported(changes, message):
     with pytest.raises(RolloutError) as error:
         read(**changes)
     assert message in str(error.value)
@@ -107,13 +107,13 @@ def test_a_wrong_episode_says_what_is_wrong(changes, message):
     ("reward", "message"),
     [(None, "is None"), (float("nan"), "is nan"), (float("inf"), "is inf"), ("1", "'1' (str)"), ([1, 2], "[1, 2]")],
 )
-def test_an_episode_without_a_reward_is_an_error(reward, message):
+def test_missing_or_non_finite_reward_is_an_error(reward, message):
     with pytest.raises(RewardError, match="'reward' of the episode") as error:
         read(reward=reward)
     assert message in str(error.value)
 
 
-def test_what_is_no_dict_is_shown():
+def test_result_that_is_not_a_dict_is_shown():
     with pytest.raises(RolloutError, match=r"execute returned None"):
         read_trajectory(None, prompt(), [], context_length=10)
 
@@ -124,7 +124,7 @@ def temperatures(factors, **changes):
     ).temperature_factors
 
 
-def test_each_token_carries_the_temperature_of_its_turn():
+def test_each_token_has_the_temperature_of_its_turn():
     assert temperatures([1.0, 1.0]) == ()
     assert temperatures([1.0, 0.5]) == (1.0,) * 4
     assert temperatures([2.0, 0.5]) == (1.0, 1.0, 2.0, 2.0)
@@ -132,8 +132,8 @@ def test_each_token_carries_the_temperature_of_its_turn():
     assert whole.temperature_factors == (1.0, 1.0, 2.0, 2.0, 1.0, 1.0, 0.5)
 
 
-def test_tokens_that_the_engine_did_not_draw_have_no_temperature_of_a_turn():
+def test_tokens_that_the_engine_did_not_sample_cannot_have_several_temperatures():
     other = {"observation_tokens": [11, 12, 29, 22, 31, 32, 23]}
-    assert temperatures([0.5, 0.5], **other) == (1.0, 1.0, 0.5, 0.5)  # all turns had one
+    assert temperatures([0.5, 0.5], **other) == (1.0, 1.0, 0.5, 0.5)  # all turns have the same
     with pytest.raises(RolloutError, match=r"several temperatures.*\(2, 4\) are not those that the engine sampled"):
         temperatures([2.0, 0.5], **other)

@@ -1,11 +1,11 @@
-"""Files written for upstream's versions from 0.8.0 on: the same signatures and keys run here."""
+"""Files written for upstream's versions since 0.8.0 run unchanged."""
 
 import asyncio
 import math
 from pathlib import Path
 
 import pytest
-from sessions import WATCHDOG, InStep, Say, decode, params, prompt, run
+from sessions import WATCHDOG, Lockstep, Scripted, decode, params, prompt, run
 
 from openrlhf.agents.multi_turn import read_step
 from openrlhf.agents.trajectory import read_reward
@@ -79,83 +79,83 @@ ONCE = """
 """
 
 
-def test_a_step_function_may_return_a_tuple(build, write):
-    got = run(build(agent_func_path=write(TUPLES)), [Say("a", "b")]).trajectories[0]
+def test_step_function_may_return_a_tuple(build, write):
+    got = run(build(agent_func_path=write(TUPLES)), [Scripted("a", "b")]).trajectories[0]
     assert (decode(got.input_ids), got.reward) == ("1+1=a;b", 1.0)
 
 
-def test_a_step_function_may_call_the_text_next_state(build, write):
-    got = run(build(agent_func_path=write(NEXT_STATE)), [Say("a", "b")]).trajectories[0]
+def test_step_function_may_return_next_state(build, write):
+    got = run(build(agent_func_path=write(NEXT_STATE)), [Scripted("a", "b")]).trajectories[0]
     assert (decode(got.input_ids), got.reward, got.score) == ("1+1=a;b", 3.0, 0.5)
     assert got.extra_logs == {"turns": 2.0}
 
 
 @pytest.mark.parametrize("arguments", ["hf_tokenizer, result_queue", "result_queue"])
-def test_an_executor_built_with_engine_and_queue_plays_its_agent(build, write, arguments):
+def test_legacy_executor_plays_its_agent(build, write, arguments):
     file = write(OLDER % (arguments, arguments))
-    got = run(build(agent_func_path=file), [Say("a", "b"), Say("c", "d")]).trajectories
+    got = run(build(agent_func_path=file), [Scripted("a", "b"), Scripted("c", "d")]).trajectories
     assert [decode(item.input_ids) for item in got] == ["1+1=2a;b", "1+1=2c;d"]
     assert [(item.reward, item.score) for item in got] == [(2.0, 0.25)] * 2
 
 
-def test_an_executor_built_with_engine_and_queue_ends_at_max_turns(build, write):
+def test_legacy_executor_ends_at_max_turns(build, write):
     file = write((OLDER % (("hf_tokenizer, result_queue",) * 2)).replace("self.turns == 2", "False"))
-    got = run(build(agent_func_path=file, max_turns=3), [Say("a")]).trajectories[0]
+    got = run(build(agent_func_path=file, max_turns=3), [Scripted("a")]).trajectories[0]
     assert decode(got.input_ids) == "1+1=2a;a;a"
 
 
-def test_results_in_a_queue_find_their_episodes(build, write):
-    sessions = [Say("a"), Say("bcd"), Say("ef")]
+def test_results_in_the_queue_are_assigned_to_their_episodes(build, write):
+    sessions = [Scripted("a"), Scripted("bcd"), Scripted("ef")]
     got = run(build(agent_func_path=write(QUEUE)), sessions).trajectories
     assert [(decode(item.input_ids), item.reward) for item in got] == [("1+1=a", 1), ("1+1=bcd", 3), ("1+1=ef", 2)]
     assert got[1].rollout_log_probs == (0.0,) * 4 + (-1.0,) * 3
 
 
-def test_an_episode_that_puts_nothing_into_the_queue_is_told_so(build, write):
+def test_missing_result_in_the_queue_is_reported(build, write):
     file = write(QUEUE.replace("await self.result_queue.put(", "dict("))
     with pytest.raises(RolloutError, match="neither put a result into"):
-        run(build(agent_func_path=file), [Say("a")])
+        run(build(agent_func_path=file), [Scripted("a")])
 
 
-def test_an_executor_that_wants_something_else_is_known_before_training(build, write):
+def test_unknown_constructor_argument_is_rejected_before_training(build, write):
     file = write(QUEUE.replace("hf_tokenizer, result_queue):", "hf_tokenizer, result_queue, actor):"))
     with pytest.raises(ConfigError, match="built without arguments, but it requires actor"):
         build(agent_func_path=file)
 
 
-def test_without_a_reward_a_reward_model_scores(build, write):
+def test_missing_reward_is_left_to_a_reward_model(build, write):
     executor = build(agent_func_path=write(ONCE % (None, 0.5)), reward_pretrain="./model")
-    got = run(executor, [Say("a")]).trajectories[0]
+    got = run(executor, [Scripted("a")]).trajectories[0]
     assert math.isnan(got.reward)
     assert got.score == 0.5
 
 
-def test_without_a_reward_and_a_reward_model_the_flag_is_named():
+def test_missing_reward_without_a_reward_model_names_the_flag():
     with pytest.raises(RewardError, match=r"'reward' of the episode is None.*Try: --reward_pretrain"):
         read_reward(None, scored_later=False)
 
 
-def test_an_agent_without_a_reward_function_leaves_the_reward_to_models(build, write):
+def test_single_turn_agent_without_a_reward_leaves_it_to_models(build, write):
     file = write("""
         from openrlhf.utils.agent import SingleTurnAgentExecutor
 
         class AgentExecutor(SingleTurnAgentExecutor):
             pass
     """)
-    got = run(build(agent_func_path=file, reward_pretrain="./model"), [Say("a")]).trajectories[0]
+    got = run(build(agent_func_path=file, reward_pretrain="./model"), [Scripted("a")]).trajectories[0]
     assert decode(got.input_ids) == "1+1=a"
     assert math.isnan(got.reward)
     assert math.isnan(got.score)
 
 
-def test_images_are_refused():
+def test_images_are_rejected():
     step = {"rewards": 1.0, "environment_feedback": "", "done": False}
     assert read_step(step | {"environment_images": []})
     with pytest.raises(RolloutError, match="'environment_images', but models are trained on text"):
         read_step(step | {"environment_images": ["screen.png"]})
 
 
-def test_a_reward_file_may_grade_answers(build, write):
+def test_reward_file_can_grade_answers(build, write):
     file = write(r"""
         from openrlhf.utils import extract_boxed_answer, grade_answer
 
@@ -165,28 +165,28 @@ def test_a_reward_file_may_grade_answers(build, write):
             return {"rewards": right, "scores": right, "extra_logs": {"math_accuracy": sum(right) / len(right)}}
     """)
     asked = prompt(label=r"so it is \boxed{\frac{1}{2}}")
-    got = run(build(remote_rm_url=file), [Say("0.5"), Say("2")], asked=asked).trajectories
+    got = run(build(remote_rm_url=file), [Scripted("0.5"), Scripted("2")], asked=asked).trajectories
     assert [item.reward for item in got] == [1.0, 0.0]
 
 
-PYTHON = Path(__file__).parents[2] / "examples/python"  # the files that upstream's scripts name
+PYTHON = Path(__file__).parents[2] / "examples/python"  # files that upstream's scripts name
 
 
-def test_the_second_chance_of_agent_func(build):
+def test_agent_func_gives_second_chances(build):
     executor = build(agent_func_path=str(PYTHON / "agent_func.py"), context_length=256)
-    got = run(executor, [Say("2"), Say("3", "2.0"), Say("4")]).trajectories
+    got = run(executor, [Scripted("2"), Scripted("3", "2.0"), Scripted("4")]).trajectories
     assert [(item.reward, item.score) for item in got] == [(1.0, 1.0), (0.5, 1.0), (0.0, 0.0)]
     assert [item.extra_logs["tries"] for item in got] == [1.0, 2.0, 3.0]
 
 
-def test_the_answers_of_math_reward_func(build):
+def test_math_reward_func_grades_answers(build):
     executor = build(remote_rm_url=str(PYTHON / "math_reward_func.py"))
-    got = run(executor, [Say("so Answer: 2.0"), Say("Answer: 3"), Say("2")]).trajectories
+    got = run(executor, [Scripted("so Answer: 2.0"), Scripted("Answer: 3"), Scripted("2")]).trajectories
     assert [item.reward for item in got] == [1.0, 0.0, 0.0]
     assert [item.extra_logs["answered"] for item in got] == [1.0, 1.0, 0.0]
 
 
-def test_the_other_files_that_scripts_name_are_there():
+def test_other_files_named_by_scripts_exist():
     names = (
         "reward_func",
         "agent_func_gem_multiturn",
@@ -196,7 +196,7 @@ def test_the_other_files_that_scripts_name_are_there():
     assert [name for name in names if not (PYTHON / f"{name}.py").is_file()] == []
 
 
-# The engine of the first episode, kept for all: in an attribute, or in a server with a thread and a loop of its own.
+# Keep the engine of the first episode for all: in an attribute, or in a server with its own thread and event loop.
 KEPT = """
     from openrlhf.utils.agent import AgentExecutorBase
 
@@ -251,15 +251,15 @@ SERVED = (
 
 
 @pytest.mark.parametrize("source", [KEPT, SERVED], ids=["attribute", "server"])
-def test_the_engine_of_the_first_episode_serves_later_ones(build, write, source):
-    """Two prompts side by side in lockstep, where a request of a wrong episode would wait for ever; then two more."""
+def test_engine_of_the_first_episode_serves_later_ones(build, write, source):
+    """Run two prompts in lockstep, where a request of a wrong episode would wait forever; then two more."""
 
     async def go(executor):
         made = []
         try:
             for _ in range(2):
                 groups = [prompt("1+1="), prompt("2+2=", index=8)]
-                sessions = InStep.group(("a", "b"), ("a", "b"), ("c", "d"), ("c", "d"))
+                sessions = Lockstep.group(("a", "b"), ("a", "b"), ("c", "d"), ("c", "d"))
                 jobs = [
                     executor.run_group(item, params(2), sessions[2 * place : 2 * place + 2])
                     for place, item in enumerate(groups)
