@@ -57,20 +57,20 @@ from openrlhf.rl.evaluate import evaluate
 from openrlhf.rl.experience import Experience, make_experience
 from openrlhf.rl.proof import GapWatch, gap_limits
 from openrlhf.rl.record import Recorder
-from openrlhf.rl.rollouts import Rollout, Source
+from openrlhf.rl.rollouts import Rollout, RolloutSource
 from openrlhf.rl.samples import Batching
 from openrlhf.rl.workers import WeightSync, Workers
 from openrlhf.rollout.engine import Engine
 from openrlhf.types import Prompt
 
-STANDING = ("_lr", "_loss_scale", "_skipped_steps")  # suffixes of metrics that are not averaged over steps
+NOT_AVERAGED = ("_lr", "_loss_scale", "_skipped_steps")  # suffixes of metrics of which the last value counts
 
 
 @dataclass(frozen=True)
 class Parts:
     """The components of a run that the loop connects."""
 
-    source: Source
+    source: RolloutSource
     engine: Engine
     executor: GroupExecutor
     workers: Workers
@@ -195,7 +195,7 @@ class Controller:
         self.last = values
         if version % logs.logging_steps == 0:
             parts.monitor.log("train", version, values)
-        parts.monitor.advance(shown(values))
+        parts.monitor.advance(progress_values(values))
         if logs.eval_steps > 0 and version % logs.eval_steps == 0:
             await self.evaluate()
         await after_step(self)
@@ -215,7 +215,9 @@ class Controller:
         if self.queue_size == 0:
             await parts.sync.begin_training()
         experience = await make_experience(rollout.trajectories, parts.workers, parts.scoring, self.config, coef)
-        values = {} if self.gap is None else await self.gap.look(rollout.trajectories, state.version, state.version + 1)
+        values = (
+            {} if self.gap is None else await self.gap.compare(rollout.trajectories, state.version, state.version + 1)
+        )
         scored = time.perf_counter()
         writing = asyncio.create_task(
             asyncio.to_thread(parts.recorder.write, state.version + 1, experience)
@@ -229,7 +231,7 @@ class Controller:
         await writing
         if experience.kl is not None:
             state.kl = state.kl.updated(experience.kl, len(experience.trajectories))
-        values |= averaged(steps) | experience.metrics | rollout.metrics
+        values |= average_steps(steps) | experience.metrics | rollout.metrics
         values |= {"kl_coef": coef, "staleness": float(state.version - rollout.version)}
         values |= {"timing/make_experience": scored - began, "timing/ppo_train": time.perf_counter() - scored}
         if rollout.number in self.generation_seconds:  # unknown for a rollout from the queue of a checkpoint
@@ -284,8 +286,8 @@ class Controller:
         values = await evaluate(parts.eval_prompts, parts.engine, parts.executor, parts.workers, config)
         self.last_evaluation = values
         parts.monitor.log("eval", self.state.version, values)
-        told = [f"{name} {value:.4f}" for name, value in values.items() if "_pass" in name or name.endswith("_reward")]
-        parts.monitor.tell(f"step {self.state.version}: " + ", ".join(told))
+        shown = [f"{name} {value:.4f}" for name, value in values.items() if "_pass" in name or name.endswith("_reward")]
+        parts.monitor.tell(f"step {self.state.version}: " + ", ".join(shown))
 
 
 class AfterStep(Protocol):
@@ -294,14 +296,14 @@ class AfterStep(Protocol):
     async def __call__(self, controller: Controller) -> None: ...
 
 
-def averaged(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the mean of each metric over the optimizer steps of a rollout; of the STANDING ones, the last value."""
+def average_steps(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the mean of each metric over the optimizer steps of a rollout; of NOT_AVERAGED, the last value."""
     names = dict.fromkeys(name for step in steps for name in step)
     means = {name: float(np.mean([step[name] for step in steps if name in step])) for name in names}
-    return means | {name: value for name, value in steps[-1].items() if name.endswith(STANDING)}
+    return means | {name: value for name, value in steps[-1].items() if name.endswith(NOT_AVERAGED)}
 
 
-def shown(values: dict[str, float]) -> dict[str, float]:
+def progress_values(values: dict[str, float]) -> dict[str, float]:
     """Return the metrics for the progress bar, under the short names that users know."""
     names = {
         "reward": "reward",

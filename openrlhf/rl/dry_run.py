@@ -2,7 +2,7 @@
 
 They go through template, tokenizer and, in reinforcement learning, the reward function or agent, as they will in
 training, so that mistakes in data, templates and reward code show up within seconds. `dry_run` does only this; every
-RL run also calls `tried_executor`.
+RL run also calls `build_tested_executor`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from openrlhf.monitor import say
 from openrlhf.rl.rollouts import sampling
 from openrlhf.training.model_checks import check_models
 from openrlhf.training.optim import schedule
-from openrlhf.types import Completion, LabelledRow, PairRow, Prompt, Request, StepRow, TokenRow, Trajectory
+from openrlhf.types import Completion, LabelledRow, PairRow, Prompt, Request, StepRow, TokenRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,7 +44,11 @@ MADE_UP = "a made-up answer"
 
 def run(config: RLConfig | SupervisedConfig) -> None:
     """Try everything that needs no model weights; nothing is downloaded for it."""
-    datasets = [name for name in dataset_names(config) if not is_on_disk(name)]
+    if isinstance(config, RLConfig):
+        names = (config.prompts.prompt_data, config.prompts.eval_dataset)
+    else:
+        names = (config.data.dataset, config.data.eval_dataset)
+    datasets = [name for given in names for name in split_names(given) if not is_on_disk(name)]
     missing = ([] if tokenizer_is_here(str(config.model.pretrain)) else [str(config.model.pretrain)]) + datasets
     if missing:
         say(f"no row was tried: {', '.join(missing)} would have to be fetched first")
@@ -58,14 +62,6 @@ def run(config: RLConfig | SupervisedConfig) -> None:
     else:
         try_supervised(config, tokenizer)
     say("dry run: nothing was trained or written")
-
-
-def dataset_names(config: RLConfig | SupervisedConfig) -> list[str]:
-    if isinstance(config, RLConfig):
-        train, held_out = config.prompts.prompt_data, config.prompts.eval_dataset
-    else:
-        train, held_out = config.data.dataset, config.data.eval_dataset
-    return [*split_names(train), *split_names(held_out)]
 
 
 def is_on_disk(name: str) -> bool:
@@ -108,7 +104,7 @@ def shown_row(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[str]:
             text = shorten(text_of(row.input_ids, tokenizer), SHOWN)
             labels = ", ".join(f"{label:g}" for label in row.step_labels.tolist())
             return [f"the first row, {len(row.input_ids)} tokens: {text}; labels of its steps: {labels}"]
-    raise AssertionError(f"{type(row).__name__} is no row")
+    raise AssertionError(f"{type(row).__name__} is not a row")
 
 
 def shown_tokens(name: str, row: TokenRow, part: str, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -125,12 +121,16 @@ def try_rl(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     config = replace(config, prompts=replace(flags, max_samples=most))
     prompts = load_prompts(config, tokenizer)
     load_eval_prompts(config, tokenizer)
-    asyncio.run(tried_executor(config, tokenizer, prompts).close())
+    asyncio.run(build_tested_executor(config, tokenizer, prompts).close())
 
 
-def tried_executor(config: RLConfig, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> GroupExecutor:
+def build_tested_executor(
+    config: RLConfig, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
+) -> GroupExecutor:
     """Build the executor of a run and test it on made-up answers to the first prompts; if that fails, close it."""
-    check_schedules(config)
+    flags = config.optimizer
+    for name in (flags.lr_scheduler, flags.critic_lr_scheduler or flags.lr_scheduler):  # rejects invalid flags
+        schedule(name, warmup_ratio=flags.lr_warmup_ratio, total_steps=1, min_lr_ratio=flags.min_lr_ratio)
     say(f"the first prompt, {len(prompts[0].input_ids)} tokens: {shorten(prompts[0].text, SHOWN)}")
     executor = build_executor(
         config.rewards,
@@ -143,7 +143,7 @@ def tried_executor(config: RLConfig, tokenizer: PreTrainedTokenizerBase, prompts
     if config.rollout.replay:  # recorded rollouts already have rewards
         return executor
     try:
-        results = asyncio.run(rehearse(config, tokenizer, prompts[:FIRST_ROWS], executor))
+        results = asyncio.run(try_prompts(config, tokenizer, prompts[:FIRST_ROWS], executor))
     except BaseException:
         asyncio.run(executor.close())
         raise
@@ -151,14 +151,7 @@ def tried_executor(config: RLConfig, tokenizer: PreTrainedTokenizerBase, prompts
     return executor
 
 
-def check_schedules(config: RLConfig) -> None:
-    """Build the learning rate schedules once, which rejects invalid flags."""
-    flags = config.optimizer
-    for name in (flags.lr_scheduler, flags.critic_lr_scheduler or flags.lr_scheduler):
-        schedule(name, warmup_ratio=flags.lr_warmup_ratio, total_steps=1, min_lr_ratio=flags.min_lr_ratio)
-
-
-class MadeUp:
+class MadeUpSession:
     """Session without an engine.
 
     It first gives `text` as the answer. Later answers are as long as allowed, so that a multi-turn episode ends soon.
@@ -180,7 +173,7 @@ class MadeUp:
         """Do nothing: there is no request to cancel."""
 
 
-async def rehearse(
+async def try_prompts(
     config: RLConfig, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], executor: GroupExecutor
 ) -> list[GroupResult]:
     """Run the first prompts through the executor with made-up answers.
@@ -194,7 +187,7 @@ async def rehearse(
         executor.run_group(
             prompt,
             sampling(prompt, flags, config.batches.seed),
-            [MadeUp(text, tokenizer) for text in answers(prompt, samples)],
+            [MadeUpSession(text, tokenizer) for text in answers(prompt, samples)],
         )
         for prompt in prompts
     ]
@@ -224,16 +217,13 @@ def explain(results: Sequence[GroupResult], tokenizer: PreTrainedTokenizerBase) 
         )
     made = [item for result in results for item in result.trajectories if not math.isnan(item.reward)]
     if made:
-        rewards = [item.reward for item in made]
+        rewards, first = [item.reward for item in made], made[0]
+        response = text_of(first.input_ids[first.action_mask.index(True) :], tokenizer)
         extremes = dict.fromkeys(f"{reward:g}" for reward in (min(rewards), max(rewards)))
         say(
             f"rewards of made-up answers to the first {len(results)} prompts are {' to '.join(extremes)};"
-            f" {shorten(response(made[0], tokenizer))} gets {rewards[0]:g}"
+            f" {shorten(response)} gets {rewards[0]:g}"
         )
-
-
-def response(item: Trajectory, tokenizer: PreTrainedTokenizerBase) -> str:
-    return text_of(item.input_ids[item.action_mask.index(True) :], tokenizer)
 
 
 def text_of(ids: Iterable[int], tokenizer: PreTrainedTokenizerBase) -> str:

@@ -2,7 +2,7 @@
 
 Only tokens sampled with the trainer's current weights can be compared. Samples are scored at least two to a batch, in
 the layout of the run: a model that mixes up the sequences of a batch would pass a test with one. The controller calls
-`GapWatch.look` at every step and, in asynchronous runs, `GapWatch.probe` after some weight syncs.
+`GapWatch.compare` at every step and, in asynchronous runs, `GapWatch.probe` after some weight syncs.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ class GapWatch:
     moved: bool = False  # the weights have changed since the start of the run
     proved: bool = False  # a sync of changed weights has been compared, or the user told why not
 
-    async def look(self, trajectories: Sequence[Trajectory], version: int, step: int) -> dict[str, float]:
+    async def compare(self, trajectories: Sequence[Trajectory], version: int, step: int) -> dict[str, float]:
         """Return the gap as a metric of the step; none if no sample can be compared.
 
         A sample cannot be compared if it was sampled with older weights, or if a turn was limited to some tokens.
         """
-        telling = (item for item in trajectories if item.version == version and item.whole_vocabulary)
-        fresh = [item for item in telling if any(item.action_mask)]
+        comparable = (item for item in trajectories if item.version == version and item.whole_vocabulary)
+        fresh = [item for item in comparable if any(item.action_mask)]
         if not fresh:
             return {}
         chosen = choose(fresh, self.batching)
@@ -149,7 +149,7 @@ class GapWatch:
                 f"because the engines were busy for {PROBE_SECONDS:g} s"
             )
             return {}
-        drawn = [
+        sampled = [
             Trajectory(
                 prompt,
                 prompt.input_ids + completion.token_ids,
@@ -162,7 +162,7 @@ class GapWatch:
             )
             for prompt, completion in zip(asked, made, strict=True)
         ]
-        found = await self.look(drawn, version, version)
+        found = await self.compare(sampled, version, version)
         if not found:
             self.monitor.tell(
                 f"step {version}: the log-probs of engine and trainer were not compared after this weight sync, "
@@ -183,4 +183,4 @@ def choose(fresh: Sequence[Trajectory], batching: Batching) -> Sequence[Trajecto
 def _differences(trained: Sequence[float], item: Trajectory) -> list[float]:
     """Return |log p - log p'| of each token that the engine sampled."""
     tokens = zip(trained, item.rollout_log_probs, item.action_mask, strict=True)
-    return [abs(own - drawn) for own, drawn, acts in tokens if acts]
+    return [abs(own - sampled) for own, sampled, acts in tokens if acts]

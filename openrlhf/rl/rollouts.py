@@ -1,6 +1,6 @@
 """Generation of rollouts: a group of samples for each prompt, in order and filtered, until a rollout is full.
 
-The controller takes rollouts from a `Source`: `Generated` here, or `Replay` in `record.py`. A rollout may come out
+The controller takes rollouts from a `RolloutSource`: `GeneratedRollouts` here, or `Replay` in `record.py`. A rollout may come out
 smaller than asked, or empty, when the prompts run out. Evaluation uses `run_groups` as well.
 """
 
@@ -43,11 +43,12 @@ class PromptOrder:
 
     def take(self, start: int, count: int) -> list[Prompt]:
         """Return the next prompts from `start`. Their index becomes their place, so that each group has its own."""
-        return [replace(self.at(place), index=place) for place in range(start, min(start + count, len(self)))]
-
-    def at(self, place: int) -> Prompt:
-        episode, within = divmod(place, len(self.prompts))
-        return self.prompts[int(permutation(len(self.prompts), self.seed, episode)[within])]
+        taken = []
+        for place in range(start, min(start + count, len(self))):
+            episode, within = divmod(place, len(self.prompts))
+            row = int(permutation(len(self.prompts), self.seed, episode)[within])
+            taken.append(replace(self.prompts[row], index=place))
+        return taken
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Rollout:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-class Source(Protocol):
+class RolloutSource(Protocol):
     """A supplier of rollouts; its length is the place at which it is exhausted."""
 
     def __len__(self) -> int: ...
@@ -73,7 +74,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Generated:
+class GeneratedRollouts:
     """Source of rollouts from the current policy; a place is a position in the prompt order."""
 
     order: PromptOrder
@@ -86,42 +87,27 @@ class Generated:
         return len(self.order)
 
     async def take(self, number: int, place: int) -> Rollout:
-        return await roll_out(number, place, self.order, self.engine, self.executor, self.workers, self.config)
+        """Generate groups in prompt order until --rollout_batch_size of them are accepted or the prompts run out.
 
-
-async def roll_out(
-    number: int,
-    place: int,
-    order: PromptOrder,
-    engine: Engine,
-    executor: GroupExecutor,
-    workers: Workers,
-    config: RLConfig,
-) -> Rollout:
-    """Generate groups in prompt order until --rollout_batch_size of them are accepted or the prompts run out.
-
-    A rejected group is replaced by that of the next prompt; no accepted group is lost.
-    """
-    flags = config.rollout
-    accepted: list[list[Trajectory]] = []
-    start, failures = place, 0
-    version = engine.version
-    while len(accepted) < flags.rollout_batch_size and place < len(order):
-        missing = flags.rollout_batch_size - len(accepted)
-        prompts = order.take(place, min(missing, flags.vllm_generate_batch_size or missing))
-        place += len(prompts)
-        results = await run_groups(prompts, engine, executor, config)
-        failures += sum(len(result.failures) for result in results)
-        groups = [result.trajectories for result in results]
-        if flags.dynamic_filtering:  # filtering needs the scores now
-            each_step = config.rewards.step_rewards
-            groups = [await with_model_rewards(group, workers, each_step=each_step) for group in groups]
-        accepted += [group for group in groups if keeps(group, flags)]
-    consumed = place - start
-    metrics = {"rollout/failures": float(failures)} if failures else {}
-    if flags.dynamic_filtering:
-        metrics["dynamic_filtering_pass_rate"] = 100.0 * len(accepted) / consumed
-    return Rollout(number, version, [item for group in accepted for item in group], start, place, metrics)
+        A rejected group is replaced by that of the next prompt; no accepted group is lost.
+        """
+        flags, each_step = self.config.rollout, self.config.rewards.step_rewards
+        accepted: list[list[Trajectory]] = []
+        start, failures, version = place, 0, self.engine.version
+        while len(accepted) < flags.rollout_batch_size and place < len(self.order):
+            missing = flags.rollout_batch_size - len(accepted)
+            prompts = self.order.take(place, min(missing, flags.vllm_generate_batch_size or missing))
+            place += len(prompts)
+            results = await run_groups(prompts, self.engine, self.executor, self.config)
+            failures += sum(len(result.failures) for result in results)
+            groups = [result.trajectories for result in results]
+            if flags.dynamic_filtering:  # filtering needs the scores now
+                groups = [await with_model_rewards(group, self.workers, each_step=each_step) for group in groups]
+            accepted += [group for group in groups if is_kept(group, flags)]
+        metrics = {"rollout/failures": float(failures)} if failures else {}
+        if flags.dynamic_filtering:
+            metrics["dynamic_filtering_pass_rate"] = 100.0 * len(accepted) / (place - start)
+        return Rollout(number, version, [item for group in accepted for item in group], start, place, metrics)
 
 
 async def run_groups(
@@ -134,8 +120,7 @@ async def run_groups(
     async def run(prompt: Prompt, group: asyncio.Future[list[EpisodeSession]]) -> GroupResult:
         return await executor.run_group(prompt, sampling(prompt, config.rollout, config.batches.seed), await group)
 
-    jobs = map(run, prompts, groups)
-    tasks = [asyncio.ensure_future(job) for job in jobs]
+    tasks = [asyncio.ensure_future(job) for job in map(run, prompts, groups)]
     try:
         return await asyncio.gather(*tasks)
     finally:
@@ -172,7 +157,7 @@ def seed_of(*numbers: int) -> int:
     return zlib.crc32(repr(numbers).encode())
 
 
-def keeps(group: Sequence[Trajectory], flags: RolloutFlags) -> bool:
+def is_kept(group: Sequence[Trajectory], flags: RolloutFlags) -> bool:
     """Return False for a group without signal: empty, reduced to one sample by failures, or filtered by its scores."""
     if not group:
         return False

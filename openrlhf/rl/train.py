@@ -27,10 +27,10 @@ from openrlhf.models.load import load_tokenizer
 from openrlhf.monitor import say
 from openrlhf.rl.build import make_schedule, scoring_batches, training_batches
 from openrlhf.rl.controller import Controller, Parts, State
-from openrlhf.rl.dry_run import tried_executor
+from openrlhf.rl.dry_run import build_tested_executor
 from openrlhf.rl.local import Runtime, open_local
 from openrlhf.rl.record import Recorder, Replay, read_queue, write_queue
-from openrlhf.rl.rollouts import Generated, PromptOrder
+from openrlhf.rl.rollouts import GeneratedRollouts, PromptOrder
 from openrlhf.rl.workers import Workers
 from openrlhf.signals import SAVES, SAVES_NOTHING, StopRequest, stop_request
 from openrlhf.training import checkpoint
@@ -70,7 +70,7 @@ def run(config: RLConfig, open_runtime: OpenRuntime = open_local) -> RLResult:
         say(f"{len(prompts)} prompts are fewer than --rollout_batch_size: a rollout takes what there is")
     explain_warmup(config, order)
     explain_reward_models(config)
-    executor = tried_executor(config, tokenizer, prompts)
+    executor = build_tested_executor(config, tokenizer, prompts)
     try:
         # Models load from here on, after every check that does not need them.
         return asyncio.run(train(config, open_runtime, tokenizer, order, executor, eval_prompts))
@@ -106,17 +106,17 @@ async def train(
 ) -> RLResult:
     """Run the loop from its start, or from a checkpoint, to the saved policy; close everything it started."""
     resume_from = find_checkpoint(config)
-    state = load_state(resume_from, first_kl(config))
+    state = load_state(resume_from, kl_controller(config.kl.init_kl_coef, config.kl.kl_target, config.kl.kl_horizon))
     layout = Layout(config.batches.packing_samples, tokenizer.pad_token_id)
     rollouts = num_rollouts(config, len(order))
-    async with open_runtime(config, tokenizer, rollouts) as made:
-        live = Generated(order, made.engine, executor, made.workers, config)
+    async with open_runtime(config, tokenizer, rollouts) as runtime:
+        live = GeneratedRollouts(order, runtime.engine, executor, runtime.workers, config)
         parts = Parts(
             source=Replay(Path(config.rollout.replay).expanduser()) if config.rollout.replay else live,
-            engine=made.engine,
+            engine=runtime.engine,
             executor=executor,
-            workers=made.workers,
-            sync=made.sync,
+            workers=runtime.workers,
+            sync=runtime.sync,
             monitor=make_monitor(config, rollouts, state.version),
             recorder=Recorder(run_folder(config), tokenizer.decode, resumed_at=state.version),
             scoring=scoring_batches(config, layout, policy_ranks(config)),
@@ -125,27 +125,22 @@ async def train(
         )
         controller = Controller(parts, config, state)
         if resume_from:
-            await made.workers.load(resume_from)
+            await runtime.workers.load(resume_from)
             load_rng(resume_from, 0)
         try:
-            await made.sync.sync(state.version)
+            await runtime.sync.sync(state.version)
             with stop_request(SAVES_NOTHING if config.checkpoints.disable_ds_ckpt else SAVES) as stop:
-                await controller.run(Saver(config, made.workers, stop, tokenizer))
-            if not controller.last:
-                say(explain_nothing(state.version))
-            await made.sync.begin_training()
-            folder = await save_policy(made.workers, tokenizer, config)
+                await controller.run(Saver(config, runtime.workers, stop, tokenizer))
+            if not controller.last and state.version:
+                say(f"the checkpoint is at step {state.version}: no steps are left to train")
+            elif not controller.last:
+                say("no step was trained: no group of samples was kept")
+            await runtime.sync.begin_training()
+            folder = await save_policy(runtime.workers, tokenizer, config)
         finally:
             parts.monitor.close()
     say(f"saved {folder}")
     return RLResult(folder, state.version, controller.last, controller.last_evaluation)
-
-
-def explain_nothing(version: int) -> str:
-    """Return the reason why a run trained no step."""
-    if version:
-        return f"the checkpoint is at step {version}: no steps are left to train"
-    return "no step was trained: no group of samples was kept"
 
 
 class Saver:
@@ -217,10 +212,6 @@ def usual_metric(values: Mapping[str, float]) -> str:
     """Return the default metric: pass@1 of the first datasource that has it, else the first mean reward."""
     ends = ("_pass1", "_reward")
     return next((name for end in ends for name in values if name.endswith(end)), "none")
-
-
-def first_kl(config: RLConfig) -> FixedKL | AdaptiveKL:
-    return kl_controller(config.kl.init_kl_coef, config.kl.kl_target, config.kl.kl_horizon)
 
 
 def load_state(folder: Path | None, kl: FixedKL | AdaptiveKL) -> State:

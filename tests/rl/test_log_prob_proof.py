@@ -49,7 +49,7 @@ def make_check(trainer=None, layout=PADDED, size=8, **settings):
 
 
 def run_check(gap, *trajectories, version=0):
-    return asyncio.run(gap.look(trajectories, version, version + 1)).get("rollout/log_prob_difference")
+    return asyncio.run(gap.compare(trajectories, version, version + 1)).get("rollout/log_prob_difference")
 
 
 def test_the_difference_is_a_mean_over_sampled_tokens():

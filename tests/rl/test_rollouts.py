@@ -8,7 +8,7 @@ import pytest
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.flags import replace_flags
 from openrlhf.errors import RolloutError
-from openrlhf.rl.rollouts import PromptOrder, roll_out, run_groups, sampling
+from openrlhf.rl.rollouts import GeneratedRollouts, PromptOrder, run_groups, sampling
 from tests.rl.stand_ins import EchoEngine, NoModels, OneTurn, RewardFunction, SeveralTurns, prompts
 
 CONFIG = replace_flags(RLConfig(), rollout_batch_size=3, n_samples_per_prompt=2, max_len=8, max_new_tokens=10, seed=5)
@@ -16,8 +16,8 @@ CONFIG = replace_flags(RLConfig(), rollout_batch_size=3, n_samples_per_prompt=2,
 
 def make_rollout(reward=lambda prompt, sample: 1.0, config=CONFIG, place=0, count=8, workers=None):
     order = PromptOrder(prompts(count), 1, 0)
-    work = roll_out(4, place, order, EchoEngine(), OneTurn(reward), workers or NoModels(), config)
-    return order, asyncio.run(work)
+    source = GeneratedRollouts(order, EchoEngine(), OneTurn(reward), workers or NoModels(), config)
+    return order, asyncio.run(source.take(4, place))
 
 
 def prompt_indices(rollout):
