@@ -47,13 +47,12 @@ READ_ELSEWHERE = {
 }
 # Code passes these on in every run; code further down uses them only under the table's condition.
 PASSED_ON = {
-    *("eval_steps", "eval_temperature", "eval_n_samples_per_prompt", "best_metric_key", "wandb_run_name", "use_ms"),
-    *("muon_lr", "muon_momentum", "muon_ns_steps", "muon_nesterov", "min_lr_ratio", "lr_warmup_ratio", "label_key"),
-    *("critic_muon_lr", "critic_muon_momentum", "critic_min_lr_ratio", "critic_lr_warmup_ratio", "lambd"),
-    *("critic_lr_scheduler", "critic_muon_ns_steps", "critic_muon_nesterov"),
-    *("kl_horizon", "kl_target", "kl_estimator", "use_kl_loss", "kl_unbiased_gradient", "no_advantage_std_norm"),
-    *("reward_pretrain", "step_rewards", "vllm_is_truncated_threshold", "sync_check_every", "on_reward_error"),
-    *("ipo_length_average", "rollout_batch_size", "system_prompt", "input_template", "save_value_network"),
+    *("eval_steps", "best_metric_key", "wandb_run_name", "use_ms", "min_lr_ratio", "label_key", "lambd"),
+    *("critic_muon_lr", "critic_muon_momentum", "critic_muon_ns_steps", "critic_muon_nesterov"),
+    *("critic_lr_scheduler", "critic_min_lr_ratio", "save_value_network"),
+    *("kl_horizon", "kl_target", "kl_estimator", "use_kl_loss", "kl_unbiased_gradient"),
+    *("reward_pretrain", "step_rewards", "on_reward_error"),
+    *("ipo_length_average", "rollout_batch_size", "system_prompt", "input_template"),
     *(f"{role}_num_{unit}" for role in ("ref", "critic", "reward") for unit in ("nodes", "gpus_per_node")),
     *("micro_train_batch_size", "micro_rollout_batch_size", "vllm_tensor_parallel_size"),
 }
