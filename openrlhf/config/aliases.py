@@ -1,10 +1,12 @@
 """Other spellings of our flags: older names, misprints in the documentation, and the dotted names of 0.10.2 and later.
 
-They are rewritten before argparse sees them, so that the parser, the help and the errors use one name per flag. Flags
-of older versions that no longer exist are in `retired`.
+`parser.parse_given` calls `rewrite` on the words of the command line and of YAML files before argparse sees them, so
+that the parser, the help and the errors use one name per flag. A message tells the user about each old name. Dotted
+names are equally good and need no message. Flags of older versions that no longer exist are in `retired`.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from openrlhf.config.flags import flags_of
 from openrlhf.config.retired import CORRECTION, correction_words, retire, retired_names
@@ -204,7 +206,8 @@ def rewrite(command: type, argv: Sequence[str]) -> tuple[list[str], list[str]]:
     words: list[str] = []
     notes: list[str] = []
     correction: dict[str, str] = {}
-    for name, value, given in arguments(argv):
+    for item in arguments(argv):
+        name, given = item.name, item.words
         flat = next((target for target in DOTTED.get(name, ()) if target in flags), None)
         if name in flags:
             words += given
@@ -213,9 +216,9 @@ def rewrite(command: type, argv: Sequence[str]) -> tuple[list[str], list[str]]:
             words += became
             notes += [f"--{name} is now {' '.join(RENAMED[name])}"] if became else []
         elif name in CORRECTION and CORRECTION[name] in flags:
-            correction[name] = value
+            correction[name] = item.value
         elif name in retired_names(flags):
-            notes.append(retire(name, value))
+            notes.append(retire(name, item.value))
         elif flat is not None:
             words += [given[0].replace(name, flat, 1), *given[1:]]
         else:
@@ -224,19 +227,26 @@ def rewrite(command: type, argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return words, list(dict.fromkeys(notes + renamed))
 
 
-def arguments(argv: Sequence[str]) -> list[tuple[str, str, list[str]]]:
-    """Group words by flag: its name, its value as one text, and the original words.
+@dataclass
+class Argument:
+    """A flag on a command line with the words that follow it, up to the next flag."""
 
-    Words before the first flag have no name.
-    """
-    found: list[tuple[str, str, list[str]]] = []
+    name: str  # without dashes; empty for words before the first flag
+    value: str  # as one text
+    words: list[str]  # as given, the flag first
+
+
+def arguments(argv: Sequence[str]) -> list[Argument]:
+    """Group the words of a command line by flag."""
+    found: list[Argument] = []
     for word in argv:
         if word.startswith("--") or not found:
             name, _, value = word.removeprefix("--").partition("=")
-            found.append((name if word.startswith("--") else "", value, [word]))
+            found.append(Argument(name if word.startswith("--") else "", value, [word]))
         else:
-            name, value, given = found[-1]
-            found[-1] = (name, f"{value} {word}".strip(), [*given, word])
+            last = found[-1]
+            last.value = f"{last.value} {word}".strip()
+            last.words.append(word)
     return found
 
 
@@ -253,10 +263,10 @@ def with_values(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Rename values of other versions; also return one message for each."""
     made: list[str] = []
     notes: list[str] = []
-    for name, value, given in arguments(words):
-        new = VALUES.get(name, {}).get(value)
-        made += given if new is None else [f"--{name}={new}"]
-        notes += [] if new is None else [f"--{name} {value} is now {new}"]
+    for item in arguments(words):
+        new = VALUES.get(item.name, {}).get(item.value)
+        made += item.words if new is None else [f"--{item.name}={new}"]
+        notes += [] if new is None else [f"--{item.name} {item.value} is now {new}"]
     return made, notes
 
 

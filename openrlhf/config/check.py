@@ -1,6 +1,9 @@
 """The rules of each command, in the order in which they run.
 
-`check` is called once, right after parsing. Rules live in `checks/`, one function per rule, named after the rule.
+`check` is called once, right after parsing. Rules about a single flag (its range, whether it is required) are part of
+its declaration. The others live in `checks/`, one function per rule, named after the rule. The order matters: a rule
+sees the changes of those before it, and may rely on what they have rejected. Files come last, because a wrong flag is
+cheaper to correct than a missing file.
 """
 
 from collections.abc import Callable, Collection

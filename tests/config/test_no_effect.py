@@ -33,13 +33,13 @@ SAID = {  # command and flags -> the line
         "--disable_fast_tokenizer has no effect because Transformers has only fast tokenizers"
     ),
     "train_ppo --reward_pretrain ./model --normalize_reward --reward_weights 2 --prm_reduce mean": (
-        "--reward_pretrain, --reward_weights 2.0, --normalize_reward and --prm_reduce mean have no effect beside "
+        "--reward_pretrain, --reward_weights 2.0, --normalize_reward and --prm_reduce mean have no effect with "
         "--remote_rm_url"
     ),
     "train_ppo --remote_rm_url= --agent_func_path ./agent.py --normalize_reward": (
         "--normalize_reward has no effect without --reward_pretrain"
     ),
-    "train_ppo --agent_func_path ./agent.py": "--remote_rm_url has no effect beside --agent_func_path",
+    "train_ppo --agent_func_path ./agent.py": "--remote_rm_url has no effect with --agent_func_path",
     "train_ppo --async_train --partial_rollout": "--partial_rollout has no effect without vLLM (--vllm_num_engines)",
     "train_ppo --enforce_eager --enable_prefix_caching --vllm_gpu_memory_utilization 0.5": (
         "--vllm_gpu_memory_utilization 0.5, --enable_prefix_caching and --enforce_eager have no effect without vLLM "
@@ -48,7 +48,7 @@ SAID = {  # command and flags -> the line
     "train_ppo --vllm_sync_backend gloo": (
         "--vllm_sync_backend gloo has no effect without vLLM engines in processes of their own (--runtime ray)"
     ),
-    "train_ppo --step_rewards": "--step_rewards has no effect beside --remote_rm_url",
+    "train_ppo --step_rewards": "--step_rewards has no effect with --remote_rm_url",
     "train_ppo --reward_api_key secret": (
         "--reward_api_key has no effect without reward servers (--remote_rm_url http://...)"
     ),

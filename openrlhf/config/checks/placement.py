@@ -86,7 +86,7 @@ def async_engines_do_not_sleep(config: RLConfig) -> None:
     """Engines that generate during training cannot sleep during training."""
     if config.asynchrony.async_train and config.engines.vllm_enable_sleep:
         raise ConfigError(
-            "--vllm_enable_sleep stops the engines while the models train, --async_train runs both at once",
+            "--vllm_enable_sleep stops the engines while the models train, --async_train runs both at the same time",
             try_this="without --vllm_enable_sleep",
         )
 

@@ -217,14 +217,14 @@ def context_leaves_room(config: RLConfig) -> None:
 
 
 def generate_max_len_within_max_len(config: RLConfig) -> Changed[RLConfig] | None:
-    """Read --generate_max_len beside --max_len as --max_new_tokens.
+    """Read --generate_max_len together with --max_len as --max_new_tokens.
 
     Scripts for 0.9.7 and earlier pass both; later ones pass only --max_len and let a response fill the context.
     """
     rollout = config.rollout
     given = rollout.generate_max_len != GENERATE_MAX_LEN
     if given and rollout.max_len is not None and rollout.max_new_tokens is None:
-        line = f"--generate_max_len {rollout.generate_max_len} is read as --max_new_tokens beside --max_len"
+        line = f"--generate_max_len {rollout.generate_max_len} is read as --max_new_tokens together with --max_len"
         return change(config, line, max_new_tokens=rollout.generate_max_len)
     return None
 

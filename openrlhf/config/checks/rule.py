@@ -1,4 +1,8 @@
-"""The rule protocol: a function named after its rule that raises, returns a message, or returns a changed config."""
+"""The rule protocol: a function named after its rule that raises, returns a message, or returns a changed config.
+
+A rule raises if the run could not do what was asked, returns a message if it could but probably should not, and changes
+the config if there is only one sensible reading. A change is never silent.
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

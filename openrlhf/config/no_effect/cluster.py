@@ -59,7 +59,7 @@ CLUSTER = rows(
     ),
     (
         "colocate_actor_ref colocate_critic_reward",
-        "beside --colocate_all_models",
+        "with --colocate_all_models",
         lambda c: c.placement.colocate_all_models,
     ),
     ("colocate_actor_ref", "with --init_kl_coef 0", lambda c: not uses_reference(c)),

@@ -52,10 +52,10 @@ ROLLOUT = rows(
 
 REWARDS = rows(
     RLConfig,
-    ("remote_rm_url", "beside --agent_func_path", lambda c: c.rewards.agent_func_path),
+    ("remote_rm_url", "with --agent_func_path", lambda c: c.rewards.agent_func_path),
     (
         "reward_pretrain reward_weights normalize_reward prm_reduce step_rewards",
-        "beside --remote_rm_url",
+        "with --remote_rm_url",
         lambda c: c.rewards.remote_rm_url and not c.rewards.agent_func_path,
     ),
     ("reward_weights normalize_reward prm_reduce", "without --reward_pretrain", lambda c: not c.rewards.reward_models),
@@ -107,7 +107,7 @@ LOSSES = rows(
         "with --init_kl_coef 0",
         lambda c: not uses_reference(c),
     ),
-    ("eps_clip", "beside --eps_clip_low_high", lambda c: c.policy.eps_clip_low_high is not None),
+    ("eps_clip", "with --eps_clip_low_high", lambda c: c.policy.eps_clip_low_high is not None),
     (
         "vllm_is_correction_type vllm_is_truncated_threshold",
         "without --enable_vllm_is_correction",
