@@ -215,13 +215,10 @@ class Controller:
         if self.queue_size == 0:
             await parts.sync.begin_training()
         experience = await make_experience(rollout.trajectories, parts.workers, parts.scoring, self.config, coef)
-        values = (
-            {} if self.gap is None else await self.gap.compare(rollout.trajectories, state.version, state.version + 1)
-        )
+        step = state.version + 1
+        values = {} if self.gap is None else await self.gap.compare(rollout.trajectories, state.version, step)
         scored = time.perf_counter()
-        writing = asyncio.create_task(
-            asyncio.to_thread(parts.recorder.write, state.version + 1, experience)
-        )  # while training goes on
+        writing = asyncio.create_task(asyncio.to_thread(parts.recorder.write, step, experience))  # beside training
         epochs = range(self.config.batches.max_epochs)
         cut = [places for epoch in epochs for places in self._minibatches(len(experience.trajectories), epoch)]
         steps = [

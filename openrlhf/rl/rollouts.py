@@ -1,7 +1,7 @@
 """Generation of rollouts: a group of samples for each prompt, in order and filtered, until a rollout is full.
 
-The controller takes rollouts from a `RolloutSource`: `GeneratedRollouts` here, or `Replay` in `record.py`. A rollout may
-be smaller than requested, or empty, when the prompts run out. Evaluation uses `run_groups` as well.
+The controller takes rollouts from a `RolloutSource`: `GeneratedRollouts` here, or `Replay` in `record.py`. A rollout
+may be smaller than requested, or empty, when the prompts run out. Evaluation uses `run_groups` as well.
 """
 
 from __future__ import annotations
