@@ -1,0 +1,24 @@
+"""From a prompt to scored samples: generation, user code for rewards and agents, and validation of what it returns.
+
+The RL loop calls `GroupExecutor.run_group` (`executor.py`) for each prompt; `build.py` chooses the executor.
+
+Without an agent file, `SingleTurnSamples` generates the responses and asks a `RewardSource` for their scores. With a
+reward file, these functions pass the texts to the user's code and the scores back:
+
+    SingleTurnSamples.run_group                        single_turn.py
+    FileRewards.score                                  rewards.py
+    Pool.call, Pool._run, Pool._assign                 sandbox/pool.py
+    WorkerProcess.send                                 sandbox/process.py
+      | pipe
+    Worker.serve, Worker._answer -> reward_func        sandbox/worker.py, in the worker process
+    plain, Worker.send                                 sandbox/messages.py, sandbox/worker.py
+      | pipe
+    WorkerProcess._listen                              sandbox/process.py
+    read_scores                                        scores.py
+
+With an agent file, `AgentEpisodes.run_group` (`episodes.py`) sends each sample through the same pool. `Worker._answer`
+calls the `execute` of the file's executor, whose requests to the engine return to the trainer through `EngineProxy`
+(`engine_proxy.py`). `read_trajectory` (`trajectory.py`) validates the result.
+
+Agent files import the public classes from `openrlhf.utils.agent`; `docs/agents.md` is the guide for users.
+"""

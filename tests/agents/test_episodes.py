@@ -262,6 +262,25 @@ def test_requests_of_an_episode_reach_the_engine_one_at_a_time(build, write):
     assert len({request.params.seed for request in session.requests}) == 4
 
 
+def test_request_that_is_not_awaited_ends_before_its_session_closes(build, write, caplog):
+    file = write("""
+        import asyncio
+        from openrlhf.utils.agent import AgentExecutorBase
+
+        class AgentExecutor(AgentExecutorBase):
+            async def execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine):
+                ids = hf_tokenizer(prompt, add_special_tokens=False)["input_ids"]
+                self.unused = asyncio.ensure_future(llm_engine.generate(ids, sampling_params))
+                await asyncio.sleep(0)
+                return {"observation_tokens": ids + [7], "action_ranges": [(len(ids), len(ids) + 1)],
+                        "rollout_log_probs": [0.0] * len(ids) + [-1.0], "reward": 1.0}
+    """)
+    sessions = Lockstep.group(["a"], ["b"])
+    got = run(build(agent_func_path=file), sessions)
+    assert [item.reward for item in got.trajectories] == [1.0, 1.0]
+    assert "never retrieved" not in caplog.text
+
+
 def test_episodes_with_a_real_engine_are_reproducible(build, write, tmp_path, tokenizer):
     folder = make_model(tmp_path / "model")
     model = load_causal_lm(folder, ModelFlags(pretrain=folder), device=torch.device("cpu"), packing=False)

@@ -1,1 +1,5 @@
-"""Worker processes that run user code, and the event loop that talks to them."""
+"""Worker processes that run user code, so that an exception, a hang or a crash fails one sample and not the run.
+
+`Pool` assigns calls to processes and retries them, `WorkerProcess` is its handle of one process, and `Worker` is the
+program in that process. `messages` defines what they send each other.
+"""

@@ -173,6 +173,7 @@ class WorkerProcess:
             self.kill()
         else:
             self.writer.writelines(self.unsent)
+        self.unsent.clear()
         listening = asyncio.ensure_future(self._listen(reader))
         exiting = asyncio.ensure_future(self.process.wait())
         await asyncio.wait({listening, exiting}, return_when=asyncio.FIRST_COMPLETED)
@@ -207,7 +208,7 @@ class WorkerProcess:
                 case messages.CallRaised(call=None):
                     self.fail(CallFailure.from_message(message))
                 case messages.EngineRequest() if call is not None:
-                    task = self.loop.create_task(self._ask_engine(call, message))
+                    task = self.loop.create_task(self._ask_engine(call, self.deadlines[call.number], message))
                     call.tasks.add(task)
                     task.add_done_callback(call.tasks.discard)
                 case messages.CallReturned() if call is not None and not call.answer.done():
@@ -224,9 +225,8 @@ class WorkerProcess:
         self.deadlines.pop(call.number).stop()
         self.on_call_end(self, call)
 
-    async def _ask_engine(self, call: Call, message: messages.EngineRequest) -> None:
-        """Pass a request to the engine, one at a time per episode, with the deadline paused."""
-        deadline = self.deadlines[call.number]
+    async def _ask_engine(self, call: Call, deadline: Deadline, message: messages.EngineRequest) -> None:
+        """Pass a request to the engine, one at a time per episode, with the call's deadline paused."""
         deadline.pause()
         params: dict[str, Any] = message.params | {
             name: tuple(message.params[name]) for name in ("stop", "stop_token_ids")

@@ -90,7 +90,7 @@ class Worker:
         """Handle the trainer's messages until it ends the process; return if the file cannot be loaded."""
         loop = asyncio.get_running_loop()
         loop.set_task_factory(self._create_task)
-        reader, _open = await asyncio.open_unix_connection(sock=calls)  # the socket closes with the second object
+        reader, _writer = await asyncio.open_unix_connection(sock=calls)  # the socket closes with an unused writer
         while True:
             try:
                 (length,) = messages.HEADER.unpack(await reader.readexactly(messages.HEADER.size))
