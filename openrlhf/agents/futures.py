@@ -1,4 +1,4 @@
-"""Helpers for asyncio tasks and futures, shared by the layers that run many requests at once."""
+"""Helpers for asyncio tasks and futures, shared by the layers that run many requests concurrently."""
 
 from __future__ import annotations
 

@@ -152,10 +152,10 @@ def convert_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 def convert_turn(message: Message, number: int) -> list[Item]:
     """Convert a turn of the policy to items of a Responses object: its text, then its tool calls."""
     text: Item = {"type": "output_text", "text": message["content"], "annotations": []}
-    spoken: Item = {"type": "message", "id": f"msg_{number}", "role": "assistant", "status": "completed"}
+    text_item: Item = {"type": "message", "id": f"msg_{number}", "role": "assistant", "status": "completed"}
     calls: list[Item] = [
         {"type": "function_call", "id": f"fc_{call['id']}", "call_id": call["id"], "status": "completed"}
         | {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
         for call in format_message(message).get("tool_calls") or []
     ]
-    return ([spoken | {"content": [text]}] if message["content"] or not calls else []) + calls
+    return ([text_item | {"content": [text]}] if message["content"] or not calls else []) + calls
