@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from openrlhf.algo.advantages import discounted_returns, gae, normalize
-from openrlhf.algo.balance import first_fit_count, interleave, karmarkar_karp
+from openrlhf.algo.balance import first_fit, interleave, karmarkar_karp
 from openrlhf.algo.kl import kl_penalty
 from openrlhf.algo.policy_loss import policy_loss
 from openrlhf.algo.shaping import group_norm
@@ -178,7 +178,7 @@ def time_tensors(rollout: Rollout, repeats: int) -> None:
 
 def time_balance(samples: int, tokens: int, repeats: int) -> None:
     functions: dict[str, Callable[[list[int]], object]] = {
-        "first_fit_count": lambda lengths: first_fit_count(lengths, 4 * tokens),
+        "first_fit": lambda lengths: first_fit(lengths, 4 * tokens),
         "karmarkar_karp, n/4": lambda lengths: karmarkar_karp(lengths, max(len(lengths) // 4, 1)),
         "interleave, 8 ranks": lambda lengths: interleave(lengths, 8),
     }

@@ -1,7 +1,7 @@
 """Length balancing: split samples into micro-batches within a token budget, and over ranks.
 
 First-fit decides how many micro-batches are needed, Karmarkar-Karp balances their lengths, and `interleave` assigns
-samples to data-parallel ranks.
+samples to data-parallel ranks. All functions take lengths and return lists of indices into them.
 """
 
 import heapq
@@ -12,29 +12,33 @@ Part = tuple[int, int, list[int]]  # (total length, unique number to break ties,
 
 
 def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Return the indices in each bin: each item, in order, goes into the first bin with enough room; O(n log n).
+    """Return the indices in each bin: each item, in order, goes into the first bin with enough space; O(n log n).
 
-    An item longer than `capacity` gets a bin of its own.
+    [5, 3, 7, 2, 6] with capacity 10 gives [[0, 1, 3], [2], [4]]. An item longer than `capacity` gets a bin of its own.
     """
     if capacity <= 0:
         raise ValueError(f"capacity must be positive, got {capacity}")
     bins: list[list[int]] = []
-    room = _Room(len(lengths), capacity)
+    # The free space of each bin, as a tree of maxima (node n has the children 2n and 2n + 1), in which the first bin
+    # with enough space is found in O(log n).
+    leaves = 1 << max(len(lengths) - 1, 0).bit_length()
+    free = [capacity] * (2 * leaves)
     for index, length in enumerate(lengths):
         if length > capacity:
-            room.close(len(bins))
-            bins.append([index])
-            continue
-        slot = room.take(length)
-        if slot == len(bins):
+            node = leaves + len(bins)  # a new bin, which nothing else fits into
+            free[node] = -1
+        else:
+            node = 1
+            while node < leaves:
+                node = 2 * node if free[2 * node] >= length else 2 * node + 1
+            free[node] -= length
+        if node - leaves == len(bins):
             bins.append([])
-        bins[slot].append(index)
+        bins[node - leaves].append(index)
+        while node > 1:
+            node //= 2
+            free[node] = max(free[2 * node], free[2 * node + 1])
     return bins
-
-
-def first_fit_count(lengths: Sequence[int], capacity: int) -> int:
-    """Return how many bins first-fit opens: [5, 3, 7, 2, 6] with capacity 10 needs 3."""
-    return len(first_fit(lengths, capacity))
 
 
 def karmarkar_karp(lengths: Sequence[int], k: int) -> list[list[int]]:
@@ -60,7 +64,7 @@ def micro_batches(lengths: Sequence[int], capacity: int, at_least: int = 1) -> l
     Differencing balances but ignores the capacity, so a part that is too long is split again. Empty parts are left out,
     so fewer items than `at_least` give fewer parts.
     """
-    count = max(first_fit_count(lengths, capacity), at_least)
+    count = max(len(first_fit(lengths, capacity)), at_least)
     batches: list[list[int]] = []
     for part in karmarkar_karp(lengths, count):
         cuts = first_fit([lengths[index] for index in part], capacity)
@@ -88,30 +92,6 @@ def interleave(lengths: Sequence[int], ranks: int) -> list[list[int]]:
     for share, index in zip(lightest, order[whole * ranks :], strict=False):
         share.append(index)
     return shares
-
-
-class _Room:
-    """The room left in each bin, as a tree of maxima that finds the first bin with enough room in O(log n)."""
-
-    def __init__(self, bins: int, capacity: int) -> None:
-        self.leaves = 1 << max(bins - 1, 0).bit_length()
-        self.tree = [capacity] * (2 * self.leaves)
-
-    def take(self, length: int) -> int:
-        node = 1
-        while node < self.leaves:
-            node = 2 * node if self.tree[2 * node] >= length else 2 * node + 1
-        self._set(node, self.tree[node] - length)
-        return node - self.leaves
-
-    def close(self, slot: int) -> None:
-        self._set(self.leaves + slot, -1)
-
-    def _set(self, node: int, room: int) -> None:
-        self.tree[node] = room
-        while node > 1:
-            node //= 2
-            self.tree[node] = max(self.tree[2 * node], self.tree[2 * node + 1])
 
 
 @dataclass

@@ -31,8 +31,8 @@ MAX_LOG_RATIO = 20.0  # keeps exp finite; a ratio of 5e8 is as good as infinite
 class Tokens:
     """The mask of action tokens, and the sequence number of each token."""
 
-    mask: Tensor
-    rows: Tensor | None
+    mask: Tensor  # [batch, tokens] bool
+    rows: Tensor | None  # [batch, tokens]; None: each row of the mask is a sequence
 
 
 Ratio = Callable[[Tensor, Tokens], Tensor]
@@ -58,7 +58,7 @@ def truncate(log_weight: Tensor, tokens: Tokens, low: float, high: float) -> Ten
 def icepop(log_weight: Tensor, tokens: Tokens, low: float, high: float) -> Tensor:
     """IcePop: drop tokens whose weight is outside [low, high]; the others keep theirs (arXiv 2510.18855)."""
     weight = _exp(log_weight)
-    return torch.where(_within(weight, low, high), weight, 0.0)
+    return torch.where((low <= weight) & (weight <= high), weight, 0.0)
 
 
 def sequence_mask(log_weight: Tensor, tokens: Tokens, low: float, high: float) -> Tensor:
@@ -68,7 +68,8 @@ def sequence_mask(log_weight: Tensor, tokens: Tokens, low: float, high: float) -
     The kept weights are clamped to the interval too: token log-weights of +100 and -100 average to 0, so the sequence
     passes, and one of its tokens would have a weight of e^100.
     """
-    return torch.where(_within(sequence_ratio(log_weight, tokens), low, high), _exp(log_weight).clamp(low, high), 0.0)
+    mean = sequence_ratio(log_weight, tokens)
+    return torch.where((low <= mean) & (mean <= high), _exp(log_weight).clamp(low, high), 0.0)
 
 
 POLICY_LOSSES: dict[str, Ratio] = {"ppo": token_ratio, "gspo": sequence_ratio}
@@ -149,8 +150,5 @@ def entropy_loss(
 
 
 def _exp(log_ratio: Tensor) -> Tensor:
+    """Return exp(log_ratio), bounded so that it stays finite."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-
-
-def _within(values: Tensor, low: float, high: float) -> Tensor:
-    return (low <= values) & (values <= high)

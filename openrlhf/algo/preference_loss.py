@@ -75,15 +75,11 @@ def chosen_nll(
     return loss, {"nll": mean_of(-log_probs, mask)}
 
 
-def mismatch_kl(log_ratios: Tensor) -> Mean:
-    """Sum the log-ratios of mismatched pairs (a prompt with another prompt's response); add up over the whole step."""
-    return mean_of(log_ratios)
-
-
 def kto_baseline(mismatch: Mean) -> Tensor:
-    """KTO's z0: the mean over ALL mismatched pairs of the step, at least zero, detached (arXiv 2402.01306, eq. 8).
+    """KTO's z0: the mean log-ratio of ALL mismatched pairs of the step, at least zero (arXiv 2402.01306, eq. 8).
 
-    It is computed before the step and over all of it, so it does not depend on the split into micro-batches.
+    A mismatched pair is a prompt with another prompt's response. The mean is taken before the step and over all of it,
+    so it does not depend on the split into micro-batches; it is detached.
     """
     return mismatch.value.clamp(min=0.0).float()
 

@@ -62,36 +62,27 @@ def prm_loss(
     kept = mask.bool()
     if reward_token_ids is not None:
         logits = logits[..., torch.tensor(reward_token_ids, device=logits.device)]  # [..., reward tokens]
-    log_probs = _masked_log_softmax(logits, kept)
+    log_probs = masked(logits, kept.unsqueeze(-1)).log_softmax(-1)  # [..., vocab or reward tokens]
     if labels.is_floating_point():
-        targets = _soft_targets(masked(labels, kept), reward_token_ids)
+        count = 0 if reward_token_ids is None else len(reward_token_ids)
+        if count != 2:
+            raise ValueError(f"float labels need exactly 2 reward tokens, the positive one first; got {count}")
+        positive = masked(labels, kept)  # [...]
+        targets = torch.stack([positive, 1 - positive], dim=-1)  # [..., 2]
         losses, best = -(targets * log_probs).sum(-1), targets.argmax(-1)
     else:
-        best = masked_labels(labels, kept) if reward_token_ids is None else _columns(labels, kept, reward_token_ids)
+        # The column of each label, [...]; the padding at masked places must be a valid index too, so it becomes 0.
+        best = torch.where(kept, labels, 0).long()
+        if reward_token_ids is not None:
+            best = _columns(labels, kept, reward_token_ids)
         losses = -log_probs.gather(-1, best.unsqueeze(-1)).squeeze(-1)
     metrics = {"prm_loss": mean_of(losses, kept), "acc": mean_of(log_probs.argmax(-1) == best, kept)}
     return aggregate(losses, kept, "token-mean", denominator), metrics
 
 
-def masked_labels(labels: Tensor, mask: Tensor) -> Tensor:
-    """Return labels that are valid indices: the padding at masked places becomes 0."""
-    return torch.where(mask.bool(), labels, 0).long()
-
-
-def _masked_log_softmax(logits: Tensor, mask: Tensor) -> Tensor:
-    return masked(logits, mask.unsqueeze(-1)).log_softmax(-1)
-
-
-def _soft_targets(probabilities: Tensor, reward_token_ids: Sequence[int] | None) -> Tensor:
-    count = 0 if reward_token_ids is None else len(reward_token_ids)
-    if count != 2:
-        raise ValueError(f"float labels need exactly 2 reward tokens, the positive one first; got {count}")
-    return torch.stack([probabilities, 1 - probabilities], dim=-1)
-
-
 def _columns(labels: Tensor, mask: Tensor, reward_token_ids: Sequence[int]) -> Tensor:
-    """Return the index of each label among the reward tokens."""
-    matches = labels.unsqueeze(-1) == torch.tensor(reward_token_ids, device=labels.device)
+    """Return the index of each label among the reward tokens, [...]; 0 at masked places."""
+    matches = labels.unsqueeze(-1) == torch.tensor(reward_token_ids, device=labels.device)  # [..., reward tokens]
     unknown = mask & ~matches.any(-1)
     if bool(unknown.any()):
         ids = sorted(set(labels[unknown].tolist()))

@@ -26,8 +26,8 @@ from openrlhf.rollout.channel import Channel
 from openrlhf.rollout.engine import Checksums, LoadingEngine, Weights
 from openrlhf.rollout.spec import EngineSpec
 from openrlhf.rollout.weight_sender import WeightSender
-from openrlhf.training.device import choose_device, seed_dropout, seed_everything
-from openrlhf.training.distributed import join
+from openrlhf.training.processes import choose_device, join
+from openrlhf.training.rng import seed_dropout, seed_everything
 from openrlhf.types import Completion, Request
 
 Answer = TypeVar("Answer")

@@ -30,7 +30,7 @@ from openrlhf.rl.local import Runtime
 from openrlhf.rl.train import RLResult
 from openrlhf.rollout.channel import Transport
 from openrlhf.rollout.sync_proof import SyncProof
-from openrlhf.training.explain import explain_hardware
+from openrlhf.training.preflight import explain_hardware
 
 
 def run(config: RLConfig) -> RLResult:

@@ -1,8 +1,12 @@
-"""Rows for batch inference: prompts to generate answers for (`generate`), and answers to score (`rm`)."""
+"""Rows for batch inference: prompts to generate answers for (`generate`), and answers to score (`rm`).
+
+`inference.generate` and `inference.score` call `read_prompts` and `read_answers`. The index of a prompt is written next
+to each answer and read back when answers are scored, so that the answers to one prompt can be compared.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
@@ -12,9 +16,9 @@ from numpy.typing import NDArray
 
 from openrlhf.config.sections.data import ResponseFlags, TemplateFlags
 from openrlhf.data.prompts import prompt_text
-from openrlhf.data.records import Record, Records, describe
+from openrlhf.data.records import Record, Records
 from openrlhf.data.responses import check_fields, mark_response
-from openrlhf.data.rows import Dropped, build_rows
+from openrlhf.data.rows import EMPTY_PROMPT, Dropped, build_rows
 from openrlhf.data.templates import open_chat
 from openrlhf.data.tokens import check_tokenizer, encode
 from openrlhf.errors import DataError
@@ -33,8 +37,8 @@ class Answer:
 
     prompt: str
     response: str
-    index: int | str | None
-    input_ids: NDArray[np.int32]
+    index: int | str | None  # of the prompt; None: the prompt's text must identify it
+    input_ids: NDArray[np.int32]  # [tokens]
 
 
 def with_condition(prompt: str, condition: str) -> str:
@@ -45,7 +49,7 @@ def with_condition(prompt: str, condition: str) -> str:
     return f"{prompt}{'' if prompt[-1:].isspace() else ' '}{condition} "
 
 
-def one_slice(records: Records, number: int | None, size: int) -> tuple[Records, int]:
+def iteration_slice(records: Records, number: int | None, size: int) -> tuple[Records, int]:
     """Return the rows of iteration `number` and the index of the first one; all rows if `number` is None."""
     if number is None:
         return records, 0
@@ -53,13 +57,13 @@ def one_slice(records: Records, number: int | None, size: int) -> tuple[Records,
     if first >= len(records):
         raise DataError(
             f"--iter {number} with --rollout_batch_size {size} begins at row {first} of {records.name},"
-            f" which has {len(records)}",
+            f" which has {len(records)} rows",
             try_this=f"--iter 0 to {(len(records) - 1) // size}",
         )
     return Records(records.sources, records.order[first : first + size]), first
 
 
-def waiting_prompts(
+def read_prompts(
     records: Records,
     tokenizer: PreTrainedTokenizerBase,
     input_key: str,
@@ -74,20 +78,20 @@ def waiting_prompts(
     Prompts longer than `budget` tokens are cut at the start; a message says how many.
     """
     chat = open_chat(tokenizer, template)
-    indices = count(first_index)
-    cut = 0
+    indices = count(first_index)  # dropped rows use up a number too
+    cut = 0  # prompts that lost their start
 
-    def make(record: Record) -> Iterable[Prompt]:
+    def make(record: Record) -> list[Prompt]:
         nonlocal cut
         index = next(indices)
         text = prompt_text(record, input_key, chat, template)
         if not text.strip():
-            raise Dropped("with an empty prompt")
+            raise Dropped(EMPTY_PROMPT)
         if condition is not None:
             text = with_condition(text, condition)
         ids: Sequence[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         cut += len(ids) > budget
-        yield Prompt(index, text, tuple(ids[-budget:]))
+        return [Prompt(index, text, tuple(ids[-budget:]))]
 
     prompts = build_rows(records, make)
     if cut:
@@ -95,26 +99,24 @@ def waiting_prompts(
     return prompts
 
 
-def waiting_answers(
+def read_answers(
     records: Records, tokenizer: PreTrainedTokenizerBase, fields: ResponseFlags, template: TemplateFlags, max_len: int
 ) -> list[Answer]:
-    """Tokenise prompts with responses as in reward-model training: EOS at the end, cut to `max_len`."""
+    """Tokenise prompts with responses as in reward-model training: EOS at the end, cut to `max_len`.
+
+    The texts of an Answer are not cut, because they are written to the output.
+    """
     check_tokenizer(tokenizer)
     chat = open_chat(tokenizer, template)
     check_fields(fields, chat)
 
-    def make(record: Record) -> Iterable[Answer]:
+    def make(record: Record) -> list[Answer]:
         marked = mark_response(record, fields, chat, template.input_template)
         start, end = marked.spans[0][0], marked.spans[-1][1]
         ids = encode(marked, tokenizer, max_len).row.input_ids
-        yield Answer(marked.text[:start], marked.text[start:end], prompt_index(record), ids)
+        index = record.row.get(INDEX)
+        if index is not None and (isinstance(index, bool) or not isinstance(index, int | str)):
+            raise record.at(INDEX).mismatch("the row number of a prompt", index)
+        return [Answer(marked.text[:start], marked.text[start:end], index, ids)]
 
     return build_rows(records, make)
-
-
-def prompt_index(record: Record) -> int | str | None:
-    """Return the row's prompt id; None if there is none, and the prompt's text must identify it."""
-    value = record.row.get(INDEX)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int | str)):
-        raise record.place.error(f"the row number of a prompt is wanted, but {describe(value)} came", INDEX)
-    return value

@@ -1,7 +1,12 @@
 """Collate rows into one batch: padded on the right, or packed into a single row.
 
-Each kind of row has its kind of batch (`types.py`): the tokens are laid out in the same way, and the labels of a row
-become a tensor beside them. The supervised loop calls `collate` for each micro-batch.
+Each kind of row has its kind of batch (`types.py`): the tokens are combined in the same way, and the labels of a row
+become a tensor beside them. The supervised loop calls `collate` for each micro-batch; RL uses `Layout.batch`. Three
+sequences of 2, 3 and 1 tokens, with padding `.`:
+
+    padded   [[a a .]      packed   [[a a b b b c]]
+              [b b b]
+              [c . .]]
 """
 
 from __future__ import annotations
@@ -25,9 +30,9 @@ class Layout:
     """How sequences of different lengths are combined into one tensor."""
 
     packing: bool
-    pad_id: int
+    pad_id: int  # token id of the padding; masks and sequence numbers exclude it from everything
 
-    def lay(self, arrays: Sequence[NDArray[Any]], fill: float) -> Tensor:
+    def combine(self, arrays: Sequence[NDArray[Any]], fill: float) -> Tensor:
         """Combine arrays of [tokens] into [1, sum of tokens] (packed) or [sequences, longest], padded with `fill`."""
         if self.packing:
             return torch.from_numpy(np.concatenate(arrays))[None]
@@ -39,14 +44,14 @@ class Layout:
     def batch(self, rows: Sequence[TokenRow]) -> Batch:
         """Build a Batch, one sequence per row in `rows`; positions restart at 0 in each sequence."""
         positions = [np.arange(len(row.input_ids)) for row in rows]  # [tokens] each
-        numbers = [np.full_like(place, number) for number, place in enumerate(positions)]
-        # nothing predicts the first token of a sequence
+        numbers = [np.full_like(place, number) for number, place in enumerate(positions)]  # [tokens] each
+        # Nothing predicts the first token of a sequence.
         masks = [row.target_mask & (place > 0) for row, place in zip(rows, positions, strict=True)]
         return Batch(
-            input_ids=self.lay([row.input_ids for row in rows], self.pad_id).long(),
-            position_ids=self.lay(positions, 0),
-            sequence_ids=self.lay(numbers, -1),
-            target_mask=self.lay(masks, False),
+            input_ids=self.combine([row.input_ids for row in rows], self.pad_id).long(),
+            position_ids=self.combine(positions, 0),
+            sequence_ids=self.combine(numbers, -1),
+            target_mask=self.combine(masks, False),
             num_sequences=len(rows),
         )
 
@@ -75,25 +80,29 @@ def collate(rows: Sequence[Any], *, packing: bool, pad_id: int) -> Batch:
 
 
 def collate_tokens(rows: Sequence[TokenRow], layout: Layout) -> Batch:
+    """For SFT and distillation: the tokens alone."""
     return layout.batch(rows)
 
 
 def collate_pairs(rows: Sequence[PairRow], layout: Layout) -> PairBatch:
+    """For reward models and DPO: all chosen sequences, then all rejected ones in the same order."""
     margin = torch.tensor([row.margin for row in rows], dtype=torch.float32)  # [pairs]
     return PairBatch(**vars(layout.batch([row.chosen for row in rows] + [row.rejected for row in rows])), margin=margin)
 
 
 def collate_labelled(rows: Sequence[LabelledRow], layout: Layout) -> LabelledBatch:
+    """For KTO: one label per sequence."""
     label = torch.tensor([row.label for row in rows], dtype=torch.bool)  # [sequences]
     return LabelledBatch(**vars(layout.batch([row.tokens for row in rows])), label=label)
 
 
 def collate_steps(rows: Sequence[StepRow], layout: Layout) -> StepBatch:
+    """For process reward models: the label of each step at its last token, which is thereby a target; NaN elsewhere."""
     labels = [np.full(len(row.input_ids), np.nan, dtype=np.float32) for row in rows]  # [tokens] each
     for row, label in zip(rows, labels, strict=True):
         label[row.step_places] = row.step_labels
     tokens = [TokenRow(row.input_ids, ~np.isnan(label)) for row, label in zip(rows, labels, strict=True)]
-    return StepBatch(**vars(layout.batch(tokens)), step_labels=layout.lay(labels, np.nan))
+    return StepBatch(**vars(layout.batch(tokens)), step_labels=layout.combine(labels, np.nan))
 
 
 COLLATE: dict[type, Callable[[Any, Layout], Batch]] = {

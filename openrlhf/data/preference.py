@@ -1,22 +1,27 @@
-"""Rows with a chosen and a rejected response to the same prompt, for reward models and DPO."""
+"""Rows for learning from preferences: pairs for reward models and DPO, labelled single responses for KTO.
+
+`preference_rows` and `labelled_rows` are called by `data.supervised`. KTO's objective also calls `mismatch_rows` in
+each step, for the texts from which it computes its baseline.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from openrlhf.data.messages import read_messages
-from openrlhf.data.responses import EMPTY_PROMPT, NO_ANSWER, mark_plain
-from openrlhf.data.rows import Dropped, build_rows, long_prompt
+from openrlhf.data.responses import check_fields, mark_plain, mark_response
+from openrlhf.data.rows import EMPTY_PROMPT, NO_ANSWER, Dropped, build_rows, long_prompt
 from openrlhf.data.templates import Chat, fill, open_chat
 from openrlhf.data.tokens import Marked, check_tokenizer, encode
-from openrlhf.types import PairRow
+from openrlhf.types import LabelledRow, PairRow, TokenRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from openrlhf.config.sections.data import PairFlags, TemplateFlags
+    from openrlhf.config.sections.data import LabelledResponseFlags, PairFlags, TemplateFlags
     from openrlhf.data.records import Record, Records
 
 
@@ -75,5 +80,43 @@ def mark_side(
         raise Dropped(EMPTY_PROMPT)
     if len(messages) == before or messages[-1]["role"] != "assistant":
         raise Dropped(NO_ANSWER)
-    talk = chat.conversation(record, messages)
-    return chat.mark_response(talk, before + len(talk.messages) - len(messages))
+    conversation = chat.conversation(record, messages)
+    added = len(conversation.messages) - len(messages)  # 1 if the run's system prompt was prepended
+    return chat.mark_response(conversation, before + added)
+
+
+def labelled_rows(
+    records: Records,
+    tokenizer: PreTrainedTokenizerBase,
+    fields: LabelledResponseFlags,
+    template: TemplateFlags,
+    max_len: int,
+) -> list[LabelledRow]:
+    """Make rows for KTO: the formats of SFT, with a label of 1 (desirable) or 0."""
+    check_tokenizer(tokenizer)
+    chat = open_chat(tokenizer, template)
+    check_fields(fields, chat)
+
+    def make(record: Record) -> list[LabelledRow]:
+        label = record.value(fields.label_key, "--label_key")
+        if not isinstance(label, int | float) or label not in (0, 1):
+            raise record.at(fields.label_key).mismatch("0, 1, true or false", label)
+        encoded = encode(mark_response(record, fields, chat, template.input_template), tokenizer, max_len)
+        if encoded.prompt_length >= max_len - 2:
+            raise long_prompt(max_len)
+        return [LabelledRow(encoded.row, encoded.prompt_length, bool(label))]
+
+    return build_rows(records, make)
+
+
+def mismatch_rows(rows: Sequence[LabelledRow], max_len: int) -> list[TokenRow]:
+    """Pair each prompt with the next row's response, the last with the first's; cut to `max_len`, EOS at the end."""
+    mismatched: list[TokenRow] = []
+    for row, other in zip(rows, [*rows[1:], *rows[:1]], strict=True):
+        length, begin = row.prompt_length, other.prompt_length
+        # [prompt of row + response of other]
+        ids = np.concatenate([row.tokens.input_ids[:length], other.tokens.input_ids[begin:]])[:max_len]
+        mask = np.concatenate([row.tokens.target_mask[:length], other.tokens.target_mask[begin:]])[:max_len]
+        ids[-1] = other.tokens.input_ids[-1]  # every row ends in EOS
+        mismatched.append(TokenRow(ids, mask))
+    return mismatched

@@ -1,4 +1,8 @@
-"""Rows for process reward models: texts whose steps end in a placeholder token, with one label per step."""
+"""Rows for process reward models: texts whose steps end in a placeholder token, with one label per step.
+
+A label is a probability of the first reward token (soft) or a token (hard); a dataset must use one kind throughout.
+`data.supervised` calls `step_rows`, and the objective takes the ids of the reward tokens from `step_tokens`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from openrlhf.data.records import describe
 from openrlhf.data.rows import Dropped, build_rows
 from openrlhf.data.tokens import check_fast, tokenize
 from openrlhf.errors import ConfigError
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from openrlhf.config.sections.data import StepFlags
-    from openrlhf.data.records import Place, Record, Records
+    from openrlhf.data.records import Record, Records
 
 
 @dataclass(frozen=True)
@@ -52,9 +55,10 @@ def step_tokens(tokenizer: PreTrainedTokenizerBase, fields: StepFlags) -> StepTo
 
 
 def one_token(tokenizer: PreTrainedTokenizerBase, text: str, flag: str) -> int:
+    """Return the id of a text that must be exactly one token."""
     ids = tokenize(text, tokenizer)[0]
     if len(ids) != 1:
-        raise ConfigError(f"{flag} {text!r} is {len(ids)} tokens of this tokenizer; it must be exactly one")
+        raise ConfigError(f"{flag} {text!r}: expected exactly one token of this tokenizer, got {len(ids)}")
     return int(ids[0])
 
 
@@ -76,84 +80,78 @@ class StepReader:
     soft: bool | None = None  # None until the first label is read
 
     def make(self, record: Record) -> list[StepRow]:
+        """Return the row of one record."""
         text = record.text(self.fields.input_key, "--input_key")
-        ids, _ = tokenize(text, self.tokenizer)
-        places = np.flatnonzero(ids == self.tokens.placeholder_id).astype(np.int32)
+        ids, _ = tokenize(text, self.tokenizer)  # [tokens]
+        # A step ends at its placeholder, whose position later carries the label.
+        places = np.flatnonzero(ids == self.tokens.placeholder_id).astype(np.int32)  # [steps]
         given = self._labels(record, text)
-        self._check_count(record.place, text, len(places), len(given))
+        if len(given) != len(places):
+            placeholder = str(self.fields.placeholder_token)
+            if text.count(placeholder) == len(given):
+                raise record.at(self.fields.input_key).error(
+                    f"the tokenizer merges {len(given) - len(places)} of {len(given)} placeholders {placeholder!r} with"
+                    " the text around them",
+                    try_this="spaces around them, or a special token as --placeholder_token",
+                )
+            raise record.at(self.fields.label_key).error(
+                f"expected one label for each of {len(places)} placeholders {placeholder!r}, got {len(given)}"
+            )
         if not given:
             raise Dropped("without a step")
         if places[0] == 0:
-            raise record.place.error("the first step is empty: nothing stands before its placeholder")
-        values = [self._number(label, record.place) for label in given]
-        left = int((places < self.max_len).sum())
-        if not left:
+            raise record.place.error("the first step is empty: expected text before its placeholder")
+        values = [self._number(label, record) for label in given]
+        kept = int((places < self.max_len).sum())
+        if not kept:
             raise Dropped(f"whose first step ends past --max_len {self.max_len}")
-        labels = np.asarray(values[:left], dtype=np.float32)
-        return [StepRow(ids[: self.max_len], places[:left], labels)]
+        labels = np.asarray(values[:kept], dtype=np.float32)  # [steps]
+        return [StepRow(ids[: self.max_len], places[:kept], labels)]
 
     def _labels(self, record: Record, text: str) -> Sequence[object]:
         """Read the labels: a list, or a copy of the text with a reward token in place of each placeholder."""
-        field = self.fields.label_key
-        value = record.value(field, "--label_key")
+        value = record.value(self.fields.label_key, "--label_key")
         if isinstance(value, list):
             return value
         if not isinstance(value, str):
-            raise record.place.error(f"a list with one label per step is wanted, but {describe(value)} came", field)
+            raise record.at(self.fields.label_key).mismatch("a list with one label per step", value)
         pieces = text.split(str(self.fields.placeholder_token))
         labels = labels_in_text(value, pieces, self.fields.reward_tokens)
         if labels is None:
-            raise record.place.error(
-                "a list with one label per step is wanted; the text that came is not the input with"
-                " --reward_tokens in place of its placeholders",
-                field,
+            raise record.at(self.fields.label_key).error(
+                "expected a list with one label per step, got a text that is not the input with --reward_tokens in"
+                " place of its placeholders"
             )
         return labels
 
-    def _check_count(self, place: Place, text: str, found: int, given: int) -> None:
-        if found == given:
-            return
-        placeholder = str(self.fields.placeholder_token)
-        if text.count(placeholder) == given:
-            raise place.error(
-                f"{given - found} of {given} placeholders {placeholder!r} are merged with the text around them by the"
-                " tokenizer; set them apart, or take a special token as --placeholder_token",
-                self.fields.input_key,
-            )
-        raise place.error(f"{given} labels for {found} placeholders {placeholder!r}", self.fields.label_key)
-
-    def _number(self, label: object, place: Place) -> float:
+    def _number(self, label: object, record: Record) -> float:
+        """Return a probability, or the class number of a token; the first label decides which of the two is allowed."""
+        place, known = record.at(self.fields.label_key), self.fields.reward_tokens
         soft = isinstance(label, int | float)
         if self.soft is None:
             self.soft = soft
-            if soft and len(self.tokens.reward_ids) != 2:
+            if soft and len(known) != 2:
                 raise ConfigError(
-                    f"{place}: labels are probabilities, which need exactly two --reward_tokens,"
-                    f" not {len(self.tokens.reward_ids)}",
+                    f"{record.place}: labels are probabilities: expected exactly two --reward_tokens, got {len(known)}",
                     try_this="--reward_tokens + -",
                 )
         if soft != self.soft:
             kinds = ("probabilities", "tokens") if self.soft else ("tokens", "probabilities")
-            raise place.error(f"labels were {kinds[0]} so far, and here are {kinds[1]}", self.fields.label_key)
-        return self._probability(label, place) if isinstance(label, int | float) else self._class(label, place)
-
-    def _probability(self, label: float, place: Place) -> float:
-        if not math.isfinite(label) or not 0 <= label <= 1:
-            raise place.error(f"a probability from 0 to 1 is wanted, but {label} came", self.fields.label_key)
-        return float(label)
-
-    def _class(self, label: object, place: Place) -> float:
-        field, known = self.fields.label_key, self.fields.reward_tokens
+            raise place.error(f"expected {kinds[0]}, as in earlier labels, got {kinds[1]}")
+        if isinstance(label, int | float):
+            if not math.isfinite(label) or not 0 <= label <= 1:
+                raise place.error(f"expected a probability from 0 to 1, got {label}")
+            return float(label)
         if not isinstance(label, str):
-            raise place.error(f"a label is a token or a probability, but {describe(label)} came", field)
-        if not known:
-            ids = tokenize(label, self.tokenizer)[0]
-            if len(ids) != 1:
-                raise place.error(f"the label {label!r} is {len(ids)} tokens; it must be exactly one", field)
-            return float(ids[0])
-        if label not in known:
-            raise place.error(f"the label {label!r} is none of --reward_tokens {' '.join(known)}", field)
-        return float(known.index(label))
+            raise place.mismatch("a token or a probability as label", label)
+        if known:
+            if label not in known:
+                raise place.error(f"expected one of --reward_tokens {' '.join(known)} as label, got {label!r}")
+            return float(known.index(label))
+        ids = tokenize(label, self.tokenizer)[0]
+        if len(ids) != 1:
+            raise place.error(f"expected one token as label, got {label!r}, which is {len(ids)} tokens")
+        return float(ids[0])
 
 
 def labels_in_text(value: str, pieces: Sequence[str], reward_tokens: Sequence[str]) -> list[str] | None:

@@ -1,17 +1,21 @@
-"""Prompts for reinforcement learning: load the dataset, render each row, and drop prompts that are too long."""
+"""Prompts for reinforcement learning: load the dataset, render each row, and drop prompts that are too long.
+
+`load_prompts` and `load_eval_prompts` return the prompts in dataset order; the RL loop shuffles them by seed and
+position. A prompt's label and data source travel with it to the reward.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from openrlhf.config.sections.data import TemplateFlags
 from openrlhf.config.sections.rl import PromptFlags
 from openrlhf.data.messages import read_messages
 from openrlhf.data.records import Record, Records
-from openrlhf.data.rows import Dropped, build_rows
+from openrlhf.data.rows import EMPTY_PROMPT, Dropped, build_rows
 from openrlhf.data.sources import load_dataset_rows
 from openrlhf.data.templates import Chat, fill, open_chat
 from openrlhf.errors import DataError
@@ -34,11 +38,10 @@ def load_prompts(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> list[P
     records = load_dataset_rows(
         str(flags.prompt_data),
         split=flags.prompt_split,
-        probs=None if flags.prompt_data_probs is None else [float(p) for p in flags.prompt_data_probs.split(",")],
+        probs=flags.prompt_data_probs,
         max_samples=flags.max_samples,
         seed=config.batches.seed,
-        use_ms=config.model.use_ms,
-        trust_remote_code=config.model.trust_remote_code,
+        loading=config.model,
     )
     return prompt_rows(records, tokenizer, flags, config.template, prompt_budget(config))
 
@@ -49,11 +52,7 @@ def load_eval_prompts(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> l
     if flags.eval_dataset is None:
         return []
     records = load_dataset_rows(
-        flags.eval_dataset,
-        split=flags.eval_split,
-        max_samples=flags.max_samples,
-        use_ms=config.model.use_ms,
-        trust_remote_code=config.model.trust_remote_code,
+        flags.eval_dataset, split=flags.eval_split, max_samples=flags.max_samples, loading=config.model
     )
     return prompt_rows(records, tokenizer, flags, config.template, prompt_budget(config))
 
@@ -72,6 +71,7 @@ class Budget:
 
 
 def prompt_budget(config: RLConfig) -> Budget:
+    """Return the context length less the longest response, or less one token if a response may take the rest."""
     rollout = config.rollout
     tokens = rollout.context_length - (rollout.response_length or 1)
     if rollout.max_len is None:
@@ -82,22 +82,22 @@ def prompt_budget(config: RLConfig) -> Budget:
 def prompt_rows(
     records: Records, tokenizer: PreTrainedTokenizerBase, flags: PromptFlags, template: TemplateFlags, budget: Budget
 ) -> list[Prompt]:
-    """Make a Prompt of each row that fits the budget."""
+    """Make a Prompt of each row that fits the budget, numbered from 0 without gaps."""
     chat = open_chat(tokenizer, template)
 
-    def make(record: Record) -> Iterable[tuple[str, tuple[int, ...], Any, str]]:
+    def make(record: Record) -> list[Prompt]:
         text = prompt_text(record, flags.input_key, chat, template)
         ids: Sequence[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
         if not ids:
-            raise Dropped("an empty prompt")
+            raise Dropped(EMPTY_PROMPT)
         label = "" if flags.label_key is None else record.value(flags.label_key, "--label_key")
-        source = record.row.get(DATASOURCE, "default")
-        yield text, tuple(ids), label, str(source)
+        source = str(record.row.get(DATASOURCE, "default"))
+        return [Prompt(index=-1, text=text, input_ids=tuple(ids), label=label, datasource=source)]
 
-    made = build_rows(records, make)
-    check_lengths([len(ids) for _, ids, _, _ in made], budget, records.name)
-    kept = (values for values in made if len(values[1]) <= budget.tokens)
-    return [Prompt(number, *values) for number, values in enumerate(kept)]
+    prompts = build_rows(records, make)
+    check_lengths([len(prompt.input_ids) for prompt in prompts], budget, records.name)
+    kept = [prompt for prompt in prompts if len(prompt.input_ids) <= budget.tokens]
+    return [replace(prompt, index=index) for index, prompt in enumerate(kept)]
 
 
 def check_lengths(lengths: Sequence[int], budget: Budget, name: str) -> None:

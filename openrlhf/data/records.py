@@ -1,12 +1,17 @@
-"""Rows of a dataset that know their origin, so that error messages can name file, row and field."""
+"""Rows of a dataset that know their origin, so that error messages can name file, row and field.
+
+`sources.load_dataset_rows` returns `Records`: the rows of one or several datasets in training order, each read from its
+`Source` on access. A row arrives as a `Record`, whose methods check the type of a field as they return it. The modules
+that make training rows (`sft`, `preference`, `process`, `prompts`, `answers`) see nothing but records.
+"""
 
 from __future__ import annotations
 
 import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
 
 from openrlhf.errors import DataError
 
@@ -14,22 +19,27 @@ if TYPE_CHECKING:  # user-code workers import this module; they start faster wit
     import numpy as np
     from numpy.typing import NDArray
 
-MOST_ADVISED = 3  # fields that a message suggests in place of a missing one
+MAX_SUGGESTED_FIELDS = 3  # fields that a message suggests in place of a missing one
 
 
 @dataclass(frozen=True)
 class Place:
-    """A file or dataset and the 1-based number of a row in it; for JSON Lines, the line number."""
+    """The origin of a row or of one of its fields, for error messages: `data.jsonl, row 3, field 'label'`."""
 
-    source: str
-    row: int
+    source: str  # file or dataset
+    row: int  # from 1; for JSON Lines, the line number
+    field: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.source}, row {self.row}"
+        return f"{self.source}, row {self.row}" + ("" if self.field is None else f", field {self.field!r}")
 
-    def error(self, problem: str, field: str | None = None) -> DataError:
-        where = str(self) if field is None else f"{self}, field {field!r}"
-        return DataError(f"{where}: {problem}")
+    def error(self, problem: str, *, try_this: str | None = None) -> DataError:
+        """Return an error that names this place."""
+        return DataError(f"{self}: {problem}", try_this=try_this)
+
+    def mismatch(self, expected: str, got: object) -> DataError:
+        """Return an error about a value of the wrong kind."""
+        return self.error(f"expected {expected}, got {describe(got)}")
 
 
 def describe(value: object) -> str:
@@ -51,18 +61,23 @@ def describe(value: object) -> str:
 
 @dataclass(frozen=True)
 class Record:
-    """One row and its place."""
+    """One row and its place. A field is looked up together with the flag that names it, for the error message."""
 
-    row: Mapping[str, Any]
+    row: Mapping[str, object]
     place: Place
 
-    def value(self, field: str, flag: str) -> Any:
+    def at(self, field: str) -> Place:
+        """Return the place of a field."""
+        return replace(self.place, field=field)
+
+    def value(self, field: str, flag: str) -> object:
         """Return the value of the field that a flag names; if it is missing, the error lists the existing fields."""
         if field not in self.row:
-            there = list(self.row)
+            existing = list(self.row)
+            suggested = " or ".join(map(shlex.quote, existing[:MAX_SUGGESTED_FIELDS]))
             raise DataError(
-                f"{self.place}: no field {field!r}; there are {', '.join(map(repr, there)) or 'none'}",
-                try_this=f"{flag} {' or '.join(map(shlex.quote, there[:MOST_ADVISED]))}" if there else None,
+                f"{self.place}: no field {field!r}; there are {', '.join(map(repr, existing)) or 'none'}",
+                try_this=f"{flag} {suggested}" if existing else None,
             )
         return self.row[field]
 
@@ -72,7 +87,7 @@ class Record:
         if value is None:
             return ""
         if not isinstance(value, str):
-            raise self.place.error(f"text is wanted, but {describe(value)} came", field)
+            raise self.at(field).mismatch("text", value)
         return value
 
     def number(self, field: str, default: float) -> float:
@@ -81,19 +96,21 @@ class Record:
         if value is None:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise self.place.error(f"a number is wanted, but {describe(value)} came", field)
+            raise self.at(field).mismatch("a number", value)
         return float(value)
 
 
 class Source(Protocol):
-    """One dataset: `read` returns a row by position, with the row or line number that a user would look up."""
+    """One dataset: a JSON file (`files`) or an Arrow table (`sources`)."""
 
     @property
     def name(self) -> str: ...
 
     def __len__(self) -> int: ...
 
-    def read(self, position: int) -> tuple[Mapping[str, Any], int]: ...
+    def read(self, position: int) -> tuple[object, int]:
+        """Return what the dataset holds at a position, and the row or line number that a user would look up."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -111,10 +128,13 @@ class Records:
         return len(self.order)
 
     def __getitem__(self, position: int) -> Record:
-        which, inside = self.order[position]
-        source = self.sources[which]
-        row, number = source.read(int(inside))
-        return Record(row, Place(source.name, number))
+        number, inside = self.order[position]
+        source = self.sources[number]
+        row, row_number = source.read(int(inside))
+        place = Place(source.name, row_number)
+        if not isinstance(row, Mapping):
+            raise place.mismatch("an object with fields", row)
+        return Record(row, place)
 
     def __iter__(self) -> Iterator[Record]:
         return (self[position] for position in range(len(self)))

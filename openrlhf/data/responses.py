@@ -1,11 +1,16 @@
-"""Rows with one prompt and one response, plain or chat: the format shared by SFT, distillation, KTO and scoring."""
+"""Rows with one prompt and one response: the format shared by SFT, distillation, KTO and scoring.
+
+Without a chat template, prompt and response are texts in two fields. With one, they are messages: a whole conversation
+in the input field, or a response in a field of its own. `mark_response` reads either form and returns the text that
+`tokens.encode` turns into a row.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from openrlhf.data.messages import Message, read_messages, says_something
-from openrlhf.data.rows import Dropped
+from openrlhf.data.rows import EMPTY_PROMPT, EMPTY_RESPONSE, NO_ANSWER, Dropped
 from openrlhf.data.templates import Chat, fill
 from openrlhf.data.tokens import Marked
 from openrlhf.errors import ConfigError
@@ -14,12 +19,9 @@ if TYPE_CHECKING:
     from openrlhf.config.sections.data import ResponseFlags
     from openrlhf.data.records import Record
 
-EMPTY_PROMPT = "with an empty prompt"
-EMPTY_RESPONSE = "with an empty response"
-NO_ANSWER = "whose last message is not the assistant's"
-
 
 def check_fields(fields: ResponseFlags, chat: Chat | None) -> None:
+    """Raise if the flags do not say where the response is."""
     if chat is None and fields.output_key is None:
         raise ConfigError(
             "without a chat template the response needs a field of its own",
@@ -37,8 +39,8 @@ def mark_response(record: Record, fields: ResponseFlags, chat: Chat | None, inpu
             raise Dropped(EMPTY_PROMPT)
         if not says_something(messages[-1]):
             raise Dropped(EMPTY_RESPONSE)
-        talk = chat.conversation(record, messages)
-        return chat.mark_response(talk, len(talk.messages) - 1)
+        conversation = chat.conversation(record, messages)
+        return chat.mark_response(conversation, len(conversation.messages) - 1)
     prompt = record.text(fields.input_key, "--input_key")
     response = record.text(str(fields.output_key), "--output_key")
     if not prompt.strip():
@@ -49,6 +51,7 @@ def mark_response(record: Record, fields: ResponseFlags, chat: Chat | None, inpu
 
 
 def mark_plain(prompt: str, response: str) -> Marked:
+    """Join two texts; the response is the learned span."""
     return Marked(prompt + response, ((len(prompt), len(prompt) + len(response)),))
 
 

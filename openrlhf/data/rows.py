@@ -1,4 +1,8 @@
-"""The loop that all dataset functions share: make rows, count and report the dropped ones, raise if none are left."""
+"""The loop that all dataset functions share: make rows, count and report the dropped ones, raise if none are left.
+
+A command passes `build_rows` a function from one record to its rows. The function raises a DataError for data that is
+wrong, which ends the run, and `Dropped` for a valid record that cannot be trained on, which is only counted.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,13 @@ class Dropped(Exception):
         self.reason = reason
 
 
+EMPTY_PROMPT = "with an empty prompt"
+EMPTY_RESPONSE = "with an empty response"
+NO_ANSWER = "whose last message is not the assistant's"
+
+
 def long_prompt(max_len: int) -> Dropped:
+    """Return the exception for a prompt that leaves room for less than two tokens of the response."""
     return Dropped(f"with a prompt of {max_len - 2} tokens or more (--max_len {max_len})")
 
 

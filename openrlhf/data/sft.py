@@ -1,17 +1,20 @@
-"""Rows for SFT and distillation, which learn the response, every assistant turn, or the whole text."""
+"""Rows for SFT and distillation, which learn the response, every assistant turn, or the whole text.
+
+`sft_rows` is the entry point and chooses one of three kinds of rows by the flags: one prompt and response per record,
+all turns of a conversation (--multiturn), or plain text (--pretrain_mode).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from openrlhf.data.messages import says_something
-from openrlhf.data.responses import EMPTY_PROMPT, EMPTY_RESPONSE, check_fields, mark_response, read_conversation
-from openrlhf.data.rows import Dropped, build_rows, long_prompt
+from openrlhf.data.responses import check_fields, mark_response, read_conversation
+from openrlhf.data.rows import EMPTY_PROMPT, EMPTY_RESPONSE, Dropped, build_rows, long_prompt
 from openrlhf.data.templates import Chat, RewritesHistory, open_chat
-from openrlhf.data.tokens import Marked, check_fast, check_tokenizer, encode, tokenize
+from openrlhf.data.tokens import check_fast, check_tokenizer, encode, tokenize
 from openrlhf.errors import ConfigError
 from openrlhf.monitor import say
 from openrlhf.types import TokenRow
@@ -20,7 +23,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from openrlhf.config.sections.data import ConversationFlags, TemplateFlags
-    from openrlhf.data.messages import Conversation
     from openrlhf.data.records import Record, Records
 
 
@@ -43,7 +45,15 @@ def sft_rows(
     check_fields(fields, chat)
 
     def make(record: Record) -> list[TokenRow]:
-        return [keep(mark_response(record, fields, chat, template.input_template), tokenizer, max_len)]
+        marked = mark_response(record, fields, chat, template.input_template)
+        if not marked.spans:
+            raise Dropped(EMPTY_RESPONSE)
+        if marked.spans[0][0] == 0:
+            raise Dropped(EMPTY_PROMPT)
+        encoded = encode(marked, tokenizer, max_len)
+        if encoded.prompt_length >= max_len - 2:
+            raise long_prompt(max_len)
+        return [encoded.row]
 
     return build_rows(records, make)
 
@@ -53,7 +63,7 @@ def pretrain_rows(records: Records, tokenizer: PreTrainedTokenizerBase, input_ke
     check_fast(tokenizer)
 
     def make(record: Record) -> list[TokenRow]:
-        ids = tokenize(record.text(input_key, "--input_key"), tokenizer)[0][:max_len]
+        ids = tokenize(record.text(input_key, "--input_key"), tokenizer)[0][:max_len]  # [tokens]
         if len(ids) < 2:
             raise Dropped("with fewer than two tokens")
         return [TokenRow(ids, np.arange(len(ids)) > 0)]
@@ -62,63 +72,42 @@ def pretrain_rows(records: Records, tokenizer: PreTrainedTokenizerBase, input_ke
 
 
 def multiturn_rows(records: Records, chat: Chat, fields: ConversationFlags, max_len: int) -> list[TokenRow]:
-    """Make rows in which every assistant turn is learned; see `Turns` for templates that rewrite history."""
-    turns = Turns(chat)
+    """Make rows in which every assistant turn is learned.
+
+    A template may drop the reasoning of earlier turns, so a turn as generated does not appear in the full text. Such a
+    conversation becomes one row per turn: the conversation up to that turn, with only that turn learned.
+    """
+    split = 0  # conversations that became one row per turn
+    too_long = 0  # turns left out because their context fills --max_len
 
     def make(record: Record) -> list[TokenRow]:
+        nonlocal split, too_long
         messages = read_conversation(record, fields)
         while messages and messages[-1]["role"] != "assistant":  # trailing messages have no answer to learn
             messages.pop()
-        talk = chat.conversation(record, messages)
-        if not talk.assistant_turns:
+        conversation = chat.conversation(record, messages)
+        turns = conversation.assistant_turns
+        if not turns:
             raise Dropped("without an assistant turn")
-        if not any(says_something(talk.messages[turn]) for turn in talk.assistant_turns):
+        spoken = [turn for turn in turns if says_something(conversation.messages[turn])]
+        if not spoken:
             raise Dropped(EMPTY_RESPONSE)
-        encoded = [encode(marked, chat.tokenizer, max_len) for marked in turns.mark(talk)]
+        try:
+            marked = [chat.mark_turns(conversation, 0)]
+        except RewritesHistory:
+            split += 1
+            marked = [chat.mark_response(conversation.first(turn + 1), turn) for turn in spoken]
+        encoded = [encode(text, chat.tokenizer, max_len) for text in marked]
         rows = [item.row for item in encoded if item.prompt_length < max_len - 2]
         if not rows:
             raise long_prompt(max_len)
-        turns.too_long += len(encoded) - len(rows)
+        too_long += len(encoded) - len(rows)
         return rows
 
     rows = build_rows(records, make)
-    if turns.split:
+    if split:
         say(
-            f"the chat template rewrites earlier turns: {turns.split} conversations became one sample per assistant"
-            f" turn, each in the context that the model would see; {turns.too_long} turns {long_prompt(max_len)}"
-            " were left out"
+            f"the chat template rewrites earlier turns: {split} conversations became one sample per assistant turn,"
+            f" each in the context that the model would see; {too_long} turns {long_prompt(max_len)} were left out"
         )
     return rows
-
-
-@dataclass
-class Turns:
-    """Mark every assistant turn, and count the conversations that had to be split.
-
-    A template may drop the reasoning of earlier turns, so a turn as generated does not appear in the full text. Such a
-    conversation becomes one sample per turn: the conversation up to that turn, with only that turn learned.
-    """
-
-    chat: Chat
-    split: int = 0  # conversations
-    too_long: int = 0  # turns left out because their context fills --max_len
-
-    def mark(self, talk: Conversation) -> list[Marked]:
-        try:
-            return [self.chat.mark_turns(talk, 0)]
-        except RewritesHistory:
-            self.split += 1
-        spoken = [turn for turn in talk.assistant_turns if says_something(talk.messages[turn])]
-        return [self.chat.mark_response(talk.first(turn + 1), turn) for turn in spoken]
-
-
-def keep(marked: Marked, tokenizer: PreTrainedTokenizerBase, max_len: int) -> TokenRow:
-    """Encode a row; drop it if prompt or response is empty, or if the prompt leaves no room for a response."""
-    if not marked.spans:
-        raise Dropped(EMPTY_RESPONSE)
-    if marked.spans[0][0] == 0:
-        raise Dropped(EMPTY_PROMPT)
-    encoded = encode(marked, tokenizer, max_len)
-    if encoded.prompt_length >= max_len - 2:
-        raise long_prompt(max_len)
-    return encoded.row

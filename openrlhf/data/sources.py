@@ -1,7 +1,8 @@
 """Load the datasets that a flag names: files, folders, saved datasets and hub names.
 
-`load_dataset_rows` is the entry point of all commands. It caps the datasets and concatenates or mixes them by row
-number, so rows are read only when needed and keep their own fields.
+`load_dataset_rows` is the entry point of all commands. JSON files are read by `files`; everything else is loaded as an
+Arrow table by `datasets` or, with --use_ms, by ModelScope. The datasets are capped and concatenated or mixed by row
+number alone, so rows are read only when needed and keep their own fields.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import datasets
 import numpy as np
@@ -22,22 +22,17 @@ from numpy.typing import NDArray
 
 from openrlhf.config.checks.paths import looks_local
 from openrlhf.config.sections.data import split_names
+from openrlhf.config.sections.model import LoadingFlags
 from openrlhf.data.files import open_json
 from openrlhf.data.records import Records, Source
 from openrlhf.errors import ConfigError, DataError, MissingExtraError
 from openrlhf.monitor import say
 
 JSON = (".json", ".jsonl")
-TABLES = {".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+TABLES = {".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}  # suffix to the builder of `datasets`
+# What `datasets` raises for unreadable files, unknown names and a missing network; anything else is a bug.
 LOADER_ERRORS = (DatasetsError, pa.ArrowException, OSError, ValueError, RuntimeError, NotImplementedError)
-
-
-@dataclass(frozen=True)
-class Hub:
-    """Where to load a dataset from if its name is not a local path."""
-
-    use_ms: bool = False
-    trust_remote_code: bool = False
+FROM_THE_HUB = LoadingFlags()  # names that are not local are loaded from the Hugging Face Hub
 
 
 @dataclass(frozen=True)
@@ -50,12 +45,13 @@ class TableRows:
     def __len__(self) -> int:
         return len(self.table)
 
-    def read(self, position: int) -> tuple[Mapping[str, Any], int]:
-        row: dict[str, Any] = self.table[position]
-        return {field: without_nulls(value) for field, value in row.items()}, position + 1
+    def read(self, position: int) -> tuple[object, int]:
+        row: dict[str, object] = self.table[position]
+        return {field: without_nulls(value) for field, value in row.items()}, position + 1  # a null field stays
 
 
-def without_nulls(value: Any) -> Any:
+def without_nulls(value: object) -> object:
+    """Remove the keys with null values from nested objects."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -67,60 +63,55 @@ def load_dataset_rows(
     spec: str,
     *,
     split: str,
-    probs: Sequence[float] | None = None,
+    probs: str | None = None,
     max_samples: int | None = None,
     seed: int = 42,
-    use_ms: bool = False,
-    trust_remote_code: bool = False,
+    loading: LoadingFlags = FROM_THE_HUB,
 ) -> Records:
-    """Load a comma-separated list of datasets, concatenated or mixed by probabilities.
+    """Load a comma-separated list of datasets, concatenated or mixed by a comma-separated list of probabilities.
 
     The first `max_samples` rows of each dataset are used, and then the first `max_samples` of the result. Mixing
     continues until every dataset is exhausted, so rows of shorter datasets repeat.
     """
-    hub = Hub(use_ms, trust_remote_code)
-    sources = [open_source(item, split, max_samples, hub) for item in split_names(spec)]
+    sources = [open_source(item, split, max_samples, loading) for item in split_names(spec)]
     if not sources:
         raise ConfigError(f"{spec!r} names no dataset")
     lengths = [len(source) if max_samples is None else min(len(source), max_samples) for source in sources]
-    if probs is not None and len(probs) != len(sources):
-        raise ConfigError(f"{len(probs)} probabilities for {len(sources)} datasets")
-    order = one_after_another(lengths) if probs is None else mixed(lengths, probs, seed)
-    return Records(sources, order[:max_samples])
+    if probs is None:  # one after the other, [rows, 2]
+        parts = [
+            np.stack([np.full(length, number), np.arange(length)], axis=1) for number, length in enumerate(lengths)
+        ]
+        return Records(sources, np.concatenate(parts)[:max_samples])
+    chances = [float(share) for share in probs.split(",")]
+    if len(chances) != len(sources):
+        raise ConfigError(f"{len(chances)} probabilities for {len(sources)} datasets")
+    return Records(sources, mix(lengths, chances, seed)[:max_samples])
 
 
-def one_after_another(lengths: Sequence[int]) -> NDArray[np.int64]:
-    return np.concatenate(
-        [np.stack([np.full(length, which), np.arange(length)], axis=1) for which, length in enumerate(lengths)]
-    )
+def mix(lengths: Sequence[int], probs: Sequence[float], seed: int) -> NDArray[np.int64]:
+    """Return the order in which `datasets.interleave_datasets` takes rows, [rows, 2]: (dataset, row in it).
 
-
-def mixed(lengths: Sequence[int], probs: Sequence[float], seed: int) -> NDArray[np.int64]:
-    """Return the order in which `datasets.interleave_datasets` draws rows, computed on row numbers alone.
-
-    Datasets with different columns can therefore be mixed. A dataset with probability 0 would never be exhausted, so it
-    is removed first.
+    It is computed on row numbers alone, so datasets with different columns can be mixed. A dataset with probability 0
+    would never be exhausted, so it is removed first.
     """
-    drawn = [which for which, prob in enumerate(probs) if prob > 0]
-    if len(drawn) < len(lengths):
-        say(
-            f"--dataset_probs: {len(lengths) - len(drawn)} of {len(lengths)} datasets have probability 0 and are unused"
-        )
-    total = sum(probs[which] for which in drawn)
-    numbers = [
-        datasets.Dataset.from_dict({"which": [which] * lengths[which], "inside": list(range(lengths[which]))})
-        for which in drawn
+    used = [number for number, prob in enumerate(probs) if prob > 0]
+    if len(used) < len(lengths):
+        say(f"--dataset_probs: {len(lengths) - len(used)} of {len(lengths)} datasets have probability 0 and are unused")
+    total = sum(probs[number] for number in used)
+    tables = [
+        datasets.Dataset.from_dict({"number": [number] * lengths[number], "row": list(range(lengths[number]))})
+        for number in used
     ]
-    together = datasets.interleave_datasets(
-        numbers,
-        probabilities=[probs[which] / total for which in drawn],
+    mixed = datasets.interleave_datasets(
+        tables,
+        probabilities=[probs[number] / total for number in used],
         seed=seed,
         stopping_strategy="all_exhausted",
     )
-    return np.stack([np.asarray(together["which"]), np.asarray(together["inside"])], axis=1).astype(np.int64)
+    return np.stack([np.asarray(mixed["number"]), np.asarray(mixed["row"])], axis=1).astype(np.int64)
 
 
-def open_source(item: str, split: str, limit: int | None, hub: Hub) -> Source:
+def open_source(item: str, split: str, limit: int | None, loading: LoadingFlags) -> Source:
     """Open one dataset: a file, a folder, or a hub name, with an optional @dir for a folder inside it."""
     name, _, data_dir = item.partition("@")
     if Path(item).expanduser().exists():  # the @ is part of a path
@@ -131,13 +122,18 @@ def open_source(item: str, split: str, limit: int | None, hub: Hub) -> Source:
         return open_json(name, path, limit)
     with quiet():
         try:
-            loaded = load(name, path, data_dir or None, hub)
+            loaded = load(name, path, data_dir or None, loading)
         except LOADER_ERRORS as error:
             raise DataError(f"{name}: cannot be loaded: {cause_of(error)}") from None
-    table = pick_split(loaded, name, "train" if path.is_file() else split)
-    if not len(table):
+    if isinstance(loaded, Mapping):  # by split; a dataset without splits is used as a whole
+        split = "train" if path.is_file() else split
+        if split not in loaded:
+            raise DataError(f"{name} has no split {split!r}; there are {', '.join(map(repr, loaded))}")
+        loaded = loaded[split]
+    assert isinstance(loaded, datasets.Dataset), f"{name}: {type(loaded).__name__} has no rows to index"
+    if not len(loaded):
         raise DataError(f"{name} holds no rows")
-    return TableRows(name, table)
+    return TableRows(name, loaded)
 
 
 def check_path(name: str, path: Path) -> None:
@@ -145,17 +141,18 @@ def check_path(name: str, path: Path) -> None:
     known = [*JSON, *TABLES]
     if path.suffix == ".py" or (path / f"{path.name}.py").is_file():
         raise DataError(
-            f"{name} is a dataset script, which datasets no longer runs", try_this="its data as json or parquet files"
+            f"{name} is a dataset script, which `datasets` no longer runs", try_this="its data as json or parquet files"
         )
     if not path.exists() and (path.suffix in known or looks_local(name)):
         raise DataError(f"{name}: no such file or folder")
     if path.is_file() and path.suffix not in known:
-        raise DataError(f"{name}: {path.suffix or 'this'} is no format that is read; {', '.join(known)} are")
+        raise DataError(f"{name}: unknown format: expected {', '.join(known)}, got {path.suffix or 'no suffix'}")
     if path.is_file() and not path.stat().st_size:
         raise DataError(f"{name} is empty")
 
 
-def load(name: str, path: Path, data_dir: str | None, hub: Hub) -> Any:
+def load(name: str, path: Path, data_dir: str | None, loading: LoadingFlags) -> object:
+    """Load a table or a mapping from splits to tables, by whatever means suits the name."""
     if path.is_file() and path.suffix == ".csv":  # an empty cell is null; NA and None are text
         return datasets.load_dataset("csv", data_files=str(path), keep_default_na=False, na_values=[""])
     if path.is_file():
@@ -164,35 +161,24 @@ def load(name: str, path: Path, data_dir: str | None, hub: Hub) -> Any:
         return datasets.load_from_disk(str(path))
     if path.is_dir():
         return datasets.load_dataset(str(path), data_dir=data_dir)
-    if hub.use_ms:
-        return load_from_modelscope(name, hub)
+    if loading.use_ms:
+        return load_from_modelscope(name, trust_remote_code=loading.trust_remote_code)
     return datasets.load_dataset(name, data_dir=data_dir)
 
 
-def load_from_modelscope(name: str, hub: Hub) -> Any:
+def load_from_modelscope(name: str, *, trust_remote_code: bool) -> object:
+    """Load a dataset from ModelScope as a table or a mapping from splits to tables."""
     if find_spec("modelscope") is None:
         raise MissingExtraError("--use_ms needs modelscope, which is not installed", try_this="pip install modelscope")
     namespace, slash, short = name.partition("/")
     if not slash:
-        raise DataError("a dataset on ModelScope is called namespace/name")
+        raise DataError(f"wrong name of a ModelScope dataset: expected namespace/name, got {name}")
     modelscope = importlib.import_module("modelscope.msdatasets")
-    loaded = modelscope.MsDataset.load(short, namespace=namespace, trust_remote_code=hub.trust_remote_code)
-
-    def as_table(part: Any) -> Any:
-        return part.to_hf_dataset() if isinstance(part, modelscope.MsDataset) else part
-
-    if isinstance(loaded, Mapping):
-        return {split: as_table(part) for split, part in loaded.items()}
-    return as_table(loaded)
-
-
-def pick_split(loaded: Any, name: str, split: str) -> datasets.Dataset:
-    """Return the requested split; a dataset without splits is used as a whole."""
-    if not isinstance(loaded, Mapping):
-        return loaded
-    if split not in loaded:
-        raise DataError(f"{name} has no split {split!r}; there are {', '.join(map(repr, loaded))}")
-    return loaded[split]
+    loaded = modelscope.MsDataset.load(short, namespace=namespace, trust_remote_code=trust_remote_code)
+    splits = loaded if isinstance(loaded, Mapping) else {"": loaded}
+    own = modelscope.MsDataset  # a wrapper around the table
+    tables = {split: part.to_hf_dataset() if isinstance(part, own) else part for split, part in splits.items()}
+    return tables if isinstance(loaded, Mapping) else tables[""]
 
 
 @contextmanager

@@ -1,4 +1,8 @@
-"""Training and evaluation rows of the supervised commands, from their config. The entry point is `load_data`."""
+"""Training and evaluation rows of the supervised commands, from their config.
+
+`training.supervised` calls `load_data`; a dry run reads only the training rows, with `load_train`. `read_rows` is the
+table of which command trains on which kind of rows.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +20,10 @@ from openrlhf.config.commands import (
     SupervisedConfig,
 )
 from openrlhf.config.sections.data import ConversationFlags
-from openrlhf.data.preference import preference_rows
+from openrlhf.data.preference import labelled_rows, preference_rows
 from openrlhf.data.process import step_rows
 from openrlhf.data.sft import sft_rows
 from openrlhf.data.sources import load_dataset_rows
-from openrlhf.data.unpaired import labelled_rows
 from openrlhf.errors import ConfigError, DataError
 from openrlhf.monitor import say
 
@@ -35,38 +38,40 @@ SCORED_ROWS = 100  # minimum, if there are that many: mean and spread of fewer s
 
 @dataclass(frozen=True)
 class Loaded:
-    """Rows of one kind; `soft_labels` is true if a process reward model's labels are probabilities."""
+    """Rows of one kind."""
 
     rows: Sequence[Row]
-    soft_labels: bool = False
+    soft_labels: bool = False  # the labels of a process reward model are probabilities
 
 
 @dataclass(frozen=True)
 class SupervisedData:
-    """Training rows and evaluation rows of a command; the latter are empty if no evaluation was requested."""
+    """Training rows and evaluation rows of a command, all of one kind."""
 
     train: Sequence[Row]
-    evaluation: Sequence[Row]
-    soft_labels: bool = False
+    evaluation: Sequence[Row]  # empty if no evaluation was requested
+    soft_labels: bool = False  # see `Loaded`
 
 
 def load_data(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase) -> SupervisedData:
-    """Load training and evaluation rows.
+    """Load training rows and all rows of --eval_dataset, one dataset after the other.
 
     A reward model without --eval_dataset is evaluated on its first training rows, to measure mean and spread of scores.
     """
+    data = config.data
     train = load_train(config, tokenizer)
-    evaluation = load_eval(config, tokenizer)
-    if evaluation is None:
-        held = train.rows[: max(SCORED_ROWS, len(train.rows) // 100)] if isinstance(config, RMConfig) else []
-        if held:
-            say(f"no --eval_dataset: the first {len(held)} training rows serve for the mean and spread of scores")
-        return SupervisedData(train.rows, held, train.soft_labels)
+    if data.eval_dataset is None:
+        scored = train.rows[: max(SCORED_ROWS, len(train.rows) // 100)] if isinstance(config, RMConfig) else []
+        if scored:
+            say(f"no --eval_dataset: the first {len(scored)} training rows serve for the mean and spread of scores")
+        return SupervisedData(train.rows, scored, train.soft_labels)
+    records = load_dataset_rows(data.eval_dataset, split=data.eval_split, loading=config.model)
+    evaluation = read_rows(config, records, tokenizer)
     if evaluation.soft_labels != train.soft_labels:
         kinds = "probabilities", "tokens"
         raise DataError(
-            f"{config.data.dataset} labels steps by {kinds[not train.soft_labels]},"
-            f" but {config.data.eval_dataset} by {kinds[not evaluation.soft_labels]}"
+            f"{data.dataset} labels steps by {kinds[not train.soft_labels]},"
+            f" but {data.eval_dataset} by {kinds[not evaluation.soft_labels]}"
         )
     return SupervisedData(train.rows, evaluation.rows, train.soft_labels)
 
@@ -77,25 +82,10 @@ def load_train(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase) -> 
     records = load_dataset_rows(
         str(data.dataset),
         split=data.dataset_split,
-        probs=None if data.dataset_probs is None else [float(item) for item in data.dataset_probs.split(",")],
+        probs=data.dataset_probs,
         max_samples=data.max_samples,
         seed=config.batches.seed,
-        use_ms=config.model.use_ms,
-        trust_remote_code=config.model.trust_remote_code,
-    )
-    return read_rows(config, records, tokenizer)
-
-
-def load_eval(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase) -> Loaded | None:
-    """Load all rows of --eval_dataset, one dataset after the other; None without the flag."""
-    data = config.data
-    if data.eval_dataset is None:
-        return None
-    records = load_dataset_rows(
-        data.eval_dataset,
-        split=data.eval_split,
-        use_ms=config.model.use_ms,
-        trust_remote_code=config.model.trust_remote_code,
+        loading=config.model,
     )
     return read_rows(config, records, tokenizer)
 

@@ -1,7 +1,12 @@
 """Tokenisation: text with learned character spans becomes token ids with a target mask.
 
-Each text is tokenised once, as a whole, and the mask follows from the tokens' character offsets. Tokenising prompt and
-response separately could give other tokens at the boundary.
+The modules that read datasets mark the learned spans in a text (`Marked`), and `encode` makes the row that is trained
+on. Each text is tokenised once, as a whole, and the mask follows from the tokens' character offsets. Tokenising prompt
+and response separately could give other tokens at the boundary.
+
+    text     Q: 2+2? A: 4<eos>          spans ((11, 17),); the token at its edge is learned
+    tokens   [Q:][ 2][+][2][?][ A:][ 4][<eos>]
+    mask     [ 0][ 0][0][0][0][  0][ 1][    1]
 """
 
 from __future__ import annotations
@@ -29,18 +34,18 @@ class Marked:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A row ready for training, and the number of tokens before the first learned one, counted before any cut."""
+    """A row ready for training."""
 
     row: TokenRow
-    prompt_length: int
+    prompt_length: int  # tokens before the first learned one, counted before any cut
 
 
 def check_fast(tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise for a slow tokenizer: masks are computed from offsets, which only fast tokenizers provide."""
     if not tokenizer.is_fast:
         raise ConfigError(
-            f"{type(tokenizer).__name__} is a slow tokenizer: expected a fast one, which tells where its tokens stand"
-            " in the text",
+            f"{type(tokenizer).__name__} is a slow tokenizer: expected a fast one, which knows the position of its"
+            " tokens in the text",
             try_this="a model folder with tokenizer.json",
         )
 
@@ -67,7 +72,7 @@ def encode(marked: Marked, tokenizer: PreTrainedTokenizerBase, max_len: int) -> 
     """
     text = marked.text.rstrip("\n")
     ids, offsets = tokenize(text, tokenizer)  # [tokens], [tokens, 2]
-    mask = np.zeros(len(ids), dtype=np.bool_)
+    mask = np.zeros(len(ids), dtype=np.bool_)  # [tokens]
     for start, end in marked.spans:
         mask |= (offsets[:, 0] < end) & (offsets[:, 1] > start)
     if not len(ids) or ids[-1] != tokenizer.eos_token_id:

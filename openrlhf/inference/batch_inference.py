@@ -30,7 +30,7 @@ from openrlhf.inference.postprocess import POST_PROCESSORS, Conditioning, Scored
 from openrlhf.inference.score import plan_scoring, score
 from openrlhf.models.load import load_tokenizer
 from openrlhf.monitor import is_main_process, say
-from openrlhf.training.device import seed_everything
+from openrlhf.training.rng import seed_everything
 
 CHECK_EVERY, GRACE = 1, 10  # seconds: between checks of the launcher, and to exit after it has died
 BARRIER_TIMEOUT = timedelta(days=7)  # a process may finish its share long before the others
@@ -86,11 +86,10 @@ def load_rows(config: BatchInferenceConfig) -> Records:
     return load_dataset_rows(
         str(data.dataset),
         split=data.dataset_split,
-        probs=None if data.dataset_probs is None else [float(share) for share in data.dataset_probs.split(",")],
+        probs=data.dataset_probs,
         max_samples=data.max_samples,
         seed=config.task.seed,
-        use_ms=config.model.use_ms,
-        trust_remote_code=config.model.trust_remote_code,
+        loading=config.model,
     )
 
 

@@ -14,8 +14,8 @@ from openrlhf.config.sections.model import LoadingFlags
 from openrlhf.models.forward import Network
 from openrlhf.models.load import load_causal_lm
 from openrlhf.rollout.hf import HFEngine
-from openrlhf.training.device import choose_device, explain_precision
-from openrlhf.training.explain import explain_experts
+from openrlhf.training.preflight import explain_experts, explain_precision
+from openrlhf.training.processes import choose_device
 from openrlhf.types import SamplingParams
 
 

@@ -22,7 +22,7 @@ from openrlhf.cluster.session import connect
 from openrlhf.cluster.starter import open_starter
 from openrlhf.config.commands import BatchInferenceConfig
 from openrlhf.config.sections.cluster import EngineFlags
-from openrlhf.data.answers import INDEX, one_slice, waiting_prompts
+from openrlhf.data.answers import INDEX, iteration_slice, read_prompts
 from openrlhf.data.records import Records
 from openrlhf.errors import ConfigError
 from openrlhf.inference.engine import choose_model_device, open_hf_engine, sampling_params
@@ -34,7 +34,7 @@ from openrlhf.rl.engines import make_engine
 from openrlhf.rl.rollouts import seed_of
 from openrlhf.rollout.engine import Engine
 from openrlhf.rollout.spec import EngineSpec
-from openrlhf.training.device import explain_precision
+from openrlhf.training.preflight import explain_precision
 from openrlhf.types import Completion, Prompt, Request
 
 NEIGHBOURS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")  # number of processes on a machine, set by torchrun and deepspeed
@@ -67,7 +67,7 @@ class Generation:
 def plan_generation(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, records: Records) -> Generation:
     """Read the prompts of this run, truncated so that at least one token of an answer fits after each."""
     task = config.task
-    chosen, first = one_slice(records, task.iter, task.rollout_batch_size)
+    chosen, first = iteration_slice(records, task.iter, task.rollout_batch_size)
     # Prompt and answer together may have the sum of the flags, capped by the model's limit.
     asked = task.prompt_max_len + task.max_new_tokens
     limit = known_positions(read_config(str(config.model.pretrain), config.model)) or asked
@@ -77,7 +77,7 @@ def plan_generation(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizer
             " answers end there"
         )
     context = min(asked, limit)
-    prompts = waiting_prompts(
+    prompts = read_prompts(
         chosen,
         tokenizer,
         config.data.input_key,

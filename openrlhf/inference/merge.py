@@ -13,7 +13,7 @@ from openrlhf.models.load import DTYPES
 from openrlhf.models.merge import merge_adapter
 from openrlhf.monitor import say
 from openrlhf.training.checkpoint import exporting
-from openrlhf.training.device import choose_device
+from openrlhf.training.processes import choose_device
 
 
 def run(config: LoraCombinerConfig) -> Path:

@@ -13,10 +13,10 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.commands import BatchInferenceConfig
 from openrlhf.config.sections.data import ResponseFlags
-from openrlhf.data.answers import Answer, one_slice, waiting_answers
+from openrlhf.data.answers import Answer, iteration_slice, read_answers
 from openrlhf.data.collate import Layout
-from openrlhf.data.readings import Texts
 from openrlhf.data.records import Records
+from openrlhf.data.retokenization import Retokenizer
 from openrlhf.errors import RewardError
 from openrlhf.inference.engine import choose_model_device
 from openrlhf.inference.parts import OutputParts
@@ -30,9 +30,9 @@ from openrlhf.rl.samples import Batching
 
 def plan_scoring(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, records: Records) -> list[Answer]:
     """Read and tokenise the answers of this run."""
-    chosen, _ = one_slice(records, config.task.iter, config.task.rollout_batch_size)
+    chosen, _ = iteration_slice(records, config.task.iter, config.task.rollout_batch_size)
     fields = ResponseFlags(input_key=config.data.input_key, output_key=config.data.output_key)
-    return waiting_answers(chosen, tokenizer, fields, config.template, config.data.max_len)
+    return read_answers(chosen, tokenizer, fields, config.template, config.data.max_len)
 
 
 def score(
@@ -67,7 +67,7 @@ def open_reward_model(config: BatchInferenceConfig, tokenizer: PreTrainedTokeniz
         name,
         config.model,
         device,
-        texts=Texts(tokenizer, tokenizer, shared=True),
+        texts=Retokenizer(tokenizer, tokenizer, shared=True),
         batching=Batching(Layout(packing=False, pad_id=tokenizer.pad_token_id), config.task.micro_batch_size),
         head_prefix=config.head.value_head_prefix,
         normalize=(normalizes := "mean" in read_config(name, config.model).to_dict()),

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from openrlhf.config.commands import ServeRMConfig
 from openrlhf.data.collate import Layout
-from openrlhf.data.readings import Texts
+from openrlhf.data.retokenization import Retokenizer
 from openrlhf.errors import ConfigError
 from openrlhf.models.load import load_tokenizer, read_config, usable_length
 from openrlhf.rl.reward_models import RewardModel, Row, load_reward_model
@@ -51,7 +51,7 @@ def open_served_model(config: ServeRMConfig, device: torch.device) -> ServedMode
         name,
         config.model,
         device,
-        texts=Texts(tokenizer, tokenizer, shared=True),
+        texts=Retokenizer(tokenizer, tokenizer, shared=True),
         batching=Batching(layout, size=sys.maxsize),  # the server's own batcher already chose the rows of a forward
         head_prefix=config.head.value_head_prefix,
         normalize=flags.normalize_reward,

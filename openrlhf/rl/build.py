@@ -25,7 +25,7 @@ from openrlhf.config.runtime import (
 from openrlhf.config.sections.cluster import ROLES, Role
 from openrlhf.config.sections.training import OptimizerFlags
 from openrlhf.data.collate import Layout
-from openrlhf.data.readings import Texts
+from openrlhf.data.retokenization import Retokenizer
 from openrlhf.errors import ConfigError
 from openrlhf.models.forward import Network
 from openrlhf.models.load import load_scalar_model, load_tokenizer
@@ -133,7 +133,7 @@ def build_reward_models(
             name,
             config.model,
             device,
-            texts=Texts(tokenizer, own, shared),
+            texts=Retokenizer(tokenizer, own, shared),
             batching=scoring_batches(config, Layout(packing=packing, pad_id=own.pad_token_id)),
             head_prefix=config.head.value_head_prefix,
             normalize=rewards.normalize_reward,

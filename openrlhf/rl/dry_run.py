@@ -28,8 +28,8 @@ from openrlhf.errors import RewardError, RolloutError
 from openrlhf.models.load import load_tokenizer
 from openrlhf.monitor import say
 from openrlhf.rl.rollouts import sampling
-from openrlhf.training.model_checks import check_models
 from openrlhf.training.optim import schedule
+from openrlhf.training.preflight import check_models
 from openrlhf.types import Completion, LabelledRow, PairRow, Prompt, Request, StepRow, TokenRow
 
 if TYPE_CHECKING:

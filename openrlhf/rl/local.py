@@ -26,9 +26,9 @@ from openrlhf.rl.workers import BatchScores, ModelRewards, WeightSync, Workers
 from openrlhf.rollout.engine import Engine, LoadingEngine
 from openrlhf.rollout.hf import HFEngine
 from openrlhf.rollout.sync_proof import Sent, SyncProof, compare
-from openrlhf.training.device import seed_everything
-from openrlhf.training.distributed import join
-from openrlhf.training.explain import explain_hardware
+from openrlhf.training.preflight import explain_hardware
+from openrlhf.training.processes import join
+from openrlhf.training.rng import seed_everything
 from openrlhf.types import PolicyBatch, RolloutBatch, Trajectory
 
 Answer = TypeVar("Answer")

@@ -24,7 +24,7 @@ from openrlhf.config.commands import RLConfig
 from openrlhf.config.sections.model import LoadingFlags
 from openrlhf.data.collate import Layout
 from openrlhf.data.process import one_token
-from openrlhf.data.readings import Texts
+from openrlhf.data.retokenization import Retokenizer
 from openrlhf.data.tokens import check_fast
 from openrlhf.models.forward import Network, Scores, TargetLogits
 from openrlhf.models.load import load_causal_lm, load_scalar_model, read_config
@@ -33,8 +33,8 @@ from openrlhf.rl.samples import Batching
 from openrlhf.rl.workers import ModelRewards
 from openrlhf.training.backend import Frozen
 from openrlhf.training.build import make_frozen
-from openrlhf.training.distributed import loading
 from openrlhf.training.local import LocalFrozen
+from openrlhf.training.processes import loading
 from openrlhf.types import StepRewards, TokenRow, Trajectory
 
 Row = NDArray[np.int32]  # token ids of one sequence
@@ -51,7 +51,7 @@ def load_reward_model(
     flags: LoadingFlags,
     device: torch.device,
     *,
-    texts: Texts,
+    texts: Retokenizer,
     batching: Batching,
     head_prefix: str,
     normalize: bool,
@@ -120,7 +120,7 @@ class OutcomeRewardModel:
     """Reward model of whole samples: the scalar head at the last token, normalised as (score - mean) / std."""
 
     model: Frozen
-    texts: Texts  # translates samples into the model's tokens
+    texts: Retokenizer  # translates samples into the model's tokens
     batching: Batching
     weight: float = 1.0  # of this model in a sum of several; applies to trajectories only
     mean: float = 0.0
@@ -154,7 +154,7 @@ class ProcessRewardModel:
     """
 
     model: Frozen
-    texts: Texts  # translates samples into the model's tokens
+    texts: Retokenizer  # translates samples into the model's tokens
     batching: Batching
     placeholder_id: int  # the token that ends a step
     reward_ids: tuple[int, ...]  # the label tokens

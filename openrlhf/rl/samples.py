@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from openrlhf.algo.balance import first_fit_count
+from openrlhf.algo.balance import first_fit
 from openrlhf.algo.balance import micro_batches as by_tokens
 from openrlhf.data.collate import Layout
 from openrlhf.types import RolloutBatch, Trajectory
@@ -35,7 +35,7 @@ class Batching:
         """
         count = len(lengths)
         if self.token_budget is not None:
-            rounds = -(-first_fit_count(lengths, self.token_budget) // self.ranks)
+            rounds = -(-len(first_fit(lengths, self.token_budget)) // self.ranks)
             return by_tokens(lengths, self.token_budget, at_least=min(rounds * self.ranks, count))
         size = min(self.size, max(1, count // self.ranks))
         return [list(range(place, min(place + size, count))) for place in range(0, count, size)]

@@ -34,12 +34,10 @@ from openrlhf.rl.rollouts import GeneratedRollouts, PromptOrder
 from openrlhf.rl.workers import Workers
 from openrlhf.signals import SAVES, SAVES_NOTHING, StopRequest, stop_request
 from openrlhf.training import checkpoint
-from openrlhf.training.device import seed_everything
-from openrlhf.training.explain import explain_reward_models
 from openrlhf.training.fit import Interrupted
-from openrlhf.training.model_checks import check_models
 from openrlhf.training.optim import only_warmup
-from openrlhf.training.rng import load_rng, save_rng
+from openrlhf.training.preflight import check_models, explain_reward_models
+from openrlhf.training.rng import load_rng, save_rng, seed_everything
 from openrlhf.training.run_directory import explain_stop, find_checkpoint, make_monitor, run_folder, shown_flags
 from openrlhf.types import Prompt
 

@@ -1,7 +1,8 @@
 """A check that every trainable parameter actually learns, run during the first optimizer steps of each backend.
 
 A parameter without a gradient stops the run with an error. Gradients of exactly zero, and fp32 weights that do not
-move despite a gradient, are reported as one line each.
+move despite a gradient, are reported as one line each. Backends call `begin` and `end` around each optimizer step;
+after `STEPS` steps the audit concludes, removes its hooks, and costs nothing more.
 """
 
 from __future__ import annotations
@@ -35,16 +36,18 @@ class Audit:
         self.named = list(named)
         self.master = master
         self.most = most
-        self.steps = 0
+        self.steps = 0  # audited so far
         self.audited = False  # whether the current step counts
-        self.nonzero: dict[int, Tensor] = {}  # in this step, by the parameter's index
-        self.before: list[Tensor | None] = []
-        self.ever = torch.zeros(4, len(self.named), dtype=torch.bool)  # rows as in `_step`, over all audited steps
+        self.nonzero: dict[int, Tensor] = {}  # in this step, by the parameter's index: whether its gradient is nonzero
+        self.before: list[Tensor | None] = []  # fingerprints of the masters before the step
+        # [4, parameters], over all audited steps and ranks: had a gradient, it was nonzero, has a master, it moved.
+        self.ever = torch.zeros(4, len(self.named), dtype=torch.bool)
         self.hooks = [
             parameter.register_hook(partial(self._see, number)) for number, (_, parameter) in enumerate(self.named)
         ]
 
     def _see(self, number: int, gradient: Tensor) -> None:
+        """Note a gradient; runs as a hook, once per micro-batch."""
         found = gradient.detach().any()
         seen = self.nonzero.get(number)
         self.nonzero[number] = found if seen is None else seen | found
@@ -58,7 +61,15 @@ class Audit:
     def end(self, *, moved: bool = True) -> None:
         """Record the step; call after it, with `moved` false if it was skipped because gradients overflowed."""
         if self.audited and moved:
-            self.ever |= self._step()
+            happened = torch.zeros(4, len(self.named))  # rows as in `ever`
+            for number, nonzero in self.nonzero.items():
+                happened[0, number] = 1.0
+                happened[1, number] = nonzero
+            for number, (before, after) in enumerate(zip(self.before, self._fingerprints(), strict=True)):
+                if before is not None and after is not None:
+                    happened[2, number] = 1.0
+                    happened[3, number] = before != after
+            self.ever |= self.most(happened).bool()
             self.steps += 1
         self.nonzero.clear()
         self.before = []
@@ -68,18 +79,6 @@ class Audit:
             self.hooks = []
             self._conclude()
 
-    def _step(self) -> Tensor:
-        """Return [4, parameters], true if so on any rank: has a gradient, it is nonzero, has a master, it moved."""
-        happened = torch.zeros(4, len(self.named))
-        for number, nonzero in self.nonzero.items():
-            happened[0, number] = 1.0
-            happened[1, number] = nonzero
-        for number, (before, after) in enumerate(zip(self.before, self._fingerprints(), strict=True)):
-            if before is not None and after is not None:
-                happened[2, number] = 1.0
-                happened[3, number] = before != after
-        return self.most(happened).bool()
-
     @torch.no_grad()
     def _fingerprints(self) -> list[Tensor | None]:
         """Sum the bits of each master as integers: an update changes the sum, and no copy has to be kept."""
@@ -87,23 +86,25 @@ class Audit:
         return [None if one is None else one.detach().view(torch.int32).sum(dtype=torch.int64) for one in masters]
 
     def _conclude(self) -> None:
-        received, nonzero, judged, moved = self.ever
-        absent = [name for (name, _), came in zip(self.named, received.tolist(), strict=True) if not came]
-        forgotten = [name for name in absent if not ONE_EXPERT.search(name)]
-        if forgotten:
+        """Raise or report, once, what the audited steps have shown."""
+        received, nonzero, has_master, moved = self.ever  # [parameters] each
+        names = [name for name, _ in self.named]
+        unused = [name for name, seen in zip(names, received, strict=True) if not seen and not ONE_EXPERT.search(name)]
+        if unused:
             raise BackendError(
-                f"{self._some(forgotten)} received no gradient in {STEPS} steps: the loss does not depend on it",
+                f"{self._some(unused)} received no gradient in {STEPS} steps: the loss does not depend on it",
                 try_this="another model, or freeze what is not used",
             )
-        self._report(~nonzero, f"gradients of exactly zero in the first {STEPS} steps")
-        self._report(nonzero & judged & ~moved, f"gradients, and fp32 weights that did not move in {STEPS} steps")
-
-    def _report(self, which: Tensor, what: str) -> None:
-        names = [name for (name, _), chosen in zip(self.named, which.tolist(), strict=True) if chosen]
-        if names:
-            say(f"{self._some(names)} had {what}")
+        for which, finding in (
+            (~nonzero, f"gradients of exactly zero in the first {STEPS} steps"),
+            (nonzero & has_master & ~moved, f"gradients, and fp32 weights that did not move in {STEPS} steps"),
+        ):
+            found = [name for name, chosen in zip(names, which, strict=True) if chosen]
+            if found:
+                say(f"{self._some(found)} had {finding}")
 
     def _some(self, names: list[str]) -> str:
+        """Return the number of parameters and the names of the first few."""
         shown = ", ".join(name.removeprefix("model.") for name in names[:NAMES])
         more = ", ..." if len(names) > NAMES else ""
         return f"{len(names)} of {len(self.named)} trainable parameters ({shown}{more})"

@@ -2,7 +2,12 @@
 
 Objectives say what an optimizer step minimises; a `TrainBackend` runs it. `LocalBackend` (one process) and
 `DeepSpeedBackend` (many) implement the same protocol, so the supervised loop and the RL loop do not know which one
-they use.
+they use. A loop calls, for each step:
+
+    forward_backward(micro_batches, objective)    gradients of the whole step, and its metrics
+    optim_step(scale)                             clip, update, clear; `scale` comes from the learning-rate schedule
+
+The functions at the end are small parts that both backends or both loops share.
 """
 
 from __future__ import annotations
@@ -13,12 +18,13 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from openrlhf.algo.reduce import Metrics, Moments
-from openrlhf.models.chunks import Head
 from openrlhf.models.forward import Network, Teacher, Wanted
 from openrlhf.types import Batch, RolloutBatch
+
+COMPILER = "inductor"  # backend of torch.compile; tests use one that traces the same graphs but generates no C++
 
 B = TypeVar("B", bound=Batch)
 BatchKind = TypeVar("BatchKind", bound=Batch, contravariant=True)
@@ -56,13 +62,10 @@ class StepLosses:
 class Frozen(Protocol):
     """A model that is not trained: a reference, a teacher or a reward model."""
 
+    network: Network
+
     def forward(self, batch: Batch, wanted: type[Wanted], *, temperature: float | Tensor = 1.0) -> Wanted:
         """Compute outputs without gradients."""
-        ...
-
-    @property
-    def head(self) -> Head:
-        """The projection to the vocabulary, usable no matter where the backend keeps its weight."""
         ...
 
     def most_rounds(self, count: int) -> int:
@@ -80,21 +83,9 @@ class TrainBackend(Frozen, Protocol):
     part, with fillers, because a sharded model runs on all ranks together.
     """
 
-    @property
-    def network(self) -> Network: ...
-
-    @property
-    def rank(self) -> int:
-        """Data-parallel rank of this process."""
-        ...
-
-    @property
-    def data_parallel_size(self) -> int: ...
-
-    @property
-    def process(self) -> int:
-        """Global rank, counting tensor-parallel peers and ring members too; process 0 writes the files."""
-        ...
+    rank: int  # data-parallel rank of this process
+    data_parallel_size: int
+    process: int  # global rank, counting tensor-parallel peers and ring members too; process 0 writes the files
 
     @property
     def device(self) -> torch.device: ...
@@ -134,16 +125,20 @@ class TrainBackend(Frozen, Protocol):
         """Write what resuming needs: weights and optimizer state."""
         ...
 
-    def load(self, folder: Path) -> None: ...
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote."""
+        ...
 
     def export(self, folder: Path) -> None:
         """Write a model folder that Transformers can load, or for adapters, one that PEFT can load."""
         ...
 
-    def sum_over_ranks(self, values: Tensor) -> Tensor: ...
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """Sum over data-parallel ranks, on the device of `values`."""
+        ...
 
-    def anyone(self, wished: bool) -> bool:
-        """Return True in all processes if `wished` is true in any of them."""
+    def any_process(self, condition: bool) -> bool:
+        """Return True in all processes if `condition` holds in any of them."""
         ...
 
     def barrier(self) -> None: ...
@@ -163,3 +158,11 @@ def temperature_of(batch: RolloutBatch, own: float) -> float | Tensor:
 def values_of(metrics: Metrics) -> dict[str, float]:
     """Return the means to log; moments are left out, because only an evaluation makes use of them."""
     return {name: float(mean.value) for name, mean in metrics.items() if not isinstance(mean, Moments)}
+
+
+def compile_decoder_layers(network: Network) -> None:
+    """Apply --deepcompile: compile each decoder layer. They do nearly all of the work and share one compiled graph."""
+    for module in network.decoder.base_model.children():
+        if isinstance(module, nn.ModuleList):
+            for layer in module:
+                layer.compile(dynamic=True, backend=COMPILER)

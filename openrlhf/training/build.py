@@ -40,11 +40,11 @@ from openrlhf.models.load import add_adapters, load_causal_lm, load_scalar_model
 from openrlhf.monitor import say
 from openrlhf.training import objectives
 from openrlhf.training.backend import Frozen, TrainBackend, values_of
-from openrlhf.training.distributed import loading, uses_deepspeed
 from openrlhf.training.fit import Evaluated, Summary
 from openrlhf.training.local import LocalBackend, LocalFrozen
-from openrlhf.training.model_checks import balances_experts
 from openrlhf.training.objectives import SupervisedObjective
+from openrlhf.training.preflight import balances_experts
+from openrlhf.training.processes import loading, uses_deepspeed
 
 
 def evaluation_values(metrics: Metrics) -> dict[str, float]:

@@ -1,8 +1,9 @@
 """Training on several devices with DeepSpeed: ZeRO 0 to 3, offloading, tensor parallelism, ring attention.
 
 `DeepSpeedBackend` implements `TrainBackend` and `DeepSpeedFrozen` implements `Frozen`; every process of the launch
-constructs one and makes the same calls in the same order. The other `deepspeed_*` modules hold the settings, the
-handling of shards, sleep, and process start-up.
+constructs one and makes the same calls in the same order. Gradients and metrics are summed over processes; a ring
+counts as one data-parallel rank. `deepspeed_config` holds DeepSpeed's settings, `deepspeed_shards` the module that its
+engine wraps and the handling of shards, and `processes` the start-up.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import deepspeed
 import torch
@@ -27,34 +27,36 @@ from torch import distributed as dist
 from openrlhf.algo.reduce import Metrics, add_metrics
 from openrlhf.config.sections.training import OptimizerFlags, ShardingFlags
 from openrlhf.errors import BackendError, ConfigError
-from openrlhf.models.chunks import Head
 from openrlhf.models.export import save_model
 from openrlhf.models.forward import Network, Wanted
 from openrlhf.models.plain import checkpoint_weights
 from openrlhf.models.self_test import choose_layout
 from openrlhf.training.audit import Audit
-from openrlhf.training.backend import B, Objective, StepLosses
-from openrlhf.training.compiled_layers import compile_decoder_layers
-from openrlhf.training.deepspeed_config import Site, clips_outside, engine_config, frozen_config
+from openrlhf.training.backend import B, Objective, Run, StepLosses, compile_decoder_layers
+from openrlhf.training.deepspeed_config import NetworkFacts, Section, clips_outside, engine_config, frozen_config
 from openrlhf.training.deepspeed_shards import (
+    Engine,
+    EngineModule,
     EngineRun,
-    Shell,
-    gather_whole,
-    hold_whole,
-    is_absent,
+    ZeroParameter,
+    gather,
+    gathered_tensors,
+    is_sharded,
+    keep_gathered,
     mark_experts,
     master_shard,
+    put_to_sleep,
     unhook_head,
-    whole_tensors,
+    wake_up,
 )
-from openrlhf.training.deepspeed_sleep import put_to_sleep, wake_up
 from openrlhf.training.host_memory import HostMemory
 from openrlhf.training.optim import parameter_groups, trainable
 from openrlhf.training.ring_groups import share_rows
 from openrlhf.types import Batch
 
-TAG = "deepspeed"
-UNIVERSAL_TAG = "universal"
+TAG = "deepspeed"  # folder of DeepSpeed's files inside a checkpoint
+UNIVERSAL_TAG = "universal"  # the same, converted for any number of devices
+CONVERTER = "python -m deepspeed.checkpoint.ds_to_universal"
 
 
 class DeepSpeedFrozen:
@@ -68,30 +70,26 @@ class DeepSpeedFrozen:
     ) -> None:
         self.network = network.eval().requires_grad_(False)
         self.device = device
-        self.visits = False
         self.sharded = sharding.zero_stage == 3
+        self.moves = False  # whether each forward pass moves the weights to the device and back
         share_rows(network, sharding)
         if self.sharded:
-            config = frozen_config(sharding, _site(network, device), offload=offload)
-            self.run: Any = _engine_around(network, config)[1]
-            hold_whole(unhook_head(network))
+            config = frozen_config(sharding, _facts(network, device), offload=offload)
+            self.run: Run = _engine_around(network, sharding, config)[1]
+            keep_gathered(unhook_head(network))
         else:
             self.run = network.to(device)
         choose_layout(network, self.forward, partial(_largest, device=device))
-        if offload and sharding.zero_stage != 3:
-            self.visits = True
+        if offload and not self.sharded:
+            self.moves = True
             network.to("cpu")
-
-    @property
-    def head(self) -> Head:
-        return self.network.vocabulary_head
 
     @torch.no_grad()
     def forward(self, batch: Batch, wanted: type[Wanted], *, temperature: float | Tensor = 1.0) -> Wanted:
-        if self.visits:
+        if self.moves:
             self.network.to(self.device)
         outputs = self.run(batch.to(self.device), wanted, temperature=temperature)
-        if self.visits:
+        if self.moves:
             self.network.to("cpu")
         return outputs
 
@@ -122,12 +120,13 @@ class DeepSpeedBackend:
         self.sharding = sharding
         self.device = device
         self.universal = universal_checkpoint
+        self.has_adapters = network.model is not network.decoder  # then only they are trained, saved and exported
         named = trainable(network)
         if not named:
             raise ConfigError("nothing to train: every parameter is frozen")
         shared = share_rows(network, sharding)
-        site = _site(network, device)
-        config = engine_config(sharding, optimizer.max_norm, site, universal=universal_checkpoint)
+        facts = _facts(network, device)
+        config = engine_config(sharding, optimizer.max_norm, facts, universal=universal_checkpoint)
         # DeepSpeed may run a trial optimizer step on zero gradients. A learning rate of 0 and clearing the state below
         # make it harmless.
         groups = parameter_groups(named, optimizer.l2)
@@ -135,29 +134,26 @@ class DeepSpeedBackend:
             groups, lr=0.0, betas=optimizer.adam_betas, eps=optimizer.adam_eps, fused=True
         )
         self.decays = [group["weight_decay"] for group in self.optimizer.param_groups]
-        self.engine, self.run = _engine_around(network, config, self.optimizer)
+        self.engine, self.run = _engine_around(network, sharding, config, self.optimizer)
         if sharding.zero_stage == 0:
             self.optimizer.state.clear()
-        self.held = unhook_head(network) if sharding.zero_stage == 3 else []
-        hold_whole(self.held)
+        # ZeRO-3 frees these when it updates, saves or loads weights; `keep_gathered` gathers them again.
+        self.head_parameters = unhook_head(network) if sharding.zero_stage == 3 else []
+        keep_gathered(self.head_parameters)
         self.host = HostMemory()
-        self.averages = dist.get_world_size(self.engine.data_parallel_group)
-        self.group = shared.lane if shared else self.engine.data_parallel_group
+        self.averages = dist.get_world_size(self.engine.data_parallel_group)  # processes that DeepSpeed averages over
+        self.group = shared.lane if shared else self.engine.data_parallel_group  # of data-parallel ranks
         self.rank = dist.get_rank(self.group)
         self.process = dist.get_rank()
         self.data_parallel_size = dist.get_world_size(self.group)
-        self.clips_here = clips_outside(sharding, site)
-        self._scales_loss = site.dtype == torch.float16  # then DeepSpeed skips steps that overflow and lowers the scale
+        self.clips_here = clips_outside(sharding, facts)
+        self._scales_loss = facts.dtype == torch.float16  # DeepSpeed then skips steps that overflow
         self.engine.enable_backward_allreduce = not self.clips_here
         choose_layout(network, self.forward, partial(_largest, device=device))
         if sharding.deepcompile:  # not DeepSpeed's own, which compiles for fixed shapes: lengths vary here
             compile_decoder_layers(network)
         self.engine.train()
-        self.audit = Audit(trainable(network), master_shard, self._most)
-
-    @property
-    def head(self) -> Head:
-        return self.network.vocabulary_head
+        self.audit = Audit(trainable(network), master_shard, self._max_over_processes)
 
     @torch.no_grad()
     def forward(self, batch: Batch, wanted: type[Wanted], *, temperature: float | Tensor = 1.0) -> Wanted:
@@ -171,7 +167,10 @@ class DeepSpeedBackend:
 
     def forward_backward(self, micro_batches: Sequence[B], objective: Objective[B]) -> StepLosses:
         on_device = [batch.to(self.device) for batch in micro_batches]
-        totals = self._totals(on_device, objective)
+        # Denominators, summed over this step's micro-batches and ranks, without fillers.
+        counts = torch.stack([objective.counts(batch).to(self.device) for batch in on_device])  # [micro-batches, kinds]
+        filler = torch.tensor([batch.filler for batch in on_device], device=self.device)  # [micro-batches]
+        totals = self.sum_over_ranks(counts.masked_fill(filler[:, None], 0.0).sum(0))  # [kinds]
         losses: list[Tensor] = []
         metrics: list[Metrics] = []
         for batch in on_device:
@@ -199,20 +198,22 @@ class DeepSpeedBackend:
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate * scale
         self.audit.begin(self.learning_rate * scale)
-        if self.clips_here:
-            norm: Any = self._average_and_clip()
+        if self.clips_here:  # the engine neither averages nor clips
+            self.engine.buffered_allreduce_fallback()
+            parameters = [parameter for _, parameter in trainable(self.network)]
+            norm = float(clip_grad_norm_(parameters, self.flags.max_norm or math.inf, mpu=self.engine.mpu))
             if not math.isfinite(norm):
-                raise BackendError(f"the gradient norm is {float(norm)}, so nothing was changed")
+                raise BackendError(f"the gradient norm is {norm}, so nothing was changed")
             self.engine.step()
         else:
             self.engine.step()
-            norm = self.engine.get_global_grad_norm()
+            norm = float(self.engine.get_global_grad_norm())
             if not (math.isfinite(norm) or self._scales_loss):
-                raise BackendError(f"the gradient norm is {float(norm)}", try_this="a smaller learning rate")
-        hold_whole(self.held)
+                raise BackendError(f"the gradient norm is {norm}", try_this="a smaller learning rate")
+        keep_gathered(self.head_parameters)
         applied = self.engine.was_step_applied()
         self.audit.end(moved=applied)
-        return float(norm) if applied else None
+        return norm if applied else None
 
     def loss_scaling(self) -> dict[str, float]:
         if not self._scales_loss:
@@ -220,33 +221,37 @@ class DeepSpeedBackend:
         return {"loss_scale": float(self.engine.loss_scale()), "skipped_steps": float(self.engine.skipped_steps)}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        return checkpoint_weights(self.network, gather_whole)
+        return checkpoint_weights(self.network, gather)
 
     def exported(self) -> Iterator[tuple[str, Tensor]]:
-        adapters = self.network.model is not self.network.decoder
-        root: Any = self.network.model if adapters else self.network.decoder
-        return whole_tensors(root, trained_only=adapters)
+        if self.has_adapters:
+            return gathered_tensors(self.network.model, trained_only=True)
+        return gathered_tensors(self.network.decoder)
 
     def save(self, folder: Path) -> None:
-        adapters = self.network.model is not self.network.decoder
         mark = {UNIVERSAL_CHECKPOINT_INFO: {UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE}}
         if self.sharding.ds_tensor_parallel_size > 1:
             mark.clear()  # AutoTP writes its own mark
         self.engine.save_checkpoint(
-            str(folder), tag=TAG, client_state=mark, save_latest=False, exclude_frozen_parameters=adapters
+            str(folder), tag=TAG, client_state=mark, save_latest=False, exclude_frozen_parameters=self.has_adapters
         )
-        hold_whole(self.held)
+        keep_gathered(self.head_parameters)
 
     def load(self, folder: Path) -> None:
         tag = UNIVERSAL_TAG if self.universal else TAG
         if not (folder / tag).is_dir():
+            convert = f"{CONVERTER} --input_folder {folder / TAG} --output_folder {folder / UNIVERSAL_TAG}"
             raise BackendError(
-                f"{folder} has no {tag} folder, so it is not a checkpoint of this backend{_hint(folder, tag)}"
+                f"{folder} has no {tag} folder, so it is not a checkpoint of this backend",
+                try_this=f"`{convert}`, which makes one" if self.universal else None,
             )
-        adapters = self.network.model is not self.network.decoder
-        self.engine.load_checkpoint(str(folder), tag=tag, load_module_strict=not adapters)
-        self._restore_groups()
-        hold_whole(self.held)
+        self.engine.load_checkpoint(str(folder), tag=tag, load_module_strict=not self.has_adapters)
+        # Under ZeRO-3, loading a universal checkpoint gives one group's weight decay and one shared step count to all.
+        for group, decay in zip(self.optimizer.param_groups, self.decays, strict=True):
+            group["weight_decay"] = decay
+        for parameter, slots in self.optimizer.state.items():
+            slots["step"] = slots["step"].to(parameter.device, copy=True)
+        keep_gathered(self.head_parameters)
 
     def export(self, folder: Path) -> None:
         weights = {}
@@ -257,10 +262,10 @@ class DeepSpeedBackend:
             save_model(self.network, folder, weights)
         self.barrier()
 
-    def anyone(self, wished: bool) -> bool:
-        return bool(self._most(torch.tensor([float(wished)])).item())
+    def any_process(self, condition: bool) -> bool:
+        return bool(self._max_over_processes(torch.tensor([float(condition)])).item())
 
-    def _most(self, values: Tensor) -> Tensor:
+    def _max_over_processes(self, values: Tensor) -> Tensor:
         """Return the elementwise maximum over all processes."""
         found = values.to(self.device, copy=True)
         dist.all_reduce(found, dist.ReduceOp.MAX)
@@ -281,23 +286,7 @@ class DeepSpeedBackend:
     def wake(self) -> None:
         if self.device.type != "cpu":
             wake_up(self.engine, self.sharding.zero_stage, self.host)
-            hold_whole(self.held)
-
-    def _restore_groups(self) -> None:
-        """Restore each group's weight decay and each parameter's own step count.
-
-        Under ZeRO-3, loading a universal checkpoint gives one group's decay and one shared step count to all.
-        """
-        for group, decay in zip(self.optimizer.param_groups, self.decays, strict=True):
-            group["weight_decay"] = decay
-        for parameter, slots in self.optimizer.state.items():
-            slots["step"] = slots["step"].to(parameter.device, copy=True)
-
-    def _totals(self, batches: Sequence[B], objective: Objective[B]) -> Tensor:
-        """Sum the denominators over this step's micro-batches and ranks, without fillers: [kinds]."""
-        counts = torch.stack([objective.counts(batch).to(self.device) for batch in batches])  # [micro-batches, kinds]
-        filler = torch.tensor([batch.filler for batch in batches], device=self.device)
-        return self.sum_over_ranks(counts.masked_fill(filler[:, None], 0.0).sum(0))
+            keep_gathered(self.head_parameters)
 
     def _over_ranks(self, metrics: Metrics) -> Metrics:
         """Sum metrics over ranks, in rank order.
@@ -308,12 +297,6 @@ class DeepSpeedBackend:
         dist.all_gather_object(everyone, {name: mean.cpu() for name, mean in metrics.items()}, group=self.group)
         return add_metrics(everyone)
 
-    def _average_and_clip(self) -> Tensor:
-        """Average gradients over processes and clip them, for the case that the engine does not (`clips_outside`)."""
-        self.engine.buffered_allreduce_fallback()
-        parameters = [parameter for _, parameter in trainable(self.network)]
-        return clip_grad_norm_(parameters, self.flags.max_norm or math.inf, mpu=self.engine.mpu)
-
 
 def _largest(value: float, device: torch.device) -> float:
     """Return the maximum of `value` over all processes."""
@@ -322,31 +305,23 @@ def _largest(value: float, device: torch.device) -> float:
     return float(found)
 
 
-def _site(network: Network, device: torch.device) -> Site:
+def _facts(network: Network, device: torch.device) -> NetworkFacts:
     """Collect the facts about a network that DeepSpeed's settings depend on."""
-    decoder: Any = network.decoder
-    parameters: list[Any] = list(network.parameters())
-    return Site(
-        dtype=decoder.dtype,
+    parameters: list[ZeroParameter] = list(network.parameters())
+    return NetworkFacts(
+        dtype=network.decoder.dtype,
         device_type=device.type,
-        hidden_size=decoder.config.get_text_config().hidden_size,
-        num_parameters=sum(p.ds_numel if is_absent(p) else p.numel() for p in parameters),
+        hidden_size=network.decoder.config.get_text_config().hidden_size,
+        num_parameters=sum(p.ds_numel if is_sharded(p) else p.numel() for p in parameters),
     )
 
 
 def _engine_around(
-    network: Network, config: dict[str, Any], optimizer: torch.optim.Optimizer | None = None
-) -> tuple[Any, EngineRun]:
+    network: Network, sharding: ShardingFlags, config: Section, optimizer: torch.optim.Optimizer | None = None
+) -> tuple[Engine, EngineRun]:
     """Build a DeepSpeed engine around a network; also return the callable that objectives use."""
-    if config["zero_optimization"]["stage"] == 3:
+    if sharding.zero_stage == 3:
         mark_experts(network)
-    shell = Shell(network)
-    engine, *_ = deepspeed.initialize(model=shell, optimizer=optimizer, config=config)
-    return engine, EngineRun(engine, shell)
-
-
-def _hint(folder: Path, tag: str) -> str:
-    if tag == TAG:
-        return ""
-    command = "python -m deepspeed.checkpoint.ds_to_universal"
-    return f"; `{command} --input_folder {folder / TAG} --output_folder {folder / tag}` makes one"
+    module = EngineModule(network)
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+    return engine, EngineRun(engine, module)

@@ -1,7 +1,10 @@
-"""DeepSpeed's settings as a function of our flags: the dictionaries that `deepspeed.py` passes to the engine."""
+"""DeepSpeed's settings as a function of our flags: the dictionaries that `deepspeed.py` passes to the engine.
+
+`engine_config` is for a network that is trained, `frozen_config` for one that is only sharded. The flags have passed
+the rules of `config/checks/sharding.py`. DeepSpeed's documentation explains each key.
+"""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -9,9 +12,11 @@ from openrlhf.config.sections.training import ShardingFlags
 
 LARGEST_BUCKET = 500_000_000  # elements; DeepSpeed's default
 
+Section = dict[str, object]  # part of DeepSpeed's JSON config
+
 
 @dataclass(frozen=True)
-class Site:
+class NetworkFacts:
     """Facts about a network and its device that the settings depend on, in addition to the flags."""
 
     dtype: torch.dtype
@@ -20,19 +25,31 @@ class Site:
     num_parameters: int
 
 
-def engine_config(sharding: ShardingFlags, max_norm: float, site: Site, *, universal: bool = False) -> dict[str, Any]:
-    """Build the config for `deepspeed.initialize`; the flags have passed the rules of `config/checks/sharding.py`."""
-    config: dict[str, Any] = {
+def engine_config(sharding: ShardingFlags, max_norm: float, facts: NetworkFacts, *, universal: bool = False) -> Section:
+    """Build the config for `deepspeed.initialize` of a network that is trained."""
+    zero: Section = {
+        "stage": sharding.zero_stage,
+        "reduce_bucket_size": min(LARGEST_BUCKET, max(facts.num_parameters, 1)),
+    }
+    if sharding.overlap_comm:  # DeepSpeed's default: off below stage 3, on at stage 3
+        zero |= {"overlap_comm": True, "contiguous_gradients": True}
+    if sharding.adam_offload and facts.device_type != "cpu":
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    if sharding.zero_stage == 3:
+        zero |= _sharded_weights(sharding, facts)
+    config: Section = {
         "train_micro_batch_size_per_gpu": 1,  # a placeholder: we choose the sizes and do not use the engine's counters
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,  # `optim_step` decides when a step ends
-        "gradient_clipping": 0.0 if clips_outside(sharding, site) else max_norm,
+        "gradient_clipping": 0.0 if clips_outside(sharding, facts) else max_norm,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": None,
-        "zero_optimization": zero_section(sharding, site),
-        **_precision(sharding, site),
+        "zero_optimization": zero,
+        **_half_precision(facts),
     }
+    if dtype := sum_dtype(sharding, facts):
+        config["data_types"] = {"grad_accum_dtype": dtype}
     if sharding.ds_tensor_parallel_size > 1:
         config["tensor_parallel"] = {
             "autotp_size": sharding.ds_tensor_parallel_size,
@@ -43,66 +60,48 @@ def engine_config(sharding: ShardingFlags, max_norm: float, site: Site, *, unive
     return config
 
 
-def clips_outside(sharding: ShardingFlags, site: Site) -> bool:
-    """Return True if the backend must clip: without ZeRO and in fp32 the engine clips but does not report the norm."""
-    return sharding.zero_stage == 0 and site.dtype == torch.float32
-
-
-def frozen_config(sharding: ShardingFlags, site: Site, *, offload: bool) -> dict[str, Any]:
+def frozen_config(sharding: ShardingFlags, facts: NetworkFacts, *, offload: bool) -> Section:
     """Build the ZeRO-3 config of a model that is not trained: sharded weights, no optimizer."""
     assert sharding.zero_stage == 3, "only ZeRO-3 shards a model that does not learn"
-    zero = {**_weights_section(sharding, site), "stage": 3}
-    if offload and site.device_type != "cpu":
+    zero: Section = {**_sharded_weights(sharding, facts), "stage": 3}
+    if offload and facts.device_type != "cpu":
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
     return {
         "train_micro_batch_size_per_gpu": 1,
         "steps_per_print": None,
         "zero_optimization": zero,
-        **_precision(sharding, site, sums=False),
+        **_half_precision(facts),
     }
 
 
-def zero_section(sharding: ShardingFlags, site: Site) -> dict[str, Any]:
-    section: dict[str, Any] = {
-        "stage": sharding.zero_stage,
-        "reduce_bucket_size": min(LARGEST_BUCKET, max(site.num_parameters, 1)),
-    }
-    if sharding.overlap_comm:  # DeepSpeed's default: off below stage 3, on at stage 3
-        section |= {"overlap_comm": True, "contiguous_gradients": True}
-    if sharding.adam_offload and site.device_type != "cpu":
-        section["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
-    if sharding.zero_stage == 3:
-        section |= _weights_section(sharding, site)
-    return section
+def clips_outside(sharding: ShardingFlags, facts: NetworkFacts) -> bool:
+    """Return True if the backend must clip: without ZeRO and in fp32 the engine clips but does not report the norm."""
+    return sharding.zero_stage == 0 and facts.dtype == torch.float32
 
 
-def _weights_section(sharding: ShardingFlags, site: Site) -> dict[str, Any]:
-    # This threshold keeps biases and norms whole and shards matrices, for models of any size.
-    section: dict[str, Any] = {"stage3_param_persistence_threshold": 10 * site.hidden_size}
-    if sharding.zpg > 1:
-        section["zero_hpz_partition_size"] = sharding.zpg
-    return section
-
-
-def _precision(sharding: ShardingFlags, site: Site, *, sums: bool = True) -> dict[str, Any]:
-    section: dict[str, Any] = {}
-    if site.dtype == torch.bfloat16:
-        section["bf16"] = {"enabled": True}
-    elif site.dtype == torch.float16:
-        section["fp16"] = {"enabled": True}
-    if sums and (dtype := sum_dtype(sharding, site)):
-        section["data_types"] = {"grad_accum_dtype": dtype}
-    return section
-
-
-def sum_dtype(sharding: ShardingFlags, site: Site) -> str | None:
+def sum_dtype(sharding: ShardingFlags, facts: NetworkFacts) -> str | None:
     """Return the dtype in which gradients accumulate over micro-batches; None leaves it to DeepSpeed.
 
     Under ZeRO, bf16 models accumulate in fp32 unless a flag says otherwise, because bf16 has only 8 significant bits.
     Weights in fp32, as always on a CPU, have fp32 gradients regardless of the flag.
     """
-    if site.dtype == torch.float32:
+    if facts.dtype == torch.float32:
         return None
-    if sharding.grad_accum_dtype is None and site.dtype == torch.bfloat16 and sharding.zero_stage >= 1:
+    if sharding.grad_accum_dtype is None and facts.dtype == torch.bfloat16 and sharding.zero_stage >= 1:
         return "fp32"
     return sharding.grad_accum_dtype
+
+
+def _sharded_weights(sharding: ShardingFlags, facts: NetworkFacts) -> Section:
+    """Return the keys of the ZeRO section that only stage 3 has."""
+    # This threshold keeps biases and norms whole and shards matrices, for models of any size.
+    section: Section = {"stage3_param_persistence_threshold": 10 * facts.hidden_size}
+    if sharding.zpg > 1:
+        section["zero_hpz_partition_size"] = sharding.zpg
+    return section
+
+
+def _half_precision(facts: NetworkFacts) -> Section:
+    if facts.dtype == torch.bfloat16:
+        return {"bf16": {"enabled": True}}
+    return {"fp16": {"enabled": True}} if facts.dtype == torch.float16 else {}

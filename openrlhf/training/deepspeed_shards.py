@@ -1,26 +1,37 @@
-"""A network inside a DeepSpeed engine: the module that the engine wraps, and ways to gather sharded weights.
+"""A network inside a DeepSpeed engine: the module that the engine wraps, its sharded weights, and its sleep.
 
-Used by `deepspeed.py`. Everything that gathers is collective: all ranks must call it with the same parameters.
+`deepspeed.py` uses three groups of functions from here. `EngineModule` and `EngineRun` translate between our
+dataclasses and the plain tensors that DeepSpeed's hooks see. The next functions gather shards; they are collective: all
+ranks must call them with the same parameters. `put_to_sleep` and `wake_up` free the device memory while rollout engines
+use the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import deepspeed
 import torch
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 
 from openrlhf.models.chunks import Head
 from openrlhf.models.forward import Network, Outputs, Teacher, Wanted
+from openrlhf.training.host_memory import HostMemory
 from openrlhf.types import Batch
 
+Engine: TypeAlias = Any  # what deepspeed.initialize returns; it has no usable annotations
+ZeroParameter: TypeAlias = Any  # a parameter to which DeepSpeed may have added attributes, such as ds_status
 
-class Shell(nn.Module):
-    """A network with plain tensors as arguments and results, because DeepSpeed's hooks do not see into dataclasses."""
+
+class EngineModule(nn.Module):
+    """A network with plain tensors as arguments and results, because DeepSpeed's hooks do not see into dataclasses.
+
+    A teacher's head is a function, so `EngineRun` sets it as an attribute before the call.
+    """
 
     def __init__(self, network: Network) -> None:
         super().__init__()
@@ -54,16 +65,16 @@ class Shell(nn.Module):
 
 
 class EngineRun:
-    """Adapter that lets an objective call an engine around a `Shell` as if it were the network."""
+    """Adapter that lets an objective call an engine around a `EngineModule` as if it were the network."""
 
-    def __init__(self, engine: Any, shell: Shell) -> None:
+    def __init__(self, engine: Engine, module: EngineModule) -> None:
         self.engine = engine
-        self.shell = shell
+        self.module = module
 
     def __call__(
         self, batch: Batch, wanted: type[Wanted], *, temperature: float | Tensor = 1.0, teacher: Teacher | None = None
     ) -> Wanted:
-        self.shell.teacher_head = None if teacher is None else teacher.head
+        self.module.teacher_head = None if teacher is None else teacher.head
         tensors = self.engine(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
@@ -99,29 +110,29 @@ def unhook_head(network: Network) -> list[nn.Parameter]:
     head = decoder.get_output_embeddings()
     if head is None:
         return []
-    held = list(head.parameters())
-    tied = {id(parameter) for parameter in held}
+    parameters = list(head.parameters())
+    tied = {id(parameter) for parameter in parameters}
     for owner in (head, decoder.get_input_embeddings()):
         if any(id(parameter) in tied for parameter in owner.parameters()):
             for module in owner.modules():
                 module._forward_hooks.clear()
                 module._forward_pre_hooks.clear()
-    return held
+    return parameters
 
 
-def hold_whole(parameters: list[nn.Parameter]) -> None:
+def keep_gathered(parameters: list[nn.Parameter]) -> None:
     """Gather sharded parameters and keep them gathered; free for those that already are. Every rank must call it."""
-    absent: list[Any] = [parameter for parameter in parameters if is_absent(parameter)]
-    if absent:
-        absent[0].all_gather(absent)
+    sharded: list[ZeroParameter] = [parameter for parameter in parameters if is_sharded(parameter)]
+    if sharded:
+        sharded[0].all_gather(sharded)
 
 
-def is_absent(tensor: Any) -> bool:
+def is_sharded(tensor: ZeroParameter) -> bool:
     """Return True for a parameter of which this rank holds only a shard."""
     return hasattr(tensor, "ds_status") and tensor.ds_status != ZeroParamStatus.AVAILABLE
 
 
-def master_shard(parameter: Any) -> Tensor | None:
+def master_shard(parameter: ZeroParameter) -> Tensor | None:
     """Return this rank's shard of a parameter's fp32 weights, or None if it holds none of them."""
     if hasattr(parameter, "ds_id"):
         return deepspeed.utils.safe_get_local_fp32_param(parameter)
@@ -130,7 +141,7 @@ def master_shard(parameter: Any) -> Tensor | None:
     return parameter if parameter.dtype == torch.float32 else None
 
 
-def whole_tensors(root: nn.Module, *, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+def gathered_tensors(root: nn.Module, *, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yield each tensor of a module once, under its state-dict name, gathered until the next one is requested.
 
     Every rank must iterate to the end.
@@ -140,20 +151,54 @@ def whole_tensors(root: nn.Module, *, trained_only: bool = False) -> Iterator[tu
         if id(tensor) in seen or (trained_only and not tensor.requires_grad):
             continue
         seen.add(id(tensor))
-        with gather_whole([tensor]) as look:
-            yield name, look(tensor)
+        with gather([tensor]) as full:
+            yield name, full(tensor)
 
 
 @contextmanager
-def gather_whole(tensors: Sequence[Tensor]) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Gather these tensors and yield a function that returns each of them whole. All ranks pass the same tensors."""
-    absent = [tensor for tensor in tensors if is_absent(tensor)]
-    with deepspeed.zero.GatheredParameters(absent, enabled=bool(absent)):
-        yield _whole
+def gather(tensors: Sequence[Tensor]) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Gather these tensors and yield a function that returns each in full. All ranks pass the same tensors."""
+    sharded = [tensor for tensor in tensors if is_sharded(tensor)]
+    with deepspeed.zero.GatheredParameters(sharded, enabled=bool(sharded)):
+        yield _full
 
 
-def _whole(tensor: Any) -> Tensor:
+def _full(tensor: ZeroParameter) -> Tensor:
     alias = tensor.detach()
     if hasattr(tensor, "gather_params"):  # AutoTP; on an alias: the weight must keep pointing into ZeRO's buffer
         tensor.gather_params([alias])
     return alias
+
+
+def put_to_sleep(
+    engine: Engine, network: Network, optimizer: torch.optim.Optimizer, stage: int, host: HostMemory
+) -> None:
+    """Move weights, gradients and optimizer state to host memory; `stage` is the ZeRO stage.
+
+    DeepSpeed offloads most of its own state, and `host` takes the rest: without ZeRO that is everything; with it,
+    frozen weights, and at stage 3 also masters and optimizer state.
+    """
+    frozen: list[ZeroParameter] = [parameter for parameter in network.parameters() if not parameter.requires_grad]
+    if stage == 3:  # DeepSpeed offloads the state of its own optimizers only, and no weights if some are frozen
+        gradients = [State.lp_grads, State.contiguous_grad_buffer]
+        engine.offload_states(include=gradients if frozen else [State.lp_params, *gradients])
+    elif stage > 0:
+        engine.offload_states(include=None)
+
+    states = [value for slots in optimizer.state.values() for value in slots.values()]
+    if stage == 0:
+        masters = [master for group in optimizer.param_groups for master in group["params"]]
+        host.take([*network.parameters(), *masters, *states])
+    elif stage == 3:
+        shards = [parameter.ds_tensor for parameter in frozen]
+        host.take([*shards, *engine.optimizer.fp32_partitioned_groups_flat, *states])
+    else:
+        host.take(frozen)
+    torch.cuda.empty_cache()
+
+
+def wake_up(engine: Engine, stage: int, host: HostMemory) -> None:
+    """Undo `put_to_sleep`."""
+    host.give_back()
+    if stage > 0:
+        engine.reload_states()

@@ -1,4 +1,9 @@
-"""Temporary storage of device tensors in host memory, used while a training backend sleeps."""
+"""Temporary storage of device tensors in host memory, used while a training backend sleeps.
+
+In a hybrid run, training and rollout engines take turns on a device. A backend that sleeps hands its tensors to
+`HostMemory`, which points them at host buffers and frees the device memory for other processes; on waking they point
+at the device again. The tensors stay the same objects, so optimizers and modules notice nothing.
+"""
 
 from __future__ import annotations
 
@@ -12,33 +17,32 @@ class HostMemory:
     """Move tensors to host memory and back. The buffers are pinned, for speed, and are kept for the next time."""
 
     def __init__(self) -> None:
-        self.places: dict[int, tuple[Tensor, Tensor]] = {}  # by id: each tensor stored so far, and its host buffer
-        self.inside: list[tuple[Tensor, Tensor, torch.device]] = []  # (tensor, host buffer, device)
+        # By id: each tensor stored so far, and its host buffer. Keeping the tensor keeps its id from being reused.
+        self.buffers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.stored: list[tuple[Tensor, Tensor, torch.device]] = []  # (tensor, host buffer, device)
 
     @torch.no_grad()
     def take(self, tensors: Iterable[Tensor]) -> None:
         """Move the tensors that are on a device to host memory and free their device memory for other processes."""
         for tensor in {id(tensor): tensor for tensor in tensors if tensor.device.type != "cpu"}.values():
-            place = self._place(tensor)
-            place.copy_(tensor.data, non_blocking=True)
-            self.inside.append((tensor, place, tensor.device))
-        if self.inside:
+            known = self.buffers.get(id(tensor))
+            if known is None or known[1].shape != tensor.shape:
+                known = (tensor, torch.empty_like(tensor, device="cpu", pin_memory=True))
+                self.buffers[id(tensor)] = known
+            buffer = known[1]
+            buffer.copy_(tensor.data, non_blocking=True)
+            self.stored.append((tensor, buffer, tensor.device))
+        if self.stored:
             torch.cuda.synchronize()
-            for tensor, place, _ in self.inside:
-                tensor.data = place
+            for tensor, buffer, _ in self.stored:
+                tensor.data = buffer
             torch.cuda.ipc_collect()  # frees weight-sync buckets that the receiver has released
             torch.cuda.empty_cache()
 
     def give_back(self) -> None:
-        for tensor, place, device in self.inside:
-            tensor.data = place.to(device, non_blocking=True)
-        if self.inside:
+        """Move all stored tensors back to their devices."""
+        for tensor, buffer, device in self.stored:
+            tensor.data = buffer.to(device, non_blocking=True)
+        if self.stored:
             torch.cuda.synchronize()
-        self.inside.clear()
-
-    def _place(self, tensor: Tensor) -> Tensor:
-        known = self.places.get(id(tensor))
-        if known is None or known[1].shape != tensor.shape:
-            known = (tensor, torch.empty_like(tensor, device="cpu", pin_memory=True))
-            self.places[id(tensor)] = known
-        return known[1]
+        self.stored.clear()

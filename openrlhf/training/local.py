@@ -1,4 +1,9 @@
-"""Training in one process, on the CPU or one GPU: the `TrainBackend` and `Frozen` that need only PyTorch."""
+"""Training in one process, on the CPU or one GPU: the `TrainBackend` and `Frozen` that need only PyTorch.
+
+`LocalBackend` combines a network with a `MasterOptimizer`, which keeps fp32 weights, and for fp16 with a `LossScale`.
+There are no other ranks, so everything that is collective in `backend.py` is trivial here. `DeepSpeedBackend` gives the
+same numbers over several processes.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +18,14 @@ from torch import Tensor
 from openrlhf.algo.reduce import Metrics, add_metrics
 from openrlhf.config.sections.training import OptimizerFlags
 from openrlhf.errors import BackendError
-from openrlhf.models.chunks import Head
 from openrlhf.models.export import save_model, saved_tensors
 from openrlhf.models.forward import Network, Wanted
 from openrlhf.models.plain import checkpoint_weights
 from openrlhf.models.self_test import choose_layout
 from openrlhf.training.audit import Audit
-from openrlhf.training.backend import B, Objective, StepLosses
-from openrlhf.training.compiled_layers import compile_decoder_layers
+from openrlhf.training.backend import B, Objective, StepLosses, compile_decoder_layers
 from openrlhf.training.host_memory import HostMemory
-from openrlhf.training.loss_scale import LossScale
-from openrlhf.training.optim import MasterOptimizer
+from openrlhf.training.optim import LossScale, MasterOptimizer
 from openrlhf.types import Batch
 
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -36,15 +38,11 @@ class LocalFrozen:
     def __init__(self, network: Network, device: torch.device, *, offload: bool = False) -> None:
         self.network = network.eval().requires_grad_(False).to(device)
         self.device = device
-        self.offload = False
+        self.offload = False  # the self-test below runs several forward passes: keep the weights in place for it
         choose_layout(network, self.forward)
         if offload:
             self.offload = True
             self.network.to("cpu")
-
-    @property
-    def head(self) -> Head:
-        return self.network.vocabulary_head
 
     @torch.no_grad()
     def forward(self, batch: Batch, wanted: type[Wanted], *, temperature: float | Tensor = 1.0) -> Wanted:
@@ -60,7 +58,7 @@ class LocalFrozen:
 
 
 class LocalBackend:
-    """One network, one optimizer, one device."""
+    """One network, one optimizer, one device; the only process is data-parallel rank 0 of 1."""
 
     rank = 0
     process = 0
@@ -77,7 +75,7 @@ class LocalBackend:
         compile_layers: bool = False,
     ) -> None:
         self.device = device
-        self.host = HostMemory()
+        self.host = HostMemory()  # where the tensors are while the backend sleeps
         self.network = network.to(device)
         choose_layout(network, self.forward)
         self.network.train()
@@ -88,10 +86,6 @@ class LocalBackend:
         self.audit = Audit(self.optimizer.named, lambda parameter: masters[id(parameter)], lambda found: found)
         if compile_layers:
             compile_decoder_layers(self.network)
-
-    @property
-    def head(self) -> Head:
-        return self.network.vocabulary_head
 
     @torch.no_grad()
     def forward(self, batch: Batch, wanted: type[Wanted], *, temperature: float | Tensor = 1.0) -> Wanted:
@@ -105,19 +99,20 @@ class LocalBackend:
 
     def forward_backward(self, micro_batches: Sequence[B], objective: Objective[B]) -> StepLosses:
         on_device = [batch.to(self.device) for batch in micro_batches]
-        totals = torch.stack([objective.counts(batch) for batch in on_device]).sum(0)
+        totals = torch.stack([objective.counts(batch) for batch in on_device]).sum(0)  # [kinds]
         losses: list[Tensor] = []
         metrics: list[Metrics] = []
         for batch in on_device:
-            loss, measured = objective.loss(self.network, batch, totals)
+            loss, measured = objective.loss(self.network, batch, totals)  # this micro-batch's share of the step's loss
             (loss if self.loss_scale is None else loss * self.loss_scale.value).backward()
             losses.append(loss.detach())
             metrics.append(measured)
-        return StepLosses(torch.stack(losses), add_metrics(metrics))
+        return StepLosses(torch.stack(losses), add_metrics(metrics))  # [micro-batches]
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[B], objective: Objective[B]) -> Metrics:
         self.network.eval()
+        # An evaluation has no optimizer step, so each micro-batch is its own total; only the metrics are used.
         on_device = (batch.to(self.device) for batch in micro_batches)
         metrics = add_metrics(objective.loss(self.network, batch, objective.counts(batch))[1] for batch in on_device)
         self.network.train()
@@ -164,22 +159,18 @@ class LocalBackend:
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         return values
 
-    def anyone(self, wished: bool) -> bool:
-        return wished
+    def any_process(self, condition: bool) -> bool:
+        return condition
 
     def barrier(self) -> None:
         """Do nothing: there are no other processes."""
 
     def sleep(self) -> None:
-        self.host.take(self._everything())
+        # All tensors that are on the device between two steps: gradients are freed by the optimizer step.
+        masters = [master for _, master in self.optimizer.masters]
+        states = [slots for optimizer in self.optimizer.optimizers for slots in optimizer.state.values()]
+        values = [value for slots in states for value in slots.values()]
+        self.host.take([*self.network.parameters(), *self.network.buffers(), *masters, *values])
 
     def wake(self) -> None:
         self.host.give_back()
-
-    def _everything(self) -> Iterator[Tensor]:
-        """Yield all tensors that are on the device between two steps."""
-        yield from self.network.parameters()
-        yield from self.network.buffers()
-        yield from (master for _, master in self.optimizer.masters)
-        for optimizer in self.optimizer.optimizers:
-            yield from (value for slots in optimizer.state.values() for value in slots.values())

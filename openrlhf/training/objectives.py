@@ -2,7 +2,9 @@
 
 Each says which outputs it needs from the network and which formula of `algo` it applies to them. For every optimizer
 step, `Fit` collates the rows and calls `prepare`, which may run a frozen model over the batches; the backend then calls
-`counts` and `loss` for each micro-batch. What `prepare` adds is a field of the objective's own kind of batch.
+`counts` and `loss` for each micro-batch. Results of `prepare` become fields of the objective's own kind of batch:
+
+    rows -> collate -> Batch -> prepare -> e.g. ReferencedPairs -> counts, loss
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from openrlhf.config.sections.objectives import (
     UnpairedPreferenceFlags,
 )
 from openrlhf.data.collate import Layout
-from openrlhf.data.unpaired import mismatched
+from openrlhf.data.preference import mismatch_rows
 from openrlhf.models.forward import (
     DistillationTerms,
     HiddenStates,
@@ -50,15 +52,15 @@ class Step(Generic[Row]):
     """The rows of one optimizer step: all of them, and the positions of this rank's share."""
 
     rows: Sequence[Row]
-    mine: Sequence[int]
-    micro_size: int
+    mine: Sequence[int]  # indices into `rows`
+    micro_size: int  # rows per micro-batch
 
 
 class SupervisedObjective(Objective[Prepared], Protocol[Row, Collated, Prepared]):
     """An objective of the supervised loop, for rows of one kind."""
 
     def prepare(self, batches: list[Collated], step: Step[Row], policy: TrainBackend) -> list[Prepared]:
-        """Return the batches to train on, with what frozen models say about them."""
+        """Return the batches to train on, with the outputs of frozen models."""
         ...
 
 
@@ -92,7 +94,7 @@ class ReferencedLabels(LabelledBatch):
 
 
 def count(*numbers: Tensor | int) -> Tensor:
-    """Stack the denominators of a micro-batch; the last counts the micro-batch itself, for the auxiliary loss."""
+    """Stack the denominators of a micro-batch, [kinds]; the last counts the micro-batch, for the auxiliary loss."""
     return torch.tensor([*map(float, numbers), 1.0], dtype=torch.float64)
 
 
@@ -140,7 +142,8 @@ class Distillation:
         return count(batch.target_mask.sum())
 
     def loss(self, run: Run, batch: TaughtBatch, totals: Tensor) -> tuple[Tensor, Metrics]:
-        outputs = run(batch, DistillationTerms, teacher=Teacher(batch.teacher_hidden, self.teacher.head))
+        teacher = Teacher(batch.teacher_hidden, self.teacher.network.vocabulary_head)
+        outputs = run(batch, DistillationTerms, teacher=teacher)
         loss, metrics = token_loss.kd_loss(
             outputs.log_probs, outputs.cross, batch.target_mask, totals[0], self.flags.kd_coef
         )
@@ -230,7 +233,7 @@ class UnpairedPreference:
 
     def _mismatch(self, step: Step[LabelledRow], policy: TrainBackend) -> Mean:
         """Average the log-ratios of each prompt with the next row's response over the whole step and all ranks."""
-        pairs = mismatched(step.rows, self.max_len)
+        pairs = mismatch_rows(step.rows, self.max_len)
         total = torch.zeros(2, dtype=torch.float64)
         parts = cut([pairs[place] for place in step.mine], step.micro_size)
         rounds = num_micro_batches(len(step.rows), policy.data_parallel_size, step.micro_size)
@@ -242,7 +245,7 @@ class UnpairedPreference:
             own, reference = (
                 _sequence_sums(model.forward(batch, LogProbs), batch) for model in (policy, self.reference)
             )
-            measured = preference_loss.mismatch_kl(own - reference)
+            measured = mean_of(own - reference)
             total += torch.stack([measured.total, measured.count]).cpu()
         summed = policy.sum_over_ranks(total)
         return Mean(summed[0], summed[1])

@@ -1,12 +1,13 @@
-"""Optimizer pieces: parameter groups, learning-rate schedules, and fp32 master weights for half-precision models.
+"""Optimizer pieces: learning-rate schedules, parameter groups, fp32 master weights and the loss scale of fp16.
 
-`MasterOptimizer` is the optimizer of the local backend. The DeepSpeed backend uses PyTorch's AdamW directly, because
-DeepSpeed keeps its own masters.
+`MasterOptimizer` is the optimizer of the local backend: it computes in fp32 whatever the precision of the network, and
+`LossScale` keeps the gradients of an fp16 network representable. The DeepSpeed backend uses PyTorch's AdamW directly,
+because DeepSpeed keeps its own masters and loss scale. Schedules and parameter groups serve both.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -14,10 +15,15 @@ from torch import Tensor, nn
 
 from openrlhf.config.sections.training import OptimizerFlags
 from openrlhf.errors import BackendError, ConfigError
+from openrlhf.monitor import say
 
 # Parameters without weight decay, by a part of their name: biases and the gains of normalisation layers.
 NO_DECAY = ("bias", "layer_norm.weight", "layernorm.weight", "norm.weight", "ln_f.weight")
 WITH_MIN_LR = ("cosine_with_min_lr", "cosine_warmup_with_min_lr")
+
+INITIAL_SCALE = 65536.0  # of the loss
+LEAST_SCALE = 1.0
+GROWTH_INTERVAL = 2000  # applied steps in a row before the scale doubles
 
 Named = tuple[str, nn.Parameter]
 
@@ -48,12 +54,13 @@ def schedule(name: str, *, warmup_ratio: float, total_steps: int, min_lr_ratio: 
 
 def between_steps(scheduled: Callable[[int], float], place: float) -> float:
     """Interpolate the factor linearly at a fractional step."""
-    step = math.floor(place)
+    step = math.floor(place)  # `place` is a step, such as 2.4, of a run whose number of steps is not known yet
     before, after = scheduled(step), scheduled(step + 1)
     return before + (after - before) * (place - step)
 
 
 def num_warmup_steps(total_steps: int, warmup_ratio: float) -> int:
+    """Return the number of warm-up steps, rounded up."""
     return math.ceil(total_steps * warmup_ratio)
 
 
@@ -63,7 +70,7 @@ def only_warmup(
     """Return a warning if a run ends during its warm-up; it may run fewer `steps` than the schedule has `planned`."""
     if not 0 < steps <= num_warmup_steps(planned, warmup_ratio) or scheduled(0) > 0:
         return None
-    given = f"({flag} {warmup_ratio:g})"
+    given = f"({flag} {warmup_ratio:g})"  # as the user would type it
     if steps == 1:
         line = f"the only optimizer step is warm-up {given}, with a learning rate of 0: nothing is learned"
     else:
@@ -121,6 +128,7 @@ class MasterOptimizer:
             yield parameter, master
 
     def _master(self, parameter: nn.Parameter, offload: bool) -> nn.Parameter:
+        """Return an fp32 copy of a parameter, or the parameter itself if it is fp32 and stays where it is."""
         if offload and parameter.device.type != "cpu":
             return nn.Parameter(parameter.detach().to("cpu", torch.float32).pin_memory())
         if parameter.dtype == torch.float32:
@@ -128,6 +136,7 @@ class MasterOptimizer:
         return nn.Parameter(parameter.detach().to(torch.float32))
 
     def _build(self) -> Iterator[torch.optim.Optimizer]:
+        """Yield AdamW for all masters, or Muon for the matrices inside the layers and AdamW for the rest."""
         flags = self.flags
         matrices = [(n, p) for n, p in self.masters if flags.optim == "muon" and is_matrix(n, p)]
         chosen = {id(p) for _, p in matrices}
@@ -153,7 +162,9 @@ class MasterOptimizer:
         If a `loss_scale` is given, gradients are divided by it first, and a step whose gradients are not finite is
         skipped and returns None. Without one, such gradients raise.
         """
-        self._await_copies()
+        # Wait until gradients have arrived in host memory and masters are no longer being copied.
+        for device in {parameter.device for parameter, master in self.split if master.device != parameter.device}:
+            torch.cuda.synchronize(device)
         masters = [master for _, master in self.masters]
         if loss_scale is not None:
             gradients = [master.grad for master in masters if master.grad is not None]
@@ -170,7 +181,11 @@ class MasterOptimizer:
         for optimizer, peaks in zip(self.optimizers, self.peaks, strict=True):
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * scale
-            with _safe_kernels(optimizer):
+            # Muon multiplies in bf16, and oneDNN's bf16 kernels crash on CPUs that report AMX but trap it, as some
+            # VMs do.
+            on_host = optimizer.param_groups[0]["params"][0].device.type == "cpu"
+            risky = on_host and isinstance(optimizer, torch.optim.Muon)
+            with torch.backends.mkldnn.flags(enabled=False) if risky else nullcontext():
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         self.publish()
@@ -181,11 +196,6 @@ class MasterOptimizer:
         """Copy the masters to the network; the cast to its precision happens on the device, where it is faster."""
         for parameter, master in self.split:
             parameter.copy_(master.to(parameter.device, non_blocking=True))
-
-    def _await_copies(self) -> None:
-        """Wait until gradients have arrived in host memory and masters are no longer being copied."""
-        for device in {parameter.device for parameter, master in self.split if master.device != parameter.device}:
-            torch.cuda.synchronize(device)
 
     def state(self) -> dict[str, Tensor]:
         """Return masters and optimizer states as flat tensors by parameter name, which safetensors can store."""
@@ -206,13 +216,14 @@ class MasterOptimizer:
         for name, master in self.masters:
             saved = slots.get(name, {}).get("weight")
             if saved is None or saved.shape != master.shape:
-                there = "missing" if saved is None else f"{list(saved.shape)}"
-                raise BackendError(f"{name} is {there} there and {list(master.shape)} here")
+                there = "nothing" if saved is None else f"{list(saved.shape)}"
+                raise BackendError(f"{name}: expected a tensor of shape {list(master.shape)}, got {there}")
         names: dict[int, str] = {}
         for name, master in self.masters:
             master.copy_(slots[name].pop("weight"))
             names[id(master)] = name
         for optimizer in self.optimizers:
+            # Only fused optimizers keep the step count on the device of the parameter.
             on_device = any(group.get("fused") for group in optimizer.param_groups)
             for master in (member for group in optimizer.param_groups for member in group["params"]):
                 found = slots[names[id(master)]]
@@ -221,16 +232,6 @@ class MasterOptimizer:
                     for slot, value in found.items()
                 }
         self.publish()
-
-
-def _safe_kernels(optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
-    """Disable oneDNN for Muon on the CPU.
-
-    Muon multiplies in bf16, and oneDNN's bf16 kernels crash on CPUs that report AMX but trap it, as some VMs do.
-    """
-    on_host = optimizer.param_groups[0]["params"][0].device.type == "cpu"
-    risky = on_host and isinstance(optimizer, torch.optim.Muon)
-    return torch.backends.mkldnn.flags(enabled=False) if risky else nullcontext()
 
 
 def _move_gradient(master: nn.Parameter, parameter: Tensor) -> None:
@@ -248,3 +249,46 @@ def _move_gradient(master: nn.Parameter, parameter: Tensor) -> None:
             torch.cuda.current_stream(parameter.device).synchronize()
         master.grad.add_(gradient)
     parameter.grad = None
+
+
+class LossScale:
+    """Dynamic factor on the loss of an fp16 model, used by the local backend (DeepSpeed has its own).
+
+    The smallest positive fp16 number is 6e-8, and gradients of a mean over many tokens fall below it. The factor is
+    halved when gradients overflow and doubled after many steps without (as torch's GradScaler does). It is always a
+    power of two, so that scaling and unscaling are exact.
+    """
+
+    def __init__(self) -> None:
+        self.value = INITIAL_SCALE
+        self.applied = 0  # steps since the scale last changed
+        self.skipped = 0  # steps skipped in the whole run
+
+    def update(self, *, overflowed: bool) -> None:
+        """Adjust the scale after a step; `overflowed` means it was skipped because a gradient was not finite."""
+        if not overflowed:
+            self.applied += 1
+            if self.applied == GROWTH_INTERVAL:
+                self.value, self.applied = self.value * 2, 0
+            return
+        if self.value <= LEAST_SCALE:
+            raise BackendError(
+                f"gradients are not finite in fp16, even with a loss scale of {self.value:g}; nothing was changed",
+                try_this="--param_dtype bf16, or a smaller learning rate",
+            )
+        lower = self.value / 2
+        say(f"an optimizer step was skipped: gradients overflow with a loss scale of {self.value:g}, now {lower:g}")
+        self.value, self.applied, self.skipped = lower, 0, self.skipped + 1
+
+    def metrics(self) -> dict[str, float]:
+        """Return the values to log."""
+        return {"loss_scale": self.value, "skipped_steps": float(self.skipped)}
+
+    def state(self) -> Tensor:
+        """Return the whole state as a tensor [3] for a checkpoint."""
+        return torch.tensor([self.value, self.applied, self.skipped], dtype=torch.float64)
+
+    def load_state(self, saved: Tensor) -> None:
+        """Restore what `state` returned."""
+        value, applied, skipped = saved.tolist()
+        self.value, self.applied, self.skipped = value, int(applied), int(skipped)

@@ -1,7 +1,11 @@
 """The assignment of rows to optimizer steps, ranks and micro-batches, as a pure function of seed and step.
 
-Nothing here has state, so a resumed run just asks for its next step. Used by the supervised loop; the RL loop shares
-`permutation`.
+Nothing here has state, so a resumed run just asks for its next step. `Order` gives the rows of a step, `share` those of
+a rank, and `micro_batches` cuts the share. Used by the supervised loop; the RL loop shares `permutation`. Five rows of
+a step on two ranks in micro-batches of two:
+
+    rank 0   [r0 r2] [r4]
+    rank 1   [r1 r3] [filler]    a sharded model runs on all ranks together
 """
 
 import math
@@ -21,10 +25,10 @@ class Order:
     """Rows reshuffled in each epoch; the last step of an epoch may be smaller than the others."""
 
     num_rows: int
-    batch_size: int
+    batch_size: int  # rows per optimizer step, over all ranks
     epochs: int
     seed: int
-    max_steps: int | None = None
+    max_steps: int | None = None  # stop early
 
     @property
     def steps_per_epoch(self) -> int:
@@ -42,6 +46,7 @@ class Order:
         return shuffled[within * self.batch_size : (within + 1) * self.batch_size].tolist()
 
     def ends_epoch(self, step: int) -> bool:
+        """Return whether `step` is the last of its epoch."""
         return (step + 1) % self.steps_per_epoch == 0
 
 
@@ -62,4 +67,5 @@ def num_micro_batches(num_items: int, ranks: int, micro_size: int) -> int:
 
 
 def micro_batches(items: Sequence[T], micro_size: int) -> list[list[T]]:
+    """Cut items into micro-batches; the last may be smaller."""
     return [list(items[place : place + micro_size]) for place in range(0, len(items), micro_size)]

@@ -1,7 +1,12 @@
 """Process groups for ring attention, where several processes share each packed row.
 
 A ring is the processes that share a row. A lane takes the process at the same position from every ring, so that sums
-over a lane count each row once. `share_rows` gives a network its ring; both DeepSpeed classes call it.
+over a lane count each row once. `share_rows` gives a network its ring; both DeepSpeed classes call it. Eight processes
+with --ring_attn_size 2 and --ds_tensor_parallel_size 2:
+
+    ranks   0 1 2 3 | 4 5 6 7      0 and 1 are tensor-parallel peers, as are 2 and 3, ...
+    rings   (0 2) (1 3) | (4 6) (5 7)
+    lanes   (0 4) (1 5) (2 6) (3 7)
 """
 
 from collections.abc import Iterator
@@ -16,15 +21,15 @@ from openrlhf.models.ring import Ring, check_ring
 
 
 @dataclass(frozen=True)
-class Layout:
+class ProcessGrid:
     """The arrangement of all processes: tensor-parallel peers have adjacent ranks.
 
     A ring connects processes with the same tensor-parallel position in adjacent tensor-parallel groups.
     """
 
-    world: int
-    ring: int
-    tensor: int
+    world: int  # number of processes
+    ring: int  # processes per ring
+    tensor: int  # tensor-parallel degree
 
     def rings(self) -> Iterator[list[int]]:
         """Yield the ranks of each ring, in ring order."""
@@ -47,22 +52,21 @@ class RingGroups:
 
 
 @cache
-def make_groups(layout: Layout) -> RingGroups:
+def make_groups(grid: ProcessGrid) -> RingGroups:
     """Create all groups, in the same order in every process; cached, because a process's models share them."""
-    return RingGroups(_own(layout.rings()), _own(layout.lanes()))
-
-
-def _own(members: Iterator[list[int]]) -> dist.ProcessGroup:
-    made = [dist.new_group(ranks) for ranks in members]  # new_group returns a number for groups this process is not in
-    return next(group for group in made if isinstance(group, dist.ProcessGroup))
+    own: list[dist.ProcessGroup] = []
+    for members in (grid.rings(), grid.lanes()):
+        made = [dist.new_group(ranks) for ranks in members]  # a number for each group that this process is not in
+        own.append(next(group for group in made if isinstance(group, dist.ProcessGroup)))
+    return RingGroups(*own)
 
 
 def share_rows(network: Network, sharding: ShardingFlags) -> RingGroups | None:
     """Give a network its ring if --ring_attn_size is above 1; return the groups."""
-    size, tensor = sharding.ring_attn_size, sharding.ds_tensor_parallel_size
+    size = sharding.ring_attn_size
     if size == 1:
         return None
     check_ring(network.decoder.config, sharding)
-    groups = make_groups(Layout(dist.get_world_size(), size, tensor))
+    groups = make_groups(ProcessGrid(dist.get_world_size(), size, sharding.ds_tensor_parallel_size))
     network.ring = Ring(groups.ring, dist.get_rank(groups.ring), size, sharding.ring_head_stride)
     return groups

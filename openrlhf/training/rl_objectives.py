@@ -1,14 +1,14 @@
 """The objectives of policy and critic in RL: plain settings that can be sent to a worker, and the formulas of `algo`.
 
-Both train on a PolicyBatch, which holds advantages, returns, old values and log-probs. Old log-probs may be missing:
-the current ones then take their place, which is exact for a single on-policy step.
+Both train on a PolicyBatch, which holds advantages, returns, old values and log-probs, all [rows, tokens]. Old
+log-probs may be missing: the current ones then take their place, which is exact for a single on-policy step.
+`rl.models` passes the objectives to `TrainBackend.forward_backward`, as `Fit` does with those of `objectives.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from openrlhf.algo.kl import kl_loss
@@ -18,7 +18,7 @@ from openrlhf.algo.value_loss import value_loss
 from openrlhf.config.sections.rl import PolicyLossFlags
 from openrlhf.models.forward import LogProbs, LogProbsAndEntropy, Values
 from openrlhf.training.backend import Run, temperature_of
-from openrlhf.training.objectives import add_aux
+from openrlhf.training.objectives import add_aux, count
 from openrlhf.types import PolicyBatch
 
 
@@ -29,19 +29,18 @@ class PolicyObjective:
     settings: PolicyLossFlags
     temperature: float = 1.0
     kl_coef: float = 0.0  # 0 if the KL penalty is part of the reward
-    kl_estimator: str = "k2"
-    kl_unbiased_gradient: bool = False
-    entropy_coef: float | None = None
+    kl_estimator: str = "k2"  # a key of KL_ESTIMATORS
+    kl_unbiased_gradient: bool = False  # see `kl_loss`
+    entropy_coef: float | None = None  # None: the entropy is not computed
     aux_loss_coef: float = 0.0
     constant_length: int = 1  # tokens that each sequence counts as in the "constant" aggregation
 
     def counts(self, batch: PolicyBatch) -> Tensor:
-        tokens, sequences = batch.target_mask.sum(), sequence_count(batch.target_mask, batch.sequence_ids)
-        return torch.tensor([float(tokens), float(sequences), 1.0], dtype=torch.float64)
+        return count(batch.target_mask.sum(), sequence_count(batch.target_mask, batch.sequence_ids))
 
     def loss(self, run: Run, batch: PolicyBatch, totals: Tensor) -> tuple[Tensor, Metrics]:
         temperature, mask, rows = temperature_of(batch, self.temperature), batch.target_mask, batch.sequence_ids
-        entropy = None
+        entropy = None  # or [rows, tokens]
         if self.entropy_coef is None:
             outputs = run(batch, LogProbs, temperature=temperature)
         else:
@@ -49,7 +48,9 @@ class PolicyObjective:
             entropy = outputs.entropy
         log_probs = outputs.log_probs  # [rows, tokens]
         old_log_probs = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
-        mode, denominator = self.settings.aggregation, self._denominator(totals)
+        mode = self.settings.aggregation
+        tokens, sequences = totals[0], totals[1]  # `totals` is [tokens, sequences, micro-batches]
+        denominator = {"token-mean": tokens, "seq-mean": sequences, "constant": sequences * self.constant_length}[mode]
         loss, metrics = policy_loss(
             log_probs,
             old_log_probs,
@@ -60,7 +61,7 @@ class PolicyObjective:
             batch.rollout_log_probs,
             rows,
         )
-        metrics["ppo_clip_ratio"] = metrics.pop("clip_ratio")
+        metrics["ppo_clip_ratio"] = metrics.pop("clip_ratio")  # the name that dashboards know
         metrics["policy_loss"] = whole_loss(loss, totals)
         if self.kl_coef > 0:
             if batch.reference_log_probs is None:
@@ -81,12 +82,6 @@ class PolicyObjective:
             loss, metrics = loss + self.entropy_coef * term, metrics | measured
         return add_aux(loss, metrics, outputs, self.aux_loss_coef, totals)
 
-    def _denominator(self, totals: Tensor) -> Tensor:
-        """Pick the step's denominator for the aggregation mode; `totals` is [tokens, sequences, micro-batches]."""
-        tokens, sequences = totals[0], totals[1]
-        by_mode = {"token-mean": tokens, "seq-mean": sequences, "constant": sequences * self.constant_length}
-        return by_mode[self.settings.aggregation]
-
 
 @dataclass(frozen=True)
 class ValueObjective:
@@ -96,7 +91,7 @@ class ValueObjective:
     aux_loss_coef: float = 0.0
 
     def counts(self, batch: PolicyBatch) -> Tensor:
-        return torch.tensor([float(batch.target_mask.sum()), 1.0], dtype=torch.float64)
+        return count(batch.target_mask.sum())
 
     def loss(self, run: Run, batch: PolicyBatch, totals: Tensor) -> tuple[Tensor, Metrics]:
         if batch.old_values is None or batch.returns is None:

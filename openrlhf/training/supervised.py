@@ -1,11 +1,13 @@
 """The six commands that train on a dataset (SFT, DPO, KTO, KD, RM, PRM): from config to saved model.
 
-`run` loads the data, builds the parts of the method with `build`, and runs the common loop in `training.fit`.
+`run` checks the models, joins the other processes, loads the data, builds network, backend and objective with `build`,
+and runs the common loop of `training.fit`. It is called by the commands and by Python code; the reinforcement-learning
+counterpart is `rl.train`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,24 +22,23 @@ from openrlhf.models.load import load_tokenizer
 from openrlhf.monitor import Sink, say
 from openrlhf.training import checkpoint
 from openrlhf.training.build import Built, build
-from openrlhf.training.device import seed_dropout, seed_everything
-from openrlhf.training.distributed import join
-from openrlhf.training.explain import explain_hardware
-from openrlhf.training.fit import Fit, Interrupted, Plan, Saving
-from openrlhf.training.model_checks import check_models
+from openrlhf.training.fit import Fit, Interrupted
 from openrlhf.training.optim import only_warmup, schedule
 from openrlhf.training.order import Order
+from openrlhf.training.preflight import check_models, explain_hardware
+from openrlhf.training.processes import join
+from openrlhf.training.rng import seed_dropout, seed_everything
 from openrlhf.training.run_directory import explain_stop, find_checkpoint, make_monitor, shown_flags
 
 
 @dataclass(frozen=True)
 class Result:
-    """Outcome of a finished run: the model's folder, its number of steps and its last metrics."""
+    """Outcome of a finished run."""
 
-    save_path: Path
-    steps: int
-    train: Mapping[str, float]
-    evaluation: Mapping[str, float]
+    save_path: Path  # folder of the model
+    steps: int  # optimizer steps, including those before a resume
+    train: Mapping[str, float]  # metrics of the last step
+    evaluation: Mapping[str, float]  # metrics of the last evaluation; empty without one
 
 
 def run(config: SupervisedConfig, sinks: Sequence[Sink] = ()) -> Result:
@@ -50,6 +51,8 @@ def run(config: SupervisedConfig, sinks: Sequence[Sink] = ()) -> Result:
     device = join(config)
     explain_hardware(config, device)
     seed_everything(config.batches.seed, deterministic=config.batches.full_determinism)
+
+    # Everything that the user may have to correct is read before a model loads.
     tokenizer = load_tokenizer(str(config.model.pretrain), config.model)
     data = load_data(config, tokenizer)
     order = Order(
@@ -60,9 +63,10 @@ def run(config: SupervisedConfig, sinks: Sequence[Sink] = ()) -> Result:
         max_steps=config.batches.max_steps,
     )
     if len(data.train) < order.batch_size:
-        say(f"{len(data.train)} rows are fewer than --train_batch_size {order.batch_size}: a step takes what there is")
-    plan = make_plan(config, order)
-    explain_warmup(config, plan)
+        say(f"{len(data.train)} rows are fewer than --train_batch_size {order.batch_size}: each step trains on all")
+    scheduled = make_schedule(config, order.total_steps)
+
+    # Models load here; until then all processes use the same seed.
     built = build(config, tokenizer, device, soft_labels=data.soft_labels)
     seed_dropout(config.batches.seed, built.backend.process // config.sharding.ds_tensor_parallel_size)
     fit = Fit(
@@ -71,11 +75,18 @@ def run(config: SupervisedConfig, sinks: Sequence[Sink] = ()) -> Result:
         collate=partial(collate, packing=config.batches.packing_samples, pad_id=tokenizer.pad_token_id),
         rows=data.train,
         eval_rows=data.evaluation,
-        plan=plan,
+        order=order,
+        schedule=scheduled,
+        batches=config.batches,
+        optimizer=config.optimizer,
+        checkpoints=config.checkpoints,
+        logs=config.logs,
+        settings=shown_flags(config),
         export=lambda folder: save_model_folder(built, tokenizer, folder),
         summarise=built.summarise,
         on_evaluated=built.on_evaluated,
     )
+
     resume_from = find_checkpoint(config)
     first_step = fit.resume(resume_from) if resume_from else 0
     folder = Path(config.checkpoints.save_path)
@@ -95,13 +106,17 @@ def run(config: SupervisedConfig, sinks: Sequence[Sink] = ()) -> Result:
     return Result(folder, order.total_steps, train, fit.last_evaluation)
 
 
-def explain_warmup(config: SupervisedConfig, plan: Plan) -> None:
-    """Say so if all optimizer steps fall into the warm-up."""
-    steps = plan.order.total_steps
-    ratio = config.optimizer.lr_warmup_ratio
-    line = only_warmup(plan.schedule, steps=steps, planned=steps, warmup_ratio=ratio, flag="--lr_warmup_ratio")
+def make_schedule(config: SupervisedConfig, total_steps: int) -> Callable[[int], float]:
+    """Return the learning-rate schedule; say so if all optimizer steps fall into its warm-up."""
+    flags = config.optimizer
+    warmup = flags.lr_warmup_ratio
+    scheduled = schedule(
+        flags.lr_scheduler, warmup_ratio=warmup, total_steps=total_steps, min_lr_ratio=flags.min_lr_ratio
+    )
+    line = only_warmup(scheduled, steps=total_steps, planned=total_steps, warmup_ratio=warmup, flag="--lr_warmup_ratio")
     if line:
         say(line)
+    return scheduled
 
 
 def save_model_folder(built: Built, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -110,30 +125,3 @@ def save_model_folder(built: Built, tokenizer: PreTrainedTokenizerBase, folder: 
         built.backend.export(aside)
         if built.backend.process == 0:
             tokenizer.save_pretrained(aside)
-
-
-def make_plan(config: SupervisedConfig, order: Order) -> Plan:
-    """Collect the settings of the training loop: schedule, checkpoints, evaluation and logging."""
-    saving = config.checkpoints
-    return Plan(
-        order=order,
-        micro_size=config.batches.micro_train_batch_size,
-        learning_rate=config.optimizer.learning_rate,
-        schedule=schedule(
-            config.optimizer.lr_scheduler,
-            warmup_ratio=config.optimizer.lr_warmup_ratio,
-            total_steps=order.total_steps,
-            min_lr_ratio=config.optimizer.min_lr_ratio,
-        ),
-        saving=Saving(
-            root=Path(saving.ckpt_path),
-            every=saving.save_steps,
-            keep=saving.max_ckpt_num,
-            max_gib=saving.max_ckpt_mem,
-            resumable=not saving.disable_ds_ckpt,
-            export_too=saving.save_hf_ckpt,
-        ),
-        eval_every=config.logs.eval_steps,
-        log_every=config.logs.logging_steps,
-        settings=shown_flags(config),
-    )

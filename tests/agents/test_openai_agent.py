@@ -216,7 +216,7 @@ REFUSED = [
     ("await ask(u, stop=[1])", "stop of a request is [1]"),
     ("await ask(u, extra_body={'tools': {'a': 1}})", "tools of a request is {'a': 1}"),
     ("await ask(u, {'role': 'assistant', 'tool_calls': [{}]})", "a tool call with function.name"),
-    ("await ask()", "a list of messages"),
+    ("await ask()", "expected a list of messages"),
     ("await ask({'role': 'user', 'content': [{'type': 'image_url'}]})", "text in every part"),
     ("await ask({'role': 'user', 'content': 'long' * 99})", "the first request of an episode has 402 tokens"),
     ("pass", "returned before it asked the policy anything"),

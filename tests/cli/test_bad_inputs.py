@@ -111,19 +111,22 @@ BAD = {
     "margin without sigmoid": (lambda f, m: rm(f, m, margin_loss=True, loss="logexp"), "--margin_loss"),
     "label of 2": (
         lambda f, m: kto(f, m, [verdicts(1)[0] | {"label": 2}]),
-        "row 1, field 'label': 0, 1, true",
+        "row 1, field 'label': expected 0, 1, true",
     ),
     "every row too long": (lambda f, m: sft(f, m, max_len=4), "--max_len 4"),
     "placeholder of two tokens": (
         lambda f, m: prm(f, m, placeholder_token="##"),
-        "'##' is 2 tokens",
+        "'##': expected exactly one token of this tokenizer, got 2",
     ),
     "no placeholder": (lambda f, m: prm(f, m, placeholder_token=None), "--placeholder_token is not given"),
     "label that is not a reward token": (
         lambda f, m: prm(f, m, [STEP | {"label": ["+", "?"]}]),
-        "the label '?' is none of --reward_tokens + -",
+        "expected one of --reward_tokens + - as label, got '?'",
     ),
-    "too few labels": (lambda f, m: prm(f, m, [STEP | {"label": ["+"]}]), "1 labels for 2 placeholders"),
+    "too few labels": (
+        lambda f, m: prm(f, m, [STEP | {"label": ["+"]}]),
+        "expected one label for each of 2 placeholders",
+    ),
     "probability of 2": (lambda f, m: prm(f, m, [STEP | {"label": [0.5, 2.0]}]), "a probability from 0 to 1"),
     "one reward token": (lambda f, m: prm(f, m, reward_tokens=["+"]), "--reward_tokens"),
     "probabilities that do not match": (

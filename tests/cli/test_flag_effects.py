@@ -26,7 +26,7 @@ from openrlhf.config.parser import parse, without_none
 from openrlhf.config.sections.training import OptimizerFlags
 from openrlhf.errors import ConfigError
 from openrlhf.inference import serve
-from openrlhf.training.explain import explain_hardware
+from openrlhf.training.preflight import explain_hardware
 from tests.cli.flag_reads import recorded_reads
 from tests.commands import FAST, as_argv, run_command
 from tests.rl.toy_task import SMALL, make_prompts, task_flags
@@ -66,7 +66,8 @@ def supervised(command, folder, model, **flags):
         "save_path": f"./{command}",
     }
     teacher = {"teacher_model": model} if command == "train_kd" else {}
-    return FAST | fields | paths | teacher | {"ckpt_path": f"./{command}_ckpt", "device": "cpu"} | flags
+    saves = {"ckpt_path": f"./{command}_ckpt", "save_steps": 1}
+    return FAST | fields | paths | teacher | saves | {"device": "cpu"} | flags
 
 
 def rl(folder, model, **flags):

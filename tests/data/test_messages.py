@@ -71,20 +71,20 @@ def test_calls_in_messages_are_never_lost(records):
 @pytest.mark.parametrize(
     ("value", "complaint"),
     [
-        (3, "a message list is wanted, but the number 3 came"),
-        ("one", "a message list is wanted, but the text 'one' came"),
-        (["one"], "a message with role and content is wanted, but the text 'one' came"),
+        (3, "expected a message list, got the number 3"),
+        ("one", "expected a message list, got the text 'one'"),
+        (["one"], "expected a message with role and content, got the text 'one'"),
         (
             [{"content": "one"}],
-            "a message with role and content (or from and value) is wanted, but an object with cont",
+            "expected a message with role and content (or from and value), got an object with cont",
         ),
-        ([{"role": "user", "content": 4}], "text as a message's content is wanted, but the number 4 came"),
+        ([{"role": "user", "content": 4}], "expected text as a message's content, got the number 4"),
         (
             [{"role": "user", "content": [{"type": "image"}]}],
-            "text in every part of a message's content is wanted, but an object with type came",
+            "expected text in every part of a message's content, got an object with type",
         ),
-        ([{"from": "bird", "value": "one"}], "no role is known for 'bird'; known are human, user, gpt"),
-        ([{"from": "human", "value": 4}], "text as a message's content is wanted, but the number 4 came"),
+        ([{"from": "bird", "value": "one"}], "unknown role 'bird': expected one of human, user, gpt"),
+        ([{"from": "human", "value": 4}], "expected text as a message's content, got the number 4"),
     ],
 )
 def test_the_error_for_an_invalid_conversation_names_row_and_field(records, value, complaint):
@@ -109,9 +109,9 @@ def test_rows_without_tools_give_none(records, tools):
 @pytest.mark.parametrize(
     ("tools", "complaint"),
     [
-        ("two", "JSON is wanted, but the text 'two' came"),
-        (7, "a list of tool descriptions is wanted, but the number 7 came"),
-        ([7], "a list of tool descriptions is wanted, but the number 7 came"),
+        ("two", "expected JSON, got the text 'two'"),
+        (7, "expected a list of tool descriptions, got the number 7"),
+        ([7], "expected a list of tool descriptions, got the number 7"),
     ],
 )
 def test_invalid_tools_are_an_error(records, tools, complaint):

@@ -101,7 +101,7 @@ def test_a_dataset_of_equal_pairs_is_an_error(records):
 @pytest.mark.parametrize(
     ("data", "complaint"),
     [
-        ({"prompt": "one", "chosen": 17, "rejected": "x"}, "row 1, field 'chosen': text is wanted, but the number 17"),
+        ({"prompt": "one", "chosen": 17, "rejected": "x"}, "row 1, field 'chosen': expected text, got the number 17"),
         (
             {"prompt": "one", "good": "two"},
             "row 1: no field 'chosen'; there are 'prompt', 'good'. Try: --chosen_key prompt or good",
@@ -114,7 +114,7 @@ def test_a_dataset_of_equal_pairs_is_an_error(records):
             {"chosen": "one", "rejected": "two"},
             "row 1: no field 'prompt'; there are 'chosen', 'rejected'. Try: --prompt_key",
         ),
-        ({**PAIR, "margin": "far"}, "row 1, field 'margin': a number is wanted, but the text 'far' came"),
+        ({**PAIR, "margin": "far"}, "row 1, field 'margin': expected a number, got the text 'far'"),
     ],
 )
 def test_errors_name_row_and_field(records, data, complaint):

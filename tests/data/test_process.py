@@ -59,25 +59,25 @@ def test_labels_written_into_the_text_are_read(records):
 
 @pytest.mark.parametrize("label", ["+-", "one two + four -", "one two + three ки", "one two + three + more", "+"])
 def test_a_labelled_text_that_differs_from_the_input_is_rejected(records, label):
-    with pytest.raises(DataError, match=r"^data.jsonl, row 1, field 'label': a list with one label per step is wanted"):
+    with pytest.raises(DataError, match=r"^data.jsonl, row 1, field 'label': expected a list with one label per step"):
         read(records({"input": TEXT, "label": label}))
 
 
 def test_ambiguous_labels_in_the_text_are_rejected(records):
-    with pytest.raises(DataError, match=r"a list with one label per step is wanted"):
+    with pytest.raises(DataError, match=r"expected a list with one label per step"):
         read(records({"input": "one ки", "label": "one ++"}), reward_tokens=("+", "++"))
 
 
 @pytest.mark.parametrize(
     ("label", "complaint"),
     [
-        (["+"], "1 labels for 2 placeholders 'ки'"),
-        (["+", "six"], r"the label 'six' is none of --reward_tokens \+ -"),
-        ([0.5, 1.5], "a probability from 0 to 1 is wanted, but 1.5 came"),
-        (["+", 0.5], "labels were tokens so far, and here are probabilities"),
-        ([0.5, "+"], "labels were probabilities so far, and here are tokens"),
-        (["+", None], "a label is a token or a probability, but null came"),
-        (7, "a list with one label per step is wanted, but the number 7 came"),
+        (["+"], "expected one label for each of 2 placeholders 'ки', got 1"),
+        (["+", "six"], r"expected one of --reward_tokens \+ - as label, got 'six'"),
+        ([0.5, 1.5], "expected a probability from 0 to 1, got 1.5"),
+        (["+", 0.5], "expected tokens, as in earlier labels, got probabilities"),
+        ([0.5, "+"], "expected probabilities, as in earlier labels, got tokens"),
+        (["+", None], "expected a token or a probability as label, got null"),
+        (7, "expected a list with one label per step, got the number 7"),
     ],
 )
 def test_the_error_for_mismatched_labels_names_the_row(records, label, complaint):
@@ -86,12 +86,12 @@ def test_the_error_for_mismatched_labels_names_the_row(records, label, complaint
 
 
 def test_rows_may_not_mix_hard_and_soft_labels(records):
-    with pytest.raises(DataError, match=r"^data.jsonl, row 2, field 'label': labels were tokens so far"):
+    with pytest.raises(DataError, match=r"^data.jsonl, row 2, field 'label': expected tokens, as in earlier labels"):
         read(records({"input": TEXT, "label": ["+", "-"]}, {"input": TEXT, "label": [0.5, 0.5]}))
 
 
 def test_probabilities_need_two_reward_tokens(records):
-    with pytest.raises(ConfigError, match=r"^data.jsonl, row 1: labels are probabilities, which need exactly two"):
+    with pytest.raises(ConfigError, match=r"^data.jsonl, row 1: labels are probabilities: expected exactly two"):
         read(records({"input": TEXT, "label": [0.5, 0.5]}), reward_tokens=("+", "-", "six"))
 
 
@@ -99,14 +99,17 @@ def test_placeholder_and_reward_tokens_must_be_single_tokens():
     tokenizer = word_tokenizer()
     tokens = step_tokens(tokenizer, StepFlags(placeholder_token="ки", reward_tokens=("+", "-")))
     assert (tokens.placeholder_id, tokens.reward_ids) == (20, (21, 22))
-    with pytest.raises(ConfigError, match=r"^--placeholder_token 'ки ки' is 3 tokens of this tokenizer"):
+    with pytest.raises(
+        ConfigError, match=r"^--placeholder_token 'ки ки': expected exactly one token of this tokenizer, got 3$"
+    ):
         step_tokens(tokenizer, StepFlags(placeholder_token="ки ки", reward_tokens=("+", "-")))
-    with pytest.raises(ConfigError, match=r"^--reward_tokens 'one two' is 3 tokens"):
+    with pytest.raises(ConfigError, match=r"^--reward_tokens 'one two': expected exactly one token"):
         step_tokens(tokenizer, StepFlags(placeholder_token="ки", reward_tokens=("+", "one two")))
 
 
 def test_the_error_explains_placeholders_that_merge_with_neighbouring_text(records):
-    with pytest.raises(DataError, match=r"field 'input': 1 of 2 placeholders 'b' are merged with the text around them"):
+    message = r"field 'input': the tokenizer merges 1 of 2 placeholders 'b' with the text around"
+    with pytest.raises(DataError, match=message):
         read(
             records({"input": "cb ab", "label": ["a", "c"]}),
             placeholder="b",

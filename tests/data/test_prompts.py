@@ -82,7 +82,7 @@ def test_a_budget_that_drops_every_prompt_is_rejected(records, letters):
 def test_empty_prompts_are_dropped_and_counted(records, letters, capsys):
     (only,) = make_prompts(records({"input": ""}, {"input": "a"}), letters)
     assert (only.index, only.text) == (0, "a")
-    assert "dropped 1 of 2 rows: 1 an empty prompt" in capsys.readouterr().err
+    assert "dropped 1 of 2 rows: 1 with an empty prompt" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from openrlhf.data.readings import Texts
+from openrlhf.data.retokenization import Retokenizer
 from openrlhf.types import Prompt, Trajectory
 from tests.tiny import character_tokenizer, make_tokenizer
 
@@ -28,7 +28,7 @@ def letter_tokenizer():
 
 
 POLICY, OWN = byte_tokenizer(), letter_tokenizer()
-TEXTS = Texts(POLICY, OWN, shared=False)
+TEXTS = Retokenizer(POLICY, OWN, shared=False)
 
 
 def sample(*tokens):
@@ -82,5 +82,5 @@ def test_eos_maps_to_the_eos_of_the_other_vocabulary():
 def test_a_shared_vocabulary_keeps_token_ids():
     tokenizer = make_tokenizer()
     item = sample("x", "#")
-    assert Texts(tokenizer, tokenizer, shared=True).ids(item).tolist() == list(item.input_ids)
-    assert Texts(tokenizer, tokenizer, shared=True).places(item, np.zeros(2, np.int32), [1]) == [1]
+    assert Retokenizer(tokenizer, tokenizer, shared=True).ids(item).tolist() == list(item.input_ids)
+    assert Retokenizer(tokenizer, tokenizer, shared=True).places(item, np.zeros(2, np.int32), [1]) == [1]

@@ -24,7 +24,7 @@ def test_the_error_for_a_wrong_key_lists_the_fields_and_the_flag(fields, complai
 
 def test_a_number_instead_of_text_names_file_row_and_field(records):
     _, record = records({"chosen": "one"}, {"chosen": 17})
-    with pytest.raises(DataError, match=r"^data.jsonl, row 2, field 'chosen': text is wanted, but the number 17 came$"):
+    with pytest.raises(DataError, match=r"^data.jsonl, row 2, field 'chosen': expected text, got the number 17$"):
         record.text("chosen", "--chosen_key")
 
 
@@ -36,7 +36,7 @@ def test_null_reads_as_empty_text(records):
 @pytest.mark.parametrize("value", ["much", True, [1]])
 def test_a_margin_must_be_a_number(records, value):
     (record,) = records({"margin": value})
-    with pytest.raises(DataError, match=r"^data.jsonl, row 1, field 'margin': a number is wanted, but .* came$"):
+    with pytest.raises(DataError, match=r"^data.jsonl, row 1, field 'margin': expected a number, got .*$"):
         record.number("margin", default=0.0)
 
 

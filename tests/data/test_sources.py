@@ -7,6 +7,7 @@ import datasets
 import huggingface_hub.constants
 import pytest
 
+from openrlhf.config.sections.model import LoadingFlags
 from openrlhf.data.sources import load_dataset_rows
 from openrlhf.errors import ConfigError, DataError, MissingExtraError
 from tests.toy_data import write_rows
@@ -122,7 +123,7 @@ def test_max_samples_applies_to_each_dataset_and_to_the_total(tmp_path):
     write_rows(tmp_path / "b.jsonl", numbers(9, start=10))
     assert read("b.jsonl", max_samples=2) == [10, 11]
     assert read("a.jsonl,b.jsonl", max_samples=4) == [0, 1, 2, 10]
-    mixed = read("a.jsonl,b.jsonl", probs=[0.5, 0.5], max_samples=4)
+    mixed = read("a.jsonl,b.jsonl", probs="0.5,0.5", max_samples=4)
     assert len(mixed) == 4
     assert not {14, 15} & set(mixed)
 
@@ -130,12 +131,12 @@ def test_max_samples_applies_to_each_dataset_and_to_the_total(tmp_path):
 def test_mixing_matches_datasets_interleave_and_depends_on_the_seed(tmp_path):
     write_rows(tmp_path / "a.jsonl", numbers(5))
     write_rows(tmp_path / "b.jsonl", [{"n": 10 + number, "more": "text"} for number in range(40)])
-    got = read("a.jsonl,b.jsonl", probs=[0.3, 0.7], seed=7)
+    got = read("a.jsonl,b.jsonl", probs="0.3,0.7", seed=7)
     tables = [datasets.Dataset.from_list(numbers(5)), datasets.Dataset.from_list(numbers(40, start=10))]
     want = datasets.interleave_datasets(tables, probabilities=[0.3, 0.7], seed=7, stopping_strategy="all_exhausted")
     assert got == list(want["n"])
-    assert got == read("a.jsonl,b.jsonl", probs=[0.3, 0.7], seed=7)
-    assert got != read("a.jsonl,b.jsonl", probs=[0.3, 0.7], seed=8)
+    assert got == read("a.jsonl,b.jsonl", probs="0.3,0.7", seed=7)
+    assert got != read("a.jsonl,b.jsonl", probs="0.3,0.7", seed=8)
     assert set(got) == {*range(5), *range(10, 50)}
     assert max(collections.Counter(got).values()) > 1
 
@@ -143,7 +144,7 @@ def test_mixing_matches_datasets_interleave_and_depends_on_the_seed(tmp_path):
 def test_rows_keep_their_origin_after_mixing(tmp_path):
     write_rows(tmp_path / "a.jsonl", numbers(3))
     write_rows(tmp_path / "b.jsonl", numbers(3, start=10))
-    for record in load_dataset_rows("a.jsonl,b.jsonl", split="train", probs=[0.5, 0.5]):
+    for record in load_dataset_rows("a.jsonl,b.jsonl", split="train", probs="0.5,0.5"):
         file, first = ("b.jsonl", 10) if record.row["n"] >= 10 else ("a.jsonl", 0)
         assert str(record.place) == f"{file}, row {record.row['n'] - first + 1}"
 
@@ -151,14 +152,14 @@ def test_rows_keep_their_origin_after_mixing(tmp_path):
 def test_a_dataset_with_probability_zero_is_skipped(tmp_path, capsys):
     write_rows(tmp_path / "a.jsonl", numbers(3))
     write_rows(tmp_path / "b.jsonl", numbers(3, start=10))
-    assert read("a.jsonl,b.jsonl", probs=[1.0, 0.0]) == [0, 1, 2]
+    assert read("a.jsonl,b.jsonl", probs="1.0,0.0") == [0, 1, 2]
     assert "1 of 2 datasets have probability 0" in capsys.readouterr().err
 
 
 def test_probabilities_must_match_the_datasets(tmp_path):
     write_rows(tmp_path / "a.jsonl", numbers(3))
     with pytest.raises(ConfigError, match=r"^2 probabilities for 1 datasets$"):
-        read("a.jsonl", probs=[0.5, 0.5])
+        read("a.jsonl", probs="0.5,0.5")
 
 
 BAD_FILES = {
@@ -170,11 +171,11 @@ BAD_FILES = {
     "blank.jsonl": (b"\n  \n", "blank.jsonl is empty"),
     "header.csv": (b"a,b\n", "header.csv: cannot be loaded: it holds no rows"),
     "nothing.json": (b"[]", "nothing.json is empty"),
-    "number.jsonl": (b"3\n", "number.jsonl, row 1: an object with fields is wanted, but the number 3 came"),
+    "number.jsonl": (b"3\n", "number.jsonl, row 1: expected an object with fields, got the number 3"),
     "torn.parquet": (b"PAR1 and then nothing that belongs here", "torn.parquet: cannot be loaded: "),
     "torn.arrow": (b"nothing that belongs here", "torn.arrow: cannot be loaded: "),
-    "notes.txt": (b"hello", "notes.txt: .txt is no format that is read; .json, .jsonl, .csv, .parquet, .arrow are"),
-    "script.py": (b"", "script.py is a dataset script, which datasets no longer runs"),
+    "notes.txt": (b"hello", "notes.txt: unknown format: expected .json, .jsonl, .csv, .parquet, .arrow, got .txt"),
+    "script.py": (b"", "script.py is a dataset script, which `datasets` no longer runs"),
 }
 
 
@@ -222,7 +223,7 @@ def test_an_unreachable_hub_gives_one_line(monkeypatch):
 def test_missing_modelscope_gives_the_install_command():
     assert importlib.util.find_spec("modelscope") is None
     with pytest.raises(MissingExtraError, match=r"^--use_ms needs modelscope.*pip install modelscope$"):
-        read("org/name", use_ms=True)
+        read("org/name", loading=LoadingFlags(use_ms=True))
 
 
 def test_an_empty_dataset_list_is_rejected():

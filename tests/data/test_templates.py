@@ -96,18 +96,18 @@ def test_without_apply_chat_template_there_is_no_chat():
 
 
 def test_the_error_for_a_missing_template_names_the_flag():
-    with pytest.raises(ConfigError, match=r"^--apply_chat_template: the tokenizer brings no chat template"):
+    with pytest.raises(ConfigError, match=r"^--apply_chat_template: the tokenizer has no chat template"):
         open_with(None)
 
 
 def test_a_template_that_is_not_jinja_is_an_error():
-    with pytest.raises(ConfigError, match=r"^the chat template is no Jinja text: line 1: "):
+    with pytest.raises(ConfigError, match=r"^the chat template is not valid Jinja: line 1: "):
         open_with("{% for m in messages %}").render(conversation(*TURNS))
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('no tools here') }}", "{{ messages[0].content + 1 }}"])
 def test_the_error_of_a_template_names_the_row(template):
-    with pytest.raises(DataError, match=r"^data.jsonl, row 3: the chat template refuses this conversation: "):
+    with pytest.raises(DataError, match=r"^data.jsonl, row 3: the chat template rejects this conversation: "):
         open_with(template).render(conversation(*TURNS))
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from openrlhf.config.sections.data import LabelledResponseFlags, TemplateFlags
-from openrlhf.data.unpaired import labelled_rows, mismatched
+from openrlhf.data.preference import labelled_rows, mismatch_rows
 from openrlhf.errors import ConfigError, DataError
 from tests.data.chat_words import assistant, decode_row, user, word_tokenizer
 
@@ -42,11 +42,11 @@ def test_labels_may_have_any_supported_type(records, label, expected):
 
 
 @pytest.mark.parametrize(
-    ("label", "came"),
+    ("label", "got"),
     [(2, "the number 2"), (0.5, "the number 0.5"), ("yes", "the text 'yes'"), (None, "null"), (-1, "the number -1")],
 )
-def test_the_error_for_an_invalid_label_names_the_row(records, label, came):
-    message = rf"^data.jsonl, row 2, field 'label': 0, 1, true or false is wanted, but {came} came$"
+def test_the_error_for_an_invalid_label_names_the_row(records, label, got):
+    message = rf"^data.jsonl, row 2, field 'label': expected 0, 1, true or false, got {got}$"
     with pytest.raises(DataError, match=message):
         read(records(row("one", "two"), row("one", "two", label)))
 
@@ -69,7 +69,7 @@ def test_plain_rows_need_an_output_key(records):
 
 def test_mismatched_pairs_use_the_next_response_and_wrap_around(records):
     rows = read(records(row("one", "two"), row("three", "four four"), row("five", "six")))
-    got = mismatched(rows, 100)
+    got = mismatch_rows(rows, 100)
     assert [decode_row(item) for item in got] == [
         ("User: one four four<eos>", "four four<eos>"),
         ("User: three six<eos>", "six<eos>"),
@@ -79,11 +79,11 @@ def test_mismatched_pairs_use_the_next_response_and_wrap_around(records):
 
 def test_mismatched_pairs_are_truncated_and_end_in_eos(records):
     rows = read(records(row("one", "two"), row("three", "four four")))
-    assert decode_row(mismatched(rows, 6)[0]) == ("User: one four<eos>", "four<eos>")
+    assert decode_row(mismatch_rows(rows, 6)[0]) == ("User: one four<eos>", "four<eos>")
     assert decode_row(rows[1].tokens)[0] == "User: three four four<eos>"  # the row itself is untouched
 
 
 def test_a_single_row_is_paired_with_itself(records):
     (only,) = read(records(row("one", "two")))
-    assert decode_row(mismatched([only], 100)[0]) == decode_row(only.tokens)
-    assert mismatched([], 100) == []
+    assert decode_row(mismatch_rows([only], 100)[0]) == decode_row(only.tokens)
+    assert mismatch_rows([], 100) == []

@@ -32,7 +32,7 @@ from openrlhf.models.forward import (
     last_tokens,
 )
 from openrlhf.models.load import recompute_activations
-from openrlhf.training.model_checks import balances_experts
+from openrlhf.training.preflight import balances_experts
 from openrlhf.types import Batch
 from tests.tiny import CONFIGS
 

@@ -20,8 +20,8 @@ from openrlhf.models.load import (
     recompute_activations,
 )
 from openrlhf.models.self_test import choose_layout
-from openrlhf.training.device import explain_precision
 from openrlhf.training.optim import MasterOptimizer
+from openrlhf.training.preflight import explain_precision
 from openrlhf.types import TokenRow
 from tests.models.architectures import build
 from tests.tiny import make_model, make_tokenizer

@@ -22,7 +22,7 @@ from openrlhf.algo.reduce import Metrics
 from openrlhf.algo.token_loss import kd_loss, sft_loss
 from openrlhf.config.sections.training import OptimizerFlags
 from openrlhf.data.collate import Layout
-from openrlhf.data.readings import Texts
+from openrlhf.data.retokenization import Retokenizer
 from openrlhf.models.attention import SEGMENTED
 from openrlhf.models.forward import DistillationTerms, HiddenStates, LogProbs, Network, Teacher
 from openrlhf.rl.reward_models import ProcessRewardModel
@@ -101,7 +101,7 @@ class Distil(Sft):
 
     def loss(self, run: Run, batch: Batch, totals: Tensor) -> tuple[Tensor, Metrics]:
         hidden = self.teacher.forward(batch, HiddenStates).hidden
-        outputs = run(batch, DistillationTerms, teacher=Teacher(hidden, self.teacher.head))
+        outputs = run(batch, DistillationTerms, teacher=Teacher(hidden, self.teacher.network.vocabulary_head))
         return kd_loss(outputs.log_probs, outputs.cross, batch.target_mask, totals[0], 0.4)
 
 
@@ -129,4 +129,4 @@ def judged_rows(rank: int) -> list[NDArray[np.int32]]:
 def step_scorer(model: Frozen) -> ProcessRewardModel:
     tokenizer: Any = None  # not needed: the rows are already tokens
     batching = Batching(Layout(packing=True, pad_id=0), size=1, token_budget=24)
-    return ProcessRewardModel(model, Texts(tokenizer, tokenizer, shared=True), batching, 5, (11, 12), "mean")
+    return ProcessRewardModel(model, Retokenizer(tokenizer, tokenizer, shared=True), batching, 5, (11, 12), "mean")

@@ -12,7 +12,7 @@ from torch import distributed as dist
 
 from openrlhf.config.sections.training import ShardingFlags
 from openrlhf.training.deepspeed import DeepSpeedBackend
-from openrlhf.training.deepspeed_start import start_distributed
+from openrlhf.training.processes import start_distributed
 from tests.training.deepspeed_cases import RATE, SETTINGS, load_network, of_rank, step_batches, train
 
 

@@ -20,13 +20,12 @@ from torch import distributed as dist
 from openrlhf.config.sections.training import ShardingFlags
 from openrlhf.errors import BackendError
 from openrlhf.models.forward import LogProbs
-from openrlhf.training import compiled_layers
+from openrlhf.training import backend as shared_parts
 from openrlhf.training import deepspeed as backends
 from openrlhf.training.audit import Audit
 from openrlhf.training.deepspeed import DeepSpeedBackend, DeepSpeedFrozen
-from openrlhf.training.deepspeed_shards import hold_whole
-from openrlhf.training.deepspeed_sleep import put_to_sleep, wake_up
-from openrlhf.training.deepspeed_start import sharded_loading, start_distributed
+from openrlhf.training.deepspeed_shards import keep_gathered, put_to_sleep, wake_up
+from openrlhf.training.processes import sharded_loading, start_distributed
 from tests.training.deepspeed_cases import (
     RATE,
     SETTINGS,
@@ -48,12 +47,12 @@ MANY = 384  # micro-batches
 @contextmanager
 def offloading() -> Iterator[None]:
     """Make backends configure DeepSpeed as for a GPU; on a CPU they would not ask it to offload."""
-    here = backends._site
-    backends._site = lambda network, device: replace(here(network, device), device_type="cuda")
+    here = backends._facts
+    backends._facts = lambda network, device: replace(here(network, device), device_type="cuda")
     try:
         yield
     finally:
-        backends._site = here
+        backends._facts = here
 
 
 class Worker:
@@ -97,7 +96,7 @@ class Worker:
             "tied": (ShardingFlags(zero_stage=3), {"model": "tied"}),
             "experts": (ShardingFlags(zero_stage=3), {"model": "mixtral", "with_aux_loss": True}),
         }
-        compiled_layers.COMPILER = "aot_eager"
+        shared_parts.COMPILER = "aot_eager"
         for name, (sharding, kwargs) in cases.items():
             backend = self.build(sharding, **kwargs)
             results[name] = train(backend, [self.mine(step) for step in range(3)])
@@ -171,7 +170,7 @@ class Worker:
         for step in range(3):
             put_to_sleep(backend.engine, backend.network, backend.optimizer, stage, backend.host)
             wake_up(backend.engine, stage, backend.host)
-            hold_whole(backend.held)
+            keep_gathered(backend.head_parameters)
             parts.append(train(backend, [self.mine(step)], first=step))
         return {key: [part[key][0] for part in parts] for key in parts[0]}
 

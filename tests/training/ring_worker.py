@@ -13,7 +13,7 @@ from torch import distributed as dist
 
 from openrlhf.config.sections.training import ShardingFlags
 from openrlhf.training.deepspeed import DeepSpeedBackend, DeepSpeedFrozen
-from openrlhf.training.deepspeed_start import start_distributed
+from openrlhf.training.processes import start_distributed
 from tests.training.deepspeed_cases import RATE, SETTINGS, Distil, load_network, of_rank, step_batches, train
 
 CPU = torch.device("cpu")

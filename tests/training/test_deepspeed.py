@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from openrlhf.config.sections.training import ShardingFlags
 from openrlhf.models.forward import LogProbs
 from openrlhf.models.plain import checkpoint_places, load_weights
-from openrlhf.training.deepspeed_config import Site, engine_config, frozen_config
+from openrlhf.training.deepspeed_config import NetworkFacts, engine_config, frozen_config
 from openrlhf.training.local import LocalBackend, LocalFrozen
 from tests.commands import free_port, run_processes, torchrun
 from tests.tiny import make_model
@@ -303,14 +303,14 @@ def test_the_deepspeed_launcher_starts_two_ranks(folder: Path, local: Local) -> 
     assert_same_training(seen, local()[1])
 
 
-def make_site(**facts: Any) -> Site:
+def network_facts(**facts: Any) -> NetworkFacts:
     usual = {"dtype": torch.bfloat16, "device_type": "cuda", "hidden_size": 64, "num_parameters": 1000}
-    return Site(**usual | facts)
+    return NetworkFacts(**usual | facts)
 
 
 def test_flags_become_deepspeed_settings() -> None:
     sharding = ShardingFlags(zero_stage=3, adam_offload=True, zpg=2, overlap_comm=True, grad_accum_dtype="fp32")
-    config = engine_config(sharding, SETTINGS.max_norm, make_site(), universal=True)
+    config = engine_config(sharding, SETTINGS.max_norm, network_facts(), universal=True)
     zero = config["zero_optimization"]
     assert zero["stage"] == 3
     assert zero["offload_optimizer"]["device"] == "cpu"
@@ -325,17 +325,18 @@ def test_flags_become_deepspeed_settings() -> None:
 
 
 def test_offloading_has_no_effect_on_a_cpu() -> None:
-    here = make_site(dtype=torch.float32, device_type="cpu")
+    here = network_facts(dtype=torch.float32, device_type="cpu")
     assert (
         "offload_optimizer"
         not in engine_config(ShardingFlags(adam_offload=True), SETTINGS.max_norm, here)["zero_optimization"]
     )
-    assert "offload_param" not in frozen_config(ShardingFlags(zero_stage=3), here, offload=True)["zero_optimization"]
-    assert "offload_param" in frozen_config(ShardingFlags(zero_stage=3), make_site(), offload=True)["zero_optimization"]
+    sharded = ShardingFlags(zero_stage=3)
+    assert "offload_param" not in frozen_config(sharded, here, offload=True)["zero_optimization"]
+    assert "offload_param" in frozen_config(sharded, network_facts(), offload=True)["zero_optimization"]
 
 
 def test_tensor_parallelism_keeps_complete_logits() -> None:
-    config = engine_config(ShardingFlags(ds_tensor_parallel_size=2), SETTINGS.max_norm, make_site())
+    config = engine_config(ShardingFlags(ds_tensor_parallel_size=2), SETTINGS.max_norm, network_facts())
     assert config["tensor_parallel"] == {"autotp_size": 2, "vocab_parallel_lm_head": False}
 
 
@@ -352,5 +353,5 @@ def test_tensor_parallelism_keeps_complete_logits() -> None:
     ],
 )
 def test_sharded_bf16_gradients_are_summed_in_fp32(flags: dict[str, Any], dtype: torch.dtype, summed_in: str) -> None:
-    config = engine_config(ShardingFlags(**flags), SETTINGS.max_norm, make_site(dtype=dtype))
+    config = engine_config(ShardingFlags(**flags), SETTINGS.max_norm, network_facts(dtype=dtype))
     assert config.get("data_types", {"grad_accum_dtype": None}) == {"grad_accum_dtype": summed_in}

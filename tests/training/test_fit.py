@@ -10,12 +10,18 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from openrlhf.config.sections.training import OptimizerFlags
+from openrlhf.config.sections.training import (
+    BatchFlags,
+    CheckpointFlags,
+    LogFlags,
+    OptimizerFlags,
+    SupervisedOptimizerFlags,
+)
 from openrlhf.data.collate import collate
 from openrlhf.errors import BackendError
 from openrlhf.models.forward import Network
 from openrlhf.monitor import Monitor
-from openrlhf.training.fit import Fit, Interrupted, Plan, Saving
+from openrlhf.training.fit import Fit, Interrupted
 from openrlhf.training.local import LocalBackend
 from openrlhf.training.objectives import SFT
 from openrlhf.training.order import Order
@@ -60,15 +66,18 @@ def fit(folder, tmp_path):
         backend = LocalBackend(
             Network(AutoModelForCausalLM.from_pretrained(folder)), OptimizerFlags(), CPU, learning_rate=1e-2
         )
-        order = Order(num_rows=len(train), batch_size=4, epochs=epochs, seed=0)
-        saving = Saving(tmp_path / "ckpt", every=every)
         return Fit(
             backend=backend,
             objective=SFT(),
             collate=partial(collate, packing=False, pad_id=1),
             rows=train,
             eval_rows=held_out,
-            plan=Plan(order, 3, 1e-2, lambda step: 1.0, saving, eval_every=eval_every),
+            order=Order(num_rows=len(train), batch_size=4, epochs=epochs, seed=0),
+            schedule=lambda step: 1.0,
+            batches=BatchFlags(train_batch_size=4, micro_train_batch_size=3, max_epochs=epochs),
+            optimizer=SupervisedOptimizerFlags(learning_rate=1e-2),
+            checkpoints=CheckpointFlags(ckpt_path=str(tmp_path / "ckpt"), save_steps=every),
+            logs=LogFlags(eval_steps=eval_every),
             monitor=Monitor([sink] if sink else []),
         )
 

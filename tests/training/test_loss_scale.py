@@ -14,8 +14,8 @@ from openrlhf.errors import BackendError
 from openrlhf.models.forward import Network
 from openrlhf.models.load import add_adapters, load_causal_lm
 from openrlhf.training.local import LocalBackend
-from openrlhf.training.loss_scale import GROWTH_INTERVAL, INITIAL, LossScale
 from openrlhf.training.objectives import SFT, count
+from openrlhf.training.optim import GROWTH_INTERVAL, INITIAL_SCALE, LossScale
 from openrlhf.types import TokenRow
 from tests.tiny import make_model, make_tokenizer
 
@@ -73,7 +73,7 @@ def test_gradients_of_a_mean_over_many_tokens_do_not_underflow(folder):
     plain.loss_scale = None
     error = {
         "unscaled": (gradient_of(plain) - exact).norm() / exact.norm(),
-        "scaled": (gradient_of(scaled, INITIAL) - exact).norm() / exact.norm(),
+        "scaled": (gradient_of(scaled, INITIAL_SCALE) - exact).norm() / exact.norm(),
     }
     assert error["unscaled"] > 0.3
     assert error["scaled"] < 0.01
@@ -86,7 +86,7 @@ def test_a_step_changes_the_weights_like_fp32(folder, lora):
         backend.forward_backward([batch()], SFT())
     assert scaled.optim_step(1.0) == pytest.approx(exact.optim_step(1.0), rel=0.01)
     assert exact.loss_scaling() == {}
-    assert scaled.loss_scaling() == {"loss_scale": INITIAL, "skipped_steps": 0}
+    assert scaled.loss_scaling() == {"loss_scale": INITIAL_SCALE, "skipped_steps": 0}
 
 
 def test_a_step_that_overflows_is_skipped_and_lowers_the_scale(folder, capsys):
@@ -95,7 +95,7 @@ def test_a_step_that_overflows_is_skipped_and_lowers_the_scale(folder, capsys):
     backend.forward_backward([batch()], OverflowingLoss())
     assert backend.optim_step(1.0) is None
     assert "skipped: gradients overflow with a loss scale of 65536, now 32768" in capsys.readouterr().err
-    assert backend.loss_scaling() == {"loss_scale": INITIAL / 2, "skipped_steps": 1}
+    assert backend.loss_scaling() == {"loss_scale": INITIAL_SCALE / 2, "skipped_steps": 1}
     assert_close(backend.optimizer.state(), before, rtol=0, atol=0)
     backend.forward_backward([batch()], SFT())
     assert backend.optim_step(1.0) > 0
@@ -113,9 +113,9 @@ def test_a_saved_run_resumes_bit_for_bit(folder, tmp_path):
     whole.save(tmp_path)
     train(whole, range(3, 6))
     resumed.load(tmp_path)
-    assert resumed.loss_scaling() == {"loss_scale": INITIAL / 2, "skipped_steps": 1}
+    assert resumed.loss_scaling() == {"loss_scale": INITIAL_SCALE / 2, "skipped_steps": 1}
     train(resumed, range(3, 6))
-    assert resumed.loss_scaling() == whole.loss_scaling() == {"loss_scale": INITIAL / 4, "skipped_steps": 2}
+    assert resumed.loss_scaling() == whole.loss_scaling() == {"loss_scale": INITIAL_SCALE / 4, "skipped_steps": 2}
     assert_close(resumed.optimizer.state(), whole.optimizer.state(), rtol=0, atol=0)
 
 
@@ -123,7 +123,7 @@ def test_the_scale_grows_after_many_steps_and_never_falls_below_one():
     scale = LossScale()
     for _ in range(GROWTH_INTERVAL):
         scale.update(overflowed=False)
-    assert (scale.value, scale.applied) == (2 * INITIAL, 0)
+    assert (scale.value, scale.applied) == (2 * INITIAL_SCALE, 0)
     for _ in range(17):
         scale.update(overflowed=True)
     assert (scale.value, scale.skipped) == (1.0, 17)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from openrlhf.training.local import LocalBackend, LocalFrozen
-from openrlhf.training.ring_groups import Layout
+from openrlhf.training.ring_groups import ProcessGrid
 from tests.commands import run_processes, torchrun
 from tests.tiny import make_model
 from tests.training.deepspeed_cases import RATE, SETTINGS, Distil, load_network, step_batches, train
@@ -71,9 +71,9 @@ def test_a_teacher_uses_the_ring_too(folder: Path, processes: list[dict[str, Any
 
 
 def test_neighbouring_ranks_form_a_ring() -> None:
-    layout = Layout(world=8, ring=2, tensor=1)
+    layout = ProcessGrid(world=8, ring=2, tensor=1)
     assert list(layout.rings()) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert list(layout.lanes()) == [[0, 2, 4, 6], [1, 3, 5, 7]]
-    beside = Layout(world=8, ring=2, tensor=2)
+    beside = ProcessGrid(world=8, ring=2, tensor=2)
     assert list(beside.rings()) == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert list(beside.lanes()) == [[0, 4], [1, 5], [2, 6], [3, 7]]

@@ -2,8 +2,7 @@
 
 import torch
 
-from openrlhf.training.device import seed_dropout
-from openrlhf.training.rng import load_rng, save_rng
+from openrlhf.training.rng import load_rng, save_rng, seed_dropout
 
 
 def test_random_states_are_restored(tmp_path):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from openrlhf.agents.executor import shorten
 from openrlhf.agents.interface import CompletionOutput
 from openrlhf.agents.transcript import Transcript, tokenise
-from openrlhf.data.messages import Conversation, Field, Message, read_message
+from openrlhf.data.messages import Conversation, Message, read_message
 from openrlhf.data.records import Place
 from openrlhf.errors import DataError, RolloutError
 
@@ -115,28 +115,28 @@ def comparable(message: Message) -> tuple[object, ...]:
 
 def read_chat(given: object) -> list[Message]:
     """Read the messages of a request in the form that templates expect: text content, call arguments as objects."""
-    at = Field(REQUEST, "messages")
+    at = Place(REQUEST.source, REQUEST.row, "messages")
     if not isinstance(given, list) or not given:
-        raise at.wants("a list of messages", given)
+        raise at.mismatch("a list of messages", given)
     messages = [read_message(item, at) for item in given]
     for message in messages:
         calls = message.pop("tool_calls", None)
         if calls and not isinstance(calls, list):
-            raise at.wants("a list of tool calls", calls)
+            raise at.mismatch("a list of tool calls", calls)
         if calls:
             message["tool_calls"] = [decode_call(call, at) for call in calls]
     return messages
 
 
-def decode_call(call: object, at: Field) -> Message:
+def decode_call(call: object, at: Place) -> Message:
     """Validate a tool call and decode arguments that came as JSON text."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise at.wants("a tool call with function.name and function.arguments", call)
+        raise at.mismatch("a tool call with function.name and function.arguments", call)
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
         except json.JSONDecodeError:
-            raise at.wants("JSON as the arguments of a tool call", arguments) from None
+            raise at.mismatch("JSON as the arguments of a tool call", arguments) from None
     return {**call, "function": {**function, "arguments": arguments}}

@@ -1,7 +1,8 @@
 """Translation of samples between the policy's tokens and those of a reward model.
 
-A reward model with another vocabulary reads the sample's text, tokenised again with its own tokenizer. `Texts` makes
-these tokens and maps positions in them, such as the ends of steps, back to tokens of the sample.
+A reward model with another vocabulary reads the sample's text, tokenised again with its own tokenizer. `Retokenizer`
+makes these tokens and maps positions in them, such as the ends of steps, back to tokens of the sample. Reward models
+in RL (`rl.reward_models`) and in batch inference use it.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from openrlhf.types import Trajectory
 
 
 @dataclass(frozen=True)
-class Texts:
+class Retokenizer:
     """Tokeniser of samples for one model: it keeps the sampled tokens if the vocabulary is shared (`shared`).
 
     Otherwise it decodes a sample with the policy's tokenizer and tokenises the text with the model's own.
     """
 
     policy: PreTrainedTokenizerBase
-    own: PreTrainedTokenizerBase
-    shared: bool
+    own: PreTrainedTokenizerBase  # of the reward model
+    shared: bool  # whether both have the same vocabulary
 
     def ids(self, item: Trajectory) -> NDArray[np.int32]:
         """Return the sample as tokens of the model."""
@@ -55,20 +56,13 @@ class Texts:
         _, offsets = tokenize(text, self.own)
         ends = [int(offsets[place][1]) if place < len(offsets) else None for place in found]  # None: the added EOS
         sampled = item.input_ids[:last] if ended else item.input_ids
-        known = self._offsets(text, sampled)
-        if known is not None:
-            return [last if end is None else last_token_to(end, known) for end in ends]
+        # If the policy's tokenizer makes the sampled tokens from the text, it also knows at which character each ends.
+        # It may make others, and a slow tokenizer has no offsets.
+        if self.policy.is_fast:
+            ids, offsets = tokenize(text, self.policy)  # [tokens], [tokens, 2]
+            if tuple(ids.tolist()) == tuple(sampled):
+                return [last if end is None else last_token_to(end, offsets[:, 1]) for end in ends]
         return [last if end is None else token_at(end, text, sampled, self.policy) for end in ends]
-
-    def _offsets(self, text: str, sampled: Sequence[int]) -> NDArray[np.int64] | None:
-        """Return the character at which each sampled token ends; None if tokenising the text gives other tokens.
-
-        It is None also for a slow tokenizer, which has no offsets.
-        """
-        if not self.policy.is_fast:
-            return None
-        ids, offsets = tokenize(text, self.policy)
-        return offsets[:, 1] if tuple(ids.tolist()) == tuple(sampled) else None
 
     def _text(self, item: Trajectory) -> tuple[str, bool]:
         """Return the sample's text without its final EOS, and whether it had one."""
@@ -92,9 +86,8 @@ def token_at(end: int, text: str, ids: Sequence[int], tokenizer: PreTrainedToken
     But a longer prefix of the tokens decodes to at least as much of the text, so bisection works. A prefix that stops
     inside a character decodes to a replacement character there, which does not match.
     """
-    wanted = text[:end]
-
-    def says_it(last: int) -> bool:
-        return str(tokenizer.decode(list(ids[: last + 1]))).startswith(wanted)
-
-    return bisect_left(range(len(ids) - 1), True, key=says_it)
+    return bisect_left(
+        range(len(ids) - 1),
+        True,
+        key=lambda last: str(tokenizer.decode(list(ids[: last + 1]))).startswith(text[:end]),
+    )

@@ -1,0 +1,116 @@
+"""Checks and notices that depend on the models' config.json files or on the device, before any weights load.
+
+The rules in `config/checks` see only flags. `check_models` adds the rules that need the architecture of the models
+(experts, attention heads). The `explain_*` functions name the flags that have no effect on this device or with these
+models, as `config/no_effect` does for flags alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import PretrainedConfig
+
+from openrlhf.config.commands import DPOConfig, KDConfig, KTOConfig, RLConfig, TrainingConfig
+from openrlhf.config.no_effect.lines import answers
+from openrlhf.config.no_effect.table import ON_CPU, STEPS_ONLY, WITHOUT_STEPS
+from openrlhf.config.runtime import critic_model, uses_reference
+from openrlhf.config.sections.model import LoadingFlags, ModelFlags
+from openrlhf.errors import ConfigError
+from openrlhf.models.liger import liger_knows
+from openrlhf.models.load import read_config
+from openrlhf.models.ring import check_ring
+from openrlhf.monitor import say
+from openrlhf.training.objectives import AUX_ON
+
+
+def check_models(config: TrainingConfig) -> None:
+    """Check the flags for experts, ring attention and tensor parallelism against the models to be trained."""
+    sharding, coef = config.sharding, config.model.aux_loss_coef
+    if coef <= AUX_ON and sharding.ring_attn_size == sharding.ds_tensor_parallel_size == 1:
+        return
+    name = str(config.model.pretrain)
+    trained = read_config(name, config.model)
+    check_layout(config, name, trained)
+    if coef > AUX_ON and not balances_experts(config.model, trained):
+        raise ConfigError(
+            f"--aux_loss_coef {coef:g} balances the experts of a mixture, but {name} has none",
+            try_this="without --aux_loss_coef",
+        )
+    if isinstance(config, RLConfig) and (name := critic_model(config)) is not None:
+        critic = read_config(name, config.model)
+        check_layout(config, name, critic)
+        if coef > AUX_ON and not balances_experts(config.model, critic):
+            say(f"--aux_loss_coef does not apply to the critic: {name} has no experts")
+
+
+def check_layout(config: TrainingConfig, name: str, model: PretrainedConfig) -> None:
+    """Check that the ring attention settings suit the model and that tensor parallelism divides its heads."""
+    if config.sharding.ring_attn_size > 1:
+        check_ring(model, config.sharding)
+    size = config.sharding.ds_tensor_parallel_size
+    heads = getattr(model.get_text_config(), "num_attention_heads", size)
+    if heads % size:
+        raise ConfigError(f"--ds_tensor_parallel_size {size} does not divide the {heads} attention heads of {name}")
+
+
+def balances_experts(model: ModelFlags, config: PretrainedConfig) -> bool:
+    """Return whether the load-balancing loss is on and the model has experts."""
+    return model.aux_loss_coef > AUX_ON and "router_aux_loss_coef" in config.to_dict()
+
+
+def explain_hardware(config: TrainingConfig, device: torch.device) -> None:
+    """Name the flags that have no effect on this device or with these model families."""
+    names = model_names(config)
+    explain_precision(config.model.param_dtype, device)
+    if device.type == "cpu":
+        if config.sharding.adam_offload:
+            say("--adam_offload has no effect: the optimizer of a CPU run is in host memory already")
+        for line in answers(config, ON_CPU):
+            say(line)
+    elif config.model.use_liger_kernel:
+        for name in names:
+            family = read_config(name, config.model).model_type
+            if not liger_knows(family):
+                say(f"--use_liger_kernel has no effect on {name}: Liger has no kernels for {family}")
+    explain_experts(config.model, *names)
+
+
+def model_names(config: TrainingConfig) -> list[str]:
+    """Return the name of every model that the run loads, without duplicates."""
+    names: list[str | None] = [config.model.pretrain]
+    match config:
+        case RLConfig():
+            names += [critic_model(config), config.critic.ref_pretrain if uses_reference(config) else None]
+            names += config.rewards.reward_models if config.rewards.scored_by_models else ()
+        case DPOConfig(reference=reference) | KTOConfig(reference=reference):
+            names.append(reference.ref_pretrain)
+        case KDConfig(objective=objective):
+            names.append(objective.teacher_model)
+    return list(dict.fromkeys(name for name in names if name))
+
+
+def explain_precision(asked: str, device: torch.device) -> None:
+    """Say that a CPU run computes in fp32 whatever precision was requested."""
+    if device.type == "cpu" and asked != "fp32":
+        say(f"no GPU: everything computes in fp32, since {asked} is many times slower on a CPU")
+
+
+def explain_experts(loading: LoadingFlags, *names: str) -> None:
+    """Say that --experts_implementation has no effect if no model has experts."""
+    if loading.experts_implementation is None:
+        return
+    known = [read_config(name, loading).get_text_config().to_dict() for name in names]
+    if not any("experts" in key for settings in known for key in settings):
+        say(f"--experts_implementation {loading.experts_implementation} has no effect: no model has experts")
+
+
+def explain_reward_models(config: RLConfig) -> None:
+    """Name the flags that apply to process or outcome reward models when the run has none of that kind."""
+    if not config.rewards.scored_by_models:
+        return
+    saved = [read_config(name, config.model).to_dict() for name in config.rewards.reward_models]
+    scores_steps = ["placeholder_token" in one for one in saved]
+    lines = [] if any(scores_steps) else answers(config, WITHOUT_STEPS)
+    lines += answers(config, STEPS_ONLY) if all(scores_steps) else []
+    for line in lines:
+        say(line)
