@@ -81,10 +81,3 @@ class Call:
             sent = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self.generate(request), self.home))
             self.requests[number] = request, mark_retrieved(sent)
         return self.requests[number][1]
-
-    def result(self) -> CallResult:
-        """Return the result of the finished call, or raise its CallFailure; all requests must have been answered."""
-        result = self.answer.result()
-        requests = [self.requests[number] for number in sorted(self.requests)]
-        completions = tuple(answer.result() for _, answer in requests)
-        return CallResult(result, completions, tuple(request.params for request, _ in requests))

@@ -116,7 +116,10 @@ class Pool:
             self._assign()
             await asyncio.wait({call.answer})
             async with call.engine_turn:  # the session may be closed only after its last request was answered
-                return call.result()
+                result = call.answer.result()  # raises the call's failure
+                requests = [call.requests[number] for number in sorted(call.requests)]
+                completions = tuple(request_answer.result() for _, request_answer in requests)
+                return CallResult(result, completions, tuple(request.params for request, _ in requests))
         finally:
             self.calls.remove(call)
             if call in self.queue:
