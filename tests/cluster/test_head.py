@@ -43,7 +43,7 @@ def reward_func(queries, prompts, labels):
             os.kill(int(pid), signal.SIGKILL)
     return {"rewards": [float(len(query)) for query in queries]}
 """
-GONE = "openrlhf: error: the head of Ray at "
+GONE = "openrlhf: error: the Ray head node at "
 TRY = " is gone, so the run cannot continue. Try: the same command with --load_checkpoint, "
 
 
