@@ -154,8 +154,7 @@ class Network(nn.Module):
         `temperature` divides the logits: a single one, or [rows, tokens]. `teacher` is for DistillationTerms.
         """
         if issubclass(wanted, OwnLogProbs | OwnScores):
-            own = self._own_scores(batch) if issubclass(wanted, OwnScores) else self._own_log_probs(batch)
-            found, aux_loss = {"scores" if issubclass(wanted, OwnScores) else "log_probs": own}, None
+            found, aux_loss = self._own(batch, scores=issubclass(wanted, OwnScores)), None
         else:
             found, aux_loss = self._compute(batch, wanted, temperature, teacher)
         return wanted(aux_loss=aux_loss, **found)
@@ -164,7 +163,11 @@ class Network(nn.Module):
         self, batch: Batch, wanted: type[Outputs], temperature: float | Tensor, teacher: Teacher | None
     ) -> tuple[dict[str, Tensor], Tensor | None]:
         """Return the wanted outputs by field name, and the auxiliary loss."""
-        share = None if self.ring is None else share_of(batch, self.ring)
+        share = None
+        if self.ring is not None:
+            assert len(batch.input_ids) == 1, "a ring shares packed rows"
+            starts = (batch.position_ids[0] == 0).nonzero().squeeze(-1)  # [sequences]
+            share = Share.of((*starts.tolist(), batch.input_ids.shape[1]), self.ring)
         hidden, aux_loss = self._hidden(batch, share)  # [tokens, hidden]
         states = SelectedStates(hidden, selected_places(batch, wanted), share)
         if issubclass(wanted, Scores | Values):
@@ -227,20 +230,21 @@ class Network(nn.Module):
             arguments = {name: value for name, value in arguments.items() if name in self._accepted}
         return self.decoder_without_head(**arguments)
 
-    def _own_log_probs(self, batch: Batch) -> Tensor:
-        """Return log-probs [rows, tokens] by the model's own forward, each sequence alone."""
-        found = torch.zeros(batch.input_ids.numel(), device=batch.input_ids.device)
+    def _own(self, batch: Batch, *, scores: bool) -> dict[str, Tensor]:
+        """Return scores [sequences] or log-probs [rows, tokens] by the model's own forward, each sequence alone."""
+        per_sequence = []  # scores, [] each
+        log_probs = torch.zeros(batch.input_ids.numel(), device=batch.input_ids.device)
         for call in single_calls(batch):
             ids = call.arguments["input_ids"]  # [1, tokens]
-            logits = self.decoder(input_ids=ids).logits[0, :-1].float()  # [tokens - 1, vocabulary]
-            assert call.batch_places is not None
-            found[call.batch_places[1:]] = logits.log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
-        return torch.where(batch.target_mask, found.view_as(batch.target_mask), 0.0)
-
-    def _own_scores(self, batch: Batch) -> Tensor:
-        """Return scores [sequences] by the model's own forward, each sequence alone."""
-        rows = (call.arguments["input_ids"] for call in single_calls(batch))
-        return torch.stack([self.decoder(input_ids=row).logits.float().squeeze() for row in rows])
+            logits = self.decoder(input_ids=ids).logits.float()  # [1, 1] or [1, tokens, vocabulary]
+            if scores:
+                per_sequence.append(logits.squeeze())
+            elif call.batch_places is not None:
+                found = logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])  # [tokens - 1, 1]
+                log_probs[call.batch_places[1:]] = found.squeeze(-1)
+        if scores:
+            return {"scores": torch.stack(per_sequence)}
+        return {"log_probs": torch.where(batch.target_mask, log_probs.view_as(batch.target_mask), 0.0)}
 
     def _aux_loss(self, router_logits: tuple[Tensor, ...], attention_mask: Tensor | None) -> Tensor:
         """Return the load-balancing loss of the model's own module (Switch Transformer, arXiv 2101.03961, eq. 4)."""
@@ -284,13 +288,6 @@ def selected_places(batch: Batch, wanted: type[Outputs]) -> Tensor:
         return last_tokens(batch)
     targets = batch.target_mask.flatten().nonzero().squeeze(-1)  # [targets]
     return targets if issubclass(wanted, TargetLogits) else targets - 1  # a token is predicted by the state before it
-
-
-def share_of(batch: Batch, ring: Ring) -> Share:
-    """Return this process's share of a packed row."""
-    assert len(batch.input_ids) == 1, "a ring shares packed rows"
-    starts = (batch.position_ids[0] == 0).nonzero().squeeze(-1)
-    return Share.of((*starts.tolist(), batch.input_ids.shape[1]), ring)
 
 
 def last_tokens(batch: Batch) -> Tensor:

@@ -24,7 +24,7 @@ from openrlhf.config.runtime import old_log_probs_are_the_engines, scores_policy
 from openrlhf.config.sections.rl import Estimator, RewardFlags
 from openrlhf.rl.samples import Batching, RolloutTokens, stack
 from openrlhf.rl.workers import Workers, merge_steps
-from openrlhf.types import PolicyBatch, StepRewards, Trajectory
+from openrlhf.types import PolicyBatch, Trajectory
 
 
 @dataclass(frozen=True)
@@ -144,16 +144,12 @@ async def with_model_rewards(
             item = replace(item, score=score)
         if not each_step:
             return replace(item, reward=score)
-        return _with_steps(item, given.steps[place], None if given.outcomes is None else float(given.outcomes[place]))
+        # The reward of the whole sample, if any, goes to its last action token.
+        whole = () if given.outcomes is None else ((last_action(item), float(given.outcomes[place])),)
+        steps = merge_steps(given.steps[place], whole)
+        return replace(item, reward=math.fsum(reward for _, reward in steps), step_rewards=steps)
 
     return [rewarded(item) for item in trajectories]
-
-
-def _with_steps(item: Trajectory, steps: StepRewards, outcome: float | None) -> Trajectory:
-    """Reward each step of a sample; the reward of the whole sample, if any, goes to its last action token."""
-    whole = () if outcome is None else ((last_action(item), outcome),)
-    merged = merge_steps(steps, whole)
-    return replace(item, reward=math.fsum(reward for _, reward in merged), step_rewards=merged)
 
 
 async def score(tokens: RolloutTokens, workers: Workers, batching: Batching, *, log_probs: bool) -> RolloutScores:

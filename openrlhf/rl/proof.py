@@ -88,12 +88,13 @@ class GapWatch:
             pairs[-1] = [min(trajectories, key=lambda item: len(item.input_ids)), *pairs[-1]]
         batches = [batch_trajectories(pair, self.batching.layout) for pair in pairs]
         scores = await self.workers.log_probs(batches)
-        apart = [
-            (item, _differences(tensor[batch.sequence_ids == number].tolist(), item))
-            for pair, batch, tensor in zip(pairs, batches, scores, strict=True)
-            for number, item in enumerate(pair)
-            if item in chosen
-        ]
+        apart = []  # (sample, |log p - log p'| of each token that the engine sampled)
+        for pair, batch, tensor in zip(pairs, batches, scores, strict=True):
+            for number, item in enumerate(pair):
+                trained = tensor[batch.sequence_ids == number].tolist()
+                tokens = zip(trained, item.rollout_log_probs, item.action_mask, strict=True)
+                if item in chosen:
+                    apart.append((item, [abs(own - sampled) for own, sampled, acts in tokens if acts]))
         gap = self._judge(apart, step)
         self.proved = self.proved or self.moved
         return {"rollout/log_prob_difference": gap}
@@ -178,9 +179,3 @@ def choose(fresh: Sequence[Trajectory], batching: Batching) -> Sequence[Trajecto
     if sum(sorted(len(item.input_ids) for item in spread)[-2:]) <= room:
         return spread
     return sorted(fresh, key=lambda item: len(item.input_ids))[:SAMPLES]
-
-
-def _differences(trained: Sequence[float], item: Trajectory) -> list[float]:
-    """Return |log p - log p'| of each token that the engine sampled."""
-    tokens = zip(trained, item.rollout_log_probs, item.action_mask, strict=True)
-    return [abs(own - sampled) for own, sampled, acts in tokens if acts]

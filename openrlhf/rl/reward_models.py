@@ -22,7 +22,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.sections.model import LoadingFlags
-from openrlhf.data.collate import Layout
 from openrlhf.data.process import one_token
 from openrlhf.data.retokenization import Retokenizer
 from openrlhf.data.tokens import check_fast
@@ -135,15 +134,10 @@ class OutcomeRewardModel:
         """Return an unweighted reward for each row of the model's own tokens: [rows]."""
         scores = torch.zeros(len(rows))  # [rows]
         for places, part in rounds(self.batching, rows, self.model):
-            found = scores_of(part, self.model, self.batching.layout)  # [rows of the micro-batch]
+            batch = self.batching.layout.batch([TokenRow(row, np.zeros(len(row), bool)) for row in part])
+            found = self.model.forward(batch, Scores).scores.cpu()  # [rows of the micro-batch]
             scores[places] = found[: len(places)]  # a repeated micro-batch has no places
         return (scores - self.mean) / self.std
-
-
-def scores_of(rows: Sequence[Row], model: Frozen, layout: Layout) -> Tensor:
-    """Return the scalar head's output at the last token of each row, from one forward: [rows], on the CPU."""
-    batch = layout.batch([TokenRow(row, np.zeros(len(row), bool)) for row in rows])
-    return model.forward(batch, Scores).scores.cpu()
 
 
 @dataclass(frozen=True)

@@ -193,7 +193,9 @@ class Saver:
         Always False if --save_steps is off.
         """
         state, values, every = controller.state, controller.last_evaluation, self.config.logs.eval_steps
-        key = self.config.critic.best_metric_key or usual_metric(values)
+        # By default, pass@1 of the first datasource that has it, else the first mean reward.
+        usual = (name for end in ("_pass1", "_reward") for name in values if name.endswith(end))
+        key = self.config.critic.best_metric_key or next(usual, "none")
         if key == "none" or every <= 0 or state.version % every or not values:
             return False
         if key not in values:
@@ -204,12 +206,6 @@ class Saver:
             return False
         state.best, state.best_key = values[key], key
         return self.config.checkpoints.save_steps > 0
-
-
-def usual_metric(values: Mapping[str, float]) -> str:
-    """Return the default metric: pass@1 of the first datasource that has it, else the first mean reward."""
-    ends = ("_pass1", "_reward")
-    return next((name for end in ends for name in values if name.endswith(end)), "none")
 
 
 def load_state(folder: Path | None, kl: FixedKL | AdaptiveKL) -> State:

@@ -24,7 +24,10 @@ def launched_processes_become_devices(config: RLConfig) -> Changed[RLConfig] | s
     processes, nodes = world_size(), launched_nodes()
     if processes == 1:
         return None
-    counts = {name: value for role in ROLES for name, value in counts_of(config, role, nodes, processes).items()}
+    counts: dict[str, int] = {}  # one device per launched process for each role, unless the command line sets its own
+    for role in ROLES:
+        given = config.placement.given_gpus_per_node(role)
+        counts |= {f"{role}_num_nodes": nodes, f"{role}_num_gpus_per_node": given or processes // nodes}
     if nodes > 1 and "RAY_ADDRESS" not in os.environ:
         asked = " ".join(f"--{name} {value}" for name, value in counts.items())
         raise ConfigError(
@@ -44,12 +47,6 @@ def launched_processes_become_devices(config: RLConfig) -> Changed[RLConfig] | s
         "among all models (--colocate_all_models); the others end now"
     )
     return change(config, line, runtime="ray", colocate_all_models=True, local_rank=-1, **counts)
-
-
-def counts_of(config: RLConfig, role: Role, nodes: int, processes: int) -> dict[str, int]:
-    """Return the flags that give a role one device per launched process, unless the command line sets its own."""
-    given = config.placement.given_gpus_per_node(role)
-    return {f"{role}_num_nodes": nodes, f"{role}_num_gpus_per_node": given or processes // nodes}
 
 
 def local_runtime_is_one_device(config: RLConfig) -> None:
