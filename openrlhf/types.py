@@ -75,7 +75,7 @@ class Batch:
 
     `sequence_ids` numbers the sequences from 0 and is -1 on padding; `position_ids` restarts at 0 for each sequence.
     A filler is a copy of another batch for a rank that has fewer micro-batches than the others: it is computed, since
-    sharded models run on all ranks together, but it counts for nothing.
+    sharded models run on all ranks together, but its results do not count.
     """
 
     input_ids: Tensor  # [rows, tokens]

@@ -120,7 +120,7 @@ class RequestRouter:
             found = max(idle or episodes, key=lambda item: item.call == kept)
         if found.call != kept and not self.has_guessed:
             self.has_guessed = True
-            say("an agent keeps the llm_engine of one episode for others: its requests are told apart by their tokens")
+            say("an agent reuses the llm_engine of one episode in others: its requests are matched by their tokens")
         return found
 
 

@@ -84,7 +84,7 @@ def takes_keyword(function: Callable[..., object], name: str) -> bool:
 
 
 async def create_instance(kind: Callable[[], Instance]) -> Instance:
-    """Create an instance; await an `async def __init__`, with which a plain call would raise TypeError."""
+    """Create an instance; await `__init__` if it is `async def`, since a plain call would raise TypeError."""
     if not (inspect.isclass(kind) and inspect.iscoroutinefunction(kind.__init__)):
         return kind()
     instance = kind.__new__(kind)

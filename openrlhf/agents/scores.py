@@ -73,7 +73,7 @@ def per_sample(values: object, count: int, name: str) -> list[object]:
         return [values]
     if not isinstance(values, list):
         raise RewardError(
-            f"{name} of {count} samples came as {kind_of(values)}; expected a list or tensor of {count} numbers"
+            f"{name} of {count} samples: expected a list or tensor of {count} numbers, got {kind_of(values)}"
         )
     if len(values) != count:
         raise RewardError(

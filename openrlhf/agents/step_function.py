@@ -59,5 +59,5 @@ def find_feedback(after: object, before: str, done: bool) -> str:
     near = max(0, place - 20)
     raise RolloutError(
         f"'next_observation' of step does not begin with observation + action: at character {place} it has"
-        f" {shorten(after[near : place + 40])}, where observation + action has {shorten(before[near : place + 40])}"
+        f" {shorten(after[near : place + 40])}, but observation + action has {shorten(before[near : place + 40])}"
     )

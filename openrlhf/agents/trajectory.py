@@ -1,7 +1,7 @@
 """Validation of an agent's result and its conversion to a `Trajectory`.
 
 All functions are pure and run in the trainer; their error messages say which part of the result is wrong.
-`AgentEpisodes` calls `read_trajectory` on what came back from a worker, and `SingleTurnSamples` calls `join_turn`.
+`AgentEpisodes` calls `read_trajectory` on the result of a worker, and `SingleTurnSamples` calls `join_turn`.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Transcript:
             raise RolloutError("the first observation is empty: expected at least one token to continue")
         budget = max(1, task.max_length - (task.sampling_params.max_tokens or 1))
         if len(tokens) > budget:
-            say(f"an observation of {len(tokens)} tokens keeps its last {budget}: {shorten(observation, 60)}")
+            say(f"an observation of {len(tokens)} tokens is truncated to its last {budget}: {shorten(observation, 60)}")
             tokens = tokens[-budget:]
         return cls(observation, tokens, [0.0] * len(tokens))
 

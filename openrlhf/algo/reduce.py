@@ -75,7 +75,7 @@ def add_metrics(parts: Iterable[Metrics]) -> Metrics:
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:
-    """Return `values` in fp32, exactly zero at masked places; a product would pass masked NaNs on, in gradients too."""
+    """Return `values` in fp32, exactly zero outside the mask; a product would propagate NaNs, in gradients too."""
     return torch.where(mask.bool(), values.float(), 0.0)
 
 

@@ -151,7 +151,7 @@ def spread(rewards: Tensor, kl: Tensor | None, action_mask: Tensor, kl_coef: flo
 def group_is_kept(scores: Tensor, group_ids: Tensor, low: float, high: float) -> Tensor:
     """DAPO's dynamic sampling (arXiv 2503.14476, eq. 11): keep if low < mean score of the group < high, [samples] bool.
 
-    A missing score is NaN; its group is kept, because nothing speaks against it.
+    A missing score is NaN; its group is kept, because there is no reason to drop it.
     """
     if low >= high:
         raise ValueError(f"the filter range must have low < high, got {low} and {high}")

@@ -71,7 +71,7 @@ def prm_loss(
         targets = torch.stack([positive, 1 - positive], dim=-1)  # [..., 2]
         losses, best = -(targets * log_probs).sum(-1), targets.argmax(-1)
     else:
-        # The column of each label, [...]; the padding at masked places must be a valid index too, so it becomes 0.
+        # The column of each label, [...]; the padding at masked positions must be a valid index too, so it becomes 0.
         best = torch.where(kept, labels, 0).long()
         if reward_token_ids is not None:
             best = _columns(labels, kept, reward_token_ids)
@@ -81,7 +81,7 @@ def prm_loss(
 
 
 def _columns(labels: Tensor, mask: Tensor, reward_token_ids: Sequence[int]) -> Tensor:
-    """Return the index of each label among the reward tokens, [...]; 0 at masked places."""
+    """Return the index of each label among the reward tokens, [...]; 0 at masked positions."""
     matches = labels.unsqueeze(-1) == torch.tensor(reward_token_ids, device=labels.device)  # [..., reward tokens]
     unknown = mask & ~matches.any(-1)
     if bool(unknown.any()):

@@ -1,9 +1,9 @@
 """Calls to actor processes, and their failures.
 
-`Process.call` returns the answer, raises the process's own error with the process named, or raises a `DeathError` if
-the process is gone. `ProcessWatch` ends all waiting as soon as a process dies that the run cannot do without. A method
-is passed as the function itself (`process.call(ModelWorker.send, version, verify)`), so that its arguments and its
-answer are type-checked across the process boundary.
+`Process.call` returns the answer, raises the process's own error with the name of the process added, or raises a
+`DeathError` if the process is gone. When a process that the run depends on dies, `ProcessWatch` ends all pending waits
+immediately. A method is passed as the function itself (`process.call(ModelWorker.send, version, verify)`), so that its
+arguments and its answer are type-checked across the process boundary.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Process(Generic[Worker]):
 
 
 class ProcessWatch:
-    """Watch over the processes that a run depends on: when one dies, everything awaited in `guard` fails at once."""
+    """Watch the processes that a run depends on: when one dies, everything awaited in `guard` fails immediately."""
 
     def __init__(self) -> None:
         self.death: asyncio.Future[None] = asyncio.get_running_loop().create_future()

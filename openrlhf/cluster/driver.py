@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 # By default Ray starts one idle worker per core, which our actors never use because each has its own environment, and
 # a process that reports usage statistics.
 RAY_SETTINGS = {"RAY_prestart_worker_first_driver": "0", "RAY_USAGE_STATS_ENABLED": "0"}
-PROCESSES_PER_CORE = 4  # limit for runs on CPUs; with more processes per core a run makes no sense
+PROCESSES_PER_CORE = 4  # limit for runs on CPUs; more processes per core would only slow the run down
 
 
 @contextmanager
 def joined(plan: PlacementPlan) -> Iterator[bool]:
-    """Make this process a Ray driver while the context is open; yield whether the Ray is private.
+    """Make this process a Ray driver while the context is open; yield whether this Ray is private to the run.
 
     If the process is already a driver, its Ray is used and left running.
     """

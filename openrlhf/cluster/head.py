@@ -28,7 +28,7 @@ KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}  # seconds
 
 
 class Head:
-    """The head node at an address. Once it is `lost`, do not call Ray any more: it would wait for the head."""
+    """The head node at an address. Once it is `lost`, do not call Ray again: it would wait for the head."""
 
     def __init__(self, address: str, environ: Mapping[str, str] = os.environ) -> None:
         self.address = address
@@ -70,7 +70,7 @@ class Head:
             raise self.error from error
 
     def _watch(self, released: threading.Event, report_loss: Callable[[], object]) -> None:
-        """Reconnect whenever the connection closes; report once the head is away longer than allowed."""
+        """Reconnect whenever the connection closes; report the loss once the head has been away longer than allowed."""
         missed: float | None = None  # since when the head is away
         pause = 0.0
         while not released.wait(pause):

@@ -27,7 +27,7 @@ class GroupPlan:
     roles: tuple[Role, ...]
     nodes: int
     devices_per_node: int
-    rewards: tuple[int, ...] = ()  # its reward models, by their place in --reward_pretrain
+    rewards: tuple[int, ...] = ()  # its reward models, by their index in --reward_pretrain
 
     @property
     def size(self) -> int:
@@ -183,7 +183,7 @@ def explain_shortage(asked: PlacementPlan, nodes: Sequence[Node], unit: str, *, 
     message = f"the run asks for {asked.devices} {unit}s ({asked.describe()}), but {there}"
     widest = max((group.nodes for group in asked.groups), default=1)
     if widest > len(nodes):
-        message += f"; {widest} nodes are asked for, and there are {len(nodes)}"
+        message += f"; {widest} nodes are requested, but there are {len(nodes)}"
     elif free >= asked.devices:
         message += "; the devices of a group's node, and those of an engine, must be on one node"
     if widest > len(nodes) and private:

@@ -23,7 +23,7 @@ from openrlhf.rollout.sync_proof import SyncProof, compare
 from openrlhf.rollout.weight_receiver import IncomingWeights, WeightsPerWorker
 
 CHANNEL_TIMEOUT = 60.0  # seconds, of both ends of a channel
-SECONDS_TO_NOTICE = 2.0  # time for a sender to notice by itself that a receiver is gone, as it usually does
+SECONDS_TO_NOTICE = 2.0  # time for a sender to notice on its own that a receiver is gone, as it usually does
 
 
 @dataclass
@@ -130,7 +130,7 @@ class RaySync:
     ) -> BaseException:
         """Cancel a failed transfer for all who still wait in it, and return the error to raise.
 
-        The error of a lost engine takes precedence, because it tells more than the timeouts of those that waited.
+        The error of a lost engine takes precedence: it is more informative than the timeouts of the others.
         """
         await asyncio.wait((sending,), timeout=SECONDS_TO_NOTICE)
         if sending.done() and (error := sending.exception()) and not isinstance(error, RolloutError):
@@ -138,7 +138,7 @@ class RaySync:
         if not sending.done():
             for channel in {channel for channel, _ in self.channels}:
                 asyncio.get_running_loop().run_in_executor(None, channel.call_off)  # slow if the sender is just ending
-        # Engines first: their errors tell more.
+        # Engines first: their errors are more informative.
         ended = await asyncio.gather(*receiving, sending, return_exceptions=True)
         failures = [answer for answer in ended if isinstance(answer, BaseException)]
         return next((failure for failure in failures if isinstance(failure, LOST)), failures[0])

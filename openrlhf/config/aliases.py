@@ -251,7 +251,7 @@ def arguments(argv: Sequence[str]) -> list[Argument]:
 
 
 def replacement(became: Sequence[str], given: Sequence[str]) -> list[str]:
-    """Replace `--old`, `--old=value` or `--old value`; switches from a file come as `=true` or `=false`."""
+    """Replace `--old`, `--old=value` or `--old value`; switches from a file have the form `=true` or `=false`."""
     _, equals, value = given[0].partition("=")
     if len(became) == 1:
         return [became[0] + equals + value, *given[1:]]
@@ -260,7 +260,7 @@ def replacement(became: Sequence[str], given: Sequence[str]) -> list[str]:
 
 
 def with_values(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Rename values of other versions; also return one message for each."""
+    """Translate flag values of other versions; also return one message for each."""
     made: list[str] = []
     notes: list[str] = []
     for item in arguments(words):

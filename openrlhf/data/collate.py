@@ -97,7 +97,7 @@ def collate_labelled(rows: Sequence[LabelledRow], layout: Layout) -> LabelledBat
 
 
 def collate_steps(rows: Sequence[StepRow], layout: Layout) -> StepBatch:
-    """For process reward models: the label of each step at its last token, which is thereby a target; NaN elsewhere."""
+    """For process reward models: the label of each step at its last token, which makes it a target; NaN elsewhere."""
     labels = [np.full(len(row.input_ids), np.nan, dtype=np.float32) for row in rows]  # [tokens] each
     for row, label in zip(rows, labels, strict=True):
         label[row.step_places] = row.step_labels

@@ -32,7 +32,7 @@ SHAREGPT_ROLES = {
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages, the tools that the assistant may call, and their place in the data."""
+    """Messages, the tools that the assistant may call, and their location in the data."""
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, object]] | None

@@ -51,7 +51,7 @@ def preference_rows(
         if drop_long_prompts and max(chosen.prompt_length, rejected.prompt_length) >= max_len - 2:
             raise long_prompt(max_len)
         if np.array_equal(chosen.row.input_ids, rejected.row.input_ids):
-            raise Dropped(f"with chosen equal to rejected as far as --max_len {max_len} reaches")
+            raise Dropped(f"with chosen equal to rejected within --max_len {max_len}")
         return [PairRow(chosen.row, rejected.row, record.number("margin", default=0.0))]
 
     return build_rows(records, make)

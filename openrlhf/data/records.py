@@ -34,7 +34,7 @@ class Place:
         return f"{self.source}, row {self.row}" + ("" if self.field is None else f", field {self.field!r}")
 
     def error(self, problem: str, *, try_this: str | None = None) -> DataError:
-        """Return an error that names this place."""
+        """Return an error that names this location."""
         return DataError(f"{self}: {problem}", try_this=try_this)
 
     def mismatch(self, expected: str, got: object) -> DataError:
@@ -61,13 +61,13 @@ def describe(value: object) -> str:
 
 @dataclass(frozen=True)
 class Record:
-    """One row and its place. A field is looked up together with the flag that names it, for the error message."""
+    """One row and its location. A field is looked up together with the flag that names it, for the error message."""
 
     row: Mapping[str, object]
     place: Place
 
     def at(self, field: str) -> Place:
-        """Return the place of a field."""
+        """Return the location of a field."""
         return replace(self.place, field=field)
 
     def value(self, field: str, flag: str) -> object:

@@ -56,8 +56,8 @@ class Retokenizer:
         _, offsets = tokenize(text, self.own)
         ends = [int(offsets[place][1]) if place < len(offsets) else None for place in found]  # None: the added EOS
         sampled = item.input_ids[:last] if ended else item.input_ids
-        # If the policy's tokenizer makes the sampled tokens from the text, it also knows at which character each ends.
-        # It may make others, and a slow tokenizer has no offsets.
+        # If the policy's tokenizer reproduces the sampled tokens from the text, its offsets give the character at which
+        # each ends. It may make others, and a slow tokenizer has no offsets.
         if self.policy.is_fast:
             ids, offsets = tokenize(text, self.policy)  # [tokens], [tokens, 2]
             if tuple(ids.tolist()) == tuple(sampled):

@@ -51,7 +51,7 @@ def build_rows(records: Records, make: Callable[[Record], Iterable[Row]]) -> lis
             dropped[drop.reason] += 1
     reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.most_common())
     if not rows:
-        raise DataError(f"{records.name}: no row is left of {len(records)}: {reasons or 'it holds none'}")
+        raise DataError(f"{records.name}: no rows are left of {len(records)}: {reasons or 'the dataset is empty'}")
     if dropped:
         say(f"{records.name}: dropped {dropped.total()} of {len(records)} rows: {reasons}")
     return rows

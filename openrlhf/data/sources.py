@@ -29,7 +29,7 @@ from openrlhf.errors import ConfigError, DataError, MissingExtraError
 from openrlhf.monitor import say
 
 JSON = (".json", ".jsonl")
-TABLES = {".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}  # suffix to the builder of `datasets`
+TABLES = {".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}  # file suffix -> builder of `datasets`
 # What `datasets` raises for unreadable files, unknown names and a missing network; anything else is a bug.
 LOADER_ERRORS = (DatasetsError, pa.ArrowException, OSError, ValueError, RuntimeError, NotImplementedError)
 FROM_THE_HUB = LoadingFlags()  # names that are not local are loaded from the Hugging Face Hub
@@ -152,7 +152,7 @@ def check_path(name: str, path: Path) -> None:
 
 
 def load(name: str, path: Path, data_dir: str | None, loading: LoadingFlags) -> object:
-    """Load a table or a mapping from splits to tables, by whatever means suits the name."""
+    """Load a table, or a mapping from splits to tables; the form of the name decides how."""
     if path.is_file() and path.suffix == ".csv":  # an empty cell is null; NA and None are text
         return datasets.load_dataset("csv", data_files=str(path), keep_default_na=False, na_values=[""])
     if path.is_file():

@@ -56,14 +56,14 @@ class SupervisedData:
 def load_data(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase) -> SupervisedData:
     """Load training rows and all rows of --eval_dataset, one dataset after the other.
 
-    A reward model without --eval_dataset is evaluated on its first training rows, to measure mean and spread of scores.
+    A reward model without --eval_dataset is evaluated on its first training rows, for the mean and spread of scores.
     """
     data = config.data
     train = load_train(config, tokenizer)
     if data.eval_dataset is None:
         scored = train.rows[: max(SCORED_ROWS, len(train.rows) // 100)] if isinstance(config, RMConfig) else []
         if scored:
-            say(f"no --eval_dataset: the first {len(scored)} training rows serve for the mean and spread of scores")
+            say(f"no --eval_dataset: the first {len(scored)} training rows give the mean and spread of scores")
         return SupervisedData(train.rows, scored, train.soft_labels)
     records = load_dataset_rows(data.eval_dataset, split=data.eval_split, loading=config.model)
     evaluation = read_rows(config, records, tokenizer)

@@ -2,8 +2,8 @@
 
 During a run, the folder OUTPUT.parts is next to OUTPUT. Its plan.json records the settings of the run, and each
 process appends its finished rows to its own rank*.jsonl, as {"number": ..., "row": ...}. If the run is killed, the same
-command resumes from there: every process reads which numbers are finished, whichever process wrote them. When all rows
-are done, OUTPUT is written in order and appears as a whole, and the folder is removed.
+command resumes from there: each process skips the numbers that any process has finished. When all rows are done, they
+are written to OUTPUT in order, in one atomic step, and the folder is removed.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class OutputParts:
         plan = self.folder / PLAN
         if not plan.is_file() or not find_rows(self.folder):  # a run that failed before its first row does not count
             self.folder.mkdir(parents=True, exist_ok=True)
-            aside = self.folder / f".{PLAN}.rank{self.rank}"  # all processes write the same plan; none reads half of it
+            aside = self.folder / f".{PLAN}.rank{self.rank}"  # so that no process reads a partial plan
             aside.write_text(json.dumps(now, indent=1), encoding="utf-8")
             aside.rename(plan)
             return

@@ -28,7 +28,7 @@ from openrlhf.inference.served_model import open_served_model
 from openrlhf.monitor import say
 from openrlhf.signals import write_line
 
-BATCH_TOKENS = {"cuda": 32768, "cpu": 2048}  # on a CPU, the activations of more tokens no longer fit the cache
+BATCH_TOKENS = {"cuda": 32768, "cpu": 2048}  # on a CPU, the activations of more tokens do not fit in the cache
 STOPPING = "\nopenrlhf: stopping when the requests in flight are answered; press Ctrl-C again to stop immediately"
 
 

@@ -85,7 +85,7 @@ class RewardService:
     async def _read_body(self, request: Request) -> bytes:
         """Return the whole body.
 
-        A body that is too large is read to its end without keeping it, so that the client gets to read the error.
+        A body that is too large is read to its end without keeping it, so that the client can read the error.
         """
         kept, size, limit = bytearray(), 0, self.rules.max_bytes
         try:

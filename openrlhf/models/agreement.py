@@ -60,7 +60,7 @@ def relative_error(found: Tensor, own: Tensor, rounding: float | None) -> tuple[
 def measure_rounding(decoder: PreTrainedModel, own: Tensor, compute: Callable[[], Tensor]) -> float | None:
     """Return the mean difference between a half-precision model and the same weights in fp32; None for fp32.
 
-    `own` is what the model computes by itself, and `compute` computes it again.
+    `own` is the result of the model's own forward, and `compute` computes it again.
     """
     if decoder.dtype == torch.float32:
         return None

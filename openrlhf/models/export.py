@@ -37,7 +37,7 @@ def save_model(network: Network, folder: Path, weights: Mapping[str, Tensor] | N
     adapted = model is not network.decoder
     config = network.decoder.config.to_dict()
     prefix, own = f"{config.get('value_head_prefix', SCALAR_HEAD)}.", f"{SCALAR_HEAD}."
-    if prefix != own and not adapted:  # save the scalar head under the name that was asked for
+    if prefix != own and not adapted:  # save the scalar head under the requested name
         weights = {
             prefix + name.removeprefix(own) if name.startswith(own) else name: tensor
             for name, tensor in (weights or model.state_dict()).items()

@@ -1,7 +1,7 @@
 """A model as training uses it: per-token log-probs, a scalar per token or per sequence, logits at chosen positions.
 
 One module, `Network`, wraps any decoder of Transformers. Everything that a backend shards or hooks happens inside its
-`forward`, and its outputs are aligned to tokens as `types.py` defines: the value at place t belongs to token t.
+`forward`, and its outputs are aligned to tokens as `types.py` defines: the value at position t belongs to token t.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Network(nn.Module):
     def forward(
         self, batch: Batch, wanted: type[Wanted], *, temperature: float | Tensor = 1.0, teacher: Teacher | None = None
     ) -> Wanted:
-        """Run the decoder over a batch and return the kind of outputs that is wanted.
+        """Run the decoder over a batch and return the requested kind of outputs.
 
         `temperature` divides the logits: a single one, or [rows, tokens]. `teacher` is for DistillationTerms.
         """
@@ -162,7 +162,7 @@ class Network(nn.Module):
     def _compute(
         self, batch: Batch, wanted: type[Outputs], temperature: float | Tensor, teacher: Teacher | None
     ) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Return the wanted outputs by field name, and the auxiliary loss."""
+        """Return the requested outputs by field name, and the auxiliary loss."""
         share = None
         if self.ring is not None:
             assert len(batch.input_ids) == 1, "a ring shares packed rows"
@@ -190,7 +190,7 @@ class Network(nn.Module):
         temperature: float | Tensor,
         teacher: Teacher | None,
     ) -> dict[str, Tensor]:
-        """Return log-probs, and entropy or cross-entropy if wanted, by field name: [targets here] each."""
+        """Return log-probs, and entropy or cross-entropy if requested, by field name: [targets here] each."""
         head = self.vocabulary_head
         targets = states.select(batch.input_ids[batch.target_mask])  # [targets here]
         if isinstance(temperature, Tensor):  # [rows, tokens] to [targets here]
@@ -283,7 +283,7 @@ class SelectedStates:
 
 
 def selected_places(batch: Batch, wanted: type[Outputs]) -> Tensor:
-    """Return the places in the flattened batch whose hidden states an output is computed from."""
+    """Return the positions in the flattened batch whose hidden states an output is computed from."""
     if issubclass(wanted, Scores):
         return last_tokens(batch)
     targets = batch.target_mask.flatten().nonzero().squeeze(-1)  # [targets]
@@ -291,7 +291,7 @@ def selected_places(batch: Batch, wanted: type[Outputs]) -> Tensor:
 
 
 def last_tokens(batch: Batch) -> Tensor:
-    """Return the place of each sequence's last token in the flattened batch, [sequences]."""
+    """Return the position of each sequence's last token in the flattened batch, [sequences]."""
     ids = batch.sequence_ids.flatten()
     places = torch.arange(ids.numel(), device=ids.device)
     last = places.new_zeros(batch.num_sequences)
@@ -333,7 +333,7 @@ def _shared_inputs(packed: dict[str, Any], share: Share) -> dict[str, Any]:
 def _whole_row(router_logits: tuple[Tensor, ...], batch: Batch, share: Share) -> tuple[Tensor, ...]:
     """Return each layer's router logits of the whole row, [tokens, experts].
 
-    The load-balancing loss is one number for all tokens, so each process needs those of the others.
+    The load-balancing loss is one number for all tokens, so each process needs the logits of the others.
     """
     places = torch.arange(batch.input_ids.numel(), device=batch.input_ids.device)
     numbers = share.held(places)

@@ -26,16 +26,16 @@ from torch import Tensor, nn
 from openrlhf.types import Batch
 
 CallLayout = Literal["packed", "padded", "row by row"]
-Arguments: TypeAlias = dict[str, Any]  # of a decoder's forward; which ones it knows depends on its family
+Arguments: TypeAlias = dict[str, Any]  # of a decoder's forward; which ones it accepts depends on its family
 
 
 @dataclass(frozen=True)
 class DecoderCall:
-    """Arguments of one call, and the token of the flattened batch that each place of the output belongs to."""
+    """Arguments of one call, and the token of the flattened batch that each position of the output belongs to."""
 
     arguments: Arguments
-    batch_places: Tensor | None = None  # [tokens] in the flattened batch; None: every place, in order
-    output_places: Tensor | None = None  # [tokens] in the flattened output; None: every place, in order
+    batch_places: Tensor | None = None  # [tokens] in the flattened batch; None: every position, in order
+    output_places: Tensor | None = None  # [tokens] in the flattened output; None: every position, in order
 
 
 def decoder_calls(batch: Batch, layout: CallLayout, gap: int = 0) -> Iterator[DecoderCall]:
@@ -86,7 +86,7 @@ def packed_call(batch: Batch, gap: int) -> DecoderCall:
 
 
 def _spaced(values: Tensor, places: Tensor, total: int) -> Tensor:
-    """Scatter [tokens] to their places in [total], zero elsewhere."""
+    """Scatter [tokens] to their positions in [total], zero elsewhere."""
     return values.new_zeros(total).index_put((places,), values)
 
 

@@ -6,7 +6,7 @@ The builders of `training`, `rl` and `inference` call it, in this order:
     load_tokenizer
     load_causal_lm     a decoder with its vocabulary head: policies, references, teachers
     load_scalar_model  a decoder with a scalar head: reward models and critics
-    add_adapters       LoRA around the model, if asked for; freezes what text does not train
+    add_adapters       LoRA around the model, if requested; freezes what text does not train
 
 Checkpoints that Transformers would complete with random weights are rejected.
 """

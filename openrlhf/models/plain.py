@@ -137,7 +137,7 @@ def checkpoint_places(network: Network) -> dict[str, Tensor]:
 def _views(decoder: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return views of fused tensors by the names of their parts in a checkpoint.
 
-    Element numbers take the place of the weights and are converted like these, which shows where each element goes. A
+    Element numbers are converted in place of the weights, which shows where each element goes. A
     saved tensor whose numbers form a regular pattern within one source is a strided view of that source.
     """
     starts: dict[str, int] = {}
@@ -154,7 +154,7 @@ def _views(decoder: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Te
         source = max((name for name in starts if starts[name] <= first), key=lambda name: starts[name])
         within = int(found.max()) < starts[source] + tensors[source].numel()
         if not within or not torch.equal(numbers.as_strided(found.shape, steps, first), found):
-            raise RolloutError(f"the tensor {saved} of a checkpoint is not a part of one of this model's tensors")
+            raise RolloutError(f"the tensor {saved} of a checkpoint is not part of any of this model's tensors")
         views[saved] = tensors[source].as_strided(found.shape, steps, first - starts[source])
     return views
 

@@ -46,7 +46,7 @@ class Ring:
     head_stride: int = 1
 
     def pass_on(self, tensor: Tensor) -> Exchange:
-        """Start to send a tensor to the next process and to receive one of equal shape from the previous process."""
+        """Start sending a tensor to the next process and receiving one of equal shape from the previous process."""
         received = torch.empty_like(tensor)
         members = dist.get_process_group_ranks(self.group)
         following, preceding = members[(self.index + 1) % self.size], members[self.index - 1]
@@ -125,7 +125,7 @@ class Share:
         return (owners == self.ring.index).nonzero().squeeze(-1)
 
     def local(self, places: Tensor) -> Tensor:
-        """Convert places in the row of tokens that this process holds to places among its own tokens."""
+        """Convert positions of this process's tokens in the row to positions among its own tokens."""
         early, late = self.starts(self.ring.index)
         return torch.where(places < early + self.chunk, places - early, places - late + self.chunk)
 
@@ -208,7 +208,7 @@ def check_ring(config: PretrainedConfig, sharding: ShardingFlags) -> None:
             try_this="--ring_attn_size 1 --ds_tensor_parallel_size 2",
         )
     if values.get("attn_logit_softcapping"):
-        raise ConfigError("--ring_attn_size: this model caps its attention scores, which a ring does not do")
+        raise ConfigError("--ring_attn_size: this model caps its attention scores, which a ring does not support")
     angles = ROPE_OF_THE_LENGTH & set(rope_types(values.get("rope_parameters") or {}))
     if angles:
         raise ConfigError(

@@ -1,15 +1,16 @@
-"""Attention over a row that is shared by a ring: keys and values are passed around from process to process.
+"""Attention over a row that a ring of processes shares: keys and values pass from process to process.
 
-Each process keeps its queries and attends to those of the passing keys that they may see; the partial outputs are
-merged (blocks.py). For three processes:
+Each process keeps its queries and attends to the passing keys that the mask allows; partial outputs are merged
+(blocks.py). For three processes:
 
     step        process 0          process 1          process 2
     0           keys of 0          keys of 1          keys of 2         each also starts to pass its keys on
     1           keys of 2          keys of 0          keys of 1
     2           keys of 1          keys of 2          keys of 0
 
-In the backward pass the keys travel again, and the gradients of keys and values one step behind them: each process adds
-its part, and after the last step they arrive where the keys live. `segmented_attention` (attention.py) is the caller.
+In the backward pass the keys go around again, and the gradients of keys and values follow one step behind. Each process
+adds its part; after the last step, the gradients are back at the process that owns the keys. `segmented_attention`
+(attention.py) is the caller.
 """
 
 from collections.abc import Iterator

@@ -48,7 +48,7 @@ def build_models(
 ) -> Models:
     """Build the models that the flags ask for and that have one of the `roles`.
 
-    `rewards` selects reward models by their place in --reward_pretrain (default: all).
+    `rewards` selects reward models by their index in --reward_pretrain (default: all).
     """
     total_steps = rollouts * steps_per_rollout(config)
     # The order matters: new heads and adapters draw from torch's random stream.

@@ -90,7 +90,7 @@ class State:
     version: int = 0  # of the weights: the number of rollouts trained
     made: int = 0  # rollouts generated, without empty ones
     place: int = 0  # position in the source where the next rollout begins
-    queue: deque[Rollout] = field(default_factory=deque)  # generated and not yet trained
+    queue: deque[Rollout] = field(default_factory=deque)  # generated but not yet trained on
     best: float | None = None  # value of the best evaluation
     best_key: str | None = None  # the metric of that value
 

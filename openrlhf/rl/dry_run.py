@@ -51,7 +51,7 @@ def run(config: RLConfig | SupervisedConfig) -> None:
     datasets = [name for given in names for name in split_names(given) if not is_on_disk(name)]
     missing = ([] if tokenizer_is_here(str(config.model.pretrain)) else [str(config.model.pretrain)]) + datasets
     if missing:
-        say(f"no row was tried: {', '.join(missing)} would have to be fetched first")
+        say(f"no rows were tried: {', '.join(missing)} would have to be downloaded first")
         return
     critic = critic_model(config) if isinstance(config, RLConfig) else None
     if critic is None or tokenizer_is_here(critic):

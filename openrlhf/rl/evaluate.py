@@ -24,7 +24,7 @@ async def evaluate(
 ) -> dict[str, float]:
     """Return metrics over all evaluation prompts, including the tail; `Prompt.index` identifies a group.
 
-    `config` is that of `runtime.evaluation_config`.
+    `config` is the result of `runtime.evaluation_config`.
     """
     results = await run_groups(prompts, engine, executor, config)
     trajectories = [item for result in results for item in result.trajectories]

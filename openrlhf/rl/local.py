@@ -121,7 +121,7 @@ class LocalSync:
     async def sync(self, version: int) -> None:
         """Pause the engine, copy the policy's weights into it, verify them if due, and resume.
 
-        If the engine sleeps, its memory comes back in two parts: for the weights before the copy, and for the cache
+        If the engine sleeps, its memory is restored in two parts: for the weights before the copy, and for the cache
         after the models have left the device.
         """
         verify = self.proof.is_due()

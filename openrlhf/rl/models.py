@@ -73,7 +73,7 @@ Held = TypeVar("Held")
 
 
 def held(model: Held | None) -> Held:
-    """Return the model; the driver sends a call only to processes that hold the model it is about."""
+    """Return the model; the driver calls a method only on processes that hold the model it needs."""
     if model is None:
         raise AssertionError("this process does not hold the model that it was called for")
     return model

@@ -39,7 +39,7 @@ class GapLimits:
 
     warn: float
     stop: float
-    # Asynchronous runs train on samples of older weights, so they request samples of the new ones: after the first sync
+    # Asynchronous runs train on samples from older weights, so they request some from new ones: after the first sync
     # that changed the weights, and after every so many syncs (0: only that one). None: samples are never requested.
     probe_every: int | None = None
 
@@ -63,7 +63,7 @@ def gap_limits(config: RLConfig) -> GapLimits | None:
 
 @dataclass
 class GapWatch:
-    """Measures the gap whenever there are samples of the current weights, and stops the run if it is far too large."""
+    """Measures the gap whenever there are samples from the current weights, and stops the run if it is too large."""
 
     limits: GapLimits
     workers: Workers

@@ -98,7 +98,7 @@ def trajectory(line: Mapping[str, Any]) -> Trajectory:
 
 
 def write_queue(path: Path, queue: Iterable[Rollout]) -> None:
-    """Write the rollouts that were generated and not trained yet, as a part of a checkpoint."""
+    """Write the rollouts that were generated but not yet trained on, as part of a checkpoint."""
     rows = [
         {
             "number": rollout.number,

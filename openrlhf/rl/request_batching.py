@@ -123,7 +123,7 @@ class EpisodeScheduler:
         completions.add_done_callback(partial(self._deliver, batch))
 
     def _deliver(self, batch: list[PendingRequest], completions: asyncio.Future[list[Completion]]) -> None:
-        """Pass the outcome of a batch to all that still wait for it: completions, an error or a cancellation."""
+        """Pass the outcome of a batch (completions, an error or a cancellation) to all callers still waiting for it."""
         self.batches.discard(completions)
         waiting = [(place, entry.answer) for place, entry in enumerate(batch) if not entry.answer.done()]
         if completions.cancelled():

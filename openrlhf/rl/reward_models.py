@@ -1,10 +1,10 @@
 """Reward models in this process: loading them, and scoring whole samples or the steps of a sample.
 
 An outcome reward model gives one score per sample, from its scalar head at the last token. A process reward model is a
-language model that predicts a label after each step. `load_reward_model` reads in a model's config.json which kind it
-is. Reinforcement learning scores trajectories (`score`, through `rl.models`); batch_inference and the reward server
-score rows of the model's own tokens (`score_rows`). A model may be sharded over several processes: all of them must
-then call it equally often.
+language model that predicts a label after each step. `load_reward_model` reads the kind from the model's config.json.
+Reinforcement learning scores trajectories (`score`, through `rl.models`); batch_inference and the reward server score
+rows of the model's own tokens (`score_rows`). A model may be sharded over several processes: all of them must then call
+it equally often.
 """
 
 from __future__ import annotations
@@ -101,10 +101,10 @@ def share_vocabulary(policy: PreTrainedTokenizerBase, other: PreTrainedTokenizer
 
 
 def rounds(batching: Batching, rows: Sequence[Row], model: Frozen) -> Iterator[tuple[list[int], list[Row]]]:
-    """Yield micro-batches of rows, each with the places of its rows in `rows`.
+    """Yield micro-batches of rows, each with the indices of its rows in `rows`.
 
     Processes that share a model's shards must run it equally often, but a token budget may cut their rows into
-    different numbers of micro-batches. A process with fewer repeats its first micro-batch, without places.
+    different numbers of micro-batches. A process with fewer repeats its first micro-batch, without indices.
     """
     parts = batching.cut([len(row) for row in rows])
     missing = model.most_rounds(len(parts)) - len(parts)  # a collective call, so it must come before any forward
@@ -136,7 +136,7 @@ class OutcomeRewardModel:
         for places, part in rounds(self.batching, rows, self.model):
             batch = self.batching.layout.batch([TokenRow(row, np.zeros(len(row), bool)) for row in part])
             found = self.model.forward(batch, Scores).scores.cpu()  # [rows of the micro-batch]
-            scores[places] = found[: len(places)]  # a repeated micro-batch has no places
+            scores[places] = found[: len(places)]  # a repeated micro-batch has no indices
         return (scores - self.mean) / self.std
 
 
@@ -192,7 +192,7 @@ class ProcessRewardModel:
             logits = self.model.forward(asked, TargetLogits).logits  # [targets, vocabulary]
             positive = logits[:, list(self.reward_ids)].softmax(-1)[:, 0].cpu()  # [targets]
             steps = positive.split([int(mark[1:].sum()) for mark in marks])  # [steps] for each row
-            for place, own, has_step in zip(places, steps, has_steps, strict=False):  # repeats have no places
+            for place, own, has_step in zip(places, steps, has_steps, strict=False):  # repeats have no indices
                 judged[place] = own if has_step else own[:0]
         return judged
 

@@ -31,7 +31,7 @@ from openrlhf.types import Prompt, SamplingParams, Trajectory
 class PromptOrder:
     """The prompts of all episodes in one sequence, shuffled again for each episode.
 
-    The prompt at a place depends only on the seed and the place, so a resumed run continues with the same prompts.
+    The prompt at a position depends only on the seed and the position, so a resumed run gets the same prompts.
     """
 
     prompts: Sequence[Prompt]
@@ -42,7 +42,7 @@ class PromptOrder:
         return len(self.prompts) * self.episodes
 
     def take(self, start: int, count: int) -> list[Prompt]:
-        """Return the next prompts from `start`. Their index becomes their place, so that each group has its own."""
+        """Return the next prompts from `start`. Their index becomes their position, so that each group has its own."""
         taken = []
         for place in range(start, min(start + count, len(self))):
             episode, within = divmod(place, len(self.prompts))
@@ -64,7 +64,7 @@ class Rollout:
 
 
 class RolloutSource(Protocol):
-    """A supplier of rollouts; its length is the place at which it is exhausted."""
+    """A source of rollouts; its length is the position at which it is exhausted."""
 
     def __len__(self) -> int: ...
 

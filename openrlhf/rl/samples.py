@@ -43,7 +43,7 @@ class Batching:
 
 @dataclass(frozen=True)
 class RolloutTokens:
-    """The tokens of a rollout, [samples, tokens], padded on the right; any other such tensor can be laid out alike."""
+    """The tokens of a rollout, [samples, tokens], padded on the right; other tensors can get the same layout."""
 
     input_ids: Tensor
     action_mask: Tensor  # bool; False at the first token, which nothing predicts
@@ -67,7 +67,7 @@ class RolloutTokens:
 
     def batch(self, samples: Sequence[int], *, packing: bool) -> RolloutBatch:
         """Make a batch of some samples, for scoring."""
-        valid = self._valid(samples)  # [samples of the batch, longest of them]
+        valid = self._valid(samples)  # [samples of the batch, longest sample]
         numbers = torch.arange(len(samples))[:, None].expand_as(valid)
         positions = torch.arange(valid.shape[1]).expand_as(valid)
         factors = self.temperature_factors

@@ -65,7 +65,7 @@ def run(config: RLConfig, open_runtime: OpenRuntime = open_local) -> RLResult:
     prompts, eval_prompts = load_prompts(config, tokenizer), load_eval_prompts(config, tokenizer)
     order = PromptOrder(prompts, config.rollout.num_episodes, config.batches.seed)
     if len(prompts) < config.rollout.rollout_batch_size:
-        say(f"{len(prompts)} prompts are fewer than --rollout_batch_size: a rollout takes what there is")
+        say(f"only {len(prompts)} prompts, fewer than --rollout_batch_size: rollouts use those available")
     explain_warmup(config, order)
     explain_reward_models(config)
     executor = build_tested_executor(config, tokenizer, prompts)

@@ -52,7 +52,7 @@ class ModelRewards:
 
 
 def merge_steps(*given: StepRewards) -> StepRewards:
-    """Merge the step rewards of several models in the order of their places, adding those at the same place."""
+    """Merge the step rewards of several models in order of position, adding those at the same position."""
     total: dict[int, float] = {}
     for place, reward in (step for steps in given for step in steps):
         total[place] = total.get(place, 0.0) + reward

@@ -34,7 +34,7 @@ Transport = Literal["gloo", "nccl", "ipc"]
 
 # Keys and values of the store, all below the channel's own key.
 BEGUN = "begun"  # set by the first send: receivers wait for it up to `patience`, then join within `timeout`
-CALLED_OFF = "called off"  # set from any process if a receiver will not come
+CALLED_OFF = "called off"  # set from any process if a receiver will not join
 JOINED = "joined"  # followed by the number of a receiver
 OK = "ok"  # a receiver's acknowledgement; any other answer says what went wrong
 
@@ -58,7 +58,7 @@ class Channel:
     receivers: int  # number of processes, which are numbered from 0
     bucket_bytes: int = 1 << 28
     timeout: float = 120.0  # seconds
-    patience: float = 24 * 3600.0  # seconds for a version to begin: the trainer may have to finish a step first
+    patience: float = 24 * 3600.0  # seconds to wait for a version to start: the trainer may have to finish a step first
     port: int = 0
     key: str = ""  # unique, so that a channel formed again never sees the keys of an older one
 
@@ -92,7 +92,7 @@ class Channel:
         return gloo(rendezvous, rank, size, options)
 
     def call_off(self) -> None:
-        """Tell the sender, from any process, that a receiver will not come; do nothing if the sender is gone."""
+        """Tell the sender, from any process, that a receiver will not join; do nothing if the sender is gone."""
         with suppress(OSError, dist.DistError):
             # A cheap probe first: torch logs loudly if there is no server to connect to.
             socket.create_connection((self.host, self.port), CALL_OFF_SECONDS).close()

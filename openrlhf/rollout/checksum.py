@@ -1,4 +1,4 @@
-"""A checksum of a tensor's bytes that is the same on every device: it tells whether weights arrived as they were sent.
+"""A checksum of a tensor's bytes that is the same on every device: it shows whether weights arrived as they were sent.
 
 Senders and engines each compute one per tensor when a weight sync is verified; the two sides are then compared.
 """

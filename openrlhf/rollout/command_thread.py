@@ -30,7 +30,7 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 Owner = TypeVar("Owner", bound="CommandThread")
 Waiter: TypeAlias = asyncio.Future[Any]  # the answer to one caller; belongs to the caller's event loop
-Command: TypeAlias = tuple[Callable[[], None], Waiter]  # work for the thread, and the caller to tell if it fails
+Command: TypeAlias = tuple[Callable[[], None], Waiter]  # work for the thread, and the caller to notify if it fails
 CLOSED = "this engine was closed"
 
 
@@ -84,7 +84,7 @@ class CommandThread(ABC):
 
     @abstractmethod
     def _may_step(self) -> bool:
-        """Return True if there is something to do, and nothing such as a pause forbids it."""
+        """Return True if there is work to do and nothing, such as a pause, prevents it."""
 
     @abstractmethod
     def _step(self) -> None:

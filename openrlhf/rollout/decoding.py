@@ -4,10 +4,10 @@
     rows.step(tokens, ended) -> logits            append one token to each row
     rows.keep(places), rows.add(others)           remove rows, add rows
 
-`HFEngine` knows nothing else of a strategy. This module holds the interface and the fastest strategy, continuous
+`HFEngine` knows nothing else about a strategy. This module holds the interface and the fastest strategy, continuous
 batching; fallback_decoding.py holds slower ones, for models whose caches do not allow it. The logits include everything
-that a model's own forward does to them after its head. The name of a model does not tell which strategy is correct for
-it, so decoding_check.py tries them.
+that a model's own forward does to them after its head. A model's name does not say which strategy is correct for it, so
+decoding_check.py tries them.
 
 Continuous batching keeps all rows in one cache, padded on the left, so that every row ends at the same column:
 

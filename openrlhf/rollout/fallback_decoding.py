@@ -24,7 +24,7 @@ from openrlhf.types import Batch
 
 @dataclass(frozen=True)
 class OwnCaches:
-    """Batches that each keep the cache which the model made for them: prompts of equal length, or a single row."""
+    """Batches that each keep the cache that the model made for them: prompts of equal length, or a single row."""
 
     decoder: PreTrainedModel
     attention: str

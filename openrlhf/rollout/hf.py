@@ -8,8 +8,8 @@ A call of `complete` runs its requests through a batch of at most `max_rows` row
     finished requests <--retire: as soon as enough rows have ended--
 
 A finished row frees its slot for a waiting request. Every request samples from its own random stream, so its tokens do
-not depend on the rest of the batch (beyond the rounding of the matrix products). Where logits come from is the decoding
-strategy's business (decoding.py); which token they give is that of sampling.py.
+not depend on the rest of the batch (beyond the rounding of the matrix products). The decoding strategy computes the
+logits (decoding.py), and sampling.py samples tokens from them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class RunningRow:
     request: Request
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
-    finish_reason: FinishReason | None = None  # None while the row goes on
+    finish_reason: FinishReason | None = None  # None while the row is running
 
 
 @dataclass
@@ -212,7 +212,7 @@ class HFEngine:
             logits[numbers, tokens] = -torch.inf
 
     def _finish_reason(self, row: RunningRow) -> FinishReason | None:
-        """Return why a row ends with its last token; None if it goes on."""
+        """Return why a row ends with its last token; None if it continues."""
         params, token = row.request.params, row.token_ids[-1]
         if len(row.token_ids) < params.min_tokens:
             return None

@@ -72,7 +72,7 @@ def pack_shared_weights(model: nn.Module) -> None:
 
 
 def weight_users(model: nn.Module) -> Collection[dict[str, nn.Module]]:
-    """Return the modules that hold each weight, by their names; quantised weights are left out."""
+    """Return, for each weight, the modules that hold it, by module name; quantised weights are left out."""
     found: defaultdict[int, dict[str, nn.Module]] = defaultdict(dict)  # by id of the weight
     for name, module in model.named_modules():
         weight = module._parameters.get("weight")
@@ -109,9 +109,9 @@ def _sum(tensor: Tensor) -> int:
 
 
 def read_back(model: nn.Module, fused: Mapping[str, Sequence[str]], arrived: Mapping[str, Sampled]) -> frozenset[str]:
-    """Return the names of tensors with which every layer that uses them computes exactly as they arrived.
+    """Return the names of tensors that every layer uses exactly as they arrived.
 
-    Those that vLLM stores in a form of its own (experts, shards, reordered rows) are left out: comparing log-probs
+    Tensors that vLLM stores in its own form (experts, shards, reordered rows) are left out: comparing log-probs
     covers them.
     """
     if not arrived or get_tensor_model_parallel_world_size() > 1:

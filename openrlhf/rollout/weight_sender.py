@@ -1,7 +1,7 @@
 """The trainer's end of a weight channel: pack tensors into buckets, send them to all receivers, await their answers.
 
 A worker process of the trainer opens a channel once (`cluster/actors.py`) and calls `WeightSender.send` for each new
-version of the policy. The protocol is drawn in `channel.py`.
+version of the policy. `channel.py` has a diagram of the protocol.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class WeightSender:
 
 @dataclass(frozen=True)
 class InTransit:
-    """A header that was published and not yet acknowledged by all receivers."""
+    """A header that was published but not yet acknowledged by all receivers."""
 
     number: int  # of the header, within its version
     bucket: Bucket | None  # None for the notice that ends a version

@@ -255,8 +255,8 @@ class LossScale:
     """Dynamic factor on the loss of an fp16 model, used by the local backend (DeepSpeed has its own).
 
     The smallest positive fp16 number is 6e-8, and gradients of a mean over many tokens fall below it. The factor is
-    halved when gradients overflow and doubled after many steps without (as torch's GradScaler does). It is always a
-    power of two, so that scaling and unscaling are exact.
+    halved when gradients overflow and doubled after many steps without an overflow (as torch's GradScaler does). It is
+    always a power of two, so that scaling and unscaling are exact.
     """
 
     def __init__(self) -> None:

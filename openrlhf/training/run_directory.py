@@ -2,7 +2,7 @@
 
 The run directory (--run_dir) holds config.json, which records how the run was started, and metrics.jsonl. Checkpoints
 are in --ckpt_path. `find_checkpoint` chooses the one to resume from, and `make_monitor` opens the run directory once
-nothing can reject the run any more.
+nothing can reject the run any longer.
 """
 
 from __future__ import annotations
@@ -84,14 +84,14 @@ def find_checkpoint(config: TrainingConfig) -> Path | None:
 
 
 def explain_stop(stop: Interrupted) -> str:
-    """Return the line that tells how to resume a run that was asked to stop."""
+    """Return the line that says how to resume a run that was asked to stop."""
     if stop.folder is None:
         return "stopped without a checkpoint (--disable_ds_ckpt), so the run cannot be resumed"
     return f"stopped; run the same command with --load_checkpoint to resume from {stop.folder}"
 
 
 def make_monitor(config: TrainingConfig, total_steps: int, first_step: int, more: Sequence[Sink] = ()) -> Monitor:
-    """Create the monitor of a run: progress bar and metrics file, plus TensorBoard and Weights & Biases if asked for.
+    """Create the monitor of a run: progress bar and metrics file, plus TensorBoard and Weights & Biases if requested.
 
     Only the main process writes; the others get a monitor without sinks. `more` are sinks of the caller.
     """

@@ -149,7 +149,7 @@ def test_too_long_observation_is_cut_with_a_warning(capsys):
     answer, engine = execute(executor, "ab", prompt="0123456789", max_length=10, max_tokens=4)
     assert engine.received[0][0] == "456789"
     assert decode(answer["observation_tokens"]) == "456789ab."
-    assert "an observation of 10 tokens keeps its last 6" in capsys.readouterr().err
+    assert "an observation of 10 tokens is truncated to its last 6" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_step_function_may_return_the_tuple_of_0_8_0(write):
 @pytest.mark.parametrize(
     ("after", "message"),
     [
-        ("observation + action.upper()", "at character 3 it has 'hi AB', where observation + action has 'hi ab'"),
+        ("observation + action.upper()", "at character 3 it has 'hi AB', but observation + action has 'hi ab'"),
         ("observation", "at character 3 it has 'hi '"),
         ("None", "'next_observation' of step is None"),
     ],

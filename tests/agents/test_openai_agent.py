@@ -198,14 +198,14 @@ def test_endpoints_streaming_retries_and_ignored_parameters(build, write, capfd)
     asked = said["shorter"].requests[0].params
     assert (asked.max_tokens, asked.temperature, asked.stop, asked.seed) == (3, 1.0, ("y", "x"), 0)
     assert results[3].trajectories[0].truncated
-    assert "temperature=0.1 (the run has 1.0): training samples as its flags say" in capfd.readouterr().err
+    assert "temperature=0.1 (the run has 1.0): sampling follows the run's flags" in capfd.readouterr().err
 
 
 REFUSED = [
-    ("await ask(u); await ask(u)", "it ends after 1 messages, where the episode has 2"),
+    ("await ask(u); await ask(u)", "it ends after 1 messages, but the episode has 2"),
     (
         'said = await ask(u); await ask(u, {"role": "assistant", "content": "other"}, u)',
-        'message 1 is \'{"role": "assistant", "content": "other"}\', where the episode has',
+        'message 1 is \'{"role": "assistant", "content": "other"}\', but the episode has',
     ),
     ('said = await ask(u); await ask({"role": "user", "content": "!"}, said, u)', "message 0 is"),
     (f"said = await ask(u, tools={TOOLS!r}); await ask(u, said, u)", "other tools than the first one"),

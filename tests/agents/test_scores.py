@@ -44,9 +44,9 @@ def test_non_finite_value_fails_only_its_sample(value, message):
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        (None, "came as None"),
-        ("1", "came as '1'"),
-        (1.0, "came as 1.0"),
+        (None, "got None"),
+        ("1", "got '1'"),
+        (1.0, "got 1.0"),
         ([1.0], "has 1 values for 2 samples"),
         ({"reward": [1, 2]}, "without 'rewards': its keys are ['reward']"),
         ({"rewards": [1, 2], "scores": [1]}, "scores has 1 values"),

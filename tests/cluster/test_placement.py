@@ -172,7 +172,7 @@ def test_devices_on_the_wrong_nodes_are_explained():
 
 def test_too_few_nodes_are_explained_for_joined_and_private_ray():
     flags = "--init_kl_coef 0 --actor_num_nodes 2 --actor_num_gpus_per_node 1"
-    assert "2 nodes are asked for, and there are 1" in shortage(flags, nodes(8))
+    assert "2 nodes are requested, but there are 1" in shortage(flags, nodes(8))
     assert "ray start on every node" in shortage(flags, nodes(8), private=True)
 
 

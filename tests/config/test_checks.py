@@ -600,7 +600,7 @@ def test_processes_of_a_launcher_become_devices_of_every_model(run, monkeypatch)
     config, _ = run("train_ppo_ray", "--runtime ray --vllm_num_engines 4")
     assert [num_devices(config, role) for role in ROLES] == [4, 4, 4, 4]
     config, lines = run("train_ppo_ray", "--vllm_num_engines 8 --actor_num_gpus_per_node 2")
-    assert lines[0] == "the launcher's first process of 4 drives Ray; the others end now"
+    assert lines[0] == "the launcher's first process of 4 drives Ray; the other processes exit now"
     assert not config.placement.colocate_all_models
 
 

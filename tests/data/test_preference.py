@@ -89,12 +89,12 @@ def test_equal_pairs_are_dropped_and_counted(records, capsys):
 def test_pairs_that_differ_only_after_truncation_are_dropped(records, capsys):
     long = {"prompt": "one", "chosen": "two two two two four", "rejected": "two two two two five"}
     assert len(read(records(PAIR, long), max_len=12)) == 1
-    assert "with chosen equal to rejected as far as --max_len 12 reaches" in capsys.readouterr().err
+    assert "with chosen equal to rejected within --max_len 12" in capsys.readouterr().err
 
 
 def test_a_dataset_of_equal_pairs_is_an_error(records):
     same = {**PAIR, "rejected": "two"}
-    with pytest.raises(DataError, match=r"^data.jsonl: no row is left of 2: 2 with chosen equal to rejected$"):
+    with pytest.raises(DataError, match=r"^data.jsonl: no rows are left of 2: 2 with chosen equal to rejected$"):
         read(records(same, same))
 
 
@@ -132,5 +132,5 @@ def test_errors_name_row_and_field(records, data, complaint):
     ],
 )
 def test_conversations_that_form_no_pair_are_dropped(records, chosen, prompt_key, reason):
-    with pytest.raises(DataError, match=f"no row is left of 1: 1 {reason}$"):
+    with pytest.raises(DataError, match=f"no rows are left of 1: 1 {reason}$"):
         read(records({"prompt": "one", "chosen": chosen, "rejected": chosen}), template=CHAT, prompt_key=prompt_key)

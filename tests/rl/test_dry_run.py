@@ -78,7 +78,7 @@ def test_a_dry_run_shows_a_prompt_and_its_reward(run_ppo, tmp_path):
     [
         ("return [float('nan') for _ in queries]", "the reward is nan, not a finite number"),
         ("return [1.0]", "rewards has 1 values for 4 samples"),
-        ("return None", "came as None"),
+        ("return None", "got None"),
         ("raise KeyError('answer')", "raised KeyError: 'answer' at"),
         ("return [1.0 if 'g' not in p else 'x' for p in prompts]", "prompt 6 'gacc'"),
     ],
@@ -251,5 +251,5 @@ def test_an_unknown_schedule_is_rejected_in_rl(run_ppo):
 def test_a_dry_run_does_not_download(tmp_path, capsys):
     dataset = write_rows(tmp_path / "rows.jsonl", answers(12))
     run_command("train_sft", {"pretrain": "org/model", "dataset": f"{dataset},org/data", "dry_run": True})
-    assert "no row was tried: org/model, org/data would have to be fetched first" in capsys.readouterr().err
+    assert "no rows were tried: org/model, org/data would have to be downloaded first" in capsys.readouterr().err
     assert Path(dataset).exists()

@@ -45,7 +45,7 @@ class ChatEpisode:
     name: str = field(default_factory=lambda: secrets.token_hex(8))
     key: str = field(default_factory=lambda: f"sk-{secrets.token_hex(16)}")
     error: OpenRLHFError | None = None  # first request that could not be served
-    is_full: bool = False  # a request came after the last possible turn
+    is_full: bool = False  # a request arrived after the last possible turn
     last_answer: tuple[dict[str, Json], ChatTurn] | None = None  # body of the last request, and the turn it got
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while a request is answered
     outputs: list[CompletionOutput] = field(default_factory=list)  # turns of the policy so far
@@ -101,7 +101,7 @@ class ChatEpisode:
             content, calls = self.find_calls(text, len(self.outputs))
         except Exception as error:
             raise RolloutError(
-                f"find_calls raised {type(error).__name__}: {error}, for {shorten(text)}; it should return what it"
+                f"find_calls raised {type(error).__name__}: {error}, for {shorten(text)}; it should return calls it"
                 " cannot parse as text"
             ) from error
         return {"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {})

@@ -106,7 +106,7 @@ class NemoGymAgentExecutor(ChatExecutor):
         return {"role": "tool", "tool_call_id": call["id"], "content": text}
 
     async def _post(self, http: ClientSession, path: str, body: Mapping[str, object]) -> tuple[int, str]:
-        """Return status and text of a response; raise RewardError if there is none."""
+        """Return the status and text of a response; raise RewardError if there is none."""
         from aiohttp import ClientError
 
         try:

@@ -34,8 +34,8 @@ RESULT = "expected a number, or a dict with 'reward' (and 'scores', 'extra_logs'
 class OpenAIAgentExecutor(ChatExecutor):
     """Executor that serves the policy at a separate base_url for each episode; extend it with `run_agent`.
 
-    `run_agent` may be async or not and may use any client, because it runs in its own thread. Its signature names the
-    arguments it gets, out of base_url, api_key, prompt, label, session_id and seed; it returns the reward.
+    `run_agent` may be sync or async and may use any client, because it runs in its own thread. It declares the
+    arguments it needs out of base_url, api_key, prompt, label, session_id and seed, and returns the reward.
     """
 
     server: ChatServer  # these two are set by `prepare`

@@ -104,7 +104,7 @@ class ChatServer:
             for difference in list_ignored(body, episode.task.sampling_params):
                 if difference not in self.warned:  # once per process
                     self.warned.add(difference)
-                    say(f"the agent asks for {difference}: training samples as its flags say, so that is ignored")
+                    say(f"the agent asks for {difference}: sampling follows the run's flags, so this is ignored")
             asked = read_request(body)
             async with episode.turn:
                 # A retry after a lost response gets the same turn again instead of a new sample.

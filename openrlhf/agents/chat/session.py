@@ -4,7 +4,7 @@ The chat template renders the first request. Nothing is rendered or tokenised ag
 the sampled ids, and each further request appends only the tokens that the template puts after them. A template that
 shortens earlier turns, as those of reasoning models do, therefore cannot change the tokens that are trained on.
 
-`ChatEpisode` owns a `ChatSession`; requests come as messages in OpenAI's format, validated by `read_chat`.
+`ChatEpisode` owns a `ChatSession`; requests arrive as messages in OpenAI's format, validated by `read_chat`.
 """
 
 from __future__ import annotations
@@ -86,13 +86,13 @@ class ChatSession:
         difference = ""
         for place, known in enumerate(self.messages):
             if place >= len(messages):
-                difference = f"it ends after {len(messages)} messages, where the episode has {len(self.messages)}"
+                difference = f"it ends after {len(messages)} messages, but the episode has {len(self.messages)}"
                 break
             if comparable(messages[place]) != comparable(known):
                 given, expected = (
                     shorten(json.dumps(item, ensure_ascii=False, default=str)) for item in (messages[place], known)
                 )
-                difference = f"message {place} is {given}, where the episode has {expected}"
+                difference = f"message {place} is {given}, but the episode has {expected}"
                 break
         if difference:
             raise RolloutError(
@@ -129,7 +129,7 @@ def read_chat(given: object) -> list[Message]:
 
 
 def decode_call(call: object, at: Place) -> Message:
-    """Validate a tool call and decode arguments that came as JSON text."""
+    """Validate a tool call and decode arguments that arrived as JSON text."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise at.mismatch("a tool call with function.name and function.arguments", call)

@@ -1,7 +1,8 @@
 """The JSON format of OpenAI's chat completions: parsing and validation of requests, and formatting of responses.
 
-All functions are pure. `server.py` speaks this format over HTTP; `episode.py` finds the tool calls of a turn here. In
-this package the arguments of a tool call are an object, as chat templates expect them; clients get them as JSON text.
+All functions are pure. `server.py` serves this format over HTTP; `episode.py` uses it to parse the tool calls of a
+turn. In this package the arguments of a tool call are an object, as chat templates expect them; clients get them as
+JSON text.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Deadline:
         self.stop()
 
     def resume(self) -> None:
-        """Note an answer of the engine; if no request is open any more, restart the time limit in full."""
+        """Record that the engine answered; if no request is pending any longer, restart the full time limit."""
         self.pauses -= 1
         if self.pauses == 0:
             self.started = self.loop.time()

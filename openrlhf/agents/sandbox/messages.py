@@ -94,7 +94,7 @@ class RunningCall:
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """A request of an episode to the engine; requests of an episode are numbered from 0."""
+    """A request from an episode to the engine; the requests of an episode are numbered from 0."""
 
     call: int
     request: int

@@ -113,7 +113,7 @@ def ring_attention_is_our_own(config: TrainingConfig) -> Changed[TrainingConfig]
             f"--ring_attn_size {size} brings its own attention, which --attn_implementation {asked} would replace",
             try_this="--attn_implementation auto",
         )
-    line = f"--attn_implementation {asked} is set to auto: --ring_attn_size has its own attention on PyTorch's kernel"
+    line = f"--attn_implementation {asked} is set to auto: --ring_attn_size uses its own attention"
     return change(config, line, attn_implementation="auto")
 
 

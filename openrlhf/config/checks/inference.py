@@ -21,7 +21,7 @@ def post_processors_need_rewards(config: BatchInferenceConfig) -> None:
 
 
 def reward_template_has_its_placeholders(config: BatchInferenceConfig) -> None:
-    """Without both places, a row would lose its prompt or its reward."""
+    """Without both placeholders, a row would lose its prompt or its reward."""
     template = config.task.reward_template
     if template is not None and not ("{input}" in template and "{reward}" in template):
         raise ConfigError(f"--reward_template {template!r} must contain {{input}} and {{reward}}")
@@ -102,5 +102,5 @@ def merging_keeps_its_sources(config: LoraCombinerConfig) -> None:
     for name in ("model_path", "lora_path"):
         if Path(str(flag_values(config)[name])).expanduser().resolve() == output.resolve():
             raise ConfigError(
-                f"--output_path {output} is --{name} itself, which would be overwritten", try_this="./merged"
+                f"--output_path {output} is the same as --{name}, which would be overwritten", try_this="./merged"
             )

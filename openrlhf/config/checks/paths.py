@@ -45,7 +45,7 @@ def model_folders_exist(config: object) -> None:
             raise ConfigError(f"--{name} {item} is a file, but a model is a folder with config.json")
         if looks_local(item) and (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
             raise ConfigError(
-                f"--{name} {item} is a LoRA adapter, which lacks its base model",
+                f"--{name} {item} is a LoRA adapter without its base model",
                 try_this=f"openrlhf lora_combiner --model_path BASE --lora_path {item} --output_path MERGED",
             )
         if looks_local(item) and not (folder / "config.json").exists():

@@ -37,14 +37,14 @@ def launched_processes_become_devices(config: RLConfig) -> Changed[RLConfig] | s
             f"python -m openrlhf.cli.train_ppo_ray --colocate_all_models {asked} ...",
         )
     if resolve_runtime(config) == "ray" and ("RAY_ADDRESS" in os.environ or several_devices(config)):
-        return f"the launcher's first process of {processes} drives Ray; the others end now"
+        return f"the launcher's first process of {processes} drives Ray; the other processes exit now"
     if not isinstance(config, LocalRLConfig) and config.placement.runtime == "local":
         raise ConfigError(
             f"--runtime local is one process, but a launcher started {processes}", try_this="without --runtime local"
         )
     line = (
         f"{processes} processes of a launcher: the first one starts Ray on this machine and shares {processes} devices "
-        "among all models (--colocate_all_models); the others end now"
+        "among all models (--colocate_all_models); the other processes exit now"
     )
     return change(config, line, runtime="ray", colocate_all_models=True, local_rank=-1, **counts)
 
@@ -133,7 +133,7 @@ def hybrid_engines_fit_on_one_node(config: RLConfig) -> None:
     if per_node % size:
         raise ConfigError(
             f"--vllm_tensor_parallel_size {size} does not divide the {per_node} devices that the policy has on a node, "
-            "and an engine lies on one node",
+            "and an engine must be on one node",
             try_this=f"a multiple of {size} for --actor_num_gpus_per_node",
         )
 

@@ -224,7 +224,7 @@ def generate_max_len_within_max_len(config: RLConfig) -> Changed[RLConfig] | Non
     rollout = config.rollout
     given = rollout.generate_max_len != GENERATE_MAX_LEN
     if given and rollout.max_len is not None and rollout.max_new_tokens is None:
-        line = f"--generate_max_len {rollout.generate_max_len} is read as --max_new_tokens together with --max_len"
+        line = f"--generate_max_len {rollout.generate_max_len} together with --max_len is read as --max_new_tokens"
         return change(config, line, max_new_tokens=rollout.generate_max_len)
     return None
 
@@ -258,7 +258,7 @@ def old_samples_are_corrected(config: RLConfig) -> str | None:
         return None
     if config.rollout.limits_on_tokens and not config.rollout.whole_log_probs:
         return f"warning: {age}, and with --enable_vllm_is_correction false nothing corrects for it"
-    return f"warning: {age}, and with --enable_vllm_is_correction false only the clip range bounds what that does"
+    return f"warning: {age}, and with --enable_vllm_is_correction false only the clip range limits the effect"
 
 
 def log_probs_can_be_compared(config: RLConfig) -> str | None:

@@ -58,7 +58,7 @@ def pretraining_has_no_turns(config: SFTConfig) -> None:
 def margins_need_the_sigmoid_loss(config: RMConfig) -> None:
     """The log-exp loss has no margin term."""
     if config.objective.margin_loss and config.objective.loss != "sigmoid":
-        raise ConfigError(f"--margin_loss has no place in --loss {config.objective.loss}", try_this="--loss sigmoid")
+        raise ConfigError(f"--margin_loss does not apply to --loss {config.objective.loss}", try_this="--loss sigmoid")
 
 
 def reward_tokens_differ(config: PRMConfig) -> None:

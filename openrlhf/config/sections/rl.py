@@ -1,7 +1,7 @@
 """Flags of reinforcement learning: prompts, rollouts, rewards, advantages, KL, losses and the critic.
 
-The RL loop, its losses and its workers receive these sections as they are; they are frozen and can be pickled. Values
-that follow from one section are its properties. Values that follow from several are functions in `config/runtime.py`.
+The RL loop, its losses and its workers receive these sections unchanged; they are frozen and picklable. Values derived
+from one section are its properties; values derived from several are functions in `config/runtime.py`.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -324,7 +324,7 @@ class PolicyOptimizerFlags(OptimizerFlags):
 
     @property
     def critic(self) -> OptimizerFlags:
-        """The critic's optimizer section: this one, in which the given critic_* flags replace those without prefix."""
+        """The critic's optimizer section: this one, with the given critic_* flags in place of the policy's flags."""
         own = {item.name: getattr(self, f"critic_{item.name}") for item in fields(OptimizerFlags)}
         return replace(self, **{name: value for name, value in own.items() if value not in (None, "")})
 

@@ -92,7 +92,7 @@ class LogFlags:
     """Logs"""
 
     logging_steps: int = flag(1, "Log every N steps.", POSITIVE)
-    eval_steps: int = flag(-1, "Evaluate every N steps; -1 is once per epoch, in RL never.", POSITIVE_OR_MINUS_ONE)
+    eval_steps: int = flag(-1, "Evaluate every N steps; -1 means once per epoch (in RL: never).", POSITIVE_OR_MINUS_ONE)
     use_tensorboard: str | None = flag(None, "Folder for TensorBoard.")
     use_wandb: str | None = flag(None, "Weights & Biases API key, or True if you are logged in.")
     wandb_org: str | None = flag(None, "Weights & Biases entity.", needs="use_wandb")
