@@ -180,7 +180,7 @@ def run_manager(manager: ContinuousBatchingManager, requests: Sequence[Request])
     while len(found) < len(requests):
         result = manager.get_result(timeout=1)
         if result is None and not manager.is_running():
-            raise SystemExit("continuous batching stopped on its way")
+            raise SystemExit("continuous batching stopped before it finished")
         if result is not None and result.is_finished():
             if result.error is not None:
                 raise SystemExit(f"continuous batching: {result.error}")

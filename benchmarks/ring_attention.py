@@ -170,7 +170,7 @@ def main() -> None:
         taken = seconds(method, row, [0, tokens], args.repeats)
         print(f"{name:8} {tokens} tokens, one of {args.size} ranks: {1000 * taken / args.size:9.1f} ms")
     if any(ours > 2 * theirs for ours, theirs in zip(*off.values(), strict=True)):
-        sys.exit("the ring is further from the truth than rounding explains")
+        sys.exit("the ring's error is larger than rounding explains")
 
 
 if __name__ == "__main__":

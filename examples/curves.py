@@ -1,4 +1,4 @@
-"""A page with the curves of runs, drawn from their `metrics.jsonl`: plain HTML and SVG, no script, no network.
+"""Write a page with the training curves of runs from their `metrics.jsonl`: plain HTML and SVG, no scripts, no network.
 
 python examples/curves.py runs/quickstart/report.html runs/quickstart/{sft,rm,ppo,grpo}/run
 """
@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 WIDTH, HEIGHT = 460, 190
-LEFT, RIGHT, TOP, BOTTOM = 60, 14, 16, 30  # what lies around a curve; at the left the longest number
-FEW = 12  # points, up to which each is marked
+LEFT, RIGHT, TOP, BOTTOM = 60, 14, 16, 30  # margins around a curve; the left one fits the longest number
+FEW = 12  # curves with at most this many points get a marker for each
 CURVES = ("gpt_loss", "eval gpt_loss", "loss", "acc_mean", "reward", "score", "kl", "response_length", "critic_loss")
 EVALUATION = " (evaluation)"
 STYLE = (
@@ -25,7 +25,7 @@ STYLE = (
 
 
 def read(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
-    """Every metric of a run as (step, value) pairs; what evaluation gives is never mixed with training."""
+    """Return every metric of a run as (step, value) pairs; evaluation metrics are kept apart from training metrics."""
     curves: dict[str, list[tuple[int, float]]] = {}
     for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
@@ -37,7 +37,7 @@ def read(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def figure(name: str, points: Sequence[tuple[int, float]]) -> str:
-    """One curve with its extremes at the axes."""
+    """Draw one curve, with its minimum and maximum on the axes."""
     steps, values = [step for step, _ in points], [value for _, value in points]
     low, high = min(values), max(values)
     across = (WIDTH - LEFT - RIGHT) / max(max(steps) - min(steps), 1)
@@ -90,5 +90,5 @@ if __name__ == "__main__":
     args = parser.parse_args()
     for folder in args.runs:
         if not (folder / "metrics.jsonl").is_file():
-            parser.error(f"{folder}: no metrics.jsonl in it. Try: the folder `run` inside a run's --save_path")
+            parser.error(f"{folder}: contains no metrics.jsonl. Try: the folder `run` inside a run's --save_path")
     write_page(args.page, {folder.parent.name: folder for folder in args.runs}, "Curves", {})

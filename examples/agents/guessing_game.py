@@ -1,7 +1,7 @@
-"""A game of several turns: the policy guesses a number from 1 to 100 and is told whether to go higher or lower.
+"""A multi-turn game: the policy guesses a number from 1 to 100 and is told whether to go higher or lower.
 
-The label is the number. A hit is worth 1 on the first guess and 0.5 on the last that is allowed; without a hit, how
-close the best guess came is worth up to 0.25. A prompt could be: "I think of a number from 1 to 100. Guess it."
+The label is the number. A hit is worth 1 on the first guess and 0.5 on the last allowed one; without a hit, the closest
+guess earns up to 0.25. A prompt could be: "I am thinking of a number from 1 to 100. Guess it."
 
     python -m openrlhf.cli.train_ppo_ray --pretrain Qwen/Qwen2.5-0.5B-Instruct --prompt_data numbers.jsonl \\
         --input_key prompt --label_key number --apply_chat_template --advantage_estimator reinforce_baseline \\
@@ -12,7 +12,7 @@ import re
 
 from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
 
-GUESSES = 7  # enough for whoever halves the interval each time
+GUESSES = 7  # enough if each guess halves the interval
 TURN = "<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"  # as the model's chat template writes it
 
 
@@ -51,7 +51,7 @@ def last_number(text):
 
 def hint(guess, number):
     if guess is None:
-        return "That was no number. Guess again."
+        return "That was not a number. Guess again."
     return "Higher. Guess again." if guess < number else "Lower. Guess again."
 
 

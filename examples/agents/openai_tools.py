@@ -1,6 +1,6 @@
-"""An agent as one writes it for any OpenAI-compatible server: a loop around the client, with one tool.
+"""An agent written for any OpenAI-compatible server: a loop around the client, with one tool.
 
-Nothing in it knows of training. The label is the right number, and the reward is whether the last message has it:
+Nothing in it depends on training. The label is the correct number; the reward is 1 if the last message contains it:
 
     python -m openrlhf.cli.train_ppo_ray --pretrain Qwen/Qwen2.5-1.5B-Instruct --prompt_data openai/gsm8k@main \\
         --input_key question --label_key answer --advantage_estimator group_norm --n_samples_per_prompt 8 \\
@@ -19,7 +19,7 @@ TOOL = {
     "type": "function",
     "function": {
         "name": "calculate",
-        "description": "The value of two numbers under + - * or /",
+        "description": "Apply + - * or / to two numbers",
         "parameters": {
             "type": "object",
             "properties": {
@@ -57,7 +57,7 @@ async def solve(client, prompt, label):
 
 
 def calculate(arguments):
-    """The result as text; what is wrong with a call is for the policy to read."""
+    """Return the result as text; an error message is also returned, for the policy to read."""
     try:
         given = json.loads(arguments)
         return f"{SIGNS[given['sign']](float(given['left']), float(given['right'])):.10g}"

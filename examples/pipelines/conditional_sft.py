@@ -1,9 +1,9 @@
-"""Conditional SFT: every answer is learned behind the reward it got; then a high reward is asked for.
+"""Conditional SFT: train on every answer, prefixed by its reward; then request a high reward.
 
     python examples/pipelines/conditional_sft.py --policy ./sft --reward ./rm --prompts ./prompts.jsonl --folder ./csft
 
-The answers are the policy's own, or with --answers those of a dataset with the fields input and output. Rewards are
-normalised, so that --wish 2 asks for an answer two deviations above the mean.
+The answers are the policy's own or, with --answers, those of a dataset with the fields input and output. Rewards are
+normalised, so --wish 2 requests an answer two standard deviations above the mean.
 """
 
 import argparse
@@ -26,8 +26,8 @@ def learn(args: argparse.Namespace, run: Run | None = None) -> str:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = arguments(str(__doc__), iterations=1, samples=4)
-    parser.add_argument("--answers", help="dataset with answers; none lets the policy make them")
-    parser.add_argument("--wish", type=float, default=2.0, help="the reward asked for, in deviations")
+    parser.add_argument("--answers", help="dataset with answers (default: the policy generates them)")
+    parser.add_argument("--wish", type=float, default=2.0, help="the requested reward, in standard deviations")
     return parser.parse_args(argv)
 
 

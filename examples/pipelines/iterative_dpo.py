@@ -1,8 +1,8 @@
-"""Iterative DPO: the policy answers, the reward model ranks, DPO learns from best against worst, and so on.
+"""Iterative DPO: the policy answers, the reward model ranks the answers, DPO trains on best against worst, and repeat.
 
     python examples/pipelines/iterative_dpo.py --policy ./sft --reward ./rm --prompts ./prompts.jsonl --folder ./dpo
 
-Each iteration takes the next slice of the prompts. The reference stays the model that everything began with.
+Each iteration takes the next slice of the prompts. The reference is the initial model throughout.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""Best of n by a process reward model: it learns to judge steps, the policy answers n times, its best answer is kept.
+"""Best of n with a process reward model: train it to judge steps, sample n answers from the policy, keep the best.
 
     python examples/pipelines/prm_best_of_n.py --policy ./sft --labels ./steps.jsonl --prompts ./prompts.jsonl \\
         --folder ./best --train '--placeholder_token ки --reward_tokens + -'
 
-The model judges a step at the placeholder that ends it. A policy that does not write placeholders gets them by
---mark_steps: $'\\n' $' ки\\n' makes every line a step. --check tells what the chosen answers are truly worth: it is a
-reward function as train_ppo takes it, and gets the prompt's field --label_key as label.
+The model judges a step at the placeholder that ends it. If the policy does not write placeholders, --mark_steps adds
+them: $'\\n' $' ки\\n' makes every line a step. --check measures the true quality of the chosen answers: it is a reward
+function in the form that train_ppo takes, and its label is the prompt's field --label_key.
 """
 
 import argparse
@@ -25,7 +25,7 @@ Check = Callable[[Rows], list[float]]
 
 
 def choose(args: argparse.Namespace, run: Run | None = None) -> str:
-    check = open_check(args) if args.check else None  # first, so that a mistake there does not cost a training
+    check = open_check(args) if args.check else None  # first, so that a mistake is found before training
     steps = Steps(args, run)
     learning = ["--pretrain", args.base or args.policy, "--dataset", args.labels]
     reward = args.reward or steps.trained(args.folder / "prm", "train_prm", *learning)
@@ -41,7 +41,7 @@ def choose(args: argparse.Namespace, run: Run | None = None) -> str:
 
 
 def first_answers(rows: Rows) -> Rows:
-    """One to each prompt, as if no more had been asked for."""
+    """Return one answer to each prompt, as if only one had been requested."""
     found: dict[int, dict[str, Any]] = {}
     for row in rows:
         found.setdefault(row["index"], row)
@@ -49,8 +49,8 @@ def first_answers(rows: Rows) -> Rows:
 
 
 def marked(rows: Rows, policy: str, end: str, mark: str) -> Rows:
-    """The answers with a mark for each end of a step; the end of the answer ends the last one."""
-    from transformers import AutoTokenizer  # takes seconds, and most runs do without
+    """Return the answers with a mark at the end of each step; the last step ends with the answer."""
+    from transformers import AutoTokenizer  # takes seconds, and most runs do not need it
 
     eos = str(AutoTokenizer.from_pretrained(policy).eos_token)
     texts = [row["output"].removesuffix(eos).removesuffix(end) + end for row in rows]
@@ -68,7 +68,7 @@ def report(one: Rows, best: Rows, name_of_best: str, check: Check | None) -> Non
 
 
 def open_check(args: argparse.Namespace) -> Check:
-    """What answers are truly worth."""
+    """Return a function that computes the true reward of answers."""
     from openrlhf.agents.loading import find_reward, load_module  # as above
 
     judge = find_reward(load_module(args.check), args.check, flag="--check")
@@ -83,7 +83,7 @@ def open_check(args: argparse.Namespace) -> Check:
 
 
 def read_labels(args: argparse.Namespace) -> list[Any]:
-    """Of the prompts as generation reads them: an answer's index is its prompt's row number there."""
+    """Return the labels of the prompts in the order of generation, in which an answer's index is a row number."""
     from openrlhf.config.commands import BatchInferenceConfig  # as above
     from openrlhf.config.parser import parse as parse_flags
     from openrlhf.inference.batch_inference import load_rows
@@ -95,16 +95,16 @@ def read_labels(args: argparse.Namespace) -> list[Any]:
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = shared_arguments(str(__doc__), samples=8)
     parser.add_argument("--labels", help="dataset with labelled steps, for the process reward model")
-    parser.add_argument("--base", help="what the process reward model begins as; none is the policy")
-    parser.add_argument("--reward", help="a process reward model that is there, instead of --labels")
+    parser.add_argument("--base", help="initial model of the process reward model (default: the policy)")
+    parser.add_argument("--reward", help="an existing process reward model, instead of --labels")
     parser.add_argument("--mark_steps", nargs=2, metavar=("END", "MARK"), help="text that ends a step, and its mark")
-    parser.add_argument("--check", help="file with a reward function; none checks nothing")
+    parser.add_argument("--check", help="file with a reward function (default: no check)")
     parser.add_argument("--label_key", help="field of the prompts that the check compares with")
     args = parser.parse_args(argv)
     if not args.labels and not args.reward:
-        parser.error("--labels is needed, or a model that learned from them: --reward")
+        parser.error("--labels is required, or --reward with a trained process reward model")
     if args.check and not Path(args.check).is_file():
-        parser.error(f"--check {args.check} is no file")
+        parser.error(f"--check {args.check}: no such file")
     return args
 
 

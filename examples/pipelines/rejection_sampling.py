@@ -1,4 +1,4 @@
-"""Rejection sampling: the policy answers several times, the best answer by the reward model is what it learns.
+"""Rejection sampling: the policy answers several times and learns the answer that the reward model scores highest.
 
 python examples/pipelines/rejection_sampling.py --policy ./sft --reward ./rm --prompts ./prompts.jsonl --folder ./rs
 """

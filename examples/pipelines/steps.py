@@ -1,4 +1,4 @@
-"""What the pipelines share: their flags, and steps that are ordinary commands, each skipped where its output lies."""
+"""Flags and steps shared by the pipelines; a step is an ordinary command, skipped if its output exists."""
 
 import argparse
 import json
@@ -12,14 +12,14 @@ from typing import Any
 
 Run = Callable[[list[str]], None]
 ALONE = [sys.executable, "-m"]
-COMPLETE = ["--input_key", "input", "--output_key", "output", "--input_template", ""]  # rows that hold whole prompts
+COMPLETE = ["--input_key", "input", "--output_key", "output", "--input_template", ""]  # rows with complete prompts
 
 
 def arguments(description: str, *, iterations: int, samples: int) -> argparse.ArgumentParser:
-    """Flags of a pipeline that trains the policy by a reward model."""
+    """Flags of a pipeline that trains the policy with a reward model."""
     parser = shared_arguments(description, samples=samples)
     parser.add_argument("--reward", required=True, help="reward model")
-    parser.add_argument("--held_out", help="dataset with prompts to measure on; none measures nothing")
+    parser.add_argument("--held_out", help="dataset with prompts for evaluation (default: no evaluation)")
     parser.add_argument("--iterations", type=int, default=iterations)
     parser.add_argument("--prompts_per_iteration", type=int, default=2048)
     return parser
@@ -40,7 +40,7 @@ def shared_arguments(description: str, *, samples: int) -> argparse.ArgumentPars
 
 
 class Steps:
-    """The commands of a pipeline, printed as they can be typed."""
+    """The commands of a pipeline, printed so that they can be run by hand."""
 
     def __init__(self, args: argparse.Namespace, run: Run | None = None) -> None:
         self.args = args
@@ -48,21 +48,21 @@ class Steps:
         args.folder.mkdir(parents=True, exist_ok=True)
 
     def launch(self, words: list[str]) -> None:
-        """One vLLM takes all devices by itself, so it needs no launcher. A command that fails has said why."""
+        """A single vLLM uses all devices, so it needs no launcher. A command that fails prints the reason itself."""
         launcher = ALONE if "generate_vllm" in words else shlex.split(self.args.launcher)
         code = subprocess.run([*launcher, f"openrlhf.cli.{words[0]}", *words[1:]], check=False).returncode
         if code:
-            print(f"# openrlhf {words[0]} ended with exit code {code}; the same pipeline command goes on from here")
+            print(f"# openrlhf {words[0]} ended with exit code {code}; rerun the pipeline command to resume")
             sys.exit(code)
 
     def step(self, output: Path, command: str, *flags: object, source: Path | None = None) -> str:
-        """Runs a command unless what it makes is there already; a step that was killed goes on or starts again.
+        """Run a command unless its output exists; a step that was killed resumes or starts over.
 
-        What is older than its source is made anew: other flags of the pipeline may have led to other rows.
+        Output that is older than its source is made again, because the pipeline's flags may have changed the rows.
         """
         words = [command, *map(str, flags)]
         if output.exists() and (source is None or source.stat().st_mtime_ns <= output.stat().st_mtime_ns):
-            print(f"# {output} is there")
+            print(f"# {output} exists")
         else:
             print(f"$ openrlhf {shlex.join(words)}", flush=True)
             self.run(words)
@@ -79,13 +79,13 @@ class Steps:
         return self.step(output, "batch_inference", *flags, source=Path(answers))
 
     def trained(self, folder: Path, command: str, *flags: object) -> str:
-        """A model is there when its config.json is, which comes last."""
+        """A model is complete once its config.json exists, because that is written last."""
         paths = ["--save_path", folder, "--ckpt_path", folder.with_name(f"{folder.name}_ckpt")]
         self.step(folder / "config.json", command, *paths, *flags, *shlex.split(self.args.train))
         return str(folder)
 
     def mean_reward(self, name: str, policy: str, condition: str | None = None) -> float | None:
-        """Of one answer to each held-out prompt; the reward model reads the prompt without the condition."""
+        """Score one answer to each held-out prompt; the reward model reads the prompt without the condition."""
         if not self.args.held_out:
             return None
         wish = [] if condition is None else ["--enable_csft", "--csft_prompt", condition]
@@ -103,7 +103,7 @@ def read(path: str) -> list[dict[str, Any]]:
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> str:
-    """A file that holds these rows already stays untouched: a stopped step goes on only if its data did not change."""
+    """Leave a file that already holds these rows untouched: a stopped step resumes only if its data did not change."""
     text = "".join(json.dumps(row) + "\n" for row in rows)
     if not path.exists() or path.read_text(encoding="utf-8") != text:
         path.write_text(text, encoding="utf-8")

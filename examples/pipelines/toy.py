@@ -2,7 +2,7 @@
 
     python examples/pipelines/toy.py --folder toy
 
-The model has random weights and one token a character. The rows are what the commands of docs/guides.md read.
+The model has random weights and one token per character. The commands in docs/guides.md read these rows.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def write_rows(chance: random.Random) -> dict[str, list[dict[str, Any]]]:
 
 
 def reward_func(queries: list[str], prompts: list[str], labels: list[str], **more: Any) -> list[float]:
-    """What answers in steps are truly worth: 1 where each step is one early letter, 0 otherwise."""
+    """The true reward of answers in steps: 1 if each step is one early letter, 0 otherwise."""
 
     def worth(answer: str) -> float:
         *steps, unfinished = answer.removesuffix("</s>").split("#")

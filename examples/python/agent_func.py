@@ -1,6 +1,6 @@
-"""A second and a third chance: a wrong answer is sent back, and a later right one is worth less.
+"""Up to three attempts: a wrong answer is sent back, and a correct answer on a later attempt is worth less.
 
-The label is the answer. A response is right if its last \\boxed{...}, or the whole of it, agrees with the label.
+The label is the answer. A response is correct if its last \\boxed{...}, or the whole response, matches the label.
 
     python -m openrlhf.cli.train_ppo_ray --pretrain Qwen/Qwen2.5-1.5B-Instruct --prompt_data zhuzilin/dapo-math-17k \\
         --input_key prompt --label_key label --apply_chat_template --advantage_estimator reinforce_baseline \\

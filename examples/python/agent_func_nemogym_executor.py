@@ -1,6 +1,6 @@
-"""Rows of NeMo Gym, played against one of its resources servers, which is running already at NEMO_GYM_URL.
+"""Plays NeMo Gym rows against one of its resources servers, already running at NEMO_GYM_URL.
 
-A row of the prompts has NeMo Gym's row as JSON text for its label, and any text of its own for its prompt:
+The label of a prompt is its NeMo Gym row as JSON text; the prompt can be any unique text:
 
     python -c 'import json, sys
     for number, line in enumerate(sys.stdin): print(json.dumps({"input": str(number), "label": line}))' \\
@@ -10,8 +10,8 @@ A row of the prompts has NeMo Gym's row as JSON text for its label, and any text
         --n_samples_per_prompt 8 --max_len 4096 --max_new_tokens 512 --max_turns 6 \\
         --agent_func_path examples/python/agent_func_nemogym_executor.py
 
-The chat template is applied to the messages of the row, so --apply_chat_template is left out. docs/agents.md says which
-parts of NeMo Gym are met.
+The chat template is applied to the messages of the row, so --apply_chat_template is left out. docs/agents.md lists the
+supported parts of NeMo Gym.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""1 for a response whose answer agrees with the label, 0 otherwise.
+"""Reward 1 if the answer of a response matches the label, 0 otherwise.
 
 The answer is the last line "Answer: ...", else the last \\boxed{...}. Answers are compared as text and as numbers, and
 with math-verify (pip install 'math-verify[antlr4_13_2]') as mathematics.

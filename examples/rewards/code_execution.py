@@ -24,7 +24,7 @@ SECONDS = 5
 MEMORY = 1 << 30  # bytes
 FILE_SIZE = 1 << 20
 BLOCK = re.compile(r"```(?:python|py)?\n(.*?)```", re.DOTALL)
-# Runs in the child before the program: its limits, and on Linux that it ends with us.
+# Runs in the child before the program: sets its limits and, on Linux, makes it die with its parent.
 START = f"""
 import ctypes, resource, runpy, signal, sys
 for name, most in (("CPU", {SECONDS}), ("AS", {MEMORY}), ("FSIZE", {FILE_SIZE}), ("CORE", 0)):
@@ -55,14 +55,14 @@ def code_of(response):
 def share_passed(program, label):
     tests = [line for line in label.splitlines() if line.strip()] if isinstance(label, str) else list(label)
     if not tests:
-        raise ValueError("the label holds no test")
+        raise ValueError("the label contains no test")
     if program is None:
         return 0.0
     return sum(passes(program, test) for test in tests) / len(tests)
 
 
 def passes(program, test):
-    """Whether the program gets past its test within the limits; one that merely exits does not."""
+    """Return whether the program passes its test within the limits; exiting early does not count."""
     mark = secrets.token_hex(8)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "program.py").write_text(f"{program}\n\n{test}\nopen({mark!r}, 'x').close()\n", encoding="utf-8")

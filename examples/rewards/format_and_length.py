@@ -1,7 +1,7 @@
-"""Thinks in <think>, answers in <answer>, gets the label right, and does not ramble.
+"""Reward responses that think in <think>, answer correctly in <answer>, and are brief.
 
 The format earns 0.2, the right answer 0.8, and beyond TARGET words the reward shrinks, to half at twice as many.
-Dynamic filtering looks at the answer alone.
+Dynamic filtering considers only the answer.
 
     python -m openrlhf.cli.train_ppo_ray --pretrain Qwen/Qwen2.5-1.5B-Instruct --prompt_data data.jsonl \\
         --input_key question --label_key answer --apply_chat_template --advantage_estimator reinforce_baseline \\

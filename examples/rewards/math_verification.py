@@ -1,4 +1,4 @@
-"""1 for a response whose final answer equals the label, 0 otherwise; mathematics is compared, not text.
+"""Reward 1 if the final answer of a response equals the label, 0 otherwise; compares mathematics, not text.
 
 The label is the answer as LaTeX or as a plain number. Needs math-verify:
 
@@ -27,6 +27,6 @@ def reward_func(queries, prompts, labels, **kwargs):
 
 
 def gold(label):
-    """The reference; GSM8K keeps it behind #### at the end of a worked solution."""
+    """Return the reference; in GSM8K it follows #### at the end of a worked solution."""
     answer = str(label).rsplit("####", 1)[-1].strip().replace(",", "")
     return parse(f"\\boxed{{{answer}}}")

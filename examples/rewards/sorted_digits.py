@@ -1,4 +1,4 @@
-"""The quickstart's verifiable reward: 1 for the digits in order, and up to 0.3 for those that stand in their place.
+"""The quickstart's verifiable reward: 1 for the sorted digits, plus up to 0.3 for digits in the right position.
 
 openrlhf train_ppo --remote_rm_url examples/rewards/sorted_digits.py --label_key label ...
 """

@@ -1,7 +1,6 @@
-"""The reward of train_ppo_with_reward_fn.sh: 1 where the last number of a response is the label's last number.
+"""The reward of train_ppo_with_reward_fn.sh: 1 if the last number in a response equals the last number in the label.
 
-A label may be a worked solution, as GSM8K has it. Write your own with the same name and arguments; examples/rewards
-has some to begin with.
+A label may be a worked solution, as in GSM8K. Write your own with the same name and arguments; see also examples/rewards.
 """
 
 import re
@@ -10,7 +9,7 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def reward_func(queries, prompts, labels, **kwargs):
-    """queries are prompts with their responses. Scores between 0 and 1 are what --dynamic_filtering looks at."""
+    """`queries` are prompts followed by responses. --dynamic_filtering uses the scores, which are between 0 and 1."""
     responses = [query.removeprefix(prompt) for query, prompt in zip(queries, prompts, strict=True)]
     found = [last_number(response) for response in responses]
     wanted = [last_number(str(label)) for label in labels]
