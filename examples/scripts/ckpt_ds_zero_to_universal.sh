@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes the DeepSpeed checkpoints under a folder universal, so that any number of devices can go on with them:
+# Converts the DeepSpeed checkpoints under a folder to universal ones, which any number of devices can resume from:
 #   ckpt_ds_zero_to_universal.sh { ckpt_path }
-# Then the same training command with --load_checkpoint --use_ds_universal_ckpt. What is there already is kept.
+# Then run the same training command with --load_checkpoint --use_ds_universal_ckpt. Existing conversions are kept.
 # shellcheck source=examples/scripts/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

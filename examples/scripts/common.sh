@@ -1,16 +1,16 @@
-# What the scripts share; they source it.
+# Functions and settings shared by the scripts, which source this file.
 #
 #   launch COMMAND FLAG...         one process per device of this machine. LAUNCHER replaces `deepspeed --module`:
 #                                  LAUNCHER="deepspeed --num_gpus 2 --module", LAUNCHER="python3 -m" (one process), torchrun
-#   train_ppo_ray FLAG...          RAY_ADDRESS=http://HOST:8265 hands the run to that cluster with `ray job submit`, and
-#                                  the folder you stand in goes along. Anything else runs the command right here: it
-#                                  joins the Ray that RAY_ADDRESS=HOST:PORT names or that `ray start` left on this
-#                                  machine, and otherwise starts one of its own (docs/cluster.md).
+#   train_ppo_ray FLAG...          RAY_ADDRESS=http://HOST:8265 submits the run to that cluster with `ray job submit`,
+#                                  together with the current folder. Otherwise the command runs here: it joins the Ray
+#                                  at RAY_ADDRESS=HOST:PORT or the one that `ray start` started on this machine, or else
+#                                  starts its own (docs/cluster.md).
 # shellcheck shell=bash
 set -euo pipefail
 
 scripts=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-# shellcheck disable=SC2034  # used by those who source this
+# shellcheck disable=SC2034  # used by the scripts that source this
 examples=$(dirname "$scripts")
 
 launch() {

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# A shell in a container with all GPUs, this repository as /openrlhf. NVIDIA's PyTorch image needs build_openrlhf.sh in it;
-# an image with everything: docker build --file dockerfile/Dockerfile --tag openrlhf . && IMAGE=openrlhf docker_run.sh
-# Words behind the name run in place of the shell. Hugging Face's cache and login are those of this account.
+# A shell in a container with all GPUs and this repository as /openrlhf. In NVIDIA's PyTorch image, run build_openrlhf.sh
+# first. For an image with everything: docker build --file dockerfile/Dockerfile --tag openrlhf . && IMAGE=openrlhf docker_run.sh
+# Arguments run as a command instead of the shell. The container uses this account's Hugging Face cache and login.
 set -euo pipefail
 
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)

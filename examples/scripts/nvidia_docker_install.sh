@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Lets Docker on Debian and Ubuntu use NVIDIA GPUs: NVIDIA's container toolkit from its own package source. Docker and the
-# GPU driver must be there already.
+# Installs NVIDIA's container toolkit from NVIDIA's repository, so that Docker on Debian and Ubuntu can use GPUs. Docker
+# and the GPU driver must already be installed.
 set -euo pipefail
 
 readonly packages=https://nvidia.github.io/libnvidia-container

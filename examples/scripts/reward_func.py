@@ -1,6 +1,6 @@
 """The reward of train_ppo_with_reward_fn.sh: 1 if the last number in a response equals the last number in the label.
 
-A label may be a worked solution, as in GSM8K. Write your own with the same name and arguments; see also examples/rewards.
+A label may be a worked solution, as in GSM8K. Write your own with this name and these arguments; see examples/rewards.
 """
 
 import re

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Serves a reward model to runs elsewhere: they take --remote_rm_url http://THIS_HOST:PORT/get_reward.
-# Other machines reach it with --host 0.0.0.0, which needs a key: export OPENRLHF_RM_API_KEY=... here and there.
+# Serves a reward model to other runs, which pass --remote_rm_url http://THIS_HOST:PORT/get_reward.
+# To serve other machines, pass --host 0.0.0.0, which requires a key: export OPENRLHF_RM_API_KEY=... on both sides.
 # shellcheck source=examples/scripts/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Conditional SFT (https://arxiv.org/abs/2308.12050): the reward model scores SAMPLES answers of the policy to each prompt,
-# and the policy learns every answer behind its normalised reward, so that a high one can be asked for later:
+# and the policy learns every answer, prefixed by its normalised reward, so that you can request a high one later:
 # interactive_chat_llama.sh MODEL --enable_csft --csft_prompt '<rm_score>: 2.00'.
-# ANSWERS=DATA learns answers that are there already; its fields are input and output.
+# ANSWERS=DATA learns existing answers; its fields are input and output.
 # shellcheck source=examples/scripts/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Continued pre-training: every token of a text is learned, no template.
+# Continued pre-training: trains on every token of a text, without a template.
 # shellcheck source=examples/scripts/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

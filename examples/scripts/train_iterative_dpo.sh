@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Iterative DPO: the policy answers SAMPLES times, the reward model ranks, DPO learns best against worst, ITERATIONS times.
-# A run that was stopped goes on where it stood. ENGINE=generate generates with Transformers instead of vLLM.
+# Iterative DPO, ITERATIONS times: the policy answers SAMPLES times, the reward model ranks, DPO trains on best against
+# worst. A stopped run resumes where it left off. ENGINE=generate generates with Transformers instead of vLLM.
 # shellcheck source=examples/scripts/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Distillation: a small model learns the answers and, token by token, what a larger one with the same tokenizer expects.
+# Distillation: a small model learns the answers and the token distributions of a larger one with the same tokenizer.
 # shellcheck source=examples/scripts/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

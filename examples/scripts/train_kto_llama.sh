@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# KTO: single answers with a verdict, 1 for good and 0 for bad, in place of pairs.
+# KTO: single answers with a label, 1 for good and 0 for bad, instead of pairs.
 # shellcheck source=examples/scripts/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

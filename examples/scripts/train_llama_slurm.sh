@@ -4,8 +4,8 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
-# A training script on several nodes, from this folder: sbatch train_llama_slurm.sh
-# Account, partition and nodes: change the lines above or give them to sbatch. Flags behind the name go to the command.
+# Runs a training script on several nodes. From this folder: sbatch train_llama_slurm.sh
+# Set account, partition and nodes above or on the sbatch command line. Flags after the script name go to the command.
 # Reinforcement learning runs on Ray, which train_ppo_ray_slurm.sh starts.
 set -euo pipefail
 

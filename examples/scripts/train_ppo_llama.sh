@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# PPO against a reward model on all devices of this machine, which all models share; Transformers generates.
+# PPO against a reward model; all models share all devices of this machine, and Transformers generates.
 # LAUNCHER="python3 -m" trains in one process on one device, without Ray.
 # shellcheck source=examples/scripts/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# PPO on Ray with devices for each: policy and reference share ACTOR_GPUS, critic and reward model CRITIC_GPUS, and
-# ENGINES vLLM engines of ENGINE_TP devices generate. The counts below make 8 GPUs.
+# PPO on Ray with separate devices: policy and reference share ACTOR_GPUS, critic and reward model share CRITIC_GPUS, and
+# ENGINES vLLM engines with ENGINE_TP devices each generate. The defaults below add up to 8 GPUs.
 # shellcheck source=examples/scripts/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

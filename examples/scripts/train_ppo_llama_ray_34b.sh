@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# PPO of a 34B model on one node of 8 x 80 GB, optimizer states in host memory. The reward model has another tokenizer,
+# PPO of a 34B model on one node of 8 x 80 GB, optimizer states in host memory. The reward model has a different tokenizer,
 # so it scores the text, and the critic starts from the policy.
 set -euo pipefail
 

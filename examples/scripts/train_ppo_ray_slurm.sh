@@ -4,9 +4,9 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
-# A Ray script on several nodes, from this folder: sbatch train_ppo_ray_slurm.sh
-# One Ray node on each Slurm node, then the script on the first. Account, partition and nodes: change the lines above or
-# give them to sbatch. Flags behind the name go to the command. The output paths must lie on a shared file system.
+# Runs a Ray script on several nodes. From this folder: sbatch train_ppo_ray_slurm.sh
+# Starts one Ray node on each Slurm node, then runs the script on the first. Set account, partition and nodes above or on
+# the sbatch command line. Flags after the script name go to the command. Output paths must be on a shared file system.
 set -euo pipefail
 
 readonly training_script=${TRAINING_SCRIPT:-train_ppo_ray_hybrid_engine.sh}
@@ -17,7 +17,7 @@ export ENGINE_TP=${ENGINE_TP:-2}
 export ACTOR_NODES=${ACTOR_NODES:-$SLURM_NNODES} ACTOR_GPUS=${ACTOR_GPUS:-$GPUS_PER_NODE}
 export ENGINES=${ENGINES:-$((SLURM_NNODES * GPUS_PER_NODE / ENGINE_TP))}
 
-# Whoever reaches a Ray port can run code: all nodes share a secret.
+# Anyone who can reach a Ray port can run code, so all nodes share a secret.
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=${RAY_AUTH_TOKEN_PATH:-$HOME/ray_token}
 if [ ! -s "$RAY_AUTH_TOKEN_PATH" ]; then
     (umask 077 && python3 -c "import secrets; print(secrets.token_hex(32), end='')" > "$RAY_AUTH_TOKEN_PATH")

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# PPO (hybrid engine) where a Python function gives the reward: REWARD_FUNC is a file with reward_func(queries, prompts,
-# labels), and LABEL_KEY the field of a prompt's row that it gets as label. examples/rewards has more of them.
+# PPO (hybrid engine) with the reward from a Python function: REWARD_FUNC is a file with reward_func(queries, prompts,
+# labels), and LABEL_KEY is the field of a row that it receives as the label. examples/rewards has more of them.
 # shellcheck source=examples/scripts/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

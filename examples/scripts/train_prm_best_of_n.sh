@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# A process reward model, then best of n: it learns from steps with verdicts, the policy answers every prompt SAMPLES times
-# and the answer whose weakest step it trusts most is kept in SAVE_PATH/best.jsonl. REWARD_FUNC says what those are truly
-# worth. Each line of an answer is a step. A run that was stopped goes on where it stood. ENGINE=generate generates with
-# Transformers instead of vLLM.
+# A process reward model, then best of n: the model learns from labelled steps, the policy answers every prompt SAMPLES
+# times, and the answer whose weakest step scores highest is kept in SAVE_PATH/best.jsonl. REWARD_FUNC measures the true
+# quality of these. Each line of an answer is a step. A stopped run resumes where it left off. ENGINE=generate generates
+# with Transformers instead of vLLM.
 # shellcheck source=examples/scripts/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Process reward model: every step of a solution ends with a placeholder token, at which its verdict is learned.
+# Process reward model: every step of a solution ends with a placeholder token, at which the model predicts its label.
 # shellcheck source=examples/scripts/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Prolonged RL on mathematics as in ProRL v2: REINFORCE++-baseline with a small KL loss, a wider clip range above, dynamic
-# filtering, a correction for the difference between engine and trainer, and nothing for answers that are cut off.
+# filtering, a correction for the difference between engine and trainer, and no reward for truncated answers.
 # The reward needs: pip install 'math-verify[antlr4_13_2]'
 set -euo pipefail
 

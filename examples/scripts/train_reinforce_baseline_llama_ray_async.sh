@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# REINFORCE++-baseline against a reward model, asynchronously: the engines go on generating while the policy trains, and
-# the correction makes up for their older weights. CRITIC_GPUS are the reward model's: there is no critic.
+# REINFORCE++-baseline against a reward model, asynchronously: the engines keep generating while the policy trains, and
+# importance correction accounts for their older weights. The reward model uses CRITIC_GPUS: there is no critic.
 set -euo pipefail
 
 export ACTOR_GPUS=${ACTOR_GPUS:-4} CRITIC_GPUS=${CRITIC_GPUS:-1} ENGINES=${ENGINES:-3} ENGINE_TP=${ENGINE_TP:-1}

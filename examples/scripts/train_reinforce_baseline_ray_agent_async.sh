@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# REINFORCE++-baseline with an agent of several turns: AGENT is a file with class AgentExecutor. The engines have devices
-# of their own and go on generating while the policy trains (--async_train); the correction makes up for their older
-# weights. Synchronous, on one set of devices: train_reinforce_baseline_hybrid_engine.sh with an agent in its place.
+# REINFORCE++-baseline with a multi-turn agent: AGENT is a file with class AgentExecutor. The engines have their own
+# devices and keep generating while the policy trains (--async_train); importance correction accounts for their older
+# weights. For a synchronous run on one set of devices, use train_reinforce_baseline_hybrid_engine.sh with an agent.
 # shellcheck source=examples/scripts/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

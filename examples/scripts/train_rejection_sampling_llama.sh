@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Rejection sampling: the policy answers SAMPLES times, SFT learns the answer that the reward model likes best, ITERATIONS
-# times. A run that was stopped goes on where it stood. ENGINE=generate generates with Transformers instead of vLLM.
+# Rejection sampling, ITERATIONS times: the policy answers SAMPLES times, and SFT learns the answer that the reward model
+# scores highest. A stopped run resumes where it left off. ENGINE=generate generates with Transformers instead of vLLM.
 # shellcheck source=examples/scripts/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

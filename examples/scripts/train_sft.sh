@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Supervised fine-tuning on questions and answers, samples packed.
+# Supervised fine-tuning on questions and answers, with packed samples.
 # Conversations: append --apply_chat_template (and --multiturn to learn every turn of the assistant).
 # shellcheck source=examples/scripts/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

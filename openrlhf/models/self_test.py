@@ -128,7 +128,7 @@ def choose_layout(network: Network, forward: BackendForward, worst: Callable[[fl
             return
         problems.append(f"{candidate} {problem}")
     raise ConfigError(
-        f"{name} does not compute here what it computes by itself: {'; '.join(problems)}",
+        f"{name} does not match its own forward in any layout: {'; '.join(problems)}",
         try_this="another model, or --skip_self_test to run it all the same",
     )
 
@@ -164,9 +164,9 @@ def make_probe(network: Network, forward: BackendForward) -> LayoutProbe:
             rounding = measure_rounding(decoder, own, lambda: answers(forward(batch, own_kind), batch))
     except FAILURES as failure:
         adapted = network.model is not decoder
-        how = "with its adapters" if adapted else "by itself"
+        how = "its forward with adapters" if adapted else "its own forward"
         raise ConfigError(
-            f"{name} cannot run here: {how} it fails with {describe_error(failure)}",
+            f"{name} cannot run here: {how} fails with {describe_error(failure)}",
             try_this="other --target_modules, or --lora_rank 0" if adapted else None,
         ) from failure
     if own.isnan().any():

@@ -48,7 +48,7 @@ def choose_decoding(network: Network, strategies: Iterable[Decoding] | None = No
     try:
         probe = make_probe(network.decoder)
     except FAILURES as failure:
-        raise ConfigError(f"{name} cannot run here: by itself it fails with {describe_error(failure)}") from failure
+        raise ConfigError(f"{name} cannot run here: its own forward fails with {describe_error(failure)}") from failure
     problems: list[str] = []
     for strategy in strategies:
         try:
@@ -64,7 +64,7 @@ def choose_decoding(network: Network, strategies: Iterable[Decoding] | None = No
         problems.append(f"{strategy.description} {problem}")
     ends = "; ".join(dict.fromkeys((problems[0], problems[-1])))  # report the fastest strategy and the last resort
     raise ConfigError(
-        f"{name} does not generate here what it computes by itself: {ends}",
+        f"{name} does not match its own forward with any decoding strategy: {ends}",
         try_this="vLLM as the engine, or --skip_self_test to generate all the same",
     )
 

@@ -268,7 +268,7 @@ def test_an_incomplete_head_is_rejected(family, monkeypatch):
     settled(model)
     monkeypatch.setattr(VocabularyHead, "__call__", lambda self, hidden: self.module(hidden))
     monkeypatch.setattr(Network, "_logit_factor", None)
-    with pytest.raises(ConfigError, match=r"does not compute here what it computes by itself: .* is off by"):
+    with pytest.raises(ConfigError, match=r"does not match its own forward in any layout: .* is off by"):
         settled(model)
 
 

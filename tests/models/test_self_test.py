@@ -169,7 +169,7 @@ def test_an_incomplete_head_is_rejected(monkeypatch, dtype):
     network = make_network("granite", "sdpa", logits_scaling=0.2).to(dtype).eval()
     settle(network)
     monkeypatch.setattr(Network, "vocabulary_head", property(lambda self: VocabularyHead(self.decoder, 1.0)))
-    with pytest.raises(ConfigError, match=r"GraniteForCausalLM does not compute here .* is off by"):
+    with pytest.raises(ConfigError, match=r"GraniteForCausalLM does not match its own forward .* is off by"):
         settle(network)
 
 
@@ -179,7 +179,7 @@ def test_a_scalar_head_is_tested_too(monkeypatch):
     assert layout_of(network) == f"packed {SEGMENTED}"
     broken = torch.nn.Linear(32, 1, bias=False)
     monkeypatch.setattr(Network, "scalar_head", property(lambda self: broken))
-    with pytest.raises(ConfigError, match="LlamaForSequenceClassification does not compute here"):
+    with pytest.raises(ConfigError, match="LlamaForSequenceClassification does not match its own forward"):
         settle(network)
 
 
@@ -195,7 +195,7 @@ def test_a_model_that_cannot_run_by_itself_is_rejected(monkeypatch):
     network = make_network("llama", "sdpa").eval()
     monkeypatch.setattr(type(network.decoder.model), "forward", lambda self, **kwargs: 1 / 0)
     with pytest.raises(
-        ConfigError, match="LlamaForCausalLM cannot run here: by itself it fails with ZeroDivisionError"
+        ConfigError, match="LlamaForCausalLM cannot run here: its own forward fails with ZeroDivisionError"
     ):
         settle(network)
 
