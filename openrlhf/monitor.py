@@ -1,7 +1,7 @@
 """Reporting of a run: console lines, progress bar, metrics file, TensorBoard, Weights & Biases.
 
 `say` prints one line from anywhere in the package. A training loop holds a `Monitor`, which passes metrics to its sinks
-and shows the progress bar; batch_inference opens a bar of its own with `open_bar`. Only the main process (rank 0)
+and shows the progress bar; batch_inference opens its own bar with `open_bar`. Only the main process (rank 0)
 reports.
 """
 

@@ -1,4 +1,4 @@
-"""Construction of the executor that the reward and agent flags ask for.
+"""Construction of the executor that the reward and agent flags select.
 
 `build_executor` is the only entry. It starts the worker processes that run user code and returns `AgentEpisodes` for an
 agent file, or `SingleTurnSamples` with the matching source of rewards.
@@ -43,7 +43,7 @@ def build_executor(
 
     With none of them, reward models score the samples later. A file is loaded in a first worker process immediately,
     so that errors in it surface before any training. `processes` limits the worker processes (default: half of the
-    CPU cores, at most 8). `compares_engine` says that the loss compares the engine's log-probs with the trainer's.
+    CPU cores, at most 8). `compares_engine` means that the loss compares the engine's log-probs with the trainer's.
     """
     processes = processes or max(1, min(MOST_PROCESSES, (os.cpu_count() or 2) // 2))
     if not rewards.agent_func_path:

@@ -1,7 +1,7 @@
 """Adapter for executor classes written for versions 0.8.7 to 0.9.0.
 
 Those classes get engine, tokenizer and a queue in their constructor, and put the result of each episode into the queue.
-A worker wraps them in `LegacyExecutor`, which has today's interface.
+A worker wraps them in `LegacyExecutor`, which has the current interface.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Loading of a user's .py file, and calls of the functions and classes that it defines.
 
 A reward file has `reward_func`; `agent_files.py` finds what an agent file has. Accepted arguments are read from a
-function's signature, never found by trial calls. User functions may be async or not.
+function's signature, never found by trial calls. User functions may be sync or async.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from openrlhf.types import SamplingParams
 def check_overrides(run: SamplingParams, requested: Sequence[SamplingParams], *, compares_engine: bool) -> None:
     """Raise RolloutError for sampling parameters that training cannot account for.
 
-    `run` are the parameters of the run, `requested` those of an episode's requests. `compares_engine` says that the
+    `run` are the parameters of the run, `requested` those of an episode's requests. `compares_engine` means that the
     loss compares the engine's log-probs with the trainer's.
     """
     for params in requested:

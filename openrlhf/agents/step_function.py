@@ -1,7 +1,7 @@
 """Adapter for older agent files, which define a module-level function `step`.
 
-It keeps its state in globals and returns the whole text so far. A worker runs such files with `MultiTurnAgentExecutor`
-and a new `StepFunction` as the environment of each episode.
+Such a function keeps its state in globals and returns the whole text so far. A worker runs such files with
+`MultiTurnAgentExecutor` and a new `StepFunction` as the environment of each episode.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Worker processes of a run on a cluster: one rank of a model group, or one engine.
 
 They are plain classes; `starter` turns them into Ray actors. The driver reaches them through `calls.Process`: it passes
-a method of `Models` or of the engine, and the worker applies it to its own.
+a method of `Models` or of the engine, and the worker calls it on its own object.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The train_ppo and train_ppo_ray commands: choose the runtime, and start models and engines on Ray if it is Ray.
+"""The train_ppo and train_ppo_ray commands: choose the runtime and, if it is Ray, start models and engines on it.
 
 `open_ray` is the counterpart of `rl.local.open_local`; the loop in `rl.train` does not know which one it runs on. It
 plans the placement, reserves the devices (`session`), starts the processes (`starter`) and connects the models'

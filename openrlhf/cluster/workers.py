@@ -65,7 +65,7 @@ class WorkerGroup:
         """Call a method of `Models` with one share per data-parallel rank, and return the answers by rank.
 
         Shares are stored once in Ray's object store, and the processes of a rank get a reference. They see the same
-        rows and give equal answers, so that of the first one counts.
+        rows and give equal answers, so only the first one's answer is used.
         """
         import ray
 

@@ -1,7 +1,7 @@
 """The config of each command: its sections of flags, and its own defaults for some of them.
 
 `COMMANDS` maps command names to configs. The docstrings of the configs are shown by `openrlhf --help`. A config is
-frozen, and code receives it, or the sections it needs, as it is; `flags.replace_flags` makes a changed copy.
+frozen, and code receives it, or the sections it needs, unchanged; `flags.replace_flags` makes a changed copy.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """The command-line parser, built from the config dataclasses: sections become argparse groups, fields become flags.
 
 Flags can also come from the environment and from YAML files (`--config`). All of them are turned into arguments first,
-so that they share one reading and one set of error messages.
+so that one parser reads them, with one set of error messages.
 """
 
 import argparse

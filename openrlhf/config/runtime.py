@@ -1,7 +1,7 @@
 """Values derived from flags of several sections of an RL run: devices, models in use, sizes of the loop, loss defaults.
 
-The checks, the table of batch sizes and the code that runs all ask here, so they agree. Values that follow from a
-single section are properties of that section. Nothing is stored: a config is frozen, so every answer stays the same.
+The checks, the table of batch sizes and the run itself all call these functions, so they agree. Values derived from a
+single section are properties of that section. Nothing is stored: a config is frozen, so the values never change.
 """
 
 import math
@@ -18,7 +18,7 @@ from openrlhf.config.sections.rl import PolicyLossFlags
 GPUS_PER_NODE_ON_RAY = 8  # default under Ray if the command names no count
 
 
-# Where a run takes place: the runtime, devices and engines.
+# Where a run executes: the runtime, devices and engines.
 
 
 def resolve_runtime(config: RLConfig, environ: Mapping[str, str] = os.environ) -> Literal["local", "ray"]:
@@ -162,8 +162,8 @@ def uses_correction(config: RLConfig) -> bool:
 def old_log_probs_are_the_engines(config: RLConfig) -> bool:
     """Return True if the ratio uses the engine's log-probs as the old ones: for old samples without correction.
 
-    Only the engine knows how likely those samples were when drawn. A ratio to its log-probs is meaningful only if they
-    are taken over the whole distribution.
+    Only the engine knows how likely those samples were when it sampled them. A ratio to its log-probs is meaningful
+    only if they are taken over the whole distribution.
     """
     whole = config.rollout.whole_log_probs or not config.rollout.limits_on_tokens
     return is_asynchronous(config) and not uses_correction(config) and whole

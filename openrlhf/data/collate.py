@@ -1,7 +1,7 @@
 """Collate rows into one batch: padded on the right, or packed into a single row.
 
-Each kind of row has its kind of batch (`types.py`): the tokens are combined in the same way, and the labels of a row
-become a tensor beside them. The supervised loop calls `collate` for each micro-batch; RL uses `Layout.batch`. Three
+Each kind of row has its own kind of batch (`types.py`): the tokens are combined in the same way, and the labels of a
+row become a separate tensor. The supervised loop calls `collate` for each micro-batch; RL uses `Layout.batch`. Three
 sequences of 2, 3 and 1 tokens, with padding `.`:
 
     padded   [[a a .]      packed   [[a a b b b c]]

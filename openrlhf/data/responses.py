@@ -1,7 +1,7 @@
 """Rows with one prompt and one response: the format shared by SFT, distillation, KTO and scoring.
 
 Without a chat template, prompt and response are texts in two fields. With one, they are messages: a whole conversation
-in the input field, or a response in a field of its own. `mark_response` reads either form and returns the text that
+in the input field, or a response in its own field. `mark_response` reads either form and returns the text that
 `tokens.encode` turns into a row.
 """
 
@@ -24,7 +24,7 @@ def check_fields(fields: ResponseFlags, chat: Chat | None) -> None:
     """Raise if the flags do not say where the response is."""
     if chat is None and fields.output_key is None:
         raise ConfigError(
-            "without a chat template the response needs a field of its own",
+            "without a chat template the response needs its own field",
             try_this="--output_key output, or --apply_chat_template",
         )
 

@@ -1,8 +1,8 @@
 """Translation of samples between the policy's tokens and those of a reward model.
 
-A reward model with another vocabulary reads the sample's text, tokenised again with its own tokenizer. `Retokenizer`
-makes these tokens and maps positions in them, such as the ends of steps, back to tokens of the sample. Reward models
-in RL (`rl.reward_models`) and in batch inference use it.
+A reward model with a different vocabulary reads the sample's text, tokenised again with its own tokenizer.
+`Retokenizer` makes these tokens and maps positions in them, such as the ends of steps, back to tokens of the sample.
+Reward models in RL (`rl.reward_models`) and in batch inference use it.
 """
 
 from __future__ import annotations

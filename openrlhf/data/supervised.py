@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from openrlhf.data.collate import Row
     from openrlhf.data.records import Records
 
-SCORED_ROWS = 100  # minimum, if there are that many: mean and spread of fewer scores say little
+SCORED_ROWS = 100  # minimum, if there are that many: fewer scores give an unreliable mean and spread
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ class Chat:
             spans = whole.generated[len(earlier or ()) :]
             if not spans:
                 raise conversation.place.error(
-                    "the chat template marks nothing that the assistant says by {% generation %}"
+                    "the chat template does not mark the assistant's messages with {% generation %}"
                 )
             return Marked(whole.text, spans)
 
@@ -120,7 +120,7 @@ class Chat:
             raise conversation.place.error(
                 "the chat template opens a response with text that it leaves out of the finished conversation, or"
                 " rewrites earlier messages, so the text to learn cannot be located",
-                try_this="a --tokenizer_chat_template that does neither, or one that marks the assistant's part by"
+                try_this="a --tokenizer_chat_template that does neither, or one that marks the assistant's part with"
                 " {% generation %}",
             ) from None
 

@@ -2,7 +2,7 @@
 
 The modules that read datasets mark the learned spans in a text (`Marked`), and `encode` makes the row that is trained
 on. Each text is tokenised once, as a whole, and the mask follows from the tokens' character offsets. Tokenising prompt
-and response separately could give other tokens at the boundary.
+and response separately could give different tokens at the boundary.
 
     text     Q: 2+2? A: 4<eos>          spans ((11, 17),); the token at its edge is learned
     tokens   [Q:][ 2][+][2][?][ A:][ 4][<eos>]

@@ -1,7 +1,7 @@
 """The batch_inference command: generate or score answers for a whole dataset and write one file of rows.
 
 `run` reads and checks the input, has `generate` or `score` make the rows, and assembles the output. Finished rows are
-stored in a folder beside the output (see `parts`), so an interrupted run resumes with the same command. With several
+stored in a folder next to the output (see `parts`), so an interrupted run resumes with the same command. With several
 processes of a launcher, each makes its share of the rows and the first one writes the output.
 """
 

@@ -115,7 +115,7 @@ def read_queries(body: bytes) -> list[str]:
         raise HTTPException(422, f"the body must have either query or queries, as in {EXAMPLE}")
     texts = [asked[given[0]]] if isinstance(asked[given[0]], str) else asked[given[0]]
     if not isinstance(texts, list) or not texts:
-        raise HTTPException(422, f"{given[0]} must be a text or a list of texts, and not empty")
+        raise HTTPException(422, f"{given[0]} must be a text or a list of texts, not empty")
     if len(texts) > MAX_QUERIES:
         raise HTTPException(413, f"{len(texts)} queries in one request; expected at most {MAX_QUERIES}, so split them")
     for place, text in enumerate(texts):

@@ -1,4 +1,4 @@
-"""Do two computations of the same model agree? The measure that load-time tests share, and the tokens they use.
+"""Measure whether two computations of the same model agree; the load-time tests share it, and the tokens they use.
 
 The self-test (self_test.py) and the choice of a decoding strategy (rollout/decoding_check.py) compare a fast
 computation with the model's own plain one. In fp32 the largest difference counts. In half precision two correct

@@ -1,7 +1,7 @@
 """Attention of a block of queries to a block of keys, with outputs that can be merged across blocks, and gradients.
 
-A process in a ring attends to the keys of all processes, one block after another (ring_attention.py). Beside the output
-o of each query, its log-sum-exp of scores l is kept; from the partial results of two blocks follows the whole:
+A process in a ring attends to the keys of all processes, one block after another (ring_attention.py). For each query,
+the output o and the log-sum-exp l of its scores are kept; the partial results of two blocks give the whole:
 
     l = log(exp(l1) + exp(l2))        o = exp(l1 - l) o1 + exp(l2 - l) o2        (`merge`)
 

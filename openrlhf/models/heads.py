@@ -108,7 +108,7 @@ def decoder_name(model: PreTrainedModel) -> str:
         return name
     inner = [name for name, child in model._modules.items() if isinstance(child, PreTrainedModel)]
     if len(inner) != 1:
-        raise ConfigError(f"{type(model).__name__} does not keep its decoder apart from its head")
+        raise ConfigError(f"{type(model).__name__} does not separate its decoder from its head")
     return inner[0]
 
 

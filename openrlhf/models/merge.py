@@ -50,7 +50,7 @@ def merge_adapter(
 
 
 def check_kind(adapter: Path, *, is_rm: bool) -> None:
-    """Reject a folder without an adapter, or with one of the other kind than --is_rm says."""
+    """Reject a folder without an adapter, or with an adapter whose kind does not match --is_rm."""
     settings = adapter / "adapter_config.json"
     if not settings.is_file():
         raise ConfigError(

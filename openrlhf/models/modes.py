@@ -1,4 +1,5 @@
-"""Modes of a loaded model: its attention, its kernels, its precision and evaluation, each for the time of a context.
+"""Modes of a loaded model: its attention, its kernels, its precision and evaluation, each for the duration of a
+context.
 
 The self-test (self_test.py) and the check of decoding strategies (rollout/decoding_check.py) use them to compare a
 model with its own plain computation; the Transformers engine generates in `evaluating`.

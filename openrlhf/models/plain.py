@@ -5,8 +5,8 @@ one layer at a time, so that there is never a second model in memory, and the ne
 
     modules  ->  PlainTensor: name, tensor, adapters  ->  gather, dequantise, merge  ->  rename and split as in a file
 
-Weight syncs read from `checkpoint_weights`. `HFEngine` loads what arrives through `checkpoint_places`, which goes the
-other way: it finds the memory that each tensor of a checkpoint belongs to.
+Weight syncs read from `checkpoint_weights`. `HFEngine` loads what arrives through `checkpoint_places`, which works in
+the other direction: it finds the memory that each tensor of a checkpoint belongs to.
 """
 
 from __future__ import annotations

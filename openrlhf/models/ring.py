@@ -3,7 +3,7 @@
 The row is cut into 2N chunks, and process i takes chunks i and 2N - 1 - i: late tokens attend to more keys than early
 ones, and this way every process gets the same amount of work. For N = 2, with three sequences a, b and c in the row:
 
-    row         a a a a a | b b b b b | b b b c c | c c c . .        . fills up the row
+    row         a a a a a | b b b b b | b b b c c | c c c . .        . pads the row
     chunk           0     |     1     |     2     |     3
     process         0     |     1     |     1     |     0
 
@@ -212,8 +212,8 @@ def check_ring(config: PretrainedConfig, sharding: ShardingFlags) -> None:
     angles = ROPE_OF_THE_LENGTH & set(rope_types(values.get("rope_parameters") or {}))
     if angles:
         raise ConfigError(
-            f"--ring_attn_size: {angles.pop()} rotary positions depend on the whole sequence's length, of which a "
-            "process sees a part",
+            f"--ring_attn_size: {angles.pop()} rotary positions depend on the length of the whole sequence, but "
+            "a process sees only part of it",
             try_this="--ring_attn_size 1 --ds_tensor_parallel_size 2",
         )
 

@@ -2,18 +2,18 @@
 
 Packed rows, padded rows, attention kernels and heads each work for most architectures and are silently wrong for some:
 a recurrent layer carries its state into the next sequence, or a model ignores the mask it is given or caps its logits
-in a way of its own. So the backends call `choose_layout`, which tests each model with a few random tokens:
+in its own way. So the backends call `choose_layout`, which tests each model with a few random tokens:
 
     1. own       the model's own forward: eager attention, each sequence alone
     2. together  all sequences as one micro-batch in the layout of the run: must equal 1
-    3. leak      the same with every second sequence changed: the answers of the others must not change
+    3. leak      the same with every other sequence changed: the answers of the others must not change
     4. training  in training mode, if the network is trained: must equal 1, with a finite gradient
 
 If the test fails, the next slower layout is tried:
 
     packed  ->  padded with SDPA  ->  padded with eager attention  ->  row by row  ->  rejected
 
-What "equal" means, in half precision too, is the matter of agreement.py.
+agreement.py defines what "equal" means, in half precision too.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def check_forward(forward: BackendForward, probe: LayoutProbe) -> tuple[float, s
     owners = torch.arange(len(LENGTHS)) if probe.wanted is Scores else batch.sequence_ids[batch.target_mask]
 
     def change(numbers: range) -> Tensor:
-        """Return how far the answers of the other sequences move if these sequences are reversed."""
+        """Return how much the answers of the other sequences change if these sequences are reversed."""
         ids = batch.input_ids.clone()  # [1, tokens]
         for number in numbers:
             places = batch.sequence_ids == number

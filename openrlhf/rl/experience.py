@@ -29,7 +29,7 @@ from openrlhf.types import PolicyBatch, Trajectory
 
 @dataclass(frozen=True)
 class RolloutScores:
-    """What the models say about a rollout: [samples, tokens] each; None for a model that was not asked."""
+    """The models' outputs for a rollout: [samples, tokens] each; None for a model that was not used."""
 
     log_probs: Tensor | None
     reference_log_probs: Tensor | None

@@ -89,7 +89,7 @@ class GeneratedRollouts:
     async def take(self, number: int, place: int) -> Rollout:
         """Generate groups in prompt order until --rollout_batch_size of them are accepted or the prompts run out.
 
-        A rejected group is replaced by that of the next prompt; no accepted group is lost.
+        A rejected group is replaced by the next prompt's group; no accepted group is lost.
         """
         flags, each_step = self.config.rollout, self.config.rewards.step_rewards
         accepted: list[list[Trajectory]] = []

@@ -29,7 +29,8 @@ class Batching:
     ranks: int = 1  # data-parallel ranks that share the micro-batches
 
     def cut(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Return the sample indices of each micro-batch. No sample is dropped; one above the budget is alone.
+        """Return the sample indices of each micro-batch. No sample is dropped; one above the budget gets its own
+        micro-batch.
 
         If there are enough samples, every rank gets at least one.
         """

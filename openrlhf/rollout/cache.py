@@ -9,7 +9,7 @@ Transformers' `DynamicCache` with a class that supports this:
     LinearAttentionLayer                       StateLayer      states [rows, ...]
     LinearAttentionAnd...                      HybridLayer     both
 
-decoding.py is its user.
+decoding.py uses it.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class CommandThread(ABC):
     def __init__(self, name: str) -> None:
         """Start the thread, and wait until it has built the engine; errors of `_build` are raised here.
 
-        `name` is that of the engine, for messages. A subclass initialises its own state before this.
+        `name` is the engine's name, for messages. A subclass initialises its own state before this.
         """
         self.name = name
         self._lock = threading.Lock()  # ensures that no command follows the one that closes

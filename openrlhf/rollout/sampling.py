@@ -68,7 +68,7 @@ def sample_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Sample a token for each row of logits [rows, vocabulary]; return (tokens, log-probs), each [rows].
 
-    A log-prob is that of the distribution which the token was sampled from. `places` [rows] selects the random number
+    A log-prob belongs to the distribution that the token was sampled from. `places` [rows] selects the random number
     that a row uses. Temperature 0 takes the likeliest token, with log-prob 0. If `whole` is given, the logits before
     any token was forbidden or penalised, log-probs come from these, without truncation.
     """

@@ -1,7 +1,7 @@
 """The layers of a vLLM model: load new weights into them, and read back the weights that they compute with.
 
 On CPU, vLLM packs matrices for its kernels after loading and computes with the packed copies. Its layer-wise reload
-packs what it loaded again, with two exceptions that `reloading` handles: a head that shares the embedding's weight
+packs the new weights again, with two exceptions that `reloading` handles: a head that shares the embedding's weight
 keeps its copy of the old one, and experts are packed only when their kernel is built.
 
 To verify a load, some columns of each tensor are compared: `sampled` takes them from what arrives, `read_back` from
@@ -91,7 +91,7 @@ class Sampled:
 
 
 def sampled(tensor: Tensor, dtype: torch.dtype) -> Sampled:
-    """Sample a tensor after rounding it to `dtype`, that of the engine, as loading does."""
+    """Sample a tensor after rounding it to the engine's `dtype`, as loading does."""
     kept = tensor.detach()
     if kept.dim() != 2:
         return Sampled(tuple(kept.shape), _sum(kept.to(dtype)), 0)

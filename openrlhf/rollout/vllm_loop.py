@@ -1,11 +1,11 @@
-"""vLLM on a thread of our own: requests, pauses, new weights and sleep, all between two of its steps.
+"""vLLM on our own thread: requests, pauses, new weights and sleep, all between two of its steps.
 
 `VLLMEngine` (vllm.py) extends `StepLoop` with the translation between our types and vLLM's. The requests of one call
 travel together:
 
     run_requests([r0, r1])  ->  GenerateCall  ->  held while paused or draining
                                               ->  RunningRequest 17, 18  --steps-->  VLLMResult each
-                                              ->  both are there: the caller gets [result of r0, result of r1]
+                                              ->  both are done: the caller gets [result of r0, result of r1]
 
 Two things decide whether the thread may step: no pause, and a complete set of weights that is awake. A sync is
 

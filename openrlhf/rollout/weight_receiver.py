@@ -58,7 +58,7 @@ class WeightsPerWorker:
     by_worker: tuple[IncomingWeights, ...]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights for an engine that is its own only worker."""
+        """Yield the weights for an engine that runs in a single process."""
         return iter(self.by_worker[0])
 
 

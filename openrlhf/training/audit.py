@@ -92,7 +92,7 @@ class Audit:
         unused = [name for name, seen in zip(names, received, strict=True) if not seen and not ONE_EXPERT.search(name)]
         if unused:
             raise BackendError(
-                f"{self._some(unused)} received no gradient in {STEPS} steps: the loss does not depend on it",
+                f"{self._some(unused)} received no gradient in {STEPS} steps: the loss does not depend on them",
                 try_this="another model, or freeze what is not used",
             )
         for which, finding in (

@@ -1,4 +1,4 @@
-"""The interface between what is trained and how.
+"""The interface between objectives (what to train) and backends (how to train it).
 
 Objectives say what an optimizer step minimises; a `TrainBackend` runs it. `LocalBackend` (one process) and
 `DeepSpeedBackend` (many) implement the same protocol, so the supervised loop and the RL loop do not know which one

@@ -5,7 +5,7 @@ ranks; it is then flushed to disk and renamed or moved into place, so a crash ne
 but is not. The supervised loop, the RL driver and `lora_combiner` write everything through them.
 
 Under --ckpt_path, a run has one folder per step (global_step20), a file `latest` with the name of the newest, and with
---save_hf_ckpt a model folder beside each (global_step20_hf).
+--save_hf_ckpt a model folder next to each (global_step20_hf).
 """
 
 import json

@@ -48,7 +48,7 @@ def schedule(name: str, *, warmup_ratio: float, total_steps: int, min_lr_ratio: 
     except (ValueError, TypeError) as error:
         raise ConfigError(f"--lr_scheduler {name}: {str(error).splitlines()[0]}") from None
     if not isinstance(made, torch.optim.lr_scheduler.LambdaLR):
-        raise ConfigError(f"--lr_scheduler {name} follows the loss and not the step, which cannot be resumed exactly")
+        raise ConfigError(f"--lr_scheduler {name} follows the loss, not the step, so it cannot be resumed exactly")
     return made.lr_lambdas[0]
 
 

@@ -1,6 +1,6 @@
 """Process groups for ring attention, where several processes share each packed row.
 
-A ring is the processes that share a row. A lane takes the process at the same position from every ring, so that sums
+A ring is a group of processes that share a row. A lane has the process at the same position of every ring, so that sums
 over a lane count each row once. `share_rows` gives a network its ring; both DeepSpeed classes call it. Eight processes
 with --ring_attn_size 2 and --ds_tensor_parallel_size 2:
 

@@ -208,7 +208,7 @@ REFUSED = [
         'message 1 is \'{"role": "assistant", "content": "other"}\', but the episode has',
     ),
     ('said = await ask(u); await ask({"role": "user", "content": "!"}, said, u)', "message 0 is"),
-    (f"said = await ask(u, tools={TOOLS!r}); await ask(u, said, u)", "other tools than the first one"),
+    (f"said = await ask(u, tools={TOOLS!r}); await ask(u, said, u)", "the request's tools differ"),
     ("await ask(u, n=2)", "asks for n=2"),
     ("await ask(u, tool_choice='required')", "asks for tool_choice='required'"),
     ("await ask(u, response_format={'type': 'json_object'})", "asks for response_format"),

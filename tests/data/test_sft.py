@@ -43,7 +43,7 @@ def test_plain_rows_are_tokenised_in_one_call(records):
 
 
 def test_plain_rows_need_an_output_key(records):
-    with pytest.raises(ConfigError, match=r"the response needs a field of its own. Try: --output_key output"):
+    with pytest.raises(ConfigError, match=r"the response needs its own field. Try: --output_key output"):
         read(records({"input": "one"}))
 
 

@@ -1,6 +1,6 @@
 """An episode in the form of a chat: answers chat requests with turns of the policy and collects the training sample.
 
-Executors whose environment speaks in messages (OpenAI's client, GEM, NeMo Gym) extend `ChatExecutor`, open a
+Executors whose environment exchanges messages (OpenAI's client, GEM, NeMo Gym) extend `ChatExecutor`, open a
 `ChatEpisode` and call `answer` for each turn. The episode keeps the exact token ids that were sampled, so nothing is
 tokenised twice.
 """

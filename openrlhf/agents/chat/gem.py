@@ -1,7 +1,7 @@
 """Executor for the environments of GEM (package gem-llm).
 
-The environment's observations are the user's messages, and the policy's turns are its actions. An agent file uses it by
-`class AgentExecutor(GemAgentExecutor)`.
+The environment's observations are the user's messages, and the policy's turns are its actions. An agent file uses it
+with `class AgentExecutor(GemAgentExecutor)`.
 """
 
 from __future__ import annotations

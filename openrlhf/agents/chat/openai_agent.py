@@ -1,6 +1,6 @@
 """Executor for agents that use OpenAI's client.
 
-`run_agent` gets a base_url and a key, talks to the policy as to any OpenAI-compatible server, and returns the reward.
+`run_agent` gets a base_url and a key, talks to the policy like any OpenAI-compatible server, and returns the reward.
 Its conversation is the training sample. The server (`server.py`) runs in the same worker process, on its event loop;
 `run_agent` runs in a thread, so it may block.
 """

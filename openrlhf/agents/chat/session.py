@@ -1,6 +1,6 @@
 """A chat as an append-only sequence of tokens.
 
-The chat template renders the first request. Nothing is rendered or tokenised again after that: the policy's turns stay
+The chat template renders the first request. Nothing is rendered or tokenised again after that: the policy's turns keep
 the sampled ids, and each further request appends only the tokens that the template puts after them. A template that
 shortens earlier turns, as those of reasoning models do, therefore cannot change the tokens that are trained on.
 
@@ -80,7 +80,7 @@ class ChatSession:
         """Raise RolloutError unless the request has the same tools and begins with the known messages."""
         if tools != self.tools:
             raise RolloutError(
-                "the request has other tools than the first one of its episode, which put them into the prompt",
+                "the request's tools differ from those of its episode's first request, which are in the prompt",
                 try_this='the same tools in every request, with tool_choice "none" if none may be called',
             )
         difference = ""

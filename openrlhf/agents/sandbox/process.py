@@ -62,7 +62,7 @@ class WorkerProcess:
         alone: bool = False,
     ) -> None:
         self.limits, self.on_call_end, self.on_exit, self.alone = limits, on_call_end, on_exit, alone
-        self.calls: dict[int, Call] = {}  # that it has been sent and not answered, by number
+        self.calls: dict[int, Call] = {}  # sent to it but not yet answered, by number
         self.deadlines: dict[int, Deadline] = {}  # of these calls, once the file is loaded
         self.usage = LoopUsage()
         self.retiring = False  # gets no more calls

@@ -104,13 +104,13 @@ def tensor_parallel_needs_bf16(config: TrainingConfig) -> None:
 
 
 def ring_attention_is_our_own(config: TrainingConfig) -> Changed[TrainingConfig] | None:
-    """Replace flash attention by ours, which uses the same kernel; reject other implementations."""
+    """Replace flash attention with ours, which uses the same kernel; reject other implementations."""
     size, asked = config.sharding.ring_attn_size, config.model.attn_implementation
     if size == 1 or asked == "auto":
         return None
     if not asked.startswith("flash_attention"):
         raise ConfigError(
-            f"--ring_attn_size {size} brings its own attention, which --attn_implementation {asked} would replace",
+            f"--ring_attn_size {size} uses its own attention, which --attn_implementation {asked} would replace",
             try_this="--attn_implementation auto",
         )
     line = f"--attn_implementation {asked} is set to auto: --ring_attn_size uses its own attention"

@@ -154,7 +154,7 @@ def scoring_batches_cover_the_devices(config: RLConfig) -> str | None:
 
 
 def rollouts_divide_into_steps(config: RLConfig) -> str | None:
-    """Incomplete steps are trained with their own denominator; say which sizes they have."""
+    """Incomplete steps are trained with their own denominator; report their sizes."""
     samples = config.rollout.samples_per_rollout
     step = config.batches.train_batch_size
     if samples < step:

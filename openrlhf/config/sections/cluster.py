@@ -19,7 +19,7 @@ class PlacementFlags:
     runtime: Literal["auto", "local", "ray"] = flag(
         "auto",
         "One process (local) or a cluster (ray); auto chooses Ray if there is a cluster to join, or if several nodes, "
-        "devices or engines are asked for.",
+        "devices or engines are requested.",
     )
     actor_num_nodes: int = flag(1, "Nodes for the policy.", POSITIVE)
     actor_num_gpus_per_node: int | None = flag(
