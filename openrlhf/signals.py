@@ -84,7 +84,7 @@ def keep_sigterm_handler() -> Iterator[None]:
 def interrupt_on_signals() -> Iterator[None]:
     """Raise KeyboardInterrupt on both signals while the context is open.
 
-    The handler is Python's own, which `asyncio.run` recognises and replaces by one that cancels the running task.
+    The handler is Python's own, which `asyncio.run` recognises and replaces with one that cancels the running task.
     """
     with handled_by(signal.default_int_handler, not_ignored()):
         yield

@@ -46,7 +46,7 @@ class EpisodeRequests:
 
 
 class RequestRouter:
-    """The running episodes of this process, by call number, and the way of their requests to the trainer."""
+    """The running episodes of this process, by call number, and how their requests reach the trainer."""
 
     tokenizer: PreTrainedTokenizerBase  # set when the worker has loaded it
 

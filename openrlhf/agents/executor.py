@@ -15,7 +15,7 @@ from openrlhf.types import Completion, Prompt, Request, SamplingParams, Trajecto
 
 SampleError: TypeAlias = RewardError | RolloutError
 OnError: TypeAlias = Literal["stop", "skip"]  # --on_reward_error
-SHOWN = 160  # most characters of a text in a message
+SHOWN = 160  # maximum characters of a text in a message
 
 
 class Session(Protocol):

@@ -23,6 +23,6 @@ async def gather_or_cancel(coroutines: Iterable[Coroutine[object, object, Result
 
 
 def mark_retrieved(future: asyncio.Future[Result]) -> asyncio.Future[Result]:
-    """Mark the future's exception as retrieved, so that asyncio does not warn if the waiting task has gone."""
+    """Mark the future's exception as retrieved, so that asyncio does not warn if the waiting task is gone."""
     future.add_done_callback(lambda done: done.cancelled() or done.exception())
     return future

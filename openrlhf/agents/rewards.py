@@ -66,9 +66,8 @@ class FileRewards(RewardSource):
             return [RewardError(f"{error}; the first sample is {group.describe(0)}")] * count
 
     async def _score_without_failing(self, group: Group) -> list[Scored | RewardError]:
-        """Try each sample alone; score the samples that succeed alone again together.
-
-        Together, because a function may compare the samples it gets.
+        """Try each sample alone, then score those that succeed again together, because a function may compare the
+        samples it gets.
         """
         indices = range(len(group.queries))
 

@@ -152,7 +152,7 @@ def _sum_of_sequence_means(values: Tensor, mask: Tensor, rows: Tensor | None) ->
 
 
 def _clean_rows(rows: Tensor, mask: Tensor) -> Tensor:
-    """Replace sequence numbers at masked tokens, such as the -1 of padding, by 0, so that they can index."""
+    """Replace sequence numbers at masked tokens, such as the -1 of padding, with 0, so that they are valid indices."""
     return torch.where(mask.bool(), rows, 0).long()
 
 

@@ -1,4 +1,4 @@
-"""Talk to a model."""
+"""Chat with a model."""
 
 from openrlhf.cli.entry import make_main
 

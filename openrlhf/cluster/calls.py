@@ -21,7 +21,7 @@ from openrlhf.monitor import say
 Worker = TypeVar("Worker")  # class of the actor
 Answer = TypeVar("Answer")
 Arguments = ParamSpec("Arguments")
-BACKGROUND = "background"  # concurrency group of calls that run beside the process's current work
+BACKGROUND = "background"  # concurrency group of calls that run alongside the process's current work
 COLOURS = re.compile(r"\x1b\[\d+m")
 RESUME = "the same command with --load_checkpoint, to resume from the last checkpoint"
 
@@ -148,6 +148,6 @@ def _reason(error: Exception) -> str:
     """Return Ray's explanation of a death in one sentence, without its advice."""
     message = " ".join(str(error).split())
     detail = message.partition("Worker exit detail: ")[2] or message
-    if "connection error code" in detail:  # Ray knows no more about a process that was ended by a signal
+    if "connection error code" in detail:  # Ray has no more details about a process that was ended by a signal
         return "it crashed or was killed, by a signal or for lack of memory"
     return re.split(r"(?<=\w)\. ", detail)[0].rstrip(".") or type(error).__name__

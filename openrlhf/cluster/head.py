@@ -71,7 +71,7 @@ class Head:
 
     def _watch(self, released: threading.Event, report_loss: Callable[[], object]) -> None:
         """Reconnect whenever the connection closes; report the loss once the head has been away longer than allowed."""
-        missed: float | None = None  # since when the head is away
+        missed: float | None = None  # when the head went away
         pause = 0.0
         while not released.wait(pause):
             began, pause = time.monotonic(), RETRY_PAUSE

@@ -128,7 +128,7 @@ class RaySync:
     async def _failure(
         self, sending: asyncio.Future[list[Checksums]], receiving: Sequence[asyncio.Future[Checksums]]
     ) -> BaseException:
-        """Cancel a failed transfer for all who still wait in it, and return the error to raise.
+        """Cancel a failed transfer for all processes that still wait in it, and return the error to raise.
 
         The error of a lost engine takes precedence: it is more informative than the timeouts of the others.
         """

@@ -161,7 +161,7 @@ class RayWorkers:
 def share_trajectories(
     trajectories: Sequence[Trajectory], ranks: int
 ) -> tuple[list[list[int]], list[list[Trajectory]]]:
-    """Split samples over the ranks with balanced token counts; return their places and the samples, by rank.
+    """Split samples over the ranks with balanced token counts; return their indices and the samples, by rank.
 
     A rank without a sample gets a copy of the shortest one, because the ranks of a sharded model wait for each other.
     """
@@ -172,9 +172,9 @@ def share_trajectories(
 
 
 def share_out(batches: Sequence[B], ranks: int) -> tuple[list[list[int]], list[list[B]]]:
-    """Split micro-batches over the ranks with balanced token counts; return their places and the batches, by rank.
+    """Split micro-batches over the ranks with balanced token counts; return their indices and the batches, by rank.
 
-    The ranks of a sharded model wait for each other, so shorter shares are filled up with a batch of weight zero.
+    The ranks of a sharded model wait for each other, so shorter shares are padded with batches of weight zero.
     """
     sizes = [int((batch.sequence_ids >= 0).sum()) for batch in batches]
     places = interleave(sizes, ranks)

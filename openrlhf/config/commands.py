@@ -208,7 +208,7 @@ class BatchInferenceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatConfig:
-    """Talk to a model."""
+    """Chat with a model."""
 
     model: ServedModelFlags = section(ServedModelFlags)
     chat: ChatFlags = section(ChatFlags)

@@ -57,7 +57,7 @@ class Retokenizer:
         ends = [int(offsets[place][1]) if place < len(offsets) else None for place in found]  # None: the added EOS
         sampled = item.input_ids[:last] if ended else item.input_ids
         # If the policy's tokenizer reproduces the sampled tokens from the text, its offsets give the character at which
-        # each ends. It may make others, and a slow tokenizer has no offsets.
+        # each ends. It may produce others, and a slow tokenizer has no offsets.
         if self.policy.is_fast:
             ids, offsets = tokenize(text, self.policy)  # [tokens], [tokens, 2]
             if tuple(ids.tolist()) == tuple(sampled):
@@ -82,9 +82,9 @@ def last_token_to(end: int, ends: NDArray[np.int64]) -> int:
 def token_at(end: int, text: str, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the first token after which the decoded text is complete up to the character `end`.
 
-    A policy may sample other tokens than its tokenizer would make from the same text, so their offsets are unknown.
-    But a longer prefix of the tokens decodes to at least as much of the text, so bisection works. A prefix that stops
-    inside a character decodes to a replacement character there, which does not match.
+    A policy may sample different tokens than its tokenizer would produce for the same text, so their offsets are
+    unknown. But a longer prefix of the tokens decodes to at least as much of the text, so bisection works. A prefix
+    that stops inside a character decodes to a replacement character there, which does not match.
     """
     return bisect_left(
         range(len(ids) - 1),

@@ -137,7 +137,7 @@ def open_source(item: str, split: str, limit: int | None, loading: LoadingFlags)
 
 
 def check_path(name: str, path: Path) -> None:
-    """Raise for mistakes in a name that a look at the disk can reveal."""
+    """Raise for mistakes in a name that can be found by checking the disk."""
     known = [*JSON, *TABLES]
     if path.suffix == ".py" or (path / f"{path.name}.py").is_file():
         raise DataError(

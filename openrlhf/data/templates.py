@@ -126,7 +126,7 @@ class Chat:
 
 
 def open_chat(tokenizer: PreTrainedTokenizerBase, settings: TemplateFlags) -> Chat | None:
-    """Return the chat template that the flags ask for; None without --apply_chat_template."""
+    """Return the chat template that the flags select; None without --apply_chat_template."""
     if not settings.apply_chat_template:
         return None
     if settings.tokenizer_chat_template is None and not tokenizer.chat_template:

@@ -125,7 +125,7 @@ class OutputParts:
             os.fsync(file.fileno())
         self.aside.rename(self.output)
         for path in self.folder.glob(ROWS):
-            path.unlink()  # before the plan: rows without a plan would be taken for rows of the next run
+            path.unlink()  # before the plan: rows without a plan would be mistaken for rows of the next run
         shutil.rmtree(self.folder)
         return count
 

@@ -30,7 +30,7 @@ EXAMPLE = '{"query": ["a text to score"]}'
 class AccessRules:
     """API key and size limits of the server."""
 
-    api_key: str | None  # None: anyone may ask
+    api_key: str | None  # None: anyone may send requests
     max_bytes: int  # of a request body
     refuse_long: bool = False  # reject texts longer than --max_len instead of truncating them
 

@@ -44,7 +44,7 @@ def distance(found: Tensor, expected: Tensor) -> Tensor:
 
 
 def relative_error(found: Tensor, own: Tensor, rounding: float | None) -> tuple[float, str]:
-    """Return (the difference to the model's own numbers as a fraction of what is allowed, a description of it).
+    """Return (the difference from the model's own numbers as a fraction of what is allowed, a description of it).
 
     In fp32 (`rounding` is None) the largest difference counts, relative for numbers beyond 1 in magnitude. Otherwise
     the mean one does, because rounding blurs single numbers.

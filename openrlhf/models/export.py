@@ -46,5 +46,5 @@ def save_model(network: Network, folder: Path, weights: Mapping[str, Tensor] | N
     known = {name: config[name] for name in HEAD_KEYS if name in config}
     if adapted and "value_head_prefix" in known:
         # What the config of a merged reward model needs about its scores. It is not called config.json, because PEFT's
-        # own loaders would then take the folder for a complete model.
+        # own loaders would then mistake the folder for a complete model.
         (folder / HEAD_CONFIG).write_text(json.dumps(known, indent=1), encoding="utf-8")

@@ -321,7 +321,7 @@ def _in_batch_order(calls: list[DecoderCall], states: list[Tensor], batch: Batch
 def _shared_inputs(packed: dict[str, Any], share: Share) -> dict[str, Any]:
     """Return the inputs for this process's tokens of a packed row.
 
-    The tokens that fill up the row are a sequence of their own, whose outputs are not used.
+    The tokens that pad the row form their own sequence, whose outputs are not used.
     """
     missing = share.bounds[-1] - packed["input_ids"].shape[1]
     filling = torch.arange(missing, device=packed["input_ids"].device)

@@ -54,7 +54,7 @@ def add_missing_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenize
 class VocabularyHead:
     """The projection of hidden states to logits, including what the model's own forward does beyond it.
 
-    Models scale, multiply or cap their logits, or transform the hidden states first, each under names of their own. So
+    Models scale, multiply or cap their logits, or transform the hidden states first, each under its own names. So
     the model's forward itself is run, with a stand-in for the decoder that returns given hidden states. If all it does
     beyond the projection is to multiply by a constant (`factor`), only the projection is called.
     """
@@ -133,7 +133,7 @@ def finished_logits(model: PreTrainedModel, hidden: Tensor, *, identity: bool = 
     for parent, name, module in swaps:
         parent._modules[name] = module
     try:
-        ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)  # [rows, tokens], not looked at
+        ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)  # [rows, tokens], not used
         return model.forward(input_ids=ids).logits
     finally:
         for (parent, name, _), module in zip(swaps, kept, strict=True):

@@ -151,7 +151,7 @@ def _reject_missing(name: str, missing: Collection[str], try_this: str | None = 
 
 
 def add_adapters(model: PreTrainedModel, lora: LoraFlags, *, scalar: bool) -> nn.Module:
-    """Wrap the model in LoRA, or return it as it is at rank 0; modules that text does not train are frozen."""
+    """Wrap the model in LoRA, or return it unchanged at rank 0; modules that text does not train are frozen."""
     unused = freeze_unused(model)
     if lora.lora_rank == 0:
         return model

@@ -87,7 +87,7 @@ def checkpoint_weights(network: Network, gather: Gather = gather_nothing) -> Ite
 def plain_layers(decoder: PreTrainedModel) -> Iterator[list[PlainTensor]]:
     """Yield each tensor of the plain model once, in the order of the modules.
 
-    Those that a checkpoint's format may combine come together: the tensors of one decoder layer. Any other is alone.
+    Tensors that a checkpoint's format may combine, those of one decoder layer, are yielded together; others alone.
     """
     unsaved = set(decoder._keys_to_ignore_on_save or ())
     seen: set[int] = set()

@@ -96,11 +96,11 @@ class Share:
     """The part of a packed row that one process of a ring holds; the row's sequences begin and end at `bounds`."""
 
     ring: Ring
-    bounds: tuple[int, ...]  # including a last sequence that fills up the row, so that all chunks are equally long
+    bounds: tuple[int, ...]  # including a last sequence that pads the row, so that all chunks are equally long
 
     @classmethod
     def of(cls, bounds: Sequence[int], ring: Ring) -> Share:
-        """Create the share of this process, adding a sequence to fill up the row if necessary."""
+        """Create the share of this process, adding a sequence to pad the row if necessary."""
         chunk = -(-bounds[-1] // (2 * ring.size))
         filled = 2 * ring.size * chunk
         return cls(ring, (*bounds, filled) if filled > bounds[-1] else tuple(bounds))

@@ -56,7 +56,7 @@ from openrlhf.models.modes import (
 from openrlhf.monitor import say
 from openrlhf.types import Batch, TokenRow
 
-LENGTHS = (14, 9, 17, 5, 12, 7)  # most longer than a convolution's reach; they end at many places of a chunked scan
+LENGTHS = (14, 9, 17, 5, 12, 7)  # most longer than a convolution's reach; they end at many positions of a chunked scan
 FP32_LEAK = 1e-5  # largest change if only other sequences change: a state that decays shows little in so few tokens
 LEAST_LEAK = 1e-3  # the same in half precision, on average
 
@@ -192,9 +192,9 @@ def answers(outputs: LogProbs | Scores, batch: Batch) -> Tensor:
 def check_forward(forward: BackendForward, probe: LayoutProbe) -> tuple[float, str]:
     """Return (the worse of two errors as a fraction of what is allowed, a description of it).
 
-    The first error is the difference to the model's own answer. The second is a leak: if the tokens of every second
-    sequence change, the answers of the others must not. Most kernels round equal shapes equally, so a leak shows even
-    if it is far below the model's rounding. How equally they round is measured by changing the last sequence, which no
+    The first error is the difference from the model's own answer. The second is a leak: if the tokens of every other
+    sequence change, the answers of the rest must not. Most kernels round equal shapes equally, so a leak shows even if
+    it is far below the model's rounding. How equally they round is measured by changing the last sequence, which no
     causal model lets the others see.
     """
     batch = probe.batch

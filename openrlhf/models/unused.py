@@ -38,7 +38,7 @@ def freeze_unused(model: PreTrainedModel) -> list[str]:
 def unused_modules(model: PreTrainedModel) -> list[str]:
     """Return the names of unused encoders, projectors and indexers, the outermost modules only."""
     names: list[str] = []
-    if model.config.get_text_config() is not model.config:  # a composite model: encoders beside a text decoder
+    if model.config.get_text_config() is not model.config:  # a composite model: encoders alongside a text decoder
         heads = (model.get_output_embeddings(), model._modules.get(SCALAR_HEAD))
         names += _beside_decoder(model, {model.get_decoder(), *(head for head in heads if head is not None)})
     return names + [name for name, _ in model.named_modules() if name.rpartition(".")[2] == INDEXER]

@@ -46,7 +46,7 @@ def build_models(
     roles: Collection[Role] = ROLES,
     rewards: Collection[int] | None = None,
 ) -> Models:
-    """Build the models that the flags ask for and that have one of the `roles`.
+    """Build those of the models required by the flags that have one of the `roles`.
 
     `rewards` selects reward models by their index in --reward_pretrain (default: all).
     """

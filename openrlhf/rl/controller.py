@@ -63,7 +63,7 @@ from openrlhf.rl.workers import WeightSync, Workers
 from openrlhf.rollout.engine import Engine
 from openrlhf.types import Prompt
 
-NOT_AVERAGED = ("_lr", "_loss_scale", "_skipped_steps")  # suffixes of metrics of which the last value counts
+NOT_AVERAGED = ("_lr", "_loss_scale", "_skipped_steps")  # suffixes of metrics for which only the last value counts
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class Controller:
                 self.changed.notify_all()
 
     async def _consume(self, after_step: AfterStep) -> None:
-        """Train on the rollouts of the queue in order, one step for each, until none is left."""
+        """Train on the rollouts of the queue in order, one step for each, until there are none left."""
         state = self.state
         while True:
             async with self.changed:
@@ -204,7 +204,7 @@ class Controller:
             self.changed.notify_all()
 
     def _between_steps(self, since: float) -> None:
-        """Start the clock of the next step; the time since `since` counts for no step."""
+        """Start the clock of the next step; the time since `since` is not part of any step."""
         self.step_began = time.perf_counter()
         self.parts.monitor.leave_out(self.step_began - since)
 

@@ -40,7 +40,7 @@ class GapLimits:
     warn: float
     stop: float
     # Asynchronous runs train on samples from older weights, so they request some from new ones: after the first sync
-    # that changed the weights, and after every so many syncs (0: only that one). None: samples are never requested.
+    # that changed the weights, and after every N-th sync (0: only that one). None: samples are never requested.
     probe_every: int | None = None
 
 
@@ -71,7 +71,7 @@ class GapWatch:
     monitor: Monitor
     warned: float = 0.0  # gap of the last warning
     moved: bool = False  # the weights have changed since the start of the run
-    proved: bool = False  # a sync of changed weights has been compared, or the user told why not
+    proved: bool = False  # a sync of changed weights has been compared, or the user was told why not
 
     async def compare(self, trajectories: Sequence[Trajectory], version: int, step: int) -> dict[str, float]:
         """Return the gap as a metric of the step; none if no sample can be compared.

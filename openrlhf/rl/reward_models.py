@@ -158,7 +158,7 @@ class ProcessRewardModel:
     def score(self, trajectories: Sequence[Trajectory]) -> ModelRewards:
         """Return the weighted rewards of the steps that the policy itself ended; steps in the prompt do not count."""
         rows = [self.texts.ids(item) for item in trajectories]
-        found: list[StepRewards] = []  # for each sample, (place of the token that ends the step, probability)
+        found: list[StepRewards] = []  # for each sample, (index of the token that ends the step, probability)
         for item, row, good in zip(trajectories, rows, self._judge(rows), strict=True):
             places = self.texts.places(item, row, np.flatnonzero(self._ends_of_steps(row)))
             steps = zip(places, good.tolist(), strict=True)

@@ -80,7 +80,7 @@ class Workers(Protocol):
         ...
 
     async def rewards(self, trajectories: Sequence[Trajectory]) -> ModelRewards | None:
-        """Return the sum of what the reward models give; None without a reward model."""
+        """Return the sum of the reward models' rewards; None without a reward model."""
         ...
 
     async def train(
@@ -109,7 +109,7 @@ class WeightSync(Protocol):
     """Transfer of weights from the trainer to the engines. Both sides take part at the same time."""
 
     async def sync(self, version: int) -> None:
-        """Let engines sample with the policy's weights from now on; those that share its devices take these over."""
+        """Let engines sample with the policy's weights from now on; if they share its devices, they take them over."""
         ...
 
     async def begin_training(self) -> None:

@@ -42,7 +42,7 @@ CALL_OFF_SECONDS = 3.0  # for reaching the sender's store
 
 
 class BroadcastGroup(Protocol):
-    """What we use of torch's process groups, whose type stubs lack the collectives."""
+    """The part of torch's process groups that we use; their type stubs lack the collectives."""
 
     def broadcast(self, tensor: Tensor, root: int) -> dist.Work: ...
 
@@ -100,5 +100,5 @@ class Channel:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error's message: torch appends a stack trace of its own to some."""
+    """Return the first line of an error's message: torch appends its own stack trace to some."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -59,7 +59,7 @@ def on_thread(
 
 
 class CommandThread(ABC):
-    """The thread, its inbox, and the answers to its callers. A subclass says what a step is."""
+    """The thread, its inbox, and the answers to its callers. A subclass defines what a step is."""
 
     def __init__(self, name: str) -> None:
         """Start the thread, and wait until it has built the engine; errors of `_build` are raised here.

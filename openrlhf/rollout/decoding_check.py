@@ -120,7 +120,7 @@ def own_log_probs(decoder: PreTrainedModel, sequences: Sequence[Sequence[int]]) 
 
 @torch.no_grad()
 def exercise(strategy: Decoding, probe: DecodingProbe) -> tuple[Tensor, Tensor]:
-    """Put a strategy through the test; return (its log-probs, the model's own), each flattened to one dimension.
+    """Run the test on a strategy; return (its log-probs, the model's own), each flattened to one dimension.
 
     Three rows start; a fourth joins after two steps; after two more the longest leaves, and padding columns with it.
     """

@@ -19,7 +19,7 @@ Part: TypeAlias = Literal["weights", "cache"]  # parts of the memory that `sleep
 
 
 class Engine(Protocol):
-    """A generator of completions. Requests come in bulk, so that admission is paid once per call, not per request."""
+    """A generator of completions. Requests arrive in bulk, so that admission is paid once per call, not per request."""
 
     @property
     def version(self) -> int:
@@ -41,11 +41,11 @@ class Engine(Protocol):
         ...
 
     async def wake(self, part: Part) -> None:
-        """Take memory back: first for the weights and, after they have been loaded, for the cache."""
+        """Reclaim memory: first for the weights and, after they have been loaded, for the cache."""
         ...
 
     async def health(self) -> None:
-        """Raise a RolloutError if the engine can generate no more."""
+        """Raise a RolloutError if the engine can no longer generate."""
         ...
 
     async def close(self) -> None: ...

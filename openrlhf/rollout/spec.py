@@ -12,7 +12,7 @@ from openrlhf.config.sections.model import ServedModelFlags
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:
-    """What an engine is built from; it is vLLM's if `engines.vllm_num_engines` is set, else one of Transformers."""
+    """What an engine is built from: a vLLM engine if `engines.vllm_num_engines` is set, else a Transformers engine."""
 
     model: ServedModelFlags
     engines: EngineFlags

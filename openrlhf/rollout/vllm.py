@@ -181,7 +181,7 @@ def _preserve_host_settings() -> Iterator[None]:
 
 
 def _try_out(engine: LLMEngine) -> None:
-    """Generate one token, so that a model which vLLM loads but cannot run is rejected before anything else starts."""
+    """Generate one token, so that a model that vLLM loads but cannot run is rejected before anything else starts."""
     import vllm
     from vllm.inputs import tokens_input
 

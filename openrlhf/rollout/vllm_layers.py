@@ -83,7 +83,7 @@ def weight_users(model: nn.Module) -> Collection[dict[str, nn.Module]]:
 
 @dataclass(frozen=True)
 class Sampled:
-    """Enough of a tensor to recognise it: checksums of some columns and rows of a matrix, or of any other whole."""
+    """Enough of a tensor to recognise it: checksums of some columns and rows of a matrix; otherwise, of all of it."""
 
     shape: tuple[int, ...]
     columns: int  # checksum

@@ -59,7 +59,7 @@ class VLLMResult:
 
 @dataclass(eq=False)
 class GenerateCall:
-    """The requests of one caller, and the results that are there so far."""
+    """The requests of one caller, and the results that have arrived so far."""
 
     requests: Sequence[VLLMRequest]
     waiter: Waiter

@@ -23,7 +23,7 @@ from openrlhf.rollout.checksum import checksum
 from openrlhf.rollout.engine import Checksums, Weights
 from openrlhf.rollout.ipc import check_allocator, share_memory
 
-CALL_OFF_INTERVAL = 1.0  # seconds between two checks whether a waiting sender was called off
+CALL_OFF_INTERVAL = 1.0  # seconds between checks for whether a waiting sender was called off
 
 
 class WeightSender:
@@ -163,7 +163,7 @@ class BucketPipeline:
         self._publish(header, bucket)
 
     def _publish(self, header: Header, bucket: Bucket | None = None) -> None:
-        """Publish a header, and start to broadcast the bytes of its bucket, if any."""
+        """Publish a header, and start broadcasting the bytes of its bucket, if any."""
         self.sender.store.set(f"{self.version}/{self.count}", header.encode())
         group = self.sender.group
         broadcast = None if bucket is None or group is None else group.broadcast(bucket.buffer[: bucket.used], 0)

@@ -111,7 +111,7 @@ def load_language_model(config: TrainingConfig, name: str, device: torch.device)
 def make_network(config: TrainingConfig, model: PreTrainedModel, *, scalar: bool) -> Network:
     """Prepare a loaded model for training: add LoRA adapters and gradient checkpointing as configured.
 
-    `scalar` marks a model with a scalar head, which is trained in full beside the adapters.
+    `scalar` marks a model with a scalar head, which is trained in full in addition to the adapters.
     """
     adapted = add_adapters(model, config.lora, scalar=scalar)
     if config.sharding.gradient_checkpointing:

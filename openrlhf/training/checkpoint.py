@@ -60,7 +60,7 @@ def writing(folder: Path, ranks: Ranks | None = None) -> Iterator[Path]:
     with _filled(aside, ranks):
         yield aside
     if ranks.process == 0:
-        # The older folder of the same name is deleted only after the new one is there.
+        # The older folder of the same name is deleted only after the new one is in place.
         old = folder.with_name(f".{folder.name}.old")
         shutil.rmtree(old, ignore_errors=True)
         if folder.exists():

@@ -42,7 +42,7 @@ def test_generation_marks_in_a_template_are_used():
 
 def test_a_template_without_assistant_marks_is_rejected():
     chat = open_with(MARKING.replace("== 'assistant'", "== 'nobody'"))
-    with pytest.raises(DataError, match=r"^data.jsonl, row 3: the chat template marks nothing"):
+    with pytest.raises(DataError, match=r"^data.jsonl, row 3: the chat template does not mark"):
         chat.mark_turns(conversation(*TURNS), 0)
 
 

@@ -30,7 +30,7 @@ class CallFailure(Exception):
     def __init__(self, text: str, traceback: str = "", error_class: str = "", *, given_up: bool = False) -> None:
         super().__init__(text)
         self.text, self.traceback, self.error_class = text, traceback, error_class
-        self.given_up = given_up  # the caller was cancelled, so the other calls of the process are not suspected
+        self.given_up = given_up  # the caller was cancelled, so the other calls of the process are not blamed
 
     @classmethod
     def from_message(cls, message: CallRaised) -> CallFailure:

@@ -95,7 +95,7 @@ class Worker:
             try:
                 (length,) = messages.HEADER.unpack(await reader.readexactly(messages.HEADER.size))
                 message: messages.ToWorker = pickle.loads(await reader.readexactly(length))
-            except (asyncio.IncompleteReadError, OSError):  # the trainer has gone
+            except (asyncio.IncompleteReadError, OSError):  # the trainer is gone
                 os.killpg(0, signal.SIGKILL)
                 return
             match message:

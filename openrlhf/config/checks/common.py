@@ -45,7 +45,7 @@ def numbers_are_in_range(config: object) -> None:
 
 
 def empty_template_is_none(config: Templated) -> Changed[Templated] | None:
-    """Read an empty template as none: scripts pass it for complete prompts, and a here-document keeps its quotes."""
+    """Treat an empty template as none: scripts pass it for complete prompts, and a here-document keeps its quotes."""
     if config.template.input_template in EMPTY:
         return change(config, "--input_template is empty: inputs are used unchanged", input_template=None)
     return None
@@ -62,7 +62,7 @@ def template_has_a_placeholder(config: Templated) -> None:
 
 
 def template_has_line_breaks(config: Templated) -> str | None:
-    r"""Say so if the shell passed `\n` as two characters, which the model would see as such."""
+    r"""Warn if the shell passed `\n` as two characters, which the model would see as such."""
     if "\\n" in (config.template.input_template or ""):
         return "--input_template contains a backslash and an n; for a line break, write $'...\\n...' in the shell"
     return None

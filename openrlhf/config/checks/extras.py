@@ -29,7 +29,7 @@ def require(package: str, needed_by: str) -> None:
 
 
 def requested_extras_are_installed(config: object) -> None:
-    """Check packages that a flag of any command asks for."""
+    """Check packages that a flag of any command requires."""
     values = flag_values(config)
     for name, package in (
         ("load_in_4bit", "bitsandbytes"),
