@@ -84,7 +84,7 @@ class RequestRouter:
         """
         limit = self.max_length - len(ids)
         if not ids or limit <= 0:
-            raise RolloutError(f"generate was asked to continue {len(ids)} tokens, and max_length is {self.max_length}")
+            raise RolloutError(f"generate got {len(ids)} tokens to continue, but max_length is {self.max_length}")
         while True:
             own = None if caller is None else self.running.get(caller)
             episode = own or self._guess_episode(kept, ids)
@@ -106,7 +106,7 @@ class RequestRouter:
         """Choose the episode of a request of unknown origin by its tokens; prefer `kept` among equals."""
         episodes = list(self.running.values())
         if not episodes:
-            raise RolloutError("llm_engine was asked while no episode runs: call it within execute")
+            raise RolloutError("llm_engine was called while no episode is running: call it within execute")
         # In order of preference: the longest continued conversation, a new episode with this prompt, an idle episode.
         continued = [item for item in episodes if item.tokens and item.tokens == ids[: len(item.tokens)]]
         unused = [item for item in episodes if item.count == 0]

@@ -30,7 +30,7 @@ def check_overrides(run: SamplingParams, requested: Sequence[SamplingParams], *,
             raise RolloutError(
                 f"sampling_params.{found} changes which tokens can be sampled, so the importance weights would be "
                 "wrong",
-                try_this=f"leave {found.split('=')[0]} as it is, or --enable_vllm_is_correction false",
+                try_this=f"leave {found.split('=')[0]} unchanged, or --enable_vllm_is_correction false",
             )
 
 

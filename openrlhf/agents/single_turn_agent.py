@@ -45,7 +45,7 @@ class SingleTurnAgentExecutor(EpisodeExecutor):
         if self.reward is None:
             if not self.scored_later:
                 raise RewardError(
-                    "SingleTurnAgentExecutor was made without a reward",
+                    "SingleTurnAgentExecutor was created without a reward",
                     try_this="SingleTurnAgentExecutor(reward_func), or --reward_pretrain for a model that scores",
                 )
             return {**result, "reward": None, "scores": None, "extra_logs": {}}

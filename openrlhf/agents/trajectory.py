@@ -131,7 +131,7 @@ def read_ranges(given: object, length: int) -> Ranges:
             raise RolloutError(f"'action_ranges' holds {kind_of(item)}; expected (start, end)")
         start, end = item
         if not 0 <= start <= end <= length:
-            raise RolloutError(f"action range ({start}, {end}) does not lie within the {length} observation_tokens")
+            raise RolloutError(f"action range ({start}, {end}) is not within the {length} observation_tokens")
         if start < last:
             raise RolloutError(f"action range ({start}, {end}) begins before the previous one ends, at {last}")
         last = end

@@ -31,7 +31,7 @@ RETIRED: Mapping[str, Retired] = {
     "pretrain_data": Retired(
         RL,
         "would mix a pre-training loss into PPO, which is not supported",
-        try_this="train_sft on that data before, and --init_kl_coef to stay near the result",
+        try_this="train_sft on that data first, and --init_kl_coef to stay near the result",
         harmless=("", '""', "''", "None"),
     ),
     "pretrain_data_probs": Retired(RL, "has no effect without --pretrain_data"),

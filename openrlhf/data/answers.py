@@ -95,7 +95,7 @@ def read_prompts(
 
     prompts = build_rows(records, make)
     if cut:
-        say(f"{cut} of {len(prompts)} prompts are longer than {budget} tokens and keep their end")
+        say(f"{cut} of {len(prompts)} prompts are longer than {budget} tokens and are truncated at the start")
     return prompts
 
 

@@ -75,7 +75,7 @@ def load_dataset_rows(
     """
     sources = [open_source(item, split, max_samples, loading) for item in split_names(spec)]
     if not sources:
-        raise ConfigError(f"{spec!r} names no dataset")
+        raise ConfigError(f"{spec!r} does not name a dataset")
     lengths = [len(source) if max_samples is None else min(len(source), max_samples) for source in sources]
     if probs is None:  # one after the other, [rows, 2]
         parts = [
@@ -132,7 +132,7 @@ def open_source(item: str, split: str, limit: int | None, loading: LoadingFlags)
         loaded = loaded[split]
     assert isinstance(loaded, datasets.Dataset), f"{name}: {type(loaded).__name__} has no rows to index"
     if not len(loaded):
-        raise DataError(f"{name} holds no rows")
+        raise DataError(f"{name} has no rows")
     return TableRows(name, loaded)
 
 
@@ -172,7 +172,7 @@ def load_from_modelscope(name: str, *, trust_remote_code: bool) -> object:
         raise MissingExtraError("--use_ms needs modelscope, which is not installed", try_this="pip install modelscope")
     namespace, slash, short = name.partition("/")
     if not slash:
-        raise DataError(f"wrong name of a ModelScope dataset: expected namespace/name, got {name}")
+        raise DataError(f"invalid name of a ModelScope dataset: expected namespace/name, got {name}")
     modelscope = importlib.import_module("modelscope.msdatasets")
     loaded = modelscope.MsDataset.load(short, namespace=namespace, trust_remote_code=trust_remote_code)
     splits = loaded if isinstance(loaded, Mapping) else {"": loaded}
@@ -201,5 +201,5 @@ def cause_of(error: BaseException) -> str:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if lines and lines[0].endswith("corresponds to no data!"):
-        return "it holds no rows"
+        return "it has no rows"
     return lines[0][:300] if lines else type(error).__name__

@@ -44,8 +44,8 @@ def check_fast(tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise for a slow tokenizer: masks are computed from offsets, which only fast tokenizers provide."""
     if not tokenizer.is_fast:
         raise ConfigError(
-            f"{type(tokenizer).__name__} is a slow tokenizer: expected a fast one, which knows the position of its"
-            " tokens in the text",
+            f"{type(tokenizer).__name__} is a slow tokenizer: expected a fast one, which reports the position"
+            " of each token in the text",
             try_this="a model folder with tokenizer.json",
         )
 

@@ -57,7 +57,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, block: Block, scoring: Sco
         output, lse, *_ = torch.ops.aten._flash_attention_forward(
             query, key, value, *bounds, 0.0, block.causal, False, scale=scoring.scale
         )
-        assert lse.shape == (query.shape[1], query.shape[0]), "the kernel's log-sum-exp is one number a head and token"
+        assert lse.shape == (query.shape[1], query.shape[0]), "the kernel's log-sum-exp is a number per head and token"
         return output.float(), lse.T
     output, lse = query.new_empty(query.shape, dtype=torch.float32), query.new_empty(query.shape[:2]).float()
     for queries, keys, distance in tiles(block, scoring.window):

@@ -27,4 +27,4 @@ def apply_liger(model: PreTrainedModel) -> None:
     try:
         _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
     except (TypeError, ValueError) as error:  # for some families it patches only language models
-        say(f"--use_liger_kernel cannot patch a {type(model).__name__}, which runs as it is: {error}")
+        say(f"--use_liger_kernel cannot patch a {type(model).__name__}, which runs unpatched: {error}")

@@ -131,7 +131,7 @@ def load_scalar_model(
     _reject_missing(name, [key for key in missing if not key.startswith(f"{SCALAR_HEAD}.")])
     if missing and not new_head:
         raise ConfigError(
-            f"{name} holds no weights for a scalar head called {saved_prefix}, so its rewards would be noise",
+            f"{name} has no weights for a scalar head called {saved_prefix}, so its rewards would be noise",
             try_this="a folder that train_rm saved, or --value_head_prefix with the head's name",
         )
     if missing:

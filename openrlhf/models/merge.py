@@ -76,7 +76,7 @@ def attach_adapter(model: PreTrainedModel, adapter: Path, base: str) -> AdaptedM
         raise ConfigError(f"{misfit} {lines[min(1, len(lines) - 1)]}" if lines else misfit) from None
     weights = adapter / "adapter_model.safetensors"
     if not weights.is_file():
-        raise ConfigError(f"{adapter} holds no adapter_model.safetensors")
+        raise ConfigError(f"{adapter} contains no adapter_model.safetensors")
     with safe_open(weights, framework="pt") as file:
         saved = set(file.keys())
     places = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))

@@ -105,7 +105,7 @@ class GapWatch:
         gap = sum(every) / len(every)
         worst, _ = max(apart, key=lambda pair: sum(pair[1]) / len(pair[1]))
         found = (
-            f"step {step}: the log-probs of engine and trainer differ by {gap:.2g} nats a token on average, "
+            f"step {step}: the log-probs of engine and trainer differ by {gap:.2g} nats per token on average, "
             f"expected below {self.limits.warn:g}; most in {sample_name(worst.prompt)}"
         )
         if not gap <= self.limits.stop:  # also true for NaN

@@ -82,7 +82,7 @@ def load_reward_model(
         )
     model = load_scalar_model(name, flags, device=device, packing=packing, head_prefix=head_prefix)
     if normalize and "mean" not in saved:
-        say(f"--normalize_reward: {name} has no mean and std in its config.json, so its scores stay as they are")
+        say(f"--normalize_reward: {name} has no mean and std in its config.json, so its scores are not normalised")
     return OutcomeRewardModel(
         freeze(model),
         texts,

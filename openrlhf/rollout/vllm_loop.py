@@ -97,7 +97,7 @@ class StepLoop(CommandThread):
     def __init__(self) -> None:
         self.version = 0
         self._running: dict[str, RunningRequest] = {}  # by request id
-        self._count = 0  # of requests; the source of their ids
+        self._count = 0  # requests so far; numbers their ids
         self._first_versions: dict[str, int] = {}  # of a running request's first token, if the weights changed since
         self._held: list[GenerateCall] = []  # submitted while paused or draining
         self._draining: list[Waiter] = []
@@ -260,7 +260,7 @@ class StepLoop(CommandThread):
         if not lost:
             return None
         shown = ", ".join(lost[:SHOWN]) + (", ..." if len(lost) > SHOWN else "")
-        return f"weights arrived, but vLLM still computes with other ones ({len(lost)} tensors): {shown}"
+        return f"weights arrived, but vLLM still computes with others ({len(lost)} tensors): {shown}"
 
     def _waiters(self) -> set[Waiter]:
         calls = {running.call for running in self._running.values()} | set(self._held)

@@ -48,7 +48,7 @@ class IncomingWeights:
                 receiver.close()
             raise
         if failure:  # the channel is intact and may carry another version
-            raise RolloutError(f"the sender of weights failed: {failure}")
+            raise RolloutError(f"the weight sender failed: {failure}")
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class WeightReceiver:
             # Wait on the host: an NCCL call that never ends would block the device silently.
             while not broadcast.is_completed():
                 if time.monotonic() > deadline:
-                    raise RolloutError(f"the sender of weights paused within a bucket for {self.channel.timeout:g} s")
+                    raise RolloutError(f"the weight sender paused within a bucket for {self.channel.timeout:g} s")
                 time.sleep(0.0005)
             broadcast.wait()
         except RolloutError:
@@ -137,7 +137,7 @@ class WeightReceiver:
             raise self._lost_sender(f"{complaint} in {seconds:g} s", error) from None
 
     def _lost_sender(self, what: str, error: RuntimeError) -> RolloutError:
-        return RolloutError(f"the sender of weights at {self.channel.host} {what}: {first_line(error)}")
+        return RolloutError(f"the weight sender at {self.channel.host} {what}: {first_line(error)}")
 
     def is_orphan(self) -> bool:
         """True once the sender's store no longer answers."""

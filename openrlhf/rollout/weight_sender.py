@@ -90,7 +90,7 @@ class WeightSender:
         except RolloutError:
             raise
         except RuntimeError as error:
-            raise RolloutError(f"a receiver of weights is gone: {first_line(error)}") from None
+            raise RolloutError(f"a weight receiver is gone: {first_line(error)}") from None
         self.formed = True
 
     def await_receivers(self, what: str, complaint: str) -> None:
@@ -104,7 +104,7 @@ class WeightSender:
                 break
             except dist.DistError:
                 missing = [str(number) for number, key in enumerate(keys) if not self.store.check([key])]
-            silent = f"receiver{'s' if len(missing) > 1 else ''} {', '.join(missing)} of weights {complaint}"
+            silent = f"weight receiver{'s' if len(missing) > 1 else ''} {', '.join(missing)} {complaint}"
             if missing and self.store.check([CALLED_OFF]):
                 raise RolloutError(f"{silent}, and will not")
             if missing and time.monotonic() > deadline:
@@ -113,14 +113,14 @@ class WeightSender:
             answer = self.store.get(key).decode()
             self.store.delete_key(key)
             if answer != OK:
-                raise RolloutError(f"receiver {number} of weights {answer}")
+                raise RolloutError(f"weight receiver {number} {answer}")
 
 
 @dataclass(frozen=True)
 class InTransit:
     """A header that was published but not yet acknowledged by all receivers."""
 
-    number: int  # of the header, within its version
+    number: int  # number of the header within its version
     bucket: Bucket | None  # None for the notice that ends a version
     broadcast: dist.Work | None  # None if no bytes are sent
 
@@ -134,7 +134,7 @@ class BucketPipeline:
         device = torch.device("cpu") if sender.channel.transport == "gloo" else sender.device
         self.idle = deque(Bucket(sender.channel.bucket_bytes, device) for _ in range(2))  # the first is being filled
         self.in_transit: deque[InTransit] = deque()
-        self.count = 0  # of headers published so far
+        self.count = 0  # headers published so far
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Copy a tensor into the current bucket, after sending that one off if it is full."""
@@ -178,7 +178,7 @@ class BucketPipeline:
             try:
                 oldest.broadcast.wait()
             except RuntimeError as error:
-                raise RolloutError(f"a receiver of weights is gone: {first_line(error)}") from None
+                raise RolloutError(f"a weight receiver is gone: {first_line(error)}") from None
         self.sender.await_receivers(f"{key}/used", f"did not take bucket {oldest.number} of version {self.version}")
         self.sender.store.delete_key(key)
         if oldest.bucket is not None:

@@ -195,7 +195,7 @@ class Fit(Generic[Row, Collated, Prepared]):
         raise BackendError(
             f"the loss of step {step + 1} is not finite in micro-batch {number} of {len(result.losses)}"
             f" (training rows {', '.join(str(row + 1) for row in rows)}); no weight was changed",
-            try_this="a smaller --learning_rate, or look at those rows",
+            try_this="a smaller --learning_rate, or check those rows",
         )
 
 

@@ -92,7 +92,7 @@ def model_names(config: TrainingConfig) -> list[str]:
 def explain_precision(asked: str, device: torch.device) -> None:
     """Say that a CPU run computes in fp32 whatever precision was requested."""
     if device.type == "cpu" and asked != "fp32":
-        say(f"no GPU: everything computes in fp32, since {asked} is many times slower on a CPU")
+        say(f"no GPU: everything runs in fp32, since {asked} is many times slower on a CPU")
 
 
 def explain_experts(loading: LoadingFlags, *names: str) -> None:

@@ -46,7 +46,7 @@ def run(config: SupervisedConfig, sinks: Sequence[Sink] = ()) -> Result:
 
     `sinks` receive every metric, in addition to the usual logs.
     """
-    disable_progress_bar()  # that of Transformers; the monitor shows its own
+    disable_progress_bar()  # of Transformers; the monitor shows its own
     check_models(config)
     device = join(config)
     explain_hardware(config, device)
@@ -63,7 +63,7 @@ def run(config: SupervisedConfig, sinks: Sequence[Sink] = ()) -> Result:
         max_steps=config.batches.max_steps,
     )
     if len(data.train) < order.batch_size:
-        say(f"{len(data.train)} rows are fewer than --train_batch_size {order.batch_size}: each step trains on all")
+        say(f"only {len(data.train)} rows, fewer than --train_batch_size {order.batch_size}: each step trains on all")
     scheduled = make_schedule(config, order.total_steps)
 
     # Models load here; until then all processes use the same seed.

@@ -100,7 +100,7 @@ def test_request_outside_of_episodes_is_rejected():
     async def go():
         await EngineProxy(RunningEpisodes().router).generate(encode("1"), PARAMS)
 
-    with pytest.raises(RolloutError, match="while no episode runs"):
+    with pytest.raises(RolloutError, match="while no episode is running"):
         asyncio.run(go())
 
 

@@ -204,7 +204,7 @@ def test_single_turn_executor_scores_with_a_function():
 def test_single_turn_executor_accepts_a_file_or_nothing(write):
     file = write("def reward_func(queries, prompts): return [float(len(queries[0]))]")
     assert execute(SingleTurnAgentExecutor(file), "ok")[0]["reward"] == 5.0
-    with pytest.raises(RewardError, match="made without a reward"):
+    with pytest.raises(RewardError, match="created without a reward"):
         execute(SingleTurnAgentExecutor(), "ok")
     with pytest.raises(ConfigError, match="no function reward_func"):
         SingleTurnAgentExecutor(write("x = 1", "empty.py"))

@@ -362,7 +362,7 @@ def test_template_that_rewrites_earlier_turns_does_not_change_tokens():
 def test_template_that_hides_the_last_turn_is_rejected():
     chat = session("{{ messages[-1]['content'] }}")
     chat.messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    with pytest.raises(RolloutError, match="leaves out what the assistant said"):
+    with pytest.raises(RolloutError, match="drops the assistant's last message"):
         chat.tokens_added([*chat.messages, {"role": "user", "content": "r"}], None)
 
 

@@ -594,7 +594,7 @@ def test_processes_of_a_launcher_become_devices_of_every_model(run, monkeypatch)
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     config, lines = run("train_ppo", "--vllm_num_engines 4 --reward_num_gpus_per_node 2")
-    assert "4 processes of a launcher" in lines[0]
+    assert "4 launcher processes" in lines[0]
     assert [num_devices(config, role) for role in ROLES] == [4, 4, 4, 2]
     assert (config.placement.colocate_all_models, resolve_runtime(config)) == (True, "ray")
     config, _ = run("train_ppo_ray", "--runtime ray --vllm_num_engines 4")

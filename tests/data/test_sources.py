@@ -169,7 +169,7 @@ BAD_FILES = {
     "empty.jsonl": (b"", "empty.jsonl is empty"),
     "empty.csv": (b"", "empty.csv is empty"),
     "blank.jsonl": (b"\n  \n", "blank.jsonl is empty"),
-    "header.csv": (b"a,b\n", "header.csv: cannot be loaded: it holds no rows"),
+    "header.csv": (b"a,b\n", "header.csv: cannot be loaded: it has no rows"),
     "nothing.json": (b"[]", "nothing.json is empty"),
     "number.jsonl": (b"3\n", "number.jsonl, row 1: expected an object with fields, got the number 3"),
     "torn.parquet": (b"PAR1 and then nothing that belongs here", "torn.parquet: cannot be loaded: "),
@@ -227,5 +227,5 @@ def test_missing_modelscope_gives_the_install_command():
 
 
 def test_an_empty_dataset_list_is_rejected():
-    with pytest.raises(ConfigError, match=r"names no dataset"):
+    with pytest.raises(ConfigError, match=r"does not name a dataset"):
         read(" , ")

@@ -175,7 +175,7 @@ def test_missing_statistics_are_reported_and_scores_stay_unchanged(train_ppo, re
     saved = json.loads(path.read_text())
     path.write_text(json.dumps({name: value for name, value in saved.items() if name not in ("mean", "std")}))
     train_ppo(reward_pretrain=folder, normalize_reward=True, max_steps=1)
-    assert "has no mean and std in its config.json, so its scores stay as they are" in capsys.readouterr().err
+    assert "has no mean and std in its config.json, so its scores are not normalised" in capsys.readouterr().err
 
 
 def test_a_language_model_is_rejected_as_reward_model(train_ppo, tmp_path, models, capsys):
@@ -186,7 +186,7 @@ def test_a_language_model_is_rejected_as_reward_model(train_ppo, tmp_path, model
         run_command(
             "batch_inference", {"eval_task": "rm", "pretrain": models(), "dataset": answers, "output_path": "./scored"}
         )
-    assert capsys.readouterr().err.count("holds no weights for a scalar head called score") == 2
+    assert capsys.readouterr().err.count("has no weights for a scalar head called score") == 2
 
 
 REDUCED = {"min": min, "mean": lambda steps: sum(steps) / len(steps), "last": lambda steps: steps[-1]}

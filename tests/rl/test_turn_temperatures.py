@@ -63,7 +63,7 @@ def test_a_turn_with_a_truncated_vocabulary_is_rejected_before_training(train_ag
     stderr = capsys.readouterr().err
     assert "tried before training" in stderr
     assert "sampling_params.top_p=0.9 changes which tokens can be sampled" in stderr
-    assert "Try: leave top_p as it is, or --enable_vllm_is_correction false" in stderr
+    assert "Try: leave top_p unchanged, or --enable_vllm_is_correction false" in stderr
 
 
 def test_without_correction_a_truncated_vocabulary_is_recorded(train_agent):

@@ -132,7 +132,7 @@ def test_an_iterator_that_raises_tells_the_receivers_and_the_channel_stays_usabl
         ask(pairs, sender, 1)
         with pytest.raises(ValueError, match="torn"):
             sender.send(broken(), 1)
-        assert answers(pairs) == ["the sender of weights failed: ValueError: the shard is torn"] * 2
+        assert answers(pairs) == ["the weight sender failed: ValueError: the shard is torn"] * 2
         send(sender, pairs, 2)
         sender.close()
 
@@ -141,7 +141,7 @@ def test_a_receiver_that_stops_early_fails_the_send_and_a_new_channel_works():
     with receivers(1) as pairs:
         sender = make_sender(1)
         ask(pairs, sender, 1, only=3)
-        with pytest.raises(RolloutError, match="receiver 0 of weights stopped before the end"):
+        with pytest.raises(RolloutError, match="weight receiver 0 stopped before the end"):
             sender.send(weights(1), 1)
         assert answers(pairs) == [["scalar", "empty", "layers.0"]]
         send(make_sender(1), pairs, 1)
@@ -156,7 +156,7 @@ def test_a_new_channel_replaces_a_receiver_that_died():
         lives[1].send((IncomingWeights(sender.channel, 1, 2), None))
         with pytest.raises(RolloutError, match="receiver"):
             sender.send(weights(2), 2)
-        assert "the sender of weights" in lives[1].recv()
+        assert "the weight sender" in lives[1].recv()
         with receivers(1) as fresh:
             send(make_sender(2), [lives, *fresh], 2)
 
@@ -164,7 +164,7 @@ def test_a_new_channel_replaces_a_receiver_that_died():
 def test_call_off_stops_a_waiting_sender():
     sender = make_sender(2)
     sender.channel.call_off()
-    with pytest.raises(RolloutError, match="receivers 0, 1 of weights did not join, and will not"):
+    with pytest.raises(RolloutError, match="weight receivers 0, 1 did not join, and will not"):
         sender.send(weights(1), 1)
     sender.channel.call_off()  # has no effect once the sender is gone
 
@@ -173,7 +173,7 @@ def test_a_missing_receiver_is_named():
     with receivers(1) as pairs:
         sender = make_sender(2, HASTY)
         ask(pairs, sender, 1)
-        with pytest.raises(RolloutError, match="receiver 1 of weights did not join in 4 s"):
+        with pytest.raises(RolloutError, match="weight receiver 1 did not join in 4 s"):
             sender.send(weights(1), 1)
         sender.close()
         assert "or another receiver did not join" in answers(pairs)[0]

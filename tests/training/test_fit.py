@@ -164,7 +164,7 @@ def test_a_loss_of_nan_stops_the_run_before_the_weights_change(fit):
         run.run()
     assert str(caught.value) == (
         f"the loss of step 2 is not finite in micro-batch 2 of 2 (training rows {bad_row + 1}); no weight was changed. "
-        "Try: a smaller --learning_rate, or look at those rows"
+        "Try: a smaller --learning_rate, or check those rows"
     )
     assert steps(sink, "train") == [1]
     for name, tensor in weights(run).items():

@@ -120,7 +120,7 @@ def test_flash_attention_without_a_gpu_reports_the_replacement(tmp_path, train, 
     train("train_sft", **ANSWERS, **dataset_flags(tmp_path, answers(8), answers(4)), flash_attn=True, bf16=True)
     stderr = capsys.readouterr().err
     assert "flash_attention_2: there is no GPU, so SDPA is used" in stderr
-    assert "no GPU: everything computes in fp32" in stderr
+    assert "no GPU: everything runs in fp32" in stderr
 
 
 def test_an_offloaded_reference_does_not_change_the_loss(tmp_path, train, models):

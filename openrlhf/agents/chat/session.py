@@ -49,7 +49,7 @@ class ChatSession:
         _, found, after = self.render(marked, tools).rpartition(MARK)
         if not found:
             raise RolloutError(
-                "the chat template leaves out what the assistant said last, so turns cannot be joined to one episode",
+                "the chat template drops the assistant's last message, so turns cannot be joined into one episode",
                 try_this="--tokenizer_chat_template with another template",
             )
         token_ids = tokenise(after, tokenizer)

@@ -67,7 +67,7 @@ class ChatRequest:
 class ChatTurn:
     """One turn of the policy."""
 
-    number: int  # of the turn in its episode, from 1
+    number: int  # number of the turn in its episode, from 1
     message: Message
     output: CompletionOutput
     prompt_token_ids: list[int]

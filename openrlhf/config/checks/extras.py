@@ -43,7 +43,7 @@ def requested_extras_are_installed(config: object) -> None:
 def cluster_extras_are_installed(config: RLConfig) -> None:
     """Check Ray and vLLM before a cluster starts."""
     if resolve_runtime(config) == "ray":
-        require("ray", "--runtime ray (several nodes, devices or engines ask for it)")
+        require("ray", "--runtime ray (several nodes, devices or engines require it)")
     if config.engines.vllm_num_engines:
         require("vllm", "--vllm_num_engines")
 

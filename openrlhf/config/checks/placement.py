@@ -43,7 +43,7 @@ def launched_processes_become_devices(config: RLConfig) -> Changed[RLConfig] | s
             f"--runtime local is one process, but a launcher started {processes}", try_this="without --runtime local"
         )
     line = (
-        f"{processes} processes of a launcher: the first one starts Ray on this machine and shares {processes} devices "
+        f"{processes} launcher processes: the first one starts Ray on this machine and shares {processes} devices "
         "among all models (--colocate_all_models); the other processes exit now"
     )
     return change(config, line, runtime="ray", colocate_all_models=True, local_rank=-1, **counts)

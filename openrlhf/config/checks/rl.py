@@ -95,7 +95,7 @@ def partial_rollout_needs_async(config: RLConfig) -> None:
 def empty_queue_is_synchronous(config: RLConfig) -> str | None:
     """Allowed, but rarely what --async_train is for."""
     if config.asynchrony.async_train and config.asynchrony.async_queue_size == 0:
-        return "--async_queue_size 0: every sample is trained by the weights that sampled it, as without --async_train"
+        return "--async_queue_size 0: every sample trains the weights that sampled it, as without --async_train"
     return None
 
 
@@ -103,7 +103,7 @@ def kl_estimator_suits_its_place(config: RLConfig) -> str | None:
     """On policy, the gradient of k1 has mean zero, so as a loss it does nothing; k2 and k3 are made for the loss."""
     estimator, in_loss = config.kl.kl_estimator, config.kl.use_kl_loss
     if in_loss and estimator == "k1":
-        return "--use_kl_loss with --kl_estimator k1 has a gradient of zero mean; k2 or k3 is meant for the loss"
+        return "--use_kl_loss with --kl_estimator k1 has a zero-mean gradient; k2 or k3 is meant for the loss"
     if not in_loss and estimator != "k1":
         return f"--kl_estimator {estimator} is meant for the loss (--use_kl_loss); k1 is unbiased in the reward"
     return None
@@ -243,7 +243,7 @@ def correction_needs_the_whole_distribution(config: RLConfig) -> str | None:
             "be too small by the probability of those left out",
             try_this=f"--temperature 1, or without {name}, or --enable_vllm_is_correction false",
         )
-    return f"{limits[0]}: the correction compares whole distributions and does not undo what {name} leaves out"
+    return f"{limits[0]}: the correction compares whole distributions and ignores that {name} excludes tokens"
 
 
 def old_samples_are_corrected(config: RLConfig) -> str | None:
@@ -267,7 +267,7 @@ def log_probs_can_be_compared(config: RLConfig) -> str | None:
     if config.engines.vllm_num_engines and given:
         return (
             f"the log-probs of engine and trainer are not compared, because {given[0]} leaves tokens out of the "
-            "engine's; weight syncs are proved by checksums alone"
+            "engine's; weight syncs are verified by checksums alone"
         )
     return None
 

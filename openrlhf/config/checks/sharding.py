@@ -55,7 +55,7 @@ def overlapping_needs_sharded_gradients(config: TrainingConfig) -> None:
 def offloading_needs_a_sharded_optimizer(config: TrainingConfig) -> None:
     """DeepSpeed offloads only its own sharded optimizer."""
     if config.sharding.adam_offload and config.sharding.zero_stage == 0 and deepspeed_processes(config):
-        raise ConfigError("--adam_offload needs a sharded optimizer, and --zero_stage is 0", try_this="--zero_stage 2")
+        raise ConfigError("--adam_offload needs a sharded optimizer, but --zero_stage is 0", try_this="--zero_stage 2")
 
 
 def hierarchy_needs_sharded_weights(config: TrainingConfig) -> None:
@@ -66,7 +66,7 @@ def hierarchy_needs_sharded_weights(config: TrainingConfig) -> None:
         return
     if stage != 3:
         raise ConfigError(
-            f"--zpg {zpg} keeps a second copy of sharded weights, and --zero_stage is {stage}",
+            f"--zpg {zpg} keeps a second copy of sharded weights, but --zero_stage is {stage}",
             try_this="--zero_stage 3",
         )
     uneven = [count for count in counts if count % zpg]
@@ -95,7 +95,7 @@ def gradient_sums_use_fp32_or_the_weights_dtype(config: TrainingConfig) -> None:
         )
     if config.sharding.zero_stage == 0:
         raise ConfigError(
-            f"--grad_accum_dtype fp32 with weights in {own} needs a sharded optimizer, and --zero_stage is 0",
+            f"--grad_accum_dtype fp32 with weights in {own} needs a sharded optimizer, but --zero_stage is 0",
             try_this="--zero_stage 2",
         )
 
@@ -116,7 +116,7 @@ def fp16_needs_a_loss_scale(config: TrainingConfig) -> None:
     """Small fp16 gradients vanish without a scaled loss."""
     if config.model.param_dtype == "fp16" and config.sharding.zero_stage == 0 and deepspeed_processes(config):
         raise ConfigError(
-            "--param_dtype fp16 needs a scaled loss, and DeepSpeed scales none at --zero_stage 0",
+            "--param_dtype fp16 needs a scaled loss, but DeepSpeed does not scale it at --zero_stage 0",
             try_this="--zero_stage 1",
         )
 

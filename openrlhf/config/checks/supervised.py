@@ -46,7 +46,7 @@ def micro_batches_divide_the_batch(config: SupervisedConfig) -> str | None:
 def multiturn_needs_a_chat_template(config: SFTConfig) -> None:
     """Only the chat template marks where the assistant's turns begin and end."""
     if config.fields.multiturn and not config.template.apply_chat_template:
-        raise ConfigError("--multiturn finds the turns by the chat template", try_this="--apply_chat_template")
+        raise ConfigError("--multiturn needs the chat template to find the turns", try_this="--apply_chat_template")
 
 
 def pretraining_has_no_turns(config: SFTConfig) -> None:

@@ -42,7 +42,7 @@ CLUSTER = rows(
     devices_idle("vllm_tensor_parallel_size", WITHOUT_VLLM, lambda c: not uses_vllm(c)),
     (
         "vllm_sync_backend",
-        "without vLLM engines in processes of their own (--runtime ray)",
+        "without vLLM engines in their own processes (--runtime ray)",
         lambda c: resolve_runtime(c) == "local" or not uses_vllm(c),
     ),
     (

@@ -89,7 +89,7 @@ LOSSES = rows(
     ),
     (
         "critic_min_lr_ratio",
-        "without a --critic_lr_scheduler that has a least learning rate, such as cosine_with_min_lr",
+        "without a --critic_lr_scheduler that has a minimum learning rate, such as cosine_with_min_lr",
         lambda c: "min_lr" not in critic_scheduler(c),
     ),
     (

@@ -90,7 +90,7 @@ TRAINING = (
         ("muon_lr muon_momentum muon_ns_steps muon_nesterov", "without --optim muon", without_muon),
         (
             "min_lr_ratio",
-            "without an --lr_scheduler that has a least learning rate, such as cosine_with_min_lr",
+            "without an --lr_scheduler that has a minimum learning rate, such as cosine_with_min_lr",
             lambda c: not any("min_lr" in name for name in schedulers(c)),
         ),
         (

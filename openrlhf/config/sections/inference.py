@@ -15,7 +15,7 @@ class SamplingFlags:
 
     greedy_sampling: bool = flag(False, "Always take the most likely token.")
     temperature: float = flag(1.0, "Sampling temperature.", NOT_NEGATIVE)
-    top_p: float = flag(1.0, "Sample from the smallest set of tokens with this probability.", POSITIVE_SHARE)
+    top_p: float = flag(1.0, "Sample from the smallest set of tokens with this total probability.", POSITIVE_SHARE)
     repetition_penalty: float = flag(1.0, "Values above 1 make tokens that already occurred less likely.", POSITIVE)
     enable_csft: bool = flag(False, "Append --csft_prompt to the prompt (conditional SFT).")
     csft_prompt: str = flag("<rm_score>: 5.00", "Text that conditional SFT appends.", needs="enable_csft")
@@ -52,7 +52,7 @@ class BatchTaskFlags:
     enable_prefix_caching: bool = flag(False, "Share the cache of common prefixes.")
     zero_stage: int = flag(0, "DeepSpeed ZeRO stage, 0 to 3.", ZERO_STAGE)
     local_rank: int = flag(-1, "Set by the launcher.")
-    seed: int = flag(1234, "Seed of every random choice.")
+    seed: int = flag(1234, "Random seed.")
     full_determinism: bool = flag(False, "Use deterministic kernels, which are slower.")
 
 

@@ -30,7 +30,7 @@ class LoadingFlags(PrecisionFlags):
     experts_implementation: str | None = flag(None, "Implementation of experts, by its Transformers name.")
     disable_fast_tokenizer: bool = flag(False, "Accepted, but unused: Transformers has only fast tokenizers.")
     trust_remote_code: bool = flag(False, "Run the code that comes with a model or dataset; upstream always does.")
-    skip_self_test: bool = flag(False, "Do not first compare a model with its own forward pass (about a second).")
+    skip_self_test: bool = flag(False, "Skip the comparison of a model with its own forward pass (about a second).")
     use_ms: bool = flag(False, "Download models and datasets from ModelScope.")
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "Device; auto uses a GPU if there is one.")
 
@@ -64,7 +64,7 @@ class LoraFlags:
 class ValueHeadFlags:
     """Scalar head"""
 
-    value_head_prefix: str = flag("score", "Name of the scalar head; a name in the model's config.json wins.")
+    value_head_prefix: str = flag("score", "Name of the scalar head; one in the model's config.json takes precedence.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -76,7 +76,7 @@ class RolloutFlags:
         1.0, "Sampling temperature; policy and reference also divide their logits by it.", EXPLORING
     )
     top_p: float = flag(1.0, "Sample from the smallest set of tokens with this probability.", POSITIVE_SHARE)
-    top_k: int = flag(-1, "Sample from the k most likely tokens; -1 is all of them.", POSITIVE_OR_MINUS_ONE)
+    top_k: int = flag(-1, "Sample from the k most likely tokens; -1 means all of them.", POSITIVE_OR_MINUS_ONE)
     min_p: float = flag(0.0, "Exclude tokens less likely than this share of the most likely one.", SHARE)
     stop: tuple[str, ...] = flag((), "Texts that end a response.")
     replay: str | None = flag(None, "Folder of recorded rollouts (RUN_DIR/rollouts) to train on instead of generating.")
@@ -249,7 +249,7 @@ class KLControlFlags:
 
     init_kl_coef: float = flag(0.01, "Weight of the KL term; 0 runs without a reference model.", NOT_NEGATIVE)
     kl_target: float | None = flag(None, "Adapt the weight so that the KL stays near this value.", POSITIVE)
-    kl_horizon: int = flag(10_000, "Samples over which the adaptive weight moves.", POSITIVE, needs="kl_target")
+    kl_horizon: int = flag(10_000, "Number of samples over which the weight adapts.", POSITIVE, needs="kl_target")
     kl_estimator: KLEstimator = flag("k1", "KL estimator; k1 suits a KL term in the reward, k2 and k3 one in the loss.")
     use_kl_loss: bool = flag(False, "Add the KL to the loss instead of the reward.")
     kl_unbiased_gradient: bool = flag(
@@ -270,7 +270,7 @@ class PolicyLossFlags:
     loss_agg_mode: Aggregation | None = flag(
         None, "Mean over tokens, over sequences, or over a constant length (default: as in the estimator's paper)."
     )
-    value_clip: float = flag(0.5, "Clip range of the change of the critic's values.", POSITIVE)
+    value_clip: float = flag(0.5, "Clip range for changes in the critic's values.", POSITIVE)
     entropy_loss_coef: float | None = flag(None, "Weight of an entropy bonus; 0 only logs the entropy.", NOT_NEGATIVE)
     enable_vllm_is_correction: bool | None = flag(
         None,
@@ -279,7 +279,7 @@ class PolicyLossFlags:
     )
     vllm_is_correction_type: Correction = flag("tis", "Clamp the weight, drop the token, or drop the sequence.")
     vllm_is_truncated_threshold: tuple[float, ...] = flag(
-        (0.5, 5.0), "Interval of the weight; one value is its upper end."
+        (0.5, 5.0), "Interval of the weight; one value is the upper bound."
     )
     freezing_actor_steps: int = flag(-1, "Train only the critic in the first N steps.")
     enable_ema: bool = flag(False, "Keep a moving average of the policy, and save that.")
@@ -339,7 +339,7 @@ class CriticFlags:
     ref_reward_offload: bool = flag(False, "Keep reference and reward models on the CPU between their forward passes.")
     best_metric_key: str = flag(
         "",
-        "Evaluation metric that selects the best checkpoint; none selects no checkpoint (default: the first *_pass1, "
+        "Evaluation metric that selects the best checkpoint; none disables this (default: the first *_pass1, "
         "else the first *_reward).",
         needs="eval_dataset",
     )

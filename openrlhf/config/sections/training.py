@@ -31,12 +31,12 @@ class OptimizerFlags:
 
     optim: Literal["adam", "muon"] = flag("adam", "Optimizer; muon updates the matrices and leaves the rest to adam.")
     lr_scheduler: str = flag("cosine_with_min_lr", "Learning rate scheduler, by its name in Transformers.")
-    lr_warmup_ratio: float = flag(0.03, "Share of the steps that are warm-up.", SHARE)
-    min_lr_ratio: float = flag(0.1, "Final share of the peak learning rate, for *_with_min_lr schedulers.", SHARE)
+    lr_warmup_ratio: float = flag(0.03, "Fraction of the steps that are warm-up.", SHARE)
+    min_lr_ratio: float = flag(0.1, "Final fraction of the peak learning rate, for *_with_min_lr schedulers.", SHARE)
     l2: float = flag(0.0, "Weight decay; biases and norms are exempt.", NOT_NEGATIVE)
     adam_betas: tuple[float, float] = flag((0.9, 0.95), "Adam's betas.", BELOW_ONE)
     adam_eps: float = flag(1e-8, "Adam's epsilon.", POSITIVE)
-    max_norm: float = flag(1.0, "Maximum global norm of the gradient; 0 does not clip.", NOT_NEGATIVE)
+    max_norm: float = flag(1.0, "Maximum global norm of the gradient; 0 disables clipping.", NOT_NEGATIVE)
     muon_lr: float = flag(0.02, "Muon's learning rate for matrices.", NOT_NEGATIVE)
     muon_momentum: float = flag(0.95, "Muon's momentum.", BELOW_ONE)
     muon_ns_steps: int = flag(5, "Muon's Newton-Schulz steps.", POSITIVE)
@@ -67,7 +67,7 @@ class ShardingFlags:
     )
     deepcompile: bool = flag(False, "Compile the decoder layers; with several processes only at --zero_stage 0 to 2.")
     ds_tensor_parallel_size: int = flag(1, "Tensor-parallel degree of training.", POSITIVE)
-    ring_attn_size: int = flag(1, "Devices that share one sequence by ring attention.", POSITIVE)
+    ring_attn_size: int = flag(1, "Devices that share one sequence through ring attention.", POSITIVE)
     ring_head_stride: int = flag(1, "Heads per ring pass; must divide the number of heads.", POSITIVE)
     local_rank: int = flag(-1, "Set by the launcher.")
 
@@ -78,13 +78,13 @@ class CheckpointFlags:
 
     save_path: str = flag("./ckpt", "Folder for the finished model.")
     ckpt_path: str = flag("./ckpt/checkpoints", "Folder for checkpoints that a run can resume from.")
-    save_steps: int = flag(-1, "Write a checkpoint every N steps; -1 is never.", POSITIVE_OR_MINUS_ONE)
+    save_steps: int = flag(-1, "Write a checkpoint every N steps; -1 means never.", POSITIVE_OR_MINUS_ONE)
     save_hf_ckpt: bool = flag(False, "With each checkpoint, also write a model folder that Transformers can load.")
     disable_ds_ckpt: bool = flag(False, "Write no checkpoints to resume from.")
     max_ckpt_num: int = flag(3, "Maximum number of checkpoints to keep.", POSITIVE)
     max_ckpt_mem: float = flag(100_000_000, "Maximum total size of checkpoints in GiB.", POSITIVE)
     load_checkpoint: bool = flag(False, "Resume from the newest checkpoint in --ckpt_path, if there is one.")
-    use_ds_universal_ckpt: bool = flag(False, "Load the universal checkpoint, which fits any number of devices.")
+    use_ds_universal_ckpt: bool = flag(False, "Load the universal checkpoint, which works with any number of devices.")
 
 
 @dataclass(frozen=True, kw_only=True)
