@@ -158,8 +158,8 @@ def test_changed_flags_are_listed(tmp_path, case, capsys):
 REFUSED = {
     "rows": (
         {},
-        "the checkpoint refused_ckpt/global_step4 was made on 43 rows, but the data now has 42: its place in the data "
-        "cannot be found again",
+        "the checkpoint refused_ckpt/global_step4 was made on 43 rows, but the data now has 42: its position in the "
+        "data is lost",
     ),
     "adapters": ({"lora_rank": 8}, "the checkpoint refused_ckpt/global_step4 does not fit this model"),
     "no adapters": ({"lora_rank": 0}, "the checkpoint refused_ckpt/global_step4 does not fit this model"),
