@@ -1,4 +1,4 @@
-"""Sources of rewards for single-turn samples: a user's reward file, reward servers, or reward models later.
+"""Sources of rewards for single-turn samples: a user's reward file, reward servers, or reward models that score later.
 
 `SingleTurnSamples` asks its source once per group of samples. A reward file runs in worker processes (`sandbox`): the
 texts of a group go to a worker, and its scores come back. Servers are called over HTTP (`reward_server`).

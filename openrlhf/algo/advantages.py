@@ -26,7 +26,7 @@ def gae(
     token is 0.
     """
     assert values is not None, "gae needs a critic's values"
-    acts = _time_first(action_mask.bool())  # [tokens, batch], as all tensors below
+    acts = _time_first(action_mask.bool())  # [tokens, batch], like all tensors below
     value = masked(_time_first(values), acts)
     value_from_here = decayed_sums(value, acts, 0.0)  # value of this token if it is an action, else of the next action
     deltas = _time_first(token_rewards).float() - value

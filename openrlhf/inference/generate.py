@@ -38,8 +38,8 @@ from openrlhf.training.preflight import explain_precision
 from openrlhf.types import Completion, Prompt, Request
 
 NEIGHBOURS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")  # number of processes on a machine, set by torchrun and deepspeed
-MEMORY_SHARE = 0.9  # of a device's memory for vLLM, its own default
-RESTARTS = 1  # of each engine on Ray; its unfinished requests are generated again
+MEMORY_SHARE = 0.9  # fraction of a device's memory for vLLM, as by vLLM's own default
+RESTARTS = 1  # per engine on Ray; its unfinished requests are generated again
 AHEAD = 2  # requests at an engine per request that it can run at the same time, so that its queue is never empty
 
 

@@ -92,7 +92,7 @@ class State:
     place: int = 0  # position in the source where the next rollout begins
     queue: deque[Rollout] = field(default_factory=deque)  # generated but not yet trained on
     best: float | None = None  # value of the best evaluation
-    best_key: str | None = None  # the metric of that value
+    best_key: str | None = None  # name of that metric
 
     def plain(self) -> dict[str, Any]:
         """Return the state as JSON values, without the queue, which `record.write_queue` writes to its own file."""

@@ -204,7 +204,7 @@ def step_token_rewards(
         given += [(row, place, value) for place, value in steps[:-1]]
         given.append((row, steps[-1][0], steps[-1][1] + rest))
     rows, places, values = zip(*given, strict=True)
-    samples = torch.tensor(rows)  # [steps], as groups and rewards
+    samples = torch.tensor(rows)  # [steps], like groups and rewards
     groups = torch.tensor([item.prompt.index for item in trajectories])[samples]
     shaped = shaping.shape_steps(estimator, torch.tensor(values), groups, samples)
     clipped = shaping.clip_rewards(shaped, *clip_range)

@@ -80,7 +80,7 @@ def run(config: RLConfig, open_runtime: OpenRuntime = open_local) -> RLResult:
 
 
 def explain_warmup(config: RLConfig, order: PromptOrder) -> None:
-    """Say so if all optimizer steps fall into the warm-up, for the policy and for a critic with its own warm-up."""
+    """Warn if all optimizer steps fall into the warm-up, for the policy and for a critic with its own warm-up."""
     flags = config.optimizer
     steps = num_optimizer_steps(config, len(order))
     planned = num_rollouts(config, len(order)) * steps_per_rollout(config)

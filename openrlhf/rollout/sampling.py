@@ -93,7 +93,7 @@ def truncate(log_probs: Tensor, state: SamplingState) -> Tensor:
     vocabulary = log_probs.shape[-1]
     if bool(((state.top_p >= 1) & (state.top_k >= vocabulary) & (state.min_p <= 0)).all()):
         return log_probs
-    ranked, order = log_probs.sort(-1, descending=True)  # [rows, vocabulary], as all tensors below
+    ranked, order = log_probs.sort(-1, descending=True)  # [rows, vocabulary], like all tensors below
     probs = ranked.exp()
     kept = probs >= state.min_p[:, None] * probs[:, :1]
     kept &= torch.arange(vocabulary, device=log_probs.device)[None] < state.top_k[:, None]

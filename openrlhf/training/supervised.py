@@ -107,7 +107,7 @@ def run(config: SupervisedConfig, sinks: Sequence[Sink] = ()) -> Result:
 
 
 def make_schedule(config: SupervisedConfig, total_steps: int) -> Callable[[int], float]:
-    """Return the learning-rate schedule; say so if all optimizer steps fall into its warm-up."""
+    """Return the learning-rate schedule; print a warning if all optimizer steps fall into its warm-up."""
     flags = config.optimizer
     warmup = flags.lr_warmup_ratio
     scheduled = schedule(

@@ -71,6 +71,6 @@ CLUSTER = rows(
     counts("ref", "with --init_kl_coef 0", lambda c: not uses_reference(c)),
     counts("critic", "without a critic (--advantage_estimator gae)", lambda c: not uses_critic(c)),
     counts("reward", "without a reward model", lambda c: not c.rewards.scored_by_models),
-    counts("critic", "with --colocate_all_models: the policy's counts apply", lambda c: c.placement.colocate_all_models),
-    counts("reward", "with --colocate_all_models: the policy's counts apply", lambda c: c.placement.colocate_all_models),
+    counts("critic", "with --colocate_all_models: the policy's are used", lambda c: c.placement.colocate_all_models),
+    counts("reward", "with --colocate_all_models: the policy's are used", lambda c: c.placement.colocate_all_models),
 )
