@@ -24,6 +24,7 @@ Arguments = ParamSpec("Arguments")
 BACKGROUND = "background"  # concurrency group of calls that run alongside the process's current work
 COLOURS = re.compile(r"\x1b\[\d+m")
 RESUME = "the same command with --load_checkpoint, to resume from the last checkpoint"
+SECONDS_TO_BLAME = 5.0  # how long the failure of one process waits for news that another one died
 
 
 class DeathError(BackendError):
@@ -120,6 +121,12 @@ class ProcessWatch:
             return await task
         except DeathError as error:  # the call failed before the watch noticed
             raise _unrecoverable(error) from None
+        except BackendError:
+            # A rank usually fails because another one died, which Ray may report a little later: prefer that cause.
+            await asyncio.wait((self.death,), timeout=SECONDS_TO_BLAME)
+            if self.death.done():
+                self.death.result()
+            raise
         finally:
             cancel_all(task)
 

@@ -1,0 +1,45 @@
+"""Which of several failures a run reports, without Ray."""
+
+import asyncio
+
+import pytest
+
+from openrlhf.cluster import calls
+from openrlhf.cluster.calls import DeathError, ProcessWatch
+from openrlhf.errors import BackendError
+
+
+async def fail():
+    raise BackendError("policy 0: connection reset by peer")
+
+
+def test_a_death_that_is_noticed_later_explains_the_failure_of_another_process():
+    async def scenario():
+        watch = ProcessWatch()
+        asyncio.get_running_loop().call_later(0.05, watch.death.set_exception, BackendError("policy 1 died"))
+        await watch.guard(fail())
+
+    with pytest.raises(BackendError, match="policy 1 died"):
+        asyncio.run(scenario())
+
+
+def test_a_failure_without_a_death_is_reported_as_it_is(monkeypatch):
+    monkeypatch.setattr(calls, "SECONDS_TO_BLAME", 0.01)
+
+    async def scenario():
+        await ProcessWatch().guard(fail())
+
+    with pytest.raises(BackendError, match="connection reset"):
+        asyncio.run(scenario())
+
+
+def test_the_death_of_the_called_process_is_not_recoverable():
+    async def die():
+        raise DeathError("policy 1 died")
+
+    async def scenario():
+        await ProcessWatch().guard(die())
+
+    with pytest.raises(BackendError, match="policy 1 died") as caught:
+        asyncio.run(scenario())
+    assert not isinstance(caught.value, DeathError)
