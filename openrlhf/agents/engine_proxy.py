@@ -70,8 +70,8 @@ class RequestRouter:
     def deliver(self, message: EngineAnswer) -> None:
         """Pass on the engine's answer to a request, unless its episode has ended."""
         if message.call in self.running:
-            answer = self.running[message.call].pending.pop(message.request)
-            if not answer.done():
+            answer = self.running[message.call].pending.pop(message.request, None)
+            if answer is not None and not answer.done():
                 answer.set_result(message.completion)
 
     async def generate(

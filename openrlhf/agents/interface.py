@@ -174,7 +174,10 @@ class EpisodeExecutor(AgentExecutorBase):
     ) -> EpisodeResult:
         """Run one episode and return it with its prompt and label."""
         task = EpisodeTask(prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine)
-        return {"prompt": prompt, "label": label, **await self.run_episode(task)}
+        result = await self.run_episode(task)
+        if not isinstance(result, Mapping):  # a user's own `execute`: `read_trajectory` explains what it must return
+            return result
+        return {"prompt": prompt, "label": label, **result}
 
     @abstractmethod
     async def run_episode(self, task: EpisodeTask) -> EpisodeResult:

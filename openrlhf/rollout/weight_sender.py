@@ -172,7 +172,7 @@ class BucketPipeline:
 
     def _await_oldest(self) -> None:
         """Wait until all receivers have used the oldest bucket in transit, and make it available again."""
-        oldest = self.in_transit.popleft()
+        oldest = self.in_transit[0]
         key = f"{self.version}/{oldest.number}"
         if oldest.broadcast is not None:
             try:
@@ -181,6 +181,7 @@ class BucketPipeline:
                 raise RolloutError(f"a weight receiver is gone: {first_line(error)}") from None
         self.sender.await_receivers(f"{key}/used", f"did not take bucket {oldest.number} of version {self.version}")
         self.sender.store.delete_key(key)
+        self.in_transit.popleft()
         if oldest.bucket is not None:
             oldest.bucket.clear()
             self.idle.append(oldest.bucket)

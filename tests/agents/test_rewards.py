@@ -216,6 +216,26 @@ def test_close_ends_a_call_that_never_returns(build, write):
     assert children() == before
 
 
+def test_closing_while_calls_are_queued_starts_no_process(build, write):
+    """Replies that arrive during the close must not let the queued calls start."""
+    file = write("""
+        def reward_func(queries, prompts):
+            return [1.0] * len(queries)
+    """)
+    before = children()
+
+    async def go(delay):
+        executor = build(remote_rm_url=file)
+        jobs = [asyncio.ensure_future(executor.run_group(prompt(), params(1), [Scripted("2")])) for _ in range(100)]
+        await asyncio.sleep(delay)
+        await asyncio.wait_for(executor.close(), WATCHDOG)
+        await asyncio.gather(*jobs, return_exceptions=True)
+
+    for delay in (0.01, 0.02, 0.03, 0.05):
+        asyncio.run(go(delay))
+    assert children() == before
+
+
 def test_cancelled_group_does_not_disturb_others(build, write):
     file = write("""
         import time

@@ -139,6 +139,8 @@ class Pool:
 
     def _assign(self) -> None:
         """Assign queued calls to processes, in order, as capacity allows."""
+        if self.closed:  # `_close` fails the calls that are still queued; a new process would never be killed
+            return
         queued, self.queue = self.queue, deque()
         for call in queued:
             worker = self._find_process(call)
@@ -195,5 +197,4 @@ class Pool:
                     call.answer.set_exception(failure)
                 else:
                     self.queue.append(call)
-        if not self.closed:
-            self._assign()
+        self._assign()
