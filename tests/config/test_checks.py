@@ -315,7 +315,7 @@ REFUSED = [  # rule, command, what is added, what the message must hold
     ("recorded_rollouts_exist", "train_ppo", "--replay .", "--replay . has no step_*.jsonl"),
     ("template_file_exists", "interactive_chat", "--ta_prompt ./gone.txt", "--ta_prompt ./gone.txt: no such file"),
     ("rows_go_to_a_file", "batch_inference", "--output_path ./model", "is a folder|--output_path model/rows.jsonl"),
-    ("merging_keeps_its_sources", "lora_combiner", "--output_path ./model", "is --model_path itself|./merged"),
+    ("merging_keeps_its_sources", "lora_combiner", "--output_path ./model", "is the same as --model_path|./merged"),
     (
         "adapter_folder_exists",
         "lora_combiner",

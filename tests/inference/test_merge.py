@@ -122,7 +122,7 @@ def test_wrong_inputs_are_reported(adapter, models, capfd, tmp_path):
         assert "does not fit" in error_line(capfd, make_model(tmp_path / name, **shape), folder)
     assert "no such folder" in error_line(capfd, models(), "org/adapter")
     assert "has no adapter_config.json" in error_line(capfd, models(), models())
-    assert "is --model_path itself" in error_line(capfd, models(), folder, output_path=models())
+    assert "is the same as --model_path" in error_line(capfd, models(), folder, output_path=models())
 
 
 def test_the_adapter_of_a_reward_model_needs_is_rm(adapter, models, capfd):
