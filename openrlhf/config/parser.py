@@ -109,20 +109,20 @@ def build_parser(command: type, prog: str) -> FlagParser:
 def argument_options(item: Flag) -> dict[str, Any]:
     """Return the keyword arguments for `add_argument` that match a field's type."""
     shown = " ".join(map(str, item.default)) if isinstance(item.default, tuple) else item.default
-    wanted = without_none(item.type)
+    kind = without_none(item.type)
     unset = item.default is None or item.default is False or shown == ""
     suffix = " (required)." if item.required else "." if unset else f" (default: {shown!r}).".replace("'", "")
     text = item.help.removesuffix(".") + suffix
     options: dict[str, Any] = {"default": item.default, "help": text.replace("%", "%%")}
-    if wanted is bool:
+    if kind is bool:
         return options | {"nargs": "?", "const": True, "type": to_bool}
-    if get_origin(wanted) is Literal:
-        choices = get_args(wanted)
+    if get_origin(kind) is Literal:
+        choices = get_args(kind)
         return options | {"choices": choices, "type": type(choices[0])}
-    if get_origin(wanted) is tuple:
-        element, second = get_args(wanted)[:2]
+    if get_origin(kind) is tuple:
+        element, second = get_args(kind)[:2]
         return options | {"nargs": "*" if second is Ellipsis else 2, "type": element, "metavar": METAVARS[element]}
-    return options | {"type": wanted, "metavar": METAVARS[wanted]}
+    return options | {"type": kind, "metavar": METAVARS[kind]}
 
 
 def without_none(form: object) -> object:
