@@ -3,7 +3,7 @@
     python tools/code_metrics.py [FOLDER]     FOLDER defaults to openrlhf
 
 Lines of code are lines without blanks, comments and docstrings. A duplicate is a pair of files that share at
-least six consecutive lines of code, once names, strings and numbers are replaced by placeholders. The figures point at
+least eight consecutive lines of code, once names, strings and numbers are replaced by placeholders. The figures point at
 places worth reading; they are not targets in themselves.
 """
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 
-WINDOW = 6  # consecutive lines that count as a duplicate
+WINDOW = 8  # consecutive lines that count as a duplicate
 TOO_COMMON = 8  # a window found in more files than this is an idiom, not a copy
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 LAYOUT = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
