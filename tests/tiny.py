@@ -74,8 +74,13 @@ def make_tokenizer(*, pad_is_eos: bool = False) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def make_model(folder: Path, kind: str = "llama", *, pad_is_eos: bool = False, seed: int = 0, **shape: object) -> str:
-    """Write a model with random weights and its tokenizer into a folder; return its path."""
+def make_model(
+    folder: Path, kind: str = "llama", *, pad_is_eos: bool = False, seed: int = 0, sharp: bool = False, **shape: object
+) -> str:
+    """Write a model with random weights and its tokenizer into a folder; return its path.
+
+    The logits of a sharp model are so far apart that greedy choices have no ties.
+    """
     tokenizer = make_tokenizer(pad_is_eos=pad_is_eos)
     torch.manual_seed(seed)
     config = CONFIGS[kind](
@@ -85,6 +90,10 @@ def make_model(folder: Path, kind: str = "llama", *, pad_is_eos: bool = False, s
         pad_token_id=tokenizer.pad_token_id,
         **shape,
     )
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(config)
+    if sharp:
+        with torch.no_grad():
+            model.get_output_embeddings().weight.mul_(20)
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)

@@ -27,13 +27,9 @@ PROMPTS = ["a", "hello", "the cat", "x" * 20, "1+1=", "Z", "q?", "what is it", "
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model with logits sharp enough that greedy choices have no ties."""
-    made = make_model(tmp_path_factory.mktemp("model"), seed=3, max_position_embeddings=LONGEST, **ATTENTION)
-    model = AutoModelForCausalLM.from_pretrained(made)
-    with torch.no_grad():
-        model.lm_head.weight.mul_(20)
-    model.save_pretrained(made)
-    return made
+    return make_model(
+        tmp_path_factory.mktemp("model"), seed=3, sharp=True, max_position_embeddings=LONGEST, **ATTENTION
+    )
 
 
 @pytest.fixture
