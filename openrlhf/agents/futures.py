@@ -10,7 +10,7 @@ Result = TypeVar("Result")
 
 
 async def gather_or_cancel(coroutines: Iterable[Coroutine[object, object, Result]]) -> list[Result]:
-    """Run all coroutines and return their results in order; if one fails, cancel the others.
+    """Run all coroutines and return their results in order; if one fails, cancel the others and wait for their end.
 
     `asyncio.gather` alone would leave the others running.
     """
@@ -20,6 +20,7 @@ async def gather_or_cancel(coroutines: Iterable[Coroutine[object, object, Result
     finally:
         for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def mark_retrieved(future: asyncio.Future[Result]) -> asyncio.Future[Result]:

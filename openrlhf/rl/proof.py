@@ -14,12 +14,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from openrlhf.agents.executor import sample_name
+from openrlhf.agents.trajectory import join_turn
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.runtime import is_asynchronous, resolve_runtime
 from openrlhf.config.sections.rl import RolloutFlags
 from openrlhf.errors import RolloutError
 from openrlhf.monitor import Monitor
-from openrlhf.rl.rollouts import sampling_params
+from openrlhf.rl.rollouts import sampling
 from openrlhf.rl.samples import Batching, batch_trajectories
 from openrlhf.rl.workers import Workers
 from openrlhf.rollout.engine import Engine
@@ -135,12 +136,11 @@ class GapWatch:
     ) -> dict[str, float]:
         """Sample a few tokens with the weights that have just been synced, and compare these."""
         asked = [prompt for prompt in prompts if len(prompt.input_ids) < flags.context_length][:SAMPLES]
-        endless = replace(flags, stop=())
-        requests = [
-            Request(prompt.input_ids, sampling_params(endless, max_tokens=room, seed=version))
-            for prompt in asked
-            for room in (min(PROBE_TOKENS, flags.context_length - len(prompt.input_ids)),)
-        ]
+        requests: list[Request] = []
+        for prompt in asked:
+            most = min(PROBE_TOKENS, flags.context_length - len(prompt.input_ids))
+            params = replace(sampling(prompt, flags, version)[0], max_tokens=most, seed=version, stop=())
+            requests.append(Request(prompt.input_ids, params))
         self.proved = self.proved or self.moved  # or, below, the user is told why not
         try:
             made = await asyncio.wait_for(engine.generate(requests), PROBE_SECONDS)
@@ -150,19 +150,8 @@ class GapWatch:
                 f"because the engines were busy for {PROBE_SECONDS:g} s"
             )
             return {}
-        sampled = [
-            Trajectory(
-                prompt,
-                prompt.input_ids + completion.token_ids,
-                (False,) * len(prompt.input_ids) + (True,) * len(completion.token_ids),
-                (0.0,) * len(prompt.input_ids) + completion.log_probs,
-                reward=0.0,
-                score=0.0,
-                truncated=False,
-                version=completion.version,
-            )
-            for prompt, completion in zip(asked, made, strict=True)
-        ]
+        pairs = zip(asked, made, strict=True)
+        sampled = [join_turn(prompt, completion, flags.context_length) for prompt, completion in pairs]
         found = await self.compare(sampled, version, version)
         if not found:
             self.monitor.tell(

@@ -3,9 +3,9 @@
 `run_groups` asks an `EpisodeScheduler` for one `EpisodeSession` per sample and gives the sessions to the executor. An
 episode generates through its session; the scheduler collects requests and sends them to the engine in batches:
 
-    episode -> EpisodeSession.generate -> EpisodeScheduler.generate -> pending -> _send -> Engine.generate
-       ^                                                                                        |
-       +-----------------------------------------  _deliver  <----------------------------------+
+    episode -> EpisodeSession.generate -> pending -> EpisodeScheduler.send_if_ready, _send -> Engine.generate
+       ^                                                                                           |
+       +-------------------------------------------  _deliver  <-----------------------------------+
 
 In lockstep, a batch is sent as soon as every running episode waits for one. Engines are fastest with bulk admission,
 and the batches depend only on the episodes, so a run repeats exactly. This also holds with a limit on episodes: which
@@ -21,28 +21,19 @@ import asyncio
 from collections import deque
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
+from itertools import count, groupby
 
 from openrlhf.rollout.engine import Engine
 from openrlhf.types import Completion, Request
 
 
-@dataclass
+@dataclass(eq=False)
 class PendingRequest:
     """A request, and the future that its episode awaits."""
 
     episode: int
     request: Request
     answer: asyncio.Future[Completion]
-
-
-@dataclass
-class QueuedGroup:
-    """A group that waits to start: its number of samples, its prompt, and the future of its sessions."""
-
-    size: int
-    prefix: int
-    sessions: asyncio.Future[list[EpisodeSession]]
 
 
 class EpisodeScheduler:
@@ -53,8 +44,9 @@ class EpisodeScheduler:
         self.limit = limit
         self.lockstep = lockstep
         self.running = 0  # episodes
-        self.started = 0  # episodes, ever
-        self.queue: deque[QueuedGroup] = deque()
+        self.numbers = count()  # of all episodes, in the order of their groups
+        # Groups that wait to start: their sessions, and the future that returns them.
+        self.queue: deque[tuple[list[EpisodeSession], asyncio.Future[list[EpisodeSession]]]] = deque()
         self.pending: list[PendingRequest] = []
         self.batches: set[asyncio.Future[list[Completion]]] = set()  # references, so that they are not collected
 
@@ -64,63 +56,39 @@ class EpisodeScheduler:
         The group starts when the limit has room for all of it, or when no other episode is running. From then on it
         counts as running, so that no batch is sent before it has made its requests.
         """
-        sessions: asyncio.Future[list[EpisodeSession]] = asyncio.get_running_loop().create_future()
-        self.queue.append(QueuedGroup(size, prefix, sessions))
-        self._start_groups()
-        return sessions
+        sessions = [EpisodeSession(self, next(self.numbers), prefix) for _ in range(size)]
+        started: asyncio.Future[list[EpisodeSession]] = asyncio.get_running_loop().create_future()
+        self.queue.append((sessions, started))
+        self.start_groups()
+        return started
 
-    def _start_groups(self) -> None:
+    def start_groups(self) -> None:
         """Start queued groups in order, while the limit has room for the first of them."""
         while self.queue:
-            group = self.queue[0]
-            if self.limit is not None and self.running > 0 and self.running + group.size > self.limit:
+            sessions, started = self.queue[0]
+            if self.limit is not None and self.running > 0 and self.running + len(sessions) > self.limit:
                 return
             self.queue.popleft()
-            if not group.sessions.done():  # otherwise it was cancelled
-                numbers = range(self.started, self.started + group.size)
-                group.sessions.set_result([EpisodeSession(self, number, group.prefix) for number in numbers])
-                self.started += group.size
-                self.running += group.size
+            if not started.done():  # otherwise it was cancelled
+                self.running += len(sessions)
+                started.set_result(sessions)
 
-    async def generate(self, episode: int, request: Request) -> Completion:
-        """Return the completion of an episode's request, which waits for its batch."""
-        entry = PendingRequest(episode, request, asyncio.get_running_loop().create_future())
-        self.pending.append(entry)
-        self._send_if_ready()
-        try:
-            return await entry.answer
-        finally:
-            if entry in self.pending:  # the episode was cancelled before its batch was sent
-                self.pending.remove(entry)
-
-    def end_episode(self) -> None:
-        """Count an episode as ended, which may let a group start or complete the batch of the others."""
-        self.running -= 1
-        self._start_groups()
-        self._send_if_ready()
-
-    def _send_if_ready(self) -> None:
+    def send_if_ready(self) -> None:
         """Send a batch if all running episodes wait; without lockstep, schedule one."""
         if self.lockstep and self.pending and len(self.pending) == self.running:
-            self._send(self._take_pending())
+            self._send()
         elif not self.lockstep and len(self.pending) == 1:  # the first request schedules the batch
-            asyncio.get_running_loop().call_soon(self._send_by_prompt)
+            asyncio.get_running_loop().call_soon(self._send)
 
-    def _take_pending(self) -> list[PendingRequest]:
-        """Take all pending requests, in the order of their episodes."""
-        batch = sorted(self.pending, key=lambda entry: entry.episode)
+    def _send(self) -> None:
+        """Send the pending requests in the order of their episodes: as one batch or, without lockstep, by prompt."""
+        pending = sorted(self.pending, key=lambda entry: entry.episode)
         self.pending.clear()
-        return batch
-
-    def _send_by_prompt(self) -> None:
-        """Send the pending requests, one batch per prompt."""
-        for _, batch in groupby(self._take_pending(), key=lambda entry: entry.request.prefix):
-            self._send(list(batch))
-
-    def _send(self, batch: list[PendingRequest]) -> None:
-        completions = asyncio.ensure_future(self.engine.generate([entry.request for entry in batch]))
-        self.batches.add(completions)
-        completions.add_done_callback(partial(self._deliver, batch))
+        for _, group in groupby(pending, key=lambda entry: None if self.lockstep else entry.request.prefix):
+            batch = list(group)
+            completions = asyncio.ensure_future(self.engine.generate([entry.request for entry in batch]))
+            self.batches.add(completions)
+            completions.add_done_callback(partial(self._deliver, batch))
 
     def _deliver(self, batch: list[PendingRequest], completions: asyncio.Future[list[Completion]]) -> None:
         """Pass the outcome of a batch (completions, an error or a cancellation) to all callers still waiting for it."""
@@ -137,20 +105,32 @@ class EpisodeScheduler:
                 answer.set_result(completions.result()[place])
 
 
+@dataclass(eq=False)
 class EpisodeSession:
     """One episode's access to the engine; close it when the episode makes no more requests."""
 
-    def __init__(self, scheduler: EpisodeScheduler, episode: int, prefix: int) -> None:
-        self.scheduler = scheduler
-        self.episode = episode
-        self.prefix = prefix
-        self.open = True
+    scheduler: EpisodeScheduler
+    episode: int
+    prefix: int
+    open: bool = True
 
     async def generate(self, request: Request) -> Completion:
+        """Return the completion of a request, which waits for its batch."""
         assert self.open, "an episode that has ended asked for more tokens"
-        return await self.scheduler.generate(self.episode, replace(request, prefix=self.prefix))
+        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        entry = PendingRequest(self.episode, replace(request, prefix=self.prefix), answer)
+        self.scheduler.pending.append(entry)
+        self.scheduler.send_if_ready()
+        try:
+            return await answer
+        finally:
+            if entry in self.scheduler.pending:  # the episode was cancelled before its batch was sent
+                self.scheduler.pending.remove(entry)
 
     def close(self) -> None:
+        """End the episode, which may let a group start or complete the batch of the others."""
         if self.open:
             self.open = False
-            self.scheduler.end_episode()
+            self.scheduler.running -= 1
+            self.scheduler.start_groups()
+            self.scheduler.send_if_ready()

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from openrlhf.agents.executor import GroupExecutor, GroupResult
+from openrlhf.agents.futures import gather_or_cancel
 from openrlhf.algo.shaping import group_is_kept
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.runtime import generates_in_lockstep, most_episodes
@@ -120,36 +121,25 @@ async def run_groups(
     async def run(prompt: Prompt, group: asyncio.Future[list[EpisodeSession]]) -> GroupResult:
         return await executor.run_group(prompt, sampling(prompt, config.rollout, config.batches.seed), await group)
 
-    tasks = [asyncio.ensure_future(job) for job in map(run, prompts, groups)]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    return await gather_or_cancel(map(run, prompts, groups))
 
 
 def sampling(prompt: Prompt, flags: RolloutFlags, seed: int) -> list[SamplingParams]:
     """Return the parameters of each sample: its own seed, and no more tokens than the context has room for."""
     room = flags.context_length - len(prompt.input_ids)
-    longest = max(1, min(flags.longest_response, room))
     return [
-        sampling_params(flags, max_tokens=longest, seed=seed_of(seed, prompt.index, sample))
+        SamplingParams(
+            max_tokens=max(1, min(flags.longest_response, room)),
+            temperature=flags.temperature,
+            top_p=flags.top_p,
+            top_k=flags.top_k,
+            min_p=flags.min_p,
+            min_tokens=flags.min_new_tokens,
+            stop=flags.stop,
+            seed=seed_of(seed, prompt.index, sample),
+        )
         for sample in range(flags.n_samples_per_prompt)
     ]
-
-
-def sampling_params(flags: RolloutFlags, *, max_tokens: int, seed: int) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=max_tokens,
-        temperature=flags.temperature,
-        top_p=flags.top_p,
-        top_k=flags.top_k,
-        min_p=flags.min_p,
-        min_tokens=flags.min_new_tokens,
-        stop=flags.stop,
-        seed=seed,
-    )
 
 
 def seed_of(*numbers: int) -> int:
@@ -159,9 +149,7 @@ def seed_of(*numbers: int) -> int:
 
 def is_kept(group: Sequence[Trajectory], flags: RolloutFlags) -> bool:
     """Return False for a group without signal: empty, reduced to one sample by failures, or filtered by its scores."""
-    if not group:
-        return False
-    if len(group) == 1 and flags.n_samples_per_prompt > 1:
+    if len(group) < min(2, flags.n_samples_per_prompt):
         return False
     if not flags.dynamic_filtering:
         return True
