@@ -70,7 +70,7 @@ class ModelWorker:
             ring = sharding.ring_attn_size
             peers = ring * sharding.ds_tensor_parallel_size if ring > 1 else 1
             return RankInfo(self.number, self.number // peers, self.group.size // peers)
-        backend = model.trained.backend
+        backend = model.backend
         seed_dropout(config.batches.seed, backend.process // sharding.ds_tensor_parallel_size)
         return RankInfo(backend.process, backend.rank, backend.data_parallel_size)
 

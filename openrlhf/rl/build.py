@@ -30,7 +30,7 @@ from openrlhf.errors import ConfigError
 from openrlhf.models.forward import Network
 from openrlhf.models.load import load_scalar_model, load_tokenizer
 from openrlhf.monitor import say
-from openrlhf.rl.models import Critic, Models, Policy, Trained
+from openrlhf.rl.models import Critic, Models, Policy
 from openrlhf.rl.reward_models import ProcessRewardModel, RewardModel, load_reward_model, share_vocabulary
 from openrlhf.rl.samples import Batching
 from openrlhf.training.build import load_language_model, make_backend, make_frozen, make_network
@@ -76,7 +76,10 @@ def build_policy(config: RLConfig, device: torch.device, total_steps: int) -> Po
     flags, rate = config.optimizer, config.optimizer.actor_learning_rate
     backend = make_backend(config, network, flags, rate, device)
     return Policy(
-        Trained(backend, make_schedule(flags, total_steps), total_steps, rate),
+        backend,
+        make_schedule(flags, total_steps),
+        total_steps,
+        rate,
         PolicyObjective(
             settings=policy_loss_flags(config),
             temperature=config.rollout.temperature,
@@ -106,8 +109,8 @@ def build_critic(
     network = make_network(config, model, scalar=True)
     flags, rate = config.optimizer.critic, config.optimizer.critic_learning_rate
     backend = make_backend(config, network, flags, rate, device)
-    trained = Trained(backend, make_schedule(flags, total_steps), total_steps, rate)
-    return Critic(trained, ValueObjective(config.policy.value_clip, config.model.aux_loss_coef))
+    objective = ValueObjective(config.policy.value_clip, config.model.aux_loss_coef)
+    return Critic(backend, make_schedule(flags, total_steps), total_steps, rate, objective)
 
 
 def build_reward_models(

@@ -21,7 +21,7 @@ from openrlhf.config.runtime import is_asynchronous, uses_vllm
 from openrlhf.models.plain import plain_copy
 from openrlhf.rl.build import build_models
 from openrlhf.rl.engines import engine_spec, make_engine
-from openrlhf.rl.models import Models, held
+from openrlhf.rl.models import Models
 from openrlhf.rl.workers import BatchScores, ModelRewards, WeightSync, Workers
 from openrlhf.rollout.engine import Engine, LoadingEngine
 from openrlhf.rollout.hf import HFEngine
@@ -158,8 +158,7 @@ async def open_local(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollo
     asynchronous = is_asynchronous(config)
     if not uses_vllm(config):
         models = build_models(config, tokenizer, device, rollouts)
-        models.wake_policy()
-        network = held(models.policy).trained.backend.network
+        network = models.wake_policy().network
         whole = config.rollout.whole_log_probs
         engine = HFEngine(plain_copy(network) if asynchronous else network, tokenizer, whole_log_probs=whole)
         if not config.rollout.replay:

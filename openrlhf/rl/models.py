@@ -30,6 +30,7 @@ from openrlhf.types import Batch, PolicyBatch, RolloutBatch, Trajectory
 
 EMA_FILE = "ema.safetensors"
 SCHEDULE_FILE = "schedule.safetensors"
+NOT_HELD = "this process does not hold the model that it was called for"
 
 
 @dataclass(frozen=True)
@@ -53,35 +54,29 @@ class Trained:
 
 
 @dataclass(frozen=True)
-class Policy:
+class Policy(Trained):
     """The policy with its objective."""
 
-    trained: Trained
     objective: PolicyObjective
     ema_beta: float | None = None  # decay of its moving average; None: no average is kept
 
 
 @dataclass(frozen=True)
-class Critic:
+class Critic(Trained):
     """The critic with its objective."""
 
-    trained: Trained
     objective: ValueObjective
 
 
-Held = TypeVar("Held")
-
-
-def held(model: Held | None) -> Held:
-    """Return the model; the driver calls a method only on processes that hold the model it needs."""
-    if model is None:
-        raise AssertionError("this process does not hold the model that it was called for")
-    return model
+Model = TypeVar("Model", bound=Trained)
 
 
 @dataclass
 class Models:
-    """The policy, critic, reference and reward models of this process, each of which may be absent."""
+    """The policy, critic, reference and reward models of this process, each of which may be absent.
+
+    The driver calls a method only in processes that hold the model it needs.
+    """
 
     policy: Policy | None = None
     critic: Critic | None = None
@@ -95,32 +90,31 @@ class Models:
 
     def __post_init__(self) -> None:
         # The models to train, by the names of their checkpoint folders.
-        self.trained = {"_actor": self.policy.trained} if self.policy else {}
-        self.trained |= {"_critic": self.critic.trained} if self.critic else {}
+        named: dict[str, Trained | None] = {"_actor": self.policy, "_critic": self.critic}
+        self.trained = {name: model for name, model in named.items() if model is not None}
         if self.policy is not None and self.policy.ema_beta:
-            backend = self.policy.trained.backend  # every process takes part in gathering the weights
+            backend = self.policy.backend  # every process takes part in gathering the weights
             self.ema = {name: in_host_memory(tensor) for name, tensor in backend.exported() if backend.process == 0}
         if self.sleeps:
             for trained in self.trained.values():
                 trained.backend.sleep()
 
-    def log_probs(self, batches: Sequence[RolloutBatch]) -> list[Tensor]:
-        """Return the policy's log-probs for each batch: [rows, tokens], on the CPU."""
-        return self._log_probs(self._use(held(self.policy).trained.backend), batches)
-
-    def reference_log_probs(self, batches: Sequence[RolloutBatch]) -> list[Tensor]:
-        """Return the reference's log-probs for each batch: [rows, tokens], on the CPU."""
-        return self._log_probs(held(self.reference), batches)
-
-    def _log_probs(self, model: Frozen, batches: Sequence[RolloutBatch]) -> list[Tensor]:
+    def log_probs(self, batches: Sequence[RolloutBatch], model: Frozen | None = None) -> list[Tensor]:
+        """Return the log-probs of a model (default: the policy) for each batch: [rows, tokens], on the CPU."""
+        model = self._use(self.policy).backend if model is None else model
         return [
             model.forward(batch, LogProbs, temperature=temperature_of(batch, self.temperature)).log_probs.cpu()
             for batch in batches
         ]
 
+    def reference_log_probs(self, batches: Sequence[RolloutBatch]) -> list[Tensor]:
+        """Return the reference's log-probs for each batch: [rows, tokens], on the CPU."""
+        assert self.reference is not None, NOT_HELD
+        return self.log_probs(batches, self.reference)
+
     def values(self, batches: Sequence[Batch]) -> list[Tensor]:
         """Return the critic's values for each batch: [rows, tokens], on the CPU."""
-        model = self._use(held(self.critic).trained.backend)
+        model = self._use(self.critic).backend
         return [model.forward(batch, Values).values.cpu() for batch in batches]
 
     def rewards(self, trajectories: Sequence[Trajectory]) -> ModelRewards:
@@ -132,23 +126,22 @@ class Models:
 
         `kl_coef` applies only if the objective has a KL term.
         """
-        policy = held(self.policy)
-        backend = self._use(policy.trained.backend)
+        policy = self._use(self.policy)
         objective = replace(policy.objective, kl_coef=kl_coef if policy.objective.kl_coef > 0 else 0.0)
-        result = backend.forward_backward(micro_batches, objective)
-        values = values_of(result.metrics) | self._update("actor", policy.trained, progress)
+        result = policy.backend.forward_backward(micro_batches, objective)
+        values = values_of(result.metrics) | self._update("actor", policy, progress)
         if policy.ema_beta:  # move the average towards the new weights
             with torch.no_grad():
-                for name, tensor in backend.exported():
-                    if backend.process == 0:
+                for name, tensor in policy.backend.exported():
+                    if policy.backend.process == 0:
                         self.ema[name].lerp_(in_host_memory(tensor), 1.0 - policy.ema_beta)
         return values
 
     def train_critic(self, micro_batches: Sequence[PolicyBatch], progress: float) -> dict[str, float]:
         """Take one optimizer step of the critic and return its metrics."""
-        critic = held(self.critic)
-        result = self._use(critic.trained.backend).forward_backward(micro_batches, critic.objective)
-        return values_of(result.metrics) | self._update("critic", critic.trained, progress)
+        critic = self._use(self.critic)
+        result = critic.backend.forward_backward(micro_batches, critic.objective)
+        return values_of(result.metrics) | self._update("critic", critic, progress)
 
     def _update(self, name: str, trained: Trained, progress: float) -> dict[str, float]:
         """Apply the accumulated gradients at the scheduled learning rate and return the optimizer's metrics."""
@@ -158,13 +151,14 @@ class Models:
         values |= {} if norm is None else {"grad_norm": norm}
         return {f"{name}_{key}": value for key, value in values.items()}
 
-    def _use(self, backend: TrainBackend) -> TrainBackend:
-        """Return the backend, ready for use; if models sleep, first swap it with the one on the device."""
-        if self.sleeps and self.awake is not backend:
+    def _use(self, model: Model | None) -> Model:
+        """Return the model, ready for use; if models sleep, first swap it with the one on the device."""
+        assert model is not None, NOT_HELD
+        if self.sleeps and self.awake is not model.backend:
             self.rest()
-            backend.wake()
-            self.awake = backend
-        return backend
+            model.backend.wake()
+            self.awake = model.backend
+        return model
 
     def rest(self) -> None:
         """Put the awake model, if any, to sleep, which frees the device; does nothing if models do not sleep."""
@@ -172,18 +166,18 @@ class Models:
             self.awake.sleep()
         self.awake = None
 
-    def wake_policy(self) -> None:
+    def wake_policy(self) -> TrainBackend:
         """Bring the policy onto the device, for an engine that generates with the policy's own network."""
-        self._use(held(self.policy).trained.backend)
+        return self._use(self.policy).backend
 
     def weights(self) -> Weights:
         """Return the policy's weights, for the engines."""
-        return self._use(held(self.policy).trained.backend).weights()
+        return self._use(self.policy).backend.weights()
 
     def save(self, folder: Path) -> None:
         """Save the trained models and the moving average into a folder that all processes of the run write to."""
         for name, trained in self.trained.items():
-            backend = self._use(trained.backend)
+            backend = self._use(trained).backend
             (folder / name).mkdir(exist_ok=True)
             backend.save(folder / name)
             if backend.process == 0:
@@ -196,7 +190,7 @@ class Models:
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote."""
         for name, trained in self.trained.items():
-            self._use(trained.backend).load(folder / name)
+            self._use(trained).backend.load(folder / name)
             saved = load_file(folder / name / SCHEDULE_FILE)
             if "began" in saved:
                 self.began[name] = float(saved["began"])
@@ -205,8 +199,8 @@ class Models:
 
     def export(self, folder: Path) -> None:
         """Write the policy, or its moving average if one is kept, for plain Transformers."""
-        policy = held(self.policy)
-        backend = self._use(policy.trained.backend)
+        policy = self._use(self.policy)
+        backend = policy.backend
         if not policy.ema_beta:
             backend.export(folder)
         elif backend.process == 0:
@@ -216,7 +210,7 @@ class Models:
 
     def export_critic(self, folder: Path) -> None:
         """Write the critic for plain Transformers."""
-        self._use(held(self.critic).trained.backend).export(folder)
+        self._use(self.critic).backend.export(folder)
         self.rest()
 
 
