@@ -36,7 +36,7 @@ from transformers.utils.logging import set_verbosity_error
 from openrlhf.algo.shaping import group_norm
 from openrlhf.config.sections.rl import PolicyLossFlags
 from openrlhf.config.sections.training import OptimizerFlags
-from openrlhf.data.collate import pad
+from openrlhf.data.collate import Layout, pad
 from openrlhf.models.forward import Network
 from openrlhf.rl.samples import RolloutTokens, stack
 from openrlhf.rollout.hf import HFEngine
@@ -151,7 +151,7 @@ def make_batches(
     trajectories: list[Trajectory], advantages: Tensor, pad_id: int, micro_batch: int
 ) -> list[PolicyBatch]:
     """Lay out samples as padded tensors, `micro_batch` samples in each."""
-    tokens = RolloutTokens.of(trajectories, pad_id)  # all samples, [samples, tokens]
+    tokens = RolloutTokens.of(trajectories, Layout(packing=False, pad_id=pad_id))  # all samples, [samples, tokens]
     log_probs = stack([item.rollout_log_probs for item in trajectories], torch.float32)  # [samples, tokens]
     per_token = advantages[:, None].expand_as(log_probs)  # [samples, tokens]
     batches = []
@@ -159,10 +159,10 @@ def make_batches(
         part = range(start, min(start + micro_batch, len(trajectories)))
         batches.append(
             PolicyBatch(
-                **vars(tokens.batch(part, packing=False)),
-                advantages=tokens.lay_out(per_token, part, packing=False),
-                rollout_log_probs=tokens.lay_out(log_probs, part, packing=False),
-                old_log_probs=tokens.lay_out(log_probs, part, packing=False),
+                **vars(tokens.batch(part)),
+                advantages=tokens.lay_out(per_token, part),
+                rollout_log_probs=tokens.lay_out(log_probs, part),
+                old_log_probs=tokens.lay_out(log_probs, part),
             )
         )
     return batches

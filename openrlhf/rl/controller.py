@@ -42,9 +42,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -63,7 +63,16 @@ from openrlhf.rl.workers import WeightSync, Workers
 from openrlhf.rollout.engine import Engine
 from openrlhf.types import Prompt
 
+AfterStep: TypeAlias = "Callable[[Controller], Awaitable[None]]"  # `rl/train.py` saves checkpoints in it
 NOT_AVERAGED = ("_lr", "_loss_scale", "_skipped_steps")  # suffixes of metrics for which only the last value counts
+PROGRESS_NAMES = {  # metrics in the progress bar, with the short names that users know
+    "reward": "reward",
+    "policy_loss": "act_loss",
+    "kl": "kl",
+    "response_length": "gen_len",
+    "actor_lr": "act_lr",
+    "timing/step_total": "s/step",
+}
 
 
 @dataclass(frozen=True)
@@ -96,14 +105,7 @@ class State:
 
     def plain(self) -> dict[str, Any]:
         """Return the state as JSON values, without the queue, which `record.write_queue` writes to its own file."""
-        return {
-            "kl": asdict(self.kl),
-            "version": self.version,
-            "made": self.made,
-            "place": self.place,
-            "best": self.best,
-            "best_key": self.best_key,
-        }
+        return {name: value for name, value in vars(self).items() if name != "queue"} | {"kl": asdict(self.kl)}
 
 
 class Controller:
@@ -164,19 +166,15 @@ class Controller:
     async def _consume(self, after_step: AfterStep) -> None:
         """Train on the rollouts of the queue in order, one step for each, until there are none left."""
         state = self.state
+        ahead = self.queue_size if self.lockstep else 0  # in lockstep, current weights first generate all they may
         while True:
             async with self.changed:
-                await self.changed.wait_for(self._may_train)
+                await self.changed.wait_for(lambda: self.exhausted or len(state.queue) > ahead)
             if not state.queue:
                 return
             rollout = state.queue.popleft()
             values = await self._train(rollout)
             await self._finish_step(rollout, values, after_step)
-
-    def _may_train(self) -> bool:
-        """True if the trainer may continue; in lockstep, after the current weights have generated all they may."""
-        ahead = self.queue_size if self.lockstep else 0
-        return self.exhausted or len(self.state.queue) > ahead
 
     async def _finish_step(self, rollout: Rollout, values: dict[str, float], after_step: AfterStep) -> None:
         """Send the new weights to the engine, log, and do what is due at this step: probe, evaluate, save.
@@ -195,7 +193,7 @@ class Controller:
         self.last = values
         if version % logs.logging_steps == 0:
             parts.monitor.log("train", version, values)
-        parts.monitor.advance(progress_values(values))
+        parts.monitor.advance({short: values[name] for name, short in PROGRESS_NAMES.items() if name in values})
         if logs.eval_steps > 0 and version % logs.eval_steps == 0:
             await self.evaluate()
         await after_step(self)
@@ -219,21 +217,39 @@ class Controller:
         values = {} if self.gap is None else await self.gap.compare(rollout.trajectories, state.version, step)
         scored = time.perf_counter()
         writing = asyncio.create_task(asyncio.to_thread(parts.recorder.write, step, experience))  # beside training
-        epochs = range(self.config.batches.max_epochs)
-        cut = [places for epoch in epochs for places in self._minibatches(len(experience.trajectories), epoch)]
-        steps = [
-            await self._step(experience, places, coef, self._progress(rollout, number / len(cut)))
-            for number, places in enumerate(cut)
-        ]
+        values |= await self._take_steps(rollout, experience)
         await writing
         if experience.kl is not None:
             state.kl = state.kl.updated(experience.kl, len(experience.trajectories))
-        values |= average_steps(steps) | experience.metrics | rollout.metrics
+        values |= experience.metrics | rollout.metrics
         values |= {"kl_coef": coef, "staleness": float(state.version - rollout.version)}
         values |= {"timing/make_experience": scored - began, "timing/ppo_train": time.perf_counter() - scored}
         if rollout.number in self.generation_seconds:  # unknown for a rollout from the queue of a checkpoint
             values["timing/generation"] = self.generation_seconds.pop(rollout.number)
         return values
+
+    async def _take_steps(self, rollout: Rollout, experience: Experience) -> dict[str, float]:
+        """Take the optimizer steps of a rollout and return the mean of each metric; of NOT_AVERAGED, the last value."""
+        flags, batching, version = self.config.batches, self.parts.training, self.state.version
+        # The samples of each step, shuffled in every epoch; the last step of an epoch takes what is left.
+        count, size = len(experience.trajectories), flags.train_batch_size
+        steps: list[list[int]] = []
+        for epoch in range(flags.max_epochs):
+            order = np.random.default_rng((flags.seed, version, epoch)).permutation(count).tolist()
+            steps += [order[place : place + size] for place in range(0, count, size)]
+        found: list[dict[str, float]] = []
+        for number, samples in enumerate(steps):
+            parts = batching.cut(experience.tokens.lengths[samples].tolist())
+            metrics = await self.parts.workers.train(
+                [experience.batch([samples[place] for place in part]) for part in parts],
+                kl_coef=self.state.kl.coef,
+                progress=self._progress(rollout, number / len(steps)),
+                train_policy=version + 1 > self.config.policy.freezing_actor_steps,
+            )
+            found.append(metrics)
+        names = dict.fromkeys(name for metrics in found for name in metrics)
+        means = {name: float(np.mean([metrics[name] for metrics in found if name in metrics])) for name in names}
+        return means | {name: value for name, value in found[-1].items() if name.endswith(NOT_AVERAGED)}
 
     async def _probe(self, rollout: Rollout, values: dict[str, float]) -> dict[str, float]:
         """Compare engine and trainer right after a sync, if no rollout of these weights will do so in time."""
@@ -255,25 +271,6 @@ class Controller:
         most = self.config.batches.max_steps
         return max(prompts / len(self.parts.source), 0.0 if most is None else (rollout.number + trained) / most)
 
-    async def _step(
-        self, experience: Experience, places: Sequence[int], kl_coef: float, progress: float
-    ) -> dict[str, float]:
-        """Take one optimizer step on the samples at `places`, in micro-batches."""
-        batching = self.parts.training
-        parts = batching.cut(experience.tokens.lengths[places].tolist())
-        batches = [
-            experience.batch([places[number] for number in part], packing=batching.layout.packing) for part in parts
-        ]
-        train_policy = self.state.version + 1 > self.config.policy.freezing_actor_steps
-        return await self.parts.workers.train(batches, kl_coef=kl_coef, progress=progress, train_policy=train_policy)
-
-    def _minibatches(self, count: int, epoch: int) -> list[list[int]]:
-        """Return shuffled sample indices for each optimizer step; the last step takes what is left."""
-        seed = (self.config.batches.seed, self.state.version, epoch)
-        order = np.random.default_rng(seed).permutation(count).tolist()
-        size = self.config.batches.train_batch_size
-        return [order[place : place + size] for place in range(0, count, size)]
-
     async def evaluate(self) -> None:
         """Evaluate and log, if there are evaluation prompts."""
         parts = self.parts
@@ -285,29 +282,3 @@ class Controller:
         parts.monitor.log("eval", self.state.version, values)
         shown = [f"{name} {value:.4f}" for name, value in values.items() if "_pass" in name or name.endswith("_reward")]
         parts.monitor.tell(f"step {self.state.version}: " + ", ".join(shown))
-
-
-class AfterStep(Protocol):
-    """Callback after each step; `rl/train.py` saves checkpoints in it."""
-
-    async def __call__(self, controller: Controller) -> None: ...
-
-
-def average_steps(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the mean of each metric over the optimizer steps of a rollout; of NOT_AVERAGED, the last value."""
-    names = dict.fromkeys(name for step in steps for name in step)
-    means = {name: float(np.mean([step[name] for step in steps if name in step])) for name in names}
-    return means | {name: value for name, value in steps[-1].items() if name.endswith(NOT_AVERAGED)}
-
-
-def progress_values(values: dict[str, float]) -> dict[str, float]:
-    """Return the metrics for the progress bar, under the short names that users know."""
-    names = {
-        "reward": "reward",
-        "policy_loss": "act_loss",
-        "kl": "kl",
-        "response_length": "gen_len",
-        "actor_lr": "act_lr",
-        "timing/step_total": "s/step",
-    }
-    return {short: values[name] for name, short in names.items() if name in values}

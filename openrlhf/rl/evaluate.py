@@ -6,7 +6,7 @@ The controller calls `evaluate` before the first step and then every --eval_step
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -43,17 +43,13 @@ def summary(trajectories: Sequence[Trajectory], n: int) -> dict[str, float]:
             groups.setdefault(item.prompt.index, []).append(item.score)
         values[f"eval_{source}_reward"] = float(np.mean([item.reward for item in own]))
         if all(item.score in (0.0, 1.0) for item in own):
-            rates = {k: pass_rate(groups.values(), k) for k in (1, n)}
-            values |= {f"eval_{source}_pass{k}": rate for k, rate in rates.items() if rate is not None}
+            for k in (1, n):
+                rates = [pass_at_k(len(group), int(sum(group)), k) for group in groups.values() if len(group) >= k]
+                if rates:  # otherwise too many samples failed
+                    values[f"eval_{source}_pass{k}"] = float(np.mean(rates))
         values |= {f"eval_{source}_{name}": value for name, value in _lengths(own).items()}
     values |= {f"eval_{name}": value for name, value in _lengths(trajectories).items()}
     return values | {"eval_num_samples": float(len(trajectories))}
-
-
-def pass_rate(groups: Iterable[Sequence[float]], k: int) -> float | None:
-    """Return the mean pass@k over prompts; None if no group has k samples, because too many failed."""
-    rates = [pass_at_k(len(group), int(sum(group)), k) for group in groups if len(group) >= k]
-    return float(np.mean(rates)) if rates else None
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:

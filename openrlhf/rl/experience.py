@@ -27,15 +27,6 @@ from openrlhf.rl.workers import Workers, merge_steps
 from openrlhf.types import PolicyBatch, Trajectory
 
 
-@dataclass(frozen=True)
-class RolloutScores:
-    """The models' outputs for a rollout: [samples, tokens] each; None for a model that was not used."""
-
-    log_probs: Tensor | None
-    reference_log_probs: Tensor | None
-    values: Tensor | None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Experience:
     """A rollout that is ready for training; tensors are [samples, tokens], as in `tokens`. See `PolicyBatch`."""
@@ -51,16 +42,16 @@ class Experience:
     metrics: dict[str, float]
     kl: float | None  # mean over action tokens, for the KL controller
 
-    def batch(self, samples: Sequence[int], *, packing: bool) -> PolicyBatch:
+    def batch(self, samples: Sequence[int]) -> PolicyBatch:
         """Make a batch of some samples, for training."""
 
         def lay_out(values: Tensor | None) -> Tensor | None:
-            return None if values is None else self.tokens.lay_out(values, samples, packing=packing)
+            return None if values is None else self.tokens.lay_out(values, samples)
 
         return PolicyBatch(
-            **vars(self.tokens.batch(samples, packing=packing)),
-            advantages=self.tokens.lay_out(self.advantages, samples, packing=packing),
-            rollout_log_probs=self.tokens.lay_out(self.rollout_log_probs, samples, packing=packing),
+            **vars(self.tokens.batch(samples)),
+            advantages=self.tokens.lay_out(self.advantages, samples),
+            rollout_log_probs=self.tokens.lay_out(self.rollout_log_probs, samples),
             old_log_probs=lay_out(self.old_log_probs),
             reference_log_probs=lay_out(self.reference_log_probs),
             old_values=lay_out(self.old_values),
@@ -79,31 +70,42 @@ async def make_experience(
     flags, advantage = config.rewards, config.advantage
     estimator, clip_range = advantage.advantage_estimator, flags.reward_clip_range
     trajectories = await with_model_rewards(trajectories, workers, each_step=flags.step_rewards)
-    tokens = RolloutTokens.of(trajectories, batching.layout.pad_id)
-    scores = await score(tokens, workers, batching, log_probs=scores_policy(config))
+
+    # The models score micro-batches; the results become whole tensors [samples, tokens], None without such a model.
+    tokens = RolloutTokens.of(trajectories, batching.layout)
+    parts = batching.cut(tokens.lengths.tolist())
+    scored = await workers.score([tokens.batch(part) for part in parts], log_probs=scores_policy(config))
+    log_probs, reference_log_probs, values = (
+        None if tensors is None else tokens.restore(parts, tensors)
+        for tensors in (scored.log_probs, scored.reference_log_probs, scored.values)
+    )
     rollout_log_probs = stack([item.rollout_log_probs for item in trajectories], torch.float32)
     mask = tokens.action_mask  # [samples, tokens]
-    rewards = penalised(trajectories, mask, flags, config.rollout.longest_response)  # [samples]
 
     # The KL [samples, tokens] from the reference: of the policy, or of what the engine sampled if it was not scored.
     kl = None
-    if scores.reference_log_probs is not None:
-        own = rollout_log_probs if scores.log_probs is None else scores.log_probs
-        kl = kl_penalty(own, scores.reference_log_probs, mask, config.kl.kl_estimator)
+    if reference_log_probs is not None:
+        own = rollout_log_probs if log_probs is None else log_probs
+        kl = kl_penalty(own, reference_log_probs, mask, config.kl.kl_estimator)
     kl_penalised = None if config.kl.use_kl_loss else kl
 
+    # Rewards are penalised, compared within their group as the estimator defines it, clipped and placed on tokens.
+    rewards = penalised(trajectories, mask, flags, config.rollout.longest_response)  # [samples]
+    group_ids = torch.tensor([item.prompt.index for item in trajectories])  # [samples]
     if flags.step_rewards:
         penalties = shaping.spread(torch.zeros_like(rewards), kl_penalised, mask, kl_coef)
-        token_rewards = penalties + step_token_rewards(trajectories, rewards, mask, estimator, clip_range)
+        steps = step_token_rewards(trajectories, rewards, group_ids, mask, estimator, clip_range)
+        token_rewards = penalties + steps  # [samples, tokens]
     else:
-        shaped = shape(rewards, trajectories, estimator, clip_range)  # [samples]
+        shaped = shaping.clip_rewards(shaping.SHAPING[estimator](rewards, group_ids), *clip_range)  # [samples]
         token_rewards = shaping.spread(shaped, kl_penalised, mask, kl_coef)
-    values = torch.zeros_like(token_rewards) if scores.values is None else scores.values  # [samples, tokens]
-    advantages, returns = ADVANTAGES[estimator](token_rewards, values, mask, advantage.gamma, advantage.lambd)
+
+    baseline = torch.zeros_like(token_rewards) if values is None else values  # [samples, tokens]
+    advantages, returns = ADVANTAGES[estimator](token_rewards, baseline, mask, advantage.gamma, advantage.lambd)
     if estimator in shaping.WHITENED:
         advantages = normalize(advantages, mask, not advantage.no_advantage_std_norm)
 
-    metrics = rollout_metrics(trajectories, rewards, token_rewards, mask)
+    metrics = rollout_metrics(trajectories, rewards, group_ids, token_rewards, mask)
     if kl is not None:
         metrics["kl"] = float(kl[mask].mean())
     if flags.step_rewards:
@@ -113,10 +115,10 @@ async def make_experience(
         tokens=tokens,
         advantages=advantages,
         rollout_log_probs=rollout_log_probs,
-        old_log_probs=rollout_log_probs if old_log_probs_are_the_engines(config) else scores.log_probs,
-        reference_log_probs=scores.reference_log_probs,
-        old_values=scores.values,
-        returns=None if scores.values is None else returns,
+        old_log_probs=rollout_log_probs if old_log_probs_are_the_engines(config) else log_probs,
+        reference_log_probs=reference_log_probs,
+        old_values=values,
+        returns=None if values is None else returns,
         metrics=metrics,
         kl=metrics.get("kl"),
     )
@@ -129,39 +131,21 @@ async def with_model_rewards(
 
     A score that an agent gave is not changed.
     """
-    missing = [item for item in trajectories if math.isnan(item.reward)]
-    given = await workers.rewards(missing) if missing else None
+    rewarded = list(trajectories)
+    missing = [place for place, item in enumerate(trajectories) if math.isnan(item.reward)]
+    given = await workers.rewards([trajectories[place] for place in missing]) if missing else None
     if given is None:
-        return list(trajectories)
-    places = iter(range(len(missing)))
-
-    def rewarded(item: Trajectory) -> Trajectory:
-        if not math.isnan(item.reward):
-            return item
-        place = next(places)
-        score = float(given.scores[place])
-        if math.isnan(item.score):
-            item = replace(item, score=score)
-        if not each_step:
-            return replace(item, reward=score)
-        # The reward of the whole sample, if any, goes to its last action token.
-        whole = () if given.outcomes is None else ((last_action(item), float(given.outcomes[place])),)
-        steps = merge_steps(given.steps[place], whole)
-        return replace(item, reward=math.fsum(reward for _, reward in steps), step_rewards=steps)
-
-    return [rewarded(item) for item in trajectories]
-
-
-async def score(tokens: RolloutTokens, workers: Workers, batching: Batching, *, log_probs: bool) -> RolloutScores:
-    """Let the models score a rollout in micro-batches."""
-    parts, packing = batching.cut(tokens.lengths.tolist()), batching.layout.packing
-    scores = await workers.score([tokens.batch(part, packing=packing) for part in parts], log_probs=log_probs)
-    return RolloutScores(
-        *(
-            None if tensors is None else tokens.restore(parts, tensors, packing=packing)
-            for tensors in (scores.log_probs, scores.reference_log_probs, scores.values)
-        )
-    )
+        return rewarded
+    for number, place in enumerate(missing):
+        item, reward = trajectories[place], float(given.scores[number])
+        score = reward if math.isnan(item.score) else item.score
+        steps = item.step_rewards
+        if each_step:  # the reward of the whole sample, if any, goes to its last action token
+            whole = () if given.outcomes is None else ((last_action(item), float(given.outcomes[number])),)
+            steps = merge_steps(given.steps[number], whole)
+            reward = math.fsum(value for _, value in steps)
+        rewarded[place] = replace(item, reward=reward, score=score, step_rewards=steps)
+    return rewarded
 
 
 def penalised(trajectories: Sequence[Trajectory], mask: Tensor, flags: RewardFlags, longest_response: int) -> Tensor:
@@ -176,17 +160,10 @@ def penalised(trajectories: Sequence[Trajectory], mask: Tensor, flags: RewardFla
     return rewards
 
 
-def shape(
-    rewards: Tensor, trajectories: Sequence[Trajectory], estimator: Estimator, clip_range: tuple[float, float]
-) -> Tensor:
-    """Return rewards [samples] relative to their group, as the estimator defines it, clipped."""
-    group_ids = torch.tensor([item.prompt.index for item in trajectories])
-    return shaping.clip_rewards(shaping.SHAPING[estimator](rewards, group_ids), *clip_range)
-
-
 def step_token_rewards(
     trajectories: Sequence[Trajectory],
     rewards: Tensor,
+    group_ids: Tensor,
     mask: Tensor,
     estimator: Estimator,
     clip_range: tuple[float, float],
@@ -204,9 +181,8 @@ def step_token_rewards(
         given += [(row, place, value) for place, value in steps[:-1]]
         given.append((row, steps[-1][0], steps[-1][1] + rest))
     rows, places, values = zip(*given, strict=True)
-    samples = torch.tensor(rows)  # [steps], like groups and rewards
-    groups = torch.tensor([item.prompt.index for item in trajectories])[samples]
-    shaped = shaping.shape_steps(estimator, torch.tensor(values), groups, samples)
+    samples = torch.tensor(rows)  # [steps]
+    shaped = shaping.shape_steps(estimator, torch.tensor(values), group_ids[samples], samples)
     clipped = shaping.clip_rewards(shaped, *clip_range)
     placed = torch.zeros(mask.shape).index_put((samples, torch.tensor(places)), clipped, accumulate=True)
     return masked(placed, mask)
@@ -218,18 +194,16 @@ def last_action(item: Trajectory) -> int:
 
 
 def rollout_metrics(
-    trajectories: Sequence[Trajectory], rewards: Tensor, token_rewards: Tensor, mask: Tensor
+    trajectories: Sequence[Trajectory], rewards: Tensor, group_ids: Tensor, token_rewards: Tensor, mask: Tensor
 ) -> dict[str, float]:
     """Return the metrics to log about a rollout, including the mean of each of the agents' `extra_logs`."""
-    lengths = mask.sum(1).float()
-    group_ids = torch.tensor([item.prompt.index for item in trajectories])
     groups = shaping.group_stats(rewards, group_ids)
     several = groups.size > 1
     metrics = {
         "reward": float(rewards.mean()),
         "score": float(np.mean([item.score for item in trajectories])),
         "return": float(token_rewards.sum(1).mean()),
-        "response_length": float(lengths.mean()),
+        "response_length": float(mask.sum(1).float().mean()),
         "total_length": float(np.mean([len(item.input_ids) for item in trajectories])),
         "truncated": float(np.mean([item.truncated for item in trajectories])),
     }

@@ -16,11 +16,7 @@ from openrlhf.rl.rollouts import Rollout
 from openrlhf.types import Prompt, Trajectory
 
 FOLDER = "rollouts"
-STEP_FILES = "step_*.jsonl"
-
-
-def step_file(step: int) -> str:
-    return f"step_{step:06d}.jsonl"
+STEP_FILE, STEP_FILES = "step_{:06d}.jsonl", "step_*.jsonl"
 
 
 class Recorder:
@@ -34,7 +30,7 @@ class Recorder:
         self.decode = decode
         if self.folder:
             self.folder.mkdir(parents=True, exist_ok=True)
-            kept = {step_file(step) for step in range(1, resumed_at + 1)}
+            kept = {STEP_FILE.format(step) for step in range(1, resumed_at + 1)}
             for file in self.folder.glob(STEP_FILES):
                 if file.name not in kept:
                     file.unlink()
@@ -62,7 +58,7 @@ class Recorder:
             response = self.decode(item.input_ids[first:]) if self.decode else ""
             # The trajectory's own numbers are not rounded, so that a replay trains on exactly these.
             lines.append(json.dumps(rounded | {"step": step, **plain(item), "response": response}) + "\n")
-        (self.folder / step_file(step)).write_text("".join(lines), encoding="utf-8")
+        (self.folder / STEP_FILE.format(step)).write_text("".join(lines), encoding="utf-8")
 
 
 class Replay:
@@ -99,17 +95,7 @@ def trajectory(line: Mapping[str, Any]) -> Trajectory:
 
 def write_queue(path: Path, queue: Iterable[Rollout]) -> None:
     """Write the rollouts that were generated but not yet trained on, as part of a checkpoint."""
-    rows = [
-        {
-            "number": rollout.number,
-            "version": rollout.version,
-            "place": rollout.place,
-            "next_place": rollout.next_place,
-            "metrics": rollout.metrics,
-            "trajectories": [plain(item) for item in rollout.trajectories],
-        }
-        for rollout in queue
-    ]
+    rows = [{**vars(rollout), "trajectories": [plain(item) for item in rollout.trajectories]} for rollout in queue]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
@@ -117,11 +103,5 @@ def read_queue(path: Path) -> Iterator[Rollout]:
     """Yield the rollouts that `write_queue` wrote."""
     for text in path.read_text(encoding="utf-8").splitlines():
         row = json.loads(text)
-        yield Rollout(
-            number=row["number"],
-            version=row["version"],
-            trajectories=[trajectory(item) for item in row["trajectories"]],
-            place=row.get("place", row["next_place"]),
-            next_place=row["next_place"],
-            metrics=row["metrics"],
-        )
+        row["trajectories"] = [trajectory(item) for item in row["trajectories"]]
+        yield Rollout(**{"place": row["next_place"]} | row)  # older checkpoints lack the place

@@ -50,9 +50,10 @@ class RolloutTokens:
     action_mask: Tensor  # bool; False at the first token, which nothing predicts
     lengths: Tensor  # [samples]
     temperature_factors: Tensor | None  # None if every token was sampled at the run's temperature
+    packing: bool  # whether batches are packed or padded
 
     @staticmethod
-    def of(trajectories: Sequence[Trajectory], pad_id: int) -> RolloutTokens:
+    def of(trajectories: Sequence[Trajectory], layout: Layout) -> RolloutTokens:
         action_mask = stack([item.action_mask for item in trajectories], torch.bool)
         action_mask[:, 0] = False
         factors = None
@@ -60,40 +61,41 @@ class RolloutTokens:
             own = [item.temperature_factors or (1.0,) * len(item.input_ids) for item in trajectories]
             factors = stack(own, torch.float32, fill=1.0)
         return RolloutTokens(
-            input_ids=stack([item.input_ids for item in trajectories], torch.long, fill=pad_id),
+            input_ids=stack([item.input_ids for item in trajectories], torch.long, fill=layout.pad_id),
             action_mask=action_mask,
             lengths=torch.tensor([len(item.input_ids) for item in trajectories]),
             temperature_factors=factors,
+            packing=layout.packing,
         )
 
-    def batch(self, samples: Sequence[int], *, packing: bool) -> RolloutBatch:
+    def batch(self, samples: Sequence[int]) -> RolloutBatch:
         """Make a batch of some samples, for scoring."""
         valid = self._valid(samples)  # [samples of the batch, longest sample]
         numbers = torch.arange(len(samples))[:, None].expand_as(valid)
         positions = torch.arange(valid.shape[1]).expand_as(valid)
         factors = self.temperature_factors
         return RolloutBatch(
-            input_ids=self.lay_out(self.input_ids, samples, packing=packing),
-            position_ids=positions[valid][None] if packing else torch.where(valid, positions, 0),
-            sequence_ids=numbers[valid][None] if packing else torch.where(valid, numbers, -1),
-            target_mask=self.lay_out(self.action_mask, samples, packing=packing),
+            input_ids=self.lay_out(self.input_ids, samples),
+            position_ids=positions[valid][None] if self.packing else torch.where(valid, positions, 0),
+            sequence_ids=numbers[valid][None] if self.packing else torch.where(valid, numbers, -1),
+            target_mask=self.lay_out(self.action_mask, samples),
             num_sequences=len(samples),
-            temperature_factors=None if factors is None else self.lay_out(factors, samples, packing=packing),
+            temperature_factors=None if factors is None else self.lay_out(factors, samples),
         )
 
-    def lay_out(self, values: Tensor, samples: Sequence[int], *, packing: bool) -> Tensor:
+    def lay_out(self, values: Tensor, samples: Sequence[int]) -> Tensor:
         """Return the values [samples, tokens] of some samples in the layout of their batch, [rows, tokens]."""
         valid = self._valid(samples)
         chosen = values[list(samples), : valid.shape[1]]
-        return chosen[valid][None] if packing else chosen
+        return chosen[valid][None] if self.packing else chosen
 
-    def restore(self, parts: Sequence[Sequence[int]], tensors: Sequence[Tensor], *, packing: bool) -> Tensor:
+    def restore(self, parts: Sequence[Sequence[int]], tensors: Sequence[Tensor]) -> Tensor:
         """Undo `lay_out`: return [samples, tokens] from the micro-batches `parts`, zero on padding."""
         whole = torch.zeros(self.input_ids.shape)
         for samples, tensor in zip(parts, tensors, strict=True):
             valid = self._valid(samples)
             rows = torch.zeros(valid.shape)
-            rows[valid] = (tensor[0] if packing else tensor[valid]).float().cpu()
+            rows[valid] = (tensor[0] if self.packing else tensor[valid]).float().cpu()
             whole[list(samples), : valid.shape[1]] = rows
         return whole
 
@@ -110,4 +112,4 @@ def stack(rows: Sequence[Sequence[float]], dtype: torch.dtype, fill: float = 0.0
 
 def batch_trajectories(trajectories: Sequence[Trajectory], layout: Layout) -> RolloutBatch:
     """Make one batch of some trajectories, for scoring."""
-    return RolloutTokens.of(trajectories, layout.pad_id).batch(range(len(trajectories)), packing=layout.packing)
+    return RolloutTokens.of(trajectories, layout).batch(range(len(trajectories)))

@@ -134,26 +134,27 @@ async def train(
             elif not controller.last:
                 say("no step was trained: no group of samples was kept")
             await runtime.sync.begin_training()
-            folder = await save_policy(runtime.workers, tokenizer, config)
+            folder = Path(config.checkpoints.save_path)
+            await export(runtime.workers.export, tokenizer, folder)
+            if config.critic.save_value_network and uses_critic(config):
+                await export(runtime.workers.export_critic, tokenizer, folder.with_name(f"{folder.name}_critic"))
         finally:
             parts.monitor.close()
     say(f"saved {folder}")
     return RLResult(folder, state.version, controller.last, controller.last_evaluation)
 
 
+@dataclass(frozen=True)
 class Saver:
     """Callback after each step.
 
     It writes a checkpoint when one is due or the run was asked to stop, and keeps the best policy by metric.
     """
 
-    def __init__(
-        self, config: RLConfig, workers: Workers, stop: StopRequest, tokenizer: PreTrainedTokenizerBase
-    ) -> None:
-        self.config = config
-        self.workers = workers
-        self.stop = stop
-        self.tokenizer = tokenizer
+    config: RLConfig
+    workers: Workers
+    stop: StopRequest
+    tokenizer: PreTrainedTokenizerBase
 
     async def __call__(self, controller: Controller) -> None:
         flags, version = self.config.checkpoints, controller.state.version
@@ -199,7 +200,7 @@ class Saver:
         if key == "none" or every <= 0 or state.version % every or not values:
             return False
         if key not in values:
-            known = ", ".join(name for name in values)
+            known = ", ".join(values)
             controller.parts.monitor.tell(f"--best_metric_key {key} is not among the evaluation's metrics: {known}")
             return False
         if state.best is not None and state.best_key == key and values[key] <= state.best:
@@ -213,24 +214,8 @@ def load_state(folder: Path | None, kl: FixedKL | AdaptiveKL) -> State:
     if folder is None:
         return State(kl)
     saved = checkpoint.read_state(folder)
-    return State(
-        kl=replace(kl, **saved["kl"]),
-        version=saved["version"],
-        made=saved["made"],
-        place=saved["place"],
-        queue=deque(read_queue(folder / QUEUE_FILE)),
-        best=saved["best"],
-        best_key=saved.get("best_key"),
-    )
-
-
-async def save_policy(workers: Workers, tokenizer: PreTrainedTokenizerBase, config: RLConfig) -> Path:
-    """Export the policy and, with --save_value_network, the critic; return the policy's folder."""
-    folder = Path(config.checkpoints.save_path)
-    await export(workers.export, tokenizer, folder)
-    if config.critic.save_value_network and uses_critic(config):
-        await export(workers.export_critic, tokenizer, folder.with_name(f"{folder.name}_critic"))
-    return folder
+    own = {name: saved[name] for name in ("version", "made", "place", "best", "best_key") if name in saved}
+    return State(kl=replace(kl, **saved["kl"]), queue=deque(read_queue(folder / QUEUE_FILE)), **own)
 
 
 async def export(write: Callable[[Path], Awaitable[None]], tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from openrlhf.data.collate import Layout
 from openrlhf.rl.experience import Experience
 from openrlhf.rl.record import Recorder, Replay, plain, read_queue, trajectory, write_queue
 from openrlhf.rl.rollouts import Rollout
@@ -34,7 +35,7 @@ def experience(*items):
     per_token = torch.tensor([[0, 0, THIRD, 0, -1]] * len(items))
     return Experience(
         trajectories=list(items),
-        tokens=RolloutTokens.of(items, 0),
+        tokens=RolloutTokens.of(items, Layout(packing=False, pad_id=0)),
         advantages=per_token,
         rollout_log_probs=torch.zeros_like(per_token),
         old_log_probs=None,

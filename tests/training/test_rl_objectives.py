@@ -58,15 +58,16 @@ def samples():
             own[name] = -4.4 + 0.3 * rng.normal(size=length)
         arrays.append(own)
     tensors = {name: stack([own[name].tolist() for own in arrays], torch.float32) for name in arrays[0]}
-    return Experience(trajectories=items, tokens=RolloutTokens.of(items, 1), metrics={}, kl=None, **tensors)
+    tokens = RolloutTokens.of(items, WHOLE.layout)
+    return Experience(trajectories=items, tokens=tokens, metrics={}, kl=None, **tensors)
 
 
 def run_step(networks, objective, samples, batching):
     """Run one step; return its loss, metrics and gradients."""
     kind = "value" if isinstance(objective, ValueObjective) else "policy"
     backend = LocalBackend(deepcopy(networks[kind]), OptimizerFlags(), CPU, learning_rate=0.0)
-    cut = batching.cut(samples.tokens.lengths.tolist())
-    batches = [samples.batch(part, packing=batching.layout.packing) for part in cut]
+    laid_out = replace(samples, tokens=replace(samples.tokens, packing=batching.layout.packing))
+    batches = [laid_out.batch(part) for part in batching.cut(samples.tokens.lengths.tolist())]
     result = backend.forward_backward(batches, objective)
     gradients = {name: weight.grad for name, weight in backend.network.named_parameters()}
     return float(result.losses.sum()), values_of(result.metrics), gradients
@@ -96,7 +97,7 @@ def test_splitting_a_step_changes_nothing(name, networks, samples):
 
 
 def test_the_loss_equals_the_formula(networks, samples):
-    batch = samples.batch(range(7), packing=False)
+    batch = samples.batch(range(7))
     mask = batch.target_mask
     with torch.no_grad():
         log_probs = networks["policy"].eval()(batch, LogProbs, temperature=0.8).log_probs
@@ -120,7 +121,7 @@ def test_the_loss_equals_the_formula(networks, samples):
 def test_without_old_log_probs_the_ratio_is_one(networks, samples):
     bare = replace(samples, old_log_probs=None)
     loss, metrics, _ = run_step(networks, POLICY, bare, WHOLE)
-    batch = bare.batch(range(7), packing=False)
+    batch = bare.batch(range(7))
     assert loss == pytest.approx(-float(batch.advantages[batch.target_mask].mean()), rel=1e-5)
     assert metrics["ppo_clip_ratio"] == 0.0
     assert metrics["ppo_kl"] == 0.0
