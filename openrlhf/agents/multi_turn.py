@@ -58,7 +58,7 @@ class MultiTurnAgentExecutor(EpisodeExecutor):
             if result.get("scores") is not None:
                 score = read_number(plain(result["scores"]), f"'scores' of {STEP}")
             if result.get("extra_logs") is not None:
-                logs = read_logs(plain(result["extra_logs"]), STEP)
+                (logs,) = read_logs(plain(result["extra_logs"]), 1, STEP)
             feedback = result.get("environment_feedback") or ""
             transcript.add_feedback(feedback, tokenise(feedback, task.tokenizer))
             params = result.get("sampling_params") or params

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
-import sys
 import threading
 import urllib.error
 import urllib.request
@@ -72,11 +71,8 @@ class RewardServer:
         def run() -> None:
             try:
                 result.set_result(self._post(body))
-            except (Unavailable, RewardError) as error:
+            except BaseException as error:  # noqa: BLE001 - the waiting caller raises it
                 result.set_exception(error)
-            finally:
-                if not result.done():
-                    result.set_exception(sys.exception())
 
         threading.Thread(target=run, daemon=True, name="openrlhf-reward-server").start()
         answer = asyncio.wrap_future(result)

@@ -54,7 +54,7 @@ def read_scores(result: object, group: Group, origin: str) -> list[Scored | Rewa
         raise RewardError(f"{origin} returned a dict without 'rewards': its keys are {sorted(given)}")
     rewards = per_sample(given["rewards"], count, f"{origin}: rewards")
     scores = rewards if given.get("scores") is None else per_sample(given["scores"], count, f"{origin}: scores")
-    logs = _read_logs(given.get("extra_logs"), count, origin)
+    logs = read_logs(given.get("extra_logs"), count, origin)
     results: list[Scored | RewardError] = []
     for index in range(count):
         try:
@@ -63,7 +63,7 @@ def read_scores(result: object, group: Group, origin: str) -> list[Scored | Rewa
         except RewardError as error:
             results.append(RewardError(f"{origin}: {error} for {group.describe(index)}"))
         else:
-            results.append(Scored(reward, score, {name: values[index] for name, values in logs.items()}))
+            results.append(Scored(reward, score, logs[index]))
     return results
 
 
@@ -94,21 +94,16 @@ def read_number(value: object, name: str) -> float:
     return float(value)
 
 
-def read_logs(given: object, origin: str) -> dict[str, float]:
-    """Read the extra_logs of one sample."""
-    return {name: values[0] for name, values in _read_logs(given, 1, origin).items()}
-
-
-def _read_logs(given: object, count: int, origin: str) -> dict[str, list[float]]:
-    """Read extra_logs as one value per sample for each name; a single value applies to all samples.
+def read_logs(given: object, count: int, origin: str) -> list[dict[str, float]]:
+    """Return the extra_logs of each sample; a single value applies to all samples.
 
     NaN and infinity are allowed in logs.
     """
+    logs: list[dict[str, float]] = [{} for _ in range(count)]
     if given is None:
-        return {}
+        return logs
     if not isinstance(given, Mapping):
         raise RewardError(f"{origin}: extra_logs is {kind_of(given)}, not a dict of numbers")
-    logs: dict[str, list[float]] = {}
     for name, value in given.items():
         values = value if isinstance(value, list) else [value]
         values = values * count if len(values) == 1 else values
@@ -118,7 +113,8 @@ def _read_logs(given: object, count: int, origin: str) -> dict[str, list[float]]
                 f"{origin}: extra_logs {name!r} is {clip(repr(values))}; expected a number, or one for each of"
                 f" {count} samples"
             )
-        logs[str(name)] = floats
+        for own, number in zip(logs, floats, strict=True):
+            own[str(name)] = number
     return logs
 
 

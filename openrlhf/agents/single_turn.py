@@ -7,7 +7,7 @@ passes the texts to a reward file or server, or leaves the scoring to reward mod
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from openrlhf.agents.executor import GroupResult, OnError, Session
@@ -43,19 +43,16 @@ class SingleTurnSamples:
                 session.close()
 
         completions = await gather_or_cancel(generate(*pair) for pair in zip(params, sessions, strict=True))
-        queries = [[*prompt.input_ids, *completion.token_ids] for completion in completions]
         group = Group(
             prompt,
-            queries=tuple(str(self.tokenizer.decode(ids)) for ids in queries),
+            queries=tuple(str(self.tokenizer.decode([*prompt.input_ids, *item.token_ids])) for item in completions),
             responses=tuple(str(self.tokenizer.decode(list(item.token_ids))) for item in completions),
             seed=params[0].seed,
         )
         result = GroupResult([])
         for completion, scored in zip(completions, await self.rewards.score(group), strict=True):
             if not isinstance(scored, RewardError):
-                sample = join_turn(prompt, completion, self.context_length)
-                sample = replace(sample, reward=scored.reward, score=scored.score, extra_logs=scored.extra_logs)
-                result.trajectories.append(sample)
+                result.trajectories.append(join_turn(prompt, completion, self.context_length, scored))
             elif self.on_error == "stop":
                 raise scored
             else:

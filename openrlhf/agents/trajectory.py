@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
-from openrlhf.agents.scores import kind_of, read_logs, read_number
+from openrlhf.agents.scores import NOT_SCORED, Scored, kind_of, read_logs, read_number
 from openrlhf.errors import RewardError, RolloutError
 from openrlhf.types import Completion, Prompt, StepRewards, Trajectory
 
 Ranges: TypeAlias = list[tuple[int, int]]  # half-open token ranges of the actions
 
 
-def join_turn(prompt: Prompt, completion: Completion, context_length: int) -> Trajectory:
-    """Join a prompt and its response, cut to the context length; reward and score are NaN until they are set."""
+def join_turn(prompt: Prompt, completion: Completion, context_length: int, scored: Scored = NOT_SCORED) -> Trajectory:
+    """Join a prompt and its response, cut to the context length, with their scores."""
     input_ids = (*prompt.input_ids, *completion.token_ids)[:context_length]
     start = min(len(prompt.input_ids), len(input_ids))
     sampled = len(input_ids) - start
@@ -26,10 +26,11 @@ def join_turn(prompt: Prompt, completion: Completion, context_length: int) -> Tr
         input_ids=input_ids,
         action_mask=(False,) * start + (True,) * sampled,
         rollout_log_probs=(0.0,) * start + completion.log_probs[:sampled],
-        reward=float("nan"),
-        score=float("nan"),
+        reward=scored.reward,
+        score=scored.score,
         truncated=completion.finish_reason == "length",
         version=completion.version,
+        extra_logs=scored.extra_logs,
     )
 
 
@@ -80,7 +81,7 @@ def read_trajectory(
         score=reward if score is None else read_number(score, "'scores' of the episode"),
         truncated=bool(result.get("truncated")) or kept != ranges,
         version=min((item.version for item in completions), default=0),
-        extra_logs=read_logs(result.get("extra_logs"), "the episode"),
+        extra_logs=read_logs(result.get("extra_logs"), 1, "the episode")[0],
         step_rewards=read_step_rewards(result.get("step_rewards"), length) if step_rewards else (),
         temperature_factors=tuple(factors[:length]),
         whole_vocabulary=whole_vocabulary,

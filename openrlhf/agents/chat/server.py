@@ -8,7 +8,6 @@ needs the name of its episode in the URL and the key of that episode as a bearer
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
@@ -44,13 +43,14 @@ class ChatServer:
             return web.json_response({"status": "ok"})
 
         async def not_found(request: web.Request) -> web.Response:
-            return refuse(404, f"{request.method} {request.path} is not served; an episode has {ENDPOINTS}")
+            text = f"{request.method} {request.path} is not served; an episode has {ENDPOINTS}"
+            raise refusal(web.HTTPNotFound, text)
 
         app = web.Application(client_max_size=LARGEST_BODY)
         app.router.add_get("/health", health)
-        app.router.add_get("/s/{episode}/v1/models", self._with_episode(self._models))
-        app.router.add_post("/s/{episode}/tokenize", self._with_episode(self._tokenize))
-        app.router.add_post("/s/{episode}/v1/chat/completions", self._with_episode(self._chat))
+        app.router.add_get("/s/{episode}/v1/models", self._models)
+        app.router.add_post("/s/{episode}/tokenize", self._tokenize)
+        app.router.add_post("/s/{episode}/v1/chat/completions", self._chat)
         app.router.add_route("*", "/{path:.*}", not_found)
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
@@ -66,39 +66,38 @@ class ChatServer:
         """Stop serving an episode; later requests to its base_url get status 404."""
         del self.episodes[episode.name]
 
-    def _with_episode(
-        self, handler: Callable[[ChatEpisode, web.Request], Awaitable[web.StreamResponse]]
-    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        """Wrap a handler: look up the episode in the URL and check the key."""
+    def _find_episode(self, request: web.Request) -> ChatEpisode:
+        """Return the episode in the URL of a request, after checking the key."""
+        episode = self.episodes.get(request.match_info["episode"])
+        if episode is None:
+            text = "this episode has ended or does not exist; use the base_url given to run_agent"
+            raise refusal(web.HTTPNotFound, text)
+        if request.headers.get("Authorization") != f"Bearer {episode.key}":
+            text = "the api_key is not the one that run_agent was given for this base_url"
+            raise refusal(web.HTTPUnauthorized, text)
+        return episode
 
-        async def handle(request: web.Request) -> web.StreamResponse:
-            episode = self.episodes.get(request.match_info["episode"])
-            if episode is None:
-                return refuse(404, "this episode has ended or does not exist; use the base_url given to run_agent")
-            if request.headers.get("Authorization") != f"Bearer {episode.key}":
-                return refuse(401, "the api_key is not the one that run_agent was given for this base_url")
-            return await handler(episode, request)
-
-        return handle
-
-    async def _models(self, episode: ChatEpisode, request: web.Request) -> web.Response:
+    async def _models(self, request: web.Request) -> web.Response:
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "openrlhf"}
-        return web.json_response({"object": "list", "data": [model | {"max_model_len": episode.task.max_length}]})
+        longest = self._find_episode(request).task.max_length
+        return web.json_response({"object": "list", "data": [model | {"max_model_len": longest}]})
 
-    async def _tokenize(self, episode: ChatEpisode, request: web.Request) -> web.Response:
+    async def _tokenize(self, request: web.Request) -> web.Response:
         """Return the tokens of a text, or of messages rendered as if they were the first request."""
+        episode = self._find_episode(request)
         try:
             body = await read_json(request)
             text = body.get("prompt")
             if text is None:
                 text = episode.session.render(read_chat(body.get("messages")), body.get("tools") or None)
         except (RolloutError, DataError) as error:
-            return refuse(400, str(error))
+            raise refusal(web.HTTPBadRequest, str(error)) from None
         ids = tokenise(str(text), episode.chat.tokenizer)
         return web.json_response({"count": len(ids), "max_model_len": episode.task.max_length, "tokens": ids})
 
-    async def _chat(self, episode: ChatEpisode, request: web.Request) -> web.StreamResponse:
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
         """Answer a chat completion, one at a time per episode; record any error other than a full episode."""
+        episode = self._find_episode(request)
         try:
             body = await read_json(request)
             for difference in list_ignored(body, episode.task.sampling_params):
@@ -115,10 +114,10 @@ class ChatServer:
                     turn = await episode.answer(asked)
                     episode.last_answer = body, turn
         except EpisodeFull as full:
-            return refuse(400, str(full), "context_length_exceeded")
+            raise refusal(web.HTTPBadRequest, str(full), "context_length_exceeded") from None
         except OpenRLHFError as error:
             episode.error = episode.error or error
-            return refuse(400, str(error))
+            raise refusal(web.HTTPBadRequest, str(error)) from None
         if not asked.stream:
             return web.json_response(format_completion(turn, asked))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -140,7 +139,7 @@ async def read_json(request: web.Request) -> dict[str, Any]:
     return body
 
 
-def refuse(status: int, message: str, code: str | None = None) -> web.Response:
+def refusal(kind: type[web.HTTPException], message: str, code: str | None = None) -> web.HTTPException:
     """Build an error response in the format that OpenAI's clients parse."""
     error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
-    return web.json_response({"error": error}, status=status)
+    return kind(text=json.dumps({"error": error}), content_type="application/json")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
 from openrlhf.agents.futures import mark_retrieved
-from openrlhf.agents.sandbox.messages import CallRaised, EpisodeInput, Json, RewardInput
+from openrlhf.agents.sandbox.messages import EpisodeInput, Json, RewardInput
 from openrlhf.errors import OpenRLHFError
 from openrlhf.types import Completion, Request, SamplingParams
 
@@ -31,10 +31,6 @@ class CallFailure(Exception):
         super().__init__(text)
         self.text, self.traceback, self.error_class = text, traceback, error_class
         self.given_up = given_up  # the caller was cancelled, so the other calls of the process are not blamed
-
-    @classmethod
-    def from_message(cls, message: CallRaised) -> CallFailure:
-        return cls(message.text, message.traceback, message.error_class)
 
     def to_error(self, kind: type[ErrorClass], text: str) -> ErrorClass:
         """Return an error of this class with the worker's traceback as a note."""

@@ -72,8 +72,9 @@ class Pool:
         """
         if self.closed:
             raise RolloutError(CLOSED)
-        work = self._run(given, generate, asyncio.get_running_loop(), retries)
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
+        answer = mark_retrieved(self.loop.create_future())
+        call = Call(next(self.numbers), given, generate, asyncio.get_running_loop(), retries, answer)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._run(call), self.loop))
 
     async def close(self) -> None:
         """Kill all processes, fail the open calls, and stop the thread; may be called more than once."""
@@ -96,20 +97,14 @@ class Pool:
         for call in self.calls:
             for task in call.tasks:  # the engine's answers are no longer needed
                 task.cancel()
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        if others:
-            await asyncio.wait(others)
+        await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()}, return_exceptions=True)
         if self.owns is not None:
             self.owns.cleanup()
 
-    async def _run(
-        self, given: RewardInput | EpisodeInput, generate: Generate, home: asyncio.AbstractEventLoop, retries: int
-    ) -> CallResult:
+    async def _run(self, call: Call) -> CallResult:
         """Queue a call and wait for its answer; clean up even if the caller is cancelled."""
         if self.closed:
             raise RolloutError(CLOSED)
-        answer = mark_retrieved(self.loop.create_future())
-        call = Call(next(self.numbers), given, generate, home, retries, answer)
         self.calls.add(call)
         try:
             self.queue.append(call)
@@ -141,28 +136,23 @@ class Pool:
         """Assign queued calls to processes, in order, as capacity allows."""
         if self.closed:  # `_close` fails the calls that are still queued; a new process would never be killed
             return
+        limits = self.limits
         queued, self.queue = self.queue, deque()
         for call in queued:
-            worker = self._find_process(call)
-            if worker is None:
-                self.queue.append(call)
+            open_workers = [worker for worker in self.workers if not (worker.alone or worker.retiring or worker.killed)]
+            worker = min(open_workers, key=lambda worker: len(worker.calls), default=None)  # the least busy one
+            may_spawn = len(open_workers) < limits.processes
+            if call.alone:  # it crashed a process, so it gets its own
+                worker = self._spawn(alone=True)
+            elif worker is None or (may_spawn and len(worker.calls) >= limits.calls_before_another):
+                worker = self._spawn()
+            elif limits.calls_per_process is not None and len(worker.calls) >= limits.calls_per_process:
+                self.queue.append(call)  # all processes are full
                 continue
             call.expired = None
             worker.calls[call.number] = call
             worker.send(StartCall(call.number, call.input))  # a process that is still loading reads it later
             worker.start_deadline(call)
-
-    def _find_process(self, call: Call) -> WorkerProcess | None:
-        """Find or start a process for a call; None if all are full. A call that crashed a process gets its own."""
-        if call.alone:
-            return self._spawn(alone=True)
-        open_workers = [worker for worker in self.workers if not (worker.alone or worker.retiring or worker.killed)]
-        least_busy = min(open_workers, key=lambda worker: len(worker.calls), default=None)
-        may_spawn = len(open_workers) < self.limits.processes
-        if least_busy is None or (may_spawn and len(least_busy.calls) >= self.limits.calls_before_another):
-            return self._spawn()
-        limit = self.limits.calls_per_process
-        return least_busy if limit is None or len(least_busy.calls) < limit else None
 
     def _end_call(self, worker: WorkerProcess, call: Call) -> None:
         """Retry a call that ended after its deadline; kill its process if it is no longer needed."""

@@ -206,24 +206,20 @@ class WorkerProcess:
                     for waiting in self.calls.values():
                         self.start_deadline(waiting)
                 case messages.CallRaised(call=None):
-                    self.fail(CallFailure.from_message(message))
+                    self.fail(CallFailure(message.text, message.traceback, message.error_class))
                 case messages.EngineRequest() if call is not None:
                     task = self.loop.create_task(self._ask_engine(call, self.deadlines[call.number], message))
                     call.tasks.add(task)
                     task.add_done_callback(call.tasks.discard)
-                case messages.CallReturned() if call is not None and not call.answer.done():
-                    call.answer.set_result(message.result)
-                    self._release(call)
-                case messages.CallRaised() if call is not None and not call.answer.done():
-                    if call.expired is None:
-                        call.answer.set_exception(CallFailure.from_message(message))
-                    self._release(call)
-
-    def _release(self, call: Call) -> None:
-        """Forget a call that has returned or raised, and tell the pool."""
-        del self.calls[call.number]
-        self.deadlines.pop(call.number).stop()
-        self.on_call_end(self, call)
+                case messages.CallReturned() | messages.CallRaised() if call is not None and not call.answer.done():
+                    if isinstance(message, messages.CallReturned):
+                        call.answer.set_result(message.result)
+                    elif call.expired is None:
+                        failure = CallFailure(message.text, message.traceback, message.error_class)
+                        call.answer.set_exception(failure)
+                    del self.calls[call.number]
+                    self.deadlines.pop(call.number).stop()
+                    self.on_call_end(self, call)
 
     async def _ask_engine(self, call: Call, deadline: Deadline, message: messages.EngineRequest) -> None:
         """Pass a request to the engine, one at a time per episode, with the call's deadline paused."""
