@@ -2,8 +2,8 @@
 
 The RL loop calls `GroupExecutor.run_group` (`executor.py`) for each prompt; `build.py` chooses the executor.
 
-Without an agent file, `SingleTurnSamples` generates the responses and asks a `RewardSource` for their scores. With a
-reward file, these functions pass the texts to the user's code and the scores back:
+Without an agent file, `SingleTurnSamples` generates the responses and asks `FileRewards` or `ServerRewards` for their
+scores. With a reward file, these functions pass the texts to the user's code and the scores back:
 
     SingleTurnSamples.run_group                        single_turn.py
     FileRewards.score                                  rewards.py

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from types import ModuleType
 
 from openrlhf.agents.interface import AgentExecutorBase
+from openrlhf.agents.legacy import StepFunction
 from openrlhf.agents.loading import POSITIONAL, defined_names
 from openrlhf.agents.multi_turn import MultiTurnAgentExecutor
-from openrlhf.agents.step_function import StepFunction
 from openrlhf.errors import ConfigError
 
 # Constructor arguments of executors written for 0.8.7 to 0.9.0, which `LegacyExecutor` supplies.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from openrlhf.agents.episodes import AgentEpisodes
 from openrlhf.agents.executor import GroupExecutor
 from openrlhf.agents.reward_server import RewardServer
-from openrlhf.agents.rewards import FileRewards, NoRewards, RewardSource, ServerRewards
+from openrlhf.agents.rewards import FileRewards, ServerRewards
 from openrlhf.agents.sandbox.messages import WorkerSpec
 from openrlhf.agents.sandbox.pool import Pool
 from openrlhf.agents.sandbox.process import PoolLimits
@@ -48,7 +48,7 @@ def build_executor(
     processes = processes or max(1, min(MOST_PROCESSES, (os.cpu_count() or 2) // 2))
     timeout = rewards.reward_timeout
     if not rewards.agent_func_path:
-        source: RewardSource = NoRewards()
+        source: FileRewards | ServerRewards | None = None
         if rewards.reward_file:
             limits = PoolLimits(timeout, processes, calls_before_another=1, calls_per_process=1)
             pool = Pool(WorkerSpec(str(Path(rewards.reward_file).expanduser().resolve()), "reward"), limits)

@@ -1,24 +1,38 @@
-"""Adapter for executor classes written for versions 0.8.7 to 0.9.0.
+"""Adapters for agent files of older versions.
 
-Those classes get engine, tokenizer and a queue in their constructor, and put the result of each episode into the queue.
-A worker wraps them in `LegacyExecutor`, which has the current interface.
+Executor classes written for versions 0.8.7 to 0.9.0 get engine, tokenizer and a queue in their constructor, and put the
+result of each episode into the queue. A worker wraps them in `LegacyExecutor`, which has the current interface.
+
+Still older files define a module-level function `step`, which keeps its state in globals and returns the whole text so
+far. A worker runs them with `MultiTurnAgentExecutor` and a new `StepFunction` as the environment of each episode.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from openrlhf.agents.engine_proxy import current_call
-from openrlhf.agents.interface import EpisodeExecutor, EpisodeResult, EpisodeTask, LLMEngine
-from openrlhf.agents.loading import resolve
+from openrlhf.agents.executor import shorten
+from openrlhf.agents.interface import (
+    AgentInstanceBase,
+    EpisodeExecutor,
+    EpisodeResult,
+    EpisodeTask,
+    LLMEngine,
+    StepStates,
+)
+from openrlhf.agents.loading import load_module, resolve, takes_keyword
 from openrlhf.agents.multi_turn import MultiTurnAgentExecutor
+from openrlhf.agents.scores import kind_of
 from openrlhf.errors import RolloutError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+TUPLE = ("rewards", "next_observation", "done", "extra")  # the result of a step in 0.8.0 to 0.8.3
 MAX_STEPS = 10_000  # turns per episode without --max_turns, as in those versions
 
 
@@ -69,3 +83,48 @@ class LegacyExecutor(EpisodeExecutor):
         if result is None and returned is None:
             raise RolloutError("execute neither put a result into self.result_queue nor returned one")
         return returned if result is None else result
+
+
+class StepFunction(AgentInstanceBase):
+    """Environment of one episode; executes the file again, so that its globals have their initial values."""
+
+    def __init__(self, file: str) -> None:
+        self.step_function: Callable[..., object] = vars(load_module(file))["step"]
+        self.takes_params = takes_keyword(self.step_function, "sampling_params")
+
+    async def step(self, states: StepStates, **kwargs: object) -> dict[str, Any]:
+        """Call the file's `step` and derive the feedback from the text it returns."""
+        observation, action = states["observation_text"], states["action_text"]
+        more = {"sampling_params": states["sampling_params"]} if self.takes_params else {}
+        returned = await resolve(self.step_function(observation, action, states["label"], **more))
+        if isinstance(returned, Mapping):
+            result = dict(returned)
+        elif isinstance(returned, tuple) and len(returned) == len(TUPLE):
+            named = dict(zip(TUPLE, returned, strict=True))
+            extra = named.pop("extra")
+            result = (dict(extra) if isinstance(extra, Mapping) else {}) | named
+        else:
+            raise RolloutError(f"step returned {kind_of(returned)}; expected a dict, or a tuple ({', '.join(TUPLE)})")
+        after = result.get("next_observation", result.get("next_state"))  # the name in 0.8.3
+        result["environment_feedback"] = find_feedback(after, observation + action, bool(result.get("done")))
+        return result
+
+
+def find_feedback(after: object, before: str, done: bool) -> str:
+    """Return the text that the environment appended to `before`.
+
+    It may only append: the policy has already read everything before, and those tokens cannot change.
+    """
+    if after is None and done:
+        return ""
+    if not isinstance(after, str):
+        raise RolloutError(f"'next_observation' of step is {kind_of(after)}; expected a text")
+    if after.startswith(before):
+        return after[len(before) :]
+    pairs = enumerate(zip(after, before, strict=False))
+    place = next((index for index, (new, old) in pairs if new != old), min(len(after), len(before)))
+    near = max(0, place - 20)
+    raise RolloutError(
+        f"'next_observation' of step does not begin with observation + action: at character {place} it has"
+        f" {shorten(after[near : place + 40])}, but observation + action has {shorten(before[near : place + 40])}"
+    )

@@ -1,7 +1,7 @@
 """Executor for multi-turn episodes: the policy acts, the environment responds, until it is done or a limit is reached.
 
 `MultiTurnAgentExecutor` runs the loop around a user's `AgentInstanceBase` in a worker process. Step functions and
-executors of older versions (`step_function.py`, `legacy.py`) run in the same loop.
+executors of older versions (`legacy.py`) run in the same loop.
 """
 
 from __future__ import annotations

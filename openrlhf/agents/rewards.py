@@ -1,4 +1,4 @@
-"""Sources of rewards for single-turn samples: a user's reward file, reward servers, or reward models that score later.
+"""Sources of rewards for single-turn samples: a user's reward file, or reward servers.
 
 `SingleTurnSamples` asks its source once per group of samples. A reward file runs in worker processes (`sandbox`): the
 texts of a group go to a worker, and its scores come back. Servers are called over HTTP (`reward_server`).
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from openrlhf.agents.executor import clip
@@ -17,31 +16,13 @@ from openrlhf.agents.reward_server import RewardServer
 from openrlhf.agents.sandbox.call import CallFailure
 from openrlhf.agents.sandbox.messages import RewardInput
 from openrlhf.agents.sandbox.pool import Pool
-from openrlhf.agents.scores import NOT_SCORED, Group, Scored, read_scores
+from openrlhf.agents.scores import Group, Scored, read_scores
 from openrlhf.errors import RewardError
 
 CONCURRENT_REQUESTS = 32  # to reward servers
 
 
-class RewardSource(ABC):
-    """Scores the samples of a prompt."""
-
-    @abstractmethod
-    async def score(self, group: Group) -> list[Scored | RewardError]:
-        """Return a score or an error for each sample of the group, in order."""
-
-    async def close(self) -> None:  # noqa: B027 - most sources hold nothing
-        """Release what the source holds."""
-
-
-class NoRewards(RewardSource):
-    """Source for runs in which reward models score the samples later."""
-
-    async def score(self, group: Group) -> list[Scored | RewardError]:
-        return [NOT_SCORED] * len(group.queries)
-
-
-class FileRewards(RewardSource):
+class FileRewards:
     """Rewards of the reward_func in a .py file, which is called once per group."""
 
     def __init__(self, pool: Pool, *, stop_at_failure: bool) -> None:
@@ -99,11 +80,8 @@ class FileRewards(RewardSource):
         text = failure.text if failure.error_class else f"{self.origin} {failure.text}"
         return failure.to_error(RewardError, f"{text}, for {sample}")
 
-    async def close(self) -> None:
-        await self.pool.close()
 
-
-class ServerRewards(RewardSource):
+class ServerRewards:
     """Rewards of servers, which take turns."""
 
     def __init__(self, servers: Sequence[RewardServer]) -> None:

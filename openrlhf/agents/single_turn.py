@@ -1,7 +1,7 @@
 """Executor for ordinary samples: one prompt, one response, one reward.
 
-The samples of a group are generated concurrently and scored in one call. No user code runs here: a `RewardSource`
-passes the texts to a reward file or server, or leaves the scoring to reward models.
+The samples of a group are generated concurrently and scored in one call. No user code runs here: `FileRewards` or
+`ServerRewards` pass the texts on. Without either, reward models score the samples later.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from openrlhf.agents.executor import GroupResult, OnError, Session
 from openrlhf.agents.futures import gather_or_cancel
-from openrlhf.agents.rewards import RewardSource
-from openrlhf.agents.scores import Group
+from openrlhf.agents.rewards import FileRewards, ServerRewards
+from openrlhf.agents.scores import NOT_SCORED, Group, Scored
 from openrlhf.agents.trajectory import join_turn
 from openrlhf.errors import RewardError
 from openrlhf.types import Completion, Prompt, Request, SamplingParams
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class SingleTurnSamples:
     """GroupExecutor that generates the responses of a prompt and scores them in one call."""
 
-    rewards: RewardSource
+    rewards: FileRewards | ServerRewards | None
     tokenizer: PreTrainedTokenizerBase
     context_length: int
     on_error: OnError
@@ -43,14 +43,17 @@ class SingleTurnSamples:
                 session.close()
 
         completions = await gather_or_cancel(generate(*pair) for pair in zip(params, sessions, strict=True))
-        group = Group(
-            prompt,
-            queries=tuple(str(self.tokenizer.decode([*prompt.input_ids, *item.token_ids])) for item in completions),
-            responses=tuple(str(self.tokenizer.decode(list(item.token_ids))) for item in completions),
-            seed=params[0].seed,
-        )
+        scores: list[Scored | RewardError] = [NOT_SCORED] * len(completions)
+        if self.rewards is not None:
+            group = Group(
+                prompt,
+                queries=tuple(str(self.tokenizer.decode([*prompt.input_ids, *item.token_ids])) for item in completions),
+                responses=tuple(str(self.tokenizer.decode(list(item.token_ids))) for item in completions),
+                seed=params[0].seed,
+            )
+            scores = await self.rewards.score(group)
         result = GroupResult([])
-        for completion, scored in zip(completions, await self.rewards.score(group), strict=True):
+        for completion, scored in zip(completions, scores, strict=True):
             if not isinstance(scored, RewardError):
                 result.trajectories.append(join_turn(prompt, completion, self.context_length, scored))
             elif self.on_error == "stop":
@@ -61,4 +64,5 @@ class SingleTurnSamples:
 
     async def close(self) -> None:
         """End the processes of a reward file."""
-        await self.rewards.close()
+        if isinstance(self.rewards, FileRewards):
+            await self.rewards.pool.close()

@@ -8,7 +8,7 @@ import torch
 from sessions import TOKENIZER, decode, encode
 
 from openrlhf.agents.interface import params_for_agent, params_for_engine, seed_for
-from openrlhf.agents.step_function import StepFunction
+from openrlhf.agents.legacy import StepFunction
 from openrlhf.errors import ConfigError, RewardError, RolloutError
 from openrlhf.types import SamplingParams
 from openrlhf.utils.agent import (

@@ -6,7 +6,7 @@ import pytest
 import torch
 from sessions import TOOL_TEMPLATE, Lockstep, Scripted, decode, encode, prompt, run, run_all
 
-from openrlhf.agents.chat.session import ChatSession
+from openrlhf.agents.chat.episode import ChatEpisode
 from openrlhf.agents.chat.wire import find_calls
 from openrlhf.config.sections.data import TemplateFlags
 from openrlhf.config.sections.model import ModelFlags
@@ -334,7 +334,7 @@ def test_unusable_file_or_flag_is_rejected_before_training(write, tokenizer, sou
 def session(template, **options):
     made = make_tokenizer()
     made.chat_template = template
-    return ChatSession(Chat(made, None, {}, None, **options))
+    return ChatEpisode(Chat(made, None, {}, None, **options), task=None, max_turns=None, find_calls=find_calls)
 
 
 def test_template_that_rewrites_earlier_turns_does_not_change_tokens():
@@ -349,12 +349,10 @@ def test_template_that_rewrites_earlier_turns_does_not_change_tokens():
 
     chat = session(forgets)
     asked = [{"role": "user", "content": "q"}]
-    chat.add_request(asked, None, chat.tokens_added(asked, None))
+    chat.transcript.add_feedback("", chat.tokens_added(asked, None))
     ids = encode("well|yes</s>")
-    chat.add_turn(
-        CompletionOutput(ids, "", [{token: Logprob(-1.0)} for token in ids], "stop"),
-        {"role": "assistant", "content": "well|yes"},
-    )
+    chat.transcript.add_turn(CompletionOutput(ids, "", [{token: Logprob(-1.0)} for token in ids], "stop"))
+    chat.messages = [*asked, {"role": "assistant", "content": "well|yes"}]
     more = [*asked, {"role": "assistant", "content": " well|yes\n"}, {"role": "user", "content": "r"}]
     assert decode(chat.tokens_added(more, None)) == "<u>r<a>"
 

@@ -1,29 +1,33 @@
 """An episode in the form of a chat: answers chat requests with turns of the policy and collects the training sample.
 
 Executors whose environment exchanges messages (OpenAI's client, GEM, NeMo Gym) extend `ChatExecutor`, open a
-`ChatEpisode` and call `answer` for each turn. The episode keeps the exact token ids that were sampled, so nothing is
-tokenised twice.
+`ChatEpisode` and call `answer` for each turn. The chat is an append-only sequence of tokens: the chat template renders
+the first request, and nothing is rendered or tokenised again after that. The policy's turns keep the sampled ids, and
+each further request appends only the tokens that the template puts after them. A template that shortens earlier turns,
+as those of reasoning models do, therefore cannot change the tokens that are trained on.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
-from openrlhf.agents.chat.session import ChatSession
-from openrlhf.agents.chat.wire import ChatRequest, ChatTurn, ToolCall, find_calls
+from openrlhf.agents.chat.wire import REQUEST, ChatRequest, ChatTurn, ToolCall, Tools, find_calls
 from openrlhf.agents.executor import shorten
 from openrlhf.agents.interface import AgentSamplingParams, CompletionOutput, EpisodeExecutor, EpisodeResult, EpisodeTask
 from openrlhf.agents.sandbox.messages import Json
-from openrlhf.data.messages import Message
-from openrlhf.errors import ConfigError, OpenRLHFError, RolloutError
+from openrlhf.agents.transcript import Transcript, tokenise
+from openrlhf.data.messages import Conversation, Message
+from openrlhf.errors import ConfigError, DataError, OpenRLHFError, RolloutError
 
 if TYPE_CHECKING:
     from openrlhf.data.templates import Chat
 
+MARK = "openrlhf-said-this"  # replaces the policy's last turn to find what the template puts after it
 FindCalls: TypeAlias = Callable[[str, int], tuple[str, list[ToolCall]]]
 
 
@@ -33,7 +37,7 @@ class EpisodeFull(Exception):
 
 @dataclass(eq=False)
 class ChatEpisode:
-    """One conversation, the engine that continues it, and the first error that occurred.
+    """One conversation with its tokens, the engine that continues it, and the first error that occurred.
 
     `name` and `key` identify the episode when it is served over HTTP.
     """
@@ -48,16 +52,16 @@ class ChatEpisode:
     is_full: bool = False  # a request arrived after the last possible turn
     last_answer: tuple[dict[str, Json], ChatTurn] | None = None  # body of the last request, and the turn it got
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while a request is answered
+    messages: list[Message] = field(default_factory=list)  # of all roles so far, in order
+    tools: Tools = None
+    transcript: Transcript = field(default_factory=Transcript)
     outputs: list[CompletionOutput] = field(default_factory=list)  # turns of the policy so far
-
-    def __post_init__(self) -> None:
-        self.session = ChatSession(self.chat)
 
     async def answer(self, request: ChatRequest) -> ChatTurn:
         """Generate the policy's next turn; raise EpisodeFull if a limit has been reached after the first turn."""
-        session, task = self.session, self.task
-        added = session.tokens_added(request.messages, request.tools)
-        prompt_ids = [*session.transcript.tokens, *added]
+        task = self.task
+        added = self.tokens_added(request.messages, request.tools)
+        prompt_ids = [*self.transcript.tokens, *added]
         if len(prompt_ids) >= task.max_length or len(self.outputs) == self.max_turns:
             if not self.outputs:
                 raise RolloutError(
@@ -70,7 +74,8 @@ class ChatEpisode:
                 f"the episode is over: its next turn would begin with {len(prompt_ids)} tokens of at most"
                 f" {task.max_length}, after {len(self.outputs)} turns of at most {self.max_turns or 'any number'}"
             )
-        session.add_request(request.messages, request.tools, added)
+        self.messages, self.tools = list(request.messages), request.tools
+        self.transcript.add_feedback("", added)
 
         # The run's sampling parameters apply; a request may only make a turn end earlier.
         params: AgentSamplingParams = task.sampling_params.clone()
@@ -80,10 +85,65 @@ class ChatEpisode:
         output = (await task.engine.generate(prompt_ids, params)).outputs[0]
 
         message = self._make_message(output, may_call=request.may_call)
-        session.add_turn(output, message)
+        self.messages.append(message)
+        self.transcript.add_turn(output)
         self.outputs.append(output)
         texts = [str(self.chat.tokenizer.decode([token])) for token in output.token_ids]
         return ChatTurn(len(self.outputs), message, output, prompt_ids, texts)
+
+    def tokens_added(self, messages: Sequence[Message], tools: Tools) -> list[int]:
+        """Return the tokens that a request adds; raise RolloutError if it does not continue the conversation."""
+        tokenizer = self.chat.tokenizer
+        if not self.messages:
+            return tokenise(self.render(messages, tools), tokenizer)
+        self._check_continues(messages, tools)
+        # Render with a mark in place of the policy's last turn; the text after the mark is what the request adds.
+        last = len(self.messages) - 1
+        marked = [*messages[:last], {"role": "assistant", "content": MARK}, *messages[last + 1 :]]
+        _, found, after = self.render(marked, tools).rpartition(MARK)
+        if not found:
+            raise RolloutError(
+                "the chat template drops the assistant's last message, so turns cannot be joined into one episode",
+                try_this="--tokenizer_chat_template with another template",
+            )
+        token_ids = tokenise(after, tokenizer)
+        # Drop the template's end-of-turn token if the policy has already sampled it.
+        end = self.transcript.tokens[-1]
+        return token_ids[1:] if token_ids[:1] == [end] and end in tokenizer.all_special_ids else token_ids
+
+    def render(self, messages: Sequence[Message], tools: Tools) -> str:
+        """Render a request as text, up to the start of the assistant's turn."""
+        if self.chat.system_prompt is not None and messages[0]["role"] not in ("system", "developer"):
+            messages = [{"role": "system", "content": self.chat.system_prompt}, *messages]
+        try:
+            return self.chat.render(Conversation(messages, tools, REQUEST), prompt=True).text
+        except DataError as error:
+            raise RolloutError(error.message) from None
+
+    def _check_continues(self, messages: Sequence[Message], tools: Tools) -> None:
+        """Raise RolloutError unless the request has the same tools and begins with the known messages."""
+        if tools != self.tools:
+            raise RolloutError(
+                "the request's tools differ from those of its episode's first request, which are in the prompt",
+                try_this='the same tools in every request, with tool_choice "none" if none may be called',
+            )
+        difference = ""
+        for place, known in enumerate(self.messages):
+            if place >= len(messages):
+                difference = f"it ends after {len(messages)} messages, but the episode has {len(self.messages)}"
+                break
+            if comparable(messages[place]) != comparable(known):
+                given, expected = (
+                    shorten(json.dumps(item, ensure_ascii=False, default=str)) for item in (messages[place], known)
+                )
+                difference = f"message {place} is {given}, but the episode has {expected}"
+                break
+        if difference:
+            raise RolloutError(
+                f"a request does not continue the conversation of its episode: {difference}. The messages of an episode"
+                " may only grow: send back each reply of the assistant unchanged, change nothing before it, and hold"
+                " one conversation per episode"
+            )
 
     def _make_message(self, output: CompletionOutput, *, may_call: bool) -> Message:
         """Return the output as the assistant's message, without trailing special tokens.
@@ -108,7 +168,18 @@ class ChatEpisode:
 
     def result(self) -> EpisodeResult:
         """Return the episode in the form that `execute` returns, without the reward."""
-        return self.session.transcript.result(truncated=self.is_full or self.outputs[-1].finish_reason == "length")
+        return self.transcript.result(truncated=self.is_full or self.outputs[-1].finish_reason == "length")
+
+
+def comparable(message: Message) -> tuple[object, ...]:
+    """Return the part of a message that a later request must repeat unchanged.
+
+    Clients may strip blanks around the assistant's text and change the ids of its tool calls.
+    """
+    if message["role"] != "assistant":
+        return tuple(sorted(message.items(), key=lambda item: item[0]))
+    functions = [call["function"] for call in message.get("tool_calls") or []]
+    return "assistant", message["content"].strip(), [(item["name"], item["arguments"]) for item in functions]
 
 
 class ChatExecutor(EpisodeExecutor):

@@ -64,7 +64,7 @@ class GemAgentExecutor(ChatExecutor):
             messages = [*messages, turn.message, {"role": "user", "content": hint}]
 
         result = episode.result()
-        last_tokens = [end - 1 for _, end in episode.session.transcript.action_ranges]
+        last_tokens = [end - 1 for _, end in episode.transcript.action_ranges]
         return {
             **result,
             "reward": max(LEAST_REWARD, sum(rewards)),

@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from openrlhf.agents.chat.episode import ChatEpisode, ChatExecutor, EpisodeFull
-from openrlhf.agents.chat.session import read_chat
-from openrlhf.agents.chat.wire import MODEL, ChatRequest, ToolCall, format_message
+from openrlhf.agents.chat.wire import MODEL, ChatRequest, ToolCall, format_message, read_chat
 from openrlhf.agents.executor import clip
 from openrlhf.agents.interface import EpisodeResult, EpisodeTask
 from openrlhf.agents.sandbox.messages import Json

@@ -13,8 +13,7 @@ from typing import Any
 from aiohttp import web
 
 from openrlhf.agents.chat.episode import ChatEpisode, EpisodeFull
-from openrlhf.agents.chat.session import read_chat
-from openrlhf.agents.chat.wire import MODEL, format_chunks, format_completion, list_ignored, read_request
+from openrlhf.agents.chat.wire import MODEL, format_chunks, format_completion, list_ignored, read_chat, read_request
 from openrlhf.agents.transcript import tokenise
 from openrlhf.errors import DataError, OpenRLHFError, RolloutError
 from openrlhf.monitor import say
@@ -89,7 +88,7 @@ class ChatServer:
             body = await read_json(request)
             text = body.get("prompt")
             if text is None:
-                text = episode.session.render(read_chat(body.get("messages")), body.get("tools") or None)
+                text = episode.render(read_chat(body.get("messages")), body.get("tools") or None)
         except (RolloutError, DataError) as error:
             raise refusal(web.HTTPBadRequest, str(error)) from None
         ids = tokenise(str(text), episode.chat.tokenizer)

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import Any, TypeAlias, TypedDict
 
-from openrlhf.agents.chat.session import Tools, read_chat
 from openrlhf.agents.interface import CompletionOutput
 from openrlhf.agents.sandbox.messages import Json
-from openrlhf.data.messages import Message
+from openrlhf.data.messages import Message, read_message
+from openrlhf.data.records import Place
 from openrlhf.errors import DataError, RolloutError
 
+Tools: TypeAlias = Sequence[Mapping[str, Any]] | None
 MODEL = "policy"
+REQUEST = Place("the agent's request", 1)
 TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 # The run's flags decide these, because its log-probs and loss assume one distribution. The values here are those of a
 # run that has no such flag.
@@ -139,6 +141,35 @@ def read_request(body: object) -> ChatRequest:
     )
 
 
+def read_chat(given: object) -> list[Message]:
+    """Read the messages of a request in the form that templates expect: text content, call arguments as objects."""
+    at = Place(REQUEST.source, REQUEST.row, "messages")
+    if not isinstance(given, list) or not given:
+        raise at.mismatch("a list of messages", given)
+    messages = [read_message(item, at) for item in given]
+    for message in messages:
+        calls = message.pop("tool_calls", None)
+        if calls and not isinstance(calls, list):
+            raise at.mismatch("a list of tool calls", calls)
+        if calls:
+            message["tool_calls"] = [decode_call(call, at) for call in calls]
+    return messages
+
+
+def decode_call(call: object, at: Place) -> Message:
+    """Validate a tool call and decode arguments that arrived as JSON text."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise at.mismatch("a tool call with function.name and function.arguments", call)
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except json.JSONDecodeError:
+            raise at.mismatch("JSON as the arguments of a tool call", arguments) from None
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
 def list_ignored(body: Mapping[str, object], params: object) -> list[str]:
     """List the sampling parameters of a request that differ from the run's and are ignored, for a warning."""
     return [
@@ -184,10 +215,7 @@ def format_completion(turn: ChatTurn, request: ChatRequest) -> dict[str, Json]:
         "finish_reason": turn.finish_reason,
         "logprobs": turn.log_probs() if request.with_log_probs else None,
     }
-    ids: Json = {
-        "prompt_token_ids": list(turn.prompt_token_ids),
-        "completion_token_ids": list(turn.output.token_ids),
-    }
+    ids: Json = {"prompt_token_ids": list(turn.prompt_token_ids), "completion_token_ids": list(turn.output.token_ids)}
     return turn.head("chat.completion") | {"choices": [choice], "usage": turn.usage(), "token_ids": ids}
 
 
