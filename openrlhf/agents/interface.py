@@ -221,9 +221,8 @@ class AgentInstanceBase(ABC):
 
 def params_for_agent(params: SamplingParams) -> AgentSamplingParams:
     """Convert the run's parameters for user code, without the seed."""
-    values: dict[str, Any] = vars(params) | {"seed": None}
-    values |= {"stop": list(params.stop), "stop_token_ids": list(params.stop_token_ids)}
-    return AgentSamplingParams(**values)
+    lists: dict[str, Any] = {"stop": list(params.stop), "stop_token_ids": list(params.stop_token_ids)}
+    return AgentSamplingParams(**vars(params) | lists | {"seed": None})
 
 
 def params_for_engine(given: object, *, limit: int, seed: int) -> SamplingParams:

@@ -49,13 +49,14 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from openrlhf.agents.executor import GroupExecutor
+from openrlhf.agents.futures import gather_or_cancel
 from openrlhf.algo.kl import AdaptiveKL, FixedKL
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.runtime import evaluation_config, queue_size, resolve_runtime
 from openrlhf.monitor import Monitor
 from openrlhf.rl.evaluate import evaluate
 from openrlhf.rl.experience import Experience, make_experience
-from openrlhf.rl.proof import GapWatch, gap_limits
+from openrlhf.rl.proof import watch_gap
 from openrlhf.rl.record import Recorder
 from openrlhf.rl.rollouts import Rollout, RolloutSource
 from openrlhf.rl.samples import Batching
@@ -75,22 +76,6 @@ PROGRESS_NAMES = {  # metrics in the progress bar, with the short names that use
 }
 
 
-@dataclass(frozen=True)
-class Parts:
-    """The components of a run that the loop connects."""
-
-    source: RolloutSource
-    engine: Engine
-    executor: GroupExecutor
-    workers: Workers
-    sync: WeightSync
-    monitor: Monitor
-    recorder: Recorder
-    scoring: Batching  # micro-batches of forward-only passes
-    training: Batching
-    eval_prompts: Sequence[Prompt] = ()
-
-
 @dataclass
 class State:
     """Progress of a run: everything that resuming needs besides weights and optimizer."""
@@ -108,18 +93,28 @@ class State:
         return {name: value for name, value in vars(self).items() if name != "queue"} | {"kl": asdict(self.kl)}
 
 
+@dataclass(eq=False)
 class Controller:
-    """Runs the loop from its current state, new or resumed."""
+    """Connects the components of a run, and runs the loop from its current state, new or resumed."""
 
-    def __init__(self, parts: Parts, config: RLConfig, state: State) -> None:
-        self.parts = parts
-        self.config = config
-        self.state = state
-        self.queue_size = queue_size(config)
-        self.lockstep = resolve_runtime(config) == "local"
+    config: RLConfig
+    state: State
+    source: RolloutSource
+    engine: Engine
+    executor: GroupExecutor
+    workers: Workers
+    sync: WeightSync
+    monitor: Monitor
+    recorder: Recorder
+    scoring: Batching  # micro-batches of forward-only passes
+    training: Batching
+    eval_prompts: Sequence[Prompt] = ()
+
+    def __post_init__(self) -> None:
+        self.queue_size = queue_size(self.config)
+        self.lockstep = resolve_runtime(self.config) == "local"
         self.changed = asyncio.Condition()
-        limits = gap_limits(config)
-        self.gap = GapWatch(limits, parts.workers, parts.scoring, parts.monitor) if limits is not None else None
+        self.gap = watch_gap(self.config, self.workers, self.scoring, self.monitor)
         self.generation_seconds: dict[int, float] = {}  # by number of the rollout
         self.step_began = time.perf_counter()
         self.last: dict[str, float] = {}
@@ -130,31 +125,22 @@ class Controller:
         if self.state.version == 0:
             await self.evaluate()
         self._between_steps(self.step_began)
-        producer = asyncio.create_task(self._produce())
-        consumer = asyncio.create_task(self._consume(after_step))
-        try:
-            done, _ = await asyncio.wait((producer, consumer), return_when=asyncio.FIRST_EXCEPTION)
-            for task in done:
-                task.result()
-        finally:
-            for task in (producer, consumer):
-                task.cancel()
-            await asyncio.gather(producer, consumer, return_exceptions=True)
+        await gather_or_cancel([self._produce(), self._consume(after_step)])
 
     @property
     def exhausted(self) -> bool:
         """True if no rollout is left to generate. Not stored, because a resumed run may have more steps or prompts."""
         most = self.config.batches.max_steps
-        return self.state.place >= len(self.parts.source) or (most is not None and self.state.made >= most)
+        return self.state.place >= len(self.source) or (most is not None and self.state.made >= most)
 
     async def _produce(self) -> None:
         """Put rollouts into the queue, as fast as the version of the weights permits."""
-        state, parts = self.state, self.parts
+        state = self.state
         while not self.exhausted:
             async with self.changed:
                 await self.changed.wait_for(lambda: state.made <= state.version + self.queue_size)
             began = time.perf_counter()
-            rollout = await parts.source.take(state.made, state.place)
+            rollout = await self.source.take(state.made, state.place)
             self.generation_seconds[rollout.number] = time.perf_counter() - began
             async with self.changed:
                 state.place = rollout.next_place
@@ -182,18 +168,18 @@ class Controller:
         The time of a step runs from the end of the previous call of this function to the end of the sync. It includes
         the wait for the step's samples, but not generation that overlapped with earlier training.
         """
-        logs, state, parts = self.config.logs, self.state, self.parts
+        logs, state = self.config.logs, self.state
         version = state.version + 1
         trained = time.perf_counter()
-        await parts.sync.sync(version)
+        await self.sync.sync(version)
         now = time.perf_counter()
         state.version = version
         values |= {"timing/broadcast": now - trained, "timing/step_total": now - self.step_began}
         values |= await self._probe(rollout, values)
         self.last = values
         if version % logs.logging_steps == 0:
-            parts.monitor.log("train", version, values)
-        parts.monitor.advance({short: values[name] for name, short in PROGRESS_NAMES.items() if name in values})
+            self.monitor.log("train", version, values)
+        self.monitor.advance({short: values[name] for name, short in PROGRESS_NAMES.items() if name in values})
         if logs.eval_steps > 0 and version % logs.eval_steps == 0:
             await self.evaluate()
         await after_step(self)
@@ -204,19 +190,19 @@ class Controller:
     def _between_steps(self, since: float) -> None:
         """Start the clock of the next step; the time since `since` is not part of any step."""
         self.step_began = time.perf_counter()
-        self.parts.monitor.leave_out(self.step_began - since)
+        self.monitor.leave_out(self.step_began - since)
 
     async def _train(self, rollout: Rollout) -> dict[str, float]:
         """Train on one rollout: make experience, take optimizer steps, update the KL controller; return metrics."""
-        state, parts = self.state, self.parts
+        state = self.state
         began, coef = time.perf_counter(), state.kl.coef
         if self.queue_size == 0:
-            await parts.sync.begin_training()
-        experience = await make_experience(rollout.trajectories, parts.workers, parts.scoring, self.config, coef)
+            await self.sync.begin_training()
+        experience = await make_experience(rollout.trajectories, self.workers, self.scoring, self.config, coef)
         step = state.version + 1
         values = {} if self.gap is None else await self.gap.compare(rollout.trajectories, state.version, step)
         scored = time.perf_counter()
-        writing = asyncio.create_task(asyncio.to_thread(parts.recorder.write, step, experience))  # beside training
+        writing = asyncio.create_task(asyncio.to_thread(self.recorder.write, step, experience))  # beside training
         values |= await self._take_steps(rollout, experience)
         await writing
         if experience.kl is not None:
@@ -230,7 +216,7 @@ class Controller:
 
     async def _take_steps(self, rollout: Rollout, experience: Experience) -> dict[str, float]:
         """Take the optimizer steps of a rollout and return the mean of each metric; of NOT_AVERAGED, the last value."""
-        flags, batching, version = self.config.batches, self.parts.training, self.state.version
+        flags, batching, version = self.config.batches, self.training, self.state.version
         # The samples of each step, shuffled in every epoch; the last step of an epoch takes what is left.
         count, size = len(experience.trajectories), flags.train_batch_size
         steps: list[list[int]] = []
@@ -240,7 +226,7 @@ class Controller:
         found: list[dict[str, float]] = []
         for number, samples in enumerate(steps):
             parts = batching.cut(experience.tokens.lengths[samples].tolist())
-            metrics = await self.parts.workers.train(
+            metrics = await self.workers.train(
                 [experience.batch([samples[place] for place in part]) for part in parts],
                 kl_coef=self.state.kl.coef,
                 progress=self._progress(rollout, number / len(steps)),
@@ -259,7 +245,7 @@ class Controller:
         if not self.gap.probe_is_due(self.state.version):
             return {}
         prompts = list({item.prompt.index: item.prompt for item in rollout.trajectories}.values())
-        return await self.gap.probe(self.parts.engine, prompts, self.config.rollout, self.state.version)
+        return await self.gap.probe(self.engine, prompts, self.config.rollout, self.state.version)
 
     def _progress(self, rollout: Rollout, trained: float) -> float:
         """Return the fraction of the run that is done when the fraction `trained` of a rollout has been trained.
@@ -269,16 +255,15 @@ class Controller:
         """
         prompts = rollout.place + trained * (rollout.next_place - rollout.place)
         most = self.config.batches.max_steps
-        return max(prompts / len(self.parts.source), 0.0 if most is None else (rollout.number + trained) / most)
+        return max(prompts / len(self.source), 0.0 if most is None else (rollout.number + trained) / most)
 
     async def evaluate(self) -> None:
         """Evaluate and log, if there are evaluation prompts."""
-        parts = self.parts
-        if not parts.eval_prompts:
+        if not self.eval_prompts:
             return
         config = evaluation_config(self.config)
-        values = await evaluate(parts.eval_prompts, parts.engine, parts.executor, parts.workers, config)
+        values = await evaluate(self.eval_prompts, self.engine, self.executor, self.workers, config)
         self.last_evaluation = values
-        parts.monitor.log("eval", self.state.version, values)
+        self.monitor.log("eval", self.state.version, values)
         shown = [f"{name} {value:.4f}" for name, value in values.items() if "_pass" in name or name.endswith("_reward")]
-        parts.monitor.tell(f"step {self.state.version}: " + ", ".join(shown))
+        self.monitor.tell(f"step {self.state.version}: " + ", ".join(shown))

@@ -60,11 +60,7 @@ class Experience:
 
 
 async def make_experience(
-    trajectories: Sequence[Trajectory],
-    workers: Workers,
-    batching: Batching,
-    config: RLConfig,
-    kl_coef: float,
+    trajectories: Sequence[Trajectory], workers: Workers, batching: Batching, config: RLConfig, kl_coef: float
 ) -> Experience:
     """Score a rollout and turn its rewards into advantages."""
     flags, advantage = config.rewards, config.advantage

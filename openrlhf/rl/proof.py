@@ -34,19 +34,8 @@ ADVICE = (
 )
 
 
-@dataclass(frozen=True)
-class GapLimits:
-    """Limits on the gap between engine and trainer, in nats: the mean of |log p - log p'| over tokens."""
-
-    warn: float
-    stop: float
-    # Asynchronous runs train on samples from older weights, so they request some from new ones: after the first sync
-    # that changed the weights, and after every N-th sync (0: only that one). None: samples are never requested.
-    probe_every: int | None = None
-
-
-def gap_limits(config: RLConfig) -> GapLimits | None:
-    """Return the limits of a run, which depend on its precision.
+def watch_gap(config: RLConfig, workers: Workers, batching: Batching, monitor: Monitor) -> GapWatch | None:
+    """Return the comparison for a run; its limits depend on the run's precision.
 
     None for recorded rollouts, and if sampling leaves tokens out (top-p and the like): the engine's log-probs then
     refer to the remaining tokens only and cannot be compared.
@@ -59,17 +48,25 @@ def gap_limits(config: RLConfig) -> GapLimits | None:
     on_cpu = config.model.device == "cpu" or (local and not torch.cuda.is_available())
     exact = config.model.param_dtype == "fp32" or on_cpu
     probe_every = config.engines.sync_check_every if separate and is_asynchronous(config) else None
-    return GapLimits(0.001, 0.02, probe_every) if exact else GapLimits(0.05, 0.5, probe_every)
+    warn, stop = (0.001, 0.02) if exact else (0.05, 0.5)
+    return GapWatch(workers, batching, monitor, warn, stop, probe_every)
 
 
 @dataclass
 class GapWatch:
-    """Measures the gap whenever there are samples from the current weights, and stops the run if it is too large."""
+    """Measures the gap whenever there are samples from the current weights, and stops the run if it is too large.
 
-    limits: GapLimits
+    The gap is the mean of |log p - log p'| over tokens, in nats.
+    """
+
     workers: Workers
     batching: Batching
     monitor: Monitor
+    warn: float  # gap above which the user is warned
+    stop: float  # gap above which the run stops
+    # Asynchronous runs train on samples from older weights, so they request some from new ones: after the first sync
+    # that changed the weights, and after every N-th sync (0: only that one). None: samples are never requested.
+    probe_every: int | None = None
     warned: float = 0.0  # gap of the last warning
     moved: bool = False  # the weights have changed since the start of the run
     proved: bool = False  # a sync of changed weights has been compared, or the user was told why not
@@ -107,16 +104,15 @@ class GapWatch:
         worst, _ = max(apart, key=lambda pair: sum(pair[1]) / len(pair[1]))
         found = (
             f"step {step}: the log-probs of engine and trainer differ by {gap:.2g} nats per token on average, "
-            f"expected below {self.limits.warn:g}; most in {sample_name(worst.prompt)}"
+            f"expected below {self.warn:g}; most in {sample_name(worst.prompt)}"
         )
-        if not gap <= self.limits.stop:  # also true for NaN
+        if not gap <= self.stop:  # also true for NaN
             raise RolloutError(f"{found}. They do not compute the same model", try_this=ADVICE)
-        if gap > max(self.limits.warn, 2 * self.warned):
+        if gap > max(self.warn, 2 * self.warned):
             self.warned = gap
             self.monitor.tell(
-                f"{found}. Likely causes: the precision of either side, attention kernels, weights that did not "
-                "take effect in the engine. "
-                f"Try: --enable_vllm_is_correction to correct for it, or {ADVICE}"
+                f"{found}. Likely causes: the precision of either side, attention kernels, weights that did not take "
+                f"effect in the engine. Try: --enable_vllm_is_correction to correct for it, or {ADVICE}"
             )
         return gap
 
@@ -126,10 +122,8 @@ class GapWatch:
 
     def probe_is_due(self, version: int) -> bool:
         """True at every `probe_every`-th version, and until a sync of changed weights has been compared."""
-        every = self.limits.probe_every
-        if every is None:
-            return False
-        return (every > 0 and version % every == 0) or (self.moved and not self.proved)
+        every = self.probe_every
+        return every is not None and ((every > 0 and version % every == 0) or (self.moved and not self.proved))
 
     async def probe(
         self, engine: Engine, prompts: Sequence[Prompt], flags: RolloutFlags, version: int
@@ -142,22 +136,19 @@ class GapWatch:
             params = replace(sampling(prompt, flags, version)[0], max_tokens=most, seed=version, stop=())
             requests.append(Request(prompt.input_ids, params))
         self.proved = self.proved or self.moved  # or, below, the user is told why not
+        skipped = (
+            f"step {version}: the log-probs of engine and trainer were not compared after this weight sync, because"
+        )
         try:
             made = await asyncio.wait_for(engine.generate(requests), PROBE_SECONDS)
         except TimeoutError:
-            self.monitor.tell(
-                f"step {version}: the log-probs of engine and trainer were not compared after this weight sync, "
-                f"because the engines were busy for {PROBE_SECONDS:g} s"
-            )
+            self.monitor.tell(f"{skipped} the engines were busy for {PROBE_SECONDS:g} s")
             return {}
         pairs = zip(asked, made, strict=True)
         sampled = [join_turn(prompt, completion, flags.context_length) for prompt, completion in pairs]
         found = await self.compare(sampled, version, version)
         if not found:
-            self.monitor.tell(
-                f"step {version}: the log-probs of engine and trainer were not compared after this weight sync, "
-                "because no prompt leaves room for a probe"
-            )
+            self.monitor.tell(f"{skipped} no prompt leaves room for a probe")
         return found
 
 

@@ -26,7 +26,7 @@ from openrlhf.data.prompts import load_eval_prompts, load_prompts
 from openrlhf.models.load import load_tokenizer
 from openrlhf.monitor import say
 from openrlhf.rl.build import make_schedule, scoring_batches, training_batches
-from openrlhf.rl.controller import Controller, Parts, State
+from openrlhf.rl.controller import Controller, State
 from openrlhf.rl.dry_run import build_tested_executor
 from openrlhf.rl.local import Runtime, open_local
 from openrlhf.rl.record import Recorder, Replay, read_queue, write_queue
@@ -109,7 +109,9 @@ async def train(
     rollouts = num_rollouts(config, len(order))
     async with open_runtime(config, tokenizer, rollouts) as runtime:
         live = GeneratedRollouts(order, runtime.engine, executor, runtime.workers, config)
-        parts = Parts(
+        controller = Controller(
+            config,
+            state,
             source=Replay(Path(config.rollout.replay).expanduser()) if config.rollout.replay else live,
             engine=runtime.engine,
             executor=executor,
@@ -121,7 +123,6 @@ async def train(
             training=training_batches(config, layout),
             eval_prompts=eval_prompts,
         )
-        controller = Controller(parts, config, state)
         if resume_from:
             await runtime.workers.load(resume_from)
             load_rng(resume_from, 0)
@@ -139,7 +140,7 @@ async def train(
             if config.critic.save_value_network and uses_critic(config):
                 await export(runtime.workers.export_critic, tokenizer, folder.with_name(f"{folder.name}_critic"))
         finally:
-            parts.monitor.close()
+            controller.monitor.close()
     say(f"saved {folder}")
     return RLResult(folder, state.version, controller.last, controller.last_evaluation)
 
@@ -162,7 +163,7 @@ class Saver:
         best = self.is_best(controller)
         if not (due or best):
             return
-        await controller.parts.sync.begin_training()
+        await controller.sync.begin_training()
         if best:
             await self.save(controller, Path(flags.ckpt_path) / "best")
         if due:
@@ -176,7 +177,7 @@ class Saver:
             checkpoint.rotate(root, keep=flags.max_ckpt_num, max_gib=flags.max_ckpt_mem)
             if self.stop.requested:
                 raise Interrupted(None if flags.disable_ds_ckpt else folder)
-        await controller.parts.sync.end_training(version)
+        await controller.sync.end_training(version)
 
     async def save(self, controller: Controller, folder: Path) -> None:
         """Write a checkpoint to a temporary folder, then rename it, so that it is complete or absent."""
@@ -201,7 +202,7 @@ class Saver:
             return False
         if key not in values:
             known = ", ".join(values)
-            controller.parts.monitor.tell(f"--best_metric_key {key} is not among the evaluation's metrics: {known}")
+            controller.monitor.tell(f"--best_metric_key {key} is not among the evaluation's metrics: {known}")
             return False
         if state.best is not None and state.best_key == key and values[key] <= state.best:
             return False

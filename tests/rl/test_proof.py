@@ -9,7 +9,7 @@ import torch
 from openrlhf.config.sections.rl import RolloutFlags
 from openrlhf.data.collate import Layout
 from openrlhf.errors import RolloutError
-from openrlhf.rl.proof import PROBE_TOKENS, GapLimits, GapWatch
+from openrlhf.rl.proof import PROBE_TOKENS, GapWatch
 from openrlhf.rl.samples import Batching
 from openrlhf.types import Completion, Prompt, Trajectory
 
@@ -45,7 +45,7 @@ def sample(log_prob, version=0, index=0, length=2):
 
 def make_check(trainer=None, layout=PADDED, size=8, **settings):
     limits = {"warn": 0.01, "stop": 0.1} | settings
-    return GapWatch(GapLimits(**limits), trainer or Trainer(), Batching(layout, size), Console())
+    return GapWatch(trainer or Trainer(), Batching(layout, size), Console(), **limits)
 
 
 def run_check(gap, *trajectories, version=0):
