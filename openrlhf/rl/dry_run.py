@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -183,14 +183,13 @@ async def try_prompts(
     """
     samples = 1 if config.rewards.agent_func_path else config.rollout.n_samples_per_prompt
     flags = replace(config.rollout, n_samples_per_prompt=samples)
-    jobs = [
-        executor.run_group(
-            prompt,
-            sampling(prompt, flags, config.batches.seed),
-            [MadeUpSession(text, tokenizer) for text in answers(prompt, samples)],
-        )
-        for prompt in prompts
-    ]
+    jobs: list[Coroutine[object, object, GroupResult]] = []
+    for prompt in prompts:
+        # Answers that differ, based on the label if it is a text, since it probably looks like an answer.
+        text = prompt.label if isinstance(prompt.label, str) and prompt.label else MADE_UP
+        texts = [text, *(f"{text} {number}" for number in range(1, samples))]
+        sessions = [MadeUpSession(text, tokenizer) for text in texts]
+        jobs.append(executor.run_group(prompt, sampling(prompt, flags, config.batches.seed), sessions))
     outcomes = await asyncio.gather(*jobs, return_exceptions=True)
     for outcome in outcomes:  # raise the first error in row order, not the first in time
         if isinstance(outcome, RewardError | RolloutError):
@@ -199,12 +198,6 @@ async def try_prompts(
         if isinstance(outcome, BaseException):
             raise outcome
     return [outcome for outcome in outcomes if isinstance(outcome, GroupResult)]
-
-
-def answers(prompt: Prompt, count: int) -> list[str]:
-    """Make up `count` different answers, based on the label if it is a text, since it probably looks like an answer."""
-    text = prompt.label if isinstance(prompt.label, str) and prompt.label else MADE_UP
-    return [text, *(f"{text} {number}" for number in range(1, count))]
 
 
 def explain(results: Sequence[GroupResult], tokenizer: PreTrainedTokenizerBase) -> None:

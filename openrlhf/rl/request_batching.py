@@ -3,9 +3,9 @@
 `run_groups` asks an `EpisodeScheduler` for one `EpisodeSession` per sample and gives the sessions to the executor. An
 episode generates through its session; the scheduler collects requests and sends them to the engine in batches:
 
-    episode -> EpisodeSession.generate -> pending -> EpisodeScheduler.send_if_ready, _send -> Engine.generate
-       ^                                                                                           |
-       +-------------------------------------------  _deliver  <-----------------------------------+
+    episode -> EpisodeSession.generate -> pending -> EpisodeScheduler.send_if_ready -> Engine.generate
+       ^                                                                                    |
+       +---------------------------------------  _deliver  <--------------------------------+
 
 In lockstep, a batch is sent as soon as every running episode waits for one. Engines are fastest with bulk admission,
 and the batches depend only on the episodes, so a run repeats exactly. This also holds with a limit on episodes: which
@@ -74,14 +74,13 @@ class EpisodeScheduler:
                 started.set_result(sessions)
 
     def send_if_ready(self) -> None:
-        """Send a batch if all running episodes wait; without lockstep, schedule one."""
-        if self.lockstep and self.pending and len(self.pending) == self.running:
-            self._send()
-        elif not self.lockstep and len(self.pending) == 1:  # the first request schedules the batch
-            asyncio.get_running_loop().call_soon(self._send)
+        """Send the pending requests in the order of their episodes: as one batch or, without lockstep, by prompt.
 
-    def _send(self) -> None:
-        """Send the pending requests in the order of their episodes: as one batch or, without lockstep, by prompt."""
+        In lockstep, do nothing until all running episodes wait. Sessions schedule this function for the next iteration
+        of the event loop, by which time the other requests of this iteration are pending too.
+        """
+        if self.lockstep and len(self.pending) < self.running:
+            return
         pending = sorted(self.pending, key=lambda entry: entry.episode)
         self.pending.clear()
         for _, group in groupby(pending, key=lambda entry: None if self.lockstep else entry.request.prefix):
@@ -120,7 +119,7 @@ class EpisodeSession:
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         entry = PendingRequest(self.episode, replace(request, prefix=self.prefix), answer)
         self.scheduler.pending.append(entry)
-        self.scheduler.send_if_ready()
+        asyncio.get_running_loop().call_soon(self.scheduler.send_if_ready)
         try:
             return await answer
         finally:
@@ -133,4 +132,4 @@ class EpisodeSession:
             self.open = False
             self.scheduler.running -= 1
             self.scheduler.start_groups()
-            self.scheduler.send_if_ready()
+            asyncio.get_running_loop().call_soon(self.scheduler.send_if_ready)
