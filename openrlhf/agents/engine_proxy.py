@@ -45,16 +45,16 @@ class EpisodeRequests:
     tokens: list[int] = field(default_factory=list)  # of the last request followed by its answer
 
 
+@dataclass(eq=False)
 class RequestRouter:
     """The running episodes of this process, by call number, and how their requests reach the trainer."""
 
-    tokenizer: PreTrainedTokenizerBase  # set when the worker has loaded it
-
-    def __init__(self, send: Callable[[EngineRequest], None], max_length: int) -> None:
-        self.send, self.max_length = send, max_length
-        self.running: dict[int, EpisodeRequests] = {}
-        self.loop = asyncio.get_running_loop()
-        self.has_guessed = False  # whether a request was assigned by its tokens, which is reported once
+    send: Callable[[EngineRequest], None]
+    max_length: int
+    tokenizer: PreTrainedTokenizerBase
+    running: dict[int, EpisodeRequests] = field(default_factory=dict)
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    has_guessed: bool = False  # whether a request was assigned by its tokens, which is reported once
 
     def open(self, call: int, seed: int, prompt: str) -> EngineProxy:
         """Register an episode and return its proxy."""

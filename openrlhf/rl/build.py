@@ -53,9 +53,9 @@ def build_models(
     total_steps = rollouts * steps_per_rollout(config)
     # The order matters: new heads and adapters draw from torch's random stream.
     policy = build_policy(config, device, total_steps) if "actor" in roles else None
-    critic, reference = None, None
-    if "critic" in roles and uses_critic(config):
-        critic = build_critic(config, tokenizer, device, total_steps)
+    has_critic = "critic" in roles and uses_critic(config)
+    critic = build_critic(config, tokenizer, device, total_steps) if has_critic else None
+    reference = None
     if "ref" in roles and uses_reference(config):
         model = load_language_model(config, config.critic.ref_pretrain or str(config.model.pretrain), device)
         network = Network(model, self_test=not config.model.skip_self_test)

@@ -22,8 +22,7 @@ class RunningEpisodes:
 
     def __init__(self, *prompts):
         self.sent = []
-        self.router = RequestRouter(self.sent.append, 64)
-        self.router.tokenizer = make_tokenizer()
+        self.router = RequestRouter(self.sent.append, 64, make_tokenizer())
         self.proxies = [self.router.open(call, call, text) for call, text in enumerate(prompts)]
 
     async def from_server(self, text, kept=0):

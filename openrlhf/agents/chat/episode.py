@@ -128,14 +128,11 @@ class ChatEpisode:
                 try_this='the same tools in every request, with tool_choice "none" if none may be called',
             )
         difference = ""
-        for place, known in enumerate(self.messages):
-            if place >= len(messages):
-                difference = f"it ends after {len(messages)} messages, but the episode has {len(self.messages)}"
-                break
-            if comparable(messages[place]) != comparable(known):
-                given, expected = (
-                    shorten(json.dumps(item, ensure_ascii=False, default=str)) for item in (messages[place], known)
-                )
+        if len(messages) < len(self.messages):
+            difference = f"it ends after {len(messages)} messages, but the episode has {len(self.messages)}"
+        for place, pair in enumerate(zip(messages, self.messages, strict=False)):
+            if comparable(pair[0]) != comparable(pair[1]):
+                given, expected = (shorten(json.dumps(item, ensure_ascii=False, default=str)) for item in pair)
                 difference = f"message {place} is {given}, but the episode has {expected}"
                 break
         if difference:
@@ -171,13 +168,13 @@ class ChatEpisode:
         return self.transcript.result(truncated=self.is_full or self.outputs[-1].finish_reason == "length")
 
 
-def comparable(message: Message) -> tuple[object, ...]:
+def comparable(message: Message) -> object:
     """Return the part of a message that a later request must repeat unchanged.
 
     Clients may strip blanks around the assistant's text and change the ids of its tool calls.
     """
     if message["role"] != "assistant":
-        return tuple(sorted(message.items(), key=lambda item: item[0]))
+        return message
     functions = [call["function"] for call in message.get("tool_calls") or []]
     return "assistant", message["content"].strip(), [(item["name"], item["arguments"]) for item in functions]
 

@@ -10,11 +10,11 @@ reset and step, MCP, sessions with a caller's id) are not supported.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from openrlhf.agents.chat.episode import ChatEpisode, ChatExecutor, EpisodeFull
-from openrlhf.agents.chat.wire import MODEL, ChatRequest, ToolCall, format_message, read_chat
+from openrlhf.agents.chat.wire import MODEL, ChatRequest, format_message, read_chat
 from openrlhf.agents.executor import clip
 from openrlhf.agents.interface import EpisodeResult, EpisodeTask
 from openrlhf.agents.sandbox.messages import Json
@@ -85,24 +85,16 @@ class NemoGymAgentExecutor(ChatExecutor):
             calls = turn.message.get("tool_calls") or []
             if not calls or turn.output.finish_reason == "length":
                 return output
-            results = [await self._call_tool(http, call, tools) for call in calls]
-            output += [
-                {"type": "function_call_output", "id": f"fco_{message['tool_call_id']}", "status": "completed"}
-                | {"call_id": message["tool_call_id"], "output": message["content"]}
-                for message in results
-            ]
-            messages = [*messages, turn.message, *results]
-
-    async def _call_tool(self, http: ClientSession, call: ToolCall, tools: Sequence[Mapping[str, Any]]) -> Message:
-        """Call a tool and return its response as a message, whatever the HTTP status.
-
-        Only tools that the row lists are requested, so the policy cannot reach other paths of the server.
-        """
-        name = call["function"]["name"]
-        text = f"there is no tool {name}"
-        if any(tool["function"]["name"] == name for tool in tools):
-            _, text = await self._post(http, f"/{name}", call["function"]["arguments"])
-        return {"role": "tool", "tool_call_id": call["id"], "content": text}
+            messages = [*messages, turn.message]
+            for call in calls:
+                name, number = call["function"]["name"], call["id"]
+                text = f"there is no tool {name}"
+                # Only tools that the row lists are requested, so the policy cannot reach other paths of the server.
+                if any(tool["function"]["name"] == name for tool in tools):
+                    _, text = await self._post(http, f"/{name}", call["function"]["arguments"])  # of any status
+                messages.append({"role": "tool", "tool_call_id": number, "content": text})
+                item: Item = {"type": "function_call_output", "id": f"fco_{number}", "status": "completed"}
+                output.append(item | {"call_id": number, "output": text})
 
     async def _post(self, http: ClientSession, path: str, body: Mapping[str, object]) -> tuple[int, str]:
         """Return the status and text of a response; raise RewardError if there is none."""

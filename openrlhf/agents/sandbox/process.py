@@ -42,7 +42,6 @@ class PoolLimits:
     processes: int = 1
     calls_before_another: int = 1  # concurrent calls in a process before another process is started
     calls_per_process: int | None = None  # further calls are queued; None: no limit
-    loading: float = LOADING_SECONDS
 
 
 class WorkerProcess:
@@ -75,8 +74,8 @@ class WorkerProcess:
         self.unsent: list[bytes] = []  # messages from before the pipe was connected
         self.loop = asyncio.get_running_loop()
         self.loaded: asyncio.Future[None] = mark_retrieved(self.loop.create_future())
-        too_slow = CallFailure(f"took longer than {limits.loading:g} s to load")
-        self.loading = self.loop.call_later(limits.loading, self.fail, too_slow)
+        too_slow = CallFailure(f"took longer than {LOADING_SECONDS:g} s to load")
+        self.loading = self.loop.call_later(LOADING_SECONDS, self.fail, too_slow)
         self.send(spec)
         self.task = self.loop.create_task(self._run_and_report())
 

@@ -132,8 +132,7 @@ class Worker:
         class_module, class_name = spec.tokenizer_class
         tokenizer_class = getattr(importlib.import_module(class_module), class_name)
         tokenizer = tokenizer_class.from_pretrained(spec.tokenizer_folder, trust_remote_code=spec.trust_remote_code)
-        self.router = RequestRouter(self.send, spec.max_length)
-        self.router.tokenizer = tokenizer
+        self.router = RequestRouter(self.send, spec.max_length, tokenizer)
         if required_arguments(build):
             engine = EngineProxy(self.router)
             build = partial(LegacyExecutor, build, spec.max_length, engine, tokenizer)
