@@ -80,7 +80,11 @@ class GapWatch:
         fresh = [item for item in comparable if any(item.action_mask)]
         if not fresh:
             return {}
-        chosen = choose(fresh, self.batching)
+        # A few samples spread over the rollout, or the shortest ones if two of them exceed a micro-batch.
+        chosen = fresh[:: max(1, len(fresh) // SAMPLES)][:SAMPLES]
+        room = self.batching.token_budget or self.batching.size * max(len(item.input_ids) for item in fresh)
+        if sum(sorted(len(item.input_ids) for item in chosen)[-2:]) > room:
+            chosen = sorted(fresh, key=lambda item: len(item.input_ids))[:SAMPLES]
         pairs = [chosen[place : place + 2] for place in range(0, len(chosen), 2)]
         if len(pairs[-1]) == 1:  # add another sequence, in front of it because leaks go to later sequences
             pairs[-1] = [min(trajectories, key=lambda item: len(item.input_ids)), *pairs[-1]]
@@ -150,12 +154,3 @@ class GapWatch:
         if not found:
             self.monitor.tell(f"{skipped} no prompt leaves room for a probe")
         return found
-
-
-def choose(fresh: Sequence[Trajectory], batching: Batching) -> Sequence[Trajectory]:
-    """Choose a few samples spread over the rollout, or the shortest ones if two of them exceed a micro-batch."""
-    spread = fresh[:: max(1, len(fresh) // SAMPLES)][:SAMPLES]
-    room = batching.token_budget or batching.size * max(len(item.input_ids) for item in fresh)
-    if sum(sorted(len(item.input_ids) for item in spread)[-2:]) <= room:
-        return spread
-    return sorted(fresh, key=lambda item: len(item.input_ids))[:SAMPLES]

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from openrlhf.types import PolicyBatch, RolloutBatch, StepRewards, Trajectory
 
-Metrics = dict[str, float]
-
 
 @dataclass(frozen=True)
 class ModelRewards:
@@ -85,7 +83,7 @@ class Workers(Protocol):
 
     async def train(
         self, micro_batches: Sequence[PolicyBatch], *, kl_coef: float, progress: float, train_policy: bool
-    ) -> Metrics:
+    ) -> dict[str, float]:
         """Take one optimizer step of the policy (if `train_policy`) and of the critic (if there is one).
 
         `progress` is the fraction of the run that is done, in [0, 1); it determines the learning rates.
