@@ -30,7 +30,7 @@ from openrlhf.monitor import say
 from openrlhf.rl.rollouts import sampling
 from openrlhf.training.optim import schedule
 from openrlhf.training.preflight import check_models
-from openrlhf.types import Completion, LabelledRow, PairRow, Prompt, Request, StepRow, TokenRow
+from openrlhf.types import Completion, LabelledRow, PairRow, Prompt, Request, StepRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,15 +45,14 @@ MADE_UP = "a made-up answer"
 def run(config: RLConfig | SupervisedConfig) -> None:
     """Try everything that needs no model weights; nothing is downloaded for it."""
     if isinstance(config, RLConfig):
-        names = (config.prompts.prompt_data, config.prompts.eval_dataset)
+        names, critic = (config.prompts.prompt_data, config.prompts.eval_dataset), critic_model(config)
     else:
-        names = (config.data.dataset, config.data.eval_dataset)
+        names, critic = (config.data.dataset, config.data.eval_dataset), None
     datasets = [name for given in names for name in split_names(given) if not is_on_disk(name)]
     missing = ([] if tokenizer_is_here(str(config.model.pretrain)) else [str(config.model.pretrain)]) + datasets
     if missing:
         say(f"no rows were tried: {', '.join(missing)} would have to be downloaded first")
         return
-    critic = critic_model(config) if isinstance(config, RLConfig) else None
     if critic is None or tokenizer_is_here(critic):
         check_models(config)
     tokenizer = load_tokenizer(str(config.model.pretrain), config.model)
@@ -80,8 +79,7 @@ def try_supervised(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase)
     schedule(flags.lr_scheduler, warmup_ratio=flags.lr_warmup_ratio, total_steps=1, min_lr_ratio=flags.min_lr_ratio)
     most = FIRST_ROWS if data.max_samples is None else min(FIRST_ROWS, data.max_samples)
     rows = load_train(replace(config, data=replace(data, max_samples=most)), tokenizer).rows
-    for line in shown_row(rows[0], tokenizer):
-        say(line)
+    show_row(rows[0], tokenizer)
     if data.eval_dataset is not None:
         held_out = replace(
             data, dataset=data.eval_dataset, dataset_split=data.eval_split, dataset_probs=None, max_samples=FIRST_ROWS
@@ -89,29 +87,23 @@ def try_supervised(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase)
         load_train(replace(config, data=held_out), tokenizer)
 
 
-def shown_row(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Describe the first row as the model will see it, with the part that is learned or judged."""
-    match row:
-        case TokenRow():
-            return [shown_tokens("the first row", row, "learned", tokenizer)]
-        case LabelledRow():
-            kind = "desirable" if row.label else "undesirable"
-            return [shown_tokens(f"the first row, {kind}", row.tokens, "learned", tokenizer)]
-        case PairRow():
-            pair = {"chosen": row.chosen, "rejected": row.rejected}
-            return [shown_tokens(f"the first row, {name}", part, "response", tokenizer) for name, part in pair.items()]
-        case StepRow():
-            text = shorten(text_of(row.input_ids, tokenizer), SHOWN)
-            labels = ", ".join(f"{label:g}" for label in row.step_labels.tolist())
-            return [f"the first row, {len(row.input_ids)} tokens: {text}; labels of its steps: {labels}"]
-    raise AssertionError(f"{type(row).__name__} is not a row")
-
-
-def shown_tokens(name: str, row: TokenRow, part: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    whole, learned = (
-        shorten(text_of(ids, tokenizer), SHOWN) for ids in (row.input_ids, row.input_ids[row.target_mask])
-    )
-    return f"{name}, {len(row.input_ids)} tokens: {whole}; {part}: {learned}"
+def show_row(row: Row, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Print the first row as the model will see it, with the part that is learned or judged."""
+    first, judged = "the first row", "learned"
+    if isinstance(row, StepRow):
+        text = shorten(text_of(row.input_ids, tokenizer), SHOWN)
+        labels = ", ".join(f"{label:g}" for label in row.step_labels.tolist())
+        say(f"{first}, {len(row.input_ids)} tokens: {text}; labels of its steps: {labels}")
+        return
+    if isinstance(row, PairRow):
+        parts, judged = {f"{first}, chosen": row.chosen, f"{first}, rejected": row.rejected}, "response"
+    elif isinstance(row, LabelledRow):
+        parts = {f"{first}, {'desirable' if row.label else 'undesirable'}": row.tokens}
+    else:
+        parts = {first: row}
+    for name, part in parts.items():
+        whole, own = (text_of(ids, tokenizer) for ids in (part.input_ids, part.input_ids[part.target_mask]))
+        say(f"{name}, {len(part.input_ids)} tokens: {shorten(whole, SHOWN)}; {judged}: {shorten(own, SHOWN)}")
 
 
 def try_rl(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> None:
