@@ -13,19 +13,24 @@ from torch import Tensor
 
 from openrlhf.models.forward import Network
 from openrlhf.models.heads import SCALAR_HEAD
+from openrlhf.models.plain import Gather, gather_nothing
 
 HEAD_CONFIG = "head_config.json"  # next to the adapters of a reward model
 HEAD_KEYS = ("value_head_prefix", "mean", "std", "normalize_reward", "pad_token_id")
 
 
-def saved_tensors(network: Network) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights for `save_model`: the decoder's tensors, each once; of an adapted model, the trained ones."""
+def saved_tensors(network: Network, gather: Gather = gather_nothing) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights for `save_model`: the decoder's tensors, each once; of an adapted model, the trained ones.
+
+    Each is complete until the next one is requested. If the network is sharded, every rank must iterate to the end.
+    """
     adapted = network.model is not network.decoder
     seen: set[int] = set()
     for name, tensor in network.model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen and (tensor.requires_grad or not adapted):
             seen.add(id(tensor))
-            yield name, tensor.detach()
+            with gather([tensor]) as unshard:
+                yield name, unshard(tensor)
 
 
 def save_model(network: Network, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:

@@ -1,8 +1,8 @@
-"""The interface between objectives (what to train) and backends (how to train it).
+"""What objectives (what to train) and backends (how to train it) have in common.
 
-Objectives say what an optimizer step minimises; a `TrainBackend` runs it. `LocalBackend` (one process) and
-`DeepSpeedBackend` (many) implement the same protocol, so the supervised loop and the RL loop do not know which one
-they use. A loop calls, for each step:
+Objectives say what an optimizer step minimises; a `TrainBackend` runs it. `LocalBackend` runs it in one process and
+`DeepSpeedBackend` in many, so the supervised loop and the RL loop do not know which one they use. A loop calls, for
+each step:
 
     forward_backward(micro_batches, objective)    gradients of the whole step, and its metrics
     optim_step(scale)                             clip, update, clear; `scale` comes from the learning-rate schedule
@@ -12,6 +12,7 @@ The functions at the end are small parts that both backends or both loops share.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +21,11 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from openrlhf.algo.reduce import Metrics, Moments
+from openrlhf.algo.reduce import Metrics, Moments, add_metrics, sequence_count
+from openrlhf.models.export import save_model, saved_tensors
 from openrlhf.models.forward import Network, Teacher, Wanted
+from openrlhf.models.plain import checkpoint_weights
+from openrlhf.training.host_memory import HostMemory
 from openrlhf.types import Batch, RolloutBatch
 
 COMPILER = "inductor"  # backend of torch.compile; tests use one that traces the same graphs but generates no C++
@@ -38,17 +42,31 @@ class Run(Protocol):
     ) -> Wanted: ...
 
 
+@dataclass(frozen=True)
+class StepTotals:
+    """The contents of one optimizer step, summed over its micro-batches and ranks: the denominators of its loss."""
+
+    targets: Tensor  # [] float64, like the others: target tokens
+    trained_sequences: Tensor  # sequences with at least one target
+    sequences: Tensor
+    micro_batches: Tensor
+
+
+def counts(batch: Batch) -> Tensor:
+    """Count what a micro-batch adds to each of the `StepTotals`, [4] float64; a filler adds nothing."""
+    trained = sequence_count(batch.target_mask, batch.sequence_ids)
+    found = (float(batch.target_mask.sum()), float(trained), batch.num_sequences, 1.0)
+    return torch.tensor(found, dtype=torch.float64) * (not batch.filler)
+
+
 class Objective(Protocol[BatchKind]):
     """The quantity that one optimizer step minimises, computed from one kind of batches.
 
-    `counts` returns this micro-batch's share of the denominators (tokens, pairs). The backend sums the counts over all
-    micro-batches and ranks of the step and passes the totals to `loss`, whose values then add up to the step's loss.
+    The losses of the micro-batches are divided by totals of the whole step, so that they add up to the step's loss.
     The result therefore does not depend on how a step is split into micro-batches.
     """
 
-    def counts(self, batch: BatchKind) -> Tensor: ...  # [kinds] float64
-
-    def loss(self, run: Run, batch: BatchKind, totals: Tensor) -> tuple[Tensor, Metrics]: ...
+    def loss(self, run: Run, batch: BatchKind, totals: StepTotals) -> tuple[Tensor, Metrics]: ...
 
 
 @dataclass(frozen=True)
@@ -59,95 +77,149 @@ class StepLosses:
     metrics: Metrics  # sums over all ranks
 
 
-class Frozen(Protocol):
+class Frozen:
     """A model that is not trained: a reference, a teacher or a reward model."""
 
-    network: Network
+    def __init__(self, network: Network, device: torch.device) -> None:
+        self.network = network
+        self.device = device
+        self.run: Run = network  # DeepSpeed puts its engine around it
+        self.offload = False  # whether the weights are in host memory between forward passes
 
+    @torch.no_grad()
     def forward(self, batch: Batch, wanted: type[Wanted], *, temperature: float | Tensor = 1.0) -> Wanted:
         """Compute outputs without gradients."""
-        ...
+        if self.offload:
+            self.network.to(self.device)
+        outputs = self.run(batch.to(self.device), wanted, temperature=temperature)
+        if self.offload:
+            self.network.to("cpu")
+        return outputs
 
     def most_rounds(self, count: int) -> int:
         """Return how many forward passes this process must run if it needs `count` itself.
 
         A sharded model runs on all ranks together, so every rank runs as many as the rank that needs the most.
         """
-        ...
+        return count
 
 
-class TrainBackend(Frozen, Protocol):
+class TrainBackend(Frozen, ABC):
     """Owner of a network, its optimizer, and their placement on devices.
 
     One `forward_backward` call takes all micro-batches of an optimizer step. A rank with no rows of its own still takes
-    part, with fillers, because a sharded model runs on all ranks together.
+    part, with fillers, because a sharded model runs on all ranks together. The methods defined here are those of a
+    single process, in which everything collective is trivial.
     """
 
-    rank: int  # data-parallel rank of this process
-    data_parallel_size: int
-    process: int  # global rank, counting tensor-parallel peers and ring members too; process 0 writes the files
+    rank = 0  # data-parallel rank of this process
+    data_parallel_size = 1
+    process = 0  # global rank, counting tensor-parallel peers and ring members too; process 0 writes the files
 
-    @property
-    def device(self) -> torch.device: ...
+    def __init__(self, network: Network, device: torch.device) -> None:
+        super().__init__(network, device)
+        self.module: nn.Module = network  # or DeepSpeed's engine around it; in training mode between calls
+        self.host = HostMemory()  # where the tensors are while the backend sleeps
 
-    def forward_backward(self, micro_batches: Sequence[B], objective: Objective[B]) -> StepLosses: ...
+    @torch.no_grad()
+    def forward(self, batch: Batch, wanted: type[Wanted], *, temperature: float | Tensor = 1.0) -> Wanted:
+        self.module.eval()
+        outputs = self.run(batch.to(self.device), wanted, temperature=temperature)
+        self.module.train()
+        return outputs
 
+    def forward_backward(self, micro_batches: Sequence[B], objective: Objective[B]) -> StepLosses:
+        """Add up the gradients of a whole optimizer step."""
+        on_device = [batch.to(self.device) for batch in micro_batches]
+        totals = StepTotals(*self.sum_over_ranks(torch.stack([counts(batch) for batch in on_device]).sum(0)))
+        losses: list[Tensor] = []
+        metrics: list[Metrics] = []
+        for batch in on_device:
+            loss, measured = objective.loss(self.run, batch, totals)  # this micro-batch's share of the step's loss
+            if batch.filler:
+                loss = loss * 0.0
+            else:
+                metrics.append(measured)
+            self.backward(loss)
+            losses.append(loss.detach())
+        return StepLosses(torch.stack(losses), self.sum_metrics(add_metrics(metrics)))  # [micro-batches]
+
+    @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[B], objective: Objective[B]) -> Metrics:
         """Compute the objective's metrics without gradients, summed over ranks."""
-        ...
+        self.module.eval()
+        metrics: list[Metrics] = []
+        for batch in micro_batches:
+            here = batch.to(self.device)
+            # An evaluation has no optimizer step, so each micro-batch is its own total; only the metrics are used.
+            measured = objective.loss(self.run, here, StepTotals(*counts(here)))[1]
+            metrics += [] if batch.filler else [measured]
+        self.module.train()
+        return self.sum_metrics(add_metrics(metrics))
 
+    @abstractmethod
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of a micro-batch's share of the loss to those of the step."""
+
+    @abstractmethod
     def optim_step(self, scale: float) -> float | None:
         """Update the weights with `scale` times the peak learning rates; return the gradient norm before clipping.
 
         None means that the step was skipped because scaled gradients overflowed fp16.
         """
-        ...
 
+    @abstractmethod
     def loss_scaling(self) -> dict[str, float]:
         """Return `loss_scale` and `skipped_steps` of an fp16 run for the logs; empty if the loss is not scaled."""
-        ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what a rollout engine loads: full tensors by checkpoint name, with adapters merged, on every rank.
 
         Collective: every rank must iterate to the end. A tensor is valid only until the next one is requested.
         """
-        ...
+        return checkpoint_weights(self.network)
 
     def exported(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that `export` writes, under their in-memory names; of a LoRA model only the adapters.
 
         Collective, like `weights`.
         """
-        ...
+        return saved_tensors(self.network)
 
+    @abstractmethod
     def save(self, folder: Path) -> None:
         """Write what resuming needs: weights and optimizer state."""
-        ...
 
+    @abstractmethod
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote."""
-        ...
 
     def export(self, folder: Path) -> None:
         """Write a model folder that Transformers can load, or for adapters, one that PEFT can load."""
-        ...
+        save_model(self.network, folder)
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """Sum over data-parallel ranks, on the device of `values`."""
-        ...
+        return values
+
+    def sum_metrics(self, metrics: Metrics) -> Metrics:
+        """Sum over data-parallel ranks, which may know different metrics."""
+        return metrics
 
     def any_process(self, condition: bool) -> bool:
         """Return True in all processes if `condition` holds in any of them."""
-        ...
+        return condition
 
-    def barrier(self) -> None: ...
+    def barrier(self) -> None:
+        """Wait for the other processes, if there are any."""
 
+    @abstractmethod
     def sleep(self) -> None:
         """Free the device memory until `wake` is called."""
-        ...
 
-    def wake(self) -> None: ...
+    def wake(self) -> None:
+        """Undo `sleep`."""
+        self.host.give_back()
 
 
 def temperature_of(batch: RolloutBatch, own: float) -> float | Tensor:

@@ -9,8 +9,7 @@ engine wraps and the handling of shards, and `processes` the start-up.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 
 import deepspeed
@@ -27,20 +26,18 @@ from torch import distributed as dist
 from openrlhf.algo.reduce import Metrics, add_metrics
 from openrlhf.config.sections.training import OptimizerFlags, ShardingFlags
 from openrlhf.errors import BackendError, ConfigError
-from openrlhf.models.export import save_model
-from openrlhf.models.forward import Network, Wanted
+from openrlhf.models.export import save_model, saved_tensors
+from openrlhf.models.forward import Network
 from openrlhf.models.plain import checkpoint_weights
 from openrlhf.models.self_test import choose_layout
 from openrlhf.training.audit import Audit
-from openrlhf.training.backend import B, Objective, Run, StepLosses, compile_decoder_layers
+from openrlhf.training.backend import Frozen, TrainBackend, compile_decoder_layers
 from openrlhf.training.deepspeed_config import NetworkFacts, Section, clips_outside, engine_config, frozen_config
 from openrlhf.training.deepspeed_shards import (
-    Engine,
     EngineModule,
     EngineRun,
     ZeroParameter,
     gather,
-    gathered_tensors,
     is_sharded,
     keep_gathered,
     mark_experts,
@@ -49,17 +46,15 @@ from openrlhf.training.deepspeed_shards import (
     unhook_head,
     wake_up,
 )
-from openrlhf.training.host_memory import HostMemory
 from openrlhf.training.optim import parameter_groups, trainable
 from openrlhf.training.ring_groups import share_rows
-from openrlhf.types import Batch
 
 TAG = "deepspeed"  # folder of DeepSpeed's files inside a checkpoint
 UNIVERSAL_TAG = "universal"  # the same, converted for any number of devices
 CONVERTER = "python -m deepspeed.checkpoint.ds_to_universal"
 
 
-class DeepSpeedFrozen:
+class DeepSpeedFrozen(Frozen):
     """A model that is not trained, such as a reference or a teacher.
 
     It is sharded under ZeRO-3, and a full copy on each rank otherwise. `offload` keeps its weights in host memory.
@@ -68,36 +63,25 @@ class DeepSpeedFrozen:
     def __init__(
         self, network: Network, sharding: ShardingFlags, device: torch.device, *, offload: bool = False
     ) -> None:
-        self.network = network.eval().requires_grad_(False)
-        self.device = device
+        super().__init__(network.eval().requires_grad_(False), device)
         self.sharded = sharding.zero_stage == 3
-        self.moves = False  # whether each forward pass moves the weights to the device and back
         share_rows(network, sharding)
         if self.sharded:
             config = frozen_config(sharding, _facts(network, device), offload=offload)
-            self.run: Run = _engine_around(network, sharding, config)[1]
+            self.run = _engine_around(network, sharding, config)
             keep_gathered(unhook_head(network))
         else:
-            self.run = network.to(device)
-        choose_layout(network, self.forward, partial(_largest, device=device))
+            network.to(device)
+        choose_layout(network, self.forward, lambda excess: float(_largest(excess, device)))
         if offload and not self.sharded:
-            self.moves = True
+            self.offload = True
             network.to("cpu")
-
-    @torch.no_grad()
-    def forward(self, batch: Batch, wanted: type[Wanted], *, temperature: float | Tensor = 1.0) -> Wanted:
-        if self.moves:
-            self.network.to(self.device)
-        outputs = self.run(batch.to(self.device), wanted, temperature=temperature)
-        if self.moves:
-            self.network.to("cpu")
-        return outputs
 
     def most_rounds(self, count: int) -> int:
         return int(_largest(count, self.device)) if self.sharded else count
 
 
-class DeepSpeedBackend:
+class DeepSpeedBackend(TrainBackend):
     """One network and its optimizer, spread over all processes of the launch.
 
     Call `start_distributed` first. The optimizer is PyTorch's AdamW, which DeepSpeed shards and offloads, so the
@@ -114,11 +98,10 @@ class DeepSpeedBackend:
         learning_rate: float,
         universal_checkpoint: bool = False,
     ) -> None:
-        self.network = network
+        super().__init__(network, device)
         self.flags = optimizer
         self.learning_rate = learning_rate  # peak; `optim_step` scales it
         self.sharding = sharding
-        self.device = device
         self.universal = universal_checkpoint
         self.has_adapters = network.model is not network.decoder  # then only they are trained, saved and exported
         named = trainable(network)
@@ -134,13 +117,13 @@ class DeepSpeedBackend:
             groups, lr=0.0, betas=optimizer.adam_betas, eps=optimizer.adam_eps, fused=True
         )
         self.decays = [group["weight_decay"] for group in self.optimizer.param_groups]
-        self.engine, self.run = _engine_around(network, sharding, config, self.optimizer)
+        self.run = run = _engine_around(network, sharding, config, self.optimizer)
+        self.engine = self.module = run.engine
         if sharding.zero_stage == 0:
             self.optimizer.state.clear()
         # ZeRO-3 frees these when it updates, saves or loads weights; `keep_gathered` gathers them again.
         self.head_parameters = unhook_head(network) if sharding.zero_stage == 3 else []
         keep_gathered(self.head_parameters)
-        self.host = HostMemory()
         self.averages = dist.get_world_size(self.engine.data_parallel_group)  # processes that DeepSpeed averages over
         self.group = shared.lane if shared else self.engine.data_parallel_group  # of data-parallel ranks
         self.rank = dist.get_rank(self.group)
@@ -149,50 +132,19 @@ class DeepSpeedBackend:
         self.clips_here = clips_outside(sharding, facts)
         self._scales_loss = facts.dtype == torch.float16  # DeepSpeed then skips steps that overflow
         self.engine.enable_backward_allreduce = not self.clips_here
-        choose_layout(network, self.forward, partial(_largest, device=device))
+        choose_layout(network, self.forward, lambda excess: float(_largest(excess, device)))
         if sharding.deepcompile:  # not DeepSpeed's own, which compiles for fixed shapes: lengths vary here
             compile_decoder_layers(network)
         self.engine.train()
-        self.audit = Audit(trainable(network), master_shard, self._max_over_processes)
-
-    @torch.no_grad()
-    def forward(self, batch: Batch, wanted: type[Wanted], *, temperature: float | Tensor = 1.0) -> Wanted:
-        self.engine.eval()
-        outputs = self.run(batch.to(self.device), wanted, temperature=temperature)
-        self.engine.train()
-        return outputs
+        self.audit = Audit(trainable(network), master_shard, lambda found: _largest(found, device))
 
     def most_rounds(self, count: int) -> int:
         return int(_largest(count, self.device))
 
-    def forward_backward(self, micro_batches: Sequence[B], objective: Objective[B]) -> StepLosses:
-        on_device = [batch.to(self.device) for batch in micro_batches]
-        # Denominators, summed over this step's micro-batches and ranks, without fillers.
-        counts = torch.stack([objective.counts(batch).to(self.device) for batch in on_device])  # [micro-batches, kinds]
-        filler = torch.tensor([batch.filler for batch in on_device], device=self.device)  # [micro-batches]
-        totals = self.sum_over_ranks(counts.masked_fill(filler[:, None], 0.0).sum(0))  # [kinds]
-        losses: list[Tensor] = []
-        metrics: list[Metrics] = []
-        for batch in on_device:
-            loss, measured = objective.loss(self.run, batch, totals)
-            weight = 0.0 if batch.filler else 1.0
-            # DeepSpeed averages gradients over processes, but ours are shares of one sum (within a ring too), so scale
-            # the loss by the number of processes averaged over.
-            self.engine.backward(loss * (weight * self.averages), scale_wrt_gas=False)
-            losses.append(loss.detach() * weight)
-            metrics += [measured] if weight else []
-        return StepLosses(torch.stack(losses), self._over_ranks(add_metrics(metrics)))
-
-    @torch.no_grad()
-    def evaluate(self, micro_batches: Sequence[B], objective: Objective[B]) -> Metrics:
-        self.engine.eval()
-        metrics: list[Metrics] = []
-        for batch in micro_batches:
-            here = batch.to(self.device)
-            measured = objective.loss(self.run, here, objective.counts(here))[1]
-            metrics += [] if batch.filler else [measured]
-        self.engine.train()
-        return self._over_ranks(add_metrics(metrics))
+    def backward(self, loss: Tensor) -> None:
+        # DeepSpeed averages gradients over processes, but ours are shares of one sum (within a ring too), so scale the
+        # loss by the number of processes averaged over.
+        self.engine.backward(loss * self.averages, scale_wrt_gas=False)
 
     def optim_step(self, scale: float) -> float | None:
         for group in self.optimizer.param_groups:
@@ -224,9 +176,7 @@ class DeepSpeedBackend:
         return checkpoint_weights(self.network, gather)
 
     def exported(self) -> Iterator[tuple[str, Tensor]]:
-        if self.has_adapters:
-            return gathered_tensors(self.network.model, trained_only=True)
-        return gathered_tensors(self.network.decoder)
+        return saved_tensors(self.network, gather)
 
     def save(self, folder: Path) -> None:
         mark = {UNIVERSAL_CHECKPOINT_INFO: {UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE}}
@@ -263,13 +213,7 @@ class DeepSpeedBackend:
         self.barrier()
 
     def any_process(self, condition: bool) -> bool:
-        return bool(self._max_over_processes(torch.tensor([float(condition)])).item())
-
-    def _max_over_processes(self, values: Tensor) -> Tensor:
-        """Return the elementwise maximum over all processes."""
-        found = values.to(self.device, copy=True)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        return found.to(values.device)
+        return bool(_largest(condition, self.device))
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         total = values.to(self.device, copy=True)
@@ -288,21 +232,19 @@ class DeepSpeedBackend:
             wake_up(self.engine, self.sharding.zero_stage, self.host)
             keep_gathered(self.head_parameters)
 
-    def _over_ranks(self, metrics: Metrics) -> Metrics:
-        """Sum metrics over ranks, in rank order.
-
-        Objects are gathered instead of one tensor, because a rank with only fillers does not know the metrics' names.
-        """
+    def sum_metrics(self, metrics: Metrics) -> Metrics:
+        # In rank order. Objects are gathered instead of one tensor, because a rank with only fillers does not know the
+        # metrics' names.
         everyone: list[Metrics] = [{}] * self.data_parallel_size
         dist.all_gather_object(everyone, {name: mean.cpu() for name, mean in metrics.items()}, group=self.group)
         return add_metrics(everyone)
 
 
-def _largest(value: float, device: torch.device) -> float:
-    """Return the maximum of `value` over all processes."""
-    found = torch.tensor(value, dtype=torch.float64, device=device)
+def _largest(values: Tensor | float, device: torch.device) -> Tensor:
+    """Return the elementwise maximum over all processes, on the CPU."""
+    found = torch.as_tensor(values, dtype=torch.float64).to(device, copy=True)
     dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found)
+    return found.cpu()
 
 
 def _facts(network: Network, device: torch.device) -> NetworkFacts:
@@ -318,10 +260,10 @@ def _facts(network: Network, device: torch.device) -> NetworkFacts:
 
 def _engine_around(
     network: Network, sharding: ShardingFlags, config: Section, optimizer: torch.optim.Optimizer | None = None
-) -> tuple[Engine, EngineRun]:
-    """Build a DeepSpeed engine around a network; also return the callable that objectives use."""
+) -> EngineRun:
+    """Build a DeepSpeed engine around a network, in the form of a callable for objectives."""
     if sharding.zero_stage == 3:
         mark_experts(network)
     module = EngineModule(network)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
-    return engine, EngineRun(engine, module)
+    return EngineRun(engine, module)

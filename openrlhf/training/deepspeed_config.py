@@ -46,9 +46,14 @@ def engine_config(sharding: ShardingFlags, max_norm: float, facts: NetworkFacts,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": None,
         "zero_optimization": zero,
-        **_half_precision(facts),
+        **half_precision(facts.dtype),
     }
-    if dtype := sum_dtype(sharding, facts):
+    # The dtype in which gradients accumulate over micro-batches. Under ZeRO, bf16 models accumulate in fp32 unless a
+    # flag says otherwise, because bf16 has only 8 significant bits. Weights in fp32, as always on a CPU, have fp32
+    # gradients regardless of the flag.
+    in_bf16 = facts.dtype == torch.bfloat16 and sharding.zero_stage >= 1
+    dtype = sharding.grad_accum_dtype or ("fp32" if in_bf16 else None)
+    if dtype and facts.dtype != torch.float32:
         config["data_types"] = {"grad_accum_dtype": dtype}
     if sharding.ds_tensor_parallel_size > 1:
         config["tensor_parallel"] = {
@@ -70,26 +75,13 @@ def frozen_config(sharding: ShardingFlags, facts: NetworkFacts, *, offload: bool
         "train_micro_batch_size_per_gpu": 1,
         "steps_per_print": None,
         "zero_optimization": zero,
-        **_half_precision(facts),
+        **half_precision(facts.dtype),
     }
 
 
 def clips_outside(sharding: ShardingFlags, facts: NetworkFacts) -> bool:
     """Return True if the backend must clip: without ZeRO and in fp32 the engine clips but does not report the norm."""
     return sharding.zero_stage == 0 and facts.dtype == torch.float32
-
-
-def sum_dtype(sharding: ShardingFlags, facts: NetworkFacts) -> str | None:
-    """Return the dtype in which gradients accumulate over micro-batches; None leaves it to DeepSpeed.
-
-    Under ZeRO, bf16 models accumulate in fp32 unless a flag says otherwise, because bf16 has only 8 significant bits.
-    Weights in fp32, as always on a CPU, have fp32 gradients regardless of the flag.
-    """
-    if facts.dtype == torch.float32:
-        return None
-    if sharding.grad_accum_dtype is None and facts.dtype == torch.bfloat16 and sharding.zero_stage >= 1:
-        return "fp32"
-    return sharding.grad_accum_dtype
 
 
 def _sharded_weights(sharding: ShardingFlags, facts: NetworkFacts) -> Section:
@@ -101,7 +93,7 @@ def _sharded_weights(sharding: ShardingFlags, facts: NetworkFacts) -> Section:
     return section
 
 
-def _half_precision(facts: NetworkFacts) -> Section:
-    if facts.dtype == torch.bfloat16:
-        return {"bf16": {"enabled": True}}
-    return {"fp16": {"enabled": True}} if facts.dtype == torch.float16 else {}
+def half_precision(dtype: torch.dtype) -> Section:
+    """Return the section that makes DeepSpeed compute in bf16 or fp16; empty for fp32."""
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+    return {names[dtype]: {"enabled": True}} if dtype in names else {}

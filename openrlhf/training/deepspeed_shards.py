@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any, TypeAlias
 
 import deepspeed
@@ -42,25 +43,14 @@ class EngineModule(nn.Module):
     def forward(
         self,
         *,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        sequence_ids: Tensor,
-        target_mask: Tensor,
-        num_sequences: int,
         wanted: type[Outputs],
         temperature: float | Tensor,
         teacher_hidden: Tensor | None,
+        **batch: Any,  # the fields of a `Batch`
     ) -> dict[str, Tensor]:
         head = self.teacher_head
         teacher = None if teacher_hidden is None or head is None else Teacher(teacher_hidden, head)
-        batch = Batch(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            sequence_ids=sequence_ids,
-            target_mask=target_mask,
-            num_sequences=num_sequences,
-        )
-        outputs = self.network(batch, wanted, temperature=temperature, teacher=teacher)
+        outputs = self.network(Batch(**batch), wanted, temperature=temperature, teacher=teacher)
         return {name: value for name, value in vars(outputs).items() if value is not None}
 
 
@@ -75,17 +65,9 @@ class EngineRun:
         self, batch: Batch, wanted: type[Wanted], *, temperature: float | Tensor = 1.0, teacher: Teacher | None = None
     ) -> Wanted:
         self.module.teacher_head = None if teacher is None else teacher.head
-        tensors = self.engine(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
-            sequence_ids=batch.sequence_ids,
-            target_mask=batch.target_mask,
-            num_sequences=batch.num_sequences,
-            wanted=wanted,
-            temperature=temperature,
-            teacher_hidden=None if teacher is None else teacher.hidden,
-        )
-        return wanted(**tensors)
+        hidden = None if teacher is None else teacher.hidden
+        given = {field.name: getattr(batch, field.name) for field in fields(Batch)}
+        return wanted(**self.engine(wanted=wanted, temperature=temperature, teacher_hidden=hidden, **given))
 
 
 def mark_experts(network: Network) -> None:
@@ -139,20 +121,6 @@ def master_shard(parameter: ZeroParameter) -> Tensor | None:
     if hasattr(parameter, "_hp_mapping"):  # ZeRO 1 and 2, and bf16 without ZeRO
         return None if parameter._hp_mapping is None else parameter._hp_mapping.get_hp_fragment()
     return parameter if parameter.dtype == torch.float32 else None
-
-
-def gathered_tensors(root: nn.Module, *, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor of a module once, under its state-dict name, gathered until the next one is requested.
-
-    Every rank must iterate to the end.
-    """
-    seen: set[int] = set()
-    for name, tensor in root.state_dict(keep_vars=True).items():
-        if id(tensor) in seen or (trained_only and not tensor.requires_grad):
-            continue
-        seen.add(id(tensor))
-        with gather([tensor]) as full:
-            yield name, full(tensor)
 
 
 @contextmanager

@@ -2,9 +2,9 @@
 
 Each says which outputs it needs from the network and which formula of `algo` it applies to them. For every optimizer
 step, `Fit` collates the rows and calls `prepare`, which may run a frozen model over the batches; the backend then calls
-`counts` and `loss` for each micro-batch. Results of `prepare` become fields of the objective's own kind of batch:
+`loss` for each micro-batch. Results of `prepare` become fields of the objective's own kind of batch:
 
-    rows -> collate -> Batch -> prepare -> e.g. ReferencedPairs -> counts, loss
+    rows -> collate -> Batch -> prepare -> e.g. ReferencedPairs -> loss
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from openrlhf.models.forward import (
     TargetLogits,
     Teacher,
 )
-from openrlhf.training.backend import B, Frozen, Objective, Run, TrainBackend
+from openrlhf.training.backend import B, Frozen, Objective, Run, StepTotals, TrainBackend
 from openrlhf.training.order import micro_batches as cut
 from openrlhf.training.order import num_micro_batches
 from openrlhf.types import Batch, LabelledBatch, LabelledRow, PairBatch, StepBatch
@@ -93,12 +93,9 @@ class ReferencedLabels(LabelledBatch):
     baseline: Tensor  # []
 
 
-def count(*numbers: Tensor | int) -> Tensor:
-    """Stack the denominators of a micro-batch, [kinds]; the last counts the micro-batch, for the auxiliary loss."""
-    return torch.tensor([*map(float, numbers), 1.0], dtype=torch.float64)
-
-
-def add_aux(loss: Tensor, metrics: Metrics, outputs: Outputs, coef: float, totals: Tensor) -> tuple[Tensor, Metrics]:
+def add_aux(
+    loss: Tensor, metrics: Metrics, outputs: Outputs, coef: float, totals: StepTotals
+) -> tuple[Tensor, Metrics]:
     """Add the load-balancing loss of a mixture of experts, averaged over micro-batches.
 
     It is the only term that depends on how a step is split into micro-batches.
@@ -106,7 +103,7 @@ def add_aux(loss: Tensor, metrics: Metrics, outputs: Outputs, coef: float, total
     if outputs.aux_loss is None:
         return loss, metrics
     metrics = {**metrics, "aux_loss": mean_of(outputs.aux_loss.detach().reshape(1))}
-    return loss + coef * outputs.aux_loss / totals[-1].to(outputs.aux_loss), metrics
+    return loss + coef * outputs.aux_loss / totals.micro_batches.to(outputs.aux_loss), metrics
 
 
 @dataclass(frozen=True)
@@ -115,12 +112,9 @@ class SFT(NeedsNoModel):
 
     aux_loss_coef: float = 0.0
 
-    def counts(self, batch: Batch) -> Tensor:
-        return count(batch.target_mask.sum())
-
-    def loss(self, run: Run, batch: Batch, totals: Tensor) -> tuple[Tensor, Metrics]:
+    def loss(self, run: Run, batch: Batch, totals: StepTotals) -> tuple[Tensor, Metrics]:
         outputs = run(batch, LogProbs)
-        loss, metrics = token_loss.sft_loss(outputs.log_probs, batch.target_mask, totals[0])
+        loss, metrics = token_loss.sft_loss(outputs.log_probs, batch.target_mask, totals.targets)
         return add_aux(loss, metrics, outputs, self.aux_loss_coef, totals)
 
 
@@ -138,14 +132,11 @@ class Distillation:
             for batch in batches
         ]
 
-    def counts(self, batch: TaughtBatch) -> Tensor:
-        return count(batch.target_mask.sum())
-
-    def loss(self, run: Run, batch: TaughtBatch, totals: Tensor) -> tuple[Tensor, Metrics]:
+    def loss(self, run: Run, batch: TaughtBatch, totals: StepTotals) -> tuple[Tensor, Metrics]:
         teacher = Teacher(batch.teacher_hidden, self.teacher.network.vocabulary_head)
         outputs = run(batch, DistillationTerms, teacher=teacher)
         loss, metrics = token_loss.kd_loss(
-            outputs.log_probs, outputs.cross, batch.target_mask, totals[0], self.flags.kd_coef
+            outputs.log_probs, outputs.cross, batch.target_mask, totals.targets, self.flags.kd_coef
         )
         return add_aux(loss, metrics, outputs, self.aux_loss_coef, totals)
 
@@ -157,15 +148,13 @@ class PairwiseReward(NeedsNoModel):
     flags: PairwiseRewardFlags
     aux_loss_coef: float = 0.0
 
-    def counts(self, batch: PairBatch) -> Tensor:
-        return count(batch.num_sequences // 2)
-
-    def loss(self, run: Run, batch: PairBatch, totals: Tensor) -> tuple[Tensor, Metrics]:
+    def loss(self, run: Run, batch: PairBatch, totals: StepTotals) -> tuple[Tensor, Metrics]:
         outputs = run(batch, Scores)
         chosen, rejected = outputs.scores.chunk(2)  # [2 x pairs] to [pairs] each
+        pairs = totals.sequences / 2
         margin = batch.margin if self.flags.margin_loss else None
-        loss, metrics = preference_loss.REWARD_LOSSES[self.flags.loss](chosen, rejected, totals[0], margin)
-        metrics["loss"] = _share(loss, totals[0], chosen.numel())
+        loss, metrics = preference_loss.REWARD_LOSSES[self.flags.loss](chosen, rejected, pairs, margin)
+        metrics["loss"] = _share(loss, pairs, chosen.numel())
         metrics[SCORES] = moments(outputs.scores)
         return add_aux(loss, metrics, outputs, self.aux_loss_coef, totals)
 
@@ -184,22 +173,19 @@ class DirectPreference:
             for batch in batches
         ]
 
-    def counts(self, batch: ReferencedPairs) -> Tensor:
-        return count(batch.num_sequences // 2)
-
-    def loss(self, run: Run, batch: ReferencedPairs, totals: Tensor) -> tuple[Tensor, Metrics]:
+    def loss(self, run: Run, batch: ReferencedPairs, totals: StepTotals) -> tuple[Tensor, Metrics]:
         outputs = run(batch, LogProbs)
         # Log-ratios of policy to reference, [2 x pairs] to [pairs] each.
         chosen, rejected = (self._per_response(outputs, batch) - batch.reference).chunk(2)
-        flags = self.flags
+        flags, pairs = self.flags, totals.sequences / 2
         if flags.ipo:
-            loss, metrics = preference_loss.ipo(chosen, rejected, flags.beta, totals[0])
+            loss, metrics = preference_loss.ipo(chosen, rejected, flags.beta, pairs)
         else:
-            loss, metrics = preference_loss.dpo(chosen, rejected, flags.beta, totals[0], flags.label_smoothing)
-        metrics["loss"] = _share(loss, totals[0], chosen.numel())
+            loss, metrics = preference_loss.dpo(chosen, rejected, flags.beta, pairs, flags.label_smoothing)
+        metrics["loss"] = _share(loss, pairs, chosen.numel())
         if flags.nll_loss_coef > AUX_ON:
             mask = batch.target_mask & (batch.sequence_ids < batch.num_sequences // 2)  # of the chosen responses
-            nll, measured = preference_loss.chosen_nll(outputs.log_probs, mask, totals[0], batch.sequence_ids)
+            nll, measured = preference_loss.chosen_nll(outputs.log_probs, mask, pairs, batch.sequence_ids)
             loss, metrics = loss + flags.nll_loss_coef * nll, metrics | {"nll_loss": measured["nll"]}
         return add_aux(loss, metrics, outputs, self.aux_loss_coef, totals)
 
@@ -250,10 +236,7 @@ class UnpairedPreference:
         summed = policy.sum_over_ranks(total)
         return Mean(summed[0], summed[1])
 
-    def counts(self, batch: ReferencedLabels) -> Tensor:
-        return count(batch.num_sequences)
-
-    def loss(self, run: Run, batch: ReferencedLabels, totals: Tensor) -> tuple[Tensor, Metrics]:
+    def loss(self, run: Run, batch: ReferencedLabels, totals: StepTotals) -> tuple[Tensor, Metrics]:
         outputs = run(batch, LogProbs)
         ratios = _sequence_sums(outputs, batch) - batch.reference  # [sequences]
         loss, metrics = preference_loss.kto(
@@ -261,11 +244,11 @@ class UnpairedPreference:
             batch.label,
             batch.baseline,
             self.flags.beta,
-            totals[0],
+            totals.sequences,
             self.flags.desirable_loss_weight,
             self.flags.undesirable_loss_weight,
         )
-        metrics["kto_loss"] = _share(loss, totals[0], ratios.numel())
+        metrics["kto_loss"] = _share(loss, totals.sequences, ratios.numel())
         metrics["kl"] = mean_of(batch.baseline.expand(ratios.shape))
         return add_aux(loss, metrics, outputs, self.aux_loss_coef, totals)
 
@@ -281,17 +264,14 @@ class ProcessReward(NeedsNoModel):
     soft: bool = False
     aux_loss_coef: float = 0.0
 
-    def counts(self, batch: StepBatch) -> Tensor:
-        return count(batch.target_mask.sum())
-
-    def loss(self, run: Run, batch: StepBatch, totals: Tensor) -> tuple[Tensor, Metrics]:
+    def loss(self, run: Run, batch: StepBatch, totals: StepTotals) -> tuple[Tensor, Metrics]:
         outputs = run(batch, TargetLogits)
         labels = batch.step_labels[batch.target_mask]  # [rows, tokens] to [targets]
         ids = self.reward_token_ids or None
         if not self.soft:  # class numbers: indices into the reward tokens, or vocabulary ids
             labels = labels.long() if ids is None else torch.tensor(ids, device=labels.device)[labels.long()]
         everywhere = torch.ones_like(labels, dtype=torch.bool)
-        loss, metrics = token_loss.prm_loss(outputs.logits, labels, everywhere, totals[0], ids)
+        loss, metrics = token_loss.prm_loss(outputs.logits, labels, everywhere, totals.targets, ids)
         return add_aux(loss, metrics, outputs, self.aux_loss_coef, totals)
 
 

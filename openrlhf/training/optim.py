@@ -115,7 +115,13 @@ class MasterOptimizer:
         self.named = trainable(network)
         if not self.named:
             raise ConfigError("nothing to train: every parameter is frozen")
-        self.masters: list[Named] = [(name, self._master(parameter, offload)) for name, parameter in self.named]
+        self.masters: dict[str, nn.Parameter] = {}  # of a parameter that is fp32 and stays where it is: itself
+        for name, parameter in self.named:
+            self.masters[name] = parameter
+            if offload and parameter.device.type != "cpu":
+                self.masters[name] = nn.Parameter(parameter.detach().to("cpu", torch.float32).pin_memory())
+            elif parameter.dtype != torch.float32:
+                self.masters[name] = nn.Parameter(parameter.detach().to(torch.float32))
         self.split = [(parameter, master) for parameter, master in self.pairs() if parameter is not master]
         for parameter, master in self.split:
             parameter.register_post_accumulate_grad_hook(partial(_move_gradient, master))
@@ -124,31 +130,20 @@ class MasterOptimizer:
 
     def pairs(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
         """Yield each parameter with its master, which may be the parameter itself."""
-        for (_, parameter), (_, master) in zip(self.named, self.masters, strict=True):
-            yield parameter, master
-
-    def _master(self, parameter: nn.Parameter, offload: bool) -> nn.Parameter:
-        """Return an fp32 copy of a parameter, or the parameter itself if it is fp32 and stays where it is."""
-        if offload and parameter.device.type != "cpu":
-            return nn.Parameter(parameter.detach().to("cpu", torch.float32).pin_memory())
-        if parameter.dtype == torch.float32:
-            return parameter
-        return nn.Parameter(parameter.detach().to(torch.float32))
+        return ((parameter, self.masters[name]) for name, parameter in self.named)
 
     def _build(self) -> Iterator[torch.optim.Optimizer]:
         """Yield AdamW for all masters, or Muon for the matrices inside the layers and AdamW for the rest."""
         flags = self.flags
-        matrices = [(n, p) for n, p in self.masters if flags.optim == "muon" and is_matrix(n, p)]
-        chosen = {id(p) for _, p in matrices}
-        rest = [(n, p) for n, p in self.masters if id(p) not in chosen]
-        if rest:
-            groups = parameter_groups(rest, flags.l2)
+        matrices = {n: p for n, p in self.masters.items() if flags.optim == "muon" and is_matrix(n, p)}
+        groups = parameter_groups([(n, p) for n, p in self.masters.items() if n not in matrices], flags.l2)
+        if groups:
             yield torch.optim.AdamW(
                 groups, lr=self.learning_rate, betas=flags.adam_betas, eps=flags.adam_eps, fused=True
             )
         if matrices:
             yield torch.optim.Muon(
-                [p for _, p in matrices],
+                list(matrices.values()),
                 lr=flags.muon_lr,
                 weight_decay=flags.l2,
                 momentum=flags.muon_momentum,
@@ -165,7 +160,7 @@ class MasterOptimizer:
         # Wait until gradients have arrived in host memory and masters are no longer being copied.
         for device in {parameter.device for parameter, master in self.split if master.device != parameter.device}:
             torch.cuda.synchronize(device)
-        masters = [master for _, master in self.masters]
+        masters = list(self.masters.values())
         if loss_scale is not None:
             gradients = [master.grad for master in masters if master.grad is not None]
             torch._foreach_mul_(gradients, 1.0 / loss_scale)
@@ -199,8 +194,8 @@ class MasterOptimizer:
 
     def state(self) -> dict[str, Tensor]:
         """Return masters and optimizer states as flat tensors by parameter name, which safetensors can store."""
-        names = {id(master): name for name, master in self.masters}
-        tensors = {f"weight/{name}": master.detach() for name, master in self.masters}
+        names = {id(master): name for name, master in self.masters.items()}
+        tensors = {f"weight/{name}": master.detach() for name, master in self.masters.items()}
         for optimizer in self.optimizers:
             for master, slots in optimizer.state.items():
                 tensors |= {f"{slot}/{names[id(master)]}": value for slot, value in slots.items()}
@@ -213,15 +208,14 @@ class MasterOptimizer:
         for key, value in tensors.items():
             slot, _, name = key.partition("/")
             slots.setdefault(name, {})[slot] = value
-        for name, master in self.masters:
+        for name, master in self.masters.items():
             saved = slots.get(name, {}).get("weight")
             if saved is None or saved.shape != master.shape:
                 there = "nothing" if saved is None else f"{list(saved.shape)}"
                 raise BackendError(f"{name}: expected a tensor of shape {list(master.shape)}, got {there}")
-        names: dict[int, str] = {}
-        for name, master in self.masters:
+        names = {id(master): name for name, master in self.masters.items()}
+        for name, master in self.masters.items():
             master.copy_(slots[name].pop("weight"))
-            names[id(master)] = name
         for optimizer in self.optimizers:
             # Only fused optimizers keep the step count on the device of the parameter.
             on_device = any(group.get("fused") for group in optimizer.param_groups)
@@ -279,10 +273,6 @@ class LossScale:
         lower = self.value / 2
         say(f"an optimizer step was skipped: gradients overflow with a loss scale of {self.value:g}, now {lower:g}")
         self.value, self.applied, self.skipped = lower, 0, self.skipped + 1
-
-    def metrics(self) -> dict[str, float]:
-        """Return the values to log."""
-        return {"loss_scale": self.value, "skipped_steps": float(self.skipped)}
 
     def state(self) -> Tensor:
         """Return the whole state as a tensor [3] for a checkpoint."""

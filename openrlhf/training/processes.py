@@ -22,6 +22,7 @@ from openrlhf.config.commands import TrainingConfig
 from openrlhf.config.sections.training import ShardingFlags
 from openrlhf.errors import ConfigError
 from openrlhf.models.load import choose_dtype
+from openrlhf.training.deepspeed_config import half_precision
 
 
 def uses_deepspeed(config: TrainingConfig) -> bool:
@@ -92,18 +93,13 @@ def loading(config: TrainingConfig, device: torch.device) -> AbstractContextMana
 
 @contextmanager
 def sharded_loading(sharding: ShardingFlags, dtype: torch.dtype) -> Iterator[None]:
-    """Make `from_pretrained` load only this rank's shard of a ZeRO-3 model; no effect at other stages."""
-    if sharding.zero_stage != 3:
-        yield
-        return
+    """Make `from_pretrained` load only this rank's shard of a ZeRO-3 model."""
     from transformers.integrations import HfDeepSpeedConfig
 
     zero: dict[str, object] = {"stage": 3}
     if sharding.zpg > 1:
         zero["zero_hpz_partition_size"] = sharding.zpg
-    config: dict[str, object] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
-    if dtype in (torch.bfloat16, torch.float16):
-        config["bf16" if dtype == torch.bfloat16 else "fp16"] = {"enabled": True}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, **half_precision(dtype)}
     alive = HfDeepSpeedConfig(config)  # Transformers keeps only a weak reference to it
     try:
         yield

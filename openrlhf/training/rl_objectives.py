@@ -13,12 +13,12 @@ from torch import Tensor
 
 from openrlhf.algo.kl import kl_loss
 from openrlhf.algo.policy_loss import entropy_loss, policy_loss
-from openrlhf.algo.reduce import Mean, Metrics, mean_of, sequence_count
+from openrlhf.algo.reduce import Mean, Metrics, mean_of
 from openrlhf.algo.value_loss import value_loss
 from openrlhf.config.sections.rl import PolicyLossFlags
 from openrlhf.models.forward import LogProbs, LogProbsAndEntropy, Values
-from openrlhf.training.backend import Run, temperature_of
-from openrlhf.training.objectives import add_aux, count
+from openrlhf.training.backend import Run, StepTotals, temperature_of
+from openrlhf.training.objectives import add_aux
 from openrlhf.types import PolicyBatch
 
 
@@ -35,10 +35,7 @@ class PolicyObjective:
     aux_loss_coef: float = 0.0
     constant_length: int = 1  # tokens that each sequence counts as in the "constant" aggregation
 
-    def counts(self, batch: PolicyBatch) -> Tensor:
-        return count(batch.target_mask.sum(), sequence_count(batch.target_mask, batch.sequence_ids))
-
-    def loss(self, run: Run, batch: PolicyBatch, totals: Tensor) -> tuple[Tensor, Metrics]:
+    def loss(self, run: Run, batch: PolicyBatch, totals: StepTotals) -> tuple[Tensor, Metrics]:
         temperature, mask, rows = temperature_of(batch, self.temperature), batch.target_mask, batch.sequence_ids
         entropy = None  # or [rows, tokens]
         if self.entropy_coef is None:
@@ -49,8 +46,9 @@ class PolicyObjective:
         log_probs = outputs.log_probs  # [rows, tokens]
         old_log_probs = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
         mode = self.settings.aggregation
-        tokens, sequences = totals[0], totals[1]  # `totals` is [tokens, sequences, micro-batches]
-        denominator = {"token-mean": tokens, "seq-mean": sequences, "constant": sequences * self.constant_length}[mode]
+        sequences = totals.trained_sequences
+        constant = sequences * self.constant_length
+        denominator = {"token-mean": totals.targets, "seq-mean": sequences, "constant": constant}[mode]
         loss, metrics = policy_loss(
             log_probs,
             old_log_probs,
@@ -90,21 +88,18 @@ class ValueObjective:
     value_clip: float
     aux_loss_coef: float = 0.0
 
-    def counts(self, batch: PolicyBatch) -> Tensor:
-        return count(batch.target_mask.sum())
-
-    def loss(self, run: Run, batch: PolicyBatch, totals: Tensor) -> tuple[Tensor, Metrics]:
+    def loss(self, run: Run, batch: PolicyBatch, totals: StepTotals) -> tuple[Tensor, Metrics]:
         if batch.old_values is None or batch.returns is None:
             raise ValueError("a value loss needs old values and returns")
         outputs = run(batch, Values)
         loss, metrics = value_loss(
-            outputs.values, batch.old_values, batch.returns, batch.target_mask, totals[0], self.value_clip
+            outputs.values, batch.old_values, batch.returns, batch.target_mask, totals.targets, self.value_clip
         )
         metrics["critic_loss"] = whole_loss(loss, totals)
         loss, metrics = add_aux(loss, metrics, outputs, self.aux_loss_coef, totals)
         return loss, {"critic_aux_loss" if name == "aux_loss" else name: mean for name, mean in metrics.items()}
 
 
-def whole_loss(share: Tensor, totals: Tensor) -> Mean:
+def whole_loss(share: Tensor, totals: StepTotals) -> Mean:
     """Return the step's loss as a metric: shares times the number of micro-batches average to the full loss."""
-    return mean_of(share.detach().double().reshape(1) * totals[-1].to(share.device))
+    return mean_of(share.detach().double().reshape(1) * totals.micro_batches.to(share.device))

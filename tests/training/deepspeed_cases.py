@@ -27,7 +27,7 @@ from openrlhf.models.attention import SEGMENTED
 from openrlhf.models.forward import DistillationTerms, HiddenStates, LogProbs, Network, Teacher
 from openrlhf.rl.reward_models import ProcessRewardModel
 from openrlhf.rl.samples import Batching
-from openrlhf.training.backend import Frozen, Run, TrainBackend
+from openrlhf.training.backend import Frozen, Run, StepTotals, TrainBackend
 from openrlhf.types import Batch
 
 # An eps above rounding: otherwise a gradient of zero, up to rounding, would move a weight by its sign.
@@ -84,14 +84,11 @@ def of_rank(batches: Sequence[Batch], rank: int) -> list[Batch]:
 
 
 class Sft:
-    def counts(self, batch: Batch) -> Tensor:
-        return torch.tensor([float(batch.target_mask.sum()), 1.0], dtype=torch.float64)
-
-    def loss(self, run: Run, batch: Batch, totals: Tensor) -> tuple[Tensor, Metrics]:
+    def loss(self, run: Run, batch: Batch, totals: StepTotals) -> tuple[Tensor, Metrics]:
         outputs = run(batch, LogProbs)
-        loss, metrics = sft_loss(outputs.log_probs, batch.target_mask, totals[0])
+        loss, metrics = sft_loss(outputs.log_probs, batch.target_mask, totals.targets)
         if outputs.aux_loss is not None:
-            loss = loss + 0.1 * outputs.aux_loss / totals[1]
+            loss = loss + 0.1 * outputs.aux_loss / totals.micro_batches
         return loss, metrics
 
 
@@ -99,10 +96,10 @@ class Distil(Sft):
     def __init__(self, teacher: Frozen) -> None:
         self.teacher = teacher
 
-    def loss(self, run: Run, batch: Batch, totals: Tensor) -> tuple[Tensor, Metrics]:
+    def loss(self, run: Run, batch: Batch, totals: StepTotals) -> tuple[Tensor, Metrics]:
         hidden = self.teacher.forward(batch, HiddenStates).hidden
         outputs = run(batch, DistillationTerms, teacher=Teacher(hidden, self.teacher.network.vocabulary_head))
-        return kd_loss(outputs.log_probs, outputs.cross, batch.target_mask, totals[0], 0.4)
+        return kd_loss(outputs.log_probs, outputs.cross, batch.target_mask, totals.targets, 0.4)
 
 
 def train(

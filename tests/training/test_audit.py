@@ -27,7 +27,7 @@ class Scalars(Sft):
     def loss(self, run, batch, totals):
         outputs = run(batch, self.kind)
         found = outputs.scores if self.kind is Scores else outputs.values
-        return (found - 1.0).square().sum() / totals[1], {}
+        return (found - 1.0).square().sum() / totals.micro_batches, {}
 
 
 class NoLoss(Sft):

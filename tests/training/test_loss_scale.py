@@ -1,6 +1,6 @@
 """fp16 in one process: small gradients do not underflow, steps that overflow are skipped, and resuming is exact."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from openrlhf.errors import BackendError
 from openrlhf.models.forward import Network
 from openrlhf.models.load import add_adapters, load_causal_lm
 from openrlhf.training.local import LocalBackend
-from openrlhf.training.objectives import SFT, count
+from openrlhf.training.objectives import SFT
 from openrlhf.training.optim import GROWTH_INTERVAL, INITIAL_SCALE, LossScale
 from openrlhf.types import TokenRow
 from tests.tiny import make_model, make_tokenizer
@@ -28,8 +28,8 @@ MANY_TOKENS = 1_000_000
 class SmallShare(SFT):
     """SFT on rows that are a small share of a step with many tokens."""
 
-    def counts(self, batch):
-        return count(MANY_TOKENS)
+    def loss(self, run, batch, totals):
+        return super().loss(run, batch, replace(totals, targets=torch.tensor(float(MANY_TOKENS), dtype=torch.float64)))
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def batch(seed=0):
 def gradient_of(backend, scale=1.0):
     """Return all gradients of one step in one vector, divided by their loss scale."""
     backend.forward_backward([batch()], SmallShare())
-    return torch.cat([master.grad.flatten() for _, master in backend.optimizer.masters]) / scale
+    return torch.cat([master.grad.flatten() for master in backend.optimizer.masters.values()]) / scale
 
 
 def test_gradients_of_a_mean_over_many_tokens_do_not_underflow(folder):
