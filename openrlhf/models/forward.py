@@ -20,7 +20,7 @@ from openrlhf.errors import ConfigError
 from openrlhf.models.attention import packs
 from openrlhf.models.chunks import Head, distillation_terms, token_log_probs, token_log_probs_and_entropy
 from openrlhf.models.heads import SCALAR_HEAD, VocabularyHead, decoder_name, logit_factor
-from openrlhf.models.inputs import CallLayout, DecoderCall, convolution_reach, decoder_calls, single_calls
+from openrlhf.models.inputs import CallLayout, packed_call, padded_call, single_calls
 from openrlhf.models.ring import Ring, Share
 from openrlhf.types import Batch
 
@@ -127,17 +127,15 @@ class Network(nn.Module):
     def scalar_head(self) -> nn.Module:
         return self.decoder.get_submodule(SCALAR_HEAD)
 
-    @property
+    @cached_property
     def vocabulary_head(self) -> VocabularyHead:
-        return VocabularyHead(self.decoder, self._logit_factor)
+        return VocabularyHead(self.decoder, logit_factor(self.decoder))
 
     @cached_property
-    def _logit_factor(self) -> float | None:
-        return logit_factor(self.decoder)
-
-    @cached_property
-    def _gap(self) -> int:
-        return convolution_reach(self.decoder)
+    def _convolution_reach(self) -> int:
+        """How many tokens back the widest convolution looks."""
+        kernels = (module.kernel_size[0] for module in self.decoder.modules() if isinstance(module, nn.Conv1d))
+        return max(kernels, default=1) - 1
 
     @cached_property
     def _accepted(self) -> frozenset[str] | None:
@@ -153,82 +151,100 @@ class Network(nn.Module):
 
         `temperature` divides the logits: a single one, or [rows, tokens]. `teacher` is for DistillationTerms.
         """
-        if issubclass(wanted, OwnLogProbs | OwnScores):
-            found, aux_loss = self._own(batch, scores=issubclass(wanted, OwnScores)), None
-        else:
-            found, aux_loss = self._compute(batch, wanted, temperature, teacher)
-        return wanted(aux_loss=aux_loss, **found)
-
-    def _compute(
-        self, batch: Batch, wanted: type[Outputs], temperature: float | Tensor, teacher: Teacher | None
-    ) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Return the requested outputs by field name, and the auxiliary loss."""
+        if wanted in (OwnLogProbs, OwnScores):
+            return wanted(**self._own(batch, scores=wanted is OwnScores))
         share = None
         if self.ring is not None:
             assert len(batch.input_ids) == 1, "a ring shares packed rows"
             starts = (batch.position_ids[0] == 0).nonzero().squeeze(-1)  # [sequences]
             share = Share.of((*starts.tolist(), batch.input_ids.shape[1]), self.ring)
         hidden, aux_loss = self._hidden(batch, share)  # [tokens, hidden]
-        states = SelectedStates(hidden, selected_places(batch, wanted), share)
-        if issubclass(wanted, Scores | Values):
-            scalars = states.join(self.scalar_head(states.here).squeeze(-1).float())  # [sequences] or [targets]
-            found = {"scores": scalars} if issubclass(wanted, Scores) else {"values": _spread(scalars, batch)}
-        elif issubclass(wanted, TargetLogits):
-            found = {"logits": states.join(self.vocabulary_head(states.here).float())}
-        elif issubclass(wanted, HiddenStates):
-            found = {"hidden": states.join(states.here)}
-        else:
-            terms = self._log_prob_terms(states, batch, wanted, temperature, teacher)
-            found = {name: _spread(states.join(values), batch) for name, values in terms.items()}
-        return found, aux_loss
 
-    def _log_prob_terms(
-        self,
-        states: SelectedStates,
-        batch: Batch,
-        wanted: type[Outputs],
-        temperature: float | Tensor,
-        teacher: Teacher | None,
-    ) -> dict[str, Tensor]:
-        """Return log-probs, and entropy or cross-entropy if requested, by field name: [targets here] each."""
-        head = self.vocabulary_head
-        targets = states.select(batch.input_ids[batch.target_mask])  # [targets here]
-        if isinstance(temperature, Tensor):  # [rows, tokens] to [targets here]
-            temperature = states.select(temperature.to(targets.device)[batch.target_mask])
-        if issubclass(wanted, LogProbsAndEntropy):
-            log_probs, entropy = token_log_probs_and_entropy(states.here, targets, head, temperature=temperature)
-            return {"log_probs": log_probs, "entropy": entropy}
-        if issubclass(wanted, DistillationTerms):
-            if teacher is None:
-                raise ValueError("distillation needs a teacher")
-            taught = states.select(teacher.hidden)  # [targets here, hidden of the teacher]
-            log_probs, cross = distillation_terms(states.here, taught, targets, head, teacher.head)
-            return {"log_probs": log_probs, "cross": cross}
-        return {"log_probs": token_log_probs(states.here, targets, head, temperature=temperature)}
+        # The positions in the flattened batch whose hidden states the outputs are computed from, [selected].
+        if issubclass(wanted, Scores):
+            places = last_tokens(batch)
+        else:
+            places = batch.target_mask.flatten().nonzero().squeeze(-1)  # [targets]
+            if not issubclass(wanted, TargetLogits):
+                places = places - 1  # a token is predicted by the state before it
+        held: Any = slice(None) if share is None else share.held(places)  # those in this process, [selected here]
+        here = places if share is None else share.local(places[held])
+        found = self._apply_head(hidden[here], held, batch, wanted, temperature, teacher)
+        if share is not None:  # every process needs the outputs of all
+            found = {name: share.join(values, held, len(places)) for name, values in found.items()}
+        if issubclass(wanted, LogProbs | Values):  # scatter [targets] to [rows, tokens]
+            mask = batch.target_mask
+            found = {name: values.new_zeros(mask.shape).masked_scatter(mask, values) for name, values in found.items()}
+        return wanted(aux_loss=aux_loss, **found)
 
     def _hidden(self, batch: Batch, share: Share | None) -> tuple[Tensor, Tensor | None]:
         """Return the last hidden states [tokens, hidden] of the flattened batch or a share, and the auxiliary loss."""
-        calls = list(decoder_calls(batch, self.layout, self._gap))
-        if share is not None:
-            calls = [DecoderCall(_shared_inputs(call.arguments, share)) for call in calls]
-        outputs = [self._call_decoder(call) for call in calls]
-        hidden = _in_batch_order(calls, [output.last_hidden_state for output in outputs], batch)
+        if self.layout == "packed":
+            calls = [packed_call(batch, gap=self._convolution_reach)]
+        else:
+            calls = [padded_call(batch)] if self.layout == "padded" else list(single_calls(batch))
+        extra = {"use_cache": False} | ({"output_router_logits": True} if self.with_aux_loss else {})
+        outputs = []
+        for call in calls:
+            arguments = (call.arguments if share is None else _shared_inputs(call.arguments, share)) | extra
+            if self._accepted is not None:
+                arguments = {name: value for name, value in arguments.items() if name in self._accepted}
+            outputs.append(self.decoder_without_head(**arguments))
+
+        # Hidden states in the order of the flattened batch, zero on padding.
+        states = [output.last_hidden_state.flatten(0, 1) for output in outputs]
+        states = [
+            state if call.output_places is None else state[call.output_places]
+            for state, call in zip(states, calls, strict=True)
+        ]
+        hidden = states[0]
+        if share is None and calls[0].batch_places is not None:  # otherwise one call, in the batch's own order
+            places = torch.cat([call.batch_places for call in calls if call.batch_places is not None])
+            hidden = torch.cat(states)
+            hidden = hidden.new_zeros(batch.input_ids.numel(), hidden.shape[-1]).index_put((places,), hidden)
         if not self.with_aux_loss:
             return hidden, None
         # [tokens, experts] for each layer, over all calls
         routed = tuple(torch.cat(layer) for layer in zip(*(output.router_logits for output in outputs), strict=True))
         if share is not None:
-            routed = _whole_row(routed, batch, share)
+            # The load-balancing loss is one number for all tokens, so each process needs the logits of the others.
+            row = torch.arange(batch.input_ids.numel(), device=batch.input_ids.device)
+            held = share.held(row)
+            here = share.local(row[held])
+            routed = tuple(share.join(logits[here], held, len(row)) for logits in routed)
         return hidden, self._aux_loss(routed, calls[0].arguments["attention_mask"])
 
-    def _call_decoder(self, call: DecoderCall) -> Any:
-        """Call the decoder with those arguments that it accepts."""
-        arguments = call.arguments | {"use_cache": False}
-        if self.with_aux_loss:
-            arguments["output_router_logits"] = True
-        if self._accepted is not None:
-            arguments = {name: value for name, value in arguments.items() if name in self._accepted}
-        return self.decoder_without_head(**arguments)
+    def _apply_head(
+        self,
+        hidden: Tensor,
+        held: slice | Tensor,
+        batch: Batch,
+        wanted: type[Outputs],
+        temperature: float | Tensor,
+        teacher: Teacher | None,
+    ) -> dict[str, Tensor]:
+        """Return the outputs of selected states [selected here, hidden] by field name: [selected here, ...] each."""
+        if issubclass(wanted, HiddenStates):
+            return {"hidden": hidden}
+        if issubclass(wanted, Scores | Values):
+            name = "scores" if issubclass(wanted, Scores) else "values"
+            return {name: self.scalar_head(hidden).squeeze(-1).float()}
+        head = self.vocabulary_head
+        if issubclass(wanted, TargetLogits):
+            return {"logits": head(hidden).float()}
+        targets = batch.input_ids[batch.target_mask][held]  # [targets here]
+        if isinstance(temperature, Tensor):  # [rows, tokens] to [targets here]
+            temperature = temperature.to(targets.device)[batch.target_mask][held]
+        if issubclass(wanted, LogProbsAndEntropy):
+            log_probs, entropy = token_log_probs_and_entropy(hidden, targets, head, temperature=temperature)
+            return {"log_probs": log_probs, "entropy": entropy}
+        if issubclass(wanted, DistillationTerms):
+            if teacher is None:
+                raise ValueError("distillation needs a teacher")
+            taught = teacher.hidden[held]  # [targets here, hidden of the teacher]
+            log_probs, cross = distillation_terms(hidden, taught, targets, head, teacher.head)
+            return {"log_probs": log_probs, "cross": cross}
+        return {"log_probs": token_log_probs(hidden, targets, head, temperature=temperature)}
 
     def _own(self, batch: Batch, *, scores: bool) -> dict[str, Tensor]:
         """Return scores [sequences] or log-probs [rows, tokens] by the model's own forward, each sequence alone."""
@@ -260,36 +276,6 @@ class Network(nn.Module):
         return balance(router_logits, experts, config.num_experts_per_tok, attention_mask)
 
 
-class SelectedStates:
-    """The hidden states that an output is computed from: those in this process, and how to join all processes' results.
-
-    Without a ring, all of them are in this process.
-    """
-
-    def __init__(self, hidden: Tensor, places: Tensor, share: Share | None) -> None:
-        self.share = share
-        self.places = places
-        self.here = hidden[places if share is None else share.local(self.select(places))]  # [selected here, hidden]
-
-    def select(self, values: Tensor) -> Tensor:
-        """Return [selected here, ...] of [selected, ...]."""
-        return values if self.share is None else values[self.share.held(self.places)]
-
-    def join(self, values: Tensor) -> Tensor:
-        """Return [selected, ...] in every process, joined from what each computed for its own [selected here, ...]."""
-        if self.share is None:
-            return values
-        return self.share.join(values, self.share.held(self.places), len(self.places))
-
-
-def selected_places(batch: Batch, wanted: type[Outputs]) -> Tensor:
-    """Return the positions in the flattened batch whose hidden states an output is computed from."""
-    if issubclass(wanted, Scores):
-        return last_tokens(batch)
-    targets = batch.target_mask.flatten().nonzero().squeeze(-1)  # [targets]
-    return targets if issubclass(wanted, TargetLogits) else targets - 1  # a token is predicted by the state before it
-
-
 def last_tokens(batch: Batch) -> Tensor:
     """Return the position of each sequence's last token in the flattened batch, [sequences]."""
     ids = batch.sequence_ids.flatten()
@@ -297,25 +283,6 @@ def last_tokens(batch: Batch) -> Tensor:
     last = places.new_zeros(batch.num_sequences)
     real = ids >= 0
     return last.scatter_reduce(0, ids[real], places[real], reduce="amax")
-
-
-def _spread(per_target: Tensor, batch: Batch) -> Tensor:
-    """Scatter [targets] to [rows, tokens], zero elsewhere."""
-    return per_target.new_zeros(batch.target_mask.shape).masked_scatter(batch.target_mask, per_target)
-
-
-def _in_batch_order(calls: list[DecoderCall], states: list[Tensor], batch: Batch) -> Tensor:
-    """Return hidden states [rows x tokens, hidden] of the flattened batch from those of the calls, zero on padding."""
-    flat = [state.flatten(0, 1) for state in states]
-    flat = [
-        state if call.output_places is None else state[call.output_places]
-        for state, call in zip(flat, calls, strict=True)
-    ]
-    if calls[0].batch_places is None:  # one call, in the batch's own order
-        return flat[0]
-    places = torch.cat([call.batch_places for call in calls if call.batch_places is not None])
-    hidden = torch.cat(flat)
-    return hidden.new_zeros(batch.input_ids.numel(), hidden.shape[-1]).index_put((places,), hidden)
 
 
 def _shared_inputs(packed: dict[str, Any], share: Share) -> dict[str, Any]:
@@ -328,14 +295,3 @@ def _shared_inputs(packed: dict[str, Any], share: Share) -> dict[str, Any]:
     ids = torch.cat([packed["input_ids"][0], torch.zeros_like(filling)])
     positions = torch.cat([packed["position_ids"][0], filling])
     return packed | {"input_ids": share.cut(ids)[None], "position_ids": share.cut(positions)[None], "share": share}
-
-
-def _whole_row(router_logits: tuple[Tensor, ...], batch: Batch, share: Share) -> tuple[Tensor, ...]:
-    """Return each layer's router logits of the whole row, [tokens, experts].
-
-    The load-balancing loss is one number for all tokens, so each process needs the logits of the others.
-    """
-    places = torch.arange(batch.input_ids.numel(), device=batch.input_ids.device)
-    numbers = share.held(places)
-    here = share.local(places[numbers])
-    return tuple(share.join(logits[here], numbers, len(places)) for logits in router_logits)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from openrlhf.types import Batch
 
@@ -36,22 +36,6 @@ class DecoderCall:
     arguments: Arguments
     batch_places: Tensor | None = None  # [tokens] in the flattened batch; None: every position, in order
     output_places: Tensor | None = None  # [tokens] in the flattened output; None: every position, in order
-
-
-def decoder_calls(batch: Batch, layout: CallLayout, gap: int = 0) -> Iterator[DecoderCall]:
-    """Yield the calls that together give the hidden states of all tokens; `gap` is the model's `convolution_reach`."""
-    if layout == "packed":
-        yield packed_call(batch, gap)
-    elif layout == "padded":
-        yield padded_call(batch)
-    else:
-        yield from single_calls(batch)
-
-
-def convolution_reach(decoder: nn.Module) -> int:
-    """Return how many tokens back the widest convolution of a decoder looks."""
-    kernels = (module.kernel_size[0] for module in decoder.modules() if isinstance(module, nn.Conv1d))
-    return max(kernels, default=1) - 1
 
 
 def packed_call(batch: Batch, gap: int) -> DecoderCall:

@@ -267,7 +267,7 @@ def test_an_incomplete_head_is_rejected(family, monkeypatch):
     model = build(family, attention="eager")
     settled(model)
     monkeypatch.setattr(VocabularyHead, "__call__", lambda self, hidden: self.module(hidden))
-    monkeypatch.setattr(Network, "_logit_factor", None)
+    monkeypatch.setattr("openrlhf.models.forward.logit_factor", lambda decoder: None)
     with pytest.raises(ConfigError, match=r"does not match its own forward in any layout: .* is off by"):
         settled(model)
 

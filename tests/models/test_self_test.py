@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from openrlhf.data.collate import pack, pad
 from openrlhf.errors import ConfigError
-from openrlhf.models import inputs, self_test
+from openrlhf.models import forward, inputs, self_test
 from openrlhf.models.attention import SEGMENTED, fitting_attention
 from openrlhf.models.forward import LogProbs, Network, OwnLogProbs
 from openrlhf.models.heads import VocabularyHead
@@ -131,7 +131,7 @@ def test_chosen_layouts_compute_what_the_model_computes(family, lay):
 
 def test_a_convolution_does_not_see_the_previous_sequence(monkeypatch, capsys):
     """Without the gap after each sequence lfm2's convolutions leak, and the self-test detects it."""
-    monkeypatch.setattr("openrlhf.models.forward.convolution_reach", lambda decoder: 0)
+    monkeypatch.setattr(Network, "_convolution_reach", 0)
     assert layout_of(settle(build("lfm2"))) == "padded sdpa"
     assert "packed with the packed kernel" in capsys.readouterr().err
 
@@ -151,7 +151,7 @@ def test_a_leak_through_a_decaying_state_is_detected(capsys):
 
 def test_lost_sequence_bounds_are_detected(monkeypatch, capsys):
     """Pass the bounds of a packed row as if it were a single sequence."""
-    right = inputs.packed_call
+    right = forward.packed_call
 
     def one_sequence(batch, gap):
         call = right(batch, gap)
@@ -159,7 +159,7 @@ def test_lost_sequence_bounds_are_detected(monkeypatch, capsys):
         bounds = torch.tensor([0, total], dtype=torch.int32)
         return inputs.DecoderCall(call.arguments | {"cu_seq_lens_q": bounds, "max_length_q": total}, call.batch_places)
 
-    monkeypatch.setattr(inputs, "packed_call", one_sequence)
+    monkeypatch.setattr(forward, "packed_call", one_sequence)
     assert layout_of(settle(make_network("llama", SEGMENTED).eval())) == "padded sdpa"
     assert "packed with the packed kernel" in capsys.readouterr().err
 
@@ -238,7 +238,7 @@ def test_a_leak_is_detected_in_half_precision_too(family, capsys):
 
 def test_a_leak_in_training_mode_alone_is_detected(monkeypatch, capsys):
     """Some layers use other kernels in training mode; here these ignore the bounds of sequences."""
-    right = inputs.packed_call
+    right = forward.packed_call
 
     def forgetful(batch, gap):
         call = right(batch, gap)
@@ -248,7 +248,7 @@ def test_a_leak_in_training_mode_alone_is_detected(monkeypatch, capsys):
             return call
         return inputs.DecoderCall(call.arguments | {"cu_seq_lens_q": bounds, "max_length_q": total}, call.batch_places)
 
-    monkeypatch.setattr(inputs, "packed_call", forgetful)
+    monkeypatch.setattr(forward, "packed_call", forgetful)
     network = make_network("llama", SEGMENTED).eval()
     settle(network)
     assert network.layout == "padded"
