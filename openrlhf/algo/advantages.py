@@ -73,15 +73,16 @@ def _time_first(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def whiten(advantages: Tensor, mask: Tensor, statistics: Moments, divide_by_std: bool = True) -> Tensor:
-    """Centre and scale by the statistics of a whole rollout; masked tokens get zero (REINFORCE++, arXiv 2501.03262)."""
-    scale = statistics.variance.clamp(min=1e-8).rsqrt() if divide_by_std else torch.ones_like(statistics.count)
-    return masked((masked(advantages, mask) - statistics.value.float()) * scale.float(), mask)
+def normalize(
+    advantages: Tensor, action_mask: Tensor, divide_by_std: bool = True, statistics: Moments | None = None
+) -> Tensor:
+    """Whiten by the statistics of a whole rollout (REINFORCE++, arXiv 2501.03262); masked tokens get zero.
 
-
-def normalize(advantages: Tensor, action_mask: Tensor, divide_by_std: bool = True) -> Tensor:
-    """Whiten by the tensor's own statistics, for a tensor that holds the whole rollout."""
-    return whiten(advantages, action_mask, moments(advantages, action_mask), divide_by_std)
+    By default the tensor holds the whole rollout.
+    """
+    whole = statistics or moments(advantages, action_mask)
+    scale = whole.variance.clamp(min=1e-8).rsqrt() if divide_by_std else torch.ones_like(whole.count)
+    return masked((masked(advantages, action_mask) - whole.value.float()) * scale.float(), action_mask)
 
 
 ADVANTAGES: dict[str, Advantages] = {

@@ -6,7 +6,6 @@ are the section of flags `PolicyLossFlags`.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -27,48 +26,40 @@ PPO = PolicyLossFlags()  # the default options: clip at 0.2, mean over tokens, n
 MAX_LOG_RATIO = 20.0  # keeps exp finite; a ratio of 5e8 is as good as infinite
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """The mask of action tokens, and the sequence number of each token."""
-
-    mask: Tensor  # [batch, tokens] bool
-    rows: Tensor | None  # [batch, tokens]; None: each row of the mask is a sequence
+Ratio = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # log-ratios, mask of action tokens, `rows`
+Correction = Callable[[Tensor, Tensor, Tensor | None, float, float], Tensor]  # the same for log-weights, and bounds
 
 
-Ratio = Callable[[Tensor, Tokens], Tensor]
-Correction = Callable[[Tensor, Tokens, float, float], Tensor]
-
-
-def token_ratio(log_ratio: Tensor, tokens: Tokens) -> Tensor:
+def token_ratio(log_ratio: Tensor, mask: Tensor, rows: Tensor | None) -> Tensor:
     """PPO: each token's own ratio pi / pi_old (arXiv 1707.06347)."""
     return _exp(log_ratio)
 
 
-def sequence_ratio(log_ratio: Tensor, tokens: Tokens) -> Tensor:
+def sequence_ratio(log_ratio: Tensor, mask: Tensor, rows: Tensor | None) -> Tensor:
     """GSPO: the geometric mean of a sequence's token ratios, at each of its tokens (arXiv 2507.18071, eq. 7)."""
-    return _exp(to_tokens(sequence_means(log_ratio, tokens.mask, tokens.rows), tokens.mask, tokens.rows))
+    return _exp(to_tokens(sequence_means(log_ratio, mask, rows), mask, rows))
 
 
-def truncate(log_weight: Tensor, tokens: Tokens, low: float, high: float) -> Tensor:
+def truncate(log_weight: Tensor, mask: Tensor, rows: Tensor | None, low: float, high: float) -> Tensor:
     """TIS: the importance weight, clamped to [low, high] (Yao et al., "Your Efficient RL Framework Secretly Brings You
     Off-Policy RL Training", 2025)."""
     return _exp(log_weight).clamp(low, high)
 
 
-def icepop(log_weight: Tensor, tokens: Tokens, low: float, high: float) -> Tensor:
+def icepop(log_weight: Tensor, mask: Tensor, rows: Tensor | None, low: float, high: float) -> Tensor:
     """IcePop: drop tokens whose weight is outside [low, high]; the others keep theirs (arXiv 2510.18855)."""
     weight = _exp(log_weight)
     return torch.where((low <= weight) & (weight <= high), weight, 0.0)
 
 
-def sequence_mask(log_weight: Tensor, tokens: Tokens, low: float, high: float) -> Tensor:
+def sequence_mask(log_weight: Tensor, mask: Tensor, rows: Tensor | None, low: float, high: float) -> Tensor:
     """Masked importance sampling by sequence: the geometric mean of a sequence's weights must be in [low, high]
     (Liu et al., "When Speed Kills Stability", 2025).
 
     The kept weights are clamped to the interval too: token log-weights of +100 and -100 average to 0, so the sequence
     passes, and one of its tokens would have a weight of e^100.
     """
-    mean = sequence_ratio(log_weight, tokens)
+    mean = sequence_ratio(log_weight, mask, rows)
     return torch.where((low <= mean) & (mean <= high), _exp(log_weight).clamp(low, high), 0.0)
 
 
@@ -96,28 +87,28 @@ def policy_loss(
     corrects = bool(settings.enable_vllm_is_correction)
     if corrects and rollout_log_probs is None:
         raise ValueError(f"correction {settings.vllm_is_correction_type!r} needs the rollout's log-probs")
-    tokens = Tokens(action_mask.bool(), rows)
-    current, old = masked_log_probs(log_probs, tokens.mask), masked_log_probs(old_log_probs.detach(), tokens.mask)
-    advantage = masked(advantages, tokens.mask)
-    metrics = {"ppo_kl": mean_of(old - current, tokens.mask)}
+    mask = action_mask.bool()
+    current, old = masked_log_probs(log_probs, mask), masked_log_probs(old_log_probs.detach(), mask)
+    advantage = masked(advantages, mask)
+    metrics = {"ppo_kl": mean_of(old - current, mask)}
 
     behaviour, weight = old, None
     if rollout_log_probs is not None:
-        rollout = masked_log_probs(rollout_log_probs.detach(), tokens.mask)
-        metrics["vllm_kl"] = mean_of(rollout - old, tokens.mask)
+        rollout = masked_log_probs(rollout_log_probs.detach(), mask)
+        metrics["vllm_kl"] = mean_of(rollout - old, mask)
         if corrects and settings.policy_loss_type == "gspo":
             behaviour = rollout
         elif corrects:
             correct = CORRECTIONS[settings.vllm_is_correction_type]
-            weight = correct(old - rollout, tokens, *settings.correction_range)
-            metrics["is_filter_ratio"] = mean_of(weight == 0, tokens.mask)
+            weight = correct(old - rollout, mask, rows, *settings.correction_range)
+            metrics["is_filter_ratio"] = mean_of(weight == 0, mask)
 
-    ratio = POLICY_LOSSES[settings.policy_loss_type](current - behaviour, tokens)
+    ratio = POLICY_LOSSES[settings.policy_loss_type](current - behaviour, mask, rows)
     losses, clipped = clipped_surrogate(ratio, advantage, settings.clip_range, settings.dual_clip)
-    metrics["clip_ratio"] = mean_of(clipped, tokens.mask)
+    metrics["clip_ratio"] = mean_of(clipped, mask)
     if weight is not None:
         losses = losses * weight
-    return aggregate(losses, tokens.mask, settings.aggregation, denominator, rows), metrics
+    return aggregate(losses, mask, settings.aggregation, denominator, rows), metrics
 
 
 def clipped_surrogate(

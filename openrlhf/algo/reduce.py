@@ -4,7 +4,7 @@ The trick that makes losses independent of the cluster: a loss divides its sum b
 step, which the caller passes in, so that shares of micro-batches and ranks simply add up.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 Denominator = float | Tensor
+AGGREGATIONS = ("token-mean", "seq-mean", "constant")
 LOWEST_LOG_PROB = -1e4  # stands for -inf; far below the log-prob of any possible token in fp32
 
 
@@ -108,7 +109,8 @@ def sequence_sums(values: Tensor, mask: Tensor, rows: Tensor | None = None, num_
             raise ValueError(f"packed tokens of shape {list(values.shape)} need rows, each token's sequence number")
         return kept.sum(-1)
     sums = kept.new_zeros(rows.numel() if num_sequences is None else num_sequences)
-    return sums.index_add(0, _clean_rows(rows, mask).flatten(), kept.flatten())
+    valid = torch.where(mask.bool(), rows, 0).long()  # masked tokens, such as padding with -1, add zero to sequence 0
+    return sums.index_add(0, valid.flatten(), kept.flatten())
 
 
 def sequence_means(
@@ -123,7 +125,7 @@ def to_tokens(per_sequence: Tensor, mask: Tensor, rows: Tensor | None = None) ->
     """Broadcast one value per sequence [sequences] to its tokens, in the shape of `mask`."""
     if rows is None:
         return per_sequence.unsqueeze(-1).expand(mask.shape)
-    return per_sequence[_clean_rows(rows, mask)]
+    return per_sequence[torch.where(mask.bool(), rows, 0).long()]  # any value at masked tokens
 
 
 def sequence_count(mask: Tensor, rows: Tensor | None = None) -> Tensor:
@@ -140,24 +142,5 @@ def aggregate(values: Tensor, mask: Tensor, mode: str, denominator: Denominator,
     """
     if mode not in AGGREGATIONS:
         raise ValueError(f"unknown aggregation {mode!r}; known: {', '.join(AGGREGATIONS)}")
-    return divide(AGGREGATIONS[mode](values, mask, rows), denominator)
-
-
-def _token_sum(values: Tensor, mask: Tensor, rows: Tensor | None) -> Tensor:
-    return masked(values, mask).sum()
-
-
-def _sum_of_sequence_means(values: Tensor, mask: Tensor, rows: Tensor | None) -> Tensor:
-    return sequence_means(values, mask, rows).sum()
-
-
-def _clean_rows(rows: Tensor, mask: Tensor) -> Tensor:
-    """Replace sequence numbers at masked tokens, such as the -1 of padding, with 0, so that they are valid indices."""
-    return torch.where(mask.bool(), rows, 0).long()
-
-
-AGGREGATIONS: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
-    "token-mean": _token_sum,
-    "seq-mean": _sum_of_sequence_means,
-    "constant": _token_sum,
-}
+    summands = sequence_means(values, mask, rows) if mode == "seq-mean" else masked(values, mask)
+    return divide(summands.sum(), denominator)

@@ -74,17 +74,12 @@ def prm_loss(
         # The column of each label, [...]; the padding at masked positions must be a valid index too, so it becomes 0.
         best = torch.where(kept, labels, 0).long()
         if reward_token_ids is not None:
-            best = _columns(labels, kept, reward_token_ids)
+            matches = labels.unsqueeze(-1) == torch.tensor(reward_token_ids, device=labels.device)  # [..., tokens]
+            unknown = kept & ~matches.any(-1)
+            if bool(unknown.any()):
+                ids = sorted(set(labels[unknown].tolist()))
+                raise ValueError(f"labels {ids[:5]} are not reward tokens; known: {list(reward_token_ids)}")
+            best = matches.int().argmax(-1)
         losses = -log_probs.gather(-1, best.unsqueeze(-1)).squeeze(-1)
     metrics = {"prm_loss": mean_of(losses, kept), "acc": mean_of(log_probs.argmax(-1) == best, kept)}
     return aggregate(losses, kept, "token-mean", denominator), metrics
-
-
-def _columns(labels: Tensor, mask: Tensor, reward_token_ids: Sequence[int]) -> Tensor:
-    """Return the index of each label among the reward tokens, [...]; 0 at masked positions."""
-    matches = labels.unsqueeze(-1) == torch.tensor(reward_token_ids, device=labels.device)  # [..., reward tokens]
-    unknown = mask & ~matches.any(-1)
-    if bool(unknown.any()):
-        ids = sorted(set(labels[unknown].tolist()))
-        raise ValueError(f"labels {ids[:5]} are not reward tokens; known: {list(reward_token_ids)}")
-    return matches.int().argmax(-1)

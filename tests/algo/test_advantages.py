@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from openrlhf.algo.advantages import ADVANTAGES, discounted_returns, gae, moments, normalize, whiten
+from openrlhf.algo.advantages import ADVANTAGES, discounted_returns, gae, moments, normalize
 from openrlhf.algo.shaping import SHAPING
 from tests.algo.cases import batches, batches_with_split
 
@@ -106,5 +106,5 @@ def test_moments_of_ranks_add_up(case):
     first, *others = (moments(values[rows], batch.mask[rows]) for rows in parts)
     statistics = sum(others, start=first)
     for rows in parts:
-        assert_close(whiten(values[rows], batch.mask[rows], statistics), whole[rows])
+        assert_close(normalize(values[rows], batch.mask[rows], statistics=statistics), whole[rows])
     assert_close(statistics.variance, values[batch.mask].double().var(correction=0))
