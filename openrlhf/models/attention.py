@@ -30,11 +30,6 @@ FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash
 _KERNEL = inspect.signature(varlen.varlen_attn).parameters
 
 
-def packs(config: PretrainedConfig) -> bool:
-    """True if the attention of a loaded model separates the sequences of a packed row by their bounds."""
-    return config._attn_implementation == SEGMENTED or config._attn_implementation in FLASH_PACKAGES
-
-
 def choose_attention(requested: str, device: torch.device, packing: bool) -> tuple[str, str | None]:
     """Return the implementation to load a model with, and a line to print if the request cannot be met in full."""
     if requested == "auto":

@@ -55,7 +55,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, block: Block, scoring: Sco
     if takes_flash(query, scoring):
         bounds = flash_bounds(block.query_bounds, block.key_bounds, query.device)
         output, lse, *_ = torch.ops.aten._flash_attention_forward(
-            query, key, value, *bounds, 0.0, block.causal, False, scale=scoring.scale
+            query, key, value, *bounds, 0.0, block.distance == 0, False, scale=scoring.scale
         )
         assert lse.shape == (query.shape[1], query.shape[0]), "the kernel's log-sum-exp is a number per head and token"
         return output.float(), lse.T
@@ -79,18 +79,18 @@ def block_gradients(
         bounds = flash_bounds(block.query_bounds, block.key_bounds, key.device)
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=key.device), torch.empty(0, device=key.device)
         return torch.ops.aten._flash_attention_backward(
-            *given, *bounds, 0.0, block.causal, *no_dropout, scale=scoring.scale
+            *given, *bounds, 0.0, block.distance == 0, *no_dropout, scale=scoring.scale
         )
     to_query, to_key, to_value = (torch.zeros_like(part, dtype=torch.float32) for part in (result.query, key, value))
-    key_heads = key.shape[1]
+    group = (key.shape[1], -1)  # heads as [key heads, group]: a group of heads shares a key head
     pull = (result.gradient.float() * result.output.float()).sum(-1)  # [queries, heads], for the softmax
     for queries, keys, distance in tiles(block, scoring.window):
         # query and gradient: [queries, key heads, group, dim]; scores and weights: [key heads, group, queries, keys]
-        query, gradient = (grouped(part[queries], key_heads) for part in (result.query, result.gradient))
+        query, gradient = (part[queries].unflatten(1, group) for part in (result.query, result.gradient))
         scores = masked_scores(result.query[queries], key[keys], distance, scoring)
-        weights = (scores - by_key_head(result.lse[queries], key_heads)[..., None]).exp()
+        weights = (scores - result.lse[queries].T.unflatten(0, group)[..., None]).exp()
         to_weights = torch.einsum("qhgd,khd->hgqk", gradient, value[keys]).float()
-        to_scores = weights * (to_weights - by_key_head(pull[queries], key_heads)[..., None]) * scoring.scale
+        to_scores = weights * (to_weights - pull[queries].T.unflatten(0, group)[..., None]) * scoring.scale
         to_query[queries] = products(to_scores, key[keys]).float()
         to_key[keys] += torch.einsum("hgqk,qhgd->khd", to_scores.to(key.dtype), query)
         to_value[keys] += torch.einsum("hgqk,qhgd->khd", weights.to(value.dtype), gradient)
@@ -133,7 +133,8 @@ def tiles(block: Block, window: int | None) -> Iterator[tuple[slice, slice, int]
 
 def masked_scores(query: Tensor, key: Tensor, distance: int, scoring: Scoring) -> Tensor:
     """Return scores [key heads, group, queries, keys] in fp32, minus infinity for keys that a query does not see."""
-    scores = torch.einsum("qhgd,khd->hgqk", grouped(query, key.shape[1]), key).float() * scoring.scale
+    query = query.unflatten(1, (key.shape[1], -1))  # [queries, key heads, group, dim]
+    scores = torch.einsum("qhgd,khd->hgqk", query, key).float() * scoring.scale
     places = torch.arange(len(query), device=query.device) + distance  # [queries]
     back = places[:, None] - torch.arange(len(key), device=query.device)  # [queries, keys]
     hidden = back < 0 if scoring.window is None else (back < 0) | (back >= scoring.window)
@@ -143,13 +144,3 @@ def masked_scores(query: Tensor, key: Tensor, distance: int, scoring: Scoring) -
 def products(weights: Tensor, value: Tensor) -> Tensor:
     """Return the sums [queries, heads, dim] of values or keys, by weights [key heads, group, queries, keys]."""
     return torch.einsum("hgqk,khd->qhgd", weights.to(value.dtype), value).flatten(1, 2)
-
-
-def grouped(tensor: Tensor, key_heads: int) -> Tensor:
-    """Reshape [tokens, heads, dim] to [tokens, key heads, group, dim]: a group of heads shares a key head."""
-    return tensor.unflatten(1, (key_heads, -1))
-
-
-def by_key_head(numbers: Tensor, key_heads: int) -> Tensor:
-    """Reshape [tokens, heads] to [key heads, group, tokens]."""
-    return numbers.T.unflatten(0, (key_heads, -1))

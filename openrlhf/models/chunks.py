@@ -52,8 +52,8 @@ def token_log_probs(
         weight, factor = linear
         return LinearLogProbs.apply(hidden, weight, targets, temperature / factor, chunk)
 
-    def part(hidden: Tensor, targets: Tensor, *own: Tensor) -> tuple[Tensor]:
-        logits = divided(head(hidden).float(), *own or (temperature,))  # [chunk, vocabulary]
+    def part(hidden: Tensor, targets: Tensor, own: Temperature = temperature) -> tuple[Tensor]:
+        logits = divided(head(hidden).float(), own)  # [chunk, vocabulary]
         return (logits.gather(-1, targets[:, None]).squeeze(-1) - logits.logsumexp(-1),)
 
     temperatures = (temperature,) if isinstance(temperature, Tensor) else ()
@@ -65,8 +65,8 @@ def token_log_probs_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Return log p(target) and the entropy of each distribution, each [tokens], both at the sampling temperature."""
 
-    def part(hidden: Tensor, targets: Tensor, *own: Tensor) -> tuple[Tensor, Tensor]:
-        log_probs = divided(head(hidden).float(), *own or (temperature,)).log_softmax(-1)  # [chunk, vocabulary]
+    def part(hidden: Tensor, targets: Tensor, own: Temperature = temperature) -> tuple[Tensor, Tensor]:
+        log_probs = divided(head(hidden).float(), own).log_softmax(-1)  # [chunk, vocabulary]
         entropy = -(log_probs.exp() * log_probs.clamp(min=LOWEST_LOG_PROB)).sum(-1)  # 0 x -inf would be NaN
         return log_probs.gather(-1, targets[:, None]).squeeze(-1), entropy
 
@@ -89,13 +89,13 @@ def distillation_terms(
     return log_probs, cross
 
 
-def divided(logits: Tensor, temperature: Temperature) -> Tensor:
-    """Divide logits [tokens, vocabulary] by the temperature, in fp32.
+def divided(logits: Tensor, temperature: Temperature, part: slice = slice(None)) -> Tensor:
+    """Divide logits [tokens, vocabulary] by the temperature, in fp32; `part` is their slice of all temperatures.
 
     At a single temperature of 1 they are returned as they are, since the softmax converts any dtype to fp32.
     """
     if isinstance(temperature, Tensor):
-        return logits.float() / temperature[:, None]
+        return logits.float() / temperature[part, None]
     return logits if temperature == 1.0 else logits.float() / temperature
 
 
@@ -120,7 +120,7 @@ class LinearLogProbs(torch.autograd.Function):
         log_probs = hidden.new_empty(len(targets), dtype=torch.float32)
         for place in range(0, len(targets), chunk):
             part = slice(place, place + chunk)
-            logits = divided(hidden[part] @ weight.T, sliced(temperature, part))  # [chunk, vocabulary]
+            logits = divided(hidden[part] @ weight.T, temperature, part)  # [chunk, vocabulary]
             log_probs[part] = logits.log_softmax(-1, dtype=torch.float32).gather(-1, targets[part, None]).squeeze(-1)
         ctx.save_for_backward(hidden, weight, targets, log_probs)
         ctx.temperature, ctx.chunk = temperature, chunk
@@ -144,7 +144,7 @@ class LinearLogProbs(torch.autograd.Function):
         at_target = torch.expm1(log_probs)[:, None].to(weight.dtype)
         for place in range(0, len(targets), ctx.chunk):
             part = slice(place, place + ctx.chunk)
-            logits = divided(hidden[part] @ weight.T, sliced(ctx.temperature, part))  # [chunk, vocabulary]
+            logits = divided(hidden[part] @ weight.T, ctx.temperature, part)  # [chunk, vocabulary]
             # [chunk, vocabulary]: softmax - one-hot
             off = logits.softmax(-1).to(weight.dtype).scatter_(-1, targets[part, None], at_target[part])
             if to_hidden is not None:
@@ -152,7 +152,3 @@ class LinearLogProbs(torch.autograd.Function):
             if to_weight is not None:
                 to_weight.addmm_(off.T, (hidden[part] * factor[part]).to(hidden.dtype))
         return to_hidden, to_weight, None, None, None
-
-
-def sliced(temperature: Temperature, part: slice) -> Temperature:
-    return temperature[part] if isinstance(temperature, Tensor) else temperature

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from openrlhf.errors import ConfigError
-from openrlhf.models.attention import packs
+from openrlhf.models.attention import FLASH_PACKAGES, SEGMENTED
 from openrlhf.models.chunks import Head, distillation_terms, token_log_probs, token_log_probs_and_entropy
 from openrlhf.models.heads import SCALAR_HEAD, VocabularyHead, decoder_name, logit_factor
 from openrlhf.models.inputs import CallLayout, packed_call, padded_call, single_calls
@@ -110,7 +110,8 @@ class Network(nn.Module):
         self.model = model
         self.self_test = self_test  # compare with the model's own forward before first use (`self_test.py`)
         self.with_aux_loss = with_aux_loss
-        self.layout: CallLayout = "packed" if packs(self.decoder.config) else "padded"  # until the self-test
+        packs = self.decoder.config._attn_implementation in (SEGMENTED, *FLASH_PACKAGES)
+        self.layout: CallLayout = "packed" if packs else "padded"  # until the self-test
         self.ring: Ring | None = None  # set by the backend if several processes share each packed row
 
     @property

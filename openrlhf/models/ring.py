@@ -86,10 +86,6 @@ class Block:
     key_bounds: tuple[int, ...]  # within `keys`
     distance: int
 
-    @property
-    def causal(self) -> bool:
-        return self.distance == 0
-
 
 @dataclass(frozen=True)
 class Share:

@@ -26,22 +26,17 @@ def freeze_unused(model: PreTrainedModel) -> list[str]:
     for name, parameter in bare.named_parameters():
         if not parameter.requires_grad:  # the model's class freezes it, but loading lost that
             model.get_parameter(name).requires_grad_(False)
-    names = unused_modules(model)
+    names = [name for name, _ in model.named_modules() if name.rpartition(".")[2] == INDEXER]
+    if model.config.get_text_config() is not model.config:  # a composite model: encoders alongside a text decoder
+        heads = (model.get_output_embeddings(), model._modules.get(SCALAR_HEAD))
+        text = {model.get_decoder(), *(head for head in heads if head is not None)}
+        names = _beside_decoder(model, text) + names
     for name in names:
         model.get_submodule(name).requires_grad_(False)
     if names:
         kinds = sorted({name.rpartition(".")[2] for name in names})
         say(f"{type(model).__name__}: training on text does not reach {', '.join(kinds)}, so it stays frozen")
     return names
-
-
-def unused_modules(model: PreTrainedModel) -> list[str]:
-    """Return the names of unused encoders, projectors and indexers, the outermost modules only."""
-    names: list[str] = []
-    if model.config.get_text_config() is not model.config:  # a composite model: encoders alongside a text decoder
-        heads = (model.get_output_embeddings(), model._modules.get(SCALAR_HEAD))
-        names += _beside_decoder(model, {model.get_decoder(), *(head for head in heads if head is not None)})
-    return names + [name for name, _ in model.named_modules() if name.rpartition(".")[2] == INDEXER]
 
 
 def _beside_decoder(module: nn.Module, text: set[nn.Module], prefix: str = "") -> list[str]:

@@ -25,6 +25,7 @@ from openrlhf.algo.reduce import Metrics, Moments, add_metrics, sequence_count
 from openrlhf.models.export import save_model, saved_tensors
 from openrlhf.models.forward import Network, Teacher, Wanted
 from openrlhf.models.plain import checkpoint_weights
+from openrlhf.training.checkpoint import Ranks
 from openrlhf.training.host_memory import HostMemory
 from openrlhf.types import Batch, RolloutBatch
 
@@ -104,7 +105,7 @@ class Frozen:
         return count
 
 
-class TrainBackend(Frozen, ABC):
+class TrainBackend(Frozen, Ranks, ABC):
     """Owner of a network, its optimizer, and their placement on devices.
 
     One `forward_backward` call takes all micro-batches of an optimizer step. A rank with no rows of its own still takes
@@ -114,7 +115,7 @@ class TrainBackend(Frozen, ABC):
 
     rank = 0  # data-parallel rank of this process
     data_parallel_size = 1
-    process = 0  # global rank, counting tensor-parallel peers and ring members too; process 0 writes the files
+    # `process` is the global rank, counting tensor-parallel peers and ring members too; process 0 writes the files.
 
     def __init__(self, network: Network, device: torch.device) -> None:
         super().__init__(network, device)
@@ -209,9 +210,6 @@ class TrainBackend(Frozen, ABC):
     def any_process(self, condition: bool) -> bool:
         """Return True in all processes if `condition` holds in any of them."""
         return condition
-
-    def barrier(self) -> None:
-        """Wait for the other processes, if there are any."""
 
     @abstractmethod
     def sleep(self) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -67,11 +66,6 @@ def reward_values(metrics: Metrics) -> dict[str, float]:
     return evaluation_values(metrics) | {"reward_mean": mean, "reward_std": spread}
 
 
-def keep_reward_statistics(network: Network, values: Mapping[str, float]) -> None:
-    """Store the mean and std in the model's config, where --normalize_reward reads them."""
-    network.decoder.config.update({"mean": values["reward_mean"], "std": values["reward_std"]})
-
-
 @dataclass(frozen=True)
 class Built:
     """Parts of a supervised run."""
@@ -94,11 +88,29 @@ def build(
     if attention != asked:
         config = replace(config, model=replace(config.model, attn_implementation="auto"))
 
-    network = trained_network(config, tokenizer, device)
+    # The model to train, with the head that the method needs.
+    name, packing = str(config.model.pretrain), config.batches.packing_samples
+    if isinstance(config, RMConfig):
+        prefix = config.head.value_head_prefix
+        model = load_scalar_model(name, config.model, device=device, packing=packing, head_prefix=prefix, new_head=True)
+        separate_pad_from_eos(model, tokenizer)
+        model.config.update({"value_head_prefix": prefix, "normalize_reward": False})
+    else:
+        model = load_language_model(config, name, device)
+    if isinstance(config, PRMConfig):  # saved with the model, so that scoring finds the same tokens
+        fields = config.fields
+        tokens = {"placeholder_token": fields.placeholder_token, "reward_tokens": list(fields.reward_tokens)}
+        model.config.update(tokens)
+
+    network = make_network(config, model, scalar=isinstance(config, RMConfig))
     backend = make_backend(config, network, config.optimizer, config.optimizer.learning_rate, device)
     objective = make_objective(config, tokenizer, device, network, soft_labels=soft_labels)
     if isinstance(config, RMConfig):
-        return Built(backend, objective, reward_values, partial(keep_reward_statistics, network))
+        # The model's config stores the mean and std, where --normalize_reward reads them.
+        def keep_statistics(values: Mapping[str, float]) -> None:
+            network.decoder.config.update({"mean": values["reward_mean"], "std": values["reward_std"]})
+
+        return Built(backend, objective, reward_values, keep_statistics)
     return Built(backend, objective)
 
 
@@ -155,23 +167,6 @@ def make_frozen(config: TrainingConfig, network: Network, device: torch.device, 
     from openrlhf.training.deepspeed import DeepSpeedFrozen
 
     return DeepSpeedFrozen(network, config.sharding, device, offload=offload)
-
-
-def trained_network(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> Network:
-    """Load the model to train, with the head that the method needs."""
-    name = str(config.model.pretrain)
-    if isinstance(config, RMConfig):
-        packing, prefix = config.batches.packing_samples, config.head.value_head_prefix
-        model = load_scalar_model(name, config.model, device=device, packing=packing, head_prefix=prefix, new_head=True)
-        separate_pad_from_eos(model, tokenizer)
-        model.config.update({"value_head_prefix": prefix, "normalize_reward": False})
-    else:
-        model = load_language_model(config, name, device)
-    if isinstance(config, PRMConfig):  # saved with the model, so that scoring finds the same tokens
-        fields = config.fields
-        tokens = {"placeholder_token": fields.placeholder_token, "reward_tokens": list(fields.reward_tokens)}
-        model.config.update(tokens)
-    return make_network(config, model, scalar=isinstance(config, RMConfig))
 
 
 def load_frozen(

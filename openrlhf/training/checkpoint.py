@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from openrlhf.errors import BackendError
 
@@ -27,22 +27,13 @@ MARKERS = ("config.json", "adapter_config.json")  # files by which Transformers 
 GIB = 1024**3
 
 
-class Ranks(Protocol):
-    """The processes that write one folder together; a `TrainBackend` is one of them."""
-
-    @property
-    def process(self) -> int: ...
-
-    def barrier(self) -> None: ...
-
-
-class SingleProcess:
-    """A process that writes alone, or that has others fill the folder before it returns to the context."""
+class Ranks:
+    """The processes that write one folder together: by default this one alone, otherwise those of a `TrainBackend`."""
 
     process = 0
 
     def barrier(self) -> None:
-        """Return immediately: there is no other process to wait for."""
+        """Wait for the other processes, if there are any."""
 
 
 def step_folder(root: Path, step: int) -> Path:
@@ -56,7 +47,7 @@ def writing(folder: Path, ranks: Ranks | None = None) -> Iterator[Path]:
     All `ranks` (default: this process alone) open the context together. Process 0 creates and publishes the folder.
     """
     aside = folder.with_name(f".{folder.name}.writing")
-    ranks = ranks or SingleProcess()
+    ranks = ranks or Ranks()
     with _filled(aside, ranks):
         yield aside
     if ranks.process == 0:
@@ -81,7 +72,7 @@ def exporting(folder: Path, ranks: Ranks | None = None) -> Iterator[Path]:
     delete a full model, which may be their base.
     """
     aside = folder.parent / f".{folder.name}.exporting"  # `with_name` would reject "."
-    ranks = ranks or SingleProcess()
+    ranks = ranks or Ranks()
     with _filled(aside, ranks):
         yield aside
     if ranks.process == 0:
@@ -113,17 +104,12 @@ def _filled(aside: Path, ranks: Ranks) -> Iterator[None]:
             _flush(path)
 
 
-def write_text_whole(path: Path, text: str) -> None:
-    """Write a file atomically."""
-    aside = path.with_name(f".{path.name}.writing")
-    aside.write_text(text, encoding="utf-8")
-    _flush(aside)
-    aside.rename(path)
-
-
 def point_latest(root: Path, step: int) -> None:
-    """Name the checkpoint of this step as the one to resume from."""
-    write_text_whole(root / LATEST, f"{PREFIX}{step}")
+    """Name the checkpoint of this step as the one to resume from; the file is replaced atomically."""
+    aside = root / f".{LATEST}.writing"
+    aside.write_text(f"{PREFIX}{step}", encoding="utf-8")
+    _flush(aside)
+    aside.rename(root / LATEST)
 
 
 def finished(root: Path) -> list[Path]:

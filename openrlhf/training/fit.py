@@ -149,7 +149,11 @@ class Fit(Generic[Row, Collated, Prepared]):
         resumable = not flags.disable_ds_ckpt
         if resumable:
             with checkpoint.writing(folder, self.backend) as aside:
-                self._fill(aside, step)
+                self.backend.save(aside)
+                save_rng(aside, self.backend.process)
+                if self.backend.process == 0:
+                    state = {"step": step, "num_rows": len(self.rows), "evaluation": dict(self.last_evaluation)}
+                    checkpoint.write_state(aside, state | {"settings": dict(self.settings)})
             if self.backend.process == 0:
                 checkpoint.point_latest(root, step)
         if flags.save_hf_ckpt and self.export:
@@ -157,14 +161,6 @@ class Fit(Generic[Row, Collated, Prepared]):
         if self.backend.process == 0:
             checkpoint.rotate(root, keep=flags.max_ckpt_num, max_gib=flags.max_ckpt_mem)
         return folder if resumable else None
-
-    def _fill(self, folder: Path, step: int) -> None:
-        """Write this process's part of a checkpoint."""
-        self.backend.save(folder)
-        save_rng(folder, self.backend.process)
-        if self.backend.process == 0:
-            state = {"step": step, "num_rows": len(self.rows), "evaluation": dict(self.last_evaluation)}
-            checkpoint.write_state(folder, state | {"settings": dict(self.settings)})
 
     def resume(self, folder: Path) -> int:
         """Restore the run from a checkpoint; return the step to continue with."""

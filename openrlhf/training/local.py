@@ -7,6 +7,7 @@ same numbers over several processes.
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from pathlib import Path
 
 import torch
@@ -56,7 +57,7 @@ class LocalBackend(TrainBackend):
         self.optimizer = MasterOptimizer(network, optimizer, learning_rate, offload=adam_offload)
         half = any(parameter.dtype == torch.float16 for parameter in network.parameters())
         self.loss_scale = LossScale() if half else None
-        masters = {id(parameter): master for parameter, master in self.optimizer.pairs()}
+        masters = {id(parameter): self.optimizer.masters[name] for name, parameter in self.optimizer.named}
         self.audit = Audit(self.optimizer.named, lambda parameter: masters[id(parameter)], lambda found: found)
         if compile_layers:
             compile_decoder_layers(network)
@@ -79,7 +80,7 @@ class LocalBackend(TrainBackend):
     def save(self, folder: Path) -> None:
         tensors = {name: tensor.contiguous() for name, tensor in self.optimizer.state().items()}
         if self.loss_scale:
-            tensors[LOSS_SCALE] = self.loss_scale.state()
+            tensors[LOSS_SCALE] = torch.tensor(astuple(self.loss_scale), dtype=torch.float64)
         save_file(tensors, folder / OPTIMIZER_FILE)
 
     def load(self, folder: Path) -> None:
@@ -92,7 +93,8 @@ class LocalBackend(TrainBackend):
                 f"the checkpoint {folder} does not fit this model: {str(error).splitlines()[0]}"
             ) from None
         if self.loss_scale and scale is not None:
-            self.loss_scale.load_state(scale)
+            value, applied, skipped = scale.tolist()
+            self.loss_scale = LossScale(value, int(applied), int(skipped))
 
     def sleep(self) -> None:
         # All tensors that are on the device between two steps: gradients are freed by the optimizer step.

@@ -8,6 +8,7 @@ because DeepSpeed keeps its own masters and loss scale. Schedules and parameter 
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -41,7 +42,7 @@ def schedule(name: str, *, warmup_ratio: float, total_steps: int, min_lr_ratio: 
         made = get_scheduler(
             name,
             dummy,
-            num_warmup_steps=num_warmup_steps(total_steps, warmup_ratio),
+            num_warmup_steps=math.ceil(total_steps * warmup_ratio),
             num_training_steps=total_steps,
             scheduler_specific_kwargs=kwargs,
         )
@@ -59,16 +60,11 @@ def between_steps(scheduled: Callable[[int], float], place: float) -> float:
     return before + (after - before) * (place - step)
 
 
-def num_warmup_steps(total_steps: int, warmup_ratio: float) -> int:
-    """Return the number of warm-up steps, rounded up."""
-    return math.ceil(total_steps * warmup_ratio)
-
-
 def only_warmup(
     scheduled: Callable[[int], float], *, steps: int, planned: int, warmup_ratio: float, flag: str
 ) -> str | None:
     """Return a warning if a run ends during its warm-up; it may run fewer `steps` than the schedule has `planned`."""
-    if not 0 < steps <= num_warmup_steps(planned, warmup_ratio) or scheduled(0) > 0:
+    if not 0 < steps <= math.ceil(planned * warmup_ratio) or scheduled(0) > 0:
         return None
     given = f"({flag} {warmup_ratio:g})"  # as the user would type it
     if steps == 1:
@@ -122,15 +118,12 @@ class MasterOptimizer:
                 self.masters[name] = nn.Parameter(parameter.detach().to("cpu", torch.float32).pin_memory())
             elif parameter.dtype != torch.float32:
                 self.masters[name] = nn.Parameter(parameter.detach().to(torch.float32))
-        self.split = [(parameter, master) for parameter, master in self.pairs() if parameter is not master]
+        pairs = [(parameter, self.masters[name]) for name, parameter in self.named]
+        self.split = [(parameter, master) for parameter, master in pairs if parameter is not master]
         for parameter, master in self.split:
             parameter.register_post_accumulate_grad_hook(partial(_move_gradient, master))
         self.optimizers = list(self._build())
         self.peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
-
-    def pairs(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        """Yield each parameter with its master, which may be the parameter itself."""
-        return ((parameter, self.masters[name]) for name, parameter in self.named)
 
     def _build(self) -> Iterator[torch.optim.Optimizer]:
         """Yield AdamW for all masters, or Muon for the matrices inside the layers and AdamW for the rest."""
@@ -245,6 +238,7 @@ def _move_gradient(master: nn.Parameter, parameter: Tensor) -> None:
     parameter.grad = None
 
 
+@dataclass
 class LossScale:
     """Dynamic factor on the loss of an fp16 model, used by the local backend (DeepSpeed has its own).
 
@@ -253,10 +247,9 @@ class LossScale:
     always a power of two, so that scaling and unscaling are exact.
     """
 
-    def __init__(self) -> None:
-        self.value = INITIAL_SCALE
-        self.applied = 0  # steps since the scale last changed
-        self.skipped = 0  # steps skipped in the whole run
+    value: float = INITIAL_SCALE
+    applied: int = 0  # steps since the scale last changed
+    skipped: int = 0  # steps skipped in the whole run
 
     def update(self, *, overflowed: bool) -> None:
         """Adjust the scale after a step; `overflowed` means it was skipped because a gradient was not finite."""
@@ -273,12 +266,3 @@ class LossScale:
         lower = self.value / 2
         say(f"an optimizer step was skipped: gradients overflow with a loss scale of {self.value:g}, now {lower:g}")
         self.value, self.applied, self.skipped = lower, 0, self.skipped + 1
-
-    def state(self) -> Tensor:
-        """Return the whole state as a tensor [3] for a checkpoint."""
-        return torch.tensor([self.value, self.applied, self.skipped], dtype=torch.float64)
-
-    def load_state(self, saved: Tensor) -> None:
-        """Restore what `state` returned."""
-        value, applied, skipped = saved.tolist()
-        self.value, self.applied, self.skipped = value, int(applied), int(skipped)

@@ -60,7 +60,16 @@ def balances_experts(model: ModelFlags, config: PretrainedConfig) -> bool:
 
 def explain_hardware(config: TrainingConfig, device: torch.device) -> None:
     """Name the flags that have no effect on this device or with these model families."""
-    names = model_names(config)
+    found: list[str | None] = [config.model.pretrain]  # every model that the run loads
+    match config:
+        case RLConfig():
+            found += [critic_model(config), config.critic.ref_pretrain if uses_reference(config) else None]
+            found += config.rewards.reward_models if config.rewards.scored_by_models else ()
+        case DPOConfig(reference=reference) | KTOConfig(reference=reference):
+            found.append(reference.ref_pretrain)
+        case KDConfig(objective=objective):
+            found.append(objective.teacher_model)
+    names = list(dict.fromkeys(name for name in found if name))
     explain_precision(config.model.param_dtype, device)
     if device.type == "cpu":
         if config.sharding.adam_offload:
@@ -73,20 +82,6 @@ def explain_hardware(config: TrainingConfig, device: torch.device) -> None:
             if not liger_knows(family):
                 say(f"--use_liger_kernel has no effect on {name}: Liger has no kernels for {family}")
     explain_experts(config.model, *names)
-
-
-def model_names(config: TrainingConfig) -> list[str]:
-    """Return the name of every model that the run loads, without duplicates."""
-    names: list[str | None] = [config.model.pretrain]
-    match config:
-        case RLConfig():
-            names += [critic_model(config), config.critic.ref_pretrain if uses_reference(config) else None]
-            names += config.rewards.reward_models if config.rewards.scored_by_models else ()
-        case DPOConfig(reference=reference) | KTOConfig(reference=reference):
-            names.append(reference.ref_pretrain)
-        case KDConfig(objective=objective):
-            names.append(objective.teacher_model)
-    return list(dict.fromkeys(name for name in names if name))
 
 
 def explain_precision(asked: str, device: torch.device) -> None:

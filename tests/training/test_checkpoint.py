@@ -14,7 +14,6 @@ from openrlhf.training.checkpoint import (
     rotate,
     step_folder,
     write_state,
-    write_text_whole,
     writing,
 )
 
@@ -274,9 +273,9 @@ def test_exported_folders_replace_older_ones(tmp_path):
 
 
 def test_a_text_file_appears_complete_or_not_at_all(tmp_path):
-    write_text_whole(tmp_path / "latest", "one")
-    write_text_whole(tmp_path / "latest", "two")
-    assert (tmp_path / "latest").read_text() == "two"
+    point_latest(tmp_path, 1)
+    point_latest(tmp_path, 2)
+    assert (tmp_path / "latest").read_text() == "global_step2"
     assert list_names(tmp_path) == ["latest"]
 
 
