@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -123,7 +124,7 @@ class Wandb:
         self.run.finish()
 
 
-class Monitor:
+class Monitor(AbstractContextManager["Monitor"]):
     """The metric sinks of a run and its progress bar, which only the main process shows.
 
     As a context manager it closes both on exit, so that later messages appear below the finished bar. With
@@ -161,9 +162,6 @@ class Monitor:
         self.bar.close()
         for sink in self.sinks:
             sink.close()
-
-    def __enter__(self) -> Monitor:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

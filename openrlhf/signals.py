@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
@@ -80,14 +80,12 @@ def keep_sigterm_handler() -> Iterator[None]:
         signal.signal(signal.SIGTERM, ours)
 
 
-@contextmanager
-def interrupt_on_signals() -> Iterator[None]:
+def interrupt_on_signals() -> AbstractContextManager[None]:
     """Raise KeyboardInterrupt on both signals while the context is open.
 
     The handler is Python's own, which `asyncio.run` recognises and replaces with one that cancels the running task.
     """
-    with handled_by(signal.default_int_handler, not_ignored()):
-        yield
+    return handled_by(signal.default_int_handler, not_ignored())
 
 
 @dataclass

@@ -14,13 +14,12 @@ Checkpoints that Transformers would complete with random weights are rejected.
 import re
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
@@ -41,8 +40,6 @@ from openrlhf.models.liger import apply_liger, uses_liger
 from openrlhf.models.unused import freeze_unused
 from openrlhf.monitor import say
 
-Options: TypeAlias = dict[str, Any]  # arguments of `from_pretrained`
-ModelClasses: TypeAlias = Any  # a lazy mapping of Transformers from config classes to model classes
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -89,11 +86,9 @@ def known_positions(config: PretrainedConfig) -> int | None:
 
 def load_causal_lm(name: str, loading: LoadingFlags, *, device: torch.device, packing: bool) -> PreTrainedModel:
     """Load a decoder with its vocabulary head, on the CPU unless it is quantised; the backend moves it."""
-    options = _options(name, loading, device, packing, MODEL_FOR_CAUSAL_LM_MAPPING)
-    model, missing = _from_pretrained(AutoModelForCausalLM, name, loading, options)
+    config = read_config(name, loading)
+    model, missing = _from_pretrained(AutoModelForCausalLM, config, name, loading, device, packing)
     _reject_missing(name, missing, "a language model; one that train_rm saved has no vocabulary head")
-    if uses_liger(loading, model.config.model_type, device):
-        apply_liger(model)
     return model
 
 
@@ -104,8 +99,7 @@ def load_scalar_model(
 
     A new head starts near zero (see `init_scalar_head`).
     """
-    options = _options(name, loading, device, packing, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING)
-    config = options["config"]
+    config = read_config(name, loading)
     in_folder = loading.trust_remote_code and "auto_map" in config.to_dict()  # the model's folder has its own classes
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and not in_folder:
         raise ConfigError(
@@ -115,13 +109,13 @@ def load_scalar_model(
         )
     config.num_labels = 1
     saved_prefix = config.to_dict().get("value_head_prefix", head_prefix)
-    if saved_prefix != SCALAR_HEAD:
-        options["key_mapping"] = {rf"^{saved_prefix}\.": f"{SCALAR_HEAD}."}
+    renamed = {"key_mapping": {rf"^{saved_prefix}\.": f"{SCALAR_HEAD}."}} if saved_prefix != SCALAR_HEAD else {}
     # Transformers would report a new and a dropped head: both are intended, and anything else is an error below.
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        model, missing = _from_pretrained(AutoModelForSequenceClassification, name, loading, options)
+        auto_class = AutoModelForSequenceClassification
+        model, missing = _from_pretrained(auto_class, config, name, loading, device, packing, **renamed)
     finally:
         logging.set_verbosity(verbosity)
     if not hasattr(model, SCALAR_HEAD):
@@ -136,8 +130,6 @@ def load_scalar_model(
         )
     if missing:
         init_scalar_head(model)
-    if uses_liger(loading, model.config.model_type, device):
-        apply_liger(model)
     return model
 
 
@@ -194,16 +186,27 @@ def recompute_activations(model: nn.Module, *, reentrant: bool) -> None:
     module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
 
 
-def _options(name: str, loading: LoadingFlags, device: torch.device, packing: bool, classes: ModelClasses) -> Options:
-    """Return the arguments of `from_pretrained`: config, precision, attention, experts, 4-bit."""
+def _from_pretrained(
+    auto_class: type[AutoModelForCausalLM | AutoModelForSequenceClassification],
+    config: PretrainedConfig,
+    name: str,
+    loading: LoadingFlags,
+    device: torch.device,
+    packing: bool,
+    **more: Any,
+) -> tuple[PreTrainedModel, Collection[str]]:
+    """Load a model in the precision, attention and kernels of the flags.
+
+    Return it, and the names of its tensors that the checkpoint lacks. `more` are arguments of `from_pretrained`.
+    """
     attention, line = choose_attention(loading.attn_implementation, device, packing)
     if line:
         say(line)
     dtype = choose_dtype(loading.param_dtype, device)
-    config = read_config(name, loading)
     if attention != loading.attn_implementation:  # not the user's explicit choice
+        classes: Any = auto_class._model_mapping  # from classes of configs to classes of models
         attention = fitting_attention(attention, classes.get(type(config), None), config)
-    options: Options = {"dtype": dtype, "attn_implementation": attention, "config": config}
+    options = {"config": config, "dtype": dtype, "attn_implementation": attention} | more
     if loading.experts_implementation:
         options["experts_implementation"] = loading.experts_implementation
     if loading.load_in_4bit:
@@ -213,16 +216,6 @@ def _options(name: str, loading: LoadingFlags, device: torch.device, packing: bo
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
         )
         options["device_map"] = {"": device}
-    return options
-
-
-def _from_pretrained(
-    auto_class: type[AutoModelForCausalLM | AutoModelForSequenceClassification],
-    name: str,
-    loading: LoadingFlags,
-    options: Options,
-) -> tuple[PreTrainedModel, Collection[str]]:
-    """Load a model; return it, and the names of its tensors that the checkpoint lacks."""
     try:
         model, report = auto_class.from_pretrained(
             _resolve(name, loading), trust_remote_code=loading.trust_remote_code, output_loading_info=True, **options
@@ -242,6 +235,8 @@ def _from_pretrained(
         for module in model.modules():
             if isinstance(module, Linear4bit):
                 module.support_avx512bf16_for_cpu = False
+    if uses_liger(loading, model.config.model_type, device):
+        apply_liger(model)
     return model, report["missing_keys"]
 
 

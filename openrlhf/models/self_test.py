@@ -28,7 +28,6 @@ from typing import Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from openrlhf.data.collate import pack
 from openrlhf.errors import ConfigError
@@ -154,7 +153,12 @@ def candidates(network: Network) -> Iterator[Candidate]:
 def make_probe(network: Network, forward: BackendForward) -> LayoutProbe:
     """Compute the model's own answer: eager attention, PyTorch's kernels, each sequence alone."""
     decoder = network.decoder
-    batch = probe_batch(decoder)
+    # Sequences of random tokens, packed into one row. A sequence classifier would take the pad token for the end of a
+    # sequence, so a token that is not among the random ones replaces it.
+    config = decoder.config.get_text_config()
+    pad, spare = getattr(config, "pad_token_id", None), config.vocab_size // 4 - 1
+    rows = [np.where(row == pad, spare, row) for row in random_rows(config.vocab_size, LENGTHS)]
+    batch = pack([TokenRow(row, np.ones(len(row), bool)) for row in rows])
     scalar = decoder.get_output_embeddings() is None
     own_kind = OwnScores if scalar else OwnLogProbs
     name = type(decoder).__name__
@@ -172,15 +176,6 @@ def make_probe(network: Network, forward: BackendForward) -> LayoutProbe:
     if own.isnan().any():
         raise ConfigError(f"{name} computes nan for random tokens", try_this="--param_dtype bf16 or fp32")
     return LayoutProbe(batch, Scores if scalar else LogProbs, own, rounding)
-
-
-def probe_batch(decoder: PreTrainedModel) -> Batch:
-    """Return sequences of random tokens, packed into one row."""
-    config = decoder.config.get_text_config()
-    rows = random_rows(config.vocab_size, LENGTHS)
-    pad = getattr(config, "pad_token_id", None)  # a sequence classifier would take it for the end of a sequence
-    spare = config.vocab_size // 4 - 1  # a token that is not among the random ones
-    return pack([TokenRow(np.where(row == pad, spare, row), np.ones(len(row), bool)) for row in rows])
 
 
 def answers(outputs: LogProbs | Scores, batch: Batch) -> Tensor:
@@ -241,18 +236,13 @@ def check_training(network: Network, probe: LayoutProbe) -> tuple[float, str]:
             (gradient,) = torch.autograd.grad(total, [parameter], allow_unused=True)
         if gradient is not None and not torch.isfinite(gradient).all():
             return math.inf, "has gradients that are not finite"
-        if is_random(network):
+        settings = network.decoder.config.get_text_config().to_dict()
+        noisy = (value for name, value in settings.items() if any(word in name for word in ("drop", "jitter", "noise")))
+        dropout = (module.p for module in network.modules() if isinstance(module, nn.Dropout))
+        if any(isinstance(value, float) and value > 0 for value in chain(noisy, dropout)):
             return 0.0, ""
         with torch.no_grad():
             found = answers(network.train()(batch, probe.wanted), probe.batch)
         return relative_error(found, probe.own, probe.rounding)
     finally:
         network.train(was_training)
-
-
-def is_random(network: Network) -> bool:
-    """True if training mode adds noise, such as dropout or router jitter."""
-    settings = network.decoder.config.get_text_config().to_dict()
-    noisy = (value for name, value in settings.items() if any(word in name for word in ("drop", "jitter", "noise")))
-    modules = (module.p for module in network.modules() if isinstance(module, nn.Dropout))
-    return any(isinstance(value, float) and value > 0 for value in chain(noisy, modules))
