@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -62,8 +62,9 @@ class MetricsFile:
         path = run_dir / METRICS_FILE
         kept: list[str] = []
         if resumed_at and path.exists():
-            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = [line for line in lines if _step(line) <= resumed_at]
+            for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+                with suppress(json.JSONDecodeError):  # a crash may have truncated a line
+                    kept += [line] if json.loads(line)["step"] <= resumed_at else []
         path.write_text("".join(kept), encoding="utf-8")
         self.file = path.open("a", encoding="utf-8")
 
@@ -165,11 +166,3 @@ class Monitor(AbstractContextManager["Monitor"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _step(line: str) -> float:
-    """Return the step of a metrics line; infinity if a crash truncated the line, so that it is dropped."""
-    try:
-        return json.loads(line)["step"]
-    except json.JSONDecodeError:
-        return float("inf")

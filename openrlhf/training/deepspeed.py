@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-import deepspeed
 import torch
 from deepspeed.checkpoint.constants import (
     UNIVERSAL_CHECKPOINT_INFO,
@@ -32,15 +31,13 @@ from openrlhf.models.plain import checkpoint_weights
 from openrlhf.models.self_test import choose_layout
 from openrlhf.training.audit import Audit
 from openrlhf.training.backend import Frozen, TrainBackend, compile_decoder_layers
-from openrlhf.training.deepspeed_config import NetworkFacts, Section, clips_outside, engine_config, frozen_config
+from openrlhf.training.deepspeed_config import NetworkFacts, clips_outside, engine_config, frozen_config
 from openrlhf.training.deepspeed_shards import (
-    EngineModule,
-    EngineRun,
     ZeroParameter,
+    engine_around,
     gather,
     is_sharded,
     keep_gathered,
-    mark_experts,
     master_shard,
     put_to_sleep,
     unhook_head,
@@ -68,7 +65,7 @@ class DeepSpeedFrozen(Frozen):
         share_rows(network, sharding)
         if self.sharded:
             config = frozen_config(sharding, _facts(network, device), offload=offload)
-            self.run = _engine_around(network, sharding, config)
+            _, self.run = engine_around(network, sharding, config)
             keep_gathered(unhook_head(network))
         else:
             network.to(device)
@@ -117,8 +114,8 @@ class DeepSpeedBackend(TrainBackend):
             groups, lr=0.0, betas=optimizer.adam_betas, eps=optimizer.adam_eps, fused=True
         )
         self.decays = [group["weight_decay"] for group in self.optimizer.param_groups]
-        self.run = run = _engine_around(network, sharding, config, self.optimizer)
-        self.engine = self.module = run.engine
+        self.engine, self.run = engine_around(network, sharding, config, self.optimizer)
+        self.module = self.engine
         if sharding.zero_stage == 0:
             self.optimizer.state.clear()
         # ZeRO-3 frees these when it updates, saves or loads weights; `keep_gathered` gathers them again.
@@ -256,14 +253,3 @@ def _facts(network: Network, device: torch.device) -> NetworkFacts:
         hidden_size=network.decoder.config.get_text_config().hidden_size,
         num_parameters=sum(p.ds_numel if is_sharded(p) else p.numel() for p in parameters),
     )
-
-
-def _engine_around(
-    network: Network, sharding: ShardingFlags, config: Section, optimizer: torch.optim.Optimizer | None = None
-) -> EngineRun:
-    """Build a DeepSpeed engine around a network, in the form of a callable for objectives."""
-    if sharding.zero_stage == 3:
-        mark_experts(network)
-    module = EngineModule(network)
-    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
-    return EngineRun(engine, module)

@@ -1,7 +1,7 @@
 """A network inside a DeepSpeed engine: the module that the engine wraps, its sharded weights, and its sleep.
 
-`deepspeed.py` uses three groups of functions from here. `EngineModule` and `EngineRun` translate between our
-dataclasses and the plain tensors that DeepSpeed's hooks see. The next functions gather shards; they are collective: all
+`deepspeed.py` uses three groups of functions from here. `engine_around` translates between our dataclasses and the
+plain tensors that DeepSpeed's hooks see. The next functions gather shards; they are collective: all
 ranks must call them with the same parameters. `put_to_sleep` and `wake_up` free the device memory while rollout engines
 use the device.
 """
@@ -19,8 +19,11 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 
+from openrlhf.config.sections.training import ShardingFlags
 from openrlhf.models.chunks import Head
 from openrlhf.models.forward import Network, Outputs, Teacher, Wanted
+from openrlhf.training.backend import Run
+from openrlhf.training.deepspeed_config import Section
 from openrlhf.training.host_memory import HostMemory
 from openrlhf.types import Batch
 
@@ -31,7 +34,7 @@ ZeroParameter: TypeAlias = Any  # a parameter to which DeepSpeed may have added 
 class EngineModule(nn.Module):
     """A network with plain tensors as arguments and results, because DeepSpeed's hooks do not see into dataclasses.
 
-    A teacher's head is a function, so `EngineRun` sets it as an attribute before the call.
+    A teacher's head is a function, so it is set as an attribute before the call.
     """
 
     def __init__(self, network: Network) -> None:
@@ -54,31 +57,29 @@ class EngineModule(nn.Module):
         return {name: value for name, value in vars(outputs).items() if value is not None}
 
 
-class EngineRun:
-    """Adapter that lets an objective call an engine around a `EngineModule` as if it were the network."""
+def engine_around(
+    network: Network, sharding: ShardingFlags, config: Section, optimizer: torch.optim.Optimizer | None = None
+) -> tuple[Engine, Run]:
+    """Build a DeepSpeed engine around a network; also return the callable by which an objective runs it."""
+    if sharding.zero_stage == 3:
+        # Gather each block of experts as a unit. Otherwise a rank that routes no token to some expert would not gather
+        # it, and the other ranks would hang.
+        names = {type(module).__name__ for module in network.modules()}
+        blocks = [name for name in names if name.endswith(("SparseMoeBlock", "MoE", "Moe", "MoeBlock", "MoeMLP"))]
+        if blocks:
+            deepspeed.utils.set_z3_leaf_modules(network, blocks)
+    module = EngineModule(network)
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
 
-    def __init__(self, engine: Engine, module: EngineModule) -> None:
-        self.engine = engine
-        self.module = module
-
-    def __call__(
-        self, batch: Batch, wanted: type[Wanted], *, temperature: float | Tensor = 1.0, teacher: Teacher | None = None
+    def run(
+        batch: Batch, wanted: type[Wanted], *, temperature: float | Tensor = 1.0, teacher: Teacher | None = None
     ) -> Wanted:
-        self.module.teacher_head = None if teacher is None else teacher.head
+        module.teacher_head = None if teacher is None else teacher.head
         hidden = None if teacher is None else teacher.hidden
         given = {field.name: getattr(batch, field.name) for field in fields(Batch)}
-        return wanted(**self.engine(wanted=wanted, temperature=temperature, teacher_hidden=hidden, **given))
+        return wanted(**engine(wanted=wanted, temperature=temperature, teacher_hidden=hidden, **given))
 
-
-def mark_experts(network: Network) -> None:
-    """Make ZeRO-3 gather each block of experts as a unit.
-
-    Otherwise a rank that routes no token to some expert would not gather it, and the other ranks would hang.
-    """
-    names = {type(module).__name__ for module in network.modules()}
-    blocks = [name for name in names if name.endswith(("SparseMoeBlock", "MoE", "Moe", "MoeBlock", "MoeMLP"))]
-    if blocks:
-        deepspeed.utils.set_z3_leaf_modules(network, blocks)
+    return engine, run
 
 
 def unhook_head(network: Network) -> list[nn.Parameter]:

@@ -207,18 +207,7 @@ class UnpairedPreference:
     def prepare(
         self, batches: list[LabelledBatch], step: Step[LabelledRow], policy: TrainBackend
     ) -> list[ReferencedLabels]:
-        baseline = preference_loss.kto_baseline(self._mismatch(step, policy))
-        return [
-            ReferencedLabels(
-                **vars(batch),
-                reference=_sequence_sums(self.reference.forward(batch, LogProbs), batch),
-                baseline=baseline,
-            )
-            for batch in batches
-        ]
-
-    def _mismatch(self, step: Step[LabelledRow], policy: TrainBackend) -> Mean:
-        """Average the log-ratios of each prompt with the next row's response over the whole step and all ranks."""
+        # The baseline: the mean log-ratio of each prompt with the next row's response, over the step and all ranks.
         pairs = mismatch_rows(step.rows, self.max_len)
         total = torch.zeros(2, dtype=torch.float64)
         parts = cut([pairs[place] for place in step.mine], step.micro_size)
@@ -233,8 +222,16 @@ class UnpairedPreference:
             )
             measured = mean_of(own - reference)
             total += torch.stack([measured.total, measured.count]).cpu()
-        summed = policy.sum_over_ranks(total)
-        return Mean(summed[0], summed[1])
+        baseline = preference_loss.kto_baseline(Mean(*policy.sum_over_ranks(total)))
+
+        return [
+            ReferencedLabels(
+                **vars(batch),
+                reference=_sequence_sums(self.reference.forward(batch, LogProbs), batch),
+                baseline=baseline,
+            )
+            for batch in batches
+        ]
 
     def loss(self, run: Run, batch: ReferencedLabels, totals: StepTotals) -> tuple[Tensor, Metrics]:
         outputs = run(batch, LogProbs)

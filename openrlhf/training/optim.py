@@ -6,7 +6,7 @@ because DeepSpeed keeps its own masters and loss scale. Schedules and parameter 
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -122,20 +122,16 @@ class MasterOptimizer:
         self.split = [(parameter, master) for parameter, master in pairs if parameter is not master]
         for parameter, master in self.split:
             parameter.register_post_accumulate_grad_hook(partial(_move_gradient, master))
-        self.optimizers = list(self._build())
-        self.peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
-
-    def _build(self) -> Iterator[torch.optim.Optimizer]:
-        """Yield AdamW for all masters, or Muon for the matrices inside the layers and AdamW for the rest."""
-        flags = self.flags
+        # AdamW for all masters, or Muon for the matrices inside the layers and AdamW for the rest.
+        self.optimizers: list[torch.optim.Optimizer] = []
         matrices = {n: p for n, p in self.masters.items() if flags.optim == "muon" and is_matrix(n, p)}
         groups = parameter_groups([(n, p) for n, p in self.masters.items() if n not in matrices], flags.l2)
         if groups:
-            yield torch.optim.AdamW(
-                groups, lr=self.learning_rate, betas=flags.adam_betas, eps=flags.adam_eps, fused=True
+            self.optimizers.append(
+                torch.optim.AdamW(groups, lr=learning_rate, betas=flags.adam_betas, eps=flags.adam_eps, fused=True)
             )
         if matrices:
-            yield torch.optim.Muon(
+            muon = torch.optim.Muon(
                 list(matrices.values()),
                 lr=flags.muon_lr,
                 weight_decay=flags.l2,
@@ -143,6 +139,8 @@ class MasterOptimizer:
                 nesterov=flags.muon_nesterov,
                 ns_steps=flags.muon_ns_steps,
             )
+            self.optimizers.append(muon)
+        self.peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
 
     def step(self, scale: float, loss_scale: float | None = None) -> float | None:
         """Update with `scale` times each peak learning rate; return the gradient norm before clipping.

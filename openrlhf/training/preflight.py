@@ -28,29 +28,26 @@ def check_models(config: TrainingConfig) -> None:
     sharding, coef = config.sharding, config.model.aux_loss_coef
     if coef <= AUX_ON and sharding.ring_attn_size == sharding.ds_tensor_parallel_size == 1:
         return
-    name = str(config.model.pretrain)
-    trained = read_config(name, config.model)
-    check_layout(config, name, trained)
-    if coef > AUX_ON and not balances_experts(config.model, trained):
-        raise ConfigError(
-            f"--aux_loss_coef {coef:g} balances the experts of a mixture, but {name} has none",
-            try_this="without --aux_loss_coef",
-        )
-    if isinstance(config, RLConfig) and (name := critic_model(config)) is not None:
-        critic = read_config(name, config.model)
-        check_layout(config, name, critic)
-        if coef > AUX_ON and not balances_experts(config.model, critic):
+    trained: dict[str, str | None] = {"policy": config.model.pretrain}
+    if isinstance(config, RLConfig):
+        trained["critic"] = critic_model(config)
+    for role, name in trained.items():
+        if name is None:
+            continue
+        model = read_config(name, config.model)
+        if sharding.ring_attn_size > 1:
+            check_ring(model, sharding)
+        size = sharding.ds_tensor_parallel_size
+        heads = getattr(model.get_text_config(), "num_attention_heads", size)
+        if heads % size:
+            raise ConfigError(f"--ds_tensor_parallel_size {size} does not divide the {heads} attention heads of {name}")
+        if coef > AUX_ON and not balances_experts(config.model, model):
+            if role == "policy":
+                raise ConfigError(
+                    f"--aux_loss_coef {coef:g} balances the experts of a mixture, but {name} has none",
+                    try_this="without --aux_loss_coef",
+                )
             say(f"--aux_loss_coef does not apply to the critic: {name} has no experts")
-
-
-def check_layout(config: TrainingConfig, name: str, model: PretrainedConfig) -> None:
-    """Check that the ring attention settings suit the model and that tensor parallelism divides its heads."""
-    if config.sharding.ring_attn_size > 1:
-        check_ring(model, config.sharding)
-    size = config.sharding.ds_tensor_parallel_size
-    heads = getattr(model.get_text_config(), "num_attention_heads", size)
-    if heads % size:
-        raise ConfigError(f"--ds_tensor_parallel_size {size} does not divide the {heads} attention heads of {name}")
 
 
 def balances_experts(model: ModelFlags, config: PretrainedConfig) -> bool:
