@@ -130,11 +130,7 @@ def clipped_surrogate(
 
 
 def entropy_loss(
-    entropy: Tensor,
-    action_mask: Tensor,
-    denominator: Denominator,
-    mode: str = "token-mean",
-    rows: Tensor | None = None,
+    entropy: Tensor, action_mask: Tensor, denominator: Denominator, mode: str = "token-mean", rows: Tensor | None = None
 ) -> tuple[Tensor, Metrics]:
     """Negative mean entropy; added with its coefficient, it is the entropy bonus (A3C, arXiv 1602.01783)."""
     return -aggregate(entropy, action_mask, mode, denominator, rows), {"entropy": mean_of(entropy, action_mask)}

@@ -107,8 +107,4 @@ def kto(
 
 
 def _pair_metrics(chosen: Tensor, rejected: Tensor) -> Metrics:
-    return {
-        "acc": mean_of(chosen > rejected),
-        "chosen_reward": mean_of(chosen),
-        "reject_reward": mean_of(rejected),
-    }
+    return {"acc": mean_of(chosen > rejected), "chosen_reward": mean_of(chosen), "reject_reward": mean_of(rejected)}

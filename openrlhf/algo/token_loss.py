@@ -13,11 +13,7 @@ from openrlhf.algo.reduce import Denominator, Metrics, aggregate, masked, mean_o
 
 
 def sft_loss(
-    log_probs: Tensor,
-    loss_mask: Tensor,
-    denominator: Denominator,
-    mode: str = "token-mean",
-    rows: Tensor | None = None,
+    log_probs: Tensor, loss_mask: Tensor, denominator: Denominator, mode: str = "token-mean", rows: Tensor | None = None
 ) -> tuple[Tensor, Metrics]:
     """Negative log-likelihood of the target tokens; `denominator` is that of the whole optimizer step."""
     loss = -aggregate(log_probs, loss_mask, mode, denominator, rows)

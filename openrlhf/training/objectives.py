@@ -26,15 +26,7 @@ from openrlhf.config.sections.objectives import (
 )
 from openrlhf.data.collate import Layout
 from openrlhf.data.preference import mismatch_rows
-from openrlhf.models.forward import (
-    DistillationTerms,
-    HiddenStates,
-    LogProbs,
-    Outputs,
-    Scores,
-    TargetLogits,
-    Teacher,
-)
+from openrlhf.models.forward import DistillationTerms, HiddenStates, LogProbs, Outputs, Scores, TargetLogits, Teacher
 from openrlhf.training.backend import B, Frozen, Objective, Run, StepTotals, TrainBackend
 from openrlhf.training.order import micro_batches as cut
 from openrlhf.training.order import num_micro_batches

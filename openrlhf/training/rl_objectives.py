@@ -50,14 +50,7 @@ class PolicyObjective:
         constant = sequences * self.constant_length
         denominator = {"token-mean": totals.targets, "seq-mean": sequences, "constant": constant}[mode]
         loss, metrics = policy_loss(
-            log_probs,
-            old_log_probs,
-            batch.advantages,
-            mask,
-            denominator,
-            self.settings,
-            batch.rollout_log_probs,
-            rows,
+            log_probs, old_log_probs, batch.advantages, mask, denominator, self.settings, batch.rollout_log_probs, rows
         )
         metrics["ppo_clip_ratio"] = metrics.pop("clip_ratio")  # the name that dashboards know
         metrics["policy_loss"] = whole_loss(loss, totals)
