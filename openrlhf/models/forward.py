@@ -249,18 +249,16 @@ class Network(nn.Module):
 
     def _own(self, batch: Batch, *, scores: bool) -> dict[str, Tensor]:
         """Return scores [sequences] or log-probs [rows, tokens] by the model's own forward, each sequence alone."""
-        per_sequence = []  # scores, [] each
+        if scores:
+            inputs = [call.arguments["input_ids"] for call in single_calls(batch)]  # [1, tokens] each
+            return {"scores": torch.stack([self.decoder(input_ids=ids).logits.float().squeeze() for ids in inputs])}
         log_probs = torch.zeros(batch.input_ids.numel(), device=batch.input_ids.device)
         for call in single_calls(batch):
+            assert call.batch_places is not None
             ids = call.arguments["input_ids"]  # [1, tokens]
-            logits = self.decoder(input_ids=ids).logits.float()  # [1, 1] or [1, tokens, vocabulary]
-            if scores:
-                per_sequence.append(logits.squeeze())
-            elif call.batch_places is not None:
-                found = logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])  # [tokens - 1, 1]
-                log_probs[call.batch_places[1:]] = found.squeeze(-1)
-        if scores:
-            return {"scores": torch.stack(per_sequence)}
+            logits = self.decoder(input_ids=ids).logits.float()  # [1, tokens, vocabulary]
+            found = logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])  # [tokens - 1, 1]
+            log_probs[call.batch_places[1:]] = found.squeeze(-1)
         return {"log_probs": torch.where(batch.target_mask, log_probs.view_as(batch.target_mask), 0.0)}
 
     def _aux_loss(self, router_logits: tuple[Tensor, ...], attention_mask: Tensor | None) -> Tensor:

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any, TypeAlias
 
 import torch
@@ -140,13 +140,11 @@ def _views(decoder: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Te
     Element numbers are converted in place of the weights, which shows where each element goes. A
     saved tensor whose numbers form a regular pattern within one source is a strided view of that source.
     """
-    starts: dict[str, int] = {}
-    total = 0
-    for name, tensor in tensors.items():
-        starts[name] = total
-        total += tensor.numel()
-    numbers = torch.arange(total)
-    given = {name: numbers[starts[name] :][: tensor.numel()].view(tensor.shape) for name, tensor in tensors.items()}
+    sizes = [tensor.numel() for tensor in tensors.values()]
+    starts = dict(zip(tensors, accumulate(sizes, initial=0), strict=False))
+    numbers = torch.arange(sum(sizes))
+    parts = zip(tensors.items(), numbers.split(sizes), strict=True)
+    given = {name: part.view(tensor.shape) for (name, tensor), part in parts}
     views: dict[str, Tensor] = {}
     for saved, found in revert_weight_conversion(decoder, given).items():
         first = int(found.flatten()[0])

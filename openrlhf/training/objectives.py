@@ -228,14 +228,9 @@ class UnpairedPreference:
     def loss(self, run: Run, batch: ReferencedLabels, totals: StepTotals) -> tuple[Tensor, Metrics]:
         outputs = run(batch, LogProbs)
         ratios = _sequence_sums(outputs, batch) - batch.reference  # [sequences]
+        weights = self.flags.desirable_loss_weight, self.flags.undesirable_loss_weight
         loss, metrics = preference_loss.kto(
-            ratios,
-            batch.label,
-            batch.baseline,
-            self.flags.beta,
-            totals.sequences,
-            self.flags.desirable_loss_weight,
-            self.flags.undesirable_loss_weight,
+            ratios, batch.label, batch.baseline, self.flags.beta, totals.sequences, *weights
         )
         metrics["kto_loss"] = _share(loss, totals.sequences, ratios.numel())
         metrics["kl"] = mean_of(batch.baseline.expand(ratios.shape))

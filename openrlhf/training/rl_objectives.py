@@ -37,12 +37,8 @@ class PolicyObjective:
 
     def loss(self, run: Run, batch: PolicyBatch, totals: StepTotals) -> tuple[Tensor, Metrics]:
         temperature, mask, rows = temperature_of(batch, self.temperature), batch.target_mask, batch.sequence_ids
-        entropy = None  # or [rows, tokens]
-        if self.entropy_coef is None:
-            outputs = run(batch, LogProbs, temperature=temperature)
-        else:
-            outputs = run(batch, LogProbsAndEntropy, temperature=temperature)
-            entropy = outputs.entropy
+        kind = LogProbs if self.entropy_coef is None else LogProbsAndEntropy
+        outputs = run(batch, kind, temperature=temperature)
         log_probs = outputs.log_probs  # [rows, tokens]
         old_log_probs = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
         mode = self.settings.aggregation
@@ -57,19 +53,13 @@ class PolicyObjective:
         if self.kl_coef > 0:
             if batch.reference_log_probs is None:
                 raise ValueError("a KL loss needs the log-probs of a reference")
+            old = old_log_probs if self.kl_unbiased_gradient else None
             term, measured = kl_loss(
-                log_probs,
-                batch.reference_log_probs,
-                mask,
-                denominator,
-                self.kl_estimator,
-                mode,
-                rows,
-                old_log_probs if self.kl_unbiased_gradient else None,
+                log_probs, batch.reference_log_probs, mask, denominator, self.kl_estimator, mode, rows, old
             )
             loss, metrics = loss + self.kl_coef * term, metrics | measured
-        if self.entropy_coef is not None and entropy is not None:
-            term, measured = entropy_loss(entropy, mask, denominator, mode, rows)
+        if self.entropy_coef is not None and isinstance(outputs, LogProbsAndEntropy):
+            term, measured = entropy_loss(outputs.entropy, mask, denominator, mode, rows)
             loss, metrics = loss + self.entropy_coef * term, metrics | measured
         return add_aux(loss, metrics, outputs, self.aux_loss_coef, totals)
 
