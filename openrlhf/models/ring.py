@@ -15,7 +15,7 @@ ones, and this way every process gets the same amount of work. For N = 2, with t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -205,19 +205,11 @@ def check_ring(config: PretrainedConfig, sharding: ShardingFlags) -> None:
         )
     if values.get("attn_logit_softcapping"):
         raise ConfigError("--ring_attn_size: this model caps its attention scores, which a ring does not support")
-    angles = ROPE_OF_THE_LENGTH & set(rope_types(values.get("rope_parameters") or {}))
+    rope = values.get("rope_parameters") or {}  # of the model or, in some families, of each type of layer
+    angles = ROPE_OF_THE_LENGTH & {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)}
     if angles:
         raise ConfigError(
             f"--ring_attn_size: {angles.pop()} rotary positions depend on the length of the whole sequence, but "
             "a process sees only part of it",
             try_this="--ring_attn_size 1 --ds_tensor_parallel_size 2",
         )
-
-
-def rope_types(parameters: Mapping[str, object]) -> Iterator[str]:
-    """Yield the types of rotary positions; some models have one for each type of layer."""
-    if "rope_type" in parameters:
-        yield str(parameters["rope_type"])
-    for value in parameters.values():
-        if isinstance(value, dict):
-            yield from rope_types(value)
