@@ -31,27 +31,10 @@ from torch import Tensor, nn
 
 from openrlhf.data.collate import pack
 from openrlhf.errors import ConfigError
-from openrlhf.models.agreement import (
-    FAILURES,
-    ROUNDINGS,
-    describe_error,
-    distance,
-    is_sharded,
-    measure_rounding,
-    random_rows,
-    relative_error,
-)
+from openrlhf.models import agreement, modes
 from openrlhf.models.attention import FLASH_PACKAGES, SEGMENTED, takes_sdpa
 from openrlhf.models.forward import LogProbs, Network, OwnLogProbs, OwnScores, Scores, Wanted
 from openrlhf.models.inputs import CallLayout
-from openrlhf.models.modes import (
-    attention_in,
-    attention_of,
-    kernel_functions,
-    reference_kernels,
-    set_attention,
-    use_reference_kernels,
-)
 from openrlhf.monitor import say
 from openrlhf.types import Batch, TokenRow
 
@@ -99,10 +82,10 @@ def choose_layout(network: Network, forward: BackendForward, worst: Callable[[fl
         return
     decoder = network.decoder
     name = type(decoder).__name__
-    asked = Candidate(network.layout, attention_in(decoder))
+    asked = Candidate(network.layout, modes.attention_in(decoder))
     probe = make_probe(network, forward)
     # Sharded weights are complete only inside a backend's own passes, so no gradient is computed here for these.
-    trains = not is_sharded(network) and any(parameter.requires_grad for parameter in network.parameters())
+    trains = not agreement.is_sharded(network) and any(parameter.requires_grad for parameter in network.parameters())
     problems: list[str] = []
     kernels_train = True  # kernels of other packages may have no backward pass on this machine
     for candidate in candidates(network):
@@ -110,18 +93,18 @@ def choose_layout(network: Network, forward: BackendForward, worst: Callable[[fl
             continue
         network.layout = candidate.layout
         try:
-            set_attention(decoder, candidate.attention)
-            with nullcontext() if candidate.own_kernels else reference_kernels(decoder):
+            modes.set_attention(decoder, candidate.attention)
+            with nullcontext() if candidate.own_kernels else modes.reference_kernels(decoder):
                 excess, problem = check_forward(forward, probe)
                 if excess <= 1.0 and trains:
-                    kernels_train = not kernel_functions(decoder)
+                    kernels_train = not modes.kernel_functions(decoder)
                     excess, problem = check_training(network, probe)
                     kernels_train = True
-        except FAILURES as failure:
-            excess, problem = math.inf, f"fails with {describe_error(failure)}"
+        except agreement.FAILURES as failure:
+            excess, problem = math.inf, f"fails with {agreement.describe_error(failure)}"
         if worst(excess) <= 1.0:
             if not candidate.own_kernels:
-                use_reference_kernels(decoder)
+                modes.use_reference_kernels(decoder)
             if candidate != asked:
                 say(f"{name}: {problems[0]}, so it runs {candidate}")
             return
@@ -135,7 +118,7 @@ def choose_layout(network: Network, forward: BackendForward, worst: Callable[[fl
 def candidates(network: Network) -> Iterator[Candidate]:
     """Yield the ways to compute, fastest first, starting with the one that the network was loaded for."""
     decoder = network.decoder
-    attention = attention_in(decoder)
+    attention = modes.attention_in(decoder)
     yield Candidate(network.layout, attention)
     if network.ring is not None:
         return  # a ring works only on packed rows
@@ -144,9 +127,9 @@ def candidates(network: Network) -> Iterator[Candidate]:
         padded.append("sdpa")
     padded += [] if attention == "eager" else ["eager"]
     yield from (Candidate("padded", kernel) for kernel in padded if (network.layout, kernel) != ("padded", attention))
-    if not is_sharded(decoder):  # ranks with different numbers of sequences would deadlock
+    if not agreement.is_sharded(decoder):  # ranks with different numbers of sequences would deadlock
         yield Candidate("row by row", "eager")
-    if kernel_functions(decoder):
+    if modes.kernel_functions(decoder):
         yield from (Candidate("padded", kernel, own_kernels=False) for kernel in padded)
 
 
@@ -157,20 +140,20 @@ def make_probe(network: Network, forward: BackendForward) -> LayoutProbe:
     # sequence, so a token that is not among the random ones replaces it.
     config = decoder.config.get_text_config()
     pad, spare = getattr(config, "pad_token_id", None), config.vocab_size // 4 - 1
-    rows = [np.where(row == pad, spare, row) for row in random_rows(config.vocab_size, LENGTHS)]
+    rows = [np.where(row == pad, spare, row) for row in agreement.random_rows(config.vocab_size, LENGTHS)]
     batch = pack([TokenRow(row, np.ones(len(row), bool)) for row in rows])
     scalar = decoder.get_output_embeddings() is None
     own_kind = OwnScores if scalar else OwnLogProbs
     name = type(decoder).__name__
     try:
-        with attention_of(decoder, "eager"), reference_kernels(decoder):
+        with modes.attention_of(decoder, "eager"), modes.reference_kernels(decoder):
             own = answers(forward(batch, own_kind), batch)
-            rounding = measure_rounding(decoder, own, lambda: answers(forward(batch, own_kind), batch))
-    except FAILURES as failure:
+            rounding = agreement.measure_rounding(decoder, own, lambda: answers(forward(batch, own_kind), batch))
+    except agreement.FAILURES as failure:
         adapted = network.model is not decoder
         how = "its forward with adapters" if adapted else "its own forward"
         raise ConfigError(
-            f"{name} cannot run here: {how} fails with {describe_error(failure)}",
+            f"{name} cannot run here: {how} fails with {agreement.describe_error(failure)}",
             try_this="other --target_modules, or --lora_rank 0" if adapted else None,
         ) from failure
     if own.isnan().any():
@@ -204,15 +187,15 @@ def check_forward(forward: BackendForward, probe: LayoutProbe) -> tuple[float, s
             places = batch.sequence_ids == number
             ids[places] = ids[places].flip(0)
         others = answers(forward(replace(batch, input_ids=ids), probe.wanted), batch)
-        return distance(found, others)[~torch.isin(owners, torch.tensor(numbers))]
+        return agreement.distance(found, others)[~torch.isin(owners, torch.tensor(numbers))]
 
     every_second, last = range(0, len(LENGTHS), 2), range(len(LENGTHS) - 1, len(LENGTHS))
     if probe.rounding is None:
         leaked, allowed = float(change(every_second).max()), FP32_LEAK
     else:
         noise = float(change(last).mean())
-        leaked, allowed = float(change(every_second).mean()), LEAST_LEAK + ROUNDINGS * noise
-    excess, problem = relative_error(found, probe.own, probe.rounding)
+        leaked, allowed = float(change(every_second).mean()), LEAST_LEAK + agreement.ROUNDINGS * noise
+    excess, problem = agreement.relative_error(found, probe.own, probe.rounding)
     if not leaked / allowed <= excess:
         return leaked / allowed, f"lets sequences see each other ({leaked:.2g}, {allowed:.2g} allowed)"
     return excess, problem
@@ -243,6 +226,6 @@ def check_training(network: Network, probe: LayoutProbe) -> tuple[float, str]:
             return 0.0, ""
         with torch.no_grad():
             found = answers(network.train()(batch, probe.wanted), probe.batch)
-        return relative_error(found, probe.own, probe.rounding)
+        return agreement.relative_error(found, probe.own, probe.rounding)
     finally:
         network.train(was_training)

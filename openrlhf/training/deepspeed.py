@@ -29,20 +29,10 @@ from openrlhf.models.export import save_model, saved_tensors
 from openrlhf.models.forward import Network
 from openrlhf.models.plain import checkpoint_weights
 from openrlhf.models.self_test import choose_layout
+from openrlhf.training import deepspeed_shards as shards
 from openrlhf.training.audit import Audit
 from openrlhf.training.backend import Frozen, TrainBackend, compile_decoder_layers
 from openrlhf.training.deepspeed_config import NetworkFacts, clips_outside, engine_config, frozen_config
-from openrlhf.training.deepspeed_shards import (
-    ZeroParameter,
-    engine_around,
-    gather,
-    is_sharded,
-    keep_gathered,
-    master_shard,
-    put_to_sleep,
-    unhook_head,
-    wake_up,
-)
 from openrlhf.training.optim import parameter_groups, trainable
 from openrlhf.training.ring_groups import share_rows
 
@@ -65,8 +55,8 @@ class DeepSpeedFrozen(Frozen):
         share_rows(network, sharding)
         if self.sharded:
             config = frozen_config(sharding, _facts(network, device), offload=offload)
-            _, self.run = engine_around(network, sharding, config)
-            keep_gathered(unhook_head(network))
+            _, self.run = shards.engine_around(network, sharding, config)
+            shards.keep_gathered(shards.unhook_head(network))
         else:
             network.to(device)
         choose_layout(network, self.forward, lambda excess: float(_largest(excess, device)))
@@ -114,13 +104,13 @@ class DeepSpeedBackend(TrainBackend):
             groups, lr=0.0, betas=optimizer.adam_betas, eps=optimizer.adam_eps, fused=True
         )
         self.decays = [group["weight_decay"] for group in self.optimizer.param_groups]
-        self.engine, self.run = engine_around(network, sharding, config, self.optimizer)
+        self.engine, self.run = shards.engine_around(network, sharding, config, self.optimizer)
         self.module = self.engine
         if sharding.zero_stage == 0:
             self.optimizer.state.clear()
         # ZeRO-3 frees these when it updates, saves or loads weights; `keep_gathered` gathers them again.
-        self.head_parameters = unhook_head(network) if sharding.zero_stage == 3 else []
-        keep_gathered(self.head_parameters)
+        self.head_parameters = shards.unhook_head(network) if sharding.zero_stage == 3 else []
+        shards.keep_gathered(self.head_parameters)
         self.averages = dist.get_world_size(self.engine.data_parallel_group)  # processes that DeepSpeed averages over
         self.group = shared.lane if shared else self.engine.data_parallel_group  # of data-parallel ranks
         self.rank = dist.get_rank(self.group)
@@ -133,7 +123,7 @@ class DeepSpeedBackend(TrainBackend):
         if sharding.deepcompile:  # not DeepSpeed's own, which compiles for fixed shapes: lengths vary here
             compile_decoder_layers(network)
         self.engine.train()
-        self.audit = Audit(trainable(network), master_shard, lambda found: _largest(found, device))
+        self.audit = Audit(trainable(network), shards.master_shard, lambda found: _largest(found, device))
 
     def most_rounds(self, count: int) -> int:
         return int(_largest(count, self.device))
@@ -159,7 +149,7 @@ class DeepSpeedBackend(TrainBackend):
             norm = float(self.engine.get_global_grad_norm())
             if not (math.isfinite(norm) or self._scales_loss):
                 raise BackendError(f"the gradient norm is {norm}", try_this="a smaller learning rate")
-        keep_gathered(self.head_parameters)
+        shards.keep_gathered(self.head_parameters)
         applied = self.engine.was_step_applied()
         self.audit.end(moved=applied)
         return norm if applied else None
@@ -170,10 +160,10 @@ class DeepSpeedBackend(TrainBackend):
         return {"loss_scale": float(self.engine.loss_scale()), "skipped_steps": float(self.engine.skipped_steps)}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        return checkpoint_weights(self.network, gather)
+        return checkpoint_weights(self.network, shards.gather)
 
     def exported(self) -> Iterator[tuple[str, Tensor]]:
-        return saved_tensors(self.network, gather)
+        return saved_tensors(self.network, shards.gather)
 
     def save(self, folder: Path) -> None:
         mark = {UNIVERSAL_CHECKPOINT_INFO: {UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE}}
@@ -182,7 +172,7 @@ class DeepSpeedBackend(TrainBackend):
         self.engine.save_checkpoint(
             str(folder), tag=TAG, client_state=mark, save_latest=False, exclude_frozen_parameters=self.has_adapters
         )
-        keep_gathered(self.head_parameters)
+        shards.keep_gathered(self.head_parameters)
 
     def load(self, folder: Path) -> None:
         tag = UNIVERSAL_TAG if self.universal else TAG
@@ -198,7 +188,7 @@ class DeepSpeedBackend(TrainBackend):
             group["weight_decay"] = decay
         for parameter, slots in self.optimizer.state.items():
             slots["step"] = slots["step"].to(parameter.device, copy=True)
-        keep_gathered(self.head_parameters)
+        shards.keep_gathered(self.head_parameters)
 
     def export(self, folder: Path) -> None:
         weights = {}
@@ -222,12 +212,12 @@ class DeepSpeedBackend(TrainBackend):
 
     def sleep(self) -> None:
         if self.device.type != "cpu":
-            put_to_sleep(self.engine, self.network, self.optimizer, self.sharding.zero_stage, self.host)
+            shards.put_to_sleep(self.engine, self.network, self.optimizer, self.sharding.zero_stage, self.host)
 
     def wake(self) -> None:
         if self.device.type != "cpu":
-            wake_up(self.engine, self.sharding.zero_stage, self.host)
-            keep_gathered(self.head_parameters)
+            shards.wake_up(self.engine, self.sharding.zero_stage, self.host)
+            shards.keep_gathered(self.head_parameters)
 
     def sum_metrics(self, metrics: Metrics) -> Metrics:
         # In rank order. Objects are gathered instead of one tensor, because a rank with only fillers does not know the
@@ -246,10 +236,10 @@ def _largest(values: Tensor | float, device: torch.device) -> Tensor:
 
 def _facts(network: Network, device: torch.device) -> NetworkFacts:
     """Collect the facts about a network that DeepSpeed's settings depend on."""
-    parameters: list[ZeroParameter] = list(network.parameters())
+    parameters: list[shards.ZeroParameter] = list(network.parameters())
     return NetworkFacts(
         dtype=network.decoder.dtype,
         device_type=device.type,
         hidden_size=network.decoder.config.get_text_config().hidden_size,
-        num_parameters=sum(p.ds_numel if is_sharded(p) else p.numel() for p in parameters),
+        num_parameters=sum(p.ds_numel if shards.is_sharded(p) else p.numel() for p in parameters),
     )
