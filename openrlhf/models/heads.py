@@ -10,6 +10,7 @@ the model's own forward shows what it does beyond the projection, so that no fam
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ def add_missing_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenize
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
 
 
+@dataclass(frozen=True)
 class VocabularyHead:
     """The projection of hidden states to logits, including what the model's own forward does beyond it.
 
@@ -59,9 +61,8 @@ class VocabularyHead:
     beyond the projection is to multiply by a constant (`factor`), only the projection is called.
     """
 
-    def __init__(self, model: PreTrainedModel, factor: float | None) -> None:
-        self.model = model
-        self.factor = factor  # see `logit_factor`
+    model: PreTrainedModel
+    factor: float | None  # see `logit_factor`
 
     @property
     def module(self) -> nn.Module:
@@ -161,11 +162,11 @@ class StandIn(nn.Module):
         return self
 
 
+@dataclass(frozen=True)
 class DecoderOutput:
     """Last hidden states, and None for everything else that a model may look up in a decoder's output."""
 
-    def __init__(self, last_hidden_state: Tensor) -> None:
-        self.last_hidden_state = last_hidden_state  # [rows, tokens, hidden]
+    last_hidden_state: Tensor  # [rows, tokens, hidden]
 
     def __getitem__(self, place: int) -> Tensor | None:
         return self.last_hidden_state if place == 0 else None

@@ -8,18 +8,19 @@ at the device again. The tensors stay the same objects, so optimizers and module
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 
+@dataclass
 class HostMemory:
     """Move tensors to host memory and back. The buffers are pinned, for speed, and are kept for the next time."""
 
-    def __init__(self) -> None:
-        # By id: each tensor stored so far, and its host buffer. Keeping the tensor keeps its id from being reused.
-        self.buffers: dict[int, tuple[Tensor, Tensor]] = {}
-        self.stored: list[tuple[Tensor, Tensor, torch.device]] = []  # (tensor, host buffer, device)
+    # By id: each tensor stored so far, and its host buffer. Keeping the tensor keeps its id from being reused.
+    buffers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    stored: list[tuple[Tensor, Tensor, torch.device]] = field(default_factory=list)  # (tensor, host buffer, device)
 
     @torch.no_grad()
     def take(self, tensors: Iterable[Tensor]) -> None:
