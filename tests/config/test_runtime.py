@@ -40,7 +40,7 @@ def rl(**flags):
 
 @pytest.mark.parametrize("name", REGISTRIES)
 def test_choices_are_the_keys_of_their_registry(name):
-    assert set(get_args(without_none(flags_of(RLConfig)[name].type))) == REGISTRIES[name].keys()
+    assert set(get_args(without_none(flags_of(RLConfig)[name].type))) == set(REGISTRIES[name])
 
 
 @pytest.mark.parametrize("command", COMMANDS)
