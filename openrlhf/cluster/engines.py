@@ -17,7 +17,7 @@ from openrlhf.cluster.actors import EngineWorker
 from openrlhf.cluster.calls import LOST, RESUME, Process, ProcessWatch
 from openrlhf.errors import EngineError, OpenRLHFError
 from openrlhf.monitor import say
-from openrlhf.rollout.engine import LoadingEngine, Part
+from openrlhf.rollout.engine import LoadingEngine
 from openrlhf.types import Completion, Request
 
 SLACK = 32  # an engine with the prompt in its cache is preferred up to this many requests above the least busy one
@@ -123,25 +123,6 @@ class RayEngines:
         engine.process.kill()
         engine.process = await self.start(engine.number)
 
-    async def _apply(self, work: Callable[[LoadingEngine], Awaitable[None]]) -> None:
-        """Apply a function to every engine in its process, and wait for all of them."""
+    async def apply(self, work: Callable[[LoadingEngine], Awaitable[None]]) -> None:
+        """Apply a function to every engine in its process, such as one that pauses it, and wait for all of them."""
         await asyncio.gather(*(engine.process.call(EngineWorker.apply, work) for engine in self.engines))
-
-    async def pause(self, *, drain: bool) -> None:
-        await self._apply(lambda engine: engine.pause(drain=drain))
-
-    async def resume(self) -> None:
-        await self._apply(lambda engine: engine.resume())
-
-    async def sleep(self) -> None:
-        await self._apply(lambda engine: engine.sleep())
-
-    async def wake(self, part: Part) -> None:
-        await self._apply(lambda engine: engine.wake(part))
-
-    async def health(self) -> None:
-        await self._apply(lambda engine: engine.health())
-
-    async def close(self) -> None:
-        for engine in self.engines:
-            engine.process.kill()

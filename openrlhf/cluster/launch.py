@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.cluster.placement import plan
 from openrlhf.cluster.session import connect
-from openrlhf.cluster.starter import ProcessStarter, open_starter
+from openrlhf.cluster.starter import open_starter
 from openrlhf.cluster.weight_sync import RaySync
 from openrlhf.cluster.workers import RayWorkers
 from openrlhf.config.checks.extras import require
@@ -43,49 +43,44 @@ def run(config: RLConfig) -> RLResult:
 
 @asynccontextmanager
 async def open_ray(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollouts: int) -> AsyncIterator[Runtime]:
-    """Reserve devices and start the run's processes; all of them end with the context, even after an error."""
+    """Reserve devices and start the run's processes; all of them end with the context, even after an error.
+
+    Engines that share devices with the models start first and have the devices to themselves until they are ready.
+    """
     asked = plan(config)
     if config.rollout.replay:
         asked = replace(asked, engines=())
+    sleeps, shares_devices = config.engines.vllm_enable_sleep, any(engine.shares for engine in asked.engines)
     folders = {"--ckpt_path": config.checkpoints.ckpt_path, "--save_path": config.checkpoints.save_path}
     with connect(asked, folders) as cluster:
         async with open_starter(cluster) as starter:
             explain_hardware(config, torch.device("cpu" if cluster.unit == "CPU" else "cuda"))
             say(f"starting {asked.describe()}")
-            yield await start(starter, config, rollouts)
+            starting_engines = starter.start_engines(engine_spec(config), max_restarts=config.engines.max_restarts)
+            starting_groups = (starter.start_group(group, config, rollouts) for group in asked.groups)
+            if shares_devices:  # vLLM measures the free memory when it starts
+                engines = await starting_engines
+                if sleeps:
+                    await engines.apply(lambda engine: engine.sleep())
+                groups = await asyncio.gather(*starting_groups)
+            else:
+                engines, groups = await asyncio.gather(starting_engines, asyncio.gather(*starting_groups))
 
-
-async def start(starter: ProcessStarter, config: RLConfig, rollouts: int) -> Runtime:
-    """Start models and engines.
-
-    Engines that share devices with the models start first and have the devices to themselves until they are ready.
-    """
-    cluster, sleeps = starter.cluster, config.engines.vllm_enable_sleep
-    shares_devices = any(engine.shares is not None for engine in cluster.plan.engines)
-    starting_engines = starter.start_engines(engine_spec(config), max_restarts=config.engines.max_restarts)
-    starting_groups = (starter.start_group(group, config, rollouts) for group in cluster.plan.groups)
-    if shares_devices:  # vLLM measures the free memory when it starts
-        engines = await starting_engines
-        if sleeps:
-            await engines.sleep()
-        groups = await asyncio.gather(*starting_groups)
-    else:
-        engines, groups = await asyncio.gather(starting_engines, asyncio.gather(*starting_groups))
-
-    # Weights travel by CUDA IPC to engines on the policy's GPUs, by NCCL to engines on their own, by gloo on CPUs.
-    transport: Transport = "gloo"
-    if cluster.unit == "GPU" and shares_devices:
-        transport = "ipc"
-    elif cluster.unit == "GPU" and config.engines.vllm_sync_backend != "gloo":
-        transport = "nccl"
-    workers = RayWorkers(groups)
-    sync = RaySync(
-        workers.policy,
-        engines,
-        transport,
-        workers_per_engine=cluster.plan.engines[0].devices if cluster.plan.engines else 1,
-        sleeps=sleeps,
-        drains=not config.asynchrony.partial_rollout,
-        proof=SyncProof(config.engines.sync_check_every),
-    )
-    return Runtime(workers, engines, sync)
+            # Weights travel by CUDA IPC to engines on the policy's GPUs, by NCCL to engines on their own, by gloo on
+            # CPUs.
+            transport: Transport = "gloo"
+            if cluster.unit == "GPU" and shares_devices:
+                transport = "ipc"
+            elif cluster.unit == "GPU" and config.engines.vllm_sync_backend != "gloo":
+                transport = "nccl"
+            workers = RayWorkers(groups)
+            sync = RaySync(
+                workers.policy,
+                engines,
+                transport,
+                workers_per_engine=asked.engines[0].devices if asked.engines else 1,
+                sleeps=sleeps,
+                drains=not config.asynchrony.partial_rollout,
+                proof=SyncProof(config.engines.sync_check_every),
+            )
+            yield Runtime(workers, engines, sync)

@@ -67,7 +67,7 @@ class RaySync:
     async def begin_training(self) -> None:
         if self.sleeps:
             async with self.engines.change_lock:
-                await self._retry(self.engines.sleep)
+                await self._retry(lambda: self.engines.apply(lambda engine: engine.sleep()))
 
     async def end_training(self, version: int) -> None:
         if self.sleeps:
@@ -90,8 +90,8 @@ class RaySync:
             await self._send(version, drain=drain, verify=verify)
         if self.sleeps:
             await self.policy.call_all(Models.rest)
-            await self.engines.wake("cache")
-        await self.engines.resume()
+            await self.engines.apply(lambda engine: engine.wake("cache"))
+        await self.engines.apply(lambda engine: engine.resume())
         self.engines.by_prefix.clear()
         self.engines.version = version
 
@@ -101,10 +101,11 @@ class RaySync:
         if self.connected != processes:
             await self._open_channels()
         self.connected = []  # until this version has arrived, since failed channels cannot be used again
-        await self.engines.pause(drain=drain)
+        await self.engines.apply(lambda engine: engine.pause(drain=drain))
         if self.sleeps:
-            await self.engines.sleep()  # engines that are awake, such as new ones, free memory for the policy
-            await self.engines.wake("weights")
+            # Engines that are awake, such as new ones, free memory for the policy.
+            await self.engines.apply(lambda engine: engine.sleep())
+            await self.engines.apply(lambda engine: engine.wake("weights"))
         senders = (process.call(ModelWorker.send, version, verify) for process in self.policy.processes)
         sending = asyncio.ensure_future(self.policy.watch.guard(asyncio.gather(*senders)))
         incoming = [IncomingWeights(channel, number, version) for channel, number in self.channels]

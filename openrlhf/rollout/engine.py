@@ -1,7 +1,7 @@
 """The interface between code that needs tokens and the engines that generate them.
 
-The RL loop knows only this interface. `HFEngine` (hf.py) and `VLLMEngine` (vllm.py) implement it in one process; on a
-Ray cluster, a group of engines does.
+The RL loop knows only `Engine`. `HFEngine` (hf.py) and `VLLMEngine` (vllm.py) implement it in one process, as a
+`LoadingEngine`; on a Ray cluster, a group of such engines does (cluster/engines.py).
 """
 
 from __future__ import annotations
@@ -21,13 +21,21 @@ Part: TypeAlias = Literal["weights", "cache"]  # parts of the memory that `sleep
 class Engine(Protocol):
     """A generator of completions. Requests arrive in bulk, so that admission is paid once per call, not per request."""
 
-    @property
-    def version(self) -> int:
-        """Version of the weights that the next token is sampled with."""
-        ...
+    version: int  # of the weights that the next token is sampled with
 
     async def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Return all completions in the order of the requests. Cancelling the call withdraws its requests."""
+        ...
+
+
+class LoadingEngine(Engine, Protocol):
+    """A single engine, which accepts new weights, in this process or through a channel that `weights` represents."""
+
+    async def load(self, weights: Weights, version: int, *, verify: bool = False) -> Checksums:
+        """Sample with these weights from now on; the caches of unfinished requests are recomputed.
+
+        Return the checksums of what arrived if `verify`, else an empty mapping.
+        """
         ...
 
     async def pause(self, *, drain: bool) -> None:
@@ -48,15 +56,6 @@ class Engine(Protocol):
         """Raise a RolloutError if the engine can no longer generate."""
         ...
 
-    async def close(self) -> None: ...
-
-
-class LoadingEngine(Engine, Protocol):
-    """An engine that accepts new weights, in this process or through a channel that `weights` represents."""
-
-    async def load(self, weights: Weights, version: int, *, verify: bool = False) -> Checksums:
-        """Sample with these weights from now on; the caches of unfinished requests are recomputed.
-
-        Return the checksums of what arrived if `verify`, else an empty mapping.
-        """
+    async def close(self) -> None:
+        """Fail the callers that still wait, and release the engine."""
         ...

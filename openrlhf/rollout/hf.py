@@ -111,7 +111,8 @@ class HFEngine:
                 running, finished = self._retire(running, num_waiting=len(waiting))
                 for row in finished:
                     assert row.finish_reason is not None, "only rows that have ended are retired"
-                    tokens, log_probs, text = tuple(row.token_ids), tuple(row.log_probs), self._text(row.token_ids)
+                    tokens, log_probs = tuple(row.token_ids), tuple(row.log_probs)
+                    text = str(self.tokenizer.decode(row.token_ids))
                     completions[row.index] = Completion(tokens, log_probs, text, row.finish_reason, self.version)
                     if on_done:
                         on_done(row.index, completions[row.index])
@@ -184,7 +185,22 @@ class HFEngine:
     def _sample(self, running: RunningBatch, logits: Tensor) -> None:
         """Sample the next token of each row from logits [rows, vocabulary], which are changed in place."""
         whole = logits.clone() if self.whole_log_probs else None
-        self._restrict(logits, running.rows)
+        # Apply repetition penalties and minimum lengths, as vLLM does.
+        forbidden: list[tuple[int, int]] = []  # (row, token)
+        for number, row in enumerate(running.rows):
+            params, penalty = row.request.params, row.request.params.repetition_penalty
+            if penalty != 1.0:  # CTRL, arXiv 1909.05858, eq. 2; tokens of the prompt count too
+                seen = torch.tensor(sorted({*row.request.prompt_token_ids, *row.token_ids}), device=logits.device)
+                before = logits[number, seen]  # [seen tokens]
+                logits[number, seen] = torch.where(before > 0, before / penalty, before * penalty)
+            if len(row.token_ids) + 1 < params.min_tokens:  # the next token must not be the last
+                # A generation config may name end tokens beyond the model's vocabulary.
+                ends = (token for token in {*self.ends, *params.stop_token_ids} if token < logits.shape[-1])
+                forbidden += [(number, token) for token in ends]
+        if forbidden:
+            numbers, banned = torch.tensor(forbidden, device=logits.device).unbind(1)
+            logits[numbers, banned] = -torch.inf
+
         places = torch.tensor([len(row.token_ids) for row in running.rows], device=logits.device)  # [rows]
         tokens, log_probs = sample_tokens(logits, running.sampling, places, whole=whole)  # [rows] each
         for row, token, log_prob in zip(running.rows, tokens.tolist(), log_probs.tolist(), strict=True):
@@ -192,24 +208,6 @@ class HFEngine:
                 row.token_ids.append(token)
                 row.log_probs.append(log_prob)
                 row.finish_reason = self._finish_reason(row)
-
-    def _restrict(self, logits: Tensor, rows: list[RunningRow]) -> None:
-        """Apply repetition penalties and minimum lengths to logits [rows, vocabulary], in place and as vLLM does."""
-        forbidden: list[tuple[int, int]] = []  # (row, token)
-        for number, row in enumerate(rows):
-            params = row.request.params
-            if params.repetition_penalty != 1.0:  # CTRL, arXiv 1909.05858, eq. 2; tokens of the prompt count too
-                seen = torch.tensor(sorted({*row.request.prompt_token_ids, *row.token_ids}), device=logits.device)
-                before = logits[number, seen]  # [seen tokens]
-                penalty = params.repetition_penalty
-                logits[number, seen] = torch.where(before > 0, before / penalty, before * penalty)
-            if len(row.token_ids) + 1 < params.min_tokens:  # the next token must not be the last
-                # A generation config may name end tokens beyond the model's vocabulary.
-                ends = (token for token in {*self.ends, *params.stop_token_ids} if token < logits.shape[-1])
-                forbidden += [(number, token) for token in ends]
-        if forbidden:
-            numbers, tokens = torch.tensor(forbidden, device=logits.device).unbind(1)
-            logits[numbers, tokens] = -torch.inf
 
     def _finish_reason(self, row: RunningRow) -> FinishReason | None:
         """Return why a row ends with its last token; None if it continues."""
@@ -220,15 +218,10 @@ class HFEngine:
             return "stop"
         if params.stop:
             # Decode enough of the last tokens to hold the longest stop string: one token per character, and 8 more.
-            tail = self._text(row.token_ids[-max(map(len, params.stop)) - 8 :])
+            tail = str(self.tokenizer.decode(row.token_ids[-max(map(len, params.stop)) - 8 :]))
             if any(text in tail for text in params.stop):
                 return "stop"
         return "length" if len(row.token_ids) >= params.max_tokens else None
-
-    def _text(self, token_ids: list[int]) -> str:
-        text = self.tokenizer.decode(token_ids)
-        assert isinstance(text, str)
-        return text
 
     @torch.no_grad()
     async def load(self, weights: Weights, version: int, *, verify: bool = False) -> Checksums:
