@@ -80,7 +80,13 @@ class Process(Generic[Worker]):
             say(f"unexpected error in {self}:\n{COLOURS.sub('', str(error))}")  # Ray does not log the traceback
             raise BackendError(f"{self}: {type(cause).__name__}: {cause}") from error
         except RayActorError as error:
-            raise DeathError(f"{self} died: {_reason(error)}", try_this=RESUME) from None
+            # Ray's explanation of the death in one sentence, without its advice.
+            message = " ".join(str(error).split())
+            detail = message.partition("Worker exit detail: ")[2] or message
+            reason = re.split(r"(?<=\w)\. ", detail)[0].rstrip(".") or type(error).__name__
+            if "connection error code" in detail:  # Ray has no more details about a process that was ended by a signal
+                reason = "it crashed or was killed, by a signal or for lack of memory"
+            raise DeathError(f"{self} died: {reason}", try_this=RESUME) from None
 
     def kill(self) -> None:
         import ray
@@ -149,12 +155,3 @@ def cancel_all(*work: asyncio.Future[Any]) -> None:
 def _unrecoverable(error: BackendError) -> BackendError:
     """Return the error as a plain BackendError, which no caller tries to recover from."""
     return BackendError(error.message, try_this=RESUME)
-
-
-def _reason(error: Exception) -> str:
-    """Return Ray's explanation of a death in one sentence, without its advice."""
-    message = " ".join(str(error).split())
-    detail = message.partition("Worker exit detail: ")[2] or message
-    if "connection error code" in detail:  # Ray has no more details about a process that was ended by a signal
-        return "it crashed or was killed, by a signal or for lack of memory"
-    return re.split(r"(?<=\w)\. ", detail)[0].rstrip(".") or type(error).__name__

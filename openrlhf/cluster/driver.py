@@ -77,7 +77,7 @@ def private_ray(plan: PlacementPlan) -> Iterator[None]:
     failed = False
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # re-raised: only decides whether the logs are worth keeping
         failed = isinstance(error, (BackendError, RolloutError)) or not isinstance(error, OpenRLHFError)
         raise
     finally:

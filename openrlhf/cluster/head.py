@@ -63,7 +63,7 @@ class Head:
                         with suppress(OSError):  # the head closed the connection first
                             self.connection.shutdown(socket.SHUT_RDWR)
                     watch.join()
-        except Exception as error:
+        except Exception as error:  # whatever Ray or the run raises while the head is gone is a symptom of its loss
             if not self.lost and is_reachable(self.address):
                 raise
             self.lost = True

@@ -62,9 +62,6 @@ class PlacementPlan:
     groups: tuple[GroupPlan, ...]
     engines: tuple[EnginePlan, ...]
 
-    def group(self, name: str) -> GroupPlan:
-        return next(group for group in self.groups if group.name == name)
-
     def blocks(self) -> tuple[DeviceBlock, ...]:
         """Return each device of the run once, in bundle order: groups by rank, then engines with their own devices."""
         groups = (DeviceBlock(group.name, group.devices_per_node) for group in self.groups for _ in range(group.nodes))

@@ -15,6 +15,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -22,7 +23,7 @@ import openrlhf
 from openrlhf.cluster import probes
 from openrlhf.cluster.driver import joined
 from openrlhf.cluster.head import Head
-from openrlhf.cluster.placement import Node, PlacementPlan, explain_shortage, pack
+from openrlhf.cluster.placement import GroupPlan, Node, PlacementPlan, explain_shortage, pack
 from openrlhf.errors import BackendError, ConfigError
 from openrlhf.monitor import say
 
@@ -62,16 +63,15 @@ class Cluster:
     devices: Mapping[str, Sequence[Device]]  # by rank, for each group and for each engine with its own devices
     unit: str  # GPU or CPU
 
-    def group_slots(self, group: str) -> tuple[ProcessSlot, ...]:
+    def group_slots(self, group: GroupPlan) -> tuple[ProcessSlot, ...]:
         """Return the slots of a group by rank.
 
         Their environment holds the rendezvous address of the group's processes; each call finds a new port.
         """
         import ray
 
-        devices = self.devices[group]
+        devices, per_node = self.devices[group.name], group.devices_per_node
         port = ray.get(run_on_node(probes.find_free_port, self.reserved, devices[0].bundle))
-        per_node = self.plan.group(group).devices_per_node
         return tuple(
             self._slot(
                 (device,),
@@ -90,10 +90,8 @@ class Cluster:
     def engine_slot(self, number: int) -> ProcessSlot:
         """Return the slot of an engine: one process that sees all the engine's devices, on their node."""
         engine = self.plan.engines[number]
-        if engine.shares is None:
-            return self._slot(self.devices[engine.name], {})
-        first = number * engine.devices
-        return self._slot(self.devices[engine.shares][first : first + engine.devices], {})
+        first = number * engine.devices if engine.shares else 0
+        return self._slot(self.devices[engine.shares or engine.name][first : first + engine.devices], {})
 
     def _slot(self, devices: Sequence[Device], environment: Mapping[str, str]) -> ProcessSlot:
         """Return the slot of a process on these devices of one node.
@@ -104,9 +102,12 @@ class Cluster:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         node = devices[0].node
-        processes = sum(device.node.id == node.id for device in self.all_devices())  # they share the cores equally
+        processes = sum(device.node.id == node.id for device in chain(*self.devices.values()))  # they share the cores
+        # Workers import the checkout, if the package runs from one, before anything on the inherited path.
+        package = Path(openrlhf.__file__).parents[1]
+        checkout = "" if package.name in ("site-packages", "dist-packages") else str(package)
         values = {
-            "PYTHONPATH": python_path(),
+            "PYTHONPATH": os.pathsep.join(filter(None, (checkout, os.environ.get("PYTHONPATH")))),
             "OMP_NUM_THREADS": str(max(1, node.cores // processes)),
             "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),  # its warnings do not help users
             **environment,
@@ -118,16 +119,8 @@ class Cluster:
             placement_group_bundle_index=devices[0].bundle,
             placement_group_capture_child_tasks=False,
         )
-        options = {
-            "num_cpus": 0,
-            "num_gpus": 0,
-            "scheduling_strategy": strategy,
-            "runtime_env": {"env_vars": values},
-        }
+        options = {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": strategy, "runtime_env": {"env_vars": values}}
         return ProcessSlot(options, node.address, node.id)
-
-    def all_devices(self) -> tuple[Device, ...]:
-        return tuple(device for devices in self.devices.values() for device in devices)
 
 
 @contextmanager
@@ -195,22 +188,15 @@ def reserve(plan: PlacementPlan, chosen: Sequence[str], nodes: Sequence[Node], u
         devices: dict[str, list[Device]] = {}
         for bundle, (owner, name) in enumerate(places):
             devices.setdefault(owner, []).append(Device(bundle, by_id[name], visible[bundle]))
-        yield Cluster(plan, head, reserved, {owner: by_number(found) for owner, found in devices.items()}, unit)
+        # Ray gives devices to bundles in any order; ranks follow the devices' numbers on each node, or their UUIDs.
+        # Comparing lengths first sorts 10 after 9.
+        for found in devices.values():
+            order = list(dict.fromkeys(device.node.id for device in found))
+            found.sort(key=lambda one: (order.index(one.node.id), len(one.visible or ""), one.visible or ""))
+        yield Cluster(plan, head, reserved, devices, unit)
     finally:
         if not head.lost:
             remove_placement_group(reserved)
-
-
-def by_number(devices: Sequence[Device]) -> list[Device]:
-    """Sort a group's devices: nodes in their given order, and devices of a node by number, or by UUID."""
-    order = list(dict.fromkeys(device.node.id for device in devices))
-
-    def key(device: Device) -> tuple[int, int, str]:
-        name = device.visible or ""
-        number, text = (int(name), "") if name.isdecimal() else (0, name)
-        return order.index(device.node.id), number, text
-
-    return sorted(devices, key=key)
 
 
 def run_on_node(
@@ -234,7 +220,7 @@ def check_shared_folders(cluster: Cluster, folders: Mapping[str, str]) -> None:
     import ray
 
     here = ray.get_runtime_context().get_node_id()
-    others = {device.node.id: device for device in cluster.all_devices() if device.node.id != here}
+    others = {device.node.id: device for device in chain(*cluster.devices.values()) if device.node.id != here}
     if not others:
         return
     files: dict[str, Path] = {}
@@ -257,11 +243,3 @@ def check_shared_folders(cluster: Cluster, folders: Mapping[str, str]) -> None:
     finally:
         for file in files.values():
             file.unlink(missing_ok=True)
-
-
-def python_path() -> str:
-    """Return the PYTHONPATH of workers: the checkout, if the package runs from one, before the inherited value."""
-    here = Path(openrlhf.__file__).parents[1]
-    checkout = [] if here.name in ("site-packages", "dist-packages") else [str(here)]
-    given = os.environ.get("PYTHONPATH")
-    return os.pathsep.join([*checkout, given] if given else checkout)

@@ -56,7 +56,7 @@ class ProcessStarter:
         remote: Any = ray.remote  # its annotations lack some of its options
         actor = remote(concurrency_groups={BACKGROUND: 2})(ModelWorker)  # two threads: for `heartbeat` and for `exit`
         processes: list[Process[ModelWorker]] = []
-        for number, slot in enumerate(self.cluster.group_slots(group.name)):
+        for number, slot in enumerate(self.cluster.group_slots(group)):
             handle = actor.options(**slot.options).remote(config, group, rollouts, number)
             processes.append(Process(handle, f"{group.name} {number}", slot.address))
         self.processes.extend(processes)

@@ -54,30 +54,29 @@ class Header:
         return cls(**fields | {"entries": entries, "shared": shared})
 
 
+@dataclass
 class Bucket:
     """A byte buffer being filled. A tensor larger than the bucket makes it grow, and then travels alone."""
 
-    def __init__(self, capacity: int, device: torch.device) -> None:
-        self.buffer = torch.empty(capacity, dtype=torch.uint8, device=device)
-        self.clear()
+    buffer: Tensor  # [bytes]
+    entries: list[Entry] = field(default_factory=list)
+    used: int = 0  # bytes
 
-    def clear(self) -> None:
-        self.entries: list[Entry] = []
-        self.used = 0
+    def add(self, name: str, tensor: Tensor) -> bool:
+        """Copy the tensor into the buffer immediately: it may be gone when the next one is produced.
 
-    def has_space(self, tensor: Tensor) -> bool:
-        """Return True if the tensor fits; an empty bucket accepts any tensor."""
-        return not self.entries or self.used + padded_size(tensor) <= self.buffer.numel()
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Copy the tensor into the buffer immediately: it may be gone when the next one is produced."""
-        end = self.used + padded_size(tensor)
+        Return False if it does not fit; an empty bucket accepts any tensor.
+        """
+        end = self.used + -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT  # rounded up
         if end > self.buffer.numel():
+            if self.entries:
+                return False
             self.buffer = self.buffer.new_empty(end)
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)  # [bytes of the tensor]
         self.buffer[self.used : self.used + data.numel()].copy_(data)
         self.entries.append(Entry(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), self.used))
         self.used = end
+        return True
 
 
 def unpack(header: Header, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -86,8 +85,3 @@ def unpack(header: Header, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
         dtype: torch.dtype = vars(torch)[entry.dtype]
         size = prod(entry.shape) * dtype.itemsize
         yield entry.name, buffer[entry.offset : entry.offset + size].view(dtype).view(entry.shape)
-
-
-def padded_size(tensor: Tensor) -> int:
-    """Return the size of a tensor in bytes, rounded up to ALIGNMENT."""
-    return -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT

@@ -15,7 +15,7 @@ decoding.py uses it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self, TypeAlias, cast
+from typing import Self, cast
 
 import torch
 from torch import Tensor
@@ -119,13 +119,13 @@ class IndexedLayer(DynamicIndexedLayer, GrowingLayer):
 class StateLayer(LinearAttentionLayer):
     """Convolutional and recurrent states [rows, ...], without columns."""
 
-    def keep(self, rows: Tensor, drop_left: int) -> None:
+    def keep_states(self, rows: Tensor) -> None:
         for states in (self.conv_states, self.recurrent_states):
             for number, state in states.items():
                 if state is not None:
                     states[number] = state.index_select(0, rows)
 
-    def join(self, others: Sequence[Self]) -> None:
+    def join_states(self, others: Sequence[Self]) -> None:
         for kind in ("conv_states", "recurrent_states"):
             states = vars(self)[kind]
             for number, state in states.items():
@@ -136,19 +136,9 @@ class StateLayer(LinearAttentionLayer):
 class HybridLayer(LinearAttentionAndFullAttentionLayer, StateLayer, GrowingLayer):
     """Convolutional and recurrent states together with keys and values."""
 
-    def keep(self, rows: Tensor, drop_left: int) -> None:
-        StateLayer.keep(self, rows, drop_left)
-        GrowingLayer.keep(self, rows, drop_left)
-
-    def join(self, others: Sequence[Self]) -> None:
-        StateLayer.join(self, others)
-        GrowingLayer.join(self, others)
-
-
-RowLayer: TypeAlias = GrowingLayer | StateLayer
 
 # The cache layers of Transformers, and the class here that replaces each.
-ROW_LAYERS: dict[type, type[RowLayer]] = {
+ROW_LAYERS: dict[type, type[GrowingLayer | StateLayer]] = {
     DynamicLayer: GrowingLayer,
     DynamicSlidingWindowLayer: GrowingLayer,
     DynamicIndexedLayer: IndexedLayer,
@@ -182,11 +172,16 @@ class RowCache(Cache):
 
     def keep_rows(self, keep: Tensor, drop_left: int) -> None:
         """Keep only these rows, without the `drop_left` columns on the left that are padding in all of them."""
-        for layer in cast("list[RowLayer]", self.layers):
-            layer.keep(keep, drop_left)
+        for layer in self.layers:
+            if isinstance(layer, GrowingLayer):
+                layer.keep(keep, drop_left)
+            if isinstance(layer, StateLayer):
+                layer.keep_states(keep)
 
     def add_rows(self, *others: RowCache) -> None:
         """Append the rows of other caches, all left-padded to the longest."""
-        caches = [cast("list[RowLayer]", cache.layers) for cache in (self, *others)]
-        for mine, *same in zip(*caches, strict=True):
-            mine.join(same)
+        for mine, *same in zip(self.layers, *(other.layers for other in others), strict=True):
+            if isinstance(mine, GrowingLayer):
+                mine.join(cast("list[GrowingLayer]", same))
+            if isinstance(mine, StateLayer):
+                mine.join_states(cast("list[StateLayer]", same))

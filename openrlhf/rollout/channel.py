@@ -25,9 +25,8 @@ import socket
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from torch import Tensor
 from torch import distributed as dist
 
 Transport = Literal["gloo", "nccl", "ipc"]
@@ -39,14 +38,6 @@ JOINED = "joined"  # followed by the number of a receiver
 OK = "ok"  # a receiver's acknowledgement; any other answer says what went wrong
 
 CALL_OFF_SECONDS = 3.0  # for reaching the sender's store
-
-
-class BroadcastGroup(Protocol):
-    """The part of torch's process groups that we use; their type stubs lack the collectives."""
-
-    def broadcast(self, tensor: Tensor, root: int) -> dist.Work: ...
-
-    def abort(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -68,8 +59,11 @@ class Channel:
             self.host, self.port, is_master=serve, wait_for_workers=False, timeout=timedelta(seconds=self.timeout)
         )
 
-    def form_group(self, store: dist.Store, rank: int) -> BroadcastGroup | None:
-        """Join the process group, in which the sender has rank 0; None for ipc, which sends no bytes."""
+    def form_group(self, store: dist.Store, rank: int) -> dist.ProcessGroup | None:
+        """Join the process group, in which the sender has rank 0; None for ipc, which sends no bytes.
+
+        It is one of torch's backends; their type stubs lack the collectives, which those of ProcessGroup have.
+        """
         if self.transport == "ipc":
             return None
         rendezvous, size = dist.PrefixStore(f"{self.key}/group", store), self.receivers + 1

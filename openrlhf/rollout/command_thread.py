@@ -16,7 +16,7 @@ import queue
 import threading
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import wraps
@@ -70,6 +70,7 @@ class CommandThread(ABC):
         self._lock = threading.Lock()  # ensures that no command follows the one that closes
         self._closed = False
         self._failure: Exception | None = None  # after one, the state of the engine is unknown
+        self._waiting: set[Waiter] = set()  # callers whose commands have run, but who have no answer yet
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()  # None ends the thread
         self._answers: defaultdict[asyncio.AbstractEventLoop, list[tuple[Waiter, object]]] = defaultdict(list)
         started: Future[None] = Future()
@@ -91,10 +92,6 @@ class CommandThread(ABC):
         """Let the engine take one step, and answer the callers whose work is complete."""
 
     @abstractmethod
-    def _waiters(self) -> Iterable[Waiter]:
-        """Return the callers that wait for a later step."""
-
-    @abstractmethod
     def _shut_down(self) -> None:
         """Release the engine: the last call on the thread."""
 
@@ -107,6 +104,7 @@ class CommandThread(ABC):
 
     def answer(self, waiter: Waiter, result: object) -> None:
         """Give a caller its result, or its exception, at the end of this round. Only the thread may call this."""
+        self._waiting.discard(waiter)
         self._answers[waiter.get_loop()].append((waiter, result))
 
     async def health(self) -> None:
@@ -137,7 +135,7 @@ class CommandThread(ABC):
             if self._failure is None and self._may_step():
                 self._guard(self._step)
             self._send_answers()
-        for waiter in self._waiters():
+        for waiter in tuple(self._waiting):
             self.answer(waiter, EngineError(CLOSED))
         self._send_answers()
         self._shut_down()
@@ -153,19 +151,19 @@ class CommandThread(ABC):
             if command is None:
                 return False
             work, waiter = command
-            if self._failure is None:
-                self._guard(work)
-            if self._failure is not None:
-                self.answer(waiter, self._dead())
+            self._waiting.add(waiter)
+            self._guard(work)
             idle = False
 
     def _guard(self, work: Callable[[], None]) -> None:
-        """Run `work`. An error leaves the engine in an unknown state, so every waiting caller gets it."""
-        try:
-            work()
-        except Exception as error:  # noqa: BLE001 - the engine may raise anything, and the callers must not hang
-            self._failure = error
-            for waiter in self._waiters():
+        """Run `work` unless the engine has failed: after an error its state is unknown, so all waiting callers fail."""
+        if self._failure is None:
+            try:
+                work()
+            except Exception as error:  # noqa: BLE001 - the engine may raise anything, and the callers must not hang
+                self._failure = error
+        if self._failure is not None:
+            for waiter in tuple(self._waiting):
                 self.answer(waiter, self._dead())
 
     def _dead(self) -> EngineError:

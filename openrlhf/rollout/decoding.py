@@ -53,10 +53,7 @@ class DecodingRows(Protocol):
 
 
 class Decoding(Protocol):
-    """A decoding strategy."""
-
-    @property
-    def description(self) -> str: ...
+    """A decoding strategy; `str` describes it in messages."""
 
     @property
     def attention(self) -> str | None:
@@ -95,8 +92,7 @@ class ContinuousBatching:
     attention: str
     pads_prompts: bool = True  # False: prefill only prompts of equal length together, if padding changes their states
 
-    @property
-    def description(self) -> str:
+    def __str__(self) -> str:
         prompts = "" if self.pads_prompts else ", prompts prefilled by length"
         return f"continuous batching with {self.attention} attention{prompts}"
 

@@ -59,9 +59,9 @@ def choose_decoding(network: Network, strategies: Iterable[Decoding] | None = No
             excess, problem = math.inf, f"fails with {describe_error(failure)}"
         if excess <= 1.0:
             if problems:
-                say(f"{name}: {problems[0]}, so it generates by {strategy.description}")
+                say(f"{name}: {problems[0]}, so it generates by {strategy}")
             return strategy
-        problems.append(f"{strategy.description} {problem}")
+        problems.append(f"{strategy} {problem}")
     ends = "; ".join(dict.fromkeys((problems[0], problems[-1])))  # report the fastest strategy and the last resort
     raise ConfigError(
         f"{name} does not match its own forward with any decoding strategy: {ends}",
@@ -134,21 +134,20 @@ def exercise(strategy: Decoding, probe: DecodingProbe) -> tuple[Tensor, Tensor]:
             found.append(row.float().log_softmax(-1)[probe.tokens[number][place]])  # [likeliest]
             own.append(probe.log_probs[number][place])
 
-    def take_two_steps(numbers: Sequence[int]) -> None:
-        for _ in range(2):
-            tokens = [probe.sequences[number][read[number]] for number in numbers]
-            logits = rows.step(tokens, [False] * len(numbers))
-            for number in numbers:
-                read[number] += 1
-            compare(numbers, logits)
-
-    rows, logits = strategy.prefill([probe.sequences[number][: read[number]] for number in (0, 1, 2)])
-    compare([0, 1, 2], logits)
-    take_two_steps([0, 1, 2])
-    more, logits = strategy.prefill([probe.sequences[3][: read[3]]])
-    compare([3], logits)
-    rows.add([more])
-    take_two_steps([0, 1, 2, 3])
-    rows.keep([1, 2, 3])
-    take_two_steps([1, 2, 3])
+    running = [0, 1, 2]
+    rows, logits = strategy.prefill([probe.sequences[number][: read[number]] for number in running])
+    compare(running, logits)
+    for step in range(STEPS):
+        if step == 2:
+            more, logits = strategy.prefill([probe.sequences[3][: read[3]]])
+            compare([3], logits)
+            rows.add([more])
+            running = [0, 1, 2, 3]
+        elif step == 4:
+            rows.keep([1, 2, 3])
+            running = [1, 2, 3]
+        logits = rows.step([probe.sequences[number][read[number]] for number in running], [False] * len(running))
+        for number in running:
+            read[number] += 1
+        compare(running, logits)
     return torch.cat(found), torch.cat(own)

@@ -30,8 +30,7 @@ class OwnCaches:
     attention: str
     by_length: bool = True  # False: one row per batch
 
-    @property
-    def description(self) -> str:
+    def __str__(self) -> str:
         batch = "one batch for each prompt length" if self.by_length else "row by row"
         return f"{batch} with {self.attention} attention"
 
@@ -101,8 +100,7 @@ class Uncached:
     attention: str | None = None
     row_by_row: bool = False
 
-    @property
-    def description(self) -> str:
+    def __str__(self) -> str:
         return "whole sequences for each token, without a cache" + (", row by row" if self.row_by_row else "")
 
     def prefill(self, prompts: Sequence[Tokens]) -> tuple[WholeRows, Tensor]:

@@ -2,7 +2,7 @@
 
 This module builds vLLM and translates between its types and ours:
 
-    Request  ->  VLLMRequest  ->  StepLoop: vLLM's steps on a thread (vllm_loop.py)  ->  VLLMResult  ->  Completion
+    Request  ->  VLLMRequest  ->  StepLoop: vLLM's steps on a thread (vllm_loop.py)  ->  Completion
 
 vLLM runs without its own engine process, so it has side effects on its host process:
 
@@ -21,6 +21,7 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -59,23 +60,44 @@ class VLLMEngine(StepLoop):
     """
 
     def __init__(self, spec: EngineSpec, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> None:
+        require("vllm", "this engine")
         self.spec = spec
         self.tokenizer = tokenizer
         self.dtype = choose_dtype(spec.model.param_dtype, device)
-        _prepare_environment()
+        self.compiles = " " not in TORCH  # PyTorch hands its own path to the linker of Inductor's code without quotes
+        # Set the variables that vLLM reads when it is imported and started; except the first, the user's values stay.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # vLLM logs before it does this itself
+        if find_spec("flashinfer") is None:
+            os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+        if not self.compiles:
+            say(f"vLLM runs without torch.compile, which cannot link against PyTorch in a folder with a space: {TORCH}")
+            os.environ["TORCH_COMPILE_DISABLE"] = "1"  # for its other processes; for this one see `_build`
+        warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
         self._ends: frozenset[int] = frozenset()
         try:
             super().__init__()
-        except Exception as error:
+        except Exception as error:  # vLLM has no base class of its own errors, and every layer below it may fail
             raise RolloutError(f"vLLM did not start with {spec.model.pretrain}: {error}") from error
 
     def _build(self) -> None:
         """Build vLLM on the thread of the step loop, try it out, and read the model's end tokens."""
-        if not _can_compile():
+        import vllm
+        from vllm.inputs import tokens_input
+
+        if not self.compiles:
             torch._dynamo.config.disable = True  # a setting per thread; all steps run on this one
         with _preserve_host_settings():
-            self._engine = build_engine(self.spec, self.dtype)
-            _try_out(self._engine)
+            self._engine = build_engine(self.spec, self.dtype, compiles=self.compiles)
+            try:  # one token, so that a model that vLLM loads but cannot run is rejected before anything else starts
+                self._engine.add_request("trial", tokens_input([0]), vllm.SamplingParams(max_tokens=1, temperature=0.0))
+                while self._engine.has_unfinished_requests():
+                    self._engine.step()
+            except Exception:  # vLLM may raise anything here, and its processes must end in any case
+                self._engine.engine_core.shutdown()
+                raise
         generation = self._engine.model_config.try_get_generation_config()
         self._ends = end_tokens(generation.get("eos_token_id"), self.tokenizer)
 
@@ -89,16 +111,15 @@ class VLLMEngine(StepLoop):
                 VLLMRequest(tokens_input(list(request.prompt_token_ids)), self._sampling(request.params))
                 for request in requests
             ]
-        results = await self.run_requests(translated)
-        texts = self.tokenizer.batch_decode([list(result.token_ids) for result in results])
+        made = await self.run_requests(translated)
+        texts = self.tokenizer.batch_decode([list(completion.token_ids) for completion in made])
         completions: list[Completion] = []
-        for request, result, text in zip(requests, results, texts, strict=True):
-            token_ids, log_probs = tuple(result.token_ids), tuple(result.log_probs)
-            if request.params.temperature == 0.0:
-                # A greedy token is certain under the distribution it was sampled from; vLLM reports its log-prob under
-                # the model's.
-                log_probs = (0.0,) * len(token_ids)
-            completions.append(Completion(token_ids, log_probs, text, result.finish_reason, result.version))
+        for request, completion, text in zip(requests, made, texts, strict=True):
+            # A greedy token is certain under the distribution it was sampled from; vLLM reports its log-prob under the
+            # model's.
+            greedy = request.params.temperature == 0.0
+            log_probs = (0.0,) * len(completion.token_ids) if greedy else completion.log_probs
+            completions.append(replace(completion, text=text, log_probs=log_probs))
         return completions
 
     def _sampling(self, params: SamplingParams) -> VLLMSamplingParams:
@@ -144,26 +165,6 @@ class VLLMEngine(StepLoop):
         destroy_model_parallel()
 
 
-def _prepare_environment() -> None:
-    """Set the variables that vLLM reads when it is imported and started; except the first, the user's values stay."""
-    require("vllm", "this engine")
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # vLLM logs before it does this itself
-    if find_spec("flashinfer") is None:
-        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    if not _can_compile():
-        say(f"vLLM runs without torch.compile, which cannot link against PyTorch in a folder with a space: {TORCH}")
-        os.environ["TORCH_COMPILE_DISABLE"] = "1"  # for its other processes; for this one see `_build`
-    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
-
-
-def _can_compile() -> bool:
-    """Whether Inductor's C++ code links: PyTorch hands its own path to the linker without quotes."""
-    return " " not in TORCH
-
-
 @contextmanager
 def _preserve_host_settings() -> Iterator[None]:
     """Restore on exit the settings of torch and the environment variables that vLLM changes."""
@@ -180,21 +181,7 @@ def _preserve_host_settings() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _try_out(engine: LLMEngine) -> None:
-    """Generate one token, so that a model that vLLM loads but cannot run is rejected before anything else starts."""
-    import vllm
-    from vllm.inputs import tokens_input
-
-    try:
-        engine.add_request("trial", tokens_input([0]), vllm.SamplingParams(max_tokens=1, temperature=0.0))
-        while engine.has_unfinished_requests():
-            engine.step()
-    except Exception:
-        engine.engine_core.shutdown()
-        raise
-
-
-def build_engine(spec: EngineSpec, dtype: torch.dtype) -> LLMEngine:
+def build_engine(spec: EngineSpec, dtype: torch.dtype, *, compiles: bool) -> LLMEngine:
     """Build vLLM's engine with the options that this adapter relies on."""
     from vllm import EngineArgs, LLMEngine
     from vllm.platforms import current_platform
@@ -208,7 +195,7 @@ def build_engine(spec: EngineSpec, dtype: torch.dtype) -> LLMEngine:
         max_model_len=spec.context_length,
         tensor_parallel_size=flags.vllm_tensor_parallel_size,
         gpu_memory_utilization=flags.vllm_gpu_memory_utilization,
-        enforce_eager=flags.enforce_eager or not _can_compile(),
+        enforce_eager=flags.enforce_eager or not compiles,
         enable_prefix_caching=flags.enable_prefix_caching,
         enable_sleep_mode=flags.vllm_enable_sleep and not current_platform.is_cpu(),  # CPUs accept sleep without
         seed=spec.seed,

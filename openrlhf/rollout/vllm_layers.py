@@ -124,8 +124,14 @@ def read_back(model: nn.Module, fused: Mapping[str, Sequence[str]], arrived: Map
                 # Checkpoint names of the tensors that make up the weight, in order.
                 above, _, own = user.rpartition(".")
                 names = [f"{above}.{part}.weight".removeprefix(".") for part in fused.get(own, [own])]
-                for name, same in _compare(held, names, arrived):
+                start = 0
+                for name in names if arrived.keys() >= set(names) else ():
+                    sent = arrived[name]
+                    part = held[start : start + sent.shape[0]]  # [rows of this part, sampled columns]
+                    turned = held[: sent.shape[-1]]  # a matrix that a checkpoint stores transposed is never fused
+                    same = _sum(part) == sent.columns or (len(names) == 1 and _sum(turned) == sent.rows)
                     found[name] = found.get(name, True) and same
+                    start += sent.shape[0]
     return frozenset(name for name, same in found.items() if same)
 
 
@@ -145,16 +151,3 @@ def _computed_with(module: nn.Module) -> Tensor:
         units[torch.arange(len(places)), places] = 1.0
         return layer.cpu_linear(units, weight, None).T  # [rows, sampled columns]
     return weight[:, _places(weight.shape[1], weight)] if weight.dim() == 2 else weight
-
-
-def _compare(held: Tensor, names: Sequence[str], arrived: Mapping[str, Sampled]) -> Iterator[tuple[str, bool]]:
-    """Yield (name, whether it is as it arrived) for the parts of a weight; nothing unless all of them arrived."""
-    if not all(name in arrived for name in names):
-        return
-    start = 0
-    for name in names:
-        sent = arrived[name]
-        own = held[start : start + sent.shape[0]]  # [rows of this part, sampled columns]
-        turned = held[: sent.shape[-1]]  # a matrix that a checkpoint stores transposed is never fused
-        yield name, _sum(own) == sent.columns or (len(names) == 1 and _sum(turned) == sent.rows)
-        start += sent.shape[0]

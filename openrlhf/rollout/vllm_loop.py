@@ -4,8 +4,8 @@
 travel together:
 
     run_requests([r0, r1])  ->  GenerateCall  ->  held while paused or draining
-                                              ->  RunningRequest 17, 18  --steps-->  VLLMResult each
-                                              ->  both are done: the caller gets [result of r0, result of r1]
+                                              ->  RunningRequest 17, 18  --steps-->  Completion each
+                                              ->  both are done: the caller gets [completion of r0, of r1]
 
 Two things decide whether the thread may step: no pause, and a complete set of weights that is awake. A sync is
 
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from openrlhf.errors import RolloutError
 from openrlhf.rollout.command_thread import CommandThread, Waiter, on_thread
 from openrlhf.rollout.engine import Checksums, Part, Weights
-from openrlhf.types import FinishReason
+from openrlhf.types import Completion
 
 if TYPE_CHECKING:
     from vllm import SamplingParams as VLLMSamplingParams
@@ -47,23 +47,13 @@ class VLLMRequest:
     params: VLLMSamplingParams
 
 
-@dataclass(frozen=True)
-class VLLMResult:
-    """The result of one request."""
-
-    token_ids: Sequence[int]
-    log_probs: Sequence[float]
-    finish_reason: FinishReason
-    version: int  # of the weights that sampled the first token
-
-
 @dataclass(eq=False)
 class GenerateCall:
-    """The requests of one caller, and the results that have arrived so far."""
+    """The requests of one caller, and the completions that have arrived so far."""
 
     requests: Sequence[VLLMRequest]
     waiter: Waiter
-    results: dict[int, VLLMResult] = field(default_factory=dict)  # by index in `requests`
+    completions: dict[int, Completion] = field(default_factory=dict)  # by index in `requests`
 
 
 @dataclass(frozen=True)
@@ -107,15 +97,15 @@ class StepLoop(CommandThread):
         self._readable: frozenset[str] = frozenset()  # tensors that the first verified load could read back
         super().__init__("vLLM")
 
-    async def run_requests(self, requests: Sequence[VLLMRequest]) -> list[VLLMResult]:
-        """Return all results in order. Cancelling the call withdraws its requests."""
+    async def run_requests(self, requests: Sequence[VLLMRequest]) -> list[Completion]:
+        """Return all completions in order, without their texts. Cancelling the call withdraws its requests."""
         call = GenerateCall(requests, asyncio.get_running_loop().create_future())
         self.post(lambda: self._submit(call), call.waiter)
         try:
             return await call.waiter
         except asyncio.CancelledError:
             with suppress(RolloutError):  # closed in the meantime
-                self.post(lambda: self._withdraw(call), call.waiter)
+                self.post(lambda: self._withdraw(call, RolloutError("cancelled by its caller")), call.waiter)
             raise
 
     async def pause(self, *, drain: bool) -> None:
@@ -146,11 +136,27 @@ class StepLoop(CommandThread):
         for name, running in self._running.items():
             if not states[running.inner_id].is_prefilling:
                 self._first_versions.setdefault(name, self.version)
-        received = self._engine.collective_rpc("receive_weights", args=(weights,), kwargs={"verify": verify})
-        problem = self._problem_of(received, verify=verify)
-        self._has_weights = problem is None
-        if problem is not None:
-            raise RolloutError(problem)
+        self._has_weights = False  # until all workers compute with the same complete new weights
+        arguments = {"args": (weights,), "kwargs": {"verify": verify}}
+        received: list[Received] = self._engine.collective_rpc("receive_weights", **arguments)
+        for worker in received:
+            if worker.failure:
+                raise RolloutError(worker.failure)
+        missing = sorted({name for worker in received for name in worker.missing})
+        if missing:
+            raise RolloutError(f"no weights arrived for {', '.join(missing)}")
+        if any(worker.checksums != received[0].checksums for worker in received):
+            raise RolloutError("the workers of this engine received different weights")
+        if verify:
+            # A tensor that could be read back once can always be read back, unless a layer computes with another one.
+            read_back = frozenset.intersection(*(worker.read_back for worker in received))
+            self._readable = self._readable or read_back
+            lost = sorted(self._readable - read_back)
+            if lost:
+                shown = ", ".join(lost[:SHOWN]) + (", ..." if len(lost) > SHOWN else "")
+                message = f"weights arrived, but vLLM still computes with others ({len(lost)} tensors): {shown}"
+                raise RolloutError(message)
+        self._has_weights = True
         self._engine.reset_prefix_cache(reset_running_requests=True)  # drop what the old weights computed
         self.version = version
         return received[0].checksums
@@ -191,10 +197,9 @@ class StepLoop(CommandThread):
                     inner_id = self._engine.add_request(name, request.prompt, request.params)
                     self._running[name] = RunningRequest(call, index, inner_id)
         except RolloutError as error:
-            self._withdraw(call)
-            self.answer(call.waiter, error)
+            self._withdraw(call, error)
 
-    def _withdraw(self, call: GenerateCall) -> None:
+    def _withdraw(self, call: GenerateCall, reason: RolloutError) -> None:
         """Remove a call, held or running."""
         if call in self._held:
             self._held.remove(call)
@@ -203,6 +208,7 @@ class StepLoop(CommandThread):
         for name in names:
             del self._running[name]
             self._first_versions.pop(name, None)
+        self.answer(call.waiter, reason)
         self._end_drain()
 
     def _pause(self, waiter: Waiter, *, drain: bool) -> None:
@@ -226,7 +232,7 @@ class StepLoop(CommandThread):
         return bool(self._running) and self._has_weights and not self._asleep and not self._paused
 
     def _step(self) -> None:
-        """Take a step; store the results of finished requests, and answer the callers that have all of theirs."""
+        """Take a step; store the completions of finished requests, and answer the callers that have all of theirs."""
         for output in self._engine.step():
             if not output.finished:
                 continue
@@ -235,36 +241,11 @@ class StepLoop(CommandThread):
                 raise RolloutError(f"vLLM ended a request with {made.finish_reason!r}")
             running = self._running.pop(output.request_id)
             version = self._first_versions.pop(output.request_id, self.version)
-            call, log_probs = running.call, made.logprobs.logprobs
-            call.results[running.index] = VLLMResult(made.token_ids, log_probs, made.finish_reason, version)
-            if len(call.results) == len(call.requests):
-                self.answer(call.waiter, [call.results[index] for index in range(len(call.requests))])
+            call, token_ids, log_probs = running.call, tuple(made.token_ids), tuple(made.logprobs.logprobs)
+            call.completions[running.index] = Completion(token_ids, log_probs, "", made.finish_reason, version)
+            if len(call.completions) == len(call.requests):
+                self.answer(call.waiter, [call.completions[index] for index in range(len(call.requests))])
         self._end_drain()
-
-    def _problem_of(self, received: Sequence[Received], *, verify: bool) -> str | None:
-        """Return why the workers do not all compute with the same complete new weights; None if they do."""
-        for worker in received:
-            if worker.failure:
-                return worker.failure
-        missing = sorted({name for worker in received for name in worker.missing})
-        if missing:
-            return f"no weights arrived for {', '.join(missing)}"
-        if any(worker.checksums != received[0].checksums for worker in received):
-            return "the workers of this engine received different weights"
-        if not verify:
-            return None
-        # A tensor that could be read back once can always be read back, unless a layer computes with another one.
-        read_back = frozenset.intersection(*(worker.read_back for worker in received))
-        self._readable = self._readable or read_back
-        lost = sorted(self._readable - read_back)
-        if not lost:
-            return None
-        shown = ", ".join(lost[:SHOWN]) + (", ..." if len(lost) > SHOWN else "")
-        return f"weights arrived, but vLLM still computes with others ({len(lost)} tensors): {shown}"
-
-    def _waiters(self) -> set[Waiter]:
-        calls = {running.call for running in self._running.values()} | set(self._held)
-        return {call.waiter for call in calls} | set(self._draining)
 
     def _shut_down(self) -> None:
         # vLLM also destroys torch's default process group here, so a trainer in this process must be closed first.

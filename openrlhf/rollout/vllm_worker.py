@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.platforms import current_platform
@@ -49,7 +49,12 @@ class WeightLoading:
         model: Any = self.model_runner.get_model()
         model_config = self.vllm_config.model_config
         expected = {name for name, _ in model.named_parameters()}
-        by_copying = loads_by_copying(model)
+        # vLLM may store weights in another form than the checkpoint, which loading must produce again: on CPU, matrices
+        # are packed for its kernels; experts may be shuffled; latent attention stores products of weights.
+        by_copying = not current_platform.is_cpu() and not any(
+            isinstance(module, MLAAttention) or not isinstance(method_of(module), (*COPIED, type(None)))
+            for module in model.modules()
+        )
         arrived: set[str] = set()
         checksums: dict[str, int] = {}
         samples: dict[str, Sampled] = {}
@@ -87,17 +92,6 @@ def _synchronize() -> None:
         torch.accelerator.synchronize()
 
 
-def loads_by_copying(model: nn.Module) -> bool:
-    """Return False if vLLM stores weights in another form than the checkpoint, which loading must produce again.
-
-    On CPU, matrices are packed for its kernels; experts may be shuffled; latent attention stores products of weights.
-    """
-    return not current_platform.is_cpu() and not any(
-        isinstance(module, MLAAttention) or not isinstance(method_of(module), (*COPIED, type(None)))
-        for module in model.modules()
-    )
-
-
 def missing_parameters(
     expected: set[str], loaded: Iterable[str] | None, fused: Mapping[str, Sequence[str]], arrived: set[str]
 ) -> set[str]:
@@ -109,10 +103,8 @@ def missing_parameters(
     missing: set[str] = set()
     if loaded is not None:
         reported = set(loaded)
-        for name in expected:
-            # vLLM 0.26 reports experts without the module that holds them.
-            if not reported & {name, name.replace(".routed_experts.", ".")}:
-                missing.add(name)
+        # vLLM 0.26 reports experts without the module that holds them.
+        missing = {name for name in expected if not reported & {name, name.replace(".routed_experts.", ".")}}
     for name in expected:
         for whole, parts in fused.items():
             if f".{whole}." in name:

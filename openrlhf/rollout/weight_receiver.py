@@ -42,7 +42,7 @@ class IncomingWeights:
             _receivers[place] = WeightReceiver(self.channel, self.number)
         try:
             failure = yield from _receivers[place].receive(self.version)
-        except BaseException:
+        except BaseException:  # GeneratorExit too: after a part of a version, the receiver cannot be used again
             receiver = _receivers.pop(place, None)
             if receiver is not None:
                 receiver.close()

@@ -18,10 +18,10 @@ from torch import distributed as dist
 
 from openrlhf.errors import BackendError, RolloutError
 from openrlhf.rollout.bucket import Bucket, Header
-from openrlhf.rollout.channel import BEGUN, CALLED_OFF, JOINED, OK, BroadcastGroup, Channel, first_line
-from openrlhf.rollout.checksum import checksum
+from openrlhf.rollout.channel import BEGUN, CALLED_OFF, JOINED, OK, Channel, first_line
 from openrlhf.rollout.engine import Checksums, Weights
 from openrlhf.rollout.ipc import check_allocator, share_memory
+from openrlhf.rollout.sync_proof import Sent
 
 CALL_OFF_INTERVAL = 1.0  # seconds between checks for whether a waiting sender was called off
 
@@ -42,7 +42,7 @@ class WeightSender:
         self.channel = replace(channel, port=self.root.port, key=uuid.uuid4().hex)
         self.store = dist.PrefixStore(self.channel.key, self.root)
         self.device = device
-        self.group: BroadcastGroup | None = None  # stays None for ipc
+        self.group: dist.ProcessGroup | None = None  # stays None for ipc
         self.formed = False
         self.closed = False
 
@@ -50,16 +50,14 @@ class WeightSender:
         """Send all weights to all receivers; return the checksums of what was sent if `verify`, else an empty dict."""
         if self.closed:
             raise BackendError("this weight channel failed or was closed: form a new one")
-        checksums: dict[str, int] = {}
+        sent = Sent(weights, verify=verify)
         try:
             if not self.formed:
                 self._form_group()
             pipeline = BucketPipeline(self, version)
             try:
-                for name, tensor in weights:
+                for name, tensor in sent:
                     pipeline.add(name, tensor)
-                    if verify:
-                        checksums[name] = checksum(tensor)
             except RolloutError:
                 raise
             except BaseException as error:  # whatever the iterator of weights raised, the receivers must be told
@@ -69,7 +67,7 @@ class WeightSender:
         except RolloutError:  # a receiver failed, so the others cannot be kept in step
             self.close()
             raise
-        return checksums
+        return sent.checksums
 
     def close(self) -> None:
         """Abort the process group and stop serving the store."""
@@ -132,40 +130,39 @@ class BucketPipeline:
         self.sender = sender
         self.version = version
         device = torch.device("cpu") if sender.channel.transport == "gloo" else sender.device
-        self.idle = deque(Bucket(sender.channel.bucket_bytes, device) for _ in range(2))  # the first is being filled
+        size = sender.channel.bucket_bytes
+        # The first of them is being filled.
+        self.idle = deque(Bucket(torch.empty(size, dtype=torch.uint8, device=device)) for _ in range(2))
         self.in_transit: deque[InTransit] = deque()
         self.count = 0  # headers published so far
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Copy a tensor into the current bucket, after sending that one off if it is full."""
-        if not self.idle[0].has_space(tensor):
+        if not self.idle[0].add(name, tensor):
             self._ship()
             if not self.idle:
                 self._await_oldest()
-        self.idle[0].add(name, tensor)
+            self.idle[0].add(name, tensor)
 
     def finish(self, failure: str = "") -> None:
         """Send the last bucket and the end notice; after a `failure` of the iterator of weights, only the notice."""
         if not failure and self.idle[0].entries:
             self._ship()
-        self._publish(Header(end=True, failure=failure))
+        self._ship(Header(end=True, failure=failure))
         while self.in_transit:
             self._await_oldest()
 
-    def _ship(self) -> None:
-        """Send the current bucket."""
-        bucket = self.idle.popleft()
-        header = Header(bucket.entries, bucket.used)
-        if self.sender.group is None:
-            # The receiver reads the same memory, so the copies into the bucket must be complete.
-            torch.cuda.current_stream(bucket.buffer.device).synchronize()
-            header = replace(header, shared=share_memory(bucket.buffer))
-        self._publish(header, bucket)
-
-    def _publish(self, header: Header, bucket: Bucket | None = None) -> None:
-        """Publish a header, and start broadcasting the bytes of its bucket, if any."""
+    def _ship(self, notice: Header | None = None) -> None:
+        """Publish the header of the current bucket and start broadcasting its bytes; or only publish a notice."""
+        group, bucket, header = self.sender.group, None, notice
+        if header is None:
+            bucket = self.idle.popleft()
+            header = Header(bucket.entries, bucket.used)
+            if group is None:
+                # The receiver reads the same memory, so the copies into the bucket must be complete.
+                torch.cuda.current_stream(bucket.buffer.device).synchronize()
+                header = replace(header, shared=share_memory(bucket.buffer))
         self.sender.store.set(f"{self.version}/{self.count}", header.encode())
-        group = self.sender.group
         broadcast = None if bucket is None or group is None else group.broadcast(bucket.buffer[: bucket.used], 0)
         self.in_transit.append(InTransit(self.count, bucket, broadcast))
         self.count += 1
@@ -183,5 +180,4 @@ class BucketPipeline:
         self.sender.store.delete_key(key)
         self.in_transit.popleft()
         if oldest.bucket is not None:
-            oldest.bucket.clear()
-            self.idle.append(oldest.bucket)
+            self.idle.append(Bucket(oldest.bucket.buffer))

@@ -62,7 +62,7 @@ def report_placement(flags):
 
     signal.signal(signal.SIGTERM, our_handler)
     with opened(flags) as cluster:
-        groups = {group.name: report(cluster.group_slots(group.name)) for group in cluster.plan.groups}
+        groups = {group.name: report(cluster.group_slots(group)) for group in cluster.plan.groups}
         engines = report([cluster.engine_slot(engine.number) for engine in cluster.plan.engines])
         kept = signal.getsignal(signal.SIGTERM) is our_handler
         return {"groups": groups, "engines": engines, "unit": cluster.unit, "sigterm_kept": kept}
@@ -108,7 +108,8 @@ def run_forever(flags):
 
     with opened(flags) as cluster:
         ready = Ready.remote()
-        busy = [Worker.options(**slot.options).remote().compute.remote(ready) for slot in cluster.group_slots("policy")]
+        slots = cluster.group_slots(cluster.plan.groups[0])
+        busy = [Worker.options(**slot.options).remote().compute.remote(ready) for slot in slots]
         ray.get(ready.wait.remote())
         write("up")
         ray.get(busy)

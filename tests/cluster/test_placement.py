@@ -72,7 +72,7 @@ def test_each_role_has_its_own_device_count_with_default_eight():
         "critic": (1, 8),
         "reward": (1, 1),
     }
-    assert found.group("policy").size == 8
+    assert found.groups[0].size == 8
 
 
 def test_hybrid_engines_share_the_devices_of_the_models():

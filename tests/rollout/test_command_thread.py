@@ -39,9 +39,6 @@ class Counter(CommandThread):
                 self.answer(waiter, self.taken)
             self.callers.clear()
 
-    def _waiters(self):
-        return list(self.callers)
-
     def _shut_down(self):
         self.released = True
 
