@@ -9,9 +9,8 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 from pathlib import Path
-from typing import Literal
 
 from openrlhf.errors import ConfigError
 from openrlhf.monitor import say
@@ -70,30 +69,24 @@ def find_cluster(environ: MutableMapping[str, str]) -> str | None:
 
 
 def is_alive(address: str, environ: MutableMapping[str, str]) -> bool:
-    """Return whether Ray answers at the address; switch to token authentication if it is needed and possible."""
-    state = probe(address, environ)
-    if state == "needs a token" and "RAY_AUTH_MODE" not in environ and has_token(environ):
-        environ["RAY_AUTH_MODE"] = "token"
-        state = probe(address, environ)
-    if state == "needs a token":
-        raise token_error(address)
-    return state == "alive"
-
-
-def probe(address: str, environ: Mapping[str, str]) -> Literal["alive", "needs a token", "dead"]:
-    """Check within seconds whether Ray answers at the address."""
+    """Return within seconds whether Ray answers; switch to token authentication if it is needed and possible."""
     if not is_reachable(address):
-        return "dead"
-    if environ.get("RAY_AUTH_MODE", "").lower() == "token" and not has_token(environ):
-        return "needs a token"
+        return False
+    # Ray looks for a token in the environment, in the file it names, and in the home directory.
+    file = Path(environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    has_token = bool(environ.get("RAY_AUTH_TOKEN")) or file.is_file()
     command = [sys.executable, "-c", PROBE, address]
-    try:
-        probed = subprocess.run(command, env=environ, capture_output=True, timeout=SECONDS_TO_ANSWER)
-    except subprocess.TimeoutExpired:
-        return "dead"
-    if probed.returncode == NEEDS_TOKEN:
-        return "needs a token"
-    return "alive" if probed.returncode == 0 else "dead"
+    while has_token or environ.get("RAY_AUTH_MODE", "").lower() != "token":
+        try:
+            probed = subprocess.run(command, env=environ, capture_output=True, timeout=SECONDS_TO_ANSWER)
+        except subprocess.TimeoutExpired:
+            return False
+        if probed.returncode != NEEDS_TOKEN:
+            return probed.returncode == 0
+        if "RAY_AUTH_MODE" in environ or not has_token:
+            break
+        environ["RAY_AUTH_MODE"] = "token"
+    raise token_error(address)
 
 
 def is_reachable(address: str) -> bool:
@@ -112,13 +105,6 @@ def open_connection(address: str) -> socket.socket:
     connection = socket.create_connection((host.strip("[]"), int(port)), timeout=SECONDS_TO_CONNECT)
     connection.settimeout(None)
     return connection
-
-
-def has_token(environ: Mapping[str, str]) -> bool:
-    """Return whether Ray would find a token: in the environment, in the file it names, or in the home directory."""
-    if environ.get("RAY_AUTH_TOKEN"):
-        return True
-    return Path(environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token").is_file()
 
 
 def token_error(address: str) -> ConfigError:

@@ -147,15 +147,13 @@ class RaySync:
     async def _open_channels(self) -> None:
         """Open new channels to the current engine processes; channels to dead ones are not used again."""
         receivers = self.workers_per_engine * len(self.engines.engines)
-        if self.transport == "ipc":  # one channel per pair of processes that share a GPU
-            senders = self.policy.processes[:receivers]
-            channels = [Channel(sender.address, "ipc", 1, timeout=CHANNEL_TIMEOUT) for sender in senders]
-        else:  # one channel from the first rank to all
-            senders = self.policy.processes[:1]
-            channels = [Channel(senders[0].address, self.transport, receivers, timeout=CHANNEL_TIMEOUT)]
-        opening = (sender.call(ModelWorker.open_channel, one) for sender, one in zip(senders, channels, strict=True))
+        # With ipc, one channel per pair of processes that share a GPU; otherwise one from the first rank to all.
+        senders, size = (receivers, 1) if self.transport == "ipc" else (1, receivers)
+        opening = (
+            sender.call(
+                ModelWorker.open_channel, Channel(sender.address, self.transport, size, timeout=CHANNEL_TIMEOUT)
+            )
+            for sender in self.policy.processes[:senders]
+        )
         opened = await self.policy.watch.guard(asyncio.gather(*opening))
-        if self.transport == "ipc":
-            self.channels = [(channel, 0) for channel in opened]
-        else:
-            self.channels = [(opened[0], number) for number in range(receivers)]
+        self.channels = [(channel, number) for channel in opened for number in range(size)]

@@ -22,12 +22,15 @@ each own torch's default one.
 from __future__ import annotations
 
 import socket
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
 
 from torch import distributed as dist
+
+from openrlhf.errors import RolloutError
 
 Transport = Literal["gloo", "nccl", "ipc"]
 
@@ -93,6 +96,13 @@ class Channel:
             dist.PrefixStore(self.key, replace(self, timeout=CALL_OFF_SECONDS).connect()).set(CALLED_OFF, "")
 
 
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message: torch appends its own stack trace to some."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+@contextmanager
+def blame(who: str) -> Iterator[None]:
+    """Turn torch's errors within the context into a RolloutError that says which side did not respond, and how."""
+    try:
+        yield
+    except RolloutError:
+        raise
+    except RuntimeError as error:
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]  # torch may append a stack trace
+        raise RolloutError(f"{who}: {first_line}") from None

@@ -3,9 +3,9 @@
     event loop of a caller                       the thread, round after round
     await engine.load(...)     -> inbox ->       run all pending commands; wait for one if there is nothing to step
     (suspended)                                  take one step
-    result or exception        <- wake-up <-     send the answers of this round, with one wake-up per event loop
+    result or exception        <- future <-      answer the callers whose work is complete
 
-Nothing polls: an idle thread blocks until the next command, and each caller awaits its answer in its own event loop.
+Nothing polls: an idle thread blocks until the next command, and each caller awaits its future in its own event loop.
 `StepLoop` (vllm_loop.py) is the subclass that drives vLLM.
 """
 
@@ -15,9 +15,8 @@ import asyncio
 import queue
 import threading
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
@@ -29,7 +28,7 @@ from openrlhf.errors import EngineError, RolloutError
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 Owner = TypeVar("Owner", bound="CommandThread")
-Waiter: TypeAlias = asyncio.Future[Any]  # the answer to one caller; belongs to the caller's event loop
+Waiter: TypeAlias = Future[Any]  # the answer to one caller, who awaits it in an event loop with `asyncio.wrap_future`
 Command: TypeAlias = tuple[Callable[[], None], Waiter]  # work for the thread, and the caller to notify if it fails
 CLOSED = "this engine was closed"
 
@@ -44,7 +43,7 @@ def on_thread(
 
     @wraps(work)
     async def call(self: Owner, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        waiter = asyncio.get_running_loop().create_future()
+        waiter: Future[Result] = Future()
 
         def run() -> None:
             try:
@@ -53,7 +52,7 @@ def on_thread(
                 self.answer(waiter, error)
 
         self.post(run, waiter)
-        return await waiter
+        return await asyncio.wrap_future(waiter)
 
     return call
 
@@ -72,7 +71,6 @@ class CommandThread(ABC):
         self._failure: Exception | None = None  # after one, the state of the engine is unknown
         self._waiting: set[Waiter] = set()  # callers whose commands have run, but who have no answer yet
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()  # None ends the thread
-        self._answers: defaultdict[asyncio.AbstractEventLoop, list[tuple[Waiter, object]]] = defaultdict(list)
         started: Future[None] = Future()
         arguments = (torch.get_num_threads(), started)
         self._thread = threading.Thread(target=self._run, args=arguments, daemon=True, name=f"openrlhf-{name}")
@@ -103,9 +101,13 @@ class CommandThread(ABC):
             self._inbox.put((work, waiter))
 
     def answer(self, waiter: Waiter, result: object) -> None:
-        """Give a caller its result, or its exception, at the end of this round. Only the thread may call this."""
+        """Give a caller its result or its exception. Only the thread may call this."""
         self._waiting.discard(waiter)
-        self._answers[waiter.get_loop()].append((waiter, result))
+        with suppress(InvalidStateError):  # cancelled, or answered before
+            if isinstance(result, Exception):
+                waiter.set_exception(result)
+            else:
+                waiter.set_result(result)
 
     async def health(self) -> None:
         """Raise if the engine failed or was closed, without waiting for the thread, which may be in a long step."""
@@ -134,10 +136,8 @@ class CommandThread(ABC):
         while self._run_commands():
             if self._failure is None and self._may_step():
                 self._guard(self._step)
-            self._send_answers()
         for waiter in tuple(self._waiting):
             self.answer(waiter, EngineError(CLOSED))
-        self._send_answers()
         self._shut_down()
 
     def _run_commands(self) -> bool:
@@ -170,20 +170,3 @@ class CommandThread(ABC):
         error = EngineError(f"{self.name} failed and cannot generate any more: {self._failure!r}")
         error.__cause__ = self._failure
         return error
-
-    def _send_answers(self) -> None:
-        for loop, answers in self._answers.items():
-            with suppress(RuntimeError):  # the loop was closed, so no caller waits there any more
-                loop.call_soon_threadsafe(_deliver, answers)
-        self._answers.clear()
-
-
-def _deliver(answers: list[tuple[Waiter, object]]) -> None:
-    """Complete futures, in the event loop that they belong to."""
-    for waiter, result in answers:
-        if waiter.done():  # cancelled, or answered before
-            continue
-        if isinstance(result, Exception):
-            waiter.set_exception(result)
-        else:
-            waiter.set_result(result)

@@ -12,7 +12,7 @@ its logits and its seed alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -53,14 +53,9 @@ class SamplingState:
     def joined(self, other: SamplingState) -> SamplingState:
         """Return these rows followed by those of `other`."""
         longest = max(self.uniforms.shape[1], other.uniforms.shape[1])
-        wide = [pad(item.uniforms, (0, longest - item.uniforms.shape[1])) for item in (self, other)]
-        return SamplingState(
-            temperature=torch.cat([self.temperature, other.temperature]),
-            top_p=torch.cat([self.top_p, other.top_p]),
-            top_k=torch.cat([self.top_k, other.top_k]),
-            min_p=torch.cat([self.min_p, other.min_p]),
-            uniforms=torch.cat(wide),
-        )
+        wide = [replace(one, uniforms=pad(one.uniforms, (0, longest - one.uniforms.shape[1]))) for one in (self, other)]
+        pairs = zip(*(vars(one).values() for one in wide), strict=True)
+        return SamplingState(*(torch.cat(pair) for pair in pairs))
 
 
 def sample_tokens(

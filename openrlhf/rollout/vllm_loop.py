@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -52,7 +53,7 @@ class GenerateCall:
     """The requests of one caller, and the completions that have arrived so far."""
 
     requests: Sequence[VLLMRequest]
-    waiter: Waiter
+    waiter: Waiter = field(default_factory=Future)
     completions: dict[int, Completion] = field(default_factory=dict)  # by index in `requests`
 
 
@@ -99,10 +100,10 @@ class StepLoop(CommandThread):
 
     async def run_requests(self, requests: Sequence[VLLMRequest]) -> list[Completion]:
         """Return all completions in order, without their texts. Cancelling the call withdraws its requests."""
-        call = GenerateCall(requests, asyncio.get_running_loop().create_future())
+        call = GenerateCall(requests)
         self.post(lambda: self._submit(call), call.waiter)
         try:
-            return await call.waiter
+            return await asyncio.wrap_future(call.waiter)
         except asyncio.CancelledError:
             with suppress(RolloutError):  # closed in the meantime
                 self.post(lambda: self._withdraw(call, RolloutError("cancelled by its caller")), call.waiter)
@@ -110,9 +111,9 @@ class StepLoop(CommandThread):
 
     async def pause(self, *, drain: bool) -> None:
         """Sample no token until `resume`. With `drain`, running requests finish first, and new ones wait."""
-        waiter = asyncio.get_running_loop().create_future()
+        waiter: Waiter = Future()
         self.post(lambda: self._pause(waiter, drain=drain), waiter)
-        await waiter
+        await asyncio.wrap_future(waiter)
 
     @on_thread
     def resume(self) -> None:

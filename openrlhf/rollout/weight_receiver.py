@@ -19,7 +19,7 @@ from torch import distributed as dist
 
 from openrlhf.errors import RolloutError
 from openrlhf.rollout.bucket import Header, unpack
-from openrlhf.rollout.channel import BEGUN, JOINED, OK, Channel, first_line
+from openrlhf.rollout.channel import BEGUN, JOINED, OK, Channel, blame
 from openrlhf.rollout.ipc import open_memory
 
 
@@ -69,16 +69,13 @@ class WeightReceiver:
         self.channel = channel
         self.number = number
         self.buffer: Tensor | None = None  # [bytes]
-        try:
+        self.sender = f"the weight sender at {channel.host}"
+        with blame(f"{self.sender} or another receiver did not join in {channel.timeout:g} s"):
             root = channel.connect()
             self.store = dist.PrefixStore(channel.key, root)
             self.store.set(f"{JOINED}/{number}", OK)
             self._await_key(BEGUN, channel.patience, "did not begin")
             self.group = channel.form_group(root, 1 + number)
-        except RolloutError:
-            raise
-        except RuntimeError as error:
-            raise self._lost_sender(f"or another receiver did not join in {channel.timeout:g} s", error) from None
 
     def receive(self, version: int) -> Generator[tuple[str, Tensor], None, str]:
         """Yield the tensors of all buckets; return why they are incomplete, or an empty string."""
@@ -113,7 +110,7 @@ class WeightReceiver:
         received = self.buffer[:size]
         broadcast = self.group.broadcast(received, 0)
         deadline = time.monotonic() + self.channel.timeout
-        try:
+        with blame(f"{self.sender} stopped in the middle of a bucket"):
             if self.channel.transport == "gloo":
                 broadcast.wait()
             # Wait on the host: an NCCL call that never ends would block the device silently.
@@ -122,22 +119,13 @@ class WeightReceiver:
                     raise RolloutError(f"the weight sender paused within a bucket for {self.channel.timeout:g} s")
                 time.sleep(0.0005)
             broadcast.wait()
-        except RolloutError:
-            raise
-        except RuntimeError as error:
-            raise self._lost_sender("stopped in the middle of a bucket", error) from None
         return received
 
     def _await_key(self, key: str, seconds: float, complaint: str) -> bytes:
         """Wait for a key of the store; return its value."""
-        try:
+        with blame(f"{self.sender} {complaint} in {seconds:g} s"):
             self.store.wait([key], timedelta(seconds=seconds))
             return self.store.get(key)
-        except dist.DistError as error:
-            raise self._lost_sender(f"{complaint} in {seconds:g} s", error) from None
-
-    def _lost_sender(self, what: str, error: RuntimeError) -> RolloutError:
-        return RolloutError(f"the weight sender at {self.channel.host} {what}: {first_line(error)}")
 
     def is_orphan(self) -> bool:
         """True once the sender's store no longer answers."""

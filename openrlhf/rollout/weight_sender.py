@@ -18,7 +18,7 @@ from torch import distributed as dist
 
 from openrlhf.errors import BackendError, RolloutError
 from openrlhf.rollout.bucket import Bucket, Header
-from openrlhf.rollout.channel import BEGUN, CALLED_OFF, JOINED, OK, Channel, first_line
+from openrlhf.rollout.channel import BEGUN, CALLED_OFF, JOINED, OK, Channel, blame
 from openrlhf.rollout.engine import Checksums, Weights
 from openrlhf.rollout.ipc import check_allocator, share_memory
 from openrlhf.rollout.sync_proof import Sent
@@ -53,7 +53,11 @@ class WeightSender:
         sent = Sent(weights, verify=verify)
         try:
             if not self.formed:
-                self._form_group()
+                with blame("a weight receiver is gone"):
+                    self.store.set(BEGUN, "")
+                    self.await_receivers(JOINED, "did not join")
+                    self.group = self.channel.form_group(self.root, 0)
+                self.formed = True
             pipeline = BucketPipeline(self, version)
             try:
                 for name, tensor in sent:
@@ -78,18 +82,6 @@ class WeightSender:
             self.group.abort()
         self.group = None
         del self.root, self.store
-
-    def _form_group(self) -> None:
-        """Wait for all receivers to join, and form the process group with them."""
-        try:
-            self.store.set(BEGUN, "")
-            self.await_receivers(JOINED, "did not join")
-            self.group = self.channel.form_group(self.root, 0)
-        except RolloutError:
-            raise
-        except RuntimeError as error:
-            raise RolloutError(f"a weight receiver is gone: {first_line(error)}") from None
-        self.formed = True
 
     def await_receivers(self, what: str, complaint: str) -> None:
         """Wait for an answer from each receiver; raise if one reports an error, is called off or is too late."""
@@ -172,10 +164,8 @@ class BucketPipeline:
         oldest = self.in_transit[0]
         key = f"{self.version}/{oldest.number}"
         if oldest.broadcast is not None:
-            try:
+            with blame("a weight receiver is gone"):
                 oldest.broadcast.wait()
-            except RuntimeError as error:
-                raise RolloutError(f"a weight receiver is gone: {first_line(error)}") from None
         self.sender.await_receivers(f"{key}/used", f"did not take bucket {oldest.number} of version {self.version}")
         self.sender.store.delete_key(key)
         self.in_transit.popleft()

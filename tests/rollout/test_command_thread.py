@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from concurrent.futures import Future
 
 import pytest
 
@@ -43,9 +44,9 @@ class Counter(CommandThread):
         self.released = True
 
     async def run(self, steps):
-        waiter = asyncio.get_running_loop().create_future()
+        waiter = Future()
         self.post(lambda: self.begin(steps, waiter), waiter)
-        return await waiter
+        return await asyncio.wrap_future(waiter)
 
     def begin(self, steps, waiter):
         self.left += steps
@@ -131,11 +132,11 @@ def test_any_other_error_of_a_command_means_that_the_engine_failed():
 def test_closing_fails_the_callers_that_wait_and_later_ones():
     async def run():
         counter = Counter()
-        waiter = asyncio.get_running_loop().create_future()
+        waiter = Future()
         counter.post(lambda: counter.callers.append(waiter), waiter)  # waits for a step that is never taken
         await close(counter)
         await counter.close()
-        for waiting in (waiter, counter.run(1), counter.divide(1, by=2), counter.health()):
+        for waiting in (asyncio.wrap_future(waiter), counter.run(1), counter.divide(1, by=2), counter.health()):
             with pytest.raises(EngineError, match="closed"):
                 await waiting
 
