@@ -45,31 +45,24 @@ class RankInfo:
 class ModelWorker:
     """One process of a group: it holds its share of the group's models and executes the driver's calls in order."""
 
-    def __init__(self, config: RLConfig, group: GroupPlan, rollouts: int, number: int) -> None:
-        self.config = config
-        self.group = group
-        self.rollouts = rollouts
-        self.number = number
-        self.models = Models()
-        self.sender: WeightSender | None = None
+    models: Models
+    sender: WeightSender | None = None
 
-    def start(self, folder: str) -> RankInfo:
+    def start(self, config: RLConfig, group: GroupPlan, rollouts: int, number: int, folder: str) -> RankInfo:
         """Join the group, load the models and return this process's position; `folder` is the driver's."""
         enter(folder)
-        config, sharding = self.config, self.config.sharding
+        sharding = config.sharding
         self.device = join(config)
         seed_everything(config.batches.seed, deterministic=config.batches.full_determinism)
         tokenizer = load_tokenizer(str(config.model.pretrain), config.model)
-        self.models = build_models(
-            config, tokenizer, self.device, self.rollouts, roles=self.group.roles, rewards=self.group.rewards
-        )
+        self.models = build_models(config, tokenizer, self.device, rollouts, roles=group.roles, rewards=group.rewards)
         model = self.models.policy or self.models.critic
         if model is None:
             # Frozen models are not split by tensor parallelism, so each process sees its own rows; with ring
             # attention, however, they follow the layout of the trained models.
             ring = sharding.ring_attn_size
             peers = ring * sharding.ds_tensor_parallel_size if ring > 1 else 1
-            return RankInfo(self.number, self.number // peers, self.group.size // peers)
+            return RankInfo(number, number // peers, group.size // peers)
         backend = model.backend
         seed_dropout(config.batches.seed, backend.process // sharding.ds_tensor_parallel_size)
         return RankInfo(backend.process, backend.rank, backend.data_parallel_size)
@@ -105,19 +98,17 @@ class ModelWorker:
 class EngineWorker:
     """One engine. If it serves a policy, requests wait for the policy's weights instead of using those on disk."""
 
-    def __init__(self, spec: EngineSpec, number: int) -> None:
-        self.spec = spec
-        self.number = number
+    engine: LoadingEngine
+    has_weights: asyncio.Event
+
+    async def start(self, spec: EngineSpec, number: int, folder: str) -> None:
+        """Load the model of engine `number`; `folder` is the driver's."""
+        enter(folder)
         self.has_weights = asyncio.Event()
         if not spec.awaits_weights:
             self.has_weights.set()
-
-    async def start(self, folder: str) -> None:
-        """Load the engine's model; `folder` is the driver's."""
-        enter(folder)
-        model = self.spec.model
-        tokenizer = load_tokenizer(str(model.pretrain), model)
-        self.engine = make_engine(self.spec, tokenizer, choose_device(model.device), self.number)
+        tokenizer = load_tokenizer(str(spec.model.pretrain), spec.model)
+        self.engine = make_engine(spec, tokenizer, choose_device(spec.model.device), number)
 
     async def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Generate once the engine has the policy's weights."""

@@ -55,15 +55,19 @@ class ProcessStarter:
 
         remote: Any = ray.remote  # its annotations lack some of its options
         actor = remote(concurrency_groups={BACKGROUND: 2})(ModelWorker)  # two threads: for `heartbeat` and for `exit`
-        processes: list[Process[ModelWorker]] = []
-        for number, slot in enumerate(self.cluster.group_slots(group)):
-            handle = actor.options(**slot.options).remote(config, group, rollouts, number)
-            processes.append(Process(handle, f"{group.name} {number}", slot.address))
+        processes: list[Process[ModelWorker]] = [
+            Process(actor.options(**slot.options).remote(), f"{group.name} {number}", slot.address)
+            for number, slot in enumerate(self.cluster.group_slots(group))
+        ]
         self.processes.extend(processes)
         for process in processes:
             self.watch.watch(process)
-        starts = asyncio.gather(*(process.call(ModelWorker.start, os.getcwd()) for process in processes))
-        return WorkerGroup(group, tuple(processes), tuple(await self.watch.guard(starts)), self.watch)
+        starts = (
+            process.call(ModelWorker.start, config, group, rollouts, number, os.getcwd())
+            for number, process in enumerate(processes)
+        )
+        positions = await self.watch.guard(asyncio.gather(*starts))
+        return WorkerGroup(group, processes, positions, self.watch)
 
     async def start_engines(self, spec: EngineSpec, *, max_restarts: int) -> RayEngines:
         """Start all engines of the plan at the same time; `RayEngines` also starts those that replace failed ones."""
@@ -74,10 +78,10 @@ class ProcessStarter:
 
         async def start(number: int) -> Process[EngineWorker]:
             slot = self.cluster.engine_slot(number)
-            handle = actor.options(**slot.options, max_concurrency=ENGINE_CALLS).remote(spec, number)
+            handle = actor.options(**slot.options, max_concurrency=ENGINE_CALLS).remote()
             process: Process[EngineWorker] = Process(handle, f"engine {number}", slot.address, cancels=True)
             self.processes.append(process)
-            await self.watch.guard(process.call(EngineWorker.start, os.getcwd()))
+            await self.watch.guard(process.call(EngineWorker.start, spec, number, os.getcwd()))
             return process
 
         started = await asyncio.gather(*(start(engine.number) for engine in self.cluster.plan.engines))

@@ -37,8 +37,8 @@ class WorkerGroup:
     """The processes of one group, with their positions in it."""
 
     group: GroupPlan
-    processes: tuple[Process[ModelWorker], ...]
-    positions: tuple[RankInfo, ...]  # of the processes
+    processes: Sequence[Process[ModelWorker]]
+    positions: Sequence[RankInfo]  # of the processes
     watch: ProcessWatch
 
     @property

@@ -157,13 +157,6 @@ class VLLMEngine(StepLoop):
             raise RolloutError("this vLLM engine cannot sleep", try_this="--vllm_enable_sleep")
         await super().sleep()
 
-    async def close(self) -> None:
-        """Shut down the engine and vLLM's process groups: a later engine may need other groups, as experts do."""
-        await super().close()
-        from vllm.distributed.parallel_state import destroy_model_parallel
-
-        destroy_model_parallel()
-
 
 @contextmanager
 def _preserve_host_settings() -> Iterator[None]:

@@ -249,7 +249,10 @@ class StepLoop(CommandThread):
         self._end_drain()
 
     def _shut_down(self) -> None:
+        from vllm.distributed.parallel_state import destroy_model_parallel
+
         # vLLM also destroys torch's default process group here, so a trainer in this process must be closed first.
         self._engine.engine_core.shutdown()
         del self._engine
         gc.collect()
+        destroy_model_parallel()  # a later engine may need other groups, as experts do
