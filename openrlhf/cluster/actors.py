@@ -67,9 +67,9 @@ class ModelWorker:
         seed_dropout(config.batches.seed, backend.process // sharding.ds_tensor_parallel_size)
         return RankInfo(backend.process, backend.rank, backend.data_parallel_size)
 
-    def apply(self, method: Callable[..., Answer], *arguments: object, **named: object) -> Answer:
+    def apply(self, method: Callable[..., Answer], *arguments: object) -> Answer:
         """Call a method of `Models` on this process's models."""
-        return method(self.models, *arguments, **named)
+        return method(self.models, *arguments)
 
     def open_channel(self, channel: Channel) -> Channel:
         """Serve a new channel to engines and close the previous one."""

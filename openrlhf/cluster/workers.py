@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import TypeVar, TypeVarTuple
 
 import numpy as np
 from torch import Tensor
@@ -29,7 +29,7 @@ from openrlhf.types import PolicyBatch, RolloutBatch, Trajectory
 
 Answer = TypeVar("Answer")
 Share = TypeVar("Share")  # what one data-parallel rank works on
-Arguments = ParamSpec("Arguments")
+Arguments = TypeVarTuple("Arguments")
 
 
 @dataclass(frozen=True)
@@ -45,22 +45,13 @@ class WorkerGroup:
     def ranks(self) -> int:
         return self.positions[0].data_parallel_size
 
-    async def call_all(
-        self,
-        method: Callable[Concatenate[Models, Arguments], Answer],
-        *arguments: Arguments.args,
-        **named: Arguments.kwargs,
-    ) -> list[Answer]:
+    async def call_all(self, method: Callable[[Models, *Arguments], Answer], *arguments: *Arguments) -> list[Answer]:
         """Call a method of `Models` in every process with the same arguments."""
-        calls = (process.call(ModelWorker.apply, method, *arguments, **named) for process in self.processes)
+        calls = (process.call(ModelWorker.apply, method, *arguments) for process in self.processes)
         return await self.watch.guard(asyncio.gather(*calls))
 
     async def call_shared(
-        self,
-        method: Callable[Concatenate[Models, Share, Arguments], Answer],
-        shares: Sequence[Share],
-        *arguments: Arguments.args,
-        **named: Arguments.kwargs,
+        self, method: Callable[[Models, Share, *Arguments], Answer], shares: Sequence[Share], *arguments: *Arguments
     ) -> list[Answer]:
         """Call a method of `Models` with one share per data-parallel rank, and return the answers by rank.
 
@@ -71,7 +62,7 @@ class WorkerGroup:
 
         references = [ray.put(share) for share in shares]
         calls = (
-            process.call(ModelWorker.apply, method, references[position.rank], *arguments, **named)
+            process.call(ModelWorker.apply, method, references[position.rank], *arguments)
             for process, position in zip(self.processes, self.positions, strict=True)
         )
         answers = await self.watch.guard(asyncio.gather(*calls))

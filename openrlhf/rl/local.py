@@ -25,7 +25,7 @@ from openrlhf.rl.models import Models
 from openrlhf.rl.workers import BatchScores, ModelRewards, WeightSync, Workers
 from openrlhf.rollout.engine import Engine, LoadingEngine
 from openrlhf.rollout.hf import HFEngine
-from openrlhf.rollout.sync_proof import Sent, SyncProof, compare
+from openrlhf.rollout.sync_proof import RecordedWeights, SyncProof, compare
 from openrlhf.training.preflight import explain_hardware
 from openrlhf.training.processes import join
 from openrlhf.training.rng import seed_everything
@@ -128,7 +128,7 @@ class LocalSync:
         await self.engine.pause(drain=self.drains)
         if self.sleeps:
             await self.engine.wake("weights")
-        sent = Sent(self.models.weights(), verify=verify)
+        sent = RecordedWeights(self.models.weights(), verify=verify)
         received = await self.engine.load(sent, version, verify=verify)
         compare(sent.checksums, received, "the engine")
         self.proof.conclude(sent.checksums)

@@ -28,11 +28,11 @@ from openrlhf.errors import RolloutError
 from openrlhf.models.forward import Network
 from openrlhf.models.modes import evaluating
 from openrlhf.models.plain import checkpoint_places, load_weights
-from openrlhf.rollout.checksum import checksum
 from openrlhf.rollout.decoding import Decoding, DecodingRows
 from openrlhf.rollout.decoding_check import choose_decoding
 from openrlhf.rollout.engine import Checksums, Part, Weights
 from openrlhf.rollout.sampling import SamplingState, sample_tokens
+from openrlhf.rollout.sync_proof import RecordedWeights
 from openrlhf.types import Completion, FinishReason, Request
 
 OnDone: TypeAlias = Callable[[int, Completion], None]
@@ -226,17 +226,13 @@ class HFEngine:
     @torch.no_grad()
     async def load(self, weights: Weights, version: int, *, verify: bool = False) -> Checksums:
         """Copy weights into the engine's own plain network; a shared network needs only the new version number."""
-        checksums: dict[str, int] = {}
-        arrived: set[str] = set()
-        for name, tensor in load_weights(self.places, weights):
-            arrived.add(name)
-            if verify:
-                checksums[name] = checksum(tensor)
+        loaded = RecordedWeights(load_weights(self.places, weights), verify=verify)
+        arrived = {name for name, _ in loaded}
         missing = sorted(self.places.keys() - arrived) if arrived else []
         if missing:
             raise RolloutError(f"no weights arrived for {', '.join(missing)}")
         self.version = version
-        return checksums
+        return loaded.checksums
 
     async def pause(self, *, drain: bool) -> None:
         """Block new calls of `generate`. Nothing runs between two calls, so there is nothing to drain."""

@@ -1,7 +1,7 @@
 """Verification of weight syncs: compare checksums of every parameter on the trainer and the engines.
 
-`SyncProof` decides which syncs to verify, `Sent` computes the sender's checksums, and `compare` stops the run on a
-difference.
+`SyncProof` decides which syncs to verify, `RecordedWeights` computes the checksums of a side, and `compare` stops the
+run on a difference.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class SyncProof:
         self.syncs += 1
 
 
-class Sent:
-    """Outgoing weights; iterating over them records their checksums if `verify` is set."""
+class RecordedWeights:
+    """Weights that are sent or loaded; iterating over them records their checksums if `verify` is set."""
 
     def __init__(self, weights: Weights, *, verify: bool) -> None:
         self.weights = weights

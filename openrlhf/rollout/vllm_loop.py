@@ -138,8 +138,7 @@ class StepLoop(CommandThread):
             if not states[running.inner_id].is_prefilling:
                 self._first_versions.setdefault(name, self.version)
         self._has_weights = False  # until all workers compute with the same complete new weights
-        arguments = {"args": (weights,), "kwargs": {"verify": verify}}
-        received: list[Received] = self._engine.collective_rpc("receive_weights", **arguments)
+        received: list[Received] = self._engine.collective_rpc("receive_weights", args=(weights, verify))
         for worker in received:
             if worker.failure:
                 raise RolloutError(worker.failure)
@@ -155,8 +154,8 @@ class StepLoop(CommandThread):
             lost = sorted(self._readable - read_back)
             if lost:
                 shown = ", ".join(lost[:SHOWN]) + (", ..." if len(lost) > SHOWN else "")
-                message = f"weights arrived, but vLLM still computes with others ({len(lost)} tensors): {shown}"
-                raise RolloutError(message)
+                problem = f"vLLM still computes with others ({len(lost)} tensors): {shown}"
+                raise RolloutError(f"weights arrived, but {problem}")
         self._has_weights = True
         self._engine.reset_prefix_cache(reset_running_requests=True)  # drop what the old weights computed
         self.version = version
@@ -184,13 +183,10 @@ class StepLoop(CommandThread):
         if self._paused or self._draining:
             self._held.append(call)
             return
-        if self._asleep or not self._has_weights:
-            message = (
-                "vLLM is asleep or has no complete weights: it generates after wake('weights'), load and wake('cache')"
-            )
-            self.answer(call.waiter, RolloutError(message))
-            return
         try:
+            if self._asleep or not self._has_weights:
+                needs = "wake('weights'), load and wake('cache')"
+                raise RolloutError(f"vLLM is asleep or has no complete weights: it generates after {needs}")
             with rejections():
                 for index, request in enumerate(call.requests):
                     name = str(self._count)

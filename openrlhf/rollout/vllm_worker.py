@@ -43,7 +43,7 @@ class WeightLoading:
     rank: int
 
     @torch.no_grad()
-    def receive_weights(self, weights: Weights, *, verify: bool) -> Received:
+    def receive_weights(self, weights: Weights, verify: bool) -> Received:
         """Load `weights`, iterating over them once, and report what arrived."""
         _synchronize()
         model: Any = self.model_runner.get_model()

@@ -21,7 +21,7 @@ from openrlhf.rollout.bucket import Bucket, Header
 from openrlhf.rollout.channel import BEGUN, CALLED_OFF, JOINED, OK, Channel, blame
 from openrlhf.rollout.engine import Checksums, Weights
 from openrlhf.rollout.ipc import check_allocator, share_memory
-from openrlhf.rollout.sync_proof import Sent
+from openrlhf.rollout.sync_proof import RecordedWeights
 
 CALL_OFF_INTERVAL = 1.0  # seconds between checks for whether a waiting sender was called off
 
@@ -50,7 +50,7 @@ class WeightSender:
         """Send all weights to all receivers; return the checksums of what was sent if `verify`, else an empty dict."""
         if self.closed:
             raise BackendError("this weight channel failed or was closed: form a new one")
-        sent = Sent(weights, verify=verify)
+        sent = RecordedWeights(weights, verify=verify)
         try:
             if not self.formed:
                 with blame("a weight receiver is gone"):

@@ -5,7 +5,7 @@ import torch
 
 from openrlhf.errors import RolloutError
 from openrlhf.rollout.checksum import checksum
-from openrlhf.rollout.sync_proof import Sent, SyncProof, compare
+from openrlhf.rollout.sync_proof import RecordedWeights, SyncProof, compare
 
 
 def sums(**tensors):
@@ -14,7 +14,7 @@ def sums(**tensors):
 
 def test_weights_that_arrive_unchanged_raise_no_error():
     tensors = {"a": torch.randn(3), "b": torch.randn(2, 2)}
-    sent = Sent(tensors.items(), verify=True)
+    sent = RecordedWeights(tensors.items(), verify=True)
     assert dict(sent) == tensors
     compare(sent.checksums, sums(**tensors), "engine 0")
 
@@ -32,7 +32,7 @@ def test_syncs_are_checked_until_the_weights_change_and_then_at_the_given_interv
     proof, due = SyncProof(every), []
     for number in range(9):
         weight = torch.full((2,), float(max(0, number - 2)))  # the learning rate is zero at first
-        sent = Sent([("a", weight)], verify=proof.is_due())
+        sent = RecordedWeights([("a", weight)], verify=proof.is_due())
         due += [number] if proof.is_due() else []
         list(sent)
         proof.conclude(sent.checksums)
