@@ -112,8 +112,8 @@ class ProcessWatch:
             try:
                 await process.answer(process.actor.heartbeat.options(concurrency_group=BACKGROUND).remote())
             except BackendError as error:
-                if not self.death.done():
-                    self.death.set_exception(_unrecoverable(error))
+                if not self.death.done():  # a plain BackendError, which no caller tries to recover from
+                    self.death.set_exception(BackendError(error.message, try_this=RESUME))
 
         self.watches.append(asyncio.create_task(wait_for_death()))
 
@@ -126,7 +126,7 @@ class ProcessWatch:
                 self.death.result()
             return await task
         except DeathError as error:  # the call failed before the watch noticed
-            raise _unrecoverable(error) from None
+            raise BackendError(error.message, try_this=RESUME) from None
         except BackendError:
             # A rank usually fails because another one died, which Ray may report a little later: prefer that cause.
             await asyncio.wait((self.death,), timeout=SECONDS_TO_BLAME)
@@ -150,8 +150,3 @@ def cancel_all(*work: asyncio.Future[Any]) -> None:
     """Cancel the futures and ignore their errors."""
     for future in work:
         mark_retrieved(future).cancel()
-
-
-def _unrecoverable(error: BackendError) -> BackendError:
-    """Return the error as a plain BackendError, which no caller tries to recover from."""
-    return BackendError(error.message, try_this=RESUME)

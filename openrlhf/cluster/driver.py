@@ -16,16 +16,13 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from openrlhf.cluster.address import find_cluster, token_error
 from openrlhf.cluster.placement import Node, PlacementPlan, explain_shortage, pack
 from openrlhf.errors import BackendError, ConfigError, OpenRLHFError, RolloutError
 from openrlhf.monitor import say
 from openrlhf.signals import keep_sigterm_handler
-
-if TYPE_CHECKING:
-    import psutil
 
 # By default Ray starts one idle worker per core, which our actors never use because each has its own environment, and
 # a process that reports usage statistics.
@@ -81,7 +78,10 @@ def private_ray(plan: PlacementPlan) -> Iterator[None]:
         failed = isinstance(error, (BackendError, RolloutError)) or not isinstance(error, OpenRLHFError)
         raise
     finally:
-        children = children_of_ray()
+        children: list[psutil.Process] = []  # workers and agents that the private Ray has started
+        for child in psutil.Process().children():
+            with suppress(psutil.NoSuchProcess):
+                children += child.children(recursive=True) if child.name() == "raylet" else []
         ray.shutdown()
         for child in children:  # if Ray's head is lost, its agents try to reach it for a minute
             with suppress(psutil.NoSuchProcess):
@@ -107,17 +107,6 @@ def interpreter_for_ray(folder: Path) -> Iterator[None]:
         yield
     finally:
         sys.executable = str(python)
-
-
-def children_of_ray() -> list[psutil.Process]:
-    """Return the processes that the private Ray has started: workers and agents."""
-    import psutil
-
-    children: list[psutil.Process] = []
-    for child in psutil.Process().children():
-        with suppress(psutil.NoSuchProcess):
-            children += child.children(recursive=True) if child.name() == "raylet" else []
-    return children
 
 
 def start_driver(**options: Any) -> None:

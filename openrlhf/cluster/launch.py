@@ -83,4 +83,5 @@ async def open_ray(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollout
                 drains=not config.asynchrony.partial_rollout,
                 proof=SyncProof(config.engines.sync_check_every),
             )
+            engines.send_weights = sync.resend
             yield Runtime(workers, engines, sync)

@@ -63,7 +63,7 @@ class Cluster:
     devices: Mapping[str, Sequence[Device]]  # by rank, for each group and for each engine with its own devices
     unit: str  # GPU or CPU
 
-    def group_slots(self, group: GroupPlan) -> tuple[ProcessSlot, ...]:
+    def group_slots(self, group: GroupPlan) -> list[ProcessSlot]:
         """Return the slots of a group by rank.
 
         Their environment holds the rendezvous address of the group's processes; each call finds a new port.
@@ -72,20 +72,17 @@ class Cluster:
 
         devices, per_node = self.devices[group.name], group.devices_per_node
         port = ray.get(run_on_node(probes.find_free_port, self.reserved, devices[0].bundle))
-        return tuple(
-            self._slot(
-                (device,),
-                {
-                    "MASTER_ADDR": devices[0].node.address,
-                    "MASTER_PORT": str(port),
-                    "RANK": str(rank),
-                    "WORLD_SIZE": str(len(devices)),
-                    "LOCAL_RANK": "0" if device.visible is not None else str(rank % per_node),
-                    "LOCAL_WORLD_SIZE": str(per_node),
-                },
-            )
-            for rank, device in enumerate(devices)
-        )
+        shared = {
+            "MASTER_ADDR": devices[0].node.address,
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(len(devices)),
+            "LOCAL_WORLD_SIZE": str(per_node),
+        }
+        slots: list[ProcessSlot] = []
+        for rank, device in enumerate(devices):
+            local_rank = 0 if device.visible is not None else rank % per_node  # torch numbers the one GPU it sees 0
+            slots.append(self._slot((device,), shared | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}))
+        return slots
 
     def engine_slot(self, number: int) -> ProcessSlot:
         """Return the slot of an engine: one process that sees all the engine's devices, on their node."""
@@ -115,9 +112,7 @@ class Cluster:
         if self.unit == "GPU":
             values["CUDA_VISIBLE_DEVICES"] = ",".join(device.visible or "" for device in devices)
         strategy = PlacementGroupSchedulingStrategy(
-            placement_group=self.reserved,
-            placement_group_bundle_index=devices[0].bundle,
-            placement_group_capture_child_tasks=False,
+            self.reserved, devices[0].bundle, placement_group_capture_child_tasks=False
         )
         options = {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": strategy, "runtime_env": {"env_vars": values}}
         return ProcessSlot(options, node.address, node.id)

@@ -46,9 +46,6 @@ class RaySync:
     channels: list[tuple[Channel, int]] = field(default_factory=list)
     connected: list[Process[EngineWorker]] = field(default_factory=list)  # engines that the channels connect to
 
-    def __post_init__(self) -> None:
-        self.engines.send_weights = self.resend
-
     async def sync(self, version: int) -> None:
         """Send the policy's weights to all engines as `version`; failed engines are replaced."""
         verify = self.proof.is_due()

@@ -68,7 +68,7 @@ class CommandThread(ABC):
         self.name = name
         self._lock = threading.Lock()  # ensures that no command follows the one that closes
         self._closed = False
-        self._failure: Exception | None = None  # after one, the state of the engine is unknown
+        self._failure: EngineError | None = None  # after one, the state of the engine is unknown
         self._waiting: set[Waiter] = set()  # callers whose commands have run, but who have no answer yet
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()  # None ends the thread
         started: Future[None] = Future()
@@ -112,7 +112,7 @@ class CommandThread(ABC):
     async def health(self) -> None:
         """Raise if the engine failed or was closed, without waiting for the thread, which may be in a long step."""
         if self._failure is not None:
-            raise self._dead()
+            raise self._failure
         if self._closed:
             raise EngineError(CLOSED)
 
@@ -161,12 +161,8 @@ class CommandThread(ABC):
             try:
                 work()
             except Exception as error:  # noqa: BLE001 - the engine may raise anything, and the callers must not hang
-                self._failure = error
+                self._failure = EngineError(f"{self.name} failed and cannot generate any more: {error!r}")
+                self._failure.__cause__ = error
         if self._failure is not None:
             for waiter in tuple(self._waiting):
-                self.answer(waiter, self._dead())
-
-    def _dead(self) -> EngineError:
-        error = EngineError(f"{self.name} failed and cannot generate any more: {self._failure!r}")
-        error.__cause__ = self._failure
-        return error
+                self.answer(waiter, self._failure)
