@@ -2,7 +2,7 @@
 
     strategy.prefill(prompts) -> rows, logits     run the model over prompts
     rows.step(tokens, ended) -> logits            append one token to each row
-    rows.keep(places), rows.add(others)           remove rows, add rows
+    rows.keep(places), rows.add(other)            remove rows, add rows
 
 `HFEngine` knows nothing else about a strategy. This module holds the interface and the fastest strategy, continuous
 batching; fallback_decoding.py holds slower ones, for models whose caches do not allow it. The logits include everything
@@ -47,8 +47,8 @@ class DecodingRows(Protocol):
         """Keep only these rows, in this order."""
         ...
 
-    def add(self, others: Sequence[Self]) -> None:
-        """Append the rows of other prefills."""
+    def add(self, other: Self, /) -> None:
+        """Append the rows of another prefill."""
         ...
 
 
@@ -113,7 +113,7 @@ class ContinuousBatching:
             prefilled.append(rows)
         first, *others = prefilled
         if others:
-            first.add(others)
+            first.add(*others)
         return first, torch.cat(logits)
 
 
@@ -146,7 +146,7 @@ class CachedRows:
         self.cache.keep_rows(keep, drop_left)
         self.mask = mask[:, drop_left:]
 
-    def add(self, others: Sequence[CachedRows]) -> None:
+    def add(self, *others: CachedRows) -> None:
         self.cache.add_rows(*(other.cache for other in others))
         masks = [self.mask, *(other.mask for other in others)]  # [rows, columns] each
         longest = max(mask.shape[1] for mask in masks)

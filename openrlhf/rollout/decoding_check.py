@@ -141,7 +141,7 @@ def exercise(strategy: Decoding, probe: DecodingProbe) -> tuple[Tensor, Tensor]:
         if step == 2:
             more, logits = strategy.prefill([probe.sequences[3][: read[3]]])
             compare([3], logits)
-            rows.add([more])
+            rows.add(more)
             running = [0, 1, 2, 3]
         elif step == 4:
             rows.keep([1, 2, 3])

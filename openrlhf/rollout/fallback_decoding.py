@@ -38,13 +38,12 @@ class OwnCaches:
         forward = CachedForward(self.decoder)
         groups: list[CacheGroup] = []
         found: list[Tensor] = []
-        first = 0
-        for _, alike in groupby(enumerate(prompts), lambda one: len(one[1]) if self.by_length else one[0]):
-            ids = torch.tensor([list(prompt) for _, prompt in alike], device=self.decoder.device)  # [rows, tokens]
-            logits, cache = forward(ids)  # [rows, vocabulary]
-            groups.append(CacheGroup(cache, list(range(first, first + len(ids)))))
+        for _, grouped in groupby(enumerate(prompts), lambda one: len(one[1]) if self.by_length else one[0]):
+            alike = dict(grouped)  # prompts by their number
+            ids = torch.tensor([list(prompt) for prompt in alike.values()], device=self.decoder.device)
+            logits, cache = forward(ids)  # [rows, vocabulary], from ids [rows, tokens]
+            groups.append(CacheGroup(cache, [*alike]))
             found.append(logits)
-            first += len(ids)
         return GroupedRows(forward, groups, found[0].shape[-1]), torch.cat(found)
 
 
@@ -84,12 +83,11 @@ class GroupedRows:
             group.places = [None if place is None else moved.get(place) for place in group.places]
         self.groups = [group for group in self.groups if any(place is not None for place in group.places)]
 
-    def add(self, others: Sequence[GroupedRows]) -> None:
-        for other in others:
-            first = sum(place is not None for group in self.groups for place in group.places)
-            for group in other.groups:
-                places = [None if place is None else place + first for place in group.places]
-                self.groups.append(CacheGroup(group.cache, places))
+    def add(self, other: GroupedRows) -> None:
+        first = sum(place is not None for group in self.groups for place in group.places)
+        for group in other.groups:
+            places = [None if place is None else place + first for place in group.places]
+            self.groups.append(CacheGroup(group.cache, places))
 
 
 @dataclass(frozen=True)
@@ -144,5 +142,5 @@ class WholeRows:
     def keep(self, places: Sequence[int]) -> None:
         self.sequences = [self.sequences[place] for place in places]
 
-    def add(self, others: Sequence[WholeRows]) -> None:
-        self.sequences += [sequence for other in others for sequence in other.sequences]
+    def add(self, other: WholeRows) -> None:
+        self.sequences += other.sequences

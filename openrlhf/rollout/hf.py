@@ -140,7 +140,7 @@ class HFEngine:
         fresh = self._prefill(taken)
         if running is None:
             return fresh
-        running.state.add([fresh.state])
+        running.state.add(fresh.state)
         running.sampling = running.sampling.joined(fresh.sampling)
         running.rows += fresh.rows
         return running

@@ -117,8 +117,8 @@ class BrokenRows(CachedRows):
     def keep(self, places):
         super().keep(places[::-1] if self.fault == "keep" else places)
 
-    def add(self, others):
-        super().add(others)
+    def add(self, *others):
+        super().add(*others)
         if self.fault == "add":
             self.mask = torch.ones_like(self.mask)
 
