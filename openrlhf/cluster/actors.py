@@ -37,7 +37,6 @@ Answer = TypeVar("Answer")
 class RankInfo:
     """Position of a process in its group."""
 
-    process: int  # global rank in the group
     rank: int  # data-parallel rank; tensor-parallel and ring peers share it, because they see the same rows
     data_parallel_size: int
 
@@ -62,10 +61,10 @@ class ModelWorker:
             # attention, however, they follow the layout of the trained models.
             ring = sharding.ring_attn_size
             peers = ring * sharding.ds_tensor_parallel_size if ring > 1 else 1
-            return RankInfo(number, number // peers, group.size // peers)
+            return RankInfo(number // peers, group.size // peers)
         backend = model.backend
         seed_dropout(config.batches.seed, backend.process // sharding.ds_tensor_parallel_size)
-        return RankInfo(backend.process, backend.rank, backend.data_parallel_size)
+        return RankInfo(backend.rank, backend.data_parallel_size)
 
     def apply(self, method: Callable[..., Answer], *arguments: object) -> Answer:
         """Call a method of `Models` on this process's models."""

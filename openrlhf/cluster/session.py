@@ -126,8 +126,21 @@ def connect(plan: PlacementPlan, folders: Mapping[str, str]) -> Iterator[Cluster
 
     Call it in the main thread: the processes of a private Ray end with the thread that started them.
     """
+    import ray
+    from ray._private.state import available_resources_per_node
+
     with joined(plan) as private:
-        nodes, unit = count_nodes(private=private)
+        # Count the devices of the nodes that are alive: GPUs, or CPUs if the whole cluster has no GPU.
+        alive, free = [node for node in ray.nodes() if node["Alive"]], available_resources_per_node()
+        unit = "GPU" if any(node["Resources"].get("GPU", 0) >= 1 for node in alive) else "CPU"
+        nodes: list[Node] = []
+        for node in alive:
+            total, left = node["Resources"], free.get(node["NodeID"], {})
+            cores = (os.cpu_count() or 1) if private else int(total.get("CPU", 1))
+            devices, unused = int(total.get(unit, 0)), int(left.get(unit, 0))
+            nodes.append(Node(node["NodeID"], node["NodeManagerAddress"], devices, unused, cores))
+
+        # Choose nodes for the plan, and reserve their devices.
         chosen = pack(plan.blocks(), nodes)
         if chosen is None:
             raise explain_shortage(plan, nodes, unit, private=private)
@@ -136,23 +149,6 @@ def connect(plan: PlacementPlan, folders: Mapping[str, str]) -> Iterator[Cluster
         with reserve(plan, chosen, nodes, unit) as cluster:
             check_shared_folders(cluster, folders)
             yield cluster
-
-
-def count_nodes(*, private: bool) -> tuple[list[Node], str]:
-    """Return the nodes that are alive and the unit of their devices: GPU, or CPU if the whole cluster has no GPU."""
-    import ray
-    from ray._private.state import available_resources_per_node
-
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    unit = "GPU" if any(node["Resources"].get("GPU", 0) >= 1 for node in alive) else "CPU"
-    free = available_resources_per_node()
-    counted = []
-    for node in alive:
-        total, left = node["Resources"], free.get(node["NodeID"], {})
-        cores = (os.cpu_count() or 1) if private else int(total.get("CPU", 1))
-        devices, unused = int(total.get(unit, 0)), int(left.get(unit, 0))
-        counted.append(Node(node["NodeID"], node["NodeManagerAddress"], devices, unused, cores))
-    return counted, unit
 
 
 @contextmanager

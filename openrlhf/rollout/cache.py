@@ -19,22 +19,10 @@ from typing import Self, cast
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicCache,
-    DynamicIndexedLayer,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionCacheLayerMixin,
-    LinearAttentionLayer,
-)
+from transformers import PretrainedConfig, cache_utils
 
 
-class GrowingLayer(DynamicLayer):
+class GrowingLayer(cache_utils.DynamicLayer):
     """Keys and values in preallocated memory, so that a new token does not copy the whole cache.
 
     A layer with a sliding window keeps all tokens too; the mask hides those outside the window.
@@ -100,7 +88,7 @@ def allocate(like: Tensor, rows: int, tokens: int) -> Tensor:
     return like.new_empty(rows, like.shape[1], tokens + tokens // 2 + 32, like.shape[-1])
 
 
-class IndexedLayer(DynamicIndexedLayer, GrowingLayer):
+class IndexedLayer(cache_utils.DynamicIndexedLayer, GrowingLayer):
     """Keys and values, plus the indexer keys [rows, columns, dim] by which sparse attention selects them."""
 
     def keep(self, rows: Tensor, drop_left: int) -> None:
@@ -116,7 +104,7 @@ class IndexedLayer(DynamicIndexedLayer, GrowingLayer):
             self.indexer_keys = torch.cat(wide)
 
 
-class StateLayer(LinearAttentionLayer):
+class StateLayer(cache_utils.LinearAttentionLayer):
     """Convolutional and recurrent states [rows, ...], without columns."""
 
     def keep_states(self, rows: Tensor) -> None:
@@ -133,28 +121,28 @@ class StateLayer(LinearAttentionLayer):
                     states[number] = torch.cat([state, *(vars(other)[kind][number] for other in others)])
 
 
-class HybridLayer(LinearAttentionAndFullAttentionLayer, StateLayer, GrowingLayer):
+class HybridLayer(cache_utils.LinearAttentionAndFullAttentionLayer, StateLayer, GrowingLayer):
     """Convolutional and recurrent states together with keys and values."""
 
 
 # The cache layers of Transformers, and the class here that replaces each.
 ROW_LAYERS: dict[type, type[GrowingLayer | StateLayer]] = {
-    DynamicLayer: GrowingLayer,
-    DynamicSlidingWindowLayer: GrowingLayer,
-    DynamicIndexedLayer: IndexedLayer,
-    LinearAttentionLayer: StateLayer,
-    LinearAttentionAndFullAttentionLayer: HybridLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer: HybridLayer,
+    cache_utils.DynamicLayer: GrowingLayer,
+    cache_utils.DynamicSlidingWindowLayer: GrowingLayer,
+    cache_utils.DynamicIndexedLayer: IndexedLayer,
+    cache_utils.LinearAttentionLayer: StateLayer,
+    cache_utils.LinearAttentionAndFullAttentionLayer: HybridLayer,
+    cache_utils.LinearAttentionAndSlidingWindowAttentionLayer: HybridLayer,
 }
 
 
-class RowCache(Cache):
+class RowCache(cache_utils.Cache):
     """The cache of all running rows."""
 
     def __init__(self, config: PretrainedConfig) -> None:
         """Create the layers that the model's config lists; an attention-only model gets its layers on demand."""
-        layers: list[CacheLayerMixin | LinearAttentionCacheLayerMixin] = []
-        for layer in DynamicCache(config=config).layers:
+        layers: list[cache_utils.CacheLayerMixin | cache_utils.LinearAttentionCacheLayerMixin] = []
+        for layer in cache_utils.DynamicCache(config=config).layers:
             kind = ROW_LAYERS.get(type(layer))
             if kind is None:
                 raise NotImplementedError(f"{type(layer).__name__} cannot be kept by rows")

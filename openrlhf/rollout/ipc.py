@@ -18,16 +18,12 @@ from openrlhf.errors import RolloutError
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """What another process needs to open a buffer on the same GPU; byte strings are in hexadecimal, for JSON."""
+    """What another process needs to open a buffer on the same GPU."""
 
     gpu: str  # its UUID: indices may differ between processes
-    handle: str  # CUDA's handle of the allocation
-    size: int  # bytes
-    offset: int  # of the buffer within the allocation, in bytes
-    counter: str  # handle of torch's reference counter, which keeps the memory alive while it is mapped
-    counter_offset: int
-    event: str  # handle of a CUDA event
-    must_wait: bool  # for the event, before reading
+    # Torch's own description: handle, size and offset of the allocation; handle and offset of the reference counter
+    # that keeps the memory alive while it is mapped; handle of a CUDA event, and whether to wait for it before reading.
+    storage: list[str | int]  # byte strings are in hexadecimal, for JSON
 
 
 def check_allocator() -> None:
@@ -43,9 +39,9 @@ def check_allocator() -> None:
 def share_memory(buffer: Tensor) -> SharedMemory:
     """Describe a buffer for `open_memory` in another process. Reuse it only after that process released it."""
     storage: Any = buffer.untyped_storage()  # its type stub lacks this method
-    _, handle, size, offset, counter, counter_offset, event, must_wait = storage._share_cuda_()
+    _, *described = storage._share_cuda_()
     gpu = str(torch.cuda.get_device_properties(buffer.device).uuid)
-    return SharedMemory(gpu, handle.hex(), size, offset, counter.hex(), counter_offset, event.hex(), must_wait)
+    return SharedMemory(gpu, [value.hex() if isinstance(value, bytes) else value for value in described])
 
 
 def open_memory(shared: SharedMemory) -> Tensor:
@@ -57,14 +53,6 @@ def open_memory(shared: SharedMemory) -> Tensor:
             f"the weights are on GPU {shared.gpu} and this process uses {here}: ipc needs the same GPU for both"
         )
     torch.cuda.init()
-    storage = torch.UntypedStorage._new_shared_cuda(
-        device,
-        bytes.fromhex(shared.handle),
-        shared.size,
-        shared.offset,
-        bytes.fromhex(shared.counter),
-        shared.counter_offset,
-        bytes.fromhex(shared.event),
-        shared.must_wait,
-    )
+    described = [bytes.fromhex(value) if isinstance(value, str) else value for value in shared.storage]
+    storage = torch.UntypedStorage._new_shared_cuda(device, *described)
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

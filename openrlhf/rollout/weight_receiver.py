@@ -37,8 +37,11 @@ class IncomingWeights:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         place = (self.channel.key, self.number)
         if place not in _receivers:
-            for old in [old for old, receiver in _receivers.items() if receiver.is_orphan()]:
-                _receivers.pop(old).close()
+            for old, receiver in tuple(_receivers.items()):
+                try:
+                    receiver.store.check([BEGUN])
+                except dist.DistError:  # the sender's store no longer answers
+                    _receivers.pop(old).close()
             _receivers[place] = WeightReceiver(self.channel, self.number)
         try:
             failure = yield from _receivers[place].receive(self.version)
@@ -126,14 +129,6 @@ class WeightReceiver:
         with blame(f"{self.sender} {complaint} in {seconds:g} s"):
             self.store.wait([key], timedelta(seconds=seconds))
             return self.store.get(key)
-
-    def is_orphan(self) -> bool:
-        """True once the sender's store no longer answers."""
-        try:
-            self.store.check([BEGUN])
-        except dist.DistError:
-            return True
-        return False
 
     def close(self) -> None:
         if self.group is not None:

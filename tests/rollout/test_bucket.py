@@ -8,7 +8,7 @@ import torch
 from openrlhf.rollout.bucket import ALIGNMENT, Bucket, Entry, Header, unpack
 from openrlhf.rollout.ipc import SharedMemory
 
-SHARED = SharedMemory("GPU-1", "00ff", 4096, 512, "0a", 8, "", must_wait=True)
+SHARED = SharedMemory("GPU-1", ["00ff", 4096, 512, "0a", 8, "", True])
 HEADERS = {
     "a bucket whose bytes follow": Header([Entry("a", "float32", [2, 3], 0), Entry("b", "bool", [], 32)], 48),
     "a bucket in shared memory": Header([Entry("a", "uint8", [0], 0)], 16, SHARED),
