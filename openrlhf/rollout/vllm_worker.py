@@ -44,14 +44,20 @@ class WeightLoading:
 
     @torch.no_grad()
     def receive_weights(self, weights: Weights, verify: bool) -> Received:
-        """Load `weights`, iterating over them once, and report what arrived."""
-        _synchronize()
+        """Load `weights`, iterating over them once, and report what arrived.
+
+        vLLM works on a stream of its own, which is not ordered with the trainer's: before loading, the trainer's last
+        kernels must have written the weights; after it, the trainer may change them.
+        """
+        on_cpu = current_platform.is_cpu()
+        if not on_cpu:
+            torch.accelerator.synchronize()
         model: Any = self.model_runner.get_model()
         model_config = self.vllm_config.model_config
         expected = {name for name, _ in model.named_parameters()}
         # vLLM may store weights in another form than the checkpoint, which loading must produce again: on CPU, matrices
         # are packed for its kernels; experts may be shuffled; latent attention stores products of weights.
-        by_copying = not current_platform.is_cpu() and not any(
+        by_copying = not on_cpu and not any(
             isinstance(module, MLAAttention) or not isinstance(method_of(module), (*COPIED, type(None)))
             for module in model.modules()
         )
@@ -75,21 +81,13 @@ class WeightLoading:
                     loaded, failure = model.load_weights(recorded()), ""
                 except RolloutError as error:  # from the sender. Raising it would leave other workers' answers unread
                     loaded, failure = None, error.message
-            _synchronize()
+            if not on_cpu:
+                torch.accelerator.synchronize()
             if failure:
                 return Received({}, failure=failure)
             fused = getattr(model, "packed_modules_mapping", {})
             missing = missing_parameters(expected, loaded, fused, arrived)
             return Received(checksums, read_back(model, fused, samples), tuple(sorted(missing)))
-
-
-def _synchronize() -> None:
-    """Synchronise the device: vLLM works on a stream of its own, which is not ordered with the trainer's.
-
-    Before loading, the trainer's last kernels must have written the weights; after it, the trainer may change them.
-    """
-    if not current_platform.is_cpu():
-        torch.accelerator.synchronize()
 
 
 def missing_parameters(
