@@ -216,9 +216,8 @@ def check_shared_folders(cluster: Cluster, folders: Mapping[str, str]) -> None:
         return
     files: dict[str, Path] = {}
     for flag, folder in folders.items():
-        existing = Path(folder).absolute()
-        while not existing.is_dir():
-            existing = existing.parent
+        path = Path(folder).absolute()
+        existing = next(parent for parent in (path, *path.parents) if parent.is_dir())
         files[flag] = existing / f".openrlhf-{secrets.token_hex(8)}"
     try:
         for file in files.values():

@@ -145,12 +145,9 @@ class RaySync:
         """Open new channels to the current engine processes; channels to dead ones are not used again."""
         receivers = self.workers_per_engine * len(self.engines.engines)
         # With ipc, one channel per pair of processes that share a GPU; otherwise one from the first rank to all.
-        senders, size = (receivers, 1) if self.transport == "ipc" else (1, receivers)
-        opening = (
-            sender.call(
-                ModelWorker.open_channel, Channel(sender.address, self.transport, size, timeout=CHANNEL_TIMEOUT)
-            )
-            for sender in self.policy.processes[:senders]
-        )
+        senders = self.policy.processes[: receivers if self.transport == "ipc" else 1]
+        size = 1 if self.transport == "ipc" else receivers
+        channels = [Channel(sender.address, self.transport, size, timeout=CHANNEL_TIMEOUT) for sender in senders]
+        opening = (sender.call(ModelWorker.open_channel, one) for sender, one in zip(senders, channels, strict=True))
         opened = await self.policy.watch.guard(asyncio.gather(*opening))
         self.channels = [(channel, number) for channel in opened for number in range(size)]

@@ -27,6 +27,7 @@ from typing import Any, Protocol, Self, TypeAlias
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from openrlhf.rollout.cache import RowCache
@@ -102,12 +103,9 @@ class ContinuousBatching:
         prefilled: list[CachedRows] = []
         logits: list[Tensor] = []  # [rows of a group, vocabulary] each
         for group in groups:
-            longest = max(map(len, group))
-            ids = torch.zeros(len(group), longest, dtype=torch.long)  # [rows, columns], as is the mask
-            mask = torch.zeros(len(group), longest, dtype=torch.long)
-            for number, prompt in enumerate(group):
-                ids[number, longest - len(prompt) :] = torch.tensor(prompt)
-                mask[number, longest - len(prompt) :] = 1
+            tokens = [torch.tensor(prompt, dtype=torch.long) for prompt in group]  # [tokens of the prompt] each
+            ids = pad_sequence(tokens, batch_first=True, padding_side="left")  # [rows, columns], as is the mask
+            mask = pad_sequence(list(map(torch.ones_like, tokens)), batch_first=True, padding_side="left")
             rows = CachedRows(CachedForward(self.decoder), RowCache(self.decoder.config), mask.to(device))
             logits.append(rows.advance(ids.to(device), ended=()))
             prefilled.append(rows)

@@ -148,12 +148,11 @@ class HFEngine:
     def _retire(self, running: RunningBatch, *, num_waiting: int) -> tuple[RunningBatch | None, list[RunningRow]]:
         """Remove rows that have ended, once there are enough of them; return the batch that is left, and these rows."""
         active = [index for index, row in enumerate(running.rows) if row.finish_reason is None]
-        num_ended = len(running.rows) - len(active)
-        if active and num_ended < self._worth_a_copy(running, num_waiting):
-            return running, []
         ended = [row for row in running.rows if row.finish_reason is not None]
         if not active:
             return None, ended
+        if len(ended) < self._worth_a_copy(running, num_waiting):
+            return running, []
         running.state.keep(active)
         running.sampling = running.sampling.rows(torch.tensor(active, device=running.sampling.uniforms.device))
         running.rows = [running.rows[index] for index in active]
