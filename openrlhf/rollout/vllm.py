@@ -84,12 +84,12 @@ class VLLMEngine(StepLoop):
 
     def _build(self) -> None:
         """Build vLLM on the thread of the step loop, try it out, and read the model's end tokens."""
-        import vllm
-        from vllm.inputs import tokens_input
-
         if not self.compiles:
             torch._dynamo.config.disable = True  # a setting per thread; all steps run on this one
-        with _preserve_host_settings():
+        with _preserve_host_settings():  # importing vLLM changes them too
+            import vllm
+            from vllm.inputs import tokens_input
+
             self._engine = build_engine(self.spec, self.dtype, compiles=self.compiles)
             try:  # one token, so that a model that vLLM loads but cannot run is rejected before anything else starts
                 self._engine.add_request("trial", tokens_input([0]), vllm.SamplingParams(max_tokens=1, temperature=0.0))
