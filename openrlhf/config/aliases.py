@@ -5,28 +5,29 @@ that the parser, the help and the errors use one name per flag. A message tells 
 names are equally good and need no message. Flags of older versions that no longer exist are in `retired`.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 
 from openrlhf.config.flags import flags_of
 from openrlhf.config.retired import CORRECTION, correction_words, retire, retired_names
 
-# Old spelling -> the words that replace it. A message tells the user about the new spelling.
-RENAMED: Mapping[str, tuple[str, ...]] = {
-    "bf16": ("--param_dtype", "bf16"),
-    "flash_attn": ("--attn_implementation", "flash_attention_2"),
-    "use_icepop": ("--vllm_is_correction_type", "icepop"),
-    "use_kl_estimator_k3": ("--kl_estimator", "k3"),
-    "value_prefix_head": ("--value_head_prefix",),
-    "wandb": ("--use_wandb",),
-    "train_split": ("--dataset_split",),
-    "rollout_micro_batch_size": ("--micro_rollout_batch_size",),
-    "n_samples_per_prompts": ("--n_samples_per_prompt",),
-    "vllm_enable_is_correction": ("--enable_vllm_is_correction",),
-    "universal_ckpt": ("--use_ds_universal_ckpt",),
-    "muon.no_nesterov": ("--muon_nesterov", "false"),
-    "actor.muon.no_nesterov": ("--muon_nesterov", "false"),
-    "critic.muon.no_nesterov": ("--critic_muon_nesterov", "false"),
+FALSE = ("false", "no", "off", "0")
+
+# Old spelling -> the flag that replaces it, with a value if it implies one. A message tells the user about it.
+RENAMED: Mapping[str, str] = {
+    "bf16": "param_dtype bf16",
+    "flash_attn": "attn_implementation flash_attention_2",
+    "use_icepop": "vllm_is_correction_type icepop",
+    "use_kl_estimator_k3": "kl_estimator k3",
+    "value_prefix_head": "value_head_prefix",
+    "wandb": "use_wandb",
+    "train_split": "dataset_split",
+    "rollout_micro_batch_size": "micro_rollout_batch_size",
+    "n_samples_per_prompts": "n_samples_per_prompt",
+    "vllm_enable_is_correction": "enable_vllm_is_correction",
+    "universal_ckpt": "use_ds_universal_ckpt",
+    "muon.no_nesterov": "muon_nesterov false",
+    "actor.muon.no_nesterov": "muon_nesterov false",
+    "critic.muon.no_nesterov": "critic_muon_nesterov false",
 }
 
 # Values that have been renamed, by flag.
@@ -45,229 +46,133 @@ ENVIRONMENT: Mapping[str, str] = {
 SECRETS: Mapping[str, tuple[str, ...]] = {"OPENRLHF_RM_API_KEY": ("api_key", "reward_api_key")}
 
 
-def _same(prefix: str, *names: str) -> dict[str, tuple[str, ...]]:
-    return {f"{prefix}.{name}": (name,) for name in names}
+def _names(prefix: str, *words: str, own: str = "") -> dict[str, tuple[str, ...]]:
+    """Read `dotted=flat` words, or one word if both names are the same; `own` is a prefix of the flat names."""
+    pairs = [word.split("=") for line in words for word in line.split()]
+    return {f"{prefix}{pair[0]}": tuple(f"{own}{flat}" for flat in pair[-1].split("/")) for pair in pairs}
 
 
-def _entity(role: str) -> dict[str, tuple[str, ...]]:
-    """Map one network's dotted optimizer names to flags: the policy's have no prefix, the critic's have `critic_`."""
-    own = "critic_" if role == "critic." else ""
-    rate = {"": "learning_rate", "actor.": "actor_learning_rate", "critic.": "critic_learning_rate"}[role]
-    names = {
-        "adam.lr": rate,
-        "adam.betas": f"{own}adam_betas",
-        "adam.eps": f"{own}adam_eps",
-        "adam.weight_decay": f"{own}l2",
-        "optim": f"{own}optim",
-        "muon.lr": f"{own}muon_lr",
-        "muon.momentum": f"{own}muon_momentum",
-        "muon.ns_steps": f"{own}muon_ns_steps",
-        "muon.nesterov": f"{own}muon_nesterov",
-        "lr_scheduler": f"{own}lr_scheduler",
-        "lr_warmup_ratio": f"{own}lr_warmup_ratio",
-        "min_lr_ratio": f"{own}min_lr_ratio",
-        "max_norm": f"{own}max_norm",
-        "gradient_checkpointing_enable": "gradient_checkpointing",
-        "gradient_checkpointing_reentrant": "gradient_checkpointing_use_reentrant",
-    }
-    return {f"{role}{dotted}": (flat,) for dotted, flat in names.items()}
-
-
-def _placement(role: str) -> dict[str, tuple[str, ...]]:
-    return {f"{role}.{count}": (f"{role}_{count}",) for count in ("num_nodes", "num_gpus_per_node")}
-
+OPTIMIZER = (
+    "adam.betas=adam_betas adam.eps=adam_eps adam.weight_decay=l2 optim muon.lr=muon_lr muon.momentum=muon_momentum"
+    " muon.ns_steps=muon_ns_steps muon.nesterov=muon_nesterov lr_scheduler lr_warmup_ratio min_lr_ratio max_norm"
+)
+RECOMPUTATION = (
+    "gradient_checkpointing_enable=gradient_checkpointing"
+    " gradient_checkpointing_reentrant=gradient_checkpointing_use_reentrant"
+)
+DEVICES = "num_nodes num_gpus_per_node"
 
 # Dotted name -> flat names; the first one that the command has is used (`ref.offload` is two flags in two commands).
 DOTTED: Mapping[str, tuple[str, ...]] = {
-    **{f"{model}.model_name_or_path": ("pretrain",) for model in ("model", "actor")},
-    "reward.model_name_or_path": ("reward_pretrain",),
-    "critic.model_name_or_path": ("critic_pretrain",),
-    "ref.model_name_or_path": ("ref_pretrain",),
-    "teacher.model_name_or_path": ("teacher_model",),
-    "reward.remote_url": ("remote_rm_url",),
-    "ds.value_head_prefix": ("value_head_prefix",),
-    **_placement("actor"),
-    **_placement("critic"),
-    **_placement("ref"),
-    **_placement("reward"),
-    "train.colocate_all": ("colocate_all_models",),
-    **_same("train", "colocate_actor_ref", "colocate_critic_reward", "agent_func_path", "async_queue_size"),
-    "ref.offload": ("ref_offload", "ref_reward_offload"),
-    "reward.offload": ("ref_reward_offload",),
-    "teacher.offload": ("teacher_offload",),
-    **{
-        f"vllm.{name}": (f"vllm_{name}",)
-        for name in (
-            "num_engines",
-            "tensor_parallel_size",
-            "sync_backend",
-            "sync_with_ray",
-            "enable_sleep",
-            "gpu_memory_utilization",
-        )
-    },
-    **_same("vllm", "enable_prefix_caching", "enforce_eager"),
-    **_same(
-        "ds",
-        *("zero_stage", "param_dtype", "zpg", "adam_offload", "attn_implementation", "use_liger_kernel"),
-        *("grad_accum_dtype", "overlap_comm", "deepcompile", "packing_samples", "load_in_4bit"),
-        *("ring_attn_size", "experts_implementation"),
-    ),
-    "ds.tensor_parallel_size": ("ds_tensor_parallel_size",),
-    "ds.ring_attn_head_stride": ("ring_head_stride",),
-    "ds.lora.rank": ("lora_rank",),
-    "ds.lora.alpha": ("lora_alpha",),
-    "ds.lora.dropout": ("lora_dropout",),
-    "ds.lora.target_modules": ("target_modules",),
-    "ds.enable_sleep": ("deepspeed_enable_sleep",),
-    "ds.use_universal_ckpt": ("use_ds_universal_ckpt",),
-    "train.batch_size": ("train_batch_size",),
-    "train.micro_batch_size": ("micro_train_batch_size",),
-    **_same("train", "max_epochs", "num_episodes", "seed", "ema_beta", "enable_ema"),
-    "train.full_determinism_enable": ("full_determinism",),
-    "train.async_enable": ("async_train",),
-    "train.partial_rollout_enable": ("partial_rollout",),
-    "train.dynamic_batch_enable": ("use_dynamic_batch",),
-    "train.max_tokens_per_gpu": ("train_max_tokens_per_gpu",),
-    "rollout.batch_size": ("rollout_batch_size",),
-    "rollout.micro_batch_size": ("micro_rollout_batch_size",),
-    "rollout.max_tokens_per_gpu": ("rollout_max_tokens_per_gpu",),
-    **_same("rollout", "n_samples_per_prompt", "temperature", "top_p", "max_new_tokens", "vllm_generate_batch_size"),
-    "algo.advantage.estimator": ("advantage_estimator",),
-    "algo.advantage.gamma": ("gamma",),
-    "algo.advantage.lambd": ("lambd",),
-    "algo.advantage.no_std_norm": ("no_advantage_std_norm",),
-    "algo.advantage.is_correction_enable": ("enable_vllm_is_correction",),
-    "algo.advantage.is_correction_threshold": ("vllm_is_truncated_threshold",),
-    "algo.advantage.is_correction_type": ("vllm_is_correction_type",),
-    "algo.kl.init_coef": ("init_kl_coef",),
-    "algo.kl.target": ("kl_target",),
-    "algo.kl.horizon": ("kl_horizon",),
-    "algo.kl.estimator": ("kl_estimator",),
-    "algo.kl.use_loss": ("use_kl_loss",),
-    "algo.kl.unbiased_gradient": ("kl_unbiased_gradient",),
-    "algo.dynamic_filtering_enable": ("dynamic_filtering",),
-    "algo.dynamic_filtering_range": ("dynamic_filtering_reward_range",),
-    **_same("actor", "eps_clip", "eps_clip_low_high", "dual_clip", "policy_loss_type", "aux_loss_coef"),
-    **_same("actor", "loss_agg_mode"),
-    "actor.entropy_coef": ("entropy_loss_coef",),
-    **_same("critic", "value_clip", "save_value_network"),
-    "critic.freezing_steps": ("freezing_actor_steps",),
-    "reward.normalize_enable": ("normalize_reward",),
-    "reward.clip_range": ("reward_clip_range",),
-    **_same("reward", "overlong_buffer_len", "overlong_penalty_factor", "stop_properly_penalty_coef"),
-    **_entity(""),
-    **_entity("actor."),
-    **_entity("critic."),
-    "model.gradient_checkpointing_enable": ("gradient_checkpointing",),
-    "model.gradient_checkpointing_reentrant": ("gradient_checkpointing_use_reentrant",),
-    **_same("data", "dataset", "dataset_probs", "dataset_split", "prompt_split", "max_len", "max_samples"),
-    **_same("data", "input_key", "output_key", "label_key", "prompt_key", "chosen_key", "rejected_key"),
-    **_same("data", "input_template", "apply_chat_template", "tokenizer_chat_template", "multiturn"),
-    **_same("data", "disable_fast_tokenizer", "dataloader_num_workers"),
-    "data.prompt_dataset": ("prompt_data",),
-    "data.prompt_probs": ("prompt_data_probs",),
-    "data.prompt_dataset_probs": ("prompt_data_probs",),
-    **{f"eval.{name}": (f"eval_{name}",) for name in ("dataset", "steps", "split", "temperature")},
-    "eval.n_samples_per_prompt": ("eval_n_samples_per_prompt",),
-    "ckpt.output_dir": ("save_path",),
-    "ckpt.path": ("ckpt_path",),
-    "ckpt.save_steps": ("save_steps",),
-    "ckpt.save_hf": ("save_hf_ckpt",),
-    "ckpt.disable_ds": ("disable_ds_ckpt",),
-    "ckpt.max_num": ("max_ckpt_num",),
-    "ckpt.max_mem": ("max_ckpt_mem",),
-    "ckpt.load_enable": ("load_checkpoint",),
-    "ckpt.best_metric_key": ("best_metric_key",),
-    "logger.wandb.key": ("use_wandb",),
-    **{f"logger.wandb.{name}": (f"wandb_{name}",) for name in ("org", "group", "project", "run_name")},
-    "logger.tensorboard_dir": ("use_tensorboard",),
-    "logger.logging_steps": ("logging_steps",),
-    "model.ipo_enable": ("ipo",),
-    **_same("model", "beta", "label_smoothing", "nll_loss_coef", "kd_coef", "aux_loss_coef"),
-    "model.loss_type": ("loss",),
-    "model.margin_loss_enable": ("margin_loss",),
-    "model.compute_fp32_loss_enable": ("compute_fp32_loss",),
-    "model.pretrain_mode_enable": ("pretrain_mode",),
+    **_names("", "adam.lr=learning_rate", OPTIMIZER, RECOMPUTATION),
+    **_names("actor.", "adam.lr=actor_learning_rate", OPTIMIZER, RECOMPUTATION),
+    **_names("critic.", "adam.lr=learning_rate", OPTIMIZER, own="critic_"),
+    **_names("critic.", RECOMPUTATION),
+    **_names("model.", "model_name_or_path=pretrain", RECOMPUTATION),
+    **_names("model.", "beta label_smoothing nll_loss_coef kd_coef aux_loss_coef ipo_enable=ipo loss_type=loss"),
+    **_names("model.", "margin_loss_enable=margin_loss compute_fp32_loss_enable=compute_fp32_loss"),
+    **_names("model.", "pretrain_mode_enable=pretrain_mode"),
+    **_names("actor.", "model_name_or_path=pretrain eps_clip eps_clip_low_high dual_clip policy_loss_type"),
+    **_names("actor.", "aux_loss_coef loss_agg_mode entropy_coef=entropy_loss_coef"),
+    **_names("critic.", "value_clip save_value_network freezing_steps=freezing_actor_steps"),
+    **_names("critic.", "model_name_or_path=critic_pretrain"),
+    **_names("reward.", "model_name_or_path=reward_pretrain remote_url=remote_rm_url offload=ref_reward_offload"),
+    **_names("reward.", "normalize_enable=normalize_reward clip_range=reward_clip_range"),
+    **_names("reward.", "overlong_buffer_len overlong_penalty_factor stop_properly_penalty_coef"),
+    **_names("ref.", "model_name_or_path=ref_pretrain offload=ref_offload/ref_reward_offload"),
+    **_names("teacher.", "model_name_or_path=teacher_model offload=teacher_offload"),
+    **_names("actor.", DEVICES, own="actor_"),
+    **_names("critic.", DEVICES, own="critic_"),
+    **_names("ref.", DEVICES, own="ref_"),
+    **_names("reward.", DEVICES, own="reward_"),
+    **_names("vllm.", "num_engines tensor_parallel_size sync_backend sync_with_ray enable_sleep", own="vllm_"),
+    **_names("vllm.", "gpu_memory_utilization=vllm_gpu_memory_utilization enable_prefix_caching enforce_eager"),
+    **_names("ds.", "zero_stage param_dtype zpg adam_offload attn_implementation use_liger_kernel grad_accum_dtype"),
+    **_names("ds.", "overlap_comm deepcompile packing_samples load_in_4bit ring_attn_size experts_implementation"),
+    **_names("ds.", "tensor_parallel_size=ds_tensor_parallel_size ring_attn_head_stride=ring_head_stride"),
+    **_names("ds.", "enable_sleep=deepspeed_enable_sleep use_universal_ckpt=use_ds_universal_ckpt value_head_prefix"),
+    **_names("ds.lora.", "rank=lora_rank alpha=lora_alpha dropout=lora_dropout target_modules"),
+    **_names("train.", "batch_size=train_batch_size micro_batch_size=micro_train_batch_size max_epochs num_episodes"),
+    **_names("train.", "seed ema_beta enable_ema full_determinism_enable=full_determinism async_enable=async_train"),
+    **_names("train.", "async_queue_size partial_rollout_enable=partial_rollout agent_func_path"),
+    **_names("train.", "dynamic_batch_enable=use_dynamic_batch max_tokens_per_gpu=train_max_tokens_per_gpu"),
+    **_names("train.", "colocate_all=colocate_all_models colocate_actor_ref colocate_critic_reward"),
+    **_names("rollout.", "batch_size=rollout_batch_size micro_batch_size=micro_rollout_batch_size"),
+    **_names("rollout.", "max_tokens_per_gpu=rollout_max_tokens_per_gpu"),
+    **_names("rollout.", "n_samples_per_prompt temperature top_p max_new_tokens vllm_generate_batch_size"),
+    **_names("algo.advantage.", "estimator=advantage_estimator gamma lambd no_std_norm=no_advantage_std_norm"),
+    **_names("algo.advantage.", "is_correction_enable=enable_vllm_is_correction"),
+    **_names("algo.advantage.", "is_correction_threshold=vllm_is_truncated_threshold"),
+    **_names("algo.advantage.", "is_correction_type=vllm_is_correction_type"),
+    **_names("algo.kl.", "init_coef=init_kl_coef target=kl_target horizon=kl_horizon estimator=kl_estimator"),
+    **_names("algo.kl.", "use_loss=use_kl_loss unbiased_gradient=kl_unbiased_gradient"),
+    **_names("algo.dynamic_filtering_", "enable=dynamic_filtering range=dynamic_filtering_reward_range"),
+    **_names("data.", "dataset dataset_probs dataset_split prompt_split max_len max_samples input_key output_key"),
+    **_names("data.", "label_key prompt_key chosen_key rejected_key input_template apply_chat_template multiturn"),
+    **_names("data.", "tokenizer_chat_template disable_fast_tokenizer dataloader_num_workers"),
+    **_names("data.prompt_", "dataset=prompt_data probs=prompt_data_probs dataset_probs=prompt_data_probs"),
+    **_names("eval.", "dataset steps split temperature n_samples_per_prompt", own="eval_"),
+    **_names("ckpt.", "output_dir=save_path path=ckpt_path save_steps save_hf=save_hf_ckpt disable_ds=disable_ds_ckpt"),
+    **_names("ckpt.", "max_num=max_ckpt_num max_mem=max_ckpt_mem load_enable=load_checkpoint best_metric_key"),
+    **_names("logger.", "wandb.key=use_wandb tensorboard_dir=use_tensorboard logging_steps"),
+    **_names("logger.wandb.", "org group project run_name", own="wandb_"),
 }
 
 
 def known_spellings(command: type) -> list[str]:
     """List every spelling that a command accepts, current names first."""
     flags = flags_of(command)
-    renamed = [old for old, words in RENAMED.items() if words[0].removeprefix("--") in flags]
-    dotted = [name for name, flat in DOTTED.items() if any(target in flags for target in flat)]
-    return list(dict.fromkeys([*flags, *renamed, *dotted, *retired_names(flags)]))
+    old = [name for name in (*RENAMED, *DOTTED) if successor(name, flags)]
+    return list(dict.fromkeys([*flags, *old, *retired_names(flags)]))
+
+
+def successor(name: str, flags: Collection[str]) -> list[str]:
+    """Return the one of `flags` that a spelling stands for, followed by the value that it implies, if any."""
+    known = [RENAMED[name].split()] if name in RENAMED else [[flat] for flat in (name, *DOTTED.get(name, ()))]
+    return next((words for words in known if words[0] in flags), [])
 
 
 def rewrite(command: type, argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Rewrite `argv` to current spellings; also return one message per old spelling found."""
+    """Rewrite `argv` to current spellings; also return one message per old spelling or value found."""
     flags = flags_of(command)
     words: list[str] = []
     notes: list[str] = []
     correction: dict[str, str] = {}
-    for item in arguments(argv):
-        name, given = item.name, item.words
-        flat = next((target for target in DOTTED.get(name, ()) if target in flags), None)
-        if name in flags:
+    for given in grouped(argv):
+        name, equals, attached = given[0].partition("=")
+        name, value = name.removeprefix("--"), " ".join([attached, *given[1:]]).strip()
+        became = successor(name, flags)
+        if not given[0].startswith("--"):
             words += given
-        elif name in RENAMED and RENAMED[name][0].removeprefix("--") in flags:
-            became = replacement(RENAMED[name], given)
-            words += became
-            notes += [f"--{name} is now {' '.join(RENAMED[name])}"] if became else []
-        elif name in CORRECTION and CORRECTION[name] in flags:
-            correction[name] = item.value
-        elif name in retired_names(flags):
-            notes.append(retire(name, item.value))
-        elif flat is not None:
-            words += [given[0].replace(name, flat, 1), *given[1:]]
+        elif became:
+            flag, *implied = became
+            if implied and attached.lower() in FALSE:  # a switch that a file turns off
+                continue
+            new = VALUES.get(flag, {}).get(value)
+            if name in RENAMED:
+                notes.append(f"--{name} is now --{RENAMED[name]}")
+            if new is not None:
+                notes.append(f"--{flag} {value} is now {new}")
+                words.append(f"--{flag}={new}")
+            else:
+                words += [f"--{flag}", *implied, *given[1:]] if implied else [f"--{flag}{equals}{attached}", *given[1:]]
+        elif name not in retired_names(flags):
+            words += given
+        elif name in CORRECTION:
+            correction[name] = value
         else:
-            words += given
-    words, renamed = with_values(words + correction_words(correction))
-    return words, list(dict.fromkeys(notes + renamed))
+            notes.append(retire(name, value))
+    return words + correction_words(correction), list(dict.fromkeys(notes))
 
 
-@dataclass
-class Argument:
-    """A flag on a command line with the words that follow it, up to the next flag."""
-
-    name: str  # without dashes; empty for words before the first flag
-    value: str  # as one text
-    words: list[str]  # as given, the flag first
-
-
-def arguments(argv: Sequence[str]) -> list[Argument]:
-    """Group the words of a command line by flag."""
-    found: list[Argument] = []
+def grouped(argv: Sequence[str]) -> list[list[str]]:
+    """Group the words of a command line: each flag with the words that follow it, up to the next flag."""
+    found: list[list[str]] = []
     for word in argv:
         if word.startswith("--") or not found:
-            name, _, value = word.removeprefix("--").partition("=")
-            found.append(Argument(name if word.startswith("--") else "", value, [word]))
-        else:
-            last = found[-1]
-            last.value = f"{last.value} {word}".strip()
-            last.words.append(word)
+            found.append([])
+        found[-1].append(word)
     return found
-
-
-def replacement(became: Sequence[str], given: Sequence[str]) -> list[str]:
-    """Replace `--old`, `--old=value` or `--old value`; switches from a file have the form `=true` or `=false`."""
-    _, equals, value = given[0].partition("=")
-    if len(became) == 1:
-        return [became[0] + equals + value, *given[1:]]
-    is_off = value.lower() in ("false", "no", "off", "0")
-    return [] if is_off else [*became, *given[1:]]
-
-
-def with_values(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Translate flag values of other versions; also return one message for each."""
-    made: list[str] = []
-    notes: list[str] = []
-    for item in arguments(words):
-        new = VALUES.get(item.name, {}).get(item.value)
-        made += item.words if new is None else [f"--{item.name}={new}"]
-        notes += [] if new is None else [f"--{item.name} {item.value} is now {new}"]
-    return made, notes
 
 
 def environment_arguments(command: type, environ: Mapping[str, str]) -> tuple[list[str], list[str]]:

@@ -9,22 +9,9 @@ cheaper to correct than a missing file.
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
+from openrlhf.config import commands
 from openrlhf.config.checks import common, extras, inference, paths, placement, rl, sharding, supervised
 from openrlhf.config.checks.rule import Rule, apply
-from openrlhf.config.commands import (
-    BatchInferenceConfig,
-    ChatConfig,
-    DPOConfig,
-    KDConfig,
-    KTOConfig,
-    LocalRLConfig,
-    LoraCombinerConfig,
-    PRMConfig,
-    RLConfig,
-    RMConfig,
-    ServeRMConfig,
-    SFTConfig,
-)
 from openrlhf.config.no_effect.lines import answers
 from openrlhf.config.no_effect.table import TABLE
 from openrlhf.monitor import say
@@ -39,10 +26,9 @@ TEMPLATE: Rules = (
     common.template_has_line_breaks,
     common.chat_template_kwargs_are_json,
 )
+MODEL: Rules = (common.required_flags_are_given, common.numbers_are_in_range, common.four_bit_needs_bf16)
 TRAINING: Rules = (
-    common.required_flags_are_given,
-    common.numbers_are_in_range,
-    common.four_bit_needs_bf16,
+    *MODEL,
     common.four_bit_trains_adapters,
     common.tensor_parallel_needs_bf16,
     common.ring_attention_is_our_own,
@@ -78,15 +64,13 @@ RL: Rules = (
     common.keys_fit_into_a_header,
     rl.agents_are_python_files,
     rl.reward_weights_match_models,
-    rl.group_estimators_need_several_samples,
+    rl.groups_have_several_samples,
     rl.group_estimators_do_not_discount,
     rl.only_gae_has_a_critic,
-    rl.ring_attention_packs,
-    rl.dynamic_batches_pack,
+    rl.rings_and_dynamic_batches_pack,
     rl.kl_estimator_suits_its_place,
     rl.oversampling_needs_async,
     rl.filter_range_is_an_interval,
-    rl.filtering_needs_groups,
     rl.thresholds_are_an_interval,
     rl.clip_range_is_positive,
     rl.gspo_clips_narrowly,
@@ -102,12 +86,10 @@ RL: Rules = (
     placement.sleep_needs_colocation,
     sharding.sleeping_needs_movable_gradients,
     placement.async_engines_have_their_own_devices,
-    placement.async_engines_do_not_sleep,
     rl.partial_rollout_needs_async,
     rl.empty_queue_is_synchronous,
     placement.shared_devices_have_equal_counts,
     placement.hybrid_engines_cover_the_policy,
-    placement.hybrid_engines_fit_on_one_node,
     placement.engines_have_a_device,
     placement.groups_divide_the_devices,
     *SHARDING,
@@ -120,24 +102,22 @@ RL: Rules = (
 )
 
 RULES: dict[type, Rules] = {
-    SFTConfig: (
+    commands.SFTConfig: (
         *SUPERVISED,
         *TEMPLATE,
         supervised.multiturn_needs_a_chat_template,
         supervised.pretraining_has_no_turns,
         *FILES,
     ),
-    RMConfig: (*SUPERVISED, *TEMPLATE, supervised.margins_need_the_sigmoid_loss, *FILES),
-    DPOConfig: (*SUPERVISED, *TEMPLATE, *FILES),
-    KTOConfig: (*SUPERVISED, *TEMPLATE, *FILES),
-    KDConfig: (*SUPERVISED, *TEMPLATE, *FILES),
-    PRMConfig: (*SUPERVISED, supervised.reward_tokens_differ, *FILES),
-    RLConfig: RL,
-    LocalRLConfig: RL,
-    BatchInferenceConfig: (
-        common.required_flags_are_given,
-        common.numbers_are_in_range,
-        common.four_bit_needs_bf16,
+    commands.RMConfig: (*SUPERVISED, *TEMPLATE, supervised.margins_need_the_sigmoid_loss, *FILES),
+    commands.DPOConfig: (*SUPERVISED, *TEMPLATE, *FILES),
+    commands.KTOConfig: (*SUPERVISED, *TEMPLATE, *FILES),
+    commands.KDConfig: (*SUPERVISED, *TEMPLATE, *FILES),
+    commands.PRMConfig: (*SUPERVISED, supervised.reward_tokens_differ, *FILES),
+    commands.RLConfig: RL,
+    commands.LocalRLConfig: RL,
+    commands.BatchInferenceConfig: (
+        *MODEL,
         extras.requested_extras_are_installed,
         extras.batch_engine_is_installed,
         inference.post_processors_need_rewards,
@@ -148,27 +128,23 @@ RULES: dict[type, Rules] = {
         *TEMPLATE,
         *FILES,
     ),
-    ChatConfig: (
-        common.required_flags_are_given,
-        common.numbers_are_in_range,
-        common.four_bit_needs_bf16,
+    commands.ChatConfig: (
+        *MODEL,
         extras.requested_extras_are_installed,
         *TEMPLATE,
         inference.a_chat_begins_once,
         paths.template_file_exists,
         *FILES,
     ),
-    ServeRMConfig: (
-        common.required_flags_are_given,
-        common.numbers_are_in_range,
+    commands.ServeRMConfig: (
+        *MODEL,
         common.keys_fit_into_a_header,
         inference.other_machines_need_a_key,
-        common.four_bit_needs_bf16,
         extras.requested_extras_are_installed,
         extras.the_server_is_installed,
         *FILES,
     ),
-    LoraCombinerConfig: (
+    commands.LoraCombinerConfig: (
         common.required_flags_are_given,
         *FILES,
         paths.adapter_folder_exists,

@@ -233,6 +233,8 @@ class LoraCombinerConfig:
     model: PrecisionFlags = section(PrecisionFlags)
 
 
+Templated = SFTConfig | RMConfig | DPOConfig | KTOConfig | KDConfig | RLConfig | BatchInferenceConfig | ChatConfig
+
 COMMANDS: dict[str, type] = {
     "train_sft": SFTConfig,
     "train_rm": RMConfig,

@@ -6,6 +6,7 @@ so that one parser reads them, with one set of error messages.
 
 import argparse
 import difflib
+import json
 import os
 import re
 import types
@@ -13,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
-from openrlhf.config.aliases import DOTTED, environment_arguments, known_spellings, rewrite
-from openrlhf.config.flags import Flag, flags_of
+from openrlhf.config.aliases import FALSE, environment_arguments, known_spellings, rewrite, successor
+from openrlhf.config.flags import Flag, flags_of, replace_flags
 from openrlhf.errors import ConfigError
 from openrlhf.monitor import say
 
@@ -22,7 +23,7 @@ C = TypeVar("C")
 
 NEGATIVE_NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$", re.IGNORECASE)
 METAVARS: Mapping[object, str] = {int: "N", float: "X", str: "TEXT"}  # placeholders of values in --help
-TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+TRUE = ("true", "yes", "on", "1")
 
 
 def parse(
@@ -51,17 +52,9 @@ def parse_given(
     if unknown:
         raise unknown_flag(command, unknown[0])
     names = {word.removeprefix("--").partition("=")[0] for word in given if word.startswith("--")}
-    return assemble(command, vars(values)), frozenset(names & flags_of(command).keys())
-
-
-def assemble(command: type[C], values: Mapping[str, object]) -> C:
-    """Build the frozen config of a command from its flags by name; every flag must be present."""
-    by_section: dict[str, dict[str, object]] = {}
-    defaults = command()
-    for name, item in flags_of(command).items():
-        value = values[name]
-        by_section.setdefault(item.section, {})[name] = tuple(value) if isinstance(value, list) else value
-    return command(**{part: type(getattr(defaults, part))(**given) for part, given in by_section.items()})
+    parsed = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(values).items()}
+    del parsed["config"]  # not a flag of the command
+    return replace_flags(command(), **parsed), frozenset(names & flags_of(command).keys())
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -165,22 +158,16 @@ def file_arguments(command: type, path: Path) -> list[str]:
         raise ConfigError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, Mapping):
         raise ConfigError(f"--config {path} contains no flags", try_this="lines such as `pretrain: ./model`")
-    known = known_spellings(command)
+    known, flags = known_spellings(command), flags_of(command)
     arguments: list[str] = []
     for name, value in flatten(content, known):
         if name not in known:
             raise ConfigError(f"in --config {path}: {unknown_flag(command, '--' + name)}")
-        if isinstance(value, list) and takes_text(command, name):
+        flag = next(iter(successor(name, flags)), None)
+        if isinstance(value, list) and flag and without_none(flags[flag].type) is str:
             value = ",".join(map(str, value))  # on the command line, a list of datasets is one comma-separated word
         arguments += as_arguments(name, value)
     return arguments
-
-
-def takes_text(command: type, name: str) -> bool:
-    """Return True for a flag whose value is one text, such as a comma-separated list of datasets."""
-    flags = flags_of(command)
-    flat = next((target for target in (name, *DOTTED.get(name, ())) if target in flags), None)
-    return flat is not None and without_none(flags[flat].type) is str
 
 
 def flatten(content: Mapping[str, object], known: Sequence[str], prefix: str = "") -> list[tuple[str, object]]:
@@ -199,13 +186,9 @@ def as_arguments(name: str, value: object) -> list[str]:
     match value:
         case None:
             return []
-        case bool():
-            return [f"--{name}={str(value).lower()}"]
         case list():
             return [f"--{name}", *map(str, value)]
-        case Mapping():
-            import json
-
+        case bool() | Mapping():
             return [f"--{name}={json.dumps(value)}"]
         case _:
             return [f"--{name}={value}"]

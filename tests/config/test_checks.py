@@ -155,7 +155,7 @@ REFUSED = [  # rule, command, what is added, what the message must hold
     ),
     *(
         (
-            "group_estimators_need_several_samples",
+            "groups_have_several_samples",
             "train_ppo",
             f"--advantage_estimator {estimator}",
             f"--advantage_estimator {estimator}|--n_samples_per_prompt is 1|Try: --n_samples_per_prompt 8",
@@ -174,7 +174,12 @@ REFUSED = [  # rule, command, what is added, what the message must hold
         "--dynamic_filtering --n_samples_per_prompt 2 --dynamic_filtering_reward_range 1 0",
         "--dynamic_filtering_reward_range 1.0 0.0 is empty",
     ),
-    ("filtering_needs_groups", "train_ppo", "--dynamic_filtering", "--dynamic_filtering|--n_samples_per_prompt is 1"),
+    (
+        "groups_have_several_samples",
+        "train_ppo",
+        "--dynamic_filtering",
+        "--dynamic_filtering|--n_samples_per_prompt is 1",
+    ),
     ("thresholds_are_an_interval", "train_ppo", "--vllm_is_truncated_threshold 5 0.5", "5.0 0.5|not an interval"),
     ("thresholds_are_an_interval", "train_ppo", "--vllm_is_truncated_threshold 1 2 3", "one or two values, not 3"),
     ("clip_range_is_positive", "train_ppo", "--eps_clip 1.5", "--eps_clip 1.5|[1 - low, 1 + high]"),
@@ -185,7 +190,7 @@ REFUSED = [  # rule, command, what is added, what the message must hold
     ("local_runtime_is_one_device", "train_ppo", "--vllm_num_engines 2", "--runtime local|Try: --runtime ray"),
     ("local_runtime_is_one_device", "train_ppo_ray", "--runtime local --actor_num_nodes 2", "--runtime local"),
     (
-        "async_engines_do_not_sleep",
+        "async_engines_have_their_own_devices",
         "train_ppo_ray",
         f"{HYBRID} --async_train --vllm_enable_sleep",
         "--vllm_enable_sleep|--async_train",
@@ -210,7 +215,7 @@ REFUSED = [  # rule, command, what is added, what the message must hold
         "policy's 8 devices|--vllm_num_engines 2 x --vllm_tensor_parallel_size 2 is 4|--actor_num_gpus_per_node 4",
     ),
     (
-        "hybrid_engines_fit_on_one_node",
+        "hybrid_engines_cover_the_policy",
         "train_ppo_ray",
         "--colocate_all_models --vllm_num_engines 3 --vllm_tensor_parallel_size 2 --actor_num_nodes 2 "
         "--actor_num_gpus_per_node 3 --ref_num_nodes 2 --ref_num_gpus_per_node 3",
@@ -361,7 +366,7 @@ CHANGED = [  # rule, command, what is added, what the line must hold, the flag, 
         "auto",
     ),
     (
-        "ring_attention_packs",
+        "rings_and_dynamic_batches_pack",
         "train_ppo_ray",
         "--vllm_num_engines 8 --ring_attn_size 2",
         "--packing_samples is turned on: --ring_attn_size",
@@ -369,7 +374,7 @@ CHANGED = [  # rule, command, what is added, what the line must hold, the flag, 
         True,
     ),
     (
-        "dynamic_batches_pack",
+        "rings_and_dynamic_batches_pack",
         "train_ppo",
         "--use_dynamic_batch",
         "--packing_samples is turned on: --use_dynamic_batch",

@@ -3,22 +3,9 @@
 import json
 
 from openrlhf.config.checks.rule import Changed, change
-from openrlhf.config.commands import (
-    BatchInferenceConfig,
-    ChatConfig,
-    DPOConfig,
-    KDConfig,
-    KTOConfig,
-    RLConfig,
-    RMConfig,
-    SFTConfig,
-    TrainingConfig,
-)
+from openrlhf.config.commands import Templated, TrainingConfig
 from openrlhf.config.flags import flag_values, flags_of
 from openrlhf.errors import ConfigError
-
-Templated = SFTConfig | RMConfig | DPOConfig | KTOConfig | KDConfig | RLConfig | BatchInferenceConfig | ChatConfig
-
 
 EMPTY = ("", '""', "''")
 

@@ -73,19 +73,16 @@ def sleep_needs_colocation(config: RLConfig) -> Changed[RLConfig] | None:
 
 
 def async_engines_have_their_own_devices(config: RLConfig) -> str | None:
-    """Generation and training overlap, so they cannot take turns on a device."""
-    if config.placement.colocate_all_models and config.asynchrony.async_train:
-        return "--colocate_all_models with --async_train: the models share devices, the engines get their own"
-    return None
-
-
-def async_engines_do_not_sleep(config: RLConfig) -> None:
-    """Engines that generate during training cannot sleep during training."""
-    if config.asynchrony.async_train and config.engines.vllm_enable_sleep:
+    """Generation and training overlap, so they cannot take turns on a device, and no engine can sleep."""
+    if not config.asynchrony.async_train:
+        return None
+    if config.engines.vllm_enable_sleep:
         raise ConfigError(
             "--vllm_enable_sleep stops the engines while the models train, --async_train runs both at the same time",
             try_this="without --vllm_enable_sleep",
         )
+    line = "--colocate_all_models with --async_train: the models share devices, the engines get their own"
+    return line if config.placement.colocate_all_models else None
 
 
 def shared_devices_have_equal_counts(config: RLConfig) -> None:
@@ -93,9 +90,8 @@ def shared_devices_have_equal_counts(config: RLConfig) -> None:
     placement = config.placement
     shared: list[tuple[str, Role, Role]] = []
     if uses_reference(config) and (placement.colocate_actor_ref or placement.colocate_all_models):
-        shared.append(
-            ("--colocate_all_models" if placement.colocate_all_models else "--colocate_actor_ref", "actor", "ref")
-        )
+        name = "all_models" if placement.colocate_all_models else "actor_ref"
+        shared.append((f"--colocate_{name}", "actor", "ref"))
     if uses_critic(config) and config.rewards.reward_pretrain and placement.colocate_critic_reward:
         shared.append(("--colocate_critic_reward", "critic", "reward"))
     for flag, one, other in shared:
@@ -109,31 +105,22 @@ def shared_devices_have_equal_counts(config: RLConfig) -> None:
 
 
 def hybrid_engines_cover_the_policy(config: RLConfig) -> None:
-    """A hybrid engine receives weights from the policy's process on the same device."""
-    engines = config.engines.vllm_num_engines or 0
+    """A hybrid engine receives weights from the policy's processes on the same devices, which must be on one node."""
+    engines, nodes = config.engines.vllm_num_engines or 0, config.placement.actor_num_nodes
     if not (config.placement.colocate_all_models and engines) or config.asynchrony.async_train:
         return
     policy, size = num_devices(config, "actor"), config.engines.vllm_tensor_parallel_size
     if policy != engines * size:
+        per_node, rest = divmod(engines * size, nodes)
         raise ConfigError(
             f"--colocate_all_models shares the policy's {policy} devices with the engines, but "
             f"--vllm_num_engines {engines} x --vllm_tensor_parallel_size {size} is {engines * size}",
-            try_this=f"--actor_num_gpus_per_node {engines * size // config.placement.actor_num_nodes}"
-            if engines * size % config.placement.actor_num_nodes == 0
-            else f"--vllm_num_engines {policy // size}",
+            try_this=f"--vllm_num_engines {policy // size}" if rest else f"--actor_num_gpus_per_node {per_node}",
         )
-
-
-def hybrid_engines_fit_on_one_node(config: RLConfig) -> None:
-    """The devices of an engine must be on one node."""
-    if not (config.placement.colocate_all_models and config.engines.vllm_num_engines) or config.asynchrony.async_train:
-        return
-    size = config.engines.vllm_tensor_parallel_size
-    per_node = num_devices(config, "actor") // config.placement.actor_num_nodes
-    if per_node % size:
+    if policy // nodes % size:
         raise ConfigError(
-            f"--vllm_tensor_parallel_size {size} does not divide the {per_node} devices that the policy has on a node, "
-            "and an engine must be on one node",
+            f"--vllm_tensor_parallel_size {size} does not divide the {policy // nodes} devices that the policy has on "
+            "a node, and an engine must be on one node",
             try_this=f"a multiple of {size} for --actor_num_gpus_per_node",
         )
 

@@ -41,12 +41,14 @@ def reward_weights_match_models(config: RLConfig) -> None:
         raise ConfigError(f"--reward_weights has {len(weights)} values, but --reward_pretrain names {len(models)}")
 
 
-def group_estimators_need_several_samples(config: RLConfig) -> None:
-    """The baseline of these estimators is the other samples of the same prompt."""
-    estimator, n = config.advantage.advantage_estimator, config.rollout.n_samples_per_prompt
-    if estimator in GROUP_ESTIMATORS and n < 2:
+def groups_have_several_samples(config: RLConfig) -> None:
+    """The baseline of group estimators is the other samples of the same prompt, and filtering judges their mean."""
+    n, estimator = config.rollout.n_samples_per_prompt, config.advantage.advantage_estimator
+    compares, filters = estimator in GROUP_ESTIMATORS, config.rollout.dynamic_filtering
+    if n < 2 and (compares or filters):
+        use = f"--advantage_estimator {estimator} compares the samples of a prompt" if compares else None
         raise ConfigError(
-            f"--advantage_estimator {estimator} compares the samples of a prompt, but --n_samples_per_prompt is {n}",
+            f"{use or '--dynamic_filtering judges the mean of a group'}, but --n_samples_per_prompt is {n}",
             try_this="--n_samples_per_prompt 8",
         )
 
@@ -70,19 +72,12 @@ def only_gae_has_a_critic(config: RLConfig) -> Changed[RLConfig] | None:
     return None
 
 
-def ring_attention_packs(config: RLConfig) -> Changed[RLConfig] | None:
-    """A ring splits one long packed sequence."""
-    if config.sharding.ring_attn_size > 1 and not config.batches.packing_samples:
-        return change(
-            config, "--packing_samples is turned on: --ring_attn_size splits packed sequences", packing_samples=True
-        )
-    return None
-
-
-def dynamic_batches_pack(config: RLConfig) -> Changed[RLConfig] | None:
-    """Batches filled by tokens save memory only if nothing is padded."""
-    if config.rollout.use_dynamic_batch and not config.batches.packing_samples:
-        return change(config, "--packing_samples is turned on: --use_dynamic_batch counts tokens", packing_samples=True)
+def rings_and_dynamic_batches_pack(config: RLConfig) -> Changed[RLConfig] | None:
+    """A ring splits one long packed sequence; batches filled by tokens save memory only if nothing is padded."""
+    ring, dynamic = config.sharding.ring_attn_size > 1, config.rollout.use_dynamic_batch
+    if (ring or dynamic) and not config.batches.packing_samples:
+        why = "--ring_attn_size splits packed sequences" if ring else "--use_dynamic_batch counts tokens"
+        return change(config, f"--packing_samples is turned on: {why}", packing_samples=True)
     return None
 
 
@@ -131,16 +126,6 @@ def filter_range_is_an_interval(config: RLConfig) -> None:
     if config.rollout.dynamic_filtering and not low < high:
         raise ConfigError(
             f"--dynamic_filtering_reward_range {low} {high} is empty", try_this="--dynamic_filtering_reward_range 0 1"
-        )
-
-
-def filtering_needs_groups(config: RLConfig) -> None:
-    """The mean score of a single sample says nothing about how hard its prompt is."""
-    n = config.rollout.n_samples_per_prompt
-    if config.rollout.dynamic_filtering and n < 2:
-        raise ConfigError(
-            f"--dynamic_filtering judges the mean of a group, but --n_samples_per_prompt is {n}",
-            try_this="--n_samples_per_prompt 8",
         )
 
 

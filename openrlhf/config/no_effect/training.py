@@ -2,7 +2,6 @@
 
 from typing import get_args
 
-from openrlhf.config.checks.common import Templated
 from openrlhf.config.checks.paths import DATA_FLAGS, MODEL_FLAGS, is_here, named_by
 from openrlhf.config.checks.supervised import world_size
 from openrlhf.config.commands import (
@@ -13,6 +12,7 @@ from openrlhf.config.commands import (
     RMConfig,
     SFTConfig,
     SupervisedConfig,
+    Templated,
     TrainingConfig,
 )
 from openrlhf.config.no_effect.lines import always, rows
@@ -60,7 +60,6 @@ def plain_text(config: Templated) -> bool:
     return not (agent or config.template.apply_chat_template)
 
 
-TEMPLATED = get_args(Templated)
 CHAT_TEMPLATE = "tokenizer_chat_template system_prompt chat_template_kwargs"
 
 
@@ -114,7 +113,7 @@ TEMPLATES = (
         ),
     ),
     *rows(
-        TEMPLATED,
+        get_args(Templated),
         (CHAT_TEMPLATE, "without --apply_chat_template", plain_text),
         ("input_template", "with --apply_chat_template", lambda c: c.template.apply_chat_template),
     ),
