@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.sections.data import ResponseFlags, TemplateFlags
 from openrlhf.data.prompts import prompt_text
@@ -24,9 +24,6 @@ from openrlhf.data.tokens import check_tokenizer, encode
 from openrlhf.errors import DataError
 from openrlhf.monitor import say
 from openrlhf.types import Prompt
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 INDEX = "index"  # column with the row number of a prompt; it connects answers to their prompt
 

@@ -11,9 +11,9 @@ sequences of 2, 3 and 1 tokens, with padding `.`:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,48 +66,22 @@ def pack(rows: Sequence[TokenRow]) -> Batch:
     return Layout(packing=True, pad_id=0).batch(rows)
 
 
-@overload
-def collate(rows: Sequence[TokenRow], *, packing: bool, pad_id: int) -> Batch: ...
-@overload
-def collate(rows: Sequence[PairRow], *, packing: bool, pad_id: int) -> PairBatch: ...
-@overload
-def collate(rows: Sequence[LabelledRow], *, packing: bool, pad_id: int) -> LabelledBatch: ...
-@overload
-def collate(rows: Sequence[StepRow], *, packing: bool, pad_id: int) -> StepBatch: ...
 def collate(rows: Sequence[Any], *, packing: bool, pad_id: int) -> Batch:
     """Collate rows of one kind into the batch of that kind."""
-    return COLLATE[type(rows[0])](rows, Layout(packing, pad_id))
-
-
-def collate_tokens(rows: Sequence[TokenRow], layout: Layout) -> Batch:
-    """For SFT and distillation: the tokens alone."""
-    return layout.batch(rows)
-
-
-def collate_pairs(rows: Sequence[PairRow], layout: Layout) -> PairBatch:
-    """For reward models and DPO: all chosen sequences, then all rejected ones in the same order."""
-    margin = torch.tensor([row.margin for row in rows], dtype=torch.float32)  # [pairs]
-    return PairBatch(**vars(layout.batch([row.chosen for row in rows] + [row.rejected for row in rows])), margin=margin)
-
-
-def collate_labelled(rows: Sequence[LabelledRow], layout: Layout) -> LabelledBatch:
-    """For KTO: one label per sequence."""
-    label = torch.tensor([row.label for row in rows], dtype=torch.bool)  # [sequences]
-    return LabelledBatch(**vars(layout.batch([row.tokens for row in rows])), label=label)
-
-
-def collate_steps(rows: Sequence[StepRow], layout: Layout) -> StepBatch:
-    """For process reward models: the label of each step at its last token, which makes it a target; NaN elsewhere."""
-    labels = [np.full(len(row.input_ids), np.nan, dtype=np.float32) for row in rows]  # [tokens] each
-    for row, label in zip(rows, labels, strict=True):
-        label[row.step_places] = row.step_labels
-    tokens = [TokenRow(row.input_ids, ~np.isnan(label)) for row, label in zip(rows, labels, strict=True)]
-    return StepBatch(**vars(layout.batch(tokens)), step_labels=layout.combine(labels, np.nan))
-
-
-COLLATE: dict[type, Callable[[Any, Layout], Batch]] = {
-    TokenRow: collate_tokens,
-    PairRow: collate_pairs,
-    LabelledRow: collate_labelled,
-    StepRow: collate_steps,
-}
+    layout = Layout(packing, pad_id)
+    match rows[0]:
+        case PairRow():  # for reward models and DPO: all chosen sequences, then all rejected ones in the same order
+            margin = torch.tensor([row.margin for row in rows], dtype=torch.float32)  # [pairs]
+            both = [row.chosen for row in rows] + [row.rejected for row in rows]
+            return PairBatch(**vars(layout.batch(both)), margin=margin)
+        case LabelledRow():  # for KTO: one label per sequence
+            label = torch.tensor([row.label for row in rows], dtype=torch.bool)  # [sequences]
+            return LabelledBatch(**vars(layout.batch([row.tokens for row in rows])), label=label)
+        case StepRow():  # for process reward models: each step's label at its last token, which makes it a target
+            labels = [np.full(len(row.input_ids), np.nan, dtype=np.float32) for row in rows]  # [tokens] each
+            for row, steps in zip(rows, labels, strict=True):
+                steps[row.step_places] = row.step_labels
+            tokens = [TokenRow(row.input_ids, ~np.isnan(steps)) for row, steps in zip(rows, labels, strict=True)]
+            return StepBatch(**vars(layout.batch(tokens)), step_labels=layout.combine(labels, np.nan))
+        case _:  # for SFT and distillation: the tokens alone
+            return layout.batch(rows)

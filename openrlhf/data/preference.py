@@ -7,22 +7,18 @@ each step, for the texts from which it computes its baseline.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
+from openrlhf.config.sections.data import LabelledResponseFlags, PairFlags, TemplateFlags
 from openrlhf.data.messages import read_messages
+from openrlhf.data.records import Record, Records
 from openrlhf.data.responses import check_fields, mark_plain, mark_response
 from openrlhf.data.rows import EMPTY_PROMPT, NO_ANSWER, Dropped, build_rows, long_prompt
 from openrlhf.data.templates import Chat, fill, open_chat
 from openrlhf.data.tokens import Marked, check_tokenizer, encode
 from openrlhf.types import LabelledRow, PairRow, TokenRow
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from openrlhf.config.sections.data import LabelledResponseFlags, PairFlags, TemplateFlags
-    from openrlhf.data.records import Record, Records
 
 
 def preference_rows(

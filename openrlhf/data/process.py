@@ -9,20 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
+from openrlhf.config.sections.data import StepFlags
+from openrlhf.data.records import Record, Records
 from openrlhf.data.rows import Dropped, build_rows
 from openrlhf.data.tokens import check_fast, tokenize
 from openrlhf.errors import ConfigError
 from openrlhf.types import StepRow
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from openrlhf.config.sections.data import StepFlags
-    from openrlhf.data.records import Record, Records
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.config.commands import RLConfig
 from openrlhf.config.sections.data import TemplateFlags
 from openrlhf.config.sections.rl import PromptFlags
 from openrlhf.data.messages import read_messages
@@ -21,11 +23,6 @@ from openrlhf.data.templates import Chat, fill, open_chat
 from openrlhf.errors import DataError
 from openrlhf.monitor import say
 from openrlhf.types import Prompt
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from openrlhf.config.commands import RLConfig
 
 DATASOURCE = "datasource"  # column by which evaluation metrics are grouped
 LEAST_KEPT = 0.1  # fraction of the prompts that must fit the budget

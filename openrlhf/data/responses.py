@@ -7,17 +7,13 @@ in the input field, or a response in its own field. `mark_response` reads either
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from openrlhf.config.sections.data import ResponseFlags
 from openrlhf.data.messages import Message, read_messages, says_something
+from openrlhf.data.records import Record
 from openrlhf.data.rows import EMPTY_PROMPT, EMPTY_RESPONSE, NO_ANSWER, Dropped
 from openrlhf.data.templates import Chat, fill
 from openrlhf.data.tokens import Marked
 from openrlhf.errors import ConfigError
-
-if TYPE_CHECKING:
-    from openrlhf.config.sections.data import ResponseFlags
-    from openrlhf.data.records import Record
 
 
 def check_fields(fields: ResponseFlags, chat: Chat | None) -> None:

@@ -6,30 +6,24 @@ all turns of a conversation (--multiturn), or plain text (--pretrain_mode).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
+from openrlhf.config.sections.data import ConversationFlags, TeacherResponseFlags, TemplateFlags
 from openrlhf.data.messages import says_something
+from openrlhf.data.records import Record, Records
 from openrlhf.data.responses import check_fields, mark_response, read_conversation
 from openrlhf.data.rows import EMPTY_PROMPT, EMPTY_RESPONSE, Dropped, build_rows, long_prompt
 from openrlhf.data.templates import Chat, RewritesHistory, open_chat
 from openrlhf.data.tokens import check_fast, check_tokenizer, encode, tokenize
-from openrlhf.errors import ConfigError
 from openrlhf.monitor import say
 from openrlhf.types import TokenRow
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from openrlhf.config.sections.data import ConversationFlags, TemplateFlags
-    from openrlhf.data.records import Record, Records
 
 
 def sft_rows(
     records: Records,
     tokenizer: PreTrainedTokenizerBase,
-    fields: ConversationFlags,
+    fields: TeacherResponseFlags,
     template: TemplateFlags,
     max_len: int,
 ) -> list[TokenRow]:
@@ -38,9 +32,8 @@ def sft_rows(
         return pretrain_rows(records, tokenizer, fields.input_key, max_len)
     check_tokenizer(tokenizer)
     chat = open_chat(tokenizer, template)
-    if fields.multiturn:
-        if chat is None:
-            raise ConfigError("--multiturn finds the turns by the chat template", try_this="--apply_chat_template")
+    if isinstance(fields, ConversationFlags) and fields.multiturn:
+        assert chat is not None, "--multiturn needs --apply_chat_template"
         return multiturn_rows(records, chat, fields, max_len)
     check_fields(fields, chat)
 

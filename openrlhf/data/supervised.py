@@ -8,30 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from openrlhf.config.commands import (
-    DPOConfig,
-    KDConfig,
-    KTOConfig,
-    PRMConfig,
-    RMConfig,
-    SFTConfig,
-    SupervisedConfig,
-)
-from openrlhf.config.sections.data import ConversationFlags
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.config import commands
+from openrlhf.config.commands import SupervisedConfig
+from openrlhf.data.collate import Row
 from openrlhf.data.preference import labelled_rows, preference_rows
 from openrlhf.data.process import step_rows
+from openrlhf.data.records import Records
 from openrlhf.data.sft import sft_rows
 from openrlhf.data.sources import load_dataset_rows
 from openrlhf.errors import ConfigError, DataError
 from openrlhf.monitor import say
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from openrlhf.data.collate import Row
-    from openrlhf.data.records import Records
 
 SCORED_ROWS = 100  # minimum, if there are that many: fewer scores give an unreliable mean and spread
 
@@ -61,7 +50,7 @@ def load_data(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase) -> S
     data = config.data
     train = load_train(config, tokenizer)
     if data.eval_dataset is None:
-        scored = train.rows[: max(SCORED_ROWS, len(train.rows) // 100)] if isinstance(config, RMConfig) else []
+        scored = train.rows[: max(SCORED_ROWS, len(train.rows) // 100)] if isinstance(config, commands.RMConfig) else []
         if scored:
             say(f"no --eval_dataset: the first {len(scored)} training rows give the mean and spread of scores")
         return SupervisedData(train.rows, scored, train.soft_labels)
@@ -94,20 +83,15 @@ def read_rows(config: SupervisedConfig, records: Records, tokenizer: PreTrainedT
     """Convert records to the kind of rows that the command trains on."""
     max_len = config.data.max_len
     match config:
-        case SFTConfig(fields=fields, template=template):
+        case commands.SFTConfig(fields=fields, template=template) | commands.KDConfig(fields=fields, template=template):
             return Loaded(sft_rows(records, tokenizer, fields, template, max_len))
-        case KDConfig(fields=fields, template=template):
-            conversations = ConversationFlags(
-                input_key=fields.input_key, output_key=fields.output_key, pretrain_mode=fields.pretrain_mode
-            )
-            return Loaded(sft_rows(records, tokenizer, conversations, template, max_len))
-        case RMConfig(fields=fields, template=template):
+        case commands.RMConfig(fields=fields, template=template):
             return Loaded(preference_rows(records, tokenizer, fields, template, max_len, drop_long_prompts=False))
-        case DPOConfig(fields=fields, template=template):
+        case commands.DPOConfig(fields=fields, template=template):
             return Loaded(preference_rows(records, tokenizer, fields, template, max_len, drop_long_prompts=True))
-        case KTOConfig(fields=fields, template=template):
+        case commands.KTOConfig(fields=fields, template=template):
             return Loaded(labelled_rows(records, tokenizer, fields, template, max_len))
-        case PRMConfig(fields=fields):
+        case commands.PRMConfig(fields=fields):
             steps = step_rows(records, tokenizer, fields, max_len)
             return Loaded(steps.rows, soft_labels=steps.soft)
     raise ConfigError(f"{type(config).__name__} does not train on a dataset")

@@ -11,20 +11,17 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from jinja2 import TemplateError, TemplateSyntaxError
+from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from openrlhf.config.sections.data import TemplateFlags
 from openrlhf.data.messages import Conversation, Message, read_tools
+from openrlhf.data.records import Record
 from openrlhf.data.tokens import Marked
 from openrlhf.errors import ConfigError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from openrlhf.config.sections.data import TemplateFlags
-    from openrlhf.data.records import Record
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Span = tuple[int, int]

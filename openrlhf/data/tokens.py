@@ -12,16 +12,13 @@ and response separately could give different tokens at the boundary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
 
 from openrlhf.errors import ConfigError
 from openrlhf.types import TokenRow
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)

@@ -65,18 +65,18 @@ class ResponseFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConversationFlags(ResponseFlags):
-    """Fields"""
-
-    pretrain_mode: bool = flag(False, "Continued pre-training: loss on every token, no template, no EOS.")
-    multiturn: bool = flag(False, "Loss on every assistant turn (needs --apply_chat_template).")
-
-
-@dataclass(frozen=True, kw_only=True)
 class TeacherResponseFlags(ResponseFlags):
     """Fields"""
 
     pretrain_mode: bool = flag(False, "Loss on every token, no template, no EOS.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversationFlags(TeacherResponseFlags):
+    """Fields"""
+
+    pretrain_mode: bool = flag(False, "Continued pre-training: loss on every token, no template, no EOS.")
+    multiturn: bool = flag(False, "Loss on every assistant turn (needs --apply_chat_template).")
 
 
 @dataclass(frozen=True, kw_only=True)
