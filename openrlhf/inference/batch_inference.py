@@ -22,11 +22,11 @@ from transformers.utils.logging import disable_progress_bar
 
 from openrlhf.config.checks.supervised import world_size
 from openrlhf.config.commands import BatchInferenceConfig
-from openrlhf.data.records import Records
+from openrlhf.data.answers import iteration_slice
 from openrlhf.data.sources import load_dataset_rows
 from openrlhf.inference.generate import generate, plan_generation
 from openrlhf.inference.parts import OutputParts
-from openrlhf.inference.postprocess import POST_PROCESSORS, Conditioning, ScoredRow
+from openrlhf.inference.postprocess import POST_PROCESSORS, ScoredRow
 from openrlhf.inference.score import plan_scoring, score
 from openrlhf.models.load import load_tokenizer
 from openrlhf.monitor import is_main_process, say
@@ -56,7 +56,16 @@ def run(config: BatchInferenceConfig) -> BatchResult | None:
     exit_with_launcher()
     seed_everything(config.task.seed, deterministic=config.task.full_determinism)
     tokenizer = load_tokenizer(str(config.model.pretrain), config.model)
-    records = load_rows(config)
+    data = config.data
+    records = load_dataset_rows(
+        str(data.dataset),
+        split=data.dataset_split,
+        probs=data.dataset_probs,
+        max_samples=data.max_samples,
+        seed=config.task.seed,
+        loading=config.model,
+    )
+    records, first = iteration_slice(records, config.task.iter, config.task.rollout_batch_size)
     output = Path(str(config.task.output_path)).expanduser()
     # All input is read and checked before `OutputParts` writes anything.
     if config.task.eval_task == "rm":
@@ -64,11 +73,11 @@ def run(config: BatchInferenceConfig) -> BatchResult | None:
         parts = OutputParts(output, config, total=len(answers))
         make_rows = partial(score, config, answers, parts, tokenizer)
     else:
-        generation = plan_generation(config, tokenizer, records)
-        total, group = len(generation.prompts) * generation.samples, generation.samples
-        parts = OutputParts(output, config, total=total, group=group)
+        generation = plan_generation(config, tokenizer, records, first)
+        samples = generation.samples
+        parts = OutputParts(output, config, total=len(generation.prompts) * samples, group=samples)
         make_rows = partial(generate, generation, parts, tokenizer)
-    with parts:
+    with parts.file:
         if parts.found:
             say(f"resuming: {len(parts.found)} of {parts.total} rows are already in {parts.folder}")
         try:
@@ -80,35 +89,17 @@ def run(config: BatchInferenceConfig) -> BatchResult | None:
     return finish(config, parts) if is_main_process() else None
 
 
-def load_rows(config: BatchInferenceConfig) -> Records:
-    """Load the records of --dataset, mixed and limited as the flags say."""
-    data = config.data
-    return load_dataset_rows(
-        str(data.dataset),
-        split=data.dataset_split,
-        probs=data.dataset_probs,
-        max_samples=data.max_samples,
-        seed=config.task.seed,
-        loading=config.model,
-    )
-
-
 def finish(config: BatchInferenceConfig, parts: OutputParts) -> BatchResult:
     """Write the rows to the output in order, after applying --post_processor to scored rows."""
-    if config.task.eval_task != "rm":
-        count = parts.finish(parts.rows())
-        say(f"saved {parts.output}: {count} rows")
-        return BatchResult(parts.output, count)
-    rows = cast("list[ScoredRow]", list(parts.rows()))  # as `score` wrote them
-    rewards = [row["reward"] for row in rows]
-    mean, std = statistics.fmean(rewards), statistics.stdev(rewards) if len(rewards) > 1 else 0.0
-    say(f"reward: mean {mean:.4f}, std {std:.4f} over {len(rows)} rows")
-    processor = config.task.post_processor
-    if processor in (None, "null"):
-        count = parts.finish(rows)
-    else:
-        how = Conditioning(config.task.reward_template, config.task.normalize_reward)
-        count = parts.finish(POST_PROCESSORS[processor](rows, how))
+    rows, mean, std = parts.rows(), None, None
+    if config.task.eval_task == "rm":
+        scored = cast("list[ScoredRow]", list(rows))  # as `score` wrote them
+        rewards = [row["reward"] for row in scored]
+        mean, std = statistics.fmean(rewards), statistics.stdev(rewards) if len(rewards) > 1 else 0.0
+        say(f"reward: mean {mean:.4f}, std {std:.4f} over {len(scored)} rows")
+        process = POST_PROCESSORS.get(config.task.post_processor or "null")
+        rows = process(scored, config.task) if process else scored
+    count = parts.finish(rows)
     say(f"saved {parts.output}: {count} rows")
     return BatchResult(parts.output, count, mean, std)
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,7 @@ from openrlhf.cluster.session import connect
 from openrlhf.cluster.starter import open_starter
 from openrlhf.config.commands import BatchInferenceConfig
 from openrlhf.config.sections.cluster import EngineFlags
-from openrlhf.data.answers import INDEX, iteration_slice, read_prompts
+from openrlhf.data.answers import INDEX, read_prompts
 from openrlhf.data.records import Records
 from openrlhf.errors import ConfigError
 from openrlhf.inference.engine import choose_model_device, open_hf_engine, sampling_params
@@ -64,10 +65,11 @@ class Generation:
         return Request(prompt.input_ids, params, prefix=prompt.index)
 
 
-def plan_generation(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, records: Records) -> Generation:
+def plan_generation(
+    config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, records: Records, first_index: int
+) -> Generation:
     """Read the prompts of this run, truncated so that at least one token of an answer fits after each."""
     task = config.task
-    chosen, first = iteration_slice(records, task.iter, task.rollout_batch_size)
     # Prompt and answer together may have the sum of the flags, capped by the model's limit.
     asked = task.prompt_max_len + task.max_new_tokens
     limit = known_positions(read_config(str(config.model.pretrain), config.model)) or asked
@@ -78,60 +80,55 @@ def plan_generation(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizer
         )
     context = min(asked, limit)
     prompts = read_prompts(
-        chosen,
+        records,
         tokenizer,
         config.data.input_key,
         config.template,
-        first_index=first,
+        first_index=first_index,
         budget=min(task.prompt_max_len, context - 1),
         condition=config.sampling.csft_prompt if config.sampling.enable_csft else None,
     )
     return Generation(prompts, task.best_of_n, context, config)
 
 
-@dataclass
-class AnswerWriter:
-    """The requests of the missing rows, and where their answers go: each is written when it is finished."""
-
-    generation: Generation
-    parts: OutputParts
-    progress: RowProgress
-
-    def __post_init__(self) -> None:
-        self.numbers = self.parts.missing
-        self.requests = [self.generation.request(number) for number in self.numbers]
-
-    def store(self, place: int, completion: Completion) -> None:
-        """Store the answer to `requests[place]`."""
-        number = self.numbers[place]
-        prompt = self.generation.prompt(number)
-        self.parts.write(number, {"input": prompt.text, "output": completion.text, INDEX: prompt.index})
-        self.progress.advance(tokens=len(completion.token_ids))
-
-
 def generate(generation: Generation, parts: OutputParts, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Generate the missing rows of this process's share."""
-    if not parts.missing:
+    """Generate the missing rows of this process's share; each is written when it is finished."""
+    numbers, config = parts.missing, generation.config
+    if not numbers:
         return
-    config = generation.config
-    with RowProgress("generate", parts) as progress:
-        writer = AnswerWriter(generation, parts, progress)
+    requests = [generation.request(number) for number in numbers]
+    progress = RowProgress("generate", parts)
+
+    def store(place: int, completion: Completion) -> None:
+        """Store the answer to `requests[place]`."""
+        prompt = generation.prompt(numbers[place])
+        parts.write(numbers[place], {"input": prompt.text, "output": completion.text, INDEX: prompt.index})
+        progress.advance(tokens=len(completion.token_ids))
+
+    async def answer(engine: Engine, num_engines: int = 1) -> None:
+        """Have an engine answer all requests."""
+        progress.restart_clock()
+        await stream(engine, requests, store, window=AHEAD * config.task.max_num_seqs * num_engines)
+
+    with closing(progress.bar):
         if config.task.vllm_num_engines:
-            asyncio.run(generate_on_ray(generation, writer))
+            asyncio.run(generate_on_ray(generation, answer))
         elif config.task.eval_task == "generate_vllm":
-            asyncio.run(generate_with_vllm(generation, tokenizer, writer))
+            asyncio.run(generate_with_vllm(generation, tokenizer, answer))
         else:
             model, name = config.model, str(config.model.pretrain)
             device = choose_model_device(model, name, config.task.local_rank)
             engine = open_hf_engine(model, name, tokenizer, device, max_rows=config.task.micro_batch_size)
             progress.restart_clock()
-            engine.complete(writer.requests, writer.store)
+            engine.complete(requests, store)
         tokens, seconds = progress.tokens, progress.seconds
     whose = "" if len(parts.share) == parts.total else " by this process"
     say(f"generated {tokens:,} tokens in {seconds:.2f} s{whose}, {tokens / seconds:,.0f} tokens/s")
 
 
-async def generate_with_vllm(generation: Generation, tokenizer: PreTrainedTokenizerBase, writer: AnswerWriter) -> None:
+async def generate_with_vllm(
+    generation: Generation, tokenizer: PreTrainedTokenizerBase, answer: Callable[[Engine], Awaitable[None]]
+) -> None:
     """Generate with one vLLM engine in this process, on its share of the machine's GPUs or on the CPU."""
     config = generation.config
     devices = take_devices(config.task.tp_size) if config.model.device != "cpu" else 0
@@ -139,13 +136,12 @@ async def generate_with_vllm(generation: Generation, tokenizer: PreTrainedTokeni
     explain_precision(config.model.param_dtype, device)
     engine = make_engine(describe_engine(generation, max(1, devices)), tokenizer, device)
     try:
-        writer.progress.restart_clock()
-        await stream(engine, writer.requests, writer.store, window=AHEAD * config.task.max_num_seqs)
+        await answer(engine)
     finally:
         await engine.close()
 
 
-async def generate_on_ray(generation: Generation, writer: AnswerWriter) -> None:
+async def generate_on_ray(generation: Generation, answer: Callable[[Engine, int], Awaitable[None]]) -> None:
     """Start vLLM engines on a Ray cluster, distribute the requests over them and store the answers in this process."""
     task = generation.config.task
     size = task.tp_size or 1
@@ -155,9 +151,7 @@ async def generate_on_ray(generation: Generation, writer: AnswerWriter) -> None:
         async with open_starter(cluster) as starter:
             say(f"starting {asked.describe()}")
             engines = await starter.start_engines(spec, max_restarts=RESTARTS)
-            window = AHEAD * task.max_num_seqs * len(engines.engines)
-            writer.progress.restart_clock()
-            await stream(engines, writer.requests, writer.store, window=window)
+            await answer(engines, len(engines.engines))
 
 
 async def stream(

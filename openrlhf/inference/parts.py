@@ -12,8 +12,9 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 from openrlhf.config.checks.paths import looks_local
 from openrlhf.config.checks.supervised import world_size
@@ -33,17 +34,18 @@ FREE_TO_CHANGE = (
 Row = Mapping[str, object]  # a line of the output: JSON values by column
 
 
-@dataclass(frozen=True)
-class RowLocation:
-    """Location of a finished row: its file and the byte range [start, end) of its line."""
+class RowLocation(NamedTuple):
+    """Location of a finished row: its file and the first byte of its line."""
 
     file: Path
     start: int
-    end: int
 
 
 class OutputParts:
-    """Rows of one run, numbered from 0. Each `group` consecutive rows go to the same process."""
+    """Rows of one run, numbered from 0. Each `group` consecutive rows go to the same process.
+
+    This process writes finished rows to `file`, which the caller closes.
+    """
 
     def __init__(self, output: Path, config: object, *, total: int, group: int = 1) -> None:
         self.output = output
@@ -104,15 +106,12 @@ class OutputParts:
             raise BackendError(
                 f"{self.folder} lacks {len(lost)} of {self.total} rows", try_this="the same command again"
             )
-        files = {place.file: place.file.open("rb") for place in found.values()}
-        try:
+        with ExitStack() as stack:
+            files = {path: stack.enter_context(path.open("rb")) for path in self.folder.glob(ROWS)}
             for number in range(self.total):
-                place = found[number]
-                files[place.file].seek(place.start)
-                yield json.loads(files[place.file].read(place.end - place.start))["row"]
-        finally:
-            for file in files.values():
-                file.close()
+                path, start = found[number]
+                files[path].seek(start)
+                yield json.loads(files[path].readline())["row"]
 
     def finish(self, rows: Iterable[Row]) -> int:
         """Write the output atomically, then delete the parts; return the number of rows."""
@@ -128,15 +127,6 @@ class OutputParts:
             path.unlink()  # before the plan: rows without a plan would be mistaken for rows of the next run
         shutil.rmtree(self.folder)
         return count
-
-    def close(self) -> None:
-        self.file.close()
-
-    def __enter__(self) -> OutputParts:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def as_line(row: Row) -> str:
@@ -155,7 +145,7 @@ def find_rows(folder: Path) -> dict[int, RowLocation]:
                         number = json.loads(line)["number"]
                     except (ValueError, KeyError, TypeError):
                         raise DataError(f"{path} is damaged", try_this=f"rm -r {path.parent}, to start over") from None
-                    found[number] = RowLocation(path, start, start + len(line))
+                    found[number] = RowLocation(path, start)
                 start += len(line)
     return found
 

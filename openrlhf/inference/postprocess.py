@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import NotRequired, TypedDict
 
+from openrlhf.config.sections.inference import BatchTaskFlags
 from openrlhf.data.answers import with_condition
 from openrlhf.errors import DataError
 from openrlhf.inference.parts import Row
@@ -27,14 +27,6 @@ class ScoredRow(TypedDict):
     output: str  # the answer
     reward: float
     index: NotRequired[int | str]  # number of the prompt in its dataset, if known
-
-
-@dataclass(frozen=True)
-class Conditioning:
-    """Settings for writing a reward into a prompt."""
-
-    template: str | None = None  # with {input} and {reward}; default: the format of --enable_csft
-    normalize: bool = False  # standardise the rewards over all rows first
 
 
 def group_by_prompt(rows: Iterable[ScoredRow]) -> list[list[ScoredRow]]:
@@ -53,12 +45,12 @@ def best(group: Sequence[ScoredRow]) -> ScoredRow:
     return max(group, key=lambda row: row["reward"])  # the first one in a tie
 
 
-def rejection_sampling(rows: Sequence[ScoredRow], _: Conditioning) -> Sequence[Row]:
+def rejection_sampling(rows: Sequence[ScoredRow], _: BatchTaskFlags) -> Sequence[Row]:
     """Keep the best answer to each prompt."""
     return [best(group) for group in group_by_prompt(rows)]
 
 
-def preference_pairs(rows: Sequence[ScoredRow], _: Conditioning) -> Sequence[Row]:
+def preference_pairs(rows: Sequence[ScoredRow], _: BatchTaskFlags) -> Sequence[Row]:
     """Pair the best and the worst answer to each prompt; prompts whose answers are equally good give no pair."""
     groups = group_by_prompt(rows)
     pairs: list[Row] = []
@@ -85,15 +77,15 @@ def preference_pairs(rows: Sequence[ScoredRow], _: Conditioning) -> Sequence[Row
     return pairs
 
 
-def conditional_rows(rows: Sequence[ScoredRow], how: Conditioning) -> Sequence[Row]:
+def conditional_rows(rows: Sequence[ScoredRow], flags: BatchTaskFlags) -> Sequence[Row]:
     """Return every row with its reward written into its prompt."""
     rewards = [float(row["reward"]) for row in rows]
-    if how.normalize:  # to mean 0 and unbiased standard deviation 1; rewards that are all equal become 0
+    if flags.normalize_reward:  # to mean 0 and unbiased standard deviation 1; rewards that are all equal become 0
         mean = statistics.fmean(rewards)
         spread = statistics.stdev(rewards) if len(rewards) > 1 else 0.0
         rewards = [(reward - mean) / spread if spread else 0.0 for reward in rewards]
     return [
-        {**row, "input": add_reward(row["input"], reward, how.template), "reward": reward}
+        {**row, "input": add_reward(row["input"], reward, flags.reward_template), "reward": reward}
         for row, reward in zip(rows, rewards, strict=True)
     ]
 
@@ -107,7 +99,7 @@ def add_reward(prompt: str, reward: float, template: str | None) -> str:
     return before.replace("{reward}", shown) + prompt + after.replace("{reward}", shown)
 
 
-POST_PROCESSORS: dict[str, Callable[[Sequence[ScoredRow], Conditioning], Sequence[Row]]] = {
+POST_PROCESSORS: dict[str, Callable[[Sequence[ScoredRow], BatchTaskFlags], Sequence[Row]]] = {
     "rs": rejection_sampling,
     "iter_dpo": preference_pairs,
     "csft": conditional_rows,

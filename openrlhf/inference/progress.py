@@ -30,9 +30,3 @@ class RowProgress:
     @property
     def seconds(self) -> float:
         return max(time.perf_counter() - self.started, 1e-9)
-
-    def __enter__(self) -> RowProgress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.close()

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import closing
 
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.commands import BatchInferenceConfig
 from openrlhf.config.sections.data import ResponseFlags
-from openrlhf.data.answers import Answer, iteration_slice, read_answers
+from openrlhf.data.answers import Answer, read_answers
 from openrlhf.data.collate import Layout
 from openrlhf.data.records import Records
 from openrlhf.data.retokenization import Retokenizer
@@ -30,9 +31,8 @@ from openrlhf.rl.samples import Batching
 
 def plan_scoring(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, records: Records) -> list[Answer]:
     """Read and tokenise the answers of this run."""
-    chosen, _ = iteration_slice(records, config.task.iter, config.task.rollout_batch_size)
     fields = ResponseFlags(input_key=config.data.input_key, output_key=config.data.output_key)
-    return read_answers(chosen, tokenizer, fields, config.template, config.data.max_len)
+    return read_answers(records, tokenizer, fields, config.template, config.data.max_len)
 
 
 def score(
@@ -44,7 +44,8 @@ def score(
         return
     model = open_reward_model(config, tokenizer)
     size = config.task.micro_batch_size
-    with RowProgress("score", parts) as progress:
+    progress = RowProgress("score", parts)
+    with closing(progress.bar):
         for start in range(0, len(missing), size):
             numbers = missing[start : start + size]
             rewards = model.score_rows([answers[number].input_ids for number in numbers]).tolist()

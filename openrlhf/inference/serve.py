@@ -23,7 +23,7 @@ from openrlhf.config.commands import ServeRMConfig
 from openrlhf.errors import ConfigError
 from openrlhf.inference.batcher import Batcher, ForwardLimits
 from openrlhf.inference.engine import choose_model_device
-from openrlhf.inference.serve_app import AccessRules, build_app
+from openrlhf.inference.serve_app import build_app
 from openrlhf.inference.served_model import open_served_model
 from openrlhf.monitor import say
 from openrlhf.signals import write_line
@@ -52,7 +52,10 @@ def run(config: ServeRMConfig) -> None:
     disable_progress_bar()
     host, port = config.server.host, config.server.port
     with bind(host, port) as listener:  # before the model loads, so that a taken port is reported immediately
-        leave_a_core()
+        if "OMP_NUM_THREADS" not in os.environ:
+            # Reserve a core for handling requests: a forward waits for its slowest thread, so a model on all cores
+            # would stall whenever one of them handles a request.
+            torch.set_num_threads(max(1, torch.get_num_threads() - 1))
         server = build_server(config)
         gc.freeze()  # a collection over all imported objects would delay every request by 0.2 s
         with explained(host, port):
@@ -67,15 +70,6 @@ def run(config: ServeRMConfig) -> None:
                 raise
 
 
-def leave_a_core() -> None:
-    """Reserve one core for handling requests.
-
-    A forward waits for its slowest thread, so a model on all cores would stall whenever one of them handles a request.
-    """
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, torch.get_num_threads() - 1))
-
-
 def build_server(config: ServeRMConfig) -> Server:
     """Build the server except for its address; the model is loaded here."""
     flags = config.server
@@ -83,8 +77,7 @@ def build_server(config: ServeRMConfig) -> Server:
     model = open_served_model(config, device)
     tokens = flags.batch_tokens or BATCH_TOKENS[device.type]
     limits = ForwardLimits(flags.batch_size, tokens, flags.packing_samples)
-    rules = AccessRules(flags.api_key or None, flags.max_request_mb << 20, flags.refuse_long)
-    app = build_app(model, Batcher(model.score, limits), rules)
+    app = build_app(model, Batcher(model.score, limits), flags)
     return Server(uvicorn.Config(app, log_level="warning", access_log=False, server_header=False))
 
 

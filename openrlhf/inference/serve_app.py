@@ -17,6 +17,7 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
+from openrlhf.config.sections.inference import ServingFlags
 from openrlhf.inference.batcher import Batcher
 from openrlhf.inference.served_model import ServedModel
 from openrlhf.monitor import say
@@ -26,22 +27,13 @@ MAX_WAITING = 65536  # queries of all requests in the queue for the model
 EXAMPLE = '{"query": ["a text to score"]}'
 
 
-@dataclass(frozen=True)
-class AccessRules:
-    """API key and size limits of the server."""
-
-    api_key: str | None  # None: anyone may send requests
-    max_bytes: int  # of a request body
-    refuse_long: bool = False  # reject texts longer than --max_len instead of truncating them
-
-
 @dataclass
 class RewardService:
     """Request handlers, with the tokenizer and the model behind them."""
 
     model: ServedModel
     batcher: Batcher
-    rules: AccessRules
+    flags: ServingFlags  # API key and limits on requests
     reader: ThreadPoolExecutor  # tokenises here, because long texts must not block other responses
     has_truncated: bool = False
 
@@ -56,7 +48,7 @@ class RewardService:
         for place, row in enumerate(rows):
             if not len(row):
                 raise HTTPException(422, f"query {place} has no tokens, so there is nothing to score")
-            if self.rules.refuse_long and len(row) > limit:
+            if self.flags.refuse_long and len(row) > limit:
                 raise HTTPException(413, f"query {place} has {len(row)} tokens, and --max_len is {limit}")
         rewards = await self.batcher.score([row[:limit] for row in rows])
         for place, reward in enumerate(rewards):
@@ -72,8 +64,8 @@ class RewardService:
     def _check_key(self, request: Request) -> None:
         """Reject a request without the server's API key; the comparison takes constant time."""
         given = request.headers.get("authorization", "")
-        expected = f"Bearer {self.rules.api_key}"
-        if self.rules.api_key and not hmac.compare_digest(given.encode(), expected.encode()):
+        expected = f"Bearer {self.flags.api_key}"
+        if self.flags.api_key and not hmac.compare_digest(given.encode(), expected.encode()):
             what = "a wrong key" if given else "no key"
             raise HTTPException(
                 401,
@@ -87,7 +79,7 @@ class RewardService:
 
         A body that is too large is read to its end without keeping it, so that the client can read the error.
         """
-        kept, size, limit = bytearray(), 0, self.rules.max_bytes
+        kept, size, limit = bytearray(), 0, self.flags.max_request_mb << 20
         try:
             async for chunk in request.stream():
                 size += len(chunk)
@@ -96,9 +88,8 @@ class RewardService:
         except ClientDisconnect:  # the client cannot read this, but it keeps a traceback out of the log
             raise HTTPException(400, "the connection ended before the body did") from None
         if size > limit:
-            raise HTTPException(
-                413, f"the body has {size} bytes, and --max_request_mb is {limit >> 20}: send fewer queries"
-            )
+            most = self.flags.max_request_mb
+            raise HTTPException(413, f"the body has {size} bytes, and --max_request_mb is {most}: send fewer queries")
         return bytes(kept)
 
 
@@ -128,9 +119,9 @@ def read_queries(body: bytes) -> list[str]:
     return texts
 
 
-def build_app(model: ServedModel, batcher: Batcher, rules: AccessRules) -> FastAPI:
+def build_app(model: ServedModel, batcher: Batcher, flags: ServingFlags) -> FastAPI:
     """Create the FastAPI app; the batcher runs while the app does."""
-    service = RewardService(model, batcher, rules, ThreadPoolExecutor(1, "openrlhf-tokenizing"))
+    service = RewardService(model, batcher, flags, ThreadPoolExecutor(1, "openrlhf-tokenizing"))
 
     @asynccontextmanager
     async def scoring(app: FastAPI) -> AsyncIterator[None]:

@@ -28,7 +28,7 @@ def process(monkeypatch):
 
 
 def write(parts, count=None):
-    with parts:
+    with parts.file:
         for number in parts.missing[:count]:
             parts.write(number, ROWS[number])
 
@@ -79,7 +79,7 @@ def test_rows_may_be_written_into_the_models_folder(process):
 
 
 def test_a_run_without_rows_may_be_replaced_by_a_different_run(process):
-    process(model="wrong").close()
+    process(model="wrong").file.close()
     write(process(model="right"), count=1)
     with pytest.raises(ConfigError, match="--pretrain right -> wrong"):
         process(model="wrong")

@@ -2,10 +2,11 @@
 
 import pytest
 
+from openrlhf.config.sections.inference import BatchTaskFlags
 from openrlhf.errors import DataError
-from openrlhf.inference.postprocess import Conditioning, conditional_rows, preference_pairs, rejection_sampling
+from openrlhf.inference.postprocess import conditional_rows, preference_pairs, rejection_sampling
 
-PLAIN = Conditioning()
+PLAIN = BatchTaskFlags()
 
 
 def rows(*scored, index=None):
@@ -64,7 +65,9 @@ def test_conditional_rows_contain_their_reward_in_the_prompt():
 
 
 def test_conditional_rewards_are_normalised_with_the_unbiased_deviation():
-    made = conditional_rows(rows(("p", "a", 1.0), ("q", "b", 2.0), ("r", "c", 6.0)), Conditioning(normalize=True))
+    made = conditional_rows(
+        rows(("p", "a", 1.0), ("q", "b", 2.0), ("r", "c", 6.0)), BatchTaskFlags(normalize_reward=True)
+    )
     deviation = 7**0.5  # of 1, 2, 6 with mean 3: (4 + 1 + 9) / 2
     assert [row["reward"] for row in made] == pytest.approx([-2 / deviation, -1 / deviation, 3 / deviation])
     assert made[2]["input"] == f"r <rm_score>: {3 / deviation:.2f} "
@@ -73,10 +76,10 @@ def test_conditional_rewards_are_normalised_with_the_unbiased_deviation():
 @pytest.mark.parametrize("rewards", [[2.0], [2.0, 2.0]])
 def test_equal_rewards_are_normalised_to_zero(rewards):
     scored = rows(*(("p", "a", reward) for reward in rewards))
-    assert {row["reward"] for row in conditional_rows(scored, Conditioning(normalize=True))} == {0.0}
+    assert {row["reward"] for row in conditional_rows(scored, BatchTaskFlags(normalize_reward=True))} == {0.0}
 
 
 def test_a_template_is_used_literally():
-    how = Conditioning("[{reward}] {input} ->")
+    how = BatchTaskFlags(reward_template="[{reward}] {input} ->")
     (row,) = conditional_rows(rows(("say {reward} and {input}", "a", 0.5)), how)
     assert row["input"] == "[0.50] say {reward} and {input} ->"
