@@ -42,18 +42,13 @@ def rl_table(config: RLConfig) -> list[Line]:
     steps, how = steps_per_rollout(config), f"{samples} / {batches.train_batch_size} x --max_epochs"
     runtime = f"--runtime {config.placement.runtime}, {ranks} data-parallel device(s) for the policy"
     scored, trained = rollout.micro_rollout_batch_size, batches.micro_train_batch_size
+    scorings, trainings = ceil(ceil(samples / ranks) / scored), ceil(ceil(step / ranks) / trained)
     if rollout.use_dynamic_batch:
         scoring = ("by tokens", f"up to {rollout.scoring_token_budget:,} tokens each")
         training = ("by tokens", f"up to {rollout.train_max_tokens_per_gpu:,} tokens each")
     else:
-        scoring = (
-            f"{ceil(ceil(samples / ranks) / scored):,}",
-            f"per device, of up to {scored} (--micro_rollout_batch_size)",
-        )
-        training = (
-            f"{ceil(ceil(step / ranks) / trained):,}",
-            f"per device and step, of up to {trained} (--micro_train_batch_size)",
-        )
+        scoring = (f"{scorings:,}", f"per device, of up to {scored} (--micro_rollout_batch_size)")
+        training = (f"{trainings:,}", f"per device and step, of up to {trained} (--micro_train_batch_size)")
     return [
         Line("runtime", resolve_runtime(config), runtime),
         Line("prompts per rollout", f"{rollout.rollout_batch_size:,}", "--rollout_batch_size"),

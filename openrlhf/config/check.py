@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from openrlhf.config import commands
 from openrlhf.config.checks import common, extras, inference, paths, placement, rl, sharding, supervised
-from openrlhf.config.checks.rule import Rule, apply
+from openrlhf.config.checks.rule import Changed, Rule
 from openrlhf.config.no_effect.lines import answers
 from openrlhf.config.no_effect.table import TABLE
 from openrlhf.monitor import say
@@ -19,7 +19,7 @@ from openrlhf.monitor import say
 C = TypeVar("C")
 Rules = tuple[Rule[Any], ...]
 
-FILES: Rules = (paths.model_folders_exist, paths.dataset_files_exist, paths.code_files_exist)
+FILES: Rules = (paths.model_folders_exist, paths.dataset_files_exist, paths.named_files_exist)
 TEMPLATE: Rules = (
     common.empty_template_is_none,
     common.template_has_a_placeholder,
@@ -98,7 +98,6 @@ RL: Rules = (
     extras.cluster_extras_are_installed,
     *FILES,
     paths.replay_is_of_another_run,
-    paths.recorded_rollouts_exist,
 )
 
 RULES: dict[type, Rules] = {
@@ -133,7 +132,6 @@ RULES: dict[type, Rules] = {
         extras.requested_extras_are_installed,
         *TEMPLATE,
         inference.a_chat_begins_once,
-        paths.template_file_exists,
         *FILES,
     ),
     commands.ServeRMConfig: (
@@ -154,12 +152,17 @@ RULES: dict[type, Rules] = {
 
 
 def check(config: C, tell: Callable[[str], None] = say, given: Collection[str] | None = None) -> C:
-    """Apply a command's rules and return the config that the rest of the program uses; nothing modifies it later.
+    """Apply a command's rules in order and return the config that the rest of the program uses, unmodified.
 
     Flags among `given` that have no effect in this run are reported; None means all flags that differ from their
     defaults.
     """
-    checked = apply(config, RULES[type(config)], tell)
-    for line in answers(checked, TABLE, given):
+    for rule in RULES[type(config)]:
+        match rule(config):
+            case str(line):
+                tell(line)
+            case Changed(config, line):
+                tell(line)
+    for line in answers(config, TABLE, given):
         tell(line)
-    return checked
+    return config

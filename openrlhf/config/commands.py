@@ -7,7 +7,7 @@ frozen, and code receives it, or the sections it needs, unchanged; `flags.replac
 from dataclasses import dataclass
 
 from openrlhf.config.flags import section
-from openrlhf.config.sections.cluster import EngineFlags, PlacementFlags
+from openrlhf.config.sections import cluster, inference, objectives, rl, training
 from openrlhf.config.sections.data import (
     ConversationFlags,
     DatasetFlags,
@@ -16,14 +16,6 @@ from openrlhf.config.sections.data import (
     StepFlags,
     TeacherResponseFlags,
     TemplateFlags,
-)
-from openrlhf.config.sections.inference import (
-    BatchDataFlags,
-    BatchTaskFlags,
-    ChatFlags,
-    MergeFlags,
-    SamplingFlags,
-    ServingFlags,
 )
 from openrlhf.config.sections.model import (
     LoadingFlags,
@@ -34,32 +26,6 @@ from openrlhf.config.sections.model import (
     ServedModelFlags,
     ValueHeadFlags,
 )
-from openrlhf.config.sections.objectives import (
-    DirectPreferenceFlags,
-    DistillationFlags,
-    PairwiseRewardFlags,
-    UnpairedPreferenceFlags,
-)
-from openrlhf.config.sections.rl import (
-    AdvantageFlags,
-    AsyncTrainingFlags,
-    CriticFlags,
-    KLControlFlags,
-    PolicyLossFlags,
-    PolicyOptimizerFlags,
-    PromptFlags,
-    RewardFlags,
-    RolloutFlags,
-)
-from openrlhf.config.sections.training import (
-    BatchFlags,
-    CheckpointFlags,
-    LogFlags,
-    OptimizerFlags,
-    RunFlags,
-    ShardingFlags,
-    SupervisedOptimizerFlags,
-)
 
 PLAIN_TEMPLATE = "User: {}\nAssistant: "
 
@@ -69,13 +35,13 @@ class TrainingConfig:
     """Sections of every training command."""
 
     model: ModelFlags = section(ModelFlags)
-    batches: BatchFlags = section(BatchFlags)
-    optimizer: OptimizerFlags = section(OptimizerFlags)
-    sharding: ShardingFlags = section(ShardingFlags)
+    batches: training.BatchFlags = section(training.BatchFlags)
+    optimizer: training.OptimizerFlags = section(training.OptimizerFlags)
+    sharding: training.ShardingFlags = section(training.ShardingFlags)
     lora: LoraFlags = section(LoraFlags)
-    checkpoints: CheckpointFlags = section(CheckpointFlags)
-    logs: LogFlags = section(LogFlags)
-    run: RunFlags = section(RunFlags)
+    checkpoints: training.CheckpointFlags = section(training.CheckpointFlags)
+    logs: training.LogFlags = section(training.LogFlags)
+    run: training.RunFlags = section(training.RunFlags)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +49,7 @@ class SupervisedConfig(TrainingConfig):
     """Sections of the six commands that train on a dataset."""
 
     data: DatasetFlags = section(DatasetFlags)
-    optimizer: SupervisedOptimizerFlags = section(SupervisedOptimizerFlags)
+    optimizer: training.SupervisedOptimizerFlags = section(training.SupervisedOptimizerFlags)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +58,8 @@ class SFTConfig(SupervisedConfig):
 
     fields: ConversationFlags = section(ConversationFlags)
     template: TemplateFlags = section(TemplateFlags, input_template=PLAIN_TEMPLATE)
-    batches: BatchFlags = section(BatchFlags, max_epochs=2)
-    checkpoints: CheckpointFlags = section(CheckpointFlags, ckpt_path="./ckpt/checkpoints_sft")
+    batches: training.BatchFlags = section(training.BatchFlags, max_epochs=2)
+    checkpoints: training.CheckpointFlags = section(training.CheckpointFlags, ckpt_path="./ckpt/checkpoints_sft")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,12 +69,12 @@ class RMConfig(SupervisedConfig):
     data: DatasetFlags = section(DatasetFlags, max_len=512)
     fields: PairFlags = section(PairFlags)
     template: TemplateFlags = section(TemplateFlags)
-    objective: PairwiseRewardFlags = section(PairwiseRewardFlags)
+    objective: objectives.PairwiseRewardFlags = section(objectives.PairwiseRewardFlags)
     head: ValueHeadFlags = section(ValueHeadFlags)
-    batches: BatchFlags = section(BatchFlags, micro_train_batch_size=1)
-    optimizer: SupervisedOptimizerFlags = section(SupervisedOptimizerFlags, learning_rate=9e-6)
-    checkpoints: CheckpointFlags = section(CheckpointFlags, ckpt_path="./ckpt/checkpoints_rm")
-    logs: LogFlags = section(LogFlags, wandb_project="openrlhf_train_rm", wandb_run_name="rm_%s")
+    batches: training.BatchFlags = section(training.BatchFlags, micro_train_batch_size=1)
+    optimizer: training.SupervisedOptimizerFlags = section(training.SupervisedOptimizerFlags, learning_rate=9e-6)
+    checkpoints: training.CheckpointFlags = section(training.CheckpointFlags, ckpt_path="./ckpt/checkpoints_rm")
+    logs: training.LogFlags = section(training.LogFlags, wandb_project="openrlhf_train_rm", wandb_run_name="rm_%s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,11 +84,11 @@ class DPOConfig(SupervisedConfig):
     data: DatasetFlags = section(DatasetFlags, max_len=512, eval_split="test")
     fields: PairFlags = section(PairFlags)
     template: TemplateFlags = section(TemplateFlags)
-    objective: DirectPreferenceFlags = section(DirectPreferenceFlags)
+    objective: objectives.DirectPreferenceFlags = section(objectives.DirectPreferenceFlags)
     reference: ReferenceFlags = section(ReferenceFlags)
-    optimizer: SupervisedOptimizerFlags = section(SupervisedOptimizerFlags, learning_rate=1e-5)
-    checkpoints: CheckpointFlags = section(CheckpointFlags, ckpt_path="./ckpt/checkpoints_dpo")
-    logs: LogFlags = section(LogFlags, wandb_project="openrlhf_train_dpo", wandb_run_name="exp_%s")
+    optimizer: training.SupervisedOptimizerFlags = section(training.SupervisedOptimizerFlags, learning_rate=1e-5)
+    checkpoints: training.CheckpointFlags = section(training.CheckpointFlags, ckpt_path="./ckpt/checkpoints_dpo")
+    logs: training.LogFlags = section(training.LogFlags, wandb_project="openrlhf_train_dpo", wandb_run_name="exp_%s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,11 +99,11 @@ class KTOConfig(SupervisedConfig):
     data: DatasetFlags = section(DatasetFlags, eval_split="test")
     fields: LabelledResponseFlags = section(LabelledResponseFlags)
     template: TemplateFlags = section(TemplateFlags, input_template=PLAIN_TEMPLATE)
-    objective: UnpairedPreferenceFlags = section(UnpairedPreferenceFlags)
+    objective: objectives.UnpairedPreferenceFlags = section(objectives.UnpairedPreferenceFlags)
     reference: ReferenceFlags = section(ReferenceFlags)
-    optimizer: SupervisedOptimizerFlags = section(SupervisedOptimizerFlags, learning_rate=1e-5)
-    checkpoints: CheckpointFlags = section(CheckpointFlags, ckpt_path="./ckpt/checkpoints_kto")
-    logs: LogFlags = section(LogFlags, wandb_project="openrlhf_train_dpo", wandb_run_name="rm_%s")
+    optimizer: training.SupervisedOptimizerFlags = section(training.SupervisedOptimizerFlags, learning_rate=1e-5)
+    checkpoints: training.CheckpointFlags = section(training.CheckpointFlags, ckpt_path="./ckpt/checkpoints_kto")
+    logs: training.LogFlags = section(training.LogFlags, wandb_project="openrlhf_train_dpo", wandb_run_name="rm_%s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,8 +113,8 @@ class KDConfig(SupervisedConfig):
     data: DatasetFlags = section(DatasetFlags, eval_split="test")
     fields: TeacherResponseFlags = section(TeacherResponseFlags, output_key="output")
     template: TemplateFlags = section(TemplateFlags, input_template=PLAIN_TEMPLATE)
-    objective: DistillationFlags = section(DistillationFlags)
-    checkpoints: CheckpointFlags = section(CheckpointFlags, ckpt_path="./ckpt/checkpoints_kd")
+    objective: objectives.DistillationFlags = section(objectives.DistillationFlags)
+    checkpoints: training.CheckpointFlags = section(training.CheckpointFlags, ckpt_path="./ckpt/checkpoints_kd")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,53 +123,53 @@ class PRMConfig(SupervisedConfig):
 
     data: DatasetFlags = section(DatasetFlags, eval_split="test")
     fields: StepFlags = section(StepFlags)
-    batches: BatchFlags = section(BatchFlags, micro_train_batch_size=1)
-    optimizer: SupervisedOptimizerFlags = section(SupervisedOptimizerFlags, learning_rate=1e-6)
-    checkpoints: CheckpointFlags = section(CheckpointFlags, ckpt_path="./ckpt/checkpoints_prm")
-    logs: LogFlags = section(LogFlags, wandb_project="openrlhf_train_prm", wandb_run_name="prm_%s")
+    batches: training.BatchFlags = section(training.BatchFlags, micro_train_batch_size=1)
+    optimizer: training.SupervisedOptimizerFlags = section(training.SupervisedOptimizerFlags, learning_rate=1e-6)
+    checkpoints: training.CheckpointFlags = section(training.CheckpointFlags, ckpt_path="./ckpt/checkpoints_prm")
+    logs: training.LogFlags = section(training.LogFlags, wandb_project="openrlhf_train_prm", wandb_run_name="prm_%s")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RLConfig(TrainingConfig):
     """Reinforcement learning: PPO, REINFORCE++, RLOO, GRPO, Dr. GRPO; single- and multi-turn agents."""
 
-    prompts: PromptFlags = section(PromptFlags)
+    prompts: rl.PromptFlags = section(rl.PromptFlags)
     template: TemplateFlags = section(TemplateFlags)
-    rollout: RolloutFlags = section(RolloutFlags)
-    asynchrony: AsyncTrainingFlags = section(AsyncTrainingFlags)
-    rewards: RewardFlags = section(RewardFlags)
-    advantage: AdvantageFlags = section(AdvantageFlags)
-    kl: KLControlFlags = section(KLControlFlags)
-    policy: PolicyLossFlags = section(PolicyLossFlags)
-    critic: CriticFlags = section(CriticFlags)
+    rollout: rl.RolloutFlags = section(rl.RolloutFlags)
+    asynchrony: rl.AsyncTrainingFlags = section(rl.AsyncTrainingFlags)
+    rewards: rl.RewardFlags = section(rl.RewardFlags)
+    advantage: rl.AdvantageFlags = section(rl.AdvantageFlags)
+    kl: rl.KLControlFlags = section(rl.KLControlFlags)
+    policy: rl.PolicyLossFlags = section(rl.PolicyLossFlags)
+    critic: rl.CriticFlags = section(rl.CriticFlags)
     head: ValueHeadFlags = section(ValueHeadFlags)
-    placement: PlacementFlags = section(PlacementFlags)
-    engines: EngineFlags = section(EngineFlags)
-    batches: BatchFlags = section(BatchFlags, micro_train_batch_size=4)
-    optimizer: PolicyOptimizerFlags = section(PolicyOptimizerFlags)
-    checkpoints: CheckpointFlags = section(
-        CheckpointFlags, ckpt_path="./ckpt/checkpoints_ppo_ray", max_ckpt_mem=float("inf")
+    placement: cluster.PlacementFlags = section(cluster.PlacementFlags)
+    engines: cluster.EngineFlags = section(cluster.EngineFlags)
+    batches: training.BatchFlags = section(training.BatchFlags, micro_train_batch_size=4)
+    optimizer: rl.PolicyOptimizerFlags = section(rl.PolicyOptimizerFlags)
+    checkpoints: training.CheckpointFlags = section(
+        training.CheckpointFlags, ckpt_path="./ckpt/checkpoints_ppo_ray", max_ckpt_mem=float("inf")
     )
-    logs: LogFlags = section(LogFlags, wandb_project="openrlhf_train_ppo", wandb_run_name="ppo_%s")
+    logs: training.LogFlags = section(training.LogFlags, wandb_project="openrlhf_train_ppo", wandb_run_name="ppo_%s")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalRLConfig(RLConfig):
     """Reinforcement learning in one process without Ray; under deepspeed or torchrun, on one device per process."""
 
-    placement: PlacementFlags = section(PlacementFlags, runtime="local")
+    placement: cluster.PlacementFlags = section(cluster.PlacementFlags, runtime="local")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchInferenceConfig:
     """Generate, score and post-process over whole datasets."""
 
-    task: BatchTaskFlags = section(BatchTaskFlags)
+    task: inference.BatchTaskFlags = section(inference.BatchTaskFlags)
     model: ServedModelFlags = section(ServedModelFlags)
     head: ValueHeadFlags = section(ValueHeadFlags)
-    data: BatchDataFlags = section(BatchDataFlags)
+    data: inference.BatchDataFlags = section(inference.BatchDataFlags)
     template: TemplateFlags = section(TemplateFlags)
-    sampling: SamplingFlags = section(SamplingFlags)
+    sampling: inference.SamplingFlags = section(inference.SamplingFlags)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,16 +177,18 @@ class ChatConfig:
     """Chat with a model."""
 
     model: ServedModelFlags = section(ServedModelFlags)
-    chat: ChatFlags = section(ChatFlags)
+    chat: inference.ChatFlags = section(inference.ChatFlags)
     template: TemplateFlags = section(TemplateFlags, input_template=PLAIN_TEMPLATE)
-    sampling: SamplingFlags = section(SamplingFlags, temperature=0.2, top_p=0.9, repetition_penalty=1.2)
+    sampling: inference.SamplingFlags = section(
+        inference.SamplingFlags, temperature=0.2, top_p=0.9, repetition_penalty=1.2
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeRMConfig:
     """Serve a reward model over HTTP."""
 
-    server: ServingFlags = section(ServingFlags)
+    server: inference.ServingFlags = section(inference.ServingFlags)
     head: ValueHeadFlags = section(ValueHeadFlags)
     model: LoadingFlags = section(LoadingFlags)
 
@@ -229,7 +197,7 @@ class ServeRMConfig:
 class LoraCombinerConfig:
     """Merge a LoRA adapter into its base model."""
 
-    merge: MergeFlags = section(MergeFlags)
+    merge: inference.MergeFlags = section(inference.MergeFlags)
     model: PrecisionFlags = section(PrecisionFlags)
 
 

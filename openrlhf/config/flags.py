@@ -7,7 +7,7 @@ which it does nothing, and whether it is required. The parser, the checks, the m
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, TypeVar, cast, get_type_hints
@@ -68,22 +68,17 @@ class Flag:
 @cache
 def flags_of(command: type) -> Mapping[str, Flag]:
     """Return all flags of a command by name, in the order of declaration."""
-    return {item.name: item for item in _walk(command)}
-
-
-def _walk(command: type) -> Iterator[Flag]:
-    seen: set[str] = set()
+    found: dict[str, Flag] = {}
     defaults = command()
     for part in dataclasses.fields(command):
         values = getattr(defaults, part.name)
         title = (type(values).__doc__ or part.name).strip().splitlines()[0]
         types = get_type_hints(type(values))
         for item in dataclasses.fields(values):
-            assert item.name not in seen, f"{command.__name__} declares --{item.name} twice"
-            seen.add(item.name)
-            yield Flag(
-                item.name, part.name, title, types[item.name], default=getattr(values, item.name), **item.metadata
-            )
+            name, default = item.name, getattr(values, item.name)
+            assert name not in found, f"{command.__name__} declares --{name} twice"
+            found[name] = Flag(name, part.name, title, types[name], default=default, **item.metadata)
+    return found
 
 
 def replace_flags(config: C, **values: object) -> C:

@@ -46,15 +46,14 @@ RETIRED: Mapping[str, Retired] = {
 
 # 0.11.2 has three flags for what --vllm_is_correction_type expresses in one.
 LEVEL, MODE, GATING = (f"algo.advantage.is_correction_{name}" for name in ("level", "mode", "gating"))
-CORRECTION: Mapping[str, str] = dict.fromkeys((LEVEL, MODE, GATING), "enable_vllm_is_correction")
+CORRECTION = (LEVEL, MODE, GATING)
 CORRECTION_TYPES = {("token", "clip"): "tis", ("token", "mask"): "icepop", ("seq", "mask"): "seq-mask-tis"}
 
 
 def retired_names(flags: Collection[str]) -> list[str]:
     """List the retired flags of a command that has these `flags`."""
-    return [name for name, item in RETIRED.items() if item.of in flags] + [
-        name for name, own in CORRECTION.items() if own in flags
-    ]
+    of = {name: item.of for name, item in RETIRED.items()} | dict.fromkeys(CORRECTION, "enable_vllm_is_correction")
+    return [name for name, own in of.items() if own in flags]
 
 
 def retire(name: str, value: str) -> str:

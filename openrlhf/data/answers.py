@@ -1,7 +1,7 @@
 """Rows for batch inference: prompts to generate answers for (`generate`), and answers to score (`rm`).
 
-`inference.generate` and `inference.score` call `read_prompts` and `read_answers`. The index of a prompt is written next
-to each answer and read back when answers are scored, so that the answers to one prompt can be compared.
+`inference.generate` calls `read_prompts`, and `inference.batch_inference` calls `read_answers`. The index of a prompt
+is written next to each answer and read back when answers are scored, so that the answers to one prompt can be compared.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.config.sections.data import ResponseFlags, TemplateFlags
+from openrlhf.config.commands import BatchInferenceConfig
+from openrlhf.config.sections.data import ResponseFlags
 from openrlhf.data.prompts import prompt_text
 from openrlhf.data.records import Record, Records
-from openrlhf.data.responses import check_fields, mark_response
+from openrlhf.data.responses import mark_response
 from openrlhf.data.rows import EMPTY_PROMPT, Dropped, build_rows
 from openrlhf.data.templates import open_chat
 from openrlhf.data.tokens import check_tokenizer, encode
@@ -61,19 +62,13 @@ def iteration_slice(records: Records, number: int | None, size: int) -> tuple[Re
 
 
 def read_prompts(
-    records: Records,
-    tokenizer: PreTrainedTokenizerBase,
-    input_key: str,
-    template: TemplateFlags,
-    *,
-    first_index: int,
-    budget: int,
-    condition: str | None = None,
+    records: Records, tokenizer: PreTrainedTokenizerBase, config: BatchInferenceConfig, *, first_index: int, budget: int
 ) -> list[Prompt]:
     """Make a Prompt of each row, numbered as in the whole dataset.
 
     Prompts longer than `budget` tokens are cut at the start; a message says how many.
     """
+    template, sampling = config.template, config.sampling
     chat = open_chat(tokenizer, template)
     indices = count(first_index)  # dropped rows use up a number too
     cut = 0  # prompts that lost their start
@@ -81,11 +76,11 @@ def read_prompts(
     def make(record: Record) -> list[Prompt]:
         nonlocal cut
         index = next(indices)
-        text = prompt_text(record, input_key, chat, template)
+        text = prompt_text(record, config.data.input_key, chat, template)
         if not text.strip():
             raise Dropped(EMPTY_PROMPT)
-        if condition is not None:
-            text = with_condition(text, condition)
+        if sampling.enable_csft:
+            text = with_condition(text, sampling.csft_prompt)
         ids: Sequence[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         cut += len(ids) > budget
         return [Prompt(index, text, tuple(ids[-budget:]))]
@@ -96,21 +91,19 @@ def read_prompts(
     return prompts
 
 
-def read_answers(
-    records: Records, tokenizer: PreTrainedTokenizerBase, fields: ResponseFlags, template: TemplateFlags, max_len: int
-) -> list[Answer]:
-    """Tokenise prompts with responses as in reward-model training: EOS at the end, cut to `max_len`.
+def read_answers(records: Records, tokenizer: PreTrainedTokenizerBase, config: BatchInferenceConfig) -> list[Answer]:
+    """Tokenise prompts with responses as in reward-model training: EOS at the end, cut to --max_len.
 
     The texts of an Answer are not cut, because they are written to the output.
     """
     check_tokenizer(tokenizer)
-    chat = open_chat(tokenizer, template)
-    check_fields(fields, chat)
+    fields = ResponseFlags(input_key=config.data.input_key, output_key=config.data.output_key)
+    chat = open_chat(tokenizer, config.template)
 
     def make(record: Record) -> list[Answer]:
-        marked = mark_response(record, fields, chat, template.input_template)
+        marked = mark_response(record, fields, chat, config.template.input_template)
         start, end = marked.spans[0][0], marked.spans[-1][1]
-        ids = encode(marked, tokenizer, max_len).row.input_ids
+        ids = encode(marked, tokenizer, config.data.max_len).row.input_ids
         index = record.row.get(INDEX)
         if index is not None and (isinstance(index, bool) or not isinstance(index, int | str)):
             raise record.at(INDEX).mismatch("the row number of a prompt", index)

@@ -87,7 +87,5 @@ def token_at(end: int, text: str, ids: Sequence[int], tokenizer: PreTrainedToken
     that stops inside a character decodes to a replacement character there, which does not match.
     """
     return bisect_left(
-        range(len(ids) - 1),
-        True,
-        key=lambda last: str(tokenizer.decode(list(ids[: last + 1]))).startswith(text[:end]),
+        range(len(ids) - 1), True, key=lambda last: str(tokenizer.decode(list(ids[: last + 1]))).startswith(text[:end])
     )

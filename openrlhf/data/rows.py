@@ -24,10 +24,6 @@ Row = TypeVar("Row")
 class Dropped(Exception):
     """Raised for a valid row that cannot be trained on; the reason completes the message '3 rows ...'."""
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
-
 
 EMPTY_PROMPT = "with an empty prompt"
 EMPTY_RESPONSE = "with an empty response"
@@ -48,7 +44,7 @@ def build_rows(records: Records, make: Callable[[Record], Iterable[Row]]) -> lis
         try:
             rows.extend(make(record))
         except Dropped as drop:
-            dropped[drop.reason] += 1
+            dropped[str(drop)] += 1
     reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.most_common())
     if not rows:
         raise DataError(f"{records.name}: no rows are left of {len(records)}: {reasons or 'the dataset is empty'}")

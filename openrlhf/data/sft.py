@@ -39,8 +39,6 @@ def sft_rows(
 
     def make(record: Record) -> list[TokenRow]:
         marked = mark_response(record, fields, chat, template.input_template)
-        if not marked.spans:
-            raise Dropped(EMPTY_RESPONSE)
         if marked.spans[0][0] == 0:
             raise Dropped(EMPTY_PROMPT)
         encoded = encode(marked, tokenizer, max_len)

@@ -1,8 +1,8 @@
 """Load the datasets that a flag names: files, folders, saved datasets and hub names.
 
-`load_dataset_rows` is the entry point of all commands. JSON files are read by `files`; everything else is loaded as an
-Arrow table by `datasets` or, with --use_ms, by ModelScope. The datasets are capped and concatenated or mixed by row
-number alone, so rows are read only when needed and keep their own fields.
+`load_dataset` reads --dataset and `load_dataset_rows` the datasets of any other flag. JSON files are read by `files`;
+everything else is loaded as an Arrow table by `datasets` or, with --use_ms, by ModelScope. The datasets are capped and
+concatenated or mixed by row number alone, so rows are read only when needed and keep their own fields.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from datasets.exceptions import DatasetsError
 from numpy.typing import NDArray
 
 from openrlhf.config.checks.paths import looks_local
-from openrlhf.config.sections.data import split_names
+from openrlhf.config.sections.data import DatasetFlags, split_names
+from openrlhf.config.sections.inference import BatchDataFlags
 from openrlhf.config.sections.model import LoadingFlags
 from openrlhf.data.files import open_json
 from openrlhf.data.records import Records, Source
@@ -57,6 +58,18 @@ def without_nulls(value: object) -> object:
     if isinstance(value, list):
         return [without_nulls(item) for item in value]
     return value
+
+
+def load_dataset(data: DatasetFlags | BatchDataFlags, *, seed: int, loading: LoadingFlags) -> Records:
+    """Load the rows of --dataset, capped and mixed as the flags say."""
+    return load_dataset_rows(
+        str(data.dataset),
+        split=data.dataset_split,
+        probs=data.dataset_probs,
+        max_samples=data.max_samples,
+        seed=seed,
+        loading=loading,
+    )
 
 
 def load_dataset_rows(
@@ -103,10 +116,7 @@ def mix(lengths: Sequence[int], probs: Sequence[float], seed: int) -> NDArray[np
         for number in used
     ]
     mixed = datasets.interleave_datasets(
-        tables,
-        probabilities=[probs[number] / total for number in used],
-        seed=seed,
-        stopping_strategy="all_exhausted",
+        tables, probabilities=[probs[number] / total for number in used], seed=seed, stopping_strategy="all_exhausted"
     )
     return np.stack([np.asarray(mixed["number"]), np.asarray(mixed["row"])], axis=1).astype(np.int64)
 

@@ -18,7 +18,7 @@ from openrlhf.data.preference import labelled_rows, preference_rows
 from openrlhf.data.process import step_rows
 from openrlhf.data.records import Records
 from openrlhf.data.sft import sft_rows
-from openrlhf.data.sources import load_dataset_rows
+from openrlhf.data.sources import load_dataset, load_dataset_rows
 from openrlhf.errors import ConfigError, DataError
 from openrlhf.monitor import say
 
@@ -67,15 +67,7 @@ def load_data(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase) -> S
 
 def load_train(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase) -> Loaded:
     """Load the rows of --dataset, capped and mixed as the flags say."""
-    data = config.data
-    records = load_dataset_rows(
-        str(data.dataset),
-        split=data.dataset_split,
-        probs=data.dataset_probs,
-        max_samples=data.max_samples,
-        seed=config.batches.seed,
-        loading=config.model,
-    )
+    records = load_dataset(config.data, seed=config.batches.seed, loading=config.model)
     return read_rows(config, records, tokenizer)
 
 

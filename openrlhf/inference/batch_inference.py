@@ -22,12 +22,12 @@ from transformers.utils.logging import disable_progress_bar
 
 from openrlhf.config.checks.supervised import world_size
 from openrlhf.config.commands import BatchInferenceConfig
-from openrlhf.data.answers import iteration_slice
-from openrlhf.data.sources import load_dataset_rows
+from openrlhf.data.answers import iteration_slice, read_answers
+from openrlhf.data.sources import load_dataset
 from openrlhf.inference.generate import generate, plan_generation
 from openrlhf.inference.parts import OutputParts
 from openrlhf.inference.postprocess import POST_PROCESSORS, ScoredRow
-from openrlhf.inference.score import plan_scoring, score
+from openrlhf.inference.score import score
 from openrlhf.models.load import load_tokenizer
 from openrlhf.monitor import is_main_process, say
 from openrlhf.training.rng import seed_everything
@@ -56,20 +56,12 @@ def run(config: BatchInferenceConfig) -> BatchResult | None:
     exit_with_launcher()
     seed_everything(config.task.seed, deterministic=config.task.full_determinism)
     tokenizer = load_tokenizer(str(config.model.pretrain), config.model)
-    data = config.data
-    records = load_dataset_rows(
-        str(data.dataset),
-        split=data.dataset_split,
-        probs=data.dataset_probs,
-        max_samples=data.max_samples,
-        seed=config.task.seed,
-        loading=config.model,
-    )
+    records = load_dataset(config.data, seed=config.task.seed, loading=config.model)
     records, first = iteration_slice(records, config.task.iter, config.task.rollout_batch_size)
     output = Path(str(config.task.output_path)).expanduser()
     # All input is read and checked before `OutputParts` writes anything.
     if config.task.eval_task == "rm":
-        answers = plan_scoring(config, tokenizer, records)
+        answers = read_answers(records, tokenizer, config)
         parts = OutputParts(output, config, total=len(answers))
         make_rows = partial(score, config, answers, parts, tokenizer)
     else:

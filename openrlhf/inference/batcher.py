@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from types import TracebackType
 from typing import NamedTuple
 
 from openrlhf.rl.reward_models import Row
@@ -97,9 +96,7 @@ class Batcher:
         self._task = asyncio.create_task(self._run())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._task.cancel()
         await asyncio.wait({self._task})
         self._thread.shutdown(wait=False)

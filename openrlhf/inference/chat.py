@@ -61,28 +61,22 @@ class ChatLoop:
 
         if self.reader.is_terminal:
             say(BANNER)
-        going = True
         with handled_by(interrupt, CTRL_C):
-            while going:
+            while True:
                 try:
-                    going = self._turn()
+                    message = self.reader.read()
+                    if message is None or message.strip() == "exit":
+                        break
+                    if message.strip() == "clear":
+                        self.history.turns.clear()
+                        say("the conversation starts over")
+                    elif message.strip():
+                        self._answer(message)
                 except ChatInterrupted:
                     sys.stdout.write("\n")
                     say("interrupted; exit or Ctrl-D quits")
         if self.reader.is_terminal:
             sys.stdout.write("\n")
-
-    def _turn(self) -> bool:
-        """Read one message and handle it; return False to end the chat."""
-        message = self.reader.read()
-        if message is None or message.strip() == "exit":
-            return False
-        if message.strip() == "clear":
-            self.history.turns.clear()
-            say("the conversation starts over")
-        elif message.strip():
-            self._answer(message)
-        return True
 
     def _answer(self, message: str) -> None:
         """Print a reply and add the turn to the history; reject a message that leaves no tokens for a reply."""

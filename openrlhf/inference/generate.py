@@ -38,7 +38,6 @@ from openrlhf.rollout.spec import EngineSpec
 from openrlhf.training.preflight import explain_precision
 from openrlhf.types import Completion, Prompt, Request
 
-NEIGHBOURS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")  # number of processes on a machine, set by torchrun and deepspeed
 MEMORY_SHARE = 0.9  # fraction of a device's memory for vLLM, as by vLLM's own default
 RESTARTS = 1  # per engine on Ray; its unfinished requests are generated again
 AHEAD = 2  # requests at an engine per request that it can run at the same time, so that its queue is never empty
@@ -79,15 +78,8 @@ def plan_generation(
             " answers end there"
         )
     context = min(asked, limit)
-    prompts = read_prompts(
-        records,
-        tokenizer,
-        config.data.input_key,
-        config.template,
-        first_index=first_index,
-        budget=min(task.prompt_max_len, context - 1),
-        condition=config.sampling.csft_prompt if config.sampling.enable_csft else None,
-    )
+    budget = min(task.prompt_max_len, context - 1)
+    prompts = read_prompts(records, tokenizer, config, first_index=first_index, budget=budget)
     return Generation(prompts, task.best_of_n, context, config)
 
 
@@ -205,7 +197,8 @@ def take_devices(asked: int | None) -> int:
         return 0
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     visible = given.split(",") if given else [str(number) for number in range(count)]
-    neighbours = next((int(os.environ[name]) for name in NEIGHBOURS if name in os.environ), 1)
+    # Processes on this machine, as torchrun and deepspeed report them.
+    neighbours = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
     own = own_devices(visible, asked, int(os.environ.get("LOCAL_RANK", "0")), neighbours)
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(own)
     return len(own)

@@ -14,7 +14,6 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
 
 from openrlhf.config.checks.paths import looks_local
 from openrlhf.config.checks.supervised import world_size
@@ -34,11 +33,7 @@ FREE_TO_CHANGE = (
 Row = Mapping[str, object]  # a line of the output: JSON values by column
 
 
-class RowLocation(NamedTuple):
-    """Location of a finished row: its file and the first byte of its line."""
-
-    file: Path
-    start: int
+RowLocation = tuple[Path, int]  # of a finished row: its file and the first byte of its line
 
 
 class OutputParts:
@@ -145,7 +140,7 @@ def find_rows(folder: Path) -> dict[int, RowLocation]:
                         number = json.loads(line)["number"]
                     except (ValueError, KeyError, TypeError):
                         raise DataError(f"{path} is damaged", try_this=f"rm -r {path.parent}, to start over") from None
-                    found[number] = RowLocation(path, start)
+                    found[number] = (path, start)
                 start += len(line)
     return found
 

@@ -1,7 +1,6 @@
 """Scoring for batch_inference: rewards for the answers of a dataset, by an outcome or a process reward model.
 
-`batch_inference.run` calls `plan_scoring` to read the answers and `score` to reward those that are still missing in the
-output.
+`batch_inference.run` calls `score` to reward the answers that are still missing in the output.
 """
 
 from __future__ import annotations
@@ -13,10 +12,8 @@ from contextlib import closing
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.commands import BatchInferenceConfig
-from openrlhf.config.sections.data import ResponseFlags
-from openrlhf.data.answers import Answer, read_answers
+from openrlhf.data.answers import Answer
 from openrlhf.data.collate import Layout
-from openrlhf.data.records import Records
 from openrlhf.data.retokenization import Retokenizer
 from openrlhf.errors import RewardError
 from openrlhf.inference.engine import choose_model_device
@@ -27,12 +24,6 @@ from openrlhf.models.load import read_config
 from openrlhf.monitor import say
 from openrlhf.rl.reward_models import OutcomeRewardModel, RewardModel, load_reward_model
 from openrlhf.rl.samples import Batching
-
-
-def plan_scoring(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, records: Records) -> list[Answer]:
-    """Read and tokenise the answers of this run."""
-    fields = ResponseFlags(input_key=config.data.input_key, output_key=config.data.output_key)
-    return read_answers(records, tokenizer, fields, config.template, config.data.max_len)
 
 
 def score(

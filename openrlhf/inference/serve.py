@@ -52,10 +52,7 @@ def run(config: ServeRMConfig) -> None:
     disable_progress_bar()
     host, port = config.server.host, config.server.port
     with bind(host, port) as listener:  # before the model loads, so that a taken port is reported immediately
-        if "OMP_NUM_THREADS" not in os.environ:
-            # Reserve a core for handling requests: a forward waits for its slowest thread, so a model on all cores
-            # would stall whenever one of them handles a request.
-            torch.set_num_threads(max(1, torch.get_num_threads() - 1))
+        leave_a_core()
         server = build_server(config)
         gc.freeze()  # a collection over all imported objects would delay every request by 0.2 s
         with explained(host, port):
@@ -68,6 +65,15 @@ def run(config: ServeRMConfig) -> None:
         except KeyboardInterrupt:
             if server.stopped_by != signal.SIGTERM:
                 raise
+
+
+def leave_a_core() -> None:
+    """Reserve one core for handling requests.
+
+    A forward waits for its slowest thread, so a model on all cores would stall whenever one of them handles a request.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, torch.get_num_threads() - 1))
 
 
 def build_server(config: ServeRMConfig) -> Server:

@@ -7,35 +7,24 @@ from openrlhf.config.flags import flag_values
 from openrlhf.config.runtime import resolve_runtime
 from openrlhf.errors import MissingExtraError
 
-EXTRA_OF = {  # package -> extra
-    "ray": "ray",
-    "deepspeed": "deepspeed",
-    "vllm": "vllm",
-    "liger_kernel": "liger",
-    "bitsandbytes": "qlora",
-    "wandb": "wandb",
-    "fastapi": "serve",
-    "uvicorn": "serve",
-    "aiohttp": "serve",
-}
+PACKAGE_OF = {"load_in_4bit": "bitsandbytes", "use_liger_kernel": "liger_kernel", "use_wandb": "wandb"}  # by flag
+EXTRA_OF = {"liger_kernel": "liger", "bitsandbytes": "qlora"}  # by package; the other extras have its name
+EXTRA_OF |= dict.fromkeys(("fastapi", "uvicorn", "aiohttp"), "serve")
 
 
 def require(package: str, needed_by: str) -> None:
     """Raise, with the pip command, if a package is not installed; imports nothing."""
     if find_spec(package) is None:
+        extra = EXTRA_OF.get(package, package)
         raise MissingExtraError(
-            f"{needed_by} needs {package}, which is not installed", try_this=f"pip install '.[{EXTRA_OF[package]}]'"
+            f"{needed_by} needs {package}, which is not installed", try_this=f"pip install '.[{extra}]'"
         )
 
 
 def requested_extras_are_installed(config: object) -> None:
     """Check packages that a flag of any command requires."""
     values = flag_values(config)
-    for name, package in (
-        ("load_in_4bit", "bitsandbytes"),
-        ("use_liger_kernel", "liger_kernel"),
-        ("use_wandb", "wandb"),
-    ):
+    for name, package in PACKAGE_OF.items():
         if values.get(name):
             require(package, f"--{name}")
 

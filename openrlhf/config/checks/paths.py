@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from openrlhf.config.commands import RLConfig
 from openrlhf.config.flags import flag_values
 from openrlhf.config.sections.data import split_names
 from openrlhf.errors import ConfigError
@@ -68,33 +69,28 @@ def dataset_files_exist(config: object) -> None:
             raise ConfigError(f"--{name} {path}: no such file or folder")
 
 
-def code_files_exist(config: object) -> None:
-    """Reward functions and agents are imported only when the run starts."""
-    for name, item in named_by(config, ("remote_rm_url", "agent_func_path")):
-        if item.endswith(".py") and not Path(item).expanduser().is_file():
+def named_files_exist(config: object) -> None:
+    """Reward functions, agents and the history of a chat are read only when the run starts."""
+    for name, item in named_by(config, ("remote_rm_url", "agent_func_path", "ta_prompt")):
+        if (item.endswith(".py") or name == "ta_prompt") and not Path(item).expanduser().is_file():
             raise ConfigError(f"--{name} {item}: no such file")
 
 
-def recorded_rollouts_exist(config: object) -> None:
-    """A replay without recorded steps would train on nothing."""
-    for name, item in named_by(config, ("replay",)):
-        folder = Path(item).expanduser()
-        if not folder.is_dir():
-            raise ConfigError(f"--{name} {item}: no such folder", try_this=f"--{name} ./ckpt/run/rollouts")
-        if not any(folder.glob("step_*.jsonl")):
-            raise ConfigError(f"--{name} {item} has no step_*.jsonl, so nothing was recorded there")
-
-
-def replay_is_of_another_run(config: object) -> None:
-    """Forbid replaying a run's own folder: a run clears its rollouts folder before it writes to it."""
-    values = flag_values(config)
-    if values.get("replay"):
-        own = Path(str(values["run_dir"] or Path(str(values["save_path"])) / "run")) / "rollouts"
-        if own.expanduser().resolve() == Path(str(values["replay"])).expanduser().resolve():
-            raise ConfigError(
-                f"--replay {values['replay']} is where this run writes its own rollouts",
-                try_this="another --save_path or --run_dir",
-            )
+def replay_is_of_another_run(config: RLConfig) -> None:
+    """A replay needs recorded steps; a run's own folder has none, because the run clears it before it writes to it."""
+    replay = config.rollout.replay
+    if not replay:
+        return
+    folder = Path(replay).expanduser()
+    own = Path(config.run.run_dir or Path(config.checkpoints.save_path) / "run") / "rollouts"
+    if own.expanduser().resolve() == folder.resolve():
+        raise ConfigError(
+            f"--replay {replay} is where this run writes its own rollouts", try_this="another --save_path or --run_dir"
+        )
+    if not folder.is_dir():
+        raise ConfigError(f"--replay {replay}: no such folder", try_this="--replay ./ckpt/run/rollouts")
+    if not any(folder.glob("step_*.jsonl")):
+        raise ConfigError(f"--replay {replay} has no step_*.jsonl, so nothing was recorded there")
 
 
 def outputs_can_be_written(config: object) -> None:
@@ -106,10 +102,3 @@ def outputs_can_be_written(config: object) -> None:
             raise ConfigError(f"--{name} {item}: {nearest} is a file, not a folder to write to")
         if not os.access(nearest, os.W_OK):
             raise ConfigError(f"--{name} {item}: {nearest} cannot be written to")
-
-
-def template_file_exists(config: object) -> None:
-    """The history of a chat is read before the first prompt."""
-    for name, item in named_by(config, ("ta_prompt",)):
-        if not Path(item).expanduser().is_file():
-            raise ConfigError(f"--{name} {item}: no such file")

@@ -4,12 +4,11 @@ A rule raises if the run could not do what was asked, returns a message if it co
 the config if there is only one sensible reading. A change is never silent.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from openrlhf.config.flags import replace_flags
-from openrlhf.monitor import say
 
 C = TypeVar("C")
 
@@ -27,17 +26,3 @@ Rule = Callable[[C], Changed[C] | str | None]
 
 def change(config: C, line: str, **values: object) -> Changed[C]:
     return Changed(replace_flags(config, **values), line)
-
-
-def apply(config: C, rules: Iterable[Rule[C]], tell: Callable[[str], None] = say) -> C:
-    """Run the rules in order; each sees the changes of those before it."""
-    for rule in rules:
-        match rule(config):
-            case None:
-                pass
-            case str(line):
-                tell(line)
-            case Changed(changed, line):
-                tell(line)
-                config = changed
-    return config

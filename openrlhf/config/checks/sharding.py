@@ -6,8 +6,7 @@ which only DeepSpeed reads.
 
 from openrlhf.config.checks.supervised import world_size
 from openrlhf.config.commands import RLConfig, TrainingConfig
-from openrlhf.config.runtime import num_devices, uses_critic, uses_reference
-from openrlhf.config.sections.cluster import Role
+from openrlhf.config.runtime import num_devices, used_roles
 from openrlhf.config.sections.rl import PolicyOptimizerFlags
 from openrlhf.errors import ConfigError
 
@@ -15,13 +14,8 @@ from openrlhf.errors import ConfigError
 def deepspeed_processes(config: TrainingConfig, *, frozen: bool = False) -> dict[str, int]:
     """Return the process count of each model that DeepSpeed trains; with `frozen`, also of those it only shards."""
     if isinstance(config, RLConfig):
-        used: dict[Role, bool] = {
-            "actor": True,
-            "critic": uses_critic(config),
-            "ref": frozen and uses_reference(config),
-            "reward": frozen and config.rewards.scored_by_models,
-        }
-        counts = {str(role): num_devices(config, role) for role, runs in used.items() if runs}
+        roles = (role for role in used_roles(config) if frozen or role in ("actor", "critic"))
+        counts = {str(role): num_devices(config, role) for role in roles}
     else:
         counts = {"model": world_size()}
     universal = config.checkpoints.use_ds_universal_ckpt

@@ -18,16 +18,9 @@ def response_has_another_limit(config: RLConfig) -> bool:
     return rollout.max_len is not None and rollout.max_new_tokens != rollout.generate_max_len
 
 
-def critic_without_muon(config: RLConfig) -> bool:
-    return (config.optimizer.critic_optim or config.optimizer.optim) != "muon"
-
-
-def critic_scheduler(config: RLConfig) -> str:
-    return config.optimizer.critic_lr_scheduler or config.optimizer.lr_scheduler
-
-
-ROLLOUT = rows(
+RL = rows(
     RLConfig,
+    # Rollouts.
     ("prompt_max_len", "with --max_len", lambda c: c.rollout.max_len is not None),
     ("generate_max_len", "with --max_len and --max_new_tokens", response_has_another_limit),
     (
@@ -47,11 +40,7 @@ ROLLOUT = rows(
         "without --eval_steps and --save_steps",
         lambda c: c.prompts.eval_dataset and (c.logs.eval_steps == -1 or c.checkpoints.save_steps == -1),
     ),
-)
-
-
-REWARDS = rows(
-    RLConfig,
+    # Rewards.
     ("remote_rm_url", "with --agent_func_path", lambda c: c.rewards.agent_func_path),
     (
         "reward_pretrain reward_weights normalize_reward prm_reduce step_rewards",
@@ -69,11 +58,7 @@ REWARDS = rows(
         "with reward models only",
         lambda c: c.rewards.scored_by_models and not c.rewards.agent_func_path,
     ),
-)
-
-
-LOSSES = rows(
-    RLConfig,
+    # Losses.
     (
         "critic_learning_rate critic_optim critic_lr_scheduler critic_lr_warmup_ratio critic_min_lr_ratio critic_l2 "
         "critic_adam_betas critic_adam_eps critic_max_norm critic_muon_lr critic_muon_momentum "
@@ -85,17 +70,17 @@ LOSSES = rows(
     (
         "critic_muon_lr critic_muon_momentum critic_muon_ns_steps critic_muon_nesterov",
         "without --critic_optim muon",
-        critic_without_muon,
+        lambda c: c.optimizer.critic.optim != "muon",
     ),
     (
         "critic_min_lr_ratio",
         "without a --critic_lr_scheduler that has a minimum learning rate, such as cosine_with_min_lr",
-        lambda c: "min_lr" not in critic_scheduler(c),
+        lambda c: "min_lr" not in c.optimizer.critic.lr_scheduler,
     ),
     (
         "critic_lr_warmup_ratio",
         "with --critic_lr_scheduler constant; constant_with_warmup has a warm-up",
-        lambda c: critic_scheduler(c) == "constant" and c.optimizer.critic_lr_warmup_ratio,
+        lambda c: c.optimizer.critic.lr_scheduler == "constant" and c.optimizer.critic_lr_warmup_ratio,
     ),
     (
         "no_advantage_std_norm",

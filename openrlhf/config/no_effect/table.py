@@ -5,8 +5,8 @@ from openrlhf.config.flags import flag_values, flags_of
 from openrlhf.config.no_effect.cluster import CLUSTER
 from openrlhf.config.no_effect.inference import INFERENCE
 from openrlhf.config.no_effect.lines import NoEffect, always, rows
-from openrlhf.config.no_effect.rl import LOSSES, REWARDS, ROLLOUT
-from openrlhf.config.no_effect.training import ALWAYS, TEMPLATES, TRAINING
+from openrlhf.config.no_effect.rl import RL
+from openrlhf.config.no_effect.training import ALWAYS, TRAINING
 
 
 def unmet_need(need: str) -> NoEffect:
@@ -24,7 +24,7 @@ def unmet_need(need: str) -> NoEffect:
 
 NEEDS = dict.fromkeys(item.needs for kind in COMMANDS.values() for item in flags_of(kind).values() if item.needs)
 # Only the first reason is reported. An unset need comes last: setting it would not remove the other reasons.
-TABLE = (*(*ALWAYS, *TRAINING, *TEMPLATES, *ROLLOUT, *REWARDS, *LOSSES, *CLUSTER, *INFERENCE), *map(unmet_need, NEEDS))
+TABLE = (*ALWAYS, *TRAINING, *RL, *CLUSTER, *INFERENCE, *map(unmet_need, NEEDS))
 
 # Reasons known only once a run has started: its device, and the kinds of its reward models.
 

@@ -2,21 +2,14 @@
 
 from typing import get_args
 
+from openrlhf.config import commands
 from openrlhf.config.checks.paths import DATA_FLAGS, MODEL_FLAGS, is_here, named_by
 from openrlhf.config.checks.supervised import world_size
-from openrlhf.config.commands import (
-    BatchInferenceConfig,
-    DPOConfig,
-    KDConfig,
-    RLConfig,
-    RMConfig,
-    SFTConfig,
-    SupervisedConfig,
-    Templated,
-    TrainingConfig,
-)
+from openrlhf.config.commands import RLConfig, Templated, TrainingConfig
+from openrlhf.config.flags import flag_values
 from openrlhf.config.no_effect.lines import always, rows
 from openrlhf.config.runtime import num_devices, resolve_runtime, used_roles, uses_critic
+from openrlhf.config.sections.training import OptimizerFlags
 
 
 def in_one_process(config: TrainingConfig) -> bool:
@@ -28,26 +21,14 @@ def in_one_process(config: TrainingConfig) -> bool:
     return max(num_devices(config, role) for role in used_roles(config)) == 1
 
 
-def without_muon(config: TrainingConfig) -> bool:
-    own = isinstance(config, RLConfig) and uses_critic(config) and config.optimizer.critic_optim == "muon"
-    return config.optimizer.optim != "muon" and not own
+def optimizers(config: TrainingConfig) -> list[OptimizerFlags]:
+    """Return the optimizers of a run: that of the policy or model, and a critic's."""
+    critic = [config.optimizer.critic] if isinstance(config, RLConfig) and uses_critic(config) else []
+    return [config.optimizer, *critic]
 
 
 def schedulers(config: TrainingConfig) -> set[str]:
-    """Return the schedulers that may use --min_lr_ratio and --lr_warmup_ratio: the policy's, and a critic's own."""
-    names = {config.optimizer.lr_scheduler}
-    if isinstance(config, RLConfig) and uses_critic(config) and config.optimizer.critic_lr_scheduler:
-        names.add(config.optimizer.critic_lr_scheduler)
-    return names
-
-
-def never_evaluated(config: TrainingConfig) -> bool:
-    """Return True without evaluation data; train_rm then evaluates on training rows."""
-    if isinstance(config, RLConfig):
-        return config.prompts.eval_dataset is None
-    return (
-        isinstance(config, SupervisedConfig) and not isinstance(config, RMConfig) and config.data.eval_dataset is None
-    )
+    return {item.lr_scheduler for item in optimizers(config)}
 
 
 def everything_is_here(config: object) -> bool:
@@ -72,7 +53,7 @@ ALWAYS = (
         ("vllm_sync_with_ray", "because weights never travel through Ray here", always),
         ("use_ms", "because every model and dataset is on this machine", everything_is_here),
     ),
-    *rows(BatchInferenceConfig, ("zero_stage", "because each process holds the whole model", always)),
+    *rows(commands.BatchInferenceConfig, ("zero_stage", "because each process holds the whole model", always)),
 )
 
 
@@ -86,7 +67,11 @@ TRAINING = (
             "without --use_wandb or --use_tensorboard",
             lambda c: not (c.logs.use_wandb or c.logs.use_tensorboard),
         ),
-        ("muon_lr muon_momentum muon_ns_steps muon_nesterov", "without --optim muon", without_muon),
+        (
+            "muon_lr muon_momentum muon_ns_steps muon_nesterov",
+            "without --optim muon",
+            lambda c: all(item.optim != "muon" for item in optimizers(c)),
+        ),
         (
             "min_lr_ratio",
             "without an --lr_scheduler that has a minimum learning rate, such as cosine_with_min_lr",
@@ -97,15 +82,15 @@ TRAINING = (
             "with --lr_scheduler constant; constant_with_warmup has a warm-up",
             lambda c: schedulers(c) == {"constant"} and c.optimizer.lr_warmup_ratio > 0,
         ),
-        ("eval_steps", "without --eval_dataset", never_evaluated),
+        (  # train_rm then evaluates on training rows
+            "eval_steps",
+            "without --eval_dataset",
+            lambda c: flag_values(c)["eval_dataset"] is None and not isinstance(c, commands.RMConfig),
+        ),
     ),
-    *rows(DPOConfig, ("label_smoothing", "with --ipo", lambda c: c.objective.ipo)),
-)
-
-
-TEMPLATES = (
+    *rows(commands.DPOConfig, ("label_smoothing", "with --ipo", lambda c: c.objective.ipo)),
     *rows(
-        (SFTConfig, KDConfig),
+        (commands.SFTConfig, commands.KDConfig),
         (
             f"output_key apply_chat_template input_template {CHAT_TEMPLATE}",
             "with --pretrain_mode",
