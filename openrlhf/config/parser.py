@@ -164,9 +164,17 @@ def file_arguments(command: type, path: Path) -> list[str]:
         if name not in known:
             raise ConfigError(f"in --config {path}: {unknown_flag(command, '--' + name)}")
         flag = next(iter(successor(name, flags)), None)
-        if isinstance(value, list) and flag and without_none(flags[flag].type) is str:
-            value = ",".join(map(str, value))  # on the command line, a list of datasets is one comma-separated word
-        arguments += as_arguments(name, value)
+        match value:
+            case None:
+                pass
+            case list() if flag and without_none(flags[flag].type) is str:  # such as a list of datasets
+                arguments.append(f"--{name}={','.join(map(str, value))}")
+            case list():
+                arguments += [f"--{name}", *map(str, value)]
+            case bool() | Mapping():
+                arguments.append(f"--{name}={json.dumps(value)}")
+            case _:
+                arguments.append(f"--{name}={value}")
     return arguments
 
 
@@ -180,15 +188,3 @@ def flatten(content: Mapping[str, object], known: Sequence[str], prefix: str = "
         else:
             rows.append((name, value))
     return rows
-
-
-def as_arguments(name: str, value: object) -> list[str]:
-    match value:
-        case None:
-            return []
-        case list():
-            return [f"--{name}", *map(str, value)]
-        case bool() | Mapping():
-            return [f"--{name}={json.dumps(value)}"]
-        case _:
-            return [f"--{name}={value}"]

@@ -169,7 +169,7 @@ REFUSED = [  # rule, command, what is added, what the message must hold
         "--vllm_generate_batch_size 128|--rollout_batch_size 64|--async_train",
     ),
     (
-        "filter_range_is_an_interval",
+        "ranges_are_intervals",
         "train_ppo",
         "--dynamic_filtering --n_samples_per_prompt 2 --dynamic_filtering_reward_range 1 0",
         "--dynamic_filtering_reward_range 1.0 0.0 is empty",
@@ -186,7 +186,7 @@ REFUSED = [  # rule, command, what is added, what the message must hold
     ("clip_range_is_positive", "train_ppo", "--eps_clip_low_high 0.2 -1", "--eps_clip_low_high 0.2 -1.0"),
     ("context_leaves_room", "train_ppo", "--max_new_tokens 2048", "--max_new_tokens 2048|context of 2048"),
     ("overlong_buffer_fits_the_response", "train_ppo", "--overlong_buffer_len 1025", "--overlong_buffer_len 1025|1024"),
-    ("reward_clip_is_an_interval", "train_ppo", "--reward_clip_range 1 -1", "--reward_clip_range 1.0 -1.0 is empty"),
+    ("ranges_are_intervals", "train_ppo", "--reward_clip_range 1 -1", "--reward_clip_range 1.0 -1.0 is empty"),
     ("local_runtime_is_one_device", "train_ppo", "--vllm_num_engines 2", "--runtime local|Try: --runtime ray"),
     ("local_runtime_is_one_device", "train_ppo_ray", "--runtime local --actor_num_nodes 2", "--runtime local"),
     (

@@ -120,13 +120,15 @@ def oversampling_needs_async(config: RLConfig) -> str | None:
     )
 
 
-def filter_range_is_an_interval(config: RLConfig) -> None:
-    """No group could pass an empty range."""
-    low, high = config.rollout.dynamic_filtering_reward_range
-    if config.rollout.dynamic_filtering and not low < high:
-        raise ConfigError(
-            f"--dynamic_filtering_reward_range {low} {high} is empty", try_this="--dynamic_filtering_reward_range 0 1"
-        )
+def ranges_are_intervals(config: RLConfig) -> None:
+    """No group passes an empty range of scores, and no reward fits one."""
+    ranges = {"reward_clip_range": config.rewards.reward_clip_range}
+    if config.rollout.dynamic_filtering:
+        ranges["dynamic_filtering_reward_range"] = config.rollout.dynamic_filtering_reward_range
+    for name, (low, high) in ranges.items():
+        if not low < high:
+            example = "-10 10" if name == "reward_clip_range" else "0 1"
+            raise ConfigError(f"--{name} {low} {high} is empty", try_this=f"--{name} {example}")
 
 
 def scoring_batches_cover_the_devices(config: RLConfig) -> str | None:
@@ -255,13 +257,6 @@ def log_probs_can_be_compared(config: RLConfig) -> str | None:
             "engine's; weight syncs are verified by checksums alone"
         )
     return None
-
-
-def reward_clip_is_an_interval(config: RLConfig) -> None:
-    """No reward fits an empty interval."""
-    low, high = config.rewards.reward_clip_range
-    if not low < high:
-        raise ConfigError(f"--reward_clip_range {low} {high} is empty", try_this="--reward_clip_range -10 10")
 
 
 def evaluation_needs_eval_steps(config: RLConfig) -> str | None:
