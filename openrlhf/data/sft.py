@@ -16,6 +16,7 @@ from openrlhf.data.responses import check_fields, mark_response, read_conversati
 from openrlhf.data.rows import EMPTY_PROMPT, EMPTY_RESPONSE, Dropped, build_rows, long_prompt
 from openrlhf.data.templates import Chat, RewritesHistory, open_chat
 from openrlhf.data.tokens import check_fast, check_tokenizer, encode, tokenize
+from openrlhf.errors import ConfigError
 from openrlhf.monitor import say
 from openrlhf.types import TokenRow
 
@@ -33,7 +34,8 @@ def sft_rows(
     check_tokenizer(tokenizer)
     chat = open_chat(tokenizer, template)
     if isinstance(fields, ConversationFlags) and fields.multiturn:
-        assert chat is not None, "--multiturn needs --apply_chat_template"
+        if chat is None:
+            raise ConfigError("--multiturn finds the turns by the chat template", try_this="--apply_chat_template")
         return multiturn_rows(records, chat, fields, max_len)
     check_fields(fields, chat)
 
