@@ -27,6 +27,8 @@ from openrlhf.config.sections.model import (
     ValueHeadFlags,
 )
 
+# Configs have fields called `data` and `model`, so the sections of these two modules are imported by name.
+
 PLAIN_TEMPLATE = "User: {}\nAssistant: "
 
 

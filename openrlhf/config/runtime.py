@@ -23,12 +23,10 @@ GPUS_PER_NODE_ON_RAY = 8  # default under Ray if the command names no count
 
 def resolve_runtime(config: RLConfig, environ: Mapping[str, str] = os.environ) -> Literal["local", "ray"]:
     """Choose the runtime; `auto` means Ray if there is a cluster to join, or more than one node, device or engine."""
-    placement, engines = config.placement, config.engines
-    if placement.runtime != "auto":
-        return placement.runtime
-    if "RAY_ADDRESS" in environ or "RAY_JOB_CONFIG_JSON_ENV_VAR" in environ:
-        return "ray"
-    return "ray" if several_devices(config) or (engines.vllm_num_engines or 0) > 1 else "local"
+    if config.placement.runtime != "auto":
+        return config.placement.runtime
+    joins = "RAY_ADDRESS" in environ or "RAY_JOB_CONFIG_JSON_ENV_VAR" in environ
+    return "ray" if joins or several_devices(config) or (config.engines.vllm_num_engines or 0) > 1 else "local"
 
 
 def several_devices(config: RLConfig) -> bool:

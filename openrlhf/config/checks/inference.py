@@ -37,12 +37,11 @@ def rows_go_to_a_file(config: BatchInferenceConfig) -> None:
     nearest = next(path for path in output.absolute().parents if path.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
         raise ConfigError(f"--output_path {output}: {nearest} cannot be written to")
-    for name in split_names(config.data.dataset):
-        if Path(name).expanduser().resolve() == output.resolve():
-            raise ConfigError(
-                f"--output_path {output} is the dataset itself, which would be overwritten",
-                try_this="another --output_path",
-            )
+    if output.resolve() in [Path(name).expanduser().resolve() for name in split_names(config.data.dataset)]:
+        raise ConfigError(
+            f"--output_path {output} is the dataset itself, which would be overwritten",
+            try_this="another --output_path",
+        )
 
 
 def engines_on_ray_are_vllm(config: BatchInferenceConfig) -> None:

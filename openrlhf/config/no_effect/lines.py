@@ -64,17 +64,11 @@ def answers(config: object, table: Sequence[NoEffect], given: Collection[str] | 
 
 def show(item: Flag, value: object) -> str:
     """Format a flag as it was given; without the value if it is free text, which may be long or secret."""
-    match value:
-        case None | True:
-            return f"--{item.name}"
-        case False:
-            return f"--{item.name} false"
-        case tuple():
-            return " ".join((f"--{item.name}", *map(str, value)))
-        case str() if get_origin(without_none(item.type)) is not Literal:
-            return f"--{item.name}"
-        case _:
-            return f"--{item.name} {value}"
+    is_text = isinstance(value, str) and get_origin(without_none(item.type)) is not Literal
+    if value is None or value is True or is_text:
+        return f"--{item.name}"
+    shown = value if isinstance(value, tuple) else (value,)
+    return " ".join((f"--{item.name}", *("false" if part is False else str(part) for part in shown)))
 
 
 def listed(items: Sequence[str]) -> str:
