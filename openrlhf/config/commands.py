@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from openrlhf.config.flags import section
 from openrlhf.config.sections import cluster, inference, objectives, rl, training
+
+# Configs have fields called `data` and `model`, so the sections of these two modules are imported by name.
 from openrlhf.config.sections.data import (
     ConversationFlags,
     DatasetFlags,
@@ -26,8 +28,6 @@ from openrlhf.config.sections.model import (
     ServedModelFlags,
     ValueHeadFlags,
 )
-
-# Configs have fields called `data` and `model`, so the sections of these two modules are imported by name.
 
 PLAIN_TEMPLATE = "User: {}\nAssistant: "
 
