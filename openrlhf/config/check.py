@@ -34,7 +34,7 @@ TRAINING: Rules = (
     common.ring_attention_is_our_own,
     common.probabilities_match_datasets,
     common.resuming_needs_checkpoints,
-    extras.requested_extras_are_installed,
+    extras.needed_extras_are_installed,
     paths.outputs_can_be_written,
 )
 SHARDING: Rules = (
@@ -94,7 +94,6 @@ RL: Rules = (
     *SHARDING,
     rl.scoring_batches_cover_the_devices,
     rl.rollouts_divide_into_steps,
-    extras.cluster_extras_are_installed,
     *FILES,
     paths.replay_is_of_another_run,
 )
@@ -116,8 +115,7 @@ RULES: dict[type, Rules] = {
     commands.LocalRLConfig: RL,
     commands.BatchInferenceConfig: (
         *MODEL,
-        extras.requested_extras_are_installed,
-        extras.batch_engine_is_installed,
+        extras.needed_extras_are_installed,
         inference.post_processors_need_rewards,
         inference.reward_template_has_its_placeholders,
         inference.rows_go_to_a_file,
@@ -128,7 +126,7 @@ RULES: dict[type, Rules] = {
     ),
     commands.ChatConfig: (
         *MODEL,
-        extras.requested_extras_are_installed,
+        extras.needed_extras_are_installed,
         *TEMPLATE,
         inference.a_chat_begins_once,
         *FILES,
@@ -137,8 +135,7 @@ RULES: dict[type, Rules] = {
         *MODEL,
         common.keys_fit_into_a_header,
         inference.other_machines_need_a_key,
-        extras.requested_extras_are_installed,
-        extras.the_server_is_installed,
+        extras.needed_extras_are_installed,
         *FILES,
     ),
     commands.LoraCombinerConfig: (

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.sections.data import StepFlags
 from openrlhf.data.records import Record, Records
-from openrlhf.data.rows import Dropped, build_rows
+from openrlhf.data.rows import Dropped, Loaded, build_rows
 from openrlhf.data.tokens import check_fast, tokenize
 from openrlhf.errors import ConfigError
 from openrlhf.types import StepRow
@@ -27,18 +27,6 @@ class StepTokens:
 
     placeholder_id: int
     reward_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class StepSet:
-    """Rows whose labels are all soft or all hard.
-
-    Soft labels are probabilities of the first reward token. Hard labels are class numbers: indices into the reward
-    tokens, or vocabulary ids if no reward tokens are given.
-    """
-
-    rows: list[StepRow]
-    soft: bool
 
 
 def step_tokens(tokenizer: PreTrainedTokenizerBase, fields: StepFlags) -> StepTokens:
@@ -58,11 +46,11 @@ def one_token(tokenizer: PreTrainedTokenizerBase, text: str, flag: str) -> int:
     return int(ids[0])
 
 
-def step_rows(records: Records, tokenizer: PreTrainedTokenizerBase, fields: StepFlags, max_len: int) -> StepSet:
+def step_rows(records: Records, tokenizer: PreTrainedTokenizerBase, fields: StepFlags, max_len: int) -> Loaded:
     """Make rows for a process reward model, cut to `max_len` with the labels of the steps that remain."""
     reader = StepReader(tokenizer, fields, step_tokens(tokenizer, fields), max_len)
     rows = build_rows(records, reader.make)
-    return StepSet(rows, soft=reader.soft is True)
+    return Loaded(rows, soft_labels=reader.soft is True)
 
 
 @dataclass

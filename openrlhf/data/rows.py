@@ -7,8 +7,9 @@ wrong, which ends the run, and `Dropped` for a valid record that cannot be train
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
@@ -23,6 +24,18 @@ Row = TypeVar("Row")
 
 class Dropped(Exception):
     """Raised for a valid row that cannot be trained on; the reason completes the message '3 rows ...'."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Rows of one kind.
+
+    Labels of process reward models are soft (probabilities of the first reward token) or hard (class numbers: indices
+    into the reward tokens, or vocabulary ids if no reward tokens are given), the same in all rows.
+    """
+
+    rows: Sequence[Any]
+    soft_labels: bool = False
 
 
 EMPTY_PROMPT = "with an empty prompt"

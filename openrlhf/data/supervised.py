@@ -17,20 +17,13 @@ from openrlhf.data.collate import Row
 from openrlhf.data.preference import labelled_rows, preference_rows
 from openrlhf.data.process import step_rows
 from openrlhf.data.records import Records
+from openrlhf.data.rows import Loaded
 from openrlhf.data.sft import sft_rows
 from openrlhf.data.sources import load_dataset, load_dataset_rows
 from openrlhf.errors import ConfigError, DataError
 from openrlhf.monitor import say
 
 SCORED_ROWS = 100  # minimum, if there are that many: fewer scores give an unreliable mean and spread
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """Rows of one kind."""
-
-    rows: Sequence[Row]
-    soft_labels: bool = False  # the labels of a process reward model are probabilities
 
 
 @dataclass(frozen=True)
@@ -84,6 +77,5 @@ def read_rows(config: SupervisedConfig, records: Records, tokenizer: PreTrainedT
         case commands.KTOConfig(fields=fields, template=template):
             return Loaded(labelled_rows(records, tokenizer, fields, template, max_len))
         case commands.PRMConfig(fields=fields):
-            steps = step_rows(records, tokenizer, fields, max_len)
-            return Loaded(steps.rows, soft_labels=steps.soft)
+            return step_rows(records, tokenizer, fields, max_len)
     raise ConfigError(f"{type(config).__name__} does not train on a dataset")

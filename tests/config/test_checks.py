@@ -447,12 +447,7 @@ SAID = [  # rule, command, what is added, what the line must hold
     ("rollouts_divide_into_steps", "train_ppo", "--rollout_batch_size 200", "200 samples|a step of 72"),
 ]
 BY_A_LAUNCHER = {"launched_processes_become_devices"}  # tried with processes
-WITHOUT_EXTRAS = {
-    "requested_extras_are_installed",  # tried where nothing is installed
-    "cluster_extras_are_installed",
-    "batch_engine_is_installed",
-    "the_server_is_installed",
-}
+WITHOUT_EXTRAS = {"needed_extras_are_installed"}  # tried where nothing is installed
 
 
 @pytest.fixture

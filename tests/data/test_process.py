@@ -19,7 +19,7 @@ def read(records, *, max_len=100, placeholder="ки", reward_tokens=("+", "-"), 
 def test_hard_labels_match_hand_computation(records):
     steps = read(records({"input": TEXT, "label": ["+", "-"]}))
     (row,) = steps.rows
-    assert not steps.soft
+    assert not steps.soft_labels
     assert row.input_ids.tolist() == [7, 3, 8, 3, 20, 3, 9, 3, 20]
     assert row.step_places.tolist() == [4, 8]
     assert row.step_labels.tolist() == [0.0, 1.0]
@@ -28,7 +28,7 @@ def test_hard_labels_match_hand_computation(records):
 
 def test_soft_labels_are_probabilities(records):
     steps = read(records({"input": TEXT, "label": [0.25, 1]}))
-    assert steps.soft
+    assert steps.soft_labels
     assert steps.rows[0].step_labels.tolist() == [0.25, 1.0]
 
 

@@ -21,31 +21,23 @@ def require(package: str, needed_by: str) -> None:
         )
 
 
-def requested_extras_are_installed(config: object) -> None:
-    """Check packages that a flag of any command requires."""
+def needed_extras_are_installed(config: object) -> None:
+    """Check the packages that flags, engines and the server need, before anything starts."""
     values = flag_values(config)
     for name, package in PACKAGE_OF.items():
         if values.get(name):
             require(package, f"--{name}")
-
-
-def cluster_extras_are_installed(config: RLConfig) -> None:
-    """Check Ray and vLLM before a cluster starts."""
-    if resolve_runtime(config) == "ray":
-        require("ray", "--runtime ray (several nodes, devices or engines require it)")
-    if config.engines.vllm_num_engines:
-        require("vllm", "--vllm_num_engines")
-
-
-def batch_engine_is_installed(config: BatchInferenceConfig) -> None:
-    """Check vLLM and Ray for batch inference, which has its own flags for them."""
-    if config.task.eval_task == "generate_vllm":
-        require("vllm", "--eval_task generate_vllm")
-    if config.task.vllm_num_engines is not None:
-        require("ray", "--vllm_num_engines")
-
-
-def the_server_is_installed(config: ServeRMConfig) -> None:
-    """The web framework is an extra that only this command needs."""
-    for package in ("fastapi", "uvicorn"):
-        require(package, "serve_rm")
+    match config:
+        case RLConfig(engines=engines):
+            if resolve_runtime(config) == "ray":
+                require("ray", "--runtime ray (several nodes, devices or engines require it)")
+            if engines.vllm_num_engines:
+                require("vllm", "--vllm_num_engines")
+        case BatchInferenceConfig(task=task):
+            if task.eval_task == "generate_vllm":
+                require("vllm", "--eval_task generate_vllm")
+            if task.vllm_num_engines is not None:
+                require("ray", "--vllm_num_engines")
+        case ServeRMConfig():
+            for package in ("fastapi", "uvicorn"):
+                require(package, "serve_rm")

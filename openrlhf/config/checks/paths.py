@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from openrlhf.config.commands import RLConfig
+from openrlhf.config.commands import LoraCombinerConfig, RLConfig
 from openrlhf.config.flags import flag_values
 from openrlhf.config.sections.data import split_names
 from openrlhf.errors import ConfigError
@@ -53,12 +53,11 @@ def model_folders_exist(config: object) -> None:
             raise ConfigError(f"--{name} {item} has no config.json, so it is not a model folder")
 
 
-def adapter_folder_exists(config: object) -> None:
+def adapter_folder_exists(config: LoraCombinerConfig) -> None:
     """Merging needs a LoRA adapter, not a model."""
-    for name, item in named_by(config, ("lora_path",)):
-        folder = Path(item).expanduser()
-        if looks_local(item) and not (folder / "adapter_config.json").exists():
-            raise ConfigError(f"--{name} {item} has no adapter_config.json, so it is not a LoRA adapter")
+    path = str(config.merge.lora_path)
+    if looks_local(path) and not (Path(path).expanduser() / "adapter_config.json").exists():
+        raise ConfigError(f"--lora_path {path} has no adapter_config.json, so it is not a LoRA adapter")
 
 
 def dataset_files_exist(config: object) -> None:
