@@ -33,8 +33,10 @@ class RewardService:
 
     model: ServedModel
     batcher: Batcher
-    flags: ServingFlags  # API key and limits on requests
     reader: ThreadPoolExecutor  # tokenises here, because long texts must not block other responses
+    api_key: str | None  # None or empty: anyone may send requests
+    max_bytes: int  # of a request body
+    refuse_long: bool  # reject texts longer than --max_len instead of truncating them
     has_truncated: bool = False
 
     async def get_reward(self, request: Request) -> dict[str, object]:
@@ -48,7 +50,7 @@ class RewardService:
         for place, row in enumerate(rows):
             if not len(row):
                 raise HTTPException(422, f"query {place} has no tokens, so there is nothing to score")
-            if self.flags.refuse_long and len(row) > limit:
+            if self.refuse_long and len(row) > limit:
                 raise HTTPException(413, f"query {place} has {len(row)} tokens, and --max_len is {limit}")
         rewards = await self.batcher.score([row[:limit] for row in rows])
         for place, reward in enumerate(rewards):
@@ -64,8 +66,8 @@ class RewardService:
     def _check_key(self, request: Request) -> None:
         """Reject a request without the server's API key; the comparison takes constant time."""
         given = request.headers.get("authorization", "")
-        expected = f"Bearer {self.flags.api_key}"
-        if self.flags.api_key and not hmac.compare_digest(given.encode(), expected.encode()):
+        expected = f"Bearer {self.api_key}"
+        if self.api_key and not hmac.compare_digest(given.encode(), expected.encode()):
             what = "a wrong key" if given else "no key"
             raise HTTPException(
                 401,
@@ -79,7 +81,7 @@ class RewardService:
 
         A body that is too large is read to its end without keeping it, so that the client can read the error.
         """
-        kept, size, limit = bytearray(), 0, self.flags.max_request_mb << 20
+        kept, size, limit = bytearray(), 0, self.max_bytes
         try:
             async for chunk in request.stream():
                 size += len(chunk)
@@ -88,8 +90,9 @@ class RewardService:
         except ClientDisconnect:  # the client cannot read this, but it keeps a traceback out of the log
             raise HTTPException(400, "the connection ended before the body did") from None
         if size > limit:
-            most = self.flags.max_request_mb
-            raise HTTPException(413, f"the body has {size} bytes, and --max_request_mb is {most}: send fewer queries")
+            raise HTTPException(
+                413, f"the body has {size} bytes, and --max_request_mb is {limit >> 20}: send fewer queries"
+            )
         return bytes(kept)
 
 
@@ -121,13 +124,14 @@ def read_queries(body: bytes) -> list[str]:
 
 def build_app(model: ServedModel, batcher: Batcher, flags: ServingFlags) -> FastAPI:
     """Create the FastAPI app; the batcher runs while the app does."""
-    service = RewardService(model, batcher, flags, ThreadPoolExecutor(1, "openrlhf-tokenizing"))
+    reader = ThreadPoolExecutor(1, "openrlhf-tokenizing")
+    service = RewardService(model, batcher, reader, flags.api_key, flags.max_request_mb << 20, flags.refuse_long)
 
     @asynccontextmanager
     async def scoring(app: FastAPI) -> AsyncIterator[None]:
         async with batcher:
             yield
-        service.reader.shutdown(wait=False)
+        reader.shutdown(wait=False)
 
     async def health() -> dict[str, str]:
         return {"status": "ok"}

@@ -43,10 +43,22 @@ class PlacementFlags:
     deepspeed_enable_sleep: bool = flag(False, "Move training states off the device between phases.")
 
     def num_nodes(self, role: Role) -> int:
-        return getattr(self, f"{role}_num_nodes")
+        counts = {
+            "actor": self.actor_num_nodes,
+            "ref": self.ref_num_nodes,
+            "critic": self.critic_num_nodes,
+            "reward": self.reward_num_nodes,
+        }
+        return counts[role]
 
     def given_gpus_per_node(self, role: Role) -> int | None:
-        return getattr(self, f"{role}_num_gpus_per_node")
+        counts = {
+            "actor": self.actor_num_gpus_per_node,
+            "ref": self.ref_num_gpus_per_node,
+            "critic": self.critic_num_gpus_per_node,
+            "reward": self.reward_num_gpus_per_node,
+        }
+        return counts[role]
 
 
 @dataclass(frozen=True, kw_only=True)
