@@ -3,8 +3,8 @@
     python tools/code_metrics.py [FOLDER]     FOLDER defaults to openrlhf
 
 Lines of code are lines without blanks, comments and docstrings. A duplicate is a pair of files that share at
-least eight consecutive lines of code, once names, strings and numbers are replaced by placeholders. The figures point at
-places worth reading; they are not targets in themselves.
+least eight consecutive lines of code, once names, strings and numbers are replaced by placeholders. The figures point
+at places worth reading; they are not targets in themselves.
 """
 
 import ast
