@@ -25,16 +25,16 @@ import json, sys
 import numpy as np
 import torch
 from openrlhf.config.sections.model import ModelFlags
-from openrlhf.data.collate import Layout
-from openrlhf.rl.reward_models import scores_of
-from openrlhf.models.forward import Network
+from openrlhf.data.collate import pack
+from openrlhf.models.forward import Network, Scores
 from openrlhf.models.load import load_scalar_model
 from openrlhf.training.local import LocalFrozen
+from openrlhf.types import TokenRow
 
 flags, device = ModelFlags(use_liger_kernel=sys.argv[2] == "True"), torch.device("cuda")
 model = load_scalar_model(sys.argv[1], flags, device=device, packing=True, head_prefix="score")
-rows = [np.arange(4, 4 + length, dtype=np.int32) for length in (3, 9, 20)]
-print(json.dumps(scores_of(rows, LocalFrozen(Network(model), device), Layout(True, 1)).tolist()))
+rows = [TokenRow(np.arange(4, 4 + length, dtype=np.int32), np.zeros(length, bool)) for length in (3, 9, 20)]
+print(json.dumps(LocalFrozen(Network(model), device).forward(pack(rows), Scores).scores.tolist()))
 """
 
 

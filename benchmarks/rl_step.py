@@ -103,7 +103,7 @@ def report(folder: Path, alone: float | None) -> None:
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     rows = [{name: line[f"timing/{name}"] for name in (*PHASES, "step_total")} for line in lines]
     print(f"{'step':>6} {'seconds':>9} " + " ".join(f"{name:>16}" for name in PHASES))
-    wholes = [row["generation"] + row["step_total"] for row in rows]  # generation and the rest follow each other
+    wholes = [row["step_total"] for row in rows]
     for number, (row, whole) in enumerate(zip(rows, wholes, strict=True), 1):
         print(f"{number:6} {whole:9.2f} " + " ".join(f"{row[name]:16.2f}" for name in PHASES))
     medians = {name: statistics.median(row[name] for row in rows[1:]) for name in PHASES}
