@@ -86,9 +86,10 @@ def read_labels(args: argparse.Namespace) -> list[Any]:
     """Return the labels of the prompts in the order of generation, in which an answer's index is a row number."""
     from openrlhf.config.commands import BatchInferenceConfig  # as above
     from openrlhf.config.parser import parse as parse_flags
-    from openrlhf.inference.batch_inference import load_rows
+    from openrlhf.data.sources import load_dataset
 
-    records = load_rows(parse_flags(BatchInferenceConfig, ["--dataset", args.prompts, *shlex.split(args.generate)]))
+    config = parse_flags(BatchInferenceConfig, ["--dataset", args.prompts, *shlex.split(args.generate)])
+    records = load_dataset(config.data, seed=config.task.seed, loading=config.model)
     return [record.value(args.label_key, "--label_key") for record in records]
 
 

@@ -46,17 +46,18 @@ def build_executor(
     CPU cores, at most 8). `compares_engine` means that the loss compares the engine's log-probs with the trainer's.
     """
     processes = processes or max(1, min(MOST_PROCESSES, (os.cpu_count() or 2) // 2))
-    timeout = rewards.reward_timeout
     if not rewards.agent_func_path:
         source: FileRewards | ServerRewards | None = None
         if rewards.reward_file:
-            limits = PoolLimits(timeout, processes, calls_before_another=1, calls_per_process=1)
+            limits = PoolLimits(rewards.reward_timeout, processes, calls_before_another=1, calls_per_process=1)
             pool = Pool(WorkerSpec(str(Path(rewards.reward_file).expanduser().resolve()), "reward"), limits)
             pool.start()
             source = FileRewards(pool, stop_at_failure=rewards.on_reward_error == "stop")
         elif rewards.reward_servers:
             key = rewards.reward_api_key or None
-            source = ServerRewards([RewardServer(url, timeout, api_key=key) for url in rewards.reward_servers])
+            source = ServerRewards(
+                [RewardServer(url, rewards.reward_timeout, api_key=key) for url in rewards.reward_servers]
+            )
         return SingleTurnSamples(source, tokenizer, context_length, rewards.on_reward_error)
 
     # Workers load the tokenizer from a temporary folder that the pool owns. AutoTokenizer takes seconds to import, so
@@ -76,7 +77,7 @@ def build_executor(
         trust_remote_code=trust_remote_code,
         template=template or TemplateFlags(),
     )
-    limits = PoolLimits(timeout, processes, calls_before_another=EPISODES_BEFORE_ANOTHER)
+    limits = PoolLimits(rewards.reward_timeout, processes, calls_before_another=EPISODES_BEFORE_ANOTHER)
     pool = Pool(spec, limits, owns=folder)
     pool.start()
     return AgentEpisodes(pool, context_length, rewards.step_rewards, rewards.on_reward_error, compares_engine)
