@@ -1,7 +1,7 @@
 """Construction of the executor that the reward and agent flags select.
 
-`build_executor` is the only entry. It starts the worker processes that run user code and returns `AgentEpisodes` for an
-agent file, or `SingleTurnSamples` with the matching source of rewards.
+`build_executor` is the only entry point. It starts the worker processes that run user code and returns `AgentEpisodes`
+for an agent file, or `SingleTurnSamples` with the matching source of rewards.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ CONCURRENT_REQUESTS = 32  # to reward servers
 
 
 class FileRewards:
-    """Rewards of the reward_func in a .py file, which is called once per group."""
+    """Rewards from the reward_func in a .py file, which is called once per group."""
 
     def __init__(self, pool: Pool, *, stop_at_failure: bool) -> None:
         self.pool = pool
@@ -47,9 +47,7 @@ class FileRewards:
             return [RewardError(f"{error}; the first sample is {group.describe(0)}")] * count
 
     async def _score_without_failing(self, group: Group) -> list[Scored | RewardError]:
-        """Try each sample alone, then score those that succeed again together, because a function may compare the
-        samples it gets.
-        """
+        """Score each sample alone to find those that fail, then score the rest together, as it may compare samples."""
         indices = range(len(group.queries))
 
         async def try_alone(index: int) -> RewardError | None:
@@ -82,7 +80,7 @@ class FileRewards:
 
 
 class ServerRewards:
-    """Rewards of servers, which take turns."""
+    """Rewards from servers, which are called in turn."""
 
     def __init__(self, servers: Sequence[RewardServer]) -> None:
         self.servers = itertools.cycle(servers)

@@ -37,7 +37,7 @@ class Mean:
 
 @dataclass(frozen=True)
 class Moments(Mean):
-    """A mean that also knows the variance of what it averages."""
+    """A mean that also tracks the variance of its summands."""
 
     squares: Tensor  # [] float64, like the others: in float32 the variance would suffer from cancellation
 

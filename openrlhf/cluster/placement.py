@@ -182,7 +182,7 @@ def explain_shortage(asked: PlacementPlan, nodes: Sequence[Node], unit: str, *, 
     if widest > len(nodes):
         message += f"; {widest} nodes are requested, but there are {len(nodes)}"
     elif free >= asked.devices:
-        message += "; the devices of a group's node, and those of an engine, must be on one node"
+        message += "; all devices of an engine, and all that a group takes per node, must be on one node"
     if widest > len(nodes) and private:
         return ConfigError(message, try_this="ray start on every node first (docs/cluster.md), or fewer --*_num_nodes")
     fewer = "--*_num_nodes, --*_num_gpus_per_node and --vllm_num_engines" if asked.groups else "--vllm_num_engines"

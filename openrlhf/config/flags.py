@@ -37,7 +37,7 @@ def flag(
 ) -> T:
     """Declare a field of a section, and with it the command-line flag of the same name.
 
-    A value of None is always in range; of a tuple, each element must be `within` it. `needs` names another flag of the
+    A value of None is always in range; each element of a tuple must be `within` it. `needs` names another flag of the
     same command: as long as that one is unset, this one has no effect, and the run says so. `required` means that the
     command cannot run without the flag; it is an example of a value, for the error message.
     """

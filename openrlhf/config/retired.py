@@ -18,7 +18,7 @@ class Retired:
     of: str
     line: str
     try_this: str | None = None  # if set, the flag is rejected
-    harmless: Collection[str] = ()  # values that are ignored all the same
+    harmless: Collection[str] = ()  # values that are ignored, not rejected
 
 
 TEXT_ONLY = "has no effect: models are trained on text"
@@ -27,7 +27,7 @@ RETIRED: Mapping[str, Retired] = {
     "torch_compile": Retired(TRAINING, "has no effect; --deepcompile compiles the training step"),
     "perf": Retired(RL, "has no effect: timings are always logged"),
     "actor_init_on_gpu": Retired(RL, "has no effect"),
-    "ptx_coef": Retired(RL, "has no effect: there is no pre-training loss to weigh"),
+    "ptx_coef": Retired(RL, "has no effect: there is no pre-training loss to weight"),
     "pretrain_data": Retired(
         RL,
         "would mix a pre-training loss into PPO, which is not supported",

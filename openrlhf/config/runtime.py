@@ -139,7 +139,7 @@ def num_optimizer_steps(config: RLConfig, num_prompts: int) -> int:
 
 
 def evaluation_config(config: RLConfig) -> RLConfig:
-    """Return the config to sample with in evaluation: its own count and temperature, and every group is kept."""
+    """Return the config for sampling in evaluation: its own sample count and temperature, and no filtering."""
     return replace_flags(
         config,
         n_samples_per_prompt=config.prompts.eval_n_samples_per_prompt,
@@ -148,7 +148,7 @@ def evaluation_config(config: RLConfig) -> RLConfig:
     )
 
 
-# What the loss compares.
+# Which log-probs the loss compares.
 
 
 def uses_correction(config: RLConfig) -> bool:

@@ -17,7 +17,7 @@ from openrlhf.data.records import Record, Records
 from openrlhf.errors import DataError
 from openrlhf.monitor import is_main_process, say
 
-LARGE = 2000  # rows from which on a progress bar is shown
+LARGE = 2000  # number of rows from which a progress bar is shown
 
 Row = TypeVar("Row")
 

@@ -38,9 +38,9 @@ from openrlhf.rollout.spec import EngineSpec
 from openrlhf.training.preflight import explain_precision
 from openrlhf.types import Completion, Prompt, Request
 
-MEMORY_SHARE = 0.9  # fraction of a device's memory for vLLM, as by vLLM's own default
+MEMORY_SHARE = 0.9  # fraction of a device's memory for vLLM; vLLM's own default
 RESTARTS = 1  # per engine on Ray; its unfinished requests are generated again
-AHEAD = 2  # requests at an engine per request that it can run at the same time, so that its queue is never empty
+AHEAD = 2  # requests to send per request that an engine can run concurrently, so that its queue is never empty
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def fitting_attention(attention: str, model_class: type[PreTrainedModel] | None,
 
 
 def takes_sdpa(model_class: type[PreTrainedModel] | None, config: PretrainedConfig) -> bool:
-    """Return True if SDPA is correct for a model; not if it caps its attention scores, which SDPA silently omits."""
+    """Return whether SDPA is correct for a model: if the model caps its attention scores, SDPA silently omits that."""
     capped = config.get_text_config().to_dict().get("attn_logit_softcapping")
     return not capped and (model_class is None or model_class._supports_sdpa)
 

@@ -20,7 +20,7 @@ HEAD_KEYS = ("value_head_prefix", "mean", "std", "normalize_reward", "pad_token_
 
 
 def saved_tensors(network: Network, gather: Gather = gather_nothing) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights for `save_model`: the decoder's tensors, each once; of an adapted model, the trained ones.
+    """Yield the weights for `save_model`: the decoder's tensors, each once; for an adapted model, the trained ones.
 
     Each is complete until the next one is requested. If the network is sharded, every rank must iterate to the end.
     """
@@ -50,6 +50,6 @@ def save_model(network: Network, folder: Path, weights: Mapping[str, Tensor] | N
     model.save_pretrained(folder, **({} if weights is None else {"state_dict": dict(weights)}))
     known = {name: config[name] for name in HEAD_KEYS if name in config}
     if adapted and "value_head_prefix" in known:
-        # What the config of a merged reward model needs about its scores. It is not called config.json, because PEFT's
-        # own loaders would then mistake the folder for a complete model.
+        # The values about scores that a merged reward model's config needs. The file is not called config.json, because
+        # PEFT's own loaders would then mistake the folder for a complete model.
         (folder / HEAD_CONFIG).write_text(json.dumps(known, indent=1), encoding="utf-8")

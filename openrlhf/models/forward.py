@@ -83,12 +83,12 @@ class TargetLogits(Outputs):
 
 @dataclass(frozen=True, kw_only=True)
 class OwnLogProbs(LogProbs):
-    """Log-probs by the model's own forward, each sequence alone: the reference of the self-test."""
+    """Log-probs from the model's own forward, each sequence alone: the reference for the self-test."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnScores(Scores):
-    """Scores by the model's own forward, each sequence alone: the reference of the self-test."""
+    """Scores from the model's own forward, each sequence alone: the reference for the self-test."""
 
 
 @dataclass(frozen=True)

@@ -77,8 +77,8 @@ def checkpoint_weights(network: Network, gather: Gather = gather_nothing) -> Ite
     """Yield every tensor by its checkpoint name, without tied copies; a tensor is valid until the next layer's."""
     for layer in plain_layers(network.decoder):
         with gather([tensor for plain in layer for tensor in plain.needs]) as unshard:
-            # Undo the fusing and renaming of tensors that Transformers does on loading. No name keeps the tensors, so
-            # that they are freed before those of the next layer are computed.
+            # Undo the fusing and renaming of tensors that Transformers does on loading. Keep no reference to the
+            # tensors, so that they are freed before those of the next layer are computed.
             yield from revert_weight_conversion(
                 network.decoder, {plain.name: plain.compute(unshard) for plain in layer}
             ).items()

@@ -38,8 +38,8 @@ from openrlhf.models.inputs import CallLayout
 from openrlhf.monitor import say
 from openrlhf.types import Batch, TokenRow
 
-LENGTHS = (14, 9, 17, 5, 12, 7)  # most longer than a convolution's reach; they end at many positions of a chunked scan
-FP32_LEAK = 1e-5  # largest change if only other sequences change: a state that decays shows little in so few tokens
+LENGTHS = (14, 9, 17, 5, 12, 7)  # most exceed a convolution's reach; their ends fall at varied places in a chunked scan
+FP32_LEAK = 1e-5  # allowed change if only other sequences change; small, as a decaying state leaks little in few tokens
 LEAST_LEAK = 1e-3  # the same in half precision, on average
 
 
@@ -51,7 +51,7 @@ class BackendForward(Protocol):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to compute: the layout of sequences, the attention implementation, and the kernels of the layers."""
+    """One way to run a network: the layout of sequences, the attention implementation, and the layers' kernels."""
 
     layout: CallLayout
     attention: str
@@ -65,7 +65,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class LayoutProbe:
-    """The question for a network, and the model's own answer."""
+    """A test batch for a network, and the outputs of the model's own forward for it."""
 
     batch: Batch
     wanted: type[LogProbs | Scores]
@@ -111,12 +111,12 @@ def choose_layout(network: Network, forward: BackendForward, worst: Callable[[fl
         problems.append(f"{candidate} {problem}")
     raise ConfigError(
         f"{name} does not match its own forward in any layout: {'; '.join(problems)}",
-        try_this="another model, or --skip_self_test to run it all the same",
+        try_this="another model, or --skip_self_test to run it anyway",
     )
 
 
 def candidates(network: Network) -> Iterator[Candidate]:
-    """Yield the ways to compute, fastest first, starting with the one that the network was loaded for."""
+    """Yield the candidates, fastest first, starting with the one that the network was loaded for."""
     decoder = network.decoder
     attention = modes.attention_in(decoder)
     yield Candidate(network.layout, attention)
@@ -172,8 +172,8 @@ def check_forward(forward: BackendForward, probe: LayoutProbe) -> tuple[float, s
 
     The first error is the difference from the model's own answer. The second is a leak: if the tokens of every other
     sequence change, the answers of the rest must not. Most kernels round equal shapes equally, so a leak shows even if
-    it is far below the model's rounding. How equally they round is measured by changing the last sequence, which no
-    causal model lets the others see.
+    it is far below the model's rounding. Changing the last sequence, which no causal model lets the others see,
+    measures how equally they round.
     """
     batch = probe.batch
     found = answers(forward(batch, probe.wanted), batch)

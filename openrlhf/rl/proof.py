@@ -54,9 +54,9 @@ def watch_gap(config: RLConfig, workers: Workers, batching: Batching, monitor: M
 
 @dataclass
 class GapWatch:
-    """Measures the gap whenever there are samples from the current weights, and stops the run if it is too large.
+    """Comparison of engine and trainer on samples from the current weights; it stops the run if their gap is too large.
 
-    The gap is the mean of |log p - log p'| over tokens, in nats.
+    The gap is the mean of |log p - log p'| over tokens, in nats, with p from the engine and p' from the trainer.
     """
 
     workers: Workers

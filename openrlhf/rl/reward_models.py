@@ -187,7 +187,7 @@ class ProcessRewardModel:
             marks = [self._ends_of_steps(row) for row in part]  # [tokens] each
             has_steps = [bool(mark.any()) for mark in marks]
             for mark, has_step in zip(marks, has_steps, strict=True):
-                mark[-1] |= not has_step  # all ranks of a sharded model must call it: rows without steps get a dummy
+                mark[-1] |= not has_step  # a dummy target for rows without steps: every rank must run the model
             asked = self.batching.layout.batch([TokenRow(ids, mark) for ids, mark in zip(part, marks, strict=True)])
             logits = self.model.forward(asked, TargetLogits).logits  # [targets, vocabulary]
             positive = logits[:, list(self.reward_ids)].softmax(-1)[:, 0].cpu()  # [targets]

@@ -145,7 +145,7 @@ class RowCache(cache_utils.Cache):
         for layer in cache_utils.DynamicCache(config=config).layers:
             kind = ROW_LAYERS.get(type(layer))
             if kind is None:
-                raise NotImplementedError(f"{type(layer).__name__} cannot be kept by rows")
+                raise NotImplementedError(f"{type(layer).__name__} does not support adding and removing rows")
             states = {} if kind is GrowingLayer else {"number_of_states": vars(layer).get("number_of_states", 1)}
             layers.append(kind(**states))
         if all(type(layer) is GrowingLayer for layer in layers):

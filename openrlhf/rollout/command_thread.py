@@ -1,6 +1,6 @@
-"""A thread that owns an engine, and runs the commands of asyncio callers between two steps of the engine.
+"""A thread that owns an engine and runs the commands of asyncio callers between the engine's steps.
 
-    event loop of a caller                       the thread, round after round
+    event loop of a caller                       the thread, in each iteration
     await engine.load(...)     -> inbox ->       run all pending commands; wait for one if there is nothing to step
     (suspended)                                  take one step
     result or exception        <- future <-      answer the callers whose work is complete

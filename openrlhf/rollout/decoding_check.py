@@ -65,7 +65,7 @@ def choose_decoding(network: Network, strategies: Iterable[Decoding] | None = No
     ends = "; ".join(dict.fromkeys((problems[0], problems[-1])))  # report the fastest strategy and the last resort
     raise ConfigError(
         f"{name} does not match its own forward with any decoding strategy: {ends}",
-        try_this="vLLM as the engine, or --skip_self_test to generate all the same",
+        try_this="vLLM as the engine, or --skip_self_test to generate anyway",
     )
 
 

@@ -64,8 +64,8 @@ def sample_tokens(
     """Sample a token for each row of logits [rows, vocabulary]; return (tokens, log-probs), each [rows].
 
     A log-prob belongs to the distribution that the token was sampled from. `places` [rows] selects the random number
-    that a row uses. Temperature 0 takes the likeliest token, with log-prob 0. If `whole` is given, the logits before
-    any token was forbidden or penalised, log-probs come from these, without truncation.
+    that a row uses. Temperature 0 takes the likeliest token, with log-prob 0. If `whole` is given, which holds the
+    logits before any token was forbidden or penalised, log-probs come from these, without truncation.
     """
     greedy = state.temperature == 0  # [rows]
     temperature = torch.where(greedy, 1.0, state.temperature)[:, None]  # [rows, 1]
@@ -83,7 +83,7 @@ def sample_tokens(
 def truncate(log_probs: Tensor, state: SamplingState) -> Tensor:
     """Restrict log-probs [rows, vocabulary] to min-p, top-k and top-p, and normalise them again.
 
-    They are returned as they are if no row has a limit. As in vLLM, top-p applies to the mass that the others leave.
+    They are returned unchanged if no row has a limit. As in vLLM, top-p applies to the mass that the others leave.
     """
     vocabulary = log_probs.shape[-1]
     if bool(((state.top_p >= 1) & (state.top_k >= vocabulary) & (state.min_p <= 0)).all()):

@@ -65,7 +65,7 @@ class VLLMEngine(StepLoop):
         self.tokenizer = tokenizer
         self.dtype = choose_dtype(spec.model.param_dtype, device)
         self.compiles = " " not in TORCH  # PyTorch hands its own path to the linker of Inductor's code without quotes
-        # Set the variables that vLLM reads when it is imported and started; except the first, the user's values stay.
+        # Set the variables that vLLM reads on import and at startup; only the first overrides the user's value.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)

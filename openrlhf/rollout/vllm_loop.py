@@ -1,4 +1,4 @@
-"""vLLM on our own thread: requests, pauses, new weights and sleep, all between two of its steps.
+"""vLLM on our own thread: requests, pauses, new weights and sleep are all handled between its steps.
 
 `VLLMEngine` (vllm.py) extends `StepLoop` with the translation between our types and vLLM's. The requests of one call
 travel together:
@@ -130,8 +130,8 @@ class StepLoop(CommandThread):
     def load(self, weights: Weights, version: int, *, verify: bool = False) -> Checksums:
         """Load new weights, and let unfinished requests continue with them.
 
-        An incomplete weight set is the sender's fault: pause generation until a complete one arrives. Everything else
-        stays as it is.
+        An incomplete weight set is the sender's fault: pause generation until a complete one arrives.
+        Requests are kept.
         """
         states = self._engine.output_processor.request_states
         for name, running in self._running.items():
@@ -154,7 +154,7 @@ class StepLoop(CommandThread):
             lost = sorted(self._readable - read_back)
             if lost:
                 shown = ", ".join(lost[:SHOWN]) + (", ..." if len(lost) > SHOWN else "")
-                problem = f"vLLM still computes with others ({len(lost)} tensors): {shown}"
+                problem = f"vLLM still computes with other values for {len(lost)} tensors: {shown}"
                 raise RolloutError(f"weights arrived, but {problem}")
         self._has_weights = True
         self._engine.reset_prefix_cache(reset_running_requests=True)  # drop what the old weights computed
@@ -186,7 +186,7 @@ class StepLoop(CommandThread):
         try:
             if self._asleep or not self._has_weights:
                 needs = "wake('weights'), load and wake('cache')"
-                raise RolloutError(f"vLLM is asleep or has no complete weights: it generates after {needs}")
+                raise RolloutError(f"vLLM is asleep or has no complete weights: call {needs} first")
             with rejections():
                 for index, request in enumerate(call.requests):
                     name = str(self._count)

@@ -64,7 +64,7 @@ class WeightSender:
                     pipeline.add(name, tensor)
             except RolloutError:
                 raise
-            except BaseException as error:  # whatever the iterator of weights raised, the receivers must be told
+            except BaseException as error:  # tell the receivers, whatever the iterator of weights raised
                 pipeline.finish(f"{type(error).__name__}: {error}")
                 raise
             pipeline.finish()

@@ -1,4 +1,4 @@
-"""What objectives (what to train) and backends (how to train it) have in common.
+"""Interfaces between objectives (what to train), backends (how to train it) and the training loops.
 
 Objectives say what an optimizer step minimises; a `TrainBackend` runs it. `LocalBackend` runs it in one process and
 `DeepSpeedBackend` in many, so the supervised loop and the RL loop do not know which one they use. A loop calls, for
@@ -7,7 +7,7 @@ each step:
     forward_backward(micro_batches, objective)    gradients of the whole step, and its metrics
     optim_step(scale)                             clip, update, clear; `scale` comes from the learning-rate schedule
 
-The functions at the end are small parts that both backends or both loops share.
+The functions at the end are small pieces that both backends or both loops share.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class TrainBackend(Frozen, Ranks, ABC):
         return checkpoint_weights(self.network)
 
     def exported(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that `export` writes, under their in-memory names; of a LoRA model only the adapters.
+        """Yield the tensors that `export` writes, under their in-memory names; for a LoRA model, only the adapters.
 
         Collective, like `weights`.
         """

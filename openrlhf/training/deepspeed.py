@@ -90,7 +90,7 @@ class DeepSpeedBackend(TrainBackend):
         self.learning_rate = learning_rate  # peak; `optim_step` scales it
         self.sharding = sharding
         self.universal = universal_checkpoint
-        self.has_adapters = network.model is not network.decoder  # then only they are trained, saved and exported
+        self.has_adapters = network.model is not network.decoder  # if so, only these are trained, saved and exported
         named = trainable(network)
         if not named:
             raise ConfigError("nothing to train: every parameter is frozen")

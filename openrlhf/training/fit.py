@@ -5,8 +5,8 @@ loop, resumes it if asked, and calls `run`. Each step goes through
 
     order.rows -> collate -> objective.prepare -> backend.forward_backward -> loss is finite? -> backend.optim_step
 
-on all ranks together; evaluation, checkpoints and logs happen in between. A signal lets the current step end, writes a
-checkpoint and raises `Interrupted`.
+on all ranks together; evaluation, checkpoints and logs happen in between. On a signal, `run` finishes the current step,
+writes a checkpoint and raises `Interrupted`.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class PolicyObjective:
     kl_unbiased_gradient: bool = False  # see `kl_loss`
     entropy_coef: float | None = None  # None: the entropy is not computed
     aux_loss_coef: float = 0.0
-    constant_length: int = 1  # tokens that each sequence counts as in the "constant" aggregation
+    constant_length: int = 1  # for the "constant" aggregation: the number of tokens to count for each sequence
 
     def loss(self, run: Run, batch: PolicyBatch, totals: StepTotals) -> tuple[Tensor, Metrics]:
         temperature, mask, rows = temperature_of(batch, self.temperature), batch.target_mask, batch.sequence_ids

@@ -52,7 +52,7 @@ def run(config: SupervisedConfig, sinks: Sequence[Sink] = ()) -> Result:
     explain_hardware(config, device)
     seed_everything(config.batches.seed, deterministic=config.batches.full_determinism)
 
-    # Everything that the user may have to correct is read before a model loads.
+    # Read everything that may contain a user's mistake before loading any model.
     tokenizer = load_tokenizer(str(config.model.pretrain), config.model)
     data = load_data(config, tokenizer)
     order = Order(

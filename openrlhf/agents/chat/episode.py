@@ -71,8 +71,8 @@ class ChatEpisode:
                 )
             self.is_full = True
             raise EpisodeFull(
-                f"the episode is over: its next turn would begin with {len(prompt_ids)} tokens of at most"
-                f" {task.max_length}, after {len(self.outputs)} turns of at most {self.max_turns or 'any number'}"
+                f"the episode is over: it has {len(prompt_ids)} tokens (limit: {task.max_length}) before its next turn,"
+                f" and {len(self.outputs)} turns (limit: {self.max_turns or 'none'})"
             )
         self.messages, self.tools = list(request.messages), request.tools
         self.transcript.add_feedback("", added)

@@ -42,7 +42,7 @@ class ChatServer:
             return web.json_response({"status": "ok"})
 
         async def not_found(request: web.Request) -> web.Response:
-            text = f"{request.method} {request.path} is not served; an episode has {ENDPOINTS}"
+            text = f"{request.method} {request.path} is not an endpoint; an episode serves {ENDPOINTS}"
             raise refusal(web.HTTPNotFound, text)
 
         app = web.Application(client_max_size=LARGEST_BODY)

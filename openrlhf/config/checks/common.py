@@ -32,7 +32,7 @@ def numbers_are_in_range(config: object) -> None:
 
 
 def empty_template_is_none(config: Templated) -> Changed[Templated] | None:
-    """Treat an empty template as none: scripts pass it for complete prompts, and a here-document keeps its quotes."""
+    """Treat an empty template as none: scripts pass '' for complete prompts, sometimes with literal quotes."""
     if config.template.input_template in EMPTY:
         return change(config, "--input_template is empty: inputs are used unchanged", input_template=None)
     return None

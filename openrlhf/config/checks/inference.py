@@ -63,7 +63,7 @@ def engines_on_ray_are_vllm(config: BatchInferenceConfig) -> None:
 
 
 def other_machines_need_a_key(config: ServeRMConfig) -> None:
-    """A server that other machines can reach must not answer everyone."""
+    """A server that other machines can reach must require a key."""
     host = config.server.host
     if not (is_loopback(host) or config.server.api_key):
         raise ConfigError(

@@ -42,13 +42,13 @@ def reward_weights_match_models(config: RLConfig) -> None:
 
 
 def groups_have_several_samples(config: RLConfig) -> None:
-    """The baseline of group estimators is the other samples of the same prompt, and filtering judges their mean."""
+    """Group estimators compare a sample with the others of its prompt, and dynamic filtering uses their mean score."""
     n, estimator = config.rollout.n_samples_per_prompt, config.advantage.advantage_estimator
     compares, filters = estimator in GROUP_ESTIMATORS, config.rollout.dynamic_filtering
     if n < 2 and (compares or filters):
         use = f"--advantage_estimator {estimator} compares the samples of a prompt" if compares else None
         raise ConfigError(
-            f"{use or '--dynamic_filtering judges the mean of a group'}, but --n_samples_per_prompt is {n}",
+            f"{use or '--dynamic_filtering filters by the mean score of a group'}, but --n_samples_per_prompt is {n}",
             try_this="--n_samples_per_prompt 8",
         )
 
@@ -111,7 +111,8 @@ def oversampling_needs_async(config: RLConfig) -> str | None:
         return None
     if not config.asynchrony.async_train:
         raise ConfigError(
-            f"--vllm_generate_batch_size {asked} exceeds --rollout_batch_size {size}: the surplus would wait",
+            f"--vllm_generate_batch_size {asked} exceeds --rollout_batch_size {size}, but a synchronous run"
+            " cannot use the surplus",
             try_this=f"--async_train, or --vllm_generate_batch_size {size}",
         )
     return (
@@ -121,7 +122,7 @@ def oversampling_needs_async(config: RLConfig) -> str | None:
 
 
 def ranges_are_intervals(config: RLConfig) -> None:
-    """No group passes an empty range of scores, and no reward fits one."""
+    """Reject empty ranges: no group would pass the filter, and no reward could be clipped to one."""
     ranges = {"reward_clip_range": config.rewards.reward_clip_range}
     if config.rollout.dynamic_filtering:
         ranges["dynamic_filtering_reward_range"] = config.rollout.dynamic_filtering_reward_range
@@ -226,8 +227,8 @@ def correction_needs_the_whole_distribution(config: RLConfig) -> str | None:
         by_default = config.policy.enable_vllm_is_correction is None
         reason = "--async_train corrects for old samples" if by_default else "--enable_vllm_is_correction is given"
         raise ConfigError(
-            f"{limits[0]} leaves tokens out at --temperature {rollout.temperature:g}, but {reason}: every weight would "
-            "be too small by the probability of those left out",
+            f"{limits[0]} leaves tokens out at --temperature {rollout.temperature:g}, but {reason}: every importance "
+            "weight would be too small, scaled by the probability of the remaining tokens",
             try_this=f"--temperature 1, or without {name}, or --enable_vllm_is_correction false",
         )
     return f"{limits[0]}: the correction compares whole distributions and ignores that {name} excludes tokens"

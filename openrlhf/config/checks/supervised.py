@@ -39,7 +39,10 @@ def micro_batches_divide_the_batch(config: SupervisedConfig) -> str | None:
     batch, micro = config.batches.train_batch_size, config.batches.micro_train_batch_size
     ranks = data_parallel_size(config)
     if batch % (micro * ranks):
-        return f"--train_batch_size {batch} is not a multiple of {micro} x {ranks} devices: one micro-batch is smaller"
+        return (
+            f"--train_batch_size {batch} is not a multiple of {micro} x {ranks} devices: the last micro-batch of each"
+            " step is smaller"
+        )
     return None
 
 

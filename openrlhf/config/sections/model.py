@@ -30,7 +30,7 @@ class LoadingFlags(PrecisionFlags):
     experts_implementation: str | None = flag(None, "Implementation of experts, by its Transformers name.")
     disable_fast_tokenizer: bool = flag(False, "Accepted, but unused: Transformers has only fast tokenizers.")
     trust_remote_code: bool = flag(False, "Run the code that comes with a model or dataset; upstream always does.")
-    skip_self_test: bool = flag(False, "Skip the comparison of a model with its own forward pass (about a second).")
+    skip_self_test: bool = flag(False, "Skip the self-test of each model against its own forward (about a second).")
     use_ms: bool = flag(False, "Download models and datasets from ModelScope.")
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "Device; auto uses a GPU if there is one.")
 

@@ -279,7 +279,7 @@ class PolicyLossFlags:
     )
     vllm_is_correction_type: Correction = flag("tis", "Clamp the weight, drop the token, or drop the sequence.")
     vllm_is_truncated_threshold: tuple[float, ...] = flag(
-        (0.5, 5.0), "Interval of the weight; one value is the upper bound."
+        (0.5, 5.0), "Lower and upper bound of the weight; a single value is the upper bound."
     )
     freezing_actor_steps: int = flag(-1, "Train only the critic in the first N steps.")
     enable_ema: bool = flag(False, "Keep a moving average of the policy, and save that.")

@@ -106,4 +106,6 @@ class RunFlags:
     """This run"""
 
     run_dir: str | None = flag(None, "Folder for config, metrics and rollouts (default: a folder in --save_path).")
-    dry_run: bool = flag(False, "Check the flags, try the first 8 rows and their reward, and stop before models load.")
+    dry_run: bool = flag(
+        False, "Check the flags, test data and reward on the first 8 rows, then stop before models load."
+    )
