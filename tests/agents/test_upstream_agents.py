@@ -252,7 +252,7 @@ SERVED = (
 
 @pytest.mark.parametrize("source", [KEPT, SERVED], ids=["attribute", "server"])
 def test_engine_of_the_first_episode_serves_later_ones(build, write, source):
-    """Run two prompts in lockstep, where a request of a wrong episode would wait forever; then two more."""
+    """Run two prompts in lockstep, in which a request assigned to the wrong episode would hang; then two more."""
 
     async def go(executor):
         made = []

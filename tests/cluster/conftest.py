@@ -1,4 +1,4 @@
-"""Fixtures of tests that run commands on Ray."""
+"""Fixtures for tests that run commands on Ray."""
 
 import shutil
 

@@ -58,7 +58,7 @@ def report_placement(flags):
         return [one | {"assigned_node": slot.node} for one, slot in zip(found, slots, strict=True)]
 
     def our_handler(*_):
-        """Stand for the handler with which a run ends on SIGTERM."""
+        """Stand in for the handler that ends a run on SIGTERM."""
 
     signal.signal(signal.SIGTERM, our_handler)
     with opened(flags) as cluster:
@@ -69,7 +69,7 @@ def report_placement(flags):
 
 
 def two_gpus(flags):
-    """Do the same on a new Ray with two devices that count as GPUs."""
+    """Report the placement on a new Ray with two devices that count as GPUs."""
     import ray
 
     ray.init(num_cpus=2, num_gpus=2, include_dashboard=False, logging_level="ERROR")

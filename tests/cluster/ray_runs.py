@@ -1,4 +1,4 @@
-"""RL runs on a Ray cluster of two nodes in this machine, small enough for two cores.
+"""RL runs on a Ray cluster of two nodes on this machine, small enough for two cores.
 
 `ON_RAY` holds the flags, `two_nodes` the cluster, `KillOnCall` kills a worker at a chosen call, and the other functions
 read what a run recorded.
@@ -127,7 +127,7 @@ async def pid_of(process):
 
 
 def record_pids(monkeypatch, method):
-    """Return a dict that fills with the pids on which this method was called, by process name."""
+    """Return a dict that fills with the pids of the processes that run this method, by process name."""
     pids = defaultdict(set)
     before = Process.call
 

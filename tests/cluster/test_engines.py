@@ -15,7 +15,7 @@ REQUESTS = [Request((1,), SamplingParams(max_tokens=1), prefix=number) for numbe
 
 
 class AnsweringProcess:
-    """Stands for an engine process that answers with its own name."""
+    """Stand-in for an engine process, which answers with its own name."""
 
     def __init__(self, name):
         self.name = name

@@ -211,7 +211,7 @@ def test_the_hybrid_command_of_the_readme_trains_adapters(
     """
     loaded = record_pids(monkeypatch, EngineWorker.load)
     KillOnCall(monkeypatch, "engine 0", EngineWorker.generate, at=2)
-    # After the first weights, and those for the new engine 0.
+    # The first two calls load the initial weights, and those that the new engine 0 makes all engines load again.
     KillOnCall(monkeypatch, "engine 1", EngineWorker.load, at=3)
     chats = [{"context_messages": [{"role": "user", "content": row["input"]}]} for row in make_prompts(24)]
     two = {f"{role}_num_gpus_per_node": 2 for role in ("actor", "ref", "critic", "reward")}

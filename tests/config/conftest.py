@@ -3,7 +3,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def nothing_in_the_environment(monkeypatch):
-    """Flags, rules and the runtime read these; a test that wants one sets it."""
+    """Unset the variables that flags, rules and the runtime read; a test that needs one sets it."""
     for name in ("RANK", "RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name in ("OPENRLHF_ASYNC_QUEUE_SIZE", "OPENRLHF_ASYNC_NUM_TASKS", "OPENRLHF_RM_API_KEY"):
@@ -12,7 +12,7 @@ def nothing_in_the_environment(monkeypatch):
 
 @pytest.fixture
 def workspace(tmp_path, monkeypatch):
-    """A folder to stand in, with the smallest files that a command line can name."""
+    """Change to a folder with the smallest files that a command line can name."""
     for folder, file in (("model", "config.json"), ("adapter", "adapter_config.json"), ("empty", "readme.txt")):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / file).write_text("{}")

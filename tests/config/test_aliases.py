@@ -7,7 +7,7 @@ from openrlhf.config.commands import COMMANDS
 from openrlhf.config.flags import flag_values, flags_of
 from openrlhf.config.parser import parse
 
-OLD = [  # command, what is typed, the line, the flag, its value
+OLD = [  # command, given flags, the printed line, the current flag, its value
     ("train_sft", "--bf16", "--bf16 is now --param_dtype bf16", "param_dtype", "bf16"),
     (
         "train_rm",

@@ -1,4 +1,4 @@
-"""Each rule once: what it refuses, changes or says. A case is a valid command and what is added to it."""
+"""The configs that each rule rejects, changes or comments on. A case is a valid command with added flags."""
 
 import shlex
 import subprocess
@@ -35,7 +35,7 @@ VALID = {
 PAIR = "--actor_num_gpus_per_node 2 --critic_num_gpus_per_node 2 --ref_num_gpus_per_node 2"
 HYBRID = "--colocate_all_models --vllm_num_engines 8"
 
-REFUSED = [  # rule, command, what is added, what the message must hold
+REFUSED = [  # rule, command, added flags, parts of the message
     ("required_flags_are_given", "train_sft", "--pretrain=", "--pretrain is not given|Try: --pretrain ./model"),
     ("required_flags_are_given", "train_sft", "--dataset=", "--dataset is not given"),
     ("required_flags_are_given", "train_kd", "--teacher_model=", "--teacher_model is not given"),
@@ -329,7 +329,7 @@ REFUSED = [  # rule, command, what is added, what the message must hold
     ),
 ]
 
-CHANGED = [  # rule, command, what is added, what the line must hold, the flag, its value afterwards
+CHANGED = [  # rule, command, added flags, parts of the line, the changed flag, its new value
     (
         "generate_max_len_within_max_len",
         "train_ppo",
@@ -391,7 +391,7 @@ CHANGED = [  # rule, command, what is added, what the line must hold, the flag, 
     ),
 ]
 
-SAID = [  # rule, command, what is added, what the line must hold
+SAID = [  # rule, command, added flags, parts of the line
     (
         "log_probs_can_be_compared",
         "train_ppo_ray",
@@ -446,13 +446,13 @@ SAID = [  # rule, command, what is added, what the line must hold
     ("rollouts_divide_into_steps", "train_ppo", "--rollout_batch_size 64", "64 samples|--train_batch_size 128"),
     ("rollouts_divide_into_steps", "train_ppo", "--rollout_batch_size 200", "200 samples|a step of 72"),
 ]
-BY_A_LAUNCHER = {"launched_processes_become_devices"}  # tried with processes
-WITHOUT_EXTRAS = {"needed_extras_are_installed"}  # tried where nothing is installed
+BY_A_LAUNCHER = {"launched_processes_become_devices"}  # tested with the environment of a launcher
+WITHOUT_EXTRAS = {"needed_extras_are_installed"}  # tested in a Python without packages
 
 
 @pytest.fixture
 def run(workspace):
-    """The config after its rules, and the lines that they said."""
+    """Return a function that gives a command's checked config and the lines that its rules printed."""
 
     def run(command, added=""):
         lines = []
@@ -521,7 +521,7 @@ def test_a_flag_needs_another_flag_of_its_command(command):
     assert {item.needs for item in flags.values() if item.needs} <= flags.keys()
 
 
-# what upstream refuses and we do not
+# Flags that upstream rejects and we accept.
 
 
 @pytest.mark.parametrize(
@@ -694,9 +694,9 @@ def test_addresses_are_a_list_and_a_file_is_none_of_them():
     assert rl().rewards.reward_file == "./reward.py"
 
 
-# extras
+# Optional packages.
 
-NEEDED = {  # what is asked for -> package, extra
+NEEDED = {  # command and flags -> package, extra
     "train_ppo_ray --vllm_num_engines 8": ("ray", "ray"),
     "train_ppo --vllm_num_engines 1": ("vllm", "vllm"),
     "train_sft --load_in_4bit --lora_rank 8": ("bitsandbytes", "qlora"),
@@ -723,7 +723,7 @@ for line in sys.stdin:
 
 
 def test_a_missing_extra_gives_its_pip_command(workspace):
-    """In a Python that sees no installed package at all (-S), which also shows that flags and rules need none."""
+    """Run in a Python without any installed package (-S), which also shows that flags and rules need none."""
     words = [asked.split(maxsplit=1) for asked in NEEDED]
     asked = "\n".join(f"{command} {VALID[command]} {added}" for command, added in words)
     root = str(Path(openrlhf.__file__).parents[1])

@@ -71,7 +71,7 @@ SAID = {  # command and flags -> the line
     "batch_inference --tp_size 2": "--tp_size 2 has no effect without --eval_task generate_vllm",
     "interactive_chat --greedy_sampling --top_p 0.5": "--top_p 0.5 has no effect with --greedy_sampling",
 }
-QUIET = [  # the same flags in runs in which they act
+QUIET = [  # the same flags in runs in which they have an effect
     "train_sft --use_ds_universal_ckpt --zero_stage 2",
     "train_ppo_ray --runtime ray --zero_stage 2",
     "train_ppo_ray --ref_num_gpus_per_node 4 --init_kl_coef 0",  # which decides for Ray

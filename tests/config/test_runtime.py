@@ -1,4 +1,4 @@
-"""What is derived from flags of several sections."""
+"""Values derived from flags of several sections."""
 
 import pickle
 from dataclasses import fields
@@ -114,7 +114,10 @@ ONE_STEP = {"rollout_batch_size": 8, "train_batch_size": 8}
         (ONE_STEP, True),  # for the KL in the reward
         ({"use_kl_loss": True}, True),  # several steps
         ({**ONE_STEP, "use_kl_loss": True, "enable_vllm_is_correction": True}, True),
-        ({"use_kl_loss": True, "async_train": True, "enable_vllm_is_correction": False}, False),  # the engine's serve
+        (
+            {"use_kl_loss": True, "async_train": True, "enable_vllm_is_correction": False},
+            False,
+        ),  # uses the engine's
     ],
 )
 def test_the_policy_scores_its_samples_only_if_something_needs_it(flags, scores):

@@ -1,4 +1,4 @@
-"""Every command line that the five snapshots print, without its launcher, gives what its reader expects."""
+"""Every command line in the READMEs of five upstream versions, without its launcher, gives the expected config."""
 
 import shlex
 
@@ -151,7 +151,7 @@ LORA_VALUES = {
     "param_dtype": "bf16",
 }
 
-PRINTED = {  # where it stands: (command, what is printed, what its reader expects)
+PRINTED = {  # version and name -> (command, printed flags, expected values)
     "000 and 003 sft": ("train_sft", SFT + BF16_AND_FLASH, SFT_VALUES | FLASH),
     "001 sft": (
         "train_sft",

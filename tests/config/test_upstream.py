@@ -1,4 +1,4 @@
-"""Upstream's command lines, from 0.3 to 0.11.2: every flag is known, and what its scripts combine keeps the rules."""
+"""Upstream's command lines, from 0.3 to 0.11.2: every flag is known, and its scripts pass the rules."""
 
 import shlex
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_every_flag_of_every_release_is_known(command):
     assert [name for name in FLAGS[command] if name not in known] == []
 
 
-DROPPED = [  # command, what is typed, the line
+DROPPED = [  # command, given flags, the printed line
     ("train_sft", "--disable_trace_cache", "--disable_trace_cache has no effect: DeepSpeed's parameter trace"),
     ("train_prm", "--torch_compile", "--torch_compile has no effect; --deepcompile compiles the training step"),
     ("train_ppo", "--perf", "--perf has no effect: timings are always logged"),
@@ -120,7 +120,7 @@ def test_retired_flags_stand_in_files_too(tmp_path, capsys):
     assert capsys.readouterr().err.count("has no effect") == 2
 
 
-# What a here-document of upstream's pipelines hands over: words are split, and quotes stay in them.
+# Arguments as upstream's pipelines pass them through a here-document: words are split, and quotes stay in them.
 HERE_DOCUMENTS = {
     "rejection sampling, generation": (
         "batch_inference",

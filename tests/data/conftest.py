@@ -1,4 +1,4 @@
-"""Fixtures of tests that read rows from files."""
+"""Fixtures for tests that read rows from files."""
 
 import pytest
 

@@ -38,7 +38,7 @@ NAMES: tuple[tuple[Any, str], ...] = (
     (4, "qk_rope_head_dim rotary_dim"),
     (6, "sliding_window window_size attention_window_size attention_chunk_size local_attention sliding_window_size"),
     (True, "is_decoder"),
-    # choosing keys: few enough that some are left out
+    # selection of keys: so few that some are left out
     (8, "index_head_dim"),
     (16, "index_n_heads"),  # with few heads many scores are exactly zero, and ties are broken at random
     (2, "index_topk_blocks index_block_size"),
@@ -57,7 +57,7 @@ NAMES: tuple[tuple[Any, str], ...] = (
     (4, "linear_num_key_heads mamba_dt_rank time_step_rank mamba_chunk_size chunk_size block_size"),
     (2, "mamba_n_groups mamba_ngroups n_groups"),
     (64, "mamba_d_ssm"),
-    # multipliers: none at its default
+    # multipliers, all different from their defaults
     (0.4, "logit_scale"),
     (3.0, "logits_scaling logits_mup_width_multiplier attn_logit_softcapping"),
     (0.3, "lm_head_multiplier"),
@@ -83,7 +83,7 @@ QWEN4 = {
 }
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
 
-# Fields that the names alone do not give, by family.
+# Fields that need a value of their own, by family.
 SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "big_bird": {"attention_type": "original_full"},
@@ -168,7 +168,7 @@ FAMILIES: tuple[str, ...] = tuple(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 
 def build(family: str, *, attention: str | None = None, **fields: Any) -> PreTrainedModel:
-    """A tiny model in evaluation mode, with the attention that Transformers chooses; `fields` replace its config's."""
+    """Build a tiny model in evaluation mode (default: the attention that Transformers chooses) with config `fields`."""
     config = tiny_config(family, **fields)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
@@ -181,7 +181,7 @@ def tiny_config(family: str, **fields: Any) -> PretrainedConfig:
 
 
 def shrink(kind: type[PretrainedConfig], special: dict[str, Any]) -> PretrainedConfig:
-    """A config with a tiny value for each field of a known name, one layer of each kind and no dropout."""
+    """Return a config with a tiny value for each field with a known name, one layer of each kind and no dropout."""
     given = kind().to_dict()
     fields = {name: SIZES[name] for name in given if name in SIZES}
     fields |= {name: 0.0 for name, value in given.items() if isinstance(value, float) and _drops(name)}
@@ -201,7 +201,7 @@ def _drops(name: str) -> bool:
 
 
 def _layer_kinds(given: dict[str, Any]) -> dict[str, Any]:
-    """One layer of each kind, and their number; nothing for families with one kind of layer."""
+    """Return config fields for one layer of each kind; empty for families with a single kind of layer."""
     kinds = {
         name: list(dict.fromkeys(value)) for name, value in given.items() if name.endswith("layer_types") and value
     }
@@ -213,9 +213,9 @@ def _layer_kinds(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _vary_constants(model: PreTrainedModel) -> None:
-    """Noise on biases and norms, which begin as zeros or ones: a computation that forgets one shows.
+    """Add noise to biases and norms, which start as zeros or ones, so that a computation that omits one is detected.
 
-    Step sizes of state-space layers begin so large that a state fades within a few tokens; trained ones are small.
+    Step sizes of state-space layers start so large that a state fades within a few tokens; trained ones are small.
     """
     with torch.no_grad():
         for name, parameter in model.named_parameters():

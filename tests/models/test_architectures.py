@@ -1,6 +1,6 @@
-"""Every causal-LM family of the installed Transformers, on a tiny model: right to 1e-4, or refused with a message.
+"""Every causal-LM family of the installed Transformers, on a tiny model: correct to 1e-4, or rejected with a message.
 
-Each test is a column of docs/models.md, which `make matrix` writes from all families. `make test` takes a few of them.
+Each test is a column of docs/models.md, which `make matrix` writes from all families. `make test` tries a few of them.
 """
 
 import re
@@ -38,7 +38,7 @@ TOLERANCE = 1e-4
 CPU = torch.device("cpu")
 LENGTHS = (7, 12, 5)  # longer and shorter than a sliding window
 
-# What `make test` expects, one family for each way to go: how it runs, and which columns refuse it.
+# Expectations of `make test`, for one family of each kind: its layout, and the columns that reject it.
 FAST: dict[str, tuple[str, set[str]]] = {
     "llama": ("packed", set()),
     "qwen3_moe": ("packed", set()),
@@ -85,7 +85,7 @@ def tiny(request, tmp_path_factory):
 
 @pytest.fixture
 def column(tiny, record_property):
-    """A column of the page: what is within works, or raises an error of ours, whose message is recorded."""
+    """A column of the page: the body succeeds, or raises one of our errors, whose message is recorded."""
 
     @contextmanager
     def filled(name: str) -> Iterator[None]:
@@ -113,7 +113,7 @@ BATCHES: dict[str, Callable[[list[TokenRow]], Batch]] = {"packed": pack, "padded
 
 
 def settled(model: torch.nn.Module) -> Network:
-    """A network as a run has it after loading."""
+    """Return the network as a run uses it, after the self-test."""
     network = Network(model).eval()
     with torch.no_grad():
         choose_layout(network, network)
@@ -145,7 +145,7 @@ def weighted(found: list[Tensor]) -> Tensor:
 
 
 def assert_learns(network: Network) -> None:
-    """The audit of a run's first steps: it raises if a gradient does not reach what is trained."""
+    """Run the audit of a run's first steps, which raises if a trained parameter gets no gradient."""
     audit = Audit(trainable(network), lambda parameter: parameter.detach(), lambda found: found)
     for _ in range(STEPS):
         audit.begin(learning_rate=1.0)
@@ -263,7 +263,7 @@ def test_generation(tiny, column, record_property):
     ["cohere", "granite", "minicpm3", "hyperclovax", "falcon_h1", "gemma2", "modernbert-decoder", "inkling_text"],
 )
 def test_an_incomplete_head_is_rejected(family, monkeypatch):
-    """Scaled, capped or transformed: without it the self-test refuses the family instead of training something else."""
+    """If the scaling, cap or transformation of logits is left out, the self-test rejects the family."""
     model = build(family, attention="eager")
     settled(model)
     monkeypatch.setattr(VocabularyHead, "__call__", lambda self, hidden: self.module(hidden))

@@ -19,7 +19,7 @@ TOKENS, HIDDEN, VOCAB, CHUNK = 37, 6, 41, 8
 
 
 class Case:
-    """Hidden states, targets and a head; `weights` makes each token's gradient another."""
+    """Hidden states, targets and a head; `weights` gives each token a different gradient."""
 
     def __init__(self, tokens: int = TOKENS, *, bias: bool = False, dtype: torch.dtype = torch.float32) -> None:
         torch.manual_seed(0)
@@ -29,7 +29,7 @@ class Case:
         self.weights = torch.randn(tokens)
 
     def backward(self, *results: Tensor) -> list[Tensor]:
-        """The results with the gradients of hidden states and head."""
+        """Return the results, followed by the gradients of hidden states and head."""
         total = sum((number + 1) * (result * self.weights).sum() for number, result in enumerate(results))
         leaves = [self.hidden, *self.head.parameters()]
         return [*results, *torch.autograd.grad(total, leaves)]
@@ -107,7 +107,7 @@ def test_chunked_distillation_equals_the_full_one():
 
 
 class LargestTensor(TorchDispatchMode):
-    """Remembers the most numbers that any operation's result held, in forward and backward passes alike."""
+    """Record the size of the largest tensor that any operation returns, in forward and backward passes."""
 
     numbers = 0
 
@@ -163,7 +163,7 @@ def test_half_precision_is_summed_in_fp32():
     with torch.no_grad():
         exact.hidden.copy_(case.hidden)
         exact.head.weight.copy_(case.head.weight)
-    with torch.backends.mkldnn.flags(enabled=False):  # its bf16 kernels die on CPUs that claim AMX and trap it
+    with torch.backends.mkldnn.flags(enabled=False):  # its bf16 kernels crash on CPUs that report AMX but trap it
         got = token_log_probs(case.hidden, case.targets, case.head, chunk=100)
         measured = case.backward(got)
     assert got.dtype == torch.float32

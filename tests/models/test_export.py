@@ -33,7 +33,7 @@ def load_scalar(name, prefix="score", **how):
 
 
 def rows(tokenizer):
-    """The texts, each with its end."""
+    """Return the texts as rows, each with EOS."""
     ids = [[*tokenizer(text).input_ids, tokenizer.eos_token_id] for text in TEXTS]
     return [TokenRow(np.array(row, dtype=np.int32), np.arange(len(row)) > 0) for row in ids]
 
@@ -44,7 +44,7 @@ def ours(network, tokenizer, lay=pack):
 
 
 def train_a_reward_model(base, folder, prefix="score"):
-    """What train_rm does around its training: load, separate padding from EOS, note the prefix, save."""
+    """Do what train_rm does before and after training: load, separate padding from EOS, set the prefix, save."""
     tokenizer = load_tokenizer(str(base), ModelFlags())
     torch.manual_seed(1)
     network = load_scalar(base, prefix, new_head=True)
@@ -88,7 +88,7 @@ def test_a_renamed_head_is_saved_and_loaded(tmp_path, kind):
     names = load_file(tmp_path / "rm" / "model.safetensors").keys()
     assert "value_head.weight" in names
     assert "score.weight" not in names
-    again = load_scalar(tmp_path / "rm")  # the config's name wins over the flag's
+    again = load_scalar(tmp_path / "rm")  # the name in the config overrides the flag
     assert_close(ours(again, tokenizer), ours(network, tokenizer))
 
 

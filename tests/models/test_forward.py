@@ -36,7 +36,7 @@ from openrlhf.training.preflight import balances_experts
 from openrlhf.types import Batch
 from tests.tiny import CONFIGS
 
-CAPPED = "gemma2"  # its attention scores; ours refuses it, below
+CAPPED = "gemma2"  # caps its attention scores, so our attention rejects it (tested below)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -84,7 +84,7 @@ def test_rows_do_not_affect_each_other(kind, attention, layout):
         kept.sum().backward()
         seen.append((kept.detach(), log_probs[1].detach(), gradients(network)))
     (before, own_before, gradient_before), (after, own_after, gradient_after) = seen
-    assert (own_before - own_after).abs().max() > 0.1  # the change is one that shows
+    assert (own_before - own_after).abs().max() > 0.1  # the change is large enough to detect
     assert_close(after, before, rtol=0, atol=1e-6)
     assert_close(gradient_after, gradient_before, rtol=1e-5, atol=1e-6)
 

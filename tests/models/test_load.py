@@ -44,7 +44,7 @@ def rows(*texts):
 
 
 def said(capsys):
-    """Our own lines on the console, between Transformers' progress bars."""
+    """Return our own lines on the console, without Transformers' progress bars."""
     lines = capsys.readouterr().err.splitlines()
     return [line.removeprefix("openrlhf: ") for line in lines if line.startswith("openrlhf: ")]
 
@@ -172,7 +172,7 @@ def test_missing_target_modules_are_named(folder):
 
 
 def test_layers_that_share_their_weights_get_no_adapters():
-    """zamba: an adapter for each place where the shared layer stands could not be merged into the one weight."""
+    """In zamba, adapters for each use of a shared layer could not be merged into its single weight."""
     with pytest.raises(ConfigError, match=r"layers.2.*q_proj and .*layers.4.*q_proj share their weights"):
         add_adapters(build("zamba"), LoraFlags(lora_rank=2), scalar=False)
 
@@ -185,7 +185,7 @@ def test_adapters_on_unsupported_layers_are_rejected():
 
 
 def test_adapters_beside_embeddings_that_a_model_changes_in_place():
-    """ctrl scales the output of its embeddings in place, which a leaf that wants a gradient does not allow."""
+    """ctrl scales the output of its embeddings in place, which autograd forbids for a leaf that requires a gradient."""
     model = add_adapters(build("ctrl"), LoraFlags(lora_rank=2), scalar=False)
     model(input_ids=torch.arange(3, 9)[None]).logits.sum().backward()
     assert any(parameter.grad is not None for parameter in model.parameters())

@@ -46,7 +46,7 @@ def disturbed(model):
 
 
 def assert_as_saved(network, plain, folder):
-    """Names and values of the file that the plain model is saved in."""
+    """Check that names and values are those of the file that the plain model saves."""
     plain.save_pretrained(folder)
     expected = load_file(folder / "model.safetensors")
     got = {name: tensor.clone() for name, tensor in checkpoint_weights(network)}

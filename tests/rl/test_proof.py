@@ -18,7 +18,7 @@ MOVED = {"actor_lr": 0.1, "actor_grad_norm": 1.0}
 
 
 class Trainer:
-    """Give every token a log-prob of -1; with `leaks`, all sequences of a batch but the first differ."""
+    """A trainer that gives every token a log-prob of -1; with `leaks`, only in the first sequence of a batch."""
 
     def __init__(self, *, leaks=False):
         self.leaks = leaks
@@ -120,7 +120,7 @@ def test_samples_too_long_to_share_a_micro_batch_are_not_compared():
 
 
 class Engine:
-    """Sample tokens with weights of a version, all with the same log-prob."""
+    """An engine whose tokens all have the same log-prob and weight version."""
 
     def __init__(self, log_prob, version, seconds=0.0):
         self.log_prob = log_prob

@@ -11,7 +11,7 @@ BY_TOKENS = Batching(Layout(packing=True, pad_id=0), size=1, token_budget=8)
 
 
 class ShardedModel:
-    """A model of which another process needs this many forwards; records the order of events."""
+    """A model that another process must run `other_rounds` times; it records the order of events."""
 
     def __init__(self, other_rounds):
         self.other_rounds = other_rounds

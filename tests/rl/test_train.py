@@ -226,7 +226,7 @@ def test_filtered_groups_are_replaced_and_accepted_groups_are_trained(train_ppo,
 
 
 def test_a_filtered_run_completes_its_learning_rate_schedule(train_ppo, tmp_path):
-    """Two of three prompts are filtered out, so two of four planned rollouts happen: 8 of 24 prompts, and 3 of 9."""
+    """Two of three prompts are filtered out, so there are two rollouts instead of five, with 8 and 3 prompts."""
     rows = [row | {"label": "0.5" if number % 3 == 0 else "0"} for number, row in enumerate(make_prompts(33))]
     flags = {"lr_scheduler": "linear", "remote_rm_url": str(solved_task(tmp_path)), "actor_learning_rate": 1.0}
     whole = train_ppo("whole", rows=rows, **flags)

@@ -1,4 +1,4 @@
-"""One small training that any backend can run: networks, micro-batches and objectives, all functions of a seed.
+"""A small training run for any backend: networks, micro-batches and objectives, all determined by a seed.
 
 The tests train it in one process, and deepspeed_worker.py and ring_worker.py train it in several. The results must
 agree.

@@ -108,7 +108,7 @@ class Worker:
         return results
 
     def offloaded(self) -> dict[str, Any]:
-        """Train with the optimizer in host memory, by DeepSpeed's code for GPUs; the rest sleeps between steps."""
+        """Train with the optimizer in host memory, using DeepSpeed's GPU code; the rest sleeps between steps."""
         results: dict[str, Any] = {}
         for stage in (1, 2, 3):
             with offloading():
@@ -121,7 +121,7 @@ class Worker:
         return results
 
     def uneven_chunks(self) -> dict[str, Any]:
-        """Train with ranks whose targets take several chunks of the head, and a single one."""
+        """Train with targets that take several chunks of the head on one rank, and a single chunk on the other."""
         long, short = make_batch([400] * 6, 1, packed=True), make_batch([9, 5], 2, packed=True)
         backend = self.build(ShardingFlags(zero_stage=3), packed=True)
         return train(backend, [[long if self.rank == 0 else short]] * 2)

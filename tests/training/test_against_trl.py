@@ -6,7 +6,7 @@ must be equal. If TRL differs, the tests compensate:
 - its IPO averages log-probs over tokens, as ours does with --ipo_length_average;
 - its KTO pairs a prompt with the previous row's response, ours with the next row's: TRL gets each step's rows in
   reverse order;
-- it computes KTO's z0 over a micro-batch, ours over the step: here TRL's micro-batch is the whole step.
+- its KTO computes z0 over a micro-batch, ours over the step: here TRL's micro-batch is the whole step.
 """
 
 import pytest
