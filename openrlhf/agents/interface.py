@@ -228,7 +228,7 @@ def params_for_agent(params: SamplingParams) -> AgentSamplingParams:
 def params_for_engine(given: object, *, limit: int, seed: int) -> SamplingParams:
     """Read the fields of SamplingParams from any object with vLLM's attribute names.
 
-    max_tokens is capped at `limit`; `seed` is used if the object has none. Missing fields and None are defaults.
+    max_tokens is capped at `limit`; `seed` is used if the object has none. Missing fields and None become the defaults.
     """
     count = getattr(given, "n", 1)
     if count not in (1, None):

@@ -47,7 +47,7 @@ class FileRewards:
             return [RewardError(f"{error}; the first sample is {group.describe(0)}")] * count
 
     async def _score_without_failing(self, group: Group) -> list[Scored | RewardError]:
-        """Score each sample alone to find those that fail, then score the rest together, as it may compare samples."""
+        """Score each sample alone to find those that fail, then the rest together: reward_func may compare them."""
         indices = range(len(group.queries))
 
         async def try_alone(index: int) -> RewardError | None:

@@ -112,7 +112,9 @@ def response_lengths(action_mask: Tensor) -> Tensor:
 def overlong_penalty(rewards: Tensor, lengths: Tensor, max_len: int, buffer: float, factor: float) -> Tensor:
     """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13): grows to `factor` over the last `buffer` tokens."""
     if not 0 < buffer <= max_len:
-        raise ValueError(f"the overlong buffer must be in (0, {max_len}], the longest response, got {buffer}")
+        raise ValueError(
+            f"the overlong buffer must be above 0 and at most {max_len}, the longest response; got {buffer}"
+        )
     excess = (lengths.float() - (max_len - buffer)).clamp(min=0.0, max=buffer)
     return rewards.float() - excess / buffer * factor
 

@@ -124,5 +124,5 @@ class RayEngines:
         engine.process = await self.start(engine.number)
 
     async def apply(self, work: Callable[[LoadingEngine], Awaitable[None]]) -> None:
-        """Apply a function to every engine in its process, such as one that pauses it, and wait for all of them."""
+        """Apply a function, such as one that pauses an engine, to every engine in its process; wait for all of them."""
         await asyncio.gather(*(engine.process.call(EngineWorker.apply, work) for engine in self.engines))

@@ -38,8 +38,8 @@ def flag(
     """Declare a field of a section, and with it the command-line flag of the same name.
 
     A value of None is always in range; each element of a tuple must be `within` it. `needs` names another flag of the
-    same command: as long as that one is unset, this one has no effect, and the run says so. `required` means that the
-    command cannot run without the flag; it is an example of a value, for the error message.
+    same command: as long as that one is unset, this one has no effect, and the run says so. `required` marks a flag
+    that the command cannot run without; its value is an example for the error message.
     """
     metadata = {"help": help, "within": within, "needs": needs, "required": required}
     return cast(T, dataclasses.field(default=default, metadata=metadata))

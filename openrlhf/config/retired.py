@@ -76,5 +76,5 @@ def correction_words(given: Mapping[str, str]) -> list[str]:
     kind = CORRECTION_TYPES.get((level, mode))
     if kind is None:
         known = " or ".join(f"--{LEVEL} {level} --{MODE} {mode}" for level, mode in CORRECTION_TYPES)
-        raise ConfigError(f"--{LEVEL} {level} --{MODE} {mode} is not a correction", try_this=known)
+        raise ConfigError(f"--{LEVEL} {level} --{MODE} {mode} is not a supported correction", try_this=known)
     return ["--enable_vllm_is_correction", f"--vllm_is_correction_type={kind}"]

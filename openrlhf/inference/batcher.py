@@ -34,7 +34,7 @@ class ForwardLimits:
     packing: bool  # rows are concatenated, so there is no padding
 
     def hold(self, count: int, longest: int, total: int) -> bool:
-        """Return whether `count` rows with `total` tokens, the longest of `longest`, fit into one forward."""
+        """Return whether `count` rows fit into one forward: `total` tokens in all, `longest` in the longest row."""
         return count <= (self.rows or count) and (total if self.packing else count * longest) <= self.tokens
 
 

@@ -54,8 +54,8 @@ def schedule(name: str, *, warmup_ratio: float, total_steps: int, min_lr_ratio: 
 
 
 def between_steps(scheduled: Callable[[int], float], place: float) -> float:
-    """Interpolate the factor linearly at a fractional step."""
-    step = math.floor(place)  # `place` is a step, such as 2.4, of a run whose number of steps is not known yet
+    """Interpolate the factor linearly at a fractional step, which a run has if it cannot count its steps in advance."""
+    step = math.floor(place)
     before, after = scheduled(step), scheduled(step + 1)
     return before + (after - before) * (place - step)
 
@@ -226,7 +226,7 @@ def _move_gradient(master: nn.Parameter, parameter: Tensor) -> None:
         gradient = parameter.grad.to(torch.float32)
     else:
         gradient = torch.empty_like(master, requires_grad=False, pin_memory=True)
-        gradient.copy_(parameter.grad, non_blocking=True)  # `step` waits for it, and so does a second gradient below
+        gradient.copy_(parameter.grad, non_blocking=True)  # asynchronous: wait before using it, below and in `step`
     if master.grad is None:
         master.grad = gradient
     else:

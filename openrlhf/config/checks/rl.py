@@ -195,7 +195,7 @@ def overlong_buffer_fits_the_response(config: RLConfig) -> None:
 
 
 def context_leaves_room(config: RLConfig) -> None:
-    """The response may not fill the context, because a prompt precedes it."""
+    """The response must leave room in the context for a prompt."""
     new, context = config.rollout.max_new_tokens, config.rollout.context_length
     if new is not None and new >= context:
         raise ConfigError(

@@ -35,7 +35,7 @@ def processes_fill_the_groups(config: SupervisedConfig) -> None:
 
 
 def micro_batches_divide_the_batch(config: SupervisedConfig) -> str | None:
-    """A smaller last micro-batch is correct but wastes time, so it is only mentioned."""
+    """A smaller last micro-batch is correct but wastes time, so report it instead of raising."""
     batch, micro = config.batches.train_batch_size, config.batches.micro_train_batch_size
     ranks = data_parallel_size(config)
     if batch % (micro * ranks):
