@@ -137,8 +137,8 @@ def checkpoint_places(network: Network) -> dict[str, Tensor]:
 def _views(decoder: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return views of fused tensors by the names of their parts in a checkpoint.
 
-    Element numbers are converted in place of the weights, which shows where each element goes. A
-    saved tensor whose numbers form a regular pattern within one source is a strided view of that source.
+    The conversion runs on element numbers instead of weights, which shows where each element goes. A saved tensor whose
+    numbers form a regular pattern within one source is a strided view of that source.
     """
     sizes = [tensor.numel() for tensor in tensors.values()]
     starts = dict(zip(tensors, accumulate(sizes, initial=0), strict=False))

@@ -97,7 +97,7 @@ class LocalBackend(TrainBackend):
             self.loss_scale = LossScale(value, int(applied), int(skipped))
 
     def sleep(self) -> None:
-        # All tensors that are on the device between two steps: gradients are freed by the optimizer step.
+        # Take all tensors that are on the device between steps; the optimizer step has already freed the gradients.
         states = [slots for optimizer in self.optimizer.optimizers for slots in optimizer.state.values()]
         values = [value for slots in states for value in slots.values()]
         masters = self.optimizer.masters.values()

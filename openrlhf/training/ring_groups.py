@@ -1,4 +1,4 @@
-"""Process groups for ring attention, where several processes share each packed row.
+"""Process groups for ring attention, in which several processes share each packed row.
 
 A ring is a group of processes that share a row. A lane has the process at the same position of every ring, so that sums
 over a lane count each row once. `share_rows` gives a network its ring; both DeepSpeed classes call it. Eight processes

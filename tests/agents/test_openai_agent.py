@@ -219,7 +219,7 @@ REFUSED = [
     ("await ask()", "expected a list of messages"),
     ("await ask({'role': 'user', 'content': [{'type': 'image_url'}]})", "text in every part"),
     ("await ask({'role': 'user', 'content': 'long' * 99})", "the first request of an episode has 402 tokens"),
-    ("pass", "returned before it asked the policy anything"),
+    ("pass", "returned without sending a request to base_url"),
     ("return await ask(u) and None", "run_agent returned None; expected a number"),
     ("return await ask(u) and {'score': 1}", "run_agent returned {'score': 1}"),
 ]

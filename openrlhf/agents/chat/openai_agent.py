@@ -94,7 +94,7 @@ class OpenAIAgentExecutor(ChatExecutor):
         if episode.error is not None:
             raise episode.error
         if not episode.outputs:
-            raise RolloutError("run_agent returned before it asked the policy anything at base_url with its api_key")
+            raise RolloutError("run_agent returned without sending a request to base_url with its api_key")
         return {**episode.result(), **read_result(result, scored_later=self.scored_later)}
 
 

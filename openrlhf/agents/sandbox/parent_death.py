@@ -19,7 +19,7 @@ POLL_SECONDS = 1.0
 
 
 def die_with(parent: int) -> None:
-    """Tie this worker's life to its parent; call it first in a worker, which must lead its own process group."""
+    """Kill this worker's process group when the parent dies; call it first in a worker that leads its own group."""
     if sys.platform == "linux":
         prctl = ctypes.CDLL(None).prctl
         worker = os.getpid()

@@ -21,7 +21,7 @@ class PairwiseRewardFlags:
 class DirectPreferenceFlags:
     """Preference loss"""
 
-    beta: float = flag(0.1, "Strength of the pull towards the reference.", POSITIVE)
+    beta: float = flag(0.1, "Strength of the regularisation towards the reference.", POSITIVE)
     ipo: bool = flag(False, "IPO: a squared loss instead of the log-sigmoid.")
     ipo_length_average: bool = flag(False, "IPO on mean log-probs, as in TRL, instead of sums.", needs="ipo")
     label_smoothing: float = flag(0.0, "cDPO: expected share of mislabelled pairs.", UP_TO_HALF)
@@ -32,7 +32,7 @@ class DirectPreferenceFlags:
 class UnpairedPreferenceFlags:
     """KTO loss"""
 
-    beta: float = flag(0.01, "Strength of the pull towards the reference.", POSITIVE)
+    beta: float = flag(0.01, "Strength of the regularisation towards the reference.", POSITIVE)
     desirable_loss_weight: float = flag(1.0, "Weight of rows with label 1.", NOT_NEGATIVE)
     undesirable_loss_weight: float = flag(1.0, "Weight of rows with label 0.", NOT_NEGATIVE)
 
