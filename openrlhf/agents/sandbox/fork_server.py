@@ -1,0 +1,438 @@
+"""Process that runs programs written by a model, each in a fork of its warm interpreter.
+
+`program.ForkServer` starts it with a clean environment and sends it one program at a time. It holds no secrets: a
+program that reads all its memory finds the standard library. With `isolation` "namespaces" the processes are
+
+    server      own user, mount, network and UTS namespaces; root folder of read-only binds; never runs a program's code
+      init      own pid, mount and IPC namespaces, so own /proc and own /tmp; its end kills every process of the run
+        program unprivileged user, no capabilities, system-call filter, resource limits; no descriptors but 0, 1, 2
+
+With "none" (inside bubblewrap, or if the user asked for it) the server kills the descendants of a program instead.
+
+Frames on the socket: a length of 4 bytes, big-endian, then JSON. A request may carry one descriptor, the program's
+descriptor 3.
+"""
+
+from __future__ import annotations
+
+import atexit
+import base64
+import gc
+import importlib
+import json
+import os
+import platform
+import resource
+import selectors
+import shutil
+import signal
+import socket
+import struct
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import types
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from openrlhf.agents.sandbox import linux
+from openrlhf.agents.sandbox.descendants import adopt_orphans, kill_descendants
+
+HEADER = struct.Struct(">I")
+NOBODY = 65534  # the user of programs if the server runs as root, for whom RLIMIT_NPROC does not hold
+ROOT_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+SETTINGS = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives", "/etc/localtime")
+DEVICES = ("null", "zero", "full", "random", "urandom")
+FILES_PER_MEBIBYTE = 64  # inodes of a program's folder, which live in kernel memory
+PRELOADED = (
+    *("abc", "array", "bisect", "collections", "contextlib", "copy", "dataclasses", "datetime", "decimal", "enum"),
+    *("fractions", "functools", "hashlib", "heapq", "io", "itertools", "json", "math", "operator", "pathlib", "queue"),
+    *("random", "re", "statistics", "string", "subprocess", "textwrap", "time", "typing", "unittest"),
+)
+
+
+def read_frame(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """Return the next frame and the descriptors that came with it; None at the end of the stream."""
+    head, descriptors, _, _ = socket.recv_fds(connection, HEADER.size, 1)
+    while head and len(head) < HEADER.size:
+        head += connection.recv(HEADER.size - len(head))
+    if not head:
+        return None
+    (left,) = HEADER.unpack(head)
+    parts: list[bytes] = []
+    while left:
+        part = connection.recv(min(left, 1 << 20))
+        if not part:
+            return None
+        parts.append(part)
+        left -= len(part)
+    return json.loads(b"".join(parts)), descriptors
+
+
+def write_frame(connection: socket.socket, message: dict[str, Any], descriptors: tuple[int, ...] = ()) -> None:
+    data = json.dumps(message).encode()
+    if descriptors:
+        socket.send_fds(connection, [HEADER.pack(len(data))], descriptors)
+        connection.sendall(data)
+    else:
+        connection.sendall(HEADER.pack(len(data)) + data)
+
+
+# Namespaces ---------------------------------------------------------------------------------------------------------
+
+
+def map_users(server: int) -> int:
+    """Define the users of the server's new user namespace, from outside; return 0, or 1 if only its own is allowed."""
+    own_only = False
+    for kind, own in (("gid", os.getgid()), ("uid", os.getuid())):
+        try:
+            if own != 0:
+                raise PermissionError
+            with open(f"/proc/{server}/{kind}_map", "w") as file:
+                file.write(f"0 0 1\n{NOBODY} {NOBODY} 1\n")
+        except PermissionError:
+            own_only = True
+            if kind == "gid":
+                with open(f"/proc/{server}/setgroups", "w") as file:
+                    file.write("deny")
+            with open(f"/proc/{server}/{kind}_map", "w") as file:
+                file.write(f"{own} {own} 1\n")
+    return int(own_only)
+
+
+def enter_namespaces(connection: socket.socket) -> tuple[int, int]:
+    """Continue in a child with namespaces of its own; return the user and group for programs."""
+    server, own = os.getpid(), (os.getuid(), os.getgid())
+    wait, ready = os.pipe()
+    helper = os.fork()
+    if helper == 0:
+        os.close(ready)
+        if not os.read(wait, 1):
+            os._exit(2)  # unshare failed
+        try:
+            os._exit(map_users(server))
+        except OSError:
+            os._exit(2)
+    os.close(wait)
+    try:
+        linux.unshare(
+            linux.NEW_USER | linux.NEW_PIDS | linux.NEW_MOUNTS | linux.NEW_NET | linux.NEW_UTS | linux.NEW_IPC
+        )
+        os.write(ready, b"1")
+    finally:
+        os.close(ready)
+        outcome = os.waitstatus_to_exitcode(os.waitpid(helper, 0)[1])
+    if outcome not in (0, 1):
+        raise OSError("the users of a user namespace cannot be mapped")
+    child = os.fork()
+    if child != 0:
+        connection.close()
+        os.waitpid(child, 0)
+        os._exit(0)
+    linux.prctl(linux.PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    return (NOBODY, NOBODY) if outcome == 0 else own
+
+
+def make_root() -> None:
+    """Make a root folder of read-only binds: system libraries, this interpreter, a few devices; nothing else."""
+    linux.mount("none", "/", flags=linux.SLAVE | linux.RECURSIVE)
+    linux.mount("tmpfs", "/tmp", "tmpfs", linux.NO_SUID | linux.NO_DEVICES, "mode=755,size=1m")
+    linux.use_root("/tmp")
+    prefixes = {
+        sys.prefix,
+        sys.base_prefix,
+        os.path.dirname(os.path.dirname(os.path.realpath("/old" + sys.executable))),
+    }
+    for path in (*ROOT_FOLDERS, *SETTINGS, *sorted(prefixes, key=len)):
+        copy_path(path.removeprefix("/old"))
+    os.makedirs("/dev", exist_ok=True)
+    for device in DEVICES:
+        os.close(os.open(f"/dev/{device}", os.O_CREAT | os.O_WRONLY, 0o644))
+        linux.bind(f"/old/dev/{device}", f"/dev/{device}", read_only=False)
+    for name, target in (("fd", "/proc/self/fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
+        os.symlink(target, f"/dev/{name}")
+    os.symlink("/tmp", "/dev/shm")  # shared memory counts towards the size of the program's folder
+    for name in ("/proc", "/tmp"):
+        os.mkdir(name, 0o755)
+    # The kernel lets a user namespace mount a new /proc only while it sees an unobstructed one. Containers obstruct
+    # theirs; programs then have no /proc.
+    with suppress(OSError):
+        linux.mount("proc", "/proc", "proc", linux.NO_SUID | linux.NO_DEVICES)
+    with open("/etc/passwd", "w") as file:
+        file.write(f"program:x:{NOBODY}:{NOBODY}::/tmp:/bin/sh\n")
+    linux.unmount("/old")
+    os.rmdir("/old")
+    linux.mount("none", "/", flags=linux.REMOUNT | linux.BIND | linux.READ_ONLY | linux.NO_SUID | linux.NO_DEVICES)
+    socket.sethostname("program")
+
+
+def copy_path(path: str) -> None:
+    """Show a path of the old root in the new one, as a link if it is one; skip it if it is there."""
+    old = "/old" + path
+    if not os.path.lexists(old) or os.path.lexists(path):
+        return
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    if os.path.islink(old) and path in (*ROOT_FOLDERS, *SETTINGS):
+        os.symlink(os.readlink(old), path)
+        return
+    if os.path.isdir(old):
+        os.mkdir(path)
+    else:
+        os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o644))
+    linux.bind(old, path)
+
+
+# One run ------------------------------------------------------------------------------------------------------------
+
+
+class Server:
+    """The fork server: sets up the isolation once, then runs one program per request."""
+
+    def __init__(self, connection: socket.socket, isolation: str) -> None:
+        self.connection, self.isolated = connection, isolation == "namespaces"
+        self.user = os.getuid(), os.getgid()
+        self.filter = b""
+        if sys.platform == "linux" and platform.machine() in linux.SYSTEM_CALLS:
+            self.filter = linux.make_filter(platform.machine())
+        if self.isolated:
+            if not self.filter:
+                raise OSError(f"system-call numbers of {platform.machine()} are not known")
+            self.user = enter_namespaces(connection)
+            self.own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY)
+            make_root()
+        else:
+            adopt_orphans()
+        if sys.platform == "linux":
+            linux.prctl(linux.SET_DUMPABLE, 0)  # programs of the same user cannot trace this process
+
+    def serve(self) -> None:
+        """Run programs until the other end closes the socket."""
+        while (frame := read_frame(self.connection)) is not None:
+            request, descriptors = frame
+            try:
+                answer = self.run(request, descriptors)
+            except OSError as error:
+                answer = {"failed": str(error)}
+            for descriptor in descriptors:
+                os.close(descriptor)
+            write_frame(self.connection, answer)
+
+    def run(self, request: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
+        """Run one program to its end; return how it ended and what it wrote."""
+        folder = "/tmp" if self.isolated else tempfile.mkdtemp(prefix="openrlhf-program-")
+        pipes = {name: os.pipe() for name in ("stdout", "stderr", "status")}
+        began = time.monotonic()
+        try:
+            if self.isolated:
+                linux.join_namespace(self.own_pids, linux.NEW_PIDS)  # undo the unshare of the previous run
+                linux.unshare(linux.NEW_PIDS)
+            init = os.fork()
+            if init == 0:
+                self._be_init(request, folder, pipes, descriptors)
+            for _, write in pipes.values():
+                os.close(write)
+            reads = {name: read for name, (read, _) in pipes.items()}
+            written, limit = self._watch(init, reads, request["limits"], began)
+        finally:
+            if not self.isolated:
+                kill_descendants()
+                shutil.rmtree(folder, ignore_errors=True)
+        status = written.pop("status").decode()
+        return {
+            "code": int(status) if status.lstrip("-").isdecimal() else -signal.SIGKILL,
+            "setup": status.removeprefix("setup: ") if status.startswith("setup: ") else "",
+            "limit": limit,
+            "seconds": time.monotonic() - began,
+            **{name: data.decode(errors="replace") for name, data in written.items()},
+        }
+
+    def _watch(
+        self, init: int, reads: dict[str, int], limits: dict[str, Any], began: float
+    ) -> tuple[dict[str, bytes], str | None]:
+        """Collect the output of a run until its init process ends; kill it at its deadline or if it writes too much."""
+        written = {name: bytearray() for name in reads}
+        limit: str | None = None
+        with selectors.DefaultSelector() as selector:
+            for name, descriptor in reads.items():
+                selector.register(descriptor, selectors.EVENT_READ, name)
+            selector.register(self.connection, selectors.EVENT_READ, "owner")
+            while "status" in (waiting := {key.data for key in selector.get_map().values()}) or (
+                self.isolated and waiting != {"owner"}
+            ):
+                left = began + limits["seconds"] - time.monotonic()
+                if limit is None and left <= 0:
+                    limit = "seconds"
+                    self._kill(init)
+                for key, _ in selector.select(left if limit is None else None):
+                    if key.data == "owner":  # it sends nothing during a run, so it has gone
+                        self._kill(init)
+                        os._exit(1)
+                    part = os.read(key.fd, 1 << 16)
+                    if not part:
+                        selector.unregister(key.fd)
+                        os.close(key.fd)
+                    data = written[key.data]
+                    data += part
+                    if len(data) > limits["output"]:
+                        del data[limits["output"] :]
+                        if limit is None:
+                            limit = "output"
+                            self._kill(init)
+            if not self.isolated:  # a daemon of the program may still hold the pipes
+                for key in list(selector.get_map().values()):
+                    if key.data in written:
+                        os.set_blocking(key.fd, False)
+                        with suppress(BlockingIOError):
+                            written[key.data] += os.read(key.fd, limits["output"] - len(written[key.data]))
+                        os.close(key.fd)
+        with suppress(ChildProcessError):
+            os.waitpid(init, 0)  # in a pid namespace: returns when all its processes are gone
+        return {name: bytes(data) for name, data in written.items()}, limit
+
+    def _kill(self, init: int) -> None:
+        if self.isolated:
+            os.kill(init, signal.SIGKILL)
+        else:
+            kill_descendants()
+
+    def _be_init(
+        self, request: dict[str, Any], folder: str, pipes: dict[str, tuple[int, int]], descriptors: list[int]
+    ) -> NoReturn:
+        """Be the first process of a run: prepare its folder, start the program, report its exit code, and end."""
+        status = pipes["status"][1]
+        try:
+            if sys.platform == "linux":
+                linux.prctl(linux.PARENT_DEATH_SIGNAL, signal.SIGKILL)
+            self.connection.close()
+            if self.isolated:
+                self._mount(request["limits"])
+            program = os.fork()
+            if program == 0:
+                self._be_program(request, folder, [pipes[name][1] for name in ("stdout", "stderr")], descriptors)
+            for name in ("stdout", "stderr"):
+                os.close(pipes[name][1])
+            while True:
+                ended, code = os.waitpid(-1, 0)
+                if ended == program:
+                    break
+            os.write(status, str(os.waitstatus_to_exitcode(code)).encode())
+        except BaseException as error:  # noqa: BLE001 - this process must end here, whatever happens
+            os.write(status, f"setup: {error}".encode())
+        os._exit(0)
+
+    def _mount(self, limits: dict[str, Any]) -> None:
+        """Mount the program's own /tmp, of limited size, and a /proc that shows only its processes."""
+        linux.unshare(linux.NEW_MOUNTS | linux.NEW_IPC)
+        inodes = max(limits["disk"] >> 20, 1) * FILES_PER_MEBIBYTE
+        options = f"mode=700,size={limits['disk']},nr_inodes={inodes},uid={self.user[0]},gid={self.user[1]}"
+        linux.mount("tmpfs", "/tmp", "tmpfs", linux.NO_SUID | linux.NO_DEVICES, options)
+        if os.listdir("/proc"):
+            linux.mount("proc", "/proc", "proc", linux.NO_SUID | linux.NO_DEVICES, "subset=pid")
+
+    def _be_program(self, request: dict[str, Any], folder: str, outputs: list[int], descriptors: list[int]) -> NoReturn:
+        """Give up everything but the standard streams and an optional descriptor 3, then run the program."""
+        try:
+            os.setsid()
+            for target, descriptor in enumerate(outputs, start=1):
+                os.dup2(descriptor, target)
+            if descriptors:
+                os.dup2(descriptors[0], 3)
+            os.closerange(4 if descriptors else 3, os.sysconf("SC_OPEN_MAX"))
+            if self.isolated:
+                linux.drop_privileges(*self.user)
+            if sys.platform == "linux":
+                linux.prctl(linux.NO_NEW_PRIVILEGES, 1)
+                linux.prctl(linux.SET_DUMPABLE, 1)  # else it could not open its own /proc/self
+                with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+                    file.write("1000")  # out of memory, the kernel kills the program and not the server
+            enter_folder(folder, request)
+            limit_resources(request["limits"]["resources"])
+            if self.filter:
+                linux.filter_system_calls(self.filter)
+        except BaseException as error:  # noqa: BLE001 - this process must end here, whatever happens
+            os.write(2, f"the sandbox could not start the program: {error}\n".encode())
+            os._exit(126)
+        run_program(request, folder)
+
+
+def limit_resources(resources: dict[str, tuple[int, int]]) -> None:
+    """Set soft and hard limits by the names of the resource module, as far as the present hard limits allow."""
+    for name, wanted in resources.items():
+        allowed = resource.getrlimit(getattr(resource, name))[1]
+        capped = [most if allowed == resource.RLIM_INFINITY else min(most, allowed) for most in wanted]
+        resource.setrlimit(getattr(resource, name), (capped[0], capped[1]))
+
+
+def enter_folder(folder: str, request: dict[str, Any]) -> None:
+    """Write the program's files and its standard input, and make the folder the current one."""
+    os.umask(0o077)
+    os.chdir(folder)
+    os.environ.update(HOME=folder, TMPDIR=folder)
+    for name, data in request["files"].items():
+        os.makedirs(os.path.dirname(os.path.join(folder, name)), exist_ok=True)
+        with open(name, "wb") as file:
+            file.write(base64.b64decode(data))
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(base64.b64decode(request["stdin"]))
+        file.flush()
+        file.seek(0)
+        os.dup2(file.fileno(), 0)
+
+
+def run_program(request: dict[str, Any], folder: str) -> NoReturn:
+    """Run the program in this process, as the interpreter would, and exit."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    if request["argv"]:
+        for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
+        try:
+            os.execvp(request["argv"][0], request["argv"])
+        except OSError as error:
+            os.write(2, f"{request['argv'][0]}: {error.strerror}\n".encode())
+            os._exit(127)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.stdin = os.fdopen(0, encoding="utf-8", errors="replace", closefd=False)
+    sys.stdout = os.fdopen(1, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
+    sys.stderr = os.fdopen(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
+    path = os.path.join(folder, "program.py")
+    sys.argv, sys.path[:0] = [path], [folder]
+    main = types.ModuleType("__main__")
+    main.__file__ = path
+    sys.modules["__main__"] = main
+    code = 0
+    try:
+        exec(compile(request["source"], path, "exec", dont_inherit=True), main.__dict__)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if not (end.code is None or isinstance(end.code, int)):
+            print(end.code, file=sys.stderr)  # noqa: T201 - as the interpreter does
+    except BaseException as error:  # noqa: BLE001 - it is the program's
+        first = error.__traceback__.tb_next if error.__traceback__ else None  # without the frame above
+        traceback.print_exception(type(error), error, first)
+        code = 1
+    getattr(threading, "_shutdown")()  # noqa: B009 - waits for its threads; the type stubs lack it
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(code & 0xFF)
+
+
+def main(descriptor: int, isolation: str) -> None:
+    """Run the server on a socket; first report whether the isolation works."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a handler in init could be triggered by the program
+    connection = socket.socket(fileno=descriptor)
+    try:
+        server = Server(connection, isolation)
+    except OSError as error:
+        write_frame(connection, {"failed": str(error.strerror or error)})
+        return
+    for name in PRELOADED:
+        importlib.import_module(name)
+    atexit._clear()
+    gc.collect()
+    gc.freeze()
+    write_frame(connection, {"user": server.user[0]})
+    server.serve()

@@ -1,0 +1,375 @@
+"""Run programs written by a model, isolated from the machine, with limits on everything they can use up.
+
+Reward functions and tools call `run_program`:
+
+    from openrlhf.agents.sandbox.program import ProgramLimits, run_program
+
+    result = run_program("print(6 * 7)", limits=ProgramLimits(seconds=2))
+    result.stdout == "42\\n" and result.exit_code == 0
+
+A program sees the system's libraries and this Python read-only, an empty folder of its own in memory, and its own
+processes; no network, no other files, no environment of the trainer. When it ends, so does everything that it started.
+Each call uses one fork server (`fork_server.py`), isolated by Linux namespaces. If those are forbidden, bubblewrap
+(`bwrap`) starts the server instead, once per program, which is slower. Without either, `run_program` raises
+ConfigError, unless the caller or OPENRLHF_UNISOLATED_PROGRAMS=1 accepts programs with the user's own rights.
+"""
+
+from __future__ import annotations
+
+import atexit
+import base64
+import json
+import math
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, TypeAlias
+
+from openrlhf.agents.sandbox.control_group import ControlGroup
+from openrlhf.agents.sandbox.fork_server import NOBODY, ROOT_FOLDERS, SETTINGS, read_frame, write_frame
+from openrlhf.errors import ConfigError
+
+Isolation: TypeAlias = Literal["namespaces", "bubblewrap", "none"]
+OPT_IN = "OPENRLHF_UNISOLATED_PROGRAMS"
+START = (
+    "import sys; sys.path.insert(0, {root}); from openrlhf.agents.sandbox.fork_server import main; "
+    "sys.path.remove({root}); main({descriptor}, {isolation})"
+)
+# Run in a shell: put it into control groups, then become the command after "--".
+JOIN = 'while [ "$1" != -- ]; do echo $$ > "$1" || exit 1; shift; done; shift; exec "$@"'
+PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
+START_SECONDS = 60.0  # time limit for starting a server, on a busy machine
+GRACE_SECONDS = 30.0  # for the server to kill a program and answer
+OVERHEAD = 64 << 20  # bytes of memory for the server itself
+
+
+@dataclass(frozen=True)
+class ProgramLimits:
+    """What a program may use. Sizes are in bytes."""
+
+    seconds: float = 5.0
+    """Time on the clock."""
+    cpu_seconds: int | None = None
+    """Processor time of each process; default: a second more than `seconds`."""
+    memory: int = 1 << 30
+    """Memory of all processes together if control groups are available, else of each process."""
+    processes: int = 32
+    """Processes and threads at the same time."""
+    output: int = 1 << 16
+    """Each of standard output and standard error; a program that writes more is killed."""
+    file_size: int = 1 << 24
+    """One file."""
+    disk: int = 1 << 26
+    """All files; they are kept in memory. Not enforced without isolation."""
+
+    def for_server(self, processes: int) -> dict[str, Any]:
+        """Return the limits as the fork server takes them, with the process limit in the kernel's counting."""
+        cpu = math.ceil(self.seconds) + 1 if self.cpu_seconds is None else self.cpu_seconds
+        resources = {
+            "RLIMIT_CPU": (cpu, cpu + 1),  # SIGXCPU, then SIGKILL
+            "RLIMIT_AS": (self.memory, self.memory),
+            "RLIMIT_NPROC": (processes, processes),
+            "RLIMIT_FSIZE": (self.file_size, self.file_size),
+            "RLIMIT_NOFILE": (256, 256),
+            "RLIMIT_CORE": (0, 0),
+        }
+        return {"seconds": self.seconds, "output": self.output, "disk": self.disk, "resources": resources}
+
+
+DEFAULT_LIMITS = ProgramLimits()
+
+
+@dataclass(frozen=True)
+class ProgramResult:
+    """How a program ended, and what it wrote."""
+
+    exit_code: int
+    """As in subprocess: negative if a signal ended the program."""
+    stdout: str
+    stderr: str
+    limit: Literal["seconds", "cpu_seconds", "memory", "output"] | None
+    """The limit for which the program was killed."""
+    seconds: float
+    """Time on the clock that it ran."""
+
+
+class StartError(Exception):
+    """A fork server that cannot work here; the message says why."""
+
+
+class ForkServer:
+    """Handle of a fork server: start it, run one program at a time, stop it."""
+
+    def __init__(self, isolation: Isolation, disk: int) -> None:
+        self.isolation = isolation
+        self.group = ControlGroup.create() if sys.platform == "linux" else None
+        self.connection, theirs = socket.socketpair()
+        self.connection.settimeout(START_SECONDS)
+        with theirs:
+            self.process = subprocess.Popen(
+                self._command(theirs.fileno(), disk),
+                env=clean_environment(),
+                cwd="/",
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        try:
+            self.user = self._read_start()
+        except StartError:
+            self.close()
+            raise
+
+    def _command(self, descriptor: int, disk: int) -> list[str]:
+        inner = "namespaces" if self.isolation == "namespaces" else "none"
+        start = START.format(root=json.dumps(PACKAGE_ROOT), descriptor=descriptor, isolation=json.dumps(inner))
+        # Not -I: it would ignore PYTHONHASHSEED, and sets would be ordered differently in each server.
+        command = [sys.executable, "-P", "-s", "-X", "utf8", "-c", start]
+        if self.isolation == "bubblewrap":
+            command = [*bubblewrap_command(disk), *command]
+        if self.group is not None:
+            command = ["/bin/sh", "-c", JOIN, "sh", *self.group.members, "--", *command]
+        return command
+
+    def _read_start(self) -> int:
+        """Wait until the server is ready; return the user that programs run as."""
+        try:
+            frame = read_frame(self.connection)
+        except (OSError, ValueError) as error:
+            raise StartError(str(error)) from None
+        if frame is None:
+            assert self.process.stderr is not None
+            text = self.process.stderr.read().decode(errors="replace").strip()
+            raise StartError(text.splitlines()[-1] if text else "it ended without a message")
+        if "failed" in frame[0]:
+            raise StartError(frame[0]["failed"])
+        if self.isolation == "bubblewrap":
+            return os.getuid()  # outside of it
+        if self.isolation != "none" and frame[0]["user"] == 0 and self.group is None:
+            raise StartError("root's processes cannot be counted without control groups")
+        return frame[0]["user"]
+
+    def run(self, request: dict[str, Any], limits: ProgramLimits, channel: socket.socket | None) -> ProgramResult:
+        """Run one program; if it manages to end the server, that counts as the program's end."""
+        kills = 0
+        if self.group is not None:
+            self.group.limit(limits.memory + OVERHEAD, limits.processes + 4)  # with sh or bwrap, server and init
+            kills = self.group.count_kills()
+        self.connection.settimeout(limits.seconds + GRACE_SECONDS)
+        message = request | {"limits": limits.for_server(self._most_processes(limits.processes))}
+        answer: dict[str, Any] | None = None
+        with suppress(OSError, ValueError):
+            write_frame(self.connection, message, () if channel is None else (channel.fileno(),))
+            frame = read_frame(self.connection)
+            answer = None if frame is None else frame[0]
+        out_of_memory = self.group is not None and self.group.count_kills() > kills
+        if answer is None:
+            self.kill()
+            answer = {"code": -signal.SIGKILL, "stdout": "", "stderr": "", "limit": None, "seconds": limits.seconds}
+        elif failed := answer.get("failed") or answer.get("setup"):
+            raise ConfigError(f"a program could not be started: {failed}")
+        limit = answer["limit"]
+        if limit is None and out_of_memory:
+            limit = "memory"
+        elif limit is None and answer["code"] == -signal.SIGXCPU:
+            limit = "cpu_seconds"
+        return ProgramResult(answer["code"], answer["stdout"], answer["stderr"], limit, answer["seconds"])
+
+    def _most_processes(self, processes: int) -> int:
+        """Return RLIMIT_NPROC, which counts all processes of the program's user in its user namespace."""
+        if self.isolation == "none":
+            return processes + count_tasks(os.getuid())
+        return processes if self.isolation == "namespaces" and self.user == NOBODY else processes + 3
+
+    @property
+    def is_reusable(self) -> bool:
+        return self.isolation != "bubblewrap" and self.process.poll() is None
+
+    def kill(self) -> None:
+        """Kill the server; with namespaces or bubblewrap, the kernel then kills the program."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def close(self) -> None:
+        """End the server, which ends itself when the socket closes, and remove its control groups."""
+        self.connection.close()
+        try:
+            self.process.wait(GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        if self.process.stderr is not None:
+            self.process.stderr.close()
+        if self.group is not None:
+            self.group.remove()
+
+
+def clean_environment() -> dict[str, str]:
+    """Return the environment of programs: no variable of the trainer but the library path."""
+    folders = [os.path.dirname(sys.executable), "/usr/local/bin", "/usr/bin", "/bin"]
+    kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+    return kept | {
+        "PATH": ":".join(dict.fromkeys(folders)),
+        "LANG": "C.UTF-8",
+        "PYTHONHASHSEED": "0",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+
+
+def bubblewrap_command(disk: int) -> list[str]:
+    """Return the command line of bubblewrap up to the command that it runs; /tmp holds `disk` bytes."""
+    program = shutil.which("bwrap")
+    if program is None:
+        raise StartError("bwrap is not installed")
+    shown = [*ROOT_FOLDERS, *SETTINGS, sys.prefix, sys.base_prefix, str(Path(sys.executable).resolve().parents[1])]
+    command = [program, "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    for path in dict.fromkeys(shown):
+        if os.path.islink(path) and path in ROOT_FOLDERS:
+            command += ["--symlink", os.readlink(path), path]
+        else:
+            command += ["--ro-bind-try", path, path]
+    command += ["--ro-bind", f"{PACKAGE_ROOT}/openrlhf", f"{PACKAGE_ROOT}/openrlhf"]
+    user = ["--uid", str(NOBODY), "--gid", str(NOBODY)] if os.getuid() == 0 else []
+    command += [*user, "--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
+    for folder in ("/tmp", "/dev/shm"):
+        command += ["--size", str(disk), "--tmpfs", folder]
+    return [*command, "--remount-ro", "/", "--chdir", "/tmp", "--"]
+
+
+def count_tasks(user: int) -> int:
+    """Return how many processes and threads a user has on this machine."""
+    count = 0
+    for tasks in Path("/proc").glob("[0-9]*/task"):
+        with suppress(OSError):
+            if tasks.stat().st_uid == user:
+                count += len(os.listdir(tasks))
+    return count
+
+
+class _Servers:
+    """Idle fork servers of this process, and the isolation that works here."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.idle: list[ForkServer] = []
+        self.isolation: Isolation | None = None
+        self.failures: dict[Isolation, str] = {}
+
+    def take(self, disk: int, *, allow_unisolated: bool) -> ForkServer:
+        """Return an idle server or start one, with the best isolation that works here."""
+        with self.lock:
+            usable = [server for server in self.idle if allow_unisolated or server.isolation != "none"]
+            if usable:
+                self.idle.remove(usable[-1])
+                return usable[-1]
+            if self.isolation is None:  # only the first call tries
+                for isolation in ("namespaces", "bubblewrap"):
+                    try:
+                        server = ForkServer(isolation, disk)
+                    except StartError as error:
+                        self.failures[isolation] = str(error)
+                    else:
+                        self.isolation = isolation
+                        return server
+                self.isolation = "none"
+        if self.isolation == "none" and not allow_unisolated:
+            reasons = "; ".join(f"{isolation}: {failure}" for isolation, failure in self.failures.items())
+            raise ConfigError(
+                f"programs cannot be isolated on this machine: expected user namespaces or bubblewrap, got {reasons}",
+                try_this=f"allow user namespaces (docs/agents.md), or set {OPT_IN}=1 (allow_unisolated=True in Python) "
+                "to run programs with your own rights",
+            )
+        try:
+            return ForkServer(self.isolation, disk)
+        except StartError as error:
+            raise ConfigError(f"no process for programs could be started: {error}") from None
+
+    def give_back(self, server: ForkServer) -> None:
+        if server.is_reusable:
+            with self.lock:
+                self.idle.append(server)
+        else:
+            server.close()
+
+    def close(self) -> None:
+        """Stop the idle servers; the next call starts new ones."""
+        with self.lock:
+            idle = self.idle.copy()
+            self.idle.clear()
+        for server in idle:
+            server.close()
+
+
+_servers = _Servers()
+
+
+def _forget_servers() -> None:
+    """After a fork, the servers belong to the parent."""
+    global _servers
+    _servers = _Servers()
+
+
+os.register_at_fork(after_in_child=_forget_servers)
+
+
+def close_servers() -> None:
+    """End the idle processes that `run_program` keeps for its next calls; this also happens at exit."""
+    _servers.close()
+
+
+atexit.register(close_servers)
+
+
+def run_program(
+    source: str = "",
+    *,
+    argv: Sequence[str] = (),
+    stdin: str | bytes = "",
+    files: Mapping[str, str | bytes] | None = None,
+    limits: ProgramLimits = DEFAULT_LIMITS,
+    channel: socket.socket | None = None,
+    allow_unisolated: bool | None = None,
+) -> ProgramResult:
+    """Run Python source, or the command `argv`, and return how it ended and what it wrote.
+
+    `files` are put into the program's folder, which is its current one; names are relative paths. `channel` becomes the
+    program's descriptor 3. Calls from several threads run at the same time. In async code, use `asyncio.to_thread`.
+    `allow_unisolated` accepts a machine that cannot isolate programs; the default is the environment variable
+    OPENRLHF_UNISOLATED_PROGRAMS=1.
+    """
+    if bool(source) == bool(argv):
+        raise ValueError("a program is needed: expected either Python source or argv")
+    contents = {
+        name: encode(data) for name, data in (({"program.py": source} if source else {}) | dict(files or {})).items()
+    }
+    for name in contents:
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or not name:
+            raise ValueError(f"a file of a program has a wrong name: expected a relative path, got {name!r}")
+    if sum(map(len, contents.values())) * 3 // 4 + len(stdin) > limits.disk:
+        raise ValueError(f"the files of a program do not fit: expected at most {limits.disk} bytes (limits.disk)")
+    request = {"source": source, "argv": list(argv), "stdin": encode(stdin), "files": contents}
+    if allow_unisolated is None:
+        allow_unisolated = os.environ.get(OPT_IN) == "1"
+    server = _servers.take(limits.disk, allow_unisolated=allow_unisolated)
+    try:
+        return server.run(request, limits, channel)
+    finally:
+        _servers.give_back(server)
+
+
+def encode(data: str | bytes) -> str:
+    """Encode text or bytes for JSON; text may hold lone surrogates, as a decoded model output can."""
+    raw = data.encode(errors="surrogatepass") if isinstance(data, str) else data
+    return base64.b64encode(raw).decode()
