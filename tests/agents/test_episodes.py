@@ -325,27 +325,63 @@ PARENT = """
 """
 
 
+DAEMONS = """
+    import os, subprocess, sys, time
+
+    def start_daemon():
+        "A grandchild in a session of its own, whose parent has ended."
+        read, write = os.pipe()
+        if (child := os.fork()) == 0:
+            os.setsid()
+            if (daemon := os.fork()) == 0:
+                os.execvp("sleep", ["sleep", "3600"])
+            os.write(write, str(daemon).encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        return int(os.read(read, 20))
+
+    def reward_func(queries, prompts):
+        pids = [os.getpid(), subprocess.Popen(["sleep", "3600"]).pid, start_daemon()]
+        with open({out!r}, "a") as out:
+            out.write(" ".join(map(str, pids)) + "\\n")
+        {then}
+        return [0.0] * len(queries)
+"""
+
+
+def wait_for_end(pids):
+    deadline = time.monotonic() + WATCHDOG
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        os.sched_yield()
+
+
 def test_worker_processes_die_with_the_trainer(write, tmp_path):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    file = write(f"""
-        import os, subprocess, time
-        def reward_func(queries, prompts):
-            child = subprocess.Popen(["sleep", "3600"])
-            with open({str(fifo)!r}, "w") as out:
-                out.write(f"{{os.getpid()}} {{child.pid}}")
-            time.sleep(3600)
-    """)
+    file = write(DAEMONS.format(out=str(fifo), then="time.sleep(3600)"))
     root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
     source = textwrap.dedent(PARENT.format(root=root, file=file))
     trainer = subprocess.Popen([sys.executable, "-c", source])
     pids = [int(pid) for pid in fifo.read_text().split()]
     trainer.send_signal(signal.SIGKILL)
     trainer.wait()
-    deadline = time.monotonic() + WATCHDOG
-    while any(alive(pid) for pid in pids):
-        assert time.monotonic() < deadline
-        os.sched_yield()
+    wait_for_end(pids)
+
+
+@pytest.mark.parametrize("then", ["pass", "os.kill(os.getpid(), 9)", "os.kill(os.getppid(), 19); os._exit(3)"])
+def test_daemons_of_a_worker_die_with_it(build, write, tmp_path, then):
+    """Whether the worker is closed, dies, or stops the process that cleans up after it."""
+    pids = tmp_path / "pids"
+    executor = build(remote_rm_url=write(DAEMONS.format(out=str(pids), then=then)))
+    if then == "pass":
+        run(executor, [Scripted("a")])
+    else:
+        with pytest.raises(RewardError, match=r"killed by SIGKILL|exit code 3"):
+            run(executor, [Scripted("a")])
+    found = [int(pid) for pid in pids.read_text().split()]
+    assert len(found) == (3 if then == "pass" else 6)  # a reward that failed is tried again
+    wait_for_end(found)
 
 
 def alive(pid):

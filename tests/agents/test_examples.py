@@ -1,11 +1,13 @@
 """The files under examples/, each run by the executor that a training run would build."""
 
 import json
+import textwrap
 from pathlib import Path
 
 import pytest
 from sessions import Scripted, prompt, run
 
+from openrlhf.agents.sandbox.program import OPT_IN, ProgramLimits, close_servers, run_program
 from openrlhf.errors import ConfigError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -36,11 +38,84 @@ def test_format_and_length(build):
     assert [item.extra_logs["well_formed"] for item in got] == [1.0, 1.0, 0.0, 1.0]
 
 
-def test_code_execution_enforces_its_limits(write):
-    """Call the function directly, because the tiny tokenizer has no backtick."""
+CHEATS = {
+    "reads its own source": """
+        import os, re, sys
+        for path in (sys.argv[0], "program.py", "solution.py", "test.py"):
+            try:
+                for mark in re.findall(r"[0-9a-f]{16}|passed", open(path).read()):
+                    open(mark, "x").close()
+                    print(mark)
+            except OSError:
+                pass
+    """,
+    "equals everything": """
+        class Yes(int):
+            def __eq__(self, other): return True
+            __ne__ = __bool__ = __eq__
+        def add(a, b): return Yes()
+    """,
+    "equals everything without being a number": """
+        class Yes:
+            def __eq__(self, other): return True
+            def __len__(self): return 1
+        def add(a, b): return Yes()
+    """,
+    "patches built-in names": """
+        import builtins
+        class Quiet(Exception): pass
+        builtins.AssertionError = Quiet
+        def add(a, b): return None
+        def abs(x): return 0
+        def print(*args): pass
+    """,
+    "exits early": "import os; print('passed'); os._exit(0)",
+    "exits in the call": "import os\ndef add(a, b): print('passed', flush=True); os._exit(0)",
+    "raises SystemExit in the test": "def add(a, b): raise type('SystemExit', (Exception,), {})(0)",
+    "answers in place of the grader": """
+        import os
+        os.write(3, b'["result", true, [[], {}]]\\n' * 9 + b"passed\\n")
+        os._exit(0)
+    """,
+    "refers to objects that are not there": """
+        import os
+        os.write(3, b'["result", ["object", "__class__"], [[], {}]]\\n["result", ["nothing", 1], 1]\\n')
+        while True: pass
+    """,
+    "searches frames and objects": """
+        import gc, sys
+        def add(a, b):
+            frame = sys._getframe()
+            while frame:
+                for value in [*frame.f_locals.values(), *frame.f_globals.values()]:
+                    if isinstance(value, str) and "assert add" in value:
+                        return eval(value.split("==")[1])
+                frame = frame.f_back
+            for value in gc.get_objects():
+                if isinstance(value, (str, dict)) and "assert add" in str(value)[:100000].replace("'assert add'", ""):
+                    return 3
+    """,
+    "nests its answer": "def add(a, b):\n    x = []\n    for _ in range(900): x = [x]\n    return x",
+    "answers without end": "def add(a, b): return 'x' * (1 << 26)",
+}
+
+
+@pytest.fixture
+def code_reward(monkeypatch):
+    """Return the module of the example; on a machine that cannot isolate programs, the opt-in lets its logic run."""
     space = {}
     exec((EXAMPLES / "rewards/code_execution.py").read_text(), space)
-    space["SECONDS"] = 1
+    try:
+        run_program("pass")
+    except ConfigError:
+        monkeypatch.setenv(OPT_IN, "1")
+    yield space
+    close_servers()
+
+
+def test_code_execution_enforces_its_limits(code_reward):
+    """Call the function directly, because the tiny tokenizer has no backtick."""
+    code_reward["LIMITS"] = ProgramLimits(seconds=3, memory=1 << 28, file_size=1 << 20)
     programs = [
         "def add(a, b): return a + b",
         "def add(a, b): return 3",
@@ -50,13 +125,57 @@ def test_code_execution_enforces_its_limits(write):
         "import sys; sys.exit(0)",
         "x = bytearray(1 << 31)",
         "open('big', 'wb').write(bytes(1 << 22))",
+        "",
+        "this is not Python \\0 \ud800",
     ]
     queries = [f"do it: ```python\n{program}\n```" for program in programs] + ["do it: no code"]
     tests = "assert add(1, 2) == 3\n\nassert add(2, 2) == 4\n"
-    got = space["reward_func"](queries, ["do it: "] * len(queries), [tests] * len(queries))
-    assert got["rewards"] == [1.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
-    assert got["scores"] == [1.0] + [0.0] * 8
-    assert got["extra_logs"]["has_code"] == [1.0] * 8 + [0.0]
+    got = code_reward["reward_func"](queries, ["do it: "] * len(queries), [tests] * len(queries))
+    assert got["rewards"] == [1.0, 0.5] + [0.0] * 9
+    assert got["scores"] == [1.0] + [0.0] * 10
+    assert got["extra_logs"]["has_code"] == [1.0] * 10 + [0.0]
+
+
+@pytest.mark.parametrize("cheat", CHEATS)
+def test_code_execution_cannot_be_cheated(code_reward, cheat):
+    """A program that does not solve the task gets nothing, however it tries."""
+    code_reward["LIMITS"] = ProgramLimits(seconds=3, memory=1 << 28)
+    source = textwrap.dedent(CHEATS[cheat])
+    tests = ["assert add(1, 2) == 3", "assert abs(add(1, 2) - 3) < 1e-6", "assert add(1, 2) in (3,)"]
+    got = code_reward["reward_func"]([f"```python\n{source}\n```"], [""], [tests])
+    assert got["rewards"] == [0.0]
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "numbers = [3, 1, 2]\nsort(numbers)\nassert numbers == [1, 2, 3]",
+        "def check(candidate):\n    for n in range(5):\n        assert candidate(n, 1) == n + 1\ncheck(add)",
+        "stack = Stack(2)\nstack.push((1, {2}))\nassert stack.items == [(1, {2})] and len(stack) == 1",
+        "try:\n    add(1, 'x')\n    assert False\nexcept TypeError:\n    pass",
+        "assert math.isclose(add(0.1, 0.2), 0.3)",
+        "assert add({'a': [b'x']}, None) == {'a': [b'x']}",
+        "assert list(countdown(3)) == [3, 2, 1]",
+        "from collections import Counter\nassert add(Counter('aab'), None) == Counter('aab')",
+        "assert add(2**100, 0) == 2**100 and str(add(float('nan'), 0)) == 'nan' and add(1j, 1) == 1 + 1j",
+    ],
+)
+def test_code_execution_understands_usual_tests(code_reward, test):
+    program = """
+import math
+def add(a, b): return a if b is None else a + b
+def sort(numbers): numbers.sort()
+def countdown(n):
+    while n:
+        yield n
+        n -= 1
+class Stack:
+    def __init__(self, most): self.items, self.most = [], most
+    def push(self, item): self.items.append(item)
+    def __len__(self): return len(self.items)
+"""
+    got = code_reward["reward_func"]([f"```python\n{program}\n```"], [""], [[test]])
+    assert got["rewards"] == [1.0]
 
 
 def test_guessing_game(build):

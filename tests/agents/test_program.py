@@ -53,7 +53,7 @@ def attack(request, monkeypatch):
             with pytest.raises(ConfigError, match=r"cannot be isolated.*OPENRLHF_UNISOLATED_PROGRAMS=1"):
                 run_program("pass", allow_unisolated=False)
             pytest.xfail(f"refused, as it must be: {failure}")
-        return run_program(textwrap.dedent(source), limits=limits, **given)
+        return run_program(source and textwrap.dedent(source), limits=limits, **given)
 
     yield run
     close_servers()
@@ -94,9 +94,9 @@ def test_program_runs_with_input_files_and_libraries(attack):
 
 
 def test_command_runs(attack):
-    result = attack("", argv=["sh", "-c", "cat; echo $HOME; exit 4"], stdin="hello ")
+    result = attack(None, argv=["sh", "-c", "cat; echo $HOME; exit 4"], stdin="hello ")
     assert (result.exit_code, result.stdout) == (4, "hello /tmp\n") or result.stdout.startswith("hello /tmp/")
-    assert attack("", argv=["no-such-program"]).exit_code == 127
+    assert attack(None, argv=["no-such-program"]).exit_code == 127
 
 
 def test_exceptions_and_signals_are_reported(attack):

@@ -354,7 +354,10 @@ class Server:
         except BaseException as error:  # noqa: BLE001 - this process must end here, whatever happens
             os.write(2, f"the sandbox could not start the program: {error}\n".encode())
             os._exit(126)
-        run_program(request, folder)
+        try:
+            run_program(request, folder)
+        finally:
+            os._exit(1)  # an exception in the program's exit functions
 
 
 def limit_resources(resources: dict[str, tuple[int, int]]) -> None:
@@ -389,8 +392,8 @@ def run_program(request: dict[str, Any], folder: str) -> NoReturn:
             signal.signal(getattr(signal, name), signal.SIG_DFL)
         try:
             os.execvp(request["argv"][0], request["argv"])
-        except OSError as error:
-            os.write(2, f"{request['argv'][0]}: {error.strerror}\n".encode())
+        except (OSError, ValueError) as error:  # no such program, or a null character
+            os.write(2, f"{request['argv'][0]!r}: {error}\n".encode())
             os._exit(127)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.stdin = os.fdopen(0, encoding="utf-8", errors="replace", closefd=False)

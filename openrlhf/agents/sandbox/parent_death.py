@@ -1,18 +1,28 @@
-"""Process cleanup: a worker ends with its trainer, and the processes that the worker started end with the worker.
+"""Process cleanup: a worker ends with its trainer, and every process that the worker started ends with the worker.
 
-On Linux the kernel enforces this, even while user code holds the interpreter lock and no other Python code can run: the
-trainer's death kills the worker, and the worker's death signals a small watcher process, which kills the rest of their
-process group. On other systems a thread of the worker polls for the trainer's death.
+On Linux the kernel enforces this, even while user code holds the interpreter lock and no other Python code can run. The
+process that the trainer starts becomes a supervisor, and its child the worker. Orphans become children of the
+supervisor, so a daemon in a session of its own cannot escape:
+
+    trainer's death or SIGTERM  ->  supervisor kills all its descendants  ->  ends like the worker
+    worker's death              ->
+
+On other systems a thread of the worker polls for the trainer's death and kills the process group.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import sys
 import threading
 import time
+from contextlib import suppress
+from typing import NoReturn
+
+from openrlhf.agents.sandbox.descendants import adopt_orphans, kill_descendants
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h: ask the kernel for a signal when the parent of this process dies
 POLL_SECONDS = 1.0
@@ -22,19 +32,51 @@ def die_with(parent: int) -> None:
     """Kill this worker's process group when the parent dies; call it first in a worker that leads its own group."""
     if sys.platform == "linux":
         prctl = ctypes.CDLL(None).prctl
-        worker = os.getpid()
-        if os.fork() == 0:  # the watcher: waits for the worker's end, then kills the process group
-            os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # inherited copies would keep the worker's pipes open
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-            prctl(PR_SET_PDEATHSIG, int(signal.SIGUSR1))
-            if os.getppid() == worker:
-                signal.sigwait({signal.SIGUSR1})
-            os.killpg(0, signal.SIGKILL)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD})
+        supervisor = os.getpid()
+        worker = os.fork()
+        if worker != 0:
+            prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
+            _supervise(worker, parent)
         prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        parent = supervisor
     else:
         threading.Thread(target=_poll, args=(parent,), daemon=True, name="openrlhf-parent").start()
     if os.getppid() != parent:  # the parent died before the signal was set up
+        end_all()
+
+
+def end_all() -> None:
+    """End this worker and everything that it started."""
+    if sys.platform == "linux":
+        os.kill(os.getpid(), signal.SIGKILL)  # the supervisor kills the rest
+    else:
         os.killpg(0, signal.SIGKILL)
+
+
+def _supervise(worker: int, parent: int) -> NoReturn:
+    """Wait for the end of the worker or for SIGTERM, kill all descendants, and end as the worker did."""
+    adopt_orphans()
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # inherited copies would keep the worker's pipes open
+    code: int | None = None
+    while code is None and os.getppid() == parent:
+        if signal.sigwait({signal.SIGTERM, signal.SIGCHLD}) == signal.SIGTERM:
+            break
+        with suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0] != 0:  # orphans, too
+                if ended[0] == worker:
+                    code = os.waitstatus_to_exitcode(ended[1])
+    kill_descendants()
+    if code is not None and code >= 0:
+        os._exit(code)
+    cause = signal.SIGKILL if code is None else signal.Signals(-code)
+    if cause != signal.SIGKILL:
+        signal.signal(cause, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {cause})
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the worker has dumped core already
+    os.kill(os.getpid(), cause)
+    os._exit(1)  # not reached, unless the signal is ignored
 
 
 def _poll(parent: int) -> None:

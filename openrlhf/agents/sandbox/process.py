@@ -1,4 +1,4 @@
-"""Trainer-side handle of a worker process: start it, exchange messages, kill its process group, report its exit once.
+"""Trainer-side handle of a worker process: start it, exchange messages, kill its descendants, report its exit once.
 
 The pool assigns calls to a `WorkerProcess` and learns of their end, and of the end of the process, through callbacks.
 The handle enforces the deadlines of its calls and passes their requests to the engine. It lives on the pool's event
@@ -31,6 +31,7 @@ START = (
 )
 DRAIN_SECONDS = 1.0  # wait for the last messages of a process that has ended
 GRACE_SECONDS = 1.0  # for user code to return after it is cancelled
+KILL_SECONDS = 10.0  # for a supervisor to kill its descendants
 LOADING_SECONDS = 300.0  # time limit for loading a user's file, mostly its imports
 
 
@@ -89,8 +90,19 @@ class WorkerProcess:
             self.writer.write(framed)
 
     def kill(self) -> None:
-        """Kill the process group immediately."""
+        """Kill the process and everything that it started, including daemons outside its process group."""
         self.killed = True
+        if self.process is None or self.reaped:
+            return
+        if sys.platform == "linux" and self.process.returncode is None:
+            for number in (signal.SIGTERM, signal.SIGCONT):  # to its supervisor (parent_death.py), even if stopped
+                with suppress(ProcessLookupError):
+                    self.process.send_signal(number)
+            self.loop.call_later(KILL_SECONDS, self._kill_group)
+        else:
+            self._kill_group()
+
+    def _kill_group(self) -> None:
         if self.process is not None and not self.reaped:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -177,8 +189,9 @@ class WorkerProcess:
         exiting = asyncio.ensure_future(self.process.wait())
         await asyncio.wait({listening, exiting}, return_when=asyncio.FIRST_COMPLETED)
         self.kill()
-        self.reaped = True
         await asyncio.wait({exiting})
+        self._kill_group()  # a killed supervisor leaves its process group behind
+        self.reaped = True
         await asyncio.wait({listening}, timeout=DRAIN_SECONDS)
         listening.cancel()
         self.writer.close()

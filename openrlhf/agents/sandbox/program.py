@@ -28,7 +28,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TypeAlias
@@ -170,6 +170,8 @@ class ForkServer:
         answer: dict[str, Any] | None = None
         with suppress(OSError, ValueError):
             write_frame(self.connection, message, () if channel is None else (channel.fileno(),))
+            if channel is not None:
+                channel.close()  # its other end must notice when the program ends
             frame = read_frame(self.connection)
             answer = None if frame is None else frame[0]
         out_of_memory = self.group is not None and self.group.count_kills() > kills
@@ -333,7 +335,7 @@ atexit.register(close_servers)
 
 
 def run_program(
-    source: str = "",
+    source: str | None = None,
     *,
     argv: Sequence[str] = (),
     stdin: str | bytes = "",
@@ -345,28 +347,35 @@ def run_program(
     """Run Python source, or the command `argv`, and return how it ended and what it wrote.
 
     `files` are put into the program's folder, which is its current one; names are relative paths. `channel` becomes the
-    program's descriptor 3. Calls from several threads run at the same time. In async code, use `asyncio.to_thread`.
-    `allow_unisolated` accepts a machine that cannot isolate programs; the default is the environment variable
-    OPENRLHF_UNISOLATED_PROGRAMS=1.
+    program's descriptor 3 and is closed here. Calls from several threads run at the same time; in async code, use
+    `asyncio.to_thread`. `allow_unisolated` accepts a machine that cannot isolate programs; the default is the
+    environment variable OPENRLHF_UNISOLATED_PROGRAMS=1.
     """
-    if bool(source) == bool(argv):
+    with channel or nullcontext():
+        request = make_request(source, argv, stdin, files or {}, limits)
+        if allow_unisolated is None:
+            allow_unisolated = os.environ.get(OPT_IN) == "1"
+        server = _servers.take(limits.disk, allow_unisolated=allow_unisolated)
+        try:
+            return server.run(request, limits, channel)
+        finally:
+            _servers.give_back(server)
+
+
+def make_request(
+    source: str | None, argv: Sequence[str], stdin: str | bytes, files: Mapping[str, str | bytes], limits: ProgramLimits
+) -> dict[str, Any]:
+    """Check the arguments of `run_program`, and encode them for the server."""
+    if (source is None) == (not argv):
         raise ValueError("a program is needed: expected either Python source or argv")
-    contents = {
-        name: encode(data) for name, data in (({"program.py": source} if source else {}) | dict(files or {})).items()
-    }
+    given = dict(files) if source is None else {"program.py": source} | dict(files)
+    contents = {name: encode(data) for name, data in given.items()}
     for name in contents:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or not name:
             raise ValueError(f"a file of a program has a wrong name: expected a relative path, got {name!r}")
     if sum(map(len, contents.values())) * 3 // 4 + len(stdin) > limits.disk:
         raise ValueError(f"the files of a program do not fit: expected at most {limits.disk} bytes (limits.disk)")
-    request = {"source": source, "argv": list(argv), "stdin": encode(stdin), "files": contents}
-    if allow_unisolated is None:
-        allow_unisolated = os.environ.get(OPT_IN) == "1"
-    server = _servers.take(limits.disk, allow_unisolated=allow_unisolated)
-    try:
-        return server.run(request, limits, channel)
-    finally:
-        _servers.give_back(server)
+    return {"source": source, "argv": list(argv), "stdin": encode(stdin), "files": contents}
 
 
 def encode(data: str | bytes) -> str:

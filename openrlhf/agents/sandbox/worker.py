@@ -13,7 +13,6 @@ import inspect
 import json
 import os
 import pickle
-import signal
 import socket
 import threading
 import traceback
@@ -29,7 +28,7 @@ from openrlhf.agents.legacy import LegacyExecutor
 from openrlhf.agents.loading import RewardFunction, create_instance, find_reward, load_module, resolve, takes_keyword
 from openrlhf.agents.sandbox import messages
 from openrlhf.agents.sandbox.messages import plain
-from openrlhf.agents.sandbox.parent_death import die_with
+from openrlhf.agents.sandbox.parent_death import die_with, end_all
 from openrlhf.errors import OpenRLHFError
 
 # Keys of an episode's result that are sent to the trainer.
@@ -96,7 +95,7 @@ class Worker:
                 (length,) = messages.HEADER.unpack(await reader.readexactly(messages.HEADER.size))
                 message: messages.ToWorker = pickle.loads(await reader.readexactly(length))
             except (asyncio.IncompleteReadError, OSError):  # the trainer is gone
-                os.killpg(0, signal.SIGKILL)
+                end_all()
                 return
             match message:
                 case messages.WorkerSpec():
