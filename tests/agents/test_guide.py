@@ -20,12 +20,22 @@ def file(write):
 def test_guide_has_a_file_for_every_kind():
     assert set(FILES) == {
         *("reward.py", "server.py", "environment.py", "steps.py", "client.py", "game.py", "gym.py"),
+        "program_reward.py",
     }
 
 
 def test_reward_function(build, file):
     got = run(build(remote_rm_url=file("reward.py")), [Scripted("it is 2"), Scripted("3")]).trajectories
     assert [(item.reward, item.extra_logs) for item in got] == [(1.0, {"length": 7.0}), (0.0, {"length": 1.0})]
+
+
+def test_program_reward(build, file, monkeypatch):
+    """The opt-in only matters on machines that cannot isolate programs."""
+    monkeypatch.setenv("OPENRLHF_UNISOLATED_PROGRAMS", "1")
+    answers = ["print(sum(map(int, input().split())))", "print(8)", "exit("]
+    executor = build(remote_rm_url=file("program_reward.py"), context_length=99)
+    got = run(executor, [Scripted(answer) for answer in answers], asked=prompt(label="7"), max_tokens=60).trajectories
+    assert [item.reward for item in got] == [1.0, 0.0, 0.0]
 
 
 def test_reward_server(build, file):

@@ -443,6 +443,34 @@ def test_servers_end_with_their_owner(tmp_path):
         group.remove()
 
 
+OTHER_USER = """
+import os, sys
+sys.path.insert(0, {root!r})
+from openrlhf.agents.sandbox import linux
+if len(sys.argv) == 1:  # become a user without privileges in a user namespace, as on a laptop
+    user, group = os.getuid(), os.getgid()
+    linux.unshare(linux.NEW_USER)
+    open("/proc/self/setgroups", "w").write("deny")
+    open("/proc/self/uid_map", "w").write(f"1234 {{user}} 1")
+    open("/proc/self/gid_map", "w").write(f"1234 {{group}} 1")
+    os.execv(sys.executable, [sys.executable, {file!r}, "again"])
+from openrlhf.agents.sandbox import program
+result = program.run_program("import os; print(os.getuid(), os.path.exists({root!r} + '/pyproject.toml'))")
+print(program._servers.isolation, result.stdout or result.stderr)
+"""
+
+
+def test_an_unprivileged_user_needs_no_other_user(tmp_path):
+    """Without the right to map a second user, programs run as the user itself, in the user's namespace."""
+    file = tmp_path / "other_user.py"
+    file.write_text(OTHER_USER.format(root=str(ROOT), file=str(file)))
+    done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=WATCHDOG)
+    if find_failure("namespaces"):
+        assert "unshare" in done.stderr or "cannot be isolated" in done.stderr
+    else:
+        assert done.stdout.startswith("namespaces 1234 False\n"), done.stderr
+
+
 # Without isolation --------------------------------------------------------------------------------------------------
 
 NO_NAMESPACES = """

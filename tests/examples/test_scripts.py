@@ -1,5 +1,6 @@
 """The scripts of examples/scripts: their shell, the commands they call, and a few runs at tiny scale."""
 
+import json
 import os
 import shlex
 import subprocess
@@ -110,6 +111,40 @@ def test_a_template_may_contain_quotes(called_words):
     words = called_words("train_prm_best_of_n", TEMPLATE="What's {}?\n")
     flags = shlex.split(words[words.index("--generate") + 1])
     assert flags[flags.index("--input_template") + 1] == "What's {}?\n"
+
+
+def test_the_container_has_no_privileges_and_no_login(called_words, tmp_path):
+    """Its Hugging Face cache is that of the account, without the token, unless HF_LOGIN=1 asks for it."""
+    cache = tmp_path / ".cache/huggingface"
+    words = called_words("docker_run", "nvidia-smi")
+    options = words[: words.index("nvcr.io/nvidia/pytorch:25.11-py3")]
+    assert not any(word.startswith(("--cap-add", "--privileged", "--ipc", "--pid", "--network")) for word in options)
+    assert f"seccomp={ROOT}/dockerfile/seccomp.json" in options
+    shared = [words[place + 1].split(":")[0] for place, word in enumerate(options) if word == "--volume"]
+    assert shared == [str(ROOT), str(cache / "hub"), str(cache / "datasets")]
+    assert words[-1] == "nvidia-smi"
+    assert f"{cache}/token:/root/.cache/huggingface/token:ro" in called_words("docker_run", HF_LOGIN="1")
+
+
+def test_the_seccomp_profile_allows_user_namespaces_and_little_else():
+    profile = json.loads((ROOT / "dockerfile/seccomp.json").read_text())
+    assert profile["defaultAction"] == "SCMP_ACT_ERRNO"
+    allowed = {name for rule in profile["syscalls"] if rule["action"] == "SCMP_ACT_ALLOW" for name in rule["names"]}
+    assert allowed >= {
+        "unshare",
+        "setns",
+        "mount",
+        "umount2",
+        "pivot_root",
+        "mount_setattr",
+        "clone",
+        "seccomp",
+        "prctl",
+    }
+    dangerous = (
+        "bpf init_module finit_module kexec_load perf_event_open keyctl add_key userfaultfd io_uring_setup reboot"
+    )
+    assert not allowed & {*dangerous.split(), "open_by_handle_at", "swapon", "settimeofday", "clock_settime", "iopl"}
 
 
 def test_with_a_dashboard_address_the_run_is_submitted_as_a_job(called_words, tmp_path):

@@ -2,4 +2,6 @@
 
 `Pool` assigns calls to processes and retries them, `WorkerProcess` is its handle of one process, and `Worker` is the
 program in that process. `messages` defines what they send each other.
+
+Programs that a model wrote are not user code: `program.run_program` isolates them from the machine.
 """
