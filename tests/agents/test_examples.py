@@ -80,7 +80,7 @@ CHEATS = {
     "refers to objects that are not there": """
         import os
         os.write(3, b'["result", ["object", "__class__"], [[], {}]]\\n["result", ["nothing", 1], 1]\\n')
-        while True: pass
+        os._exit(0)
     """,
     "searches frames and objects": """
         import gc, sys
@@ -113,6 +113,7 @@ def code_reward(monkeypatch):
     close_servers()
 
 
+@pytest.mark.slow(seconds=6)
 def test_code_execution_enforces_its_limits(code_reward):
     """Call the function directly, because the tiny tokenizer has no backtick."""
     code_reward["LIMITS"] = ProgramLimits(seconds=3, memory=1 << 28, file_size=1 << 20)

@@ -79,7 +79,7 @@ class ProgramLimits:
             "RLIMIT_NPROC": (processes, processes),
             "RLIMIT_FSIZE": (self.file_size, self.file_size),
             "RLIMIT_NOFILE": (256, 256),
-            "RLIMIT_CORE": (0, 0),
+            "RLIMIT_CORE": (1, 1),  # unlike 0, it also keeps the kernel from starting a crash handler
         }
         return {"seconds": self.seconds, "output": self.output, "disk": self.disk, "resources": resources}
 
