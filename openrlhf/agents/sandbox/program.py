@@ -34,7 +34,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TypeAlias
 
 from openrlhf.agents.sandbox.control_group import ControlGroup
-from openrlhf.agents.sandbox.fork_server import NOBODY, ROOT_FOLDERS, SETTINGS, read_frame, write_frame
+from openrlhf.agents.sandbox.fork_server import read_frame, write_frame
+from openrlhf.agents.sandbox.namespaces import NOBODY, ROOT_FOLDERS, SETTINGS
 from openrlhf.errors import ConfigError
 
 Isolation: TypeAlias = Literal["namespaces", "bubblewrap", "none"]

@@ -1,0 +1,120 @@
+"""The namespaces of a fork server: its users, its root folder, and the start in a child process.
+
+Needs only the standard library: the fork server loads it in a bare interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from contextlib import suppress
+
+from openrlhf.agents.sandbox import linux
+
+NOBODY = 65534  # the user of programs if the server runs as root, for whom RLIMIT_NPROC does not hold
+ROOT_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+SETTINGS = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives", "/etc/localtime")
+DEVICES = ("null", "zero", "full", "random", "urandom")
+
+
+def map_users(server: int) -> int:
+    """Define the users of the server's new user namespace, from outside; return 0, or 1 if only its own is allowed."""
+    own_only = False
+    for kind, own in (("gid", os.getgid()), ("uid", os.getuid())):
+        try:
+            if own != 0:
+                raise PermissionError
+            with open(f"/proc/{server}/{kind}_map", "w") as file:
+                file.write(f"0 0 1\n{NOBODY} {NOBODY} 1\n")
+        except PermissionError:
+            own_only = True
+            if kind == "gid":
+                with open(f"/proc/{server}/setgroups", "w") as file:
+                    file.write("deny")
+            with open(f"/proc/{server}/{kind}_map", "w") as file:
+                file.write(f"{own} {own} 1\n")
+    return int(own_only)
+
+
+def enter_namespaces(connection: socket.socket) -> tuple[int, int]:
+    """Continue in a child with namespaces of its own; return the user and group for programs."""
+    server, own = os.getpid(), (os.getuid(), os.getgid())
+    wait, ready = os.pipe()
+    helper = os.fork()
+    if helper == 0:
+        os.close(ready)
+        if not os.read(wait, 1):
+            os._exit(2)  # unshare failed
+        try:
+            os._exit(map_users(server))
+        except OSError:
+            os._exit(2)
+    os.close(wait)
+    try:
+        linux.unshare(
+            linux.NEW_USER | linux.NEW_PIDS | linux.NEW_MOUNTS | linux.NEW_NET | linux.NEW_UTS | linux.NEW_IPC
+        )
+        os.write(ready, b"1")
+    finally:
+        os.close(ready)
+        outcome = os.waitstatus_to_exitcode(os.waitpid(helper, 0)[1])
+    if outcome not in (0, 1):
+        raise OSError("the users of a user namespace cannot be mapped")
+    child = os.fork()
+    if child != 0:
+        connection.close()
+        os.waitpid(child, 0)
+        os._exit(0)
+    linux.prctl(linux.PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    return (NOBODY, NOBODY) if outcome == 0 else own
+
+
+def make_root() -> None:
+    """Make a root folder of read-only binds: system libraries, this interpreter, a few devices; nothing else."""
+    linux.mount("none", "/", flags=linux.SLAVE | linux.RECURSIVE)
+    linux.mount("tmpfs", "/tmp", "tmpfs", linux.NO_SUID | linux.NO_DEVICES, "mode=755,size=1m")
+    linux.use_root("/tmp")
+    prefixes = {
+        sys.prefix,
+        sys.base_prefix,
+        os.path.dirname(os.path.dirname(os.path.realpath("/old" + sys.executable))),
+    }
+    for path in (*ROOT_FOLDERS, *SETTINGS, *sorted(prefixes, key=len)):
+        copy_path(path.removeprefix("/old"))
+    os.makedirs("/dev", exist_ok=True)
+    for device in DEVICES:
+        os.close(os.open(f"/dev/{device}", os.O_CREAT | os.O_WRONLY, 0o644))
+        linux.bind(f"/old/dev/{device}", f"/dev/{device}", read_only=False)
+    for name, target in (("fd", "/proc/self/fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
+        os.symlink(target, f"/dev/{name}")
+    os.symlink("/tmp", "/dev/shm")  # shared memory counts towards the size of the program's folder
+    for name in ("/proc", "/tmp"):
+        os.mkdir(name, 0o755)
+    # The kernel lets a user namespace mount a new /proc only while it sees an unobstructed one. Containers obstruct
+    # theirs; programs then have no /proc.
+    with suppress(OSError):
+        linux.mount("proc", "/proc", "proc", linux.NO_SUID | linux.NO_DEVICES)
+    with open("/etc/passwd", "w") as file:
+        file.write(f"program:x:{NOBODY}:{NOBODY}::/tmp:/bin/sh\n")
+    linux.unmount("/old")
+    os.rmdir("/old")
+    linux.mount("none", "/", flags=linux.REMOUNT | linux.BIND | linux.READ_ONLY | linux.NO_SUID | linux.NO_DEVICES)
+    socket.sethostname("program")
+
+
+def copy_path(path: str) -> None:
+    """Show a path of the old root in the new one, as a link if it is one; skip it if it is there."""
+    old = "/old" + path
+    if not os.path.lexists(old) or os.path.lexists(path):
+        return
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    if os.path.islink(old) and path in (*ROOT_FOLDERS, *SETTINGS):
+        os.symlink(os.readlink(old), path)
+        return
+    if os.path.isdir(old):
+        os.mkdir(path)
+    else:
+        os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o644))
+    linux.bind(old, path)
