@@ -38,11 +38,12 @@ def list_descendants() -> list[int]:
     return found
 
 
-def kill_descendants() -> None:
-    """Kill and reap all descendants of this process, which must have called `adopt_orphans`.
+def kill_descendants() -> dict[int, int]:
+    """Kill and reap all descendants of this process, which must have called `adopt_orphans`; return their exit codes.
 
     Stopped first, none of them can start another process while the rest are being found.
     """
+    codes: dict[int, int] = {}
     while True:
         stopped: set[int] = set()
         while remaining := [pid for pid in list_descendants() if pid not in stopped]:
@@ -54,8 +55,9 @@ def kill_descendants() -> None:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         try:
-            os.waitpid(-1, 0)
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+            pid, status = os.waitpid(-1, 0)
+            while pid:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+                pid, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
-            return
+            return codes

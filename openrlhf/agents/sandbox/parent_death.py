@@ -67,10 +67,12 @@ def _supervise(worker: int, parent: int) -> NoReturn:
             while (ended := os.waitpid(-1, os.WNOHANG))[0] != 0:  # orphans, too
                 if ended[0] == worker:
                     code = os.waitstatus_to_exitcode(ended[1])
-    kill_descendants()
-    if code is not None and code >= 0:
+    killed = kill_descendants()
+    if code is None:
+        code = killed.get(worker, -signal.SIGKILL)  # it may have ended by itself just before SIGTERM came
+    if code >= 0:
         os._exit(code)
-    cause = signal.SIGKILL if code is None else signal.Signals(-code)
+    cause = signal.Signals(-code)
     if cause != signal.SIGKILL:
         signal.signal(cause, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {cause})
