@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 from openrlhf.config import commands
-from openrlhf.config.checks import common, extras, inference, paths, placement, rl, sharding, supervised
+from openrlhf.config.checks import common, extras, inference, paths, placement, revisions, rl, sharding, supervised
 from openrlhf.config.checks.rule import Changed, Rule
 from openrlhf.config.no_effect.lines import answers
 from openrlhf.config.no_effect.table import TABLE
@@ -19,7 +19,15 @@ from openrlhf.monitor import say
 C = TypeVar("C")
 Rules = tuple[Rule[Any], ...]
 
-FILES: Rules = (paths.model_folders_exist, paths.dataset_files_exist, paths.named_files_exist)
+FILES: Rules = (
+    revisions.revision_becomes_part_of_the_name,
+    revisions.models_with_a_revision_are_on_a_hub,
+    revisions.each_hub_dataset_has_a_revision,
+    revisions.the_same_dataset_has_the_same_revision,
+    paths.model_folders_exist,
+    paths.dataset_files_exist,
+    paths.named_files_exist,
+)
 TEMPLATE: Rules = (
     common.empty_template_is_none,
     common.template_has_a_placeholder,

@@ -38,6 +38,7 @@ def load_prompts(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> list[P
         probs=flags.prompt_data_probs,
         max_samples=flags.max_samples,
         seed=config.batches.seed,
+        revisions=flags.dataset_revision,
         loading=config.model,
     )
     return prompt_rows(records, tokenizer, flags, config.template, prompt_budget(config))
@@ -49,7 +50,11 @@ def load_eval_prompts(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> l
     if flags.eval_dataset is None:
         return []
     records = load_dataset_rows(
-        flags.eval_dataset, split=flags.eval_split, max_samples=flags.max_samples, loading=config.model
+        flags.eval_dataset,
+        split=flags.eval_split,
+        max_samples=flags.max_samples,
+        revisions=flags.eval_revision,
+        loading=config.model,
     )
     return prompt_rows(records, tokenizer, flags, config.template, prompt_budget(config))
 

@@ -18,10 +18,12 @@ import datasets
 import numpy as np
 import pyarrow as pa
 from datasets.exceptions import DatasetsError
+from huggingface_hub import snapshot_download
 from numpy.typing import NDArray
 
 from openrlhf.config.checks.paths import looks_local
-from openrlhf.config.sections.data import DatasetFlags, split_names
+from openrlhf.config.checks.revisions import dataset_revisions
+from openrlhf.config.sections.data import DatasetFlags
 from openrlhf.config.sections.inference import BatchDataFlags
 from openrlhf.config.sections.model import LoadingFlags
 from openrlhf.data.files import open_json
@@ -68,6 +70,7 @@ def load_dataset(data: DatasetFlags | BatchDataFlags, *, seed: int, loading: Loa
         probs=data.dataset_probs,
         max_samples=data.max_samples,
         seed=seed,
+        revisions=data.dataset_revision,
         loading=loading,
     )
 
@@ -79,14 +82,17 @@ def load_dataset_rows(
     probs: str | None = None,
     max_samples: int | None = None,
     seed: int = 42,
+    revisions: str | None = None,
     loading: LoadingFlags = FROM_THE_HUB,
 ) -> Records:
     """Load a comma-separated list of datasets, concatenated or mixed by a comma-separated list of probabilities.
 
+    `revisions` is a comma-separated list, too, with one commit, tag or branch for each hub name in `spec`.
     The first `max_samples` rows of each dataset are used, and then the first `max_samples` of the result. Mixing
     continues until every dataset is exhausted, so rows of shorter datasets repeat.
     """
-    sources = [open_source(item, split, max_samples, loading) for item in split_names(spec)]
+    pinned = dataset_revisions(spec, revisions)
+    sources = [open_source(item, split, max_samples, loading, revision) for item, revision in pinned]
     if not sources:
         raise ConfigError(f"{spec!r} does not name a dataset")
     lengths = [len(source) if max_samples is None else min(len(source), max_samples) for source in sources]
@@ -121,7 +127,7 @@ def mix(lengths: Sequence[int], probs: Sequence[float], seed: int) -> NDArray[np
     return np.stack([np.asarray(mixed["number"]), np.asarray(mixed["row"])], axis=1).astype(np.int64)
 
 
-def open_source(item: str, split: str, limit: int | None, loading: LoadingFlags) -> Source:
+def open_source(item: str, split: str, limit: int | None, loading: LoadingFlags, revision: str | None = None) -> Source:
     """Open one dataset: a file, a folder, or a hub name, with an optional @dir for a folder inside it."""
     name, _, data_dir = item.partition("@")
     if Path(item).expanduser().exists():  # the @ is part of a path
@@ -132,9 +138,10 @@ def open_source(item: str, split: str, limit: int | None, loading: LoadingFlags)
         return open_json(name, path, limit)
     with quiet():
         try:
-            loaded = load(name, path, data_dir or None, loading)
+            loaded = load(name, path, data_dir or None, loading, revision)
         except LOADER_ERRORS as error:
-            raise DataError(f"{name}: cannot be loaded: {cause_of(error)}") from None
+            at = f" at revision {revision}" if revision else ""
+            raise DataError(f"{name}: cannot be loaded{at}: {cause_of(error)}") from None
     if isinstance(loaded, Mapping):  # by split; a dataset without splits is used as a whole
         split = "train" if path.is_file() else split
         if split not in loaded:
@@ -161,7 +168,7 @@ def check_path(name: str, path: Path) -> None:
         raise DataError(f"{name} is empty")
 
 
-def load(name: str, path: Path, data_dir: str | None, loading: LoadingFlags) -> object:
+def load(name: str, path: Path, data_dir: str | None, loading: LoadingFlags, revision: str | None) -> object:
     """Load a table, or a mapping from splits to tables; the form of the name decides how."""
     if path.is_file() and path.suffix == ".csv":  # an empty cell is null; NA and None are text
         return datasets.load_dataset("csv", data_files=str(path), keep_default_na=False, na_values=[""])
@@ -172,11 +179,17 @@ def load(name: str, path: Path, data_dir: str | None, loading: LoadingFlags) -> 
     if path.is_dir():
         return datasets.load_dataset(str(path), data_dir=data_dir)
     if loading.use_ms:
-        return load_from_modelscope(name, trust_remote_code=loading.trust_remote_code)
-    return datasets.load_dataset(name, data_dir=data_dir)
+        return load_from_modelscope(name, revision, trust_remote_code=loading.trust_remote_code)
+    if revision is None:
+        return datasets.load_dataset(name, data_dir=data_dir)
+    # Given a revision, `datasets` would still use whatever version it has cached if the hub does not respond. So
+    # download the commit itself, all of it or only the folder, and load that.
+    wanted = None if data_dir is None else [f"{data_dir}/**", "README.md"]
+    folder = snapshot_download(name, repo_type="dataset", revision=revision, allow_patterns=wanted)
+    return datasets.load_dataset(folder, data_dir=data_dir)
 
 
-def load_from_modelscope(name: str, *, trust_remote_code: bool) -> object:
+def load_from_modelscope(name: str, revision: str | None, *, trust_remote_code: bool) -> object:
     """Load a dataset from ModelScope as a table or a mapping from splits to tables."""
     if find_spec("modelscope") is None:
         raise MissingExtraError("--use_ms needs modelscope, which is not installed", try_this="pip install modelscope")
@@ -184,7 +197,8 @@ def load_from_modelscope(name: str, *, trust_remote_code: bool) -> object:
     if not slash:
         raise DataError(f"invalid name of a ModelScope dataset: expected namespace/name, got {name}")
     modelscope = importlib.import_module("modelscope.msdatasets")
-    loaded = modelscope.MsDataset.load(short, namespace=namespace, trust_remote_code=trust_remote_code)
+    pinned: dict[str, str] = {} if revision is None else {"version": revision}
+    loaded = modelscope.MsDataset.load(short, namespace=namespace, trust_remote_code=trust_remote_code, **pinned)
     splits = loaded if isinstance(loaded, Mapping) else {"": loaded}
     own = modelscope.MsDataset  # a wrapper around the table
     tables = {split: part.to_hf_dataset() if isinstance(part, own) else part for split, part in splits.items()}

@@ -47,7 +47,9 @@ def load_data(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase) -> S
         if scored:
             say(f"no --eval_dataset: the first {len(scored)} training rows give the mean and spread of scores")
         return SupervisedData(train.rows, scored, train.soft_labels)
-    records = load_dataset_rows(data.eval_dataset, split=data.eval_split, loading=config.model)
+    records = load_dataset_rows(
+        data.eval_dataset, split=data.eval_split, revisions=data.eval_revision, loading=config.model
+    )
     evaluation = read_rows(config, records, tokenizer)
     if evaluation.soft_labels != train.soft_labels:
         kinds = "probabilities", "tokens"

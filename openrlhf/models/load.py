@@ -31,7 +31,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from openrlhf.config.checks.paths import looks_local
+from openrlhf.config.checks.paths import looks_local, split_revision
 from openrlhf.config.sections.model import LoadingFlags, LoraFlags, ModelFlags
 from openrlhf.errors import ConfigError
 from openrlhf.models.attention import choose_attention, fitting_attention
@@ -51,9 +51,7 @@ def choose_dtype(requested: str, device: torch.device) -> torch.dtype:
 def load_tokenizer(name: str, loading: LoadingFlags) -> PreTrainedTokenizerBase:
     """Load a tokenizer; if it has no pad token, EOS becomes its pad token."""
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(
-            _resolve(name, loading), trust_remote_code=loading.trust_remote_code
-        )
+        tokenizer: Any = AutoTokenizer.from_pretrained(**_source(name, loading))
     except (OSError, ValueError, TypeError) as error:
         raise _cannot_load("tokenizer", name, error) from None
     if tokenizer.eos_token_id is None:
@@ -66,7 +64,7 @@ def load_tokenizer(name: str, loading: LoadingFlags) -> PreTrainedTokenizerBase:
 def read_config(name: str, loading: LoadingFlags) -> PretrainedConfig:
     """Read a model's config.json, without its weights."""
     try:
-        return AutoConfig.from_pretrained(_resolve(name, loading), trust_remote_code=loading.trust_remote_code)
+        return AutoConfig.from_pretrained(**_source(name, loading))
     except (OSError, ValueError) as error:
         raise _cannot_load("model", name, error) from None
 
@@ -163,7 +161,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraFlags, *, scalar: bool) -> nn
         bias="none",
     )
     try:
-        adapted = get_peft_model(model, config)
+        adapted = get_peft_model(model, config, revision=vars(model.config).get("_commit_hash"))
     except ValueError as error:
         raise ConfigError(f"--target_modules {' '.join(lora.target_modules)}: {_first_line(error)}") from None
     # Layers that share a weight cannot both have adapters: after merging, the weight could not hold both.
@@ -217,9 +215,7 @@ def _from_pretrained(
         )
         options["device_map"] = {"": device}
     try:
-        model, report = auto_class.from_pretrained(
-            _resolve(name, loading), trust_remote_code=loading.trust_remote_code, output_loading_info=True, **options
-        )
+        model, report = auto_class.from_pretrained(**_source(name, loading), output_loading_info=True, **options)
     except KeyError as error:  # some classes look up their attention in a table of their own
         raise ConfigError(
             f"cannot load the model {name}: it has no {error}", try_this="--attn_implementation eager"
@@ -240,14 +236,21 @@ def _from_pretrained(
     return model, report["missing_keys"]
 
 
-def _resolve(name: str, loading: LoadingFlags) -> str:
-    """Return a local folder or a hub name; with --use_ms, the folder to which ModelScope downloads the model."""
-    folder = Path(name).expanduser()
-    if looks_local(name) or folder.is_dir() or not loading.use_ms:
-        return str(folder) if looks_local(name) else name
-    from modelscope import snapshot_download  # pyrefly: ignore[missing-import]
+def _source(name: str, loading: LoadingFlags) -> Options:
+    """Return the arguments of `from_pretrained` for a local folder or a hub name, which may have a revision.
 
-    return snapshot_download(name)
+    With --use_ms, ModelScope downloads the model to a local folder.
+    """
+    where, revision = split_revision(name)
+    pinned: Options = {} if revision is None else {"revision": revision}
+    source: Options = {"pretrained_model_name_or_path": where, "trust_remote_code": loading.trust_remote_code}
+    if looks_local(where):
+        return source | {"pretrained_model_name_or_path": str(Path(where).expanduser())}
+    if loading.use_ms and not Path(where).is_dir():
+        from modelscope import snapshot_download  # pyrefly: ignore[missing-import]
+
+        return source | {"pretrained_model_name_or_path": snapshot_download(where, **pinned)}
+    return source | pinned
 
 
 def _cannot_load(what: str, name: str, error: Exception) -> ConfigError:

@@ -13,11 +13,13 @@ import torch
 from safetensors import safe_open
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from openrlhf.config.checks.paths import is_here
 from openrlhf.config.sections.model import LoadingFlags
 from openrlhf.errors import ConfigError
 from openrlhf.models.export import HEAD_CONFIG, HEAD_KEYS
 from openrlhf.models.heads import SCALAR_HEAD, add_missing_embeddings
 from openrlhf.models.load import load_causal_lm, load_scalar_model, load_tokenizer
+from openrlhf.monitor import say
 
 AdaptedModel: TypeAlias = Any  # a PeftModel around a LoRA model, whose type stub lacks `merge_and_unload`
 CPU = torch.device("cpu")
@@ -33,6 +35,7 @@ def merge_adapter(
     The base is loaded unquantised, even if the adapter was trained on a 4-bit base.
     """
     check_kind(adapter, is_rm=is_rm)
+    base = with_trained_revision(base, adapter)
     tokenizer = load_tokenizer(str(adapter) if (adapter / "tokenizer_config.json").is_file() else base, FULL)
     # A reward model's adapter stores more than weights: the prefix of its head and statistics of its scores.
     path = adapter / HEAD_CONFIG
@@ -62,6 +65,16 @@ def check_kind(adapter: Path, *, is_rm: bool) -> None:
     if is_rm:
         raise ConfigError(f"--is_rm, but {adapter} is the adapter of a language model", try_this="without --is_rm")
     raise ConfigError(f"{adapter} is the adapter of a reward model", try_this="--is_rm")
+
+
+def with_trained_revision(base: str, adapter: Path) -> str:
+    """Add to the hub name of the base the commit that the adapter was trained on, unless a revision is given."""
+    settings = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
+    commit = settings.get("revision")
+    if is_here(base) or "@" in base or not commit or settings.get("base_model_name_or_path") != base:
+        return base
+    say(f"merging into {base}@{commit}, the revision that {adapter} was trained on")
+    return f"{base}@{commit}"
 
 
 def attach_adapter(model: PreTrainedModel, adapter: Path, base: str) -> AdaptedModel:

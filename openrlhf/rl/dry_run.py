@@ -19,6 +19,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from openrlhf.agents.build import build_executor
 from openrlhf.agents.executor import GroupExecutor, GroupResult, shorten
+from openrlhf.config.checks.paths import split_revision
 from openrlhf.config.commands import RLConfig, SupervisedConfig
 from openrlhf.config.runtime import compares_engine, critic_model
 from openrlhf.config.sections.data import split_names
@@ -70,7 +71,10 @@ def is_on_disk(name: str) -> bool:
 
 def tokenizer_is_here(name: str) -> bool:
     """Return whether the tokenizer is on disk or in the Hugging Face cache."""
-    return is_on_disk(name) or isinstance(try_to_load_from_cache(name, "tokenizer_config.json"), str)
+    if is_on_disk(name):
+        return True
+    repository, revision = split_revision(name)
+    return isinstance(try_to_load_from_cache(repository, "tokenizer_config.json", revision=revision), str)
 
 
 def try_supervised(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -82,7 +86,12 @@ def try_supervised(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase)
     show_row(rows[0], tokenizer)
     if data.eval_dataset is not None:
         held_out = replace(
-            data, dataset=data.eval_dataset, dataset_split=data.eval_split, dataset_probs=None, max_samples=FIRST_ROWS
+            data,
+            dataset=data.eval_dataset,
+            dataset_split=data.eval_split,
+            dataset_revision=data.eval_revision,
+            dataset_probs=None,
+            max_samples=FIRST_ROWS,
         )
         load_train(replace(config, data=held_out), tokenizer)
 

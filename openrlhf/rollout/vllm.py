@@ -29,6 +29,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.checks.extras import require
+from openrlhf.config.checks.paths import split_revision
 from openrlhf.errors import RolloutError
 from openrlhf.models.load import choose_dtype
 from openrlhf.monitor import say
@@ -182,8 +183,11 @@ def build_engine(spec: EngineSpec, dtype: torch.dtype, *, compiles: bool) -> LLM
 
     flags = spec.engines
     dtype_name: Any = str(dtype).removeprefix("torch.")  # vLLM checks the name
+    name, revision = split_revision(str(spec.model.pretrain))
     arguments = EngineArgs(
-        model=str(spec.model.pretrain),
+        model=name,
+        revision=revision,
+        tokenizer_revision=revision,
         dtype=dtype_name,
         max_model_len=spec.context_length,
         tensor_parallel_size=flags.vllm_tensor_parallel_size,

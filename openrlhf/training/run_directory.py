@@ -20,6 +20,7 @@ from openrlhf.config.flags import flag_values
 from openrlhf.monitor import MetricsFile, Monitor, Sink, TensorBoard, Wandb, is_main_process, say
 from openrlhf.training import checkpoint
 from openrlhf.training.fit import Interrupted
+from openrlhf.training.hub_commits import hub_commits
 
 PACKAGES = ("openrlhf", "torch", "transformers", "peft", "datasets", "deepspeed", "ray", "vllm")
 SECRET = ("use_wandb", "api_key", "reward_api_key")  # flags that hold API keys, which must not be written to files
@@ -38,8 +39,8 @@ def shown_flags(config: object) -> dict[str, object]:
     return json.loads(json.dumps({name: "***" if name in SECRET and flags[name] else flags[name] for name in flags}))
 
 
-def write_run_config(run_dir: Path, flags: Mapping[str, object]) -> None:
-    """Write `run_dir/config.json`: all resolved flags, package versions and, in a checkout, the git revision."""
+def write_run_config(run_dir: Path, flags: Mapping[str, object], commits: Mapping[str, str]) -> None:
+    """Write `run_dir/config.json`: flags, package versions, the git revision of a checkout, commits of hub names."""
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -52,7 +53,7 @@ def write_run_config(run_dir: Path, flags: Mapping[str, object]) -> None:
         revision = found.stdout.strip()
     except (OSError, subprocess.SubprocessError):  # not a checkout, or no git
         revision = None
-    content = {"flags": flags, "versions": versions, "revision": revision}
+    content = {"flags": flags, "versions": versions, "revision": revision, "hub_commits": commits}
     (run_dir / "config.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
@@ -108,5 +109,5 @@ def make_monitor(config: TrainingConfig, total_steps: int, first_step: int, more
         sinks.append(TensorBoard(Path(logs.use_tensorboard) / name))
     run_dir = run_folder(config)
     sinks.append(MetricsFile(run_dir, resumed_at=first_step))
-    write_run_config(run_dir, flags)
+    write_run_config(run_dir, flags, hub_commits(config))
     return Monitor(sinks, total_steps=total_steps, first_step=first_step)

@@ -25,6 +25,14 @@ def is_here(name: str) -> bool:
     return looks_local(name) or Path(name.partition("@")[0]).expanduser().exists()
 
 
+def split_revision(name: str) -> tuple[str, str | None]:
+    """Split the hub name `org/model@revision`; a path on this machine stays whole."""
+    if looks_local(name) or Path(name).exists():
+        return name, None
+    repository, _, revision = name.partition("@")
+    return repository, revision or None
+
+
 def named_by(config: object, flags: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     """Yield (flag, item) for each item of these flags' comma-separated values."""
     values = flag_values(config)

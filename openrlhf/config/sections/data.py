@@ -20,6 +20,9 @@ class EvaluationFlags:
 
     eval_dataset: str | None = flag(None, "Comma-separated datasets to evaluate on.")
     eval_split: str = flag("train", "Split of the evaluation datasets.", needs="eval_dataset")
+    eval_revision: str | None = flag(
+        None, "Comma-separated revisions, one for each hub name in --eval_dataset.", needs="eval_dataset"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +37,9 @@ class DatasetFlags(EvaluationFlags):
     )
     dataset_probs: str | None = flag(None, "Comma-separated mixing probabilities (default: concatenate the datasets).")
     dataset_split: str = flag("train", "Split of the training datasets.")
+    dataset_revision: str | None = flag(
+        None, "Comma-separated commit hashes, tags or branches, one for each hub name in --dataset."
+    )
     max_samples: int = flag(1_000_000, "Maximum rows per dataset, applied again after mixing.", POSITIVE)
     max_len: int = flag(2048, "Maximum tokens per sample; longer ones are truncated.", POSITIVE)
     dataloader_num_workers: int = flag(0, "Accepted, but unused: rows are prepared before training.", NOT_NEGATIVE)

@@ -67,6 +67,9 @@ class BatchDataFlags:
     )
     dataset_probs: str | None = flag(None, "Comma-separated mixing probabilities (default: concatenate the datasets).")
     dataset_split: str = flag("train", "Split of the datasets.")
+    dataset_revision: str | None = flag(
+        None, "Comma-separated commit hashes, tags or branches, one for each hub name in --dataset."
+    )
     max_samples: int = flag(100_000_000, "Maximum rows per dataset, applied again after mixing.", POSITIVE)
     max_len: int = flag(2048, "Maximum tokens per sample when scoring.", POSITIVE)
     input_key: str = flag("input", "Field with the prompt.")
@@ -114,6 +117,7 @@ class MergeFlags:
     """Merge"""
 
     model_path: str | None = flag(None, "Base model folder or hub name.", required="./base")
+    revision: str | None = flag(None, "Commit hash, tag or branch of the base model on its hub.")
     lora_path: str | None = flag(None, "Adapter folder.", required="./adapter")
     output_path: str | None = flag(None, "Folder for the merged model.", required="./merged")
     is_rm: bool = flag(False, "The base is a reward model (sequence classification).")

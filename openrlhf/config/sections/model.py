@@ -29,6 +29,9 @@ class LoadingFlags(PrecisionFlags):
     load_in_4bit: bool = flag(False, "Load the base in 4-bit NF4, doubly quantised (needs bf16 and bitsandbytes).")
     experts_implementation: str | None = flag(None, "Implementation of experts, by its Transformers name.")
     disable_fast_tokenizer: bool = flag(False, "Accepted, but unused: Transformers has only fast tokenizers.")
+    revision: str | None = flag(
+        None, "Commit hash, tag or branch of the command's model on its hub; for other models, write name@revision."
+    )
     trust_remote_code: bool = flag(False, "Run the code that comes with a model or dataset; upstream always does.")
     skip_self_test: bool = flag(False, "Skip the self-test of each model against its own forward (about a second).")
     use_ms: bool = flag(False, "Download models and datasets from ModelScope.")
@@ -39,7 +42,9 @@ class LoadingFlags(PrecisionFlags):
 class ServedModelFlags(LoadingFlags):
     """Model"""
 
-    pretrain: str | None = flag(None, "Model folder or hub name.", required="./model")
+    pretrain: str | None = flag(
+        None, "Model folder or hub name; name@revision selects a commit, tag or branch.", required="./model"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,6 +47,9 @@ class PromptFlags(EvaluationFlags):
         None, "Comma-separated mixing probabilities (default: concatenate the datasets)."
     )
     prompt_split: str = flag("train", "Split of the prompt datasets.")
+    dataset_revision: str | None = flag(
+        None, "Comma-separated commit hashes, tags or branches, one for each hub name in --prompt_data."
+    )
     input_key: str = flag("input", "Field with the prompt: text or a list of messages.")
     label_key: str | None = flag(None, "Field that the reward function or agent receives as its label.")
     max_samples: int = flag(100_000_000, "Maximum rows per dataset, applied again after mixing.", POSITIVE)
