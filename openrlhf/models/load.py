@@ -36,6 +36,7 @@ from openrlhf.config.sections.model import LoadingFlags, LoraFlags, ModelFlags
 from openrlhf.errors import ConfigError
 from openrlhf.models.attention import choose_attention, fitting_attention
 from openrlhf.models.heads import SCALAR_HEAD, init_scalar_head
+from openrlhf.models.hub_commits import model_commit
 from openrlhf.models.liger import apply_liger, uses_liger
 from openrlhf.models.unused import freeze_unused
 from openrlhf.monitor import say
@@ -161,7 +162,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraFlags, *, scalar: bool) -> nn
         bias="none",
     )
     try:
-        adapted = get_peft_model(model, config, revision=vars(model.config).get("_commit_hash"))
+        adapted = get_peft_model(model, config, revision=vars(model).get("hub_commit"))
     except ValueError as error:
         raise ConfigError(f"--target_modules {' '.join(lora.target_modules)}: {_first_line(error)}") from None
     # Layers that share a weight cannot both have adapters: after merging, the weight could not hold both.
@@ -231,19 +232,20 @@ def _from_pretrained(
         for module in model.modules():
             if isinstance(module, Linear4bit):
                 module.support_avx512bf16_for_cpu = False
+    vars(model)["hub_commit"] = model_commit(name)  # for the config of an adapter
     if uses_liger(loading, model.config.model_type, device):
         apply_liger(model)
     return model, report["missing_keys"]
 
 
-def _source(name: str, loading: LoadingFlags) -> Options:
+def _source(name: str, loading: LoadingFlags) -> dict[str, Any]:
     """Return the arguments of `from_pretrained` for a local folder or a hub name, which may have a revision.
 
     With --use_ms, ModelScope downloads the model to a local folder.
     """
     where, revision = split_revision(name)
-    pinned: Options = {} if revision is None else {"revision": revision}
-    source: Options = {"pretrained_model_name_or_path": where, "trust_remote_code": loading.trust_remote_code}
+    pinned: dict[str, Any] = {} if revision is None else {"revision": revision}
+    source: dict[str, Any] = {"pretrained_model_name_or_path": where, "trust_remote_code": loading.trust_remote_code}
     if looks_local(where):
         return source | {"pretrained_model_name_or_path": str(Path(where).expanduser())}
     if loading.use_ms and not Path(where).is_dir():

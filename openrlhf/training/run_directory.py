@@ -17,10 +17,10 @@ from pathlib import Path
 
 from openrlhf.config.commands import TrainingConfig
 from openrlhf.config.flags import flag_values
+from openrlhf.models.hub_commits import hub_commits
 from openrlhf.monitor import MetricsFile, Monitor, Sink, TensorBoard, Wandb, is_main_process, say
 from openrlhf.training import checkpoint
 from openrlhf.training.fit import Interrupted
-from openrlhf.training.hub_commits import hub_commits
 
 PACKAGES = ("openrlhf", "torch", "transformers", "peft", "datasets", "deepspeed", "ray", "vllm")
 SECRET = ("use_wandb", "api_key", "reward_api_key")  # flags that hold API keys, which must not be written to files

@@ -1,4 +1,4 @@
-"""The commits that the hub names of a run stand for, for its config.json: a tag or a branch may move later."""
+"""The commits that hub names stand for: a branch or a tag may move, so runs and adapters record the commit."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ def hub_commits(config: object) -> dict[str, str]:
 
     Datasets without a revision are left out: `datasets` may load an older version than the cache names.
     """
-    found = {
-        item: cached_commit("model", *split_revision(item))
-        for _, item in named_by(config, MODEL_FLAGS)
-        if not is_here(item)
-    }
+    found = {item: model_commit(item) for _, item in named_by(config, MODEL_FLAGS)}
     values = flag_values(config)
     for data, flag in DATASETS:
         for name, revision in dataset_revisions(as_text(values.get(data)), as_text(values.get(flag))):
             if revision is not None:
                 found[name] = cached_commit("dataset", name.partition("@")[0], revision)
     return {name: commit for name, commit in found.items() if commit is not None}
+
+
+def model_commit(name: str) -> str | None:
+    """Return the commit of a model that was loaded from the Hugging Face Hub; None for a local folder."""
+    return None if is_here(name) else cached_commit("model", *split_revision(name))
 
 
 def cached_commit(kind: str, repository: str, revision: str | None) -> str | None:
