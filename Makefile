@@ -72,10 +72,11 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) $(if $(LOCKED),--require-hashes --requirement requirements/pip.txt,--upgrade pip) || $(UNLOCKED)
 
-# Install torch first, so that no other package pulls in a different build of it. A folder has no hash, so install the
-# requirements of this one before the folder itself.
+# Install torch first, so that no other package pulls in a different build of it: the CPU build if the index has one. A
+# folder has no hash, so install the requirements of this one before the folder itself.
 $(CORE): pyproject.toml requirements/lock.txt | $(VENV)/bin/python
-	$(PIP) $(LOCKED) '$(TORCH)' 'setuptools>=78' || $(UNLOCKED)
+	$(PIP) $(LOCKED) '$(TORCH)+cpu' 'setuptools>=78' 2> $(VENV)/no_cpu_build.txt || \
+	    $(PIP) $(LOCKED) '$(TORCH)' 'setuptools>=78' || $(UNLOCKED)
 	$(BIN)/python tools/lock_requirements.py --core > $(VENV)/core.txt
 	$(PIP) $(LOCKED) --requirement $(VENV)/core.txt || $(UNLOCKED)
 	$(PIP) --no-deps --no-build-isolation --editable .

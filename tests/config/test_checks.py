@@ -301,6 +301,49 @@ REFUSED = [  # rule, command, added flags, parts of the message
         "--eval_task rm --post_processor csft --reward_template {input}",
         "'{input}'|{reward}",
     ),
+    (
+        "revision_becomes_part_of_the_name",
+        "train_sft",
+        "--revision v1",
+        "--revision v1 needs a model on a hub|--pretrain ./model is a folder|Try: without --revision",
+    ),
+    (
+        "revision_becomes_part_of_the_name",
+        "train_sft",
+        "--pretrain org/model@v1 --revision v2",
+        "--revision v2|--pretrain org/model@v1 has a revision already",
+    ),
+    (
+        "models_with_a_revision_are_on_a_hub",
+        "train_ppo",
+        "--reward_pretrain org/rm@v1,./model@v1",
+        "--reward_pretrain ./model@v1: ./model is a folder on this machine, which has no revisions|Try: ",
+    ),
+    (
+        "models_with_a_revision_are_on_a_hub",
+        "train_dpo",
+        "--ref_pretrain model@v1",
+        "--ref_pretrain model@v1: model is a folder on this machine",
+    ),
+    ("models_with_a_revision_are_on_a_hub", "train_sft", "--pretrain org/model@", "ends with @ but names no revision"),
+    (
+        "each_hub_dataset_has_a_revision",
+        "train_sft",
+        "--dataset_revision v1",
+        "--dataset_revision needs a dataset on a hub|--dataset ./data.jsonl is on this machine",
+    ),
+    (
+        "each_hub_dataset_has_a_revision",
+        "train_ppo",
+        "--prompt_data org/a,./data.jsonl,org/b@part --dataset_revision v1",
+        "--dataset_revision has 1 values, but --prompt_data has 2 hub names",
+    ),
+    (
+        "each_hub_dataset_has_a_revision",
+        "train_sft",
+        "--eval_dataset org/a --eval_revision v1,v2",
+        "--eval_revision has 2 values, but --eval_dataset has 1",
+    ),
     ("model_folders_exist", "train_sft", "--pretrain ./nowhere", "--pretrain ./nowhere: no such folder|org/model"),
     (
         "model_folders_exist",
@@ -330,6 +373,30 @@ REFUSED = [  # rule, command, added flags, parts of the message
 ]
 
 CHANGED = [  # rule, command, added flags, parts of the line, the changed flag, its new value
+    *(
+        ("revision_becomes_part_of_the_name", command, words, f"--revision v1: --{flag} is {value}", flag, value)
+        for command, words, flag, value in (
+            ("train_sft", "--pretrain org/model --revision v1", "pretrain", "org/model@v1"),
+            ("serve_rm", "--reward_pretrain org/model --revision v1", "reward_pretrain", "org/model@v1"),
+            ("lora_combiner", "--model_path org/model --revision v1", "model_path", "org/model@v1"),
+        )
+    ),
+    (
+        "revision_becomes_part_of_the_name",
+        "train_ppo",
+        "--pretrain org/model --remote_rm_url= --reward_pretrain org/rm,org/model --revision v1",
+        "--pretrain is org/model@v1|--reward_pretrain is org/rm,org/model@v1",
+        "reward_pretrain",
+        "org/rm,org/model@v1",
+    ),
+    (
+        "the_same_dataset_has_the_same_revision",
+        "train_sft",
+        "--dataset org/a --eval_dataset org/a --eval_split test --dataset_revision v1",
+        "--eval_revision is set to v1",
+        "eval_revision",
+        "v1",
+    ),
     (
         "generate_max_len_within_max_len",
         "train_ppo",
