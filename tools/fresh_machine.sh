@@ -26,7 +26,7 @@ localedef -i de_DE -f ISO-8859-1 "$fresh/locales/$language"
 kept=()
 while IFS='=' read -r name value; do
     case $name in
-        PATH | PYTHON | PYTEST | WORKERS | PIP_* | UV_* | SSL_* | REQUESTS_CA_BUNDLE | *_proxy | *_PROXY) kept+=("$name=$value") ;;
+        PATH | PYTHON | PYTEST | WORKERS | LOCK | PIP_* | UV_* | SSL_* | REQUESTS_CA_BUNDLE | *_proxy | *_PROXY) kept+=("$name=$value") ;;
     esac
 done < <(env)
 for file in "$HOME/.config/pip/pip.conf" "$HOME/.pip/pip.conf"; do

@@ -7,6 +7,7 @@ The lock holds for every platform and every Python from 3.11 on: uv resolves all
 where they differ. The Makefile passes it to pip as a constraint, so that pip installs only what the machine needs.
 """
 
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,8 @@ def core_requirements() -> list[str]:
 
 def compile_lock(requirements: list[str], *options: str) -> str:
     """Let uv choose versions, and return them with their hashes."""
+    if shutil.which("uv") is None:
+        sys.exit("uv is not installed. Try: pip install uv")
     with tempfile.TemporaryDirectory() as folder:
         wanted = Path(folder, "wanted.txt")
         wanted.write_text("\n".join(requirements), encoding="utf-8")

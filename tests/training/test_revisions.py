@@ -1,6 +1,8 @@
 """Models and datasets at a revision of their hub: what is loaded, recorded and merged; hub_cache.py has the hub."""
 
 import json
+import sys
+from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -64,6 +66,20 @@ def test_a_revision_that_cannot_be_found_is_an_error():
     for load in (read_config, load_tokenizer):
         with pytest.raises(ConfigError, match=rf"^cannot load the \w+ org/model@{MISSING}: "):
             load(f"org/model@{MISSING}", ModelFlags())
+
+
+def test_modelscope_is_asked_for_the_revision(models, monkeypatch):
+    """The package is not installed; only the arguments that it would receive are tested."""
+    asked = []
+
+    def snapshot_download(name, **more):
+        asked.append((name, more))
+        return models(seed=1)
+
+    monkeypatch.setitem(sys.modules, "modelscope", SimpleNamespace(snapshot_download=snapshot_download))
+    for name in ("org/model@v1", "org/model"):
+        assert read_config(name, LoadingFlags(use_ms=True)).intermediate_size == 64
+    assert asked == [("org/model", {"revision": "v1"}), ("org/model", {})]
 
 
 @pytest.mark.usefixtures("two_datasets")
