@@ -35,7 +35,7 @@ def test_vllm_generates_with_the_weights_of_the_revision(tmp_path, monkeypatch):
     hub.add("org/model", FIRST, first, tag="v1")
     hub.add("org/model", SECOND, second, tag="main")
     params = SamplingParams(max_tokens=LENGTH, min_tokens=LENGTH, temperature=0.0)
-    engine = build("org/model@v1", load_tokenizer("org/model@v1", LoadingFlags()))
+    engine = build("org/model@v1", load_tokenizer("org/model@v1", LoadingFlags()), context_length=64)
     try:
         (completion,) = asyncio.run(engine.generate([Request(PROMPT, params)]))
     finally:
