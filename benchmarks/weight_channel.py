@@ -1,6 +1,6 @@
 """Time to send all weights of a model to the process of an engine, with a check that they arrived.
 
-    python benchmarks/weight_channel.py                         (a GPU: 1.5B bf16 parameters by ipc; else 50M by gloo)
+    python benchmarks/weight_channel.py                         (a GPU: 1.5B bf16 parameters by ipc; else 50M by tcp)
     python benchmarks/weight_channel.py --transport nccl        (sender on cuda:0, receiver on cuda:1)
 
 The receiver copies each tensor into its own model, as an engine does. The first send forms the group and allocates
@@ -69,7 +69,7 @@ def sends(sender: WeightSender, weights: dict[str, Tensor], pipe: Connection, re
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     on_gpu = torch.cuda.is_available()
-    parser.add_argument("--transport", choices=["ipc", "nccl", "gloo"], default="ipc" if on_gpu else "gloo")
+    parser.add_argument("--transport", choices=["ipc", "nccl", "tcp"], default="ipc" if on_gpu else "tcp")
     parser.add_argument("--parameters", type=int, default=1_500_000_000 if on_gpu else 50_000_000)
     parser.add_argument("--bucket_mib", type=int, nargs="+", default=[128, 256, 512, 1024] if on_gpu else [16, 64])
     parser.add_argument("--repeats", type=int, default=4)

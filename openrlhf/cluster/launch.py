@@ -66,9 +66,9 @@ async def open_ray(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollout
             else:
                 engines, groups = await asyncio.gather(starting_engines, asyncio.gather(*starting_groups))
 
-            # Weights travel by CUDA IPC to engines on the policy's GPUs, by NCCL to engines on their own, by gloo on
+            # Weights travel by CUDA IPC to engines on the policy's GPUs, by NCCL to engines on their own, by TCP on
             # CPUs.
-            transport: Transport = "gloo"
+            transport: Transport = "tcp"
             if cluster.unit == "GPU" and shares_devices:
                 transport = "ipc"
             elif cluster.unit == "GPU" and config.engines.vllm_sync_backend != "gloo":

@@ -23,6 +23,7 @@ from openrlhf.rollout.sync_proof import SyncProof, compare
 from openrlhf.rollout.weight_receiver import IncomingWeights, WeightsPerWorker
 
 CHANNEL_TIMEOUT = 60.0  # seconds, of both ends of a channel
+LOOPBACK = "127.0.0.1"  # where a channel within one machine listens
 SECONDS_TO_NOTICE = 2.0  # time for a sender to notice on its own that a receiver is gone, as it usually does
 
 
@@ -147,7 +148,16 @@ class RaySync:
         # With ipc, one channel per pair of processes that share a GPU; otherwise one from the first rank to all.
         senders = self.policy.processes[: receivers if self.transport == "ipc" else 1]
         size = 1 if self.transport == "ipc" else receivers
-        channels = [Channel(sender.address, self.transport, size, timeout=CHANNEL_TIMEOUT) for sender in senders]
+        addresses = {engine.process.address for engine in self.engines.engines}
+        channels = [
+            Channel(
+                LOOPBACK if addresses == {sender.address} else sender.address,
+                self.transport,
+                size,
+                timeout=CHANNEL_TIMEOUT,
+            )
+            for sender in senders
+        ]
         opening = (sender.call(ModelWorker.open_channel, one) for sender, one in zip(senders, channels, strict=True))
         opened = await self.policy.watch.guard(asyncio.gather(*opening))
         self.channels = [(channel, number) for channel in opened for number in range(size)]

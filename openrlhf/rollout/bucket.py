@@ -36,14 +36,15 @@ class Entry:
 class Header:
     """Description of a bucket, sent ahead of its bytes, or the notice that no more buckets follow."""
 
+    version: int  # of the weights
     entries: list[Entry] = field(default_factory=list)
     used: int = 0  # bytes
     shared: SharedMemory | None = None  # where to find the bytes, if they are not sent
     end: bool = False  # no more buckets follow
     failure: str = ""  # why the weights are incomplete; empty if they are complete
 
-    def encode(self) -> str:
-        return json.dumps(asdict(self))
+    def encode(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
 
     @classmethod
     def decode(cls, text: bytes) -> Header:

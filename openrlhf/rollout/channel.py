@@ -1,108 +1,134 @@
 """The channel that carries weights from one trainer process to the workers of inference engines.
 
 `WeightSender` (weight_sender.py) is the trainer's end, `IncomingWeights` (weight_receiver.py) an engine's. Both take
-part at the same time. They exchange keys of a small TCP store, which the sender serves, and the bytes of the weights:
+part at the same time. Each receiver has one authenticated connection (link.py) to the sender:
 
-    sender                                     store                                each receiver i
-    open the channel                                                      ->  joined/i = ok
-    first send: begun                            ->                           waits up to `patience` for it
-    ----------------------------- the process group forms: gloo or nccl, not ipc -----------------------------
-    fill a bucket, {version}/0 = header          ->                           allocate what the header asks for
-    broadcast its bytes (ipc: leave them there)  =====================>       load the tensors
-    fill the other bucket meanwhile              <-                           {version}/0/used/i = ok
+    sender                                                                    each receiver i
+    open the channel: listen on `host`                                    <-  connect, joined i
+    fill a bucket, header 0                      ->                           allocate what the header asks for
+    its bytes (tcp: on the link; nccl: broadcast; ipc: leave them there)  ->  load the tensors
+    fill the other bucket meanwhile              <-                           ok
     ...
-    {version}/n = header with `end`              ->                           {version}/n/used/i = ok
+    header n with `end`                          ->                           ok
 
 A receiver acknowledges a bucket once its tensors have been used, so two buckets alternate: one is filled while the
-other is read. A header is JSON and never a pickle, so a channel cannot make a receiver run code. Every wait has a
-timeout, and its error names the side that did not respond. The process group is our own, because vLLM and DeepSpeed
-each own torch's default one.
+other is read. Messages are JSON and never pickles, so a channel cannot make a process run code, and only processes that
+got the channel's secret from the sender (through Ray) can join it. Every wait has a timeout, and its error names the
+side that did not respond. NCCL's process group is our own, because vLLM and DeepSpeed each own torch's default one.
 """
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Iterator
+import json
+import os
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
 from torch import distributed as dist
 
 from openrlhf.errors import RolloutError
+from openrlhf.rollout.link import Link, connect
 
-Transport = Literal["gloo", "nccl", "ipc"]
+Transport = Literal["tcp", "nccl", "ipc"]
 
-# Keys and values of the store, all below the channel's own key.
-BEGUN = "begun"  # set by the first send: receivers wait for it up to `patience`, then join within `timeout`
-CALLED_OFF = "called off"  # set from any process if a receiver will not join
-JOINED = "joined"  # followed by the number of a receiver
 OK = "ok"  # a receiver's acknowledgement; any other answer says what went wrong
-
-CALL_OFF_SECONDS = 3.0  # for reaching the sender's store
+CALL_OFF_SECONDS = 3.0  # for reaching the sender
 
 
 @dataclass(frozen=True)
 class Channel:
-    """Address of a weight channel, and how its bytes travel. A `WeightSender` fills in port and key."""
+    """Address of a weight channel, and how its bytes travel. A `WeightSender` fills in port and secret."""
 
-    host: str  # an address of the sender's machine that the receivers can reach
+    host: str  # an address of the sender's machine that the receivers can reach; the sender listens only there
     transport: Transport
     receivers: int  # number of processes, which are numbered from 0
     bucket_bytes: int = 1 << 28
     timeout: float = 120.0  # seconds
     patience: float = 24 * 3600.0  # seconds to wait for a version to start: the trainer may have to finish a step first
     port: int = 0
-    key: str = ""  # unique, so that a channel formed again never sees the keys of an older one
+    secret: bytes = field(default=b"", repr=False)  # new for each channel; whoever knows it can join
 
-    def connect(self, *, serve: bool = False) -> dist.TCPStore:
-        """Connect to the store, or start it if `serve`."""
-        return dist.TCPStore(
-            self.host, self.port, is_master=serve, wait_for_workers=False, timeout=timedelta(seconds=self.timeout)
-        )
-
-    def form_group(self, store: dist.Store, rank: int) -> dist.ProcessGroup | None:
-        """Join the process group, in which the sender has rank 0; None for ipc, which sends no bytes.
-
-        It is one of torch's backends; their type stubs lack the collectives, which those of ProcessGroup have.
-        """
-        if self.transport == "ipc":
-            return None
-        rendezvous, size = dist.PrefixStore(f"{self.key}/group", store), self.receivers + 1
-        if self.transport == "nccl":
-            nccl: Any = vars(dist)["ProcessGroupNCCL"]  # missing in CPU builds of PyTorch
-            options = nccl.Options()
-            # NCCL's own watchdog would end the process; our timeouts raise long before.
-            options._timeout = timedelta(hours=24)
-            return nccl(rendezvous, rank, size, options)
-        # Gloo listens on the address that this machine has on its route to the sender's. Connecting a datagram socket
-        # chooses the route, and sends nothing.
-        family, *_, address = socket.getaddrinfo(self.host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)
-            own_address = str(probe.getsockname()[0])
-        gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        options._timeout = timedelta(seconds=self.timeout)
-        options._devices = [gloo.create_device(hostname=own_address)]
-        return gloo(rendezvous, rank, size, options)
+    def join(self, number: int) -> Link:
+        """Connect to the sender as receiver `number`."""
+        link = connect(self.host, self.port, self.secret, self.timeout)
+        link.send(Join(number).encode(), self.timeout)
+        return link
 
     def call_off(self) -> None:
         """Tell the sender, from any process, that a receiver will not join; do nothing if the sender is gone."""
-        with suppress(OSError, dist.DistError):
-            # A cheap probe first: torch logs loudly if there is no server to connect to.
-            socket.create_connection((self.host, self.port), CALL_OFF_SECONDS).close()
-            dist.PrefixStore(self.key, replace(self, timeout=CALL_OFF_SECONDS).connect()).set(CALLED_OFF, "")
+        with suppress(OSError):
+            link = connect(self.host, self.port, self.secret, CALL_OFF_SECONDS)
+            link.send(Join(None).encode(), CALL_OFF_SECONDS)
+            link.close()
+
+    def form_group(self, store: dist.Store, rank: int) -> dist.ProcessGroup:
+        """Join the NCCL group, in which the sender has rank 0.
+
+        It is one of torch's backends; their type stubs lack the collectives, which those of ProcessGroup have.
+        """
+        # Above this size torch would collect ids of several ranks, but `Rendezvous` carries those of the sender only.
+        os.environ["TORCH_NCCL_RANKS_PER_ROOT"] = str(max(128, self.receivers + 1))
+        nccl: Any = vars(dist)["ProcessGroupNCCL"]  # missing in CPU builds of PyTorch
+        options = nccl.Options()
+        # NCCL's own watchdog would end the process; our timeouts raise long before.
+        options._timeout = timedelta(hours=24)
+        return nccl(store, rank, self.receivers + 1, options)
+
+
+@dataclass(frozen=True)
+class Join:
+    """First message on a connection."""
+
+    number: int | None  # of the receiver; None to call the channel off
+
+    def encode(self) -> bytes:
+        return json.dumps({"number": self.number}).encode()
+
+    @classmethod
+    def decode(cls, message: bytes) -> Join:
+        return cls(**json.loads(message))
+
+
+class Rendezvous(dist.Store):
+    """Store through which the ranks of an NCCL group find each other: the sender's entries travel over the links.
+
+    NCCL's id is the key to the group, so it must not be in a store that others can read.
+    """
+
+    def __init__(self, publish: Callable[[bytes], object] | None = None, read: Callable[[], bytes] | None = None):
+        super().__init__()
+        self.publish, self.read = publish, read
+
+    def set(self, key: str, value: bytes | str) -> None:
+        if self.publish is not None:
+            data = value.encode() if isinstance(value, str) else bytes(value)
+            self.publish(json.dumps({"key": key, "value": data.hex()}).encode())
+
+    def get(self, key: str) -> bytes:
+        assert self.read is not None
+        message = json.loads(self.read())
+        if message.get("key") != key:
+            raise RolloutError(f"the weight sender stored {message.get('key')!r}: expected {key!r}")
+        return bytes.fromhex(message["value"])
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Do nothing: `get` waits."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Return False: torch's monitor looks for requests to dump its state, which nothing here makes."""
+        return False
 
 
 @contextmanager
 def blame(who: str) -> Iterator[None]:
-    """Turn torch's errors within the context into a RolloutError that says which side did not respond, and how."""
+    """Turn errors of links and of torch into a RolloutError that says which side did not respond, and how."""
     try:
         yield
     except RolloutError:
         raise
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]  # torch may append a stack trace
         raise RolloutError(f"{who}: {first_line}") from None

@@ -11,7 +11,6 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from torch import distributed as dist
 
 from openrlhf.errors import RolloutError
 from openrlhf.rollout.bucket import Header, unpack
-from openrlhf.rollout.channel import BEGUN, JOINED, OK, Channel, blame
+from openrlhf.rollout.channel import OK, Channel, Rendezvous, blame
 from openrlhf.rollout.ipc import open_memory
 
 
@@ -35,12 +34,10 @@ class IncomingWeights:
     version: int
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        place = (self.channel.key, self.number)
+        place = (self.channel.secret, self.number)
         if place not in _receivers:
             for old, receiver in tuple(_receivers.items()):
-                try:
-                    receiver.store.check([BEGUN])
-                except dist.DistError:  # the sender's store no longer answers
+                if receiver.link.is_closed():
                     _receivers.pop(old).close()
             _receivers[place] = WeightReceiver(self.channel, self.number)
         try:
@@ -73,23 +70,19 @@ class WeightReceiver:
         self.number = number
         self.buffer: Tensor | None = None  # [bytes]
         self.sender = f"the weight sender at {channel.host}"
-        with blame(f"{self.sender} or another receiver did not join in {channel.timeout:g} s"):
-            root = channel.connect()
-            self.store = dist.PrefixStore(channel.key, root)
-            self.store.set(f"{JOINED}/{number}", OK)
-            self._await_key(BEGUN, channel.patience, "did not begin")
-            self.group = channel.form_group(root, 1 + number)
+        self.group: dist.ProcessGroup | None = None  # only for nccl; formed when the first bytes arrive
+        with blame(f"{self.sender} did not accept receiver {number}"):
+            self.link = channel.join(number)
 
     def receive(self, version: int) -> Generator[tuple[str, Tensor], None, str]:
         """Yield the tensors of all buckets; return why they are incomplete, or an empty string."""
         number = 0
         while True:
-            key = f"{version}/{number}"
-            seconds = self.channel.timeout if number else self.channel.patience
-            header = Header.decode(self._await_key(key, seconds, f"sent no header {key}"))
+            header = self._receive_header(version, number)
             if header.end:
                 self.buffer = None
-                self.store.set(f"{key}/used/{self.number}", OK)
+                with blame(f"{self.sender} is gone"):
+                    self.link.send(OK.encode(), self.channel.timeout)
                 return header.failure
             answer = "stopped before the end"
             try:
@@ -100,39 +93,53 @@ class WeightReceiver:
                     torch.cuda.current_stream().synchronize()
                 answer = OK
             finally:
-                with suppress(dist.DistError):  # a sender that is gone needs no answer
-                    self.store.set(f"{key}/used/{self.number}", answer)
+                with suppress(OSError):  # a sender that is gone needs no answer
+                    self.link.send(answer.encode(), self.channel.timeout)
             number += 1
 
+    def _receive_header(self, version: int, number: int) -> Header:
+        """Wait for the next header: patiently for the first one of a version, since the trainer may be busy."""
+        seconds = self.channel.timeout if number else self.channel.patience
+        with blame(f"{self.sender} closed the channel: it failed, or another receiver did or did not join"):
+            try:
+                header = Header.decode(self.link.receive(seconds))
+            except TimeoutError:
+                raise RolloutError(f"{self.sender} sent no header {version}/{number} in {seconds:g} s") from None
+        if header.version != version:
+            raise RolloutError(f"{self.sender} sent version {header.version} of the weights: expected {version}")
+        return header
+
     def _receive_bytes(self, size: int) -> Tensor:
-        """Receive the broadcast of a bucket into the buffer, which grows if necessary; return its bytes [size]."""
-        assert self.group is not None
+        """Receive the bytes of a bucket into the buffer, which grows if necessary; return them [size]."""
         if self.buffer is None or self.buffer.numel() < size:
             device = torch.device("cuda", torch.cuda.current_device()) if self.channel.transport == "nccl" else None
             self.buffer = torch.empty(max(size, self.channel.bucket_bytes), dtype=torch.uint8, device=device)
         received = self.buffer[:size]
-        broadcast = self.group.broadcast(received, 0)
-        deadline = time.monotonic() + self.channel.timeout
         with blame(f"{self.sender} stopped in the middle of a bucket"):
-            if self.channel.transport == "gloo":
-                broadcast.wait()
-            # Wait on the host: an NCCL call that never ends would block the device silently.
-            while not broadcast.is_completed():
-                if time.monotonic() > deadline:
-                    raise RolloutError(f"the weight sender paused within a bucket for {self.channel.timeout:g} s")
-                time.sleep(0.0005)
-            broadcast.wait()
+            if self.channel.transport == "tcp":
+                self.link.receive_raw(received.numpy().data, self.channel.timeout)
+            else:
+                self._receive_broadcast(received)
         return received
 
-    def _await_key(self, key: str, seconds: float, complaint: str) -> bytes:
-        """Wait for a key of the store; return its value."""
-        with blame(f"{self.sender} {complaint} in {seconds:g} s"):
-            self.store.wait([key], timedelta(seconds=seconds))
-            return self.store.get(key)
+    def _receive_broadcast(self, received: Tensor) -> None:
+        """Receive the bytes [size] by NCCL."""
+        if self.group is None:
+            store = Rendezvous(read=lambda: self.link.receive(self.channel.timeout))
+            self.group = self.channel.form_group(store, 1 + self.number)
+        broadcast = self.group.broadcast(received, 0)
+        deadline = time.monotonic() + self.channel.timeout
+        # Wait on the host: an NCCL call that never ends would block the device silently.
+        while not broadcast.is_completed():
+            if time.monotonic() > deadline:
+                raise RolloutError(f"the weight sender paused within a bucket for {self.channel.timeout:g} s")
+            time.sleep(0.0005)
+        broadcast.wait()
 
     def close(self) -> None:
         if self.group is not None:
             self.group.abort()
+        self.link.close()
 
 
-_receivers: dict[tuple[str, int], WeightReceiver] = {}  # this process's, by key of the channel and number
+_receivers: dict[tuple[bytes, int], WeightReceiver] = {}  # this process's, by secret of the channel and number

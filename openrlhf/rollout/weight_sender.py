@@ -6,11 +6,14 @@ version of the policy. `channel.py` has a diagram of the protocol.
 
 from __future__ import annotations
 
+import secrets
+import selectors
+import threading
 import time
-import uuid
 from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from datetime import timedelta
 
 import torch
 from torch import Tensor
@@ -18,12 +21,14 @@ from torch import distributed as dist
 
 from openrlhf.errors import BackendError, RolloutError
 from openrlhf.rollout.bucket import Bucket, Header
-from openrlhf.rollout.channel import BEGUN, CALLED_OFF, JOINED, OK, Channel, blame
+from openrlhf.rollout.channel import OK, Channel, Join, Rendezvous, blame
 from openrlhf.rollout.engine import Checksums, Weights
 from openrlhf.rollout.ipc import check_allocator, share_memory
+from openrlhf.rollout.link import Link, LinkServer
 from openrlhf.rollout.sync_proof import RecordedWeights
 
 CALL_OFF_INTERVAL = 1.0  # seconds between checks for whether a waiting sender was called off
+SECRET_BYTES = 32
 
 
 class WeightSender:
@@ -38,13 +43,31 @@ class WeightSender:
             if channel.receivers != 1:
                 raise BackendError("an ipc channel has one receiver: make one channel for each GPU")
             check_allocator()
-        self.root = channel.connect(serve=True)  # the server lives as long as this reference
-        self.channel = replace(channel, port=self.root.port, key=uuid.uuid4().hex)
-        self.store = dist.PrefixStore(self.channel.key, self.root)
         self.device = device
-        self.group: dist.ProcessGroup | None = None  # stays None for ipc
+        self.receivers: dict[int, Receiver] = {}  # those that joined, by number
+        self.changed = threading.Condition()  # notified when a receiver joins or the channel is called off
+        self.called_off = False
+        self.group: dist.ProcessGroup | None = None  # only for nccl
         self.formed = False
         self.closed = False
+        secret = secrets.token_bytes(SECRET_BYTES)
+        self.server = LinkServer(channel.host, secret, self._accept)
+        self.channel = replace(channel, port=self.server.port, secret=secret)
+
+    def _accept(self, link: Link) -> None:
+        """Read the first message of a new connection."""
+        join = Join.decode(link.receive(self.channel.timeout))
+        with self.changed:
+            if join.number is None:
+                self.called_off = True
+                link.close()
+            elif self.closed or self.formed or join.number not in range(self.channel.receivers):
+                link.close()
+            else:
+                if join.number in self.receivers:  # it gave up and tries again
+                    self.receivers[join.number].close()
+                self.receivers[join.number] = Receiver(join.number, link)
+            self.changed.notify_all()
 
     def send(self, weights: Weights, version: int, *, verify: bool = False) -> Checksums:
         """Send all weights to all receivers; return the checksums of what was sent if `verify`, else an empty dict."""
@@ -53,11 +76,7 @@ class WeightSender:
         sent = RecordedWeights(weights, verify=verify)
         try:
             if not self.formed:
-                with blame("a weight receiver is gone"):
-                    self.store.set(BEGUN, "")
-                    self.await_receivers(JOINED, "did not join")
-                    self.group = self.channel.form_group(self.root, 0)
-                self.formed = True
+                self._await_joins()
             pipeline = BucketPipeline(self, version)
             try:
                 for name, tensor in sent:
@@ -74,36 +93,85 @@ class WeightSender:
         return sent.checksums
 
     def close(self) -> None:
-        """Abort the process group and stop serving the store."""
-        if self.closed:
-            return
-        self.closed = True
+        """Abort the process group and close all connections."""
+        with self.changed:
+            if self.closed:
+                return
+            self.closed = True
         if self.group is not None:
             self.group.abort()
         self.group = None
-        del self.root, self.store
+        self.server.close()
+        for receiver in self.receivers.values():
+            receiver.close()
 
-    def await_receivers(self, what: str, complaint: str) -> None:
-        """Wait for an answer from each receiver; raise if one reports an error, is called off or is too late."""
-        keys = [f"{what}/{number}" for number in range(self.channel.receivers)]
+    def _await_joins(self) -> None:
+        """Wait until all receivers have joined, and form their process group."""
         deadline = time.monotonic() + self.channel.timeout
-        while True:
-            seconds = min(CALL_OFF_INTERVAL, max(0.001, deadline - time.monotonic()))
-            try:
-                self.store.wait(keys, timedelta(seconds=seconds))
-                break
-            except dist.DistError:
-                missing = [str(number) for number, key in enumerate(keys) if not self.store.check([key])]
-            silent = f"weight receiver{'s' if len(missing) > 1 else ''} {', '.join(missing)} {complaint}"
-            if missing and self.store.check([CALLED_OFF]):
-                raise RolloutError(f"{silent}, and will not")
-            if missing and time.monotonic() > deadline:
-                raise RolloutError(f"{silent} in {self.channel.timeout:g} s")
-        for number, key in enumerate(keys):
-            answer = self.store.get(key).decode()
-            self.store.delete_key(key)
-            if answer != OK:
-                raise RolloutError(f"weight receiver {number} {answer}")
+        with self.changed:
+            while missing := sorted(set(range(self.channel.receivers)) - self.receivers.keys()):
+                if self.called_off:
+                    raise RolloutError(f"{listed(missing)} did not join, and will not")
+                if not self.changed.wait(deadline - time.monotonic()):
+                    raise RolloutError(f"{listed(missing)} did not join in {self.channel.timeout:g} s")
+            self.formed = True
+        if self.channel.transport == "nccl":
+            with blame("a weight receiver is gone"):
+                self.group = self.channel.form_group(Rendezvous(publish=self.publish), 0)
+
+    def publish(self, message: bytes, data: Tensor | None = None) -> list[Future[None]]:
+        """Start sending a message, and the bytes that follow it if any, to all receivers."""
+        seconds = self.channel.timeout
+        return [receiver.send(message, data, seconds) for receiver in self.receivers.values()]
+
+    def await_answers(self, sending: Sequence[Future[None]], complaint: str) -> None:
+        """Wait for an answer from each receiver; raise if one reports an error, is gone, is called off or is too late.
+
+        `sending` is the message that they answer, on its way.
+        """
+        deadline = time.monotonic() + self.channel.timeout
+        missing = set(self.receivers)
+        with selectors.DefaultSelector() as links:
+            for number, receiver in self.receivers.items():
+                links.register(receiver.link, selectors.EVENT_READ, number)
+            while missing:
+                for key, _ in links.select(min(CALL_OFF_INTERVAL, max(0.001, deadline - time.monotonic()))):
+                    with blame(f"weight receiver {key.data} is gone"):
+                        answer = self.receivers[key.data].link.receive(self.channel.timeout).decode(errors="replace")
+                    if answer != OK:
+                        raise RolloutError(f"weight receiver {key.data} {answer}")
+                    missing.remove(key.data)
+                    links.unregister(key.fileobj)
+                for number, sent in zip(self.receivers, sending, strict=True):
+                    if sent.done():
+                        with blame(f"weight receiver {number} is gone"):
+                            sent.result()
+                if missing and self.called_off:
+                    raise RolloutError(f"{listed(missing)} {complaint}, and will not")
+                if missing and time.monotonic() > deadline:
+                    raise RolloutError(f"{listed(missing)} {complaint} in {self.channel.timeout:g} s")
+
+
+class Receiver:
+    """A receiver that joined: its connection, and the thread that sends to it, so that a slow one delays no other."""
+
+    def __init__(self, number: int, link: Link) -> None:
+        self.link = link
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix=f"openrlhf-receiver-{number}")
+
+    def send(self, message: bytes, data: Tensor | None, seconds: float) -> Future[None]:
+        """Start sending a message and the bytes [size] that follow it; messages keep their order."""
+
+        def send() -> None:
+            self.link.send(message, seconds)
+            if data is not None:
+                self.link.send_raw(data.numpy().data, seconds)
+
+        return self.thread.submit(send)
+
+    def close(self) -> None:
+        self.link.close()
+        self.thread.shutdown(wait=False, cancel_futures=True)
 
 
 @dataclass(frozen=True)
@@ -112,7 +180,8 @@ class InTransit:
 
     number: int  # number of the header within its version
     bucket: Bucket | None  # None for the notice that ends a version
-    broadcast: dist.Work | None  # None if no bytes are sent
+    sending: Sequence[Future[None]]
+    broadcast: dist.Work | None  # None if the bytes are not broadcast
 
 
 class BucketPipeline:
@@ -121,7 +190,7 @@ class BucketPipeline:
     def __init__(self, sender: WeightSender, version: int) -> None:
         self.sender = sender
         self.version = version
-        device = torch.device("cpu") if sender.channel.transport == "gloo" else sender.device
+        device = torch.device("cpu") if sender.channel.transport == "tcp" else sender.device
         size = sender.channel.bucket_bytes
         # The first of them is being filled.
         self.idle = deque(Bucket(torch.empty(size, dtype=torch.uint8, device=device)) for _ in range(2))
@@ -140,34 +209,45 @@ class BucketPipeline:
         """Send the last bucket and the end notice; after a `failure` of the iterator of weights, only the notice."""
         if not failure and self.idle[0].entries:
             self._ship()
-        self._ship(Header(end=True, failure=failure))
+        self._ship(Header(self.version, end=True, failure=failure))
         while self.in_transit:
             self._await_oldest()
 
     def _ship(self, notice: Header | None = None) -> None:
-        """Publish the header of the current bucket and start broadcasting its bytes; or only publish a notice."""
-        group, bucket, header = self.sender.group, None, notice
+        """Publish the header of the current bucket and start sending its bytes; or only publish a notice."""
+        sender, bucket, header, data = self.sender, None, notice, None
         if header is None:
             bucket = self.idle.popleft()
-            header = Header(bucket.entries, bucket.used)
-            if group is None:
+            header = Header(self.version, bucket.entries, bucket.used)
+            if sender.channel.transport == "ipc":
                 # The receiver reads the same memory, so the copies into the bucket must be complete.
                 torch.cuda.current_stream(bucket.buffer.device).synchronize()
                 header = replace(header, shared=share_memory(bucket.buffer))
-        self.sender.store.set(f"{self.version}/{self.count}", header.encode())
-        broadcast = None if bucket is None or group is None else group.broadcast(bucket.buffer[: bucket.used], 0)
-        self.in_transit.append(InTransit(self.count, bucket, broadcast))
+            elif sender.channel.transport == "tcp":
+                data = bucket.buffer[: bucket.used]
+        sending = sender.publish(header.encode(), data)
+        group = sender.group
+        broadcast = None
+        if bucket is not None and group is not None:
+            with blame("a weight receiver is gone"):
+                broadcast = group.broadcast(bucket.buffer[: bucket.used], 0)
+        self.in_transit.append(InTransit(self.count, bucket, sending, broadcast))
         self.count += 1
 
     def _await_oldest(self) -> None:
         """Wait until all receivers have used the oldest bucket in transit, and make it available again."""
         oldest = self.in_transit[0]
-        key = f"{self.version}/{oldest.number}"
         if oldest.broadcast is not None:
             with blame("a weight receiver is gone"):
                 oldest.broadcast.wait()
-        self.sender.await_receivers(f"{key}/used", f"did not take bucket {oldest.number} of version {self.version}")
-        self.sender.store.delete_key(key)
+        complaint = f"did not take bucket {oldest.number} of version {self.version}"
+        self.sender.await_answers(oldest.sending, complaint)
         self.in_transit.popleft()
         if oldest.bucket is not None:
             self.idle.append(Bucket(oldest.bucket.buffer))
+
+
+def listed(numbers: Iterable[int]) -> str:
+    """Name receivers in a message."""
+    found = sorted(numbers)
+    return f"weight receiver{'s' if len(found) > 1 else ''} {', '.join(map(str, found))}"

@@ -10,10 +10,10 @@ from openrlhf.rollout.ipc import SharedMemory
 
 SHARED = SharedMemory("GPU-1", ["00ff", 4096, 512, "0a", 8, "", True])
 HEADERS = {
-    "a bucket whose bytes follow": Header([Entry("a", "float32", [2, 3], 0), Entry("b", "bool", [], 32)], 48),
-    "a bucket in shared memory": Header([Entry("a", "uint8", [0], 0)], 16, SHARED),
-    "the end": Header(end=True),
-    "the end after a failure": Header(end=True, failure="ValueError: torn"),
+    "a bucket whose bytes follow": Header(3, [Entry("a", "float32", [2, 3], 0), Entry("b", "bool", [], 32)], 48),
+    "a bucket in shared memory": Header(3, [Entry("a", "uint8", [0], 0)], 16, SHARED),
+    "the end": Header(3, end=True),
+    "the end after a failure": Header(3, end=True, failure="ValueError: torn"),
 }
 
 
@@ -34,7 +34,7 @@ def test_tensors_are_unpacked_as_they_were_added():
     bucket = Bucket(torch.empty(256, dtype=torch.uint8))
     for name, tensor in tensors.items():
         assert bucket.add(name, tensor)
-    found = dict(unpack(Header(bucket.entries, bucket.used), bucket.buffer))
+    found = dict(unpack(Header(3, bucket.entries, bucket.used), bucket.buffer))
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert torch.equal(found[name], tensor)
@@ -47,5 +47,5 @@ def test_a_tensor_larger_than_the_bucket_travels_alone():
     large, small = torch.randn(100), torch.randn(2)
     assert bucket.add("large", large)
     assert not bucket.add("small", small)
-    assert torch.equal(dict(unpack(Header(bucket.entries, bucket.used), bucket.buffer))["large"], large)
+    assert torch.equal(dict(unpack(Header(3, bucket.entries, bucket.used), bucket.buffer))["large"], large)
     assert Bucket(bucket.buffer).add("small", small)

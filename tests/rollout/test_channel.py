@@ -1,15 +1,23 @@
 """Weight channels between real processes; the receivers get their instructions through pipes."""
 
 import multiprocessing
-from contextlib import contextmanager
+import socket
+import threading
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from datetime import timedelta
 
+import psutil
 import pytest
 import torch
+from torch import distributed as dist
 
 from openrlhf.errors import BackendError, RolloutError
+from openrlhf.rollout import link
 from openrlhf.rollout.bucket import ALIGNMENT
-from openrlhf.rollout.channel import Channel
+from openrlhf.rollout.channel import Channel, Join
 from openrlhf.rollout.checksum import checksum
+from openrlhf.rollout.link import NONCE, prove
 from openrlhf.rollout.weight_receiver import IncomingWeights
 from openrlhf.rollout.weight_sender import WeightSender
 
@@ -86,7 +94,7 @@ def receivers(count):
 
 def make_sender(count, timeout=PATIENT, patience=None):
     waits = {"timeout": timeout, "patience": patience or timeout}
-    return WeightSender(Channel("127.0.0.1", "gloo", count, bucket_bytes=BUCKET, **waits), torch.device("cpu"))
+    return WeightSender(Channel("127.0.0.1", "tcp", count, bucket_bytes=BUCKET, **waits), torch.device("cpu"))
 
 
 def ask(pairs, sender, version, only=None):
@@ -113,11 +121,8 @@ def send(sender, pairs, version):
 def test_every_receiver_gets_every_tensor_of_every_version(count):
     with receivers(count) as pairs:
         sender = make_sender(count)
-        keys = set()
         for version in (1, 2, 5):
             send(sender, pairs, version)
-            keys.add(sender.root.num_keys())
-        assert len(keys) == 1, "the store grows with the versions"
         ask(pairs, sender, 6)
         assert sender.send([], 6) == {}
         assert answers(pairs) == [{}] * count
@@ -176,7 +181,7 @@ def test_a_missing_receiver_is_named():
         with pytest.raises(RolloutError, match="weight receiver 1 did not join in 4 s"):
             sender.send(weights(1), 1)
         sender.close()
-        assert "or another receiver did not join" in answers(pairs)[0]
+        assert "closed the channel: it failed, or another receiver did or did not join" in answers(pairs)[0]
 
 
 def test_receivers_wait_for_a_sender_that_has_a_step_to_finish_first():
@@ -192,7 +197,7 @@ def test_a_sender_that_never_begins_is_named():
     sender = make_sender(1, HASTY)
     with receivers(1) as pairs:
         ask(pairs, sender, 1)
-        assert "did not begin in 4 s" in answers(pairs)[0]
+        assert "sent no header 1/0 in 4 s" in answers(pairs)[0]
 
 
 def test_a_missing_sender_is_named():
@@ -201,6 +206,93 @@ def test_a_missing_sender_is_named():
         send(sender, pairs, 1)
         ask(pairs, sender, 2)
         assert "sent no header 2/0 in 4 s" in answers(pairs)[0]
+
+
+def listening():
+    """Return the addresses on which this process accepts connections."""
+    found = psutil.Process().net_connections("tcp")
+    return {(one.laddr.ip, one.laddr.port) for one in found if one.status == psutil.CONN_LISTEN}
+
+
+def test_the_channel_listens_on_its_own_address_only():
+    before = listening()
+    sender = make_sender(1)
+    assert listening() - before == {("127.0.0.1", sender.channel.port)}
+    sender.close()
+    assert listening() == before
+
+
+def test_torch_cannot_read_the_channel_as_a_store():
+    """A store would show its keys, among them those with which to join."""
+    sender = make_sender(1)
+    with pytest.raises(dist.DistError):
+        dist.TCPStore("127.0.0.1", sender.channel.port, is_master=False, timeout=timedelta(seconds=1)).num_keys()
+    sender.close()
+
+
+def heard(connection):
+    """Return what the other end sends until it closes the connection."""
+    found = b""
+    with suppress(ConnectionResetError):
+        while data := connection.recv(4096):
+            found += data
+    return found
+
+
+def test_strangers_are_refused_and_the_transfer_goes_on():
+    """One knows a wrong secret, one sends garbage, one says nothing, and one repeats what a receiver said."""
+    sender = make_sender(1)
+    with pytest.raises(RolloutError, match="did not accept receiver 0: closed the connection"):
+        next(iter(IncomingWeights(replace(sender.channel, secret=b"guessed"), 0, 1)))
+
+    def connect():
+        return socket.create_connection(("127.0.0.1", sender.channel.port), PATIENT)
+
+    with receivers(1) as pairs, connect() as silent, connect() as garbage, connect() as known, connect() as replaying:
+        garbage.sendall(bytes(4096))
+        assert len(heard(garbage)) <= NONCE  # the challenge, at most
+        answer = bytes(NONCE) + prove(sender.channel.secret, b"client", known.recv(NONCE) + bytes(NONCE))
+        known.sendall(answer)
+        assert len(known.recv(NONCE)) == NONCE  # the sender's own proof
+        replaying.sendall(answer + Join(0).encode())
+        assert len(heard(replaying)) <= NONCE
+        send(sender, pairs, 1)
+        assert len(silent.recv(4096)) == NONCE
+    sender.close()
+
+
+def test_silent_strangers_do_not_block_receivers(monkeypatch):
+    monkeypatch.setattr(link, "HANDSHAKE_SECONDS", 1.0)
+    sender = make_sender(1)
+    with ExitStack() as stack, receivers(1) as pairs:
+        for _ in range(2 * link.MAX_HANDSHAKES):
+            stack.enter_context(socket.create_connection(("127.0.0.1", sender.channel.port), PATIENT))
+        send(sender, pairs, 1)
+    sender.close()
+
+
+def test_a_receiver_refuses_a_sender_without_the_secret():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def impersonate():
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(bytes(2 * NONCE))
+                heard(connection)
+
+        threading.Thread(target=impersonate, daemon=True).start()
+        channel = Channel("127.0.0.1", "tcp", 1, port=server.getsockname()[1], secret=b"known", timeout=PATIENT)
+        with pytest.raises(RolloutError, match="does not know the secret"):
+            next(iter(IncomingWeights(channel, 0, 1)))
+
+
+def test_the_secret_is_not_printed():
+    assert "secret" not in repr(IncomingWeights(make_sender(1).channel, 0, 1))
+
+
+def test_a_channel_listens_only_on_an_address_of_this_machine():
+    with pytest.raises(RolloutError, match=r"cannot listen on 192\.0\.2\.1.*expected an address of this machine"):
+        WeightSender(Channel("192.0.2.1", "tcp", 1), torch.device("cpu"))  # an address reserved for documentation
 
 
 def test_ipc_allows_a_single_receiver():

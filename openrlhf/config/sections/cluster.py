@@ -71,7 +71,9 @@ class EngineFlags:
     vllm_tensor_parallel_size: int = flag(1, "Devices per engine.", POSITIVE)
     vllm_gpu_memory_utilization: float = flag(0.95, "Share of a device's memory that an engine uses.", POSITIVE_SHARE)
     vllm_enable_sleep: bool = flag(False, "Free the engines' memory while models train (needs --colocate_all_models).")
-    vllm_sync_backend: Literal["nccl", "gloo"] = flag("nccl", "Transport of weights to engines on other devices.")
+    vllm_sync_backend: Literal["nccl", "gloo"] = flag(
+        "nccl", "Transport of weights to engines on other devices; gloo: through host memory, over TCP."
+    )
     vllm_sync_with_ray: bool = flag(False, "Accepted, but unused: weights never travel through Ray here.")
     enable_prefix_caching: bool = flag(False, "Share the cache of common prefixes; it is reset at each weight sync.")
     enforce_eager: bool = flag(False, "Run the engines without CUDA graphs.")

@@ -1,0 +1,178 @@
+"""Authenticated connections: a socket that only processes with a shared secret can use, with a deadline on every wait.
+
+A weight channel (channel.py) consists of them. Both ends first prove that they know the secret, without sending it:
+
+    server                                              client
+    32 random bytes                         ->
+                                            <-          32 random bytes, HMAC("client", both)
+    HMAC("server", both)                    ->
+
+The random bytes are new for each connection, so a recorded handshake is worthless later. After it, each message is
+preceded by its length. Messages are bytes that the caller parses, never pickles. They are not encrypted.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from openrlhf.errors import RolloutError
+
+HANDSHAKE_SECONDS = 10.0  # for a client to prove that it knows the secret
+MAX_HANDSHAKES = 64  # connections that may be waiting for their proof; more stay in the queue of the socket
+MAX_MESSAGE = 1 << 26  # bytes; headers are a few hundred kilobytes
+ACCEPT_PAUSE = 0.05  # seconds before another attempt to accept, after one failed
+NONCE = 32  # bytes
+LENGTH = struct.Struct("!Q")  # precedes each message
+# TCP keepalive, to notice a machine that disappears without closing its connections; Linux names.
+KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 6}  # seconds, seconds, probes
+
+
+class Link:
+    """One end of an authenticated connection.
+
+    Waits that take too long raise TimeoutError; a connection that the other end closed raises ConnectionError. One
+    thread may send while another receives, if both use the same timeout: a socket has only one.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in KEEPALIVE.items():
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+    def fileno(self) -> int:
+        return self.socket.fileno()
+
+    def send(self, message: bytes, seconds: float) -> None:
+        self.send_raw(memoryview(LENGTH.pack(len(message)) + message), seconds)
+
+    def receive(self, seconds: float) -> bytes:
+        """Return the next message."""
+        deadline = time.monotonic() + seconds
+        (length,) = LENGTH.unpack(self.receive_raw(bytearray(LENGTH.size), seconds))
+        if length > MAX_MESSAGE:
+            raise ConnectionError(f"announced a message of {length} bytes: expected at most {MAX_MESSAGE}")
+        return bytes(self.receive_raw(bytearray(length), deadline - time.monotonic()))
+
+    def send_raw(self, data: memoryview, seconds: float) -> None:
+        """Send bytes of a length that the receiver knows."""
+        self.socket.settimeout(seconds)
+        self.socket.sendall(data)
+
+    def receive_raw(self, buffer: bytearray | memoryview, seconds: float) -> bytearray | memoryview:
+        """Fill the buffer and return it."""
+        deadline = time.monotonic() + seconds
+        rest = memoryview(buffer)
+        while rest:
+            self.socket.settimeout(max(0.001, deadline - time.monotonic()))
+            count = self.socket.recv_into(rest)
+            if count == 0:
+                raise ConnectionError("closed the connection")
+            rest = rest[count:]
+        return buffer
+
+    def is_closed(self) -> bool:
+        """Return whether the other end closed the connection; nothing is read."""
+        self.socket.settimeout(0.0)
+        try:
+            return not self.socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        """Close the connection; threads that wait for it are woken by an error."""
+        with suppress(OSError):  # the other end closed it first
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
+
+
+def connect(host: str, port: int, secret: bytes, seconds: float) -> Link:
+    """Connect to a `LinkServer`; raise ConnectionError if the server does not know the secret."""
+    link = Link(socket.create_connection((host, port), seconds))
+    try:
+        challenge = bytes(link.receive_raw(bytearray(NONCE), seconds))
+        own = secrets.token_bytes(NONCE)
+        link.send_raw(memoryview(own + prove(secret, b"client", challenge + own)), seconds)
+        proof = link.receive_raw(bytearray(NONCE), seconds)
+        if not hmac.compare_digest(proof, prove(secret, b"server", challenge + own)):
+            raise ConnectionError("does not know the secret of this channel")
+    except BaseException:
+        link.close()
+        raise
+    return link
+
+
+def prove(secret: bytes, role: bytes, challenges: bytes) -> bytes:
+    return hmac.digest(secret, role + challenges, "sha256")
+
+
+class LinkServer:
+    """A socket on one address that passes each authenticated connection to `accepted`, in a thread of its own.
+
+    Clients that do not know the secret, or say nothing, are disconnected.
+    """
+
+    def __init__(self, host: str, secret: bytes, accepted: Callable[[Link], None]) -> None:
+        family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        try:
+            self.socket = socket.create_server(address[:2], family=family, backlog=1024)
+        except OSError as error:
+            raise RolloutError(
+                f"the weight channel cannot listen on {host}: {error.strerror or error}; expected an address of this "
+                "machine",
+                try_this="ray start --node-ip-address <an address of the node that the other nodes can reach>",
+            ) from error
+        self.port: int = self.socket.getsockname()[1]
+        self.secret = secret
+        self.accepted = accepted
+        self.closed = False
+        self.free_places = threading.BoundedSemaphore(MAX_HANDSHAKES)
+        threading.Thread(target=self._accept, daemon=True, name="openrlhf-channel").start()
+
+    def _accept(self) -> None:
+        while not self.closed:
+            self.free_places.acquire()
+            try:
+                connection, _ = self.socket.accept()
+            except OSError:  # the client left again, this process has too many files open, or the server is closed
+                self.free_places.release()
+                time.sleep(ACCEPT_PAUSE)
+                continue
+            threading.Thread(target=self._authenticate, args=(connection,), daemon=True).start()
+
+    def _authenticate(self, connection: socket.socket) -> None:
+        """Pass the connection on if the client proves that it knows the secret; close it otherwise."""
+        known = False
+        try:
+            link = Link(connection)
+            challenge = secrets.token_bytes(NONCE)
+            link.send_raw(memoryview(challenge), HANDSHAKE_SECONDS)
+            answer = bytes(link.receive_raw(bytearray(2 * NONCE), HANDSHAKE_SECONDS))
+            own, proof = answer[:NONCE], answer[NONCE:]
+            if hmac.compare_digest(proof, prove(self.secret, b"client", challenge + own)):
+                link.send_raw(memoryview(prove(self.secret, b"server", challenge + own)), HANDSHAKE_SECONDS)
+                known = True
+                self.accepted(link)
+        except (OSError, ValueError, TypeError):  # it left, said nothing in time, or something that makes no sense
+            known = False
+        finally:
+            self.free_places.release()
+            if not known:
+                connection.close()
+
+    def close(self) -> None:
+        self.closed = True
+        with suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept
+        self.socket.close()
