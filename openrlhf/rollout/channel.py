@@ -75,6 +75,9 @@ class Channel:
         options = nccl.Options()
         # NCCL's own watchdog would end the process; our timeouts raise long before.
         options._timeout = timedelta(hours=24)
+        # Otherwise a receiver that dies before the first broadcast would block the others forever.
+        options.config.blocking = 0
+        os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] = str(max(1, int(self.timeout)))
         return nccl(store, rank, self.receivers + 1, options)
 
 

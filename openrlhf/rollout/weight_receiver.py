@@ -71,6 +71,8 @@ class WeightReceiver:
         self.buffer: Tensor | None = None  # [bytes]
         self.sender = f"the weight sender at {channel.host}"
         self.group: dist.ProcessGroup | None = None  # only for nccl; formed when the first bytes arrive
+        # The group does not keep the Python object alive.
+        self.rendezvous = Rendezvous(read=lambda: self.link.receive(channel.timeout))
         with blame(f"{self.sender} did not accept receiver {number}"):
             self.link = channel.join(number)
 
@@ -125,8 +127,7 @@ class WeightReceiver:
     def _receive_broadcast(self, received: Tensor) -> None:
         """Receive the bytes [size] by NCCL."""
         if self.group is None:
-            store = Rendezvous(read=lambda: self.link.receive(self.channel.timeout))
-            self.group = self.channel.form_group(store, 1 + self.number)
+            self.group = self.channel.form_group(self.rendezvous, 1 + self.number)
         broadcast = self.group.broadcast(received, 0)
         deadline = time.monotonic() + self.channel.timeout
         # Wait on the host: an NCCL call that never ends would block the device silently.

@@ -48,6 +48,7 @@ class WeightSender:
         self.changed = threading.Condition()  # notified when a receiver joins or the channel is called off
         self.called_off = False
         self.group: dist.ProcessGroup | None = None  # only for nccl
+        self.rendezvous = Rendezvous(publish=self.publish)  # the group does not keep the Python object alive
         self.formed = False
         self.closed = False
         secret = secrets.token_bytes(SECRET_BYTES)
@@ -117,7 +118,7 @@ class WeightSender:
             self.formed = True
         if self.channel.transport == "nccl":
             with blame("a weight receiver is gone"):
-                self.group = self.channel.form_group(Rendezvous(publish=self.publish), 0)
+                self.group = self.channel.form_group(self.rendezvous, 0)
 
     def publish(self, message: bytes, data: Tensor | None = None) -> list[Future[None]]:
         """Start sending a message, and the bytes that follow it if any, to all receivers."""
