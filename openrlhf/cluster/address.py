@@ -1,15 +1,17 @@
 """Find the Ray cluster that a run joins.
 
-It is the one that RAY_ADDRESS or a Ray job names, else one that runs on this machine. If there is none, `driver`
-starts one. Clusters are probed first, because Ray itself is slow to notice that one is gone.
+It is the one that RAY_ADDRESS or a Ray job names, else one that runs on this machine without a token. If there is none,
+`driver` starts one. Clusters are probed first, because Ray itself is slow to notice that one is gone.
 """
 
 from __future__ import annotations
 
+import os
 import socket
+import stat
 import subprocess
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from openrlhf.errors import ConfigError
@@ -17,6 +19,7 @@ from openrlhf.monitor import say
 
 SECONDS_TO_CONNECT = 3.0
 SECONDS_TO_ANSWER = 20.0  # including one or two for importing Ray
+MAX_RECORD = 256  # characters of an address
 NEEDS_TOKEN = 3  # exit code of PROBE
 
 # Runs in a separate process, because Ray waits 40 seconds for a server that does not answer, and aborts the process if
@@ -35,8 +38,9 @@ except AuthenticationError:
 def find_cluster(environ: MutableMapping[str, str]) -> str | None:
     """Return the address of the cluster to join, or None to start one.
 
-    It is an error if a cluster was named explicitly but does not answer. If the cluster requires a token and one is
-    available, RAY_AUTH_MODE is set in `environ`.
+    It is an error if a cluster was named explicitly but does not answer. If a named cluster requires a token and one is
+    available, RAY_AUTH_MODE is set in `environ`. A cluster that nobody named never gets the token: its address comes
+    from a file that may be older than the process that answers there now.
     """
     given = environ.get("RAY_ADDRESS") or ("auto" if "RAY_JOB_CONFIG_JSON_ENV_VAR" in environ else None)
     if given == "local":
@@ -49,13 +53,12 @@ def find_cluster(environ: MutableMapping[str, str]) -> str | None:
     # `ray start` records this machine's cluster in a file, which remains there when Ray dies.
     folder = environ.get("RAY_TMPDIR") or environ.get("TMPDIR") or "/tmp"
     record = Path(folder) / "ray" / "ray_current_cluster"
-    address = given
-    if given in (None, "auto"):
-        try:
-            address = record.read_text(encoding="utf-8").strip() or None
-        except OSError:
-            address = None
-    if address is not None and is_alive(address, environ):
+    address = read_record(record, needed=given == "auto") if given in (None, "auto") else given
+    if address is not None and is_alive(address, environ, named=given is not None):
+        if environ.get("RAY_AUTH_MODE", "").lower() != "token":
+            say(
+                f"joining the Ray cluster at {address} without a token: anyone who reaches its ports can run code there"
+            )
         return address
     if given is not None:
         where = f"at {address}" if address is not None else "on this machine"
@@ -68,25 +71,68 @@ def find_cluster(environ: MutableMapping[str, str]) -> str | None:
     return None
 
 
-def is_alive(address: str, environ: MutableMapping[str, str]) -> bool:
-    """Return within seconds whether Ray answers; switch to token authentication if it is needed and possible."""
+def read_record(record: Path, *, needed: bool) -> str | None:
+    """Return the address in Ray's file; None if there is no such file, or if another user may have written it.
+
+    The file and the folders around it must belong to this user or to root. Ray lets everyone write to its folder, so
+    another user can replace the file, but not by one that belongs to this user. It is an error if the file is `needed`
+    and cannot be trusted.
+    """
+    try:
+        # Neither follow a link nor wait for the other end of a pipe.
+        handle = os.open(record, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(handle, encoding="utf-8") as file:
+            found = [os.fstat(handle), *(folder.stat() for folder in record.parents[:2])]
+            address = file.read(MAX_RECORD).strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    stranger = next((status.st_uid for status in found if status.st_uid not in (0, os.geteuid())), None)
+    if stranger is None and stat.S_ISREG(found[0].st_mode) and not found[0].st_mode & stat.S_IWOTH:
+        return address or None
+    who = "everyone may write it" if stranger is None else f"it or its folder belongs to user {stranger}"
+    message = f"{record} cannot be trusted: expected a file of this user or root, but {who}"
+    if needed:
+        raise ConfigError(message, try_this="RAY_ADDRESS=host:port of the cluster")
+    say(f"{message}; it is ignored")
+    return None
+
+
+def is_alive(address: str, environ: MutableMapping[str, str], *, named: bool) -> bool:
+    """Return within seconds whether Ray answers; switch to token authentication if it is needed and possible.
+
+    Only a cluster that the user `named` gets the token.
+    """
     if not is_reachable(address):
         return False
     # Ray looks for a token in the environment, in the file it names, and in the home directory.
     file = Path(environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
     has_token = bool(environ.get("RAY_AUTH_TOKEN")) or file.is_file()
-    command = [sys.executable, "-c", PROBE, address]
+    if not named:
+        if environ.get("RAY_AUTH_MODE", "").lower() == "token":
+            raise unnamed_error(address)
+        code = probe(address, {**environ, "RAY_AUTH_MODE": "disabled"})
+        if code == NEEDS_TOKEN:
+            raise unnamed_error(address)
+        if code == 0:
+            environ["RAY_AUTH_MODE"] = "disabled"  # otherwise Ray sends a token if it finds one
+        return code == 0
     while has_token or environ.get("RAY_AUTH_MODE", "").lower() != "token":
-        try:
-            probed = subprocess.run(command, env=environ, capture_output=True, timeout=SECONDS_TO_ANSWER)
-        except subprocess.TimeoutExpired:
-            return False
-        if probed.returncode != NEEDS_TOKEN:
-            return probed.returncode == 0
+        code = probe(address, environ)
+        if code != NEEDS_TOKEN:
+            return code == 0
         if "RAY_AUTH_MODE" in environ or not has_token:
             break
         environ["RAY_AUTH_MODE"] = "token"
     raise token_error(address)
+
+
+def probe(address: str, environ: Mapping[str, str]) -> int | None:
+    """Return the exit code of PROBE; None if Ray does not answer in time."""
+    command = [sys.executable, "-c", PROBE, address]
+    try:
+        return subprocess.run(command, env=environ, capture_output=True, timeout=SECONDS_TO_ANSWER).returncode
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def is_reachable(address: str) -> bool:
@@ -105,6 +151,14 @@ def open_connection(address: str) -> socket.socket:
     connection = socket.create_connection((host.strip("[]"), int(port)), timeout=SECONDS_TO_CONNECT)
     connection.settimeout(None)
     return connection
+
+
+def unnamed_error(address: str) -> ConfigError:
+    return ConfigError(
+        f"this machine's Ray is recorded at {address}, and a token is sent only to a cluster that you name: expected "
+        "RAY_ADDRESS, which is not set",
+        try_this=f"RAY_ADDRESS={address} to join it with the token, or RAY_ADDRESS=local to start a private Ray",
+    )
 
 
 def token_error(address: str) -> ConfigError:

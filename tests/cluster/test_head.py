@@ -93,6 +93,7 @@ def test_a_run_ends_when_the_head_is_lost_and_resumes_on_a_new_head(machine, com
     code, stderr = run_to_end(machine, [*command, "--load_checkpoint"], **joined)
     assert code == 0, stderr
     assert "resuming from" in stderr
+    assert f"joining the Ray cluster at 127.0.0.1:{port} without a token" in stderr
     assert steps(tmp_path) == [1, 2, 3]
 
 

@@ -98,6 +98,17 @@ def test_a_cluster_with_a_token_rejects_a_run_without_it(two_nodes):
     assert "RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=" in report["message"]
 
 
+def test_a_cluster_with_a_token_must_be_named(two_nodes):
+    machine, environ = two_nodes
+    (machine.folder / "ray").mkdir(exist_ok=True)
+    record = machine.folder / "ray" / "ray_current_cluster"
+    record.write_text(environ["RAY_ADDRESS"])
+    report, _ = machine.run_driver("report_placement", ONE_GROUP, RAY_AUTH_TOKEN=TOKEN)
+    record.unlink()
+    assert report["error"] == "ConfigError"
+    assert "sent only to a cluster that you name" in report["message"]
+
+
 def test_an_unreachable_ray_address_is_an_error(machine, dead_address):
     report, _ = machine.run_driver("report_placement", ONE_GROUP, RAY_ADDRESS=dead_address)
     assert report["error"] == "ConfigError"

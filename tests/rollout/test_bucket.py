@@ -21,7 +21,7 @@ HEADERS = {
 def test_a_header_survives_its_encoding(name):
     text = HEADERS[name].encode()
     assert isinstance(json.loads(text), dict)
-    assert Header.decode(text.encode()) == HEADERS[name]
+    assert Header.decode(text) == HEADERS[name]
 
 
 def test_tensors_are_unpacked_as_they_were_added():
