@@ -4,6 +4,7 @@ The trick that makes losses independent of the cluster: a loss divides its sum b
 step, which the caller passes in, so that shares of micro-batches and ranks simply add up.
 """
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
@@ -73,6 +74,22 @@ def add_metrics(parts: Iterable[Metrics]) -> Metrics:
         for key, mean in part.items():
             sums[key] = sums[key] + mean if key in sums else mean
     return sums
+
+
+def encode_metrics(metrics: Metrics) -> bytes:
+    """Write metrics as JSON, which keeps every bit of a float64."""
+    return json.dumps(
+        {name: [tensor.item() for tensor in vars(mean).values()] for name, mean in metrics.items()}
+    ).encode()
+
+
+def decode_metrics(text: bytes) -> Metrics:
+    """Read what `encode_metrics` wrote, of another process."""
+    kinds = {2: Mean, 3: Moments}  # by the number of their fields
+    return {
+        name: kinds[len(values)](*(torch.tensor(value, dtype=torch.float64) for value in values))
+        for name, values in json.loads(text).items()
+    }
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:

@@ -15,9 +15,11 @@ def own_device() -> str:
     return str(assigned)
 
 
-def find_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
+def find_free_port(address: str) -> int:
+    """Return a port that is free on this address of the node."""
+    family, *_, found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family) as probe:
+        probe.bind(found)
         return probe.getsockname()[1]
 
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer")
 SECONDS_TO_RESERVE = 60.0
+SECONDS_TO_ANSWER = 300.0  # for a probe; a node may have to start Python on a slow disk first
 
 
 @dataclass(frozen=True)
@@ -68,12 +69,13 @@ class Cluster:
 
         Their environment holds the rendezvous address of the group's processes; each call finds a new port.
         """
-        import ray
-
         devices, per_node = self.devices[group.name], group.devices_per_node
-        port = ray.get(run_on_node(probes.find_free_port, self.reserved, devices[0].bundle))
+        # Processes of one node meet on its loopback address, which other machines cannot reach.
+        one_node = len({device.node.id for device in devices}) == 1
+        address = "127.0.0.1" if one_node else devices[0].node.address
+        (port,) = await_answers([run_on_node(probes.find_free_port, self.reserved, devices[0].bundle, address)])
         shared = {
-            "MASTER_ADDR": devices[0].node.address,
+            "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
             "WORLD_SIZE": str(len(devices)),
             "LOCAL_WORLD_SIZE": str(per_node),
@@ -175,7 +177,7 @@ def reserve(plan: PlacementPlan, chosen: Sequence[str], nodes: Sequence[Node], u
         visible: Sequence[str | None] = [None] * len(places)
         if unit == "GPU":  # only a process inside a bundle can tell its GPU
             asked = [run_on_node(probes.own_device, reserved, bundle, num_gpus=1) for bundle in range(len(places))]
-            visible = ray.get(asked)
+            visible = await_answers(asked)
         devices: dict[str, list[Device]] = {}
         for bundle, (owner, name) in enumerate(places):
             devices.setdefault(owner, []).append(Device(bundle, by_id[name], visible[bundle]))
@@ -206,6 +208,19 @@ def run_on_node(
     return task.remote(*arguments)
 
 
+def await_answers(references: Sequence[ObjectRef[Answer]]) -> list[Answer]:
+    """Wait for the answers of functions of `probes`."""
+    import ray
+
+    try:
+        return ray.get(list(references), timeout=SECONDS_TO_ANSWER)
+    except ray.exceptions.GetTimeoutError:
+        raise BackendError(
+            f"a node of the Ray cluster did not start a process within {SECONDS_TO_ANSWER:.0f} seconds",
+            try_this="ray status to see whether all nodes are healthy, then the same command again",
+        ) from None
+
+
 def check_shared_folders(cluster: Cluster, folders: Mapping[str, str]) -> None:
     """Check that every node sees the folders of checkpoints and results, by looking there for a file written here."""
     import ray
@@ -223,7 +238,8 @@ def check_shared_folders(cluster: Cluster, folders: Mapping[str, str]) -> None:
         for file in files.values():
             file.touch()
         for device in others.values():
-            unseen = ray.get(run_on_node(probes.unseen, cluster.reserved, device.bundle, list(files.values())))
+            asked = run_on_node(probes.unseen, cluster.reserved, device.bundle, list(files.values()))
+            (unseen,) = await_answers([asked])
             for flag in (flag for flag, file in files.items() if file in unseen):
                 raise ConfigError(
                     f"{flag} {folders[flag]} is not shared by all nodes: {device.node.address} does not see what this "

@@ -30,6 +30,7 @@ from openrlhf.inference.postprocess import POST_PROCESSORS, ScoredRow
 from openrlhf.inference.score import score
 from openrlhf.models.load import load_tokenizer
 from openrlhf.monitor import is_main_process, say
+from openrlhf.training.processes import join_process_group
 from openrlhf.training.rng import seed_everything
 
 CHECK_EVERY, GRACE = 1, 10  # seconds: between checks of the launcher, and to exit after it has died
@@ -121,7 +122,7 @@ def wait_for_all_processes() -> None:
         return
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", timeout=BARRIER_TIMEOUT)
+    join_process_group("gloo", BARRIER_TIMEOUT)
     try:
         dist.barrier()
     finally:

@@ -22,7 +22,7 @@ from deepspeed.runtime.utils import clip_grad_norm_
 from torch import Tensor
 from torch import distributed as dist
 
-from openrlhf.algo.reduce import Metrics, add_metrics
+from openrlhf.algo.reduce import Metrics, add_metrics, decode_metrics, encode_metrics
 from openrlhf.config.sections.training import OptimizerFlags, ShardingFlags
 from openrlhf.errors import BackendError, ConfigError
 from openrlhf.models.export import save_model, saved_tensors
@@ -220,11 +220,21 @@ class DeepSpeedBackend(TrainBackend):
             shards.keep_gathered(self.head_parameters)
 
     def sum_metrics(self, metrics: Metrics) -> Metrics:
-        # In rank order. Objects are gathered instead of one tensor, because a rank with only fillers does not know the
-        # metrics' names.
-        everyone: list[Metrics] = [{}] * self.data_parallel_size
-        dist.all_gather_object(everyone, {name: mean.cpu() for name, mean in metrics.items()}, group=self.group)
-        return add_metrics(everyone)
+        # In rank order. Names travel with the values, because a rank with only fillers does not know them.
+        everyone = _gather_bytes(encode_metrics(metrics), self.device, self.group)
+        return add_metrics(map(decode_metrics, everyone))
+
+
+def _gather_bytes(own: bytes, device: torch.device, group: dist.ProcessGroup) -> list[bytes]:
+    """Return the bytes of all processes of the group, by rank, through tensors: torch would unpickle objects."""
+    ranks = dist.get_world_size(group)
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ranks)]
+    dist.all_gather(lengths, torch.tensor([len(own)], device=device), group=group)
+    longest = max(int(length) for length in lengths)
+    padded = torch.tensor(list(own.ljust(longest)), dtype=torch.uint8, device=device)
+    everyone = [torch.empty_like(padded) for _ in range(ranks)]
+    dist.all_gather(everyone, padded, group=group)
+    return [bytes(data[: int(length)].tolist()) for data, length in zip(everyone, lengths, strict=True)]
 
 
 def _largest(values: Tensor | float, device: torch.device) -> Tensor:

@@ -7,21 +7,26 @@ sets RANK, WORLD_SIZE and LOCAL_RANK; each process then calls `join`, which retu
 
 from __future__ import annotations
 
+import errno
+import ipaddress
 import logging
 import os
 import socket
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 
 import torch
+from torch import distributed as dist
 
 from openrlhf.config.checks.extras import require
 from openrlhf.config.checks.supervised import world_size
 from openrlhf.config.commands import TrainingConfig
 from openrlhf.config.sections.training import ShardingFlags
-from openrlhf.errors import ConfigError
+from openrlhf.errors import BackendError, ConfigError
 from openrlhf.models.load import choose_dtype
+from openrlhf.monitor import say
 from openrlhf.training.deepspeed_config import half_precision
 
 
@@ -61,24 +66,77 @@ def start_distributed(device: torch.device) -> torch.device:
     """Join the processes that `deepspeed` or `torchrun` launched, or start a group of one; return `device`."""
     import deepspeed
     from deepspeed import ops
+    from deepspeed.constants import default_pg_timeout
 
     os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
     if "RANK" not in os.environ:
-        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     if device.type == "cpu":
         # A shared-memory all-reduce for inference: it takes minutes to compile, and training does not call it.
         ops.__compatible_ops__["deepspeed_shm_comm"] = False
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo", verbose=False)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if not dist.is_initialized():
+        # As DeepSpeed does: binding a device lets NCCL split communicators, which a group of one has no use for.
+        bound = device if device.type == "cuda" and world_size() > 1 else None
+        join_process_group(backend, default_pg_timeout, bound)
+    deepspeed.init_distributed(backend, verbose=False)  # takes over the group
     return device
 
 
-def free_port() -> int:
-    """Return a TCP port of this machine that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def join_process_group(backend: str, timeout: timedelta, device: torch.device | None = None) -> None:
+    """Join torch's default group of the processes of this launch, through a store that listens on MASTER_ADDR only.
+
+    Left to itself, torch listens on all interfaces. `torchrun` serves the store of its processes itself.
+    """
+    rank, size = int(os.environ["RANK"]), world_size()
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    use_interface_of(address)
+    if size == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+        return
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        dist.init_process_group(backend, timeout=timeout, device_id=device)
+        return
+    listening = listen_on(address, port).detach() if rank == 0 else None
+    store = dist.TCPStore(address, port, size, rank == 0, timeout, master_listen_fd=listening)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device)
+
+
+def listen_on(address: str, port: int) -> socket.socket:
+    """Return a socket that listens on this address; on all addresses if other machines reach this one by another."""
+    family, *_, found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    spans_machines = os.environ.get("LOCAL_WORLD_SIZE", str(world_size())) != str(world_size())
+    try:
+        if spans_machines and ipaddress.ip_address(found[0]).is_loopback:  # a host name, which others resolve otherwise
+            raise OSError(errno.EADDRNOTAVAIL, "a loopback address")
+        return socket.create_server(found[:2], family=family, backlog=1024)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise BackendError(
+                f"the first process cannot listen on MASTER_ADDR {address}, MASTER_PORT {port}: {error.strerror}",
+                try_this="another --master_port for the launcher",
+            ) from error
+    say(f"MASTER_ADDR {address} is not an address of this machine: listening on all of its addresses")
+    return socket.create_server(("", port), backlog=1024)
+
+
+def use_interface_of(address: str) -> None:
+    """Let gloo use the network interface that leads to this address, instead of the one of the host's name."""
+    import psutil
+
+    # Connecting a datagram socket chooses the route, and sends nothing.
+    try:
+        family, *_, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)
+            own_address = str(probe.getsockname()[0])
+    except OSError:  # torch will say what is wrong with the address
+        return
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == own_address for one in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def loading(config: TrainingConfig, device: torch.device) -> AbstractContextManager[None]:
