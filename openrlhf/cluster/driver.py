@@ -10,16 +10,15 @@ import logging
 import os
 import secrets
 import shlex
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from openrlhf.cluster.address import find_cluster, token_error
 from openrlhf.cluster.placement import Node, PlacementPlan, explain_shortage, pack
+from openrlhf.cluster.reaper import KEPT, MARK, private_folder, remove_leftovers
 from openrlhf.errors import BackendError, ConfigError, OpenRLHFError, RolloutError
 from openrlhf.monitor import say
 from openrlhf.signals import keep_sigterm_handler
@@ -57,39 +56,33 @@ def joined(plan: PlacementPlan) -> Iterator[bool]:
 def private_ray(plan: PlacementPlan) -> Iterator[None]:
     """Run a private Ray with its own token on this machine.
 
-    Its logs are kept only after a backend error, a rollout error or an unexpected one.
+    Its logs are kept for a week after a backend error, a rollout error or an unexpected one.
     """
-    import psutil
     import ray
 
     slots = private_slots(plan)
-    # A folder with a short path: Ray keeps sockets deep below it, whose paths are limited to 107 characters.
-    folder = Path(tempfile.mkdtemp(prefix="openrlhf-ray-", dir=os.environ.get("RAY_TMPDIR", "/tmp")))
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # otherwise Ray writes one to the home directory
     for name, value in RAY_SETTINGS.items():
         os.environ.setdefault(name, value)
+    # A folder with a short path: Ray keeps sockets deep below it, whose paths are limited to 107 characters.
+    parent = Path(os.environ.get("RAY_TMPDIR", "/tmp"))
+    for leftover in remove_leftovers(parent):
+        say(f"removed {leftover}, which a run that was killed left behind")
     say("starting a private Ray on this machine; it stops with the run")
-    with interpreter_for_ray(folder):
-        start_driver(address="local", include_dashboard=False, _temp_dir=str(folder), **slots)
-    failed = False
-    try:
-        yield
-    except Exception as error:  # re-raised: only decides whether the logs are worth keeping
-        failed = isinstance(error, (BackendError, RolloutError)) or not isinstance(error, OpenRLHFError)
-        raise
-    finally:
-        children: list[psutil.Process] = []  # workers and agents that the private Ray has started
-        for child in psutil.Process().children():
-            with suppress(psutil.NoSuchProcess):
-                children += child.children(recursive=True) if child.name() == "raylet" else []
-        ray.shutdown()
-        for child in children:  # if Ray's head is lost, its agents try to reach it for a minute
-            with suppress(psutil.NoSuchProcess):
-                child.kill()
-        if failed:
-            say(f"logs of all processes: {folder}/session_latest/logs")
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
+    with private_folder(parent) as folder:
+        try:
+            os.environ[MARK] = str(folder)  # Ray's processes inherit it
+            with interpreter_for_ray(folder):
+                start_driver(address="local", include_dashboard=False, _temp_dir=str(folder), **slots)
+            del os.environ[MARK]
+            yield
+        except Exception as error:  # re-raised: only decides whether the logs are worth keeping
+            if isinstance(error, (BackendError, RolloutError)) or not isinstance(error, OpenRLHFError):
+                (folder / KEPT).touch()
+                say(f"logs of all processes: {folder}/session_latest/logs")
+            raise
+        finally:
+            ray.shutdown()
 
 
 @contextmanager

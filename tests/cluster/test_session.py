@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -146,8 +147,11 @@ def test_a_private_ray_ends_with_a_killed_driver_and_the_next_one_starts(machine
         assert driver.stdout.readline() == "up\n"
         processes = machine.processes()
         driver.send_signal(signal.SIGKILL)
+        killed = time.monotonic()
         assert wait_until_gone(processes)
+        assert time.monotonic() - killed < 25  # Ray's own agents would stay for 35 to 80 seconds
         driver.communicate(timeout=WATCHDOG)
+    assert list(machine.folder.glob("openrlhf-ray-*")) == []
     assert len(processes) > 4
     assert machine.processes() == []
 

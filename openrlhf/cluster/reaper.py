@@ -1,0 +1,117 @@
+"""Remove everything that a private Ray leaves behind, however its run ends.
+
+`private_folder` makes the folder of a private Ray and starts this file as a small process. When the driver is done, or
+dies, that process kills the processes of the private Ray that are still there, and removes the folder: Ray's own agents
+would wait for a lost head for a minute, and its folder would stay. The processes are known by a variable in their
+environment (MARK), which they inherit from Ray's first ones. If the reaper was killed too, the next run that starts a
+private Ray does its work (`remove_leftovers`).
+
+This file also runs alone, so it imports nothing of the package.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+MARK = "OPENRLHF_PRIVATE_RAY"  # variable of Ray's processes: the folder that they belong to
+PREFIX = "openrlhf-ray-"
+ALIVE = "alive"  # file that the driver holds locked
+KEPT = "kept"  # file that marks a folder whose logs should stay
+KEPT_SECONDS = 7 * 24 * 3600.0  # how long kept logs stay, and folders of unknown state
+CHECK_EVERY = 0.5  # seconds
+SECONDS_TO_REAP = 30.0
+
+
+@contextmanager
+def private_folder(parent: Path) -> Iterator[Path]:
+    """Make a folder for a private Ray; at the end, kill its processes and remove it, unless it has a file KEPT."""
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+    with hold(folder):
+        reaper = subprocess.Popen(
+            [sys.executable, "-I", __file__, str(folder), str(os.getpid())],
+            cwd="/",
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # so that Ctrl-C or a signal to the driver's group does not end it
+        )
+        try:
+            yield folder
+        finally:
+            reaper.communicate(b"end")  # closing its input is not enough: a forked child may hold it open
+
+
+def hold(folder: Path) -> BinaryIO:
+    """Lock the folder's file ALIVE as long as the returned file is open; it appears only when it is locked."""
+    file = (folder / f"{ALIVE}.new").open("wb")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    (folder / f"{ALIVE}.new").rename(folder / ALIVE)
+    return file
+
+
+def remove_leftovers(parent: Path) -> list[Path]:
+    """Remove what killed runs of this user left behind, and logs that were kept for long; return their folders."""
+    removed = []
+    for folder in parent.glob(f"{PREFIX}*"):
+        with suppress(OSError):  # another run removes it at the same time
+            status = folder.lstat()
+            if status.st_uid == os.geteuid() and folder.is_dir() and not folder.is_symlink() and is_left(folder):
+                reap(folder)
+                removed.append(folder)
+    return removed
+
+
+def is_left(folder: Path) -> bool:
+    """Return whether no run uses the folder, and nobody may want to look at it."""
+    old = time.time() - folder.lstat().st_mtime > KEPT_SECONDS
+    if not (folder / ALIVE).exists():  # it was just made, or by an older version
+        return old
+    with (folder / ALIVE).open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return old or not (folder / KEPT).exists()
+
+
+def reap(folder: Path) -> None:
+    """Kill the processes of the folder's Ray, and remove the folder unless its logs are kept."""
+    import psutil
+
+    deadline = time.monotonic() + SECONDS_TO_REAP
+    found = True
+    while found and time.monotonic() < deadline:  # repeat: a process may have started another one meanwhile
+        found = False
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, OSError):  # it has ended, or belongs to another user
+                if process.environ().get(MARK) == str(folder):
+                    process.kill()
+                    found = True
+    if not (folder / KEPT).exists():
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def main() -> None:
+    """Wait until the driver writes to the pipe or dies; a child that the driver forked may hold the pipe open."""
+    folder, driver = Path(sys.argv[1]), int(sys.argv[2])  # the driver may be gone already, so do not ask for the parent
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    while os.getppid() == driver and not select.select([sys.stdin], [], [], CHECK_EVERY)[0]:
+        pass
+    reap(folder)
+
+
+if __name__ == "__main__":
+    main()
