@@ -2,8 +2,12 @@
 
 `Process.call` returns the answer, raises the process's own error with the name of the process added, or raises a
 `DeathError` if the process is gone. When a process that the run depends on dies, `ProcessWatch` ends all pending waits
-immediately. A method is passed as the function itself (`process.call(ModelWorker.send, version, verify)`), so that its
-arguments and its answer are type-checked across the process boundary.
+immediately. Calls to engines that should be short have a deadline (`Process.within`). The others take as long as their
+work does: loading a model, a training step (a rank that waits for a lost one fails after DeepSpeed's timeout), writing
+a checkpoint, and generation, which the engine itself watches. They end when the process does.
+
+A method is passed as the function itself (`process.call(ModelWorker.send, version, verify)`), so that its arguments and
+its answer are type-checked across the process boundary.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from openrlhf.agents.futures import mark_retrieved
@@ -42,9 +46,14 @@ class Process(Generic[Worker]):
     name: str
     address: str
     cancels: bool = False  # cancelling the caller also cancels the call in the actor
+    seconds: float | None = None  # deadline of a call; a process that misses it counts as dead
 
     def __str__(self) -> str:
         return f"{self.name} on {self.address}"
+
+    def within(self, seconds: float | None) -> Process[Worker]:
+        """Return the same process, with a deadline for its calls."""
+        return replace(self, seconds=seconds)
 
     async def call(
         self,
@@ -71,8 +80,10 @@ class Process(Generic[Worker]):
         """
         from ray.exceptions import RayActorError, RayTaskError
 
+        deadline = asyncio.timeout(self.seconds)
         try:
-            return await reference
+            async with deadline:
+                return await reference
         except RayTaskError as error:
             cause = error.cause
             if isinstance(cause, OpenRLHFError):
@@ -87,6 +98,10 @@ class Process(Generic[Worker]):
             if "connection error code" in detail:  # Ray has no more details about a process that was ended by a signal
                 reason = "it crashed or was killed, by a signal or for lack of memory"
             raise DeathError(f"{self} died: {reason}", try_this=RESUME) from None
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            raise DeathError(f"{self} did not answer within {self.seconds:g} seconds", try_this=RESUME) from None
 
     def kill(self) -> None:
         import ray

@@ -20,6 +20,7 @@ from openrlhf.monitor import say
 from openrlhf.rollout.engine import LoadingEngine
 from openrlhf.types import Completion, Request
 
+SHORT_CALL = 600.0  # seconds for a call that moves memory at most; a busy engine may answer late
 SLACK = 32  # an engine with the prompt in its cache is preferred up to this many requests above the least busy one
 
 
@@ -105,7 +106,7 @@ class RayEngines:
 
         async def replace_if_failed(engine: EngineReplica) -> bool:
             try:
-                await engine.process.call(EngineWorker.apply, lambda engine: engine.health())
+                await engine.process.within(SHORT_CALL).call(EngineWorker.apply, lambda engine: engine.health())
             except LOST as failure:
                 await self._replace(engine, failure)
                 return True
@@ -123,6 +124,9 @@ class RayEngines:
         engine.process.kill()
         engine.process = await self.start(engine.number)
 
-    async def apply(self, work: Callable[[LoadingEngine], Awaitable[None]]) -> None:
+    async def apply(
+        self, work: Callable[[LoadingEngine], Awaitable[None]], *, seconds: float | None = SHORT_CALL
+    ) -> None:
         """Apply a function, such as one that pauses an engine, to every engine in its process; wait for all of them."""
-        await asyncio.gather(*(engine.process.call(EngineWorker.apply, work) for engine in self.engines))
+        calls = (engine.process.within(seconds).call(EngineWorker.apply, work) for engine in self.engines)
+        await asyncio.gather(*calls)

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from openrlhf.cluster.actors import EngineWorker, ModelWorker
-from openrlhf.cluster.calls import LOST, Process, cancel_all
+from openrlhf.cluster.calls import LOST, DeathError, Process, cancel_all
 from openrlhf.cluster.engines import RayEngines
 from openrlhf.cluster.workers import WorkerGroup
 from openrlhf.errors import RolloutError
@@ -24,6 +24,7 @@ from openrlhf.rollout.weight_receiver import IncomingWeights, WeightsPerWorker
 
 CHANNEL_TIMEOUT = 60.0  # seconds, of both ends of a channel
 LOOPBACK = "127.0.0.1"  # where a channel within one machine listens
+SECONDS_TO_FAIL = 3 * CHANNEL_TIMEOUT  # for all processes to report the failure of a transfer
 SECONDS_TO_NOTICE = 2.0  # time for a sender to notice on its own that a receiver is gone, as it usually does
 
 
@@ -99,7 +100,8 @@ class RaySync:
         if self.connected != processes:
             await self._open_channels()
         self.connected = []  # until this version has arrived, since failed channels cannot be used again
-        await self.engines.apply(lambda engine: engine.pause(drain=drain))
+        # Draining takes as long as the longest request, which the engine watches.
+        await self.engines.apply(lambda engine: engine.pause(drain=drain), seconds=None)
         if self.sleeps:
             # Engines that are awake, such as new ones, free memory for the policy.
             await self.engines.apply(lambda engine: engine.sleep())
@@ -137,6 +139,10 @@ class RaySync:
         if not sending.done():
             for channel in {channel for channel, _ in self.channels}:
                 asyncio.get_running_loop().run_in_executor(None, channel.call_off)  # slow if the sender is just ending
+        _, silent = await asyncio.wait((*receiving, sending), timeout=SECONDS_TO_FAIL)
+        for engine, load in zip(self.engines.engines, receiving, strict=True):
+            if load in silent:  # it hangs, since both ends of a channel have deadlines
+                return DeathError(f"{engine.process} did not answer within {SECONDS_TO_FAIL:g} seconds")
         # Engines first: their errors are more informative.
         ended = await asyncio.gather(*receiving, sending, return_exceptions=True)
         failures = [answer for answer in ended if isinstance(answer, BaseException)]

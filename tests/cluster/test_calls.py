@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from openrlhf.cluster import calls
-from openrlhf.cluster.calls import DeathError, ProcessWatch
+from openrlhf.cluster.calls import DeathError, Process, ProcessWatch
 from openrlhf.errors import BackendError
 
 
@@ -30,6 +30,15 @@ def test_a_failure_without_a_death_is_reported_as_it_is(monkeypatch):
         await ProcessWatch().guard(fail())
 
     with pytest.raises(BackendError, match="connection reset"):
+        asyncio.run(scenario())
+
+
+def test_a_process_that_misses_its_deadline_counts_as_dead():
+    async def scenario():
+        silent = asyncio.get_running_loop().create_future()
+        await Process(None, "engine 0", "here").within(0.05).answer(silent)
+
+    with pytest.raises(DeathError, match=r"engine 0 on here did not answer within 0\.05 seconds"):
         asyncio.run(scenario())
 
 
