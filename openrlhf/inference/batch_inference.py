@@ -70,16 +70,17 @@ def run(config: BatchInferenceConfig) -> BatchResult | None:
         samples = generation.samples
         parts = OutputParts(output, config, total=len(generation.prompts) * samples, group=samples)
         make_rows = partial(generate, generation, parts, tokenizer)
-    with parts.file:
-        if parts.found:
-            say(f"resuming: {len(parts.found)} of {parts.total} rows are already in {parts.folder}")
-        try:
-            make_rows()
-        except KeyboardInterrupt:
-            say(f"stopped; the finished rows are in {parts.folder}: run the same command to resume")
-            raise
-    wait_for_all_processes()
-    return finish(config, parts) if is_main_process() else None
+    with parts.lock:
+        with parts.file:
+            if parts.found:
+                say(f"resuming: {len(parts.found)} of {parts.total} rows are already in {parts.folder}")
+            try:
+                make_rows()
+            except KeyboardInterrupt:
+                say(f"stopped; the finished rows are in {parts.folder}: run the same command to resume")
+                raise
+        wait_for_all_processes()
+        return finish(config, parts) if is_main_process() else None
 
 
 def finish(config: BatchInferenceConfig, parts: OutputParts) -> BatchResult:

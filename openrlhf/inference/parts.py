@@ -19,6 +19,7 @@ from openrlhf.config.checks.paths import looks_local
 from openrlhf.config.checks.supervised import world_size
 from openrlhf.config.sections.data import split_names
 from openrlhf.errors import BackendError, ConfigError, DataError
+from openrlhf.training.folder_lock import hold_folder
 from openrlhf.training.run_directory import shown_flags
 
 PLAN = "plan.json"
@@ -39,7 +40,8 @@ RowLocation = tuple[Path, int]  # of a finished row: its file and the first byte
 class OutputParts:
     """Rows of one run, numbered from 0. Each `group` consecutive rows go to the same process.
 
-    This process writes finished rows to `file`, which the caller closes.
+    This process writes finished rows to `file`, which the caller closes. It holds `lock`, which the caller closes when
+    the output is written: no other run can then write the same file.
     """
 
     def __init__(self, output: Path, config: object, *, total: int, group: int = 1) -> None:
@@ -50,6 +52,14 @@ class OutputParts:
         self.group = group
         self.rank, self.world = int(os.environ.get("RANK", "0")), world_size()
         self.own = self.folder / f"rank{self.rank}.jsonl"
+        with ExitStack() as stack:
+            stack.enter_context(hold_folder(self.folder, "--output_path", f".rank{self.rank}.lock"))
+            self._open(config)
+            self.lock = stack.pop_all()  # held from here on
+
+    def _open(self, config: object) -> None:
+        """Read what earlier runs have finished, and open the file of this process."""
+        total, output = self.total, self.output
         self._open_folder(row_settings(config, total, apart_from=(self.folder, self.aside, output)))
         if self.own.is_file():  # remove the incomplete last line that a killed process may have left
             with self.own.open("r+b") as file:
@@ -120,7 +130,7 @@ class OutputParts:
         self.aside.rename(self.output)
         for path in self.folder.glob(ROWS):
             path.unlink()  # before the plan: rows without a plan would be mistaken for rows of the next run
-        shutil.rmtree(self.folder)
+        shutil.rmtree(self.folder, ignore_errors=True)  # other ranks remove their locks at the same time
         return count
 
 

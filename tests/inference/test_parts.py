@@ -9,6 +9,7 @@ from openrlhf.config.commands import BatchInferenceConfig
 from openrlhf.config.sections.model import ServedModelFlags
 from openrlhf.errors import BackendError, ConfigError, DataError
 from openrlhf.inference.parts import OutputParts
+from openrlhf.training.folder_lock import hold_folder
 
 OUTPUT = Path("out.jsonl")
 ROWS = [{"output": f"answer {number} “quoted”\n\u2028"} for number in range(10)]
@@ -22,7 +23,9 @@ def process(monkeypatch):
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("WORLD_SIZE", str(world))
         config = BatchInferenceConfig(model=ServedModelFlags(pretrain=model))
-        return OutputParts(output, config, total=len(ROWS), group=group)
+        parts = OutputParts(output, config, total=len(ROWS), group=group)
+        parts.lock.close()  # as when the process ends
+        return parts
 
     return start
 
@@ -88,7 +91,7 @@ def test_a_run_without_rows_may_be_replaced_by_a_different_run(process):
 def test_a_run_killed_during_cleanup_leaves_no_rows_without_a_plan(process, monkeypatch):
     write(parts := process(model="one"))
 
-    def killed(folder):
+    def killed(folder, **how):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("shutil.rmtree", killed)
@@ -96,3 +99,13 @@ def test_a_run_killed_during_cleanup_leaves_no_rows_without_a_plan(process, monk
         parts.finish(parts.rows())
     (parts.folder / "plan.json").unlink()
     assert len(process(model="other").missing) == len(ROWS)
+
+
+def test_two_runs_cannot_write_the_same_output(process):
+    first = process()
+    with (
+        hold_folder(first.folder, "--output_path", ".rank0.lock"),
+        pytest.raises(ConfigError, match=r"--output_path out\.jsonl\.parts is in use by another run: process \d+ on"),
+    ):
+        process()
+    write(process())
