@@ -51,3 +51,7 @@ class EngineError(RolloutError):
 
 class BackendError(OpenRLHFError, RuntimeError):
     """Training that cannot continue: a dead worker, a non-finite loss, a checkpoint that does not match."""
+
+
+class DiskError(BackendError):
+    """A file that cannot be written: the disk is full, or the folder is read-only or forbidden."""

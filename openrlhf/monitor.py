@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -52,27 +52,39 @@ class Sink(Protocol):
 
 
 class MetricsFile:
-    """Metrics as one JSON object per line in `run_dir/metrics.jsonl`.
+    """Metrics as one JSON object per line in `run_dir/metrics.jsonl`, after the lines that are already there.
 
-    A run that resumes at step `resumed_at` drops the lines written after that checkpoint.
+    If the disk is full, lines wait in memory until there is room again; the run goes on.
     """
 
-    def __init__(self, run_dir: Path, resumed_at: int = 0) -> None:
+    def __init__(self, run_dir: Path) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
-        path = run_dir / METRICS_FILE
-        kept: list[str] = []
-        if resumed_at and path.exists():
-            for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-                with suppress(json.JSONDecodeError):  # a crash may have truncated a line
-                    kept += [line] if json.loads(line)["step"] <= resumed_at else []
-        path.write_text("".join(kept), encoding="utf-8")
-        self.file = path.open("a", encoding="utf-8")
+        self.path = run_dir / METRICS_FILE
+        self.file = self.path.open("ab", buffering=0)
+        self.waiting = b""  # complete lines that are not in the file yet
 
     def log(self, kind: str, step: int, values: Mapping[str, float]) -> None:
-        self.file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
-        self.file.flush()
+        line = json.dumps({"kind": kind, "step": step, **values}).encode() + b"\n"
+        was_waiting, self.waiting = bool(self.waiting), self.waiting + line
+        if (reason := self._write()) and not was_waiting:
+            say(f"{self.path} cannot be written: {reason}. Training continues, and lines are kept until there is room")
+
+    def _write(self) -> str | None:
+        """Write all lines that wait, or none of them; return the reason in that case."""
+        end = self.file.seek(0, os.SEEK_END)
+        try:
+            written = self.file.write(self.waiting)
+        except OSError as error:
+            return error.strerror
+        if written != len(self.waiting):
+            self.file.truncate(end)  # a partial line would break readers of the file
+            return "the disk is full"
+        self.waiting = b""
+        return None
 
     def close(self) -> None:
+        if self.waiting and (reason := self._write()):
+            say(f"{self.path} lacks its last {len(self.waiting.splitlines())} lines: {reason}")
         self.file.close()
 
 
@@ -119,7 +131,12 @@ class Wandb:
             self.run.define_metric(f"{kind}/*", step_metric=f"{kind}/global_step")
 
     def log(self, kind: str, step: int, values: Mapping[str, float]) -> None:
-        self.run.log({f"{kind}/global_step": step, **{f"{kind}/{name}": value for name, value in values.items()}})
+        import wandb
+
+        try:
+            self.run.log({f"{kind}/global_step": step, **{f"{kind}/{name}": value for name, value in values.items()}})
+        except wandb.Error as error:
+            raise OSError(str(error)) from error
 
     def close(self) -> None:
         self.run.finish()
@@ -135,7 +152,7 @@ class Monitor(AbstractContextManager["Monitor"]):
     def __init__(
         self, sinks: Sequence[Sink] = (), *, total_steps: int = 0, first_step: int = 0, name: str = "train"
     ) -> None:
-        self.sinks = sinks
+        self.sinks = list(sinks)
         self.bar = open_bar(name, total=total_steps, done=first_step, unit="step", hidden=total_steps == 0)
 
     def advance(self, shown: Mapping[str, float]) -> None:
@@ -150,9 +167,16 @@ class Monitor(AbstractContextManager["Monitor"]):
             self.bar.last_print_t += seconds
 
     def log(self, kind: str, step: int, values: Mapping[str, float]) -> None:
-        """Pass metrics to all sinks."""
-        for sink in self.sinks:
-            sink.log(kind, step, values)
+        """Pass metrics to all sinks; one whose disk or network fails is dropped with a line."""
+        for sink in list(self.sinks):
+            try:
+                sink.log(kind, step, values)
+            except OSError as error:
+                self._drop(sink, error)
+
+    def _drop(self, sink: Sink, error: OSError) -> None:
+        self.sinks.remove(sink)
+        self.tell(f"{type(sink).__name__} gets no more metrics: {error}. Training continues")
 
     def tell(self, line: str) -> None:
         """Print a line above the bar."""
@@ -161,8 +185,11 @@ class Monitor(AbstractContextManager["Monitor"]):
 
     def close(self) -> None:
         self.bar.close()
-        for sink in self.sinks:
-            sink.close()
+        for sink in list(self.sinks):
+            try:
+                sink.close()
+            except OSError as error:
+                self._drop(sink, error)
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -8,10 +8,12 @@ quickly).
 """
 
 import os
+import resource
 import shutil
 import signal
 import sys
 import tempfile
+from contextlib import contextmanager
 
 import pytest
 
@@ -76,3 +78,19 @@ def pytest_collection_modifyitems(config, items):
         for mark in item.iter_markers("slow"):
             seconds[item.path] = seconds.get(item.path, 0) + mark.kwargs["seconds"]
     items.sort(key=lambda item: -seconds.get(item.path, 0))
+
+
+@pytest.fixture
+def file_size_limit():
+    """Return a context in which no file can grow beyond a size: to a program, a full disk that needs no root."""
+
+    @contextmanager
+    def limit(size):
+        before, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (before, hard))
+
+    return limit

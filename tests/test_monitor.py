@@ -32,25 +32,46 @@ def test_metrics_are_one_json_object_per_line_and_written_immediately(tmp_path):
     file.close()
 
 
-def test_a_new_run_overwrites_its_metrics_file(tmp_path):
-    for loss in (0.5, 0.25):
+def test_metrics_are_added_to_those_in_the_file(tmp_path):
+    for step in (1, 2):
         file = MetricsFile(tmp_path)
-        file.log("train", 1, {"loss": loss})
+        file.log("train", step, {"loss": 0.5})
         file.close()
-    assert read_metrics(tmp_path) == [{"kind": "train", "step": 1, "loss": 0.25}]
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
 
 
-def test_a_resumed_run_drops_incomplete_lines_and_lines_after_its_checkpoint(tmp_path):
+def test_a_full_disk_delays_lines_and_ends_nothing(tmp_path, file_size_limit, capsys):
     file = MetricsFile(tmp_path)
-    for step in (1, 2, 3):
-        file.log("train", step, {"loss": float(step)})
-    file.close()
-    with (tmp_path / "metrics.jsonl").open("a") as torn:
-        torn.write('{"kind": "train", "st')
-    again = MetricsFile(tmp_path, resumed_at=2)
-    again.log("train", 3, {"loss": 0.0})
-    again.close()
-    assert [(line["step"], line["loss"]) for line in read_metrics(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 0.0)]
+    file.log("train", 1, {"loss": 0.5})
+    with file_size_limit(60):  # room for one line and a part of the next
+        for step in (2, 3):
+            file.log("train", step, {"loss": 0.5})
+            assert [line["step"] for line in read_metrics(tmp_path)] == [1]  # never a part of a line
+    assert capsys.readouterr().err.count("metrics.jsonl cannot be written") == 1
+    file.log("train", 4, {"loss": 0.5})
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3, 4]
+    with file_size_limit(1):
+        file.log("train", 5, {"loss": 0.5})
+        file.close()
+    assert "metrics.jsonl lacks its last 1 lines" in capsys.readouterr().err
+
+
+def test_a_sink_that_fails_is_dropped_with_a_line(capsys):
+    class FullSink:
+        def log(self, kind, step, values):
+            raise OSError(28, "No space left on device")
+
+        def close(self):
+            raise OSError(28, "No space left on device")
+
+    other = RecordingSink()
+    with Monitor([FullSink(), other]) as monitor:
+        for step in (1, 2):
+            monitor.log("train", step, {})
+    Monitor([FullSink()]).close()
+    assert [step for _, step, _ in other.lines] == [1, 2]
+    line = "FullSink gets no more metrics: [Errno 28] No space left on device. Training continues\n"
+    assert capsys.readouterr().err.count(line) == 2
 
 
 class RecordingSink:

@@ -12,7 +12,8 @@ from openrlhf.models.forward import Network
 from openrlhf.models.load import DTYPES
 from openrlhf.models.merge import merge_adapter
 from openrlhf.monitor import say
-from openrlhf.training.checkpoint import exporting
+from openrlhf.training.checkpoint import exporting, remove_leftovers
+from openrlhf.training.folder_lock import hold_folder
 from openrlhf.training.processes import choose_device
 
 
@@ -24,15 +25,17 @@ def run(config: LoraCombinerConfig) -> Path:
     disable_progress_bar()
     choose_device("cpu")  # merging is a few matrix sums, not worth a GPU
     flags = config.merge
-    model, tokenizer = merge_adapter(
-        str(flags.model_path),
-        Path(str(flags.lora_path)).expanduser(),
-        is_rm=flags.is_rm,
-        dtype=DTYPES[config.model.param_dtype],
-    )
     folder = Path(str(flags.output_path)).expanduser()
-    with exporting(folder) as aside:
-        save_model(Network(model), aside)
-        tokenizer.save_pretrained(aside)
+    with hold_folder(folder, "--output_path"):
+        remove_leftovers(folder.parent, lambda name: name == folder.name)
+        model, tokenizer = merge_adapter(
+            str(flags.model_path),
+            Path(str(flags.lora_path)).expanduser(),
+            is_rm=flags.is_rm,
+            dtype=DTYPES[config.model.param_dtype],
+        )
+        with exporting(folder) as aside:
+            save_model(Network(model), aside)
+            tokenizer.save_pretrained(aside)
     say(f"saved {folder} in {config.model.param_dtype}")
     return folder

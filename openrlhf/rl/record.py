@@ -1,42 +1,68 @@
 """Records of a run: each trained sample with its tokens, log-probs, reward and advantage, as JSON lines.
 
 The controller writes one file per step through `Recorder`, and `Replay` serves such files as the rollouts of another
-run. A checkpoint stores the queue of rollouts that are not trained yet in a similar format.
+run. A record may be partial: a share of the groups, or the steps up to a limit; `.about.json` says so. A checkpoint
+stores the queue of rollouts that are not trained yet in a similar format.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from openrlhf.config.sections.rl import RolloutFlags
+from openrlhf.monitor import say
 from openrlhf.rl.experience import Experience
 from openrlhf.rl.rollouts import Rollout
+from openrlhf.training.disk_space import GIB, bytes_of, replace_file
+from openrlhf.training.earlier_run import ABOUT_FILE, ROLLOUTS, STEP_FILE, STEP_FILES
 from openrlhf.types import Prompt, Trajectory
 
-FOLDER = "rollouts"
-STEP_FILE, STEP_FILES = "step_{:06d}.jsonl", "step_*.jsonl"
+DEFAULTS = RolloutFlags()
 
 
 class Recorder:
     """Writes `run_dir/rollouts/step_000001.jsonl`, one line per sample; `datasets` can read the folder directly.
 
-    Files of steps after `resumed_at` are deleted, as they are from the metrics: the folder describes a single run.
+    Recording never ends a run: at --rollout_record_gib, or when the disk is full, it stops with a line.
     """
 
-    def __init__(self, run_dir: Path | None, decode: Any = None, resumed_at: int = 0) -> None:
-        self.folder = run_dir / FOLDER if run_dir else None
+    def __init__(
+        self, run_dir: Path | None, decode: Any = None, flags: RolloutFlags = DEFAULTS, *, seed: int = 0
+    ) -> None:
+        self.folder = run_dir / ROLLOUTS if run_dir and flags.rollout_record_share > 0 else None
         self.decode = decode
+        self.share, self.seed = flags.rollout_record_share, seed
+        self.limit = flags.rollout_record_gib
+        self.used = 0  # bytes
         if self.folder:
+            self.used = bytes_of(self.folder) if self.folder.is_dir() else 0
+            self._try_to_write(ABOUT_FILE, json.dumps({"share": self.share}))
+
+    def _is_chosen(self, step: int, item: Trajectory) -> bool:
+        """Choose whole groups, by a function of seed, step and prompt."""
+        return self.share == 1 or random.Random(f"{self.seed} {step} {item.prompt.index}").random() < self.share
+
+    def _try_to_write(self, name: str, text: str) -> bool:
+        """Write a file as a whole; if it cannot be written, stop recording."""
+        assert self.folder
+        try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            kept = {STEP_FILE.format(step) for step in range(1, resumed_at + 1)}
-            for file in self.folder.glob(STEP_FILES):
-                if file.name not in kept:
-                    file.unlink()
+            replace_file(self.folder / name, text)
+        except OSError as error:
+            self._stop(f"{self.folder} cannot be written: {error.strerror}")
+            return False
+        return True
+
+    def _stop(self, reason: str) -> None:
+        say(f"rollouts are no longer recorded: {reason}. Training continues")
+        self.folder = None
 
     def write(self, step: int, experience: Experience) -> None:
-        """Write the file of a step; do nothing without a run folder."""
+        """Write the file of a step; do nothing if recording is off or has stopped."""
         if not self.folder:
             return
         tensors = {  # [samples, tokens]
@@ -48,6 +74,8 @@ class Recorder:
         }
         lines = []
         for row, item in enumerate(experience.trajectories):
+            if not self._is_chosen(step, item):
+                continue
             acted = [place for place, acts in enumerate(item.action_mask) if acts]
             first = acted[0] if acted else len(item.input_ids)
             rounded = {
@@ -58,7 +86,13 @@ class Recorder:
             response = self.decode(item.input_ids[first:]) if self.decode else ""
             # The trajectory's own numbers are not rounded, so that a replay trains on exactly these.
             lines.append(json.dumps(rounded | {"step": step, **plain(item), "response": response}) + "\n")
-        (self.folder / STEP_FILE.format(step)).write_text("".join(lines), encoding="utf-8")
+        text = "".join(lines)
+        if self.used + len(text) > self.limit * GIB:  # JSON is ASCII
+            about = {"share": self.share, "stopped_before_step": step}
+            if self._try_to_write(ABOUT_FILE, json.dumps(about)):
+                self._stop(f"{self.folder} has reached --rollout_record_gib {self.limit:g} at step {step}")
+        elif self._try_to_write(STEP_FILE.format(step), text):
+            self.used += len(text)
 
 
 class Replay:
@@ -66,6 +100,8 @@ class Replay:
 
     def __init__(self, folder: Path) -> None:
         self.files = sorted(folder.glob(STEP_FILES))
+        if partial := describe_gaps(folder, self.files):
+            say(f"--replay {folder} is a partial record: {partial}")
 
     def __len__(self) -> int:
         return len(self.files)
@@ -75,6 +111,20 @@ class Replay:
         trajectories = [trajectory(json.loads(line)) for line in lines]
         version = min((item.version for item in trajectories), default=number)
         return Rollout(number, version, trajectories, place, next_place=place + 1)
+
+
+def describe_gaps(folder: Path, files: Sequence[Path]) -> str:
+    """Say what a record lacks; empty if it is complete as far as it goes."""
+    try:
+        about: dict[str, Any] = json.loads((folder / ABOUT_FILE).read_bytes())
+    except (OSError, ValueError):  # of an older version, which recorded everything
+        about = {}
+    steps = {int(file.stem.removeprefix("step_")) for file in files}
+    missing = len(set(range(1, max(steps, default=0) + 1)) - steps)
+    found = [f"{about['share']:.0%} of the groups"] if about.get("share", 1) < 1 else []
+    found += [f"{missing} steps are missing"] if missing else []
+    found += [f"recording stopped before step {about['stopped_before_step']}"] if "stopped_before_step" in about else []
+    return ", ".join(found)
 
 
 def plain(item: Trajectory) -> dict[str, Any]:

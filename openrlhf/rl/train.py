@@ -34,11 +34,20 @@ from openrlhf.rl.rollouts import GeneratedRollouts, PromptOrder
 from openrlhf.rl.workers import Workers
 from openrlhf.signals import SAVES, SAVES_NOTHING, StopRequest, stop_request
 from openrlhf.training import checkpoint
+from openrlhf.training.disk_space import has_room, skip_if_disk_fails
+from openrlhf.training.final_save import FinalSave
 from openrlhf.training.fit import Interrupted
 from openrlhf.training.optim import only_warmup
 from openrlhf.training.preflight import check_models, explain_reward_models
 from openrlhf.training.rng import load_rng, save_rng, seed_everything
-from openrlhf.training.run_directory import explain_stop, find_checkpoint, make_monitor, run_folder, shown_flags
+from openrlhf.training.run_directory import (
+    explain_stop,
+    find_checkpoint,
+    hold_run_folders,
+    make_monitor,
+    run_folder,
+    shown_flags,
+)
 from openrlhf.types import Prompt
 
 QUEUE_FILE = "queue.jsonl"
@@ -71,7 +80,8 @@ def run(config: RLConfig, open_runtime: OpenRuntime = open_local) -> RLResult:
     executor = build_tested_executor(config, tokenizer, prompts)
     try:
         # Models load from here on, after every check that does not need them.
-        return asyncio.run(train(config, open_runtime, tokenizer, order, executor, eval_prompts))
+        with hold_run_folders(config):
+            return asyncio.run(train(config, open_runtime, tokenizer, order, executor, eval_prompts))
     except Interrupted as stop:  # a KeyboardInterrupt leaves the event loop immediately, so `train` cannot catch it
         say(explain_stop(stop))
         raise
@@ -104,6 +114,7 @@ async def train(
 ) -> RLResult:
     """Run the loop from its start, or from a checkpoint, to the saved policy; close everything it started."""
     resume_from = find_checkpoint(config)
+    run_id = (checkpoint.run_of(resume_from) if resume_from else None) or checkpoint.new_run_id()
     state = load_state(resume_from, kl_controller(config.kl.init_kl_coef, config.kl.kl_target, config.kl.kl_horizon))
     layout = Layout(config.batches.packing_samples, tokenizer.pad_token_id)
     rollouts = num_rollouts(config, len(order))
@@ -118,7 +129,7 @@ async def train(
             workers=runtime.workers,
             sync=runtime.sync,
             monitor=make_monitor(config, rollouts, state.version),
-            recorder=Recorder(run_folder(config), tokenizer.decode, resumed_at=state.version),
+            recorder=Recorder(run_folder(config), tokenizer.decode, config.rollout, seed=config.batches.seed),
             scoring=scoring_batches(config, layout, policy_ranks(config)),
             training=training_batches(config, layout),
             eval_prompts=eval_prompts,
@@ -129,16 +140,19 @@ async def train(
         try:
             await runtime.sync.sync(state.version)
             with stop_request(SAVES_NOTHING if config.checkpoints.disable_ds_ckpt else SAVES) as stop:
-                await controller.run(Saver(config, runtime.workers, stop, tokenizer))
+                await controller.run(Saver(config, runtime.workers, stop, tokenizer, run_id))
             if not controller.last and state.version:
                 say(f"the checkpoint is at step {state.version}: no steps are left to train")
             elif not controller.last:
                 say("no step was trained: no group of samples was kept")
             await runtime.sync.begin_training()
-            folder = Path(config.checkpoints.save_path)
-            await export(runtime.workers.export, tokenizer, folder)
+            folder, fallback = Path(config.checkpoints.save_path), Path(config.checkpoints.ckpt_path) / checkpoint.MODEL
+            savings = [await save_finished(runtime.workers.export, tokenizer, folder, fallback)]
             if config.critic.save_value_network and uses_critic(config):
-                await export(runtime.workers.export_critic, tokenizer, folder.with_name(f"{folder.name}_critic"))
+                places = (path.with_name(f"{path.name}_critic") for path in (folder, fallback))
+                savings.append(await save_finished(runtime.workers.export_critic, tokenizer, *places))
+            for saving in savings:
+                saving.must_be_in_place()
         finally:
             controller.monitor.close()
     say(f"saved {folder}")
@@ -156,6 +170,7 @@ class Saver:
     workers: Workers
     stop: StopRequest
     tokenizer: PreTrainedTokenizerBase
+    run_id: str
 
     async def __call__(self, controller: Controller) -> None:
         flags, version = self.config.checkpoints, controller.state.version
@@ -164,30 +179,40 @@ class Saver:
         if not (due or best):
             return
         await controller.sync.begin_training()
+        root = Path(flags.ckpt_path)
         if best:
-            await self.save(controller, Path(flags.ckpt_path) / "best")
+            await self.save(controller, root / checkpoint.BEST, f"the best checkpoint, of step {version}")
         if due:
-            root = Path(flags.ckpt_path)
-            folder = checkpoint.step_folder(root, version)
-            if not flags.disable_ds_ckpt:
-                await self.save(controller, folder)
-                checkpoint.point_latest(root, version)
+            folder, saved = checkpoint.step_folder(root, version), False
+            if not flags.disable_ds_ckpt and await self.save(controller, folder, f"the checkpoint of step {version}"):
+                with skip_if_disk_fails(f"the file {checkpoint.LATEST} of step {version}"):
+                    checkpoint.point_latest(root, version)
+                    saved = True
             if flags.save_hf_ckpt:
-                await export(self.workers.export, self.tokenizer, folder.with_name(f"{folder.name}_hf"))
-            checkpoint.rotate(root, keep=flags.max_ckpt_num, max_gib=flags.max_ckpt_mem)
+                with skip_if_disk_fails(f"the model folder of step {version}"):
+                    await export(self.workers.export, self.tokenizer, folder.with_name(f"{folder.name}_hf"))
+            checkpoint.rotate(root, step=version, run=self.run_id, keep=flags.max_ckpt_num, max_gib=flags.max_ckpt_mem)
             if self.stop.requested:
-                raise Interrupted(None if flags.disable_ds_ckpt else folder)
+                raise Interrupted(folder if saved else None, disabled=flags.disable_ds_ckpt)
         await controller.sync.end_training(version)
 
-    async def save(self, controller: Controller, folder: Path) -> None:
-        """Write a checkpoint to a temporary folder, then rename it, so that it is complete or absent."""
+    async def save(self, controller: Controller, folder: Path, what: str) -> bool:
+        """Write a checkpoint to a temporary folder, then rename it, so that it is complete or absent.
+
+        Return whether it fits on the disk; if not, the run goes on without it.
+        """
         state = controller.state
-        with checkpoint.writing(folder) as aside:
-            await self.workers.save(aside)
-            save_rng(aside, 0)
-            write_queue(aside / QUEUE_FILE, state.queue)
-            saved = {"step": state.version, "settings": shown_flags(self.config), **state.plain()}
-            checkpoint.write_state(aside, saved)
+        if not has_room(folder.parent, checkpoint.bytes_of_last(folder.parent, self.run_id), what):
+            return False
+        with skip_if_disk_fails(what):
+            with checkpoint.writing(folder) as aside:
+                await self.workers.save(aside)
+                save_rng(aside, 0)
+                write_queue(aside / QUEUE_FILE, state.queue)
+                saved = {"step": state.version, "settings": shown_flags(self.config), **state.plain()}
+                checkpoint.write_state(aside, saved | {"run": self.run_id})
+            return True
+        return False
 
     def is_best(self, controller: Controller) -> bool:
         """Return whether the last evaluation is the best so far by --best_metric_key, and record it if so.
@@ -224,3 +249,15 @@ async def export(write: Callable[[Path], Awaitable[None]], tokenizer: PreTrained
     with checkpoint.exporting(folder) as aside:
         await write(aside)
         tokenizer.save_pretrained(aside)
+
+
+async def save_finished(
+    write: Callable[[Path], Awaitable[None]], tokenizer: PreTrainedTokenizerBase, folder: Path, fallback: Path
+) -> FinalSave:
+    """Export a trained model; if its disk is full or forbidden, somewhere else."""
+    saving = FinalSave(folder, fallback)
+    for attempt in saving.attempts():
+        with attempt as aside:
+            await write(aside)
+            tokenizer.save_pretrained(aside)
+    return saving

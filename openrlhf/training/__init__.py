@@ -9,7 +9,10 @@
       local, optim                 one process: fp32 masters, Adam and Muon, loss scale
       deepspeed*, ring_groups      several processes: ZeRO, tensor parallelism, rings
       audit, host_memory           for both: do all parameters learn; sleep in host memory
-    checkpoint, run_directory, ...   files of a run, shared with RL
+    run_directory, earlier_run     files of a run, shared with RL
+      folder_lock                  one run per folder
+      checkpoint, manifest         folders that are complete or absent, and verified
+      final_save, disk_space       full and forbidden disks
 
 The RL loop (`rl`) uses everything from `objectives` downwards.
 """

@@ -187,6 +187,11 @@ class TrainBackend(Frozen, Ranks, ABC):
         """
         return saved_tensors(self.network)
 
+    def checkpoint_bytes(self) -> int:
+        """Estimate the size of a checkpoint, all ranks together: fp32 weights and two moments per trained parameter."""
+        trained = (parameter for parameter in self.network.parameters() if parameter.requires_grad)
+        return 12 * sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in trained)
+
     @abstractmethod
     def save(self, folder: Path) -> None:
         """Write what resuming needs: weights and optimizer state."""

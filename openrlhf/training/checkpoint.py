@@ -1,39 +1,58 @@
 """Checkpoint and export folders that appear complete or not at all, in files that hold no code: safetensors, JSON.
 
-`writing` and `exporting` yield a hidden folder next to the target. The caller fills it, alone or together with other
-ranks; it is then flushed to disk and renamed or moved into place, so a crash never leaves a folder that looks complete
-but is not. The supervised loop, the RL driver and `lora_combiner` write everything through them.
+`writing` and `exporting` yield a hidden folder with a random name next to the target. The caller fills it, alone or
+together with other ranks; it is then flushed to disk and renamed or moved into place, so a crash never leaves a folder
+that looks complete but is not; `remove_leftovers` deletes what it does leave. The supervised loop, the RL driver and
+`lora_combiner` write everything through them.
 
 Under --ckpt_path, a run has one folder per step (global_step20), a file `latest` with the name of the newest, and with
---save_hf_ckpt a model folder next to each (global_step20_hf).
+--save_hf_ckpt a model folder next to each (global_step20_hf). The state.json of a checkpoint names its run, so that
+rotation and resuming never confuse two runs; its manifest.json lists sizes and checksums, which `newest` verifies.
 """
 
 import json
-import os
 import re
+import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from openrlhf.errors import BackendError
+from openrlhf.errors import BackendError, DiskError, OpenRLHFError
+from openrlhf.monitor import say
+from openrlhf.training.disk_space import GIB, bytes_of, disk_failure, flush, replace_file
+from openrlhf.training.manifest import MANIFEST, find_damage, make_private, write_manifest
 
 STATE = "state.json"
 LATEST = "latest"
+BEST = "best"  # checkpoint of the best evaluation, in reinforcement learning
+MODEL = "model"  # finished model for which --save_path had no room
 PREFIX = "global_step"
-STEP = re.compile(rf"{PREFIX}(\d+)(_hf)?")
+CHECKPOINT = re.compile(rf"{PREFIX}(0|[1-9][0-9]*)")
+STEP = re.compile(rf"{CHECKPOINT.pattern}(_hf)?")
+# Hidden folders of this module, with the name of their target; before they got random names, two ended in .old.
+LEFTOVER = re.compile(r"\.(.*)\.(writing|exporting|replaced|deleting|old)(-[0-9a-f]+)?")
 MARKERS = ("config.json", "adapter_config.json")  # files by which Transformers and PEFT recognise a model
-GIB = 1024**3
+COMPLETE, NO_SPACE, FAILED = range(3)  # outcomes of process 0
 
 
 class Ranks:
     """The processes that write one folder together: by default this one alone, otherwise those of a `TrainBackend`."""
 
     process = 0
+    num_processes = 1
 
     def barrier(self) -> None:
         """Wait for the other processes, if there are any."""
+
+    def agree(self, number: int) -> int:
+        """Return the number that process 0 passed, in every process; it must be below 2**53."""
+        return number
+
+
+def new_run_id() -> str:
+    return secrets.token_hex(6)
 
 
 def step_folder(root: Path, step: int) -> Path:
@@ -46,36 +65,74 @@ def writing(folder: Path, ranks: Ranks | None = None) -> Iterator[Path]:
 
     All `ranks` (default: this process alone) open the context together. Process 0 creates and publishes the folder.
     """
-    aside = folder.with_name(f".{folder.name}.writing")
     ranks = ranks or Ranks()
-    with _filled(aside, ranks):
-        yield aside
-    if ranks.process == 0:
-        # The older folder of the same name is deleted only after the new one is in place.
-        old = folder.with_name(f".{folder.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
+    suffix = f"{ranks.agree(secrets.randbits(48)):012x}"
+    aside, replaced = (folder.with_name(f".{folder.name}.{kind}-{suffix}") for kind in ("writing", "replaced"))
+
+    def publish() -> None:
+        write_manifest(aside)
+        for path in [*aside.rglob("*"), aside]:
+            make_private(path)
+            flush(path)
+        # The older folder of the same name is deleted only after the new one is in place. After a crash between the
+        # two renames, `remove_leftovers` puts it back.
         if folder.exists():
-            folder.rename(old)
+            folder.rename(replaced)
         aside.rename(folder)
-        _flush(folder.parent)
-        shutil.rmtree(old, ignore_errors=True)
+        flush(folder.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+    _in_first(ranks, lambda: aside.mkdir(parents=True))
+    try:
+        yield aside
+    except BaseException as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        # Several ranks wait for each other while they save: if one of them fails, none can go on.
+        if ranks.num_processes == 1 and not isinstance(error, OpenRLHFError) and (reason := disk_failure(error)):
+            raise DiskError(reason) from error
+        raise
     ranks.barrier()
+    try:
+        _in_first(ranks, publish)
+    finally:
+        if ranks.process == 0:
+            shutil.rmtree(aside, ignore_errors=True)  # if it could not be published
 
 
 @contextmanager
 def exporting(folder: Path, ranks: Ranks | None = None) -> Iterator[Path]:
     """Yield a temporary folder to fill with a model; its files then move into `folder`, whose other files are kept.
 
+    If process 0, which writes the files, cannot write them for lack of space or of permission, all ranks raise
+    DiskError together.
+    """
+    ranks = ranks or Ranks()
+    aside = begin_export(folder, ranks)
+    with finish_export(aside, folder, ranks):
+        yield aside
+
+
+def begin_export(folder: Path, ranks: Ranks) -> Path:
+    """Create the temporary folder of an export."""
+    suffix = f"{ranks.agree(secrets.randbits(48)):012x}"
+    aside = folder.parent / f".{folder.name}.exporting-{suffix}"  # `with_name` would reject "."
+    _in_first(ranks, lambda: aside.mkdir(parents=True))
+    return aside
+
+
+@contextmanager
+def finish_export(aside: Path, folder: Path, ranks: Ranks) -> Iterator[None]:
+    """Let the caller fill `aside` with a model, then move its files into `folder`.
+
     The old config.json is deleted first and the new one is moved last: a folder without it is not a model, so a
     half-moved export is never mistaken for a complete one. An older export is deleted: Transformers would prefer its
     model.safetensors to the new shards, and would put its adapter on the new weights. Exporting adapters does not
     delete a full model, which may be their base.
     """
-    aside = folder.parent / f".{folder.name}.exporting"  # `with_name` would reject "."
-    ranks = ranks or Ranks()
-    with _filled(aside, ranks):
-        yield aside
-    if ranks.process == 0:
+
+    def publish() -> None:
+        for path in [*aside.rglob("*"), aside]:
+            flush(path)
         folder.mkdir(parents=True, exist_ok=True)
         model = ("config.json", "model.safetensors.index.json", "model*.safetensors")
         adapter = ("adapter_config.json", "adapter_model*.safetensors", "head_config.json")
@@ -87,68 +144,175 @@ def exporting(folder: Path, ranks: Ranks | None = None) -> Iterator[Path]:
                 shutil.rmtree(folder / path.name)
             path.replace(folder / path.name)
         aside.rmdir()
-    ranks.barrier()
+        flush(folder)
+
+    try:
+        try:
+            yield
+        except Exception as error:
+            _raise_together(ranks, error)
+            raise
+        _raise_together(ranks, None)
+        _in_first(ranks, publish)
+    finally:
+        if ranks.process == 0:
+            shutil.rmtree(aside, ignore_errors=True)
 
 
-@contextmanager
-def _filled(aside: Path, ranks: Ranks) -> Iterator[None]:
-    """Create the folder, let all ranks fill it in the context, and flush its files to disk."""
+def _in_first(ranks: Ranks, work: Callable[[], object]) -> None:
+    """Do work on files in process 0 while the others wait; if it fails, raise in all of them."""
+    error: Exception | None = None
     if ranks.process == 0:
-        shutil.rmtree(aside, ignore_errors=True)  # a crash may have left one
-        aside.mkdir(parents=True)
-    ranks.barrier()
-    yield
-    ranks.barrier()
-    if ranks.process == 0:
-        for path in [*aside.rglob("*"), aside]:
-            _flush(path)
+        try:
+            work()
+        except OSError as caught:
+            error = caught
+    _raise_together(ranks, error)
+
+
+def _raise_together(ranks: Ranks, error: Exception | None) -> None:
+    """Raise in all processes if process 0 has an error: DiskError if it could not write its files."""
+    if error is not None and ranks.process > 0:
+        raise error  # its launcher ends the others
+    reason = None if error is None else disk_failure(error)
+    outcome = ranks.agree(COMPLETE if error is None else NO_SPACE if reason else FAILED)
+    if outcome == NO_SPACE:
+        raise DiskError(reason or "process 0 could not write its files") from error
+    if outcome == FAILED:
+        raise error or BackendError("process 0 failed")
+
+
+def remove_leftovers(parent: Path, is_ours: Callable[[str], object]) -> None:
+    """Delete what a killed run left of the folders in `parent` whose names `is_ours` accepts; call under a lock."""
+    for path in list(parent.glob(".*")):
+        match = LEFTOVER.fullmatch(path.name)
+        if not match or not is_ours(match[1]):
+            continue
+        if match[2] == "replaced" and not (parent / match[1]).exists():
+            path.rename(parent / match[1])
+        elif path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
+
+
+def is_checkpoint_name(name: str) -> bool:
+    """Return whether a run writes a folder or file of this name to --ckpt_path."""
+    return bool(STEP.fullmatch(name)) or name in (LATEST, BEST, MODEL, f"{MODEL}_critic")
 
 
 def point_latest(root: Path, step: int) -> None:
     """Name the checkpoint of this step as the one to resume from; the file is replaced atomically."""
-    aside = root / f".{LATEST}.writing"
-    aside.write_text(f"{PREFIX}{step}", encoding="utf-8")
-    _flush(aside)
-    aside.rename(root / LATEST)
+    try:
+        replace_file(root / LATEST, f"{PREFIX}{step}")
+    except OSError as error:
+        raise DiskError(disk_failure(error) or str(error)) from error
 
 
 def finished(root: Path) -> list[Path]:
     """List the complete checkpoints under `root`, lowest step first."""
-    found = [path for path in root.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix(PREFIX)))
+    return sorted((path for path in root.glob(f"{PREFIX}*") if CHECKPOINT.fullmatch(path.name)), key=step_of)
 
 
 def newest(root: Path) -> Path | None:
-    """Return the checkpoint to resume from: the one `latest` names, or the highest complete step if that is gone."""
+    """Return the checkpoint to resume from: the one `latest` names or, if that is damaged, the one before it.
+
+    Only checkpoints of the same run are considered. A damaged one is reported in one line, and if no checkpoint is
+    whole, an error is raised: the run must not start over unnoticed.
+    """
+    reasons: list[str] = []
+    for folder in _by_preference(root):
+        if reason := find_fault(folder):
+            reasons.append(f"{folder.name}: {reason}")
+            continue
+        if reasons:
+            say(f"damaged checkpoint in {root}: {'; '.join(reasons)}. {folder.name} is used instead")
+        if not (folder / MANIFEST).exists():
+            say(f"{folder} was written by an older version, without checksums: it is not verified")
+        return folder
+    if reasons:
+        raise BackendError(
+            f"no checkpoint in {root} is whole: {'; '.join(reasons)}",
+            try_this="a backup of that folder, or the same command without --load_checkpoint to start over",
+        )
+    return None
+
+
+def _by_preference(root: Path) -> list[Path]:
+    """List the checkpoints to try: the one that `latest` names, earlier ones of its run, later ones of its run."""
+    found = finished(root)[::-1]
     pointer = root / LATEST
-    if pointer.is_file():
-        named = root / pointer.read_text(encoding="utf-8").strip()
-        if (named / STATE).is_file():
-            return named
-    whole = [path for path in finished(root) if (path / STATE).is_file()]
-    return whole[-1] if whole else None
+    if not pointer.is_file():
+        return found
+    text = pointer.read_text(encoding="utf-8", errors="replace").strip()
+    if not CHECKPOINT.fullmatch(text):
+        say(f"{pointer} is ignored: expected a name like {PREFIX}20, got {text[:80]!r}")
+        return found
+    named = root / text
+    if named not in found:
+        say(f"{pointer} names {text}, which does not exist")
+    later = [path for path in found if step_of(path) > step_of(named)]
+    earlier = [path for path in found if step_of(path) < step_of(named)]
+    known = named in found and find_fault(named, only_state=True) is None
+    if known:
+        run = run_of(named)
+        later, earlier = ([path for path in paths if run_of(path) == run] for paths in (later, earlier))
+    return [*([named] if named in found else []), *earlier, *later]
 
 
-def rotate(root: Path, *, keep: int, max_gib: float) -> None:
+def find_fault(folder: Path, *, only_state: bool = False) -> str | None:
+    """Return why a run cannot resume from this checkpoint, or None; with `only_state`, look only at state.json."""
+    try:
+        state = read_state(folder)
+    except BackendError:
+        return f"{STATE} is missing or cannot be read"
+    if only_state or ("run" not in state and not (folder / MANIFEST).exists()):  # of an older version
+        return None
+    return find_damage(folder)
+
+
+def rotate(root: Path, *, step: int, run: str, keep: int, max_gib: float) -> None:
     """Delete the oldest steps, checkpoint and HF export together, until at most `keep` steps and `max_gib` remain.
 
-    Call after writing a checkpoint. The newest is never deleted, so there is always something to resume from.
+    Call it after writing the checkpoint of `step`. Steps of other runs, and later steps than this one, which the run
+    will write again, go first. The step itself and the one that `latest` names are never deleted.
     """
     by_step: dict[int, list[Path]] = {}
     for path in root.glob(f"{PREFIX}*"):
         if match := STEP.fullmatch(path.name):
             by_step.setdefault(int(match[1]), []).append(path)
-    # Oldest first by time, not by step: an earlier run may have left higher steps.
-    steps = sorted(by_step, key=lambda step: (max(path.stat().st_mtime_ns for path in by_step[step]), step))
-    gib = {
-        step: sum(file.stat().st_size for path in by_step[step] for file in path.rglob("*") if file.is_file()) / GIB
-        for step in steps
-    }
-    while len(steps) > 1 and (len(steps) > keep or sum(gib[step] for step in steps) > max_gib):
+    pointer = root / LATEST
+    named = pointer.read_text(encoding="utf-8", errors="replace").strip() if pointer.is_file() else None
+
+    def age(other: int) -> tuple[bool, bool, int]:
+        ours = other < step and run_of(step_folder(root, other)) == run
+        return other == step or step_folder(root, other).name == named, ours, other
+
+    steps = sorted(by_step, key=age)
+    gib = {other: sum(map(bytes_of, by_step[other])) / GIB for other in steps}
+    while len(steps) > keep or sum(gib[other] for other in steps) > max_gib:
+        if not steps or age(steps[0])[0]:
+            return
         for path in by_step[steps.pop(0)]:
-            # Rename first: a half-deleted folder must not look like a checkpoint.
-            aside = path.rename(path.with_name(f".{path.name}.old"))
-            shutil.rmtree(aside)
+            try:
+                # Rename first: a half-deleted folder must not look like a checkpoint.
+                shutil.rmtree(path.rename(path.with_name(f".{path.name}.deleting-{secrets.token_hex(6)}")))
+            except OSError as error:
+                say(f"{path} could not be deleted: {error.strerror}")
+
+
+def bytes_of_last(root: Path, run: str) -> int:
+    """Return the size of this run's newest checkpoint, or 0 if it has none: the next one will be as large."""
+    own = [folder for folder in finished(root) if run_of(folder) == run]
+    return bytes_of(own[-1]) if own else 0
+
+
+def run_of(folder: Path) -> str | None:
+    """Return the id of the run that wrote a checkpoint; None if it has none or cannot be read."""
+    try:
+        return read_state(folder).get("run")
+    except BackendError:
+        return None
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:
@@ -159,14 +323,14 @@ def write_state(folder: Path, state: dict[str, Any]) -> None:
 def read_state(folder: Path) -> dict[str, Any]:
     """Return what `write_state` wrote."""
     try:
-        return json.loads((folder / STATE).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise BackendError(f"the checkpoint {folder} cannot be read: {error}") from None
+    if not isinstance(state, dict):
+        raise BackendError(f"the checkpoint {folder} cannot be read: {STATE} holds no object")
+    return state
 
 
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def step_of(folder: Path) -> int:
+    """Return the step of a checkpoint, which its name holds."""
+    return int(folder.name.removeprefix(PREFIX))

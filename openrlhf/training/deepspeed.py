@@ -33,7 +33,9 @@ from openrlhf.training import deepspeed_shards as shards
 from openrlhf.training.audit import Audit
 from openrlhf.training.backend import Frozen, TrainBackend, compile_decoder_layers
 from openrlhf.training.deepspeed_config import NetworkFacts, clips_outside, engine_config, frozen_config
+from openrlhf.training.manifest import checkpoints_above, must_be_private
 from openrlhf.training.optim import parameter_groups, trainable
+from openrlhf.training.processes import agree
 from openrlhf.training.ring_groups import share_rows
 
 TAG = "deepspeed"  # folder of DeepSpeed's files inside a checkpoint
@@ -114,7 +116,7 @@ class DeepSpeedBackend(TrainBackend):
         self.averages = dist.get_world_size(self.engine.data_parallel_group)  # processes that DeepSpeed averages over
         self.group = shared.lane if shared else self.engine.data_parallel_group  # of data-parallel ranks
         self.rank = dist.get_rank(self.group)
-        self.process = dist.get_rank()
+        self.process, self.num_processes = dist.get_rank(), dist.get_world_size()
         self.data_parallel_size = dist.get_world_size(self.group)
         self.clips_here = clips_outside(sharding, facts)
         self._scales_loss = facts.dtype == torch.float16  # DeepSpeed then skips steps that overflow
@@ -182,6 +184,7 @@ class DeepSpeedBackend(TrainBackend):
                 f"{folder} has no {tag} folder, so it is not a checkpoint of this backend",
                 try_this=f"`{convert}`, which makes one" if self.universal else None,
             )
+        must_be_private(checkpoints_above(folder), folder)  # what follows unpickles its files
         self.engine.load_checkpoint(str(folder), tag=tag, load_module_strict=not self.has_adapters)
         # Under ZeRO-3, loading a universal checkpoint gives one group's weight decay and one shared step count to all.
         for group, decay in zip(self.optimizer.param_groups, self.decays, strict=True):
@@ -195,9 +198,11 @@ class DeepSpeedBackend(TrainBackend):
         for name, tensor in self.exported():
             if self.process == 0:
                 weights[name] = tensor.to("cpu", copy=True)
-        if self.process == 0:
-            save_model(self.network, folder, weights)
-        self.barrier()
+        try:
+            if self.process == 0:
+                save_model(self.network, folder, weights)
+        finally:  # after a failure too: the caller may try again in another folder
+            self.barrier()
 
     def any_process(self, condition: bool) -> bool:
         return bool(_largest(condition, self.device))
@@ -209,6 +214,9 @@ class DeepSpeedBackend(TrainBackend):
 
     def barrier(self) -> None:
         dist.barrier()
+
+    def agree(self, number: int) -> int:
+        return agree(number, self.device)
 
     def sleep(self) -> None:
         if self.device.type != "cpu":

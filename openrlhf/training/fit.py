@@ -26,6 +26,7 @@ from openrlhf.monitor import Monitor
 from openrlhf.signals import SAVES, SAVES_NOTHING, stop_request
 from openrlhf.training import checkpoint
 from openrlhf.training.backend import StepLosses, TrainBackend, values_of
+from openrlhf.training.disk_space import has_room, skip_if_disk_fails
 from openrlhf.training.objectives import Step, SupervisedObjective
 from openrlhf.training.order import Order, micro_batches, num_micro_batches, share
 from openrlhf.training.rng import load_rng, save_rng
@@ -42,11 +43,12 @@ LOSS_NAMES = ("loss", "gpt_loss", "kto_loss", "prm_loss")  # an objective report
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised when a run stops on request; `folder` is the checkpoint it wrote, if any."""
+    """Raised when a run stops on request; `folder` is the checkpoint it wrote, None if `disabled` or without room."""
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, *, disabled: bool = False) -> None:
         super().__init__()
         self.folder = folder
+        self.disabled = disabled
 
 
 @dataclass
@@ -70,6 +72,7 @@ class Fit(Generic[Row, Collated, Prepared]):
     summarise: Summary = values_of  # turns evaluation metrics into the values to log
     on_evaluated: Evaluated | None = None  # called with those values, also when a checkpoint restores them
     last_evaluation: Mapping[str, float] = field(default_factory=dict)
+    run_id: str = field(default_factory=checkpoint.new_run_id)  # a resumed run keeps the id of its checkpoint
 
     def run(self, first_step: int = 0) -> dict[str, float]:
         """Train from `first_step` to the end; return the last step's metrics."""
@@ -85,7 +88,7 @@ class Fit(Generic[Row, Collated, Prepared]):
                 if stopping or (save_steps > 0 and (step + 1) % save_steps == 0):
                     folder = self.save(step + 1)
                     if stopping:
-                        raise Interrupted(folder)
+                        raise Interrupted(folder, disabled=self.checkpoints.disable_ds_ckpt)
         return last
 
     def _train(self, step: int) -> dict[str, float]:
@@ -143,24 +146,35 @@ class Fit(Generic[Row, Collated, Prepared]):
             self.on_evaluated(values)
 
     def save(self, step: int) -> Path | None:
-        """Write a resumable checkpoint and, if requested, a model folder next to it."""
+        """Write a resumable checkpoint and, if requested, a model folder next to it; return the checkpoint.
+
+        What does not fit on the disk is skipped with a line: the run goes on, and the next one is due as usual.
+        """
         flags, root = self.checkpoints, Path(self.checkpoints.ckpt_path)
-        folder = checkpoint.step_folder(root, step)
-        resumable = not flags.disable_ds_ckpt
-        if resumable:
-            with checkpoint.writing(folder, self.backend) as aside:
-                self.backend.save(aside)
-                save_rng(aside, self.backend.process)
-                if self.backend.process == 0:
-                    state = {"step": step, "num_rows": len(self.rows), "evaluation": dict(self.last_evaluation)}
-                    checkpoint.write_state(aside, state | {"settings": dict(self.settings)})
-            if self.backend.process == 0:
-                checkpoint.point_latest(root, step)
+        folder, saved = checkpoint.step_folder(root, step), False
+        what, ranks = f"the checkpoint of step {step}", self.backend
+        if not flags.disable_ds_ckpt and self._has_room(root, what):
+            with skip_if_disk_fails(what):
+                with checkpoint.writing(folder, ranks) as aside:
+                    ranks.save(aside)
+                    save_rng(aside, ranks.process)
+                    if ranks.process == 0:
+                        state = {"step": step, "num_rows": len(self.rows), "evaluation": dict(self.last_evaluation)}
+                        checkpoint.write_state(aside, state | {"run": self.run_id, "settings": dict(self.settings)})
+                if ranks.process == 0:
+                    checkpoint.point_latest(root, step)
+                saved = True
         if flags.save_hf_ckpt and self.export:
-            self.export(folder.with_name(f"{folder.name}_hf"))
-        if self.backend.process == 0:
-            checkpoint.rotate(root, keep=flags.max_ckpt_num, max_gib=flags.max_ckpt_mem)
-        return folder if resumable else None
+            with skip_if_disk_fails(f"the model folder of step {step}"):
+                self.export(folder.with_name(f"{folder.name}_hf"))
+        if ranks.process == 0:
+            checkpoint.rotate(root, step=step, run=self.run_id, keep=flags.max_ckpt_num, max_gib=flags.max_ckpt_mem)
+        return folder if saved else None
+
+    def _has_room(self, root: Path, what: str) -> bool:
+        """Return whether a checkpoint fits on the disk, as all ranks see it."""
+        needed = checkpoint.bytes_of_last(root, self.run_id) or self.backend.checkpoint_bytes()
+        return bool(self.backend.agree(self.backend.process == 0 and has_room(root, needed, what)))
 
     def resume(self, folder: Path) -> int:
         """Restore the run from a checkpoint; return the step to continue with."""
@@ -174,6 +188,7 @@ class Fit(Generic[Row, Collated, Prepared]):
         load_rng(folder, self.backend.process)
         if state["evaluation"]:
             self._keep(state["evaluation"])
+        self.run_id = state.get("run", self.run_id)
         return state["step"]
 
     def _must_be_finite(self, result: StepLosses, places: Sequence[int], step: int) -> None:

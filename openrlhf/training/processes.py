@@ -47,6 +47,15 @@ def join(config: TrainingConfig) -> torch.device:
     return start_distributed(device)
 
 
+def agree(number: int, device: torch.device) -> int:
+    """Return the number that process 0 passed, in every process of the run."""
+    if not dist.is_initialized():
+        return number
+    shared = torch.tensor([number], dtype=torch.int64, device=device)
+    dist.broadcast(shared, src=0)
+    return int(shared)
+
+
 def choose_device(asked: str, local_rank: int = -1) -> torch.device:
     """Return the device for this process and make it the current one.
 

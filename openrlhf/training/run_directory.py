@@ -1,26 +1,34 @@
 """Files of a training run that all training commands share.
 
 The run directory (--run_dir) holds config.json, which records how the run was started, and metrics.jsonl. Checkpoints
-are in --ckpt_path. `find_checkpoint` chooses the one to resume from, and `make_monitor` opens the run directory once
-nothing can reject the run any longer.
+are in --ckpt_path. `hold_run_folders` keeps other runs out of both while a run lasts. `find_checkpoint` chooses the
+checkpoint to resume from, and `make_monitor` opens the run directory once nothing can reject the run any longer.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from openrlhf.config.commands import TrainingConfig
 from openrlhf.config.flags import flag_values
+from openrlhf.errors import ConfigError, DiskError
 from openrlhf.models.hub_commits import hub_commits
 from openrlhf.monitor import MetricsFile, Monitor, Sink, TensorBoard, Wandb, is_main_process, say
 from openrlhf.training import checkpoint
+from openrlhf.training.disk_space import disk_failure, replace_file
+from openrlhf.training.earlier_run import CONFIG_FILE, has_record, set_earlier_run_aside
+from openrlhf.training.final_save import warn_if_too_full
 from openrlhf.training.fit import Interrupted
+from openrlhf.training.folder_lock import hold_folders
+from openrlhf.training.manifest import must_be_private
 
 PACKAGES = ("openrlhf", "torch", "transformers", "peft", "datasets", "deepspeed", "ray", "vllm")
 SECRET = ("use_wandb", "api_key", "reward_api_key")  # flags that hold API keys, which must not be written to files
@@ -28,6 +36,25 @@ SECRET = ("use_wandb", "api_key", "reward_api_key")  # flags that hold API keys,
 
 def run_folder(config: TrainingConfig) -> Path:
     return Path(config.run.run_dir or Path(config.checkpoints.save_path) / "run")
+
+
+@contextmanager
+def hold_run_folders(config: TrainingConfig) -> Iterator[None]:
+    """Reserve the folders of a run while the context is open, and delete what a killed run left in them.
+
+    Raise ConfigError if another run uses one of them. Enter it before models load; only the main process writes, so
+    only that one holds the locks.
+    """
+    if not is_main_process():
+        yield
+        return
+    save_path, ckpt_path = Path(config.checkpoints.save_path), Path(config.checkpoints.ckpt_path)
+    with hold_folders({"--save_path": save_path, "--ckpt_path": ckpt_path, "--run_dir": run_folder(config)}):
+        checkpoint.remove_leftovers(ckpt_path, checkpoint.is_checkpoint_name)
+        exports = (save_path.name, f"{save_path.name}_critic")
+        checkpoint.remove_leftovers(save_path.parent, lambda name: name in exports)
+        warn_if_too_full(config)
+        yield
 
 
 def shown_flags(config: object) -> dict[str, object]:
@@ -40,7 +67,10 @@ def shown_flags(config: object) -> dict[str, object]:
 
 
 def write_run_config(run_dir: Path, flags: Mapping[str, object], commits: Mapping[str, str]) -> None:
-    """Write `run_dir/config.json`: flags, package versions, the git revision of a checkout, commits of hub names."""
+    """Write `run_dir/config.json`: how the run was started, and with which versions of code, models and data.
+
+    That is flags, working directory, package versions, the git revision of a checkout, and commits of hub names.
+    """
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -53,12 +83,21 @@ def write_run_config(run_dir: Path, flags: Mapping[str, object], commits: Mappin
         revision = found.stdout.strip()
     except (OSError, subprocess.SubprocessError):  # not a checkout, or no git
         revision = None
-    content = {"flags": flags, "versions": versions, "revision": revision, "hub_commits": commits}
-    (run_dir / "config.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
+    content = {
+        "flags": flags,
+        "cwd": str(Path.cwd()),
+        "versions": versions,
+        "revision": revision,
+        "hub_commits": commits,
+    }
+    replace_file(run_dir / CONFIG_FILE, json.dumps(content, indent=1))
 
 
-def find_checkpoint(config: TrainingConfig) -> Path | None:
-    """Return the checkpoint that --load_checkpoint resumes from, and print the flags that changed since."""
+def find_checkpoint(config: TrainingConfig, agree: Callable[[int], int] = int) -> Path | None:
+    """Return the checkpoint that --load_checkpoint resumes from, and print the flags that changed since.
+
+    The main process verifies and chooses it; `agree` tells the other processes its step.
+    """
     root = Path(config.checkpoints.ckpt_path)
     if not config.checkpoints.load_checkpoint:
         if count := len(checkpoint.finished(root)):
@@ -68,10 +107,19 @@ def find_checkpoint(config: TrainingConfig) -> Path | None:
                 " there"
             )
         return None
+    found = _choose_checkpoint(config, root) if is_main_process() else None
+    step = agree(checkpoint.step_of(found) if found else -1)
+    return checkpoint.step_folder(root, step) if step >= 0 else None
+
+
+def _choose_checkpoint(config: TrainingConfig, root: Path) -> Path | None:
     found = checkpoint.newest(root)
     if found is None:
+        must_not_be_elsewhere(config, root)
         say(f"--load_checkpoint: there is no checkpoint in {root}, so the run starts fresh")
         return None
+    if any(found.rglob("*.pt")):  # DeepSpeed's
+        must_be_private(root, found)
     say(f"resuming from {found}")
     saved, now = checkpoint.read_state(found)["settings"], shown_flags(config)
     changed = [
@@ -84,10 +132,34 @@ def find_checkpoint(config: TrainingConfig) -> Path | None:
     return found
 
 
+def must_not_be_elsewhere(config: TrainingConfig, root: Path) -> None:
+    """Raise if the run in --run_dir wrote its checkpoints elsewhere: --ckpt_path is mistyped.
+
+    A run that was killed before its first checkpoint had the same --ckpt_path, and simply starts again.
+    """
+    run_dir = run_folder(config)
+    if not has_record(run_dir):
+        return
+    try:
+        before = json.loads((run_dir / CONFIG_FILE).read_bytes())
+        earlier = Path(before.get("cwd", os.curdir), before["flags"]["ckpt_path"])
+    except (OSError, ValueError, KeyError, TypeError):
+        earlier = None
+    if earlier is None or earlier.resolve() != root.resolve():
+        known = f", whose checkpoints are in {earlier}" if earlier else ""
+        raise ConfigError(
+            f"--load_checkpoint: there is no checkpoint in --ckpt_path {root}, but --run_dir {run_dir} has the record"
+            f" of an earlier run{known}",
+            try_this=f"--ckpt_path {earlier or 'of that run'}, or no --load_checkpoint to start over",
+        )
+
+
 def explain_stop(stop: Interrupted) -> str:
     """Return the line that says how to resume a run that was asked to stop."""
-    if stop.folder is None:
+    if stop.folder is None and stop.disabled:
         return "stopped without a checkpoint (--disable_ds_ckpt), so the run cannot be resumed"
+    if stop.folder is None:
+        return "stopped without a new checkpoint; --load_checkpoint resumes from the one before, if there is one"
     return f"stopped; run the same command with --load_checkpoint to resume from {stop.folder}"
 
 
@@ -108,6 +180,10 @@ def make_monitor(config: TrainingConfig, total_steps: int, first_step: int, more
     if logs.use_tensorboard:
         sinks.append(TensorBoard(Path(logs.use_tensorboard) / name))
     run_dir = run_folder(config)
-    sinks.append(MetricsFile(run_dir, resumed_at=first_step))
-    write_run_config(run_dir, flags, hub_commits(config))
+    set_earlier_run_aside(run_dir, first_step)
+    try:
+        sinks.append(MetricsFile(run_dir))
+        write_run_config(run_dir, flags, hub_commits(config))
+    except OSError as error:
+        raise DiskError(f"--run_dir {run_dir} cannot be written: {disk_failure(error) or error}") from error
     return Monitor(sinks, total_steps=total_steps, first_step=first_step)

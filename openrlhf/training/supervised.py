@@ -12,23 +12,31 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from openrlhf.config.commands import SupervisedConfig
 from openrlhf.data.collate import collate
-from openrlhf.data.supervised import load_data
+from openrlhf.data.supervised import SupervisedData, load_data
 from openrlhf.models.load import load_tokenizer
 from openrlhf.monitor import Sink, say
 from openrlhf.training import checkpoint
 from openrlhf.training.build import Built, build
+from openrlhf.training.final_save import FinalSave
 from openrlhf.training.fit import Fit, Interrupted
 from openrlhf.training.optim import only_warmup, schedule
 from openrlhf.training.order import Order
 from openrlhf.training.preflight import check_models, explain_hardware
-from openrlhf.training.processes import join
+from openrlhf.training.processes import agree, join
 from openrlhf.training.rng import seed_dropout, seed_everything
-from openrlhf.training.run_directory import explain_stop, find_checkpoint, make_monitor, shown_flags
+from openrlhf.training.run_directory import (
+    explain_stop,
+    find_checkpoint,
+    hold_run_folders,
+    make_monitor,
+    shown_flags,
+)
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,18 @@ def run(config: SupervisedConfig, sinks: Sequence[Sink] = ()) -> Result:
     # Read everything that may contain a user's mistake before loading any model.
     tokenizer = load_tokenizer(str(config.model.pretrain), config.model)
     data = load_data(config, tokenizer)
+    with hold_run_folders(config):
+        return train(config, data, tokenizer, device, sinks)
+
+
+def train(
+    config: SupervisedConfig,
+    data: SupervisedData,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+    sinks: Sequence[Sink],
+) -> Result:
+    """Build the models, run the loop from its start or from a checkpoint, and save the result."""
     order = Order(
         num_rows=len(data.train),
         batch_size=config.batches.train_batch_size,
@@ -65,7 +85,7 @@ def run(config: SupervisedConfig, sinks: Sequence[Sink] = ()) -> Result:
     if len(data.train) < order.batch_size:
         say(f"only {len(data.train)} rows, fewer than --train_batch_size {order.batch_size}: each step trains on all")
     scheduled = make_schedule(config, order.total_steps)
-
+    resume_from = find_checkpoint(config, lambda step: agree(step, device))
     # Models load here; until then all processes use the same seed.
     built = build(config, tokenizer, device, soft_labels=data.soft_labels)
     seed_dropout(config.batches.seed, built.backend.process // config.sharding.ds_tensor_parallel_size)
@@ -87,7 +107,6 @@ def run(config: SupervisedConfig, sinks: Sequence[Sink] = ()) -> Result:
         on_evaluated=built.on_evaluated,
     )
 
-    resume_from = find_checkpoint(config)
     first_step = fit.resume(resume_from) if resume_from else 0
     folder = Path(config.checkpoints.save_path)
     try:
@@ -97,13 +116,17 @@ def run(config: SupervisedConfig, sinks: Sequence[Sink] = ()) -> Result:
                 fit.evaluate(0)
             if first_step >= order.total_steps:
                 fit.monitor.tell(f"the checkpoint is at step {first_step}: no steps are left to train")
-            train = fit.run(first_step)
-            save_model_folder(built, tokenizer, folder)
+            last = fit.run(first_step)
+            saving = FinalSave(folder, Path(config.checkpoints.ckpt_path) / checkpoint.MODEL, built.backend)
+            for attempt in saving.attempts():
+                with attempt as aside:
+                    fill_model_folder(built, tokenizer, aside)
+            saving.must_be_in_place()
     except Interrupted as stop:
         say(explain_stop(stop))
         raise
     say(f"saved {folder}")
-    return Result(folder, order.total_steps, train, fit.last_evaluation)
+    return Result(folder, order.total_steps, last, fit.last_evaluation)
 
 
 def make_schedule(config: SupervisedConfig, total_steps: int) -> Callable[[int], float]:
@@ -122,6 +145,10 @@ def make_schedule(config: SupervisedConfig, total_steps: int) -> Callable[[int],
 def save_model_folder(built: Built, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Export the model and its tokenizer; all processes call it together."""
     with checkpoint.exporting(folder, built.backend) as aside:
-        built.backend.export(aside)
-        if built.backend.process == 0:
-            tokenizer.save_pretrained(aside)
+        fill_model_folder(built, tokenizer, aside)
+
+
+def fill_model_folder(built: Built, tokenizer: PreTrainedTokenizerBase, aside: Path) -> None:
+    built.backend.export(aside)
+    if built.backend.process == 0:
+        tokenizer.save_pretrained(aside)

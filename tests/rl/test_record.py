@@ -3,16 +3,20 @@
 import asyncio
 import json
 import math
+import shutil
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import torch
 
+from openrlhf.config.sections.rl import RolloutFlags
 from openrlhf.data.collate import Layout
 from openrlhf.rl.experience import Experience
 from openrlhf.rl.record import Recorder, Replay, plain, read_queue, trajectory, write_queue
 from openrlhf.rl.rollouts import Rollout
 from openrlhf.rl.samples import RolloutTokens
+from openrlhf.training.disk_space import GIB
 from openrlhf.types import Prompt, Trajectory
 
 THIRD = float(np.float32(1 / 3))
@@ -87,20 +91,75 @@ def test_nothing_is_written_without_a_folder(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_rollouts_of_an_older_run_are_deleted(tmp_path):
-    def names():
-        return sorted(path.name for path in (tmp_path / "rollouts").iterdir())
-
-    recorder = Recorder(tmp_path)
-    for step in (1, 2, 3, 1000000):
-        recorder.write(step, experience(ITEM))
-    (tmp_path / "rollouts" / "notes.txt").write_text("mine")
-    Recorder(tmp_path, resumed_at=2)
-    assert names() == ["notes.txt", "step_000001.jsonl", "step_000002.jsonl"]
-    Recorder(tmp_path)
-    assert names() == ["notes.txt"]
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
 
 
 def test_a_deleted_folder_is_created_again(tmp_path):
-    Recorder(tmp_path / "gone", resumed_at=2).write(3, experience(ITEM))
-    assert [path.name for path in (tmp_path / "gone" / "rollouts").iterdir()] == ["step_000003.jsonl"]
+    recorder = Recorder(tmp_path / "gone")
+    shutil.rmtree(tmp_path / "gone")
+    recorder.write(3, experience(ITEM))
+    assert names(tmp_path / "gone" / "rollouts") == ["step_000003.jsonl"]
+
+
+def test_a_share_of_the_groups_is_recorded_as_whole_groups(tmp_path):
+    samples = [replace(ITEM, prompt=replace(ITEM.prompt, index=place // 4)) for place in range(400)]
+
+    def recorded(name, **flags):
+        Recorder(tmp_path / name, flags=RolloutFlags(**flags)).write(1, experience(*samples))
+        lines = (tmp_path / name / "rollouts" / "step_000001.jsonl").read_text().splitlines()
+        return Counter(json.loads(line)["prompt"]["index"] for line in lines)
+
+    some = recorded("some", rollout_record_share=0.25)
+    assert set(some.values()) == {4}
+    assert 10 < len(some) < 45  # binomial with mean 25; the choice is a fixed function of the seed
+    assert recorded("same", rollout_record_share=0.25) == some
+    assert len(recorded("all")) == 100
+    Recorder(tmp_path / "none", flags=RolloutFlags(rollout_record_share=0.0)).write(1, experience(*samples))
+    assert not (tmp_path / "none").exists()
+
+
+def test_recording_stops_at_its_limit_with_one_line(tmp_path, capsys):
+    recorder = Recorder(tmp_path)
+    recorder.write(1, experience(ITEM))
+    size = (tmp_path / "rollouts" / "step_000001.jsonl").stat().st_size
+    resumed = Recorder(tmp_path, flags=RolloutFlags(rollout_record_gib=2.5 * size / GIB))  # counts what is there
+    for step in (2, 3, 4):
+        resumed.write(step, experience(ITEM))
+    assert names(tmp_path / "rollouts") == [".about.json", "step_000001.jsonl", "step_000002.jsonl"]
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1
+    assert "rollouts are no longer recorded: " in line
+    assert "has reached --rollout_record_gib" in line
+
+
+def test_a_full_disk_stops_recording_and_leaves_no_partial_file(tmp_path, file_size_limit, capsys):
+    recorder = Recorder(tmp_path)
+    recorder.write(1, experience(ITEM))
+    with file_size_limit(100):
+        for step in (2, 3):
+            recorder.write(step, experience(ITEM))
+    recorder.write(4, experience(ITEM))
+    assert names(tmp_path / "rollouts") == [".about.json", "step_000001.jsonl"]
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1
+    assert "cannot be written: File too large. Training continues" in line
+
+
+def test_a_folder_that_cannot_be_created_stops_recording_only(tmp_path, capsys):
+    (tmp_path / "rollouts").write_text("a file where the folder should be")
+    Recorder(tmp_path).write(1, experience(ITEM))
+    assert "rollouts are no longer recorded" in capsys.readouterr().err
+
+
+def test_a_replay_says_what_a_partial_record_lacks(tmp_path, capsys):
+    recorder = Recorder(tmp_path, flags=RolloutFlags(rollout_record_share=0.5))
+    for step in (1, 2, 5, 6):
+        recorder.write(step, experience(ITEM))
+    recorder.limit = 0
+    recorder.write(7, experience(*[replace(ITEM, prompt=replace(ITEM.prompt, index=place)) for place in range(20)]))
+    capsys.readouterr()
+    assert len(Replay(tmp_path / "rollouts")) == 4
+    folder = tmp_path / "rollouts"
+    told = "50% of the groups, 2 steps are missing, recording stopped before step 7"
+    assert capsys.readouterr().err == f"openrlhf: --replay {folder} is a partial record: {told}\n"

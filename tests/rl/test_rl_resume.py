@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from openrlhf.training.folder_lock import hold_folder
 from tests.commands import DEADLINE, FinishedRun, run_command, start_command, wait_until
 from tests.rl.toy_task import SMALL, make_prompts, task_flags
 from tests.toy_data import write_rows
@@ -137,3 +138,39 @@ def test_resuming_a_finished_run_says_that_no_steps_are_left(tmp_path, case, cap
     finished = finish(tmp_path, flags).metrics
     assert finish(tmp_path, flags | {"load_checkpoint": True}).metrics == finished
     assert f"the checkpoint is at step {STEPS}: no steps are left to train" in capsys.readouterr().err
+
+
+def test_a_full_disk_stops_checkpoints_and_records_but_not_the_run(tmp_path, case, file_size_limit, capsys):
+    flags = case("sync", "full", max_steps=4, save_steps=2, eval_dataset=None, enable_ema=None, ema_beta=None)
+    size = (finish(tmp_path, flags).save_path / "model.safetensors").stat().st_size
+    shutil.rmtree(tmp_path / "full_ckpt")
+    capsys.readouterr()
+    with file_size_limit(2 * size):
+        ran = finish(tmp_path, flags)
+    stderr = capsys.readouterr().err
+    for step in (2, 4):
+        assert f"the checkpoint of step {step} was not written: File too large. Training continues" in stderr
+    assert list(ran.ckpt_path.iterdir()) == []
+    assert (ran.save_path / "model.safetensors").stat().st_size == size
+    assert len(ran.train("reward")) == 4
+    (earlier,) = (ran.save_path / "run" / "earlier").iterdir()
+    assert len(list((earlier / "rollouts").glob("step_*.jsonl"))) == 4
+
+
+def test_a_damaged_checkpoint_is_replaced_by_the_one_before(tmp_path, case, capsys):
+    uninterrupted = finish(tmp_path, case("async", "untouched"))
+    finish(tmp_path, case("async", "damaged", max_steps=9))
+    path = tmp_path / "damaged_ckpt" / "global_step9" / "queue.jsonl"
+    path.write_text(path.read_text()[:-1])
+    resumed = finish(tmp_path, case("async", "damaged", load_checkpoint=True))
+    assert "damaged checkpoint in damaged_ckpt: global_step9: queue.jsonl has " in capsys.readouterr().err
+    assert_same(resumed, uninterrupted)
+
+
+def test_a_second_run_in_the_same_folders_is_refused_before_models_load(tmp_path, case, capsys):
+    flags = case("sync", "held", max_steps=1)
+    with hold_folder(tmp_path / "held_ckpt", "--ckpt_path"), pytest.raises(SystemExit) as ended:
+        run_command("train_ppo", flags)
+    assert ended.value.code == 2
+    assert "error: --ckpt_path held_ckpt is in use by another run: process " in capsys.readouterr().err
+    assert not (tmp_path / "held").exists()

@@ -1,14 +1,26 @@
 """A run that was killed or stopped resumes like an uninterrupted one, bit for bit."""
 
 import json
+import resource
 import shutil
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.commands import DEADLINE, FAST, FinishedRun, run_command, start_command, wait_until
+from tests.commands import (
+    DEADLINE,
+    FAST,
+    FinishedRun,
+    as_argv,
+    command_environ,
+    run_command,
+    start_command,
+    wait_until,
+)
 from tests.plain_transformers import mean_loss
 from tests.toy_data import ANSWERS, PAIRS, answers, dataset_flags, pairs, write_rows
 from tests.warm import kill
@@ -220,3 +232,122 @@ def test_a_stop_without_checkpoints_says_that_the_run_cannot_resume(tmp_path, ca
     assert "openrlhf: stopping after this step, without a checkpoint (--disable_ds_ckpt)" in stderr
     assert "openrlhf: stopped without a checkpoint (--disable_ds_ckpt), so the run cannot be resumed\n" in stderr
     assert not (tmp_path / "lost_ckpt").exists()
+
+
+def test_a_second_run_in_the_same_folders_is_refused(tmp_path, case, capsys):
+    command, flags = case("sft", "first", **LONG)
+    process = start_command(tmp_path, command, flags)
+    metrics = tmp_path / "first" / "run" / "metrics.jsonl"
+    wait_until(process, lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 2)
+    for flag, more in {
+        "--save_path first": {},
+        "--ckpt_path first_ckpt": {"save_path": "other"},
+        "--run_dir first/run": {"save_path": "other", "ckpt_path": "other_ckpt", "run_dir": "first/run"},
+    }.items():
+        with pytest.raises(SystemExit) as ended:
+            run_command(command, flags | more)
+        assert ended.value.code == 2
+        assert f"error: {flag} is in use by another run: process " in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+    assert not (tmp_path / "other_ckpt").exists()
+    kill(process.pid)
+    process.wait(DEADLINE)
+    run_command(command, flags | {"max_steps": 1})  # the lock ended with its process
+
+
+def test_a_second_start_keeps_the_metrics_of_the_first(tmp_path, case, capsys):
+    command, flags = case("sft", "twice", max_steps=2)
+    first = finish(tmp_path, command, flags)
+    content = (first.save_path / "run" / "metrics.jsonl").read_text()
+    finish(tmp_path, command, flags | {"max_steps": 1})
+    (earlier,) = (first.save_path / "run" / "earlier").iterdir()
+    assert (earlier / "metrics.jsonl").read_text() == content
+    assert json.loads((earlier / "config.json").read_text())["flags"]["max_steps"] == 2
+    assert f"the record of an earlier run is now in twice/run/earlier/{earlier.name}" in capsys.readouterr().err
+
+
+def test_a_mistyped_checkpoint_folder_is_an_error_and_not_a_new_run(tmp_path, case, capsys):
+    command, flags = case("sft", "typed", max_steps=4)
+    before = finish(tmp_path, command, flags).metrics
+    with pytest.raises(SystemExit) as ended:
+        run_command(command, flags | {"load_checkpoint": True, "ckpt_path": "./typo_ckpt"})
+    assert ended.value.code == 2
+    stderr = capsys.readouterr().err
+    assert "there is no checkpoint in --ckpt_path typo_ckpt, but --run_dir typed/run has the record of an" in stderr
+    assert f"Try: --ckpt_path {tmp_path / 'typed_ckpt'}" in stderr
+    assert FinishedRun(tmp_path / "typed", tmp_path / "typed_ckpt").metrics == before
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path, case, capsys):
+    process = start_command(tmp_path, *case("sft", "young", **LONG | {"save_steps": 1000}))
+    metrics = tmp_path / "young" / "run" / "metrics.jsonl"
+    wait_until(process, lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 2)
+    kill(process.pid)
+    process.wait(DEADLINE)
+    ran = finish(tmp_path, *case("sft", "young", load_checkpoint=True, max_steps=2))
+    assert "there is no checkpoint in young_ckpt, so the run starts fresh" in capsys.readouterr().err
+    assert len(ran.train("gpt_loss")) == 2
+    assert len(list((tmp_path / "young" / "run" / "earlier").iterdir())) == 1
+
+
+def test_a_damaged_checkpoint_is_replaced_by_the_one_before(tmp_path, case, capsys):
+    uninterrupted = finish(tmp_path, *case("dpo", "untouched"))
+    command, flags = case("dpo", "damaged")
+    finish(tmp_path, command, flags | {"max_steps": 12})
+    path = tmp_path / "damaged_ckpt" / "global_step12" / "optimizer.safetensors"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    resumed = finish(tmp_path, command, flags | {"load_checkpoint": True})
+    stderr = capsys.readouterr().err
+    assert "global_step12: optimizer.safetensors does not have the content that was written" in stderr
+    assert "openrlhf: resuming from damaged_ckpt/global_step8\n" in stderr
+    assert_same(resumed, uninterrupted, CASES["dpo"][-1])
+
+
+def test_a_checkpoint_that_does_not_fit_is_skipped_and_the_run_goes_on(tmp_path, case, file_size_limit, capsys):
+    command, flags = case("dpo", "full", max_epochs=1, save_steps=2)
+    size = (tmp_path / finish(tmp_path, command, flags).save_path / "model.safetensors").stat().st_size
+    shutil.rmtree(tmp_path / "full_ckpt")
+    capsys.readouterr()
+    with file_size_limit(2 * size):  # the optimizer has three times the model's size
+        ran = finish(tmp_path, command, flags)
+    stderr = capsys.readouterr().err
+    for step in (2, 4, 6):
+        assert f"the checkpoint of step {step} was not written: File too large. Training continues" in stderr
+    assert list(ran.ckpt_path.iterdir()) == []
+    assert (ran.save_path / "model.safetensors").stat().st_size == size
+    assert len(ran.train("loss")) == 6
+
+
+def test_a_checkpoint_is_not_begun_without_room_for_it(tmp_path, case, monkeypatch, capsys):
+    monkeypatch.setattr("openrlhf.training.disk_space.bytes_free", lambda folder: 1000)
+    ran = finish(tmp_path, *case("sft", "crowded", max_steps=4))
+    stderr = capsys.readouterr().err
+    assert "the checkpoint of step 4 is not written: it needs " in stderr
+    assert "and crowded_ckpt has 1000 bytes free. Training continues" in stderr
+    assert not ran.ckpt_path.exists()
+    assert (ran.save_path / "adapter_config.json").exists()
+
+
+WITH_SMALL_FILES = """
+import os, resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
+os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
+
+
+@pytest.mark.slow(seconds=30)
+def test_a_full_disk_at_the_end_never_loses_the_model(tmp_path, case):
+    """No folder has room for the model; then somebody makes room."""
+    command, flags = case("dpo", "late", max_steps=1, save_steps=-1)
+    words = [sys.executable, "-c", WITH_SMALL_FILES, "100000", "-m", f"openrlhf.cli.{command}", *as_argv(flags)]
+    environ = command_environ(TMPDIR=str(tmp_path))
+    with (tmp_path / "stderr.txt").open("w") as stderr:
+        process = subprocess.Popen(words, cwd=tmp_path, stderr=stderr, env=environ)
+    wait_until(process, lambda: "could not be saved anywhere" in (tmp_path / "stderr.txt").read_text())
+    assert not (tmp_path / "late" / "config.json").exists()
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert process.wait(DEADLINE) == 0
+    assert mean_loss(tmp_path / "late", answers(3)) > 0
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir() and "model" not in path.name) == ["late"]

@@ -83,6 +83,10 @@ class RolloutFlags:
     min_p: float = flag(0.0, "Exclude tokens less likely than this share of the most likely one.", SHARE)
     stop: tuple[str, ...] = flag((), "Texts that end a response.")
     replay: str | None = flag(None, "Folder of recorded rollouts (RUN_DIR/rollouts) to train on instead of generating.")
+    rollout_record_gib: float = flag(
+        10.0, "Stop recording rollouts when RUN_DIR/rollouts has this many GiB.", POSITIVE, needs="rollout_record_share"
+    )
+    rollout_record_share: float = flag(1.0, "Share of the groups to record in RUN_DIR/rollouts; 0 records none.", SHARE)
     vllm_generate_batch_size: int | None = flag(
         None, "Prompts per generation call (default: --rollout_batch_size).", POSITIVE
     )

@@ -1,0 +1,100 @@
+"""The record that an earlier run left in the run directory: it is moved, never deleted.
+
+A run that starts where another one has been moves that run's metrics and rollouts to run_dir/earlier/TIME, TIME being
+when it started, with a copy of its config.json. A run that resumes does the same with the part that comes after its
+checkpoint, so that metrics.jsonl and rollouts/ always describe one uninterrupted run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from datetime import datetime
+from pathlib import Path
+
+from openrlhf.errors import DiskError
+from openrlhf.monitor import METRICS_FILE, say
+from openrlhf.training.disk_space import disk_failure, replace_file
+
+EARLIER, CONFIG_FILE = "earlier", "config.json"
+ROLLOUTS, STEP_FILE, STEP_FILES = "rollouts", "step_{:06d}.jsonl", "step_*.jsonl"
+ABOUT_FILE = ".about.json"  # in ROLLOUTS; hidden, so that `datasets` can load the folder
+STEP_NUMBER = re.compile(r"step_(\d+)\.jsonl")
+
+
+def set_earlier_run_aside(run_dir: Path, resumed_at: int = 0) -> None:
+    """Keep the record of steps up to `resumed_at` in place and move the rest aside; say so in one line."""
+    try:
+        moved = _set_aside(run_dir, resumed_at)
+    except OSError as error:
+        raise DiskError(f"--run_dir {run_dir} cannot be written: {disk_failure(error) or error}") from error
+    if moved:
+        what = f"the record of steps after {resumed_at}" if resumed_at else "the record of an earlier run"
+        say(f"{what} is now in {moved}")
+
+
+def _set_aside(run_dir: Path, resumed_at: int) -> Path | None:
+    metrics, rollouts, config = run_dir / METRICS_FILE, run_dir / ROLLOUTS, run_dir / CONFIG_FILE
+    for leftover in rollouts.glob(f".{STEP_FILES}.writing-*"):
+        leftover.unlink()
+    kept, dropped = split_metrics(metrics, resumed_at)
+    files = [file for file in sorted(rollouts.glob(STEP_FILES)) if not 0 < _step(file) <= resumed_at]
+    if not dropped and not files:
+        return None
+
+    started = (config if config.exists() else metrics if metrics.exists() else files[0]).stat().st_mtime
+    aside = _new_folder(run_dir / EARLIER / datetime.fromtimestamp(started).strftime("%Y-%m-%dT%H-%M-%S"))
+    if config.exists():
+        shutil.copy2(config, aside)
+    if files:
+        (aside / ROLLOUTS).mkdir()
+        if (rollouts / ABOUT_FILE).exists():
+            shutil.copy2(rollouts / ABOUT_FILE, aside / ROLLOUTS)
+    for file in files:
+        file.rename(aside / ROLLOUTS / file.name)
+    if kept:  # lines are in two places until the second file is replaced, but never in none
+        replace_file(aside / METRICS_FILE, dropped)
+        replace_file(metrics, kept)
+    elif metrics.exists():
+        metrics.rename(aside / METRICS_FILE)
+    return aside
+
+
+def split_metrics(path: Path, resumed_at: int) -> tuple[str, str]:
+    """Split the lines of a metrics file into those of steps up to `resumed_at`, and the others.
+
+    A line that a crash has cut short is one of the others.
+    """
+    kept: list[str] = []
+    dropped: list[str] = []
+    # "surrogateescape" restores bytes that are not UTF-8 when they are written again.
+    text = path.read_text(encoding="utf-8", errors="surrogateescape") if path.exists() else ""
+    for line in text.splitlines(keepends=True):
+        try:
+            is_kept = resumed_at > 0 and line.endswith("\n") and json.loads(line)["step"] <= resumed_at
+        except (ValueError, KeyError, TypeError):
+            is_kept = False
+        (kept if is_kept else dropped).append(line)
+    return "".join(kept), "".join(dropped)
+
+
+def has_record(run_dir: Path) -> bool:
+    """Return whether a run has written metrics or rollouts here."""
+    metrics = run_dir / METRICS_FILE
+    return (metrics.exists() and metrics.stat().st_size > 0) or any((run_dir / ROLLOUTS).glob(STEP_FILES))
+
+
+def _step(file: Path) -> int:
+    match = STEP_NUMBER.fullmatch(file.name)
+    return int(match[1]) if match else 0
+
+
+def _new_folder(folder: Path) -> Path:
+    """Create the folder, with a number after its name if that is taken."""
+    for number in range(1, 10_000):
+        path = folder if number == 1 else folder.with_name(f"{folder.name}_{number}")
+        if not path.exists():
+            path.mkdir(parents=True)
+            return path
+    raise FileExistsError(folder)

@@ -1,0 +1,111 @@
+"""The finished model is never lost to a full or forbidden disk.
+
+`warn_if_too_full` looks at the disk before training starts. `FinalSave` saves the trained model in --save_path or, if
+that fails, in another place, and otherwise waits for room.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+
+from huggingface_hub import try_to_load_from_cache
+
+from openrlhf.config.commands import TrainingConfig
+from openrlhf.config.flags import flag_values
+from openrlhf.errors import DiskError
+from openrlhf.monitor import say
+from openrlhf.training.checkpoint import MARKERS, Ranks, begin_export, finish_export
+from openrlhf.training.disk_space import bytes_free, show
+
+PAUSE, RETRIES = 10.0, 60  # seconds between attempts when no disk has room, and how often
+
+
+def warn_if_too_full(config: TrainingConfig) -> None:
+    """Print a line if the model, judging by the files it loads from, will not fit on the disk of --save_path."""
+    name, folder = str(config.model.pretrain), Path(config.checkpoints.save_path)
+    cached = try_to_load_from_cache(name, "config.json") if not Path(name).exists() else None
+    source = Path(cached).parent if isinstance(cached, str) else Path(name).expanduser()
+    needed = sum(file.stat().st_size for file in source.glob("*.safetensors"))
+    free = bytes_free(folder)
+    if not flag_values(config)["lora_rank"] and needed > free:
+        say(
+            f"--save_path {folder} has {show(free)} free, and the model has {show(needed)}: it will not fit."
+            f" Make room while the run trains, or choose another --save_path"
+        )
+
+
+class FinalSave:
+    """The save of a trained model: fill the folder of each attempt, until one succeeds.
+
+        saving = FinalSave(folder, fallback, ranks)
+        for attempt in saving.attempts():
+            with attempt as aside:
+                export(aside)
+        saving.must_be_in_place()
+
+    The places are `folder`, `fallback` and the temporary folder of this machine, then again `folder`, until there is
+    room. All `ranks` make the same attempts.
+    """
+
+    def __init__(self, folder: Path, fallback: Path, ranks: Ranks | None = None) -> None:
+        self.folder = folder
+        self.fallback = fallback
+        self.ranks = ranks or Ranks()
+        self.saved: Path | None = None
+        self.failure = ""  # why the last attempt failed
+
+    def attempts(self) -> Iterator[AbstractContextManager[Path]]:
+        """Yield contexts that each yield a folder to fill; raise DiskError if the model cannot be saved anywhere."""
+        for place in self._places():
+            try:
+                aside = begin_export(place, self.ranks)
+            except DiskError as error:
+                self.failure = str(error)
+                continue
+            yield self._attempt(aside, place)
+            if self.saved:
+                return
+        raise DiskError(f"the trained model could not be saved in {self.folder}: {self.failure}")
+
+    def must_be_in_place(self) -> None:
+        """Raise DiskError if the model was saved, but not in its folder."""
+        if self.saved != self.folder:
+            raise DiskError(
+                f"--save_path {self.folder} could not be written: the trained model is in {self.saved}",
+                try_this=f"cp -r {self.saved}/. {self.folder}, once there is room",
+            )
+
+    def _places(self) -> Iterator[Path]:
+        yield self.folder
+        say(f"the model could not be saved in {self.folder}: {self.failure}. Trying {self.fallback}")
+        yield self.fallback
+        if self.ranks.process == 0:
+            temporary = Path(tempfile.mkdtemp(prefix="openrlhf-"))
+            say(f"the model could not be saved in {self.fallback} either: {self.failure}. Trying {temporary}")
+            yield temporary / self.folder.name
+            with suppress(OSError):
+                temporary.rmdir()
+        else:
+            yield self.folder  # only process 0 writes
+        say(
+            f"the model could not be saved anywhere: {self.failure}. Make room for it in {self.folder}: the run tries"
+            f" again every {PAUSE:.0f} seconds, {RETRIES} times"
+        )
+        for _ in range(RETRIES):
+            time.sleep(PAUSE)
+            yield self.folder
+
+    @contextmanager
+    def _attempt(self, aside: Path, place: Path) -> Iterator[Path]:
+        try:
+            with finish_export(aside, place, self.ranks):
+                yield aside
+                if self.ranks.process == 0 and not any((aside / name).exists() for name in MARKERS):
+                    raise DiskError(f"the model's files did not arrive in {aside}: it may be on another machine")
+            self.saved = place
+        except DiskError as error:
+            self.failure = str(error)

@@ -1,0 +1,79 @@
+"""Checksums of checkpoints, and who may have written a pickle."""
+
+import os
+
+import pytest
+
+from openrlhf.errors import BackendError
+from openrlhf.training import manifest
+from openrlhf.training.manifest import checkpoints_above, checksums, find_damage, must_be_private, write_manifest
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A checkpoint with an empty file, one of several blocks, and one in a folder."""
+    monkeypatch.setattr(manifest, "BLOCK", 100)
+    made = tmp_path / "ckpt" / "global_step3"
+    (made / "deepspeed").mkdir(parents=True)
+    (made / "empty").touch()
+    (made / "large").write_bytes(bytes(range(250)) * 3)
+    (made / "deepspeed" / "shard.pt").write_bytes(b"pickle")
+    write_manifest(made)
+    for path in (made.parent, made, *made.rglob("*")):
+        manifest.make_private(path)
+    return made
+
+
+def test_a_whole_folder_has_no_damage_and_may_grow(folder):
+    (folder / "universal").mkdir()
+    (folder / "universal" / "added").touch()
+    assert find_damage(folder) is None
+
+
+@pytest.mark.parametrize("place", [0, 99, 100, 749])
+def test_every_bit_counts(place, folder):
+    content = bytearray((folder / "large").read_bytes())
+    content[place] ^= 1
+    (folder / "large").write_bytes(content)
+    assert find_damage(folder) == "large does not have the content that was written"
+
+
+def test_swapped_blocks_are_damage(folder):
+    content = (folder / "large").read_bytes()
+    (folder / "large").write_bytes(content[100:200] + content[:100] + content[200:])
+    assert find_damage(folder) is not None
+
+
+def test_a_folder_in_place_of_a_file_is_damage(folder):
+    (folder / "large").unlink()
+    (folder / "large").mkdir()
+    assert find_damage(folder) == "large is missing"
+
+
+def test_equal_content_has_equal_checksums_whatever_the_threads(folder, monkeypatch):
+    first = checksums(folder, ["empty", "large"])
+    monkeypatch.setattr(manifest, "MOST_THREADS", 1)
+    assert checksums(folder, ["empty", "large"]) == first
+
+
+def test_pickles_of_this_user_are_loaded(folder):
+    must_be_private(checkpoints_above(folder), folder)
+    assert checkpoints_above(folder / "policy") == checkpoints_above(folder) == folder.parent
+
+
+@pytest.mark.parametrize("name", [".", "..", "deepspeed", "deepspeed/shard.pt"])
+@pytest.mark.parametrize("right", [0o020, 0o002], ids=["group", "others"])
+def test_pickles_that_others_can_write_are_refused(name, right, folder):
+    path = folder / name
+    path.chmod(path.stat().st_mode | right)
+    with pytest.raises(BackendError, match=rf"other users can write .* Try: chmod -R go-w {folder.parent}"):
+        must_be_private(checkpoints_above(folder), folder)
+
+
+def test_pickles_of_another_user_are_refused(folder, monkeypatch):
+    if os.geteuid() == 0:
+        os.chown(folder / "deepspeed" / "shard.pt", 54321, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 54321)
+    with pytest.raises(BackendError, match=r"belongs to user .* Try: chown"):
+        must_be_private(checkpoints_above(folder), folder)
