@@ -150,7 +150,10 @@ def finish_export(aside: Path, folder: Path, ranks: Ranks) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            _raise_together(ranks, error)
+            # Process 0 writes the files after all ranks have gathered the weights, so all can learn that the disk is
+            # full. After any other failure they may wait for each other: raise, and the launcher ends them.
+            if disk_failure(error):
+                _raise_together(ranks, error)
             raise
         _raise_together(ranks, None)
         _in_first(ranks, publish)
@@ -172,8 +175,6 @@ def _in_first(ranks: Ranks, work: Callable[[], object]) -> None:
 
 def _raise_together(ranks: Ranks, error: Exception | None) -> None:
     """Raise in all processes if process 0 has an error: DiskError if it could not write its files."""
-    if error is not None and ranks.process > 0:
-        raise error  # its launcher ends the others
     reason = None if error is None else disk_failure(error)
     outcome = ranks.agree(COMPLETE if error is None else NO_SPACE if reason else FAILED)
     if outcome == NO_SPACE:

@@ -150,7 +150,7 @@ def test_a_full_disk_stops_checkpoints_and_records_but_not_the_run(tmp_path, cas
     stderr = capsys.readouterr().err
     for step in (2, 4):
         assert f"the checkpoint of step {step} was not written: File too large. Training continues" in stderr
-    assert list(ran.ckpt_path.iterdir()) == []
+    assert not ran.ckpt_path.exists()
     assert (ran.save_path / "model.safetensors").stat().st_size == size
     assert len(ran.train("reward")) == 4
     (earlier,) = (ran.save_path / "run" / "earlier").iterdir()
@@ -159,11 +159,15 @@ def test_a_full_disk_stops_checkpoints_and_records_but_not_the_run(tmp_path, cas
 
 def test_a_damaged_checkpoint_is_replaced_by_the_one_before(tmp_path, case, capsys):
     uninterrupted = finish(tmp_path, case("async", "untouched"))
-    finish(tmp_path, case("async", "damaged", max_steps=9))
-    path = tmp_path / "damaged_ckpt" / "global_step9" / "queue.jsonl"
+    for step in (3, 6):
+        name = f"global_step{step}"
+        shutil.copytree(uninterrupted.ckpt_path / name, tmp_path / "damaged_ckpt" / name)
+    path = tmp_path / "damaged_ckpt" / "global_step6" / "queue.jsonl"
     path.write_text(path.read_text()[:-1])
     resumed = finish(tmp_path, case("async", "damaged", load_checkpoint=True))
-    assert "damaged checkpoint in damaged_ckpt: global_step9: queue.jsonl has " in capsys.readouterr().err
+    assert "damaged checkpoint in damaged_ckpt: global_step6: queue.jsonl has " in capsys.readouterr().err
+    assert resumed.metrics == [line for line in uninterrupted.metrics if line["step"] > 3]
+    shutil.copy(uninterrupted.save_path / "run" / "metrics.jsonl", resumed.save_path / "run")
     assert_same(resumed, uninterrupted)
 
 

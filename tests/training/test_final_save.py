@@ -3,11 +3,14 @@
 import errno
 import os
 import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from openrlhf.errors import DiskError
 from openrlhf.training import final_save
+from openrlhf.training.checkpoint import Ranks
 from openrlhf.training.final_save import FinalSave
 
 
@@ -86,6 +89,47 @@ def test_a_folder_that_cannot_be_created_is_a_failed_attempt(tmp_path, monkeypat
     saving, tried = save(tmp_path, lambda aside, attempt: False)
     assert saving.saved == tmp_path / "ckpt" / "model"
     assert len(tried) == 1
+
+
+class ThreadRank(Ranks):
+    """One of two ranks, on a thread; `agree` is a collective call, as in a process group."""
+
+    num_processes = 2
+
+    def __init__(self, process, barrier, shared):
+        self.process, self.meet, self.shared = process, barrier, shared
+
+    def barrier(self):
+        self.meet.wait(60)
+
+    def agree(self, number):
+        if self.process == 0:
+            self.shared["number"] = number
+        self.meet.wait(60)
+        found = self.shared["number"]
+        self.meet.wait(60)
+        return found
+
+
+def test_all_ranks_make_the_same_attempts(tmp_path):
+    """Only process 0 writes and fails; the others must follow it to the next place."""
+    meet, shared = threading.Barrier(2), {}
+
+    def save_in(process):
+        saving = FinalSave(tmp_path / "out", tmp_path / "ckpt" / "model", ThreadRank(process, meet, shared))
+        attempts = 0
+        for attempt in saving.attempts():
+            with attempt as aside:
+                attempts += 1
+                if process == 0:
+                    (aside / "config.json").write_text("{}")
+                    if attempts == 1:
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return attempts, saving.saved
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(save_in, (0, 1))) == [(2, tmp_path / "ckpt" / "model")] * 2
+    assert names(tmp_path) == ["ckpt/model/config.json"]
 
 
 def test_files_that_another_machine_wrote_to_its_own_disk_do_not_count(tmp_path):

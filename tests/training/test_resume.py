@@ -6,11 +6,13 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from openrlhf.training.checkpoint import write_state, writing
 from tests.commands import (
     DEADLINE,
     FAST,
@@ -291,18 +293,37 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path, case, c
 
 
 def test_a_damaged_checkpoint_is_replaced_by_the_one_before(tmp_path, case, capsys):
-    uninterrupted = finish(tmp_path, *case("dpo", "untouched"))
-    command, flags = case("dpo", "damaged")
-    finish(tmp_path, command, flags | {"max_steps": 12})
-    path = tmp_path / "damaged_ckpt" / "global_step12" / "optimizer.safetensors"
+    uninterrupted = finish(tmp_path, *case("dpo", "untouched", max_ckpt_num=9))
+    root = tmp_path / "damaged_ckpt"
+    for step in (8, 12):
+        shutil.copytree(uninterrupted.ckpt_path / f"global_step{step}", root / f"global_step{step}")
+    path = root / "global_step12" / "optimizer.safetensors"
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    resumed = finish(tmp_path, command, flags | {"load_checkpoint": True})
+    resumed = finish(tmp_path, *case("dpo", "damaged", load_checkpoint=True))
     stderr = capsys.readouterr().err
     assert "global_step12: optimizer.safetensors does not have the content that was written" in stderr
     assert "openrlhf: resuming from damaged_ckpt/global_step8\n" in stderr
+    assert resumed.metrics == [line for line in uninterrupted.metrics if line["step"] > 8]
+    shutil.copy(uninterrupted.save_path / "run" / "metrics.jsonl", resumed.save_path / "run")
     assert_same(resumed, uninterrupted, CASES["dpo"][-1])
+
+
+@pytest.mark.parametrize("name", ["foreign_ckpt", "foreign_ckpt/global_step4/deepspeed/shard.pt"])
+def test_pickles_that_other_users_can_write_are_not_loaded(name, tmp_path, case, capsys):
+    root = tmp_path / "foreign_ckpt"
+    with writing(root / "global_step4") as aside:
+        (aside / "deepspeed").mkdir()
+        (aside / "deepspeed" / "shard.pt").write_bytes(b"a pickle")
+        write_state(aside, {"step": 4, "run": "id", "num_rows": 43, "evaluation": {}, "settings": {}})
+    (tmp_path / name).chmod(0o777)
+    command, flags = case("sft", "foreign", load_checkpoint=True)
+    with pytest.raises(SystemExit) as ended:
+        run_command(command, flags)
+    assert ended.value.code == 1
+    message = f"other users can write {name}, and loading DeepSpeed's checkpoints can run code"
+    assert message in capsys.readouterr().err
 
 
 def test_a_checkpoint_that_does_not_fit_is_skipped_and_the_run_goes_on(tmp_path, case, file_size_limit, capsys):
@@ -315,7 +336,7 @@ def test_a_checkpoint_that_does_not_fit_is_skipped_and_the_run_goes_on(tmp_path,
     stderr = capsys.readouterr().err
     for step in (2, 4, 6):
         assert f"the checkpoint of step {step} was not written: File too large. Training continues" in stderr
-    assert list(ran.ckpt_path.iterdir()) == []
+    assert not ran.ckpt_path.exists()
     assert (ran.save_path / "model.safetensors").stat().st_size == size
     assert len(ran.train("loss")) == 6
 
@@ -341,7 +362,8 @@ os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 def test_a_full_disk_at_the_end_never_loses_the_model(tmp_path, case):
     """No folder has room for the model; then somebody makes room."""
     command, flags = case("dpo", "late", max_steps=1, save_steps=-1)
-    words = [sys.executable, "-c", WITH_SMALL_FILES, "100000", "-m", f"openrlhf.cli.{command}", *as_argv(flags)]
+    limit = str((Path(flags["pretrain"]) / "model.safetensors").stat().st_size // 2)
+    words = [sys.executable, "-c", WITH_SMALL_FILES, limit, "-m", f"openrlhf.cli.{command}", *as_argv(flags)]
     environ = command_environ(TMPDIR=str(tmp_path))
     with (tmp_path / "stderr.txt").open("w") as stderr:
         process = subprocess.Popen(words, cwd=tmp_path, stderr=stderr, env=environ)
