@@ -117,14 +117,14 @@ def train(
             if first_step >= order.total_steps:
                 fit.monitor.tell(f"the checkpoint is at step {first_step}: no steps are left to train")
             last = fit.run(first_step)
-            saving = FinalSave(folder, Path(config.checkpoints.ckpt_path) / checkpoint.MODEL, built.backend)
-            for attempt in saving.attempts():
-                with attempt as aside:
-                    fill_model_folder(built, tokenizer, aside)
-            saving.must_be_in_place()
     except Interrupted as stop:
         say(explain_stop(stop))
         raise
+    saving = FinalSave(folder, Path(config.checkpoints.ckpt_path) / checkpoint.MODEL, built.backend)
+    for attempt in saving.attempts():
+        with attempt as aside:
+            fill_model_folder(built, tokenizer, aside)
+    saving.must_be_in_place()
     say(f"saved {folder}")
     return Result(folder, order.total_steps, last, fit.last_evaluation)
 

@@ -84,7 +84,7 @@ def named_files_exist(config: object) -> None:
 
 
 def replay_is_of_another_run(config: RLConfig) -> None:
-    """A replay needs recorded steps; a run's own folder has none, because the run clears it before it writes to it."""
+    """A replay needs recorded steps; a run's own folder has none, because the run moves an earlier record aside."""
     replay = config.rollout.replay
     if not replay:
         return
