@@ -86,6 +86,8 @@ class Recorder:
             response = self.decode(item.input_ids[first:]) if self.decode else ""
             # The trajectory's own numbers are not rounded, so that a replay trains on exactly these.
             lines.append(json.dumps(rounded | {"step": step, **plain(item), "response": response}) + "\n")
+        if not lines:  # none of the groups was chosen; a replay cannot train on an empty file
+            return
         text = "".join(lines)
         if self.used + len(text) > self.limit * GIB:  # JSON is ASCII
             about = {"share": self.share, "stopped_before_step": step}

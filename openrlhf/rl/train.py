@@ -119,6 +119,9 @@ async def train(
     layout = Layout(config.batches.packing_samples, tokenizer.pad_token_id)
     rollouts = num_rollouts(config, len(order))
     async with open_runtime(config, tokenizer, rollouts) as runtime:
+        if resume_from:  # before the monitor changes the run directory: the checkpoint may not fit this model
+            await runtime.workers.load(resume_from)
+            load_rng(resume_from, 0)
         live = GeneratedRollouts(order, runtime.engine, executor, runtime.workers, config)
         controller = Controller(
             config,
@@ -134,9 +137,6 @@ async def train(
             training=training_batches(config, layout),
             eval_prompts=eval_prompts,
         )
-        if resume_from:
-            await runtime.workers.load(resume_from)
-            load_rng(resume_from, 0)
         try:
             await runtime.sync.sync(state.version)
             with stop_request(SAVES_NOTHING if config.checkpoints.disable_ds_ckpt else SAVES) as stop:

@@ -115,6 +115,8 @@ def test_a_share_of_the_groups_is_recorded_as_whole_groups(tmp_path):
     assert 10 < len(some) < 45  # binomial with mean 25; the choice is a fixed function of the seed
     assert recorded("same", rollout_record_share=0.25) == some
     assert len(recorded("all")) == 100
+    Recorder(tmp_path / "few", flags=RolloutFlags(rollout_record_share=1e-9)).write(1, experience(*samples))
+    assert names(tmp_path / "few" / "rollouts") == [".about.json"]
     Recorder(tmp_path / "none", flags=RolloutFlags(rollout_record_share=0.0)).write(1, experience(*samples))
     assert not (tmp_path / "none").exists()
 
@@ -153,11 +155,12 @@ def test_a_folder_that_cannot_be_created_stops_recording_only(tmp_path, capsys):
 
 
 def test_a_replay_says_what_a_partial_record_lacks(tmp_path, capsys):
+    groups = experience(*[replace(ITEM, prompt=replace(ITEM.prompt, index=place)) for place in range(20)])
     recorder = Recorder(tmp_path, flags=RolloutFlags(rollout_record_share=0.5))
     for step in (1, 2, 5, 6):
-        recorder.write(step, experience(ITEM))
+        recorder.write(step, groups)
     recorder.limit = 0
-    recorder.write(7, experience(*[replace(ITEM, prompt=replace(ITEM.prompt, index=place)) for place in range(20)]))
+    recorder.write(7, groups)
     capsys.readouterr()
     assert len(Replay(tmp_path / "rollouts")) == 4
     folder = tmp_path / "rollouts"
