@@ -35,7 +35,7 @@ from openrlhf.rl.workers import Workers
 from openrlhf.signals import SAVES, SAVES_NOTHING, StopRequest, stop_request
 from openrlhf.training import checkpoint
 from openrlhf.training.disk_space import has_room, skip_if_disk_fails
-from openrlhf.training.final_save import FinalSave
+from openrlhf.training.final_save import FinalSave, model_bytes
 from openrlhf.training.fit import Interrupted
 from openrlhf.training.optim import only_warmup
 from openrlhf.training.preflight import check_models, explain_reward_models
@@ -202,7 +202,9 @@ class Saver:
         Return whether it fits on the disk; if not, the run goes on without it.
         """
         state = controller.state
-        if not has_room(folder.parent, checkpoint.bytes_of_last(folder.parent, self.run_id), what):
+        # The first one has at least three times the size of the model: weights and two moments.
+        needed = checkpoint.bytes_of_last(folder.parent, self.run_id) or 3 * model_bytes(self.config)
+        if not has_room(folder.parent, needed, what):
             return False
         with skip_if_disk_fails(what):
             with checkpoint.writing(folder) as aside:

@@ -24,14 +24,21 @@ from openrlhf.training.disk_space import bytes_free, show
 PAUSE, RETRIES = 10.0, 60  # seconds between attempts when no disk has room, and how often
 
 
-def warn_if_too_full(config: TrainingConfig) -> None:
-    """Print a line if the model, judging by the files it loads from, will not fit on the disk of --save_path."""
-    name, folder = str(config.model.pretrain), Path(config.checkpoints.save_path)
+def model_bytes(config: TrainingConfig) -> int:
+    """Return the size of the files that the model loads from; 0 if they are not on this machine, or for adapters."""
+    if flag_values(config)["lora_rank"]:
+        return 0
+    name = str(config.model.pretrain)
     cached = try_to_load_from_cache(name, "config.json") if not Path(name).exists() else None
     source = Path(cached).parent if isinstance(cached, str) else Path(name).expanduser()
-    needed = sum(file.stat().st_size for file in source.glob("*.safetensors"))
+    return sum(file.stat().st_size for file in source.glob("*.safetensors"))
+
+
+def warn_if_too_full(config: TrainingConfig) -> None:
+    """Print a line if the model will probably not fit on the disk of --save_path."""
+    folder, needed = Path(config.checkpoints.save_path), model_bytes(config)
     free = bytes_free(folder)
-    if not flag_values(config)["lora_rank"] and needed > free:
+    if needed > free:
         say(
             f"--save_path {folder} has {show(free)} free, and the model has {show(needed)}: it will not fit."
             f" Make room while the run trains, or choose another --save_path"

@@ -157,6 +157,14 @@ def test_a_full_disk_stops_checkpoints_and_records_but_not_the_run(tmp_path, cas
     assert len(list((earlier / "rollouts").glob("step_*.jsonl"))) == 4
 
 
+def test_a_checkpoint_is_not_begun_without_room_for_it(tmp_path, case, monkeypatch, capsys):
+    monkeypatch.setattr("openrlhf.training.disk_space.bytes_free", lambda folder: 1000)
+    ran = finish(tmp_path, case("sync", "crowded", max_steps=2, save_steps=2, eval_dataset=None))
+    assert "the checkpoint of step 2 is not written: it needs " in capsys.readouterr().err
+    assert not ran.ckpt_path.exists()
+    assert (ran.save_path / "config.json").exists()
+
+
 def test_a_damaged_checkpoint_is_replaced_by_the_one_before(tmp_path, case, capsys):
     uninterrupted = finish(tmp_path, case("async", "untouched"))
     for step in (3, 6):
