@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Coroutine, Iterable, Sequence
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -18,11 +19,12 @@ from typing import TYPE_CHECKING
 from huggingface_hub import try_to_load_from_cache
 
 from openrlhf.agents.build import build_executor
-from openrlhf.agents.executor import GroupExecutor, GroupResult, shorten
+from openrlhf.agents.executor import GroupExecutor, GroupResult, sample_name, shorten
 from openrlhf.config.checks.paths import split_revision
 from openrlhf.config.commands import RLConfig, SupervisedConfig
 from openrlhf.config.runtime import compares_engine, critic_model
 from openrlhf.config.sections.data import split_names
+from openrlhf.config.sections.rl import RewardFlags
 from openrlhf.data.prompts import load_eval_prompts, load_prompts
 from openrlhf.data.supervised import load_train
 from openrlhf.errors import RewardError, RolloutError
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 FIRST_ROWS = 8
 SHOWN = 240  # characters of an example on the console
 MADE_UP = "a made-up answer"
+HANGING = 0.9  # share of --reward_timeout without any event after which a reward hangs
 
 
 def run(config: RLConfig | SupervisedConfig) -> None:
@@ -162,8 +165,10 @@ class MadeUpSession:
         self.tokenizer = tokenizer
         self.ids: list[int] = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         self.asked = 0
+        self.asked_at = time.monotonic()  # the last time, or the start of the trial
 
     async def generate(self, request: Request) -> Completion:
+        self.asked_at = time.monotonic()
         most = request.params.max_tokens
         ids = tuple(islice(cycle(self.ids) if self.asked else self.ids, most))
         self.asked += 1
@@ -177,28 +182,69 @@ class MadeUpSession:
 async def try_prompts(
     config: RLConfig, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], executor: GroupExecutor
 ) -> list[GroupResult]:
-    """Run the first prompts through the executor with made-up answers.
+    """Run the first prompts through the executor with made-up answers, all within one --reward_timeout.
 
     Groups have as many samples as in training, because a reward function may compare the samples of a group; agents
     play a single sample.
     """
-    samples = 1 if config.rewards.agent_func_path else config.rollout.n_samples_per_prompt
+    rewards, timeout = config.rewards, config.rewards.reward_timeout
+    samples = 1 if rewards.agent_func_path else config.rollout.n_samples_per_prompt
     flags = replace(config.rollout, n_samples_per_prompt=samples)
-    jobs: list[Coroutine[object, object, GroupResult]] = []
+    sessions: list[MadeUpSession] = []
+    tasks: list[asyncio.Task[GroupResult]] = []
     for prompt in prompts:
         # Answers that differ, based on the label if it is a text, since it probably looks like an answer.
         text = prompt.label if isinstance(prompt.label, str) and prompt.label else MADE_UP
-        texts = [text, *(f"{text} {number}" for number in range(1, samples))]
-        sessions = [MadeUpSession(text, tokenizer) for text in texts]
-        jobs.append(executor.run_group(prompt, sampling(prompt, flags, config.batches.seed), sessions))
-    outcomes = await asyncio.gather(*jobs, return_exceptions=True)
-    for outcome in outcomes:  # raise the first error in row order, not the first in time
-        if isinstance(outcome, RewardError | RolloutError):
-            message = f"tried before training with a made-up answer: {outcome.message}"
-            raise type(outcome)(message, try_this=outcome.try_this) from outcome
-        if isinstance(outcome, BaseException):
-            raise outcome
-    return [outcome for outcome in outcomes if isinstance(outcome, GroupResult)]
+        own = [MadeUpSession(text if number == 0 else f"{text} {number}", tokenizer) for number in range(samples)]
+        sessions += own
+        params = sampling(prompt, flags, config.batches.seed)
+        tasks.append(asyncio.create_task(executor.run_group(prompt, params, own)))
+    unfinished = set(tasks)
+    last_event = time.monotonic()
+    deadline = last_event + timeout
+    try:
+        while unfinished and (left := deadline - time.monotonic()) > 0:
+            ended, unfinished = await asyncio.wait(unfinished, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            last_event = time.monotonic() if ended else last_event
+    finally:  # kill user code that hangs, instead of waiting for the timeouts and retries of each sample
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # If nothing happened for nearly the whole time, the first unfinished prompt hangs; the others may have waited for
+    # its worker process. Otherwise rewards are only slow.
+    last_event = max(last_event, *(session.asked_at for session in sessions))
+    hangs = bool(unfinished) and deadline - last_event > HANGING * timeout
+    results: list[GroupResult] = []
+    for prompt, task in zip(prompts, tasks, strict=True):  # raise the first error in row order, not the first in time
+        error = None if task in unfinished else task.exception()
+        if task in unfinished and hangs:
+            hangs = False
+            message = f"{source_of(rewards)} did not return within {timeout:g} s (--reward_timeout)"
+            fix = "a time limit in the code of the reward, or a larger --reward_timeout"
+            error = RewardError(f"{message}, for {sample_name(prompt)}", try_this=fix)
+            if rewards.on_reward_error == "skip":
+                results.append(GroupResult([], [error] * samples))
+                continue
+        if isinstance(error, RewardError | RolloutError):
+            message = f"tried before training with a made-up answer: {error.message}"
+            raise type(error)(message, try_this=error.try_this) from error
+        if error is not None:
+            raise error
+        if task not in unfinished:
+            results.append(task.result())
+    if len(results) < len(tasks):
+        say(
+            f"the trial of rewards ended after {timeout:g} s (--reward_timeout): {len(results)} of {len(tasks)} prompts"
+        )
+    return results
+
+
+def source_of(rewards: RewardFlags) -> str:
+    """Name the user's code or server that gives the rewards."""
+    if rewards.agent_func_path:
+        return f"the agent in {rewards.agent_func_path}"
+    return f"reward_func in {rewards.reward_file}" if rewards.reward_file else "a reward server (--remote_rm_url)"
 
 
 def explain(results: Sequence[GroupResult], tokenizer: PreTrainedTokenizerBase) -> None:

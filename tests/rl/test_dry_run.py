@@ -1,8 +1,10 @@
 """Before a model loads, template, data and reward are tried on the first rows; --dry_run stops there."""
 
+import contextlib
 import http.server
 import json
 import shutil
+import socket
 import threading
 from pathlib import Path
 
@@ -198,6 +200,66 @@ def test_the_error_for_a_missing_agent_method_shows_its_signature(run_ppo, tmp_p
     assert code == 2
     assert "agent.py has no method run_agent" in stderr
     assert "def run_agent(self, base_url, api_key, prompt, label): ..." in stderr
+
+
+HANGING = """
+import time
+
+def reward_func(queries, prompts, labels):
+    with open("calls.txt", "a") as file:
+        file.write(f"{{prompts[0]}} {{len(queries)}}\\n")
+    if {condition}:
+        time.sleep(3600)
+    return [1.0 for query in queries]
+"""
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip"])
+def test_a_reward_that_hangs_costs_one_timeout(run_ppo, tmp_path, policy):
+    """Each prompt is tried at most once, and none of its samples alone."""
+    source = HANGING.format(condition="True")
+    code, stderr = run_ppo(source, dry_run=True, reward_timeout=2, on_reward_error=policy)
+    calls = (tmp_path / "calls.txt").read_text().splitlines()
+    assert set(calls) <= {f"{row['input']} 4" for row in make_prompts(8)}
+    assert len(calls) == len(set(calls))
+    assert "reward.py did not return within 2 s (--reward_timeout), for prompt 0 'aa'" in stderr
+    assert code == (1 if policy == "stop" else 0), stderr
+
+
+def test_the_trial_names_the_prompt_that_hangs(run_ppo, monkeypatch):
+    monkeypatch.setattr("openrlhf.rl.dry_run.HANGING", 0.0)  # on a slow machine the others may take most of the time
+    code, stderr = run_ppo(HANGING.format(condition="prompts[0] == 'gacc'"), dry_run=True, reward_timeout=5)
+    assert code == 1
+    assert "did not return within 5 s (--reward_timeout), for prompt 6 'gacc'" in stderr
+
+
+def test_a_slow_agent_ends_the_trial_but_not_the_run(run_ppo, tmp_path):
+    """Each of its three steps takes less than the timeout."""
+    (tmp_path / "agent.py").write_text(AGENT % ("import asyncio; await asyncio.sleep(1.9); " + ONGOING))
+    prompts = write_rows(tmp_path / "prompts.jsonl", make_prompts(4))
+    code, stderr = run_ppo(prompt_data=prompts, agent_func_path="./agent.py", dry_run=True, reward_timeout=4)
+    assert code == 0, stderr
+    assert "the trial of rewards ended after 4 s (--reward_timeout): 0 of 4 prompts" in stderr
+
+
+def test_a_server_that_never_answers_costs_one_timeout(run_ppo, tmp_path):
+    connections = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def accept():
+            with contextlib.suppress(OSError):
+                while True:
+                    connections.append(server.accept()[0])
+
+        threading.Thread(target=accept, daemon=True).start()
+        prompts = write_rows(tmp_path / "prompts.jsonl", make_prompts(4))
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        code, stderr = run_ppo(prompt_data=prompts, remote_rm_url=url, dry_run=True, reward_timeout=2)
+    assert code == 1
+    assert "a reward server (--remote_rm_url) did not return within 2 s (--reward_timeout), for prompt 0 'aa'" in stderr
+    assert len(connections) <= 4  # one for each prompt: no retries
+    for connection in connections:
+        connection.close()
 
 
 SUPERVISED = {
