@@ -61,7 +61,7 @@ class ChatLoop:
 
         if self.reader.is_terminal:
             say(BANNER)
-        with handled_by(interrupt, CTRL_C):
+        with handled_by(interrupt, CTRL_C, ends=False):
             while True:
                 try:
                     message = self.reader.read()
