@@ -1,12 +1,13 @@
 """Interface between the RL loop, which owns prompts and engines, and executors, which turn prompts into scored samples.
 
 The loop calls `GroupExecutor.run_group` with a prompt and one engine session per sample; `SingleTurnSamples` and
-`AgentEpisodes` implement it. The functions here describe samples in messages.
+`AgentEpisodes` implement it, and `ReportingExecutor` reports the samples that they skip. The functions here describe
+samples in messages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias
 
@@ -16,6 +17,7 @@ from openrlhf.types import Completion, Prompt, Request, SamplingParams, Trajecto
 SampleError: TypeAlias = RewardError | RolloutError
 OnError: TypeAlias = Literal["stop", "skip"]  # --on_reward_error
 SHOWN = 160  # maximum characters of a text in a message
+GROWTH = 4  # skipped samples are reported again when there are this many times as many
 
 
 class Session(Protocol):
@@ -49,6 +51,50 @@ class GroupExecutor(Protocol):
     async def close(self) -> None:
         """End all processes that were started; may be called more than once."""
         ...
+
+
+@dataclass
+class ReportingExecutor:
+    """GroupExecutor of a run: passes everything on to `inner`, and reports the samples that it skips.
+
+    The first error is printed immediately, then the count at growing intervals: a run whose reward always fails would
+    otherwise look like a run that is merely slow.
+    """
+
+    inner: GroupExecutor
+    tell: Callable[[str], None]  # prints a line
+    samples: int = 0  # finished so far, failed ones included
+    failures: int = 0
+    first: str = ""  # the first error
+
+    async def run_group(
+        self, prompt: Prompt, params: Sequence[SamplingParams], sessions: Sequence[Session]
+    ) -> GroupResult:
+        result = await self.inner.run_group(prompt, params, sessions)
+        self.samples += len(result.trajectories) + len(result.failures)
+        for failure in result.failures:
+            self.failures += 1
+            text = " ".join(str(failure).split())  # on one line
+            self.first = self.first or text
+            if self.failures == 1:
+                self.tell(f"a sample failed and is skipped (--on_reward_error skip): {text}")
+            elif is_power(self.failures, GROWTH):
+                self.tell(f"{self.summary}, the latest: {text}")
+        return result
+
+    @property
+    def summary(self) -> str:
+        return f"{self.failures} of {self.samples} samples failed and were skipped (--on_reward_error skip)"
+
+    async def close(self) -> None:
+        await self.inner.close()
+
+
+def is_power(number: int, base: int) -> bool:
+    """Return whether a positive number is a power of `base`."""
+    while number % base == 0:
+        number //= base
+    return number == 1
 
 
 def clip(text: str, limit: int = SHOWN) -> str:

@@ -58,7 +58,7 @@ from openrlhf.rl.evaluate import evaluate
 from openrlhf.rl.experience import Experience, make_experience
 from openrlhf.rl.proof import watch_gap
 from openrlhf.rl.record import Recorder
-from openrlhf.rl.rollouts import Rollout, RolloutSource
+from openrlhf.rl.rollouts import FAILURES, Rollout, RolloutSource
 from openrlhf.rl.samples import Batching
 from openrlhf.rl.workers import WeightSync, Workers
 from openrlhf.rollout.engine import Engine
@@ -84,6 +84,7 @@ class State:
     version: int = 0  # of the weights: the number of rollouts trained
     made: int = 0  # rollouts generated, without empty ones
     place: int = 0  # position in the source where the next rollout begins
+    failures: int = 0  # samples of all rollouts that failed and were skipped
     queue: deque[Rollout] = field(default_factory=deque)  # generated but not yet trained on
     best: float | None = None  # value of the best evaluation
     best_key: str | None = None  # name of that metric
@@ -144,6 +145,9 @@ class Controller:
             self.generation_seconds[rollout.number] = time.perf_counter() - began
             async with self.changed:
                 state.place = rollout.next_place
+                state.failures += int(rollout.metrics.get(FAILURES, 0.0))
+                if state.failures:
+                    rollout.metrics[f"{FAILURES}_total"] = float(state.failures)
                 if rollout.trajectories:  # an empty rollout is never trained, so the trainer must not wait for it
                     state.made += 1
                     state.queue.append(rollout)
@@ -266,4 +270,4 @@ class Controller:
         self.last_evaluation = values
         self.monitor.log("eval", self.state.version, values)
         shown = [f"{name} {value:.4f}" for name, value in values.items() if "_pass" in name or name.endswith("_reward")]
-        self.monitor.tell(f"step {self.state.version}: " + ", ".join(shown))
+        self.monitor.tell(f"step {self.state.version}: " + (", ".join(shown) or "no sample could be evaluated"))

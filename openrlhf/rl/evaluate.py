@@ -48,7 +48,8 @@ def summary(trajectories: Sequence[Trajectory], n: int) -> dict[str, float]:
                 if rates:  # otherwise too many samples failed
                     values[f"eval_{source}_pass{k}"] = float(np.mean(rates))
         values |= {f"eval_{source}_{name}": value for name, value in _lengths(own).items()}
-    values |= {f"eval_{name}": value for name, value in _lengths(trajectories).items()}
+    if trajectories:  # otherwise all samples failed
+        values |= {f"eval_{name}": value for name, value in _lengths(trajectories).items()}
     return values | {"eval_num_samples": float(len(trajectories))}
 
 

@@ -27,6 +27,8 @@ from openrlhf.rollout.engine import Engine
 from openrlhf.training.order import permutation
 from openrlhf.types import Prompt, SamplingParams, Trajectory
 
+FAILURES = "rollout/failures"  # metric: samples of a rollout that failed and were skipped
+
 
 @dataclass(frozen=True)
 class PromptOrder:
@@ -105,7 +107,7 @@ class GeneratedRollouts:
             if flags.dynamic_filtering:  # filtering needs the scores now
                 groups = [await with_model_rewards(group, self.workers, each_step=each_step) for group in groups]
             accepted += [group for group in groups if is_kept(group, flags)]
-        metrics = {"rollout/failures": float(failures)} if failures else {}
+        metrics = {FAILURES: float(failures)} if failures else {}
         if flags.dynamic_filtering:
             metrics["dynamic_filtering_pass_rate"] = 100.0 * len(accepted) / (place - start)
         return Rollout(number, version, [item for group in accepted for item in group], start, place, metrics)

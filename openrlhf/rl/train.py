@@ -16,13 +16,14 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from openrlhf.agents.executor import GroupExecutor
+from openrlhf.agents.executor import GroupExecutor, ReportingExecutor
 from openrlhf.algo.kl import AdaptiveKL, FixedKL, kl_controller
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.runtime import num_optimizer_steps, num_rollouts, policy_ranks, steps_per_rollout, uses_critic
 from openrlhf.config.sections.training import OptimizerFlags
 from openrlhf.data.collate import Layout
 from openrlhf.data.prompts import load_eval_prompts, load_prompts
+from openrlhf.errors import RolloutError
 from openrlhf.models.load import load_tokenizer
 from openrlhf.monitor import say
 from openrlhf.rl.build import make_schedule, scoring_batches, training_batches
@@ -122,29 +123,34 @@ async def train(
         if resume_from:  # before the monitor changes the run directory: the checkpoint may not fit this model
             await runtime.workers.load(resume_from)
             load_rng(resume_from, 0)
-        live = GeneratedRollouts(order, runtime.engine, executor, runtime.workers, config)
+        monitor = make_monitor(config, rollouts, state.version)
+        reporting = ReportingExecutor(executor, monitor.tell)
+        live = GeneratedRollouts(order, runtime.engine, reporting, runtime.workers, config)
         controller = Controller(
             config,
             state,
             source=Replay(Path(config.rollout.replay).expanduser()) if config.rollout.replay else live,
             engine=runtime.engine,
-            executor=executor,
+            executor=reporting,
             workers=runtime.workers,
             sync=runtime.sync,
-            monitor=make_monitor(config, rollouts, state.version),
+            monitor=monitor,
             recorder=Recorder(run_folder(config), tokenizer.decode, config.rollout, seed=config.batches.seed),
             scoring=scoring_batches(config, layout, policy_ranks(config)),
             training=training_batches(config, layout),
             eval_prompts=eval_prompts,
         )
+        was_complete = controller.exhausted and not state.queue
         try:
             await runtime.sync.sync(state.version)
             with stop_request(SAVES_NOTHING if config.checkpoints.disable_ds_ckpt else SAVES) as stop:
                 await controller.run(Saver(config, runtime.workers, stop, tokenizer, run_id))
-            if not controller.last and state.version:
+            if was_complete and state.version:
                 say(f"the checkpoint is at step {state.version}: no steps are left to train")
             elif not controller.last:
-                say("no step was trained: no group of samples was kept")
+                raise nothing_trained(reporting, filtered=config.rollout.dynamic_filtering)
+            if reporting.failures:
+                say(f"{reporting.summary}, the first: {reporting.first}")
             await runtime.sync.begin_training()
             folder, fallback = Path(config.checkpoints.save_path), Path(config.checkpoints.ckpt_path) / checkpoint.MODEL
             savings = [await save_finished(runtime.workers.export, tokenizer, folder, fallback)]
@@ -157,6 +163,20 @@ async def train(
             controller.monitor.close()
     say(f"saved {folder}")
     return RLResult(folder, state.version, controller.last, controller.last_evaluation)
+
+
+def nothing_trained(reporting: ReportingExecutor, *, filtered: bool) -> RolloutError:
+    """Return the error of a run that kept no group of samples, and so took no step and has no policy to save."""
+    problem = "no step was trained, and nothing is saved: no group of samples was kept"
+    if reporting.failures:
+        return RolloutError(
+            f"{problem}. {reporting.summary}, the first: {reporting.first}",
+            try_this="--on_reward_error stop, to end at the first error",
+        )
+    if filtered:
+        rejected = f"--dynamic_filtering rejected the groups of all {reporting.samples} samples"
+        return RolloutError(f"{problem}. {rejected}", try_this="a wider --dynamic_filtering_reward_range")
+    return RolloutError(problem)
 
 
 @dataclass(frozen=True)
@@ -242,7 +262,7 @@ def load_state(folder: Path | None, kl: FixedKL | AdaptiveKL) -> State:
     if folder is None:
         return State(kl)
     saved = checkpoint.read_state(folder)
-    own = {name: saved[name] for name in ("version", "made", "place", "best", "best_key") if name in saved}
+    own = {name: saved[name] for name in ("version", "made", "place", "failures", "best", "best_key") if name in saved}
     return State(kl=replace(kl, **saved["kl"]), queue=deque(read_queue(folder / QUEUE_FILE)), **own)
 
 

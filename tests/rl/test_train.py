@@ -206,12 +206,53 @@ def test_filtering_uses_the_reward_models_scores(train_ppo, tmp_path, models, ca
         reward_pretrain="./rm", dynamic_filtering=True, dynamic_filtering_reward_range=[-9.0, 9.0], max_steps=2
     )
     assert ran.train("dynamic_filtering_pass_rate") == [100.0, 100.0]
-    none = train_ppo(
-        "none", reward_pretrain="./rm", dynamic_filtering=True, dynamic_filtering_reward_range=[98.0, 99.0]
+    with pytest.raises(SystemExit, match="1"):
+        train_ppo("none", reward_pretrain="./rm", dynamic_filtering=True, dynamic_filtering_reward_range=[98.0, 99.0])
+    stderr = capsys.readouterr().err
+    assert (
+        "error: no step was trained, and nothing is saved: no group of samples was kept. --dynamic_filtering" in stderr
     )
-    assert none.metrics == []
-    assert have_equal_weights(weights(none), initial_weights(models))
-    assert "openrlhf: no step was trained: no group of samples was kept" in capsys.readouterr().err
+    assert "saved none" not in stderr
+    assert not (tmp_path / "none" / "model.safetensors").exists()
+
+
+def failing_reward(tmp_path, condition):
+    """A reward function that raises in its third line if the condition holds for the first prompt of a group."""
+    source = f"""def reward_func(queries, prompts, labels):
+    if {condition}:
+        raise LookupError("no such grader")
+    return [float(len(query)) for query in queries]
+"""
+    (tmp_path / "failing.py").write_text(source)
+    return str(tmp_path / "failing.py")
+
+
+def test_a_run_in_which_all_samples_fail_says_why_and_exits_with_1(train_ppo, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="1"):
+        train_ppo(remote_rm_url=failing_reward(tmp_path, "True"), on_reward_error="skip")
+    lines = capsys.readouterr().err.splitlines()
+    cause = f"failing.py raised LookupError: no such grader at {tmp_path / 'failing.py'}:3"
+    (first,) = [line for line in lines if "a sample failed and is skipped (--on_reward_error skip)" in line]
+    assert cause in first
+    counts = [line for line in lines if "samples failed and were skipped" in line and "the latest: " in line]
+    assert len(counts) == 3  # 4, 16 and 64 of 128
+    assert lines[-1].startswith("openrlhf: error: no step was trained, and nothing is saved")
+    assert "128 of 128 samples failed" in lines[-1]
+    assert cause in lines[-1]
+    assert not any("saved ./out" in line for line in lines)
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_skipped_failures_are_counted_over_the_run(train_ppo, tmp_path, capsys):
+    ran = train_ppo(remote_rm_url=failing_reward(tmp_path, "prompts[0][0] in 'abc'"), on_reward_error="skip")
+    # Six of 32 prompts begin with a, b or c; the groups that fail are replaced, so the last rollout is smaller.
+    assert [row["prompt"]["text"][0] in "abc" for row in read_rollouts(ran, 4)] == [False] * 8
+    each = [row.get("rollout/failures", 0.0) for row in ran.metrics]
+    assert [row.get("rollout/failures_total", 0.0) for row in ran.metrics] == [sum(each[: n + 1]) for n in range(4)]
+    assert sum(each) == 24
+    stderr = capsys.readouterr().err
+    assert stderr.count("a sample failed and is skipped") == 1
+    assert "24 of 128 samples failed and were skipped (--on_reward_error skip), the first: reward_func in" in stderr
 
 
 def test_filtered_groups_are_replaced_and_accepted_groups_are_trained(train_ppo, tmp_path):
