@@ -149,8 +149,6 @@ async def train(
                 say(f"the checkpoint is at step {state.version}: no steps are left to train")
             elif not controller.last:
                 raise nothing_trained(reporting, filtered=config.rollout.dynamic_filtering)
-            if reporting.failures:
-                say(f"{reporting.summary}, the first: {reporting.first}")
             await runtime.sync.begin_training()
             folder, fallback = Path(config.checkpoints.save_path), Path(config.checkpoints.ckpt_path) / checkpoint.MODEL
             savings = [await save_finished(runtime.workers.export, tokenizer, folder, fallback)]
@@ -161,6 +159,8 @@ async def train(
                 saving.must_be_in_place()
         finally:
             controller.monitor.close()
+    if reporting.failures:
+        say(f"{reporting.summary}, the first: {reporting.first}")
     say(f"saved {folder}")
     return RLResult(folder, state.version, controller.last, controller.last_evaluation)
 
