@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 from openrlhf.monitor import is_main_process
 
@@ -147,11 +148,17 @@ class LastResort:
                     time.sleep(GRACE_SECONDS)
                     frame = sys._current_frames().get(threading.main_thread().ident or 0)
                     place = f" in {frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
-                    write_line(f"openrlhf: still busy{place} {GRACE_SECONDS:g} s after the second request: ending now")
-                    for child in descendants(os.getpid()):
-                        with suppress(ProcessLookupError, PermissionError):
-                            os.kill(child, signal.SIGKILL)
-                    os._exit(INTERRUPTED)
+                    line = f"openrlhf: still busy{place} {GRACE_SECONDS:g} s after the second request: ending now"
+                    end_program(line, INTERRUPTED)
+
+
+def end_program(line: str, code: int) -> NoReturn:
+    """Print a line, kill all child processes and exit, from any thread and whatever the main thread is doing."""
+    write_line(line)
+    for child in descendants(os.getpid()):
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(child, signal.SIGKILL)
+    os._exit(code)
 
 
 def descendants(ancestor: int) -> list[int]:

@@ -41,4 +41,5 @@ def make_engine(
     whole = replace(spec.model, load_in_4bit=False)  # synced weights are merged and not quantised
     model = load_causal_lm(str(spec.model.pretrain), whole, device=device, packing=False)
     network = LocalFrozen(Network(model, self_test=not spec.model.skip_self_test), device).network
-    return HFEngine(network, tokenizer, whole_log_probs=spec.whole_log_probs).prepare()
+    timeout = spec.engines.engine_timeout
+    return HFEngine(network, tokenizer, whole_log_probs=spec.whole_log_probs, timeout=timeout).prepare()

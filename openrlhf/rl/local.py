@@ -160,13 +160,17 @@ async def open_local(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollo
         models = build_models(config, tokenizer, device, rollouts)
         network = models.wake_policy().network
         whole = config.rollout.whole_log_probs
-        engine = HFEngine(plain_copy(network) if asynchronous else network, tokenizer, whole_log_probs=whole)
-        if not config.rollout.replay:
-            engine.prepare()
-        sync: WeightSync = SharedSync(models, engine)
-        if asynchronous:
-            sync = LocalSync(models, engine, proof=SyncProof(config.engines.sync_check_every))
-        yield Runtime(LocalWorkers(models), engine, sync)
+        own = plain_copy(network) if asynchronous else network
+        engine = HFEngine(own, tokenizer, whole_log_probs=whole, timeout=config.engines.engine_timeout)
+        try:
+            if not config.rollout.replay:
+                engine.prepare()
+            sync: WeightSync = SharedSync(models, engine)
+            if asynchronous:
+                sync = LocalSync(models, engine, proof=SyncProof(config.engines.sync_check_every))
+            yield Runtime(LocalWorkers(models), engine, sync)
+        finally:
+            await engine.close()
         return
     vllm = make_engine(engine_spec(config), tokenizer, device)
     try:

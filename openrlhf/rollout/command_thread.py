@@ -6,12 +6,14 @@
     result or exception        <- future <-      answer the callers whose work is complete
 
 Nothing polls: an idle thread blocks until the next command, and each caller awaits its future in its own event loop.
+If the thread itself makes no progress, a watchdog (`progress.py`) answers the callers in its place, with an error.
 `StepLoop` (vllm_loop.py) is the subclass that drives vLLM.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import queue
 import threading
 from abc import ABC, abstractmethod
@@ -19,18 +21,27 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import torch
 
 from openrlhf.errors import EngineError, RolloutError
+from openrlhf.rollout.progress import RESUME, ProgressWatch
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 Owner = TypeVar("Owner", bound="CommandThread")
 Waiter: TypeAlias = Future[Any]  # the answer to one caller, who awaits it in an event loop with `asyncio.wrap_future`
-Command: TypeAlias = tuple[Callable[[], None], Waiter]  # work for the thread, and the caller to notify if it fails
 CLOSED = "this engine was closed"
+JOIN_SECONDS = 1.0  # between two looks at whether a thread that should end is stuck
+
+
+class Command(NamedTuple):
+    """Work for the thread."""
+
+    work: Callable[[], None]
+    waiter: Waiter  # the caller to notify if it fails
+    task: str  # its name in messages: "... while TASK"
 
 
 def on_thread(
@@ -51,7 +62,7 @@ def on_thread(
             except RolloutError as error:
                 self.answer(waiter, error)
 
-        self.post(run, waiter)
+        self.post(run, waiter, f"running '{work.__name__}'")
         return await asyncio.wrap_future(waiter)
 
     return call
@@ -60,10 +71,11 @@ def on_thread(
 class CommandThread(ABC):
     """The thread, its inbox, and the answers to its callers. A subclass defines what a step is."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, timeout: float = math.inf) -> None:
         """Start the thread, and wait until it has built the engine; errors of `_build` are raised here.
 
-        `name` is the engine's name, for messages. A subclass initialises its own state before this.
+        `name` is the engine's name, for messages. After `timeout` seconds without progress it counts as failed. A
+        subclass initialises its own state before this.
         """
         self.name = name
         self._lock = threading.Lock()  # ensures that no command follows the one that closes
@@ -71,11 +83,14 @@ class CommandThread(ABC):
         self._failure: EngineError | None = None  # after one, the state of the engine is unknown
         self._waiting: set[Waiter] = set()  # callers whose commands have run, but who have no answer yet
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()  # None ends the thread
+        self._stuck = False  # the thread may never answer again
+        self._watch = ProgressWatch(timeout, self._give_up)
         started: Future[None] = Future()
         arguments = (torch.get_num_threads(), started)
         self._thread = threading.Thread(target=self._run, args=arguments, daemon=True, name=f"openrlhf-{name}")
         self._thread.start()
         started.result()
+        self._watch.progress()
 
     @abstractmethod
     def _build(self) -> None:
@@ -87,21 +102,30 @@ class CommandThread(ABC):
 
     @abstractmethod
     def _step(self) -> None:
-        """Let the engine take one step, and answer the callers whose work is complete."""
+        """Let the engine take one step, and answer the callers whose work is complete.
+
+        Call `self._watch.progress()` if the step brought the work forward.
+        """
+
+    def _step_task(self) -> str:
+        """Say what a step does, to complete "no progress while ..."."""
+        return "taking a step"
 
     @abstractmethod
     def _shut_down(self) -> None:
         """Release the engine: the last call on the thread."""
 
-    def post(self, work: Callable[[], None], waiter: Waiter) -> None:
-        """Queue a command for the thread; raise if the engine was closed."""
+    def post(self, work: Callable[[], None], waiter: Waiter, task: str = "running a command") -> None:
+        """Queue a command for the thread; raise if the engine was closed, or if its thread is stuck."""
         with self._lock:
+            if self._stuck and self._failure is not None:
+                raise self._failure
             if self._closed:
                 raise EngineError(CLOSED)
-            self._inbox.put((work, waiter))
+            self._inbox.put(Command(work, waiter, task))
 
     def answer(self, waiter: Waiter, result: object) -> None:
-        """Give a caller its result or its exception. Only the thread may call this."""
+        """Give a caller its result or its exception. Only the thread may call this, and `_give_up` if it is stuck."""
         self._waiting.discard(waiter)
         with suppress(InvalidStateError):  # cancelled, or answered before
             if isinstance(result, Exception):
@@ -122,7 +146,26 @@ class CommandThread(ABC):
             if not self._closed:
                 self._closed = True
                 self._inbox.put(None)
-        await asyncio.to_thread(self._thread.join)
+
+        def join() -> None:
+            while self._thread.is_alive() and not self._stuck:
+                self._thread.join(JOIN_SECONDS)
+            self._watch.close()
+
+        await asyncio.to_thread(join)
+
+    def _give_up(self, problem: str) -> None:
+        """Fail all callers, present and future, in place of the thread: it is stuck in the engine."""
+        with self._lock:
+            self._failure = EngineError(f"{self.name} hangs: {problem}", try_this=RESUME)
+            self._stuck = True
+        for waiter in tuple(self._waiting):
+            self.answer(waiter, self._failure)
+        with suppress(queue.Empty):
+            while True:
+                command = self._inbox.get_nowait()
+                if command is not None:
+                    self.answer(command.waiter, self._failure)
 
     def _run(self, num_threads: int, started: Future[None]) -> None:
         """Build the engine, then alternate between commands and steps until closed: the main function of the thread."""
@@ -135,7 +178,7 @@ class CommandThread(ABC):
         started.set_result(None)
         while self._run_commands():
             if self._failure is None and self._may_step():
-                self._guard(self._step)
+                self._guard(self._step, self._step_task())
         for waiter in tuple(self._waiting):
             self.answer(waiter, EngineError(CLOSED))
         self._shut_down()
@@ -150,18 +193,22 @@ class CommandThread(ABC):
                 return True
             if command is None:
                 return False
-            work, waiter = command
-            self._waiting.add(waiter)
-            self._guard(work)
+            self._waiting.add(command.waiter)
+            self._watch.progress()
+            self._guard(command.work, command.task)
+            self._watch.progress()
             idle = False
 
-    def _guard(self, work: Callable[[], None]) -> None:
+    def _guard(self, work: Callable[[], None], task: str) -> None:
         """Run `work` unless the engine has failed: after an error its state is unknown, so all waiting callers fail."""
         if self._failure is None:
             try:
-                work()
+                with self._watch.working(task):
+                    work()
             except Exception as error:  # noqa: BLE001 - the engine may raise anything, and the callers must not hang
-                self._failure = EngineError(f"{self.name} failed and cannot generate any more: {error!r}")
+                self._failure = self._failure or EngineError(
+                    f"{self.name} failed and cannot generate any more: {error!r}"
+                )
                 self._failure.__cause__ = error
         if self._failure is not None:
             for waiter in tuple(self._waiting):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Self, TypeAlias
@@ -24,15 +25,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.errors import RolloutError
+from openrlhf.errors import EngineError, RolloutError
 from openrlhf.models.forward import Network
 from openrlhf.models.modes import evaluating
 from openrlhf.models.plain import checkpoint_places, load_weights
 from openrlhf.rollout.decoding import Decoding, DecodingRows
 from openrlhf.rollout.decoding_check import choose_decoding
 from openrlhf.rollout.engine import Checksums, Part, Weights
+from openrlhf.rollout.progress import RESUME, ProgressWatch
 from openrlhf.rollout.sampling import SamplingState, sample_tokens
 from openrlhf.rollout.sync_proof import RecordedWeights
+from openrlhf.signals import end_program
 from openrlhf.types import Completion, FinishReason, Request
 
 OnDone: TypeAlias = Callable[[int, Completion], None]
@@ -68,12 +71,14 @@ class HFEngine:
         *,
         max_rows: int = 256,
         whole_log_probs: bool = False,  # over the whole vocabulary, even if sampling is limited to a part of it
+        timeout: float | None = None,  # seconds without a new token after which the program ends, because it hangs
     ) -> None:
         self.network = network
         self.tokenizer = tokenizer
         self.max_rows = max_rows
         self.whole_log_probs = whole_log_probs
         self.version = 0
+        self.watch = None if timeout is None else ProgressWatch(timeout, end_hanging_program)
         self.may_generate = asyncio.Event()
         self.may_generate.set()
         generation = network.decoder.generation_config
@@ -105,7 +110,7 @@ class HFEngine:
         waiting.sort(key=lambda row: -len(row.request.prompt_token_ids))  # neighbours of similar length pad little
         completions: dict[int, Completion] = {}
         running: RunningBatch | None = None
-        with evaluating(self.network.decoder, self.decoding.attention):
+        with evaluating(self.network.decoder, self.decoding.attention), self._watched(len(requests)):
             while waiting or running:
                 running = self._admit(running, waiting)
                 running, finished = self._retire(running, num_waiting=len(waiting))
@@ -119,6 +124,16 @@ class HFEngine:
                 if running:
                     self._step(running)
         return [completions[index] for index in range(len(requests))]
+
+    @contextmanager
+    def _watched(self, count: int) -> Iterator[None]:
+        """Watch the progress of this many requests; the thread that generates cannot notice that it hangs."""
+        if self.watch is None:
+            yield
+            return
+        self.watch.progress()
+        with self.watch.working(f"generating {count} requests"):
+            yield
 
     @torch.no_grad()
     def stream(self, request: Request) -> Iterator[int]:
@@ -207,6 +222,8 @@ class HFEngine:
                 row.token_ids.append(token)
                 row.log_probs.append(log_prob)
                 row.finish_reason = self._finish_reason(row)
+        if self.watch is not None:
+            self.watch.progress()
 
     def _finish_reason(self, row: RunningRow) -> FinishReason | None:
         """Return why a row ends with its last token; None if it continues."""
@@ -250,7 +267,14 @@ class HFEngine:
         """Never raise: the engine lives as long as its process."""
 
     async def close(self) -> None:
-        """Do nothing: no thread or process was started."""
+        """Stop watching; no other thread or process was started."""
+        if self.watch is not None:
+            self.watch.close()
+
+
+def end_hanging_program(problem: str) -> None:
+    """End the program, since no exception reaches a thread that hangs in a kernel."""
+    end_program(f"openrlhf: error: the engine hangs: {problem}. Try: {RESUME}", EngineError.exit_code)
 
 
 def end_tokens(configured: int | list[int] | None, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

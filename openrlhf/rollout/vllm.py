@@ -79,7 +79,7 @@ class VLLMEngine(StepLoop):
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
         self._ends: frozenset[int] = frozenset()
         try:
-            super().__init__()
+            super().__init__(spec.engines.engine_timeout)
         except Exception as error:  # vLLM has no base class of its own errors, and every layer below it may fail
             raise RolloutError(f"vLLM did not start with {spec.model.pretrain}: {error}") from error
 

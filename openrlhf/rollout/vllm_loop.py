@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from openrlhf.errors import RolloutError
 from openrlhf.rollout.command_thread import CommandThread, Waiter, on_thread
 from openrlhf.rollout.engine import Checksums, Part, Weights
+from openrlhf.rollout.weight_receiver import IncomingWeights
 from openrlhf.types import Completion
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
 LLMEngine: TypeAlias = Any  # vllm.v1.engine.llm_engine.LLMEngine, whose interface differs between releases
 SHOWN = 5  # names listed in a message
+COUNT_SECONDS = 1.0  # maximum seconds between two counts of tokens
 TAGS: dict[Part, str] = {"weights": "weights", "cache": "kv_cache"}  # vLLM's names for the parts of its memory
 
 
@@ -85,7 +88,7 @@ class StepLoop(CommandThread):
 
     _engine: LLMEngine  # set by `_build` of the subclass
 
-    def __init__(self) -> None:
+    def __init__(self, timeout: float) -> None:
         self.version = 0
         self._running: dict[str, RunningRequest] = {}  # by request id
         self._count = 0  # requests so far; numbers their ids
@@ -96,12 +99,14 @@ class StepLoop(CommandThread):
         self._asleep: set[Part] = set()
         self._has_weights = True
         self._readable: frozenset[str] = frozenset()  # tensors that the first verified load could read back
-        super().__init__("vLLM")
+        self._tokens = 0  # of the running requests, when they were last counted
+        self._counted_at = 0.0
+        super().__init__("vLLM", timeout)
 
     async def run_requests(self, requests: Sequence[VLLMRequest]) -> list[Completion]:
         """Return all completions in order, without their texts. Cancelling the call withdraws its requests."""
         call = GenerateCall(requests)
-        self.post(lambda: self._submit(call), call.waiter)
+        self.post(lambda: self._submit(call), call.waiter, f"accepting {len(requests)} requests")
         try:
             return await asyncio.wrap_future(call.waiter)
         except asyncio.CancelledError:
@@ -133,6 +138,8 @@ class StepLoop(CommandThread):
         An incomplete weight set is the sender's fault: pause generation until a complete one arrives.
         Requests are kept.
         """
+        if isinstance(weights, IncomingWeights):
+            self._watch.stop_clock()  # the trainer may need long before it sends; the channel has its own deadlines
         states = self._engine.output_processor.request_states
         for name, running in self._running.items():
             if not states[running.inner_id].is_prefilling:
@@ -230,9 +237,9 @@ class StepLoop(CommandThread):
 
     def _step(self) -> None:
         """Take a step; store the completions of finished requests, and answer the callers that have all of theirs."""
-        for output in self._engine.step():
-            if not output.finished:
-                continue
+        finished = [output for output in self._engine.step() if output.finished]
+        self._note_tokens(has_finished=bool(finished))
+        for output in finished:
             made = output.outputs[0]
             if made.finish_reason not in ("stop", "length"):
                 raise RolloutError(f"vLLM ended a request with {made.finish_reason!r}")
@@ -243,6 +250,24 @@ class StepLoop(CommandThread):
             if len(call.completions) == len(call.requests):
                 self.answer(call.waiter, [call.completions[index] for index in range(len(call.requests))])
         self._end_drain()
+
+    def _step_task(self) -> str:
+        return f"generating {len(self._running)} requests, which have {self._tokens} tokens so far"
+
+    def _note_tokens(self, *, has_finished: bool) -> None:
+        """Report progress if there are new tokens: a scheduler without free memory takes steps that sample none.
+
+        Counting takes time, so it is done once in a while.
+        """
+        now = time.monotonic()
+        if not has_finished and now < self._counted_at + min(COUNT_SECONDS, self._watch.seconds / 10):
+            return
+        states = self._engine.output_processor.request_states
+        counted = (states.get(running.inner_id) for running in self._running.values())
+        tokens = sum(len(state.detokenizer.output_token_ids) for state in counted if state is not None)
+        if has_finished or tokens != self._tokens:
+            self._watch.progress()
+        self._tokens, self._counted_at = tokens, now
 
     def _shut_down(self) -> None:
         from vllm.distributed.parallel_state import destroy_model_parallel

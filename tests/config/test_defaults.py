@@ -417,6 +417,7 @@ ADDED_TO_RL = {
     "kl_unbiased_gradient": False,
     "ref_pretrain": None,
     "max_restarts": 1,
+    "engine_timeout": 1800.0,
     "sync_check_every": 0,
     "reward_api_key": None,
 }

@@ -1,6 +1,7 @@
 """The thread that runs commands between steps, with an engine that only counts its steps."""
 
 import asyncio
+import math
 import threading
 from concurrent.futures import Future
 
@@ -13,14 +14,15 @@ from openrlhf.rollout.command_thread import CommandThread, on_thread
 class Counter(CommandThread):
     """Takes as many steps as it is asked for, then answers all callers with the number of steps taken."""
 
-    def __init__(self, *, builds: bool = True) -> None:
+    def __init__(self, *, builds: bool = True, timeout: float = math.inf) -> None:
         self.builds = builds
+        self.released_step = threading.Event()  # set it to end a step that hangs
         self.taken = 0
         self.left = 0
         self.callers = []
         self.threads = set()
         self.released = False
-        super().__init__("the counter")
+        super().__init__("the counter", timeout)
 
     def _build(self):
         self.threads.add(threading.current_thread())
@@ -34,7 +36,12 @@ class Counter(CommandThread):
         self.threads.add(threading.current_thread())
         if self.left == 13:
             raise ValueError("no such kernel")
+        if self.left == 7:
+            self.released_step.wait()
+        if self.left == 1000:
+            return  # without progress
         self.taken, self.left = self.taken + 1, self.left - 1
+        self._watch.progress()
         if self.left == 0:
             for waiter in self.callers:
                 self.answer(waiter, self.taken)
@@ -146,3 +153,49 @@ def test_closing_fails_the_callers_that_wait_and_later_ones():
 def test_an_engine_that_cannot_be_built_raises_immediately():
     with pytest.raises(ValueError, match="no such engine"):
         Counter(builds=False)
+
+
+@pytest.mark.parametrize("steps", [7, 1000])
+def test_an_engine_without_progress_fails_all_callers_and_can_be_closed(steps):
+    """Seven steps left: the step never returns. A thousand: steps return, and nothing comes of them."""
+
+    async def run():
+        counter = Counter(timeout=0.3)
+        waiting = [asyncio.create_task(counter.run(steps))]
+        while not counter.callers:
+            await asyncio.sleep(0)
+        if steps == 7:  # commands that the thread never gets to
+            waiting.append(asyncio.create_task(counter.divide(1, by=2)))
+        for waiter in waiting:
+            with pytest.raises(EngineError, match=r"the counter hangs: no progress for .* while taking a step"):
+                await waiter
+        for later in (counter.run(1), counter.divide(1, by=2), counter.health()):
+            with pytest.raises(EngineError, match="the counter hangs"):
+                await later
+        await counter.close()
+        counter.released_step.set()
+
+    asyncio.run(run())
+
+
+def test_an_idle_engine_does_not_count_as_hanging():
+    async def run():
+        counter = Counter(timeout=0.1)
+        await asyncio.sleep(0.5)
+        assert await counter.run(3) == 3
+        await close(counter)
+
+    asyncio.run(run())
+
+
+def test_a_command_that_never_returns_is_named():
+    async def run():
+        counter = Counter(timeout=0.1)
+        waiter = Future()
+        counter.post(counter.released_step.wait, waiter, "loading weights")
+        with pytest.raises(EngineError, match=r"no progress for .* while loading weights"):
+            await asyncio.wrap_future(waiter)
+        await counter.close()
+        counter.released_step.set()
+
+    asyncio.run(run())

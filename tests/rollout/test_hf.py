@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import subprocess
 from dataclasses import replace
 
 import pytest
@@ -17,7 +18,9 @@ from openrlhf.rl.samples import batch_trajectories
 from openrlhf.rollout.checksum import checksum
 from openrlhf.rollout.hf import HFEngine
 from openrlhf.types import Prompt, Request, SamplingParams, Trajectory
+from tests.commands import command_environ
 from tests.tiny import CONFIGS, make_model
+from tests.warm import warm_python
 
 PROMPTS = ["a", "hello", "the cat", "x" * 20, "1+1=", "Z", "q?", "what is it", "no", "abcdefghijkl", "==", "w"]
 
@@ -248,3 +251,32 @@ def test_generation_restores_the_network(network, tokenizer):
     assert network.decoder.training
     assert network.decoder.config._attn_implementation == attention
     assert all(weight.grad is None for weight in network.parameters())
+
+
+STUCK = """
+import sys, time
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from openrlhf.models.forward import Network
+from openrlhf.rollout.hf import HFEngine
+from openrlhf.types import Request, SamplingParams
+
+folder = sys.argv[1]
+network, tokenizer = Network(AutoModelForCausalLM.from_pretrained(folder)), AutoTokenizer.from_pretrained(folder)
+engine = HFEngine(network, tokenizer, timeout=1.0).prepare()
+request = Request((5, 6), SamplingParams(max_tokens=8, min_tokens=8))
+assert len(engine.complete([request])[0].token_ids) == 8
+HFEngine._step = lambda self, running: time.sleep(3600)
+engine.complete([request])
+"""
+
+
+def test_an_engine_without_new_tokens_ends_the_program(tmp_path):
+    folder = make_model(tmp_path / "model")
+    done = subprocess.run(
+        [*warm_python(), "-c", STUCK, folder], capture_output=True, text=True, env=command_environ(), check=False
+    )
+    assert done.returncode == 1, done.stderr
+    assert "error: the engine hangs: no progress for" in done.stderr
+    assert (
+        "(--engine_timeout 1) while generating 1 requests. Try: the same command with --load_checkpoint" in done.stderr
+    )

@@ -51,7 +51,7 @@ CLUSTER = rows(
         lambda c: c.placement.colocate_all_models and not c.asynchrony.async_train,
     ),
     ("sync_check_every", "because the engine samples with the policy itself", engine_and_policy_are_one),
-    ("sync_check_every", "with --replay, which generates nothing", replays),
+    ("sync_check_every engine_timeout", "with --replay, which generates nothing", replays),
     (
         "colocate_actor_ref colocate_critic_reward colocate_all_models max_restarts",
         "in one process",

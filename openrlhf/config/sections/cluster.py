@@ -78,6 +78,12 @@ class EngineFlags:
     enable_prefix_caching: bool = flag(False, "Share the cache of common prefixes; it is reset at each weight sync.")
     enforce_eager: bool = flag(False, "Run the engines without CUDA graphs.")
     max_restarts: int = flag(1, "Restarts of a dead engine before the run stops.", NOT_NEGATIVE)
+    engine_timeout: float = flag(
+        1800.0,
+        "Seconds without a new token, or in one weight load, after which an engine counts as hung: it is restarted on "
+        "Ray, and ends the run in one process.",
+        POSITIVE,
+    )
     sync_check_every: int = flag(
         0,
         "Verify every N-th weight sync by checksums, and in asynchronous runs by a probe of log-probs; the first sync "
