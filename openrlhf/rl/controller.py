@@ -53,10 +53,11 @@ from openrlhf.agents.futures import gather_or_cancel
 from openrlhf.algo.kl import AdaptiveKL, FixedKL
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.runtime import evaluation_config, queue_size, resolve_runtime
+from openrlhf.config.sections.rl import GROUP_ESTIMATORS
 from openrlhf.monitor import Monitor
 from openrlhf.rl.evaluate import evaluate
 from openrlhf.rl.experience import Experience, make_experience
-from openrlhf.rl.proof import watch_gap
+from openrlhf.rl.proof import Encode, watch_gap
 from openrlhf.rl.record import Recorder
 from openrlhf.rl.rollouts import FAILURES, Rollout, RolloutSource
 from openrlhf.rl.samples import Batching
@@ -66,6 +67,7 @@ from openrlhf.types import Prompt
 
 AfterStep: TypeAlias = "Callable[[Controller], Awaitable[None]]"  # `rl/train.py` saves checkpoints in it
 NOT_AVERAGED = ("_lr", "_loss_scale", "_skipped_steps")  # suffixes of metrics for which only the last value counts
+EQUAL_STEPS = 3  # steps with equal rewards before the user is told
 PROGRESS_NAMES = {  # metrics in the progress bar, with the short names that users know
     "reward": "reward",
     "policy_loss": "act_loss",
@@ -110,13 +112,15 @@ class Controller:
     scoring: Batching  # micro-batches of forward-only passes
     training: Batching
     eval_prompts: Sequence[Prompt] = ()
+    encode: Encode | None = None  # tokenises a prompt's text
 
     def __post_init__(self) -> None:
         self.queue_size = queue_size(self.config)
         self.lockstep = resolve_runtime(self.config) == "local"
         self.changed = asyncio.Condition()
-        self.gap = watch_gap(self.config, self.workers, self.scoring, self.monitor)
+        self.gap = watch_gap(self.config, self.workers, self.scoring, self.monitor, self.encode)
         self.generation_seconds: dict[int, float] = {}  # by number of the rollout
+        self.same_rewards = 0  # steps in a row in which the samples of each prompt had equal rewards
         self.step_began = time.perf_counter()
         self.last: dict[str, float] = {}
         self.last_evaluation: dict[str, float] = {}
@@ -204,6 +208,7 @@ class Controller:
             await self.sync.begin_training()
         experience = await make_experience(rollout.trajectories, self.workers, self.scoring, self.config, coef)
         step = state.version + 1
+        self._note_rewards(experience, step)
         values = {} if self.gap is None else await self.gap.compare(rollout.trajectories, state.version, step)
         scored = time.perf_counter()
         writing = asyncio.create_task(asyncio.to_thread(self.recorder.write, step, experience))  # beside training
@@ -217,6 +222,20 @@ class Controller:
         if rollout.number in self.generation_seconds:  # unknown for a rollout from the queue of a checkpoint
             values["timing/generation"] = self.generation_seconds.pop(rollout.number)
         return values
+
+    def _note_rewards(self, experience: Experience, step: int) -> None:
+        """Tell the user if rewards do not distinguish samples for several steps in a row: nothing is learned then."""
+        rewards = {item.reward for item in experience.trajectories}
+        within_groups = self.config.advantage.advantage_estimator in GROUP_ESTIMATORS
+        equal = len(rewards) == 1 or (within_groups and experience.metrics.get("group_reward_std") == 0.0)
+        self.same_rewards = self.same_rewards + 1 if equal else 0
+        if self.same_rewards == EQUAL_STEPS:
+            every = f"every sample had reward {min(rewards):g}"
+            which = every if len(rewards) == 1 else "all samples of a prompt had the same reward"
+            self.monitor.tell(
+                f"step {step}: {which} for {EQUAL_STEPS} steps in a row, so the policy learns nothing from them. "
+                "Try: look at the recorded samples (RUN_DIR/rollouts) and at the reward"
+            )
 
     async def _take_steps(self, rollout: Rollout, experience: Experience) -> dict[str, float]:
         """Take the optimizer steps of a rollout and return the mean of each metric; of NOT_AVERAGED, the last value."""

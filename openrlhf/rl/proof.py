@@ -2,16 +2,19 @@
 
 Only tokens sampled with the trainer's current weights can be compared. Samples are scored at least two to a batch, in
 the layout of the run: a model that mixes up the sequences of a batch would pass a test with one. The controller calls
-`GapWatch.compare` at every step and, in asynchronous runs, `GapWatch.probe` after some weight syncs.
+`GapWatch.compare` at every step and, in asynchronous runs, `GapWatch.probe` after some weight syncs. If the difference
+is too large, `gap_causes.find_cause` looks for the reason.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
+from torch import Tensor
 
 from openrlhf.agents.executor import sample_name
 from openrlhf.agents.trajectory import join_turn
@@ -20,6 +23,7 @@ from openrlhf.config.runtime import is_asynchronous, resolve_runtime
 from openrlhf.config.sections.rl import RolloutFlags
 from openrlhf.errors import RolloutError
 from openrlhf.monitor import Monitor
+from openrlhf.rl.gap_causes import Comparison, Differences, find_cause, mean_gap
 from openrlhf.rl.rollouts import sampling
 from openrlhf.rl.samples import Batching, batch_trajectories
 from openrlhf.rl.workers import Workers
@@ -29,12 +33,12 @@ from openrlhf.types import Prompt, Request, Trajectory
 SAMPLES = 4
 PROBE_TOKENS = 32
 PROBE_SECONDS = 30.0  # how long training waits for a busy engine
-ADVICE = (
-    "--param_dtype fp32 to see whether precision is the cause, --attn_implementation eager, or no --packing_samples"
-)
+Encode: TypeAlias = Callable[[str], Sequence[int]]  # from a text to its tokens
 
 
-def watch_gap(config: RLConfig, workers: Workers, batching: Batching, monitor: Monitor) -> GapWatch | None:
+def watch_gap(
+    config: RLConfig, workers: Workers, batching: Batching, monitor: Monitor, encode: Encode | None = None
+) -> GapWatch | None:
     """Return the comparison for a run; its limits depend on the run's precision.
 
     None for recorded rollouts, and if sampling leaves tokens out (top-p and the like): the engine's log-probs then
@@ -47,9 +51,10 @@ def watch_gap(config: RLConfig, workers: Workers, batching: Batching, monitor: M
     separate = not local or bool(config.engines.vllm_num_engines)  # not the trainer's own modules
     on_cpu = config.model.device == "cpu" or (local and not torch.cuda.is_available())
     exact = config.model.param_dtype == "fp32" or on_cpu
-    probe_every = config.engines.sync_check_every if separate and is_asynchronous(config) else None
+    every = config.engines.sync_check_every
+    probe_every = every if is_asynchronous(config) and (separate or every) else None
     warn, stop = (0.001, 0.02) if exact else (0.05, 0.5)
-    return GapWatch(workers, batching, monitor, warn, stop, probe_every)
+    return GapWatch(workers, batching, monitor, warn, stop, probe_every, encode)
 
 
 @dataclass
@@ -67,8 +72,10 @@ class GapWatch:
     # Asynchronous runs train on samples from older weights, so they request some from new ones: after the first sync
     # that changed the weights, and after every N-th sync (0: only that one). None: samples are never requested.
     probe_every: int | None = None
+    encode: Encode | None = None  # tokenises a prompt again, to find the cause of a gap
     warned: float = 0.0  # gap of the last warning
     moved: bool = False  # the weights have changed since the start of the run
+    agreed: bool = False  # a comparison before that was within the limits
     proved: bool = False  # a sync of changed weights has been compared, or the user was told why not
 
     async def compare(self, trajectories: Sequence[Trajectory], version: int, step: int) -> dict[str, float]:
@@ -89,35 +96,71 @@ class GapWatch:
         if len(pairs[-1]) == 1:  # add another sequence, in front of it because leaks go to later sequences
             pairs[-1] = [min(trajectories, key=lambda item: len(item.input_ids)), *pairs[-1]]
         batches = [batch_trajectories(pair, self.batching.layout) for pair in pairs]
-        scores = await self.workers.log_probs(batches)
-        apart = []  # (sample, |log p - log p'| of each token that the engine sampled)
-        for pair, batch, tensor in zip(pairs, batches, scores, strict=True):
-            for number, item in enumerate(pair):
-                trained = tensor[batch.sequence_ids == number].tolist()
-                tokens = zip(trained, item.rollout_log_probs, item.action_mask, strict=True)
-                if item in chosen:
-                    apart.append((item, [abs(own - sampled) for own, sampled, acts in tokens if acts]))
-        gap = self._judge(apart, step)
+
+        def compare_with(scores: Sequence[Tensor]) -> Differences:
+            """Return the differences of the chosen samples to log-probs of `batches`, [rows, tokens] each."""
+            differences = []
+            for pair, batch, tensor in zip(pairs, batches, scores, strict=True):
+                for number, item in enumerate(pair):
+                    trained = tensor[batch.sequence_ids == number].tolist()
+                    tokens = zip(trained, item.rollout_log_probs, item.action_mask, strict=True)
+                    if item in chosen:
+                        differences.append((item, [sampled - own for own, sampled, acts in tokens if acts]))
+            return differences
+
+        differences = compare_with(await self.workers.log_probs(batches))
+        found = Comparison(batches, differences, compare_with, lambda: self._with_other_prompts(chosen))
+        gap = await self._judge(found, step)
         self.proved = self.proved or self.moved
+        self.agreed = self.agreed or (not self.moved and gap <= self.warn)
         return {"rollout/log_prob_difference": gap}
 
-    def _judge(self, apart: Sequence[tuple[Trajectory, list[float]]], step: int) -> float:
-        """Return the mean difference over all tokens; warn or raise if it is too large."""
-        every = [value for _, values in apart for value in values]
-        gap = sum(every) / len(every)
-        worst, _ = max(apart, key=lambda pair: sum(pair[1]) / len(pair[1]))
-        found = (
+    async def _with_other_prompts(self, chosen: Sequence[Trajectory]) -> Differences | None:
+        """Compare the samples as if their prompts had the tokens of their texts; None if they have these."""
+        if self.encode is None:
+            return None
+        others: list[Trajectory] = []
+        for item in chosen:
+            length, ids = len(item.prompt.input_ids), tuple(self.encode(item.prompt.text))
+            rest = len(item.input_ids) - length
+            if rest <= 0 or not ids:
+                return None
+            others.append(
+                replace(
+                    item,
+                    input_ids=ids + item.input_ids[length:],
+                    action_mask=(False,) * len(ids) + item.action_mask[-rest:],
+                    rollout_log_probs=(0.0,) * len(ids) + item.rollout_log_probs[-rest:],
+                    temperature_factors=item.temperature_factors
+                    and (1.0,) * len(ids) + item.temperature_factors[-rest:],
+                )
+            )
+        if all(other.input_ids == item.input_ids for other, item in zip(others, chosen, strict=True)):
+            return None
+        batches = [batch_trajectories([other], self.batching.layout) for other in others]
+        differences = []
+        for other, tensor in zip(others, await self.workers.log_probs(batches), strict=True):
+            tokens = zip(tensor.flatten().tolist(), other.rollout_log_probs, other.action_mask, strict=True)
+            differences.append((other, [sampled - own for own, sampled, acts in tokens if acts]))
+        return differences
+
+    async def _judge(self, found: Comparison, step: int) -> float:
+        """Return the mean difference over all tokens; if it is too large, warn or raise, with the likely cause."""
+        gap = mean_gap(found.differences)
+        stops = not gap <= self.stop  # also true for NaN
+        if not stops and gap <= max(self.warn, 2 * self.warned):
+            return gap
+        worst, _ = max(found.differences, key=lambda pair: mean_gap([pair]))
+        problem = (
             f"step {step}: the log-probs of engine and trainer differ by {gap:.2g} nats per token on average, "
             f"expected below {self.warn:g}; most in {sample_name(worst.prompt)}"
         )
-        if not gap <= self.stop:  # also true for NaN
-            raise RolloutError(f"{found}. They do not compute the same model", try_this=ADVICE)
-        if gap > max(self.warn, 2 * self.warned):
-            self.warned = gap
-            self.monitor.tell(
-                f"{found}. Likely causes: the precision of either side, attention kernels, weights that did not take "
-                f"effect in the engine. Try: --enable_vllm_is_correction to correct for it, or {ADVICE}"
-            )
+        cause = await find_cause(found, self.workers, agreed_before_update=self.agreed and self.moved)
+        if stops:
+            raise RolloutError(f"{problem}. Likely cause: {cause.text}", try_this=cause.advice)
+        self.warned = gap
+        advice = f"{cause.advice}, or --enable_vllm_is_correction to correct for it"
+        self.monitor.tell(f"{problem}. Likely cause: {cause.text}. Try: {advice}")
         return gap
 
     def note_update(self, metrics: dict[str, float]) -> None:

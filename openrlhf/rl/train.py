@@ -23,7 +23,7 @@ from openrlhf.config.runtime import num_optimizer_steps, num_rollouts, policy_ra
 from openrlhf.config.sections.training import OptimizerFlags
 from openrlhf.data.collate import Layout
 from openrlhf.data.prompts import load_eval_prompts, load_prompts
-from openrlhf.errors import RolloutError
+from openrlhf.errors import BackendError, RolloutError
 from openrlhf.models.load import load_tokenizer
 from openrlhf.monitor import say
 from openrlhf.rl.build import make_schedule, scoring_batches, training_batches
@@ -139,6 +139,7 @@ async def train(
             scoring=scoring_batches(config, layout, policy_ranks(config)),
             training=training_batches(config, layout),
             eval_prompts=eval_prompts,
+            encode=lambda text: tokenizer(text, add_special_tokens=False)["input_ids"],
         )
         was_complete = controller.exhausted and not state.queue
         try:
@@ -263,7 +264,15 @@ def load_state(folder: Path | None, kl: FixedKL | AdaptiveKL) -> State:
         return State(kl)
     saved = checkpoint.read_state(folder)
     own = {name: saved[name] for name in ("version", "made", "place", "failures", "best", "best_key") if name in saved}
-    return State(kl=replace(kl, **saved["kl"]), queue=deque(read_queue(folder / QUEUE_FILE)), **own)
+    state = State(kl=replace(kl, **saved["kl"]), queue=deque(read_queue(folder / QUEUE_FILE)), **own)
+    # Every rollout that was made has been trained or is in the queue, and used at least one prompt.
+    if state.made != state.version + len(state.queue) or state.place < state.made:
+        raise BackendError(
+            f"the checkpoint {folder} contradicts itself: {state.made} rollouts made from {state.place} prompts, "
+            f"{state.version} trained and {len(state.queue)} in the queue; prompts would be repeated or skipped",
+            try_this="an older checkpoint, or start over without --load_checkpoint",
+        )
+    return state
 
 
 async def export(write: Callable[[Path], Awaitable[None]], tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -104,7 +104,19 @@ class Audit:
                 say(f"{self._some(found)} had {finding}")
 
     def _some(self, names: list[str]) -> str:
-        """Return the number of parameters and the names of the first few."""
-        shown = ", ".join(name.removeprefix("model.") for name in names[:NAMES])
-        more = ", ..." if len(names) > NAMES else ""
-        return f"{len(names)} of {len(self.named)} trainable parameters ({shown}{more})"
+        return some_of(names, len(self.named), "trainable parameters")
+
+
+def some_of(names: Sequence[str], total: int, what: str) -> str:
+    """Return the number of parameters and the names of the first few."""
+    shown = ", ".join(name.removeprefix("model.") for name in names[:NAMES])
+    more = ", ..." if len(names) > NAMES else ""
+    return f"{len(names)} of {total} {what} ({shown}{more})"
+
+
+def report_frozen(network: nn.Module) -> None:
+    """Print which parameters are frozen; without adapters that is rarely intended, and the audit does not see them."""
+    named = list(network.named_parameters())
+    frozen = [name for name, parameter in named if not parameter.requires_grad]
+    if frozen:
+        say(f"{some_of(frozen, len(named), 'parameters')} are frozen and will not be trained")

@@ -200,6 +200,10 @@ class TrainBackend(Frozen, Ranks, ABC):
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote."""
 
+    def steps_taken(self) -> int | None:
+        """Return the number of optimizer steps so far, by the optimizer's own count; None if it keeps none."""
+        return None
+
     def export(self, folder: Path) -> None:
         """Write a model folder that Transformers can load, or for adapters, one that PEFT can load."""
         save_model(self.network, folder)

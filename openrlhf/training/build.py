@@ -38,6 +38,7 @@ from openrlhf.models.heads import separate_pad_from_eos
 from openrlhf.models.load import add_adapters, load_causal_lm, load_scalar_model, recompute_activations
 from openrlhf.monitor import say
 from openrlhf.training import objectives
+from openrlhf.training.audit import report_frozen
 from openrlhf.training.backend import Frozen, TrainBackend, values_of
 from openrlhf.training.fit import Evaluated, Summary
 from openrlhf.training.local import LocalBackend, LocalFrozen
@@ -139,6 +140,8 @@ def make_backend(
 
     `optimizer` is the config's section or, for a critic, that section with the critic's own values.
     """
+    if not config.lora.lora_rank:
+        report_frozen(network)
     if not uses_deepspeed(config):
         return LocalBackend(
             network,

@@ -76,6 +76,13 @@ class Fit(Generic[Row, Collated, Prepared]):
 
     def run(self, first_step: int = 0) -> dict[str, float]:
         """Train from `first_step` to the end; return the last step's metrics."""
+        taken = self.backend.steps_taken()
+        if taken not in (None, first_step):
+            raise BackendError(
+                f"the optimizer has taken {taken} steps, but training would continue after step {first_step}: it would "
+                "repeat or skip data, or train without the optimizer's state",
+                try_this="an older checkpoint, or start over without --load_checkpoint",
+            )
         save_steps, eval_steps, total = self.checkpoints.save_steps, self.logs.eval_steps, self.order.total_steps
         last: dict[str, float] = {}
         with stop_request(SAVES_NOTHING if self.checkpoints.disable_ds_ckpt else SAVES) as stop:

@@ -88,6 +88,9 @@ class LocalBackend(TrainBackend):
             tensors = load_file(folder / OPTIMIZER_FILE)
             scale = tensors.pop(LOSS_SCALE, None)
             self.optimizer.load_state(tensors)
+            lost = tensors.keys() - self.optimizer.state().keys()
+            if lost:
+                raise BackendError(f"{len(lost)} tensors of the optimizer were not restored, such as {min(lost)}")
         except (OSError, KeyError, RuntimeError, SafetensorError) as error:
             raise BackendError(
                 f"the checkpoint {folder} does not fit this model: {str(error).splitlines()[0]}"
@@ -95,6 +98,11 @@ class LocalBackend(TrainBackend):
         if self.loss_scale and scale is not None:
             value, applied, skipped = scale.tolist()
             self.loss_scale = LossScale(value, int(applied), int(skipped))
+
+    def steps_taken(self) -> int:
+        states = [slots for optimizer in self.optimizer.optimizers for slots in optimizer.state.values()]
+        taken = max((int(slots["step"]) for slots in states if "step" in slots), default=0)
+        return taken + (self.loss_scale.skipped if self.loss_scale else 0)
 
     def sleep(self) -> None:
         # Take all tensors that are on the device between steps; the optimizer step has already freed the gradients.

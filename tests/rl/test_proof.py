@@ -11,6 +11,7 @@ from openrlhf.data.collate import Layout
 from openrlhf.errors import RolloutError
 from openrlhf.rl.proof import PROBE_TOKENS, GapWatch
 from openrlhf.rl.samples import Batching
+from openrlhf.rl.workers import BatchScores
 from openrlhf.types import Completion, Prompt, Trajectory
 
 PADDED, PACKED = Layout(packing=False, pad_id=0), Layout(packing=True, pad_id=0)
@@ -23,6 +24,9 @@ class Trainer:
     def __init__(self, *, leaks=False):
         self.leaks = leaks
         self.sequences = []
+
+    async def score(self, batches, *, log_probs):
+        return BatchScores()
 
     async def log_probs(self, batches):
         self.sequences += [int(batch.sequence_ids.max()) + 1 for batch in batches]
