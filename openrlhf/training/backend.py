@@ -12,9 +12,10 @@ The functions at the end are small pieces that both backends or both loops share
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from openrlhf.algo.reduce import Metrics, Moments, add_metrics, sequence_count
+from openrlhf.errors import BackendError
 from openrlhf.models.export import save_model, saved_tensors
 from openrlhf.models.forward import Network, Teacher, Wanted
 from openrlhf.models.plain import checkpoint_weights
@@ -30,6 +32,8 @@ from openrlhf.training.host_memory import HostMemory
 from openrlhf.types import Batch, RolloutBatch
 
 COMPILER = "inductor"  # backend of torch.compile; tests use one that traces the same graphs but generates no C++
+LEAST_LOSS = 0.1  # smaller losses are not checked: dropout may change them by as much
+SLACK = 1.5  # factor by which a checked share of the loss may be off
 
 B = TypeVar("B", bound=Batch)
 BatchKind = TypeVar("BatchKind", bound=Batch, contravariant=True)
@@ -115,6 +119,7 @@ class TrainBackend(Frozen, Ranks, ABC):
 
     rank = 0  # data-parallel rank of this process
     data_parallel_size = 1
+    unchecked_steps = 3  # whose loss is still to be checked, see `_check_share`
     # `process` is the global rank, counting tensor-parallel peers and ring members too; process 0 writes the files.
 
     def __init__(self, network: Network, device: torch.device) -> None:
@@ -143,7 +148,32 @@ class TrainBackend(Frozen, Ranks, ABC):
                 metrics.append(measured)
             self.backward(loss)
             losses.append(loss.detach())
+        if self.unchecked_steps and len(on_device) > 1:
+            self.unchecked_steps -= 1
+            self._check_share(float(losses[0]), on_device[0], objective, totals)
         return StepLosses(torch.stack(losses), self.sum_metrics(add_metrics(metrics)))  # [micro-batches]
+
+    @torch.no_grad()
+    def _check_share(self, share: float, batch: B, objective: Objective[B], totals: StepTotals) -> None:
+        """Raise if a micro-batch's share of the step's loss does not fit its size, as if shares were averages.
+
+        Its loss as a step of its own, times the part of the step that it makes up, must give about the same. All ranks
+        run this forward pass, because a sharded model needs them all.
+        """
+        own = totals if batch.filler else StepTotals(*counts(batch))
+        self.module.eval()
+        alone = float(objective.loss(self.run, batch, own)[0])
+        self.module.train()
+        if batch.filler or not (math.isfinite(share) and math.isfinite(alone)) or abs(alone) < LEAST_LOSS:
+            return
+        # Its part of the targets, sequences and micro-batches; which of these counts depends on the objective.
+        parts = [float(mine / whole) for mine, whole in zip(astuple(own), astuple(totals), strict=True) if whole > 0]
+        if not min(parts) / SLACK < share / alone < max(parts) * SLACK:
+            raise BackendError(
+                f"the first of {totals.micro_batches:g} micro-batches makes up {min(parts):.2g} to {max(parts):.2g} of "
+                f"the step, but its share of the loss is {share / alone:.2g} of its own loss: gradients would depend "
+                "on the number of micro-batches"
+            )
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[B], objective: Objective[B]) -> Metrics:

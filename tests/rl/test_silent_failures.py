@@ -17,7 +17,7 @@ from openrlhf.rollout import hf
 from openrlhf.rollout.hf import HFEngine
 from openrlhf.rollout.sampling import SamplingState
 from openrlhf.rollout.sync_proof import RecordedWeights
-from openrlhf.training import build, checkpoint
+from openrlhf.training import backend, build, checkpoint, objectives, rl_objectives
 from openrlhf.training.fit import Fit
 from openrlhf.training.optim import MasterOptimizer
 from tests.commands import FAST, run_command
@@ -162,6 +162,23 @@ def test_a_reward_that_is_constant_within_each_prompt(run):
     code, stderr = run(reward="def reward_func(queries, prompts, labels): return [float(len(p)) for p in prompts]")
     assert code == 0, stderr
     assert "step 3: all samples of a prompt had the same reward for 3 steps in a row" in stderr
+
+
+@pytest.mark.parametrize("command", ["train_sft", "train_ppo"])
+def test_a_loss_that_grows_with_the_number_of_micro_batches(run, monkeypatch, command):
+    """Each micro-batch is divided by its own totals instead of the step's."""
+    objective = objectives.SFT if command == "train_sft" else rl_objectives.PolicyObjective
+    right = objective.loss
+    monkeypatch.setattr(
+        objective, "loss", lambda self, run, batch, totals: right(self, run, batch, backend.StepTotals(*own(batch)))
+    )
+    own = backend.counts
+    flags = {"micro_train_batch_size": 4}
+    code, stderr = run(
+        command, **flags | ({"init_kl_coef": 0.1, "use_kl_loss": True} if command == "train_ppo" else {})
+    )
+    assert code == 1
+    assert "gradients would depend on the number of micro-batches" in stderr
 
 
 @pytest.mark.parametrize("command", ["train_sft", "train_ppo"])
