@@ -89,8 +89,11 @@ class CommandThread(ABC):
         arguments = (torch.get_num_threads(), started)
         self._thread = threading.Thread(target=self._run, args=arguments, daemon=True, name=f"openrlhf-{name}")
         self._thread.start()
-        started.result()
-        self._watch.progress()
+        try:
+            started.result()
+        except BaseException:
+            self._watch.close()
+            raise
 
     @abstractmethod
     def _build(self) -> None:
@@ -166,6 +169,8 @@ class CommandThread(ABC):
                 command = self._inbox.get_nowait()
                 if command is not None:
                     self.answer(command.waiter, self._failure)
+        if self._closed:
+            self._inbox.put(None)  # again, in case that the thread gets unstuck
 
     def _run(self, num_threads: int, started: Future[None]) -> None:
         """Build the engine, then alternate between commands and steps until closed: the main function of the thread."""
@@ -181,7 +186,9 @@ class CommandThread(ABC):
                 self._guard(self._step, self._step_task())
         for waiter in tuple(self._waiting):
             self.answer(waiter, EngineError(CLOSED))
-        self._shut_down()
+        self._watch.progress()
+        with self._watch.working("shutting down"):
+            self._shut_down()
 
     def _run_commands(self) -> bool:
         """Run all pending commands, and wait for one if there is nothing to step; return False at the end."""

@@ -77,8 +77,22 @@ def test_too_large_a_difference_is_an_error_that_names_the_sample():
         run_check(make_check(), sample(-1.0), sample(-1.5, index=3))
 
 
+def test_a_gap_in_later_turns_alone_is_one_of_tokenisation():
+    """The trainer sees the same first turn, and another history before the second."""
+    mask, log_probs = (False, True, True, False, True, True), (0.0, -1.0, -1.0, 0.0, -1.5, -0.4)
+    item = Trajectory(Prompt(0, "prompt", (1,)), (1, 2, 2, 3, 2, 2), mask, log_probs, 0.0, 0.0, False, 0)
+    with pytest.raises(RolloutError, match="Likely cause: tokenisation: first turns agree and later turns do not"):
+        run_check(make_check(), item, item)
+
+
+def test_a_gap_is_explained_only_by_a_trace():
+    """All tokens of the engine are less likely, at any temperature."""
+    with pytest.raises(RolloutError, match="Likely cause: unknown"):
+        run_check(make_check(), sample(-1.5), sample(-1.5, length=9))
+
+
 def test_a_difference_of_nan_is_an_error():
-    with pytest.raises(RolloutError):
+    with pytest.raises(RolloutError, match="a log-prob is not a number"):
         run_check(make_check(), sample(float("nan")), sample(-1.0))
 
 

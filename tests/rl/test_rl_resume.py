@@ -2,7 +2,10 @@
 
 import shutil
 import signal
+import subprocess
+import time
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -186,3 +189,46 @@ def test_a_second_run_in_the_same_folders_is_refused_before_models_load(tmp_path
     assert ended.value.code == 2
     assert "error: --ckpt_path held_ckpt is in use by another run: process " in capsys.readouterr().err
     assert not (tmp_path / "held").exists()
+
+
+HANGING = """
+import os, time
+
+def reward_func(queries, prompts, labels):
+    if queries[0] != prompts[0] + labels[0] + "</s>":  # not the made-up answer of the trial
+        with open("hanging.tmp", "w") as file:
+            file.write(str(os.getpid()))
+        os.rename("hanging.tmp", "hanging")
+        time.sleep(3600)
+    return [1.0 for query in queries]
+"""
+
+
+def test_a_second_sigterm_ends_a_run_that_waits_for_a_reward(tmp_path, models):
+    paths = {"pretrain": models(), "save_path": "out", "ckpt_path": "ckpt", "reward_timeout": 3600}
+    process = start_command(tmp_path, "train_ppo", paths | SMALL | task_flags(tmp_path, make_prompts(8), HANGING))
+    wait_until(process, (tmp_path / "hanging").exists)
+    worker = int((tmp_path / "hanging").read_text())
+    process.terminate()
+    wait_until(process, lambda: "stopping after this step" in (tmp_path / "stderr.txt").read_text())
+    for _ in range(DEADLINE):  # further ones count from a second after the first
+        process.terminate()
+        try:
+            assert process.wait(1) == 130
+            break
+        except subprocess.TimeoutExpired:
+            continue
+    assert process.poll() == 130
+    wait_for_end(worker)
+
+
+def wait_for_end(process):
+    """Wait until the process is gone; one that nothing collects remains as a zombie."""
+    for _ in range(DEADLINE * 100):
+        try:
+            if psutil.Process(process).status() == psutil.STATUS_ZOMBIE:
+                return
+        except psutil.NoSuchProcess:
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"process {process} still runs")
