@@ -187,7 +187,8 @@ async def try_prompts(
     Groups have as many samples as in training, because a reward function may compare the samples of a group; agents
     play a single sample.
     """
-    rewards, timeout = config.rewards, config.rewards.reward_timeout
+    rewards = config.rewards
+    timeout = rewards.reward_timeout if rewards.agent_func_path or rewards.remote_rm_url else math.inf
     samples = 1 if rewards.agent_func_path else config.rollout.n_samples_per_prompt
     flags = replace(config.rollout, n_samples_per_prompt=samples)
     sessions: list[MadeUpSession] = []

@@ -51,8 +51,9 @@ def watch_gap(
     separate = not local or bool(config.engines.vllm_num_engines)  # not the trainer's own modules
     on_cpu = config.model.device == "cpu" or (local and not torch.cuda.is_available())
     exact = config.model.param_dtype == "fp32" or on_cpu
-    every = config.engines.sync_check_every
-    probe_every = every if is_asynchronous(config) and (separate or every) else None
+    probe_every = None
+    if is_asynchronous(config) and (separate or config.engines.sync_check_every):
+        probe_every = config.engines.sync_check_every
     warn, stop = (0.001, 0.02) if exact else (0.05, 0.5)
     return GapWatch(workers, batching, monitor, warn, stop, probe_every, encode)
 
