@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from openrlhf.agents.executor import clip, sample_name
+from openrlhf.data.records import as_float
 from openrlhf.errors import RewardError
 from openrlhf.types import Prompt
 
@@ -51,7 +52,7 @@ def read_scores(result: object, group: Group, origin: str) -> list[Scored | Rewa
     count = len(group.queries)
     given = result if isinstance(result, Mapping) else {"rewards": result}
     if "rewards" not in given:
-        raise RewardError(f"{origin} returned a dict without 'rewards': its keys are {sorted(given)}")
+        raise RewardError(f"{origin} returned a dict without 'rewards': its keys are {clip(repr(sorted(given)))}")
     rewards = per_sample(given["rewards"], count, f"{origin}: rewards")
     scores = rewards if given.get("scores") is None else per_sample(given["scores"], count, f"{origin}: scores")
     logs = read_logs(given.get("extra_logs"), count, origin)
@@ -89,9 +90,10 @@ def read_number(value: object, name: str) -> float:
         value = value[0]
     if not isinstance(value, int | float):
         raise RewardError(f"{name} is {kind_of(value)}, not a number")
-    if not math.isfinite(value):
-        raise RewardError(f"{name} is {float(value)}, not a finite number")
-    return float(value)
+    number = as_float(value)
+    if not math.isfinite(number):
+        raise RewardError(f"{name} is {number}, not a finite number")
+    return number
 
 
 def read_logs(given: object, count: int, origin: str) -> list[dict[str, float]]:
@@ -107,11 +109,11 @@ def read_logs(given: object, count: int, origin: str) -> list[dict[str, float]]:
     for name, value in given.items():
         values = value if isinstance(value, list) else [value]
         values = values * count if len(values) == 1 else values
-        floats = [float(item) for item in values if isinstance(item, int | float)]
+        floats = [as_float(item) for item in values if isinstance(item, int | float)]
         if len(values) != count or len(floats) != count:
             raise RewardError(
-                f"{origin}: extra_logs {name!r} is {clip(repr(values))}; expected a number, or one for each of"
-                f" {count} samples"
+                f"{origin}: extra_logs {clip(repr(name))} is {clip(repr(values))}; expected a number, or one for"
+                f" each of {count} samples"
             )
         for own, number in zip(logs, floats, strict=True):
             own[str(name)] = number

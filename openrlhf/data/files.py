@@ -7,12 +7,12 @@ may hold either form; the first line decides.
 
 from __future__ import annotations
 
-import json
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from openrlhf.data.json_text import InvalidJSON, parse_json
 from openrlhf.errors import DataError
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -47,8 +47,8 @@ class JsonLines:
         """Parse one line; returns its line number, which counts blank lines too."""
         number, start, end = self.lines[position]
         try:
-            return json.loads(self.content[start:end]), number
-        except ValueError as error:
+            return parse_json(self.content[start:end]), number
+        except InvalidJSON as error:
             raise broken_json(self.name, error, number) from None
 
 
@@ -65,8 +65,8 @@ def open_json(name: str, path: Path, limit: int | None) -> JsonArray | JsonLines
     if not first.startswith(b"[") and not (first == b"{" and path.suffix == ".json"):
         return JsonLines(name, content, lines)
     try:
-        parsed = json.loads(content[:])
-    except ValueError as error:
+        parsed = parse_json(content[:])
+    except InvalidJSON as error:
         raise broken_json(name, error) from None
     if parsed == []:
         raise DataError(f"{name} is empty")
@@ -86,10 +86,10 @@ def find_lines(content: mmap.mmap, limit: int | None) -> list[tuple[int, int, in
     return lines
 
 
-def broken_json(name: str, error: ValueError, line: int | None = None) -> DataError:
-    """Return an error about broken JSON, or about bytes that are not UTF-8; `line` is that of a JSON Lines file."""
-    if isinstance(error, json.JSONDecodeError):
-        number = error.lineno if line is None else line
-        return DataError(f"{name}, line {number}: broken JSON: {error.msg} at column {error.colno}")
-    where = name if line is None else f"{name}, line {line}"
-    return DataError(f"{where}: cannot be read: {error}")
+def broken_json(name: str, error: InvalidJSON, line: int | None = None) -> DataError:
+    """Return an error about broken JSON, or about values that cannot be used; `line` is that of a JSON Lines file."""
+    number = error.line if line is None else line
+    where = name if number is None else f"{name}, line {number}"
+    if error.column is not None:
+        return DataError(f"{where}: broken JSON: {error.problem} at column {error.column}")
+    return DataError(f"{where}: cannot be read: {error.problem}")

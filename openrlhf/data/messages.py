@@ -7,11 +7,11 @@ result. `agents.chat` uses `read_message` for the requests of OpenAI clients.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from openrlhf.data.json_text import InvalidJSON, parse_json
 from openrlhf.data.records import Place, Record, describe
 
 # "role", "content" (text) and whatever else the chat template knows: tool_calls, name, reasoning_content, ...
@@ -72,17 +72,25 @@ def read_message(item: object, place: Place) -> Message:
     if "from" not in item or "value" not in item:
         if not isinstance(item.get("role"), str):
             raise place.mismatch("a message with role and content (or from and value)", item)
-        message = {key: value for key, value in item.items() if value is not None}
+        message = {key: value for key, value in item.items() if value is not None and key != "call_text"}
+        if message.get("tool_calls"):
+            check_calls(message["tool_calls"], place)
         return {**message, "content": read_content(item.get("content"), place)}
 
     speaker = item["from"]
-    if speaker not in SHAREGPT_ROLES:
-        raise place.error(f"unknown role {speaker!r}: expected one of {', '.join(SHAREGPT_ROLES)}")
+    if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
+        raise place.error(f"unknown role {speaker!r:.60}: expected one of {', '.join(SHAREGPT_ROLES)}")
     role, text = SHAREGPT_ROLES[speaker], read_content(item["value"], place)
     calls = read_calls(text) if speaker == "function_call" else None
     if calls is None:
         return {"role": role, "content": text}
     return {"role": role, "content": "", "tool_calls": calls, "call_text": text}
+
+
+def check_calls(calls: object, place: Place) -> None:
+    """Raise unless the tool calls of a message are a list of objects; the chat template reads their content."""
+    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+        raise place.mismatch("a list of objects as tool_calls", calls)
 
 
 def read_content(content: object, place: Place) -> str:
@@ -102,8 +110,8 @@ def read_content(content: object, place: Place) -> str:
 def read_calls(text: str) -> list[Message] | None:
     """Parse the tool calls that a ShareGPT function_call holds as JSON; None if it is free text."""
     try:
-        parsed = json.loads(text)
-    except json.JSONDecodeError:
+        parsed = parse_json(text)
+    except InvalidJSON:
         return None
     calls = parsed if isinstance(parsed, list) else [parsed]
     if not all(isinstance(call, dict) and "name" in call and "arguments" in call for call in calls):
@@ -133,6 +141,6 @@ def parse_if_text(value: object, place: Place) -> object:
     if not isinstance(value, str) or not value.strip():
         return value
     try:
-        return json.loads(value)
-    except json.JSONDecodeError as error:
-        raise place.error(f"expected JSON, got {describe(value)} ({error.msg})") from None
+        return parse_json(value)
+    except InvalidJSON as error:
+        raise place.error(f"expected JSON, got {describe(value)} ({error.problem})") from None

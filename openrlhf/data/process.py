@@ -6,7 +6,6 @@ A label is a probability of the first reward token (soft) or a token (hard); a d
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -123,8 +122,8 @@ class StepReader:
             kinds = ("probabilities", "tokens") if self.soft else ("tokens", "probabilities")
             raise place.error(f"expected {kinds[0]}, as in earlier labels, got {kinds[1]}")
         if isinstance(label, int | float):
-            if not math.isfinite(label) or not 0 <= label <= 1:
-                raise place.error(f"expected a probability from 0 to 1, got {label}")
+            if not 0 <= label <= 1:  # NaN is not either
+                raise place.error(f"expected a probability from 0 to 1, got {str(label)[:40]}")
             return float(label)
         if not isinstance(label, str):
             raise place.mismatch("a token or a probability as label", label)

@@ -51,9 +51,10 @@ def describe(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int | float):
-        return f"the number {value}"
+        return f"the number {str(value)[:40]}"
     if isinstance(value, Mapping):
-        return f"an object with {', '.join(map(str, value)) or 'no keys'}"
+        keys = ", ".join(map(str, value)) or "no keys"
+        return f"an object with {keys[:200]}"
     if isinstance(value, Sequence):
         return f"a list of {len(value)}"
     return f"a {type(value).__name__}"
@@ -95,9 +96,17 @@ class Record:
         value = self.row.get(field)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(as_float(value)):
             raise self.at(field).mismatch("a number", value)
         return float(value)
+
+
+def as_float(value: float) -> float:
+    """Convert a number; an integer beyond the range of floats becomes infinite."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 class Source(Protocol):

@@ -25,6 +25,8 @@ from openrlhf.errors import ConfigError
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Span = tuple[int, int]
+# What expressions in a template raise for messages that it does not expect.
+TEMPLATE_FAULTS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
 
 # Annotated as returning a str, but it returns the texts and, per text, the spans of its {% generation %} blocks.
 render_template: Callable[..., tuple[list[str], list[list[Span]]]] = cast("Any", render_jinja_template)
@@ -76,7 +78,7 @@ class Chat:
                 f"the chat template is not valid Jinja: line {error.lineno}: {error.message}",
                 try_this="check --tokenizer_chat_template, or the template in the tokenizer's folder",
             ) from None
-        except (TemplateError, TypeError, ValueError) as error:
+        except TEMPLATE_FAULTS as error:
             raise conversation.place.error(f"the chat template rejects this conversation: {error}") from None
         return Rendered(texts[0], tuple(generated[0]) if marks else None)
 

@@ -6,7 +6,6 @@ and a reason.
 
 import asyncio
 import hmac
-import json
 import math
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
 from openrlhf.config.sections.inference import ServingFlags
+from openrlhf.data.json_text import InvalidJSON, parse_json
 from openrlhf.inference.batcher import Batcher
 from openrlhf.inference.served_model import ServedModel
 from openrlhf.monitor import say
@@ -99,8 +99,8 @@ class RewardService:
 def read_queries(body: bytes) -> list[str]:
     """Parse the texts to score from a request body; other fields, such as prompts and labels, are ignored."""
     try:
-        asked = json.loads(body)
-    except (ValueError, RecursionError) as error:
+        asked = parse_json(body)
+    except InvalidJSON as error:
         raise HTTPException(400, f"the body is not JSON: {error}") from None
     if not isinstance(asked, Mapping):
         raise HTTPException(422, f"the body is of type {type(asked).__name__}, not an object such as {EXAMPLE}")
@@ -115,10 +115,6 @@ def read_queries(body: bytes) -> list[str]:
     for place, text in enumerate(texts):
         if not isinstance(text, str):
             raise HTTPException(422, f"query {place} is of type {type(text).__name__}, not a text")
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise HTTPException(422, f"query {place} contains half of a surrogate pair: not valid text") from None
     return texts
 
 

@@ -95,6 +95,39 @@ def test_client_with_tools_matches_hand_computed_tokens(build, write):
     ]
 
 
+HOSTILE = {  # arguments of a tool call that json.loads accepts only in part, or not with a JSONDecodeError
+    "thousands of digits": "7" * 5000,
+    "deep nesting": "[" * 2000 + "]" * 2000,
+    "nesting that only later steps reject": "[" * 900 + "]" * 900,
+    "not a number": "NaN",  # differs from itself when the client sends the call back
+    "infinite": "1e999",
+}
+
+
+def test_hostile_tool_calls_stay_text_and_do_not_end_the_run(build, write):
+    calls = [
+        f'<tool_call>{{"name": "add", "arguments": {{"a": {value}}}}}</tool_call></s>' for value in HOSTILE.values()
+    ]
+    executor = build(agent_func_path=write(TOOL_AGENT), context_length=10_000)
+    samples = run(executor, [Scripted(call, "3</s>") for call in calls], max_tokens=8000).trajectories
+    for sample, call in zip(samples, calls, strict=True):
+        assert (sample.reward, sample.extra_logs) == (0.0, {"calls": 0.0})
+        assert decode(sample.input_ids).endswith(call)
+
+
+def test_a_tool_that_repeats_the_policys_words_changes_no_tokens(build, write):
+    """The place after the policy's turn is found by a mark, which the policy must not be able to say."""
+    body = """
+        said = await ask(u)
+        echo = {"role": "user", "content": "openrlhf-said-this"}
+        await ask(u, said, echo)
+        return 1.0
+    """
+    said = {"repeats": Scripted("openrlhf-said-this</s>", "b</s>")}
+    (result,) = play(build(agent_func_path=write(agents(repeats=body)), context_length=100), said, max_tokens=30)
+    assert decode(result.trajectories[0].input_ids).endswith("<a>openrlhf-said-this</s><u>openrlhf-said-this<a>b</s>")
+
+
 def test_tokens_of_a_real_engine_are_kept_as_sampled(build, write, tmp_path, tokenizer):
     folder = make_model(tmp_path / "model")
     model = load_causal_lm(folder, ModelFlags(pretrain=folder), device=torch.device("cpu"), packing=False)
@@ -217,6 +250,7 @@ REFUSED = [
     ("await ask(u, extra_body={'tools': {'a': 1}})", "tools of a request is {'a': 1}"),
     ("await ask(u, {'role': 'assistant', 'tool_calls': [{}]})", "a tool call with function.name"),
     ("await ask()", "expected a list of messages"),
+    ("await ask(u, extra_body={'stream_options': [1]})", "stream_options of a request is [1]"),
     ("await ask({'role': 'user', 'content': [{'type': 'image_url'}]})", "text in every part"),
     ("await ask({'role': 'user', 'content': 'long' * 99})", "the first request of an episode has 402 tokens"),
     ("pass", "returned without sending a request to base_url"),

@@ -31,7 +31,8 @@ def test_single_number_scores_a_single_sample():
 
 
 @pytest.mark.parametrize(
-    ("value", "message"), [(float("nan"), "nan"), (float("-inf"), "-inf"), (None, "None"), ("x", "'x'")]
+    ("value", "message"),
+    [(float("nan"), "nan"), (float("-inf"), "-inf"), (-(10**400), "-inf"), (None, "None"), ("x", "'x'")],
 )
 def test_non_finite_value_fails_only_its_sample(value, message):
     good, bad = read_scores([1.0, value], TWO, "it")

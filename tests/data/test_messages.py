@@ -84,6 +84,8 @@ def test_calls_in_messages_are_never_lost(records):
             "expected text in every part of a message's content, got an object with type",
         ),
         ([{"from": "bird", "value": "one"}], "unknown role 'bird': expected one of human, user, gpt"),
+        ([{"from": ["bird"], "value": "one"}], "unknown role ['bird']: expected one of human, user, gpt"),
+        ([{"role": "assistant", "tool_calls": [1]}], "expected a list of objects as tool_calls, got a list of 1"),
         ([{"from": "human", "value": 4}], "expected text as a message's content, got the number 4"),
     ],
 )

@@ -114,6 +114,7 @@ def test_a_dataset_of_equal_pairs_is_an_error(records):
             {"chosen": "one", "rejected": "two"},
             "row 1: no field 'prompt'; there are 'chosen', 'rejected'. Try: --prompt_key",
         ),
+        ({**PAIR, "margin": 10**400}, "row 1, field 'margin': expected a number, got the number 1000"),
         ({**PAIR, "margin": "far"}, "row 1, field 'margin': expected a number, got the text 'far'"),
     ],
 )

@@ -74,6 +74,7 @@ def test_ambiguous_labels_in_the_text_are_rejected(records):
         (["+"], "expected one label for each of 2 placeholders 'ки', got 1"),
         (["+", "six"], r"expected one of --reward_tokens \+ - as label, got 'six'"),
         ([0.5, 1.5], "expected a probability from 0 to 1, got 1.5"),
+        ([0.5, 10**400], "expected a probability from 0 to 1, got 10{39}"),
         (["+", 0.5], "expected tokens, as in earlier labels, got probabilities"),
         ([0.5, "+"], "expected probabilities, as in earlier labels, got tokens"),
         (["+", None], "expected a token or a probability as label, got null"),

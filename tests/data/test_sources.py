@@ -166,6 +166,16 @@ BAD_FILES = {
     "broken.jsonl": (b'{"n": 1}\n\n{"n": \n', "broken.jsonl, line 3: broken JSON: Expecting value at column 7"),
     "broken.json": (b'[{"n": 1},\n{"n" 2}]', "broken.json, line 2: broken JSON: Expecting ':' delimiter at column 6"),
     "bytes.jsonl": (b'{"n": "\xff"}', "bytes.jsonl, line 1: cannot be read: 'utf-8' codec can't decode byte 0xff"),
+    "digits.jsonl": (
+        b'{"n": 1}\n{"n": ' + b"7" * 5000 + b"}",
+        "digits.jsonl, line 2: cannot be read: a number has thousands of digits",
+    ),
+    "deep.jsonl": (
+        b'{"n": ' + b"[" * 100_000,
+        "deep.jsonl, line 1: cannot be read: lists and objects nest deep",
+    ),
+    "deep.json": (b"[" * 101 + b"]" * 101, "deep.json: cannot be read: lists and objects nest deeper than 100 levels"),
+    "half.jsonl": (rb'{"n": "\ud83d"}', "half.jsonl, line 1: cannot be read: a text contains half of a surrogate pair"),
     "empty.jsonl": (b"", "empty.jsonl is empty"),
     "empty.csv": (b"", "empty.csv is empty"),
     "blank.jsonl": (b"\n  \n", "blank.jsonl is empty"),

@@ -190,7 +190,8 @@ REJECTED = {
     "an empty list": ({"query": []}, 422, "not empty"),
     "a number": ({"query": ["abc", 5]}, 422, "query 1 is of type int, not a text"),
     "an empty text": ({"query": ["abc", ""]}, 422, "query 1 has no tokens"),
-    "half a character": (b'{"query": ["\\ud800"]}', 422, "query 0 contains half of a surrogate pair"),
+    "half a character": (b'{"query": ["\\ud800"]}', 400, "a text contains half of a surrogate pair"),
+    "thousands of digits": (b'{"query": ' + b"1" * 5000 + b"}", 400, "a number has thousands of digits"),
     "too many": ({"query": ["a"] * 8193}, 413, "8193 queries in one request; expected at most 8192"),
     "too large": ({"query": ["a" * (1 << 20)]}, 413, "--max_request_mb is 1"),
 }

@@ -27,7 +27,6 @@ from openrlhf.errors import ConfigError, DataError, OpenRLHFError, RolloutError
 if TYPE_CHECKING:
     from openrlhf.data.templates import Chat
 
-MARK = "openrlhf-said-this"  # replaces the policy's last turn to find what the template puts after it
 FindCalls: TypeAlias = Callable[[str, int], tuple[str, list[ToolCall]]]
 
 
@@ -99,8 +98,9 @@ class ChatEpisode:
         self._check_continues(messages, tools)
         # Render with a mark in place of the policy's last turn; the text after the mark is what the request adds.
         last = len(self.messages) - 1
-        marked = [*messages[:last], {"role": "assistant", "content": MARK}, *messages[last + 1 :]]
-        _, found, after = self.render(marked, tools).rpartition(MARK)
+        mark = secrets.token_hex(16)  # random, because the policy could say a known mark, and a tool could repeat it
+        marked = [*messages[:last], {"role": "assistant", "content": mark}, *messages[last + 1 :]]
+        _, found, after = self.render(marked, tools).rpartition(mark)
         if not found:
             raise RolloutError(
                 "the chat template drops the assistant's last message, so turns cannot be joined into one episode",

@@ -9,7 +9,6 @@ reset and step, MCP, sessions with a caller's id) are not supported.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -20,6 +19,7 @@ from openrlhf.agents.interface import EpisodeResult, EpisodeTask
 from openrlhf.agents.sandbox.messages import Json
 from openrlhf.agents.scores import kind_of
 from openrlhf.config.checks.extras import require
+from openrlhf.data.json_text import InvalidJSON, parse_json
 from openrlhf.data.messages import Message
 from openrlhf.errors import DataError, RewardError, RolloutError
 
@@ -102,7 +102,7 @@ class NemoGymAgentExecutor(ChatExecutor):
 
         try:
             async with http.post(self.url + path, json=body) as answer:
-                return answer.status, await answer.text()
+                return answer.status, await answer.text(errors="replace")
         except TimeoutError:
             raise RewardError(f"{self.url}{path} did not answer in time") from None
         except ClientError as error:
@@ -114,16 +114,18 @@ class NemoGymAgentExecutor(ChatExecutor):
         if status != 200:
             raise RewardError(f"{self.url}{path} answered {status}: {clip(text)}")
         try:
-            return json.loads(text)
-        except json.JSONDecodeError:
-            raise RewardError(f"{self.url}{path} answered with something that is not JSON: {clip(text)}") from None
+            return parse_json(text)
+        except InvalidJSON as error:
+            raise RewardError(
+                f"{self.url}{path} answered with something that is not JSON: {clip(text)} ({error})"
+            ) from None
 
 
 def read_row(label: object) -> dict[str, Any]:
     """Parse the row from a label, which is an object or JSON text."""
     try:
-        row = json.loads(label) if isinstance(label, str) else label
-    except json.JSONDecodeError:
+        row = parse_json(label) if isinstance(label, str) else label
+    except InvalidJSON:
         row = None
     if isinstance(row, dict):
         params = row.get("responses_create_params")

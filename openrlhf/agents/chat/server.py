@@ -13,8 +13,17 @@ from typing import Any
 from aiohttp import web
 
 from openrlhf.agents.chat.episode import ChatEpisode, EpisodeFull
-from openrlhf.agents.chat.wire import MODEL, format_chunks, format_completion, list_ignored, read_chat, read_request
+from openrlhf.agents.chat.wire import (
+    MODEL,
+    format_chunks,
+    format_completion,
+    list_ignored,
+    read_chat,
+    read_request,
+    read_tools,
+)
 from openrlhf.agents.transcript import tokenise
+from openrlhf.data.json_text import InvalidJSON, parse_json
 from openrlhf.errors import DataError, OpenRLHFError, RolloutError
 from openrlhf.monitor import say
 
@@ -88,7 +97,7 @@ class ChatServer:
             body = await read_json(request)
             text = body.get("prompt")
             if text is None:
-                text = episode.render(read_chat(body.get("messages")), body.get("tools") or None)
+                text = episode.render(read_chat(body.get("messages")), read_tools(body.get("tools")))
         except (RolloutError, DataError) as error:
             raise refusal(web.HTTPBadRequest, str(error)) from None
         ids = tokenise(str(text), episode.chat.tokenizer)
@@ -130,8 +139,8 @@ class ChatServer:
 async def read_json(request: web.Request) -> dict[str, Any]:
     """Return the body of a request; raise RolloutError if it is not a JSON object."""
     try:
-        body = await request.json()
-    except ValueError as error:  # also raised for bytes that are not valid text
+        body = parse_json(await request.read())
+    except InvalidJSON as error:
         raise RolloutError(f"the body of a request is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise RolloutError("the body of a request is not a JSON object")

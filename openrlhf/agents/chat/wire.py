@@ -13,8 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypedDict
 
+from openrlhf.agents.executor import clip
 from openrlhf.agents.interface import CompletionOutput
 from openrlhf.agents.sandbox.messages import Json
+from openrlhf.data.json_text import InvalidJSON, parse_json
 from openrlhf.data.messages import Message, read_message
 from openrlhf.data.records import Place
 from openrlhf.errors import DataError, RolloutError
@@ -112,19 +114,20 @@ def read_request(body: object) -> ChatRequest:
     for name, is_wrong in wrong.items():
         if is_wrong:
             raise RolloutError(
-                f"a request asks for {name}={body[name]!r}, which would distort what the policy samples: omit it, and"
-                " let the reward judge the form of an answer"
+                f"a request asks for {name}={clip(repr(body[name]))}, which would distort what the policy"
+                " samples: omit it, and let the reward judge the form of an answer"
             )
+    usage = body.get("stream_options") or {}
+    if not isinstance(usage, Mapping):
+        raise RolloutError(f"stream_options of a request is {clip(repr(usage))}; expected an object")
     stop = body.get("stop") or []
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or not all(isinstance(text, str) for text in stop):
-        raise RolloutError(f"stop of a request is {stop!r}; expected a text or a list of texts")
-    tools = body.get("tools") or None
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
-        raise RolloutError(f"tools of a request is {tools!r}; expected a list of objects")
+        raise RolloutError(f"stop of a request is {clip(repr(stop))}; expected a text or a list of texts")
+    tools = read_tools(body.get("tools"))
     limits = [body[name] for name in ("max_tokens", "max_completion_tokens") if body.get(name) is not None]
     if not all(isinstance(limit, int) and limit > 0 for limit in limits):
-        raise RolloutError(f"max_tokens of a request is {limits}; expected a number of tokens above 0")
+        raise RolloutError(f"max_tokens of a request is {clip(repr(limits))}; expected a number of tokens above 0")
     try:
         messages = read_chat(body.get("messages"))
     except DataError as error:
@@ -136,9 +139,18 @@ def read_request(body: object) -> ChatRequest:
         max_tokens=min(limits, default=None),
         stop=stop,
         stream=bool(body.get("stream")),
-        with_usage=bool((body.get("stream_options") or {}).get("include_usage")),
+        with_usage=bool(usage.get("include_usage")),
         with_log_probs=bool(body.get("logprobs")),
     )
+
+
+def read_tools(given: object) -> Tools:
+    """Validate the tools of a request; None if there are none."""
+    if not given:
+        return None
+    if not isinstance(given, list) or not all(isinstance(tool, Mapping) for tool in given):
+        raise RolloutError(f"tools of a request is {clip(repr(given))}; expected a list of objects")
+    return given
 
 
 def read_chat(given: object) -> list[Message]:
@@ -149,8 +161,6 @@ def read_chat(given: object) -> list[Message]:
     messages = [read_message(item, at) for item in given]
     for message in messages:
         calls = message.pop("tool_calls", None)
-        if calls and not isinstance(calls, list):
-            raise at.mismatch("a list of tool calls", calls)
         if calls:
             message["tool_calls"] = [decode_call(call, at) for call in calls]
     return messages
@@ -164,8 +174,8 @@ def decode_call(call: object, at: Place) -> Message:
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
-        except json.JSONDecodeError:
+            arguments = parse_json(arguments)
+        except InvalidJSON:
             raise at.mismatch("JSON as the arguments of a tool call", arguments) from None
     return {**call, "function": {**function, "arguments": arguments}}
 
@@ -173,7 +183,7 @@ def decode_call(call: object, at: Place) -> Message:
 def list_ignored(body: Mapping[str, object], params: object) -> list[str]:
     """List the sampling parameters of a request that differ from the run's and are ignored, for a warning."""
     return [
-        f"{name}={body[name]} (the run has {getattr(params, name, default)})"
+        f"{name}={clip(repr(body[name]))} (the run has {getattr(params, name, default)})"
         for name, default in FOLLOWS_FLAGS.items()
         if body.get(name) is not None and body[name] != getattr(params, name, default)
     ]
@@ -187,8 +197,8 @@ def find_calls(text: str, number: int) -> tuple[str, list[ToolCall]]:
     calls: list[ToolCall] = []
     for place, found in enumerate(TOOL_CALL.findall(text)):
         try:
-            call = json.loads(found)
-        except json.JSONDecodeError:
+            call = parse_json(found, finite=True)  # NaN would differ from itself when a client sends it back
+        except InvalidJSON:
             return text, []
         arguments = call.get("arguments", {}) if isinstance(call, dict) else None
         if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):

@@ -1,0 +1,78 @@
+"""JSON from outside: dataset files, models, servers and clients.
+
+`parse_json` is the one function for text that this package did not write. It either returns a value that every later
+step can handle, or raises `InvalidJSON`, which the caller turns into its own error. `json.loads` alone is not enough:
+it raises three kinds of exceptions, and it returns values on which later code fails, such as half a surrogate pair,
+which no tokenizer accepts, or an object that nests too deep to be compared, shown or written again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+MAX_DEPTH = 100  # of nested lists and objects
+HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")  # escape of a surrogate, alone or in a pair
+
+
+class InvalidJSON(ValueError):
+    """Text that is not usable JSON; the line and column of a syntax error are known."""
+
+    def __init__(self, problem: str, line: int | None = None, column: int | None = None) -> None:
+        super().__init__(problem if column is None else f"{problem} at line {line} column {column}")
+        self.problem = problem
+        self.line = line
+        self.column = column
+
+
+def parse_json(text: str | bytes, *, finite: bool = False) -> Any:
+    """Parse JSON; raise InvalidJSON for every kind of bad input, with `finite` also for NaN and infinite numbers."""
+    try:
+        if isinstance(text, bytes):
+            text = text.decode(json.detect_encoding(text))
+        elif not text.isascii():
+            text.encode()
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InvalidJSON(error.msg, error.lineno, error.colno) from None
+    except UnicodeError as error:  # bytes of another encoding, or half a surrogate pair
+        raise InvalidJSON(str(error)) from None
+    except ValueError:  # Python does not convert longer numbers, because that takes quadratic time
+        raise InvalidJSON("a number has thousands of digits") from None
+    except RecursionError:
+        raise InvalidJSON(f"lists and objects nest deeper than {MAX_DEPTH} levels") from None
+    # Most texts cannot hold anything bad, and counting brackets is far cheaper than visiting all values.
+    if finite or text.count("[") + text.count("{") > MAX_DEPTH or HALF_PAIR.search(text):
+        check_values(value, finite=finite)
+    return value
+
+
+def check_values(value: object, *, finite: bool) -> None:
+    """Raise InvalidJSON for deep nesting, halves of surrogate pairs and, with `finite`, NaN and infinity."""
+    level, depth = [value], 1
+    while level:
+        inner: list[object] = []
+        for item in level:
+            if isinstance(item, dict | list) and depth > MAX_DEPTH:
+                raise InvalidJSON(f"lists and objects nest deeper than {MAX_DEPTH} levels")
+            if isinstance(item, dict):
+                inner += item.keys()
+                inner += item.values()
+            elif isinstance(item, list):
+                inner += item
+            elif isinstance(item, str) and not item.isascii() and not is_text(item):
+                raise InvalidJSON("a text contains half of a surrogate pair")
+            elif finite and isinstance(item, float) and not math.isfinite(item):
+                raise InvalidJSON(f"a number is {item}, not finite")
+        level, depth = inner, depth + 1
+
+
+def is_text(text: str) -> bool:
+    """Return whether a string is valid Unicode, without halves of surrogate pairs."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
