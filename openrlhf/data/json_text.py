@@ -55,7 +55,7 @@ def check_values(value: object, *, finite: bool) -> None:
     while level:
         inner: list[object] = []
         for item in level:
-            if isinstance(item, dict | list) and depth > MAX_DEPTH:
+            if depth > MAX_DEPTH and isinstance(item, (dict, list)):
                 raise InvalidJSON(f"lists and objects nest deeper than {MAX_DEPTH} levels")
             if isinstance(item, dict):
                 inner += item.keys()

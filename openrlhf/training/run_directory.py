@@ -19,6 +19,7 @@ from pathlib import Path
 
 from openrlhf.config.commands import TrainingConfig
 from openrlhf.config.flags import flag_values
+from openrlhf.config.urls import mask_urls
 from openrlhf.errors import ConfigError, DiskError
 from openrlhf.models.hub_commits import hub_commits
 from openrlhf.monitor import MetricsFile, Monitor, Sink, TensorBoard, Wandb, is_main_process, say
@@ -32,6 +33,7 @@ from openrlhf.training.manifest import must_be_private
 
 PACKAGES = ("openrlhf", "torch", "transformers", "peft", "datasets", "deepspeed", "ray", "vllm")
 SECRET = ("use_wandb", "api_key", "reward_api_key")  # flags that hold API keys, which must not be written to files
+ADDRESSES = ("remote_rm_url",)  # flags with URLs, which may contain credentials
 
 
 def run_folder(config: TrainingConfig) -> Path:
@@ -58,12 +60,14 @@ def hold_run_folders(config: TrainingConfig) -> Iterator[None]:
 
 
 def shown_flags(config: object) -> dict[str, object]:
-    """Return all flags for files and dashboards, with API keys hidden.
+    """Return all flags for files and dashboards, with API keys and credentials in URLs hidden.
 
     The values have gone through JSON, so that they compare equal to saved ones.
     """
     flags = flag_values(config)
-    return json.loads(json.dumps({name: "***" if name in SECRET and flags[name] else flags[name] for name in flags}))
+    flags |= {name: "***" for name in SECRET if flags.get(name)}
+    flags |= {name: mask_urls(str(flags[name])) for name in ADDRESSES if flags.get(name)}
+    return json.loads(json.dumps(flags))
 
 
 def write_run_config(run_dir: Path, flags: Mapping[str, object], commits: Mapping[str, str]) -> None:

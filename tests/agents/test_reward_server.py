@@ -1,13 +1,17 @@
+import base64
 import json
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import BaseRequestHandler, ThreadingTCPServer
 
 import pytest
 from sessions import WATCHDOG, Scripted, numbered, prompt, run, run_all
 
-from openrlhf.agents.reward_server import RewardServer
+from openrlhf.agents.reward_server import RewardServer, read_pause
 from openrlhf.agents.rewards import ServerRewards
 from openrlhf.agents.single_turn import SingleTurnSamples
 from openrlhf.errors import RewardError
@@ -15,7 +19,7 @@ from openrlhf.errors import RewardError
 
 @contextmanager
 def serving(*answers):
-    """Serve rewards; request k gets answer k or the last one, which is (status, text), a function, or a fault."""
+    """Serve rewards; request k gets answer k or the last one: a fault, a function, or (status, text[, headers])."""
     received, released = [], threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
@@ -28,8 +32,10 @@ def serving(*answers):
             if answer == "hang":
                 released.wait(30)
                 return
-            status, text = answer(body) if callable(answer) else answer
+            status, text, *headers = answer(body) if callable(answer) else answer
             self.send_response(status)
+            for name, value in dict(*headers).items():
+                self.send_header(name, value)
             self.end_headers()
             self.wfile.write(text.encode())
 
@@ -46,6 +52,28 @@ def serving(*answers):
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+@contextmanager
+def dripping(first, rest, *, pause):
+    """Accept connections, answer with `first`, and then with `rest` again and again; yield host:port."""
+    ended = threading.Event()
+
+    class Handler(BaseRequestHandler):
+        def handle(self):
+            with suppress(OSError):  # the client has gone
+                self.request.sendall(first)
+                while not ended.wait(pause):
+                    self.request.sendall(rest)
+
+    with ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"127.0.0.1:{server.server_address[1]}"
+        ended.set()
+        server.shutdown()
+        thread.join()
 
 
 def by_length(body):
@@ -80,7 +108,7 @@ def test_servers_take_turns_and_results_stay_in_order(through):
     assert (len(received_first), len(received_second)) == (3, 3)
 
 
-@pytest.mark.parametrize("fault", [(500, "busy"), "close"])
+@pytest.mark.parametrize("fault", [(500, "busy"), (408, "slow"), (429, "busy", {"Retry-After": "soon"}), "close"])
 def test_temporary_failure_is_retried(through, fault):
     with serving(fault, fault, by_length) as (url, received):
         got = run(through(url), [Scripted("2")])
@@ -109,6 +137,77 @@ def test_server_that_never_answers_times_out(through):
     assert url in str(error.value)
     assert len(received) == 5
     assert time.monotonic() - started < WATCHDOG
+
+
+def test_a_retry_waits_as_long_as_the_server_asks(through):
+    with serving((503, "busy", {"Retry-After": "1"}), by_length) as (url, received):
+        started = time.monotonic()
+        assert run(through(url), [Scripted("2")]).trajectories[0].reward == 5.0
+    assert time.monotonic() - started >= 1
+    assert len(received) == 2
+
+
+def test_the_pause_that_a_server_asks_for_is_bounded():
+    in_30_seconds = format_datetime(datetime.now(UTC) + timedelta(seconds=30), usegmt=True)
+    assert 0 < read_pause(in_30_seconds) <= 30
+    asked = [None, "7", "999999", "9" * 500, "-1", "soon", "nan", "Wed, 21 Oct 2015 07:28:00 GMT", "Wed, 21 Oct 9999"]
+    assert [read_pause(header) for header in asked] == [0.0, 7.0, 60.0, 60.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_is_an_error_and_carries_neither_key_nor_samples(through, status):
+    with serving(by_length) as (other, received_other):
+        target = other.replace("http://", "http://user:word@")
+        with serving((status, "", {"Location": target})) as (url, received), pytest.raises(RewardError) as error:
+            run(through(url, api_key="secret"), [Scripted("2")])
+    assert f"{url} answered {status}, a redirect to " in str(error.value)
+    assert "word" not in str(error.value)
+    assert (len(received), received_other) == (1, [])
+
+
+def test_credentials_in_the_address_are_sent_and_never_shown(through):
+    with serving((404, "no such path")) as (url, received):
+        address = url.replace("http://", "http://me:pass%20word@") + "?token=abcdef&hidden"
+        with pytest.raises(RewardError) as error:
+            run(through(address, api_key="secret"), [Scripted("2")])
+    assert received[0][1]["Authorization"] == "Basic " + base64.b64encode(b"me:pass word").decode()
+    shown = url.replace("http://", "http://***@") + "?token=***&***"
+    assert f"reward server {shown} refused the request: 404 no such path" in str(error.value)
+
+
+@pytest.mark.parametrize("address", ["file:///etc/passwd", "ftp://127.0.0.1/x", "http://127.0.0.1:port/", "http://"])
+def test_an_address_that_is_not_http_is_rejected_immediately(through, address):
+    with pytest.raises(RewardError, match="has an invalid address"):
+        run(through(address), [Scripted("2")])
+
+
+def test_an_endless_answer_is_rejected(through, monkeypatch):
+    monkeypatch.setattr("openrlhf.agents.reward_server.LARGEST_ANSWER", 1 << 20)
+    endless = dripping(b"HTTP/1.1 200 OK\r\n\r\n", b" " * 100_000, pause=0)
+    with endless as address, pytest.raises(RewardError, match="answered with more than 1 MiB"):
+        run(through(f"http://{address}/"), [Scripted("2")])
+
+
+SLOW = {
+    "status": ("http", b"HTTP/1.1 ", b"2"),
+    "headers": ("http", b"HTTP/1.1 200 OK\r\n", b"a"),
+    "body": ("http", b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n", b" "),
+    "error body": ("http", b"HTTP/1.1 500 No\r\nContent-Length: 1000000\r\n\r\n", b" "),
+    "TLS handshake": ("https", b"\x16\x03\x03\x3f\x00", b"\x02"),
+}
+
+
+@pytest.mark.parametrize("part", SLOW)
+def test_a_server_that_answers_byte_by_byte_leaves_no_thread(through, part):
+    """Each byte arrives before a timeout of single reads; only a deadline for the whole request ends this."""
+    scheme, first, rest = SLOW[part]
+    with dripping(first, rest, pause=0.02) as address:
+        with pytest.raises(RewardError, match=r"failed 5 times, the last time with: no answer within 0\.2 s"):
+            run(through(f"{scheme}://{address}/", timeout=0.2), [Scripted("2")])
+        threads = [one for one in threading.enumerate() if one.name == "openrlhf-reward-server"]
+        for thread in threads:
+            thread.join(10)
+        assert not any(thread.is_alive() for thread in threads)
 
 
 def test_unreachable_server_is_named(through):

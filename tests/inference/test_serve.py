@@ -268,7 +268,9 @@ def train_one_step(tmp_path, models, **flags):
 
 
 def test_a_trainer_with_the_key_gets_rewards_and_never_records_the_key(server, reward_model, tmp_path, models):
-    ran = train_one_step(tmp_path, models, remote_rm_url=server, reward_api_key="secret", save_steps=1)
+    ran = train_one_step(
+        tmp_path, models, remote_rm_url=f"{server}?token=letmein", reward_api_key="secret", save_steps=1
+    )
     rows = read_rollouts(ran, 1)
     tokenizer = AutoTokenizer.from_pretrained(models())
     texts = [tokenizer.decode(row["input_ids"]) for row in rows]
@@ -280,7 +282,8 @@ def test_a_trainer_with_the_key_gets_rewards_and_never_records_the_key(server, r
     assert [rows[place]["reward"] for place in unpadded] == pytest.approx(expected, abs=1e-5)
     written = [file for file in tmp_path.rglob("*.json*") if file.is_file()]
     assert any('"reward_api_key": "***"' in file.read_text() for file in written)
-    assert not any('"secret"' in file.read_text() for file in written)
+    assert any('/get_reward?token=***"' in file.read_text() for file in written)
+    assert not any('"secret"' in file.read_text() or "letmein" in file.read_text() for file in written)
 
 
 def test_a_trainer_without_the_key_is_told_the_flag(server, tmp_path, models, capsys):

@@ -4,6 +4,7 @@ from openrlhf.config.checks.rule import Changed, change
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.runtime import is_asynchronous, policy_ranks, uses_correction
 from openrlhf.config.sections.rl import GENERATE_MAX_LEN, GROUP_ESTIMATORS
+from openrlhf.config.urls import mask_urls
 from openrlhf.errors import ConfigError
 
 
@@ -22,7 +23,7 @@ def reward_addresses_are_http_or_python(config: RLConfig) -> None:
     for address in config.rewards.reward_servers:
         if not address.startswith(("http://", "https://")):
             raise ConfigError(
-                f"--remote_rm_url {address} is neither a .py file nor an address",
+                f"--remote_rm_url {mask_urls(address)} is neither a .py file nor an address",
                 try_this="--remote_rm_url http://127.0.0.1:5000/get_reward",
             )
 
