@@ -99,7 +99,7 @@ class Batcher:
     async def __aexit__(self, *_: object) -> None:
         self._task.cancel()
         await asyncio.wait({self._task})
-        self._thread.shutdown(wait=False)
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 def cut(rows: Sequence[QueuedRow], limits: ForwardLimits) -> list[list[QueuedRow]]:

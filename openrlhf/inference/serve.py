@@ -1,7 +1,7 @@
 """The serve_rm command: serve a reward model over HTTP until stopped.
 
 `run` binds the port, loads the model and runs uvicorn; `serve_app` handles the requests and `batcher` batches their
-rows. A stop signal lets the requests in flight finish.
+rows. A stop signal lets the requests in flight finish, within --stop_timeout.
 """
 
 from __future__ import annotations
@@ -11,15 +11,20 @@ import gc
 import os
 import signal
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any, NamedTuple, cast
 
 import torch
 import uvicorn
+from fastapi import FastAPI
 from transformers.utils.logging import disable_progress_bar
 
 from openrlhf.config.commands import ServeRMConfig
+from openrlhf.config.sections.inference import ServingFlags
 from openrlhf.errors import ConfigError
 from openrlhf.inference.batcher import Batcher, ForwardLimits
 from openrlhf.inference.engine import choose_model_device
@@ -29,22 +34,86 @@ from openrlhf.monitor import say
 from openrlhf.signals import write_line
 
 BATCH_TOKENS = {"cuda": 32768, "cpu": 2048}  # on a CPU, the activations of more tokens do not fit in the cache
+LAST_SECONDS = 3  # after --stop_timeout, for the exit of the process
+TIMED_OUT = b"HTTP/1.1 408 Request Timeout\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 STOPPING = "\nopenrlhf: stopping when the requests in flight are answered; press Ctrl-C again to stop immediately"
 
 
 class Server(uvicorn.Server):
-    """Uvicorn server that remembers which signal stopped it.
+    """Uvicorn server that clients cannot hold up, and that remembers which signal stopped it.
 
-    Uvicorn finishes the requests in flight and then raises the signal again.
+    Uvicorn itself waits forever for a request that has begun. After a signal it finishes the requests in flight and
+    then raises the signal again.
     """
 
-    stopped_by: int | None = None
+    def __init__(self, app: FastAPI, flags: ServingFlags) -> None:
+        settings = uvicorn.Config(
+            app,
+            ws="none",
+            timeout_graceful_shutdown=flags.stop_timeout,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+        )
+        super().__init__(settings)
+        self.flags = flags
+        self.waiting: dict[Any, Wait] = {}  # connections that wait for their client, the longest first
+        self.stopped_by: int | None = None
+
+    async def on_tick(self, counter: int) -> bool:
+        """Close connections that have waited too long for their client, or longest if there are too many connections.
+
+        Uvicorn calls this every 0.1 s.
+        """
+        now, connections = time.monotonic(), cast("set[Any]", self.server_state.connections)
+        waits = {one: Wait(one.cycle, now) for one in connections if waits_for_client(one)}
+        # The time starts again when a connection has begun another request since the last tick.
+        old = {one: wait for one, wait in self.waiting.items() if one in waits and wait.cycle is waits[one].cycle}
+        self.waiting = old | {one: wait for one, wait in waits.items() if one not in old}
+        excess = len(connections) - self.flags.max_connections
+        for place, (connection, wait) in enumerate(list(self.waiting.items())):
+            if place < excess or now - wait.since > self.flags.request_timeout:
+                self.drop(connection)
+        return await super().on_tick(counter)
+
+    def drop(self, connection: Any) -> None:
+        """Close a connection that waits for its client."""
+        del self.waiting[connection]
+        transport, cycle = connection.transport, connection.cycle
+        if transport.is_closing() or connection.flow.write_paused:
+            transport.abort()  # `close` would first wait until everything is sent
+            return
+        if cycle is None or not cycle.response_started:
+            transport.write(TIMED_OUT)
+        transport.close()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop within --stop_timeout, whatever the clients do and however long a text is tokenised or scored."""
+        if self.stopped_by is not None:
+            code = 0 if self.stopped_by == signal.SIGTERM else 128 + signal.SIGINT
+            watchdog = threading.Timer(self.flags.stop_timeout + LAST_SECONDS, os._exit, [code])
+            watchdog.daemon = True
+            watchdog.start()
+        await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.stopped_by is None:
             write_line(STOPPING)
         self.stopped_by = sig
         super().handle_exit(sig, frame)
+
+
+class Wait(NamedTuple):
+    """How long a connection has waited for its client; `cycle` is uvicorn's state of the request."""
+
+    cycle: object
+    since: float
+
+
+def waits_for_client(connection: Any) -> bool:
+    """Return whether a connection waits for a request or the rest of one, or for its response to be read."""
+    cycle = connection.cycle
+    return cycle is None or cycle.more_body or cycle.response_complete or connection.flow.write_paused
 
 
 def run(config: ServeRMConfig) -> None:
@@ -83,8 +152,7 @@ def build_server(config: ServeRMConfig) -> Server:
     model = open_served_model(config, device)
     tokens = flags.batch_tokens or BATCH_TOKENS[device.type]
     limits = ForwardLimits(flags.batch_size, tokens, flags.packing_samples)
-    app = build_app(model, Batcher(model.score, limits), flags)
-    return Server(uvicorn.Config(app, log_level="warning", access_log=False, server_header=False))
+    return Server(build_app(model, Batcher(model.score, limits), flags), flags)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -23,7 +23,9 @@ from openrlhf.inference.served_model import ServedModel
 from openrlhf.monitor import say
 
 MAX_QUERIES = 8192  # per request
-MAX_WAITING = 65536  # queries of all requests in the queue for the model
+MAX_WAITING = 65536  # queries of all requests that are not answered yet
+MAX_DISCARDED = 4  # times --max_request_mb that are read of a larger body, so that its client can read the error
+CLOSE = {"Connection": "close"}
 EXAMPLE = '{"query": ["a text to score"]}'
 
 
@@ -38,13 +40,26 @@ class RewardService:
     max_bytes: int  # of a request body
     refuse_long: bool  # reject texts longer than --max_len instead of truncating them
     has_truncated: bool = False
+    num_waiting: int = 0  # queries that are not answered yet
 
     async def get_reward(self, request: Request) -> dict[str, object]:
         """Handle POST /get_reward: score all texts of the request."""
         self._check_key(request)
-        texts = read_queries(await self._read_body(request))
-        if self.batcher.num_waiting and self.batcher.num_waiting + len(texts) > MAX_WAITING:
-            raise HTTPException(503, "too many queries are waiting; try again later", {"Retry-After": "1"})
+        try:
+            texts = read_queries(await self._read_body(request))
+            # Nothing may be awaited between the check and the reservation: other requests would pass the check too.
+            if self.num_waiting and self.num_waiting + len(texts) > MAX_WAITING:
+                raise HTTPException(503, "too many queries are waiting; try again later", {"Retry-After": "1"})
+            self.num_waiting += len(texts)
+            try:
+                return await self._score(texts)
+            finally:
+                self.num_waiting -= len(texts)
+        except asyncio.CancelledError:  # by uvicorn, after --stop_timeout
+            raise HTTPException(503, "the server is stopping", CLOSE) from None
+
+    async def _score(self, texts: list[str]) -> dict[str, object]:
+        """Tokenise and score texts; raise HTTPException if one of them cannot be scored."""
         rows = await asyncio.get_running_loop().run_in_executor(self.reader, self.model.tokenize, texts)
         limit = self.model.max_len
         for place, row in enumerate(rows):
@@ -79,7 +94,8 @@ class RewardService:
     async def _read_body(self, request: Request) -> bytes:
         """Return the whole body.
 
-        A body that is too large is read to its end without keeping it, so that the client can read the error.
+        A client that is still sending cannot read the error of a body that is too large, so more of it is read and
+        discarded, within bounds. Then the connection is closed.
         """
         kept, size, limit = bytearray(), 0, self.max_bytes
         try:
@@ -87,11 +103,15 @@ class RewardService:
                 size += len(chunk)
                 if size <= limit:
                     kept += chunk
+                elif size > MAX_DISCARDED * limit:
+                    break
         except ClientDisconnect:  # the client cannot read this, but it keeps a traceback out of the log
             raise HTTPException(400, "the connection ended before the body did") from None
         if size > limit:
             raise HTTPException(
-                413, f"the body has {size} bytes, and --max_request_mb is {limit >> 20}: send fewer queries"
+                413,
+                f"the body has {size} bytes or more, and --max_request_mb is {limit >> 20}: send fewer queries",
+                CLOSE,
             )
         return bytes(kept)
 
@@ -127,7 +147,7 @@ def build_app(model: ServedModel, batcher: Batcher, flags: ServingFlags) -> Fast
     async def scoring(app: FastAPI) -> AsyncIterator[None]:
         async with batcher:
             yield
-        reader.shutdown(wait=False)
+        reader.shutdown(wait=False, cancel_futures=True)
 
     async def health() -> dict[str, str]:
         return {"status": "ok"}

@@ -2,20 +2,24 @@
 
 import http.client
 import json
+import math
+import select
 import signal
 import socket
 import subprocess
 import threading
 import urllib.error
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from openrlhf.config.check import check
@@ -23,6 +27,8 @@ from openrlhf.config.commands import ServeRMConfig
 from openrlhf.config.parser import parse
 from openrlhf.errors import ConfigError
 from openrlhf.inference.serve import bind, build_server, leave_a_core
+from openrlhf.inference.served_model import ServedModel
+from tests import json_strategies as js
 from tests.commands import DEADLINE, FAST, FinishedRun, as_argv, command_environ, free_port, run_command
 from tests.rl.toy_task import SMALL, make_prompts, read_rollouts
 from tests.tiny import make_model
@@ -205,6 +211,25 @@ def test_a_rejected_request_says_why(server, case):
     assert post(server, {"query": ["abc"]})[0] == 200
 
 
+queries = js.mostly(st.one_of(js.texts, st.lists(js.mostly(js.texts), max_size=3)))
+bodies = st.one_of(
+    js.some_of(query=queries, queries=queries, prompts=js.values, labels=js.values).map(json.dumps).map(str.encode),
+    js.values.map(json.dumps).map(str.encode),
+    st.binary(max_size=30),
+)
+
+
+@js.FUZZING
+@given(body=bodies)
+def test_any_body_gets_rewards_or_an_explanation(server, body):
+    status, answer = post(server, body)
+    if status == 200:
+        assert all(math.isfinite(reward) for reward in answer["rewards"])
+    else:
+        assert status in (400, 422)
+        assert answer["detail"]
+
+
 def test_a_client_that_disconnects_during_its_request_causes_no_traceback(reward_model, capfd):
     begun = b"POST /get_reward HTTP/1.1\r\nHost: here\r\nContent-Length: 99\r\n\r\n{"
     with serving(reward_pretrain=reward_model) as url:
@@ -294,7 +319,152 @@ def test_a_trainer_without_the_key_is_told_the_flag(server, tmp_path, models, ca
     assert "--reward_api_key" in stderr
 
 
-# Signals.
+# Clients that hold connections open, and signals.
+
+
+@contextmanager
+def server_process(reward_model, **flags):
+    """Run the command as a process; yield the process and its port once it answers."""
+    port = free_port()
+    argv = as_argv({"reward_pretrain": reward_model, "port": port} | flags)
+    program = [*warm_python(), "-m", "openrlhf.cli.serve_rm", *argv]
+    with subprocess.Popen(program, stderr=subprocess.PIPE, text=True, env=command_environ()) as server:
+        watchdog = threading.Timer(DEADLINE, server.kill)
+        watchdog.start()
+        try:
+            assert any("answers on" in line for line in server.stderr)
+            yield server, int(port)
+        finally:
+            server.kill()
+            watchdog.cancel()
+
+
+HEAD = b"POST /get_reward HTTP/1.1\r\nHost: x\r\n"
+INCOMPLETE = {  # what a client sends before it stops sending
+    "nothing": b"",
+    "half of the headers": HEAD + b"Content-Le",
+    "half of the body": HEAD + b'Content-Length: 99\r\n\r\n{"query"',
+    "half of a chunk": HEAD + b"Transfer-Encoding: chunked\r\n\r\n99\r\n{",
+    "half of a second request": b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" + HEAD,
+}
+
+
+def connect(stack, port, begun=b""):
+    client = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=DEADLINE))
+    client.sendall(begun)
+    return client
+
+
+def read_to_end(client):
+    """Return what the server sends until it closes the connection."""
+    received = b""
+    with suppress(ConnectionError):
+        while data := client.recv(1000):
+            received += data
+    return received
+
+
+@pytest.mark.slow(seconds=6)
+def test_connections_that_wait_for_their_client_are_closed(reward_model):
+    with server_process(reward_model, request_timeout=1) as (_, port), ExitStack() as stack:
+        clients = {name: connect(stack, port, begun) for name, begun in INCOMPLETE.items()}
+        silent = [connect(stack, port) for _ in range(300)]
+        slow = connect(stack, port, HEAD)
+        with suppress(ConnectionError):  # one more byte of a header again and again, until the server closes
+            for _ in range(100):
+                if select.select([slow], [], [], 0.1)[0]:
+                    break
+                slow.sendall(b"a")
+        assert post(f"http://127.0.0.1:{port}/get_reward", {"query": "abc"})[0] == 200
+        for client in (slow, *clients.values(), *silent):
+            client.settimeout(10)
+        assert b"408 Request Timeout" in read_to_end(slow)
+        for name, client in clients.items():
+            assert (b"408" in read_to_end(client)) == (name != "half of a second request"), name
+        assert all(b"408" in read_to_end(client) for client in silent)
+
+
+@pytest.mark.slow(seconds=4)
+def test_silent_connections_cannot_lock_others_out(reward_model):
+    with server_process(reward_model, max_connections=8) as (_, port), ExitStack() as stack:
+        silent = [connect(stack, port) for _ in range(100)]
+        for _ in range(600):  # 60 s
+            closed = select.select(silent, [], [], 0.1)[0]
+            if len(closed) >= 92:
+                break
+        assert len(closed) >= 92
+        assert post(f"http://127.0.0.1:{port}/get_reward", {"query": "abc"})[0] == 200
+
+
+@pytest.mark.slow(seconds=5)
+def test_a_stopping_server_does_not_wait_for_clients_that_never_finish(reward_model):
+    with server_process(reward_model, stop_timeout=1) as (server, port), ExitStack() as stack:
+        clients = [connect(stack, port, begun) for begun in (*INCOMPLETE.values(), *[b""] * 300)]
+        waited_for = connect(stack, port, HEAD + b"Content-Length: 99\r\nExpect: 100-continue\r\n\r\n")
+        assert b"100 Continue" in waited_for.recv(100)
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == 0
+        assert b"503 Service Unavailable" in read_to_end(waited_for)
+        assert "Traceback" not in server.stderr.read()
+        assert all(read_to_end(client) is not None for client in clients)
+
+
+@pytest.mark.slow(seconds=4)
+def test_a_stopping_server_does_not_wait_for_queries_that_take_long(reward_model):
+    with server_process(reward_model, stop_timeout=1, max_request_mb=64) as (server, port), ExitStack() as stack:
+        body = json.dumps({"query": ["abcdefgh" * 1000] * 8000}).encode()
+        busy = connect(stack, port, HEAD + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=DEADLINE) as response:
+            assert response.status == 200  # others are still served
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == 0
+        read_to_end(busy)
+
+
+def test_an_endless_body_is_cut_off(server):
+    address = urlsplit(server)
+    chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
+    sent = 0
+    with socket.create_connection((address.hostname, address.port), timeout=DEADLINE) as client:
+        client.sendall(HEAD + b"Authorization: Bearer secret\r\nTransfer-Encoding: chunked\r\n\r\n")
+        with suppress(ConnectionError):
+            while sent < 64 << 20:
+                client.sendall(chunk)
+                sent += len(chunk)
+    assert sent < 64 << 20  # 4 MiB are read, and the rest is what buffers hold
+
+
+def test_the_connection_is_closed_after_a_body_that_is_too_large(server):
+    address = urlsplit(server)
+    size = (1 << 20) + 1
+    head = HEAD + f"Authorization: Bearer secret\r\nContent-Length: {size}\r\n\r\n".encode()
+    with socket.create_connection((address.hostname, address.port), timeout=DEADLINE) as client:
+        client.sendall(head + b" " * size)
+        response = read_to_end(client).lower()
+    assert response.startswith(b"http/1.1 413")
+    assert b"connection: close" in response
+
+
+def test_queries_are_counted_before_they_are_tokenised(reward_model, monkeypatch):
+    """Otherwise any number of requests passes the check while the first ones are tokenised."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def tokenize(model, texts, tokenize=ServedModel.tokenize):
+        begun.set()
+        assert go_on.wait(DEADLINE)
+        return tokenize(model, texts)
+
+    monkeypatch.setattr(ServedModel, "tokenize", tokenize)
+    monkeypatch.setattr("openrlhf.inference.serve_app.MAX_WAITING", 3)
+    with serving(reward_pretrain=reward_model) as url, ThreadPoolExecutor(2) as clients:
+        first = clients.submit(post, url, {"query": ["a", "b"]})
+        assert begun.wait(DEADLINE)
+        second = clients.submit(post, url, {"query": ["c", "d"]})
+        wait([second], timeout=10)
+        go_on.set()
+        assert first.result()[0] == 200
+        assert second.result() == (503, {"detail": "too many queries are waiting; try again later"})
+        assert post(url, {"query": ["c", "d"]})[0] == 200  # nothing stays reserved
 
 
 @pytest.mark.slow(seconds=2)

@@ -110,6 +110,13 @@ class ServingFlags:
         "command line.",
     )
     max_request_mb: int = flag(32, "Maximum size of a request body in MiB.", POSITIVE)
+    max_connections: int = flag(
+        512, "Maximum open connections; beyond it, the one that has waited longest for its client is closed.", POSITIVE
+    )
+    request_timeout: int = flag(
+        60, "Seconds in which a client must send its whole request, or read its response.", POSITIVE
+    )
+    stop_timeout: int = flag(30, "Seconds after SIGTERM or Ctrl-C in which requests in flight are answered.", POSITIVE)
 
 
 @dataclass(frozen=True, kw_only=True)
