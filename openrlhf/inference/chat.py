@@ -26,6 +26,9 @@ BANNER = (
     "exit or Ctrl-D quits, clear starts over, Ctrl-C stops a reply;"
     f" {QUOTES} begins and ends a message of several lines"
 )
+# A reply must not move the cursor, set the clipboard or retitle the window; only line breaks and tabs take effect.
+CONTROLS = (*range(0x20), *range(0x7F, 0xA0))
+SHOWN_CONTROLS = {code: f"\\x{code:02x}" for code in CONTROLS if chr(code) not in "\n\t"}
 CTRL_C = (signal.SIGINT,)  # SIGTERM keeps its handler, so a scheduler can still end the program
 
 
@@ -99,5 +102,6 @@ class ChatLoop:
 
 
 def show(text: str) -> None:
-    sys.stdout.write(text)
+    """Write a piece of a reply; on a terminal, control characters are shown instead of obeyed."""
+    sys.stdout.write(text.translate(SHOWN_CONTROLS) if sys.stdout.isatty() else text)
     sys.stdout.flush()

@@ -17,6 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from openrlhf.inference.chat import show
 from openrlhf.inference.chat_reply import StreamingDecoder
 from tests.commands import DEADLINE, ROOT, as_argv, run_command
 from tests.tiny import make_model
@@ -163,6 +164,22 @@ def test_a_character_is_shown_when_all_its_bytes_have_arrived():
 
 
 # a terminal
+
+
+HOSTILE = "\x1b]0;title\x07\x1b[2J\x9b31m\rover\x7f\b\0"
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_control_characters_of_a_reply_are_shown_on_a_terminal_and_unchanged_in_a_pipe(monkeypatch, is_terminal):
+    reader, writer = pty.openpty() if is_terminal else os.pipe()
+    text = f"a\tb {HOSTILE} é語👩‍🔬\n"
+    with os.fdopen(reader, "rb"), os.fdopen(writer, "w", encoding="utf-8") as screen:
+        monkeypatch.setattr(sys, "stdout", screen)
+        show(text)
+        monkeypatch.undo()
+        received = os.read(reader, 1000).decode()
+    shown = r"\x1b]0;title\x07\x1b[2J\x9b31m\x0dover\x7f\x08\x00"
+    assert received == (f"a\tb {shown} é語👩‍🔬\r\n" if is_terminal else text)
 
 
 class Terminal:
