@@ -53,6 +53,7 @@ def messages(*roles):
 
 
 conversations = st.one_of(
+    st.tuples(messages("user"), messages("assistant")).map(list),
     st.tuples(messages("user", "human"), messages("assistant", "gpt", "function_call")).map(list),
     st.lists(mostly(messages("user", "assistant", "system", "tool", "gpt", "human", "observation")), max_size=4),
 )

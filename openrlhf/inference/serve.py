@@ -99,6 +99,8 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.stopped_by is None:
             write_line(STOPPING)
+        else:
+            self.force_exit = True  # uvicorn itself ignores a second SIGTERM
         self.stopped_by = sig
         super().handle_exit(sig, frame)
 

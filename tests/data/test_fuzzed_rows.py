@@ -34,7 +34,7 @@ READERS = {
     "SFT": lambda *data: sft_rows(*data, ConversationFlags(output_key="output"), PLAIN, LENGTH),
     "SFT, chat": lambda *data: sft_rows(*data, ConversationFlags(), CHAT, LENGTH),
     "SFT, chat in two columns": lambda *data: sft_rows(*data, ConversationFlags(output_key="output"), CHAT, LENGTH),
-    "SFT, all turns": lambda *data: sft_rows(*data, ConversationFlags(multiturn=True), CHAT, LENGTH),
+    "SFT, all turns of a chat": lambda *data: sft_rows(*data, ConversationFlags(multiturn=True), CHAT, LENGTH),
     "pre-training": lambda *data: sft_rows(*data, ConversationFlags(pretrain_mode=True), PLAIN, LENGTH),
     "pairs": lambda *data: preference_rows(*data, PairFlags(prompt_key="input"), PLAIN, LENGTH, drop_long_prompts=True),
     "pairs, chat": lambda *data: preference_rows(*data, PairFlags(), CHAT, LENGTH, drop_long_prompts=False),
@@ -43,19 +43,25 @@ READERS = {
     "steps": lambda *data: step_rows(*data, StepFlags(placeholder_token="ки", reward_tokens=("+", "-")), LENGTH).rows,
     "prompts": lambda *data: prompt_rows(*data, PromptFlags(label_key="label"), PLAIN, Budget(LENGTH)),
     "prompts, chat": lambda *data: prompt_rows(*data, PromptFlags(), CHAT, Budget(LENGTH)),
-    "generation": lambda *data: read_prompts(*data, BatchInferenceConfig(template=CHAT), first_index=0, budget=LENGTH),
+    "generation, chat": lambda *data: read_prompts(
+        *data, BatchInferenceConfig(template=CHAT), first_index=0, budget=LENGTH
+    ),
     "scoring": lambda *data: read_answers(*data, BatchInferenceConfig(template=PLAIN)),
 }
-labels = st.one_of(
-    st.sampled_from([0, 1, ["+"], [0.5]]),
-    numbers,
-    st.lists(mostly(st.one_of(numbers, st.sampled_from("+-"))), max_size=2),
-)
-cells = mostly(st.one_of(words, words, conversations))
-rows = st.fixed_dictionaries(
-    {"input": cells, "output": cells, "chosen": cells, "rejected": cells, "label": mostly(labels)},
-    optional={"margin": numbers, "tools": mostly(tools), "index": values, "datasource": values},
-)
+steps = st.lists(mostly(st.one_of(numbers, st.sampled_from("+-"))), max_size=2)
+
+
+def rows(cells):
+    """Draw a row whose main columns are mostly these cells."""
+    cells = mostly(cells)
+    labels = st.one_of(st.sampled_from([0, 1]), st.sampled_from([["+"], [0.5]]), steps)
+    return st.fixed_dictionaries(
+        {"input": cells, "output": cells, "chosen": cells, "rejected": cells, "label": mostly(labels)},
+        optional={"margin": numbers, "tools": mostly(tools), "index": values, "datasource": values},
+    )
+
+
+plain_rows, chat_rows, stepwise_rows = rows(words), rows(conversations), rows(st.just("one ки"))
 
 
 def problem_of(read):
@@ -69,8 +75,9 @@ def problem_of(read):
 
 @pytest.mark.parametrize("name", READERS)
 @FUZZING
-@given(row=rows, template=st.sampled_from([STABLE, TOOLS, MARKING, REWRITING]))
-def test_any_row_is_read_or_rejected_with_its_place(name, tmp_path, row, template):
+@given(data=st.data(), template=st.sampled_from([STABLE, TOOLS, MARKING, REWRITING]))
+def test_any_row_is_read_or_rejected_with_its_place(name, tmp_path, data, template):
+    row = data.draw(chat_rows if "chat" in name else stepwise_rows if name == "steps" else plain_rows)
     (tmp_path / "data.jsonl").write_text(json.dumps(row) + "\n")
     tokenizer = word_tokenizer(template)
     problem = problem_of(lambda: READERS[name](load_dataset_rows("data.jsonl", split="train"), tokenizer))

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
+import uvicorn.config
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -382,6 +383,17 @@ def test_connections_that_wait_for_their_client_are_closed(reward_model):
         for name, client in clients.items():
             assert (b"408" in read_to_end(client)) == (name != "half of a second request"), name
         assert all(b"408" in read_to_end(client) for client in silent)
+
+
+def test_connections_that_wait_are_closed_without_httptools_too(reward_model, monkeypatch):
+    """Uvicorn parses with h11 if httptools is not installed."""
+    monkeypatch.setitem(uvicorn.config.HTTP_PROTOCOLS, "auto", "uvicorn.protocols.http.h11_impl:H11Protocol")
+    with serving(reward_pretrain=reward_model, request_timeout=1) as url, ExitStack() as stack:
+        clients = {name: connect(stack, urlsplit(url).port, begun) for name, begun in INCOMPLETE.items()}
+        assert post(url, {"query": "abc"})[0] == 200
+        for name, client in clients.items():
+            client.settimeout(10)
+            assert (b"408" in read_to_end(client)) == (name != "half of a second request"), name
 
 
 @pytest.mark.slow(seconds=4)
