@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from sessions import TOOL_TEMPLATE, decode, encode, prompt
 
 from openrlhf.agents.chat.episode import ChatEpisode, comparable
+from openrlhf.agents.chat.nemo_gym import convert_tool, read_row
 from openrlhf.agents.chat.server import ChatServer
 from openrlhf.agents.chat.wire import find_calls, format_message, read_chat
 from openrlhf.agents.interface import AgentSamplingParams, EpisodeTask, RequestOutput
@@ -68,6 +69,23 @@ def test_any_turn_of_the_policy_is_text_or_calls_that_clients_can_send_back(turn
     message = {"role": "assistant", "content": content, "tool_calls": found}
     (returned,) = read_chat(json.loads(json.dumps([format_message(message)], allow_nan=False)))
     assert comparable(returned) == comparable(message)
+
+
+gym_rows = some_of(
+    responses_create_params=mostly(some_of(input=mostly(st.one_of(texts, conversations)), tools=mostly(tools)))
+)
+
+
+@FUZZING
+@given(label=st.one_of(values, gym_rows, gym_rows.map(json.dumps)))
+def test_any_label_is_a_row_of_nemo_gym_or_rejected(label):
+    try:
+        row = read_row(label)
+        tools = [convert_tool(tool) for tool in row["responses_create_params"].get("tools") or []]
+    except RolloutError as error:
+        assert len(str(error)) < 1000  # noqa: PT017
+    else:
+        assert all(isinstance(tool["function"]["name"], str) for tool in tools)
 
 
 class OneTurn:

@@ -42,7 +42,7 @@ class GemAgentExecutor(ChatExecutor):
         episode = self.open_chat(task)
         try:
             seed = int(task.label)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise RolloutError(
                 f"the label of a prompt for GEM is {kind_of(task.label)}; expected a whole number, the seed of a game",
                 try_this="--label_key with the field that holds the seed",

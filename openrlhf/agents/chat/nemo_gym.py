@@ -26,7 +26,10 @@ from openrlhf.errors import DataError, RewardError, RolloutError
 if TYPE_CHECKING:
     from aiohttp import ClientSession
 
-ROW = "the label of a prompt for NeMo Gym is its row, as an object or as JSON text, with responses_create_params.input"
+ROW = (
+    "the label of a prompt for NeMo Gym is its row, as an object or as JSON text, with responses_create_params.input"
+    " and, if any, a list of tools"
+)
 Item: TypeAlias = dict[str, Json]  # of a Responses object
 
 
@@ -129,14 +132,14 @@ def read_row(label: object) -> dict[str, Any]:
         row = None
     if isinstance(row, dict):
         params = row.get("responses_create_params")
-        if isinstance(params, Mapping) and params.get("input"):
+        if isinstance(params, Mapping) and params.get("input") and isinstance(params.get("tools") or [], list):
             return row
     raise RolloutError(f"{ROW}; it is {kind_of(label)}")
 
 
-def convert_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+def convert_tool(tool: object) -> dict[str, Any]:
     """Convert a tool from the flat format of the Responses API to the nested one of chat templates."""
-    if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
+    if not isinstance(tool, Mapping) or tool.get("type") != "function" or not isinstance(tool.get("name"), str):
         raise RolloutError(f"a tool of responses_create_params is {kind_of(tool)}; expected a function with a name")
     known = ("name", "description", "parameters")
     return {"type": "function", "function": {key: tool[key] for key in known if tool.get(key) is not None}}
