@@ -1,8 +1,8 @@
-"""Other spellings of our flags: older names, misprints in the documentation, and the dotted names of 0.10.2 and later.
+"""Other spellings of flags: old names, misprints in upstream documentation, and the dotted names of 0.10.2 and later.
 
 `parser.parse_given` calls `rewrite` on the words of the command line and of YAML files before argparse sees them, so
-that the parser, the help and the errors use one name per flag. A message tells the user about each old name. Dotted
-names are equally good and need no message. Flags of older versions that no longer exist are in `retired`.
+that the parser, the help and the errors use one name per flag. A message reports each old name; dotted names are
+current and accepted without one. Flags of older versions that no longer exist are in `retired`.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -12,7 +12,7 @@ from openrlhf.config.retired import CORRECTION, correction_words, retire, retire
 
 FALSE = ("false", "no", "off", "0")
 
-# Old spelling -> the flag that replaces it, with a value if it implies one. A message tells the user about it.
+# Old name -> the flag that replaces it, followed by a value if the old name implies one. A message reports each use.
 RENAMED: Mapping[str, str] = {
     "bf16": "param_dtype bf16",
     "flash_attn": "attn_implementation flash_attention_2",
@@ -47,7 +47,7 @@ SECRETS: Mapping[str, tuple[str, ...]] = {"OPENRLHF_RM_API_KEY": ("api_key", "re
 
 
 def _names(prefix: str, *words: str, own: str = "") -> dict[str, tuple[str, ...]]:
-    """Read `dotted=flat` words, or one word if both names are the same; `own` is a prefix of the flat names."""
+    """Parse `dotted=flat` words, or single words if both names are equal; `own` is the prefix of the flat names."""
     pairs = [word.split("=") for line in words for word in line.split()]
     return {f"{prefix}{pair[0]}": tuple(f"{own}{flat}" for flat in pair[-1].split("/")) for pair in pairs}
 
@@ -127,7 +127,7 @@ def known_spellings(command: type) -> list[str]:
 
 
 def successor(name: str, flags: Collection[str]) -> list[str]:
-    """Return the one of `flags` that a spelling stands for, followed by the value that it implies, if any."""
+    """Return the current flag for a spelling, followed by its implied value, if any; empty if there is none."""
     known = [RENAMED[name].split()] if name in RENAMED else [[flat] for flat in (name, *DOTTED.get(name, ()))]
     return next((words for words in known if words[0] in flags), [])
 
@@ -146,7 +146,7 @@ def rewrite(command: type, argv: Sequence[str]) -> tuple[list[str], list[str]]:
             words += given
         elif became:
             flag, *implied = became
-            if implied and attached.lower() in FALSE:  # a switch that a file turns off
+            if implied and attached.lower() in FALSE:  # an old switch set to false in a YAML file
                 continue
             new = VALUES.get(flag, {}).get(value)
             if name in RENAMED:
@@ -176,7 +176,7 @@ def grouped(argv: Sequence[str]) -> list[list[str]]:
 
 
 def environment_arguments(command: type, environ: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Turn environment variables into arguments, which flags may override; also return a message per old variable."""
+    """Convert environment variables to arguments with lower precedence than flags; also report old variables."""
     flags = flags_of(command)
     old = [(key, name) for key, name in ENVIRONMENT.items() if key in environ and name in flags]
     keys = [(key, name) for key, names in SECRETS.items() if key in environ for name in names if name in flags]

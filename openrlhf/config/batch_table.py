@@ -1,6 +1,6 @@
-"""The table of batch sizes that training commands print at start-up, so that you can check them before the run.
+"""The table of batch sizes that training commands print at start-up, so that you can check them.
 
-Each line is a derived number and how it follows from the flags; `cli/entry.py` prints them.
+Each line shows a derived number and how it follows from the flags; `cli/entry.py` prints the table.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ def supervised_table(config: SupervisedConfig) -> list[Line]:
         Line("samples per device and step", f"{share:,}", f"{batch} / {ranks}"),
         Line("micro-batches per step", f"{ceil(share / micro):,}", f"of up to {micro} (--micro_train_batch_size)"),
         Line("tokens per step, at most", f"{batch * longest:,}", f"{batch} x --max_len {longest}"),
-        Line("epochs", f"{batches.max_epochs:,}", "--max_epochs; the last, smaller batch is trained too"),
+        Line("epochs", f"{batches.max_epochs:,}", "--max_epochs; a smaller last batch is also trained"),
     ]
 
 

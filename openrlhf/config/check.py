@@ -1,9 +1,9 @@
 """The rules of each command, in the order in which they run.
 
 `check` is called once, right after parsing. Rules about a single flag (its range, whether it is required) are part of
-its declaration. The others live in `checks/`, one function per rule, named after the rule. The order matters: a rule
-sees the changes of those before it, and may rely on what they have rejected. Files come last, because a wrong flag is
-cheaper to correct than a missing file.
+its declaration. Rules about several flags are functions in `checks/`, each named after its rule. The order matters: a
+rule sees the changes made by earlier rules and can rely on their checks. Files are checked last, because a wrong flag
+is easier to fix than a missing file.
 """
 
 from collections.abc import Callable, Collection
@@ -156,10 +156,9 @@ RULES: dict[type, Rules] = {
 
 
 def check(config: C, tell: Callable[[str], None] = say, given: Collection[str] | None = None) -> C:
-    """Apply a command's rules in order and return the config that the rest of the program uses, unmodified.
+    """Apply a command's rules in order and return the final config.
 
-    Flags among `given` that have no effect in this run are reported; None means all flags that differ from their
-    defaults.
+    Flags in `given` that have no effect in this run are reported; None means all flags that differ from their defaults.
     """
     for rule in RULES[type(config)]:
         match rule(config):

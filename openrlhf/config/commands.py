@@ -1,7 +1,7 @@
-"""The config of each command: its sections of flags, and its own defaults for some of them.
+"""The config of each command: its sections of flags, and the defaults that differ for this command.
 
-`COMMANDS` maps command names to configs. The docstrings of the configs are shown by `openrlhf --help`. A config is
-frozen, and code receives it, or the sections it needs, unchanged; `flags.replace_flags` makes a changed copy.
+`COMMANDS` maps command names to configs. `openrlhf --help` shows the docstrings of the configs. A config is frozen;
+use `flags.replace_flags` to make a changed copy.
 """
 
 from dataclasses import dataclass
@@ -66,7 +66,7 @@ class SFTConfig(SupervisedConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RMConfig(SupervisedConfig):
-    """A reward model from pairs of responses."""
+    """Train a reward model on pairs of responses."""
 
     data: DatasetFlags = section(DatasetFlags, max_len=512)
     fields: PairFlags = section(PairFlags)
@@ -95,7 +95,7 @@ class DPOConfig(SupervisedConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class KTOConfig(SupervisedConfig):
-    """Preference learning from single responses with a label (KTO)."""
+    """Preference optimisation from single labelled responses (KTO)."""
 
     model: ModelFlags = section(ModelFlags, pretrain="bigscience/bloomz-1b7")
     data: DatasetFlags = section(DatasetFlags, eval_split="test")
@@ -121,7 +121,7 @@ class KDConfig(SupervisedConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PRMConfig(SupervisedConfig):
-    """A process reward model from steps with labels."""
+    """Train a process reward model on labelled steps."""
 
     data: DatasetFlags = section(DatasetFlags, eval_split="test")
     fields: StepFlags = section(StepFlags)
@@ -133,7 +133,7 @@ class PRMConfig(SupervisedConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RLConfig(TrainingConfig):
-    """Reinforcement learning: PPO, REINFORCE++, RLOO, GRPO, Dr. GRPO; single- and multi-turn agents."""
+    """Reinforcement learning with PPO, REINFORCE++, RLOO, GRPO or Dr. GRPO; single- and multi-turn agents."""
 
     prompts: rl.PromptFlags = section(rl.PromptFlags)
     template: TemplateFlags = section(TemplateFlags)
@@ -164,7 +164,7 @@ class LocalRLConfig(RLConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchInferenceConfig:
-    """Generate, score and post-process over whole datasets."""
+    """Generate, score and post-process responses for whole datasets."""
 
     task: inference.BatchTaskFlags = section(inference.BatchTaskFlags)
     model: ServedModelFlags = section(ServedModelFlags)

@@ -1,9 +1,9 @@
-"""Flags as dataclass fields: declare them, list those of a command, replace their values.
+"""Flags as dataclass fields: declare flags, list the flags of a command, replace their values.
 
 A section is a frozen dataclass whose fields are flags, and a command is a frozen dataclass of sections
-(`commands.py`). A flag is declared once, by `flag()`: its default, its help, the range of its value, the flag without
-which it does nothing, and whether it is required. The parser, the checks, the messages about idle flags and
-`config.json` all read these declarations, so a new flag is one new field and nothing else.
+(`commands.py`). `flag()` declares a flag once: its default, help, range, the flag it depends on, and whether it is
+required. The parser, the checks, the messages about unused flags and `config.json` all read these declarations, so
+adding a flag means adding one field.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ C = TypeVar("C")
 
 @dataclass(frozen=True)
 class Range:
-    """The values that a numeric flag may have; `wanted` follows "must be" in the error message."""
+    """The allowed values of a numeric flag; the error message reads "must be" followed by `wanted`."""
 
     wanted: str
     holds: Callable[[float], bool]  # False for NaN, because every comparison with NaN is False
@@ -37,16 +37,16 @@ def flag(
 ) -> T:
     """Declare a field of a section, and with it the command-line flag of the same name.
 
-    A value of None is always in range; each element of a tuple must be `within` it. `needs` names another flag of the
-    same command: as long as that one is unset, this one has no effect, and the run says so. `required` marks a flag
-    that the command cannot run without; its value is an example for the error message.
+    `within` is the allowed range; None is always allowed, and every element of a tuple must be in range. `needs` names
+    another flag of the same command: while that flag is unset, this one has no effect and a message says so. `required`
+    marks a flag that the command cannot run without; its value is an example for the error message.
     """
     metadata = {"help": help, "within": within, "needs": needs, "required": required}
     return cast(T, dataclasses.field(default=default, metadata=metadata))
 
 
 def section(kind: type[T], **defaults: object) -> T:
-    """Declare a section of a command, with the defaults that this command changes."""
+    """Declare a section of a command; `defaults` overrides defaults of the section for this command."""
     return cast(T, dataclasses.field(default_factory=partial(kind, **defaults)))
 
 
@@ -58,7 +58,7 @@ class Flag:
     section: str  # field of the command that holds the flag
     title: str  # first line of the section's docstring, a heading in --help
     type: object  # a typing form, such as `int | None`
-    default: object  # of this command, which may override the section's
+    default: object  # default in this command, which may override the section's default
     help: str
     within: Range | None
     needs: str | None
@@ -82,7 +82,7 @@ def flags_of(command: type) -> Mapping[str, Flag]:
 
 
 def replace_flags(config: C, **values: object) -> C:
-    """Return the config with some flags replaced; each is looked up in the section that declares it."""
+    """Return a copy of the config with some flags replaced, in whichever sections declare them."""
     known = flags_of(type(config))
     by_section: dict[str, dict[str, object]] = {}
     for name, value in values.items():

@@ -1,7 +1,7 @@
 """The command-line parser, built from the config dataclasses: sections become argparse groups, fields become flags.
 
-Flags can also come from the environment and from YAML files (`--config`). All of them are turned into arguments first,
-so that one parser reads them, with one set of error messages.
+Flags can also come from the environment and from YAML files (`--config`). They are converted to
+command-line arguments first, so that one parser reads them all and reports errors in the same way.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def parse_given(
 ) -> tuple[C, frozenset[str]]:
     """Parse flags from the environment, then `--config FILE`, then `argv`; later values override earlier ones.
 
-    Also return the names of the flags that were given.
+    Return the config and the names of the flags that were given.
     """
     environ = os.environ if environ is None else environ
     parser = build_parser(command, prog)
@@ -81,16 +81,16 @@ def build_parser(command: type, prog: str) -> FlagParser:
         usage=f"{prog} [--flag value ...]",
         description=description,
         formatter_class=FlagHelp,
-        allow_abbrev=False,  # a typo could pass as an abbreviation of some other flag
+        allow_abbrev=False,  # a typo could be accepted as an abbreviation of another flag
     )
     parser.add_argument(
         "--config",
         metavar="FILE",
         action="append",
         default=[],
-        help="YAML file with the same names; flags on the command line override it.",
+        help="YAML file of flags, without the dashes; flags on the command line override it.",
     )
-    parser._negative_number_matcher = NEGATIVE_NUMBER  # argparse's default takes -1e-3 for a flag
+    parser._negative_number_matcher = NEGATIVE_NUMBER  # argparse's default pattern mistakes -1e-3 for a flag
     groups: dict[str, argparse._ArgumentGroup] = {}
     for item in flags_of(command).values():
         if item.section not in groups:
@@ -133,7 +133,7 @@ def to_bool(text: str) -> bool:
 
 
 def unknown_flag(command: type, given: str) -> ConfigError:
-    """Build the error for an unknown flag; suggest flags with that prefix, else similar ones, old spellings too."""
+    """Build the error for an unknown flag, with suggestions: names with that prefix, or else similar names."""
     name = given.split("=")[0].lstrip("-")
     if not given.startswith("--"):
         return ConfigError(f"expected a flag, got {given!r}", try_this="put quotes around values with spaces")
@@ -145,7 +145,7 @@ def unknown_flag(command: type, given: str) -> ConfigError:
 
 
 def file_arguments(command: type, path: Path) -> list[str]:
-    """Convert a YAML file to command-line arguments, so that both share the same parsing and the same errors."""
+    """Convert a YAML file to command-line arguments, so that parsing and error messages are the same."""
     import yaml
 
     try:

@@ -8,12 +8,15 @@ from dataclasses import dataclass
 
 from openrlhf.errors import ConfigError
 
-TRAINING, RL = "gradient_checkpointing", "prompt_data"  # flags that identify the commands that had a retired flag
+TRAINING, RL = (
+    "gradient_checkpointing",
+    "prompt_data",
+)  # a flag that all training commands have, and one that only RL commands have
 
 
 @dataclass(frozen=True)
 class Retired:
-    """A retired flag: the commands that had it (those with the flag `of`), and the message to print."""
+    """A retired flag, and the message to print; it belonged to the commands that have the flag `of`."""
 
     of: str
     line: str
@@ -24,7 +27,7 @@ class Retired:
 TEXT_ONLY = "has no effect: models are trained on text"
 RETIRED: Mapping[str, Retired] = {
     "disable_trace_cache": Retired(TRAINING, "has no effect: DeepSpeed's parameter trace needs no switch"),
-    "torch_compile": Retired(TRAINING, "has no effect; --deepcompile compiles the training step"),
+    "torch_compile": Retired(TRAINING, "has no effect; --deepcompile compiles the decoder layers"),
     "perf": Retired(RL, "has no effect: timings are always logged"),
     "actor_init_on_gpu": Retired(RL, "has no effect"),
     "ptx_coef": Retired(RL, "has no effect: there is no pre-training loss to weight"),
@@ -44,14 +47,14 @@ RETIRED: Mapping[str, Retired] = {
     **{name: Retired(RL, TEXT_ONLY) for name in ("freeze_visual_encoder", "actor.freeze_visual_encoder")},
 }
 
-# 0.11.2 has three flags for what --vllm_is_correction_type expresses in one.
+# The three flags of 0.11.2 that --vllm_is_correction_type replaces.
 LEVEL, MODE, GATING = (f"algo.advantage.is_correction_{name}" for name in ("level", "mode", "gating"))
 CORRECTION = (LEVEL, MODE, GATING)
 CORRECTION_TYPES = {("token", "clip"): "tis", ("token", "mask"): "icepop", ("seq", "mask"): "seq-mask-tis"}
 
 
 def retired_names(flags: Collection[str]) -> list[str]:
-    """List the retired flags of a command that has these `flags`."""
+    """List the retired flags of the command whose current flags are `flags`."""
     of = {name: item.of for name, item in RETIRED.items()} | dict.fromkeys(CORRECTION, "enable_vllm_is_correction")
     return [name for name, own in of.items() if own in flags]
 
@@ -65,7 +68,7 @@ def retire(name: str, value: str) -> str:
 
 
 def correction_words(given: Mapping[str, str]) -> list[str]:
-    """Translate the three correction flags of 0.11.2 to ours."""
+    """Translate the three correction flags of 0.11.2 to the current ones."""
     if not given:
         return []
     level, mode, gating = given.get(LEVEL, "off"), given.get(MODE, "mask"), given.get(GATING, "ratio")

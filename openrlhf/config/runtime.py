@@ -1,7 +1,7 @@
-"""Values derived from flags of several sections of an RL run: devices, models in use, sizes of the loop, loss defaults.
+"""Values derived from several sections of an RL config: devices, models in use, numbers of steps, loss defaults.
 
-The checks, the table of batch sizes and the run itself all call these functions, so they agree. Values derived from a
-single section are properties of that section. Nothing is stored: a config is frozen, so the values never change.
+The checks, the table of batch sizes and the run itself all call these functions, so their values agree. Values derived
+from a single section are properties of that section.
 """
 
 import math
@@ -15,10 +15,10 @@ from openrlhf.config.flags import replace_flags
 from openrlhf.config.sections.cluster import ROLES, Role
 from openrlhf.config.sections.rl import PolicyLossFlags
 
-GPUS_PER_NODE_ON_RAY = 8  # default under Ray if the command names no count
+GPUS_PER_NODE_ON_RAY = 8  # default for --*_num_gpus_per_node on Ray
 
 
-# Where a run executes: the runtime, devices and engines.
+# Runtime, devices and engines.
 
 
 def resolve_runtime(config: RLConfig, environ: Mapping[str, str] = os.environ) -> Literal["local", "ray"]:
@@ -50,9 +50,9 @@ def num_devices(config: RLConfig, role: Role, environ: Mapping[str, str] = os.en
 
 
 def policy_ranks(config: RLConfig) -> int:
-    """Return the data-parallel ranks of the policy, which share the micro-batches.
+    """Return the number of data-parallel ranks of the policy.
 
-    Ring and tensor-parallel peers work on the same samples and count as one.
+    Ring and tensor-parallel peers work on the same samples and count as one rank.
     """
     return num_devices(config, "actor") // (config.sharding.ring_attn_size * config.sharding.ds_tensor_parallel_size)
 
@@ -63,7 +63,7 @@ def num_engines(config: RLConfig, environ: Mapping[str, str] = os.environ) -> in
 
 
 def most_episodes(config: RLConfig, environ: Mapping[str, str] = os.environ) -> int | None:
-    """Return how many episodes may run concurrently: the smaller of two limits, None if neither is set."""
+    """Return the maximum number of concurrent episodes: the smaller of two limits, or None if neither is set."""
     rewards = config.rewards
     each = rewards.max_episodes_per_engine
     limits = [rewards.max_concurrent_episodes, None if each is None else each * num_engines(config, environ)]
@@ -71,7 +71,7 @@ def most_episodes(config: RLConfig, environ: Mapping[str, str] = os.environ) -> 
 
 
 def generates_in_lockstep(config: RLConfig) -> bool:
-    """Return True if the engine waits until all running episodes have a request, so that a run repeats exactly."""
+    """Return True if the engine waits until all running episodes have a request, which makes runs reproducible."""
     return resolve_runtime(config) == "local" and not config.engines.vllm_num_engines
 
 
@@ -105,16 +105,16 @@ def critic_model(config: RLConfig) -> str | None:
     return config.critic.critic_pretrain or first_reward_model or config.model.pretrain
 
 
-# Sizes of the loop. `num_prompts` counts the prompts of all episodes.
+# Numbers of rollouts and steps. `num_prompts` counts the prompts of all episodes.
 
 
 def queue_size(config: RLConfig) -> int:
-    """Return how many weight versions old a sample may be when it is trained; 0 is synchronous training."""
+    """Return the maximum age of a sample in training, in weight versions; 0 means synchronous training."""
     return config.asynchrony.async_queue_size if config.asynchrony.async_train else 0
 
 
 def is_asynchronous(config: RLConfig) -> bool:
-    """Return True if a sample may be older than the weights it is used to train."""
+    """Return True if samples may come from older weights than the ones being trained."""
     return queue_size(config) > 0
 
 
@@ -125,13 +125,13 @@ def num_rollouts(config: RLConfig, num_prompts: int) -> int:
 
 
 def steps_per_rollout(config: RLConfig) -> int:
-    """Return the optimizer steps of a full rollout."""
+    """Return the number of optimizer steps per full rollout."""
     batches = config.batches
     return math.ceil(config.rollout.samples_per_rollout / batches.train_batch_size) * batches.max_epochs
 
 
 def num_optimizer_steps(config: RLConfig, num_prompts: int) -> int:
-    """Return the optimizer steps of a run that keeps every group; a smaller last rollout gives fewer steps."""
+    """Return the number of optimizer steps of a run in which no group is filtered out."""
     size, samples = config.rollout.rollout_batch_size, config.rollout.n_samples_per_prompt
     prompts = (min(size, num_prompts - size * rollout) for rollout in range(num_rollouts(config, num_prompts)))
     batches = sum(math.ceil(count * samples / config.batches.train_batch_size) for count in prompts)
@@ -139,7 +139,7 @@ def num_optimizer_steps(config: RLConfig, num_prompts: int) -> int:
 
 
 def evaluation_config(config: RLConfig) -> RLConfig:
-    """Return the config for sampling in evaluation: its own sample count and temperature, and no filtering."""
+    """Return the config for evaluation, with its sample count and temperature and without filtering."""
     return replace_flags(
         config,
         n_samples_per_prompt=config.prompts.eval_n_samples_per_prompt,
@@ -152,31 +152,32 @@ def evaluation_config(config: RLConfig) -> RLConfig:
 
 
 def uses_correction(config: RLConfig) -> bool:
-    """Return whether importance correction is on: as the flag says; by default, if samples may be old."""
+    """Return True if importance correction is on; by default, it is on if samples may be stale."""
     given = config.policy.enable_vllm_is_correction
     return is_asynchronous(config) if given is None else given
 
 
 def old_log_probs_are_the_engines(config: RLConfig) -> bool:
-    """Return True if the ratio uses the engine's log-probs as the old ones: for old samples without correction.
+    """Return True if the engine's log-probs are the old log-probs of the ratio: for stale samples without correction.
 
-    Only the engine knows how likely those samples were when it sampled them. A ratio to its log-probs is meaningful
-    only if they are taken over the whole distribution.
+    The weights that sampled them are gone from the trainer, so only the engine's log-probs are available. They can be
+    used only if they cover the whole distribution.
     """
     whole = config.rollout.whole_log_probs or not config.rollout.limits_on_tokens
     return is_asynchronous(config) and not uses_correction(config) and whole
 
 
 def compares_engine(config: RLConfig) -> bool:
-    """Return True if the loss compares the log-probs of engine and trainer, which must then be of one distribution."""
+    """Return True if the loss compares the log-probs of engine and trainer, so both must use the same distribution."""
     return uses_correction(config) or old_log_probs_are_the_engines(config)
 
 
 def scores_policy(config: RLConfig) -> bool:
     """Return True if the policy must score its samples before training on them.
 
-    Its log-probs are needed for a KL in the reward, for the correction, and as the old ones of several optimizer steps.
-    With a single step per rollout, the old log-probs equal the current ones and need no scoring pass.
+    Its log-probs are needed for a KL term in the reward, for importance correction, and as the old log-probs if a
+    rollout is trained in several optimizer steps. With a single step per rollout, the old log-probs equal the current
+    ones and need no scoring pass.
     """
     kl_in_reward = uses_reference(config) and not config.kl.use_kl_loss
     several_steps = steps_per_rollout(config) > 1 and not old_log_probs_are_the_engines(config)
@@ -184,9 +185,9 @@ def scores_policy(config: RLConfig) -> bool:
 
 
 def policy_loss_flags(config: RLConfig) -> PolicyLossFlags:
-    """Return the section of the policy loss, with the defaults filled in that depend on other sections.
+    """Return the policy loss section after filling in the defaults that depend on other sections.
 
-    By default, Dr. GRPO aggregates its loss over a constant length, and the correction is on if samples may be old.
+    By default, Dr. GRPO averages its loss over a constant length, and correction is on if samples may be stale.
     """
     constant = config.advantage.advantage_estimator == "dr_grpo"
     return replace(

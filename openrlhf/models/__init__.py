@@ -1,6 +1,6 @@
-"""Loading, running and saving models: heads, layouts, attention, adapters."""
+"""Loading, running and saving models, with their heads, layouts, attention and adapters."""
 
 import logging
 
-# Transformers imports bitsandbytes if it is installed, and bitsandbytes then warns about kernels the run may never use.
+# Transformers imports bitsandbytes if it is installed, which then warns about kernels that the run may never use.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

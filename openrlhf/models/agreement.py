@@ -1,9 +1,9 @@
-"""Measure whether two computations of the same model agree; the load-time tests share it, and the tokens they use.
+"""Measure whether two computations of the same model agree.
 
 The self-test (self_test.py) and the choice of a decoding strategy (rollout/decoding_check.py) compare a fast
-computation with the model's own plain one. In fp32 the largest difference counts. In half precision two correct
-computations also differ, by the model's own rounding. That is measured: the same weights compute the same tokens in
-fp32, one module at a time.
+computation with the model's own forward on random tokens. In fp32, the largest difference is compared with a fixed
+tolerance. In half precision, even correct computations differ by rounding errors, so the tolerance is a multiple of the
+model's rounding error, which is measured by running the same weights and tokens in fp32, one module at a time.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from transformers import PreTrainedModel
 from openrlhf.errors import ConfigError
 from openrlhf.models.modes import in_fp32
 
-FP32_TOLERANCE = 1e-4  # largest difference of a log-prob, in nats
-ROUNDINGS = 4.0  # in half precision: mean difference, in multiples of the model's own rounding
+FP32_TOLERANCE = 1e-4  # maximum difference between log-probs, in nats
+ROUNDINGS = 4.0  # maximum mean difference in half precision, as a multiple of the model's rounding error
 LEAST_ROUNDING = 5e-3
-SHARDED_ROUNDING = 0.05  # assumed for sharded weights, for which it is not measured
-# Errors that third-party code raises on inputs that it does not support.
+SHARDED_ROUNDING = 0.05  # assumed for sharded weights, whose rounding error is not measured
+# Errors that third-party code may raise for unsupported inputs.
 FAILURES = (
     ArithmeticError, AssertionError, AttributeError, ConfigError, ImportError, LookupError, NotImplementedError,
     RuntimeError, TypeError, ValueError,
@@ -39,15 +39,15 @@ def random_rows(vocabulary: int, lengths: Sequence[int]) -> list[NDArray[np.int3
 
 
 def distance(found: Tensor, expected: Tensor) -> Tensor:
-    """Return absolute differences: 0 for a token that both consider impossible (-inf), infinite for NaN."""
+    """Return absolute differences: 0 if both values are -inf (impossible tokens), infinite if either is NaN."""
     return torch.where(found == expected, 0.0, (found - expected).abs()).nan_to_num(math.inf)
 
 
 def relative_error(found: Tensor, own: Tensor, rounding: float | None) -> tuple[float, str]:
-    """Return (the difference from the model's own numbers as a fraction of what is allowed, a description of it).
+    """Return (difference from the model's own results / allowed difference, description of the difference).
 
-    In fp32 (`rounding` is None) the largest difference counts, relative for numbers beyond 1 in magnitude. Otherwise
-    the mean one does, because rounding blurs single numbers.
+    In fp32 (`rounding` is None), use the largest difference, relative to values above 1 in magnitude. In half
+    precision, use the mean difference, because single values are too noisy.
     """
     off = distance(found, own)
     if rounding is None:
@@ -72,12 +72,12 @@ def measure_rounding(decoder: PreTrainedModel, own: Tensor, compute: Callable[[]
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """True under ZeRO-3, which marks its parameters with `ds_id`."""
+    """Return True for a model under ZeRO-3, which marks its parameters with `ds_id`."""
     return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
 def describe_error(error: Exception) -> str:
-    """Describe an error in less than a line."""
+    """Describe an error in a short phrase."""
     if isinstance(error, ConfigError):
         return error.message
     lines = str(error).strip().splitlines()

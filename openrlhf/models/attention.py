@@ -1,10 +1,10 @@
 """Attention over packed sequences: PyTorch's varlen flash kernel on CUDA, SDPA per segment elsewhere.
 
-`segmented_attention` is registered with Transformers as another attention implementation, so any model that takes its
-attention from the registry packs exactly: a token attends to its own sequence and nothing else. No compiled package is
-needed. `load.py` asks `choose_attention` which implementation to load a model with, and `Network` passes the bounds of
-the sequences (`cu_seq_lens_q`) through the model to the kernel. In a ring of processes the same function hands over to
-ring_attention.py.
+`segmented_attention` is registered with Transformers as an attention implementation. Every model that uses the registry
+can therefore run on packed rows, with each token attending only to its own sequence, and without a compiled package.
+`load.py` calls `choose_attention` to select the implementation for a model, and `Network` passes the sequence bounds
+(`cu_seq_lens_q`) through the model to the kernel. In a ring of processes, `segmented_attention` calls
+`ring_attention`.
 """
 
 import inspect
@@ -31,26 +31,29 @@ _KERNEL = inspect.signature(varlen.varlen_attn).parameters
 
 
 def choose_attention(requested: str, device: torch.device, packing: bool) -> tuple[str, str | None]:
-    """Return the implementation to load a model with, and a line to print if the request cannot be met in full."""
+    """Return the implementation to load a model with, and a message if the request cannot be fully met."""
     if requested == "auto":
         return (SEGMENTED if packing or device.type == "cuda" else "sdpa"), None
     package = FLASH_PACKAGES.get(requested)
     if package and (find_spec(package) is None or device.type != "cuda"):
         why = f"{package} is not installed" if device.type == "cuda" else "there is no GPU"
         kernel = "PyTorch's varlen kernel" if device.type == "cuda" else "SDPA"
-        return choose_attention("auto", device, packing)[0], f"{requested}: {why}, so {kernel} is used"
+        return choose_attention("auto", device, packing)[
+            0
+        ], f"--attn_implementation {requested}: {why}, so {kernel} is used instead"
     if packing and not package and requested != SEGMENTED:
         return (
             requested,
-            f"--attn_implementation {requested} cannot pack: sequences are padded. Try: --attn_implementation auto",
+            f"--attn_implementation {requested} does not support packing, so sequences are padded. Try: "
+            "--attn_implementation auto",
         )
     return requested, None
 
 
 def fitting_attention(attention: str, model_class: type[PreTrainedModel] | None, config: PretrainedConfig) -> str:
-    """Return `attention`, or the next slower one that a model class supports.
+    """Return `attention`, or the next slower implementation that the model class supports.
 
-    The class is None if it comes with the model's folder instead of Transformers.
+    The class is None if its code is in the model's folder instead of Transformers.
     """
     if attention == SEGMENTED and not (model_class and model_class._can_set_attn_implementation()):
         attention = "sdpa"
@@ -58,7 +61,7 @@ def fitting_attention(attention: str, model_class: type[PreTrainedModel] | None,
 
 
 def takes_sdpa(model_class: type[PreTrainedModel] | None, config: PretrainedConfig) -> bool:
-    """Return whether SDPA is correct for a model: if the model caps its attention scores, SDPA silently omits that."""
+    """Return True if SDPA is correct for a model; SDPA silently omits the score cap of some models."""
     capped = config.get_text_config().to_dict().get("attn_logit_softcapping")
     return not capped and (model_class is None or model_class._supports_sdpa)
 
@@ -81,12 +84,14 @@ def segmented_attention(  # noqa: PLR0913 - the signature is the registry's
 ) -> tuple[Tensor, None]:
     """Compute causal attention within each segment of one packed row; return [1, tokens, heads, dim].
 
-    If `share` is given, the tokens are those of one process in a ring, and the share defines the segments.
+    If `share` is given, the tokens belong to one process in a ring, and the share defines the segments.
     """
     if softcap is not None or s_aux is not None:
         way_out = "--attn_implementation eager" if share is None else "--ring_attn_size 1 --attn_implementation eager"
-        raise ConfigError("this model caps its attention scores or adds sinks", try_this=way_out)
-    assert attention_mask is None, "packed rows carry their structure in cu_seq_lens, not in a mask"
+        raise ConfigError(
+            "this model uses attention score caps or sinks, which the packed kernel does not support", try_this=way_out
+        )
+    assert attention_mask is None, "packed rows are described by cu_seq_lens, not by a mask"
     if share is not None:
         scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window)
         return ring_attention(by_token(query), by_token(key), by_token(value), share, scoring).unsqueeze(0), None
@@ -118,15 +123,18 @@ def by_token(tensor: Tensor) -> Tensor:
 
 
 def kernel_options(sliding_window: int | None, known: Container[str]) -> dict[str, bool | tuple[int, int]]:
-    """Return the arguments for causal attention: their names differ between releases of PyTorch.
+    """Return the keyword arguments for causal attention, whose names differ between PyTorch releases.
 
-    Before `enable_gqa` was added (2.12), fewer key heads than query heads were accepted without it.
+    Releases before 2.12 have no `enable_gqa` and accept fewer key heads than query heads without it.
     """
     options: dict[str, bool | tuple[int, int]] = {"enable_gqa": True} if "enable_gqa" in known else {}
     if "window_size" in known:
         options["window_size"] = (-1 if sliding_window is None else sliding_window - 1, 0)
     elif sliding_window is not None:
-        raise ConfigError("this PyTorch's varlen kernel has no sliding window", try_this="--attn_implementation sdpa")
+        raise ConfigError(
+            "the varlen kernel of this PyTorch release does not support sliding windows",
+            try_this="--attn_implementation sdpa",
+        )
     else:
         options["is_causal"] = True
     return options

@@ -1,13 +1,13 @@
-"""Attention of a block of queries to a block of keys, with outputs that can be merged across blocks, and gradients.
+"""Attention between a block of queries and a block of keys, with gradients and outputs that can be merged.
 
 A process in a ring attends to the keys of all processes, one block after another (ring_attention.py). For each query,
-the output o and the log-sum-exp l of its scores are kept; the partial results of two blocks give the whole:
+the output o and the log-sum-exp l of its scores are kept, so that the results of two blocks can be merged:
 
     l = log(exp(l1) + exp(l2))        o = exp(l1 - l) o1 + exp(l2 - l) o2        (`merge`)
 
-With l and o of the whole, the gradient is a sum over blocks (FlashAttention, arXiv 2205.14135, appendix B.2). On CUDA
-in half precision this uses the forward and backward of PyTorch's flash kernel; elsewhere, and within a sliding window,
-plain matrix products over tiles of queries.
+Given the final l and o, the gradient is a sum over blocks (FlashAttention, arXiv 2205.14135, appendix B.2). On CUDA in
+half precision, this uses PyTorch's flash kernel; on other devices, in fp32 and with a sliding window, it uses matrix
+products over tiles of queries.
 """
 
 from collections.abc import Iterator
@@ -21,12 +21,12 @@ from torch import Tensor
 from openrlhf.models.ring import Block
 
 Bounds = tuple[int, ...]
-TILE = 1024  # queries at a time, so that the scores are [heads, TILE, keys]
+TILE = 1024  # number of queries processed together; limits the scores to [heads, TILE, keys]
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """The factor on a score, and how many tokens a query sees, itself included; None: all."""
+    """The scale of attention scores, and the sliding window in tokens, including the query (None: no window)."""
 
     scale: float
     window: int | None = None
@@ -34,7 +34,7 @@ class Scoring:
 
 @dataclass(frozen=True)
 class AttentionResult:
-    """Attention of queries over the keys of all processes, and the gradient of its output."""
+    """The result of attention over the keys of all processes, and the gradient of its output."""
 
     query: Tensor  # [tokens, heads, dim]
     output: Tensor  # [tokens, heads, dim]
@@ -57,7 +57,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, block: Block, scoring: Sco
         output, lse, *_ = torch.ops.aten._flash_attention_forward(
             query, key, value, *bounds, 0.0, block.distance == 0, False, scale=scoring.scale
         )
-        assert lse.shape == (query.shape[1], query.shape[0]), "the kernel's log-sum-exp is a number per head and token"
+        assert lse.shape == (query.shape[1], query.shape[0]), "expected one log-sum-exp per head and token"
         return output.float(), lse.T
     output, lse = query.new_empty(query.shape, dtype=torch.float32), query.new_empty(query.shape[:2]).float()
     for queries, keys, distance in tiles(block, scoring.window):
@@ -82,8 +82,10 @@ def block_gradients(
             *given, *bounds, 0.0, block.distance == 0, *no_dropout, scale=scoring.scale
         )
     to_query, to_key, to_value = (torch.zeros_like(part, dtype=torch.float32) for part in (result.query, key, value))
-    group = (key.shape[1], -1)  # heads as [key heads, group]: a group of heads shares a key head
-    pull = (result.gradient.float() * result.output.float()).sum(-1)  # [queries, heads], for the softmax
+    group = (key.shape[1], -1)  # unflatten heads to [key heads, group]: each group shares a key head
+    pull = (result.gradient.float() * result.output.float()).sum(
+        -1
+    )  # [queries, heads]: correction term of the softmax gradient
     for queries, keys, distance in tiles(block, scoring.window):
         # query and gradient: [queries, key heads, group, dim]; scores and weights: [key heads, group, queries, keys]
         query, gradient = (part[queries].unflatten(1, group) for part in (result.query, result.gradient))
@@ -98,7 +100,7 @@ def block_gradients(
 
 
 def merge(output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-    """Merge the outputs of the same queries over other keys into `output` and `lse`, in place.
+    """Merge the results of the same queries for other keys into `output` and `lse`, in place.
 
     Outputs are [queries, heads, dim], log-sum-exps [queries, heads].
     """
@@ -108,20 +110,20 @@ def merge(output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None
 
 
 def takes_flash(query: Tensor, scoring: Scoring) -> bool:
-    """True if PyTorch's flash kernel can be used."""
+    """Return True if PyTorch's flash kernel can be used."""
     return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and scoring.window is None
 
 
 @lru_cache(maxsize=512)
 def flash_bounds(query_bounds: Bounds, key_bounds: Bounds, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
-    """Return cumulative lengths and the longest, as the kernel expects; cached, because every layer needs the same."""
+    """Return cumulative and maximum lengths for the kernel; cached, because all layers use the same values."""
     queries, keys = (torch.tensor(side, dtype=torch.int32, device=device) for side in (query_bounds, key_bounds))
     longest_query, longest_key = (max(b - a for a, b in pairwise(side)) for side in (query_bounds, key_bounds))
     return queries, keys, longest_query, longest_key
 
 
 def tiles(block: Block, window: int | None) -> Iterator[tuple[slice, slice, int]]:
-    """Yield the queries of each tile, the keys that they may see, and the distance of the first query and key."""
+    """Yield the queries of each tile, the keys visible to them, and the distance from first key to first query."""
     sides = zip(pairwise(block.query_bounds), pairwise(block.key_bounds), strict=True)
     for (start, end), (first_key, last_key) in sides:
         for place in range(start, end, TILE):
@@ -132,7 +134,7 @@ def tiles(block: Block, window: int | None) -> Iterator[tuple[slice, slice, int]
 
 
 def masked_scores(query: Tensor, key: Tensor, distance: int, scoring: Scoring) -> Tensor:
-    """Return scores [key heads, group, queries, keys] in fp32, minus infinity for keys that a query does not see."""
+    """Return scores [key heads, group, queries, keys] in fp32, -inf for keys that are not visible to a query."""
     query = query.unflatten(1, (key.shape[1], -1))  # [queries, key heads, group, dim]
     scores = torch.einsum("qhgd,khd->hgqk", query, key).float() * scoring.scale
     places = torch.arange(len(query), device=query.device) + distance  # [queries]
@@ -142,5 +144,5 @@ def masked_scores(query: Tensor, key: Tensor, distance: int, scoring: Scoring) -
 
 
 def products(weights: Tensor, value: Tensor) -> Tensor:
-    """Return the sums [queries, heads, dim] of values or keys, by weights [key heads, group, queries, keys]."""
+    """Return sums [queries, heads, dim] of values (or keys), weighted by [key heads, group, queries, keys]."""
     return torch.einsum("hgqk,khd->qhgd", weights.to(value.dtype), value).flatten(1, 2)

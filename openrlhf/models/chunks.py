@@ -1,13 +1,13 @@
-"""Log-probs, entropies and distillation terms directly from hidden states, one chunk of tokens at a time.
+"""Log-probs, entropies and distillation terms from hidden states, computed one chunk of tokens at a time.
 
-The projection to the vocabulary is recomputed in the backward pass, so neither pass holds [tokens, vocabulary], only
-[chunk, vocabulary]:
+The projection to the vocabulary is recomputed in the backward pass, so both passes only need memory for
+[chunk, vocabulary], not for [tokens, vocabulary]:
 
     [tokens, hidden]  --split-->  [chunk, hidden]  --head-->  [chunk, vocabulary]  -->  [chunk]  --cat-->  [tokens]
 
-`Network` is the caller. It passes in the head as a callable: under ZeRO-3 or tensor parallelism it is the module
-that gathers or reduces, under LoRA the one with its adapter. For log-probs through a plain linear head, the most common
-case, the backward pass is written by hand: it takes less memory and time than autograd's.
+`Network` passes in the head as a callable, because under ZeRO-3, tensor parallelism or LoRA the module must be called
+to gather its weights, reduce its output or apply its adapter. For log-probs of a plain linear head, the most common
+case, the backward pass is written by hand, which takes less memory and time than autograd.
 """
 
 from collections.abc import Callable
@@ -22,16 +22,16 @@ from openrlhf.algo.reduce import LOWEST_LOG_PROB
 from openrlhf.algo.token_loss import kd_terms
 from openrlhf.models.heads import VocabularyHead
 
-Temperature = float | Tensor  # a single one for all tokens, or [tokens]
+Temperature = float | Tensor  # one value for all tokens, or [tokens]
 Head = Callable[[Tensor], Tensor]  # [tokens, hidden] -> [tokens, vocabulary]
-AutogradContext: TypeAlias = Any  # of a torch.autograd.Function: it takes any attribute
+AutogradContext: TypeAlias = Any  # the ctx of a torch.autograd.Function, which accepts any attribute
 ChunkFunction = Callable[..., tuple[Tensor, ...]]
 
-CHUNK = 1024  # tokens; at a vocabulary of 150k a chunk of fp32 logits is 0.6 GB
+CHUNK = 1024  # tokens; with a vocabulary of 150k, a chunk of fp32 logits takes 0.6 GB
 
 
 def in_chunks(function: ChunkFunction, *per_token: Tensor, chunk: int = CHUNK) -> tuple[Tensor, ...]:
-    """Apply `function` to chunks of its arguments and concatenate the results; recompute for the backward pass."""
+    """Apply `function` to chunks of its arguments and concatenate the results; recompute them in the backward pass."""
     pieces = zip(*(tensor.split(chunk) for tensor in per_token), strict=True)
     if torch.is_grad_enabled():
         results = [checkpoint(function, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
@@ -43,9 +43,9 @@ def in_chunks(function: ChunkFunction, *per_token: Tensor, chunk: int = CHUNK) -
 def token_log_probs(
     hidden: Tensor, targets: Tensor, head: Head, *, temperature: Temperature = 1.0, chunk: int = CHUNK
 ) -> Tensor:
-    """Return log p(target) [tokens] from hidden states [tokens, hidden]; in fp32, whatever the model's dtype.
+    """Return log p(target) [tokens] from hidden states [tokens, hidden], always in fp32.
 
-    If each token has its own temperature, these are split into chunks like the other arguments.
+    Temperatures per token are split into chunks like the other arguments.
     """
     linear = plain_linear(head)
     if linear is not None:
@@ -63,7 +63,7 @@ def token_log_probs(
 def token_log_probs_and_entropy(
     hidden: Tensor, targets: Tensor, head: Head, *, temperature: Temperature = 1.0, chunk: int = CHUNK
 ) -> tuple[Tensor, Tensor]:
-    """Return log p(target) and the entropy of each distribution, each [tokens], both at the sampling temperature."""
+    """Return log p(target) and the entropy of each distribution at the given temperature, both [tokens]."""
 
     def part(hidden: Tensor, targets: Tensor, own: Temperature = temperature) -> tuple[Tensor, Tensor]:
         log_probs = divided(head(hidden).float(), own).log_softmax(-1)  # [chunk, vocabulary]
@@ -90,9 +90,9 @@ def distillation_terms(
 
 
 def divided(logits: Tensor, temperature: Temperature, part: slice = slice(None)) -> Tensor:
-    """Divide logits [tokens, vocabulary] by the temperature, in fp32; `part` is their slice of all temperatures.
+    """Divide logits [tokens, vocabulary] by the temperature in fp32; `part` selects their temperatures, if per token.
 
-    At a single temperature of 1 they are returned as they are, since the softmax converts any dtype to fp32.
+    If the temperature is 1, the logits are returned unchanged: the softmax converts them to fp32.
     """
     if isinstance(temperature, Tensor):
         return logits.float() / temperature[part, None]
@@ -102,16 +102,20 @@ def divided(logits: Tensor, temperature: Temperature, part: slice = slice(None))
 def plain_linear(head: Head) -> tuple[Tensor, float] | None:
     """Return (weight, factor) of a head that is a matrix product times a factor; None if the head must be called.
 
-    Under ZeRO-3 (parameters marked with `ds_id`) it must: a weight is complete only while its module runs.
+    Under ZeRO-3 (parameters marked with `ds_id`) it must be called, because a weight is complete only while its module
+    runs.
     """
     module, factor = (head.module, head.factor) if isinstance(head, VocabularyHead) else (head, 1.0)
     if not isinstance(module, nn.Linear) or type(module) is not nn.Linear or not factor:
-        return None  # a subclass may compute more
+        return None  # a subclass may do more than multiply
     return (module.weight, factor) if module.bias is None and not hasattr(module.weight, "ds_id") else None
 
 
 class LinearLogProbs(torch.autograd.Function):
-    """log softmax(hidden @ weight^T / temperature) at the targets; d/dlogits = (one-hot - softmax) / temperature."""
+    """log_softmax(hidden @ weight.T / temperature) at the targets, with a hand-written backward pass.
+
+    The gradient with respect to the logits is (one-hot - softmax) / temperature.
+    """
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
@@ -131,8 +135,7 @@ class LinearLogProbs(torch.autograd.Function):
     def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         """Compute the gradients chunk by chunk.
 
-        The factor of each token scales its hidden state, [chunk, hidden], so that only the softmax has to pass over
-        [chunk, vocabulary].
+        The factor of each token multiplies [chunk, hidden] instead of the larger [chunk, vocabulary].
         """
         hidden, weight, targets, log_probs = ctx.saved_tensors
         to_hidden, to_weight = (  # [tokens, hidden] and [vocabulary, hidden]
@@ -140,7 +143,7 @@ class LinearLogProbs(torch.autograd.Function):
             for tensor, wanted in zip((hidden, weight), ctx.needs_input_grad, strict=False)
         )
         factor = (-gradient / ctx.temperature)[:, None]  # [tokens, 1]
-        # [tokens, 1]: p - 1, accurate even if p is nearly 1
+        # [tokens, 1]: p - 1; expm1 is accurate even if p is close to 1
         at_target = torch.expm1(log_probs)[:, None].to(weight.dtype)
         for place in range(0, len(targets), ctx.chunk):
             part = slice(place, place + ctx.chunk)

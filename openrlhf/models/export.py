@@ -1,7 +1,7 @@
 """Export of a trained network as a folder that plain Transformers (for adapters: PEFT) can load.
 
-The training backends call it, with gathered weights if theirs are sharded; `merge.py` reads what it saves next to
-adapters.
+Training backends call `save_model`, and gather sharded weights first. `merge.py` reads the head config that is saved
+next to the adapters of a reward model.
 """
 
 import json
@@ -20,9 +20,9 @@ HEAD_KEYS = ("value_head_prefix", "mean", "std", "normalize_reward", "pad_token_
 
 
 def saved_tensors(network: Network, gather: Gather = gather_nothing) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights for `save_model`: the decoder's tensors, each once; for an adapted model, the trained ones.
+    """Yield the weights for `save_model`: all tensors of the decoder, without duplicates; under LoRA, the trained ones.
 
-    Each is complete until the next one is requested. If the network is sharded, every rank must iterate to the end.
+    A tensor is valid until the next one is requested. If the network is sharded, every rank must iterate to the end.
     """
     adapted = network.model is not network.decoder
     seen: set[int] = set()
@@ -36,9 +36,9 @@ def saved_tensors(network: Network, gather: Gather = gather_nothing) -> Iterator
 def save_model(network: Network, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
     """Save weights, config and generation config; under LoRA, only the adapters.
 
-    A backend that shards its weights passes the gathered ones.
+    A backend with sharded weights passes the gathered weights.
     """
-    model: Any = network.model  # of Transformers or PEFT; both save by this method
+    model: Any = network.model  # a Transformers or PEFT model; both have save_pretrained
     adapted = model is not network.decoder
     config = network.decoder.config.to_dict()
     prefix, own = f"{config.get('value_head_prefix', SCALAR_HEAD)}.", f"{SCALAR_HEAD}."
@@ -50,6 +50,6 @@ def save_model(network: Network, folder: Path, weights: Mapping[str, Tensor] | N
     model.save_pretrained(folder, **({} if weights is None else {"state_dict": dict(weights)}))
     known = {name: config[name] for name in HEAD_KEYS if name in config}
     if adapted and "value_head_prefix" in known:
-        # The values about scores that a merged reward model's config needs. The file is not called config.json, because
-        # PEFT's own loaders would then mistake the folder for a complete model.
+        # Save the config values that the merged reward model will need. The file is not called config.json, because
+        # PEFT would then mistake the folder for a complete model.
         (folder / HEAD_CONFIG).write_text(json.dumps(known, indent=1), encoding="utf-8")

@@ -1,7 +1,8 @@
-"""A model as training uses it: per-token log-probs, a scalar per token or per sequence, logits at chosen positions.
+"""`Network` wraps a decoder of Transformers and returns the outputs that training needs.
 
-One module, `Network`, wraps any decoder of Transformers. Everything that a backend shards or hooks happens inside its
-`forward`, and its outputs are aligned to tokens as `types.py` defines: the value at position t belongs to token t.
+The outputs are log-probs per token, scalars per token or sequence, or logits at selected positions. They are aligned
+to tokens as defined in `types.py`: the value at position t belongs to token t. All modules run inside `forward`, so
+that backends can shard and hook them.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from openrlhf.types import Batch
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """What a forward pass returns. The caller names the kind it wants: `network(batch, LogProbs).log_probs`."""
+    """Base class of the outputs of a forward pass; callers select a subclass: `network(batch, LogProbs).log_probs`."""
 
-    aux_loss: Tensor | None = None  # load-balancing loss of a mixture of experts, if it is trained with one
+    aux_loss: Tensor | None = None  # load-balancing loss of a mixture of experts, if enabled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,7 @@ class LogProbs(Outputs):
 
 @dataclass(frozen=True, kw_only=True)
 class LogProbsAndEntropy(LogProbs):
-    """Log-probs of the target tokens, and the entropy of the distributions that they are drawn from."""
+    """Log-probs of the target tokens, and the entropy of the predicted distributions."""
 
     entropy: Tensor  # [rows, tokens], 0 if target_mask is False
 
@@ -55,45 +56,45 @@ class DistillationTerms(LogProbs):
 
 @dataclass(frozen=True, kw_only=True)
 class HiddenStates(Outputs):
-    """The states that the vocabulary head turns into predictions, for a student to learn from."""
+    """Hidden states before the vocabulary head; a student learns from those of its teacher."""
 
     hidden: Tensor  # [targets, hidden]: the state that predicts each target
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scores(Outputs):
-    """The scalar head at the last token of each sequence."""
+    """Outputs of the scalar head at the last token of each sequence."""
 
     scores: Tensor  # [sequences]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Values(Outputs):
-    """The scalar head before each target token."""
+    """Outputs of the scalar head at the token before each target."""
 
     values: Tensor  # [rows, tokens], 0 if target_mask is False
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetLogits(Outputs):
-    """Logits at the targets themselves, which predict the tokens after them."""
+    """Logits at the position of each target, where the next token is predicted."""
 
     logits: Tensor  # [targets, vocabulary]
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnLogProbs(LogProbs):
-    """Log-probs from the model's own forward, each sequence alone: the reference for the self-test."""
+    """Log-probs from the model's own forward, one sequence per call: the reference for the self-test."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnScores(Scores):
-    """Scores from the model's own forward, each sequence alone: the reference for the self-test."""
+    """Scores from the model's own forward, one sequence per call: the reference for the self-test."""
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """A teacher's view of a batch: its hidden states and the head that turns them into logits."""
+    """A teacher's hidden states for a batch, and the head that maps them to logits."""
 
     hidden: Tensor  # [targets, hidden]
     head: Head
@@ -111,7 +112,7 @@ class Network(nn.Module):
         self.self_test = self_test  # compare with the model's own forward before first use (`self_test.py`)
         self.with_aux_loss = with_aux_loss
         packs = self.decoder.config._attn_implementation in (SEGMENTED, *FLASH_PACKAGES)
-        self.layout: CallLayout = "packed" if packs else "padded"  # until the self-test
+        self.layout: CallLayout = "packed" if packs else "padded"  # the self-test may change it
         self.ring: Ring | None = None  # set by the backend if several processes share each packed row
 
     @property
@@ -134,13 +135,13 @@ class Network(nn.Module):
 
     @cached_property
     def _convolution_reach(self) -> int:
-        """How many tokens back the widest convolution looks."""
+        """Number of previous tokens that the widest convolution reads."""
         kernels = (module.kernel_size[0] for module in self.decoder.modules() if isinstance(module, nn.Conv1d))
         return max(kernels, default=1) - 1
 
     @cached_property
     def _accepted(self) -> frozenset[str] | None:
-        """Names of the arguments that the decoder accepts; None if it accepts any."""
+        """Names of the arguments that the decoder accepts; None if it accepts arbitrary ones."""
         parameters = inspect.signature(self.decoder_without_head.forward).parameters
         takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         return None if takes_any else frozenset(parameters)
@@ -150,28 +151,30 @@ class Network(nn.Module):
     ) -> Wanted:
         """Run the decoder over a batch and return the requested kind of outputs.
 
-        `temperature` divides the logits: a single one, or [rows, tokens]. `teacher` is for DistillationTerms.
+        `temperature` divides the logits: one value, or [rows, tokens]. `teacher` is required for DistillationTerms.
         """
         if wanted in (OwnLogProbs, OwnScores):
             return wanted(**self._own(batch, scores=wanted is OwnScores))
         share = None
         if self.ring is not None:
-            assert len(batch.input_ids) == 1, "a ring shares packed rows"
+            assert len(batch.input_ids) == 1, "ring attention needs a packed row"
             starts = (batch.position_ids[0] == 0).nonzero().squeeze(-1)  # [sequences]
             share = Share.of((*starts.tolist(), batch.input_ids.shape[1]), self.ring)
         hidden, aux_loss = self._hidden(batch, share)  # [tokens, hidden]
 
-        # The positions in the flattened batch whose hidden states the outputs are computed from, [selected].
+        # Positions in the flattened batch of the hidden states that the head is applied to, [selected].
         if issubclass(wanted, Scores):
             places = last_tokens(batch)
         else:
             places = batch.target_mask.flatten().nonzero().squeeze(-1)  # [targets]
             if not issubclass(wanted, TargetLogits):
                 places = places - 1  # a token is predicted by the state before it
-        held: Any = slice(None) if share is None else share.held(places)  # those in this process, [selected here]
+        held: Any = (
+            slice(None) if share is None else share.held(places)
+        )  # indices of the positions in this process, [selected here]
         here = places if share is None else share.local(places[held])
         found = self._apply_head(hidden[here], held, batch, wanted, temperature, teacher)
-        if share is not None:  # every process needs the outputs of all
+        if share is not None:  # every process needs all outputs
             found = {name: share.join(values, held, len(places)) for name, values in found.items()}
         if issubclass(wanted, LogProbs | Values):  # scatter [targets] to [rows, tokens]
             mask = batch.target_mask
@@ -179,7 +182,7 @@ class Network(nn.Module):
         return wanted(aux_loss=aux_loss, **found)
 
     def _hidden(self, batch: Batch, share: Share | None) -> tuple[Tensor, Tensor | None]:
-        """Return the last hidden states [tokens, hidden] of the flattened batch or a share, and the auxiliary loss."""
+        """Return the last hidden states [tokens, hidden] of the flattened batch or share, and the auxiliary loss."""
         if self.layout == "packed":
             calls = [packed_call(batch, gap=self._convolution_reach)]
         else:
@@ -199,16 +202,16 @@ class Network(nn.Module):
             for state, call in zip(states, calls, strict=True)
         ]
         hidden = states[0]
-        if share is None and calls[0].batch_places is not None:  # otherwise one call, in the batch's own order
+        if share is None and calls[0].batch_places is not None:  # otherwise there is one call, in batch order
             places = torch.cat([call.batch_places for call in calls if call.batch_places is not None])
             hidden = torch.cat(states)
             hidden = hidden.new_zeros(batch.input_ids.numel(), hidden.shape[-1]).index_put((places,), hidden)
         if not self.with_aux_loss:
             return hidden, None
-        # [tokens, experts] for each layer, over all calls
+        # [tokens, experts] per layer, concatenated over all calls
         routed = tuple(torch.cat(layer) for layer in zip(*(output.router_logits for output in outputs), strict=True))
         if share is not None:
-            # The load-balancing loss is one number for all tokens, so each process needs the logits of the others.
+            # The load-balancing loss depends on all tokens, so each process needs the router logits of the others.
             row = torch.arange(batch.input_ids.numel(), device=batch.input_ids.device)
             held = share.held(row)
             here = share.local(row[held])
@@ -224,7 +227,7 @@ class Network(nn.Module):
         temperature: float | Tensor,
         teacher: Teacher | None,
     ) -> dict[str, Tensor]:
-        """Return the outputs of selected states [selected here, hidden] by field name: [selected here, ...] each."""
+        """Apply the head to hidden states [selected here, hidden]; return outputs [selected here, ...] by field."""
         if issubclass(wanted, HiddenStates):
             return {"hidden": hidden}
         if issubclass(wanted, Scores | Values):
@@ -241,14 +244,14 @@ class Network(nn.Module):
             return {"log_probs": log_probs, "entropy": entropy}
         if issubclass(wanted, DistillationTerms):
             if teacher is None:
-                raise ValueError("distillation needs a teacher")
+                raise ValueError("DistillationTerms needs a teacher")
             taught = teacher.hidden[held]  # [targets here, hidden of the teacher]
             log_probs, cross = distillation_terms(hidden, taught, targets, head, teacher.head)
             return {"log_probs": log_probs, "cross": cross}
         return {"log_probs": token_log_probs(hidden, targets, head, temperature=temperature)}
 
     def _own(self, batch: Batch, *, scores: bool) -> dict[str, Tensor]:
-        """Return scores [sequences] or log-probs [rows, tokens] by the model's own forward, each sequence alone."""
+        """Return scores [sequences] or log-probs [rows, tokens] from the model's own forward, one sequence per call."""
         if scores:
             inputs = [call.arguments["input_ids"] for call in single_calls(batch)]  # [1, tokens] each
             return {"scores": torch.stack([self.decoder(input_ids=ids).logits.float().squeeze() for ids in inputs])}
@@ -262,13 +265,13 @@ class Network(nn.Module):
         return {"log_probs": torch.where(batch.target_mask, log_probs.view_as(batch.target_mask), 0.0)}
 
     def _aux_loss(self, router_logits: tuple[Tensor, ...], attention_mask: Tensor | None) -> Tensor:
-        """Return the load-balancing loss of the model's own module (Switch Transformer, arXiv 2101.03961, eq. 4)."""
+        """Return the load-balancing loss of the model's module (Switch Transformer, arXiv 2101.03961, eq. 4)."""
         decoder = self.decoder
         balance = vars(sys.modules[type(decoder).__module__])["load_balancing_loss_func"]
         config: Any = decoder.config
         if self.training and torch.is_grad_enabled() and not router_logits[0].requires_grad:
             raise ConfigError(
-                "--gradient_checkpointing_use_reentrant hides the routers, so --aux_loss_coef would balance nothing",
+                "--aux_loss_coef has no gradient with --gradient_checkpointing_use_reentrant",
                 try_this="--gradient_checkpointing alone",
             )
         experts = config.num_local_experts if hasattr(config, "num_local_experts") else config.num_experts
@@ -287,7 +290,7 @@ def last_tokens(batch: Batch) -> Tensor:
 def _shared_inputs(packed: dict[str, Any], share: Share) -> dict[str, Any]:
     """Return the inputs for this process's tokens of a packed row.
 
-    The tokens that pad the row form their own sequence, whose outputs are not used.
+    Padding tokens at the end of the row form a separate sequence, whose outputs are not used.
     """
     missing = share.bounds[-1] - packed["input_ids"].shape[1]
     filling = torch.arange(missing, device=packed["input_ids"].device)

@@ -1,11 +1,12 @@
 """Heads: the scalar head of reward models and critics, and the projection to the vocabulary.
 
-`Network` computes hidden states with the decoder alone and applies a head to those it needs. For the vocabulary head,
-the model's own forward shows what it does beyond the projection, so that no family needs a special case:
+`Network` computes hidden states with the decoder and applies a head to the ones it needs. Some models scale or cap the
+logits after the vocabulary head. To support them all without special cases, the model's own forward is run with its
+decoder, and in `logit_factor` also its head, replaced:
 
     the model's forward      decoder  ->  head  ->  scale, cap, ...  ->  logits
     `finished_logits`        given hidden states  ->  head  ->  scale, cap, ...  ->  logits
-    `logit_factor`           given hidden states  ->  identity  ->  scale, cap, ...: only a constant factor?
+    `logit_factor`           given hidden states  ->  identity  ->  scale, cap, ...  ->  is it a constant factor?
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ def init_scalar_head(model: PreTrainedModel) -> None:
 def separate_pad_from_eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Give model and tokenizer a pad token other than EOS.
 
-    Transformers pools a sequence classifier at the last token that is not the pad token. If the pad token is EOS, this
-    is the token before the end, while we score at the end.
+    A sequence classifier of Transformers scores the last token that is not the pad token. If the pad token is EOS, that
+    is the token before EOS, whereas `Network` scores EOS.
     """
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         spare = [tokenizer.unk_token, tokenizer.bos_token, *tokenizer.all_special_tokens]
@@ -47,18 +48,18 @@ def separate_pad_from_eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizer
 
 
 def add_missing_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Resize the embeddings of a model if its tokenizer has more tokens: a padding token, whose value is never used."""
+    """Add embeddings if the tokenizer has an added padding token; the embedding's value is never used."""
     if len(tokenizer) > model.get_input_embeddings().get_parameter("weight").shape[0]:
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
 
 
 @dataclass(frozen=True)
 class VocabularyHead:
-    """The projection of hidden states to logits, including what the model's own forward does beyond it.
+    """Maps hidden states to logits exactly as the model's own forward does.
 
-    Models scale, multiply or cap their logits, or transform the hidden states first, each under its own names. So
-    the model's forward itself is run, with a stand-in for the decoder that returns given hidden states. If all it does
-    beyond the projection is to multiply by a constant (`factor`), only the projection is called.
+    Models may scale or cap their logits, or transform the hidden states first, with different code in each family. So
+    the model's forward is run with a stand-in for the decoder that returns the given hidden states. If the model only
+    multiplies the output of its head by a constant (`factor`), just the head is called.
     """
 
     model: PreTrainedModel
@@ -88,7 +89,7 @@ def output_embeddings(model: PreTrainedModel) -> nn.Module:
 def logit_factor(model: PreTrainedModel) -> float | None:
     """Return the constant by which a model multiplies the output of its head; None if it does anything else.
 
-    The head is replaced too, by the identity, so no weights are needed: this works on sharded and unloaded models.
+    The head is replaced by the identity, so no weights are needed, and the model may be sharded or not loaded.
     """
     size = model.config.get_text_config().hidden_size
     hidden = torch.randn(1, 8, size, generator=torch.Generator().manual_seed(0)) * 8.0
@@ -103,7 +104,7 @@ def logit_factor(model: PreTrainedModel) -> float | None:
 
 
 def decoder_name(model: PreTrainedModel) -> str:
-    """Return the name of the attribute that holds a model's decoder, the part without a head."""
+    """Return the name of the attribute that holds a model's decoder, without the head."""
     name = model.base_model_prefix
     if name in model._modules:
         return name
@@ -142,11 +143,11 @@ def finished_logits(model: PreTrainedModel, hidden: Tensor, *, identity: bool = 
 
 
 class StandIn(nn.Module):
-    """Replacement of another module: it has that module's attributes, and returns `output`; None: its input."""
+    """Stand-in for a module, with the same attributes; forward returns `output`, or its input if that is None."""
 
     def __init__(self, original: nn.Module | None, output: DecoderOutput | None) -> None:
         super().__init__()
-        # Not as a submodule, which would be found twice.
+        # Bypass nn.Module.__setattr__, which would register the original as a submodule of two parents.
         self.__dict__ |= {"original": original, "output": output}
 
     def __getattr__(self, name: str) -> Any:
@@ -158,13 +159,13 @@ class StandIn(nn.Module):
 
     @property
     def decoder(self) -> StandIn:
-        """This object itself, for models that call the decoder inside their decoder."""
+        """Return this object itself, for models whose decoder contains another decoder."""
         return self
 
 
 @dataclass(frozen=True)
 class DecoderOutput:
-    """Last hidden states, and None for everything else that a model may look up in a decoder's output."""
+    """A decoder's output with the last hidden states; all other fields are None."""
 
     last_hidden_state: Tensor  # [rows, tokens, hidden]
 

@@ -1,14 +1,15 @@
-"""Arguments of the decoder calls for a batch of sequences, and the tokens that their outputs belong to.
+"""Arguments of the decoder calls for a batch, and the mapping from their outputs to the batch's tokens.
 
-The network chooses the layout of its calls, independent of the layout of the batch, because not every architecture
-separates sequences in every layout (`self_test.py` finds out which work):
+The layout of the calls is independent of the layout of the batch, because not every architecture keeps sequences
+separate in every layout (`self_test.py` chooses one that works):
 
-    packed         one row, sequences one after another, bounded by cumulative lengths: no padding is computed
+    packed         all sequences in one row, separated by cumulative lengths, without padding
     padded         one row per sequence, padded on the right and masked
     row by row     one call per sequence
 
-Convolutions look a few tokens back, across the start of a packed sequence. So each sequence is followed by as many
-masked tokens as the widest kernel looks back: zeros, as at the start of a row. For sequences a and b and a gap of 2:
+A convolution reads a few previous tokens, even across the start of a packed sequence. So each sequence is followed by
+as many masked tokens as the widest convolution reads; they act like the zeros at the start of a row. For sequences a
+and b and a gap of 2:
 
     input_ids       a a a . . b b b b . .
     attention_mask  1 1 1 0 0 1 1 1 1 0 0
@@ -26,12 +27,14 @@ from torch import Tensor
 from openrlhf.types import Batch
 
 CallLayout = Literal["packed", "padded", "row by row"]
-Arguments: TypeAlias = dict[str, Any]  # of a decoder's forward; which ones it accepts depends on its family
+Arguments: TypeAlias = dict[
+    str, Any
+]  # keyword arguments of a decoder's forward; the accepted ones depend on the model family
 
 
 @dataclass(frozen=True)
 class DecoderCall:
-    """Arguments of one call, and the token of the flattened batch that each position of the output belongs to."""
+    """Arguments of one decoder call, and the mapping from its output positions to tokens of the flattened batch."""
 
     arguments: Arguments
     batch_places: Tensor | None = None  # [tokens] in the flattened batch; None: every position, in order
@@ -77,7 +80,7 @@ def _spaced(values: Tensor, places: Tensor, total: int) -> Tensor:
 def padded_call(batch: Batch) -> DecoderCall:
     """Return one call with a row per sequence; a packed row is split into its sequences.
 
-    Positions are left to the model: some families do not count them from zero.
+    No position ids are passed, because some model families do not count from zero.
     """
     real = batch.sequence_ids >= 0
     if len(batch.input_ids) == batch.num_sequences:

@@ -1,4 +1,4 @@
-"""Liger's fused kernels, patched into a loaded model with either kind of head (--use_liger_kernel)."""
+"""Patch Liger's fused kernels into a loaded model with a vocabulary or scalar head (--use_liger_kernel)."""
 
 import torch
 from transformers import PreTrainedModel
@@ -8,13 +8,13 @@ from openrlhf.monitor import say
 
 
 def uses_liger(loading: LoadingFlags, model_type: str, device: torch.device) -> bool:
-    """True if Liger is requested and supported: its kernels run on GPUs, for some families of models."""
+    """Return True if Liger is requested and supports this device and model family."""
     asked = isinstance(loading, ModelFlags) and loading.use_liger_kernel
     return asked and device.type != "cpu" and liger_knows(model_type)
 
 
 def liger_knows(model_type: str) -> bool:
-    """True if the installed Liger has kernels for this family."""
+    """Return True if the installed Liger has kernels for this model family."""
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     return model_type in MODEL_TYPE_TO_APPLY_LIGER_FN
@@ -26,5 +26,5 @@ def apply_liger(model: PreTrainedModel) -> None:
 
     try:
         _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
-    except (TypeError, ValueError) as error:  # for some families it patches only language models
-        say(f"--use_liger_kernel cannot patch a {type(model).__name__}, which runs unpatched: {error}")
+    except (TypeError, ValueError) as error:  # for some families, Liger patches only language models
+        say(f"--use_liger_kernel cannot patch a {type(model).__name__}, so it runs without Liger: {error}")

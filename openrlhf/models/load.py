@@ -1,14 +1,14 @@
-"""Loading of models and tokenizers from folders or hubs: precision, attention, adapters, 4-bit, recomputation.
+"""Load models and tokenizers from folders or hubs, with precision, attention, adapters and 4-bit weights.
 
-The builders of `training`, `rl` and `inference` call it, in this order:
+The builders of `training`, `rl` and `inference` call these functions in this order:
 
     read_config        config.json alone, for checks before anything is loaded
     load_tokenizer
     load_causal_lm     a decoder with its vocabulary head: policies, references, teachers
     load_scalar_model  a decoder with a scalar head: reward models and critics
-    add_adapters       LoRA around the model, if requested; freezes what text does not train
+    add_adapters       wrap the model in LoRA, if requested; freeze modules that text does not train
 
-Checkpoints that Transformers would complete with random weights are rejected.
+Checkpoints with missing weights, which Transformers would initialise at random, are rejected.
 """
 
 import re
@@ -45,18 +45,18 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def choose_dtype(requested: str, device: torch.device) -> torch.dtype:
-    """Return the requested dtype, but fp32 on a CPU, on which half precision is many times slower."""
+    """Return the requested dtype, or fp32 on a CPU, where half precision is many times slower."""
     return torch.float32 if device.type == "cpu" else DTYPES[requested]
 
 
 def load_tokenizer(name: str, loading: LoadingFlags) -> PreTrainedTokenizerBase:
-    """Load a tokenizer; if it has no pad token, EOS becomes its pad token."""
+    """Load a tokenizer; if it has no pad token, use EOS as the pad token."""
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(**_source(name, loading))
     except (OSError, ValueError, TypeError) as error:
         raise _cannot_load("tokenizer", name, error) from None
     if tokenizer.eos_token_id is None:
-        raise ConfigError(f"the tokenizer of {name} has no EOS token, so no response could end")
+        raise ConfigError(f"the tokenizer of {name} has no EOS token to end a response with")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -74,17 +74,17 @@ def usable_length(name: str, config: PretrainedConfig, max_len: int) -> int:
     """Return --max_len or, if that is less, the number of positions that the model supports."""
     known = known_positions(config) or max_len
     if known < max_len:
-        say(f"--max_len {max_len} is more than the {known} positions that {name} supports: {known} is used")
+        say(f"--max_len {max_len} exceeds the {known} positions that {name} supports: {known} is used instead")
     return min(known, max_len)
 
 
 def known_positions(config: PretrainedConfig) -> int | None:
-    """Return how many positions a model supports, whatever its family calls the setting; None: no limit."""
+    """Return the number of positions that a model supports; None if there is no limit."""
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def load_causal_lm(name: str, loading: LoadingFlags, *, device: torch.device, packing: bool) -> PreTrainedModel:
-    """Load a decoder with its vocabulary head, on the CPU unless it is quantised; the backend moves it."""
+    """Load a decoder with its vocabulary head on the CPU (if quantised, on the device); the backend moves it."""
     config = read_config(name, loading)
     model, missing = _from_pretrained(AutoModelForCausalLM, config, name, loading, device, packing)
     _reject_missing(name, missing, "a language model; one that train_rm saved has no vocabulary head")
@@ -99,7 +99,7 @@ def load_scalar_model(
     A new head starts near zero (see `init_scalar_head`).
     """
     config = read_config(name, loading)
-    in_folder = loading.trust_remote_code and "auto_map" in config.to_dict()  # the model's folder has its own classes
+    in_folder = loading.trust_remote_code and "auto_map" in config.to_dict()  # the model's folder contains its code
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and not in_folder:
         raise ConfigError(
             f"{name} cannot be a reward model or critic: Transformers has no sequence classifier for the family"
@@ -109,7 +109,7 @@ def load_scalar_model(
     config.num_labels = 1
     saved_prefix = config.to_dict().get("value_head_prefix", head_prefix)
     renamed = {"key_mapping": {rf"^{saved_prefix}\.": f"{SCALAR_HEAD}."}} if saved_prefix != SCALAR_HEAD else {}
-    # Transformers would report a new and a dropped head: both are intended, and anything else is an error below.
+    # Silence warnings about the new or dropped head, which is intended; other missing weights are rejected below.
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -118,9 +118,7 @@ def load_scalar_model(
     finally:
         logging.set_verbosity(verbosity)
     if not hasattr(model, SCALAR_HEAD):
-        raise ConfigError(
-            f"{type(model).__name__} has no head called {SCALAR_HEAD}, so it cannot be a reward model here"
-        )
+        raise ConfigError(f"{type(model).__name__} has no head called {SCALAR_HEAD}, so it cannot be a reward model")
     _reject_missing(name, [key for key in missing if not key.startswith(f"{SCALAR_HEAD}.")])
     if missing and not new_head:
         raise ConfigError(
@@ -133,7 +131,7 @@ def load_scalar_model(
 
 
 def _reject_missing(name: str, missing: Collection[str], try_this: str | None = None) -> None:
-    """Reject a checkpoint that lacks tensors: Transformers would initialise them at random and continue."""
+    """Reject a checkpoint with missing tensors, which Transformers would initialise at random."""
     if missing:
         raise ConfigError(
             f"the weights of {name} lack {len(missing)} of the model's tensors, such as {min(missing)}",
@@ -142,7 +140,7 @@ def _reject_missing(name: str, missing: Collection[str], try_this: str | None = 
 
 
 def add_adapters(model: PreTrainedModel, lora: LoraFlags, *, scalar: bool) -> nn.Module:
-    """Wrap the model in LoRA, or return it unchanged at rank 0; modules that text does not train are frozen."""
+    """Wrap the model in LoRA unless the rank is 0, and freeze the modules that text does not train."""
     unused = freeze_unused(model)
     if lora.lora_rank == 0:
         return model
@@ -165,7 +163,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraFlags, *, scalar: bool) -> nn
         adapted = get_peft_model(model, config, revision=vars(model).get("hub_commit"))
     except ValueError as error:
         raise ConfigError(f"--target_modules {' '.join(lora.target_modules)}: {_first_line(error)}") from None
-    # Layers that share a weight cannot both have adapters: after merging, the weight could not hold both.
+    # Two layers that share a weight cannot both have adapters, because both could not be merged into that weight.
     seen: dict[int, str] = {}
     for name, module in adapted.named_modules():
         if isinstance(module, LoraLayer) and not name.endswith(".base_layer"):  # adapters of experts are nested
@@ -180,8 +178,8 @@ def add_adapters(model: PreTrainedModel, lora: LoraFlags, *, scalar: bool) -> nn
 
 
 def recompute_activations(model: nn.Module, *, reentrant: bool) -> None:
-    """Enable gradient checkpointing: keep a layer's input, and recompute the rest in the backward pass."""
-    module: Any = model  # of Transformers or PEFT
+    """Enable gradient checkpointing: store only each layer's input, and recompute the rest in the backward pass."""
+    module: Any = model  # a Transformers or PEFT model
     module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
 
 
@@ -194,16 +192,16 @@ def _from_pretrained(
     packing: bool,
     **more: Any,
 ) -> tuple[PreTrainedModel, Collection[str]]:
-    """Load a model in the precision, attention and kernels of the flags.
+    """Load a model with the precision, attention and kernels that the flags request.
 
-    Return it, and the names of its tensors that the checkpoint lacks. `more` are arguments of `from_pretrained`.
+    Return the model and the names of the tensors missing in its checkpoint. `more` is passed to `from_pretrained`.
     """
     attention, line = choose_attention(loading.attn_implementation, device, packing)
     if line:
         say(line)
     dtype = choose_dtype(loading.param_dtype, device)
     if attention != loading.attn_implementation:  # not the user's explicit choice
-        classes: Any = auto_class._model_mapping  # from classes of configs to classes of models
+        classes: Any = auto_class._model_mapping  # config class -> model class
         attention = fitting_attention(attention, classes.get(type(config), None), config)
     options = {"config": config, "dtype": dtype, "attn_implementation": attention} | more
     if loading.experts_implementation:
@@ -217,16 +215,16 @@ def _from_pretrained(
         options["device_map"] = {"": device}
     try:
         model, report = auto_class.from_pretrained(**_source(name, loading), output_loading_info=True, **options)
-    except KeyError as error:  # some classes look up their attention in a table of their own
+    except KeyError as error:  # some classes have their own table of attention implementations
         raise ConfigError(
             f"cannot load the model {name}: it has no {error}", try_this="--attn_implementation eager"
         ) from None
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise _cannot_load("model", name, error) from None
     if isinstance(loading, ModelFlags) and vars(model).get("is_loaded_in_4bit"):
-        # A training command needs 4-bit weights in the layout that has a backward pass on CPUs. On CPUs with
-        # AVX512-BF16, bitsandbytes repacks them for inference at the first forward in eval mode, and never back; its
-        # kernel for that layout passes no gradient to the layers below.
+        # Keep 4-bit weights in the layout that supports a backward pass on CPUs. With AVX512-BF16, bitsandbytes would
+        # permanently repack them for inference at the first forward in eval mode, and its kernel for that layout
+        # does not propagate gradients.
         from bitsandbytes.nn import Linear4bit
 
         for module in model.modules():
@@ -256,7 +254,7 @@ def _source(name: str, loading: LoadingFlags) -> dict[str, Any]:
 
 
 def _cannot_load(what: str, name: str, error: Exception) -> ConfigError:
-    nor_here = "" if Path(name).exists() else f" There is no folder {name} here either."
+    nor_here = "" if Path(name).exists() else f" There is no local folder {name} either."
     return ConfigError(f"cannot load the {what} {name}: {_first_line(error)}{nor_here}")
 
 

@@ -1,4 +1,4 @@
-"""Merging of a LoRA adapter into the weights that it was trained on, in fp32 on the CPU.
+"""Merge a LoRA adapter into the weights that it was trained on, in fp32 on the CPU.
 
 `inference/merge.py` calls `merge_adapter` and saves the result.
 """
@@ -23,8 +23,8 @@ from openrlhf.monitor import say
 
 AdaptedModel: TypeAlias = Any  # a PeftModel around a LoRA model, whose type stub lacks `merge_and_unload`
 CPU = torch.device("cpu")
-FULL = LoadingFlags(param_dtype="fp32")  # so that sums are rounded only once, to the requested dtype
-TASKS = {"SEQ_CLS": True, "CAUSAL_LM": False}  # whether an adapter of this kind belongs to a reward model
+FULL = LoadingFlags(param_dtype="fp32")  # so that weights are rounded only once, to the requested dtype
+TASKS = {"SEQ_CLS": True, "CAUSAL_LM": False}  # task type of an adapter -> whether it belongs to a reward model
 
 
 def merge_adapter(
@@ -37,7 +37,7 @@ def merge_adapter(
     check_kind(adapter, is_rm=is_rm)
     base = with_trained_revision(base, adapter)
     tokenizer = load_tokenizer(str(adapter) if (adapter / "tokenizer_config.json").is_file() else base, FULL)
-    # A reward model's adapter stores more than weights: the prefix of its head and statistics of its scores.
+    # Besides weights, the adapter folder of a reward model stores the name of its head and statistics of its scores.
     path = adapter / HEAD_CONFIG
     saved = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     head = {name: saved[name] for name in HEAD_KEYS if name in saved}
@@ -56,14 +56,14 @@ def check_kind(adapter: Path, *, is_rm: bool) -> None:
     """Reject a folder without an adapter, or with an adapter whose kind does not match --is_rm."""
     settings = adapter / "adapter_config.json"
     if not settings.is_file():
-        raise ConfigError(
-            f"--lora_path {adapter}: no such folder with an adapter_config.json; adapters are read locally"
-        )
+        raise ConfigError(f"--lora_path {adapter}: expected a local folder with an adapter_config.json, found none")
     task = json.loads(settings.read_text(encoding="utf-8")).get("task_type")
     if task not in TASKS or TASKS[task] == is_rm:
         return
     if is_rm:
-        raise ConfigError(f"--is_rm, but {adapter} is the adapter of a language model", try_this="without --is_rm")
+        raise ConfigError(
+            f"--is_rm is given, but {adapter} is the adapter of a language model", try_this="without --is_rm"
+        )
     raise ConfigError(f"{adapter} is the adapter of a reward model", try_this="--is_rm")
 
 
@@ -78,7 +78,7 @@ def with_trained_revision(base: str, adapter: Path) -> str:
 
 
 def attach_adapter(model: PreTrainedModel, adapter: Path, base: str) -> AdaptedModel:
-    """Return the model with the adapter attached; every tensor of the adapter must match one of the model's."""
+    """Return the model with the adapter attached; every tensor of the adapter must match a tensor of the model."""
     from peft import PeftModel, get_peft_model_state_dict
 
     misfit = f"{adapter} does not fit {base}; is that the model it was trained on?"
@@ -93,7 +93,7 @@ def attach_adapter(model: PreTrainedModel, adapter: Path, base: str) -> AdaptedM
     with safe_open(weights, framework="pt") as file:
         saved = set(file.keys())
     places = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
-    odd = {name for name in saved ^ places if "embed" not in name}  # an adapter's folder may hold resized embeddings
+    odd = {name for name in saved ^ places if "embed" not in name}  # the adapter's file may contain resized embeddings
     if odd:
-        raise ConfigError(f"{misfit} {len(odd)} tensors of one have no match in the other, such as {min(odd)}")
+        raise ConfigError(f"{misfit} {len(odd)} tensors have no counterpart, such as {min(odd)}")
     return adapted

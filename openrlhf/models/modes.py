@@ -1,8 +1,7 @@
-"""Modes of a loaded model: its attention, its kernels, its precision and evaluation, each for the duration of a
-context.
+"""Context managers that temporarily change a loaded model's attention, kernels, precision or evaluation mode.
 
-The self-test (self_test.py) and the check of decoding strategies (rollout/decoding_check.py) use them to compare a
-model with its own plain computation; the Transformers engine generates in `evaluating`.
+The self-test (self_test.py) and the check of decoding strategies (rollout/decoding_check.py) use them to compute
+reference results; the Transformers engine generates in `evaluating`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def attention_in(decoder: PreTrainedModel) -> str:
 
 
 def set_attention(decoder: PreTrainedModel, attention: str) -> None:
-    """Set the attention of a loaded model; a model that does not support this keeps its own."""
+    """Set the attention implementation of a loaded model, unless the model does not support this."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -38,7 +37,7 @@ def set_attention(decoder: PreTrainedModel, attention: str) -> None:
 
 @contextmanager
 def attention_of(decoder: PreTrainedModel, attention: str) -> Iterator[None]:
-    """Set the attention of a model, and restore it on exit."""
+    """Set the attention implementation of a model, and restore it on exit."""
     before = attention_in(decoder)
     set_attention(decoder, attention)
     try:
@@ -49,7 +48,7 @@ def attention_of(decoder: PreTrainedModel, attention: str) -> Iterator[None]:
 
 @contextmanager
 def evaluating(decoder: PreTrainedModel, attention: str | None) -> Iterator[None]:
-    """Put a model into evaluation mode with this attention (None: its own), and restore both on exit."""
+    """Put a model into evaluation mode with this attention (None: unchanged), and restore both on exit."""
     training = decoder.training
     decoder.eval()
     try:
@@ -60,7 +59,7 @@ def evaluating(decoder: PreTrainedModel, attention: str | None) -> Iterator[None
 
 
 def kernel_functions(decoder: PreTrainedModel) -> dict[str, Kernel]:
-    """Return the functions of a model's Python module that call another package instead of their PyTorch code."""
+    """Return the functions of a model's Python module that an installed kernel package has replaced."""
     functions = inspect.getmembers(sys.modules[type(decoder).__module__], inspect.isfunction)
     return {
         name: function
@@ -70,7 +69,7 @@ def kernel_functions(decoder: PreTrainedModel) -> dict[str, Kernel]:
 
 
 def use_reference_kernels(decoder: PreTrainedModel) -> dict[str, Kernel]:
-    """Let a model's layers run the PyTorch code of Transformers; return the functions that were replaced."""
+    """Make a model's layers run the PyTorch code of Transformers; return the functions that were replaced."""
     replaced = kernel_functions(decoder)
     for name, function in replaced.items():
         setattr(sys.modules[type(decoder).__module__], name, _with_known_arguments(vars(function)["__wrapped__"]))
@@ -79,7 +78,7 @@ def use_reference_kernels(decoder: PreTrainedModel) -> dict[str, Kernel]:
 
 @contextmanager
 def reference_kernels(decoder: PreTrainedModel) -> Iterator[None]:
-    """Let a model's layers run PyTorch code, whatever packages are installed, and restore them on exit."""
+    """Make a model's layers run the PyTorch code of Transformers, and restore them on exit."""
     replaced = use_reference_kernels(decoder)
     try:
         yield
@@ -89,7 +88,7 @@ def reference_kernels(decoder: PreTrainedModel) -> Iterator[None]:
 
 
 def _with_known_arguments(function: Kernel) -> Kernel:
-    """Wrap a kernel so that it ignores unknown arguments: layers pass every argument to every kernel."""
+    """Wrap a kernel so that it ignores unknown arguments, because layers pass every argument to every kernel."""
     known = inspect.signature(function).parameters
 
     @wraps(function)
@@ -101,7 +100,7 @@ def _with_known_arguments(function: Kernel) -> Kernel:
 
 @contextmanager
 def in_fp32(model: nn.Module) -> Iterator[None]:
-    """Let every module compute with its weights converted to fp32, one module at a time, to save memory."""
+    """Run a model in fp32; weights are converted one module at a time to save memory."""
     narrow: dict[nn.Parameter, Tensor] = {}
 
     def widen(
@@ -130,7 +129,7 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
 
 
 def _widened(value: object) -> object:
-    """Convert half-precision tensors among the arguments of a module to fp32."""
+    """Convert half-precision tensors in the arguments of a module to fp32."""
     if isinstance(value, Tensor):
         return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
     if type(value) is tuple:

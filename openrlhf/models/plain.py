@@ -1,12 +1,12 @@
-"""A network as the equivalent plain model: adapters merged, 4-bit weights dequantised, experts one by one.
+"""Weights of a network as a plain model: adapters merged, 4-bit weights dequantised, experts as separate tensors.
 
-An inference engine expects the names and values that `save_pretrained` of such a model would write. They are computed
-one layer at a time, so that there is never a second model in memory, and the network itself is not changed:
+An inference engine expects the names and values that `save_pretrained` would write for such a model. They are computed
+one layer at a time, without changing the network or keeping a second model in memory:
 
     modules  ->  PlainTensor: name, tensor, adapters  ->  gather, dequantise, merge  ->  rename and split as in a file
 
-Weight syncs read from `checkpoint_weights`. `HFEngine` loads what arrives through `checkpoint_places`, which works in
-the other direction: it finds the memory that each tensor of a checkpoint belongs to.
+Weight syncs send the tensors of `checkpoint_weights`. `HFEngine` copies received tensors into `checkpoint_places`, the
+inverse mapping from the name of each checkpoint tensor to its memory in the network.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from transformers.core_model_loading import revert_weight_conversion
 from openrlhf.errors import RolloutError
 from openrlhf.models.forward import Network
 
-Unshard = Callable[[Tensor], Tensor]  # returns a tensor of the network, complete and detached
+Unshard = Callable[[Tensor], Tensor]  # returns the complete, detached tensor
 Gather = Callable[[Sequence[Tensor]], AbstractContextManager[Unshard]]  # gathers sharded tensors within its context
-Adapter: TypeAlias = Any  # a peft.tuners.lora.LoraLayer; which methods it has depends on the layer that it adapts
+Adapter: TypeAlias = Any  # a peft.tuners.lora.LoraLayer; its methods depend on the adapted layer
 LAYER = re.compile(r".*?\.\d+\.")
 
 
 @dataclass(frozen=True)
 class PlainTensor:
-    """One tensor of the plain model: its name there, the tensor that holds it, and the adapters to merge into that."""
+    """One tensor of the plain model: its name, the network's tensor, and the adapters to merge into it."""
 
     name: str
     tensor: Tensor
@@ -43,18 +43,18 @@ class PlainTensor:
 
     @property
     def needs(self) -> Iterator[Tensor]:
-        """The network's tensors that it is computed from."""
+        """The network's tensors that this tensor is computed from."""
         yield self.tensor
         for layer in self.adapters:
             yield from (weight for name, weight in layer.named_parameters() if not name.startswith("base_layer."))
 
     def compute(self, unshard: Unshard) -> Tensor:
-        """Dequantise the tensor and merge its adapters, as PEFT does: add in their precision, round once for each."""
+        """Dequantise the tensor and merge its adapters with the same rounding as PEFT: once per adapter."""
         if type(self.tensor).__name__ == "Params4bit":
             from bitsandbytes.functional import dequantize_4bit
 
             packed: Any = self.tensor
-            weight = dequantize_4bit(packed.data, packed.quant_state)  # to its compute precision
+            weight = dequantize_4bit(packed.data, packed.quant_state)  # to its compute dtype
         else:
             weight = unshard(self.tensor)
         for layer in self.adapters:
@@ -68,17 +68,17 @@ class PlainTensor:
 
 
 def gather_nothing(tensors: Sequence[Tensor]) -> AbstractContextManager[Unshard]:
-    """The `Gather` of a network that is not sharded."""
+    """The `Gather` for a network that is not sharded."""
     return nullcontext(Tensor.detach)
 
 
 @torch.no_grad()
 def checkpoint_weights(network: Network, gather: Gather = gather_nothing) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor by its checkpoint name, without tied copies; a tensor is valid until the next layer's."""
+    """Yield (checkpoint name, tensor), without tied copies; a tensor is valid until the next layer is reached."""
     for layer in plain_layers(network.decoder):
         with gather([tensor for plain in layer for tensor in plain.needs]) as unshard:
-            # Undo the fusing and renaming of tensors that Transformers does on loading. Keep no reference to the
-            # tensors, so that they are freed before those of the next layer are computed.
+            # Undo the fusing and renaming that Transformers does on loading. Keep no reference to the tensors, so that
+            # they are freed before the next layer is computed.
             yield from revert_weight_conversion(
                 network.decoder, {plain.name: plain.compute(unshard) for plain in layer}
             ).items()
@@ -87,7 +87,7 @@ def checkpoint_weights(network: Network, gather: Gather = gather_nothing) -> Ite
 def plain_layers(decoder: PreTrainedModel) -> Iterator[list[PlainTensor]]:
     """Yield each tensor of the plain model once, in the order of the modules.
 
-    Tensors that a checkpoint's format may combine, those of one decoder layer, are yielded together; others alone.
+    The tensors of a decoder layer are yielded together, because a checkpoint format may fuse them.
     """
     unsaved = set(decoder._keys_to_ignore_on_save or ())
     seen: set[int] = set()
@@ -101,14 +101,14 @@ def plain_layers(decoder: PreTrainedModel) -> Iterator[list[PlainTensor]]:
 
 
 def _plain_tensors(module: nn.Module, prefix: str) -> Iterator[PlainTensor]:
-    """Yield the tensors of a module and its children, under the names that they have without adapters."""
+    """Yield the tensors of a module and its children, with the names that they would have without adapters."""
     from peft.tuners.lora import LoraLayer
     from peft.utils.other import ModulesToSaveWrapper
 
     if isinstance(module, ModulesToSaveWrapper):
         yield from _plain_tensors(module.modules_to_save[module.active_adapters[0]], prefix)
         return
-    adapters: dict[str, list[Adapter]] = {}  # by name of the parameter that they change
+    adapters: dict[str, list[Adapter]] = {}  # by name of the adapted parameter
     while isinstance(module, LoraLayer):  # adapters of experts are nested, one for each parameter
         adapter: Adapter = module
         adapters.setdefault(vars(adapter).get("parameter_name", "weight"), []).append(adapter)
@@ -122,12 +122,12 @@ def _plain_tensors(module: nn.Module, prefix: str) -> Iterator[PlainTensor]:
 
 
 def checkpoint_places(network: Network) -> dict[str, Tensor]:
-    """Return views of a plain network's memory, by the names of `checkpoint_weights`: copy into them to load."""
+    """Return views of a plain network's tensors by checkpoint name; copy into them to load weights."""
     places: dict[str, Tensor] = {}
     for layer in plain_layers(network.decoder):
         own = {plain.name: plain.tensor.detach() for plain in layer}
         kept = {id(tensor): name for name, tensor in revert_weight_conversion(network.decoder, dict(own)).items()}
-        moved = {name: tensor for name, tensor in own.items() if id(tensor) not in kept}  # that saving converts
+        moved = {name: tensor for name, tensor in own.items() if id(tensor) not in kept}  # converted on saving
         places |= {kept[id(tensor)]: tensor for tensor in own.values() if id(tensor) in kept}
         if moved:
             places |= _views(network.decoder, moved)
@@ -135,10 +135,10 @@ def checkpoint_places(network: Network) -> dict[str, Tensor]:
 
 
 def _views(decoder: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return views of fused tensors by the names of their parts in a checkpoint.
+    """Return views of fused tensors by the checkpoint names of their parts.
 
-    The conversion runs on element numbers instead of weights, which shows where each element goes. A saved tensor whose
-    numbers form a regular pattern within one source is a strided view of that source.
+    Running the conversion on element indices instead of weights shows where each element goes. If the indices of a
+    saved tensor form a regular pattern within one source, the saved tensor is a strided view of that source.
     """
     sizes = [tensor.numel() for tensor in tensors.values()]
     starts = dict(zip(tensors, accumulate(sizes, initial=0), strict=False))
@@ -152,34 +152,34 @@ def _views(decoder: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Te
         source = max((name for name in starts if starts[name] <= first), key=lambda name: starts[name])
         within = int(found.max()) < starts[source] + tensors[source].numel()
         if not within or not torch.equal(numbers.as_strided(found.shape, steps, first), found):
-            raise RolloutError(f"the tensor {saved} of a checkpoint is not part of any of this model's tensors")
+            raise RolloutError(f"checkpoint tensor {saved} is not a view of any tensor of this model")
         views[saved] = tensors[source].as_strided(found.shape, steps, first - starts[source])
     return views
 
 
 @torch.no_grad()
 def load_weights(places: dict[str, Tensor], weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Copy each tensor to its place and yield it; nothing is copied unless the result is iterated over."""
+    """Copy each tensor into the network and yield it; iterate over the result, because copying is lazy."""
     for name, tensor in weights:
         if name not in places:
-            raise RolloutError(f"weights arrived for {name}, which this network does not have")
+            raise RolloutError(f"received weights for {name}, which this network does not have")
         places[name].copy_(tensor)
         yield name, tensor
 
 
 @torch.no_grad()
 def plain_copy(network: Network) -> Network:
-    """Return an independent network with the same outputs, without adapters and quantisation."""
+    """Return an independent network with the same outputs, but without adapters or quantisation."""
     if network.model is network.decoder:
         return copy.deepcopy(network)
-    decoder: Any = network.decoder  # private attributes of Transformers below
+    decoder: Any = network.decoder  # Any, because private attributes are used below
     config = copy.deepcopy(decoder.config)
     vars(config).pop("quantization_config", None)
     model = type(decoder)._from_config(
         config, dtype=config.dtype, attn_implementation=decoder.config._attn_implementation
     )
     model.generation_config = copy.deepcopy(decoder.generation_config)
-    model._weight_conversions = decoder._weight_conversions  # so that checkpoint names are the original's
+    model._weight_conversions = decoder._weight_conversions  # so that checkpoint names stay the same
     made = Network(model.to(decoder.device), self_test=network.self_test).requires_grad_(False)
     made.layout = network.layout
     for _ in load_weights(checkpoint_places(made), checkpoint_weights(network)):

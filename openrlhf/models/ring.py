@@ -1,16 +1,16 @@
-"""A ring of N processes that share every packed row: each holds a part of its tokens (--ring_attn_size).
+"""A ring of N processes that share every packed row; each holds some of its tokens (--ring_attn_size).
 
-The row is cut into 2N chunks, and process i takes chunks i and 2N - 1 - i: late tokens attend to more keys than early
-ones, and this way every process gets the same amount of work. For N = 2, with three sequences a, b and c in the row:
+The row is cut into 2N chunks, and process i takes chunks i and 2N - 1 - i. Late tokens attend to more keys than early
+ones, so this balances the work. For N = 2 and a row of three sequences a, b and c:
 
     row         a a a a a | b b b b b | b b b c c | c c c . .        . pads the row
     chunk           0     |     1     |     2     |     3
     process         0     |     1     |     1     |     0
 
-    1. `Network` cuts its inputs to this process's tokens (`Share.cut`), and computes its layers on these alone.
-    2. In attention, keys and values are passed around the ring (ring_attention.py). `Share.blocks` says which of this
-       process's queries see which keys of another: in process 0, the end of c sees its beginning in process 1.
-    3. `Network` joins the outputs of all processes on each of them (`Share.join`), so losses need not know about rings.
+    1. `Network` selects this process's tokens (`Share.cut`) and runs the layers on them.
+    2. In attention, keys and values are passed around the ring (ring_attention.py). `Share.blocks` determines which
+       queries of this process see which keys of another: the end of c, in process 0, sees its beginning in process 1.
+    3. `Network` gathers the outputs of all processes on each of them (`Share.join`), so losses do not depend on rings.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from openrlhf.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-AutogradContext: TypeAlias = Any  # of a torch.autograd.Function: it takes any attribute
+AutogradContext: TypeAlias = Any  # the ctx of a torch.autograd.Function, which accepts any attribute
 RINGABLE_LAYERS = {"full_attention", "sliding_attention"}
-ROPE_OF_THE_LENGTH = {"dynamic", "longrope"}  # angles depend on the longest position, held by another process
+ROPE_OF_THE_LENGTH = {"dynamic", "longrope"}  # angles depend on the last position, which another process may hold
 
 
 @dataclass(frozen=True)
 class Ring:
-    """This process's position in its ring; `head_stride` key heads are passed on at a time."""
+    """This process's position in its ring; keys and values are passed on for `head_stride` key heads at a time."""
 
     group: dist.ProcessGroup
     index: int
@@ -59,7 +59,7 @@ class Ring:
 
 @dataclass(frozen=True)
 class Exchange:
-    """A tensor on its way to the next process, and the one on its way from the previous process."""
+    """A pending transfer of one tensor to the next process and another from the previous process."""
 
     sent: Tensor  # must be kept alive until it is sent
     received: Tensor  # complete after `wait`
@@ -74,10 +74,10 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Block:
-    """Queries of this process and the keys of one process that they see: pairs of sequences, bounded on both sides.
+    """Queries of this process and the keys of one process that they see, in pairs of segments.
 
-    If the keys are the queries' own tokens, each query sees those up to itself, and `distance` is 0. If they come from
-    an earlier part of one long sequence, each query sees all of them, and `distance` is from first key to first query.
+    If queries and keys are the same tokens, attention is causal and `distance` is 0. If the keys are from an earlier
+    part of the same sequence, each query sees all of them, and `distance` is from the first key to the first query.
     """
 
     queries: slice
@@ -89,14 +89,14 @@ class Block:
 
 @dataclass(frozen=True)
 class Share:
-    """The part of a packed row that one process of a ring holds; the row's sequences begin and end at `bounds`."""
+    """The tokens of a packed row that one process of a ring holds; `bounds` separates the row's sequences."""
 
     ring: Ring
-    bounds: tuple[int, ...]  # including a last sequence that pads the row, so that all chunks are equally long
+    bounds: tuple[int, ...]  # including a last sequence of padding, so that all chunks have the same length
 
     @classmethod
     def of(cls, bounds: Sequence[int], ring: Ring) -> Share:
-        """Create the share of this process, adding a sequence to pad the row if necessary."""
+        """Create the share of this process, adding a sequence of padding if necessary."""
         chunk = -(-bounds[-1] // (2 * ring.size))
         filled = 2 * ring.size * chunk
         return cls(ring, (*bounds, filled) if filled > bounds[-1] else tuple(bounds))
@@ -107,26 +107,26 @@ class Share:
         return self.bounds[-1] // (2 * self.ring.size)
 
     def starts(self, index: int) -> tuple[int, int]:
-        """Return where the two chunks of a process begin in the row."""
+        """Return the start positions of a process's two chunks in the row."""
         return index * self.chunk, (2 * self.ring.size - 1 - index) * self.chunk
 
     def cut(self, row: Tensor) -> Tensor:
-        """Return this process's tokens of a filled row, [tokens] to [2 x chunk]."""
+        """Return this process's tokens [2 x chunk] of a padded row [tokens]."""
         return torch.cat([row[start : start + self.chunk] for start in self.starts(self.ring.index)])
 
     def held(self, places: Tensor) -> Tensor:
-        """Return the indices of those `places` [tokens] in the row whose tokens this process holds."""
+        """Return the indices into `places`, positions [tokens] in the row, of the tokens that this process holds."""
         chunks = places // self.chunk  # [tokens]
-        owners = torch.minimum(chunks, 2 * self.ring.size - 1 - chunks)  # [tokens]: the process of each
+        owners = torch.minimum(chunks, 2 * self.ring.size - 1 - chunks)  # [tokens]: the process that holds each
         return (owners == self.ring.index).nonzero().squeeze(-1)
 
     def local(self, places: Tensor) -> Tensor:
-        """Convert positions of this process's tokens in the row to positions among its own tokens."""
+        """Convert positions in the row to positions among the tokens of this process, which must hold them."""
         early, late = self.starts(self.ring.index)
         return torch.where(places < early + self.chunk, places - early, places - late + self.chunk)
 
     def join(self, values: Tensor, numbers: Tensor, count: int) -> Tensor:
-        """Return [count, ...] on every process; this one contributes `values` at the indices `numbers`."""
+        """Return [count, ...] on every process; this process contributes `values` at the indices `numbers`."""
         return JoinRows.apply(values, numbers, count, self.ring.group)
 
     def blocks(self, source: int, window: int | None = None) -> Iterator[Block]:
@@ -165,9 +165,9 @@ class Share:
 
 
 class JoinRows(torch.autograd.Function):
-    """Joins the rows that the processes hold, so that each has all of them.
+    """Gathers the rows of all processes on each of them.
 
-    Every process computes the same loss from them, so its gradient is already complete and is not reduced.
+    Every process computes the same loss from all rows, so the gradient is already complete and is not reduced.
     """
 
     @staticmethod
@@ -188,7 +188,7 @@ class JoinRows(torch.autograd.Function):
 
 
 def check_ring(config: PretrainedConfig, sharding: ShardingFlags) -> None:
-    """Reject a model whose layers cannot work on parts of a sequence, and a head stride that does not divide evenly."""
+    """Reject a model whose layers cannot be split over a sequence, and a head stride that does not divide the heads."""
     text = config.get_text_config()
     values = text.to_dict()
     heads = (values.get("num_key_value_heads") or text.num_attention_heads) // sharding.ds_tensor_parallel_size
@@ -200,16 +200,16 @@ def check_ring(config: PretrainedConfig, sharding: ShardingFlags) -> None:
     others = set(values.get("layer_types") or ()) - RINGABLE_LAYERS
     if others:
         raise ConfigError(
-            f"--ring_attn_size cannot split a sequence for layers of {', '.join(sorted(others))}",
+            f"--ring_attn_size cannot split sequences for {', '.join(sorted(others))} layers",
             try_this="--ring_attn_size 1 --ds_tensor_parallel_size 2",
         )
     if values.get("attn_logit_softcapping"):
         raise ConfigError("--ring_attn_size: this model caps its attention scores, which a ring does not support")
-    rope = values.get("rope_parameters") or {}  # of the model or, in some families, of each type of layer
+    rope = values.get("rope_parameters") or {}  # of the whole model or, in some families, per layer type
     angles = ROPE_OF_THE_LENGTH & {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)}
     if angles:
         raise ConfigError(
             f"--ring_attn_size: {angles.pop()} rotary positions depend on the length of the whole sequence, but "
-            "a process sees only part of it",
+            "each process holds only part of it",
             try_this="--ring_attn_size 1 --ds_tensor_parallel_size 2",
         )

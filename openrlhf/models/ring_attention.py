@@ -1,16 +1,15 @@
-"""Attention over a row that a ring of processes shares: keys and values pass from process to process.
+"""Attention over a row shared by a ring of processes, which pass keys and values to each other.
 
-Each process keeps its queries and attends to the passing keys that the mask allows; partial outputs are merged
-(blocks.py). For three processes:
+Each process keeps its queries and attends to the keys it receives; partial outputs are merged (blocks.py). For three
+processes:
 
     step        process 0          process 1          process 2
-    0           keys of 0          keys of 1          keys of 2         each also starts to pass its keys on
+    0           keys of 0          keys of 1          keys of 2         each also starts to send its keys
     1           keys of 2          keys of 0          keys of 1
     2           keys of 1          keys of 2          keys of 0
 
 In the backward pass the keys go around again, and the gradients of keys and values follow one step behind. Each process
-adds its part; after the last step, the gradients are back at the process that owns the keys. `segmented_attention`
-(attention.py) is the caller.
+adds its contribution; after the last step, the gradients have returned to the process that owns the keys.
 """
 
 from collections.abc import Iterator
@@ -26,12 +25,12 @@ Heads = tuple[slice, slice]  # (all tokens, some heads)
 
 
 def ring_attention(query: Tensor, key: Tensor, value: Tensor, share: Share, scoring: Scoring) -> Tensor:
-    """Compute causal attention within each sequence for this process's tokens of the row, [tokens, heads, dim]."""
+    """Return causal attention [tokens, heads, dim] within each sequence, for this process's tokens of the row."""
     return RingAttention.apply(query, key, value, share, scoring)
 
 
 class RingAttention(torch.autograd.Function):
-    """Attention by passing keys and values around the ring, a few heads at a time; their gradients travel with them."""
+    """Attention that passes keys, values and their gradients around the ring, a few heads at a time."""
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
@@ -62,7 +61,7 @@ class RingAttention(torch.autograd.Function):
 def ring_forward(query: Tensor, passed: Tensor, share: Share, scoring: Scoring) -> tuple[Tensor, Tensor]:
     """Return outputs [tokens, heads, dim] and log-sum-exps [tokens, heads] over the keys of all processes."""
     output = torch.zeros_like(query, dtype=torch.float32)
-    lse = output.new_full(query.shape[:2], float("-inf"))  # of no keys
+    lse = output.new_full(query.shape[:2], float("-inf"))  # log-sum-exp over no keys
     for source, (key, value) in visits(passed, share):
         for block in share.blocks(source, scoring.window):
             merge(output[block.queries], lse[block.queries], *attend(query, key, value, block, scoring))
@@ -72,7 +71,7 @@ def ring_forward(query: Tensor, passed: Tensor, share: Share, scoring: Scoring) 
 def ring_backward(result: AttentionResult, passed: Tensor, share: Share, scoring: Scoring) -> tuple[Tensor, Tensor]:
     """Return gradients of this process's queries, and of its keys and values [2, tokens, heads, dim].
 
-    The latter are summed up on their way around the ring.
+    The gradients of keys and values are accumulated on their way around the ring.
     """
     to_query = torch.zeros_like(result.query, dtype=torch.float32)
     exchange: Exchange | None = None
@@ -90,7 +89,7 @@ def ring_backward(result: AttentionResult, passed: Tensor, share: Share, scoring
 
 
 def visits(passed: Tensor, share: Share) -> Iterator[tuple[int, Tensor]]:
-    """Yield (process, its keys and values), this one's first; the next arrive while the caller uses these."""
+    """Yield (process, its keys and values), starting with this one; the next are received while the caller computes."""
     ring = share.ring
     for step in range(ring.size):
         exchange = ring.pass_on(passed) if step + 1 < ring.size else None
@@ -100,7 +99,7 @@ def visits(passed: Tensor, share: Share) -> Iterator[tuple[int, Tensor]]:
 
 
 def strides(query: Tensor, key: Tensor, key_heads: int) -> Iterator[tuple[Heads, Heads]]:
-    """Yield query heads with the key heads that they share, `key_heads` of them at a time."""
+    """Yield (query heads, the key heads they use), `key_heads` key heads at a time."""
     group, tokens = query.shape[1] // key.shape[1], slice(None)
     for first in range(0, key.shape[1], key_heads):
         last = first + key_heads

@@ -1,19 +1,19 @@
-"""A test of every model at load time: does `Network` compute what the model's own forward computes?
+"""A load-time test that `Network` computes the same results as the model's own forward.
 
 Packed rows, padded rows, attention kernels and heads each work for most architectures and are silently wrong for some:
-a recurrent layer carries its state into the next sequence, or a model ignores the mask it is given or caps its logits
-in its own way. So the backends call `choose_layout`, which tests each model with a few random tokens:
+a recurrent layer carries its state into the next sequence, or a model ignores its mask or caps its logits. So the
+backends call `choose_layout`, which tests each model with a few random tokens:
 
-    1. own       the model's own forward: eager attention, each sequence alone
-    2. together  all sequences as one micro-batch in the layout of the run: must equal 1
-    3. leak      the same with every other sequence changed: the answers of the others must not change
-    4. training  in training mode, if the network is trained: must equal 1, with a finite gradient
+    1. own       run the model's own forward with eager attention, one sequence per call
+    2. together  run all sequences as one micro-batch in the layout of the run: must equal 1
+    3. leak      change every second sequence and repeat 2: the outputs of the other sequences must not change
+    4. training  if the network is trained, run it in training mode: must equal 1, with a finite gradient
 
 If the test fails, the next slower layout is tried:
 
     packed  ->  padded with SDPA  ->  padded with eager attention  ->  row by row  ->  rejected
 
-agreement.py defines what "equal" means, in half precision too.
+agreement.py defines the tolerance for each precision.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from openrlhf.models.inputs import CallLayout
 from openrlhf.monitor import say
 from openrlhf.types import Batch, TokenRow
 
-LENGTHS = (14, 9, 17, 5, 12, 7)  # most exceed a convolution's reach; their ends fall at varied places in a chunked scan
-FP32_LEAK = 1e-5  # allowed change if only other sequences change; small, as a decaying state leaks little in few tokens
-LEAST_LEAK = 1e-3  # the same in half precision, on average
+LENGTHS = (14, 9, 17, 5, 12, 7)  # most exceed the reach of a convolution; boundaries vary within chunked scans
+FP32_LEAK = 1e-5  # maximum change if only other sequences change; small, since short sequences leak little
+LEAST_LEAK = 1e-3  # maximum mean change in half precision
 
 
 class BackendForward(Protocol):
-    """A backend's forward: outputs without gradients."""
+    """A backend's forward pass without gradients."""
 
     def __call__(self, batch: Batch, wanted: type[Wanted]) -> Wanted: ...
 
@@ -55,7 +55,7 @@ class Candidate:
 
     layout: CallLayout
     attention: str
-    own_kernels: bool = True  # of packages such as flash-linear-attention; False: PyTorch's, which are slow
+    own_kernels: bool = True  # kernels of packages such as flash-linear-attention; False: slow PyTorch kernels
 
     def __str__(self) -> str:
         kernel = "the packed kernel" if self.attention == SEGMENTED else self.attention
@@ -69,14 +69,14 @@ class LayoutProbe:
 
     batch: Batch
     wanted: type[LogProbs | Scores]
-    own: Tensor  # log-probs [targets] or scores [sequences], by the model's own forward, each sequence alone
+    own: Tensor  # log-probs [targets] or scores [sequences] of the model's own forward
     rounding: float | None  # mean rounding error of a half-precision model; None in fp32
 
 
 def choose_layout(network: Network, forward: BackendForward, worst: Callable[[float], float] = float) -> None:
     """Set the fastest layout in which a network is correct, or reject the model.
 
-    `forward` runs the network as the run will; `worst` returns the maximum of a number over all processes.
+    `forward` is the backend's forward pass; `worst` returns the maximum of a number over all processes.
     """
     if not network.self_test:
         return
@@ -84,7 +84,7 @@ def choose_layout(network: Network, forward: BackendForward, worst: Callable[[fl
     name = type(decoder).__name__
     asked = Candidate(network.layout, modes.attention_in(decoder))
     probe = make_probe(network, forward)
-    # Sharded weights are complete only inside a backend's own passes, so no gradient is computed here for these.
+    # Sharded weights are complete only inside the backend's passes, so gradients cannot be checked here.
     trains = not agreement.is_sharded(network) and any(parameter.requires_grad for parameter in network.parameters())
     problems: list[str] = []
     kernels_train = True  # kernels of other packages may have no backward pass on this machine
@@ -116,7 +116,7 @@ def choose_layout(network: Network, forward: BackendForward, worst: Callable[[fl
 
 
 def candidates(network: Network) -> Iterator[Candidate]:
-    """Yield the candidates, fastest first, starting with the one that the network was loaded for."""
+    """Yield the candidates from fast to slow, starting with the one that the network was loaded with."""
     decoder = network.decoder
     attention = modes.attention_in(decoder)
     yield Candidate(network.layout, attention)
@@ -134,10 +134,10 @@ def candidates(network: Network) -> Iterator[Candidate]:
 
 
 def make_probe(network: Network, forward: BackendForward) -> LayoutProbe:
-    """Compute the model's own answer: eager attention, PyTorch's kernels, each sequence alone."""
+    """Compute the model's own results with eager attention and PyTorch kernels, one sequence per call."""
     decoder = network.decoder
-    # Sequences of random tokens, packed into one row. A sequence classifier would take the pad token for the end of a
-    # sequence, so a token that is not among the random ones replaces it.
+    # Pack sequences of random tokens into one row. A sequence classifier would mistake the pad token for the end of a
+    # sequence, so replace it by a token outside the random range.
     config = decoder.config.get_text_config()
     pad, spare = getattr(config, "pad_token_id", None), config.vocab_size // 4 - 1
     rows = [np.where(row == pad, spare, row) for row in agreement.random_rows(config.vocab_size, LENGTHS)]
@@ -168,20 +168,20 @@ def answers(outputs: LogProbs | Scores, batch: Batch) -> Tensor:
 
 
 def check_forward(forward: BackendForward, probe: LayoutProbe) -> tuple[float, str]:
-    """Return (the worse of two errors as a fraction of what is allowed, a description of it).
+    """Return (the larger of two errors / the allowed error, description of the error).
 
-    The first error is the difference from the model's own answer. The second is a leak: if the tokens of every other
-    sequence change, the answers of the rest must not. Most kernels round equal shapes equally, so a leak shows even if
-    it is far below the model's rounding. Changing the last sequence, which no causal model lets the others see,
-    measures how equally they round.
+    The first error is the difference from the model's own results. The second is a leak: if the tokens of every second
+    sequence change, the results of the other sequences must not. Most kernels round identically for identical shapes,
+    so even a leak far below the model's rounding error is visible. Changing only the last sequence, which earlier ones
+    cannot see in a causal model, measures the remaining noise.
     """
     batch = probe.batch
     found = answers(forward(batch, probe.wanted), batch)
-    # [answers]: the sequence that each belongs to
+    # [answers]: the sequence of each answer
     owners = torch.arange(len(LENGTHS)) if probe.wanted is Scores else batch.sequence_ids[batch.target_mask]
 
     def change(numbers: range) -> Tensor:
-        """Return how much the answers of the other sequences change if these sequences are reversed."""
+        """Return the changes in the results of all other sequences if these sequences are reversed."""
         ids = batch.input_ids.clone()  # [1, tokens]
         for number in numbers:
             places = batch.sequence_ids == number
@@ -202,17 +202,17 @@ def check_forward(forward: BackendForward, probe: LayoutProbe) -> tuple[float, s
 
 
 def check_training(network: Network, probe: LayoutProbe) -> tuple[float, str]:
-    """Return the error in training mode, in which some layers use other kernels; infinite if gradients are not finite.
+    """Return the error in training mode, where some layers use other kernels; infinite if gradients are not finite.
 
-    A network with dropout or other noise is not compared, only its gradient is checked.
+    For a network with dropout or other noise, only the gradient is checked.
     """
     batch = probe.batch.to(network.decoder.device)
-    # A small parameter among the first: an early one, so that its gradient passes through the layers above.
+    # Use a small parameter of an early layer, so that its gradient passes through the layers above.
     learned = (parameter for parameter in network.parameters() if parameter.requires_grad)
     parameter = min(islice(learned, 16), key=lambda parameter: parameter.numel())
     was_training = network.training
     try:
-        network.eval()  # no recomputation of activations: its reentrant form does not support `autograd.grad`
+        network.eval()  # turns off recomputation, whose reentrant variant does not support autograd.grad
         with torch.enable_grad():
             outputs = network(batch, probe.wanted)
             total = (outputs.scores if isinstance(outputs, Scores) else outputs.log_probs).sum()

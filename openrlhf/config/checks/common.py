@@ -19,7 +19,7 @@ def required_flags_are_given(config: object) -> None:
 
 
 def numbers_are_in_range(config: object) -> None:
-    """Check each number against the range in its declaration; rules about several flags may then rely on it."""
+    """Check each number against its declared range, so that later rules can rely on it."""
     values = flag_values(config)
     for name, item in flags_of(type(config)).items():
         value = values[name]
@@ -32,7 +32,7 @@ def numbers_are_in_range(config: object) -> None:
 
 
 def empty_template_is_none(config: Templated) -> Changed[Templated] | None:
-    """Treat an empty template as none: scripts pass '' for complete prompts, sometimes with literal quotes."""
+    """Treat an empty template as no template: scripts pass '' (even with literal quotes) if prompts are complete."""
     if config.template.input_template in EMPTY:
         return change(config, "--input_template is empty: inputs are used unchanged", input_template=None)
     return None
@@ -49,7 +49,7 @@ def template_has_a_placeholder(config: Templated) -> None:
 
 
 def template_has_line_breaks(config: Templated) -> str | None:
-    r"""Warn if the shell passed `\n` as two characters, which the model would see as such."""
+    r"""Warn if the shell passed `\n` as two characters, because the model would see both."""
     if "\\n" in (config.template.input_template or ""):
         return "--input_template contains a backslash and an n; for a line break, write $'...\\n...' in the shell"
     return None
@@ -71,14 +71,14 @@ def chat_template_kwargs_are_json(config: Templated) -> None:
 
 
 def four_bit_needs_bf16(config: object) -> None:
-    """4-bit weights are dequantised to bf16 for every product."""
+    """Require bf16 with 4-bit weights, which are dequantised to bf16 for every matrix product."""
     values = flag_values(config)
     if values["load_in_4bit"] and values["param_dtype"] != "bf16":
         raise ConfigError(f"--load_in_4bit computes in bf16, but --param_dtype is {values['param_dtype']}")
 
 
 def four_bit_trains_adapters(config: TrainingConfig) -> None:
-    """Quantised weights have no gradient, so LoRA is the only thing that can learn."""
+    """Require LoRA with 4-bit weights: quantised weights have no gradient, so only adapters can be trained."""
     if config.model.load_in_4bit and config.lora.lora_rank == 0:
         raise ConfigError("--load_in_4bit freezes the base, so there is nothing to train", try_this="--lora_rank 16")
 
@@ -91,7 +91,7 @@ def tensor_parallel_needs_bf16(config: TrainingConfig) -> None:
 
 
 def ring_attention_is_our_own(config: TrainingConfig) -> Changed[TrainingConfig] | None:
-    """Replace flash attention with ours, which uses the same kernel; reject other implementations."""
+    """Replace flash attention with ring attention, which uses the same kernel; reject other implementations."""
     size, asked = config.sharding.ring_attn_size, config.model.attn_implementation
     if size == 1 or asked == "auto":
         return None
@@ -105,7 +105,7 @@ def ring_attention_is_our_own(config: TrainingConfig) -> Changed[TrainingConfig]
 
 
 def probabilities_match_datasets(config: object) -> None:
-    """Each dataset needs one probability, and together they must sum to 1."""
+    """Require one probability per dataset, with a sum of 1."""
     values = flag_values(config)
     for data, probs in (("dataset", "dataset_probs"), ("prompt_data", "prompt_data_probs")):
         given = values.get(probs)
@@ -119,20 +119,20 @@ def probabilities_match_datasets(config: object) -> None:
                 f"--{probs} {given!r} is not a comma-separated list of numbers", try_this=f"--{probs} 0.7,0.3"
             ) from None
         if len(shares) != count:
-            raise ConfigError(f"--{probs} has {len(shares)} values, but --{data} names {count}")
+            raise ConfigError(f"--{probs} has {len(shares)} values, but --{data} names {count} datasets")
         if min(shares) < 0 or abs(sum(shares) - 1) > 1e-6:
-            raise ConfigError(f"--{probs} {given}: each must be 0 or more, and they must sum to 1")
+            raise ConfigError(f"--{probs} {given}: each probability must be 0 or more, and they must sum to 1")
 
 
 def resuming_needs_checkpoints(config: TrainingConfig) -> str | None:
-    """Both flags together are allowed: the run resumes but leaves nothing to resume from."""
+    """Warn about a run that resumes from a checkpoint but does not write resumable ones itself."""
     if config.checkpoints.load_checkpoint and config.checkpoints.disable_ds_ckpt:
         return "--disable_ds_ckpt writes no resumable checkpoints: --load_checkpoint will find only older ones"
     return None
 
 
 def keys_fit_into_a_header(config: object) -> None:
-    """Check now; otherwise the first request would fail with an obscure error."""
+    """Reject keys that are not valid in an HTTP header before the first request fails with an obscure error."""
     values = flag_values(config)
     for name in ("api_key", "reward_api_key"):
         key = str(values.get(name) or "")

@@ -1,4 +1,4 @@
-"""Rules about optional packages: if a flag needs one that is missing, the error contains the pip command."""
+"""Rules about optional packages: if a flag needs a missing package, the error contains the pip command."""
 
 from importlib.util import find_spec
 
@@ -8,12 +8,12 @@ from openrlhf.config.runtime import resolve_runtime
 from openrlhf.errors import MissingExtraError
 
 PACKAGE_OF = {"load_in_4bit": "bitsandbytes", "use_liger_kernel": "liger_kernel", "use_wandb": "wandb"}  # by flag
-EXTRA_OF = {"liger_kernel": "liger", "bitsandbytes": "qlora"}  # by package; the other extras have its name
+EXTRA_OF = {"liger_kernel": "liger", "bitsandbytes": "qlora"}  # by package; other extras are named like their package
 EXTRA_OF |= dict.fromkeys(("fastapi", "uvicorn", "aiohttp"), "serve")
 
 
 def require(package: str, needed_by: str) -> None:
-    """Raise, with the pip command, if a package is not installed; imports nothing."""
+    """Raise an error with the pip command if a package is not installed, without importing it."""
     if find_spec(package) is None:
         extra = EXTRA_OF.get(package, package)
         raise MissingExtraError(

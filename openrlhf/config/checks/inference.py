@@ -16,23 +16,24 @@ def post_processors_need_rewards(config: BatchInferenceConfig) -> None:
     processor = config.task.post_processor
     if processor not in (None, "null") and config.task.eval_task != "rm":
         raise ConfigError(
-            f"--post_processor {processor} sorts by reward, which --eval_task {config.task.eval_task} does not give"
+            f"--post_processor {processor} sorts by reward, which --eval_task {config.task.eval_task} does not compute"
         )
 
 
 def reward_template_has_its_placeholders(config: BatchInferenceConfig) -> None:
-    """Without both placeholders, a row would lose its prompt or its reward."""
+    """Require both placeholders; otherwise rows would lose their prompt or their reward."""
     template = config.task.reward_template
     if template is not None and not ("{input}" in template and "{reward}" in template):
         raise ConfigError(f"--reward_template {template!r} must contain {{input}} and {{reward}}")
 
 
 def rows_go_to_a_file(config: BatchInferenceConfig) -> None:
-    """Check the output path before hours of generation, and protect the dataset from being overwritten."""
+    """Check that the output path is writable before hours of generation, and that it is not the dataset."""
     output = Path(str(config.task.output_path)).expanduser()
     if output.is_dir():
         raise ConfigError(
-            f"--output_path {output} is a folder, but rows go to a file", try_this=f"--output_path {output}/rows.jsonl"
+            f"--output_path {output} is a folder, but rows are written to a file",
+            try_this=f"--output_path {output}/rows.jsonl",
         )
     nearest = next(path for path in output.absolute().parents if path.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
@@ -45,13 +46,13 @@ def rows_go_to_a_file(config: BatchInferenceConfig) -> None:
 
 
 def engines_on_ray_are_vllm(config: BatchInferenceConfig) -> None:
-    """Only vLLM runs as engines on Ray, and one process starts all of them."""
+    """Allow --vllm_num_engines only with vLLM and without a launcher: one process starts all engines."""
     task = config.task
     if task.vllm_num_engines is None:
         return
     if task.eval_task != "generate_vllm":
         raise ConfigError(
-            f"--vllm_num_engines starts vLLM engines on Ray, but --eval_task {task.eval_task} uses none",
+            f"--vllm_num_engines starts vLLM engines on Ray, but --eval_task {task.eval_task} does not use vLLM",
             try_this="--eval_task generate_vllm",
         )
     if world_size() > 1:
@@ -63,11 +64,11 @@ def engines_on_ray_are_vllm(config: BatchInferenceConfig) -> None:
 
 
 def other_machines_need_a_key(config: ServeRMConfig) -> None:
-    """A server that other machines can reach must require a key."""
+    """Require a key for a server that other machines can reach."""
     host = config.server.host
     if not (is_loopback(host) or config.server.api_key):
         raise ConfigError(
-            f"--host {host} is open to other machines, but no key protects it",
+            f"--host {host} is reachable from other machines, but no API key is set",
             try_this="OPENRLHF_RM_API_KEY=$(openssl rand -hex 16) in the environment of server and trainer",
         )
 
@@ -81,23 +82,23 @@ def is_loopback(host: str) -> bool:
 
 
 def a_chat_begins_once(config: ChatConfig) -> None:
-    """Both flags set the start of the conversation; a system prompt is a message of a chat template."""
+    """Reject --system_prompt without a chat template or together with --ta_prompt, which also starts the chat."""
     if config.template.system_prompt is None:
         return
     if not config.template.apply_chat_template:
         raise ConfigError(
-            "--system_prompt is a message, and only --apply_chat_template has messages",
+            "--system_prompt needs a chat template",
             try_this="--apply_chat_template, or --ta_prompt FILE",
         )
     if config.chat.ta_prompt is not None:
-        raise ConfigError("--ta_prompt and --system_prompt both begin the conversation; give one of them")
+        raise ConfigError("--ta_prompt and --system_prompt both start the conversation; give only one of them")
 
 
 def merging_keeps_its_sources(config: LoraCombinerConfig) -> None:
-    """Writing over the base or the adapter would destroy it."""
+    """Reject an output path that would overwrite the base model or the adapter."""
     output = Path(str(config.merge.output_path)).expanduser()
     if output.is_file():
-        raise ConfigError(f"--output_path {output} is a file, but a model is a folder")
+        raise ConfigError(f"--output_path {output} is a file, but a model is written to a folder")
     for name in ("model_path", "lora_path"):
         if Path(str(flag_values(config)[name])).expanduser().resolve() == output.resolve():
             raise ConfigError(

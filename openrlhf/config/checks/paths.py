@@ -21,7 +21,7 @@ def looks_local(name: str) -> bool:
 
 
 def is_here(name: str) -> bool:
-    """Return True for a model or dataset on this machine, for which no hub is contacted."""
+    """Return True for a model or dataset on this machine, which is loaded without contacting a hub."""
     return looks_local(name) or Path(name.partition("@")[0]).expanduser().exists()
 
 
@@ -34,7 +34,7 @@ def split_revision(name: str) -> tuple[str, str | None]:
 
 
 def named_by(config: object, flags: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """Yield (flag, item) for each item of these flags' comma-separated values."""
+    """Yield (flag, item) for each item in the comma-separated values of these flags."""
     values = flag_values(config)
     for name in flags:
         value = values.get(name)
@@ -43,7 +43,7 @@ def named_by(config: object, flags: tuple[str, ...]) -> Iterator[tuple[str, str]
 
 
 def model_folders_exist(config: object) -> None:
-    """Reject local model paths that are missing, files, bare adapters, or not models."""
+    """Reject local paths that do not exist, are files, contain only an adapter, or are not models."""
     for name, item in named_by(config, MODEL_FLAGS):
         folder = Path(item).expanduser()
         if looks_local(item) and not folder.exists():
@@ -62,14 +62,14 @@ def model_folders_exist(config: object) -> None:
 
 
 def adapter_folder_exists(config: LoraCombinerConfig) -> None:
-    """Merging needs a LoRA adapter, not a model."""
+    """Reject a local --lora_path that is not a LoRA adapter."""
     path = str(config.merge.lora_path)
     if looks_local(path) and not (Path(path).expanduser() / "adapter_config.json").exists():
         raise ConfigError(f"--lora_path {path} has no adapter_config.json, so it is not a LoRA adapter")
 
 
 def dataset_files_exist(config: object) -> None:
-    """A path that looks like a file would otherwise be looked up on the hub."""
+    """Reject missing dataset files, which would otherwise be looked up on the hub."""
     for name, item in named_by(config, DATA_FLAGS):
         path = item.partition("@")[0]
         if (looks_local(path) or path.endswith(DATA_SUFFIXES)) and not Path(path).expanduser().exists():
@@ -77,14 +77,14 @@ def dataset_files_exist(config: object) -> None:
 
 
 def named_files_exist(config: object) -> None:
-    """Reward functions, agents and the history of a chat are read only when the run starts."""
+    """Reject missing reward, agent and chat history files now, since they are read only when the run starts."""
     for name, item in named_by(config, ("remote_rm_url", "agent_func_path", "ta_prompt")):
         if (item.endswith(".py") or name == "ta_prompt") and not Path(item).expanduser().is_file():
             raise ConfigError(f"--{name} {item}: no such file")
 
 
 def replay_is_of_another_run(config: RLConfig) -> None:
-    """A replay needs recorded steps; a run's own folder has none, because the run moves an earlier record aside."""
+    """Require a folder with recorded rollouts, not this run's own, whose earlier record is moved aside at the start."""
     replay = config.rollout.replay
     if not replay:
         return
@@ -92,7 +92,8 @@ def replay_is_of_another_run(config: RLConfig) -> None:
     own = Path(config.run.run_dir or Path(config.checkpoints.save_path) / "run") / "rollouts"
     if own.expanduser().resolve() == folder.resolve():
         raise ConfigError(
-            f"--replay {replay} is where this run writes its own rollouts", try_this="another --save_path or --run_dir"
+            f"--replay {replay} is the folder that this run writes its rollouts to",
+            try_this="another --save_path or --run_dir",
         )
     if not folder.is_dir():
         raise ConfigError(f"--replay {replay}: no such folder", try_this="--replay ./ckpt/run/rollouts")
@@ -101,7 +102,7 @@ def replay_is_of_another_run(config: RLConfig) -> None:
 
 
 def outputs_can_be_written(config: object) -> None:
-    """Check now, not after hours of work, when the result is to be saved."""
+    """Check output folders now, not after hours of training when the result is saved."""
     for name, item in named_by(config, OUTPUT_FLAGS):
         folder = Path(item).expanduser()
         nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())

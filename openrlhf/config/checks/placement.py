@@ -1,4 +1,4 @@
-"""Rules about placement in RL: devices of each role, engines, colocation and sleep."""
+"""Rules about placement in RL: devices per role, engines, colocation and sleep."""
 
 import os
 
@@ -24,7 +24,7 @@ def launched_processes_become_devices(config: RLConfig) -> Changed[RLConfig] | s
     processes, nodes = world_size(), launched_nodes()
     if processes == 1:
         return None
-    counts: dict[str, int] = {}  # one device per launched process for each role, unless the command line sets its own
+    counts: dict[str, int] = {}  # per role: one device per launched process, unless its flag is set
     for role in ROLES:
         given = config.placement.given_gpus_per_node(role)
         counts |= {f"{role}_num_nodes": nodes, f"{role}_num_gpus_per_node": given or processes // nodes}
@@ -40,7 +40,8 @@ def launched_processes_become_devices(config: RLConfig) -> Changed[RLConfig] | s
         return f"the launcher's first process of {processes} drives Ray; the other processes exit now"
     if not isinstance(config, LocalRLConfig) and config.placement.runtime == "local":
         raise ConfigError(
-            f"--runtime local is one process, but a launcher started {processes}", try_this="without --runtime local"
+            f"--runtime local runs in one process, but a launcher started {processes}",
+            try_this="without --runtime local",
         )
     line = (
         f"{processes} launcher processes: the first one starts Ray on this machine and shares {processes} devices "
@@ -50,7 +51,7 @@ def launched_processes_become_devices(config: RLConfig) -> Changed[RLConfig] | s
 
 
 def local_runtime_is_one_device(config: RLConfig) -> None:
-    """The local runtime has one process, so counts above 1 contradict it."""
+    """Reject --runtime local, which has one process, with device or engine counts above 1."""
     if config.placement.runtime != "local":
         return
     values = flag_values(config)
@@ -59,12 +60,13 @@ def local_runtime_is_one_device(config: RLConfig) -> None:
     several = [f"--{name} {values[name]}" for name in names if int(str(values[name] or 1)) > 1]
     if several:
         raise ConfigError(
-            f"--runtime local is one process on one device, but {several[0]} asks for several", try_this="--runtime ray"
+            f"--runtime local runs in one process on one device, but {several[0]} asks for several",
+            try_this="--runtime ray",
         )
 
 
 def sleep_needs_colocation(config: RLConfig) -> Changed[RLConfig] | None:
-    """Engines with devices of their own have no reason to free them."""
+    """Turn off sleep for engines with dedicated devices, which have no reason to free memory."""
     shares = config.placement.colocate_all_models or resolve_runtime(config) == "local"
     if config.engines.vllm_enable_sleep and not shares:
         line = "--vllm_enable_sleep is turned off: without --colocate_all_models the engines have their own devices"
@@ -73,20 +75,20 @@ def sleep_needs_colocation(config: RLConfig) -> Changed[RLConfig] | None:
 
 
 def async_engines_have_their_own_devices(config: RLConfig) -> str | None:
-    """Generation and training overlap, so they cannot take turns on a device, and no engine can sleep."""
+    """Reject engine sleep in asynchronous runs: generation and training overlap, so engines need their own devices."""
     if not config.asynchrony.async_train:
         return None
     if config.engines.vllm_enable_sleep:
         raise ConfigError(
-            "--vllm_enable_sleep stops the engines while the models train, --async_train runs both at the same time",
+            "--vllm_enable_sleep stops the engines during training, but --async_train runs both at the same time",
             try_this="without --vllm_enable_sleep",
         )
-    line = "--colocate_all_models with --async_train: the models share devices, the engines get their own"
+    line = "--colocate_all_models with --async_train: the models share devices, but the engines get their own"
     return line if config.placement.colocate_all_models else None
 
 
 def shared_devices_have_equal_counts(config: RLConfig) -> None:
-    """Models that share devices have one process per device, so their counts must match."""
+    """Require equal device counts of models that share devices: each has one process per device."""
     placement = config.placement
     shared: list[tuple[str, Role, Role]] = []
     if uses_reference(config) and (placement.colocate_actor_ref or placement.colocate_all_models):
@@ -105,7 +107,7 @@ def shared_devices_have_equal_counts(config: RLConfig) -> None:
 
 
 def hybrid_engines_cover_the_policy(config: RLConfig) -> None:
-    """A hybrid engine receives weights from the policy's processes on the same devices, which must be on one node."""
+    """Require engines on exactly the policy's devices: hybrid engines receive weights within a device, on one node."""
     engines, nodes = config.engines.vllm_num_engines or 0, config.placement.actor_num_nodes
     if not (config.placement.colocate_all_models and engines) or config.asynchrony.async_train:
         return
@@ -126,7 +128,7 @@ def hybrid_engines_cover_the_policy(config: RLConfig) -> None:
 
 
 def groups_divide_the_devices(config: RLConfig) -> None:
-    """Ring and tensor-parallel groups must cover a role's devices without a remainder."""
+    """Require that ring and tensor-parallel groups divide the devices of each role."""
     ring, tensor = config.sharding.ring_attn_size, config.sharding.ds_tensor_parallel_size
     for role in used_roles(config):
         if role == "reward" and ring == 1:
@@ -141,7 +143,7 @@ def groups_divide_the_devices(config: RLConfig) -> None:
 
 
 def engines_have_a_device(config: RLConfig) -> str | None:
-    """Generating with Transformers on a cluster works but is rarely intended."""
+    """Warn about generation with Transformers on a cluster, which works but is slow and rarely intended."""
     if resolve_runtime(config) == "ray" and not config.engines.vllm_num_engines:
         return "--vllm_num_engines is not given: Transformers generates inside the policy's workers, slower than vLLM"
     return None

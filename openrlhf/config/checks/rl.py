@@ -9,41 +9,43 @@ from openrlhf.errors import ConfigError
 
 
 def a_reward_is_given(config: RLConfig) -> None:
-    """Something must reward the samples: a model, a server, a function or an agent."""
+    """Require a source of rewards: a model, a server, a function or an agent."""
     rewards = config.rewards
     if not (rewards.reward_pretrain or rewards.remote_rm_url or rewards.agent_func_path):
         raise ConfigError(
-            "nothing rewards the samples: expected one of --reward_pretrain, --remote_rm_url and --agent_func_path",
+            "no source of rewards is given: expected --reward_pretrain, --remote_rm_url or --agent_func_path",
             try_this="--remote_rm_url ./reward_func.py",
         )
 
 
 def reward_addresses_are_http_or_python(config: RLConfig) -> None:
-    """Reject other addresses now; otherwise the first reward request would fail."""
+    """Reject reward addresses that are neither URLs nor .py files before the first reward request fails."""
     for address in config.rewards.reward_servers:
         if not address.startswith(("http://", "https://")):
             raise ConfigError(
-                f"--remote_rm_url {mask_urls(address)} is neither a .py file nor an address",
+                f"--remote_rm_url {mask_urls(address)} is neither a .py file nor an http(s) address",
                 try_this="--remote_rm_url http://127.0.0.1:5000/get_reward",
             )
 
 
 def agents_are_python_files(config: RLConfig) -> None:
-    """An agent is imported from its file."""
+    """Require a .py file as the agent, because it is imported."""
     path = config.rewards.agent_func_path
     if path and not path.endswith(".py"):
         raise ConfigError(f"--agent_func_path {path} is not a .py file")
 
 
 def reward_weights_match_models(config: RLConfig) -> None:
-    """Weights belong to reward models by position."""
+    """Require one weight per reward model; they are matched by position."""
     weights, models = config.rewards.reward_weights, config.rewards.reward_models
     if weights and len(weights) != len(models):
-        raise ConfigError(f"--reward_weights has {len(weights)} values, but --reward_pretrain names {len(models)}")
+        raise ConfigError(
+            f"--reward_weights has {len(weights)} values, but --reward_pretrain names {len(models)} models"
+        )
 
 
 def groups_have_several_samples(config: RLConfig) -> None:
-    """Group estimators compare a sample with the others of its prompt, and dynamic filtering uses their mean score."""
+    """Require several samples per prompt for group estimators, which compare them, and for dynamic filtering."""
     n, estimator = config.rollout.n_samples_per_prompt, config.advantage.advantage_estimator
     compares, filters = estimator in GROUP_ESTIMATORS, config.rollout.dynamic_filtering
     if n < 2 and (compares or filters):
@@ -55,7 +57,7 @@ def groups_have_several_samples(config: RLConfig) -> None:
 
 
 def group_estimators_do_not_discount(config: RLConfig) -> Changed[RLConfig] | None:
-    """These estimators give all tokens of a response the same advantage."""
+    """Set gamma to 1 for group estimators, which give all tokens of a response the same advantage."""
     estimator, gamma = config.advantage.advantage_estimator, config.advantage.gamma
     if estimator in GROUP_ESTIMATORS and gamma != 1.0:
         return change(
@@ -65,16 +67,16 @@ def group_estimators_do_not_discount(config: RLConfig) -> Changed[RLConfig] | No
 
 
 def only_gae_has_a_critic(config: RLConfig) -> Changed[RLConfig] | None:
-    """Other estimators have no value function, so a critic would be loaded for nothing."""
+    """Drop --critic_pretrain for estimators other than gae, which do not use a critic."""
     estimator = config.advantage.advantage_estimator
     if config.critic.critic_pretrain and estimator != "gae":
-        line = f"--critic_pretrain is dropped: --advantage_estimator {estimator} has no critic"
+        line = f"--critic_pretrain is ignored: --advantage_estimator {estimator} uses no critic"
         return change(config, line, critic_pretrain=None)
     return None
 
 
 def rings_and_dynamic_batches_pack(config: RLConfig) -> Changed[RLConfig] | None:
-    """A ring splits one long packed sequence; batches filled by tokens save memory only if nothing is padded."""
+    """Turn packing on for ring attention, which splits packed sequences, and for batches that are filled by tokens."""
     ring, dynamic = config.sharding.ring_attn_size > 1, config.rollout.use_dynamic_batch
     if (ring or dynamic) and not config.batches.packing_samples:
         why = "--ring_attn_size splits packed sequences" if ring else "--use_dynamic_batch counts tokens"
@@ -83,20 +85,23 @@ def rings_and_dynamic_batches_pack(config: RLConfig) -> Changed[RLConfig] | None
 
 
 def partial_rollout_needs_async(config: RLConfig) -> None:
-    """In synchronous training no generation is running at a weight sync."""
+    """Reject --partial_rollout in synchronous runs: nothing is being generated at their weight syncs."""
     if config.asynchrony.partial_rollout and not config.asynchrony.async_train:
-        raise ConfigError("--partial_rollout pauses a generation that runs during training", try_this="--async_train")
+        raise ConfigError("--partial_rollout needs generation to run during training", try_this="--async_train")
 
 
 def empty_queue_is_synchronous(config: RLConfig) -> str | None:
-    """Allowed, but rarely what --async_train is for."""
+    """Warn that --async_queue_size 0 makes --async_train synchronous."""
     if config.asynchrony.async_train and config.asynchrony.async_queue_size == 0:
-        return "--async_queue_size 0: every sample trains the weights that sampled it, as without --async_train"
+        return "--async_queue_size 0 makes training synchronous, as without --async_train"
     return None
 
 
 def kl_estimator_suits_its_place(config: RLConfig) -> str | None:
-    """On policy, the gradient of k1 has mean zero, so as a loss it does nothing; k2 and k3 are made for the loss."""
+    """Warn if the KL estimator does not suit the use of the KL term.
+
+    On policy, the gradient of k1 has mean zero, so k1 has no effect as a loss; k2 and k3 are designed for the loss.
+    """
     estimator, in_loss = config.kl.kl_estimator, config.kl.use_kl_loss
     if in_loss and estimator == "k1":
         return "--use_kl_loss with --kl_estimator k1 has a zero-mean gradient; k2 or k3 is meant for the loss"
@@ -106,7 +111,7 @@ def kl_estimator_suits_its_place(config: RLConfig) -> str | None:
 
 
 def oversampling_needs_async(config: RLConfig) -> str | None:
-    """A synchronous step trains on everything that was generated, so a surplus has no use."""
+    """Reject oversampling in synchronous runs: a step trains on all generated samples, so there is no use for more."""
     asked, size = config.rollout.vllm_generate_batch_size, config.rollout.rollout_batch_size
     if asked is None or asked <= size:
         return None
@@ -123,7 +128,7 @@ def oversampling_needs_async(config: RLConfig) -> str | None:
 
 
 def ranges_are_intervals(config: RLConfig) -> None:
-    """Reject empty ranges: no group would pass the filter, and no reward could be clipped to one."""
+    """Reject empty ranges: no group would pass the filter, and rewards cannot be clipped to an empty range."""
     ranges = {"reward_clip_range": config.rewards.reward_clip_range}
     if config.rollout.dynamic_filtering:
         ranges["dynamic_filtering_reward_range"] = config.rollout.dynamic_filtering_reward_range
@@ -134,7 +139,7 @@ def ranges_are_intervals(config: RLConfig) -> None:
 
 
 def scoring_batches_cover_the_devices(config: RLConfig) -> str | None:
-    """Fewer micro-batches than devices are correct but leave devices idle."""
+    """Warn about fewer scoring micro-batches than devices, which is correct but leaves devices idle."""
     batches = -(-config.rollout.samples_per_rollout // config.rollout.micro_rollout_batch_size)
     ranks = policy_ranks(config)
     if batches < ranks and not config.rollout.use_dynamic_batch:
@@ -143,7 +148,7 @@ def scoring_batches_cover_the_devices(config: RLConfig) -> str | None:
 
 
 def rollouts_divide_into_steps(config: RLConfig) -> str | None:
-    """Incomplete steps are trained with their own denominator; report their sizes."""
+    """Report the size of an incomplete last step; its loss is averaged over the samples it has."""
     samples = config.rollout.samples_per_rollout
     step = config.batches.train_batch_size
     if samples < step:
@@ -154,7 +159,7 @@ def rollouts_divide_into_steps(config: RLConfig) -> str | None:
 
 
 def thresholds_are_an_interval(config: RLConfig) -> None:
-    """The weights of the correction are clamped or filtered by an interval."""
+    """Require a valid interval of importance weights."""
     given = config.policy.vllm_is_truncated_threshold
     if len(given) not in (1, 2):
         raise ConfigError(
@@ -164,13 +169,13 @@ def thresholds_are_an_interval(config: RLConfig) -> None:
     low, high = config.policy.correction_range
     if not 0 <= low < high:
         raise ConfigError(
-            f"--vllm_is_truncated_threshold {low} {high} is not an interval of weights",
+            f"--vllm_is_truncated_threshold {low} {high} is not a valid interval of importance weights",
             try_this="--vllm_is_truncated_threshold 0.5 5.0",
         )
 
 
 def clip_range_is_positive(config: RLConfig) -> None:
-    """A ratio is positive, so a lower bound of 1 - low at or below 0 would never clip."""
+    """Reject a lower clip bound (1 - low) of 0 or less: ratios are positive, so it would never clip."""
     given, (low, high) = config.policy.eps_clip_low_high, config.policy.clip_range
     if not (0 <= low < 1 and high >= 0):
         flag = f"--eps_clip_low_high {low} {high}" if given else f"--eps_clip {low}"
@@ -181,22 +186,22 @@ def clip_range_is_positive(config: RLConfig) -> None:
 
 
 def gspo_clips_narrowly(config: RLConfig) -> str | None:
-    """The ratio of a sequence is a geometric mean and stays much closer to 1 than that of a token."""
+    """Warn about a wide clip range with GSPO: a sequence's ratio stays much closer to 1 than a token's."""
     if config.policy.policy_loss_type == "gspo" and max(config.policy.clip_range) >= 0.1:
         return "gspo's ratio is a mean over the sequence and moves little: try --eps_clip_low_high 3e-4 4e-4"
     return None
 
 
 def overlong_buffer_fits_the_response(config: RLConfig) -> None:
-    """The penalty grows over the last tokens of the longest response."""
+    """Require an overlong buffer no longer than the longest response."""
     buffer = config.rewards.overlong_buffer_len
     limit = config.rollout.longest_response
     if buffer is not None and buffer > limit:
-        raise ConfigError(f"--overlong_buffer_len {buffer:g} is more than the {limit} tokens of a response")
+        raise ConfigError(f"--overlong_buffer_len {buffer:g} exceeds the maximum response length of {limit} tokens")
 
 
 def context_leaves_room(config: RLConfig) -> None:
-    """The response must leave room in the context for a prompt."""
+    """Require a context that is longer than the response, to leave room for a prompt."""
     new, context = config.rollout.max_new_tokens, config.rollout.context_length
     if new is not None and new >= context:
         raise ConfigError(
@@ -206,20 +211,20 @@ def context_leaves_room(config: RLConfig) -> None:
 
 
 def generate_max_len_within_max_len(config: RLConfig) -> Changed[RLConfig] | None:
-    """Read --generate_max_len together with --max_len as --max_new_tokens.
+    """Treat --generate_max_len as --max_new_tokens if --max_len is given too.
 
-    Scripts for 0.9.7 and earlier pass both; later ones pass only --max_len and let a response fill the context.
+    Scripts for 0.9.7 and earlier pass both; later ones pass only --max_len, so that a response can fill the context.
     """
     rollout = config.rollout
     given = rollout.generate_max_len != GENERATE_MAX_LEN
     if given and rollout.max_len is not None and rollout.max_new_tokens is None:
-        line = f"--generate_max_len {rollout.generate_max_len} together with --max_len is read as --max_new_tokens"
+        line = f"--generate_max_len {rollout.generate_max_len} together with --max_len is treated as --max_new_tokens"
         return change(config, line, max_new_tokens=rollout.generate_max_len)
     return None
 
 
 def correction_needs_the_whole_distribution(config: RLConfig) -> str | None:
-    """Require log-probs over the whole vocabulary from the engine, because the trainer's are."""
+    """Require that the engine's log-probs cover the whole vocabulary, like the trainer's, if they are compared."""
     rollout, limits = config.rollout, config.rollout.limits_on_tokens
     if not (uses_correction(config) and limits):
         return None
@@ -236,7 +241,7 @@ def correction_needs_the_whole_distribution(config: RLConfig) -> str | None:
 
 
 def old_samples_are_corrected(config: RLConfig) -> str | None:
-    """Say how old samples may be and what corrects for it."""
+    """Report how stale samples may be and whether importance correction is on."""
     if not is_asynchronous(config):
         return None
     versions, given = config.asynchrony.async_queue_size, config.policy.enable_vllm_is_correction
@@ -251,7 +256,7 @@ def old_samples_are_corrected(config: RLConfig) -> str | None:
 
 
 def log_probs_can_be_compared(config: RLConfig) -> str | None:
-    """Truncated sampling changes the engine's log-probs, so a comparison would always fail."""
+    """Report that truncated sampling changes the engine's log-probs, so that they are not compared."""
     given = config.rollout.limits_on_log_probs
     if config.engines.vllm_num_engines and given:
         return (
@@ -262,7 +267,7 @@ def log_probs_can_be_compared(config: RLConfig) -> str | None:
 
 
 def evaluation_needs_eval_steps(config: RLConfig) -> str | None:
-    """In RL, --eval_steps -1 means never, so evaluation data alone is probably a mistake."""
+    """Warn about evaluation data with --eval_steps -1, which in RL means never and is probably a mistake."""
     if config.prompts.eval_dataset and config.logs.eval_steps == -1:
         return "--eval_dataset is given but --eval_steps is -1: it is evaluated only at step 0"
     return None

@@ -1,7 +1,7 @@
-"""The rule protocol: a function named after its rule that raises, returns a message, or returns a changed config.
+"""The interface of a rule: a function that raises, returns a message, or returns a changed config with a message.
 
-A rule raises if the run could not do what was asked, returns a message if it could but probably should not, and changes
-the config if there is only one sensible reading. A change is never silent.
+A rule raises if the flags cannot work, returns a message if they work but are probably not intended, and changes the
+config if there is only one sensible interpretation. Every change is reported.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ C = TypeVar("C")
 
 @dataclass(frozen=True)
 class Changed(Generic[C]):
-    """A config that a rule had to change, and the message that says so."""
+    """A config that a rule has changed, and the message that reports the change."""
 
     config: C
     line: str

@@ -1,7 +1,7 @@
 """Rules about flags that DeepSpeed cannot combine, checked before any model loads.
 
-One process trains without DeepSpeed, so the rules apply to runs with several processes, and to universal checkpoints,
-which only DeepSpeed reads.
+A single process trains without DeepSpeed, so the rules apply only to runs with several processes or with universal
+checkpoints, which only DeepSpeed can read.
 """
 
 from openrlhf.config.checks.supervised import world_size
@@ -12,7 +12,7 @@ from openrlhf.errors import ConfigError
 
 
 def deepspeed_processes(config: TrainingConfig, *, frozen: bool = False) -> dict[str, int]:
-    """Return the process count of each model that DeepSpeed trains; with `frozen`, also of those it only shards."""
+    """Return the process count of each model that DeepSpeed trains and, with `frozen`, of the frozen ones it shards."""
     if isinstance(config, RLConfig):
         roles = (role for role in used_roles(config) if frozen or role in ("actor", "critic"))
         counts = {str(role): num_devices(config, role) for role in roles}
@@ -23,7 +23,7 @@ def deepspeed_processes(config: TrainingConfig, *, frozen: bool = False) -> dict
 
 
 def muon_trains_whole_matrices(config: TrainingConfig) -> None:
-    """Muon orthogonalises whole matrices, which DeepSpeed would split."""
+    """Reject Muon under DeepSpeed, which splits the matrices that Muon must orthogonalise as a whole."""
     flags = config.optimizer
     own = flags.critic_optim if isinstance(flags, PolicyOptimizerFlags) else None
     for name in deepspeed_processes(config):
@@ -37,7 +37,7 @@ def muon_trains_whole_matrices(config: TrainingConfig) -> None:
 
 
 def overlapping_needs_sharded_gradients(config: TrainingConfig) -> None:
-    """DeepSpeed overlaps the reduction of gradient shards, which exist from stage 2 on."""
+    """Require stage 2 or 3 for --overlap_comm: DeepSpeed overlaps only the reduction of gradient shards."""
     sharding = config.sharding
     if sharding.overlap_comm and sharding.zero_stage < 2 and deepspeed_processes(config):
         raise ConfigError(
@@ -47,13 +47,13 @@ def overlapping_needs_sharded_gradients(config: TrainingConfig) -> None:
 
 
 def offloading_needs_a_sharded_optimizer(config: TrainingConfig) -> None:
-    """DeepSpeed offloads only its own sharded optimizer."""
+    """Require stage 1 or higher for --adam_offload: DeepSpeed offloads only sharded optimizers."""
     if config.sharding.adam_offload and config.sharding.zero_stage == 0 and deepspeed_processes(config):
         raise ConfigError("--adam_offload needs a sharded optimizer, but --zero_stage is 0", try_this="--zero_stage 2")
 
 
 def hierarchy_needs_sharded_weights(config: TrainingConfig) -> None:
-    """ZeRO++ keeps a second partition of the weights, which only stage 3 shards."""
+    """Require stage 3 for --zpg, because only stage 3 shards weights, and a size that divides the processes."""
     zpg, stage = config.sharding.zpg, config.sharding.zero_stage
     counts = deepspeed_processes(config, frozen=True).values()
     if zpg == 1 or not counts:
@@ -71,13 +71,13 @@ def hierarchy_needs_sharded_weights(config: TrainingConfig) -> None:
 
 
 def gradient_sums_use_fp32_or_the_weights_dtype(config: TrainingConfig) -> None:
-    """DeepSpeed sums gradients in fp32 or in the dtype of the weights, and at stage 0 only in the latter."""
+    """Require a supported accumulation dtype: fp32 or the weights' dtype; at stage 0 only the latter."""
     asked, own = config.sharding.grad_accum_dtype, config.model.param_dtype
     if not deepspeed_processes(config):
         return
     if asked is None and own == "bf16" and config.sharding.zero_stage == 0 and config.model.device != "cpu":
         raise ConfigError(
-            "--zero_stage 0 sums the gradients of micro-batches in bf16, whose 8 bits lose most of a long sum",
+            "--zero_stage 0 sums the gradients of micro-batches in bf16, whose 8-bit mantissa makes sums inaccurate",
             try_this="--zero_stage 1, which sums in fp32, or --grad_accum_dtype bf16",
         )
     if asked in (None, own):
@@ -95,7 +95,7 @@ def gradient_sums_use_fp32_or_the_weights_dtype(config: TrainingConfig) -> None:
 
 
 def sleeping_needs_movable_gradients(config: RLConfig) -> None:
-    """Reject sleep at stage 1 with bf16 weights and fp32 gradient sums: DeepSpeed cannot offload that optimizer."""
+    """Reject sleep at stage 1 with bf16 weights and fp32 gradients, because DeepSpeed cannot offload that optimizer."""
     sharding = config.sharding
     fp32_sums = config.model.param_dtype == "bf16" and sharding.grad_accum_dtype != "bf16"
     stuck = sharding.zero_stage == 1 and fp32_sums and not sharding.adam_offload
@@ -107,35 +107,37 @@ def sleeping_needs_movable_gradients(config: RLConfig) -> None:
 
 
 def fp16_needs_a_loss_scale(config: TrainingConfig) -> None:
-    """Small fp16 gradients vanish without a scaled loss."""
+    """Require loss scaling for fp16, because small fp16 gradients would underflow to zero."""
     if config.model.param_dtype == "fp16" and config.sharding.zero_stage == 0 and deepspeed_processes(config):
         raise ConfigError(
-            "--param_dtype fp16 needs a scaled loss, but DeepSpeed does not scale it at --zero_stage 0",
+            "--param_dtype fp16 needs loss scaling, which DeepSpeed does not support at --zero_stage 0",
             try_this="--zero_stage 1",
         )
 
 
 def tensor_parallelism_splits_plain_layers(config: TrainingConfig) -> None:
-    """DeepSpeed replaces linear layers, and does not recognise those that LoRA has wrapped."""
+    """Reject LoRA with tensor parallelism: DeepSpeed does not recognise linear layers that LoRA has wrapped."""
     size = config.sharding.ds_tensor_parallel_size
     if size > 1 and config.lora.lora_rank > 0:
         raise ConfigError(
-            f"--ds_tensor_parallel_size {size} splits plain layers, and LoRA wraps them: expected --lora_rank 0, "
+            f"--ds_tensor_parallel_size {size} cannot split the layers that LoRA wraps: expected --lora_rank 0, "
             f"got {config.lora.lora_rank}",
             try_this="--ds_tensor_parallel_size 1 --zero_stage 3",
         )
 
 
 def four_bit_weights_are_not_sharded(config: TrainingConfig) -> None:
-    """4-bit weights are packed into blocks that ZeRO-3 cannot shard."""
+    """Reject 4-bit weights at stage 3: they are packed into blocks that ZeRO-3 cannot shard."""
     if config.model.load_in_4bit and config.sharding.zero_stage == 3 and deepspeed_processes(config, frozen=True):
-        raise ConfigError("--load_in_4bit packs weights, which cannot be sharded", try_this="--zero_stage 2")
+        raise ConfigError(
+            "--load_in_4bit packs weights into blocks that --zero_stage 3 cannot shard", try_this="--zero_stage 2"
+        )
 
 
 def compiled_layers_are_not_sharded(config: TrainingConfig) -> None:
-    """A compiled layer cannot wait for the weights that ZeRO-3 gathers during its forward pass."""
+    """Reject compilation at stage 3: a compiled layer cannot wait for the weights that ZeRO-3 gathers as it runs."""
     if config.sharding.deepcompile and config.sharding.zero_stage == 3 and deepspeed_processes(config):
         raise ConfigError(
-            "--deepcompile compiles each decoder layer, and --zero_stage 3 gathers a layer's weights while it runs",
+            "--deepcompile cannot compile layers whose weights --zero_stage 3 gathers during the forward pass",
             try_this="--zero_stage 2, or without --deepcompile",
         )

@@ -17,15 +17,16 @@ def data_parallel_size(config: SupervisedConfig) -> int:
 
 
 def ring_attention_needs_packing(config: SupervisedConfig) -> None:
-    """A ring splits one long packed sequence; padded rows have no such split."""
+    """Require packing with ring attention, which splits packed sequences and cannot split padded rows."""
     if config.sharding.ring_attn_size > 1 and not config.batches.packing_samples:
         raise ConfigError(
-            f"--ring_attn_size {config.sharding.ring_attn_size} splits packed sequences", try_this="--packing_samples"
+            f"--ring_attn_size {config.sharding.ring_attn_size} splits packed sequences, but packing is off",
+            try_this="--packing_samples",
         )
 
 
 def processes_fill_the_groups(config: SupervisedConfig) -> None:
-    """Ring and tensor-parallel groups must cover all processes without a remainder."""
+    """Require that ring and tensor-parallel groups divide the number of processes."""
     ring, tensor = config.sharding.ring_attn_size, config.sharding.ds_tensor_parallel_size
     if world_size() % (ring * tensor):
         raise ConfigError(
@@ -35,7 +36,7 @@ def processes_fill_the_groups(config: SupervisedConfig) -> None:
 
 
 def micro_batches_divide_the_batch(config: SupervisedConfig) -> str | None:
-    """A smaller last micro-batch is correct but wastes time, so report it instead of raising."""
+    """Warn about a smaller last micro-batch, which is correct but wastes time."""
     batch, micro = config.batches.train_batch_size, config.batches.micro_train_batch_size
     ranks = data_parallel_size(config)
     if batch % (micro * ranks):
@@ -47,25 +48,28 @@ def micro_batches_divide_the_batch(config: SupervisedConfig) -> str | None:
 
 
 def multiturn_needs_a_chat_template(config: SFTConfig) -> None:
-    """Only the chat template marks where the assistant's turns begin and end."""
+    """Require a chat template for --multiturn, because only it marks where assistant turns begin and end."""
     if config.fields.multiturn and not config.template.apply_chat_template:
         raise ConfigError("--multiturn needs the chat template to find the turns", try_this="--apply_chat_template")
 
 
 def pretraining_has_no_turns(config: SFTConfig) -> None:
-    """Plain text has no assistant turns to select."""
+    """Reject --multiturn with --pretrain_mode, because plain text has no assistant turns."""
     if config.fields.pretrain_mode and config.fields.multiturn:
-        raise ConfigError("--pretrain_mode trains on plain text, --multiturn on conversations: give one of them")
+        raise ConfigError("--pretrain_mode trains on plain text, --multiturn on conversations; give only one of them")
 
 
 def margins_need_the_sigmoid_loss(config: RMConfig) -> None:
-    """The log-exp loss has no margin term."""
+    """Reject margins with the log-exp loss, which has no margin term."""
     if config.objective.margin_loss and config.objective.loss != "sigmoid":
         raise ConfigError(f"--margin_loss does not apply to --loss {config.objective.loss}", try_this="--loss sigmoid")
 
 
 def reward_tokens_differ(config: PRMConfig) -> None:
-    """A single label, or the same one twice, gives every step the same target."""
+    """Reject a single label or repeated labels, which cannot distinguish steps."""
     tokens = config.fields.reward_tokens
     if len(tokens) == 1 or len(set(tokens)) != len(tokens):
-        raise ConfigError(f"--reward_tokens {' '.join(tokens)} cannot tell steps apart", try_this="--reward_tokens + -")
+        raise ConfigError(
+            f"--reward_tokens {' '.join(tokens)} cannot distinguish steps: expected at least two different tokens",
+            try_this="--reward_tokens + -",
+        )

@@ -11,7 +11,7 @@ from openrlhf.config.sections.cluster import Role
 
 
 def devices_idle(flags: str, why: str, when: Callable[[RLConfig], bool]) -> Reason[RLConfig]:
-    """Make a row for device counts that no model uses; they are idle only if they do not select Ray either."""
+    """Make a row for device counts that no model uses; they still have an effect if they make the run choose Ray."""
 
     def is_idle(config: RLConfig) -> bool:
         defaults = flags_of(RLConfig)

@@ -1,9 +1,9 @@
-"""Messages about flags that have no effect in a run: no flag is ignored silently.
+"""Messages about flags that have no effect in a run, so that no flag is ignored silently.
 
-Each row of the table is a reason: the flags, the runs in which they have no effect, and the end of the message
+Each row of the table holds some flags, the condition under which they have no effect, and the end of the message
 "--zero_stage 2 has no effect ...". A row applies to every command of its kinds that has one of its flags. A flag that
-only depends on another one needs no row: it says so in its declaration (`flag(..., needs="lora_rank")`).
-`tests/cli/test_flag_effects.py` runs the commands and finds the flags that their code did not read; each needs a row.
+only depends on another flag needs no row; declare the dependency instead (`flag(..., needs="lora_rank")`).
+`tests/cli/test_flag_effects.py` runs the commands and fails if a flag that was not read has no row.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -16,7 +16,7 @@ from openrlhf.config.parser import without_none
 C = TypeVar("C")
 Reason: TypeAlias = tuple[str, str, Callable[[C], object]]  # flags separated by spaces, why, when
 
-EMPTY = (None, "", ())  # a flag that was given only to unset a value needs no message
+EMPTY = (None, "", ())  # no message for a flag that was given only to unset a value
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class NoEffect:
 
     flags: tuple[str, ...]
     why: str  # follows "has no effect "
-    kinds: tuple[type, ...]  # config classes the row applies to, with their subclasses
-    when: Callable[[Any], object]  # called with a checked config of such a kind; true if the flags have no effect
+    kinds: tuple[type, ...]  # config classes that the row applies to, including subclasses
+    when: Callable[[Any], object]  # takes a checked config of one of these kinds; true if the flags have no effect
 
 
 def rows(kinds: type[C] | tuple[type[C], ...], *reasons: Reason[C]) -> tuple[NoEffect, ...]:
@@ -50,7 +50,7 @@ def idle_flags(config: object, table: Sequence[NoEffect]) -> Iterator[tuple[str,
 
 
 def answers(config: object, table: Sequence[NoEffect], given: Collection[str] | None = None) -> list[str]:
-    """Return a message per reason that makes flags of `given` idle; None means flags that differ from the default."""
+    """Return one message per reason why flags in `given` have no effect; None means all non-default flags."""
     flags, values = flags_of(type(config)), flag_values(config)
     if given is None:
         given = {name for name, item in flags.items() if values[name] != item.default}
@@ -63,7 +63,7 @@ def answers(config: object, table: Sequence[NoEffect], given: Collection[str] | 
 
 
 def show(item: Flag, value: object) -> str:
-    """Format a flag as it was given; without the value if it is free text, which may be long or secret."""
+    """Format a flag with its value; free text is omitted because it may be long or secret."""
     is_text = isinstance(value, str) and get_origin(without_none(item.type)) is not Literal
     if value is None or value is True or is_text:
         return f"--{item.name}"

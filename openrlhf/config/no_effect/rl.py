@@ -12,7 +12,7 @@ def replays(config: RLConfig) -> bool:
 def response_has_another_limit(config: RLConfig) -> bool:
     """Return True if --generate_max_len is unused: with --max_len, only --max_new_tokens limits the response.
 
-    A rule copies --generate_max_len to --max_new_tokens if the latter is not given.
+    If --max_new_tokens is not given, a rule in `checks/rl.py` copies --generate_max_len to it.
     """
     rollout = config.rollout
     return rollout.max_len is not None and rollout.max_new_tokens != rollout.generate_max_len

@@ -23,10 +23,11 @@ def unmet_need(need: str) -> NoEffect:
 
 
 NEEDS = dict.fromkeys(item.needs for kind in COMMANDS.values() for item in flags_of(kind).values() if item.needs)
-# Only the first reason is reported. An unset need comes last: setting it would not remove the other reasons.
+# Only the first reason is reported. Unmet needs come last, because setting the needed flag would not help if another
+# reason applies.
 TABLE = (*ALWAYS, *TRAINING, *RL, *CLUSTER, *INFERENCE, *map(unmet_need, NEEDS))
 
-# Reasons known only once a run has started: its device, and the kinds of its reward models.
+# Reasons that are known only after a run has started, when its device and its kinds of reward models are known.
 
 ON_CPU = rows(
     object,

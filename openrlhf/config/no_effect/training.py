@@ -13,7 +13,7 @@ from openrlhf.config.sections.training import OptimizerFlags
 
 
 def in_one_process(config: TrainingConfig) -> bool:
-    """Return True if no model is spread over processes and no universal checkpoint requires DeepSpeed anyway."""
+    """Return True if DeepSpeed is not used: each model has one process, and no universal checkpoint is loaded."""
     if config.checkpoints.use_ds_universal_ckpt or world_size() > 1:
         return False
     if not isinstance(config, RLConfig) or resolve_runtime(config) == "local":
@@ -22,7 +22,7 @@ def in_one_process(config: TrainingConfig) -> bool:
 
 
 def optimizers(config: TrainingConfig) -> list[OptimizerFlags]:
-    """Return the optimizers of a run: that of the policy or model, and a critic's."""
+    """Return the optimizer flags of the trained model or policy and, if there is one, of the critic."""
     critic = [config.optimizer.critic] if isinstance(config, RLConfig) and uses_critic(config) else []
     return [config.optimizer, *critic]
 
@@ -82,7 +82,7 @@ TRAINING = (
             "with --lr_scheduler constant; constant_with_warmup has a warm-up",
             lambda c: schedulers(c) == {"constant"} and c.optimizer.lr_warmup_ratio > 0,
         ),
-        (  # train_rm then evaluates on training rows
+        (  # train_rm evaluates on training rows by default
             "eval_steps",
             "without --eval_dataset",
             lambda c: flag_values(c)["eval_dataset"] is None and not isinstance(c, commands.RMConfig),

@@ -1,6 +1,6 @@
 """Flags about processes: the runtime, the placement of models on devices, and the rollout engines.
 
-Device counts per role are read through `runtime.num_devices`, which knows the default of each runtime.
+Read device counts through `runtime.num_devices`, which applies the default of the chosen runtime.
 """
 
 from dataclasses import dataclass
@@ -40,7 +40,9 @@ class PlacementFlags:
     colocate_actor_ref: bool = flag(False, "Share devices between policy and reference model.")
     colocate_critic_reward: bool = flag(False, "Share devices between critic and reward models.")
     colocate_all_models: bool = flag(False, "Share devices between all models and the engines (hybrid engine).")
-    deepspeed_enable_sleep: bool = flag(False, "Move training states off the device between phases.")
+    deepspeed_enable_sleep: bool = flag(
+        False, "Move weights and optimizer states off the device while another phase runs."
+    )
 
     def num_nodes(self, role: Role) -> int:
         counts = {
@@ -66,7 +68,7 @@ class EngineFlags:
     """vLLM engines"""
 
     vllm_num_engines: int | None = flag(
-        None, "Number of vLLM engines; without any, Transformers generates in the policy's process.", NOT_NEGATIVE
+        None, "Number of vLLM engines (default: 0; Transformers then generates in the policy's process).", NOT_NEGATIVE
     )
     vllm_tensor_parallel_size: int = flag(1, "Devices per engine.", POSITIVE)
     vllm_gpu_memory_utilization: float = flag(0.95, "Share of a device's memory that an engine uses.", POSITIVE_SHARE)
@@ -75,9 +77,9 @@ class EngineFlags:
         "nccl", "Transport of weights to engines on other devices; gloo: through host memory, over TCP."
     )
     vllm_sync_with_ray: bool = flag(False, "Accepted, but unused: weights never travel through Ray here.")
-    enable_prefix_caching: bool = flag(False, "Share the cache of common prefixes; it is reset at each weight sync.")
+    enable_prefix_caching: bool = flag(False, "Reuse the KV cache of common prefixes; it is reset at each weight sync.")
     enforce_eager: bool = flag(False, "Run the engines without CUDA graphs.")
-    max_restarts: int = flag(1, "Restarts of a dead engine before the run stops.", NOT_NEGATIVE)
+    max_restarts: int = flag(1, "How often a dead engine is restarted before the run stops.", NOT_NEGATIVE)
     engine_timeout: float = flag(
         1800.0,
         "Seconds without a new token, or in one weight load, after which an engine counts as hung: it is restarted on "
@@ -86,7 +88,7 @@ class EngineFlags:
     )
     sync_check_every: int = flag(
         0,
-        "Verify every N-th weight sync by checksums, and in asynchronous runs by a probe of log-probs; the first sync "
-        "and the first with changed weights are always verified.",
+        "Verify every N-th weight sync by checksums and, in asynchronous runs, by comparing log-probs; the first sync "
+        "and the first one with changed weights are always verified.",
         NOT_NEGATIVE,
     )

@@ -1,6 +1,6 @@
 """Flags about data: datasets, their fields, and templates.
 
-`split_names` reads the flags that hold a comma-separated list; `openrlhf.data` loads what they name.
+`split_names` splits the flags that hold a comma-separated list; `openrlhf.data` loads the datasets.
 """
 
 import json
@@ -31,8 +31,7 @@ class DatasetFlags(EvaluationFlags):
 
     dataset: str | None = flag(
         None,
-        "Comma-separated files (json, jsonl, csv, parquet, arrow), folders or hub names; name@dir selects a folder "
-        "inside.",
+        "Comma-separated files (json, jsonl, csv, parquet, arrow), folders or hub names; name@dir selects a subfolder.",
         required="./data.jsonl",
     )
     dataset_probs: str | None = flag(None, "Comma-separated mixing probabilities (default: concatenate the datasets).")
@@ -74,15 +73,17 @@ class ResponseFlags:
 class TeacherResponseFlags(ResponseFlags):
     """Fields"""
 
-    pretrain_mode: bool = flag(False, "Loss on every token, no template, no EOS.")
+    pretrain_mode: bool = flag(False, "Train on every token of the plain text, without a template or EOS.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConversationFlags(TeacherResponseFlags):
     """Fields"""
 
-    pretrain_mode: bool = flag(False, "Continued pre-training: loss on every token, no template, no EOS.")
-    multiturn: bool = flag(False, "Loss on every assistant turn (needs --apply_chat_template).")
+    pretrain_mode: bool = flag(
+        False, "Continued pre-training: train on every token of the plain text, without a template or EOS."
+    )
+    multiturn: bool = flag(False, "Train on every assistant turn, not only the last (needs --apply_chat_template).")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +106,11 @@ class PairFlags:
 class StepFlags:
     """Fields"""
 
-    input_key: str = flag("input", "Field with the text, in which each step ends with the placeholder.")
+    input_key: str = flag("input", "Field with the text; each step in it ends with --placeholder_token.")
     label_key: str = flag("label", "Field with one label per step.")
     placeholder_token: str | None = flag(
-        None, "Token that ends a step; a single token of the vocabulary.", required="'ки'"
+        None, "Token that ends each step; must be a single token of the vocabulary.", required="'ки'"
     )
-    reward_tokens: tuple[str, ...] = flag((), "Label tokens, the positive one first; exactly two for soft labels.")
+    reward_tokens: tuple[str, ...] = flag(
+        (), "Label tokens, with the positive one first; soft labels need exactly two."
+    )

@@ -18,7 +18,7 @@ class SamplingFlags:
     top_p: float = flag(1.0, "Sample from the smallest set of tokens with this total probability.", POSITIVE_SHARE)
     repetition_penalty: float = flag(1.0, "Values above 1 make tokens that already occurred less likely.", POSITIVE)
     enable_csft: bool = flag(False, "Append --csft_prompt to the prompt (conditional SFT).")
-    csft_prompt: str = flag("<rm_score>: 5.00", "Text that conditional SFT appends.", needs="enable_csft")
+    csft_prompt: str = flag("<rm_score>: 5.00", "Text that --enable_csft appends to the prompt.", needs="enable_csft")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,22 +34,24 @@ class BatchTaskFlags:
         None,
         "After scoring, write the best response per prompt (rs), conditional SFT rows (csft) or DPO pairs (iter_dpo).",
     )
-    reward_template: str | None = flag(None, "Template of csft, with {input} and {reward}.")
-    normalize_reward: bool = flag(False, "Scale the rewards of csft to mean 0 and standard deviation 1.")
+    reward_template: str | None = flag(None, "Prompt template of --post_processor csft, with {input} and {reward}.")
+    normalize_reward: bool = flag(
+        False, "Scale the rewards of --post_processor csft to mean 0 and standard deviation 1."
+    )
     iter: int | None = flag(
         None,
-        "Process one slice of the prompts: --rollout_batch_size of them from iter x rollout_batch_size on "
+        "Process only one slice: --rollout_batch_size prompts, starting at prompt iter x rollout_batch_size "
         "(default: all prompts).",
         NOT_NEGATIVE,
     )
-    rollout_batch_size: int = flag(2048, "Prompts per slice of --iter.", POSITIVE)
+    rollout_batch_size: int = flag(2048, "Prompts per slice, with --iter.", POSITIVE)
     micro_batch_size: int = flag(16, "Samples per device and forward pass.", POSITIVE)
     prompt_max_len: int = flag(1024, "Maximum tokens of a prompt.", POSITIVE)
     max_new_tokens: int = flag(1024, "Maximum tokens of a response.", POSITIVE)
     tp_size: int | None = flag(None, "Devices per vLLM engine (default: all, or 1 with --vllm_num_engines).", POSITIVE)
     vllm_num_engines: int | None = flag(None, "Number of vLLM engines on Ray (default: one in each process).", POSITIVE)
-    max_num_seqs: int = flag(256, "Maximum sequences that an engine runs at a time.", POSITIVE)
-    enable_prefix_caching: bool = flag(False, "Share the cache of common prefixes.")
+    max_num_seqs: int = flag(256, "Maximum sequences that an engine runs concurrently.", POSITIVE)
+    enable_prefix_caching: bool = flag(False, "Reuse the KV cache of common prefixes.")
     zero_stage: int = flag(0, "DeepSpeed ZeRO stage, 0 to 3.", ZERO_STAGE)
     local_rank: int = flag(-1, "Set by the launcher.")
     seed: int = flag(1234, "Random seed.")
@@ -62,7 +64,7 @@ class BatchDataFlags:
 
     dataset: str | None = flag(
         None,
-        "Comma-separated files, folders or hub names; name@dir selects a folder inside.",
+        "Comma-separated files, folders or hub names; name@dir selects a subfolder.",
         required="./prompts.jsonl",
     )
     dataset_probs: str | None = flag(None, "Comma-separated mixing probabilities (default: concatenate the datasets).")
@@ -89,20 +91,28 @@ class ServingFlags:
     """Server"""
 
     reward_pretrain: str | None = flag(None, "Reward model folder or hub name.", required="./reward_model")
-    normalize_reward: bool = flag(False, "Return (reward - mean) / std, with the values stored in the reward model.")
-    max_len: int = flag(2048, "Maximum tokens per query; longer ones are truncated (or see --refuse_long).", POSITIVE)
-    refuse_long: bool = flag(False, "Answer 413 to a query of more than --max_len tokens instead of truncating it.")
+    normalize_reward: bool = flag(
+        False, "Return (reward - mean) / std, with the mean and std stored in the reward model."
+    )
+    max_len: int = flag(
+        2048, "Maximum tokens per query; longer queries are truncated, or rejected with --refuse_long.", POSITIVE
+    )
+    refuse_long: bool = flag(
+        False, "Reject a query of more than --max_len tokens with status 413 instead of truncating it."
+    )
     batch_size: int | None = flag(
         None, "Queries per forward pass (default: as many as --batch_tokens allows).", POSITIVE
     )
     batch_tokens: int | None = flag(
         None,
-        "Tokens per forward pass, including padding; a longer query runs alone (default: 32768 on a GPU, 2048 on "
-        "CPUs).",
+        "Maximum tokens per forward pass, including padding; a longer query runs alone (default: 32768 on a GPU, 2048 "
+        "on a CPU).",
         POSITIVE,
     )
     packing_samples: bool = flag(False, "Concatenate queries instead of padding them.")
-    host: str = flag("127.0.0.1", "Address to bind; 0.0.0.0, which upstream binds, needs --api_key here.")
+    host: str = flag(
+        "127.0.0.1", "Address to bind; any address other than loopback, such as 0.0.0.0, requires --api_key."
+    )
     port: int = flag(5000, "Port to bind.", PORT)
     api_key: str | None = flag(
         None,

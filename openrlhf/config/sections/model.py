@@ -1,7 +1,7 @@
 """Flags about models: source, precision, adapters and heads.
 
-The sections extend each other, because commands that only load a model have a subset of the flags of those that train
-one. `models.load` takes a `LoadingFlags` and so accepts any of them.
+Commands that only load a model have a subset of the flags of commands that train one, so the sections inherit from
+each other. `models.load` takes `LoadingFlags` and therefore accepts every subclass.
 """
 
 from dataclasses import dataclass
@@ -24,16 +24,21 @@ class LoadingFlags(PrecisionFlags):
     """Model loading"""
 
     attn_implementation: str = flag(
-        "auto", "Attention implementation, by its name in Transformers; auto is the varlen kernel on CUDA, SDPA on CPU."
+        "auto",
+        "Attention implementation, by its Transformers name; auto uses the varlen kernel on CUDA and SDPA on a CPU.",
     )
-    load_in_4bit: bool = flag(False, "Load the base in 4-bit NF4, doubly quantised (needs bf16 and bitsandbytes).")
-    experts_implementation: str | None = flag(None, "Implementation of experts, by its Transformers name.")
+    load_in_4bit: bool = flag(
+        False, "Load the base model in 4-bit NF4 with double quantisation (needs bf16, bitsandbytes)."
+    )
+    experts_implementation: str | None = flag(None, "Mixture-of-experts implementation, by its Transformers name.")
     disable_fast_tokenizer: bool = flag(False, "Accepted, but unused: Transformers has only fast tokenizers.")
     revision: str | None = flag(
         None, "Commit hash, tag or branch of the command's model on its hub; for other models, write name@revision."
     )
-    trust_remote_code: bool = flag(False, "Run the code that comes with a model or dataset; upstream always does.")
-    skip_self_test: bool = flag(False, "Skip the self-test of each model against its own forward (about a second).")
+    trust_remote_code: bool = flag(
+        False, "Allow code from the model or dataset repository to run; upstream always does."
+    )
+    skip_self_test: bool = flag(False, "Skip the self-test against the model's own forward (about a second per model).")
     use_ms: bool = flag(False, "Download models and datasets from ModelScope.")
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "Device; auto uses a GPU if there is one.")
 
@@ -52,7 +57,9 @@ class ModelFlags(ServedModelFlags):
     """Model"""
 
     use_liger_kernel: bool = flag(False, "Use the Liger package's fused kernels in every model (needs a GPU).")
-    aux_loss_coef: float = flag(0.0, "Weight of the experts' load-balancing loss; active above 1e-8.", NOT_NEGATIVE)
+    aux_loss_coef: float = flag(
+        0.0, "Weight of the mixture-of-experts load-balancing loss; values up to 1e-8 disable it.", NOT_NEGATIVE
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +76,9 @@ class LoraFlags:
 class ValueHeadFlags:
     """Scalar head"""
 
-    value_head_prefix: str = flag("score", "Name of the scalar head; one in the model's config.json takes precedence.")
+    value_head_prefix: str = flag(
+        "score", "Name of the scalar head; a name in the model's config.json takes precedence."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,4 +86,4 @@ class ReferenceFlags:
     """Reference model"""
 
     ref_pretrain: str | None = flag(None, "Frozen reference model (default: --pretrain).")
-    ref_offload: bool = flag(False, "Keep the reference on the CPU between its forward passes.")
+    ref_offload: bool = flag(False, "Keep the reference model on the CPU between forward passes.")

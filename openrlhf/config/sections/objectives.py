@@ -12,7 +12,9 @@ UP_TO_HALF = Range("between 0 and 0.5", lambda value: 0 <= value <= 0.5)
 class PairwiseRewardFlags:
     """Reward loss"""
 
-    loss: Literal["sigmoid", "logexp"] = flag("sigmoid", "Log-sigmoid of the reward difference, or its log-exp form.")
+    loss: Literal["sigmoid", "logexp"] = flag(
+        "sigmoid", "Log-sigmoid of the reward difference, or the equivalent log-exp form."
+    )
     margin_loss: bool = flag(False, "Subtract each row's `margin` inside the sigmoid.")
     compute_fp32_loss: bool = flag(False, "Accepted, but unused: rewards are always in fp32 before the loss.")
 
@@ -44,5 +46,5 @@ class DistillationFlags:
     teacher_model: str | None = flag(
         None, "Teacher model folder or hub name; must share the student's vocabulary.", required="./teacher"
     )
-    teacher_offload: bool = flag(False, "Keep the teacher on the CPU between its forward passes.")
-    kd_coef: float = flag(0.4, "Weight c of the teacher: (1 - c) x cross entropy + c x distillation.", SHARE)
+    teacher_offload: bool = flag(False, "Keep the teacher on the CPU between forward passes.")
+    kd_coef: float = flag(0.4, "Weight c of the distillation loss: (1 - c) x cross entropy + c x distillation.", SHARE)

@@ -40,7 +40,7 @@ class PromptFlags(EvaluationFlags):
 
     prompt_data: str | None = flag(
         None,
-        "Comma-separated prompt datasets: files, folders or hub names; name@dir selects a folder inside.",
+        "Comma-separated prompt datasets: files, folders or hub names; name@dir selects a subfolder.",
         required="./prompts.jsonl",
     )
     prompt_data_probs: str | None = flag(
@@ -51,7 +51,7 @@ class PromptFlags(EvaluationFlags):
         None, "Comma-separated commit hashes, tags or branches, one for each hub name in --prompt_data."
     )
     input_key: str = flag("input", "Field with the prompt: text or a list of messages.")
-    label_key: str | None = flag(None, "Field that the reward function or agent receives as its label.")
+    label_key: str | None = flag(None, "Field passed to the reward function or agent as the label.")
     max_samples: int = flag(100_000_000, "Maximum rows per dataset, applied again after mixing.", POSITIVE)
     dataloader_num_workers: int = flag(0, "Accepted, but unused: prompts are prepared before training.", NOT_NEGATIVE)
     eval_temperature: float = flag(0.6, "Sampling temperature of evaluation.", NOT_NEGATIVE, needs="eval_dataset")
@@ -73,15 +73,17 @@ class RolloutFlags:
         "Maximum tokens of prompt and response together (default: --prompt_max_len + --generate_max_len).",
         POSITIVE,
     )
-    max_new_tokens: int | None = flag(None, "Maximum tokens of a response (default: rest of the context).", POSITIVE)
+    max_new_tokens: int | None = flag(
+        None, "Maximum tokens of a response (default: whatever the context allows).", POSITIVE
+    )
     min_new_tokens: int = flag(1, "Minimum tokens of a response.", POSITIVE)
     temperature: float = flag(
         1.0, "Sampling temperature; policy and reference also divide their logits by it.", EXPLORING
     )
-    top_p: float = flag(1.0, "Sample from the smallest set of tokens with this probability.", POSITIVE_SHARE)
+    top_p: float = flag(1.0, "Sample from the smallest set of tokens with this total probability.", POSITIVE_SHARE)
     top_k: int = flag(-1, "Sample from the k most likely tokens; -1 means all of them.", POSITIVE_OR_MINUS_ONE)
     min_p: float = flag(0.0, "Exclude tokens less likely than this share of the most likely one.", SHARE)
-    stop: tuple[str, ...] = flag((), "Texts that end a response.")
+    stop: tuple[str, ...] = flag((), "Strings that end a response.")
     replay: str | None = flag(None, "Folder of recorded rollouts (RUN_DIR/rollouts) to train on instead of generating.")
     rollout_record_gib: float = flag(
         10.0, "Stop recording rollouts when RUN_DIR/rollouts has this many GiB.", POSITIVE, needs="rollout_record_share"
@@ -90,16 +92,18 @@ class RolloutFlags:
     vllm_generate_batch_size: int | None = flag(
         None, "Prompts per generation call (default: --rollout_batch_size).", POSITIVE
     )
-    dynamic_filtering: bool = flag(False, "Replace prompt groups whose mean score is outside the range (DAPO).")
+    dynamic_filtering: bool = flag(
+        False, "Replace groups whose mean score is outside --dynamic_filtering_reward_range (DAPO)."
+    )
     dynamic_filtering_reward_range: tuple[float, float] = flag(
-        (0.0, 1.0), "Open interval for a group's mean score.", needs="dynamic_filtering"
+        (0.0, 1.0), "Lower and upper bound of a group's mean score, both exclusive.", needs="dynamic_filtering"
     )
     use_dynamic_batch: bool = flag(False, "Fill micro-batches by tokens instead of samples; turns packing on.")
     train_max_tokens_per_gpu: int = flag(
-        16192, "Tokens per micro-batch to train on.", POSITIVE, needs="use_dynamic_batch"
+        16192, "Maximum tokens per training micro-batch.", POSITIVE, needs="use_dynamic_batch"
     )
     rollout_max_tokens_per_gpu: int | None = flag(
-        None, "Tokens per micro-batch to score (default: as in training).", POSITIVE, needs="use_dynamic_batch"
+        None, "Maximum tokens per scoring micro-batch (default: as in training).", POSITIVE, needs="use_dynamic_batch"
     )
 
     @property
@@ -121,7 +125,7 @@ class RolloutFlags:
 
     @property
     def samples_per_rollout(self) -> int:
-        """Samples of a full rollout."""
+        """Number of samples in a full rollout."""
         return self.rollout_batch_size * self.n_samples_per_prompt
 
     @property
@@ -136,21 +140,24 @@ class RolloutFlags:
 
     @property
     def whole_log_probs(self) -> bool:
-        """Whether engines sample from part of the distribution but return log-probs of all of it, as the trainer does.
+        """True if engines sample from a truncated distribution but return log-probs of the full one, like the trainer.
 
-        vLLM returns log-probs either before temperature and limits or after both, so this needs temperature 1.
+        vLLM returns log-probs either before temperature and truncation or after both, so this needs temperature 1.
         """
         return self.temperature == 1 and bool(self.limits_on_tokens or self.min_new_tokens > 1)
 
     @property
     def limits_on_log_probs(self) -> tuple[str, ...]:
-        """The flags in use that make the engine's log-probs differ from the trainer's; a minimum length forbids EOS."""
+        """The flags in use that make the engine's log-probs differ from the trainer's.
+
+        A minimum length is one of them, because it masks EOS.
+        """
         least = (f"--min_new_tokens {self.min_new_tokens}",) if self.min_new_tokens > 1 else ()
         return () if self.whole_log_probs else self.limits_on_tokens + least
 
     @property
     def scoring_token_budget(self) -> int:
-        """Tokens per micro-batch in scoring, with --use_dynamic_batch."""
+        """Maximum tokens per scoring micro-batch, with --use_dynamic_batch."""
         given = self.rollout_max_tokens_per_gpu
         return self.train_max_tokens_per_gpu if given is None else given
 
@@ -162,7 +169,7 @@ class AsyncTrainingFlags:
     async_train: bool = flag(False, "Generate the next rollouts while training on the current one.")
     async_queue_size: int = flag(
         1,
-        "Maximum number of weight updates between sampling and training a sample; 0 is synchronous.",
+        "Maximum number of weight updates between sampling and training a sample; 0 means synchronous training.",
         NOT_NEGATIVE,
         needs="async_train",
     )
@@ -174,7 +181,7 @@ class RewardFlags:
     """Rewards and agents"""
 
     reward_pretrain: str | None = flag(
-        None, "Comma-separated reward models; with an agent, they score episodes that return no reward."
+        None, "Comma-separated reward models; with an agent, they score the episodes for which it returns no reward."
     )
     reward_weights: tuple[float, ...] = flag((), "Weight of each reward model (default: 1 each).")
     remote_rm_url: str | None = flag(None, "Comma-separated reward servers, or a .py file with reward_func.")
@@ -184,7 +191,7 @@ class RewardFlags:
         "line.",
     )
     agent_func_path: str | None = flag(None, "Python file with a class AgentExecutor, or a function run_agent or step.")
-    normalize_reward: bool = flag(False, "Use (reward - mean) / std, with the values stored in the reward model.")
+    normalize_reward: bool = flag(False, "Use (reward - mean) / std, with the mean and std stored in the reward model.")
     reward_clip_range: tuple[float, float] = flag((-10.0, 10.0), "Bounds of the shaped reward.")
     overlong_buffer_len: float | None = flag(
         None, "Number of tokens before the length limit over which the overlong penalty grows.", POSITIVE
@@ -197,21 +204,24 @@ class RewardFlags:
     )
     step_rewards: bool = flag(
         False,
-        "Reward each turn of an agent, or each step that a process reward model judges, at its end instead of once at "
-        "the last token.",
+        "Assign a reward at the end of each agent turn, or of each step that a process reward model scores, instead "
+        "of one reward at the last token.",
     )
     prm_reduce: Literal["min", "mean", "last", "product"] = flag(
-        "min", "How the steps of a process reward model become one score and, without --step_rewards, one reward."
+        "min",
+        "How step scores of a process reward model are reduced to one score and, without --step_rewards, one reward.",
     )
-    reward_timeout: float = flag(180.0, "Seconds for one call of a reward function, agent step or server.", POSITIVE)
+    reward_timeout: float = flag(
+        180.0, "Timeout in seconds for one call of a reward function, agent step or server.", POSITIVE
+    )
     on_reward_error: Literal["stop", "skip"] = flag("stop", "After a failed reward, stop the run or skip the sample.")
     max_turns: int | None = flag(
         None, "Turns after which an agent's episode ends (default: no limit).", POSITIVE, needs="agent_func_path"
     )
     max_concurrent_episodes: int | None = flag(
         None,
-        "Maximum episodes (samples) that run at a time. Those of a prompt start together, so a smaller limit runs one "
-        "prompt at a time (default: no limit).",
+        "Maximum number of concurrent episodes (samples). All samples of a prompt start together, so a limit below "
+        "--n_samples_per_prompt runs one prompt at a time (default: no limit).",
         POSITIVE,
     )
     max_episodes_per_engine: int | None = flag(None, "Maximum concurrent episodes per engine.", POSITIVE)
@@ -222,12 +232,12 @@ class RewardFlags:
 
     @property
     def scored_by_models(self) -> bool:
-        """False if a function or a server gives the reward. An agent may leave the reward of an episode to models."""
+        """True if reward models score samples; with an agent, only the episodes for which it returns no reward."""
         return bool(self.reward_models) and bool(self.agent_func_path or not self.remote_rm_url)
 
     @property
     def reward_servers(self) -> tuple[str, ...]:
-        """Addresses of reward servers; empty if the reward is a Python file."""
+        """Addresses of reward servers; empty if --remote_rm_url is a Python file."""
         return () if self.reward_file else split_names(self.remote_rm_url)
 
     @property
@@ -245,7 +255,7 @@ class AdvantageFlags:
         "Advantage estimator: gae is PPO, reinforce is REINFORCE++, group_norm is GRPO; reinforce_baseline suits "
         "verifiable rewards.",
     )
-    gamma: float = flag(1.0, "Discount; only gae and reinforce use a value below 1.", SHARE)
+    gamma: float = flag(1.0, "Discount factor; only gae and reinforce use a value below 1.", SHARE)
     lambd: float = flag(1.0, "GAE lambda.", SHARE)
     no_advantage_std_norm: bool = flag(False, "Centre advantages without dividing by their standard deviation.")
 
@@ -254,13 +264,15 @@ class AdvantageFlags:
 class KLControlFlags:
     """KL to the reference"""
 
-    init_kl_coef: float = flag(0.01, "Weight of the KL term; 0 runs without a reference model.", NOT_NEGATIVE)
+    init_kl_coef: float = flag(0.01, "Weight of the KL term; with 0, no reference model is loaded.", NOT_NEGATIVE)
     kl_target: float | None = flag(None, "Adapt the weight so that the KL stays near this value.", POSITIVE)
     kl_horizon: int = flag(10_000, "Number of samples over which the weight adapts.", POSITIVE, needs="kl_target")
-    kl_estimator: KLEstimator = flag("k1", "KL estimator; k1 suits a KL term in the reward, k2 and k3 one in the loss.")
-    use_kl_loss: bool = flag(False, "Add the KL to the loss instead of the reward.")
+    kl_estimator: KLEstimator = flag(
+        "k1", "KL estimator; use k1 with a KL term in the reward, k2 or k3 with one in the loss."
+    )
+    use_kl_loss: bool = flag(False, "Add the KL term to the loss instead of the reward.")
     kl_unbiased_gradient: bool = flag(
-        False, "Use the estimator's value with the exact KL's gradient.", needs="use_kl_loss"
+        False, "Report the estimator's value but use the gradient of the exact KL.", needs="use_kl_loss"
     )
 
 
@@ -268,28 +280,30 @@ class KLControlFlags:
 class PolicyLossFlags:
     """Policy and value loss"""
 
-    policy_loss_type: Literal["ppo", "gspo"] = flag("ppo", "A ratio per token (ppo) or per sequence (gspo).")
-    eps_clip: float = flag(0.2, "Clip range of the ratio on both sides.", NOT_NEGATIVE)
+    policy_loss_type: Literal["ppo", "gspo"] = flag("ppo", "Compute the ratio per token (ppo) or per sequence (gspo).")
+    eps_clip: float = flag(0.2, "Clip the ratio to [1 - eps, 1 + eps].", NOT_NEGATIVE)
     eps_clip_low_high: tuple[float, float] | None = flag(None, "Clip ranges below and above 1 (default: --eps_clip).")
     dual_clip: float | None = flag(
         None, "Bound on the loss of actions with a negative advantage that became much more likely.", ABOVE_ONE
     )
     loss_agg_mode: Aggregation | None = flag(
-        None, "Mean over tokens, over sequences, or over a constant length (default: as in the estimator's paper)."
+        None, "Average the loss over tokens, sequences or a constant length (default: as in the estimator's paper)."
     )
     value_clip: float = flag(0.5, "Clip range for changes in the critic's values.", POSITIVE)
-    entropy_loss_coef: float | None = flag(None, "Weight of an entropy bonus; 0 only logs the entropy.", NOT_NEGATIVE)
+    entropy_loss_coef: float | None = flag(None, "Weight of the entropy bonus; 0 only logs the entropy.", NOT_NEGATIVE)
     enable_vllm_is_correction: bool | None = flag(
         None,
-        "Importance correction: weight each token by its likelihood under the trainer relative to the engine (default: "
-        "on with --async_train, whose samples are old, else off).",
+        "Importance correction: weight each token by the ratio of its probability under the trainer to that under the "
+        "engine (default: on with --async_train, whose samples are stale; otherwise off).",
     )
-    vllm_is_correction_type: Correction = flag("tis", "Clamp the weight, drop the token, or drop the sequence.")
+    vllm_is_correction_type: Correction = flag(
+        "tis", "Out-of-range weights: clamp them (tis), drop the token (icepop) or the sequence (seq-mask-tis)."
+    )
     vllm_is_truncated_threshold: tuple[float, ...] = flag(
-        (0.5, 5.0), "Lower and upper bound of the weight; a single value is the upper bound."
+        (0.5, 5.0), "Lower and upper bound of the importance weight; a single value is the upper bound."
     )
     freezing_actor_steps: int = flag(-1, "Train only the critic in the first N steps.")
-    enable_ema: bool = flag(False, "Keep a moving average of the policy, and save that.")
+    enable_ema: bool = flag(False, "Save an exponential moving average of the policy instead of the policy.")
     ema_beta: float = flag(0.992, "Decay of the moving average.", BELOW_ONE, needs="enable_ema")
 
     @property
@@ -303,7 +317,7 @@ class PolicyLossFlags:
 
     @property
     def aggregation(self) -> Aggregation:
-        """The mode in effect, which determines what the denominator counts; GSPO is always a mean over sequences."""
+        """The aggregation mode in effect; GSPO always averages over sequences."""
         return "seq-mean" if self.policy_loss_type == "gspo" else self.loss_agg_mode or "token-mean"
 
 
@@ -313,7 +327,7 @@ class PolicyOptimizerFlags(OptimizerFlags):
 
     actor_learning_rate: float = flag(1e-6, "Peak learning rate of the policy.", NOT_NEGATIVE)
     critic_learning_rate: float = flag(9e-6, "Peak learning rate of the critic.", NOT_NEGATIVE)
-    # The critic's own value of each flag of OptimizerFlags, under the same name with the prefix `critic_`.
+    # One flag with the prefix `critic_` for each flag of OptimizerFlags.
     critic_optim: Literal["adam", "muon"] | None = flag(None, "Critic optimizer (default: same as the policy).")
     critic_lr_scheduler: str | None = flag(None, "Critic --lr_scheduler (default: same as the policy).")
     critic_lr_warmup_ratio: float | None = flag(None, "Critic --lr_warmup_ratio (default: same as the policy).", SHARE)
@@ -331,7 +345,7 @@ class PolicyOptimizerFlags(OptimizerFlags):
 
     @property
     def critic(self) -> OptimizerFlags:
-        """The critic's optimizer section: this one, with the given critic_* flags in place of the policy's flags."""
+        """The critic's optimizer flags: the policy's, overridden by the critic_* flags that are set."""
         own = {item.name: getattr(self, f"critic_{item.name}") for item in fields(OptimizerFlags)}
         return replace(self, **{name: value for name, value in own.items() if value not in (None, "")})
 
@@ -343,10 +357,10 @@ class CriticFlags:
     critic_pretrain: str | None = flag(None, "Initial critic (default: the first reward model, else --pretrain).")
     save_value_network: bool = flag(False, "Save the critic to {save_path}_critic.")
     ref_pretrain: str | None = flag(None, "Frozen reference model (default: --pretrain).")
-    ref_reward_offload: bool = flag(False, "Keep reference and reward models on the CPU between their forward passes.")
+    ref_reward_offload: bool = flag(False, "Keep reference and reward models on the CPU between forward passes.")
     best_metric_key: str = flag(
         "",
-        "Evaluation metric that selects the best checkpoint; none disables this (default: the first *_pass1, "
+        "Evaluation metric that selects the best checkpoint, or none to disable it (default: the first *_pass1, "
         "else the first *_reward).",
         needs="eval_dataset",
     )

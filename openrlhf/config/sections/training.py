@@ -1,7 +1,7 @@
-"""Flags about training itself: batches, optimizer, sharding, checkpoints, logs.
+"""Flags about training itself: batches, optimizer, sharding, checkpoints and logs.
 
-`OptimizerFlags` is the section that the training backends take. The learning rate is a separate argument there,
-because reinforcement learning has one for the policy and one for the critic.
+The training backends take `OptimizerFlags`, with the learning rate as a separate argument, because reinforcement
+learning has one learning rate for the policy and one for the critic.
 """
 
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ class BatchFlags:
 
     train_batch_size: int = flag(128, "Samples per optimizer step, over all devices.", POSITIVE)
     micro_train_batch_size: int = flag(8, "Samples per device in one forward and backward pass.", POSITIVE)
-    max_epochs: int = flag(1, "Passes over the data; in RL, over each rollout.", POSITIVE)
-    max_steps: int | None = flag(None, "Stop after this many optimizer steps; in RL, rollouts.", POSITIVE)
+    max_epochs: int = flag(1, "Passes over the data (in RL: over each rollout).", POSITIVE)
+    max_steps: int | None = flag(None, "Stop after this many optimizer steps (in RL: rollouts).", POSITIVE)
     packing_samples: bool = flag(False, "Concatenate samples instead of padding them.")
     seed: int = flag(42, "Seed of every random choice.")
     full_determinism: bool = flag(False, "Use deterministic kernels, which are slower.")
@@ -29,9 +29,11 @@ class BatchFlags:
 class OptimizerFlags:
     """Optimizer"""
 
-    optim: Literal["adam", "muon"] = flag("adam", "Optimizer; muon updates the matrices and leaves the rest to adam.")
-    lr_scheduler: str = flag("cosine_with_min_lr", "Learning rate scheduler, by its name in Transformers.")
-    lr_warmup_ratio: float = flag(0.03, "Fraction of the steps that are warm-up.", SHARE)
+    optim: Literal["adam", "muon"] = flag(
+        "adam", "Optimizer; muon updates the matrices, and adam the other parameters."
+    )
+    lr_scheduler: str = flag("cosine_with_min_lr", "Learning rate scheduler, by its Transformers name.")
+    lr_warmup_ratio: float = flag(0.03, "Fraction of the steps used for warm-up.", SHARE)
     min_lr_ratio: float = flag(0.1, "Final fraction of the peak learning rate, for *_with_min_lr schedulers.", SHARE)
     l2: float = flag(0.0, "Weight decay; biases and norms are exempt.", NOT_NEGATIVE)
     adam_betas: tuple[float, float] = flag((0.9, 0.95), "Adam's betas.", BELOW_ONE)
@@ -55,17 +57,19 @@ class ShardingFlags:
     """Memory and parallelism"""
 
     zero_stage: int = flag(2, "DeepSpeed ZeRO stage, 0 to 3.", ZERO_STAGE)
-    zpg: int = flag(1, "Partition size of hierarchical ZeRO++.", POSITIVE)
-    adam_offload: bool = flag(False, "Keep optimizer states on the CPU and update there.")
+    zpg: int = flag(1, "Size of the secondary partition (ZeRO++ hpZ), usually the devices per node.", POSITIVE)
+    adam_offload: bool = flag(False, "Keep the optimizer states and run the optimizer step on the CPU.")
     overlap_comm: bool = flag(False, "Reduce gradients during the backward pass.")
     grad_accum_dtype: Literal["fp32", "bf16", "fp16"] | None = flag(
-        None, "Dtype in which gradients are summed (default: fp32 for bf16 weights under ZeRO)."
+        None, "Dtype in which gradients are accumulated (default: fp32 for bf16 weights under ZeRO)."
     )
     gradient_checkpointing: bool = flag(False, "Recompute activations in the backward pass.")
     gradient_checkpointing_use_reentrant: bool = flag(
-        False, "Use the reentrant form of recomputation.", needs="gradient_checkpointing"
+        False, "Use the reentrant variant of gradient checkpointing.", needs="gradient_checkpointing"
     )
-    deepcompile: bool = flag(False, "Compile the decoder layers; with several processes only at --zero_stage 0 to 2.")
+    deepcompile: bool = flag(
+        False, "Compile the decoder layers; with several processes, this needs --zero_stage 0 to 2."
+    )
     ds_tensor_parallel_size: int = flag(1, "Tensor-parallel degree of training.", POSITIVE)
     ring_attn_size: int = flag(1, "Devices that share one sequence through ring attention.", POSITIVE)
     ring_head_stride: int = flag(1, "Heads per ring pass; must divide the number of heads.", POSITIVE)
@@ -80,11 +84,13 @@ class CheckpointFlags:
     ckpt_path: str = flag("./ckpt/checkpoints", "Folder for checkpoints that a run can resume from.")
     save_steps: int = flag(-1, "Write a checkpoint every N steps; -1 means never.", POSITIVE_OR_MINUS_ONE)
     save_hf_ckpt: bool = flag(False, "With each checkpoint, also write a model folder that Transformers can load.")
-    disable_ds_ckpt: bool = flag(False, "Write no checkpoints to resume from.")
+    disable_ds_ckpt: bool = flag(False, "Do not write resumable checkpoints.")
     max_ckpt_num: int = flag(3, "Maximum number of checkpoints to keep.", POSITIVE)
     max_ckpt_mem: float = flag(100_000_000, "Maximum total size of checkpoints in GiB.", POSITIVE)
     load_checkpoint: bool = flag(False, "Resume from the newest checkpoint in --ckpt_path, if there is one.")
-    use_ds_universal_ckpt: bool = flag(False, "Load the universal checkpoint, which works with any number of devices.")
+    use_ds_universal_ckpt: bool = flag(
+        False, "Resume from a universal checkpoint, which works with any number of devices."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,12 +99,12 @@ class LogFlags:
 
     logging_steps: int = flag(1, "Log every N steps.", POSITIVE)
     eval_steps: int = flag(-1, "Evaluate every N steps; -1 means once per epoch (in RL: never).", POSITIVE_OR_MINUS_ONE)
-    use_tensorboard: str | None = flag(None, "Folder for TensorBoard.")
-    use_wandb: str | None = flag(None, "Weights & Biases API key, or True if you are logged in.")
+    use_tensorboard: str | None = flag(None, "Folder for TensorBoard logs.")
+    use_wandb: str | None = flag(None, "Weights & Biases API key, or True if you are already logged in.")
     wandb_org: str | None = flag(None, "Weights & Biases entity.", needs="use_wandb")
     wandb_group: str | None = flag(None, "Weights & Biases group.", needs="use_wandb")
     wandb_project: str = flag("openrlhf_train_sft", "Weights & Biases project.", needs="use_wandb")
-    wandb_run_name: str = flag("sft_%s", "Name of the run; %s becomes its start time.")
+    wandb_run_name: str = flag("sft_%s", "Name of the run; %s is replaced by the start time.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,5 +113,5 @@ class RunFlags:
 
     run_dir: str | None = flag(None, "Folder for config, metrics and rollouts (default: a folder in --save_path).")
     dry_run: bool = flag(
-        False, "Check the flags, test data and reward on the first 8 rows, then stop before models load."
+        False, "Check the flags, test the data and the reward on the first 8 rows, and exit without loading models."
     )
