@@ -1,17 +1,17 @@
 """Data types shared by all packages: frozen dataclasses, with the shape of each array next to its field.
 
-Dataset rows (TokenRow and its relatives) are collated into a Batch for training, one kind of batch for each kind of
-row. In RL, a Request goes to an engine and comes back as a Completion, a finished episode becomes a Trajectory, and
-the trajectories of a rollout are trained on as PolicyBatches.
+Dataset rows (TokenRow, PairRow, ...) are collated into batches for training, one kind of batch for each kind of row.
+In RL, an engine answers a Request with a Completion, a finished episode becomes a Trajectory, and the trajectories of
+a rollout are trained on as PolicyBatches.
 
-One convention holds everywhere: the mask, log-prob or advantage at index t belongs to token t, never to the position
-that predicts it. A prompt of two tokens with a response of three therefore has
+One convention holds everywhere: the mask, log-prob or advantage at index t belongs to token t, not to the position
+that predicts it. For a prompt of two tokens and a response of three:
 
     input_ids    [ p0  p1  r0  r1  r2 ]
     target_mask  [ 0   0   1   1   1  ]
     log_probs    [ 0   .   a   b   c  ]   a = log p(r0 | p0 p1); the first token has no log-prob
 
-and the same holds for each sequence when several are packed into one row.
+The same holds for each sequence of a packed row.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class Batch:
     """Several sequences as tensors, padded to one length or packed into a single row.
 
     `sequence_ids` numbers the sequences from 0 and is -1 on padding; `position_ids` restarts at 0 for each sequence.
-    A filler is a copy of another batch for a rank that has fewer micro-batches than the others: it is computed, since
-    sharded models run on all ranks together, but its results do not count.
+    A filler is a copy of another batch for a rank with fewer micro-batches than the others. It is computed, because
+    sharded models run on all ranks together, but its results are ignored.
     """
 
     input_ids: Tensor  # [rows, tokens]
@@ -95,47 +95,47 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class PairBatch(Batch):
-    """Pairs of responses: of B pairs, the chosen ones are sequences 0 to B-1 and the rejected ones B to 2B-1."""
+    """B pairs of responses: the chosen ones are sequences 0 to B-1, the rejected ones B to 2B-1."""
 
-    margin: Tensor  # [pairs]: by how much the chosen one is better, if the data says so
+    margin: Tensor  # [pairs]: how much better the chosen response is; 0 if the data has no margins
 
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledBatch(Batch):
-    """Responses with a label each."""
+    """Responses with one label each."""
 
     label: Tensor  # [sequences] bool: desirable or not
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepBatch(Batch):
-    """Texts whose reasoning steps have labels."""
+    """Texts with labelled reasoning steps."""
 
     step_labels: Tensor  # [rows, tokens]: NaN except at the last token of a step
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutBatch(Batch):
-    """Samples of a rollout, to be scored."""
+    """Samples of a rollout to score."""
 
-    temperature_factors: Tensor | None = None  # [rows, tokens]; see Trajectory; None: all 1
+    temperature_factors: Tensor | None = None  # [rows, tokens], see Trajectory; None means all 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyBatch(RolloutBatch):
-    """Samples of a rollout, to be trained on; tensors are [rows, tokens]. The critic trains on the same batches."""
+    """Samples of a rollout to train the policy and the critic on; all tensors are [rows, tokens]."""
 
     advantages: Tensor
-    rollout_log_probs: Tensor  # of the engine that sampled
-    old_log_probs: Tensor | None = None  # of the policy before this rollout is trained; None: those of the step itself
+    rollout_log_probs: Tensor  # computed by the engine during sampling
+    old_log_probs: Tensor | None = None  # of the policy before training on this rollout; None: use current ones
     reference_log_probs: Tensor | None = None
-    old_values: Tensor | None = None  # of the critic before this rollout is trained
+    old_values: Tensor | None = None  # of the critic before training on this rollout
     returns: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """The start of every sample in a group.
+    """A prompt, from which all samples of a group start.
 
     `index` is the row in the prompt set; it distinguishes groups whose prompts have the same text.
     """
@@ -149,7 +149,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling settings of one request, with the field names of vLLM."""
+    """Sampling parameters of one request, named as in vLLM."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -177,16 +177,16 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class Completion:
-    """Output of one generation: tokens, each with its log-prob under the distribution it was sampled from.
+    """Output of one generation: tokens with their log-probs under the sampling distribution.
 
-    An engine with `whole_log_probs` reports log-probs over the whole vocabulary even if it samples from part of it.
+    An engine with `whole_log_probs` reports log-probs over the whole vocabulary even if sampling is truncated.
     """
 
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
     text: str
     finish_reason: FinishReason
-    version: int  # weight version that sampled the first token
+    version: int  # version of the weights that sampled the first token
 
 
 StepRewards: TypeAlias = tuple[tuple[int, float], ...]  # (index of a step's last action token, reward)
@@ -194,16 +194,16 @@ StepRewards: TypeAlias = tuple[tuple[int, float], ...]  # (index of a step's las
 
 @dataclass(frozen=True)
 class Trajectory:
-    """A complete episode in the form that training consumes.
+    """A complete episode, ready for training.
 
-    Two turns, with environment tokens e between the action tokens a:
+    Example with two turns: p are prompt tokens, a action tokens and e environment tokens.
 
     input_ids          [ p p a a e e a a ]
     action_mask        [ 0 0 1 1 0 0 1 1 ]
     rollout_log_probs  [ 0 0 . . 0 0 . . ]
 
-    The reward is the training signal; the score decides dynamic filtering. Both are NaN until reward models score the
-    episode, if reward models do the scoring.
+    The reward is the training signal; the score is used for dynamic filtering. If reward models score the episode, both
+    are NaN until then.
     """
 
     prompt: Prompt
@@ -213,8 +213,8 @@ class Trajectory:
     reward: float
     score: float
     truncated: bool  # the last turn or the episode was cut off by a limit
-    version: int  # oldest weight version that sampled a turn
+    version: int  # version of the oldest weights that sampled a turn
     extra_logs: Mapping[str, float] = field(default_factory=dict)
     step_rewards: StepRewards = ()  # per turn or reasoning step; `reward` is their sum
-    temperature_factors: tuple[float, ...] = ()  # per token: sampling temperature / the run's; empty: all 1
+    temperature_factors: tuple[float, ...] = ()  # [tokens]: sampling temperature / --temperature; empty means all 1
     whole_vocabulary: bool = True  # False if top_p, top_k, min_p or a penalty restricted sampling in any turn

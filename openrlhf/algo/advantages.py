@@ -1,8 +1,8 @@
 """Advantages and returns from token rewards, and normalisation of advantages over a whole rollout.
 
 The estimators share one signature and are registered in `ADVANTAGES` by the value of --advantage_estimator. The
-critic-free ones share one function: they differ in how `shaping` transforms the rewards and in whether advantages are
-whitened.
+critic-free estimators share one function; they differ only in how `shaping` transforms the rewards and in whether
+advantages are whitened.
 """
 
 from collections.abc import Callable
@@ -21,18 +21,17 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (arXiv 1506.02438, eq. 16): advantages and returns, each [batch, tokens].
 
-    delta_t = r_t + gamma V_next - V_t and A_t = delta_t + gamma lambd A_next, where "next" is the next ACTION token.
-    Environment tokens between turns are not steps, so they neither discount nor bootstrap. V after the last action
-    token is 0.
+    delta_t = r_t + gamma V_next - V_t and A_t = delta_t + gamma lambd A_next, where "next" is the next action token.
+    Environment tokens between turns are skipped: they add no discount and no value. V after the last action token is 0.
     """
-    assert values is not None, "gae needs a critic's values"
+    assert values is not None, "gae needs the values of a critic"
     acts = _time_first(action_mask.bool())  # [tokens, batch], like all tensors below
     value = masked(_time_first(values), acts)
-    value_from_here = decayed_sums(value, acts, 0.0)  # value of this token if it is an action, else of the next action
+    value_from_here = decayed_sums(value, acts, 0.0)  # value of this or the next action token
     deltas = _time_first(token_rewards).float() - value
     deltas[:-1].add_(value_from_here[1:], alpha=gamma)
     advantages = masked(decayed_sums(masked(deltas, acts), acts, gamma * lambd), acts)
-    return _time_first(advantages), _time_first(advantages + value)  # [batch, tokens] again
+    return _time_first(advantages), _time_first(advantages + value)  # back to [batch, tokens]
 
 
 @torch.no_grad()
@@ -48,7 +47,7 @@ def discounted_returns(token_rewards: Tensor, action_mask: Tensor, gamma: float)
 def critic_free(
     token_rewards: Tensor, values: Tensor | None, action_mask: Tensor, gamma: float, lambd: float
 ) -> tuple[Tensor, Tensor]:
-    """Use the return of the shaped reward as the advantage, without a critic; `values` and `lambd` are ignored."""
+    """Use the return of the shaped rewards as the advantage; `values` and `lambd` are ignored."""
     returns = discounted_returns(token_rewards, action_mask, gamma)
     return returns.clone(), returns
 
@@ -57,8 +56,8 @@ def decayed_sums(steps: Tensor, acts: Tensor, decay: float) -> Tensor:
     """Compute S_t = x_t + decay S_{t+1} at action tokens and S_t = S_{t+1} elsewhere, from the last token to the first.
 
     `steps` and `acts` are [tokens, batch], and `steps` must be zero at non-action tokens. Time is the first dimension,
-    so that each step is one fused operation on contiguous memory over the batch. A decay of 0 returns the input at this
-    or the next action token.
+    so that each step is one fused operation on contiguous memory. With a decay of 0, the result at each token is the
+    input at this or the next action token.
     """
     sums = steps.clone()
     columns, decays = sums.unbind(0), torch.where(acts, decay, 1.0).to(sums.dtype).unbind(0)
@@ -76,9 +75,9 @@ def _time_first(tensor: Tensor) -> Tensor:
 def normalize(
     advantages: Tensor, action_mask: Tensor, divide_by_std: bool = True, statistics: Moments | None = None
 ) -> Tensor:
-    """Whiten by the statistics of a whole rollout (REINFORCE++, arXiv 2501.03262); masked tokens get zero.
+    """Whiten advantages by the statistics of a whole rollout (REINFORCE++, arXiv 2501.03262); zero at masked tokens.
 
-    By default the tensor holds the whole rollout.
+    By default, `advantages` is the whole rollout.
     """
     whole = statistics or moments(advantages, action_mask)
     scale = whole.variance.clamp(min=1e-8).rsqrt() if divide_by_std else torch.ones_like(whole.count)

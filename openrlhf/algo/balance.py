@@ -12,20 +12,20 @@ Part = tuple[int, int, list[int]]  # (total length, unique number to break ties,
 
 
 def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Return the indices in each bin: each item, in order, goes into the first bin with enough space; O(n log n).
+    """Put each item, in order, into the first bin with enough space; return the indices in each bin. O(n log n).
 
-    [5, 3, 7, 2, 6] with capacity 10 gives [[0, 1, 3], [2], [4]]. An item longer than `capacity` gets a bin of its own.
+    [5, 3, 7, 2, 6] with capacity 10 gives [[0, 1, 3], [2], [4]]. An item longer than `capacity` gets its own bin.
     """
     if capacity <= 0:
         raise ValueError(f"capacity must be positive, got {capacity}")
     bins: list[list[int]] = []
-    # The free space of each bin, as a tree of maxima (node n has the children 2n and 2n + 1), in which the first bin
-    # with enough space is found in O(log n).
+    # Free space of the bins as a tree of maxima (node n has the children 2n and 2n + 1), which finds the first bin with
+    # enough space in O(log n).
     leaves = 1 << max(len(lengths) - 1, 0).bit_length()
     free = [capacity] * (2 * leaves)
     for index, length in enumerate(lengths):
         if length > capacity:
-            node = leaves + len(bins)  # a new bin, which nothing else fits into
+            node = leaves + len(bins)  # a new bin, closed to other items
             free[node] = -1
         else:
             node = 1
@@ -59,10 +59,10 @@ def karmarkar_karp(lengths: Sequence[int], k: int) -> list[list[int]]:
 
 
 def micro_batches(lengths: Sequence[int], capacity: int, at_least: int = 1) -> list[list[int]]:
-    """Split into balanced parts within the token budget: as many as first-fit needs, but no fewer than `at_least`.
+    """Split items into balanced micro-batches within a token budget: as many as first-fit needs, or `at_least`.
 
-    Differencing balances but ignores the capacity, so a part that is too long is split again. Empty parts are left out,
-    so fewer items than `at_least` give fewer parts.
+    Karmarkar-Karp ignores the capacity, so a part that is too long is split again. Empty parts are omitted, so fewer
+    items than `at_least` give fewer micro-batches.
     """
     count = max(len(first_fit(lengths, capacity)), at_least)
     batches: list[list[int]] = []
@@ -73,10 +73,10 @@ def micro_batches(lengths: Sequence[int], capacity: int, at_least: int = 1) -> l
 
 
 def interleave(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Return the indices of each data-parallel rank: chunks of long items alternate with reversed chunks of short ones.
+    """Assign items to data-parallel ranks in chunks: long items alternate with short ones in reversed order.
 
-    8..1 over 2 ranks gives lengths [8, 1, 6, 3] and [7, 2, 5, 4]. Counts differ by at most one: the remainder goes to
-    the ranks that hold the fewest tokens.
+    Lengths 8..1 over 2 ranks give [8, 1, 6, 3] and [7, 2, 5, 4]. Counts differ by at most one; the remainder goes to
+    the ranks with the fewest tokens.
     """
     if ranks <= 0:
         raise ValueError(f"the number of ranks must be positive, got {ranks}")
@@ -96,18 +96,18 @@ def interleave(lengths: Sequence[int], ranks: int) -> list[list[int]]:
 
 @dataclass
 class _Partial:
-    """A partition of some of the items. Empty parts are not stored, so a merge costs only the smaller side's size."""
+    """A partition of some of the items. Empty parts are not stored, so merging takes time only for the smaller side."""
 
     parts: list[Part]  # a heap, smallest first
     longest: int
 
     def entry(self, k: int, number: int | None = None) -> tuple[int, int, "_Partial"]:
-        """Return a heap entry; the heap yields the largest difference between longest and shortest part first."""
+        """Return a heap entry; partitions with the largest difference between longest and shortest part come first."""
         shortest = self.parts[0][0] if len(self.parts) == k else 0
         return shortest - self.longest, self.parts[0][1] if number is None else number, self
 
     def merge(self, other: "_Partial", k: int) -> "_Partial":
-        """Pair the longest parts of `other` with the shortest of this one, empty parts first."""
+        """Merge the longest parts of `other` into the shortest parts of this partition, starting with empty parts."""
         longest_first = sorted(other.parts, reverse=True)
         empty = k - len(self.parts)
         fresh, paired = longest_first[:empty], longest_first[empty:]

@@ -17,12 +17,12 @@ MAX_WEIGHT = 10.0  # bound on the importance weight in the unbiased gradient
 
 
 def k1(log_ratio: Tensor) -> Tensor:
-    """log pi - log ref: unbiased, high variance (Schulman, "Approximating KL Divergence", 2020)."""
+    """log pi - log ref: unbiased, but high variance (Schulman, "Approximating KL Divergence", 2020)."""
     return log_ratio
 
 
 def k2(log_ratio: Tensor) -> Tensor:
-    """(log pi - log ref)^2 / 2: low variance, small bias; its gradient is that of the KL on policy (Schulman 2020)."""
+    """(log pi - log ref)^2 / 2: low variance, small bias, and the exact KL gradient on policy (Schulman 2020)."""
     return log_ratio.square() / 2
 
 
@@ -36,7 +36,7 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3"
 
 @torch.no_grad()
 def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, action_mask: Tensor, estimator: str = "k1") -> Tensor:
-    """Per-token KL as a reward term: clamped to [-10, 10], zero at masked tokens, without gradient."""
+    """Return the KL per token as a reward term: clamped to [-10, 10], zero at masked tokens, without gradient."""
     log_ratio = masked_log_probs(log_probs, action_mask) - masked_log_probs(ref_log_probs, action_mask)
     return _estimator(estimator)(log_ratio.clamp(-LIMIT, LIMIT)).clamp(-LIMIT, LIMIT)
 
@@ -51,13 +51,13 @@ def kl_loss(
     rows: Tensor | None = None,
     old_log_probs: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """KL as a loss term, to be multiplied by its coefficient.
+    """Return the KL as a loss term, before multiplication by its coefficient.
 
-    The log-ratio is clamped, not the estimate, and the clamp passes the gradient through: a token that drifted beyond
-    the limit keeps the gradient it had at the limit, instead of none.
+    The log-ratio is clamped with a straight-through gradient, so that a token beyond the limit keeps the gradient of
+    the limit instead of losing it.
 
-    With `old_log_probs` the value is the same, but the gradient becomes that of w k1^2 / 2, which is unbiased for the
-    reverse KL off policy; w = min(pi / pi_old, 10) is detached (arXiv 2510.01555; DeepSeek-V3.2).
+    With `old_log_probs`, the value is the same, but the gradient is that of w k1^2 / 2 with a detached
+    w = min(pi / pi_old, 10), which is unbiased for the reverse KL off policy (arXiv 2510.01555; DeepSeek-V3.2).
     """
     current, reference = masked_log_probs(log_probs, action_mask), masked_log_probs(ref_log_probs, action_mask)
     log_ratio = current - reference
@@ -78,7 +78,7 @@ def _estimator(name: str) -> Callable[[Tensor], Tensor]:
 
 @dataclass(frozen=True)
 class FixedKL:
-    """A constant coefficient."""
+    """A constant KL coefficient."""
 
     coef: float
 
@@ -88,7 +88,7 @@ class FixedKL:
 
 @dataclass(frozen=True)
 class AdaptiveKL:
-    """A coefficient adjusted to keep the KL near `target` (Ziegler et al., arXiv 1909.08593, section 2.2)."""
+    """A KL coefficient adjusted to keep the KL near `target` (Ziegler et al., arXiv 1909.08593, section 2.2)."""
 
     coef: float
     target: float
@@ -105,5 +105,5 @@ class AdaptiveKL:
 
 
 def kl_controller(coef: float, target: float | None, horizon: float) -> FixedKL | AdaptiveKL:
-    """Return an adaptive controller if a target is given. Its fields are its whole state: save it with `asdict`."""
+    """Return an adaptive controller if a target is given, else a fixed one; save its state with `asdict`."""
     return FixedKL(coef) if target is None else AdaptiveKL(coef, target, horizon)

@@ -1,8 +1,8 @@
 """The policy loss: clipped surrogate per token (PPO) or per sequence (GSPO), rollout correction, entropy bonus.
 
-Per-token tensors all have the shape of the mask: [batch, tokens], or packed, in which case `rows` gives each token's
-sequence number. The loss knows nothing about the cluster: the caller passes the step's global denominator. Its options
-are the section of flags `PolicyLossFlags`.
+Per-token tensors have the shape of the mask: [batch, tokens], or packed with `rows` as each token's sequence number.
+The loss is independent of the cluster, because the caller passes the denominator of the whole step. `PolicyLossFlags`
+holds its options.
 """
 
 from collections.abc import Callable
@@ -22,21 +22,21 @@ from openrlhf.algo.reduce import (
 )
 from openrlhf.config.sections.rl import PolicyLossFlags
 
-PPO = PolicyLossFlags()  # the default options: clip at 0.2, mean over tokens, no correction
-MAX_LOG_RATIO = 20.0  # keeps exp finite; a ratio of 5e8 is as good as infinite
+PPO = PolicyLossFlags()  # the defaults: clip at 0.2, mean over tokens, no correction
+MAX_LOG_RATIO = 20.0  # keeps exp finite; far beyond any meaningful ratio
 
 
-Ratio = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # log-ratios, mask of action tokens, `rows`
-Correction = Callable[[Tensor, Tensor, Tensor | None, float, float], Tensor]  # the same for log-weights, and bounds
+Ratio = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # (log-ratios, mask of action tokens, rows)
+Correction = Callable[[Tensor, Tensor, Tensor | None, float, float], Tensor]  # (log-weights, mask, rows, low, high)
 
 
 def token_ratio(log_ratio: Tensor, mask: Tensor, rows: Tensor | None) -> Tensor:
-    """PPO: each token's own ratio pi / pi_old (arXiv 1707.06347)."""
+    """PPO: the ratio pi / pi_old of each token (arXiv 1707.06347)."""
     return _exp(log_ratio)
 
 
 def sequence_ratio(log_ratio: Tensor, mask: Tensor, rows: Tensor | None) -> Tensor:
-    """GSPO: the geometric mean of a sequence's token ratios, at each of its tokens (arXiv 2507.18071, eq. 7)."""
+    """GSPO: the geometric mean of a sequence's token ratios, for each of its tokens (arXiv 2507.18071, eq. 7)."""
     return _exp(to_tokens(sequence_means(log_ratio, mask, rows), mask, rows))
 
 
@@ -47,17 +47,17 @@ def truncate(log_weight: Tensor, mask: Tensor, rows: Tensor | None, low: float, 
 
 
 def icepop(log_weight: Tensor, mask: Tensor, rows: Tensor | None, low: float, high: float) -> Tensor:
-    """IcePop: drop tokens whose weight is outside [low, high]; the others keep theirs (arXiv 2510.18855)."""
+    """IcePop: drop tokens whose importance weight is outside [low, high] (arXiv 2510.18855)."""
     weight = _exp(log_weight)
     return torch.where((low <= weight) & (weight <= high), weight, 0.0)
 
 
 def sequence_mask(log_weight: Tensor, mask: Tensor, rows: Tensor | None, low: float, high: float) -> Tensor:
-    """Masked importance sampling by sequence: the geometric mean of a sequence's weights must be in [low, high]
-    (Liu et al., "When Speed Kills Stability", 2025).
+    """Drop sequences whose geometric mean of importance weights is outside [low, high] (Liu et al., "When Speed Kills
+    Stability", 2025).
 
-    The kept weights are clamped to the interval too: token log-weights of +100 and -100 average to 0, so the sequence
-    passes, and one of its tokens would have a weight of e^100.
+    The weights of kept sequences are also clamped to the interval: token log-weights of +100 and -100 average to 0, so
+    the sequence is kept although one of its tokens has a weight of e^100.
     """
     mean = sequence_ratio(log_weight, mask, rows)
     return torch.where((low <= mean) & (mean <= high), _exp(log_weight).clamp(low, high), 0.0)
@@ -77,16 +77,16 @@ def policy_loss(
     rollout_log_probs: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """Clipped surrogate (arXiv 1707.06347, eq. 7) with an asymmetric range (DAPO, arXiv 2503.14476, eq. 10).
+    """Return PPO's clipped loss (arXiv 1707.06347, eq. 7) with an asymmetric range (DAPO, arXiv 2503.14476, eq. 10).
 
-    `denominator` counts tokens or sequences, as `settings.aggregation` says. A single on-policy step may pass the
-    current log-probs as the old ones: only the first argument carries gradient. `rollout_log_probs` are the engine's,
-    used to correct for the difference between engine and trainer: for PPO by a weight on each token; for GSPO they
-    replace `old_log_probs` in the ratio, and there is no weight.
+    `denominator` counts tokens or sequences, depending on `settings.aggregation`. In a single on-policy step, the
+    current log-probs can also be passed as the old ones; only the first argument has a gradient. `rollout_log_probs`
+    are the engine's log-probs, used to correct for the difference between engine and trainer: PPO multiplies the loss
+    of each token by a weight; GSPO uses them instead of `old_log_probs` in the ratio.
     """
     corrects = bool(settings.enable_vllm_is_correction)
     if corrects and rollout_log_probs is None:
-        raise ValueError(f"correction {settings.vllm_is_correction_type!r} needs the rollout's log-probs")
+        raise ValueError(f"correction {settings.vllm_is_correction_type!r} needs rollout_log_probs")
     mask = action_mask.bool()
     current, old = masked_log_probs(log_probs, mask), masked_log_probs(old_log_probs.detach(), mask)
     advantage = masked(advantages, mask)
@@ -114,10 +114,10 @@ def policy_loss(
 def clipped_surrogate(
     ratio: Tensor, advantages: Tensor, clip_range: tuple[float, float], dual_clip: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return per-token losses, and a mask of the tokens at which clipping was active.
+    """Return the loss of each token, and a mask of the clipped tokens.
 
-    Dual clip (arXiv 1912.09729, eq. 5) bounds the loss of an action with negative advantage by c|A|, however large its
-    ratio is.
+    Dual clip (arXiv 1912.09729, eq. 5) bounds the loss of an action with a negative advantage by c|A|, however large
+    its ratio is.
     """
     plain = ratio * advantages
     below, above = clip_range
@@ -132,10 +132,10 @@ def clipped_surrogate(
 def entropy_loss(
     entropy: Tensor, action_mask: Tensor, denominator: Denominator, mode: str = "token-mean", rows: Tensor | None = None
 ) -> tuple[Tensor, Metrics]:
-    """Negative mean entropy; added with its coefficient, it is the entropy bonus (A3C, arXiv 1602.01783)."""
+    """Return the negative mean entropy, to be multiplied by the weight of the bonus (A3C, arXiv 1602.01783)."""
     return -aggregate(entropy, action_mask, mode, denominator, rows), {"entropy": mean_of(entropy, action_mask)}
 
 
 def _exp(log_ratio: Tensor) -> Tensor:
-    """Return exp(log_ratio), bounded so that it stays finite."""
+    """Return exp(log_ratio), clamped so that it stays finite."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

@@ -1,7 +1,7 @@
 """Losses on preferences: pairwise reward models, DPO, cDPO, IPO and KTO.
 
-Inputs are one number per response, a reward or a log-ratio of policy to reference (`chosen_nll` takes tokens). Each
-denominator is the count of the whole optimizer step.
+Inputs are one number per response: a reward, or a log-ratio of policy to reference (`chosen_nll` takes tokens).
+Denominators count the pairs or samples of the whole optimizer step.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def pairwise_logexp(
 ) -> tuple[Tensor, Metrics]:
     """log(1 + exp(r_r - r_c)) over pairs (arXiv 2204.05862)."""
     if margin is not None:
-        raise ValueError("a margin belongs to the sigmoid loss; the log-exp loss has none")
+        raise ValueError("the log-exp loss does not support a margin; use the sigmoid loss")
     losses = F.softplus(rejected.float() - chosen.float())
     return divide(losses.sum(), denominator), _pair_metrics(chosen, rejected)
 
@@ -45,7 +45,7 @@ def dpo(
     denominator: Denominator,
     label_smoothing: float = 0.0,
 ) -> tuple[Tensor, Metrics]:
-    """DPO (arXiv 2305.18290, eq. 7); cDPO (Mitchell 2023) if `label_smoothing`, the chance of a flipped label, is set.
+    """DPO (arXiv 2305.18290, eq. 7); cDPO (Mitchell 2023) if `label_smoothing`, the share of wrong labels, is set.
 
     A log-ratio is log pi - log ref summed over a response (`reduce.sequence_sums`), [pairs].
     """
@@ -70,16 +70,16 @@ def ipo(
 def chosen_nll(
     log_probs: Tensor, mask: Tensor, denominator: Denominator, rows: Tensor | None = None
 ) -> tuple[Tensor, Metrics]:
-    """Mean negative log-prob of each chosen response, over pairs (iterative RPO, arXiv 2404.19733, eq. 1)."""
+    """Mean over pairs of the chosen response's mean negative log-prob (iterative RPO, arXiv 2404.19733, eq. 1)."""
     loss = -aggregate(log_probs, mask, "seq-mean", denominator, rows)
     return loss, {"nll": mean_of(-log_probs, mask)}
 
 
 def kto_baseline(mismatch: Mean) -> Tensor:
-    """KTO's z0: the mean log-ratio of ALL mismatched pairs of the step, at least zero (arXiv 2402.01306, eq. 8).
+    """KTO's z0: the mean log-ratio of all mismatched pairs of the step, at least zero (arXiv 2402.01306, eq. 8).
 
-    A mismatched pair is a prompt with another prompt's response. The mean is taken before the step and over all of it,
-    so it does not depend on the split into micro-batches; it is detached.
+    A mismatched pair is a prompt with the response to another prompt. The mean is computed before the step over all
+    micro-batches, so it does not depend on how the batch is split. It is detached.
     """
     return mismatch.value.clamp(min=0.0).float()
 
@@ -93,14 +93,14 @@ def kto(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> tuple[Tensor, Metrics]:
-    """KTO (arXiv 2402.01306, eq. 8): good responses should beat `baseline` (see `kto_baseline`), bad ones fall below.
+    """KTO (arXiv 2402.01306, eq. 8): push log-ratios of good responses above `baseline`, those of bad ones below it.
 
-    `log_ratios` are summed over each response, `desirable` is true for good ones, both [samples]; the denominator
-    counts samples.
+    `log_ratios` [samples] are summed over each response, and `desirable` [samples] is true for good responses. The
+    denominator counts samples.
     """
     good, ratios = desirable.bool(), log_ratios.float()
     gain = beta * (ratios - baseline.detach())
-    # sigmoid(-x) instead of 1 - sigmoid(x): it keeps its precision for large x.
+    # sigmoid(-x) is more precise than 1 - sigmoid(x) for large x.
     losses = torch.where(good, desirable_weight * torch.sigmoid(-gain), undesirable_weight * torch.sigmoid(gain))
     metrics = {"chosen_reward": mean_of(beta * ratios, good), "reject_reward": mean_of(beta * ratios, ~good)}
     return divide(losses.sum(), denominator), metrics

@@ -1,7 +1,7 @@
 """Masked reductions from tokens to sequences to a loss, shared by all losses.
 
-The trick that makes losses independent of the cluster: a loss divides its sum by the denominator of the whole optimizer
-step, which the caller passes in, so that shares of micro-batches and ranks simply add up.
+Losses are independent of the cluster: each divides its sum by the denominator of the whole optimizer step, which the
+caller passes in, so that the losses of micro-batches and ranks add up to the loss of the step.
 """
 
 import json
@@ -14,12 +14,12 @@ from torch import Tensor
 
 Denominator = float | Tensor
 AGGREGATIONS = ("token-mean", "seq-mean", "constant")
-LOWEST_LOG_PROB = -1e4  # stands for -inf; far below the log-prob of any possible token in fp32
+LOWEST_LOG_PROB = -1e4  # replaces -inf; far below the fp32 log-prob of any possible token
 
 
 @dataclass(frozen=True)
 class Mean:
-    """A sum and the number of summands, so that micro-batches, ranks and packs can be combined exactly."""
+    """A mean stored as sum and count, so that micro-batches, ranks and packs can be combined exactly."""
 
     total: Tensor  # [] float64
     count: Tensor  # [] float64
@@ -32,7 +32,7 @@ class Mean:
 
     @property
     def value(self) -> Tensor:
-        """The mean; zero if nothing was counted."""
+        """The mean, or zero if the count is zero."""
         return divide(self.total, self.count)
 
 
@@ -40,7 +40,7 @@ class Mean:
 class Moments(Mean):
     """A mean that also tracks the variance of its summands."""
 
-    squares: Tensor  # [] float64, like the others: in float32 the variance would suffer from cancellation
+    squares: Tensor  # [] float64; in float32, the variance would suffer from cancellation
 
     @property
     def variance(self) -> Tensor:
@@ -55,7 +55,7 @@ Metrics = dict[str, Mean]
 def mean_of(values: Tensor, mask: Tensor | None = None) -> Mean:
     """Return the detached sum and count of the unmasked `values`."""
     kept = torch.ones_like(values, dtype=torch.bool) if mask is None else mask.bool()
-    # float64, because a float32 counter saturates at 16M tokens.
+    # Use float64, because a float32 counter saturates at 16M tokens.
     return Mean(masked(values, kept).sum(dtype=torch.float64), kept.sum().double())
 
 
@@ -93,20 +93,20 @@ def decode_metrics(text: bytes) -> Metrics:
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:
-    """Return `values` in fp32, exactly zero outside the mask; a product would propagate NaNs, in gradients too."""
+    """Return `values` in fp32, zero outside the mask; a product would propagate NaNs, also in gradients."""
     return torch.where(mask.bool(), values.float(), 0.0)
 
 
 def masked_log_probs(log_probs: Tensor, mask: Tensor) -> Tensor:
-    """Like `masked`, but with -inf made finite, so that the ratio of two impossible tokens is 1 and not NaN.
+    """Like `masked`, but with a finite value for -inf, so that the ratio of two impossible tokens is 1, not NaN.
 
-    An impossible token gets no gradient. If only one side of a ratio is impossible, the clamps on ratios bound it.
+    An impossible token gets no gradient. If a token is impossible on only one side, the clamps on ratios bound it.
     """
     return masked(log_probs, mask).clamp(min=LOWEST_LOG_PROB)
 
 
 def divide(total: Tensor, denominator: Denominator) -> Tensor:
-    """Return `total / denominator`; a step with nothing to learn from gives zero instead of 0/0."""
+    """Return `total / denominator`, or `total` if the denominator is 0, so that an empty step gives 0, not NaN."""
     if isinstance(denominator, Tensor):
         return total / torch.where(denominator == 0, 1, denominator)
     return total / (denominator if denominator != 0 else 1.0)
@@ -126,14 +126,14 @@ def sequence_sums(values: Tensor, mask: Tensor, rows: Tensor | None = None, num_
             raise ValueError(f"packed tokens of shape {list(values.shape)} need rows, each token's sequence number")
         return kept.sum(-1)
     sums = kept.new_zeros(rows.numel() if num_sequences is None else num_sequences)
-    valid = torch.where(mask.bool(), rows, 0).long()  # masked tokens, such as padding with -1, add zero to sequence 0
+    valid = torch.where(mask.bool(), rows, 0).long()  # masked tokens, such as padding (-1), add zero to sequence 0
     return sums.index_add(0, valid.flatten(), kept.flatten())
 
 
 def sequence_means(
     values: Tensor, mask: Tensor, rows: Tensor | None = None, num_sequences: int | None = None
 ) -> Tensor:
-    """Average each sequence over its own unmasked tokens, [sequences]; zero for a fully masked one."""
+    """Average each sequence over its unmasked tokens, [sequences]; zero for a fully masked sequence."""
     lengths = sequence_sums(torch.ones_like(mask, dtype=torch.float32), mask, rows, num_sequences)
     return divide(sequence_sums(values, mask, rows, num_sequences), lengths)
 
@@ -142,7 +142,7 @@ def to_tokens(per_sequence: Tensor, mask: Tensor, rows: Tensor | None = None) ->
     """Broadcast one value per sequence [sequences] to its tokens, in the shape of `mask`."""
     if rows is None:
         return per_sequence.unsqueeze(-1).expand(mask.shape)
-    return per_sequence[torch.where(mask.bool(), rows, 0).long()]  # any value at masked tokens
+    return per_sequence[torch.where(mask.bool(), rows, 0).long()]  # arbitrary values at masked tokens
 
 
 def sequence_count(mask: Tensor, rows: Tensor | None = None) -> Tensor:
@@ -153,7 +153,7 @@ def sequence_count(mask: Tensor, rows: Tensor | None = None) -> Tensor:
 def aggregate(values: Tensor, mask: Tensor, mode: str, denominator: Denominator, rows: Tensor | None = None) -> Tensor:
     """Reduce per-token losses to this micro-batch's share of the loss of the whole optimizer step.
 
-    `denominator` is that step's global count: action tokens for token-mean (DAPO, arXiv 2503.14476), non-empty
+    `denominator` is the global count of that step: action tokens for token-mean (DAPO, arXiv 2503.14476), non-empty
     sequences for seq-mean (GRPO, arXiv 2402.03300), sequences times maximum length for constant (Dr. GRPO,
     arXiv 2503.20783). The shares of all micro-batches and ranks add up to the loss.
     """

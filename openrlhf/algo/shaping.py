@@ -1,7 +1,7 @@
-"""Reward shaping, before rewards become advantages: penalties, comparison within a group, assignment to tokens.
+"""Reward shaping: penalties, comparison within a group (the samples of one prompt), and assignment to tokens.
 
-`SHAPING` maps --advantage_estimator to the comparison with the group (the samples of one prompt), and `advantages`
-does the rest.
+`SHAPING` maps --advantage_estimator to a function that compares rewards within a group; `advantages` then computes
+advantages from the shaped rewards.
 """
 
 from collections.abc import Callable
@@ -47,7 +47,7 @@ def group_stats(rewards: Tensor, group_ids: Tensor) -> GroupStats:
 
 
 def identity(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """PPO and REINFORCE++: the unchanged reward, in fp32."""
+    """PPO and REINFORCE++: the reward, unchanged except for conversion to fp32."""
     return rewards.float()
 
 
@@ -64,10 +64,10 @@ def group_centred(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def group_norm(rewards: Tensor, group_ids: Tensor, eps: float = 1e-9) -> Tensor:
-    """GRPO: the reward minus its group's mean, over the group's standard deviation (arXiv 2402.03300, section 4.1.2).
+    """GRPO: (reward - group mean) / group standard deviation (arXiv 2402.03300, section 4.1.2).
 
-    A group whose rewards are all equal carries no signal and gets exact zeros: rounding could make its centred rewards
-    and its deviation both tiny, and their ratio would be noise.
+    A group whose rewards are all equal has no signal and gets exact zeros; otherwise rounding errors could make the
+    ratio of two tiny numbers large.
     """
     group = group_stats(rewards, group_ids)
     centred = (rewards.float() - group.mean) / (group.std + eps)
@@ -85,10 +85,10 @@ SHAPING: dict[str, Shaping] = {
 
 
 def shape_steps(estimator: str, rewards: Tensor, group_ids: Tensor, sample_ids: Tensor) -> Tensor:
-    """Shape step rewards by comparing each with the steps of its group; all tensors are [steps].
+    """Shape step rewards by comparing each with the other steps of its group; all tensors are [steps].
 
-    For GRPO this is process supervision (arXiv 2402.03300, section 4.1.3). RLOO's baseline is the mean over the steps
-    of the other samples, because a sample's own steps depend on each other; 0 for a group of one sample.
+    For GRPO, this is process supervision (arXiv 2402.03300, section 4.1.3). RLOO's baseline is the mean over the steps
+    of the other samples, because the steps of one sample are not independent; the result is 0 for a single sample.
     """
     if estimator != "rloo":
         return SHAPING[estimator](rewards, group_ids)
@@ -98,7 +98,9 @@ def shape_steps(estimator: str, rewards: Tensor, group_ids: Tensor, sample_ids: 
     return torch.where(others > 0, rewards.float() - baseline, 0.0)
 
 
-WHITENED = frozenset({"gae", "reinforce", "reinforce_baseline"})  # advantages normalised over the whole rollout
+WHITENED = frozenset(
+    {"gae", "reinforce", "reinforce_baseline"}
+)  # estimators whose advantages are normalised over the rollout
 
 
 def response_lengths(action_mask: Tensor) -> Tensor:
@@ -113,7 +115,7 @@ def overlong_penalty(rewards: Tensor, lengths: Tensor, max_len: int, buffer: flo
     """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13): grows to `factor` over the last `buffer` tokens."""
     if not 0 < buffer <= max_len:
         raise ValueError(
-            f"the overlong buffer must be above 0 and at most {max_len}, the longest response; got {buffer}"
+            f"invalid overlong buffer: expected more than 0 and at most {max_len}, the longest response, got {buffer}"
         )
     excess = (lengths.float() - (max_len - buffer)).clamp(min=0.0, max=buffer)
     return rewards.float() - excess / buffer * factor
@@ -122,7 +124,7 @@ def overlong_penalty(rewards: Tensor, lengths: Tensor, max_len: int, buffer: flo
 def stop_properly_penalty(rewards: Tensor, truncated: Tensor, coef: float) -> Tensor:
     """ProRL (arXiv 2505.24864): scale the reward of a truncated response by `coef`; a negative `coef` replaces it.
 
-    The smaller of the old and new reward is used: scaling a negative reward towards zero would reward truncation.
+    The reward is never increased: scaling a negative reward towards zero would reward truncation.
     """
     if coef > 1:
         raise ValueError(f"the stop-properly coefficient must be at most 1, got {coef}")
@@ -140,7 +142,7 @@ def clip_rewards(rewards: Tensor, low: float, high: float) -> Tensor:
 def spread(rewards: Tensor, kl: Tensor | None, action_mask: Tensor, kl_coef: float) -> Tensor:
     """Return token rewards [batch, tokens]: -kl_coef kl at each action token, plus the reward at the last one.
 
-    (InstructGPT, arXiv 2203.02155, eq. 2.) There is no penalty if `kl` is None or the coefficient is not positive.
+    See InstructGPT, arXiv 2203.02155, eq. 2. There is no KL term if `kl` is None or the coefficient is not positive.
     """
     acts = action_mask.bool()
     remaining = acts.flip(-1).cumsum(-1).flip(-1)  # [batch, tokens]: action tokens from this one on
@@ -151,9 +153,9 @@ def spread(rewards: Tensor, kl: Tensor | None, action_mask: Tensor, kl_coef: flo
 
 
 def group_is_kept(scores: Tensor, group_ids: Tensor, low: float, high: float) -> Tensor:
-    """DAPO's dynamic sampling (arXiv 2503.14476, eq. 11): keep if low < mean score of the group < high, [samples] bool.
+    """DAPO's dynamic sampling (arXiv 2503.14476, eq. 11): True if low < mean score of the group < high, [samples].
 
-    A missing score is NaN; its group is kept, because there is no reason to drop it.
+    A group with a missing score (NaN) is kept.
     """
     if low >= high:
         raise ValueError(f"the filter range must have low < high, got {low} and {high}")

@@ -1,7 +1,7 @@
-"""Losses on next tokens: supervised fine-tuning, distillation, process rewards.
+"""Losses on tokens: supervised fine-tuning, distillation and process rewards.
 
-Logits and log-probs at position t predict `labels[t]`: the caller has already shifted them, and one mask applies to
-every term.
+Logits and log-probs at position t predict `labels[t]`; the caller has already shifted them. The same mask applies to
+all terms of a loss.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from openrlhf.algo.reduce import Denominator, Metrics, aggregate, masked, mean_o
 def sft_loss(
     log_probs: Tensor, loss_mask: Tensor, denominator: Denominator, mode: str = "token-mean", rows: Tensor | None = None
 ) -> tuple[Tensor, Metrics]:
-    """Negative log-likelihood of the target tokens; `denominator` is that of the whole optimizer step."""
+    """Negative log-likelihood of the target tokens; `denominator` is their count in the whole optimizer step."""
     loss = -aggregate(log_probs, loss_mask, mode, denominator, rows)
     return loss, {"gpt_loss": mean_of(-log_probs, loss_mask)}
 
@@ -23,8 +23,7 @@ def sft_loss(
 def kd_terms(student_logits: Tensor, teacher_logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return log p(label) and the sum over the vocabulary of p_teacher x log p_student, both [...].
 
-    Logits are [..., vocab]. A vocabulary entry that the student rules out (a logit of -inf) adds nothing to the
-    teacher's term.
+    Logits are [..., vocab]. A token with a student logit of -inf adds nothing to the sum.
     """
     log_probs = student_logits.float().log_softmax(-1)
     teacher = teacher_logits.detach().float().softmax(-1)
@@ -37,7 +36,7 @@ def kd_loss(
 ) -> tuple[Tensor, Metrics]:
     """(1 - c) cross-entropy with the labels + c cross-entropy with the teacher (Hinton et al., arXiv 1503.02531).
 
-    Both terms (see `kd_terms`) have the same positions and the same mask.
+    `kd_terms` computes both terms.
     """
     loss = -aggregate((1 - kd_coef) * log_probs + kd_coef * cross, loss_mask, "token-mean", denominator)
     return loss, {"gpt_loss": mean_of(-log_probs, loss_mask), "distil_loss": mean_of(-cross, loss_mask)}
@@ -50,7 +49,7 @@ def prm_loss(
     denominator: Denominator,
     reward_token_ids: Sequence[int] | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """Process rewards: cross-entropy at step ends (Math-Shepherd, arXiv 2312.08935; `denominator` counts steps).
+    """Cross-entropy at the ends of steps (Math-Shepherd, arXiv 2312.08935); `denominator` counts steps.
 
     Integer labels are token ids; the softmax is over the whole vocabulary, or only over `reward_token_ids` if given.
     Float labels are probabilities p of the first of two reward tokens: cross-entropy against [p, 1 - p].
@@ -67,7 +66,7 @@ def prm_loss(
         targets = torch.stack([positive, 1 - positive], dim=-1)  # [..., 2]
         losses, best = -(targets * log_probs).sum(-1), targets.argmax(-1)
     else:
-        # The column of each label, [...]; the padding at masked positions must be a valid index too, so it becomes 0.
+        # The column of each label, [...]; 0 at masked positions, which also need a valid index.
         best = torch.where(kept, labels, 0).long()
         if reward_token_ids is not None:
             matches = labels.unsqueeze(-1) == torch.tensor(reward_token_ids, device=labels.device)  # [..., tokens]

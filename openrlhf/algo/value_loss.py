@@ -1,4 +1,4 @@
-"""The critic's loss: clipped squared error of its values. Used by `ValueObjective`."""
+"""The critic's loss: the clipped squared error of its values."""
 
 import torch
 from torch import Tensor
@@ -14,17 +14,17 @@ def value_loss(
     denominator: Denominator,
     value_clip: float | None = 0.5,
 ) -> tuple[Tensor, Metrics]:
-    """Half the squared error: the larger of the plain one and the one with the value clipped around the old value.
+    """Half the squared error of the value, or of the value clipped around the old value if that is larger.
 
-    This is PPO's reference implementation (arXiv 2005.12729, section 3). `denominator` is the number of action tokens
-    of the whole optimizer step.
+    This follows PPO's reference implementation (arXiv 2005.12729, section 3). `denominator` is the number of action
+    tokens in the whole optimizer step.
     """
     value, target = masked(values, action_mask), masked(returns, action_mask)
     errors = (value - target).square()
     metrics = {"values": mean_of(value, action_mask)}
     if value_clip is not None:
         old = masked(old_values, action_mask)
-        # Not old + clamp(value - old), whose rounding would make unclipped values count as clipped.
+        # old + clamp(value - old) would round, and unclipped values would count as clipped.
         bounded = (value.clamp(old - value_clip, old + value_clip) - target).square()
         metrics["value_clip_ratio"] = mean_of(bounded > errors, action_mask)
         errors = torch.maximum(errors, bounded)

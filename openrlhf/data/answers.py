@@ -1,7 +1,7 @@
 """Rows for batch inference: prompts to generate answers for (`generate`), and answers to score (`rm`).
 
-`inference.generate` calls `read_prompts`, and `inference.batch_inference` calls `read_answers`. The index of a prompt
-is written next to each answer and read back when answers are scored, so that the answers to one prompt can be compared.
+`inference.generate` calls `read_prompts`, and `inference.batch_inference` calls `read_answers`. Each answer is written
+with the index of its prompt, so that scoring can compare the answers to the same prompt.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from openrlhf.errors import DataError
 from openrlhf.monitor import say
 from openrlhf.types import Prompt
 
-INDEX = "index"  # column with the row number of a prompt; it connects answers to their prompt
+INDEX = "index"  # output column with the row number of the prompt
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A prompt and a response as full texts, and the tokens of both together, as a reward model reads them."""
+    """A prompt and a response as texts, and their tokens as input of a reward model."""
 
     prompt: str
     response: str
-    index: int | str | None  # of the prompt; None: the prompt's text must identify it
+    index: int | str | None  # index of the prompt; None: the prompt is identified by its text
     input_ids: NDArray[np.int32]  # [tokens]
 
 
 def with_condition(prompt: str, condition: str) -> str:
     """Append a condition, such as the desired reward, to a prompt, with one space on either side.
 
-    Training and generation both use this function, so that the text is the same.
+    Training and generation both call this function, so that they use the same text.
     """
     return f"{prompt}{'' if prompt[-1:].isspace() else ' '}{condition} "
 
 
 def iteration_slice(records: Records, number: int | None, size: int) -> tuple[Records, int]:
-    """Return the rows of iteration `number` and the index of the first one; all rows if `number` is None."""
+    """Return the rows of slice `number` and the index of its first row; all rows if `number` is None."""
     if number is None:
         return records, 0
     first = number * size
@@ -66,12 +66,12 @@ def read_prompts(
 ) -> list[Prompt]:
     """Make a Prompt of each row, numbered as in the whole dataset.
 
-    Prompts longer than `budget` tokens are cut at the start; a message says how many.
+    Prompts longer than `budget` tokens are truncated at the start, and a message reports how many.
     """
     template, sampling = config.template, config.sampling
     chat = open_chat(tokenizer, template)
-    indices = count(first_index)  # dropped rows use up a number too
-    cut = 0  # prompts that lost their start
+    indices = count(first_index)  # dropped rows are counted too
+    cut = 0  # number of truncated prompts
 
     def make(record: Record) -> list[Prompt]:
         nonlocal cut
@@ -92,9 +92,9 @@ def read_prompts(
 
 
 def read_answers(records: Records, tokenizer: PreTrainedTokenizerBase, config: BatchInferenceConfig) -> list[Answer]:
-    """Tokenise prompts with responses as in reward-model training: EOS at the end, cut to --max_len.
+    """Tokenise prompts with responses as in reward model training: with EOS, truncated to --max_len.
 
-    The texts of an Answer are not cut, because they are written to the output.
+    The texts of an Answer are not truncated, because they are written to the output.
     """
     check_tokenizer(tokenizer)
     fields = ResponseFlags(input_key=config.data.input_key, output_key=config.data.output_key)

@@ -1,7 +1,7 @@
 """Collate rows into one batch: padded on the right, or packed into a single row.
 
-Each kind of row has its own kind of batch (`types.py`): the tokens are combined in the same way, and the labels of a
-row become a separate tensor. The supervised loop calls `collate` for each micro-batch; RL uses `Layout.batch`. Three
+Each kind of row has a corresponding kind of batch (`types.py`): tokens are combined in the same way for all, and labels
+become a separate tensor. The supervised loop calls `collate` for each micro-batch; RL uses `Layout.batch`. For three
 sequences of 2, 3 and 1 tokens, with padding `.`:
 
     padded   [[a a .]      packed   [[a a b b b c]]
@@ -30,7 +30,7 @@ class Layout:
     """How sequences of different lengths are combined into one tensor."""
 
     packing: bool
-    pad_id: int  # token id of the padding; masks and sequence numbers exclude it from everything
+    pad_id: int  # token id of the padding, which masks and sequence ids exclude
 
     def combine(self, arrays: Sequence[NDArray[Any]], fill: float) -> Tensor:
         """Combine arrays of [tokens] into [1, sum of tokens] (packed) or [sequences, longest], padded with `fill`."""
@@ -42,10 +42,10 @@ class Layout:
         return torch.from_numpy(filled)
 
     def batch(self, rows: Sequence[TokenRow]) -> Batch:
-        """Build a Batch, one sequence per row in `rows`; positions restart at 0 in each sequence."""
+        """Build a Batch with one sequence per item of `rows`; positions restart at 0 in each sequence."""
         positions = [np.arange(len(row.input_ids)) for row in rows]  # [tokens] each
         numbers = [np.full_like(place, number) for number, place in enumerate(positions)]  # [tokens] each
-        # Nothing predicts the first token of a sequence.
+        # The first token of a sequence is never predicted.
         masks = [row.target_mask & (place > 0) for row, place in zip(rows, positions, strict=True)]
         return Batch(
             input_ids=self.combine([row.input_ids for row in rows], self.pad_id).long(),
@@ -70,18 +70,18 @@ def collate(rows: Sequence[Any], *, packing: bool, pad_id: int) -> Batch:
     """Collate rows of one kind into the batch of that kind."""
     layout = Layout(packing, pad_id)
     match rows[0]:
-        case PairRow():  # for reward models and DPO: all chosen sequences, then all rejected ones in the same order
+        case PairRow():  # reward models and DPO: all chosen sequences, then all rejected ones in the same order
             margin = torch.tensor([row.margin for row in rows], dtype=torch.float32)  # [pairs]
             both = [row.chosen for row in rows] + [row.rejected for row in rows]
             return PairBatch(**vars(layout.batch(both)), margin=margin)
-        case LabelledRow():  # for KTO: one label per sequence
+        case LabelledRow():  # KTO: one label per sequence
             label = torch.tensor([row.label for row in rows], dtype=torch.bool)  # [sequences]
             return LabelledBatch(**vars(layout.batch([row.tokens for row in rows])), label=label)
-        case StepRow():  # for process reward models: each step's label at its last token, which makes it a target
+        case StepRow():  # process reward models: the last token of each step is a target, with the step's label
             labels = [np.full(len(row.input_ids), np.nan, dtype=np.float32) for row in rows]  # [tokens] each
             for row, steps in zip(rows, labels, strict=True):
                 steps[row.step_places] = row.step_labels
             tokens = [TokenRow(row.input_ids, ~np.isnan(steps)) for row, steps in zip(rows, labels, strict=True)]
             return StepBatch(**vars(layout.batch(tokens)), step_labels=layout.combine(labels, np.nan))
-        case _:  # for SFT and distillation: the tokens alone
+        case _:  # SFT and distillation: no labels
             return layout.batch(rows)

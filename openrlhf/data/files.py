@@ -1,8 +1,8 @@
 """Reader for local JSON and JSON Lines files.
 
-Files are read in place instead of through `datasets`: error messages have exact line numbers, rows need not share a
-schema, and nothing is copied into a cache. `open_json` returns one of the two `Source`s below. A file of either suffix
-may hold either form; the first line decides.
+Files are read directly instead of with `datasets`, so that error messages have exact line numbers, rows need not share
+a schema, and nothing is copied into a cache. `open_json` returns one of the two `Source`s below. Files with either
+suffix may contain an array or one object per line; the first line decides.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True)
 class JsonArray:
-    """The items of a JSON array, all parsed when the file is opened."""
+    """The items of a JSON array; the whole file is parsed when it is opened."""
 
     name: str
     items: Sequence[object]
@@ -34,7 +34,7 @@ class JsonArray:
 
 @dataclass(frozen=True)
 class JsonLines:
-    """One object per line. Only the line boundaries are kept; a line is parsed each time its row is read."""
+    """One object per line. Only line boundaries are stored; a line is parsed each time its row is read."""
 
     name: str
     content: mmap.mmap
@@ -44,7 +44,7 @@ class JsonLines:
         return len(self.lines)
 
     def read(self, position: int) -> tuple[object, int]:
-        """Parse one line; returns its line number, which counts blank lines too."""
+        """Return the parsed object of one line, and its line number, which also counts blank lines."""
         number, start, end = self.lines[position]
         try:
             return parse_json(self.content[start:end]), number
@@ -61,7 +61,7 @@ def open_json(name: str, path: Path, limit: int | None) -> JsonArray | JsonLines
         raise DataError(f"{name} is empty")
     _, start, end = lines[0]
     first = content[start:end].lstrip(BYTE_ORDER_MARK).strip()
-    # A lone "{" opens a single object that is spread over the lines of a .json file.
+    # In a .json file, a line with only "{" starts a single object that spans several lines.
     if not first.startswith(b"[") and not (first == b"{" and path.suffix == ".json"):
         return JsonLines(name, content, lines)
     try:

@@ -1,7 +1,7 @@
-"""Conversations in the formats that datasets use, converted to one: messages with role and content.
+"""Convert conversations from the common dataset formats to messages with role and content.
 
 OpenAI-style messages, ShareGPT messages (`from`, `value`) and plain text are accepted; tool calls and tool descriptions
-may be structured or JSON text. `read_messages` and `read_tools` read a dataset row, `templates.Chat` renders the
+may be objects or JSON text. `read_messages` and `read_tools` read a dataset row, and `templates.Chat` renders the
 result. `agents.chat` uses `read_message` for the requests of OpenAI clients.
 """
 
@@ -14,8 +14,8 @@ from typing import Any
 from openrlhf.data.json_text import InvalidJSON, parse_json
 from openrlhf.data.records import Place, Record, describe
 
-# "role", "content" (text) and whatever else the chat template knows: tool_calls, name, reasoning_content, ...
-# A ShareGPT tool call also keeps its original text, as "call_text", for templates that do not know tool calls.
+# Keys: "role", "content" (text) and others that the chat template may use: tool_calls, name, reasoning_content, ...
+# A ShareGPT tool call also keeps its original text as "call_text", for templates that do not support tool calls.
 Message = dict[str, Any]
 
 SHAREGPT_ROLES = {
@@ -44,17 +44,17 @@ class Conversation:
 
     @property
     def assistant_turns(self) -> list[int]:
-        """Indices of the assistant's messages, except a first message, which answers nothing."""
+        """Indices of the assistant's messages; a first message is excluded, because it is not a reply."""
         return [turn for turn, message in enumerate(self.messages) if turn and message["role"] == "assistant"]
 
 
 def says_something(message: Message) -> bool:
-    """Return whether a message has text or calls a tool."""
+    """Return True if a message has text or calls a tool."""
     return bool(str(message["content"]).strip() or message.get("tool_calls"))
 
 
 def read_messages(record: Record, field: str, flag: str, *, speaker: str | None = None) -> list[Message]:
-    """Read messages from the field that a flag names: a list, or, if a speaker is given, also one message's text."""
+    """Read a message list from the field that a flag names; with `speaker`, plain text is one message of that role."""
     value = record.value(field, flag)
     if speaker is not None and (value is None or isinstance(value, str)):
         return [{"role": speaker, "content": value or ""}]
@@ -94,7 +94,7 @@ def check_calls(calls: object, place: Place) -> None:
 
 
 def read_content(content: object, place: Place) -> str:
-    """Return a message's text: parts of a list are joined, and null is empty (a message that only calls tools)."""
+    """Return a message's text: join the parts of a list; null (a message that only calls tools) becomes empty."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -108,7 +108,7 @@ def read_content(content: object, place: Place) -> str:
 
 
 def read_calls(text: str) -> list[Message] | None:
-    """Parse the tool calls that a ShareGPT function_call holds as JSON; None if it is free text."""
+    """Parse the JSON tool calls of a ShareGPT function_call; return None if it is free text."""
     try:
         parsed = parse_json(text)
     except InvalidJSON:

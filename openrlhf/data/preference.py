@@ -1,7 +1,7 @@
 """Rows for learning from preferences: pairs for reward models and DPO, labelled single responses for KTO.
 
-`preference_rows` and `labelled_rows` are called by `data.supervised`. KTO's objective also calls `mismatch_rows` in
-each step, for the texts from which it computes its baseline.
+`data.supervised` calls `preference_rows` and `labelled_rows`. KTO's objective also calls `mismatch_rows` in each step
+to compute its baseline.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def preference_rows(
 ) -> list[PairRow]:
     """Make pairs for a reward model or DPO.
 
-    A reward model reads cut texts too, so long prompts are kept; DPO drops them (`drop_long_prompts`), because it
-    needs room for the response.
+    A reward model can score truncated texts, so it keeps long prompts. DPO drops them (`drop_long_prompts`), because
+    the response would be cut off.
     """
     check_tokenizer(tokenizer)
     chat = open_chat(tokenizer, template)
@@ -58,7 +58,7 @@ def mark_side(
 ) -> Marked:
     """Return the prompt followed by one response, with the response as the learned span.
 
-    Without --prompt_key, a conversation holds both, and all of a plain text counts as the response.
+    Without --prompt_key, a conversation contains both, and a plain text is treated as the response.
     """
     if chat is None:
         prompt = ""
@@ -77,7 +77,7 @@ def mark_side(
     if len(messages) == before or messages[-1]["role"] != "assistant":
         raise Dropped(NO_ANSWER)
     conversation = chat.conversation(record, messages)
-    added = len(conversation.messages) - len(messages)  # 1 if the run's system prompt was prepended
+    added = len(conversation.messages) - len(messages)  # 1 if --system_prompt was prepended
     return chat.mark_response(conversation, before + added)
 
 
@@ -88,7 +88,7 @@ def labelled_rows(
     template: TemplateFlags,
     max_len: int,
 ) -> list[LabelledRow]:
-    """Make rows for KTO: the formats of SFT, with a label of 1 (desirable) or 0."""
+    """Make rows for KTO: as for SFT, with a label of 1 (desirable) or 0."""
     check_tokenizer(tokenizer)
     chat = open_chat(tokenizer, template)
     check_fields(fields, chat)
@@ -106,11 +106,11 @@ def labelled_rows(
 
 
 def mismatch_rows(rows: Sequence[LabelledRow], max_len: int) -> list[TokenRow]:
-    """Pair each prompt with the next row's response, the last with the first's; cut to `max_len`, EOS at the end."""
+    """Join each prompt to the next row's response, the last to the first's, truncated to `max_len` with a final EOS."""
     mismatched: list[TokenRow] = []
     for row, other in zip(rows, [*rows[1:], *rows[:1]], strict=True):
         length, begin = row.prompt_length, other.prompt_length
-        # [prompt of row + response of other]
+        # prompt of `row` + response of `other`
         ids = np.concatenate([row.tokens.input_ids[:length], other.tokens.input_ids[begin:]])[:max_len]
         mask = np.concatenate([row.tokens.target_mask[:length], other.tokens.target_mask[begin:]])[:max_len]
         ids[-1] = other.tokens.input_ids[-1]  # every row ends in EOS

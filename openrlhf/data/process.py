@@ -1,7 +1,7 @@
 """Rows for process reward models: texts whose steps end in a placeholder token, with one label per step.
 
-A label is a probability of the first reward token (soft) or a token (hard); a dataset must use one kind throughout.
-`data.supervised` calls `step_rows`, and the objective takes the ids of the reward tokens from `step_tokens`.
+A label is the probability of the first reward token (soft) or a token (hard); a dataset must not mix the two.
+`data.supervised` calls `step_rows`, and the objective gets the ids of the reward tokens from `step_tokens`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def one_token(tokenizer: PreTrainedTokenizerBase, text: str, flag: str) -> int:
 
 
 def step_rows(records: Records, tokenizer: PreTrainedTokenizerBase, fields: StepFlags, max_len: int) -> Loaded:
-    """Make rows for a process reward model, cut to `max_len` with the labels of the steps that remain."""
+    """Make rows for a process reward model, truncated to `max_len` with the labels of the remaining steps."""
     reader = StepReader(tokenizer, fields, step_tokens(tokenizer, fields), max_len)
     rows = build_rows(records, reader.make)
     return Loaded(rows, soft_labels=reader.soft is True)
@@ -54,7 +54,7 @@ def step_rows(records: Records, tokenizer: PreTrainedTokenizerBase, fields: Step
 
 @dataclass
 class StepReader:
-    """Builder of rows that checks that all labels are soft or all are hard."""
+    """Builds rows, and checks that labels are either all soft or all hard."""
 
     tokenizer: PreTrainedTokenizerBase
     fields: StepFlags
@@ -66,7 +66,7 @@ class StepReader:
         """Return the row of one record."""
         text = record.text(self.fields.input_key, "--input_key")
         ids, _ = tokenize(text, self.tokenizer)  # [tokens]
-        # A step ends at its placeholder, whose position later carries the label.
+        # A step ends at its placeholder, which is where its label is predicted.
         places = np.flatnonzero(ids == self.tokens.placeholder_id).astype(np.int32)  # [steps]
         given = self._labels(record, text)
         if len(given) != len(places):
@@ -102,13 +102,13 @@ class StepReader:
         labels = labels_in_text(value, pieces, self.fields.reward_tokens)
         if labels is None:
             raise record.at(self.fields.label_key).error(
-                "expected a list with one label per step, got a text that is not the input with --reward_tokens in"
-                " place of its placeholders"
+                "expected a list with one label per step, got a text that differs from the input in more than"
+                " --reward_tokens in place of its placeholders"
             )
         return labels
 
     def _number(self, label: object, record: Record) -> float:
-        """Return a probability, or the class number of a token; the first label decides which of the two is allowed."""
+        """Return a probability or the class index of a token; all labels must be of the same kind as the first."""
         place, known = record.at(self.fields.label_key), self.fields.reward_tokens
         soft = isinstance(label, int | float)
         if self.soft is None:
@@ -138,7 +138,7 @@ class StepReader:
 
 
 def labels_in_text(value: str, pieces: Sequence[str], reward_tokens: Sequence[str]) -> list[str] | None:
-    """Return the reward tokens found between the pieces of the input; None if they do not match, or are ambiguous."""
+    """Return the reward tokens between the pieces of the input; None if the text does not match or is ambiguous."""
     if not value.startswith(pieces[0]):
         return None
     position = len(pieces[0])

@@ -1,7 +1,7 @@
 """Prompts for reinforcement learning: load the dataset, render each row, and drop prompts that are too long.
 
-`load_prompts` and `load_eval_prompts` return the prompts in dataset order; the RL loop shuffles them by seed and
-position. A prompt's label and data source travel with it to the reward.
+`load_prompts` and `load_eval_prompts` return prompts in dataset order; the RL loop shuffles them. Each prompt keeps its
+label and data source, which the reward function receives.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from openrlhf.types import Prompt
 
 DATASOURCE = "datasource"  # column by which evaluation metrics are grouped
 LEAST_KEPT = 0.1  # fraction of the prompts that must fit the budget
-USUAL = 0.95  # fraction of the prompts that the suggested budget keeps
+USUAL = 0.95  # fraction of the prompts that fit the suggested budget
 
 
 def load_prompts(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    """Load the training prompts, capped and mixed as the flags say."""
+    """Load the training prompts, limited to --max_samples and mixed by --prompt_data_probs."""
     flags = config.prompts
     records = load_dataset_rows(
         str(flags.prompt_data),
@@ -65,7 +65,7 @@ class Budget:
 
     tokens: int
     flag: str = "--prompt_max_len"
-    more: int = 0  # tokens included in the flag's value besides the prompt's
+    more: int = 0  # flag value - prompt tokens: the tokens that the flag reserves for the response
 
     def for_prompts(self, tokens: int) -> str:
         """Return the flag, with its value, that would allow prompts of `tokens` tokens."""
@@ -73,7 +73,7 @@ class Budget:
 
 
 def prompt_budget(config: RLConfig) -> Budget:
-    """Return the context length less the longest response, or less one token if a response may take the rest."""
+    """Return the context length minus the longest response, or minus one token if the response has no limit."""
     rollout = config.rollout
     tokens = rollout.context_length - (rollout.response_length or 1)
     if rollout.max_len is None:
@@ -103,23 +103,23 @@ def prompt_rows(
 
 
 def check_lengths(lengths: Sequence[int], budget: Budget, name: str) -> None:
-    """Report how many prompts are too long and dropped; raise if hardly any would be left."""
+    """Report how many prompts are dropped because they are too long; raise if hardly any would remain."""
     dropped = sum(length > budget.tokens for length in lengths)
     if not dropped:
         return
-    limit = f"the {budget.tokens} tokens that {budget.for_prompts(budget.tokens)} leaves them"
+    limit = f"the {budget.tokens} tokens that {budget.for_prompts(budget.tokens)} allows"
     found = f"{name}: {dropped} of {len(lengths)} prompts are longer than {limit}"
     usual = sorted(lengths)[math.ceil(USUAL * len(lengths)) - 1]
     if len(lengths) - dropped < LEAST_KEPT * len(lengths):
         raise DataError(
-            f"{found}, so hardly anything would be trained on",
+            f"{found}, so almost no prompts would remain",
             try_this=f"{budget.for_prompts(usual)}, which keeps {USUAL:.0%} of them",
         )
-    say(f"{found}, and are dropped; {budget.for_prompts(max(lengths))} would keep all")
+    say(f"{found} and are dropped; {budget.for_prompts(max(lengths))} would keep all")
 
 
 def prompt_text(record: Record, input_key: str, chat: Chat | None, template: TemplateFlags) -> str:
-    """Return the text that the model reads: the chat template up to its answer, or the filled input template."""
+    """Return the prompt as text, rendered with the chat template or the input template."""
     if chat is None:
         return fill(template.input_template, record.text(input_key, "--input_key"))
     messages = read_messages(record, input_key, "--input_key", speaker="user")

@@ -1,8 +1,8 @@
-"""Rows of a dataset that know their origin, so that error messages can name file, row and field.
+"""Dataset rows with their origin, so that error messages can name file, row and field.
 
 `sources.load_dataset_rows` returns `Records`: the rows of one or several datasets in training order, each read from its
-`Source` on access. A row arrives as a `Record`, whose methods check the type of a field as they return it. The modules
-that make training rows (`sft`, `preference`, `process`, `prompts`, `answers`) see nothing but records.
+`Source` on access. A row is a `Record`, whose methods check the type of a field before returning it. The modules that
+make training rows (`sft`, `preference`, `process`, `prompts`, `answers`) only use records.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from openrlhf.errors import DataError
 
-if TYPE_CHECKING:  # user-code workers import this module; they start faster without numpy
+if TYPE_CHECKING:  # workers for user code import this module and start faster without numpy
     import numpy as np
     from numpy.typing import NDArray
 
-MAX_SUGGESTED_FIELDS = 3  # fields that a message suggests in place of a missing one
+MAX_SUGGESTED_FIELDS = 3  # number of fields to suggest for a missing one
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Place:
     """The origin of a row or of one of its fields, for error messages: `data.jsonl, row 3, field 'label'`."""
 
     source: str  # file or dataset
-    row: int  # from 1; for JSON Lines, the line number
+    row: int  # starting at 1; for JSON Lines, the line number
     field: str | None = None
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ class Place:
 
 
 def describe(value: object) -> str:
-    """Describe an unexpected value for an error message, short enough for one line."""
+    """Describe an unexpected value in a short phrase for an error message."""
     if value is None:
         return "null"
     if isinstance(value, str):
@@ -62,7 +62,7 @@ def describe(value: object) -> str:
 
 @dataclass(frozen=True)
 class Record:
-    """One row and its location. A field is looked up together with the flag that names it, for the error message."""
+    """One row and its location. Lookups take the flag that names the field, for the error message."""
 
     row: Mapping[str, object]
     place: Place
@@ -83,7 +83,7 @@ class Record:
         return self.row[field]
 
     def text(self, field: str, flag: str) -> str:
-        """Return the text in the field that a flag names; null becomes empty, and callers drop and count empty rows."""
+        """Return the text of the field that a flag names; null becomes empty text."""
         value = self.value(field, flag)
         if value is None:
             return ""
@@ -118,7 +118,7 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, position: int) -> tuple[object, int]:
-        """Return what the dataset holds at a position, and the row or line number that a user would look up."""
+        """Return the row at a position, and its row or line number for error messages."""
         ...
 
 

@@ -1,8 +1,8 @@
 """Rows with one prompt and one response: the format shared by SFT, distillation, KTO and scoring.
 
-Without a chat template, prompt and response are texts in two fields. With one, they are messages: a whole conversation
-in the input field, or a response in its own field. `mark_response` reads either form and returns the text that
-`tokens.encode` turns into a row.
+Without a chat template, prompt and response are texts in two fields. With a chat template, they are messages: the input
+field contains the whole conversation, or the response has its own field. `mark_response` reads either form and returns
+the text that `tokens.encode` turns into a row.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from openrlhf.errors import ConfigError
 
 
 def check_fields(fields: ResponseFlags, chat: Chat | None) -> None:
-    """Raise if the flags do not say where the response is."""
+    """Raise if the flags do not name a field for the response."""
     if chat is None and fields.output_key is None:
         raise ConfigError(
-            "without a chat template the response needs its own field",
+            "without a chat template, the response needs its own field",
             try_this="--output_key output, or --apply_chat_template",
         )
 
 
 def mark_response(record: Record, fields: ResponseFlags, chat: Chat | None, input_template: str | None) -> Marked:
-    """Return the full text of a row with its response as the learned span."""
+    """Return the full text of a row, with its response as the learned span."""
     if chat is not None:
         messages = read_conversation(record, fields)
         if messages and messages[-1]["role"] != "assistant":
@@ -47,12 +47,12 @@ def mark_response(record: Record, fields: ResponseFlags, chat: Chat | None, inpu
 
 
 def mark_plain(prompt: str, response: str) -> Marked:
-    """Join two texts; the response is the learned span."""
+    """Join prompt and response; the response is the learned span."""
     return Marked(prompt + response, ((len(prompt), len(prompt) + len(response)),))
 
 
 def read_conversation(record: Record, fields: ResponseFlags) -> list[Message]:
-    """Return prompt and response as one message list: both from the input field, or the response from its own field."""
+    """Return prompt and response as one message list; the response may be in the input field or in its own field."""
     if fields.output_key is None:
         return read_messages(record, fields.input_key, "--input_key")
     prompt = read_messages(record, fields.input_key, "--input_key", speaker="user")

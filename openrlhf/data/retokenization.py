@@ -1,8 +1,8 @@
-"""Translation of samples between the policy's tokens and those of a reward model.
+"""Retokenise samples for reward models whose vocabulary differs from the policy's.
 
-A reward model with a different vocabulary reads the sample's text, tokenised again with its own tokenizer.
-`Retokenizer` makes these tokens and maps positions in them, such as the ends of steps, back to tokens of the sample.
-Reward models in RL (`rl.reward_models`) and in batch inference use it.
+Such a reward model gets the sample's text, tokenised with its own tokenizer. `Retokenizer` returns these tokens and
+maps positions in them, such as the ends of steps, back to tokens of the sample. It is used for reward models in RL
+(`rl.reward_models`) and in batch inference.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from openrlhf.types import Trajectory
 
 @dataclass(frozen=True)
 class Retokenizer:
-    """Tokeniser of samples for one model: it keeps the sampled tokens if the vocabulary is shared (`shared`).
+    """Converts samples to tokens of one reward model.
 
-    Otherwise it decodes a sample with the policy's tokenizer and tokenises the text with the model's own.
+    If the vocabulary is shared, the sampled tokens are used. Otherwise a sample is decoded with the policy's tokenizer,
+    and its text is tokenised with the model's tokenizer.
     """
 
-    policy: PreTrainedTokenizerBase
-    own: PreTrainedTokenizerBase  # of the reward model
-    shared: bool  # whether both have the same vocabulary
+    policy: PreTrainedTokenizerBase  # tokenizer of the policy
+    own: PreTrainedTokenizerBase  # tokenizer of the reward model
+    shared: bool  # True if both have the same vocabulary
 
     def ids(self, item: Trajectory) -> NDArray[np.int32]:
-        """Return the sample as tokens of the model."""
+        """Return the sample as tokens of the reward model."""
         ids = np.array(item.input_ids, dtype=np.int32)  # [tokens]
         if self.shared:
             return ids
@@ -42,10 +43,9 @@ class Retokenizer:
         return np.array(read, dtype=np.int32)  # [own tokens]
 
     def places(self, item: Trajectory, row: NDArray[np.int32], found: Sequence[int] | NDArray[np.intp]) -> list[int]:
-        """Map positions `found` in the model's tokens to the sample's tokens in which they end.
+        """Map positions `found` in the reward model's tokens to the sample's tokens that contain their last character.
 
-        `row` is the result of `ids` for the sample. Tokens of another vocabulary are mapped through the characters of
-        the text.
+        `row` is the result of `ids` for the sample.
         """
         if self.shared:
             return [int(place) for place in found]
@@ -56,8 +56,8 @@ class Retokenizer:
         _, offsets = tokenize(text, self.own)
         ends = [int(offsets[place][1]) if place < len(offsets) else None for place in found]  # None: the added EOS
         sampled = item.input_ids[:last] if ended else item.input_ids
-        # If the policy's tokenizer reproduces the sampled tokens from the text, its offsets give the character at which
-        # each ends. It may produce others, and a slow tokenizer has no offsets.
+        # If tokenising the text again gives exactly the sampled tokens, use the offsets of the policy's tokenizer. It
+        # may give different tokens, and a slow tokenizer has no offsets.
         if self.policy.is_fast:
             ids, offsets = tokenize(text, self.policy)  # [tokens], [tokens, 2]
             if tuple(ids.tolist()) == tuple(sampled):
@@ -73,7 +73,7 @@ class Retokenizer:
 def last_token_to(end: int, ends: NDArray[np.int64]) -> int:
     """Return the token that completes the character before `end`.
 
-    The tokens that hold bytes of one character all have the same end offset; the last of them completes it.
+    All tokens that contain bytes of the same character have the same end offset; the last of them completes it.
     """
     first = int(np.searchsorted(ends, end))
     return int(np.searchsorted(ends, ends[first], side="right")) - 1
@@ -82,9 +82,9 @@ def last_token_to(end: int, ends: NDArray[np.int64]) -> int:
 def token_at(end: int, text: str, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the first token after which the decoded text is complete up to the character `end`.
 
-    A policy may sample different tokens than its tokenizer would produce for the same text, so their offsets are
-    unknown. But a longer prefix of the tokens decodes to at least as much of the text, so bisection works. A prefix
-    that stops inside a character decodes to a replacement character there, which does not match.
+    A policy may sample other tokens than its tokenizer would produce for the same text, so their offsets are unknown.
+    A longer prefix of the tokens decodes to at least as much of the text, so bisection works. A prefix that ends inside
+    a character decodes to a replacement character, which does not match the text.
     """
     return bisect_left(
         range(len(ids) - 1), True, key=lambda last: str(tokenizer.decode(list(ids[: last + 1]))).startswith(text[:end])

@@ -1,7 +1,7 @@
-"""The loop that all dataset functions share: make rows, count and report the dropped ones, raise if none are left.
+"""The loop that builds all rows of a dataset, reports dropped rows, and raises an error if none are left.
 
-A command passes `build_rows` a function from one record to its rows. The function raises a DataError for data that is
-wrong, which ends the run, and `Dropped` for a valid record that cannot be trained on, which is only counted.
+`build_rows` takes a function that makes the rows of one record. The function raises a DataError for invalid data, which
+ends the run, and `Dropped` for a valid record that cannot be trained on, which is counted and reported.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from openrlhf.data.records import Record, Records
 from openrlhf.errors import DataError
 from openrlhf.monitor import is_main_process, say
 
-LARGE = 2000  # number of rows from which a progress bar is shown
+LARGE = 2000  # minimum number of rows for a progress bar
 
 Row = TypeVar("Row")
 
 
 class Dropped(Exception):
-    """Raised for a valid row that cannot be trained on; the reason completes the message '3 rows ...'."""
+    """Raised for a valid row that cannot be trained on; the message completes "3 rows ..."."""
 
 
 @dataclass(frozen=True)
 class Loaded:
     """Rows of one kind.
 
-    Labels of process reward models are soft (probabilities of the first reward token) or hard (class numbers: indices
-    into the reward tokens, or vocabulary ids if no reward tokens are given), the same in all rows.
+    The labels of process reward models are either all soft (the probability of the first reward token) or all hard (an
+    index into the reward tokens, or a vocabulary id if no reward tokens are given).
     """
 
     rows: Sequence[Any]
@@ -44,12 +44,12 @@ NO_ANSWER = "whose last message is not the assistant's"
 
 
 def long_prompt(max_len: int) -> Dropped:
-    """Return the exception for a prompt that leaves room for less than two tokens of the response."""
+    """Return the exception for a prompt that leaves almost no room for the response."""
     return Dropped(f"with a prompt of {max_len - 2} tokens or more (--max_len {max_len})")
 
 
 def build_rows(records: Records, make: Callable[[Record], Iterable[Row]]) -> list[Row]:
-    """Collect the rows that `make` returns for each record; dropped records are counted by reason and reported."""
+    """Collect the rows that `make` returns for each record; report dropped records by reason."""
     rows: list[Row] = []
     dropped: Counter[str] = Counter()
     hidden = len(records) < LARGE or not is_main_process()
@@ -60,7 +60,7 @@ def build_rows(records: Records, make: Callable[[Record], Iterable[Row]]) -> lis
             dropped[str(drop)] += 1
     reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.most_common())
     if not rows:
-        raise DataError(f"{records.name}: no rows are left of {len(records)}: {reasons or 'the dataset is empty'}")
+        raise DataError(f"{records.name}: none of {len(records)} rows can be used: {reasons or 'the dataset is empty'}")
     if dropped:
         say(f"{records.name}: dropped {dropped.total()} of {len(records)} rows: {reasons}")
     return rows

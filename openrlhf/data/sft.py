@@ -1,7 +1,7 @@
-"""Rows for SFT and distillation, which learn the response, every assistant turn, or the whole text.
+"""Rows for SFT and distillation, with the response, every assistant turn, or the whole text as targets.
 
-`sft_rows` is the entry point and chooses one of three kinds of rows by the flags: one prompt and response per record,
-all turns of a conversation (--multiturn), or plain text (--pretrain_mode).
+`sft_rows` is the entry point. Depending on the flags, a record is a prompt with a response, a conversation in which
+every assistant turn is learned (--multiturn), or plain text (--pretrain_mode).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def sft_rows(
     template: TemplateFlags,
     max_len: int,
 ) -> list[TokenRow]:
-    """Make rows for SFT: plain, chat, every assistant turn, or continued pre-training, as the flags say."""
+    """Make rows for SFT in the format that the flags select."""
     if fields.pretrain_mode:
         return pretrain_rows(records, tokenizer, fields.input_key, max_len)
     check_tokenizer(tokenizer)
     chat = open_chat(tokenizer, template)
     if isinstance(fields, ConversationFlags) and fields.multiturn:
         if chat is None:
-            raise ConfigError("--multiturn finds the turns by the chat template", try_this="--apply_chat_template")
+            raise ConfigError("--multiturn needs the chat template to find the turns", try_this="--apply_chat_template")
         return multiturn_rows(records, chat, fields, max_len)
     check_fields(fields, chat)
 
@@ -52,7 +52,7 @@ def sft_rows(
 
 
 def pretrain_rows(records: Records, tokenizer: PreTrainedTokenizerBase, input_key: str, max_len: int) -> list[TokenRow]:
-    """Make rows of whole texts, cut to `max_len`; every token but the first is learned, and no EOS is added."""
+    """Make rows of whole texts, truncated to `max_len`; all tokens but the first are learned, and no EOS is added."""
     check_fast(tokenizer)
 
     def make(record: Record) -> list[TokenRow]:
@@ -67,16 +67,16 @@ def pretrain_rows(records: Records, tokenizer: PreTrainedTokenizerBase, input_ke
 def multiturn_rows(records: Records, chat: Chat, fields: ConversationFlags, max_len: int) -> list[TokenRow]:
     """Make rows in which every assistant turn is learned.
 
-    A template may drop the reasoning of earlier turns, so a turn as generated does not appear in the full text. Such a
-    conversation becomes one row per turn: the conversation up to that turn, with only that turn learned.
+    A template may drop the reasoning of earlier turns, so the full text does not contain these turns as generated. Such
+    a conversation is split into one row per turn: the conversation up to that turn, with only that turn learned.
     """
-    split = 0  # conversations that became one row per turn
-    too_long = 0  # turns left out because their context fills --max_len
+    split = 0  # number of conversations that were split into one row per turn
+    too_long = 0  # number of turns omitted because their context fills --max_len
 
     def make(record: Record) -> list[TokenRow]:
         nonlocal split, too_long
         messages = read_conversation(record, fields)
-        while messages and messages[-1]["role"] != "assistant":  # trailing messages have no answer to learn
+        while messages and messages[-1]["role"] != "assistant":  # messages after the last assistant turn are not needed
             messages.pop()
         conversation = chat.conversation(record, messages)
         turns = conversation.assistant_turns
@@ -100,7 +100,7 @@ def multiturn_rows(records: Records, chat: Chat, fields: ConversationFlags, max_
     rows = build_rows(records, make)
     if split:
         say(
-            f"the chat template rewrites earlier turns: {split} conversations became one sample per assistant turn,"
-            f" each in the context that the model would see; {too_long} turns {long_prompt(max_len)} were left out"
+            f"the chat template rewrites earlier turns: {split} conversations were split into one sample per assistant"
+            f" turn, each with the context that the model would see, and {too_long} turns {long_prompt(max_len)} dropped"
         )
     return rows

@@ -1,8 +1,8 @@
 """Load the datasets that a flag names: files, folders, saved datasets and hub names.
 
-`load_dataset` reads --dataset and `load_dataset_rows` the datasets of any other flag. JSON files are read by `files`;
-everything else is loaded as an Arrow table by `datasets` or, with --use_ms, by ModelScope. The datasets are capped and
-concatenated or mixed by row number alone, so rows are read only when needed and keep their own fields.
+`load_dataset` reads --dataset, and `load_dataset_rows` the datasets of any other flag. JSON files are read by `files`;
+all other datasets are loaded as Arrow tables by `datasets` or, with --use_ms, by ModelScope. Only row numbers are
+concatenated or mixed, so rows are read when needed, and datasets may have different fields.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from openrlhf.monitor import say
 
 JSON = (".json", ".jsonl")
 TABLES = {".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}  # file suffix -> builder of `datasets`
-# What `datasets` raises for unreadable files, unknown names and a missing network; anything else is a bug.
+# Errors that `datasets` raises for unreadable files, unknown names or a missing network; any other error is a bug.
 LOADER_ERRORS = (DatasetsError, pa.ArrowException, OSError, ValueError, RuntimeError, NotImplementedError)
 FROM_THE_HUB = LoadingFlags()  # names that are not local are loaded from the Hugging Face Hub
 
 
 @dataclass(frozen=True)
 class TableRows:
-    """Rows of an Arrow table. Arrow fills missing keys of nested objects with null; `read` removes them again."""
+    """Rows of an Arrow table. Arrow sets missing keys of nested objects to null; `read` removes them."""
 
     name: str
     table: datasets.Dataset
@@ -50,7 +50,7 @@ class TableRows:
 
     def read(self, position: int) -> tuple[object, int]:
         row: dict[str, object] = self.table[position]
-        return {field: without_nulls(value) for field, value in row.items()}, position + 1  # a null field stays
+        return {field: without_nulls(value) for field, value in row.items()}, position + 1  # null fields are kept
 
 
 def without_nulls(value: object) -> object:
@@ -63,7 +63,7 @@ def without_nulls(value: object) -> object:
 
 
 def load_dataset(data: DatasetFlags | BatchDataFlags, *, seed: int, loading: LoadingFlags) -> Records:
-    """Load the rows of --dataset, capped and mixed as the flags say."""
+    """Load the rows of --dataset, limited to --max_samples and mixed by --dataset_probs."""
     return load_dataset_rows(
         str(data.dataset),
         split=data.dataset_split,
@@ -88,30 +88,30 @@ def load_dataset_rows(
     """Load a comma-separated list of datasets, concatenated or mixed by a comma-separated list of probabilities.
 
     `revisions` is a comma-separated list, too, with one commit, tag or branch for each hub name in `spec`.
-    The first `max_samples` rows of each dataset are used, and then the first `max_samples` of the result. Mixing
-    continues until every dataset is exhausted, so rows of shorter datasets repeat.
+    Only the first `max_samples` rows of each dataset are used, and then only the first `max_samples` rows of the
+    result. Mixing continues until every dataset is exhausted, so rows of shorter datasets repeat.
     """
     pinned = dataset_revisions(spec, revisions)
     sources = [open_source(item, split, max_samples, loading, revision) for item, revision in pinned]
     if not sources:
         raise ConfigError(f"{spec!r} does not name a dataset")
     lengths = [len(source) if max_samples is None else min(len(source), max_samples) for source in sources]
-    if probs is None:  # one after the other, [rows, 2]
+    if probs is None:  # concatenate, [rows, 2]
         parts = [
             np.stack([np.full(length, number), np.arange(length)], axis=1) for number, length in enumerate(lengths)
         ]
         return Records(sources, np.concatenate(parts)[:max_samples])
     chances = [float(share) for share in probs.split(",")]
     if len(chances) != len(sources):
-        raise ConfigError(f"{len(chances)} probabilities for {len(sources)} datasets")
+        raise ConfigError(f"expected one probability per dataset ({len(sources)}), got {len(chances)}")
     return Records(sources, mix(lengths, chances, seed)[:max_samples])
 
 
 def mix(lengths: Sequence[int], probs: Sequence[float], seed: int) -> NDArray[np.int64]:
-    """Return the order in which `datasets.interleave_datasets` takes rows, [rows, 2]: (dataset, row in it).
+    """Return the order of rows in `datasets.interleave_datasets`, [rows, 2]: (dataset, row in it).
 
-    It is computed on row numbers alone, so datasets with different columns can be mixed. A dataset with probability 0
-    would never be exhausted, so it is removed first.
+    Only row numbers are mixed, so the datasets may have different columns. A dataset with probability 0 would never be
+    exhausted, so it is removed first.
     """
     used = [number for number, prob in enumerate(probs) if prob > 0]
     if len(used) < len(lengths):
@@ -128,9 +128,9 @@ def mix(lengths: Sequence[int], probs: Sequence[float], seed: int) -> NDArray[np
 
 
 def open_source(item: str, split: str, limit: int | None, loading: LoadingFlags, revision: str | None = None) -> Source:
-    """Open one dataset: a file, a folder, or a hub name, with an optional @dir for a folder inside it."""
+    """Open one dataset: a file, a folder or a hub name, optionally followed by @dir for a subfolder."""
     name, _, data_dir = item.partition("@")
-    if Path(item).expanduser().exists():  # the @ is part of a path
+    if Path(item).expanduser().exists():  # the @ is part of the path
         name, data_dir = item, ""
     path = Path(name).expanduser()
     check_path(name, path)
@@ -142,19 +142,21 @@ def open_source(item: str, split: str, limit: int | None, loading: LoadingFlags,
         except LOADER_ERRORS as error:
             at = f" at revision {revision}" if revision else ""
             raise DataError(f"{name}: cannot be loaded{at}: {cause_of(error)}") from None
-    if isinstance(loaded, Mapping):  # by split; a dataset without splits is used as a whole
+    if isinstance(loaded, Mapping):  # split -> table; a dataset without splits is used as a whole
         split = "train" if path.is_file() else split
         if split not in loaded:
             raise DataError(f"{name} has no split {split!r}; there are {', '.join(map(repr, loaded))}")
         loaded = loaded[split]
-    assert isinstance(loaded, datasets.Dataset), f"{name}: {type(loaded).__name__} has no rows to index"
+    assert isinstance(loaded, datasets.Dataset), (
+        f"{name}: expected a table with random access, got {type(loaded).__name__}"
+    )
     if not len(loaded):
         raise DataError(f"{name} has no rows")
     return TableRows(name, loaded)
 
 
 def check_path(name: str, path: Path) -> None:
-    """Raise for mistakes in a name that can be found by checking the disk."""
+    """Raise for mistakes in a dataset name that can be found without loading it."""
     known = [*JSON, *TABLES]
     if path.suffix == ".py" or (path / f"{path.name}.py").is_file():
         raise DataError(
@@ -169,8 +171,8 @@ def check_path(name: str, path: Path) -> None:
 
 
 def load(name: str, path: Path, data_dir: str | None, loading: LoadingFlags, revision: str | None) -> object:
-    """Load a table, or a mapping from splits to tables; the form of the name decides how."""
-    if path.is_file() and path.suffix == ".csv":  # an empty cell is null; NA and None are text
+    """Load a table, or a mapping from splits to tables, from a file, a folder or a hub."""
+    if path.is_file() and path.suffix == ".csv":  # read only empty cells as null; NA and None are text
         return datasets.load_dataset("csv", data_files=str(path), keep_default_na=False, na_values=[""])
     if path.is_file():
         return datasets.load_dataset(TABLES[path.suffix], data_files=str(path))
@@ -195,19 +197,19 @@ def load_from_modelscope(name: str, revision: str | None, *, trust_remote_code: 
         raise MissingExtraError("--use_ms needs modelscope, which is not installed", try_this="pip install modelscope")
     namespace, slash, short = name.partition("/")
     if not slash:
-        raise DataError(f"invalid name of a ModelScope dataset: expected namespace/name, got {name}")
+        raise DataError(f"invalid ModelScope dataset name: expected namespace/name, got {name}")
     modelscope = importlib.import_module("modelscope.msdatasets")
     pinned: dict[str, str] = {} if revision is None else {"version": revision}
     loaded = modelscope.MsDataset.load(short, namespace=namespace, trust_remote_code=trust_remote_code, **pinned)
     splits = loaded if isinstance(loaded, Mapping) else {"": loaded}
-    own = modelscope.MsDataset  # a wrapper around the table
+    own = modelscope.MsDataset  # wraps the table
     tables = {split: part.to_hf_dataset() if isinstance(part, own) else part for split, part in splits.items()}
     return tables if isinstance(loaded, Mapping) else tables[""]
 
 
 @contextmanager
 def quiet() -> Generator[None]:
-    """Silence the progress bars and error logs of `datasets`; our own error message is one line."""
+    """Silence the progress bars and error logs of `datasets`; errors are reported in one line instead."""
     shown, level = not datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)

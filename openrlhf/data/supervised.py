@@ -1,7 +1,7 @@
-"""Training and evaluation rows of the supervised commands, from their config.
+"""Training and evaluation rows of the supervised commands.
 
-`training.supervised` calls `load_data`; a dry run reads only the training rows, with `load_train`. `read_rows` is the
-table of which command trains on which kind of rows.
+`training.supervised` calls `load_data`; a dry run calls `load_train` to read only the training rows. `read_rows`
+defines which kind of rows each command trains on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from openrlhf.data.sources import load_dataset, load_dataset_rows
 from openrlhf.errors import ConfigError, DataError
 from openrlhf.monitor import say
 
-SCORED_ROWS = 100  # minimum, if there are that many: fewer scores give an unreliable mean and spread
+SCORED_ROWS = 100  # minimum number of rows for a reliable mean and standard deviation of scores
 
 
 @dataclass(frozen=True)
@@ -36,16 +36,16 @@ class SupervisedData:
 
 
 def load_data(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase) -> SupervisedData:
-    """Load training rows and all rows of --eval_dataset, one dataset after the other.
+    """Load the training rows and the rows of --eval_dataset.
 
-    A reward model without --eval_dataset is evaluated on its first training rows, for the mean and spread of scores.
+    A reward model without --eval_dataset is evaluated on its first training rows, for the mean and std of its scores.
     """
     data = config.data
     train = load_train(config, tokenizer)
     if data.eval_dataset is None:
         scored = train.rows[: max(SCORED_ROWS, len(train.rows) // 100)] if isinstance(config, commands.RMConfig) else []
         if scored:
-            say(f"no --eval_dataset: the first {len(scored)} training rows give the mean and spread of scores")
+            say(f"no --eval_dataset: the first {len(scored)} training rows are used for the mean and std of scores")
         return SupervisedData(train.rows, scored, train.soft_labels)
     records = load_dataset_rows(
         data.eval_dataset, split=data.eval_split, revisions=data.eval_revision, loading=config.model

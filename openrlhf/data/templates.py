@@ -1,8 +1,8 @@
 """Chat templates: render a conversation and find the character spans that the assistant wrote.
 
-`open_chat` makes a `Chat` from the flags. Its `render` gives a prompt's text; `mark_turns` and `mark_response` give the
-text of a whole conversation with the learned spans. Spans come from the template's own {% generation %} blocks, or from
-rendering the conversation up to each turn and comparing prefixes.
+`open_chat` makes a `Chat` from the flags. `Chat.render` returns the text of a prompt; `mark_turns` and `mark_response`
+return the text of a whole conversation with its learned spans. Spans are taken from the template's {% generation %}
+blocks or, without them, found by rendering the conversation up to each turn and comparing prefixes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ Span = tuple[int, int]
 # What expressions in a template raise for messages that it does not expect.
 TEMPLATE_FAULTS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
 
-# Annotated as returning a str, but it returns the texts and, per text, the spans of its {% generation %} blocks.
+# The function is annotated to return a str, but returns the texts and, for each, the spans of its {% generation %}
+# blocks.
 render_template: Callable[..., tuple[list[str], list[list[Span]]]] = cast("Any", render_jinja_template)
 
 
@@ -38,7 +39,7 @@ class RewritesHistory(Exception):
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as text, and the spans that the template marks as generated; None if it has no such marks."""
+    """A conversation as text, and its {% generation %} spans; None if the template has no such blocks."""
 
     text: str
     generated: tuple[Span, ...] | None
@@ -46,7 +47,7 @@ class Rendered:
 
 @dataclass(frozen=True)
 class Chat:
-    """A tokenizer's chat template, or the override from the flags, with the settings of a run."""
+    """A chat template (the tokenizer's, or the one from the flags) with the settings of a run."""
 
     tokenizer: PreTrainedTokenizerBase
     override: str | None  # --tokenizer_chat_template
@@ -54,13 +55,13 @@ class Chat:
     system_prompt: str | None
 
     def conversation(self, record: Record, messages: Sequence[Message]) -> Conversation:
-        """Combine messages with the row's tools; prepend the run's system prompt if they have none."""
+        """Combine messages with the row's tools; prepend --system_prompt if they do not start with a system message."""
         if self.system_prompt is not None and messages and messages[0]["role"] not in ("system", "developer"):
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         return Conversation(messages, read_tools(record), record.place)
 
     def render(self, conversation: Conversation, *, prompt: bool = False) -> Rendered:
-        """Render the conversation as text; with `prompt`, end where the assistant's answer starts."""
+        """Render the conversation as text; with `prompt`, end with the start of the assistant's next message."""
         tools = None if conversation.tools is None else [dict(tool) for tool in conversation.tools]
         template = self.tokenizer.get_chat_template(self.override, tools)
         marks = GENERATION.search(template) is not None
@@ -85,8 +86,8 @@ class Chat:
     def mark_turns(self, conversation: Conversation, since: int) -> Marked:
         """Return the full text with the assistant's turns from message `since` on as spans.
 
-        Spans are the template's own {% generation %} blocks. Without them, a span reaches from the end of a turn's
-        prompt to the end of the turn; RewritesHistory is raised if either is not a prefix of the full text.
+        Spans are the template's {% generation %} blocks. Without them, a span extends from the end of the text before a
+        turn to the end of the turn; RewritesHistory is raised if either text is not a prefix of the full text.
         """
         whole = self.render(conversation)
         if whole.generated is not None:
@@ -105,27 +106,27 @@ class Chat:
             through = whole.text if is_last else self.render(conversation.first(turn + 1)).text
             if not whole.text.startswith(prompt) or not whole.text.startswith(through):
                 raise RewritesHistory
-            # A model stops at EOS, so newlines that the template adds after it are not learned.
+            # A model stops at EOS, so newlines after EOS are not learned.
             written = through[len(prompt) :].rstrip("\n")
             ends_in_eos = written.endswith(str(self.tokenizer.eos_token))
             spans.append((len(prompt), len(prompt) + len(written) if ends_in_eos else len(through)))
         return Marked(whole.text, tuple(spans))
 
     def mark_response(self, conversation: Conversation, since: int) -> Marked:
-        """Like `mark_turns`, but raise a DataError that explains the remedies if the template rewrites history."""
+        """Like `mark_turns`, but raise a DataError with a remedy if the template rewrites history."""
         try:
             return self.mark_turns(conversation, since)
         except RewritesHistory:
             raise conversation.place.error(
-                "the chat template opens a response with text that it leaves out of the finished conversation, or"
-                " rewrites earlier messages, so the text to learn cannot be located",
-                try_this="a --tokenizer_chat_template that does neither, or one that marks the assistant's part with"
+                "the chat template starts a response with text that the finished conversation does not contain, or"
+                " rewrites earlier messages, so the response cannot be located",
+                try_this="a --tokenizer_chat_template that does neither, or one that marks assistant messages with"
                 " {% generation %}",
             ) from None
 
 
 def open_chat(tokenizer: PreTrainedTokenizerBase, settings: TemplateFlags) -> Chat | None:
-    """Return the chat template that the flags select; None without --apply_chat_template."""
+    """Return the chat template that the flags select, or None without --apply_chat_template."""
     if not settings.apply_chat_template:
         return None
     if settings.tokenizer_chat_template is None and not tokenizer.chat_template:
@@ -136,7 +137,7 @@ def open_chat(tokenizer: PreTrainedTokenizerBase, settings: TemplateFlags) -> Ch
 
 
 def for_template(messages: Sequence[Message], template: str) -> list[Message]:
-    """Pass tool calls as structure if the template handles them, otherwise as text: the original one, or JSON."""
+    """Convert tool calls to text (the original text, or JSON) if the template does not support them."""
     if "tool_calls" in template:
         return [{key: value for key, value in message.items() if key != "call_text"} for message in messages]
     converted: list[Message] = []

@@ -1,10 +1,10 @@
-"""Tokenisation: text with learned character spans becomes token ids with a target mask.
+"""Tokenisation: convert text with learned character spans to token ids with a target mask.
 
-The modules that read datasets mark the learned spans in a text (`Marked`), and `encode` makes the row that is trained
-on. Each text is tokenised once, as a whole, and the mask follows from the tokens' character offsets. Tokenising prompt
-and response separately could give different tokens at the boundary.
+The modules that read datasets mark the learned spans in a text (`Marked`), and `encode` makes the training row. Each
+text is tokenised as a whole, and the mask is computed from the tokens' character offsets, because tokenising prompt and
+response separately could give different tokens at the boundary.
 
-    text     Q: 2+2? A: 4<eos>          spans ((11, 17),); the token at its edge is learned
+    text     Q: 2+2? A: 4<eos>          spans ((11, 17),); a token that crosses the edge is learned
     tokens   [Q:][ 2][+][2][?][ A:][ 4][<eos>]
     mask     [ 0][ 0][0][0][0][  0][ 1][    1]
 """
@@ -23,7 +23,7 @@ from openrlhf.types import TokenRow
 
 @dataclass(frozen=True)
 class Marked:
-    """A full text and the character spans of it that are learned, in order."""
+    """A text and its learned character spans, in order."""
 
     text: str
     spans: tuple[tuple[int, int], ...]
@@ -34,7 +34,7 @@ class Encoded:
     """A row ready for training."""
 
     row: TokenRow
-    prompt_length: int  # tokens before the first learned one, counted before any cut
+    prompt_length: int  # tokens before the first learned token, counted before truncation
 
 
 def check_fast(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -51,7 +51,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise unless the tokenizer can encode responses: it must be fast and have an EOS token to end them."""
     check_fast(tokenizer)
     if tokenizer.eos_token_id is None:
-        raise ConfigError("the tokenizer has no EOS token, so a response could not end")
+        raise ConfigError("the tokenizer has no EOS token to end a response with")
 
 
 def tokenize(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
@@ -62,10 +62,10 @@ def tokenize(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[NDArray[np.
 
 
 def encode(marked: Marked, tokenizer: PreTrainedTokenizerBase, max_len: int) -> Encoded:
-    """Encode a text with learned spans as a row that ends in EOS and is cut to `max_len`.
+    """Encode a text with learned spans as a row that ends in EOS and has at most `max_len` tokens.
 
-    A token that straddles the edge of a span belongs to the span. Trailing newlines are removed. EOS is appended as an
-    id unless the text already ends in it, and it overwrites the last token of a row that was cut.
+    A token that crosses the edge of a span belongs to the span. Trailing newlines are removed. EOS is appended unless
+    the text already ends in it, and replaces the last token of a truncated row.
     """
     text = marked.text.rstrip("\n")
     ids, offsets = tokenize(text, tokenizer)  # [tokens], [tokens, 2]
@@ -79,5 +79,5 @@ def encode(marked: Marked, tokenizer: PreTrainedTokenizerBase, max_len: int) -> 
     if len(ids) > max_len:
         ids, mask = ids[:max_len].copy(), mask[:max_len].copy()
         ids[-1] = tokenizer.eos_token_id
-    mask[0] = False  # nothing predicts the first token
+    mask[0] = False  # the first token is never predicted
     return Encoded(TokenRow(ids, mask), prompt_length)

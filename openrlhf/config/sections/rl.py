@@ -272,7 +272,7 @@ class KLControlFlags:
     )
     use_kl_loss: bool = flag(False, "Add the KL term to the loss instead of the reward.")
     kl_unbiased_gradient: bool = flag(
-        False, "Report the estimator's value but use the gradient of the exact KL.", needs="use_kl_loss"
+        False, "Keep the estimator's value, but give it an unbiased gradient of the KL.", needs="use_kl_loss"
     )
 
 
