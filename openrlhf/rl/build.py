@@ -1,8 +1,8 @@
 """Build the models of reinforcement learning from the config: policy, critic, reference and reward models.
 
-The local runtime builds all of them in one process (`rl.local`). On a cluster, each worker builds those of its roles
-(`cluster.actors`). Networks and backends come from `training.build`, which supervised training uses too. How
-micro-batches are cut is decided here as well.
+The local runtime builds all of them in one process (`rl.local`). On a cluster, each worker builds the models of its
+roles (`cluster.actors`). `training.build` builds networks and backends, as for supervised training. This module also
+defines the sizes of micro-batches.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def build_models(
     roles: Collection[Role] = ROLES,
     rewards: Collection[int] | None = None,
 ) -> Models:
-    """Build those of the models required by the flags that have one of the `roles`.
+    """Build the models that the flags require and that have one of the `roles`.
 
     `rewards` selects reward models by their index in --reward_pretrain (default: all).
     """
     total_steps = rollouts * steps_per_rollout(config)
-    # The order matters: new heads and adapters draw from torch's random stream.
+    # The order matters, because new heads and adapters use torch's random numbers.
     policy = build_policy(config, device, total_steps) if "actor" in roles else None
     has_critic = "critic" in roles and uses_critic(config)
     critic = build_critic(config, tokenizer, device, total_steps) if has_critic else None
@@ -99,11 +99,14 @@ def build_critic(
 ) -> Critic:
     """Load the critic with its scalar head and set up its optimizer, schedule and objective.
 
-    The critic reads the policy's tokens, so its tokenizer must have all of them.
+    The critic gets the policy's tokens as input, so its tokenizer must have all of them.
     """
     name = str(critic_model(config))
     if not share_vocabulary(tokenizer, load_tokenizer(name, config.model)):
-        raise ConfigError(f"the critic {name} has a different tokenizer than the policy", try_this="--critic_pretrain")
+        raise ConfigError(
+            f"the critic {name} has a different tokenizer than the policy",
+            try_this="--critic_pretrain with the policy's tokenizer",
+        )
     packing, prefix = config.batches.packing_samples, config.head.value_head_prefix
     model = load_scalar_model(name, config.model, device=device, packing=packing, head_prefix=prefix, new_head=True)
     network = make_network(config, model, scalar=True)
@@ -116,9 +119,9 @@ def build_critic(
 def build_reward_models(
     config: RLConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device, numbers: Collection[int] | None
 ) -> list[RewardModel]:
-    """Load the selected reward models (None: all); none if rewards come from elsewhere.
+    """Load the selected reward models (None: all); return an empty list if reward models are not used.
 
-    A reward model with the policy's vocabulary scores the sampled tokens; others score the text, tokenised again.
+    A reward model with the policy's vocabulary scores the sampled tokens; otherwise the text is tokenised again.
     """
     rewards, packing = config.rewards, config.batches.packing_samples
     if not rewards.scored_by_models:
@@ -131,7 +134,7 @@ def build_reward_models(
         own = load_tokenizer(name, config.model)
         shared = share_vocabulary(tokenizer, own)
         if not shared:
-            say(f"the reward model {name} has a different tokenizer: it scores the text, tokenised again")
+            say(f"the reward model {name} has a different tokenizer than the policy: samples are tokenised again")
         model = load_reward_model(
             name,
             config.model,
@@ -156,14 +159,14 @@ def scoring_batches(config: RLConfig, layout: Layout, ranks: int = 1) -> Batchin
 
 
 def training_batches(config: RLConfig, layout: Layout) -> Batching:
-    """Return the micro-batching for training, shared out over the ranks of the policy."""
+    """Return the micro-batching for training, over the data-parallel ranks of the policy."""
     rollout = config.rollout
     budget = rollout.train_max_tokens_per_gpu if rollout.use_dynamic_batch else None
     return Batching(layout, config.batches.micro_train_batch_size, budget, policy_ranks(config))
 
 
 def make_schedule(flags: OptimizerFlags, steps: int) -> Callable[[int], float]:
-    """Return the learning rate schedule of the policy, or of the critic from its own section."""
+    """Return the learning rate schedule that the optimizer flags of the policy or the critic select."""
     return schedule(
         flags.lr_scheduler, warmup_ratio=flags.lr_warmup_ratio, total_steps=steps, min_lr_ratio=flags.min_lr_ratio
     )

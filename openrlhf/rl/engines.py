@@ -1,6 +1,6 @@
-"""The engines of a run: describe them from the flags, and build one from its description.
+"""The rollout engines of a run: `engine_spec` describes them, and `make_engine` builds one from the description.
 
-`make_engine` runs in this process or, on a cluster, in the worker process that received the `EngineSpec`.
+On a cluster, the `EngineSpec` is sent to a worker process, which calls `make_engine`.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def engine_spec(config: RLConfig) -> EngineSpec:
 def make_engine(
     spec: EngineSpec, tokenizer: PreTrainedTokenizerBase, device: torch.device, number: int = 0
 ) -> LoadingEngine:
-    """Build engine `number`; its number offsets vLLM's seed, so that several engines sample differently."""
+    """Build engine `number`; the number is added to vLLM's seed, so that engines sample differently."""
     if spec.engines.vllm_num_engines:
         return VLLMEngine(replace(spec, seed=spec.seed + number), tokenizer, device)
-    whole = replace(spec.model, load_in_4bit=False)  # synced weights are merged and not quantised
+    whole = replace(spec.model, load_in_4bit=False)  # synced weights are merged and never quantised
     model = load_causal_lm(str(spec.model.pretrain), whole, device=device, packing=False)
     network = LocalFrozen(Network(model, self_test=not spec.model.skip_self_test), device).network
     timeout = spec.engines.engine_timeout

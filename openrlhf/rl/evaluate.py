@@ -1,4 +1,4 @@
-"""Evaluation: mean reward, pass@1 and pass@n per datasource, with the engine and rewards of training.
+"""Evaluation: mean reward, pass@1 and pass@n per data source, with the engine and rewards of training.
 
 The controller calls `evaluate` before the first step and then every --eval_steps steps.
 """
@@ -22,19 +22,19 @@ from openrlhf.types import Prompt, Trajectory
 async def evaluate(
     prompts: Sequence[Prompt], engine: Engine, executor: GroupExecutor, workers: Workers, config: RLConfig
 ) -> dict[str, float]:
-    """Return metrics over all evaluation prompts, including the tail; `Prompt.index` identifies a group.
+    """Return metrics over all evaluation prompts.
 
     `config` is the result of `runtime.evaluation_config`.
     """
     results = await run_groups(prompts, engine, executor, config)
     trajectories = [item for result in results for item in result.trajectories]
-    # Evaluation compares one score per sample, so the rewards of steps are never needed here.
+    # Evaluation uses one score per sample, so step rewards are not needed.
     scored = await with_model_rewards(trajectories, workers, each_step=False)
     return summary(scored, config.rollout.n_samples_per_prompt)
 
 
 def summary(trajectories: Sequence[Trajectory], n: int) -> dict[str, float]:
-    """Return each datasource's mean reward, lengths and, if all its scores are 1 (right) or 0, pass@1 and pass@n."""
+    """Return the mean reward and lengths per data source, and pass@1 and pass@n if all its scores are 0 or 1."""
     values: dict[str, float] = {}
     for source in sorted({item.prompt.datasource for item in trajectories}):
         own = [item for item in trajectories if item.prompt.datasource == source]
@@ -45,7 +45,7 @@ def summary(trajectories: Sequence[Trajectory], n: int) -> dict[str, float]:
         if all(item.score in (0.0, 1.0) for item in own):
             for k in (1, n):
                 rates = [pass_at_k(len(group), int(sum(group)), k) for group in groups.values() if len(group) >= k]
-                if rates:  # otherwise too many samples failed
+                if rates:  # empty if too many samples failed
                     values[f"eval_{source}_pass{k}"] = float(np.mean(rates))
         values |= {f"eval_{source}_{name}": value for name, value in _lengths(own).items()}
     if trajectories:  # otherwise all samples failed
@@ -54,7 +54,7 @@ def summary(trajectories: Sequence[Trajectory], n: int) -> dict[str, float]:
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """Return the probability that k samples, drawn without replacement, include a right one.
+    """Return the probability that k samples, drawn without replacement, include a correct one.
 
     This is the unbiased estimator of Chen et al. (arXiv 2107.03374, eq. 1).
     """

@@ -1,7 +1,7 @@
-"""From trajectories to advantages, in the order of the formulas: rewards, penalties, shaping, KL, advantages.
+"""Compute advantages from trajectories, step by step: rewards, penalties, shaping, KL, advantages.
 
-The controller calls `make_experience` once per rollout. The models score the trajectories in micro-batches; all
-arithmetic after that is on whole-rollout tensors [samples, tokens], padded on the right. The formulas are in
+The controller calls `make_experience` once per rollout. The models score the trajectories in micro-batches; all later
+computations use tensors of the whole rollout, [samples, tokens], padded on the right. The formulas are in
 `openrlhf.algo`.
 """
 
@@ -29,7 +29,7 @@ from openrlhf.types import PolicyBatch, Trajectory
 
 @dataclass(frozen=True, kw_only=True)
 class Experience:
-    """A rollout that is ready for training; tensors are [samples, tokens], as in `tokens`. See `PolicyBatch`."""
+    """A rollout that is ready for training; tensors are [samples, tokens]. For the fields, see `PolicyBatch`."""
 
     trajectories: list[Trajectory]
     tokens: RolloutTokens
@@ -43,7 +43,7 @@ class Experience:
     kl: float | None  # mean over action tokens, for the KL controller
 
     def batch(self, samples: Sequence[int]) -> PolicyBatch:
-        """Make a batch of some samples, for training."""
+        """Make a batch of the given samples, for training."""
 
         def lay_out(values: Tensor | None) -> Tensor | None:
             return None if values is None else self.tokens.lay_out(values, samples)
@@ -67,7 +67,7 @@ async def make_experience(
     estimator, clip_range = advantage.advantage_estimator, flags.reward_clip_range
     trajectories = await with_model_rewards(trajectories, workers, each_step=flags.step_rewards)
 
-    # The models score micro-batches; the results become whole tensors [samples, tokens], None without such a model.
+    # Score micro-batches, and combine the results to tensors [samples, tokens]; None if a model is absent.
     tokens = RolloutTokens.of(trajectories, batching.layout)
     parts = batching.cut(tokens.lengths.tolist())
     scored = await workers.score([tokens.batch(part) for part in parts], log_probs=scores_policy(config))
@@ -78,14 +78,14 @@ async def make_experience(
     rollout_log_probs = stack([item.rollout_log_probs for item in trajectories], torch.float32)
     mask = tokens.action_mask  # [samples, tokens]
 
-    # The KL [samples, tokens] from the reference: of the policy, or of what the engine sampled if it was not scored.
+    # The KL [samples, tokens] to the reference, from the log-probs of the policy or, if it did not score, the engine.
     kl = None
     if reference_log_probs is not None:
         own = rollout_log_probs if log_probs is None else log_probs
         kl = kl_penalty(own, reference_log_probs, mask, config.kl.kl_estimator)
     kl_penalised = None if config.kl.use_kl_loss else kl
 
-    # Rewards are penalised, compared within their group as the estimator defines it, clipped and placed on tokens.
+    # Apply penalties, compare rewards within their group, clip them, and assign them to tokens.
     rewards = penalised(trajectories, mask, flags, config.rollout.longest_response)  # [samples]
     group_ids = torch.tensor([item.prompt.index for item in trajectories])  # [samples]
     if flags.step_rewards:
@@ -123,9 +123,9 @@ async def make_experience(
 async def with_model_rewards(
     trajectories: Sequence[Trajectory], workers: Workers, *, each_step: bool
 ) -> list[Trajectory]:
-    """Add rewards of the reward models to samples that have none; with `each_step`, rewards are kept per step.
+    """Score the samples without a reward with the reward models; with `each_step`, keep one reward per step.
 
-    A score that an agent gave is not changed.
+    Scores set by an agent are kept.
     """
     rewarded = list(trajectories)
     missing = [place for place, item in enumerate(trajectories) if math.isnan(item.reward)]
@@ -136,7 +136,7 @@ async def with_model_rewards(
         item, reward = trajectories[place], float(given.scores[number])
         score = reward if math.isnan(item.score) else item.score
         steps = item.step_rewards
-        if each_step:  # the reward of the whole sample, if any, goes to its last action token
+        if each_step:  # an outcome reward, if any, belongs to the last action token
             whole = () if given.outcomes is None else ((last_action(item), float(given.outcomes[number])),)
             steps = merge_steps(given.steps[number], whole)
             reward = math.fsum(value for _, value in steps)
@@ -145,7 +145,7 @@ async def with_model_rewards(
 
 
 def penalised(trajectories: Sequence[Trajectory], mask: Tensor, flags: RewardFlags, longest_response: int) -> Tensor:
-    """Return the rewards [samples] after the penalties for overlong and truncated responses."""
+    """Return the rewards [samples] after penalties for overlong and truncated responses."""
     rewards = torch.tensor([item.reward for item in trajectories], dtype=torch.float32)
     if flags.overlong_buffer_len is not None:
         lengths, penalty = shaping.response_lengths(mask), flags.overlong_penalty_factor
@@ -164,13 +164,13 @@ def step_token_rewards(
     estimator: Estimator,
     clip_range: tuple[float, float],
 ) -> Tensor:
-    """Return the shaped step rewards [samples, tokens], each at the token where its step ends.
+    """Return the shaped step rewards [samples, tokens], each at the last token of its step.
 
-    The part of a sample's reward that its steps do not account for, such as a length penalty, is added to the last
-    step; a sample without steps counts as one step. The steps of a group are compared with each other, not the sums
-    over its samples (process supervision, arXiv 2402.03300, section 4.1.3).
+    The difference between a sample's reward and the sum of its steps, such as a length penalty, is added to the last
+    step; a sample without steps counts as one step. Rewards are compared between the steps of a group, not between
+    samples (process supervision, arXiv 2402.03300, section 4.1.3).
     """
-    given: list[tuple[int, int, float]] = []  # sample, token, reward
+    given: list[tuple[int, int, float]] = []  # (sample, token, reward)
     for row, (item, reward) in enumerate(zip(trajectories, rewards.tolist(), strict=True)):
         steps = item.step_rewards or ((last_action(item), 0.0),)
         rest = reward - math.fsum(value for _, value in steps)
@@ -192,7 +192,7 @@ def last_action(item: Trajectory) -> int:
 def rollout_metrics(
     trajectories: Sequence[Trajectory], rewards: Tensor, group_ids: Tensor, token_rewards: Tensor, mask: Tensor
 ) -> dict[str, float]:
-    """Return the metrics to log about a rollout, including the mean of each of the agents' `extra_logs`."""
+    """Return the metrics of a rollout to log, including the mean of each entry of the agents' `extra_logs`."""
     groups = shaping.group_stats(rewards, group_ids)
     several = groups.size > 1
     metrics = {

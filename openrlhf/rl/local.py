@@ -1,7 +1,7 @@
 """Single-process runtime of reinforcement learning: models, engine and weight sync, without Ray.
 
-`open_local` builds them and yields a `Runtime`, the same interface that `cluster.launch.open_ray` provides for a
-cluster. `rl.train` drives the controller with it.
+`open_local` builds them and yields a `Runtime`, as `cluster.launch.open_ray` does for a cluster. `rl.train` runs the
+controller with it.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ class Runtime:
 
 @dataclass(frozen=True)
 class LocalWorkers:
-    """Models of a run in this process."""
+    """The `Workers` of a run whose models are all in this process."""
 
     models: Models
-    on_thread: bool = False  # compute on a thread, so that the engine keeps generating
+    on_thread: bool = False  # compute in a thread, so that the engine keeps generating
 
     async def _run(self, work: Callable[..., Answer], *arguments: object) -> Answer:
         return await asyncio.to_thread(work, *arguments) if self.on_thread else work(*arguments)
 
     async def score(self, batches: Sequence[RolloutBatch], *, log_probs: bool) -> BatchScores:
         models = self.models
-        return BatchScores(  # the policy comes last: if models sleep, it is then already awake for training
+        return BatchScores(  # policy last: if models sleep, it stays awake for training
             values=await self._run(models.values, batches) if models.critic else None,
             reference_log_probs=await self._run(models.reference_log_probs, batches) if models.reference else None,
             log_probs=await self._run(models.log_probs, batches) if log_probs else None,
@@ -92,7 +92,7 @@ class LocalWorkers:
 
 @dataclass(frozen=True)
 class SharedSync:
-    """Sync with an engine that generates with the policy's own network: no weights need to be sent."""
+    """Sync with an engine that generates with the policy's network, so that no weights need to be sent."""
 
     models: Models
     engine: HFEngine
@@ -102,7 +102,7 @@ class SharedSync:
         await self.engine.load([], version)
 
     async def begin_training(self) -> None:
-        """Do nothing: the engine shares the policy's network, so there is no device to hand over."""
+        """Do nothing: the engine uses the policy's network and has no device memory to release."""
 
     async def end_training(self, version: int) -> None:
         self.models.wake_policy()
@@ -121,7 +121,7 @@ class LocalSync:
     async def sync(self, version: int) -> None:
         """Pause the engine, copy the policy's weights into it, verify them if due, and resume.
 
-        If the engine sleeps, its memory is restored in two parts: for the weights before the copy, and for the cache
+        If the engine sleeps, its memory is restored in two steps: for the weights before the copy, and for the KV cache
         after the models have left the device.
         """
         verify = self.proof.is_due()
@@ -148,10 +148,10 @@ class LocalSync:
 
 @asynccontextmanager
 async def open_local(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollouts: int) -> AsyncIterator[Runtime]:
-    """Build models, engine and sync in this process.
+    """Build models, engine and weight sync in this process.
 
-    vLLM is built before the models, because it seeds torch when it starts (see rollout/vllm). With
-    --vllm_enable_sleep it sleeps while they load.
+    vLLM is started before the models are built, because it seeds torch (see rollout/vllm). With --vllm_enable_sleep,
+    it sleeps while the models load.
     """
     device = join(config)
     explain_hardware(config, device)

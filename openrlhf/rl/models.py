@@ -1,8 +1,8 @@
-"""The models that one process of a reinforcement learning run holds: score, train, save and export them.
+"""The models in one process of a reinforcement learning run: score, train, save and export them.
 
-`rl.build` builds `Models`. `LocalWorkers` calls it directly; on a cluster each `ModelWorker` holds one, and the driver
-calls its methods there. If several processes share a model, each of them must call every method, because sharded models
-compute and gather together.
+`rl.build` builds `Models`. `LocalWorkers` calls its methods directly; on a cluster, the driver calls them in each
+`ModelWorker`. If several processes share a model, all of them must make the same calls, because sharded models compute
+and gather together.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from openrlhf.types import Batch, PolicyBatch, RolloutBatch, Trajectory
 
 EMA_FILE = "ema.safetensors"
 SCHEDULE_FILE = "schedule.safetensors"
-NOT_HELD = "this process does not hold the model that it was called for"
+NOT_HELD = "this process does not have the requested model"
 
 
 @dataclass(frozen=True)
 class Trained:
-    """Trainable network with its learning rate schedule."""
+    """A trained network with its learning rate schedule."""
 
     backend: TrainBackend
-    schedule: Callable[[int], float]  # factor of the learning rate, by optimizer step
-    planned_steps: int  # over which the schedule runs
-    learning_rate: float  # at factor 1
+    schedule: Callable[[int], float]  # optimizer step -> factor on the learning rate
+    planned_steps: int  # number of optimizer steps in the schedule
+    learning_rate: float  # peak learning rate
 
     def scale(self, progress: float, began: float) -> float:
         """Return the learning rate factor at `progress`, the fraction of the run that is done.
 
         `began` is the progress at which this network started training. Because the schedule follows progress, a run
-        with fewer steps than planned still goes through the whole schedule, in larger strides. A resumed run with more
-        or fewer prompts than before stays within it.
+        with fewer steps than planned still goes through the whole schedule, in larger steps. A resumed run with a
+        different number of prompts never leaves the schedule.
         """
         done = (progress - began) / (1.0 - began) if began < 1.0 else 0.0
         return between_steps(self.schedule, self.planned_steps * min(max(done, 0.0), 1.0))
@@ -58,7 +58,7 @@ class Policy(Trained):
     """The policy with its objective."""
 
     objective: PolicyObjective
-    ema_beta: float | None = None  # decay of its moving average; None: no average is kept
+    ema_beta: float | None = None  # decay of the moving average; None: no moving average
 
 
 @dataclass(frozen=True)
@@ -75,21 +75,21 @@ Model = TypeVar("Model", bound=Trained)
 class Models:
     """The policy, critic, reference and reward models of this process, each of which may be absent.
 
-    The driver calls a method only in processes that hold the model it needs.
+    The driver calls a method only in processes that have the model it needs.
     """
 
     policy: Policy | None = None
     critic: Critic | None = None
     reference: Frozen | None = None
     reward_models: Sequence[RewardModel] = ()
-    temperature: float = 1.0  # of sampling; log-probs are computed at it
+    temperature: float = 1.0  # sampling temperature, at which log-probs are computed
     sleeps: bool = False  # trained models are offloaded while idle, and at most one of them is on the device
-    ema: dict[str, Tensor] = field(default_factory=dict)  # the policy's moving average, in process 0, if one is kept
-    began: dict[str, float] = field(default_factory=dict)  # progress at a model's first step; freezing delays it
-    awake: TrainBackend | None = None  # if models sleep, the one on the device
+    ema: dict[str, Tensor] = field(default_factory=dict)  # moving average of the policy, in process 0 only
+    began: dict[str, float] = field(default_factory=dict)  # progress at a model's first step, which freezing delays
+    awake: TrainBackend | None = None  # if models sleep, the model on the device
 
     def __post_init__(self) -> None:
-        # The models to train, by the names of their checkpoint folders.
+        # The trained models, by the names of their checkpoint folders.
         named: dict[str, Trained | None] = {"_actor": self.policy, "_critic": self.critic}
         self.trained = {name: model for name, model in named.items() if model is not None}
         if self.policy is not None and self.policy.ema_beta:
@@ -118,19 +118,19 @@ class Models:
         return [model.forward(batch, Values).values.cpu() for batch in batches]
 
     def rewards(self, trajectories: Sequence[Trajectory]) -> ModelRewards:
-        """Return the sum of the rewards of this process's reward models."""
+        """Return the sum of the rewards of all reward models in this process."""
         return reduce(add, [model.score(trajectories) for model in self.reward_models])
 
     def train_policy(self, micro_batches: Sequence[PolicyBatch], kl_coef: float, progress: float) -> dict[str, float]:
-        """Take one optimizer step and return its metrics.
+        """Take one optimizer step of the policy and return its metrics.
 
-        `kl_coef` applies only if the objective has a KL term.
+        `kl_coef` is used only if the objective has a KL term.
         """
         policy = self._use(self.policy)
         objective = replace(policy.objective, kl_coef=kl_coef if policy.objective.kl_coef > 0 else 0.0)
         result = policy.backend.forward_backward(micro_batches, objective)
         values = values_of(result.metrics) | self._update("actor", policy, progress)
-        if policy.ema_beta:  # move the average towards the new weights
+        if policy.ema_beta:  # update the moving average
             with torch.no_grad():
                 for name, tensor in policy.backend.exported():
                     if policy.backend.process == 0:
@@ -152,7 +152,7 @@ class Models:
         return {f"{name}_{key}": value for key, value in values.items()}
 
     def _use(self, model: Model | None) -> Model:
-        """Return the model, ready for use; if models sleep, first swap it with the one on the device."""
+        """Return the model; if models sleep, wake it up first and put the current one to sleep."""
         assert model is not None, NOT_HELD
         if self.sleeps and self.awake is not model.backend:
             self.rest()
@@ -161,21 +161,21 @@ class Models:
         return model
 
     def rest(self) -> None:
-        """Put the awake model, if any, to sleep, which frees the device; does nothing if models do not sleep."""
+        """Put the model on the device to sleep, if models sleep and one is awake."""
         if self.awake is not None:
             self.awake.sleep()
         self.awake = None
 
     def wake_policy(self) -> TrainBackend:
-        """Bring the policy onto the device, for an engine that generates with the policy's own network."""
+        """Move the policy to the device, for an engine that generates with the policy's network."""
         return self._use(self.policy).backend
 
     def weights(self) -> Weights:
-        """Return the policy's weights, for the engines."""
+        """Return the policy's weights for the engines."""
         return self._use(self.policy).backend.weights()
 
     def save(self, folder: Path) -> None:
-        """Save the trained models and the moving average into a folder that all processes of the run write to."""
+        """Save the trained models and the moving average to a folder shared by all processes of the run."""
         for name, trained in self.trained.items():
             backend = self._use(trained).backend
             (folder / name).mkdir(exist_ok=True)
@@ -188,7 +188,7 @@ class Models:
         self.rest()
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote."""
+        """Restore the state written by `save`."""
         for name, trained in self.trained.items():
             self._use(trained).backend.load(folder / name)
             saved = load_file(folder / name / SCHEDULE_FILE)
@@ -198,7 +198,7 @@ class Models:
             self.ema = load_file(folder / EMA_FILE)
 
     def export(self, folder: Path) -> None:
-        """Write the policy, or its moving average if one is kept, for plain Transformers."""
+        """Write the policy, or its moving average with --enable_ema, as a model folder for Transformers."""
         policy = self._use(self.policy)
         backend = policy.backend
         if not policy.ema_beta:
@@ -209,11 +209,11 @@ class Models:
         self.rest()
 
     def export_critic(self, folder: Path) -> None:
-        """Write the critic for plain Transformers."""
+        """Write the critic as a model folder for Transformers."""
         self._use(self.critic).backend.export(folder)
         self.rest()
 
 
 def in_host_memory(tensor: Tensor) -> Tensor:
-    """Return a copy in fp32, because an average changes by less than bf16 can resolve."""
+    """Return a copy on the CPU in fp32; bf16 is too coarse for the small changes of a moving average."""
     return tensor.detach().to("cpu", torch.float32, copy=True)

@@ -1,10 +1,10 @@
-"""Reward models in this process: loading them, and scoring whole samples or the steps of a sample.
+"""Load reward models, and score whole samples or the steps of a sample.
 
-An outcome reward model gives one score per sample, from its scalar head at the last token. A process reward model is a
-language model that predicts a label after each step. `load_reward_model` reads the kind from the model's config.json.
+An outcome reward model computes one score per sample, from its scalar head at the last token. A process reward model is
+a language model that predicts a label after each step. `load_reward_model` reads the kind from the model's config.json.
 Reinforcement learning scores trajectories (`score`, through `rl.models`); batch_inference and the reward server score
-rows of the model's own tokens (`score_rows`). A model may be sharded over several processes: all of them must then call
-it equally often.
+rows of tokens (`score_rows`). If a model is sharded over several processes, all of them must call it the same number
+of times.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from openrlhf.training.processes import loading
 from openrlhf.types import StepRewards, TokenRow, Trajectory
 
 Row = NDArray[np.int32]  # token ids of one sequence
-REDUCE: dict[str, Callable[[Tensor], Tensor]] = {  # --prm_reduce: from [steps] to one number
+REDUCE: dict[str, Callable[[Tensor], Tensor]] = {  # --prm_reduce: reduces [steps] to one number
     "min": lambda steps: steps.min(),
     "mean": lambda steps: steps.mean(),
     "last": lambda steps: steps[-1],
@@ -56,10 +56,10 @@ def load_reward_model(
     normalize: bool,
     run: RLConfig | None = None,
 ) -> RewardModel:
-    """Load an outcome or a process reward model, as its config.json says.
+    """Load an outcome or a process reward model, depending on its config.json.
 
-    With `normalize`, scores of an outcome model are normalised by the mean and std in its config.json. In a training
-    run, `run` decides between one process and DeepSpeed; other commands load the model in this process.
+    With `normalize`, scores of an outcome model are normalised by the mean and std in its config.json. `run` is the
+    config of a training run, which may use DeepSpeed; other commands load the model in this process.
     """
 
     def freeze(model: PreTrainedModel) -> Frozen:
@@ -69,7 +69,7 @@ def load_reward_model(
         return make_frozen(run, network, device, offload=run.critic.ref_reward_offload)
 
     saved, packing = read_config(name, flags).to_dict(), batching.layout.packing
-    if "placeholder_token" in saved:  # train_prm writes it
+    if "placeholder_token" in saved:  # written by train_prm
         check_fast(texts.own)
         with nullcontext() if run is None else loading(run, device):
             model = load_causal_lm(name, flags, device=device, packing=packing)
@@ -93,9 +93,9 @@ def load_reward_model(
 
 
 def share_vocabulary(policy: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
-    """Return whether the other tokenizer has all of the policy's tokens, with the same ids.
+    """Return True if the other tokenizer has all of the policy's tokens with the same ids.
 
-    It may have more: reward models often add a padding token.
+    It may have additional tokens: reward models often add a padding token.
     """
     return policy.get_vocab().items() <= other.get_vocab().items()
 
@@ -103,11 +103,13 @@ def share_vocabulary(policy: PreTrainedTokenizerBase, other: PreTrainedTokenizer
 def rounds(batching: Batching, rows: Sequence[Row], model: Frozen) -> Iterator[tuple[list[int], list[Row]]]:
     """Yield micro-batches of rows, each with the indices of its rows in `rows`.
 
-    Processes that share a model's shards must run it equally often, but a token budget may cut their rows into
-    different numbers of micro-batches. A process with fewer repeats its first micro-batch, without indices.
+    Processes that share a sharded model must run it the same number of times, but a token budget may divide their rows
+    into different numbers of micro-batches. A process with fewer repeats its first micro-batch, without indices.
     """
     parts = batching.cut([len(row) for row in rows])
-    missing = model.most_rounds(len(parts)) - len(parts)  # a collective call, so it must come before any forward
+    missing = model.most_rounds(len(parts)) - len(
+        parts
+    )  # collective, so all processes must call it before any forward pass
     for part in parts:
         yield part, [rows[place] for place in part]
     for _ in range(missing):
@@ -116,7 +118,7 @@ def rounds(batching: Batching, rows: Sequence[Row], model: Frozen) -> Iterator[t
 
 @dataclass(frozen=True)
 class OutcomeRewardModel:
-    """Reward model of whole samples: the scalar head at the last token, normalised as (score - mean) / std."""
+    """Reward model of whole samples: the output of the scalar head at the last token, as (score - mean) / std."""
 
     model: Frozen
     texts: Retokenizer  # translates samples into the model's tokens
@@ -126,7 +128,7 @@ class OutcomeRewardModel:
     std: float = 1.0
 
     def score(self, trajectories: Sequence[Trajectory]) -> ModelRewards:
-        """Return a reward for each sample, already weighted."""
+        """Return the weighted reward of each sample."""
         scores = self.weight * self.score_rows([self.texts.ids(item) for item in trajectories])  # [samples]
         return ModelRewards(scores, scores, [()] * len(trajectories))
 
@@ -136,15 +138,15 @@ class OutcomeRewardModel:
         for places, part in rounds(self.batching, rows, self.model):
             batch = self.batching.layout.batch([TokenRow(row, np.zeros(len(row), bool)) for row in part])
             found = self.model.forward(batch, Scores).scores.cpu()  # [rows of the micro-batch]
-            scores[places] = found[: len(places)]  # a repeated micro-batch has no indices
+            scores[places] = found[: len(places)]  # repeated micro-batches have no indices
         return (scores - self.mean) / self.std
 
 
 @dataclass(frozen=True)
 class ProcessRewardModel:
-    """Reward model of steps: the probability of the positive label (the first of `reward_ids`) at the end of each step.
+    """Reward model of steps: the probability of the positive label (first of `reward_ids`) at the end of each step.
 
-    The steps of a sample are also reduced to one number.
+    The score of a sample is a reduction of the scores of its steps.
     """
 
     model: Frozen
@@ -156,7 +158,7 @@ class ProcessRewardModel:
     weight: float = 1.0  # of this model in a sum of several; applies to trajectories only
 
     def score(self, trajectories: Sequence[Trajectory]) -> ModelRewards:
-        """Return the weighted rewards of the steps that the policy itself ended; steps in the prompt do not count."""
+        """Return the weighted rewards of all steps that end in an action token; steps in the prompt are ignored."""
         rows = [self.texts.ids(item) for item in trajectories]
         found: list[StepRewards] = []  # for each sample, (index of the token that ends the step, probability)
         for item, row, good in zip(trajectories, rows, self._judge(rows), strict=True):
@@ -172,27 +174,29 @@ class ProcessRewardModel:
         return self._reduce(self._judge(rows))
 
     def _reduce(self, steps: Sequence[Tensor]) -> Tensor:
-        """Reduce the steps of each sample to one number: [samples]. A response without a finished step gets 0."""
+        """Reduce the steps of each sample to one number, [samples]; 0 for a sample without a finished step."""
         reduce = REDUCE[self.reduce]
         return torch.tensor([float(reduce(own)) if len(own) else 0.0 for own in steps])
 
     def _ends_of_steps(self, row: Row) -> NDArray[np.bool_]:
-        """Mark the tokens that end a step: [tokens]. The first token of a row never counts."""
+        """Return a mask [tokens] of the tokens that end a step, excluding the first token of the row."""
         return (row == self.placeholder_id) & (np.arange(len(row)) > 0)
 
     def _judge(self, rows: Sequence[Row]) -> list[Tensor]:
-        """Return for each row the probabilities that its steps are good: [steps] each."""
+        """Return the probabilities of the positive label for the steps of each row, [steps] each."""
         judged = [torch.zeros(0) for _ in rows]
         for places, part in rounds(self.batching, rows, self.model):
             marks = [self._ends_of_steps(row) for row in part]  # [tokens] each
             has_steps = [bool(mark.any()) for mark in marks]
             for mark, has_step in zip(marks, has_steps, strict=True):
-                mark[-1] |= not has_step  # a dummy target for rows without steps: every rank must run the model
+                mark[-1] |= not has_step  # dummy target for rows without steps, because every rank must run the model
             asked = self.batching.layout.batch([TokenRow(ids, mark) for ids, mark in zip(part, marks, strict=True)])
             logits = self.model.forward(asked, TargetLogits).logits  # [targets, vocabulary]
             positive = logits[:, list(self.reward_ids)].softmax(-1)[:, 0].cpu()  # [targets]
             steps = positive.split([int(mark[1:].sum()) for mark in marks])  # [steps] for each row
-            for place, own, has_step in zip(places, steps, has_steps, strict=False):  # repeats have no indices
+            for place, own, has_step in zip(
+                places, steps, has_steps, strict=False
+            ):  # repeated micro-batches have no indices
                 judged[place] = own if has_step else own[:0]
         return judged
 

@@ -1,7 +1,7 @@
-"""The samples of a rollout as tensors, and how they are grouped into micro-batches.
+"""The samples of a rollout as tensors, and their division into micro-batches.
 
-`RolloutTokens` holds all tokens of a rollout as one tensor [samples, tokens]; `Batching` decides which samples share a
-micro-batch, and `RolloutTokens.batch` lays these out, padded or packed.
+`RolloutTokens` holds all tokens of a rollout as one tensor [samples, tokens]. `Batching` divides samples into
+micro-batches, and `RolloutTokens.batch` makes a padded or packed batch of them.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from openrlhf.types import RolloutBatch, Trajectory
 
 @dataclass(frozen=True)
 class Batching:
-    """How samples are divided into micro-batches: by number of samples or, with a budget, by number of tokens."""
+    """Divides samples into micro-batches: by number of samples or, with a token budget, by number of tokens."""
 
     layout: Layout
-    size: int  # samples, if there is no token budget
+    size: int  # samples per micro-batch, if there is no token budget
     token_budget: int | None = None
     ranks: int = 1  # data-parallel ranks that share the micro-batches
 
     def cut(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Return the sample indices of each micro-batch. No sample is dropped; one above the budget gets its own
-        micro-batch.
+        """Return the sample indices of each micro-batch.
 
-        If there are enough samples, every rank gets at least one.
+        No sample is dropped; a sample above the budget gets its own micro-batch. If there are enough samples, every
+        rank gets at least one micro-batch.
         """
         count = len(lengths)
         if self.token_budget is not None:
@@ -44,13 +44,13 @@ class Batching:
 
 @dataclass(frozen=True)
 class RolloutTokens:
-    """The tokens of a rollout, [samples, tokens], padded on the right; other tensors can get the same layout."""
+    """The tokens of a rollout, [samples, tokens], padded on the right."""
 
     input_ids: Tensor
-    action_mask: Tensor  # bool; False at the first token, which nothing predicts
+    action_mask: Tensor  # bool; False at the first token, which is never predicted
     lengths: Tensor  # [samples]
-    temperature_factors: Tensor | None  # None if every token was sampled at the run's temperature
-    packing: bool  # whether batches are packed or padded
+    temperature_factors: Tensor | None  # None if all tokens were sampled at --temperature
+    packing: bool  # True if batches are packed, False if padded
 
     @staticmethod
     def of(trajectories: Sequence[Trajectory], layout: Layout) -> RolloutTokens:
@@ -69,7 +69,7 @@ class RolloutTokens:
         )
 
     def batch(self, samples: Sequence[int]) -> RolloutBatch:
-        """Make a batch of some samples, for scoring."""
+        """Make a batch of the given samples, for scoring."""
         valid = self._valid(samples)  # [samples of the batch, longest sample]
         numbers = torch.arange(len(samples))[:, None].expand_as(valid)
         positions = torch.arange(valid.shape[1]).expand_as(valid)
@@ -84,7 +84,7 @@ class RolloutTokens:
         )
 
     def lay_out(self, values: Tensor, samples: Sequence[int]) -> Tensor:
-        """Return the values [samples, tokens] of some samples in the layout of their batch, [rows, tokens]."""
+        """Return the values [samples, tokens] of the given samples in the layout of a batch, [rows, tokens]."""
         valid = self._valid(samples)
         chosen = values[list(samples), : valid.shape[1]]
         return chosen[valid][None] if self.packing else chosen
@@ -100,16 +100,16 @@ class RolloutTokens:
         return whole
 
     def _valid(self, samples: Sequence[int]) -> Tensor:
-        """Return a mask [samples, longest of them], False on padding."""
+        """Return a mask [samples, longest sample], False on padding."""
         lengths = self.lengths[list(samples)]
         return torch.arange(int(lengths.max())) < lengths[:, None]
 
 
 def stack(rows: Sequence[Sequence[float]], dtype: torch.dtype, fill: float = 0.0) -> Tensor:
-    """Return [rows, longest], padded on the right."""
+    """Stack rows of different lengths into [rows, longest], padded on the right."""
     return pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True, padding_value=fill)
 
 
 def batch_trajectories(trajectories: Sequence[Trajectory], layout: Layout) -> RolloutBatch:
-    """Make one batch of some trajectories, for scoring."""
+    """Make one batch of all trajectories, for scoring."""
     return RolloutTokens.of(trajectories, layout).batch(range(len(trajectories)))

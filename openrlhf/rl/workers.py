@@ -1,7 +1,4 @@
-"""The interface between the RL loop and the models: a few verbs that one process and a cluster both implement.
-
-`rl/local.py` implements it in one process, `cluster` on Ray; the loop does not know which it has.
-"""
+"""The interface between the RL loop and the models, implemented by `rl/local.py` for one process and by `cluster` on Ray."""
 
 from __future__ import annotations
 
@@ -18,11 +15,11 @@ from openrlhf.types import PolicyBatch, RolloutBatch, StepRewards, Trajectory
 
 @dataclass(frozen=True)
 class ModelRewards:
-    """Weighted rewards that reward models give to samples; `+` adds the rewards of two models."""
+    """Weighted rewards of samples from one or several reward models; `+` adds the rewards of two models."""
 
-    scores: Tensor  # [samples]: one number each; a process reward model's steps are reduced to one
-    outcomes: Tensor | None  # [samples]: the part from models that judge whole samples; None without such a model
-    steps: list[StepRewards]  # for each sample, the part from models that judge steps
+    scores: Tensor  # [samples]: one number each; step rewards are reduced to one
+    outcomes: Tensor | None  # [samples]: sum over outcome reward models; None if there are none
+    steps: list[StepRewards]  # for each sample, the step rewards of process reward models
 
     def __add__(self, other: ModelRewards) -> ModelRewards:
         outcomes = [given for given in (self.outcomes, other.outcomes) if given is not None]
@@ -33,14 +30,14 @@ class ModelRewards:
         )
 
     def take(self, places: Sequence[int]) -> ModelRewards:
-        """Return the rewards of some samples, in the order of `places`."""
+        """Return the rewards of the samples at `places`, in that order."""
         index = torch.tensor(places, dtype=torch.long)
         outcomes = None if self.outcomes is None else self.outcomes[index]
         return ModelRewards(self.scores[index], outcomes, [self.steps[place] for place in places])
 
     @staticmethod
     def join(parts: Sequence[ModelRewards]) -> ModelRewards:
-        """Concatenate the samples of several parts, all judged by the same models."""
+        """Concatenate the rewards of several sets of samples, all scored by the same models."""
         outcomes = [part.outcomes for part in parts if part.outcomes is not None]
         return ModelRewards(
             torch.cat([part.scores for part in parts]),
@@ -50,7 +47,7 @@ class ModelRewards:
 
 
 def merge_steps(*given: StepRewards) -> StepRewards:
-    """Merge the step rewards of several models in order of position, adding those at the same position."""
+    """Merge the step rewards of several models in order of position; add rewards at the same position."""
     total: dict[int, float] = {}
     for place, reward in (step for steps in given for step in steps):
         total[place] = total.get(place, 0.0) + reward
@@ -59,7 +56,7 @@ def merge_steps(*given: StepRewards) -> StepRewards:
 
 @dataclass(frozen=True)
 class BatchScores:
-    """Log-probs and values of a rollout: one tensor [rows, tokens] per micro-batch, in the layout of the batch."""
+    """Log-probs and values of a rollout: one tensor [rows, tokens] per micro-batch; None if not computed."""
 
     log_probs: list[Tensor] | None = None
     reference_log_probs: list[Tensor] | None = None
@@ -67,7 +64,7 @@ class BatchScores:
 
 
 class Workers(Protocol):
-    """The policy, with its reference, critic and reward models."""
+    """The models of a run: policy, reference, critic and reward models."""
 
     async def score(self, batches: Sequence[RolloutBatch], *, log_probs: bool) -> BatchScores:
         """Return reference log-probs and values if those models exist, and the policy's log-probs if requested."""
@@ -78,7 +75,7 @@ class Workers(Protocol):
         ...
 
     async def rewards(self, trajectories: Sequence[Trajectory]) -> ModelRewards | None:
-        """Return the sum of the reward models' rewards; None without a reward model."""
+        """Return the sum of the rewards of all reward models, or None without a reward model."""
         ...
 
     async def train(
@@ -91,31 +88,31 @@ class Workers(Protocol):
         ...
 
     async def save(self, folder: Path) -> None:
-        """Save everything that resuming needs to an existing, empty folder."""
+        """Save everything needed to resume to an existing, empty folder."""
         ...
 
     async def load(self, folder: Path) -> None: ...
 
     async def export(self, folder: Path) -> None:
-        """Export the policy for plain Transformers to an existing, empty folder."""
+        """Export the policy as a Transformers model to an existing, empty folder."""
         ...
 
     async def export_critic(self, folder: Path) -> None: ...
 
 
 class WeightSync(Protocol):
-    """Transfer of weights from the trainer to the engines. Both sides take part at the same time."""
+    """Transfer of weights from the trainer to the engines, in which both take part."""
 
     async def sync(self, version: int) -> None:
-        """Let engines sample with the policy's weights from now on; if they share its devices, they take them over."""
+        """Send the policy's weights to the engines; engines that share its devices take these over to generate."""
         ...
 
     async def begin_training(self) -> None:
-        """Let engines that share devices with the models release them: nothing is generated until the next sync."""
+        """Make engines that share devices with the models release them; they cannot generate until the next sync."""
         ...
 
     async def end_training(self, version: int) -> None:
-        """Let engines that released their devices, for instance to save a checkpoint, take them over again.
+        """Give the devices back to engines that released them, for instance while a checkpoint was saved.
 
         Other engines are not affected.
         """

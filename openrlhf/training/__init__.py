@@ -1,14 +1,14 @@
-"""Training: what a step minimises, how it runs on one device or many, and the supervised loop.
+"""Training: the objectives, the backends that run them on one or several devices, and the supervised loop.
 
-    supervised     the supervised commands from config to saved model
+    supervised                     a supervised command, from config to saved model
       preflight, processes, rng    checks, devices and seeds before the models load
       build                        network, backend and objective of a command
-      fit, order                   the loop, and which rows belong to a step
-    objectives, rl_objectives      losses of `algo` applied to the outputs of a network
+      fit, order                   the training loop, and the assignment of rows to steps
+    objectives, rl_objectives      apply the losses of `algo` to the outputs of a network
     backend                        TrainBackend and Objective, the interface between loop, objective and hardware
-      local, optim                 one process: fp32 masters, Adam and Muon, loss scale
+      local, optim                 one process: fp32 master weights, Adam and Muon, loss scale
       deepspeed*, ring_groups      several processes: ZeRO, tensor parallelism, rings
-      audit, host_memory           for both: do all parameters learn; sleep in host memory
+      audit, host_memory           both: check that all parameters learn; offload tensors during sleep
     run_directory, earlier_run     files of a run, shared with RL
       folder_lock                  one run per folder
       checkpoint, manifest         folders that are complete or absent, and verified

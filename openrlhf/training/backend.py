@@ -1,13 +1,12 @@
-"""Interfaces between objectives (what to train), backends (how to train it) and the training loops.
+"""Interfaces between objectives, training backends and training loops.
 
-Objectives say what an optimizer step minimises; a `TrainBackend` runs it. `LocalBackend` runs it in one process and
-`DeepSpeedBackend` in many, so the supervised loop and the RL loop do not know which one they use. A loop calls, for
-each step:
+An objective defines the loss of an optimizer step, and a `TrainBackend` runs the step: `LocalBackend` in one process,
+`DeepSpeedBackend` in several. The supervised loop and the RL loop work with either. For each step, a loop calls:
 
     forward_backward(micro_batches, objective)    gradients of the whole step, and its metrics
-    optim_step(scale)                             clip, update, clear; `scale` comes from the learning-rate schedule
+    optim_step(scale)                             clip, update, clear; `scale` is the learning rate factor
 
-The functions at the end are small pieces that both backends or both loops share.
+The functions at the end are shared by both backends or both loops.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from openrlhf.training.checkpoint import Ranks
 from openrlhf.training.host_memory import HostMemory
 from openrlhf.types import Batch, RolloutBatch
 
-COMPILER = "inductor"  # backend of torch.compile; tests use one that traces the same graphs but generates no C++
+COMPILER = "inductor"  # backend of torch.compile; tests use one that does not generate C++
 LEAST_LOSS = 0.1  # smaller losses are not checked: dropout may change them by as much
 SLACK = 1.5  # factor by which a checked share of the loss may be off
 
@@ -40,7 +39,7 @@ BatchKind = TypeVar("BatchKind", bound=Batch, contravariant=True)
 
 
 class Run(Protocol):
-    """The callable an objective uses to get outputs with gradients: a network, or an engine around one."""
+    """The callable that an objective uses to get outputs with gradients: a network, or a DeepSpeed engine."""
 
     def __call__(
         self, batch: Batch, wanted: type[Wanted], *, temperature: float | Tensor = 1.0, teacher: Teacher | None = None
@@ -49,26 +48,26 @@ class Run(Protocol):
 
 @dataclass(frozen=True)
 class StepTotals:
-    """The contents of one optimizer step, summed over its micro-batches and ranks: the denominators of its loss."""
+    """Counts over all micro-batches and ranks of an optimizer step, used as denominators of its loss."""
 
-    targets: Tensor  # [] float64, like the others: target tokens
+    targets: Tensor  # target tokens; [] float64, like the other fields
     trained_sequences: Tensor  # sequences with at least one target
     sequences: Tensor
     micro_batches: Tensor
 
 
 def counts(batch: Batch) -> Tensor:
-    """Count what a micro-batch adds to each of the `StepTotals`, [4] float64; a filler adds nothing."""
+    """Return the contribution of a micro-batch to each of the `StepTotals`, [4] float64; zeros for a filler."""
     trained = sequence_count(batch.target_mask, batch.sequence_ids)
     found = (float(batch.target_mask.sum()), float(trained), batch.num_sequences, 1.0)
     return torch.tensor(found, dtype=torch.float64) * (not batch.filler)
 
 
 class Objective(Protocol[BatchKind]):
-    """The quantity that one optimizer step minimises, computed from one kind of batches.
+    """The loss that an optimizer step minimises, for one kind of batch.
 
-    The losses of the micro-batches are divided by totals of the whole step, so that they add up to the step's loss.
-    The result therefore does not depend on how a step is split into micro-batches.
+    The loss of each micro-batch is divided by totals of the whole step, so that the losses add up to that of the step,
+    however it is split into micro-batches.
     """
 
     def loss(self, run: Run, batch: BatchKind, totals: StepTotals) -> tuple[Tensor, Metrics]: ...
@@ -76,9 +75,9 @@ class Objective(Protocol[BatchKind]):
 
 @dataclass(frozen=True)
 class StepLosses:
-    """Results of the forward and backward passes over one step's micro-batches, before the optimizer step."""
+    """Results of the forward and backward passes over the micro-batches of a step."""
 
-    losses: Tensor  # [micro-batches]: this rank's shares of the step's loss
+    losses: Tensor  # [micro-batches]: contributions of this rank to the step's loss
     metrics: Metrics  # sums over all ranks
 
 
@@ -88,8 +87,8 @@ class Frozen:
     def __init__(self, network: Network, device: torch.device) -> None:
         self.network = network
         self.device = device
-        self.run: Run = network  # DeepSpeed puts its engine around it
-        self.offload = False  # whether the weights are in host memory between forward passes
+        self.run: Run = network  # or DeepSpeed's engine
+        self.offload = False  # keep the weights in host memory between forward passes
 
     @torch.no_grad()
     def forward(self, batch: Batch, wanted: type[Wanted], *, temperature: float | Tensor = 1.0) -> Wanted:
@@ -102,30 +101,30 @@ class Frozen:
         return outputs
 
     def most_rounds(self, count: int) -> int:
-        """Return how many forward passes this process must run if it needs `count` itself.
+        """Return the number of forward passes that this process must run if it needs `count` of them.
 
-        A sharded model runs on all ranks together, so every rank runs as many as the rank that needs the most.
+        A sharded model runs on all ranks together, so all ranks run the maximum over the ranks.
         """
         return count
 
 
 class TrainBackend(Frozen, Ranks, ABC):
-    """Owner of a network, its optimizer, and their placement on devices.
+    """Owns a network and its optimizer, and places them on devices.
 
-    One `forward_backward` call takes all micro-batches of an optimizer step. A rank with no rows of its own still takes
-    part, with fillers, because a sharded model runs on all ranks together. The methods defined here are those of a
-    single process, in which everything collective is trivial.
+    `forward_backward` takes all micro-batches of an optimizer step. A rank without rows takes part with fillers,
+    because a sharded model runs on all ranks together. The methods implemented here are for a single process, in which
+    collective operations are trivial.
     """
 
     rank = 0  # data-parallel rank of this process
     data_parallel_size = 1
     unchecked_steps = 3  # whose loss is still to be checked, see `_check_share`
-    # `process` is the global rank, counting tensor-parallel peers and ring members too; process 0 writes the files.
+    # `process` is the global rank, which also counts tensor-parallel peers and ring members; process 0 writes files.
 
     def __init__(self, network: Network, device: torch.device) -> None:
         super().__init__(network, device)
-        self.module: nn.Module = network  # or DeepSpeed's engine around it; in training mode between calls
-        self.host = HostMemory()  # where the tensors are while the backend sleeps
+        self.module: nn.Module = network  # or DeepSpeed's engine; in training mode between calls
+        self.host = HostMemory()  # stores the tensors while the backend sleeps
 
     @torch.no_grad()
     def forward(self, batch: Batch, wanted: type[Wanted], *, temperature: float | Tensor = 1.0) -> Wanted:
@@ -135,13 +134,13 @@ class TrainBackend(Frozen, Ranks, ABC):
         return outputs
 
     def forward_backward(self, micro_batches: Sequence[B], objective: Objective[B]) -> StepLosses:
-        """Add up the gradients of a whole optimizer step."""
+        """Accumulate the gradients of a whole optimizer step."""
         on_device = [batch.to(self.device) for batch in micro_batches]
         totals = StepTotals(*self.sum_over_ranks(torch.stack([counts(batch) for batch in on_device]).sum(0)))
         losses: list[Tensor] = []
         metrics: list[Metrics] = []
         for batch in on_device:
-            loss, measured = objective.loss(self.run, batch, totals)  # this micro-batch's share of the step's loss
+            loss, measured = objective.loss(self.run, batch, totals)  # contribution of this micro-batch
             if batch.filler:
                 loss = loss * 0.0
             else:
@@ -182,7 +181,7 @@ class TrainBackend(Frozen, Ranks, ABC):
         metrics: list[Metrics] = []
         for batch in micro_batches:
             here = batch.to(self.device)
-            # An evaluation has no optimizer step, so each micro-batch is its own total; only the metrics are used.
+            # There is no optimizer step, so use the totals of the micro-batch; only the metrics are needed.
             measured = objective.loss(self.run, here, StepTotals(*counts(here)))[1]
             metrics += [] if batch.filler else [measured]
         self.module.train()
@@ -190,13 +189,13 @@ class TrainBackend(Frozen, Ranks, ABC):
 
     @abstractmethod
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of a micro-batch's share of the loss to those of the step."""
+        """Add the gradients of a micro-batch to those of the step."""
 
     @abstractmethod
     def optim_step(self, scale: float) -> float | None:
         """Update the weights with `scale` times the peak learning rates; return the gradient norm before clipping.
 
-        None means that the step was skipped because scaled gradients overflowed fp16.
+        None means that the step was skipped because fp16 gradients overflowed.
         """
 
     @abstractmethod
@@ -204,7 +203,7 @@ class TrainBackend(Frozen, Ranks, ABC):
         """Return `loss_scale` and `skipped_steps` of an fp16 run for the logs; empty if the loss is not scaled."""
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what a rollout engine loads: full tensors by checkpoint name, with adapters merged, on every rank.
+        """Yield (checkpoint name, full tensor) for a rollout engine, with adapters merged, on every rank.
 
         Collective: every rank must iterate to the end. A tensor is valid only until the next one is requested.
         """
@@ -224,26 +223,26 @@ class TrainBackend(Frozen, Ranks, ABC):
 
     @abstractmethod
     def save(self, folder: Path) -> None:
-        """Write what resuming needs: weights and optimizer state."""
+        """Write the weights and optimizer state needed to resume."""
 
     @abstractmethod
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote."""
+        """Restore the state written by `save`."""
 
     def steps_taken(self) -> int | None:
         """Return the number of optimizer steps so far, by the optimizer's own count; None if it keeps none."""
         return None
 
     def export(self, folder: Path) -> None:
-        """Write a model folder that Transformers can load, or for adapters, one that PEFT can load."""
+        """Write a model folder for Transformers or, for adapters, for PEFT."""
         save_model(self.network, folder)
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """Sum over data-parallel ranks, on the device of `values`."""
+        """Sum over data-parallel ranks; the result is on the device of `values`."""
         return values
 
     def sum_metrics(self, metrics: Metrics) -> Metrics:
-        """Sum over data-parallel ranks, which may know different metrics."""
+        """Sum over data-parallel ranks, which may have different metrics."""
         return metrics
 
     def any_process(self, condition: bool) -> bool:
@@ -260,17 +259,17 @@ class TrainBackend(Frozen, Ranks, ABC):
 
 
 def temperature_of(batch: RolloutBatch, own: float) -> float | Tensor:
-    """Return the run's `own` temperature, or one per token [rows, tokens] if some turns were sampled at another."""
+    """Return the run's temperature `own`, or temperatures per token [rows, tokens] if some turns used another one."""
     return own if batch.temperature_factors is None else own * batch.temperature_factors
 
 
 def values_of(metrics: Metrics) -> dict[str, float]:
-    """Return the means to log; moments are left out, because only an evaluation makes use of them."""
+    """Return the means to log; moments are omitted, because only evaluation uses them."""
     return {name: float(mean.value) for name, mean in metrics.items() if not isinstance(mean, Moments)}
 
 
 def compile_decoder_layers(network: Network) -> None:
-    """Apply --deepcompile: compile each decoder layer. They do nearly all of the work and share one compiled graph."""
+    """Compile each decoder layer (--deepcompile); the layers do most of the work and share one compiled graph."""
     for module in network.decoder.base_model.children():
         if isinstance(module, nn.ModuleList):
             for layer in module:

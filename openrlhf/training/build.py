@@ -1,9 +1,8 @@
 """Build the models and backends of a training run from its config.
 
-`load_language_model`, `make_network`, `make_backend` and `make_frozen` serve every training command; `rl.build` uses
-them for the models of reinforcement learning. They decide in one place between the local backend and DeepSpeed. `build`
-combines them into the parts of a supervised run, for `supervised.run`: the trained network in its backend, the frozen
-reference or teacher, and the objective.
+All training commands use `load_language_model`, `make_network`, `make_backend` and `make_frozen`, which choose between
+the local backend and DeepSpeed; `rl.build` calls them for the models of reinforcement learning. For a supervised run,
+`build` combines them: the network in its backend, the frozen reference or teacher, and the objective.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ PROCESS_NAMES = {"prm_loss": "eval prm_loss", "acc": "eval acc"}
 
 
 def reward_values(metrics: Metrics) -> dict[str, float]:
-    """Return a reward model's evaluation metrics, with the mean and the unbiased std of all its scores."""
+    """Return a reward model's evaluation metrics, including the mean and unbiased std of all scores."""
     scores = metrics[objectives.SCORES]
     assert isinstance(scores, Moments)
     mean, count = float(scores.value), float(scores.count)
@@ -69,19 +68,19 @@ def reward_values(metrics: Metrics) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Built:
-    """Parts of a supervised run."""
+    """The backend and objective of a supervised run."""
 
     backend: TrainBackend
     objective: SupervisedObjective[Any, Any, Any]  # the kinds of rows and batches depend on the command
-    summarise: Summary = evaluation_values  # turns the sums of an evaluation into the values to log
-    on_evaluated: Evaluated | None = None  # receives those values
+    summarise: Summary = evaluation_values  # converts the metrics of an evaluation to the values to log
+    on_evaluated: Evaluated | None = None  # called with those values
 
 
 def build(
     config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device, *, soft_labels: bool
 ) -> Built:
-    """Build the parts of a supervised command; the models are loaded here."""
-    # Resolve the attention before loading: the fallback message then appears once, although several models may load.
+    """Load the models of a supervised command and build its backend and objective."""
+    # Choose the attention before loading, so that a fallback is reported only once for several models.
     asked = config.model.attn_implementation
     attention, line = choose_attention(asked, device, config.batches.packing_samples)
     if line:
@@ -89,7 +88,7 @@ def build(
     if attention != asked:
         config = replace(config, model=replace(config.model, attn_implementation="auto"))
 
-    # The model to train, with the head that the method needs.
+    # Load the model to train, with the head that the command needs.
     name, packing = str(config.model.pretrain), config.batches.packing_samples
     if isinstance(config, RMConfig):
         prefix = config.head.value_head_prefix
@@ -98,7 +97,7 @@ def build(
         model.config.update({"value_head_prefix": prefix, "normalize_reward": False})
     else:
         model = load_language_model(config, name, device)
-    if isinstance(config, PRMConfig):  # saved with the model, so that scoring finds the same tokens
+    if isinstance(config, PRMConfig):  # saved with the model, so that scoring uses the same tokens
         fields = config.fields
         tokens = {"placeholder_token": fields.placeholder_token, "reward_tokens": list(fields.reward_tokens)}
         model.config.update(tokens)
@@ -107,7 +106,7 @@ def build(
     backend = make_backend(config, network, config.optimizer, config.optimizer.learning_rate, device)
     objective = make_objective(config, tokenizer, device, network, soft_labels=soft_labels)
     if isinstance(config, RMConfig):
-        # The model's config stores the mean and std, where --normalize_reward reads them.
+        # Store mean and std in the model's config, from which --normalize_reward reads them.
         def keep_statistics(values: Mapping[str, float]) -> None:
             network.decoder.config.update({"mean": values["reward_mean"], "std": values["reward_std"]})
 
@@ -116,15 +115,15 @@ def build(
 
 
 def load_language_model(config: TrainingConfig, name: str, device: torch.device) -> PreTrainedModel:
-    """Load a causal language model in the layout of the run; under ZeRO-3 each process loads its shard."""
+    """Load a causal language model; under ZeRO-3, each process keeps only its shard."""
     with loading(config, device):
         return load_causal_lm(name, config.model, device=device, packing=config.batches.packing_samples)
 
 
 def make_network(config: TrainingConfig, model: PreTrainedModel, *, scalar: bool) -> Network:
-    """Prepare a loaded model for training: add LoRA adapters and gradient checkpointing as configured.
+    """Prepare a loaded model for training, with LoRA adapters and gradient checkpointing if the flags request them.
 
-    `scalar` marks a model with a scalar head, which is trained in full in addition to the adapters.
+    `scalar` marks a model with a scalar head; the head is trained in full, in addition to any adapters.
     """
     adapted = add_adapters(model, config.lora, scalar=scalar)
     if config.sharding.gradient_checkpointing:
@@ -138,7 +137,7 @@ def make_backend(
 ) -> TrainBackend:
     """Wrap a network for training: in the local backend for one process, in DeepSpeed for several.
 
-    `optimizer` is the config's section or, for a critic, that section with the critic's own values.
+    `optimizer` is the config's optimizer section or, for a critic, `PolicyOptimizerFlags.critic`.
     """
     if not config.lora.lora_rank:
         report_frozen(network)
@@ -164,7 +163,7 @@ def make_backend(
 
 
 def make_frozen(config: TrainingConfig, network: Network, device: torch.device, *, offload: bool) -> Frozen:
-    """Wrap a network that is not trained: locally for one process, in DeepSpeed for several."""
+    """Wrap a frozen network: in `LocalFrozen` for one process, in DeepSpeed for several."""
     if not uses_deepspeed(config):
         return LocalFrozen(network, device, offload=offload)
     from openrlhf.training.deepspeed import DeepSpeedFrozen
@@ -177,14 +176,13 @@ def load_frozen(
 ) -> Frozen:
     """Load the reference of DPO and KTO or the teacher of distillation.
 
-    Its vocabulary size must equal that of the trained network, because the two are compared token by token.
+    Its vocabulary must have the size of the trained network's, because the two are compared token by token.
     """
     model = load_language_model(config, name, device)
     found, own = (item.config.get_text_config().vocab_size for item in (model, network.decoder))
     if found != own:
         raise ConfigError(
-            f"{flag} {name} has a vocabulary of {found} tokens, but --pretrain one of {own}:"
-            " the two are compared token by token"
+            f"{flag} {name} does not match --pretrain: expected a vocabulary of {own} tokens, got {found}"
         )
     frozen = Network(model, self_test=not config.model.skip_self_test)
     return make_frozen(config, frozen, device, offload=offload)
@@ -198,7 +196,7 @@ def make_objective(
     *,
     soft_labels: bool,
 ) -> SupervisedObjective[Any, Any, Any]:
-    """Return the training objective of the command; this loads its frozen model, if it has one."""
+    """Return the objective of the command, and load its frozen model if it has one."""
     aux = config.model.aux_loss_coef
     match config:
         case SFTConfig():

@@ -1,8 +1,8 @@
-"""Temporary storage of device tensors in host memory, used while a training backend sleeps.
+"""Storage of device tensors in host memory while a training backend sleeps.
 
-In a hybrid run, training and rollout engines take turns on a device. A backend that sleeps hands its tensors to
-`HostMemory`, which points them at host buffers and frees the device memory for other processes; on waking they point
-at the device again. The tensors stay the same objects, so optimizers and modules notice nothing.
+In a hybrid run, training and rollout engines take turns on a device. When a backend goes to sleep, `HostMemory` copies
+its tensors to host buffers and frees the device memory for other processes; on waking, it copies them back. The tensor
+objects stay the same, so optimizers and modules are not affected.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch import Tensor
 
 @dataclass
 class HostMemory:
-    """Move tensors to host memory and back. The buffers are pinned, for speed, and are kept for the next time."""
+    """Moves tensors to host memory and back. The buffers are pinned for speed and reused the next time."""
 
-    # By id: each tensor stored so far, and its host buffer. Keeping the tensor keeps its id from being reused.
+    # Tensor id -> (tensor, host buffer). The reference to the tensor prevents reuse of its id.
     buffers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     stored: list[tuple[Tensor, Tensor, torch.device]] = field(default_factory=list)  # (tensor, host buffer, device)
 
     @torch.no_grad()
     def take(self, tensors: Iterable[Tensor]) -> None:
-        """Move the tensors that are on a device to host memory and free their device memory for other processes."""
+        """Move the tensors that are on a GPU to host memory, and free their device memory for other processes."""
         for tensor in {id(tensor): tensor for tensor in tensors if tensor.device.type != "cpu"}.values():
             known = self.buffers.get(id(tensor))
             if known is None or known[1].shape != tensor.shape:

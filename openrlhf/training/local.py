@@ -1,8 +1,7 @@
-"""Training in one process, on the CPU or one GPU: the `TrainBackend` and `Frozen` that need only PyTorch.
+"""Training in one process, on the CPU or one GPU, with PyTorch alone.
 
 `LocalBackend` combines a network with a `MasterOptimizer`, which keeps fp32 weights, and for fp16 with a `LossScale`.
-There are no other ranks, so everything that is collective in `backend.py` is trivial here. `DeepSpeedBackend` gives the
-same numbers over several processes.
+`DeepSpeedBackend` computes the same results in several processes.
 """
 
 from __future__ import annotations
@@ -24,22 +23,22 @@ from openrlhf.training.backend import Frozen, TrainBackend, compile_decoder_laye
 from openrlhf.training.optim import LossScale, MasterOptimizer
 
 OPTIMIZER_FILE = "optimizer.safetensors"
-LOSS_SCALE = "loss_scale"  # key of its tensor in that file
+LOSS_SCALE = "loss_scale"  # key of the loss scale's tensor in that file
 
 
 class LocalFrozen(Frozen):
-    """A model that is not trained; with `offload`, its weights are in host memory between forward passes."""
+    """A model that is not trained; with `offload`, its weights stay in host memory between forward passes."""
 
     def __init__(self, network: Network, device: torch.device, *, offload: bool = False) -> None:
         super().__init__(network.eval().requires_grad_(False).to(device), device)
-        choose_layout(network, self.forward)  # with the weights in place, because it runs several forward passes
+        choose_layout(network, self.forward)  # before offloading, because it runs several forward passes
         if offload:
             self.offload = True
             network.to("cpu")
 
 
 class LocalBackend(TrainBackend):
-    """One network, one optimizer, one device; the only process is data-parallel rank 0 of 1."""
+    """Trains one network on one device in one process."""
 
     def __init__(
         self,
@@ -105,7 +104,7 @@ class LocalBackend(TrainBackend):
         return taken + (self.loss_scale.skipped if self.loss_scale else 0)
 
     def sleep(self) -> None:
-        # Take all tensors that are on the device between steps; the optimizer step has already freed the gradients.
+        # Move all tensors that exist between steps; the optimizer step has already freed the gradients.
         states = [slots for optimizer in self.optimizer.optimizers for slots in optimizer.state.values()]
         values = [value for slots in states for value in slots.values()]
         masters = self.optimizer.masters.values()

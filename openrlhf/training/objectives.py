@@ -1,8 +1,8 @@
 """The six supervised objectives: SFT, distillation, pairwise reward, DPO, KTO and process reward.
 
-Each says which outputs it needs from the network and which formula of `algo` it applies to them. For every optimizer
-step, `Fit` collates the rows and calls `prepare`, which may run a frozen model over the batches; the backend then calls
-`loss` for each micro-batch. Results of `prepare` become fields of the objective's own kind of batch:
+Each objective requests outputs from the network and applies a loss of `algo` to them. For every optimizer step, `Fit`
+collates the rows and calls `prepare`, which may run a frozen model on the batches; the backend then calls `loss` for
+each micro-batch. Results of `prepare` are stored in fields of a subclass of the batch:
 
     rows -> collate -> Batch -> prepare -> e.g. ReferencedPairs -> loss
 """
@@ -32,8 +32,8 @@ from openrlhf.training.order import micro_batches as cut
 from openrlhf.training.order import num_micro_batches
 from openrlhf.types import Batch, LabelledBatch, LabelledRow, PairBatch, StepBatch
 
-AUX_ON = 1e-8  # a coefficient up to this one switches its term off
-SCORES = "scores"  # moments of all scores of a reward model, which an evaluation summarises
+AUX_ON = 1e-8  # coefficients up to this value disable their term
+SCORES = "scores"  # metric with the moments of all scores of a reward model
 Row = TypeVar("Row", contravariant=True)
 Collated = TypeVar("Collated", bound=Batch, contravariant=True)
 Prepared = TypeVar("Prepared", bound=Batch)
@@ -41,7 +41,7 @@ Prepared = TypeVar("Prepared", bound=Batch)
 
 @dataclass(frozen=True)
 class Step(Generic[Row]):
-    """The rows of one optimizer step: all of them, and the positions of this rank's share."""
+    """All rows of one optimizer step, and the indices of the rows of this rank."""
 
     rows: Sequence[Row]
     mine: Sequence[int]  # indices into `rows`
@@ -49,15 +49,15 @@ class Step(Generic[Row]):
 
 
 class SupervisedObjective(Objective[Prepared], Protocol[Row, Collated, Prepared]):
-    """An objective of the supervised loop, for rows of one kind."""
+    """An objective of the supervised loop, for one kind of row."""
 
     def prepare(self, batches: list[Collated], step: Step[Row], policy: TrainBackend) -> list[Prepared]:
-        """Return the batches to train on, with the outputs of frozen models."""
+        """Return the batches to train on, with the outputs of a frozen model if the objective needs one."""
         ...
 
 
 class NeedsNoModel:
-    """Part of an objective that trains on the collated batches as they are."""
+    """Mixin for objectives without a frozen model, which train on the collated batches directly."""
 
     def prepare(self, batches: list[B], step: Step[object], policy: TrainBackend) -> list[B]:
         return batches
@@ -65,21 +65,21 @@ class NeedsNoModel:
 
 @dataclass(frozen=True, kw_only=True)
 class TaughtBatch(Batch):
-    """Texts as a teacher sees them."""
+    """Texts with the hidden states of a teacher."""
 
     teacher_hidden: Tensor  # [targets, hidden]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReferencedPairs(PairBatch):
-    """Pairs with the reference's log-prob of each response."""
+    """Pairs with the log-prob of each response under the reference."""
 
     reference: Tensor  # [2 x pairs]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReferencedLabels(LabelledBatch):
-    """Labelled responses with the reference's log-probs, and the baseline of the whole step."""
+    """Labelled responses with their log-probs under the reference, and the baseline of the whole step."""
 
     reference: Tensor  # [sequences]
     baseline: Tensor  # []
@@ -90,7 +90,7 @@ def add_aux(
 ) -> tuple[Tensor, Metrics]:
     """Add the load-balancing loss of a mixture of experts, averaged over micro-batches.
 
-    It is the only term that depends on how a step is split into micro-batches.
+    This is the only term that depends on how a step is split into micro-batches.
     """
     if outputs.aux_loss is None:
         return loss, metrics
@@ -100,7 +100,7 @@ def add_aux(
 
 @dataclass(frozen=True)
 class SFT(NeedsNoModel):
-    """Mean negative log-likelihood of the step's target tokens."""
+    """Mean negative log-likelihood of the target tokens."""
 
     aux_loss_coef: float = 0.0
 
@@ -112,7 +112,7 @@ class SFT(NeedsNoModel):
 
 @dataclass(frozen=True)
 class Distillation:
-    """Cross entropy with the data, mixed with cross entropy with a teacher's distribution at the same positions."""
+    """Cross-entropy with the data, mixed with cross-entropy with a teacher's distribution at the same positions."""
 
     flags: DistillationFlags
     teacher: Frozen
@@ -135,7 +135,7 @@ class Distillation:
 
 @dataclass(frozen=True)
 class PairwiseReward(NeedsNoModel):
-    """Reward model on pairs: a scalar per response, which should be higher for the preferred one."""
+    """Reward model on pairs: one score per response, which should be higher for the preferred response."""
 
     flags: PairwiseRewardFlags
     aux_loss_coef: float = 0.0
@@ -153,7 +153,7 @@ class PairwiseReward(NeedsNoModel):
 
 @dataclass(frozen=True)
 class DirectPreference:
-    """DPO, cDPO or IPO on pairs; `prepare` computes the reference's log-probs before the step."""
+    """DPO, cDPO or IPO on pairs; `prepare` computes the log-probs of the reference."""
 
     flags: DirectPreferenceFlags
     reference: Frozen
@@ -176,30 +176,30 @@ class DirectPreference:
             loss, metrics = preference_loss.dpo(chosen, rejected, flags.beta, pairs, flags.label_smoothing)
         metrics["loss"] = _share(loss, pairs, chosen.numel())
         if flags.nll_loss_coef > AUX_ON:
-            mask = batch.target_mask & (batch.sequence_ids < batch.num_sequences // 2)  # of the chosen responses
+            mask = batch.target_mask & (batch.sequence_ids < batch.num_sequences // 2)  # chosen responses only
             nll, measured = preference_loss.chosen_nll(outputs.log_probs, mask, pairs, batch.sequence_ids)
             loss, metrics = loss + flags.nll_loss_coef * nll, metrics | {"nll_loss": measured["nll"]}
         return add_aux(loss, metrics, outputs, self.aux_loss_coef, totals)
 
     def _per_response(self, outputs: LogProbs, batch: Batch) -> Tensor:
-        """Return the log-prob of each response, [sequences]: summed, or for IPO optionally averaged, as in TRL."""
+        """Return the log-prob of each response, [sequences]: a sum over tokens, or a mean with --ipo_length_average."""
         return _sequence_sums(outputs, batch, average=self.flags.ipo and self.flags.ipo_length_average)
 
 
 @dataclass(frozen=True)
 class UnpairedPreference:
-    """KTO: compare each response with a baseline that the whole step shares."""
+    """KTO: compare each response with a baseline, which is the same for the whole step."""
 
     flags: UnpairedPreferenceFlags
     reference: Frozen
-    layout: Layout  # of the mismatched pairs, as of the batches
+    layout: Layout  # layout of the mismatched pairs, the same as that of the batches
     max_len: int
     aux_loss_coef: float = 0.0
 
     def prepare(
         self, batches: list[LabelledBatch], step: Step[LabelledRow], policy: TrainBackend
     ) -> list[ReferencedLabels]:
-        # The baseline: the mean log-ratio of each prompt with the next row's response, over the step and all ranks.
+        # Baseline: the mean log-ratio of each prompt with the next row's response, over the step and all ranks.
         pairs = mismatch_rows(step.rows, self.max_len)
         total = torch.zeros(2, dtype=torch.float64)
         parts = cut([pairs[place] for place in step.mine], step.micro_size)
@@ -241,7 +241,7 @@ class UnpairedPreference:
 class ProcessReward(NeedsNoModel):
     """Process reward model: predict a label at the end of each reasoning step.
 
-    Hard labels are classes, among the reward tokens or the whole vocabulary; soft labels are probabilities.
+    Hard labels are reward tokens or, without reward tokens, any tokens; soft labels are probabilities.
     """
 
     reward_token_ids: tuple[int, ...] = ()
@@ -252,7 +252,7 @@ class ProcessReward(NeedsNoModel):
         outputs = run(batch, TargetLogits)
         labels = batch.step_labels[batch.target_mask]  # [rows, tokens] to [targets]
         ids = self.reward_token_ids or None
-        if not self.soft:  # class numbers: indices into the reward tokens, or vocabulary ids
+        if not self.soft:  # labels are indices into the reward tokens, or vocabulary ids
             labels = labels.long() if ids is None else torch.tensor(ids, device=labels.device)[labels.long()]
         everywhere = torch.ones_like(labels, dtype=torch.bool)
         loss, metrics = token_loss.prm_loss(outputs.logits, labels, everywhere, totals.targets, ids)
@@ -268,5 +268,5 @@ def _sequence_sums(outputs: LogProbs, batch: Batch, *, average: bool = False) ->
 
 
 def _share(loss: Tensor, total: Tensor, number: int) -> Mean:
-    """Turn a loss already divided by the step's total back into this micro-batch's sum and count, for the metrics."""
+    """Return the sum and count of a micro-batch as a metric, from a loss already divided by the step's total."""
     return Mean(loss.detach().double() * total.to(loss.device), torch.tensor(float(number), dtype=torch.float64))

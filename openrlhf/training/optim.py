@@ -1,8 +1,8 @@
-"""Optimizer pieces: learning-rate schedules, parameter groups, fp32 master weights and the loss scale of fp16.
+"""Learning rate schedules, parameter groups, fp32 master weights and the loss scale of fp16.
 
-`MasterOptimizer` is the optimizer of the local backend: it computes in fp32 whatever the precision of the network, and
-`LossScale` keeps the gradients of an fp16 network representable. The DeepSpeed backend uses PyTorch's AdamW directly,
-because DeepSpeed keeps its own masters and loss scale. Schedules and parameter groups serve both.
+`MasterOptimizer` is the optimizer of the local backend. It updates fp32 weights, whatever the precision of the network,
+and `LossScale` keeps fp16 gradients from underflowing. The DeepSpeed backend uses PyTorch's AdamW directly, because
+DeepSpeed has its own master weights and loss scale. Both backends share schedules and parameter groups.
 """
 
 import math
@@ -18,23 +18,23 @@ from openrlhf.config.sections.training import OptimizerFlags
 from openrlhf.errors import BackendError, ConfigError
 from openrlhf.monitor import say
 
-# Parameters without weight decay, by a part of their name: biases and the gains of normalisation layers.
+# Substrings of the names of parameters without weight decay: biases and weights of normalisation layers.
 NO_DECAY = ("bias", "layer_norm.weight", "layernorm.weight", "norm.weight", "ln_f.weight")
 WITH_MIN_LR = ("cosine_with_min_lr", "cosine_warmup_with_min_lr")
 
-INITIAL_SCALE = 65536.0  # of the loss
-LEAST_SCALE = 1.0
-GROWTH_INTERVAL = 2000  # applied steps in a row before the scale doubles
+INITIAL_SCALE = 65536.0  # initial loss scale
+LEAST_SCALE = 1.0  # minimum loss scale
+GROWTH_INTERVAL = 2000  # consecutive applied steps before the loss scale doubles
 
 Named = tuple[str, nn.Parameter]
 
 
 def schedule(name: str, *, warmup_ratio: float, total_steps: int, min_lr_ratio: float) -> Callable[[int], float]:
-    """Return a function from step, counted from 0, to the factor on the peak learning rate.
+    """Return a function that maps a step, counted from 0, to a factor on the peak learning rate.
 
-    Warm-up starts at zero, as in Transformers.
+    The first step of a warm-up has the factor zero, as in Transformers.
     """
-    from transformers import get_scheduler  # late: imports PEFT and bitsandbytes, a third of a process's imports
+    from transformers import get_scheduler  # imported late, because it imports PEFT and bitsandbytes, which is slow
 
     kwargs = {"min_lr_rate": min_lr_ratio} if name in WITH_MIN_LR else None
     dummy = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
@@ -49,12 +49,14 @@ def schedule(name: str, *, warmup_ratio: float, total_steps: int, min_lr_ratio: 
     except (ValueError, TypeError) as error:
         raise ConfigError(f"--lr_scheduler {name}: {str(error).splitlines()[0]}") from None
     if not isinstance(made, torch.optim.lr_scheduler.LambdaLR):
-        raise ConfigError(f"--lr_scheduler {name} follows the loss, not the step, so it cannot be resumed exactly")
+        raise ConfigError(
+            f"--lr_scheduler {name} depends on the loss, not on the step, so it cannot be resumed exactly"
+        )
     return made.lr_lambdas[0]
 
 
 def between_steps(scheduled: Callable[[int], float], place: float) -> float:
-    """Interpolate the factor linearly at a fractional step, which a run has if it cannot count its steps in advance."""
+    """Interpolate the factor at a fractional step; runs have these if their number of steps is not known in advance."""
     step = math.floor(place)
     before, after = scheduled(step), scheduled(step + 1)
     return before + (after - before) * (place - step)
@@ -63,10 +65,10 @@ def between_steps(scheduled: Callable[[int], float], place: float) -> float:
 def only_warmup(
     scheduled: Callable[[int], float], *, steps: int, planned: int, warmup_ratio: float, flag: str
 ) -> str | None:
-    """Return a warning if a run ends during its warm-up; it may run fewer `steps` than the schedule has `planned`."""
+    """Return a warning if a run ends during warm-up; `steps` may be less than the `planned` steps of the schedule."""
     if not 0 < steps <= math.ceil(planned * warmup_ratio) or scheduled(0) > 0:
         return None
-    given = f"({flag} {warmup_ratio:g})"  # as the user would type it
+    given = f"({flag} {warmup_ratio:g})"
     if steps == 1:
         line = f"the only optimizer step is warm-up {given}, with a learning rate of 0: nothing is learned"
     else:
@@ -75,12 +77,12 @@ def only_warmup(
 
 
 def trainable(network: nn.Module) -> list[Named]:
-    """List the trainable parameters; one that is tied under two names appears once."""
+    """List the trainable parameters; a parameter with two names (tied) appears once."""
     return [(name, parameter) for name, parameter in network.named_parameters() if parameter.requires_grad]
 
 
 def parameter_groups(named: Iterable[Named], weight_decay: float) -> list[dict[str, object]]:
-    """Split parameters into two groups, with and without weight decay; empty groups are left out."""
+    """Split parameters into two groups, with and without weight decay; empty groups are omitted."""
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
     for name, parameter in named:
@@ -90,28 +92,28 @@ def parameter_groups(named: Iterable[Named], weight_decay: float) -> list[dict[s
 
 
 def is_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """Return True for the parameters that Muon orthogonalises: matrices inside the layers, not embeddings or heads."""
+    """Return True for the parameters that Muon updates: matrices inside the layers, not embeddings or heads."""
     outer = any(part in name for part in ("embed", "lm_head", "score", "wte", "wpe"))
     return parameter.ndim == 2 and not outer
 
 
 class MasterOptimizer:
-    """Adam (and Muon for matrices) on fp32 weights, regardless of the precision the network computes in.
+    """Adam (and Muon for matrices) on fp32 weights, regardless of the precision of the network.
 
     A bf16 weight near 1 cannot represent a change below 1/256, and most updates are smaller. Half-precision parameters
-    therefore get an fp32 master, on the device or (`offload`) in pinned host memory. Gradients are moved to the master
-    as soon as they are computed, which frees the network's own immediately.
+    therefore have an fp32 master copy, on the device or (`offload`) in pinned host memory. Gradients are moved to the
+    master as soon as they are computed, so that the network's gradients can be freed immediately.
     """
 
     def __init__(
         self, network: nn.Module, flags: OptimizerFlags, learning_rate: float, *, offload: bool = False
     ) -> None:
         self.flags = flags
-        self.learning_rate = learning_rate  # peak; `step` scales it
+        self.learning_rate = learning_rate  # peak learning rate; `step` scales it
         self.named = trainable(network)
         if not self.named:
             raise ConfigError("nothing to train: every parameter is frozen")
-        self.masters: dict[str, nn.Parameter] = {}  # of a parameter that is fp32 and stays where it is: itself
+        self.masters: dict[str, nn.Parameter] = {}  # an fp32 parameter that is not offloaded is its own master
         for name, parameter in self.named:
             self.masters[name] = parameter
             if offload and parameter.device.type != "cpu":
@@ -148,7 +150,7 @@ class MasterOptimizer:
         If a `loss_scale` is given, gradients are divided by it first, and a step whose gradients are not finite is
         skipped and returns None. Without one, such gradients raise.
         """
-        # Wait until gradients have arrived in host memory and masters are no longer being copied.
+        # Wait for asynchronous copies of gradients to host memory and of masters to the device.
         for device in {parameter.device for parameter, master in self.split if master.device != parameter.device}:
             torch.cuda.synchronize(device)
         masters = list(self.masters.values())
@@ -162,13 +164,13 @@ class MasterOptimizer:
             return None
         if not math.isfinite(norm):
             raise BackendError(
-                f"the gradient norm is {norm}, so nothing was changed", try_this="a smaller learning rate"
+                f"the gradient norm is {norm}, so the weights were not updated", try_this="a smaller learning rate"
             )
         for optimizer, peaks in zip(self.optimizers, self.peaks, strict=True):
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * scale
-            # Muon multiplies in bf16, and oneDNN's bf16 kernels crash on CPUs that report AMX but trap it, as some
-            # VMs do.
+            # Muon multiplies in bf16, and oneDNN's bf16 kernels crash on CPUs that report AMX but do not allow it, as
+            # in some VMs.
             on_host = optimizer.param_groups[0]["params"][0].device.type == "cpu"
             risky = on_host and isinstance(optimizer, torch.optim.Muon)
             with torch.backends.mkldnn.flags(enabled=False) if risky else nullcontext():
@@ -179,12 +181,12 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Copy the masters to the network; the cast to its precision happens on the device, where it is faster."""
+        """Copy the masters to the network; they are cast on the device, where it is faster."""
         for parameter, master in self.split:
             parameter.copy_(master.to(parameter.device, non_blocking=True))
 
     def state(self) -> dict[str, Tensor]:
-        """Return masters and optimizer states as flat tensors by parameter name, which safetensors can store."""
+        """Return masters and optimizer states as a flat dict of tensors, which safetensors can store."""
         names = {id(master): name for name, master in self.masters.items()}
         tensors = {f"weight/{name}": master.detach() for name, master in self.masters.items()}
         for optimizer in self.optimizers:
@@ -194,7 +196,7 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """Restore what `state` returned; if it belongs to another network, raise before changing anything."""
+        """Restore tensors from `state`; raise before changing anything if they do not match this network."""
         slots: dict[str, dict[str, Tensor]] = {}
         for key, value in tensors.items():
             slot, _, name = key.partition("/")
@@ -220,13 +222,13 @@ class MasterOptimizer:
 
 
 def _move_gradient(master: nn.Parameter, parameter: Tensor) -> None:
-    """Add a parameter's gradient to its master's in fp32 and free it; runs as a hook after accumulation."""
+    """Add a parameter's gradient to that of its master in fp32 and free it; called as a hook after accumulation."""
     assert parameter.grad is not None
     if parameter.device == master.device:
         gradient = parameter.grad.to(torch.float32)
     else:
         gradient = torch.empty_like(master, requires_grad=False, pin_memory=True)
-        gradient.copy_(parameter.grad, non_blocking=True)  # asynchronous: wait before using it, below and in `step`
+        gradient.copy_(parameter.grad, non_blocking=True)  # asynchronous; synchronised below and in `step`
     if master.grad is None:
         master.grad = gradient
     else:
@@ -238,10 +240,10 @@ def _move_gradient(master: nn.Parameter, parameter: Tensor) -> None:
 
 @dataclass
 class LossScale:
-    """Dynamic factor on the loss of an fp16 model, used by the local backend (DeepSpeed has its own).
+    """Dynamic loss scale of an fp16 model in the local backend (DeepSpeed has its own).
 
-    The smallest positive fp16 number is 6e-8, and gradients of a mean over many tokens fall below it. The factor is
-    halved when gradients overflow and doubled after many steps without an overflow (as torch's GradScaler does). It is
+    The smallest positive fp16 number is 6e-8, and gradients of a mean over many tokens can be smaller. The scale is
+    halved when gradients overflow and doubled after many steps without overflow, as in torch's GradScaler. It is
     always a power of two, so that scaling and unscaling are exact.
     """
 
@@ -258,9 +260,9 @@ class LossScale:
             return
         if self.value <= LEAST_SCALE:
             raise BackendError(
-                f"gradients are not finite in fp16, even with a loss scale of {self.value:g}; nothing was changed",
+                f"fp16 gradients are not finite, even with a loss scale of {self.value:g}; the weights were not updated",
                 try_this="--param_dtype bf16, or a smaller learning rate",
             )
         lower = self.value / 2
-        say(f"an optimizer step was skipped: gradients overflow with a loss scale of {self.value:g}, now {lower:g}")
+        say(f"skipped an optimizer step: gradients overflowed with loss scale {self.value:g}, which is now {lower:g}")
         self.value, self.applied, self.skipped = lower, 0, self.skipped + 1

@@ -1,11 +1,11 @@
 """The assignment of rows to optimizer steps, ranks and micro-batches, as a pure function of seed and step.
 
-Nothing here has state, so a resumed run just asks for its next step. `Order` gives the rows of a step, `share` those of
-a rank, and `micro_batches` cuts the share. Used by the supervised loop; the RL loop shares `permutation`. Five rows of
-a step on two ranks in micro-batches of two:
+There is no state to restore when a run resumes. `Order` returns the rows of a step, `share` those of a rank, and
+`micro_batches` splits them. The supervised loop uses all of them, the RL loop only `permutation`. For example, a step
+with five rows on two ranks in micro-batches of two:
 
     rank 0   [r0 r2] [r4]
-    rank 1   [r1 r3] [filler]    a sharded model runs on all ranks together
+    rank 1   [r1 r3] [filler]    because a sharded model runs on all ranks together
 """
 
 import math
@@ -28,7 +28,7 @@ class Order:
     batch_size: int  # rows per optimizer step, over all ranks
     epochs: int
     seed: int
-    max_steps: int | None = None  # stop early
+    max_steps: int | None = None  # stop after this many steps
 
     @property
     def steps_per_epoch(self) -> int:
@@ -46,7 +46,7 @@ class Order:
         return shuffled[within * self.batch_size : (within + 1) * self.batch_size].tolist()
 
     def ends_epoch(self, step: int) -> bool:
-        """Return whether `step` is the last of its epoch."""
+        """Return True if `step` is the last of its epoch."""
         return (step + 1) % self.steps_per_epoch == 0
 
 
@@ -57,15 +57,15 @@ def permutation(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 
 def share(items: Sequence[T], rank: int, ranks: int) -> list[T]:
-    """Return a rank's share of a step's items; the sizes of shares differ by at most one."""
+    """Return the items of a rank; the numbers of items per rank differ by at most one."""
     return list(items[rank::ranks])
 
 
 def num_micro_batches(num_items: int, ranks: int, micro_size: int) -> int:
-    """Return how many micro-batches every rank runs: as many as the rank with the largest share needs."""
+    """Return the number of micro-batches that every rank runs, which is the largest number that a rank needs."""
     return math.ceil(math.ceil(num_items / ranks) / micro_size)
 
 
 def micro_batches(items: Sequence[T], micro_size: int) -> list[list[T]]:
-    """Cut items into micro-batches; the last may be smaller."""
+    """Split items into micro-batches; the last one may be smaller."""
     return [list(items[place : place + micro_size]) for place in range(0, len(items), micro_size)]

@@ -1,8 +1,8 @@
-"""Checks and notices that depend on the models' config.json files or on the device, before any weights load.
+"""Checks and messages that depend on the models' config.json or on the device, before any weights are loaded.
 
-The rules in `config/checks` see only flags. `check_models` adds the rules that need the architecture of the models
-(experts, attention heads). The `explain_*` functions name the flags that have no effect on this device or with these
-models, as `config/no_effect` does for flags alone.
+The rules in `config/checks` depend only on flags. `check_models` adds rules about the architecture of the models
+(experts, attention heads). The `explain_*` functions report flags that have no effect on this device or with these
+models, as `config/no_effect` does for combinations of flags.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ def check_models(config: TrainingConfig) -> None:
         if coef > AUX_ON and not balances_experts(config.model, model):
             if role == "policy":
                 raise ConfigError(
-                    f"--aux_loss_coef {coef:g} balances the experts of a mixture, but {name} has none",
+                    f"--aux_loss_coef {coef:g} needs a mixture of experts, but {name} has no experts",
                     try_this="without --aux_loss_coef",
                 )
             say(f"--aux_loss_coef does not apply to the critic: {name} has no experts")
 
 
 def balances_experts(model: ModelFlags, config: PretrainedConfig) -> bool:
-    """Return whether the load-balancing loss is on and the model has experts."""
+    """Return True if the load-balancing loss is on and the model has experts."""
     return model.aux_loss_coef > AUX_ON and "router_aux_loss_coef" in config.to_dict()
 
 
 def explain_hardware(config: TrainingConfig, device: torch.device) -> None:
-    """Name the flags that have no effect on this device or with these model families."""
+    """Report flags that have no effect on this device or with these model families."""
     found: list[str | None] = [config.model.pretrain]  # every model that the run loads
     match config:
         case RLConfig():
@@ -70,7 +70,7 @@ def explain_hardware(config: TrainingConfig, device: torch.device) -> None:
     explain_precision(config.model.param_dtype, device)
     if device.type == "cpu":
         if config.sharding.adam_offload:
-            say("--adam_offload has no effect: the optimizer of a CPU run is in host memory already")
+            say("--adam_offload has no effect on a CPU, where the optimizer is already in host memory")
         for line in answers(config, ON_CPU):
             say(line)
     elif config.model.use_liger_kernel:
@@ -82,13 +82,13 @@ def explain_hardware(config: TrainingConfig, device: torch.device) -> None:
 
 
 def explain_precision(asked: str, device: torch.device) -> None:
-    """Say that a CPU run computes in fp32 whatever precision was requested."""
+    """Report that a CPU run computes in fp32, whatever precision was requested."""
     if device.type == "cpu" and asked != "fp32":
-        say(f"no GPU: everything runs in fp32, since {asked} is many times slower on a CPU")
+        say(f"no GPU: everything runs in fp32, because {asked} is many times slower on a CPU")
 
 
 def explain_experts(loading: LoadingFlags, *names: str) -> None:
-    """Say that --experts_implementation has no effect if no model has experts."""
+    """Report that --experts_implementation has no effect if no model has experts."""
     if loading.experts_implementation is None:
         return
     known = [read_config(name, loading).get_text_config().to_dict() for name in names]
@@ -97,7 +97,7 @@ def explain_experts(loading: LoadingFlags, *names: str) -> None:
 
 
 def explain_reward_models(config: RLConfig) -> None:
-    """Name the flags that apply to process or outcome reward models when the run has none of that kind."""
+    """Report flags for process or outcome reward models if the run has no such model."""
     if not config.rewards.scored_by_models:
         return
     saved = [read_config(name, config.model).to_dict() for name in config.rewards.reward_models]

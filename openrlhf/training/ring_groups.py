@@ -1,10 +1,10 @@
-"""Process groups for ring attention, in which several processes share each packed row.
+"""Process groups for ring attention.
 
-A ring is a group of processes that share a row. A lane has the process at the same position of every ring, so that sums
-over a lane count each row once. `share_rows` gives a network its ring; both DeepSpeed classes call it. Eight processes
-with --ring_attn_size 2 and --ds_tensor_parallel_size 2:
+A ring is a group of processes that share each packed row. A lane consists of the processes at the same position of all
+rings, so that sums over a lane count each row once. Both DeepSpeed classes call `share_rows` to set the ring of a
+network. For example, eight processes with --ring_attn_size 2 and --ds_tensor_parallel_size 2:
 
-    ranks   0 1 2 3 | 4 5 6 7      0 and 1 are tensor-parallel peers, as are 2 and 3, ...
+    ranks   0 1 2 3 | 4 5 6 7      tensor-parallel peers: (0 1) (2 3) (4 5) (6 7)
     rings   (0 2) (1 3) | (4 6) (5 7)
     lanes   (0 4) (1 5) (2 6) (3 7)
 """
@@ -22,7 +22,7 @@ from openrlhf.models.ring import Ring, check_ring
 
 @dataclass(frozen=True)
 class ProcessGrid:
-    """The arrangement of all processes: tensor-parallel peers have adjacent ranks.
+    """The arrangement of all processes. Tensor-parallel peers have adjacent ranks.
 
     A ring connects processes with the same tensor-parallel position in adjacent tensor-parallel groups.
     """
@@ -38,14 +38,14 @@ class ProcessGrid:
                 yield [peer + place * self.tensor for place in range(self.ring)]
 
     def lanes(self) -> Iterator[list[int]]:
-        """Yield the ranks of each lane, by data-parallel rank: one of each ring, at the same ring and peer position."""
+        """Yield the ranks of each lane, in order of data-parallel rank."""
         for start in range(self.ring * self.tensor):
             yield list(range(start, self.world, self.ring * self.tensor))
 
 
 @dataclass(frozen=True)
 class RingGroups:
-    """The ring of this process, and its lane, over which each row is counted once."""
+    """The ring and the lane of this process."""
 
     ring: dist.ProcessGroup
     lane: dist.ProcessGroup
@@ -53,16 +53,16 @@ class RingGroups:
 
 @cache
 def make_groups(grid: ProcessGrid) -> RingGroups:
-    """Create all groups, in the same order in every process; cached, because a process's models share them."""
+    """Create all groups, in the same order in every process; cached, because all models of a process share them."""
     own: list[dist.ProcessGroup] = []
     for members in (grid.rings(), grid.lanes()):
-        made = [dist.new_group(ranks) for ranks in members]  # a number for each group that this process is not in
+        made = [dist.new_group(ranks) for ranks in members]  # an int for groups without this process
         own.append(next(group for group in made if isinstance(group, dist.ProcessGroup)))
     return RingGroups(*own)
 
 
 def share_rows(network: Network, sharding: ShardingFlags) -> RingGroups | None:
-    """Give a network its ring if --ring_attn_size is above 1; return the groups."""
+    """Set the ring of a network if --ring_attn_size is above 1, and return the process groups."""
     size = sharding.ring_attn_size
     if size == 1:
         return None

@@ -1,8 +1,8 @@
-"""The objectives of policy and critic in RL: plain settings that can be sent to a worker, and the formulas of `algo`.
+"""The objectives of the policy and the critic in RL, which apply the losses of `algo`; picklable for workers.
 
-Both train on a PolicyBatch, which holds advantages, returns, old values and log-probs, all [rows, tokens]. Old
-log-probs may be missing: the current ones then take their place, which is exact for a single on-policy step.
-`rl.models` passes the objectives to `TrainBackend.forward_backward`, as `Fit` does with those of `objectives.py`.
+Both train on a PolicyBatch with advantages, returns, old values and log-probs, all [rows, tokens]. If old log-probs are
+missing, the current ones are used, which is exact for a single on-policy step. `rl.models` passes the objectives to
+`TrainBackend.forward_backward`, as `Fit` does with those in `objectives.py`.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from openrlhf.types import PolicyBatch
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """Clipped policy loss with its optional terms: KL to the reference, entropy, expert balance."""
+    """Clipped policy loss with optional terms: KL to the reference, entropy and load balancing of experts."""
 
     settings: PolicyLossFlags
     temperature: float = 1.0
     kl_coef: float = 0.0  # 0 if the KL penalty is part of the reward
     kl_estimator: str = "k2"  # a key of KL_ESTIMATORS
     kl_unbiased_gradient: bool = False  # see `kl_loss`
-    entropy_coef: float | None = None  # None: the entropy is not computed
+    entropy_coef: float | None = None  # None: do not compute the entropy
     aux_loss_coef: float = 0.0
-    constant_length: int = 1  # for the "constant" aggregation: the number of tokens to count for each sequence
+    constant_length: int = 1  # tokens per sequence in the denominator of "constant" aggregation
 
     def loss(self, run: Run, batch: PolicyBatch, totals: StepTotals) -> tuple[Tensor, Metrics]:
         temperature, mask, rows = temperature_of(batch, self.temperature), batch.target_mask, batch.sequence_ids
@@ -48,11 +48,11 @@ class PolicyObjective:
         loss, metrics = policy_loss(
             log_probs, old_log_probs, batch.advantages, mask, denominator, self.settings, batch.rollout_log_probs, rows
         )
-        metrics["ppo_clip_ratio"] = metrics.pop("clip_ratio")  # the name that dashboards know
+        metrics["ppo_clip_ratio"] = metrics.pop("clip_ratio")  # the name that dashboards use
         metrics["policy_loss"] = whole_loss(loss, totals)
         if self.kl_coef > 0:
             if batch.reference_log_probs is None:
-                raise ValueError("a KL loss needs the log-probs of a reference")
+                raise ValueError("the KL loss needs reference log-probs")
             old = old_log_probs if self.kl_unbiased_gradient else None
             term, measured = kl_loss(
                 log_probs, batch.reference_log_probs, mask, denominator, self.kl_estimator, mode, rows, old
@@ -73,7 +73,7 @@ class ValueObjective:
 
     def loss(self, run: Run, batch: PolicyBatch, totals: StepTotals) -> tuple[Tensor, Metrics]:
         if batch.old_values is None or batch.returns is None:
-            raise ValueError("a value loss needs old values and returns")
+            raise ValueError("the value loss needs old values and returns")
         outputs = run(batch, Values)
         loss, metrics = value_loss(
             outputs.values, batch.old_values, batch.returns, batch.target_mask, totals.targets, self.value_clip
@@ -84,5 +84,8 @@ class ValueObjective:
 
 
 def whole_loss(share: Tensor, totals: StepTotals) -> Mean:
-    """Return the step's loss as a metric: shares times the number of micro-batches average to the full loss."""
+    """Return the step's loss as a metric.
+
+    Multiplied by the number of micro-batches, the losses of micro-batches average to the loss of the step.
+    """
     return mean_of(share.detach().double().reshape(1) * totals.micro_batches.to(share.device))

@@ -1,8 +1,8 @@
 """Random numbers: seeds at the start of a run, and random states in its checkpoints.
 
-All processes start from the same seed, so that newly initialised weights agree, and are given different ones for
-dropout once the models are built. A checkpoint holds one safetensors file of states per rank, so that a resumed run
-continues with the numbers that an uninterrupted one would have used.
+All processes start from the same seed, so that newly initialised weights agree; after the models are built, each gets a
+different seed for dropout. A checkpoint contains one file of random states per rank, so that a resumed run uses the
+same random numbers as an uninterrupted one.
 """
 
 import os
@@ -25,16 +25,15 @@ def seed_everything(seed: int, *, deterministic: bool) -> None:
 
 
 def seed_dropout(seed: int, rank: int) -> None:
-    """Give processes with different tokens different dropout masks; `rank` is equal for tensor-parallel peers.
+    """Seed processes with different tokens differently for dropout; `rank` is equal for tensor-parallel peers.
 
-    Call it after the models are built: until then all processes use the same seed, so that newly initialised weights
-    agree.
+    Call this after the models are built, because newly initialised weights must agree in all processes.
     """
     torch.manual_seed(int(np.random.default_rng((seed, rank)).integers(2**63)))
 
 
 def save_rng(folder: Path, rank: int) -> None:
-    """Write PyTorch's random states of this process into a checkpoint."""
+    """Write the random states of PyTorch in this process to a checkpoint."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -42,10 +41,10 @@ def save_rng(folder: Path, rank: int) -> None:
 
 
 def load_rng(folder: Path, rank: int) -> None:
-    """Restore what `save_rng` wrote; a rank that did not exist then keeps its own state."""
+    """Restore the random states of a checkpoint, unless it was saved on fewer ranks."""
     path = folder / f"rng_rank{rank}.safetensors"
     if not path.exists():
-        return  # the run was saved on fewer ranks
+        return
     states = load_file(path)
     torch.set_rng_state(states["cpu"])
     if "cuda" in states and torch.cuda.is_available():
