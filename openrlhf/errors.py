@@ -1,12 +1,12 @@
-"""All errors that a user can cause or must act on, in one hierarchy.
+"""The errors that users can cause or must act on, in one hierarchy.
 
-Each error also derives from the closest standard error, so `except ValueError` around a call from Python works as
-expected. The command-line entry prints the message and exits with `exit_code`: 2 for wrong input, 1 for a failed run.
+Each error also derives from a standard error, so that `except ValueError` works as expected for calls from Python.
+Commands print the message and exit with `exit_code`: 2 for invalid input, 1 for a failed run.
 """
 
 
 class OpenRLHFError(Exception):
-    """Base class: a one-line message and, if known, a fix in `try_this`."""
+    """Base class with a one-line message and, if known, a fix in `try_this`."""
 
     exit_code = 1
 
@@ -20,7 +20,7 @@ class OpenRLHFError(Exception):
 
 
 class ConfigError(OpenRLHFError, ValueError):
-    """An invalid flag or combination of flags; raised before a model loads."""
+    """An invalid flag or combination of flags, usually detected before a model is loaded."""
 
     exit_code = 2
 
@@ -50,7 +50,7 @@ class EngineError(RolloutError):
 
 
 class BackendError(OpenRLHFError, RuntimeError):
-    """Training that cannot continue: a dead worker, a non-finite loss, a checkpoint that does not match."""
+    """A failure that stops training: a dead worker, a non-finite loss or a checkpoint that does not match."""
 
 
 class DiskError(BackendError):

@@ -1,8 +1,8 @@
-"""From a prompt to scored samples: generation, user code for rewards and agents, and validation of what it returns.
+"""From a prompt to scored samples: generation, user code for rewards and agents, and validation of its results.
 
 The RL loop calls `GroupExecutor.run_group` (`executor.py`) for each prompt; `build.py` chooses the executor.
 
-Without an agent file, `SingleTurnSamples` generates the responses and asks `FileRewards` or `ServerRewards` for their
+Without an agent file, `SingleTurnSamples` generates the responses, and `FileRewards` or `ServerRewards` returns their
 scores. With a reward file, these functions pass the texts to the user's code and the scores back:
 
     SingleTurnSamples.run_group                        single_turn.py
@@ -17,7 +17,7 @@ scores. With a reward file, these functions pass the texts to the user's code an
     read_scores                                        scores.py
 
 With an agent file, `AgentEpisodes.run_group` (`episodes.py`) sends each sample through the same pool. `Worker._answer`
-calls the `execute` of the file's executor, whose requests to the engine return to the trainer through `EngineProxy`
+calls `execute` of the file's executor, which sends its requests for the engine to the trainer through `EngineProxy`
 (`engine_proxy.py`). `read_trajectory` (`trajectory.py`) validates the result.
 
 Agent files import the public classes from `openrlhf.utils.agent`; `docs/agents.md` is the guide for users.

@@ -1,7 +1,7 @@
-"""Detection of what an agent file defines, and the executor that runs it.
+"""Find the executor or function in an agent file, and return an executor that runs it.
 
-An agent file has a class `AgentExecutor`, a function `run_agent`, or the older `step`. A worker calls `find_agent` when
-it loads the file; whatever is missing is reported before training, with the line to write.
+An agent file defines a class `AgentExecutor`, a function `run_agent`, or the older `step`. A worker calls `find_agent`
+when it loads the file, so that mistakes are reported before training, with the line to add.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ LEGACY_ARGUMENTS = ("max_steps", "max_length", "llm_engine", "hf_tokenizer", "re
 
 
 def find_agent(module: ModuleType, file: str) -> Callable[[], AgentExecutorBase]:
-    """Return a constructor for the executor that the file defines or needs; a legacy class requires arguments."""
+    """Return a constructor for the executor that the file defines or needs; legacy classes take arguments."""
     found = vars(module).get("AgentExecutor")
     if inspect.isclass(found):
         return check_executor(found, file)
     run_agent, step = vars(module).get("run_agent"), vars(module).get("step")
     if callable(run_agent):
-        from openrlhf.agents.chat.openai_agent import make_executor  # takes half of the process's start-up time
+        from openrlhf.agents.chat.openai_agent import make_executor  # imported late, because it is slow
 
         return lambda: make_executor(run_agent)
     if callable(step):
@@ -40,7 +40,7 @@ def find_agent(module: ModuleType, file: str) -> Callable[[], AgentExecutorBase]
 
 
 def check_executor(kind: type[object], file: str) -> type[AgentExecutorBase]:
-    """Return the class; reject one that is not an executor, that a run cannot construct, or that lacks a method."""
+    """Return the class; reject it if it is not an executor, needs unknown arguments, or lacks a method."""
     name = f"class AgentExecutor in --agent_func_path {file}"
     if not issubclass(kind, AgentExecutorBase):
         raise ConfigError(
@@ -51,7 +51,7 @@ def check_executor(kind: type[object], file: str) -> type[AgentExecutorBase]:
     unknown = [argument for argument in required if argument not in LEGACY_ARGUMENTS]
     if unknown:
         raise ConfigError(
-            f"{name} is built without arguments, but it requires {', '.join(unknown)}",
+            f"{name} is created without arguments, but its constructor requires {', '.join(unknown)}",
             try_this="def __init__(self): super().__init__(AgentInstance)",
         )
     missing = sorted(kind.__abstractmethods__ - ({"execute"} if required else set()))  # legacy classes may lack it

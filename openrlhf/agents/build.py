@@ -1,7 +1,7 @@
-"""Construction of the executor that the reward and agent flags select.
+"""Build the executor that the reward and agent flags select.
 
-`build_executor` is the only entry point. It starts the worker processes that run user code and returns `AgentEpisodes`
-for an agent file, or `SingleTurnSamples` with the matching source of rewards.
+`build_executor` starts the worker processes for user code. It returns `AgentEpisodes` for an agent file, and otherwise
+`SingleTurnSamples` with the selected source of rewards.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def build_executor(
 ) -> GroupExecutor:
     """Build the executor for an agent file, a reward file, reward servers, or none of them.
 
-    With none of them, reward models score the samples later. A file is loaded in a first worker process immediately,
-    so that errors in it surface before any training. `processes` limits the worker processes (default: half of the
-    CPU cores, at most 8). `compares_engine` means that the loss compares the engine's log-probs with the trainer's.
+    With none of them, reward models score the samples later. A file is loaded immediately in a first worker process, so
+    that errors in it are reported before training. `processes` is the maximum number of worker processes (default: half
+    of the CPU cores, at most 8). `compares_engine` means that the loss compares the log-probs of engine and trainer.
     """
     processes = processes or max(1, min(MOST_PROCESSES, (os.cpu_count() or 2) // 2))
     if not rewards.agent_func_path:
@@ -60,8 +60,8 @@ def build_executor(
             )
         return SingleTurnSamples(source, tokenizer, context_length, rewards.on_reward_error)
 
-    # Workers load the tokenizer from a temporary folder that the pool owns. AutoTokenizer takes seconds to import, so
-    # it is used only for classes from outside transformers (hub code).
+    # Workers load the tokenizer from a temporary folder, which the pool deletes. AutoTokenizer takes seconds to
+    # import, so use it only for classes that are not part of Transformers (hub code).
     folder = tempfile.TemporaryDirectory(prefix="openrlhf-tokenizer-")
     tokenizer.save_pretrained(folder.name)
     kind = type(tokenizer)

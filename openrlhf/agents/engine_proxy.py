@@ -1,10 +1,10 @@
 """The `llm_engine` object that agent files use, and the assignment of its requests to episodes.
 
-Each episode has its own proxy, because the trainer counts, seeds and replays requests per episode. An executor may
-nevertheless keep the first proxy it gets, in an attribute or in a server with its own thread, and use it for all later
-episodes. Such a request is assigned to the episode whose code makes it. In a server's thread that is unknown, so the
-tokens decide: a request continues the episode whose tokens it starts with, or starts an episode without requests.
-Episodes of the same prompt are interchangeable until their first request, so any of them may be chosen.
+Each episode has its own proxy, because the trainer counts, seeds and replays requests per episode. However, an executor
+may keep the first proxy it gets, in an attribute or in a server with its own thread, and use it for all later episodes.
+Such a request is assigned to the episode whose code makes it. In a server's thread, this episode is unknown, and the
+request is matched by its tokens: it continues the episode whose tokens it starts with, or starts an episode without
+requests. Episodes of the same prompt are interchangeable until their first request, so any of them may be chosen.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from openrlhf.types import Completion
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-current_call: ContextVar[int | None] = ContextVar("current_call", default=None)  # number of the call whose code runs
+current_call: ContextVar[int | None] = ContextVar("current_call", default=None)  # the call whose code is running
 
 
 class EpisodeOver(Exception):
-    """The episode ended before the engine answered its request."""
+    """Raised if an episode ends before the engine answers its request."""
 
 
 @dataclass(eq=False)
@@ -40,21 +40,21 @@ class EpisodeRequests:
     call: int
     seed: int
     prompt: str
-    count: int = 0  # requests so far, which numbers the next one
+    count: int = 0  # requests so far, and the number of the next one
     pending: dict[int, asyncio.Future[Completion]] = field(default_factory=dict)  # unanswered requests, by number
-    tokens: list[int] = field(default_factory=list)  # of the last request followed by its answer
+    tokens: list[int] = field(default_factory=list)  # the last request and its answer
 
 
 @dataclass(eq=False)
 class RequestRouter:
-    """The running episodes of this process, by call number, and how their requests reach the trainer."""
+    """Sends the requests of all running episodes in this process to the trainer, and returns the answers."""
 
     send: Callable[[EngineRequest], None]
     max_length: int
     tokenizer: PreTrainedTokenizerBase
-    running: dict[int, EpisodeRequests] = field(default_factory=dict)
+    running: dict[int, EpisodeRequests] = field(default_factory=dict)  # by call number
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
-    has_guessed: bool = False  # whether a request was assigned by its tokens, which is reported once
+    has_guessed: bool = False  # True after a request was matched by its tokens, which is reported once
 
     def open(self, call: int, seed: int, prompt: str) -> EngineProxy:
         """Register an episode and return its proxy."""
@@ -68,7 +68,7 @@ class RequestRouter:
                 answer.set_exception(EpisodeOver())
 
     def deliver(self, message: EngineAnswer) -> None:
-        """Pass on the engine's answer to a request, unless its episode has ended."""
+        """Deliver the engine's answer to a request, unless its episode has ended."""
         if message.call in self.running:
             answer = self.running[message.call].pending.pop(message.request, None)
             if answer is not None and not answer.done():
@@ -77,14 +77,16 @@ class RequestRouter:
     async def generate(
         self, kept: int | None, caller: int | None, ids: list[int], sampling_params: object
     ) -> RequestOutput:
-        """Send a request on behalf of the episode it belongs to and wait for the engine's answer.
+        """Send a request for the episode it belongs to, and wait for the engine's answer.
 
-        `kept` is the call that the proxy was made for, `caller` the call whose code makes the request, if known. An
-        episode that was only guessed may end before the answer arrives; then the request is assigned again.
+        `kept` is the call that the proxy was made for, and `caller` the call whose code makes the request, if known. An
+        episode that was matched by tokens may end before the answer arrives; the request is then matched again.
         """
         limit = self.max_length - len(ids)
         if not ids or limit <= 0:
-            raise RolloutError(f"generate got {len(ids)} tokens to continue, but max_length is {self.max_length}")
+            raise RolloutError(
+                f"invalid prompt length: expected 1 to {self.max_length - 1} tokens (max_length - 1), got {len(ids)}"
+            )
         while True:
             own = None if caller is None else self.running.get(caller)
             episode = own or self._guess_episode(kept, ids)
@@ -99,14 +101,14 @@ class RequestRouter:
                     raise RolloutError("the episode ended before its request was answered") from None
                 continue
             episode.tokens = [*ids, *completion.token_ids]
-            set_seed(seed_for(episode.seed, number + 1))  # for the user's code up to the next request
+            set_seed(seed_for(episode.seed, number + 1))  # for user code until the next request
             return RequestOutput.from_completion(ids, completion)
 
     def _guess_episode(self, kept: int | None, ids: list[int]) -> EpisodeRequests:
-        """Choose the episode of a request of unknown origin by its tokens; prefer `kept` among equals."""
+        """Choose the episode of a request by its tokens; prefer `kept` if several match."""
         episodes = list(self.running.values())
         if not episodes:
-            raise RolloutError("llm_engine was called while no episode is running: call it within execute")
+            raise RolloutError("llm_engine was called while no episode was running: call it only within execute")
         # In order of preference: the longest continued conversation, a new episode with this prompt, an idle episode.
         continued = [item for item in episodes if item.tokens and item.tokens == ids[: len(item.tokens)]]
         unused = [item for item in episodes if item.count == 0]
@@ -120,7 +122,7 @@ class RequestRouter:
             found = max(idle or episodes, key=lambda item: item.call == kept)
         if found.call != kept and not self.has_guessed:
             self.has_guessed = True
-            say("an agent reuses the llm_engine of one episode in others: its requests are matched by their tokens")
+            say("an agent uses the llm_engine of one episode in others: requests are matched by their tokens")
         return found
 
 
@@ -129,18 +131,18 @@ class EngineProxy:
     """The `llm_engine` of one episode."""
 
     router: RequestRouter
-    call: int | None = None  # None: the engine of a legacy executor, which is built with one before any episode runs
-    seed: int = 0  # of the episode
+    call: int | None = None  # None: for a legacy executor, which gets its engine before any episode
+    seed: int = 0  # seed of the episode
 
     async def generate(
         self, prompt_token_ids: Sequence[int], sampling_params: object, multi_modal_data: None = None
     ) -> RequestOutput:
         """Return the policy's continuation of these tokens, within the episode's token budget.
 
-        May be called from another thread's event loop; the request then runs on the worker's own loop.
+        This may be called from the event loop of another thread; the request then runs on the worker's loop.
         """
         router, caller = self.router, current_call.get()
-        ids = [int(token) for token in prompt_token_ids]  # also from tensors and arrays
+        ids = [int(token) for token in prompt_token_ids]  # converts tensors and arrays, too
         if asyncio.get_running_loop() is router.loop:
             caller = self.call if caller not in router.running else caller
             return await router.generate(self.call, caller, ids, sampling_params)
@@ -149,7 +151,7 @@ class EngineProxy:
 
 
 def set_seed(seed: int) -> None:
-    """Seed the random generators, so that user code depends on its sample and not on other calls in the process."""
+    """Seed the random generators, so that user code depends only on its sample, not on other calls in the process."""
     random.seed(seed)
     modules: dict[str, Any] = dict(sys.modules)  # numpy and torch are seeded only if user code has imported them
     if "numpy" in modules:

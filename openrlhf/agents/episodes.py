@@ -18,7 +18,7 @@ from openrlhf.agents.trajectory import read_trajectory
 from openrlhf.errors import EngineError, RewardError, RolloutError
 from openrlhf.types import Prompt, SamplingParams, Trajectory
 
-RETRIES = 1  # of an episode that crashed its process or timed out
+RETRIES = 1  # for an episode that crashed its process or timed out
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class AgentEpisodes:
     async def run_group(
         self, prompt: Prompt, params: Sequence[SamplingParams], sessions: Sequence[Session]
     ) -> GroupResult:
-        """Run all episodes concurrently; with --on_reward_error skip, failed ones are returned as errors."""
+        """Run all episodes concurrently; with --on_reward_error skip, return the errors of failed episodes."""
 
         async def run(number: int, params: SamplingParams, session: Session) -> Trajectory | SampleError:
             try:
                 return await self._run_episode(prompt, number, params, session)
-            except EngineError:  # no single sample caused it
+            except EngineError:  # not caused by this sample
                 raise
             except (RewardError, RolloutError) as error:
                 if self.on_error == "stop":
@@ -64,7 +64,7 @@ class AgentEpisodes:
             given = EpisodeInput(prompt.text, prompt.label, params)
             played = await self.pool.call(given, retries=RETRIES, generate=session.generate)
         except CallFailure as failure:
-            # An agent that violated the interface raised RolloutError in the worker; anything else concerns the reward.
+            # A RolloutError in the worker means that the agent violated the interface; other errors are RewardErrors.
             kind = RolloutError if failure.error_class == RolloutError.__name__ else RewardError
             text = failure.text if failure.error_class else f"{agent} {failure.text}"
             raise failure.to_error(kind, f"{text}, for {sample}") from None

@@ -10,7 +10,7 @@ Result = TypeVar("Result")
 
 
 async def gather_or_cancel(coroutines: Iterable[Coroutine[object, object, Result]]) -> list[Result]:
-    """Run all coroutines and return their results in order; if one fails, cancel the others and wait for their end.
+    """Run all coroutines and return their results in order; if one fails, cancel the others and wait for them.
 
     `asyncio.gather` alone would leave the others running.
     """
@@ -24,6 +24,6 @@ async def gather_or_cancel(coroutines: Iterable[Coroutine[object, object, Result
 
 
 def mark_retrieved(future: asyncio.Future[Result]) -> asyncio.Future[Result]:
-    """Mark the future's exception as retrieved, so that asyncio does not warn if the waiting task is gone."""
+    """Mark the future's exception as retrieved, so that asyncio does not warn if nothing awaits the future."""
     future.add_done_callback(lambda done: done.cancelled() or done.exception())
     return future

@@ -1,9 +1,9 @@
-"""Public interface for agent files: base classes to extend, and engine objects with vLLM's names.
+"""Public interface for agent files: base classes to extend, and engine objects named as in vLLM.
 
-Agent files import the base classes through `openrlhf.utils.agent`. A worker process loads the file, builds its executor
-and calls `execute` once per episode; the dict that it returns (`EpisodeResult`) goes back to the trainer, where
+Agent files import the base classes from `openrlhf.utils.agent`. A worker process loads the file, builds its executor
+and calls `execute` once per episode; it sends the returned dict (`EpisodeResult`) to the trainer, where
 `trajectory.read_trajectory` validates it. Executors of this package extend `EpisodeExecutor`, which packs the arguments
-of `execute` into one `EpisodeTask`. Everything here runs next to the user's code and does not import torch.
+of `execute` into one `EpisodeTask`. This module runs in the worker process and does not import torch.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class AgentSamplingParams:
-    """Sampling settings of the next request, which user code may copy and change."""
+    """Sampling parameters of the next request, which user code may copy and change."""
 
-    max_tokens: int | None  # None: only the context limits a turn
+    max_tokens: int | None  # None: limited only by the context
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
@@ -37,12 +37,12 @@ class AgentSamplingParams:
     min_tokens: int = 1
     stop: list[str] = field(default_factory=list)
     stop_token_ids: list[int] = field(default_factory=list)
-    seed: int | None = None  # None: derived from the episode
+    seed: int | None = None  # None: derived from the episode's seed
     n: int = 1
     logprobs: int = 1
 
     def clone(self) -> AgentSamplingParams:
-        """Return a copy, as vLLM's method of this name does."""
+        """Return a copy, like vLLM's method of the same name."""
         return copy.deepcopy(self)
 
 
@@ -94,11 +94,11 @@ class LLMEngine(Protocol):
 class EpisodeResult(TypedDict, total=False):
     """Return value of `execute`."""
 
-    observation_tokens: list[int]  # ids of the whole episode, prompt included
-    action_ranges: list[tuple[int, int]]  # half-open ranges of the tokens that the policy sampled, in order
-    rollout_log_probs: list[float] | None  # one per token, 0.0 outside actions; None: from the engine's record
-    reward: object  # a number; None to leave it to reward models
-    scores: object  # a number for dynamic filtering; None: the reward
+    observation_tokens: list[int]  # token ids of the whole episode, including the prompt
+    action_ranges: list[tuple[int, int]]  # half-open token ranges of the policy's turns, in order
+    rollout_log_probs: list[float] | None  # one per token, 0.0 outside actions; None: use the engine's
+    reward: object  # a number; None: reward models score the episode
+    scores: object  # a number for dynamic filtering; None: use the reward
     extra_logs: object  # a dict of numbers
     truncated: bool
     step_rewards: list[tuple[int, float]]  # (index of a turn's last action token, reward)
@@ -107,16 +107,16 @@ class EpisodeResult(TypedDict, total=False):
 
 
 class AgentExecutorBase(ABC):
-    """Base class for full control: `execute` runs one episode and returns its tokens."""
+    """Base class for full control over an episode: `execute` runs it and returns its tokens."""
 
     max_turns: int | None = None  # set from --max_turns
-    scored_later: bool = False  # set when reward models score episodes whose reward is None
-    template: TemplateFlags = TemplateFlags()  # set from the flags of chat templates
+    scored_later: bool = False  # True if reward models score episodes whose reward is None
+    template: TemplateFlags = TemplateFlags()  # set from the template flags
 
     def __init__(
         self, agent_instance_cls: Callable[[], object] | None = None, *legacy: object, **legacy_by_name: object
     ) -> None:
-        """Accept the arguments that files of 0.8.7 to 0.9.0 pass: their agent class, the engine and more.
+        """Accept the arguments that files for 0.8.7 to 0.9.0 pass: their agent class, the engine and others.
 
         Only the agent class is used; `LegacyExecutor` sets the other attributes.
         """
@@ -127,7 +127,7 @@ class AgentExecutorBase(ABC):
         """Set up the executor; called once, before the first episode."""
 
     async def generate(self, prompt_ids: Sequence[int], sampling_params: object) -> RequestOutput:
-        """Return the policy's continuation; for files of 0.8.7 to 0.9.0, which are built with the engine."""
+        """Return the policy's continuation; for files for 0.8.7 to 0.9.0, whose executors are built with the engine."""
         engine: LLMEngine = vars(self)["llm_engine"]
         return await engine.generate(prompt_ids, sampling_params)
 
@@ -150,18 +150,18 @@ class AgentExecutorBase(ABC):
 
 @dataclass(frozen=True)
 class EpisodeTask:
-    """The arguments of `AgentExecutorBase.execute`: what one episode starts from."""
+    """The arguments of `AgentExecutorBase.execute` for one episode."""
 
     prompt: str
     label: Any  # the value of --label_key
     sampling_params: AgentSamplingParams
-    max_length: int  # tokens of the episode, prompt included
+    max_length: int  # maximum tokens of the episode, including the prompt
     tokenizer: PreTrainedTokenizerBase
     engine: LLMEngine
 
 
 class EpisodeExecutor(AgentExecutorBase):
-    """Base of the executors in this package: subclasses implement `run_episode`."""
+    """Base class of the executors in this package; subclasses implement `run_episode`."""
 
     async def execute(
         self,
@@ -175,7 +175,7 @@ class EpisodeExecutor(AgentExecutorBase):
         """Run one episode and return it with its prompt and label."""
         task = EpisodeTask(prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine)
         result = await self.run_episode(task)
-        if not isinstance(result, Mapping):  # a user's own `execute`: `read_trajectory` explains what it must return
+        if not isinstance(result, Mapping):  # invalid; `read_trajectory` reports what is expected
             return result
         return {"prompt": prompt, "label": label, **result}
 
@@ -197,7 +197,7 @@ class StepStates(TypedDict):
     observation_text: str  # everything before the policy's turn
     action_text: str  # the policy's turn
     label: Any
-    sampling_params: Any  # of this turn; a step may return a changed copy for the next one
+    sampling_params: Any  # of this turn; a step may return changed ones for the next turn
 
 
 class AgentInstanceBase(ABC):
@@ -207,20 +207,20 @@ class AgentInstanceBase(ABC):
         super().__init__()
 
     async def reset(self, states: ResetStates, **kwargs: object) -> Mapping[str, Any]:
-        """Return {observation}, the first observation; `states` holds observation (the prompt) and label."""
+        """Return a dict with the first observation; `states` contains observation (the prompt) and label."""
         return states
 
     @abstractmethod
     async def step(self, states: StepStates, **kwargs: object) -> Mapping[str, Any]:
-        """Respond to a turn of the policy with rewards, environment_feedback and done.
+        """Respond to a turn of the policy: return a dict with rewards, environment_feedback and done.
 
-        `states` holds observation_text, action_text, label and sampling_params. Optional keys of the result are
+        `states` contains observation_text, action_text, label and sampling_params. Optional keys of the result are
         scores, extra_logs and sampling_params (for the next turn).
         """
 
 
 def params_for_agent(params: SamplingParams) -> AgentSamplingParams:
-    """Convert the run's parameters for user code, without the seed."""
+    """Convert the sampling parameters of a run for user code, without the seed."""
     lists: dict[str, Any] = {"stop": list(params.stop), "stop_token_ids": list(params.stop_token_ids)}
     return AgentSamplingParams(**vars(params) | lists | {"seed": None})
 
@@ -228,11 +228,13 @@ def params_for_agent(params: SamplingParams) -> AgentSamplingParams:
 def params_for_engine(given: object, *, limit: int, seed: int) -> SamplingParams:
     """Read the fields of SamplingParams from any object with vLLM's attribute names.
 
-    max_tokens is capped at `limit`; `seed` is used if the object has none. Missing fields and None become the defaults.
+    max_tokens is at most `limit`; `seed` is used if the object has none. Missing fields and None become the defaults.
     """
     count = getattr(given, "n", 1)
     if count not in (1, None):
-        raise RolloutError(f"sampling_params.n is {count}: an agent asks for one continuation at a time")
+        raise RolloutError(
+            f"sampling_params.n is {count}: expected 1, because an agent gets one continuation per request"
+        )
     defaults = vars(SamplingParams(max_tokens=limit, seed=seed))
     values: dict[str, Any] = dict(defaults)
     for name, default in defaults.items():
@@ -251,7 +253,7 @@ def params_for_engine(given: object, *, limit: int, seed: int) -> SamplingParams
 
 
 def seed_for(episode: int, request: int) -> int:
-    """Derive the seed of a request; turns of an episode with equal seeds would be correlated."""
+    """Derive the seed of a request, different for each turn of an episode; equal seeds would correlate the turns."""
     if request == 0:
         return episode
     return int.from_bytes(hashlib.blake2b(f"{episode}:{request}".encode(), digest_size=4).digest())

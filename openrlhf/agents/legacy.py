@@ -1,10 +1,10 @@
 """Adapters for agent files of older versions.
 
-Executor classes written for versions 0.8.7 to 0.9.0 get engine, tokenizer and a queue in their constructor, and put the
-result of each episode into the queue. A worker wraps them in `LegacyExecutor`, which has the current interface.
+The constructors of executor classes for 0.8.7 to 0.9.0 take an engine, a tokenizer and a queue, and the executor puts
+the result of each episode into the queue. `LegacyExecutor` wraps them in the current interface.
 
-Still older files define a module-level function `step`, which keeps its state in globals and returns the whole text so
-far. A worker runs them with `MultiTurnAgentExecutor` and a new `StepFunction` as the environment of each episode.
+Older files define a module-level function `step`, which keeps its state in globals and returns the whole text so far.
+`MultiTurnAgentExecutor` runs them, with a new `StepFunction` as the environment of each episode.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_STEPS = 10_000  # turns per episode without --max_turns, as in those version
 
 
 class ResultQueue:
-    """Queue that keeps the results of concurrent episodes apart, by the call whose code is running."""
+    """A queue that stores the results of concurrent episodes separately, by the call whose code is running."""
 
     def __init__(self) -> None:
         self.results: dict[int | None, Any] = {}
@@ -50,7 +50,7 @@ class ResultQueue:
 
 
 class LegacyExecutor(EpisodeExecutor):
-    """Wrapper of a legacy executor class; if it has no `execute` of its own, its agent plays multi-turn episodes."""
+    """Wraps a legacy executor class; if it does not define `execute`, its agent runs multi-turn episodes."""
 
     inner: Any  # an instance of the user's class, built by `prepare`
 
@@ -67,7 +67,7 @@ class LegacyExecutor(EpisodeExecutor):
         }
 
     async def prepare(self) -> None:
-        """Build the user's class, with the constructor arguments that it names; all are also set as attributes."""
+        """Create an instance of the user's class with the arguments it accepts; all are also set as attributes."""
         borrowed = {"execute": EpisodeExecutor.execute, "run_episode": MultiTurnAgentExecutor.run_episode}
         concrete: Any = type(self.kind.__name__, (self.kind,), {} if self.has_execute else borrowed)
         names = inspect.signature(concrete).parameters
@@ -75,7 +75,7 @@ class LegacyExecutor(EpisodeExecutor):
         vars(self.inner).update(self.arguments, semaphore=nullcontext(), max_turns=self.max_turns or MAX_STEPS)
 
     async def run_episode(self, task: EpisodeTask) -> EpisodeResult:
-        """Run one episode; the result is what `execute` put into the queue, or else returned."""
+        """Run one episode, and return the result that `execute` put into the queue or returned."""
         if not self.has_execute:
             return await self.inner.run_episode(task)
         returned = await resolve(self.inner.execute(task.prompt, task.label, task.sampling_params))
@@ -86,7 +86,7 @@ class LegacyExecutor(EpisodeExecutor):
 
 
 class StepFunction(AgentInstanceBase):
-    """Environment of one episode; executes the file again, so that its globals have their initial values."""
+    """The environment of one episode; executes the file again, so that its globals have their initial values."""
 
     def __init__(self, file: str) -> None:
         self.step_function: Callable[..., object] = vars(load_module(file))["step"]
@@ -113,7 +113,7 @@ class StepFunction(AgentInstanceBase):
 def find_feedback(after: object, before: str, done: bool) -> str:
     """Return the text that the environment appended to `before`.
 
-    It may only append: the policy has already read everything before, and those tokens cannot change.
+    The environment must not change earlier text, because the policy has already read those tokens.
     """
     if after is None and done:
         return ""

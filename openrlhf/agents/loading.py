@@ -1,7 +1,7 @@
-"""Loading of a user's .py file, and calls of the functions and classes that it defines.
+"""Load a user's .py file, and call the functions and classes that it defines.
 
-A reward file has `reward_func`; `agent_files.py` finds what an agent file has. Accepted arguments are read from a
-function's signature, never found by trial calls. User functions may be sync or async.
+A reward file defines `reward_func`; for agent files, see `agent_files.py`. The accepted arguments are read from a
+function's signature, without trial calls. User functions may be sync or async.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _numbers = itertools.count()
 
 
 def load_module(file: str) -> ModuleType:
-    """Execute the file as a new module with a unique name; it can import modules from its folder."""
+    """Execute the file as a new module with a unique name; it can import other modules from its folder."""
     path = Path(file).expanduser().resolve()
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
@@ -40,7 +40,7 @@ def load_module(file: str) -> ModuleType:
 
 
 def defined_names(module: ModuleType) -> str:
-    """List the names that the module itself defines, for a message."""
+    """List the names that the module itself defines, for an error message."""
     own = [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
     return ", ".join(own) or "nothing"
 
@@ -57,9 +57,9 @@ def find_reward(module: ModuleType, file: str, *, flag: str = "--remote_rm_url")
 
 
 def adapt_reward(function: Callable[..., object], file: str) -> RewardFunction:
-    """Adapt a reward function of any supported signature to a call with (queries, prompts, labels).
+    """Adapt a reward function to a call with (queries, prompts, labels).
 
-    It may take three positional arguments, or two and optionally a keyword `labels`.
+    It may take three positional arguments, or two and optionally a keyword argument `labels`.
     """
     parameters = inspect.signature(function).parameters
     kinds = [item.kind for item in parameters.values()]
@@ -78,13 +78,13 @@ def adapt_reward(function: Callable[..., object], file: str) -> RewardFunction:
 
 
 def takes_keyword(function: Callable[..., object], name: str) -> bool:
-    """Return whether a function accepts a keyword argument of this name, by itself or through **kwargs."""
+    """Return True if a function accepts a keyword argument of this name, possibly through **kwargs."""
     parameters = inspect.signature(function).parameters
     return name in parameters or any(item.kind is item.VAR_KEYWORD for item in parameters.values())
 
 
 async def create_instance(kind: Callable[[], Instance]) -> Instance:
-    """Create an instance; await `__init__` if it is `async def`, since a plain call would raise TypeError."""
+    """Create an instance; await `__init__` if it is async, because a plain call would raise a TypeError."""
     if not (inspect.isclass(kind) and inspect.iscoroutinefunction(kind.__init__)):
         return kind()
     instance = kind.__new__(kind)
@@ -93,5 +93,5 @@ async def create_instance(kind: Callable[[], Instance]) -> Instance:
 
 
 async def resolve(result: object) -> Any:
-    """Await the result of a user's function if it is async, else return it."""
+    """Await the result of a user's function if it is awaitable, else return it."""
     return await result if inspect.isawaitable(result) else result

@@ -1,8 +1,8 @@
-r"""Extraction of mathematical answers from responses, and comparison with a reference.
+r"""Extract mathematical answers from responses, and compare them with a reference.
 
-Two answers agree if they are the same text after meaningless notation is removed, or the same number. With the package
-math-verify they also agree if they are mathematically equal: `\frac{\sqrt{4}}{2}` is 1, `(x+1)^2` its expansion. Reward
-files import these functions from `openrlhf.utils`.
+Two answers agree if they are the same number, or the same text after notation without meaning is removed. If the
+package math-verify is installed, they also agree if they are mathematically equal, such as `\frac{\sqrt{4}}{2}` and 1,
+or `(x+1)^2` and its expansion. Reward files import these functions from `openrlhf.utils`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from importlib.util import find_spec
 from typing import Any
 
 BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
-SECONDS = 5  # time limit of math-verify, per answer
+SECONDS = 5  # time limit of math-verify per answer
 
-# Notation around an answer that does not change its meaning.
+# Notation that does not change the meaning of an answer.
 DROPPED = re.compile(r"\\left|\\right|\\[!,;: ]|\\(?:text|mathrm|mathbf)\s*\{\s*\}|\\\$|\$|\\%|%|\s+|\^\s*\{?\\circ\}?")
 WRAPPED = re.compile(r"\\(?:text|mathrm|mathbf|textbf)\s*\{([^{}]*)\}")
 FRACTION = re.compile(r"(\d)?\\[dt]?frac(?:\{([^{}]+)\}|(\d))(?:\{([^{}]+)\}|(\d))")
@@ -37,7 +37,7 @@ def extract_boxed_answer(solution: str | None) -> str | None:
 
 
 def grade_answer(given_answer: object, ground_truth: object) -> bool:
-    """Return whether an answer agrees with the reference. None (no answer) agrees with nothing."""
+    """Return True if an answer agrees with the reference; False if either is None."""
     if given_answer is None or ground_truth is None:
         return False
     given, truth = (bare(str(answer)) for answer in (given_answer, ground_truth))
@@ -52,7 +52,7 @@ def grade_answer(given_answer: object, ground_truth: object) -> bool:
 
 
 def bare(answer: str) -> str:
-    """Remove the notation around an answer, including a box."""
+    """Remove notation without meaning from an answer, including a box."""
     boxed = extract_boxed_answer(answer)
     text = (answer if boxed is None else boxed).strip().rstrip(".")
     text = DROPPED.sub("", WRAPPED.sub(r"\1", text))
@@ -67,7 +67,7 @@ def as_quotient(fraction: re.Match[str]) -> str:
 
 
 def number(text: str) -> Fraction | None:
-    """Parse an integer, a decimal or a fraction; None for anything else."""
+    """Parse an integer, a decimal or a fraction; return None for anything else."""
     if not NUMBER.fullmatch(text):
         return None
     above, _, below = text.partition("/")
@@ -75,9 +75,9 @@ def number(text: str) -> Fraction | None:
 
 
 def equal_as_mathematics(given: str, truth: str) -> bool:
-    """Compare two answers with math-verify; False if it is not installed.
+    """Compare two answers with math-verify; return False if it is not installed.
 
-    Its time limit uses a signal, so it works in the main thread only; in other threads there is no limit.
+    Its time limit uses a signal, which works only in the main thread; in other threads there is no limit.
     """
     if not has_math_verify():
         return False

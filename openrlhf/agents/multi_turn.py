@@ -1,7 +1,7 @@
-"""Executor for multi-turn episodes: the policy acts, the environment responds, until it is done or a limit is reached.
+"""Executor for multi-turn episodes: policy and environment take turns until the episode is done or reaches a limit.
 
-`MultiTurnAgentExecutor` runs the loop around a user's `AgentInstanceBase` in a worker process. Step functions and
-executors of older versions (`legacy.py`) run in the same loop.
+`MultiTurnAgentExecutor` runs this loop with a user's `AgentInstanceBase` in a worker process. Step functions and
+executors for older versions (`legacy.py`) run in the same loop.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ STEP = "the agent's step"
 
 
 class MultiTurnAgentExecutor(EpisodeExecutor):
-    """Executor of an AgentInstanceBase, with a new instance for each sample."""
+    """Runs an AgentInstanceBase, with a new instance for each sample."""
 
     def __init__(self, agent_instance_cls: Callable[[], object]) -> None:
         self.agent_instance_cls = agent_instance_cls
 
     async def run_episode(self, task: EpisodeTask) -> EpisodeResult:
-        """Alternate between generation and `step` until done, the context is full, or max_turns is reached.
+        """Alternate between generation and `step` until it is done, the context is full, or max_turns is reached.
 
-        Rewards add up; the latest scores and extra_logs are kept.
+        Rewards are summed; for scores and extra_logs, the last values are used.
         """
         instance: Any = await create_instance(self.agent_instance_cls)
         first = await resolve(instance.reset({"observation": task.prompt, "label": task.label}))
@@ -75,12 +75,12 @@ def read_observation(result: object) -> str:
     """Validate the result of `reset` and return its observation."""
     observation = result.get("observation") if isinstance(result, Mapping) else None
     if not isinstance(observation, str):
-        raise RolloutError(f"the agent's reset returned {kind_of(result)}; expected a dict with 'observation', a text")
+        raise RolloutError(f"the agent's reset returned {kind_of(result)}; expected a dict with a text 'observation'")
     return observation
 
 
 def read_step(result: object) -> Mapping[str, Any]:
-    """Validate the result of `step`; raise RolloutError naming what is wrong."""
+    """Validate the result of `step`; raise a RolloutError that describes the problem."""
     if not isinstance(result, Mapping):
         raise RolloutError(f"{STEP} returned {kind_of(result)}; expected a dict with 'rewards' and 'done'")
     missing = [key for key in ("rewards", "done") if key not in result]

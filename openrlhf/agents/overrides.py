@@ -1,9 +1,9 @@
-"""Handling of sampling parameters that an agent changes during an episode.
+"""Checks of sampling parameters that an agent changes during an episode.
 
 The trainer must score a token under the distribution it was sampled from. A changed temperature is recorded per token,
-because the trainer can divide logits by any temperature. It does not know which tokens were excluded or penalised, so
-top_p, top_k, min_p and penalties are rejected if the loss compares the engine's log-probs with the trainer's.
-`AgentEpisodes` calls these functions with the parameters of all requests that an episode made.
+because the trainer can divide logits by any temperature. It cannot reproduce which tokens were excluded or penalised,
+so top_p, top_k, min_p and penalties are rejected if the loss compares the log-probs of engine and trainer.
+`AgentEpisodes` calls these functions with the parameters of all requests of an episode.
 """
 
 from __future__ import annotations
@@ -17,25 +17,24 @@ from openrlhf.types import SamplingParams
 def check_overrides(run: SamplingParams, requested: Sequence[SamplingParams], *, compares_engine: bool) -> None:
     """Raise RolloutError for sampling parameters that training cannot account for.
 
-    `run` are the parameters of the run, `requested` those of an episode's requests. `compares_engine` means that the
-    loss compares the engine's log-probs with the trainer's.
+    `run` is the sampling parameters of the run, and `requested` those of an episode's requests. `compares_engine` means
+    that the loss compares the log-probs of engine and trainer.
     """
     for params in requested:
         if params.temperature <= 0 < run.temperature:
             raise RolloutError(
-                f"sampling_params.temperature is {params.temperature:g}: expected a number above 0, because a turn "
-                "that always takes the likeliest token explores nothing"
+                f"sampling_params.temperature is {params.temperature:g}: expected a number above 0, because greedy "
+                "turns do not explore"
             )
         if compares_engine and (found := find_restriction(params)):
             raise RolloutError(
-                f"sampling_params.{found} changes which tokens can be sampled, so the importance weights would be "
-                "wrong",
+                f"sampling_params.{found} changes the sampling distribution, so the importance weights would be wrong",
                 try_this=f"leave {found.split('=')[0]} unchanged, or --enable_vllm_is_correction false",
             )
 
 
 def temperature_factors(run: SamplingParams, requested: Sequence[SamplingParams]) -> list[float]:
-    """Return each request's temperature divided by the run's; 1 for greedy evaluation, which is not trained on."""
+    """Return the temperature of each request divided by the run's, or 1 in greedy evaluation."""
     return [params.temperature / run.temperature if run.temperature > 0 else 1.0 for params in requested]
 
 

@@ -1,7 +1,7 @@
-"""Executor for ordinary samples: one prompt, one response, one reward.
+"""Executor for single-turn samples: one prompt, one response, one reward.
 
-The samples of a group are generated concurrently and scored in one call. No user code runs here: `FileRewards` or
-`ServerRewards` pass the texts on. Without either, reward models score the samples later.
+The samples of a group are generated concurrently and scored in one call by `FileRewards` or `ServerRewards`. Without
+either, reward models score the samples later.
 """
 
 from __future__ import annotations

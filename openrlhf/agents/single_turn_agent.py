@@ -1,6 +1,6 @@
-"""Single-turn executor for agent files: one generation, then its reward.
+"""Single-turn executor for agent files: generate one response and score it.
 
-It is the counterpart of `single_turn.SingleTurnSamples` that runs in a worker process and that users may extend.
+It corresponds to `single_turn.SingleTurnSamples`, but runs in a worker process, and users can extend it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ SERVER_TIMEOUT = 180.0  # seconds
 class SingleTurnAgentExecutor(EpisodeExecutor):
     """Executor that generates one response and scores it.
 
-    `remote_rm_url` is a reward_func, the path of a .py file with one, or the address of a reward server. Without it,
-    reward models must score the sample later.
+    `remote_rm_url` is a reward function, the path of a .py file that defines reward_func, or the address of a reward
+    server. Without it, reward models must score the sample later.
     """
 
     def __init__(self, remote_rm_url: Callable[..., object] | str | None = None) -> None:
@@ -46,7 +46,7 @@ class SingleTurnAgentExecutor(EpisodeExecutor):
             if not self.scored_later:
                 raise RewardError(
                     "SingleTurnAgentExecutor was created without a reward",
-                    try_this="SingleTurnAgentExecutor(reward_func), or --reward_pretrain for a model that scores",
+                    try_this="SingleTurnAgentExecutor(reward_func), or --reward_pretrain for a reward model",
                 )
             return {**result, "reward": None, "scores": None, "extra_logs": {}}
         query = str(task.tokenizer.decode(transcript.tokens))

@@ -1,7 +1,7 @@
 """Validation of an agent's result and its conversion to a `Trajectory`.
 
-All functions are pure and run in the trainer; their error messages say which part of the result is wrong.
-`AgentEpisodes` calls `read_trajectory` on the result of a worker, and `SingleTurnSamples` calls `join_turn`.
+All functions are pure and run in the trainer; error messages name the invalid key. `AgentEpisodes` calls
+`read_trajectory` with the result of a worker, and `SingleTurnSamples` calls `join_turn`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Ranges: TypeAlias = list[tuple[int, int]]  # half-open token ranges of the actio
 
 
 def join_turn(prompt: Prompt, completion: Completion, context_length: int, scored: Scored = NOT_SCORED) -> Trajectory:
-    """Join a prompt and its response, cut to the context length, with their scores."""
+    """Join a prompt and its response into a trajectory with scores, truncated to the context length."""
     input_ids = (*prompt.input_ids, *completion.token_ids)[:context_length]
     start = min(len(prompt.input_ids), len(input_ids))
     sampled = len(input_ids) - start
@@ -47,9 +47,9 @@ def read_trajectory(
 ) -> Trajectory:
     """Validate the dict that an episode returned and convert it to a trajectory.
 
-    Tokens past the context length are cut, and so are those after the last action, which are not trained on.
-    `completions` are the engine's outputs for this episode, in order; `temperature_factors` has one entry for each.
-    With `scored_later` the reward may be None.
+    Tokens beyond the context length and tokens after the last action are removed. `completions` are the engine's
+    outputs for this episode, in order; `temperature_factors` has one entry for each. With `scored_later`, the reward
+    may be None.
     """
     if not isinstance(result, Mapping):
         raise RolloutError(f"execute returned {kind_of(result)}; expected a dict with observation_tokens")
@@ -58,7 +58,7 @@ def read_trajectory(
     log_probs = read_log_probs(result.get("rollout_log_probs"), tokens, ranges, completions)
     factors = spread_temperatures(tokens, ranges, completions, temperature_factors)
 
-    # Cut at the context length and after the last action.
+    # Truncate at the context length and after the last action.
     kept = [(start, min(end, context_length)) for start, end in ranges if start < context_length]
     if not kept:
         raise RolloutError(
@@ -68,7 +68,7 @@ def read_trajectory(
     mask = [False] * length  # [tokens]
     for start, end in kept:
         mask[start:end] = [True] * (end - start)
-    mask[0] = False  # nothing predicts the first token
+    mask[0] = False  # the first token is never predicted
 
     reward = read_reward(result.get("reward"), scored_later=scored_later)
     score = result.get("scores")
@@ -89,18 +89,18 @@ def read_trajectory(
 
 
 def read_reward(given: object, *, scored_later: bool) -> float:
-    """Return the reward of an episode; NaN if reward models score it later."""
+    """Return the reward of an episode, or NaN if reward models score it later."""
     if given is not None:
         return read_number(given, "'reward' of the episode")
     if not scored_later:
         raise RewardError(
-            "'reward' of the episode is None, not a number", try_this="--reward_pretrain for a model that scores it"
+            "'reward' of the episode is None: expected a number", try_this="--reward_pretrain for a reward model"
         )
     return float("nan")
 
 
 def read_step_rewards(given: object, length: int) -> StepRewards:
-    """Return (index of a turn's last action token, reward); rewards of turns that were cut move to the last token."""
+    """Return (index of a turn's last action token, reward); rewards of removed turns move to the last token."""
     if given is None:
         return ()
     rewards: list[tuple[int, float]] = []
@@ -114,7 +114,7 @@ def read_step_rewards(given: object, length: int) -> StepRewards:
 def read_tokens(given: object) -> list[int]:
     """Validate the token ids of an episode."""
     if not isinstance(given, list) or not given:
-        raise RolloutError(f"'observation_tokens' is {kind_of(given)}; expected the ids of the whole episode")
+        raise RolloutError(f"'observation_tokens' is {kind_of(given)}; expected the token ids of the whole episode")
     wrong = [item for item in given if not isinstance(item, int)]
     if wrong:
         raise RolloutError(f"'observation_tokens' holds {kind_of(wrong[0])}; expected token ids")
@@ -122,7 +122,7 @@ def read_tokens(given: object) -> list[int]:
 
 
 def read_ranges(given: object, length: int) -> Ranges:
-    """Validate action ranges: ordered, within the tokens, not overlapping. Drop empty ones."""
+    """Check that action ranges are in order, within the tokens and do not overlap; remove empty ranges."""
     if not isinstance(given, list):
         raise RolloutError(f"'action_ranges' is {kind_of(given)}; expected a list of (start, end)")
     ranges: Ranges = []
@@ -134,7 +134,7 @@ def read_ranges(given: object, length: int) -> Ranges:
         if not 0 <= start <= end <= length:
             raise RolloutError(f"action range ({start}, {end}) is not within the {length} observation_tokens")
         if start < last:
-            raise RolloutError(f"action range ({start}, {end}) begins before the previous one ends, at {last}")
+            raise RolloutError(f"action range ({start}, {end}) starts before the previous one ends, at {last}")
         last = end
         if start < end:
             ranges.append((start, end))
@@ -144,7 +144,7 @@ def read_ranges(given: object, length: int) -> Ranges:
 def read_log_probs(
     given: object, tokens: Sequence[int], ranges: Ranges, completions: Sequence[Completion]
 ) -> Sequence[float]:
-    """Return one log-prob per token: the agent's, or the engine's if the agent returned None."""
+    """Return one log-prob per token, from the agent's result or, if that is None, from the engine."""
     if given is None:
         log_probs = [0.0] * len(tokens)  # [tokens]
         problem = "'rollout_log_probs' is None", "return the log-probs with the tokens"
@@ -164,7 +164,7 @@ def read_log_probs(
 def spread_temperatures(
     tokens: Sequence[int], ranges: Ranges, completions: Sequence[Completion], factors: Sequence[float]
 ) -> list[float]:
-    """Spread the temperature factors of the completions over their tokens; empty if all are 1."""
+    """Return the temperature factor of each token, from that of its completion; empty if all are 1."""
     if all(factor == 1.0 for factor in factors):
         return []
     spread = [1.0] * len(tokens)  # [tokens]
@@ -183,8 +183,8 @@ def match_completions(
 ) -> Iterator[tuple[int, int, int]]:
     """Match action tokens to completions; yield (start index, token count, completion number) in order.
 
-    An action range may span several completions, and a completion may be cut short. Completions that match no action
-    are skipped. If an action matches none, raise RolloutError with `reason` and `advice`.
+    An action range may span several completions, and a completion may be truncated. Completions without a matching
+    action are skipped. If an action has no matching completion, a RolloutError with `reason` and `advice` is raised.
     """
     unused = iter(range(len(completions)))
     for start, end in ranges:
@@ -201,6 +201,6 @@ def match_completions(
                     break
             else:
                 raise RolloutError(
-                    f"{reason}, and the tokens of action range ({start}, {end}) are not those that the engine sampled",
+                    f"{reason}, and the tokens of action range ({start}, {end}) differ from those of the engine",
                     try_this=advice,
                 )

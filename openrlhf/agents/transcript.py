@@ -1,8 +1,8 @@
 """The tokens of one episode, collected turn by turn while it runs in a worker process.
 
-Executors append the policy's turns and the environment's feedback to a `Transcript`, and return it as the result of the
-episode. Turns keep the sampled token ids; feedback is tokenised separately, when it arrives. Nothing is tokenised
-twice, so training sees exactly the tokens that the policy saw and sampled.
+Executors append the policy's turns and the environment's feedback to a `Transcript` and return it as the result of the
+episode. Turns keep the sampled token ids, and feedback is tokenised once, when it arrives. Training therefore uses
+exactly the tokens that the policy read and sampled.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Transcript:
 
     @classmethod
     def begin(cls, observation: str, task: EpisodeTask) -> Transcript:
-        """Start with the first observation; cut its beginning if it leaves too few tokens for a turn."""
+        """Start with the first observation; truncate its start if it leaves too few tokens for a turn."""
         tokens = tokenise(observation, task.tokenizer)
         if not tokens:
             raise RolloutError("the first observation is empty: expected at least one token to continue")
@@ -50,13 +50,13 @@ class Transcript:
         self.text += output.text
 
     def add_feedback(self, text: str, token_ids: list[int]) -> None:
-        """Append tokens of the environment, which are not trained on."""
+        """Append feedback of the environment, which is not trained on."""
         self.text += text
         self.tokens += token_ids
         self.log_probs += [0.0] * len(token_ids)
 
     def result(self, *, truncated: bool) -> EpisodeResult:
-        """Return the episode in the form that `execute` returns, without the reward."""
+        """Return the episode as a result of `execute`, without the reward."""
         return {
             "observation_tokens": self.tokens,
             "action_ranges": self.action_ranges,
@@ -66,5 +66,5 @@ class Transcript:
 
 
 def tokenise(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokenise a piece of an episode, without adding special tokens."""
+    """Tokenise text of an episode, without adding special tokens."""
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

@@ -1,7 +1,7 @@
 """The commands of the package, one module each.
 
-With `python -m openrlhf.cli.<command>` this file installs the signal handlers, so that Ctrl-C and SIGTERM work before
-anything slow is imported.
+Under `python -m openrlhf.cli.<command>`, this file installs the signal handlers, so that Ctrl-C and SIGTERM work before
+slow modules are imported.
 """
 
 import sys

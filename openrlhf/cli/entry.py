@@ -1,7 +1,7 @@
-"""The common path of every command, from its arguments to its exit code.
+"""The entry points of all commands, from arguments to exit code.
 
-`make_main` builds the entry point of a command: `start` parses and checks the flags and prints the batch table, then
-the module that RUNS names does the work. The `command` decorator turns errors into one line and an exit code.
+`make_main` builds the entry point of a command: `start` parses and checks the flags and prints the batch table, and the
+`run` function of a module in RUNS does the work. The `command` decorator turns errors into one line and an exit code.
 """
 
 import os
@@ -18,14 +18,14 @@ from openrlhf.errors import OpenRLHFError
 from openrlhf.monitor import is_main_process, say
 from openrlhf.signals import INTERRUPTED, exit_on_signals, interrupt_on_signals
 
-# Set by torchrun and deepspeed. Ray workers inherit the driver's environment and would try to join the launch.
+# Set by torchrun and deepspeed. Ray workers inherit the environment of the driver and would try to join its launch.
 LAUNCHER_VARIABLES = frozenset(
     {
         *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE"),
         *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     }
 )
-RUNS = {  # the module whose `run` takes the checked config; other training commands use SUPERVISED
+RUNS = {  # command -> module with `run`; other commands use SUPERVISED
     "train_ppo": "openrlhf.cluster.launch",
     "train_ppo_ray": "openrlhf.cluster.launch",
     "batch_inference": "openrlhf.inference.batch_inference",
@@ -47,15 +47,15 @@ def command(main: Callable[[Sequence[str]], None]) -> Callable[..., None]:
                     exit_on_signals()
                 main(sys.argv[1:] if argv is None else argv)
             finally:
-                sys.stdout.flush()  # here, where BrokenPipeError is caught, and not at interpreter exit
+                sys.stdout.flush()  # flush here, where BrokenPipeError is caught, not at exit
         except OpenRLHFError as error:
             say(f"error: {error}")
-            if not is_main_process() and error.exit_code == 1:  # flag and data errors are the same on all ranks
+            if not is_main_process() and error.exit_code == 1:  # flag and data errors are equal on all ranks
                 sys.stderr.write(f"openrlhf: error in rank {os.environ['RANK']}: {error}\n")
             raise SystemExit(error.exit_code) from None
         except KeyboardInterrupt:
             say("interrupted")
-            exec("")  # Python remembers an interrupt during an exec until the next exec, and would exit by that signal
+            exec("")  # resets an interrupt during an exec; otherwise Python would exit by that signal
             raise SystemExit(INTERRUPTED) from None
         except BrokenPipeError:  # `--help | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -71,7 +71,7 @@ def make_main(name: str) -> Callable[..., None]:
         config = start(name, argv)
         trains = isinstance(config, RLConfig | SupervisedConfig)
         module = DRY_RUN if trains and config.run.dry_run else RUNS.get(name, SUPERVISED)
-        run = import_module(module).run  # torch and Transformers are first imported here
+        run = import_module(module).run  # imports torch and Transformers
         with interrupt_on_signals():
             run(config)
 
@@ -83,7 +83,7 @@ def start(name: str, argv: Sequence[str]) -> object:
     config, given = parse_given(COMMANDS[name], argv, prog=f"openrlhf {name}")
     config = check(config, given=given)
     if isinstance(config, RLConfig):
-        # RL has one driver: a launcher's first process continues as if started alone, and the others exit.
+        # RL has one driver: the first process of a launcher continues as if started alone, and the others exit.
         if not is_main_process():
             raise SystemExit(0)
         if "RANK" in os.environ:

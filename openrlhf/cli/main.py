@@ -1,4 +1,4 @@
-"""The `openrlhf <command>` program, equivalent to `python -m openrlhf.cli.<command>`."""
+"""The program `openrlhf <command>`, equivalent to `python -m openrlhf.cli.<command>`."""
 
 import difflib
 import sys
@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> None:
         import_module(f"openrlhf.cli.{name}").main(argv[1:])
     else:
         near = difflib.get_close_matches(name, COMMANDS, n=3) or ["openrlhf --help"]
-        raise ConfigError(f"there is no command {argv[0]}", try_this=" or ".join(near))
+        raise ConfigError(f"unknown command {argv[0]}", try_this=" or ".join(near))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The batch_inference command: generate or score answers for a whole dataset and write one file of rows.
+"""The batch_inference command: generate or score answers for a whole dataset, and write them to one file.
 
-`run` reads and checks the input, has `generate` or `score` make the rows, and assembles the output. Finished rows are
-stored in a folder next to the output (see `parts`), so an interrupted run resumes with the same command. With several
-processes of a launcher, each makes its share of the rows and the first one writes the output.
+`run` reads and checks the input, calls `generate` or `score` to make the rows, and writes the output. Finished rows are
+stored in a folder next to the output (see `parts`), so that the same command resumes an interrupted run. If a launcher
+starts several processes, each makes some of the rows, and the first process writes the output.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from openrlhf.monitor import is_main_process, say
 from openrlhf.training.processes import join_process_group
 from openrlhf.training.rng import seed_everything
 
-CHECK_EVERY, GRACE = 1, 10  # seconds: between checks of the launcher, and to exit after it has died
-BARRIER_TIMEOUT = timedelta(days=7)  # a process may finish its share long before the others
+CHECK_EVERY, GRACE = 1, 10  # seconds between checks of the launcher, and to exit after it has died
+BARRIER_TIMEOUT = timedelta(days=7)  # a process may finish long before the others
 
 
 @dataclass(frozen=True)
 class BatchResult:
-    """Outcome of a finished run."""
+    """Result of a finished run."""
 
     output_path: Path
     rows: int
-    reward_mean: float | None = None  # of scored rows; None if rows were generated
+    reward_mean: float | None = None  # mean of scored rows; None if rows were generated
     reward_std: float | None = None
 
 
 def run(config: BatchInferenceConfig) -> BatchResult | None:
-    """Make every row of the output and write it.
+    """Make all rows and write the output.
 
-    The config must already be checked. With several processes, only the main one returns the result; the others
+    The config must already be checked. With several processes, only the main process returns the result; the others
     return None.
     """
     disable_progress_bar()
@@ -60,7 +60,7 @@ def run(config: BatchInferenceConfig) -> BatchResult | None:
     records = load_dataset(config.data, seed=config.task.seed, loading=config.model)
     records, first = iteration_slice(records, config.task.iter, config.task.rollout_batch_size)
     output = Path(str(config.task.output_path)).expanduser()
-    # All input is read and checked before `OutputParts` writes anything.
+    # Read and check all input before `OutputParts` writes anything.
     if config.task.eval_task == "rm":
         answers = read_answers(records, tokenizer, config)
         parts = OutputParts(output, config, total=len(answers))
@@ -84,7 +84,7 @@ def run(config: BatchInferenceConfig) -> BatchResult | None:
 
 
 def finish(config: BatchInferenceConfig, parts: OutputParts) -> BatchResult:
-    """Write the rows to the output in order, after applying --post_processor to scored rows."""
+    """Write the rows to the output in order; apply --post_processor to scored rows first."""
     rows, mean, std = parts.rows(), None, None
     if config.task.eval_task == "rm":
         scored = cast("list[ScoredRow]", list(rows))  # as `score` wrote them
@@ -101,8 +101,8 @@ def finish(config: BatchInferenceConfig, parts: OutputParts) -> BatchResult:
 def exit_with_launcher() -> None:
     """Exit this process soon after its launcher dies.
 
-    The processes of a killed launcher keep running. They would finish their shares and then wait for each other for
-    days at an address that is gone, holding their GPUs, and would write to the same files as a restarted run.
+    Otherwise the processes of a killed launcher would keep running: they would write to the same files as a restarted
+    run and then wait for days for each other, without releasing their GPUs.
     """
     launcher = os.getppid()
 

@@ -1,7 +1,7 @@
-"""The model that the inference commands run in this process: its device, its engine and its sampling parameters.
+"""Device, engine and sampling parameters of the inference commands that run a model in this process.
 
-Chat and `batch_inference --eval_task generate` open the same Transformers engine; scoring and the reward server only
-choose the device here.
+Chat and `batch_inference --eval_task generate` use the same Transformers engine; scoring and the reward server only
+choose their device here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from openrlhf.types import SamplingParams
 
 
 def choose_model_device(flags: LoadingFlags, name: str, local_rank: int = -1) -> torch.device:
-    """Return the device of the model `name`, and report loading flags that have no effect there."""
+    """Return the device for the model `name`, and report loading flags that have no effect."""
     device = choose_device(flags.device, local_rank)
     explain_precision(flags.param_dtype, device)
     explain_experts(flags, name)
@@ -30,7 +30,7 @@ def choose_model_device(flags: LoadingFlags, name: str, local_rank: int = -1) ->
 def open_hf_engine(
     flags: LoadingFlags, name: str, tokenizer: PreTrainedTokenizerBase, device: torch.device, *, max_rows: int = 256
 ) -> HFEngine:
-    """Load a language model onto the device and return an engine that runs up to `max_rows` requests at a time."""
+    """Load a language model onto the device and return an engine that runs up to `max_rows` requests concurrently."""
     model = load_causal_lm(name, flags, device=device, packing=False)
     network = Network(model, self_test=not flags.skip_self_test)
     if not flags.load_in_4bit:  # a quantised model is already on its device

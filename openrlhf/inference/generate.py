@@ -2,8 +2,7 @@
 
 `plan_generation` reads the prompts and numbers the rows; `generate` sends a request for each missing row to an engine
 and stores each answer as soon as it is finished. The engine is Transformers or vLLM in this process, or several vLLM
-engines on a Ray cluster. Each row has its own seed, so its random stream does not depend on the process that generates
-it.
+engines on a Ray cluster. Each row has its own seed, which does not depend on the process that generates it.
 """
 
 from __future__ import annotations
@@ -39,24 +38,24 @@ from openrlhf.training.preflight import explain_precision
 from openrlhf.types import Completion, Prompt, Request
 
 MEMORY_SHARE = 0.9  # fraction of a device's memory for vLLM; vLLM's own default
-RESTARTS = 1  # per engine on Ray; its unfinished requests are generated again
-AHEAD = 2  # requests to send per request that an engine can run concurrently, so that its queue is never empty
+RESTARTS = 1  # restarts per engine on Ray; unfinished requests are generated again
+AHEAD = 2  # requests in flight per concurrent sequence of an engine, so that its queue is never empty
 
 
 @dataclass(frozen=True)
 class Generation:
-    """Work of a generation run. Row `number` is answer `number % samples` to prompt `number // samples`."""
+    """The rows to generate. Row `number` is answer `number % samples` to prompt `number // samples`."""
 
     prompts: Sequence[Prompt]
-    samples: int  # per prompt (--best_of_n)
-    context: int  # tokens of a prompt and its answer together, at most
+    samples: int  # answers per prompt (--best_of_n)
+    context: int  # maximum tokens of a prompt and its answer together
     config: BatchInferenceConfig
 
     def prompt(self, number: int) -> Prompt:
         return self.prompts[number // self.samples]
 
     def request(self, number: int) -> Request:
-        """Build the request for row `number`; its seed is the same in whichever process generates it."""
+        """Build the request for row `number`; its seed does not depend on the process."""
         prompt, task = self.prompt(number), self.config.task
         longest = min(task.max_new_tokens, self.context - len(prompt.input_ids))
         seed = seed_of(task.seed, prompt.index, number % self.samples)
@@ -67,15 +66,15 @@ class Generation:
 def plan_generation(
     config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, records: Records, first_index: int
 ) -> Generation:
-    """Read the prompts of this run, truncated so that at least one token of an answer fits after each."""
+    """Read the prompts of this run, truncated to leave room for at least one token of the answer."""
     task = config.task
-    # Prompt and answer together may have the sum of the flags, capped by the model's limit.
+    # The context is the sum of both flags, limited by the model.
     asked = task.prompt_max_len + task.max_new_tokens
     limit = known_positions(read_config(str(config.model.pretrain), config.model)) or asked
     if asked > limit:
         say(
             f"--prompt_max_len plus --max_new_tokens is {asked} tokens, but the model supports {limit}:"
-            " answers end there"
+            " longer answers are cut off"
         )
     context = min(asked, limit)
     budget = min(task.prompt_max_len, context - 1)
@@ -84,7 +83,7 @@ def plan_generation(
 
 
 def generate(generation: Generation, parts: OutputParts, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Generate the missing rows of this process's share; each is written when it is finished."""
+    """Generate the missing rows of this process; write each row when it is finished."""
     numbers, config = parts.missing, generation.config
     if not numbers:
         return
@@ -98,7 +97,7 @@ def generate(generation: Generation, parts: OutputParts, tokenizer: PreTrainedTo
         progress.advance(tokens=len(completion.token_ids))
 
     async def answer(engine: Engine, num_engines: int = 1) -> None:
-        """Have an engine answer all requests."""
+        """Answer all requests with an engine."""
         progress.restart_clock()
         await stream(engine, requests, store, window=AHEAD * config.task.max_num_seqs * num_engines)
 
@@ -121,7 +120,7 @@ def generate(generation: Generation, parts: OutputParts, tokenizer: PreTrainedTo
 async def generate_with_vllm(
     generation: Generation, tokenizer: PreTrainedTokenizerBase, answer: Callable[[Engine], Awaitable[None]]
 ) -> None:
-    """Generate with one vLLM engine in this process, on its share of the machine's GPUs or on the CPU."""
+    """Generate with one vLLM engine in this process, on the GPUs of this process or on the CPU."""
     config = generation.config
     devices = take_devices(config.task.tp_size) if config.model.device != "cpu" else 0
     device = torch.device("cuda" if devices else "cpu")
@@ -151,7 +150,7 @@ async def stream(
 ) -> None:
     """Send all requests to the engine, at most `window` at a time, and store each answer as it arrives.
 
-    A failing engine usually fails all its current requests: only the first error is raised, the others are ignored.
+    If an engine fails, all its current requests usually fail; only the first error is raised.
     """
     running: dict[asyncio.Future[list[Completion]], int] = {}
     waiting = iter(enumerate(requests))
@@ -176,7 +175,7 @@ def describe_engine(generation: Generation, devices: int) -> EngineSpec:
             vllm_num_engines=task.vllm_num_engines or 1,
             vllm_tensor_parallel_size=devices,
             vllm_gpu_memory_utilization=MEMORY_SHARE,
-            enforce_eager=not torch.cuda.is_available(),  # without a GPU, compiling takes longer than it saves
+            enforce_eager=not torch.cuda.is_available(),  # on a CPU, compilation takes more time than it saves
             enable_prefix_caching=task.enable_prefix_caching,
         ),
         context_length=generation.context,
@@ -190,14 +189,14 @@ def describe_engine(generation: Generation, devices: int) -> EngineSpec:
 def take_devices(asked: int | None) -> int:
     """Restrict CUDA_VISIBLE_DEVICES to this process's GPUs and return their number.
 
-    vLLM always uses the first visible GPUs, so processes on one machine must not see each other's.
+    vLLM always uses the first visible GPUs, so a process must not see the GPUs of other processes on the machine.
     """
     count = torch.cuda.device_count()  # does not initialise CUDA, so CUDA_VISIBLE_DEVICES can still be changed
     if not count:
         return 0
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     visible = given.split(",") if given else [str(number) for number in range(count)]
-    # Processes on this machine, as torchrun and deepspeed report them.
+    # Number of processes on this machine, as set by torchrun or deepspeed.
     neighbours = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
     own = own_devices(visible, asked, int(os.environ.get("LOCAL_RANK", "0")), neighbours)
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(own)
@@ -205,7 +204,7 @@ def take_devices(asked: int | None) -> int:
 
 
 def own_devices(visible: Sequence[str], asked: int | None, local_rank: int, neighbours: int) -> list[str]:
-    """Return the devices of one of several processes on a machine; the default is an equal share of all."""
+    """Return the devices of one process on a machine (default: an equal share of the visible devices)."""
     count = asked or max(1, len(visible) // neighbours)
     own = list(visible[local_rank * count : (local_rank + 1) * count])
     if len(own) < count:

@@ -18,12 +18,12 @@ from openrlhf.training.processes import choose_device
 
 
 def run(config: LoraCombinerConfig) -> Path:
-    """Merge the adapter and save the model; the output folder appears only when it is complete.
+    """Merge the adapter and save the model; the output folder is created only when it is complete.
 
     The config must already be checked.
     """
     disable_progress_bar()
-    choose_device("cpu")  # merging is a few matrix sums, not worth a GPU
+    choose_device("cpu")  # merging does not need a GPU
     flags = config.merge
     folder = Path(str(flags.output_path)).expanduser()
     with hold_folder(folder, "--output_path"):

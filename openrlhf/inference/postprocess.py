@@ -1,8 +1,7 @@
 """Post-processors of scored rows, selected by --post_processor.
 
 They keep the best answer to each prompt (rejection sampling), form preference pairs (iterative DPO), or write rewards
-into prompts (conditional SFT). Each is a pure function from scored rows to the rows of the output file, which the
-training commands read.
+into prompts (conditional SFT). Each is a pure function that converts scored rows to output rows for a training command.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ class ScoredRow(TypedDict):
     input: str  # the prompt
     output: str  # the answer
     reward: float
-    index: NotRequired[int | str]  # number of the prompt in its dataset, if known
+    index: NotRequired[int | str]  # row number of the prompt in its dataset, if known
 
 
 def group_by_prompt(rows: Iterable[ScoredRow]) -> list[list[ScoredRow]]:
     """Group the answers by prompt, in order of first appearance.
 
-    A prompt is identified by its row number and its text. Without row numbers, equal texts are the same prompt; with
-    them, files that each start counting at 0 can still be concatenated.
+    A prompt is identified by its row number and its text, so that files with the same row numbers can be concatenated.
+    Without row numbers, equal texts are the same prompt.
     """
     found: dict[tuple[int | str | None, str], list[ScoredRow]] = {}
     for row in rows:
@@ -51,12 +50,12 @@ def rejection_sampling(rows: Sequence[ScoredRow], _: BatchTaskFlags) -> Sequence
 
 
 def preference_pairs(rows: Sequence[ScoredRow], _: BatchTaskFlags) -> Sequence[Row]:
-    """Pair the best and the worst answer to each prompt; prompts whose answers are equally good give no pair."""
+    """Pair the best and the worst answer to each prompt; skip prompts whose answers are equally good."""
     groups = group_by_prompt(rows)
     pairs: list[Row] = []
     for group in groups:
         chosen, rejected = best(group), min(group, key=lambda row: row["reward"])
-        # The same answer may get slightly different rewards in different batches, because of rounding.
+        # Rounding may give the same answer slightly different rewards in different batches.
         if chosen["reward"] == rejected["reward"] or chosen["output"] == rejected["output"]:
             continue
         pair = {
@@ -73,14 +72,14 @@ def preference_pairs(rows: Sequence[ScoredRow], _: BatchTaskFlags) -> Sequence[R
             try_this="answers generated with --best_of_n 4 or more and a --temperature above 0",
         )
     if without := len(groups) - len(pairs):
-        say(f"iter_dpo: {without} of {len(groups)} prompts give no pair, because their answers are equally good")
+        say(f"iter_dpo: {without} of {len(groups)} prompts are skipped, because their answers are equally good")
     return pairs
 
 
 def conditional_rows(rows: Sequence[ScoredRow], flags: BatchTaskFlags) -> Sequence[Row]:
     """Return every row with its reward written into its prompt."""
     rewards = [float(row["reward"]) for row in rows]
-    if flags.normalize_reward:  # to mean 0 and unbiased standard deviation 1; rewards that are all equal become 0
+    if flags.normalize_reward:  # to mean 0 and unbiased std 1; equal rewards become 0
         mean = statistics.fmean(rewards)
         spread = statistics.stdev(rewards) if len(rewards) > 1 else 0.0
         rewards = [(reward - mean) / spread if spread else 0.0 for reward in rewards]

@@ -9,7 +9,7 @@ from openrlhf.monitor import open_bar
 
 
 class RowProgress:
-    """Progress of one process over its share of the rows, including rows of an interrupted run."""
+    """Progress of one process over its rows, including rows from an interrupted run."""
 
     def __init__(self, name: str, parts: OutputParts) -> None:
         self.bar = open_bar(name, total=len(parts.share), done=len(parts.share) - len(parts.missing), unit="row")
@@ -17,7 +17,7 @@ class RowProgress:
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """Start measuring speed now; call it when the engine is ready, so that setup time does not count."""
+        """Start measuring speed; call this when the engine is ready, to exclude setup time."""
         self.started = time.perf_counter()
         self.bar.unpause()
 

@@ -1,6 +1,6 @@
-"""Scoring for batch_inference: rewards for the answers of a dataset, by an outcome or a process reward model.
+"""Scoring for batch_inference: score the answers of a dataset with an outcome or a process reward model.
 
-`batch_inference.run` calls `score` to reward the answers that are still missing in the output.
+`batch_inference.run` calls `score` for the answers that are still missing in the output.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from openrlhf.rl.samples import Batching
 def score(
     config: BatchInferenceConfig, answers: Sequence[Answer], parts: OutputParts, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Score the missing rows of this process's share, batched by similar length, longest first."""
+    """Score the missing rows of this process in batches of similar length, longest first."""
     missing = sorted(parts.missing, key=lambda number: -len(answers[number].input_ids))
     if not missing:
         return
@@ -43,7 +43,7 @@ def score(
             for number, reward in zip(numbers, rewards, strict=True):
                 answer = answers[number]
                 if not math.isfinite(reward):
-                    raise RewardError(f"the reward model gives {reward} to the answer {answer.response[:80]!r}")
+                    raise RewardError(f"the reward model returned {reward} for the answer {answer.response[:80]!r}")
                 row: ScoredRow = {"input": answer.prompt, "output": answer.response, "reward": reward}
                 if answer.index is not None:
                     row["index"] = answer.index

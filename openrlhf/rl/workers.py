@@ -1,4 +1,4 @@
-"""The interface between the RL loop and the models, implemented by `rl/local.py` for one process and by `cluster` on Ray."""
+"""The interface between the RL loop and the models: `rl/local.py` implements it for one process, `cluster` on Ray."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Buckets: many tensors packed into one flat byte buffer, with a header that locates each of them.
 
-A weight channel (channel.py) sends buckets, so that a model travels in a few large messages instead of one per tensor.
-The sender fills a `Bucket`; the receiver calls `unpack` with the header and the buffer that arrived.
+A weight channel (channel.py) sends buckets, so that a model is sent in a few large messages instead of one per tensor.
+The sender fills a `Bucket`; the receiver calls `unpack` with the header and the received buffer.
 
     buffer  | embed.weight ........ | pad | layers.0.q.weight ... | pad | layers.0.q.bias | pad | unused
             ^ offset 0                    ^ offset, a multiple of 16                            ^ used
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from openrlhf.rollout.ipc import SharedMemory
 
-ALIGNMENT = 16  # bytes; the widest that a vectorised copy needs
+ALIGNMENT = 16  # bytes; enough for vectorised copies
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Header:
-    """Description of a bucket, sent ahead of its bytes, or the notice that no more buckets follow."""
+    """Description of a bucket, sent before its bytes, or a notice that no more buckets follow."""
 
     version: int  # of the weights
     entries: list[Entry] = field(default_factory=list)
     used: int = 0  # bytes
-    shared: SharedMemory | None = None  # where to find the bytes, if they are not sent
+    shared: SharedMemory | None = None  # location of the bytes, if they are not sent
     end: bool = False  # no more buckets follow
     failure: str = ""  # why the weights are incomplete; empty if they are complete
 
@@ -48,7 +48,7 @@ class Header:
 
     @classmethod
     def decode(cls, text: bytes) -> Header:
-        """Parse `encode`'s JSON; a pickle from the network could run code."""
+        """Parse the JSON of `encode`; it is not a pickle, because a pickle from the network could run code."""
         fields = json.loads(text)
         entries = [Entry(**entry) for entry in fields["entries"]]
         shared = SharedMemory(**fields["shared"]) if fields["shared"] else None
@@ -57,16 +57,17 @@ class Header:
 
 @dataclass
 class Bucket:
-    """A byte buffer being filled. A tensor larger than the bucket makes it grow, and then travels alone."""
+    """A byte buffer to fill. It grows for a tensor that is larger than the bucket, which is then sent alone."""
 
     buffer: Tensor  # [bytes]
     entries: list[Entry] = field(default_factory=list)
     used: int = 0  # bytes
 
     def add(self, name: str, tensor: Tensor) -> bool:
-        """Copy the tensor into the buffer immediately: it may be gone when the next one is produced.
+        """Copy a tensor into the buffer; return False if it does not fit.
 
-        Return False if it does not fit; an empty bucket accepts any tensor.
+        An empty bucket accepts any tensor. The copy is made immediately, because the tensor may be freed when the next
+        one is produced.
         """
         end = self.used + -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT  # rounded up
         if end > self.buffer.numel():

@@ -1,15 +1,13 @@
 """A key-value cache for continuous batching: rows can be removed and added between two decoding steps.
 
 Keys and values are padded on the left, so all rows end at the same column. Convolutional and recurrent states have no
-columns: the state of a row is one slice, which is kept or concatenated as it is. `RowCache` replaces each layer of
-Transformers' `DynamicCache` with a class that supports this:
+columns; they are selected and concatenated by row. `RowCache` replaces each layer of Transformers' `DynamicCache` with
+a class that supports this:
 
     DynamicLayer, DynamicSlidingWindowLayer    GrowingLayer    keys and values [rows, heads, columns, dim]
     DynamicIndexedLayer                        IndexedLayer    the same, and indexer keys [rows, columns, dim]
     LinearAttentionLayer                       StateLayer      states [rows, ...]
     LinearAttentionAnd...                      HybridLayer     both
-
-decoding.py uses it.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from transformers import PretrainedConfig, cache_utils
 class GrowingLayer(cache_utils.DynamicLayer):
     """Keys and values in preallocated memory, so that a new token does not copy the whole cache.
 
-    A layer with a sliding window keeps all tokens too; the mask hides those outside the window.
+    A layer with a sliding window also keeps all tokens; the mask hides the tokens outside the window.
     """
 
     buffers: tuple[Tensor, ...]  # keys and values [rows, heads, allocated columns, dim]
@@ -34,7 +32,7 @@ class GrowingLayer(cache_utils.DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Append keys and values [rows, heads, new tokens, dim]; return all that have been written."""
+        """Append keys and values [rows, heads, new tokens, dim]; return all keys and values so far."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self.length = 0
@@ -76,7 +74,7 @@ class GrowingLayer(cache_utils.DynamicLayer):
         for part in parts:
             end, padding = first + len(part.buffers[0]), longest - part.length
             for old, new in zip(part.buffers, joined, strict=True):
-                # Attention gives padding a weight of zero, but the product is zero only if the padding is finite.
+                # Padding has an attention weight of zero, but it must also be finite, because 0 x inf is NaN.
                 new[first:end, :, :padding] = 0
                 new[first:end, :, padding:longest] = old[:, :, : part.length]
             first = end
@@ -84,12 +82,12 @@ class GrowingLayer(cache_utils.DynamicLayer):
 
 
 def allocate(like: Tensor, rows: int, tokens: int) -> Tensor:
-    """Allocate uninitialised memory [rows, heads, columns, dim]: columns for `tokens`, half as many more, and 32."""
+    """Allocate uninitialised memory [rows, heads, columns, dim] for 1.5 x `tokens` + 32 columns."""
     return like.new_empty(rows, like.shape[1], tokens + tokens // 2 + 32, like.shape[-1])
 
 
 class IndexedLayer(cache_utils.DynamicIndexedLayer, GrowingLayer):
-    """Keys and values, plus the indexer keys [rows, columns, dim] by which sparse attention selects them."""
+    """Keys and values, plus the indexer keys [rows, columns, dim] of sparse attention."""
 
     def keep(self, rows: Tensor, drop_left: int) -> None:
         super().keep(rows, drop_left)
@@ -125,7 +123,7 @@ class HybridLayer(cache_utils.LinearAttentionAndFullAttentionLayer, StateLayer, 
     """Convolutional and recurrent states together with keys and values."""
 
 
-# The cache layers of Transformers, and the class here that replaces each.
+# Cache layer of Transformers -> the class that replaces it.
 ROW_LAYERS: dict[type, type[GrowingLayer | StateLayer]] = {
     cache_utils.DynamicLayer: GrowingLayer,
     cache_utils.DynamicSlidingWindowLayer: GrowingLayer,
@@ -140,7 +138,7 @@ class RowCache(cache_utils.Cache):
     """The cache of all running rows."""
 
     def __init__(self, config: PretrainedConfig) -> None:
-        """Create the layers that the model's config lists; an attention-only model gets its layers on demand."""
+        """Create the layers for a model's config; for an attention-only model, layers are created on demand."""
         layers: list[cache_utils.CacheLayerMixin | cache_utils.LinearAttentionCacheLayerMixin] = []
         for layer in cache_utils.DynamicCache(config=config).layers:
             kind = ROW_LAYERS.get(type(layer))
@@ -155,7 +153,7 @@ class RowCache(cache_utils.Cache):
 
     @property
     def has_columns(self) -> bool:
-        """True if any layer has attention: convolutional and recurrent states have no columns."""
+        """True if any layer has keys and values; convolutional and recurrent states have no columns."""
         return any(isinstance(layer, GrowingLayer) for layer in self.layers)
 
     def keep_rows(self, keep: Tensor, drop_left: int) -> None:

@@ -1,19 +1,19 @@
-"""Decoding strategies: how rows that start and finish at different times get the logits of their next token.
+"""Decoding strategies, which compute the next logits of rows that start and finish at different times.
 
     strategy.prefill(prompts) -> rows, logits     run the model over prompts
     rows.step(tokens, ended) -> logits            append one token to each row
     rows.keep(places), rows.add(other)            remove rows, add rows
 
-`HFEngine` knows nothing else about a strategy. This module holds the interface and the fastest strategy, continuous
-batching; fallback_decoding.py holds slower ones, for models whose caches do not allow it. The logits include everything
-that a model's own forward does to them after its head. A model's name does not say which strategy is correct for it, so
-decoding_check.py tries them.
+`HFEngine` uses only this interface. This module contains the interface and the fastest strategy, continuous batching;
+fallback_decoding.py contains slower strategies for models whose caches do not support it. Logits are those of the
+model's own forward, including scaling or caps after the head. decoding_check.py tests which strategy is correct for a
+model.
 
 Continuous batching keeps all rows in one cache, padded on the left, so that every row ends at the same column:
 
-    row 0   . . . a b c d            a step appends a column;
-    row 1   a b c d e f g            `keep` drops rows, and columns on the left that are then padding in all rows;
-    row 2   . . . . . a b            `add` pads the shorter of two caches on the left, and concatenates them
+    row 0   . . . a b c d            `step` appends a column
+    row 1   a b c d e f g            `keep` removes rows, and left columns that are padding in all remaining rows
+    row 2   . . . . . a b            `add` pads the shorter of two caches on the left and concatenates them
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from transformers import PreTrainedModel
 from openrlhf.rollout.cache import RowCache
 
 Tokens: TypeAlias = Sequence[int]
-ModelCache: TypeAlias = Any  # the cache of a model's family: our `RowCache`, or a class of its own; None to create one
-CACHE_NAMES = ("past_key_values", "cache_params", "state")  # of the cache argument, in different families
+ModelCache: TypeAlias = Any  # a `RowCache` or a class of the model family; None to create one
+CACHE_NAMES = ("past_key_values", "cache_params", "state")  # names of the cache argument in different model families
 
 
 class DecodingRows(Protocol):
-    """Running rows with everything that the model has cached for them."""
+    """Running rows with their cache."""
 
     def step(self, tokens: Tokens, ended: Sequence[bool]) -> Tensor:
-        """Append a token to each row; return logits [rows, vocabulary], meaningless for rows that have ended."""
+        """Append a token to each row; return logits [rows, vocabulary], undefined for rows that have ended."""
         ...
 
     def keep(self, places: Sequence[int]) -> None:
@@ -49,25 +49,25 @@ class DecodingRows(Protocol):
         ...
 
     def add(self, other: Self, /) -> None:
-        """Append the rows of another prefill."""
+        """Append the rows of another `prefill`."""
         ...
 
 
 class Decoding(Protocol):
-    """A decoding strategy; `str` describes it in messages."""
+    """A decoding strategy; `str` returns a description for messages."""
 
     @property
     def attention(self) -> str | None:
-        """Attention implementation that the strategy needs; None keeps the model's own."""
+        """Attention implementation that the strategy needs; None: the model's current one."""
         ...
 
     def prefill(self, prompts: Sequence[Tokens]) -> tuple[DecodingRows, Tensor]:
-        """Run the model over prompts; return their rows, and logits [rows, vocabulary] of the first new tokens."""
+        """Run the model on prompts; return their rows, and logits [rows, vocabulary] of the first new tokens."""
         ...
 
 
 class CachedForward:
-    """A model's own forward for the last token, called with only those arguments that it accepts."""
+    """Calls a model's own forward, with the arguments it accepts, for the logits of the last token."""
 
     def __init__(self, decoder: PreTrainedModel) -> None:
         self.decoder = decoder
@@ -87,11 +87,11 @@ class CachedForward:
 
 @dataclass(frozen=True)
 class ContinuousBatching:
-    """One batch of all rows, over a cache that rows enter and leave. The fastest strategy."""
+    """One batch of all rows, whose cache rows can be added to and removed from; the fastest strategy."""
 
     decoder: PreTrainedModel
     attention: str
-    pads_prompts: bool = True  # False: prefill only prompts of equal length together, if padding changes their states
+    pads_prompts: bool = True  # False: prefill prompts of different lengths separately
 
     def __str__(self) -> str:
         prompts = "" if self.pads_prompts else ", prompts prefilled by length"
@@ -104,7 +104,7 @@ class ContinuousBatching:
         logits: list[Tensor] = []  # [rows of a group, vocabulary] each
         for group in groups:
             tokens = [torch.tensor(prompt, dtype=torch.long) for prompt in group]  # [tokens of the prompt] each
-            ids = pad_sequence(tokens, batch_first=True, padding_side="left")  # [rows, columns], as is the mask
+            ids = pad_sequence(tokens, batch_first=True, padding_side="left")  # [rows, columns], like the mask
             mask = pad_sequence(list(map(torch.ones_like, tokens)), batch_first=True, padding_side="left")
             rows = CachedRows(CachedForward(self.decoder), RowCache(self.decoder.config), mask.to(device))
             logits.append(rows.advance(ids.to(device), ended=()))
@@ -124,23 +124,23 @@ class CachedRows:
     mask: Tensor  # [rows, columns]: 1 for a token, 0 for the padding on the left
 
     def step(self, tokens: Tokens, ended: Sequence[bool]) -> Tensor:
-        self.mask = pad(self.mask, (0, 1), value=1)  # one column more
+        self.mask = pad(self.mask, (0, 1), value=1)  # append a column
         return self.advance(torch.tensor(tokens, device=self.mask.device)[:, None], ended)
 
     def advance(self, ids: Tensor, ended: Sequence[bool]) -> Tensor:
-        """Run the model over new tokens [rows, new tokens], which the mask already counts; return the last logits."""
+        """Run the model on new tokens [rows, new tokens], already included in the mask; return the last logits."""
         positions = (self.mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]  # [rows, new tokens]
-        # Rows that have ended stay until they are removed, and could pass the last position that the model supports.
+        # Rows that have ended stay until they are removed, and could exceed the last position that the model supports.
         positions[[number for number, is_over in enumerate(ended) if is_over]] = 0
         arguments = {"attention_mask": self.mask, "position_ids": positions}
         if ids.shape[1] == 1 and not self.cache.has_columns:
-            del arguments["attention_mask"]  # a model without attention expects a mask of this call's tokens only
+            del arguments["attention_mask"]  # models without attention expect a mask of the new tokens only
         return self.forward(ids, self.cache, **arguments)[0]  # [rows, vocabulary]
 
     def keep(self, places: Sequence[int]) -> None:
         keep = torch.tensor(places, device=self.mask.device)
         mask = self.mask[keep]  # [kept rows, columns]
-        drop_left = int((mask.cumsum(1) == 0).sum(1).min())  # columns that are padding in all rows kept
+        drop_left = int((mask.cumsum(1) == 0).sum(1).min())  # columns that are padding in all kept rows
         self.cache.keep_rows(keep, drop_left)
         self.mask = mask[:, drop_left:]
 

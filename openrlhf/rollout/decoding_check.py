@@ -1,15 +1,15 @@
-"""Choice of the decoding strategy for a model: each is tried on a few tokens before anything is generated.
+"""Choose the decoding strategy for a model by testing each one on a few tokens.
 
-Rows are prefilled together and separately, join, take steps and leave, so that the cache goes through everything that
-generation does to it:
+The test covers all operations on the cache: prefilling rows together and separately, adding rows, decoding steps, and
+removing rows:
 
     prefill rows 0 1 2  ->  2 steps  ->  prefill row 3 and add it  ->  2 steps  ->  keep rows 1 2 3  ->  2 steps
 
-The log-probs along the way are compared with those of the model's own forward over each whole sequence alone, without a
-cache. `HFEngine` uses the fastest strategy that agrees:
+The log-probs of each step are compared with those of the model's own forward on each whole sequence, without a cache.
+`HFEngine` uses the fastest strategy that agrees:
 
-    continuous batching  ->  the same, prompts prefilled by length  ->  one batch per prompt length  ->  row by row
-    ->  no cache, in training's layout  ->  no cache, row by row
+    continuous batching  ->  continuous batching, prompts prefilled by length  ->  one batch per prompt length
+    ->  row by row  ->  no cache, in the layout of training  ->  no cache, row by row
 
 Each strategy with a cache is tried with SDPA first, then with eager attention.
 """
@@ -34,13 +34,18 @@ from openrlhf.rollout.fallback_decoding import OwnCaches, Uncached
 
 FAST = "sdpa"  # attention over left-padded rows with a cache
 PLAIN = "eager"  # attention that every model has
-PROMPTS = (11, 6, 6, 2)  # tokens; two of equal length, and one shorter than the convolutions of recurrent layers
-STEPS = 6  # tokens after each prompt
-LIKELIEST = 32  # how many of the likeliest tokens are compared at each position
+PROMPTS = (
+    11,
+    6,
+    6,
+    2,
+)  # lengths in tokens: two are equal, and one is shorter than the convolutions of recurrent layers
+STEPS = 6  # number of tokens after each prompt
+LIKELIEST = 32  # number of most likely tokens to compare at each position
 
 
 def choose_decoding(network: Network, strategies: Iterable[Decoding] | None = None) -> Decoding:
-    """Return the fastest strategy that gives the model's own log-probs; print a line if it is not the first one."""
+    """Return the fastest strategy that reproduces the model's own log-probs; report it if it is not the first one."""
     strategies = strategies_for(network) if strategies is None else strategies
     if not network.self_test:
         return next(iter(strategies))
@@ -59,10 +64,10 @@ def choose_decoding(network: Network, strategies: Iterable[Decoding] | None = No
             excess, problem = math.inf, f"fails with {describe_error(failure)}"
         if excess <= 1.0:
             if problems:
-                say(f"{name}: {problems[0]}, so it generates by {strategy}")
+                say(f"{name}: {problems[0]}, so it generates with {strategy}")
             return strategy
         problems.append(f"{strategy} {problem}")
-    ends = "; ".join(dict.fromkeys((problems[0], problems[-1])))  # report the fastest strategy and the last resort
+    ends = "; ".join(dict.fromkeys((problems[0], problems[-1])))  # report the first and the last strategy
     raise ConfigError(
         f"{name} does not match its own forward with any decoding strategy: {ends}",
         try_this="vLLM as the engine, or --skip_self_test to generate anyway",
@@ -70,7 +75,7 @@ def choose_decoding(network: Network, strategies: Iterable[Decoding] | None = No
 
 
 def strategies_for(network: Network) -> Iterator[Decoding]:
-    """Yield strategies, fastest first. A model that runs with eager attention, by request or necessity, keeps it."""
+    """Yield strategies from fast to slow; a model with eager attention keeps it."""
     decoder = network.decoder
     own = attention_in(decoder)
     attentions = (own,) if own == PLAIN or not decoder._can_set_attn_implementation() else (FAST, PLAIN)
@@ -86,17 +91,17 @@ def strategies_for(network: Network) -> Iterator[Decoding]:
 
 @dataclass(frozen=True)
 class DecodingProbe:
-    """A few sequences, and the log-probs that the model itself computes for them."""
+    """A few sequences, and the log-probs of the model's own forward for them."""
 
     sequences: list[list[int]]
-    tokens: list[Tensor]  # for each sequence [tokens, likeliest]: the likeliest next tokens at each position
-    log_probs: list[Tensor]  # their log-probs, of the same shape
-    rounding: float | None  # of a model in half precision (see `measure_rounding`); None in fp32
+    tokens: list[Tensor]  # per sequence [tokens, likeliest]: the most likely next tokens at each position
+    log_probs: list[Tensor]  # log-probs of these tokens, with the same shapes
+    rounding: float | None  # rounding error in half precision (see `measure_rounding`); None in fp32
 
 
 @torch.no_grad()
 def make_probe(decoder: PreTrainedModel) -> DecodingProbe:
-    """Compute the model's own answers with eager attention, and its rounding if it is in half precision."""
+    """Compute the model's own results with eager attention, and its rounding error in half precision."""
     lengths = [length + STEPS for length in PROMPTS]
     sequences = [row.tolist() for row in random_rows(decoder.config.get_text_config().vocab_size, lengths)]
     with evaluating(decoder, PLAIN):
@@ -113,18 +118,19 @@ def make_probe(decoder: PreTrainedModel) -> DecodingProbe:
 
 
 def own_log_probs(decoder: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Return log-probs [tokens, vocabulary] of each whole sequence alone: the model's own forward without a cache."""
+    """Return log-probs [tokens, vocabulary] of each sequence from the model's own forward, without a cache."""
     rows = [torch.tensor([list(sequence)], device=decoder.device) for sequence in sequences]  # [1, tokens] each
     return [decoder(input_ids=row, use_cache=False).logits[0].float().log_softmax(-1) for row in rows]
 
 
 @torch.no_grad()
 def exercise(strategy: Decoding, probe: DecodingProbe) -> tuple[Tensor, Tensor]:
-    """Run the test on a strategy; return (its log-probs, the model's own), each flattened to one dimension.
+    """Test a strategy; return (its log-probs, the model's own log-probs), both flattened.
 
-    Three rows start; a fourth joins after two steps; after two more the longest leaves, and padding columns with it.
+    Three rows start, a fourth is added after two steps, and after two more the longest is removed, together with
+    padding columns.
     """
-    read = [len(sequence) - STEPS for sequence in probe.sequences]  # tokens of each that the strategy has seen so far
+    read = [len(sequence) - STEPS for sequence in probe.sequences]  # tokens of each sequence processed so far
     found: list[Tensor] = []
     own: list[Tensor] = []
 

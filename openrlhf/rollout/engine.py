@@ -1,7 +1,7 @@
-"""The interface between code that needs tokens and the engines that generate them.
+"""The interface of generation engines.
 
-The RL loop knows only `Engine`. `HFEngine` (hf.py) and `VLLMEngine` (vllm.py) implement it in one process, as a
-`LoadingEngine`; on a Ray cluster, a group of such engines does (cluster/engines.py).
+The RL loop uses only `Engine`. `HFEngine` (hf.py) and `VLLMEngine` (vllm.py) implement it in one process, as
+`LoadingEngine`s; on a Ray cluster, a group of such engines implements it (cluster/engines.py).
 """
 
 from __future__ import annotations
@@ -15,41 +15,41 @@ from openrlhf.types import Completion, Request
 
 Weights: TypeAlias = Iterable[tuple[str, Tensor]]  # by checkpoint name
 Checksums: TypeAlias = Mapping[str, int]  # one per tensor, by the same names
-Part: TypeAlias = Literal["weights", "cache"]  # parts of the memory that `sleep` releases
+Part: TypeAlias = Literal["weights", "cache"]  # the memory that `sleep` releases, by use
 
 
 class Engine(Protocol):
-    """A generator of completions. Requests arrive in bulk, so that admission is paid once per call, not per request."""
+    """Generates completions. Requests are passed in bulk, to save overhead per request."""
 
-    version: int  # of the weights that the next token is sampled with
+    version: int  # version of the weights that sample the next token
 
     async def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Return all completions in the order of the requests. Cancelling the call withdraws its requests."""
+        """Return all completions in the order of the requests. Cancelling the call cancels its requests."""
         ...
 
 
 class LoadingEngine(Engine, Protocol):
-    """A single engine, which accepts new weights, in this process or through a channel that `weights` represents."""
+    """A single engine that can load new weights, directly or through a channel that `weights` reads from."""
 
     async def load(self, weights: Weights, version: int, *, verify: bool = False) -> Checksums:
-        """Sample with these weights from now on; the caches of unfinished requests are recomputed.
+        """Load weights for all further sampling; the caches of unfinished requests are recomputed.
 
-        Return the checksums of what arrived if `verify`, else an empty mapping.
+        Return the checksums of the loaded tensors if `verify`, else an empty mapping.
         """
         ...
 
     async def pause(self, *, drain: bool) -> None:
-        """Sample no token until `resume`. With `drain`, running requests finish first, and new ones wait."""
+        """Stop sampling until `resume`. With `drain`, running requests finish first, and new ones wait."""
         ...
 
     async def resume(self) -> None: ...
 
     async def sleep(self) -> None:
-        """Release device memory until `wake`; the weights must then be loaded again."""
+        """Release device memory until `wake`, after which the weights must be loaded again."""
         ...
 
     async def wake(self, part: Part) -> None:
-        """Reclaim memory: first for the weights and, after they have been loaded, for the cache."""
+        """Allocate memory again: first for the weights and, after they have been loaded, for the KV cache."""
         ...
 
     async def health(self) -> None:
@@ -57,5 +57,5 @@ class LoadingEngine(Engine, Protocol):
         ...
 
     async def close(self) -> None:
-        """Fail the callers that still wait, and release the engine."""
+        """Raise an error in callers that still wait, and shut down the engine."""
         ...

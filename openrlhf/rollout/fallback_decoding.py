@@ -1,9 +1,9 @@
-"""Slower decoding strategies, for models that continuous batching (decoding.py) gets wrong.
+"""Slower decoding strategies, for models on which continuous batching (decoding.py) gives wrong results.
 
-    OwnCaches    a batch per prompt length, or per row, each with the cache that the model itself makes
-    Uncached     no cache: the whole sequence again for each token
+    OwnCaches    a batch per prompt length, or per row, each with a cache created by the model
+    Uncached     no cache: recompute the whole sequence for each token
 
-decoding_check.py tries them in this order, after continuous batching.
+decoding_check.py tests them in this order, after continuous batching.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from openrlhf.types import Batch
 
 @dataclass(frozen=True)
 class OwnCaches:
-    """Batches that each keep the cache that the model made for them: prompts of equal length, or a single row."""
+    """Batches of prompts of equal length, or of single rows, each with a cache created by the model."""
 
     decoder: PreTrainedModel
     attention: str
@@ -39,7 +39,7 @@ class OwnCaches:
         groups: list[CacheGroup] = []
         found: list[Tensor] = []
         for _, grouped in groupby(enumerate(prompts), lambda one: len(one[1]) if self.by_length else one[0]):
-            alike = dict(grouped)  # prompts by their number
+            alike = dict(grouped)  # index of the prompt -> prompt
             ids = torch.tensor([list(prompt) for prompt in alike.values()], device=self.decoder.device)
             logits, cache = forward(ids)  # [rows, vocabulary], from ids [rows, tokens]
             groups.append(CacheGroup(cache, [*alike]))
@@ -49,7 +49,7 @@ class OwnCaches:
 
 @dataclass
 class CacheGroup:
-    """A batch as it was prefilled, and the current index of each of its rows; None for a row that has left."""
+    """The cache of a prefilled batch, and the current index of each of its rows; None for a removed row."""
 
     cache: ModelCache
     places: list[int | None]
@@ -57,7 +57,7 @@ class CacheGroup:
 
 @dataclass
 class GroupedRows:
-    """Rows of `OwnCaches`: a batch stays whole until all of its rows have left."""
+    """Rows of `OwnCaches`; a batch is kept until all of its rows have been removed."""
 
     forward: CachedForward
     groups: list[CacheGroup]
@@ -71,7 +71,7 @@ class GroupedRows:
             places = [place for place in group.places if place is not None]
             if all(ended[place] for place in places):
                 continue
-            # [rows of the group, 1]; a row that has left gets any token
+            # [rows of the group, 1]; removed rows get an arbitrary token
             ids = torch.tensor([[0 if place is None else tokens[place]] for place in group.places], device=device)
             logits, group.cache = self.forward(ids, group.cache)
             found[places] = logits[staying].float()
@@ -92,7 +92,10 @@ class GroupedRows:
 
 @dataclass(frozen=True)
 class Uncached:
-    """Whole sequences recomputed for each token: slow. In training's layout, or row by row, which is always correct."""
+    """Recomputes whole sequences for each token, in the layout of training or row by row.
+
+    This is slow, but row by row it is correct for every model.
+    """
 
     network: Network
     attention: str | None = None
@@ -106,7 +109,7 @@ class Uncached:
         return rows, self.compute_logits(rows.sequences)
 
     def compute_logits(self, sequences: Sequence[Tokens]) -> Tensor:
-        """Return the logits [rows, vocabulary] after each sequence."""
+        """Return the logits [rows, vocabulary] of the token after each sequence."""
         device = self.network.decoder.device
         rows = [torch.tensor(list(sequence), device=device) for sequence in sequences]  # [tokens] each
         if self.row_by_row:
@@ -128,7 +131,7 @@ class Uncached:
 
 @dataclass
 class WholeRows:
-    """Rows of `Uncached`: just their tokens."""
+    """Rows of `Uncached`, which consist of their tokens only."""
 
     strategy: Uncached
     sequences: list[list[int]]

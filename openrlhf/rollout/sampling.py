@@ -1,12 +1,11 @@
-"""Token sampling: each request has its own parameters and its own random stream, whatever else is in the batch.
+"""Token sampling with separate parameters and random numbers for each request of a batch.
 
-`HFEngine` keeps one `SamplingState` for its running rows, which grows and shrinks with them, and calls `sample_tokens`
-for each new token:
+`HFEngine` keeps a `SamplingState` for its running rows and calls `sample_tokens` for each new token:
 
     logits  ->  penalties and forbidden tokens (in hf.py)  ->  / temperature  ->  min-p, top-k, top-p  ->  token
 
-A row draws its random numbers when it starts, one for each token that it may sample. So its tokens are a function of
-its logits and its seed alone.
+The random numbers of a row are drawn when it starts, one for each token that it may sample, so its tokens depend only
+on its logits and its seed.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from openrlhf.types import SamplingParams
 class SamplingState:
     """Sampling parameters and random numbers of the running rows."""
 
-    temperature: Tensor  # [rows]; 0: take the likeliest token
+    temperature: Tensor  # [rows]; 0: take the most likely token
     top_p: Tensor  # [rows]
     top_k: Tensor  # [rows]; the size of the vocabulary if there is no limit
     min_p: Tensor  # [rows]
-    uniforms: Tensor  # [rows, max tokens]: one number in [0, 1) for each token that may be sampled
+    uniforms: Tensor  # [rows, max tokens]: a random number in [0, 1) for each token
 
     @staticmethod
     def of(params: Sequence[SamplingParams], vocabulary: int, device: torch.device) -> SamplingState:
@@ -47,7 +46,7 @@ class SamplingState:
         return SamplingState(temperature, top_p, top_k, min_p, uniforms.to(device))
 
     def rows(self, keep: Tensor) -> SamplingState:
-        """Return the state of some rows, given by their indices."""
+        """Return the state of the rows with the given indices."""
         return SamplingState(*(tensor[keep] for tensor in vars(self).values()))
 
     def joined(self, other: SamplingState) -> SamplingState:
@@ -63,16 +62,16 @@ def sample_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Sample a token for each row of logits [rows, vocabulary]; return (tokens, log-probs), each [rows].
 
-    A log-prob belongs to the distribution that the token was sampled from. `places` [rows] selects the random number
-    that a row uses. Temperature 0 takes the likeliest token, with log-prob 0. If `whole` is given, which holds the
-    logits before any token was forbidden or penalised, log-probs come from these, without truncation.
+    Log-probs are those of the sampling distribution. `places` [rows] selects the random number that each row uses. With
+    temperature 0, the most likely token is taken, with log-prob 0. If `whole`, the logits before tokens were forbidden
+    or penalised, is given, log-probs are computed from it without truncation.
     """
     greedy = state.temperature == 0  # [rows]
     temperature = torch.where(greedy, 1.0, state.temperature)[:, None]  # [rows, 1]
     log_probs = truncate((logits.float() / temperature).log_softmax(-1), state)  # [rows, vocabulary]
     uniform = state.uniforms.gather(1, places.clamp(max=state.uniforms.shape[1] - 1)[:, None])  # [rows, 1]
     cumulative = log_probs.double().exp().cumsum(-1)  # [rows, vocabulary]
-    # Take the first token whose cumulative probability exceeds the random number; never one of probability zero.
+    # Take the first token whose cumulative probability exceeds the random number; its probability is never zero.
     sampled = torch.searchsorted(cumulative, uniform.double() * cumulative[:, -1:], right=True).squeeze(1)  # [rows]
     tokens = torch.where(greedy, log_probs.argmax(-1), sampled.clamp(max=logits.shape[-1] - 1))  # [rows]
     reported = log_probs if whole is None else (whole.float() / temperature).log_softmax(-1)  # [rows, vocabulary]
@@ -81,9 +80,9 @@ def sample_tokens(
 
 
 def truncate(log_probs: Tensor, state: SamplingState) -> Tensor:
-    """Restrict log-probs [rows, vocabulary] to min-p, top-k and top-p, and normalise them again.
+    """Truncate log-probs [rows, vocabulary] by min-p, top-k and top-p, and normalise them again.
 
-    They are returned unchanged if no row has a limit. As in vLLM, top-p applies to the mass that the others leave.
+    They are returned unchanged if no row has a limit. As in vLLM, top-p is applied after min-p and top-k.
     """
     vocabulary = log_probs.shape[-1]
     if bool(((state.top_p >= 1) & (state.top_k >= vocabulary) & (state.min_p <= 0)).all()):
@@ -93,7 +92,7 @@ def truncate(log_probs: Tensor, state: SamplingState) -> Tensor:
     kept = probs >= state.min_p[:, None] * probs[:, :1]
     kept &= torch.arange(vocabulary, device=log_probs.device)[None] < state.top_k[:, None]
     left = probs * kept
-    before = left.cumsum(-1) - left  # mass of the likelier tokens
+    before = left.cumsum(-1) - left  # total probability of more likely tokens
     kept &= before < state.top_p[:, None] * left.sum(-1, keepdim=True)
     ranked = ranked.masked_fill(~kept, -torch.inf)
     back = torch.full_like(log_probs, -torch.inf).scatter(1, order, ranked)

@@ -1,7 +1,7 @@
-"""Verification of weight syncs: compare checksums of every parameter on the trainer and the engines.
+"""Verification of weight syncs: compare checksums of every parameter in trainer and engine.
 
-`SyncProof` decides which syncs to verify, `RecordedWeights` computes the checksums of a side, and `compare` stops the
-run on a difference.
+`SyncProof` decides which syncs to verify, `RecordedWeights` computes the checksums of sent or received weights, and
+`compare` raises an error if they differ.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from openrlhf.errors import RolloutError
 from openrlhf.rollout.checksum import checksum
 from openrlhf.rollout.engine import Checksums, Weights
 
-SHOWN = 5  # names in a message
+SHOWN = 5  # maximum number of parameter names in a message
 
 
 @dataclass
 class SyncProof:
-    """Schedule of verified syncs: the first, those after it until the weights have changed, and every N-th."""
+    """Decides which syncs to verify: all until the weights have changed for the first time, then every N-th."""
 
     every: int = 0  # 0: no periodic verification
     syncs: int = 0
@@ -54,7 +54,7 @@ class RecordedWeights:
 
 
 def compare(sent: Checksums, received: Checksums, receiver: str) -> None:
-    """Raise an error that names the parameters that are missing, differ or were never sent."""
+    """Raise an error with the names of parameters that are missing, differ or were never sent."""
     missing = sorted(sent.keys() - received.keys())
     other = sorted(name for name in sent.keys() & received.keys() if sent[name] != received[name])
     more = sorted(received.keys() - sent.keys())

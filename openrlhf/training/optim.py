@@ -260,9 +260,9 @@ class LossScale:
             return
         if self.value <= LEAST_SCALE:
             raise BackendError(
-                f"fp16 gradients are not finite, even with a loss scale of {self.value:g}; the weights were not updated",
+                f"fp16 gradients are not finite even with loss scale {self.value:g}; the weights were not updated",
                 try_this="--param_dtype bf16, or a smaller learning rate",
             )
         lower = self.value / 2
-        say(f"skipped an optimizer step: gradients overflowed with loss scale {self.value:g}, which is now {lower:g}")
+        say(f"skipped an optimizer step: gradients overflowed with loss scale {self.value:g}, now {lower:g}")
         self.value, self.applied, self.skipped = lower, 0, self.skipped + 1

@@ -1,6 +1,6 @@
 """Import paths of upstream OpenRLHF, kept so that existing reward and agent files work unchanged.
 
-The modules here only re-export; the implementations are in `openrlhf.agents`.
+These modules only re-export names; the implementations are in `openrlhf.agents`.
 """
 
 from openrlhf.agents.math_answers import extract_boxed_answer, grade_answer
