@@ -99,7 +99,7 @@ def test_request_outside_of_episodes_is_rejected():
     async def go():
         await EngineProxy(RunningEpisodes().router).generate(encode("1"), PARAMS)
 
-    with pytest.raises(RolloutError, match="while no episode is running"):
+    with pytest.raises(RolloutError, match="while no episode was running"):
         asyncio.run(go())
 
 

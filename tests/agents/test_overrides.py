@@ -16,7 +16,7 @@ RESTRICTED = [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"repetition_penalty
 def test_restricted_sampling_is_rejected_if_the_loss_uses_the_engines_log_probs(change):
     asked = [RUN, replace(RUN, **change)]
     name, value = next(iter(change.items()))
-    with pytest.raises(RolloutError, match=rf"sampling_params.{name}={value:g} changes which tokens can be sampled"):
+    with pytest.raises(RolloutError, match=rf"sampling_params.{name}={value:g} changes the sampling distribution"):
         check_overrides(RUN, asked, compares_engine=True)
     check_overrides(RUN, asked, compares_engine=False)
     assert [find_restriction(params) for params in asked] == [None, f"{name}={value:g}"]

@@ -90,11 +90,11 @@ def test_first_token_is_never_an_action():
         ({"action_ranges": [[2]]}, "expected (start, end)"),
         ({"action_ranges": [[2, 9]]}, "(2, 9) is not within the 7 observation_tokens"),
         ({"action_ranges": [[4, 2]]}, "(4, 2) is not within"),
-        ({"action_ranges": [[2, 4], [3, 5]]}, "(3, 5) begins before the previous one ends, at 4"),
+        ({"action_ranges": [[2, 4], [3, 5]]}, "(3, 5) starts before the previous one ends, at 4"),
         ({"action_ranges": []}, "no action within 100 tokens"),
         ({"rollout_log_probs": [0.0]}, "1 values for 7 observation_tokens"),
         ({"rollout_log_probs": "none"}, "'none' (str)"),
-        ({"rollout_log_probs": None, "observation_tokens": [1, 2, 3, 4, 5, 6, 7]}, "not those that the engine sampled"),
+        ({"rollout_log_probs": None, "observation_tokens": [1, 2, 3, 4, 5, 6, 7]}, "differ from those of the engine"),
     ],
 )
 def test_malformed_episode_is_reported(changes, message):
@@ -135,5 +135,5 @@ def test_each_token_has_the_temperature_of_its_turn():
 def test_tokens_that_the_engine_did_not_sample_cannot_have_several_temperatures():
     other = {"observation_tokens": [11, 12, 29, 22, 31, 32, 23]}
     assert temperatures([0.5, 0.5], **other) == (1.0, 1.0, 0.5, 0.5)  # all turns have the same
-    with pytest.raises(RolloutError, match=r"several temperatures.*\(2, 4\) are not those that the engine sampled"):
+    with pytest.raises(RolloutError, match=r"several temperatures.*\(2, 4\) differ from those of the engine"):
         temperatures([2.0, 0.5], **other)

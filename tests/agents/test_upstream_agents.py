@@ -119,7 +119,7 @@ def test_missing_result_in_the_queue_is_reported(build, write):
 
 def test_unknown_constructor_argument_is_rejected_before_training(build, write):
     file = write(QUEUE.replace("hf_tokenizer, result_queue):", "hf_tokenizer, result_queue, actor):"))
-    with pytest.raises(ConfigError, match="built without arguments, but it requires actor"):
+    with pytest.raises(ConfigError, match="created without arguments, but its constructor requires actor"):
         build(agent_func_path=file)
 
 

@@ -114,8 +114,8 @@ print(sorted(heavy & sys.modules.keys()))
         ([*SFT, "--zero_stage", "9"], "--zero_stage is 9, but must be 0, 1, 2 or 3"),
         ([*SFT, "--zero_stag3"], "--zero_stag3 is not a flag of this command. Try: --zero_stage"),
         ([*SFT, "--config", "nowhere.yaml"], "--config nowhere.yaml: no such file"),
-        (["train_stf"], "there is no command train_stf. Try: train_sft"),
-        (["bake"], "there is no command bake. Try: openrlhf --help"),
+        (["train_stf"], "unknown command train_stf. Try: train_sft"),
+        (["bake"], "unknown command bake. Try: openrlhf --help"),
     ],
 )
 def test_a_wrong_flag_gives_one_line_and_exit_code_2(argv, complaint):

@@ -43,7 +43,7 @@ REFUSED = [  # rule, command, added flags, parts of the message
     ("reward_tokens_differ", "train_prm", "--reward_tokens +", "--reward_tokens +|--reward_tokens + -"),
     ("reward_tokens_differ", "train_prm", "--reward_tokens + +", "--reward_tokens + +"),
     ("required_flags_are_given", "train_ppo", "--prompt_data=", "--prompt_data is not given"),
-    ("a_reward_is_given", "train_ppo", "--remote_rm_url=", "--reward_pretrain, --remote_rm_url and --agent_func_path"),
+    ("a_reward_is_given", "train_ppo", "--remote_rm_url=", "--reward_pretrain, --remote_rm_url or --agent_func_path"),
     ("required_flags_are_given", "serve_rm", "--reward_pretrain=", "--reward_pretrain is not given"),
     ("other_machines_need_a_key", "serve_rm", "--host 0.0.0.0", "--host 0.0.0.0|OPENRLHF_RM_API_KEY"),
     ("other_machines_need_a_key", "serve_rm", "--host example.org --api_key=", "--host example.org|no key"),
@@ -180,7 +180,7 @@ REFUSED = [  # rule, command, added flags, parts of the message
         "--dynamic_filtering",
         "--dynamic_filtering|--n_samples_per_prompt is 1",
     ),
-    ("thresholds_are_an_interval", "train_ppo", "--vllm_is_truncated_threshold 5 0.5", "5.0 0.5|not an interval"),
+    ("thresholds_are_an_interval", "train_ppo", "--vllm_is_truncated_threshold 5 0.5", "5.0 0.5|not a valid interval"),
     ("thresholds_are_an_interval", "train_ppo", "--vllm_is_truncated_threshold 1 2 3", "one or two values, not 3"),
     ("clip_range_is_positive", "train_ppo", "--eps_clip 1.5", "--eps_clip 1.5|[1 - low, 1 + high]"),
     ("clip_range_is_positive", "train_ppo", "--eps_clip_low_high 0.2 -1", "--eps_clip_low_high 0.2 -1.0"),
@@ -420,7 +420,7 @@ CHANGED = [  # rule, command, added flags, parts of the line, the changed flag, 
         "only_gae_has_a_critic",
         "train_ppo",
         "--advantage_estimator reinforce --critic_pretrain ./model",
-        "--critic_pretrain is dropped: --advantage_estimator reinforce",
+        "--critic_pretrain is ignored: --advantage_estimator reinforce",
         "critic_pretrain",
         None,
     ),
@@ -686,7 +686,7 @@ def test_processes_of_a_launcher_on_several_nodes_need_ray(run, monkeypatch):
 
 def test_one_process_is_not_what_a_launcher_starts(run, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="--runtime local is one process, but a launcher started 2"):
+    with pytest.raises(ConfigError, match="--runtime local runs in one process, but a launcher started 2"):
         run("train_ppo_ray", "--runtime local")
 
 

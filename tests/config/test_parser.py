@@ -316,7 +316,7 @@ def test_help_mentions_every_flag_under_a_heading(command):
 def test_help_shows_defaults_that_are_zero_and_leaves_out_those_that_are_nothing():
     text = " ".join(build_parser(PRMConfig, "openrlhf train_prm").format_help().split())
     assert "0 trains all weights (default: 0)" in text
-    assert "active above 1e-8 (default: 0.0)." in text
+    assert "values up to 1e-8 disable it (default: 0.0)." in text
     assert "(default: prm_%s)" in text
     assert "(default: )" not in text
     assert "(default: False)" not in text

@@ -43,7 +43,7 @@ def test_every_flag_of_every_release_is_known(command):
 
 DROPPED = [  # command, given flags, the printed line
     ("train_sft", "--disable_trace_cache", "--disable_trace_cache has no effect: DeepSpeed's parameter trace"),
-    ("train_prm", "--torch_compile", "--torch_compile has no effect; --deepcompile compiles the training step"),
+    ("train_prm", "--torch_compile", "--torch_compile has no effect; --deepcompile compiles the decoder layers"),
     ("train_ppo", "--perf", "--perf has no effect: timings are always logged"),
     ("train_ppo_ray", "--actor_init_on_gpu", "--actor_init_on_gpu has no effect"),
     ("train_ppo_ray", "--ptx_coef 0.05", "--ptx_coef has no effect: there is no pre-training loss"),

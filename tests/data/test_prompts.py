@@ -68,9 +68,7 @@ def test_a_budget_that_drops_almost_every_prompt_is_rejected(records, letters):
         with pytest.raises(DataError) as caught:
             make_prompts(rows, letters, budget=budget)
         assert "19 of 20 prompts are longer" in str(caught.value)
-        assert "hardly anything would be trained on. Try: --prompt_max_len 22, which keeps 95% of them" in str(
-            caught.value
-        )
+        assert "almost no prompts would remain. Try: --prompt_max_len 22, which keeps 95% of them" in str(caught.value)
 
 
 def test_a_budget_that_drops_every_prompt_is_rejected(records, letters):

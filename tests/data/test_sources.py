@@ -158,7 +158,7 @@ def test_a_dataset_with_probability_zero_is_skipped(tmp_path, capsys):
 
 def test_probabilities_must_match_the_datasets(tmp_path):
     write_rows(tmp_path / "a.jsonl", numbers(3))
-    with pytest.raises(ConfigError, match=r"^2 probabilities for 1 datasets$"):
+    with pytest.raises(ConfigError, match=r"^expected one probability per dataset \(1\), got 2$"):
         read("a.jsonl", probs="0.5,0.5")
 
 

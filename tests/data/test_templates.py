@@ -58,7 +58,9 @@ def test_rewritten_history_does_not_matter_to_the_last_turn():
 
 
 def test_an_answer_that_does_not_extend_its_prompt_is_rejected_with_the_reason():
-    with pytest.raises(DataError, match=r"^data.jsonl, row 3: the chat template opens a response.*--tokenizer_chat_te"):
+    with pytest.raises(
+        DataError, match=r"^data.jsonl, row 3: the chat template starts a response.*--tokenizer_chat_te"
+    ):
         open_with(OPENING).mark_response(conversation(*TURNS), 3)
 
 

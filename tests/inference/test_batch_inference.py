@@ -379,7 +379,7 @@ MISTAKES = {
     "nowhere.jsonl: no such file": {"dataset": "nowhere.jsonl"},
     "--post_processor rs sorts by reward": {"post_processor": "rs"},
     "--iter 3 with --rollout_batch_size 4 begins at row 12": {"iter": 3, "rollout_batch_size": 4},
-    "is a folder, but rows go to a file": {"output_path": "."},
+    "is a folder, but rows are written to a file": {"output_path": "."},
     "is the dataset itself": {"output_path": "./prompts.jsonl"},
     "no field 'question'; there are 'input'": {"input_key": "question"},
 }

@@ -49,7 +49,7 @@ def test_answers_with_equal_rewards_give_no_pair_and_are_counted(capfd):
         *[("rounding", "same", 1.0), ("rounding", "same", 1.0000001), ("p", "a", 1.0), ("p", "b", 0.0)],
     )
     assert [pair["prompt"] for pair in preference_pairs(scored, PLAIN)] == ["p"]
-    assert "iter_dpo: 3 of 4 prompts give no pair" in capfd.readouterr().err
+    assert "iter_dpo: 3 of 4 prompts are skipped" in capfd.readouterr().err
 
 
 def test_no_pair_at_all_is_an_error():

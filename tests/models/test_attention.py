@@ -8,7 +8,7 @@ from openrlhf.models.attention import SEGMENTED, choose_attention, kernel_option
 from openrlhf.models.ring import Ring, Share
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-PADDED = "--attn_implementation {} cannot pack: sequences are padded. Try: --attn_implementation auto"
+PADDED = "--attn_implementation {} does not support packing, so sequences are padded. Try: --attn_implementation auto"
 
 
 @pytest.mark.parametrize(
@@ -21,14 +21,27 @@ PADDED = "--attn_implementation {} cannot pack: sequences are padded. Try: --att
         ("eager", CUDA, True, "eager", PADDED.format("eager")),
         ("sdpa", CPU, True, "sdpa", PADDED.format("sdpa")),
         ("sdpa", CPU, False, "sdpa", None),
-        ("flash_attention_2", CPU, False, "sdpa", "flash_attention_2: there is no GPU, so SDPA is used"),
-        ("flash_attention_2", CPU, True, SEGMENTED, "flash_attention_2: there is no GPU, so SDPA is used"),
+        (
+            "flash_attention_2",
+            CPU,
+            False,
+            "sdpa",
+            "--attn_implementation flash_attention_2: there is no GPU, so SDPA is used instead",
+        ),
+        (
+            "flash_attention_2",
+            CPU,
+            True,
+            SEGMENTED,
+            "--attn_implementation flash_attention_2: there is no GPU, so SDPA is used instead",
+        ),
         (
             "flash_attention_3",
             CUDA,
             False,
             SEGMENTED,
-            "flash_attention_3: flash_attn_interface is not installed, so PyTorch's varlen kernel is used",
+            "--attn_implementation flash_attention_3: flash_attn_interface is not installed, so PyTorch's varlen kernel"
+            " is used instead",
         ),
     ],
 )
@@ -61,11 +74,11 @@ def test_each_segment_attends_to_itself(window):
 def test_sinks_are_rejected_with_a_remedy_that_works():
     tokens, bounds = torch.randn(1, 2, 4, 8), torch.tensor([0, 4], dtype=torch.int32)
     more = {"s_aux": torch.zeros(2), "cu_seq_lens_q": bounds, "max_length_q": 4}
-    with pytest.raises(ConfigError, match="adds sinks") as alone:
+    with pytest.raises(ConfigError, match="attention score caps or sinks") as alone:
         segmented_attention(nn.Identity(), tokens, tokens, tokens, None, **more)
     assert alone.value.try_this == "--attn_implementation eager"
     share = Share.of([0, 4], Ring(None, index=0, size=2))
-    with pytest.raises(ConfigError, match="adds sinks") as shared:
+    with pytest.raises(ConfigError, match="attention score caps or sinks") as shared:
         segmented_attention(nn.Identity(), tokens, tokens, tokens, None, share=share, **more)
     assert shared.value.try_this == "--ring_attn_size 1 --attn_implementation eager"
 
@@ -76,5 +89,5 @@ def test_the_kernels_arguments_in_each_release():
     assert kernel_options(None, now) == {"window_size": (-1, 0), "enable_gqa": True}
     assert kernel_options(4, now) == {"window_size": (3, 0), "enable_gqa": True}  # a token sees itself and three more
     assert kernel_options(None, {"is_causal"}) == {"is_causal": True}
-    with pytest.raises(ConfigError, match="no sliding window"):
+    with pytest.raises(ConfigError, match="does not support sliding windows"):
         kernel_options(4, {"is_causal"})

@@ -66,7 +66,7 @@ def test_the_attention_that_was_chosen_is_the_one_loaded(folder, capsys):
     assert load(folder, attn_implementation="eager").config._attn_implementation == "eager"
     assert said(capsys) == []
     assert load(folder, attn_implementation="flash_attention_2").config._attn_implementation == "sdpa"
-    assert said(capsys) == ["flash_attention_2: there is no GPU, so SDPA is used"]
+    assert said(capsys) == ["--attn_implementation flash_attention_2: there is no GPU, so SDPA is used instead"]
 
 
 def test_a_failed_load_is_reported_in_one_line(folder, tmp_path):
@@ -80,7 +80,9 @@ def test_a_failed_load_is_reported_in_one_line(folder, tmp_path):
         with pytest.raises(ConfigError, match=f"cannot load the model {name}: ") as caught:
             load(name)
         assert "\n" not in str(caught.value)
-    with pytest.raises(ConfigError, match=r"cannot load the tokenizer .*nowhere: .* There is no folder .*nowhere here"):
+    with pytest.raises(
+        ConfigError, match=r"cannot load the tokenizer .*nowhere: .* There is no local folder .*nowhere either"
+    ):
         load_tokenizer(str(tmp_path / "nowhere"), LoadingFlags())
     with pytest.raises(ConfigError, match=r"cannot load the model .*: .*made_up"):
         load(folder, attn_implementation="made_up")

@@ -100,7 +100,7 @@ def layout_of(network: Network) -> str:
         ("lfm2", f"packed {SEGMENTED}", ""),
         ("qwen3_next", "padded sdpa", "packed with the packed kernel lets sequences see each other"),
         ("granitemoehybrid", "padded sdpa", "packed with the packed kernel"),
-        ("gpt_oss", "padded eager", "caps its attention scores or adds sinks"),
+        ("gpt_oss", "padded eager", "uses attention score caps or sinks"),
         ("bloom", "padded eager", ""),  # outside the attention registry: never loaded for packing
         ("cpmant", "row by row eager", "padded with eager is off by"),
     ],

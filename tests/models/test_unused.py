@@ -18,8 +18,8 @@ def test_vision_stays_frozen_beside_the_text_decoder(capsys):
     text = {name for name, _ in model.named_parameters() if "language_model" in name}
     assert frozen(model) == {name for name, _ in model.named_parameters()} - text
     assert capsys.readouterr().err == (
-        "openrlhf: Gemma3ForConditionalGeneration: training on text does not reach multi_modal_projector, vision_tower,"
-        " so it stays frozen\n"
+        "openrlhf: Gemma3ForConditionalGeneration: training on text does not update multi_modal_projector,"
+        " vision_tower, so these modules are frozen\n"
     )
 
 

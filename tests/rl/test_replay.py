@@ -90,6 +90,6 @@ def test_a_folder_without_rollouts_is_rejected(train, folder):
 @pytest.mark.parametrize("flags", [{}, {"run_dir": "./one/run"}])
 def test_replaying_from_the_output_folder_is_rejected(train, flags):
     train("one", max_steps=1)
-    with pytest.raises(ConfigError, match="is where this run writes its own rollouts"):
+    with pytest.raises(ConfigError, match="is the folder that this run writes its rollouts to"):
         train("other" if flags else "one", replay="./one/run/rollouts", **flags)
     assert list(Path("one/run/rollouts").glob("step_*.jsonl"))

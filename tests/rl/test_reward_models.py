@@ -103,7 +103,7 @@ def test_a_model_with_another_tokenizer_scores_the_text(train_ppo, reward_model,
     folder = reward_model(pretrain=other_model(tmp_path / "other"))
     rows = unpadded(read_rollouts(train_ppo(reward_pretrain=folder, max_steps=1, generate_max_len=32), 1))
     stderr = capsys.readouterr().err
-    assert "the reward model ./rm has a different tokenizer: it scores the text, tokenised again" in stderr
+    assert "the reward model ./rm has a different tokenizer than the policy: samples are tokenised again" in stderr
     policy, own = AutoTokenizer.from_pretrained(models()), AutoTokenizer.from_pretrained(folder)
 
     def read(ids):

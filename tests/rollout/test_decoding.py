@@ -139,7 +139,7 @@ def test_a_wrong_strategy_is_detected(fault, problem, capsys):
     assert choose_decoding(network, [broken, right]) is right
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"openrlhf: LlamaForCausalLM: continuous batching with sdpa attention {problem}")
-    assert line.endswith(", so it generates by continuous batching with eager attention")
+    assert line.endswith(", so it generates with continuous batching with eager attention")
     with pytest.raises(ConfigError, match=re.escape(f"continuous batching with sdpa attention {problem}")):
         choose_decoding(network, [broken])
 

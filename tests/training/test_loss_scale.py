@@ -94,7 +94,7 @@ def test_a_step_that_overflows_is_skipped_and_lowers_the_scale(folder, capsys):
     before = {name: tensor.clone() for name, tensor in backend.optimizer.state().items()}
     backend.forward_backward([batch()], OverflowingLoss())
     assert backend.optim_step(1.0) is None
-    assert "skipped: gradients overflow with a loss scale of 65536, now 32768" in capsys.readouterr().err
+    assert "skipped an optimizer step: gradients overflowed with loss scale 65536, now 32768" in capsys.readouterr().err
     assert backend.loss_scaling() == {"loss_scale": INITIAL_SCALE / 2, "skipped_steps": 1}
     assert_close(backend.optimizer.state(), before, rtol=0, atol=0)
     backend.forward_backward([batch()], SFT())
@@ -127,5 +127,5 @@ def test_the_scale_grows_after_many_steps_and_never_falls_below_one():
     for _ in range(17):
         scale.update(overflowed=True)
     assert (scale.value, scale.skipped) == (1.0, 17)
-    with pytest.raises(BackendError, match="not finite in fp16, even with a loss scale of 1"):
+    with pytest.raises(BackendError, match="not finite even with loss scale 1"):
         scale.update(overflowed=True)

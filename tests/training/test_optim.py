@@ -100,7 +100,7 @@ def test_impossible_schedules_are_rejected():
     with pytest.raises(ConfigError, match="--lr_scheduler cosin: ") as caught:
         schedule("cosin", **options)
     assert "\n" not in str(caught.value)
-    with pytest.raises(ConfigError, match="follows the loss"):
+    with pytest.raises(ConfigError, match="depends on the loss"):
         schedule("reduce_lr_on_plateau", **options)
     with pytest.raises(ConfigError, match="--lr_scheduler warmup_stable_decay: "):
         schedule("warmup_stable_decay", **options)

@@ -119,7 +119,7 @@ def test_eager_attention_does_not_change_the_loss(tmp_path, train, models):
 def test_flash_attention_without_a_gpu_reports_the_replacement(tmp_path, train, capsys):
     train("train_sft", **ANSWERS, **dataset_flags(tmp_path, answers(8), answers(4)), flash_attn=True, bf16=True)
     stderr = capsys.readouterr().err
-    assert "flash_attention_2: there is no GPU, so SDPA is used" in stderr
+    assert "flash_attention_2: there is no GPU, so SDPA is used instead" in stderr
     assert "no GPU: everything runs in fp32" in stderr
 
 
