@@ -33,7 +33,7 @@ def find_agent(module: ModuleType, file: str) -> Callable[[], AgentExecutorBase]
     if callable(step):
         return lambda: MultiTurnAgentExecutor(lambda: StepFunction(file))
     raise ConfigError(
-        f"--agent_func_path {file} has neither class AgentExecutor nor function run_agent or step;"
+        f"--agent_func_path {file} has neither a class AgentExecutor nor a function run_agent or step;"
         f" it defines {defined_names(module)}",
         try_this="class AgentExecutor(MultiTurnAgentExecutor): ...",
     )

@@ -93,5 +93,5 @@ def read_step(result: object) -> Mapping[str, Any]:
         )
     feedback = result.get("environment_feedback")
     if not isinstance(feedback, str | None):
-        raise RolloutError(f"'environment_feedback' of {STEP} is {kind_of(feedback)}; expected a text")
+        raise RolloutError(f"'environment_feedback' of {STEP} is {kind_of(feedback)}; expected text")
     return result

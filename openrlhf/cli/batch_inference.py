@@ -1,4 +1,4 @@
-"""Generate, score and post-process over whole datasets."""
+"""Generate, score and post-process responses for whole datasets."""
 
 from openrlhf.cli.entry import make_main
 

@@ -1,4 +1,4 @@
-"""Preference learning from single responses with a label (KTO)."""
+"""Preference optimisation from single labelled responses (KTO)."""
 
 from openrlhf.cli.entry import make_main
 

@@ -1,4 +1,4 @@
-"""Reinforcement learning: PPO, REINFORCE++, RLOO, GRPO, Dr. GRPO; single- and multi-turn agents."""
+"""Reinforcement learning with PPO, REINFORCE++, RLOO, GRPO or Dr. GRPO; single- and multi-turn agents."""
 
 from openrlhf.cli.entry import make_main
 

@@ -1,4 +1,4 @@
-"""A process reward model from steps with labels."""
+"""Train a process reward model on labelled steps."""
 
 from openrlhf.cli.entry import make_main
 

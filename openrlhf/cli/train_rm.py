@@ -1,4 +1,4 @@
-"""A reward model from pairs of responses."""
+"""Train a reward model on pairs of responses."""
 
 from openrlhf.cli.entry import make_main
 

@@ -82,7 +82,7 @@ def flags_of(command: type) -> Mapping[str, Flag]:
 
 
 def replace_flags(config: C, **values: object) -> C:
-    """Return a copy of the config with some flags replaced, in whichever sections declare them."""
+    """Return a copy of the config with some flags replaced; the section of each flag is looked up."""
     known = flags_of(type(config))
     by_section: dict[str, dict[str, object]] = {}
     for name, value in values.items():

@@ -26,7 +26,7 @@ class Retired:
 
 TEXT_ONLY = "has no effect: models are trained on text"
 RETIRED: Mapping[str, Retired] = {
-    "disable_trace_cache": Retired(TRAINING, "has no effect: DeepSpeed's parameter trace needs no switch"),
+    "disable_trace_cache": Retired(TRAINING, "has no effect: DeepSpeed's parameter trace works without it"),
     "torch_compile": Retired(TRAINING, "has no effect; --deepcompile compiles the decoder layers"),
     "perf": Retired(RL, "has no effect: timings are always logged"),
     "actor_init_on_gpu": Retired(RL, "has no effect"),

@@ -61,7 +61,7 @@ def load_data(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase) -> S
 
 
 def load_train(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase) -> Loaded:
-    """Load the rows of --dataset, capped and mixed as the flags say."""
+    """Load the rows of --dataset, limited to --max_samples and mixed by --dataset_probs."""
     records = load_dataset(config.data, seed=config.batches.seed, loading=config.model)
     return read_rows(config, records, tokenizer)
 

@@ -133,7 +133,7 @@ class OutcomeRewardModel:
         return ModelRewards(scores, scores, [()] * len(trajectories))
 
     def score_rows(self, rows: Sequence[Row]) -> Tensor:
-        """Return an unweighted reward for each row of the model's own tokens: [rows]."""
+        """Return the unweighted rewards [rows] of rows of the reward model's tokens."""
         scores = torch.zeros(len(rows))  # [rows]
         for places, part in rounds(self.batching, rows, self.model):
             batch = self.batching.layout.batch([TokenRow(row, np.zeros(len(row), bool)) for row in part])
@@ -170,7 +170,7 @@ class ProcessRewardModel:
         return ModelRewards(self.weight * scores, None, weighted)
 
     def score_rows(self, rows: Sequence[Row]) -> Tensor:
-        """Return an unweighted reward for each row of the model's own tokens: [rows]."""
+        """Return the unweighted rewards [rows] of rows of the reward model's tokens."""
         return self._reduce(self._judge(rows))
 
     def _reduce(self, steps: Sequence[Tensor]) -> Tensor:

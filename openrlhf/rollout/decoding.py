@@ -87,7 +87,7 @@ class CachedForward:
 
 @dataclass(frozen=True)
 class ContinuousBatching:
-    """One batch of all rows, whose cache rows can be added to and removed from; the fastest strategy."""
+    """One batch of all rows, with a cache that supports adding and removing rows; the fastest strategy."""
 
     decoder: PreTrainedModel
     attention: str

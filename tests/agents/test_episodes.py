@@ -117,7 +117,7 @@ def test_agent_that_is_never_done_ends_at_max_turns(build, write):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("def reward_func(q, p): ...", "neither class AgentExecutor nor function"),
+        ("def reward_func(q, p): ...", "neither a class AgentExecutor nor a function"),
         ("1 / 0", "ZeroDivisionError"),
     ],
 )

@@ -69,25 +69,25 @@ REFUSED = [  # rule, command, added flags, parts of the message
         "correction_needs_the_whole_distribution",
         "train_ppo",
         "--enable_vllm_is_correction --top_p 0.9 --temperature 0.7",
-        "--top_p 0.9 leaves tokens out at --temperature 0.7|Try: --temperature 1, or without --top_p",
+        "--top_p 0.9 excludes tokens at --temperature 0.7|Try: --temperature 1, or without --top_p",
     ),
     (
         "correction_needs_the_whole_distribution",
         "train_ppo",
         "--async_train --top_p 0.9 --temperature 0.7",
-        "--top_p 0.9 leaves tokens out|--async_train corrects|or --enable_vllm_is_correction false",
+        "--top_p 0.9 excludes tokens|--async_train corrects|or --enable_vllm_is_correction false",
     ),
     (
         "correction_needs_the_whole_distribution",
         "train_ppo",
         "--enable_vllm_is_correction --top_k 5 --temperature 0.7",
-        "--top_k 5 leaves tokens out at --temperature 0.7",
+        "--top_k 5 excludes tokens at --temperature 0.7",
     ),
     (
         "correction_needs_the_whole_distribution",
         "train_ppo",
         "--enable_vllm_is_correction --min_p 0.1 --temperature 0.7",
-        "--min_p 0.1 leaves tokens out at --temperature 0.7",
+        "--min_p 0.1 excludes tokens at --temperature 0.7",
     ),
     ("numbers_are_in_range", "train_ppo", "--dual_clip 1.0", "--dual_clip is 1.0|above 1"),
     ("numbers_are_in_range", "train_ppo", "--async_queue_size -1", "--async_queue_size is -1|0 or more"),
@@ -463,7 +463,7 @@ SAID = [  # rule, command, added flags, parts of the line
         "log_probs_can_be_compared",
         "train_ppo_ray",
         "--vllm_num_engines 1 --temperature 0.7 --top_p 0.9",
-        "--top_p 0.9 leaves tokens out|checksums alone",
+        "--top_p 0.9 excludes tokens|checksums alone",
     ),
     ("template_has_line_breaks", "train_sft", r"--input_template 'User: {}\nBot: '", "--input_template|backslash"),
     ("resuming_needs_checkpoints", "train_sft", "--load_checkpoint --disable_ds_ckpt", "--disable_ds_ckpt"),
@@ -667,7 +667,7 @@ def test_processes_of_a_launcher_become_devices_of_every_model(run, monkeypatch)
     config, _ = run("train_ppo_ray", "--runtime ray --vllm_num_engines 4")
     assert [num_devices(config, role) for role in ROLES] == [4, 4, 4, 4]
     config, lines = run("train_ppo_ray", "--vllm_num_engines 8 --actor_num_gpus_per_node 2")
-    assert lines[0] == "the launcher's first process of 4 drives Ray; the other processes exit now"
+    assert lines[0] == "the first of 4 launcher processes runs the Ray driver; the other processes exit now"
     assert not config.placement.colocate_all_models
 
 

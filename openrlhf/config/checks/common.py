@@ -11,7 +11,7 @@ EMPTY = ("", '""', "''")
 
 
 def required_flags_are_given(config: object) -> None:
-    """Check the flags that their declaration marks as required."""
+    """Require all flags that are declared as required."""
     values = flag_values(config)
     for name, item in flags_of(type(config)).items():
         if item.required and not values[name]:
@@ -84,7 +84,7 @@ def four_bit_trains_adapters(config: TrainingConfig) -> None:
 
 
 def tensor_parallel_needs_bf16(config: TrainingConfig) -> None:
-    """Tensor parallelism is supported with bf16 weights only, as it is upstream."""
+    """Require bf16 weights for tensor parallelism, as upstream does."""
     size = config.sharding.ds_tensor_parallel_size
     if size > 1 and config.model.param_dtype != "bf16":
         raise ConfigError(f"--ds_tensor_parallel_size {size} needs --param_dtype bf16, not {config.model.param_dtype}")

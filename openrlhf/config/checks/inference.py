@@ -12,7 +12,7 @@ from openrlhf.errors import ConfigError
 
 
 def post_processors_need_rewards(config: BatchInferenceConfig) -> None:
-    """Post-processors compare responses by reward, which only --eval_task rm computes."""
+    """Allow post-processors only with --eval_task rm, which computes the rewards that they compare."""
     processor = config.task.post_processor
     if processor not in (None, "null") and config.task.eval_task != "rm":
         raise ConfigError(

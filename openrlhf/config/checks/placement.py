@@ -37,7 +37,7 @@ def launched_processes_become_devices(config: RLConfig) -> Changed[RLConfig] | s
             f"python -m openrlhf.cli.train_ppo_ray --colocate_all_models {asked} ...",
         )
     if resolve_runtime(config) == "ray" and ("RAY_ADDRESS" in os.environ or several_devices(config)):
-        return f"the launcher's first process of {processes} drives Ray; the other processes exit now"
+        return f"the first of {processes} launcher processes runs the Ray driver; the other processes exit now"
     if not isinstance(config, LocalRLConfig) and config.placement.runtime == "local":
         raise ConfigError(
             f"--runtime local runs in one process, but a launcher started {processes}",

@@ -122,8 +122,8 @@ def oversampling_needs_async(config: RLConfig) -> str | None:
             try_this=f"--async_train, or --vllm_generate_batch_size {size}",
         )
     return (
-        f"--vllm_generate_batch_size {asked}: a call takes at most the {size} prompts of a rollout, because a surplus "
-        "would be older than --async_queue_size allows when it is trained"
+        f"--vllm_generate_batch_size {asked} is limited to the {size} prompts of a rollout, because additional samples "
+        "would be older than --async_queue_size allows when they are trained"
     )
 
 
@@ -188,7 +188,7 @@ def clip_range_is_positive(config: RLConfig) -> None:
 def gspo_clips_narrowly(config: RLConfig) -> str | None:
     """Warn about a wide clip range with GSPO: a sequence's ratio stays much closer to 1 than a token's."""
     if config.policy.policy_loss_type == "gspo" and max(config.policy.clip_range) >= 0.1:
-        return "gspo's ratio is a mean over the sequence and moves little: try --eps_clip_low_high 3e-4 4e-4"
+        return "gspo's ratio is a mean over the sequence and stays close to 1: try --eps_clip_low_high 3e-4 4e-4"
     return None
 
 
@@ -233,8 +233,8 @@ def correction_needs_the_whole_distribution(config: RLConfig) -> str | None:
         by_default = config.policy.enable_vllm_is_correction is None
         reason = "--async_train corrects for old samples" if by_default else "--enable_vllm_is_correction is given"
         raise ConfigError(
-            f"{limits[0]} leaves tokens out at --temperature {rollout.temperature:g}, but {reason}: every importance "
-            "weight would be too small, scaled by the probability of the remaining tokens",
+            f"{limits[0]} excludes tokens at --temperature {rollout.temperature:g}, but {reason}: all importance "
+            "weights would be too small, by a factor of the total probability of the remaining tokens",
             try_this=f"--temperature 1, or without {name}, or --enable_vllm_is_correction false",
         )
     return f"{limits[0]}: the correction compares whole distributions and ignores that {name} excludes tokens"
@@ -260,7 +260,7 @@ def log_probs_can_be_compared(config: RLConfig) -> str | None:
     given = config.rollout.limits_on_log_probs
     if config.engines.vllm_num_engines and given:
         return (
-            f"the log-probs of engine and trainer are not compared, because {given[0]} leaves tokens out of the "
+            f"the log-probs of engine and trainer are not compared, because {given[0]} excludes tokens from the "
             "engine's; weight syncs are verified by checksums alone"
         )
     return None

@@ -50,7 +50,7 @@ ALWAYS = (
         ("dataloader_num_workers", "because rows are prepared before training starts", always),
         ("disable_fast_tokenizer", "because Transformers has only fast tokenizers", always),
         ("compute_fp32_loss", "because rewards are always in fp32 before the loss", always),
-        ("vllm_sync_with_ray", "because weights never travel through Ray here", always),
+        ("vllm_sync_with_ray", "because weights are never sent through Ray", always),
         ("use_ms", "because every model and dataset is on this machine", everything_is_here),
     ),
     *rows(commands.BatchInferenceConfig, ("zero_stage", "because each process holds the whole model", always)),

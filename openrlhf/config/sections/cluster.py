@@ -76,7 +76,7 @@ class EngineFlags:
     vllm_sync_backend: Literal["nccl", "gloo"] = flag(
         "nccl", "Transport of weights to engines on other devices; gloo: through host memory, over TCP."
     )
-    vllm_sync_with_ray: bool = flag(False, "Accepted, but unused: weights never travel through Ray here.")
+    vllm_sync_with_ray: bool = flag(False, "Accepted, but unused: weights are never sent through Ray.")
     enable_prefix_caching: bool = flag(False, "Reuse the KV cache of common prefixes; it is reset at each weight sync.")
     enforce_eager: bool = flag(False, "Run the engines without CUDA graphs.")
     max_restarts: int = flag(1, "How often a dead engine is restarted before the run stops.", NOT_NEGATIVE)

@@ -99,7 +99,7 @@ class PairFlags:
 
     prompt_key: str | None = flag(None, "Field with the prompt (default: chosen and rejected responses contain it).")
     chosen_key: str = flag("chosen", "Field with the preferred response.")
-    rejected_key: str = flag("rejected", "Field with the other response.")
+    rejected_key: str = flag("rejected", "Field with the rejected response.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -82,7 +82,7 @@ class RolloutFlags:
     )
     top_p: float = flag(1.0, "Sample from the smallest set of tokens with this total probability.", POSITIVE_SHARE)
     top_k: int = flag(-1, "Sample from the k most likely tokens; -1 means all of them.", POSITIVE_OR_MINUS_ONE)
-    min_p: float = flag(0.0, "Exclude tokens less likely than this share of the most likely one.", SHARE)
+    min_p: float = flag(0.0, "Exclude tokens below this fraction of the highest token probability.", SHARE)
     stop: tuple[str, ...] = flag((), "Strings that end a response.")
     replay: str | None = flag(None, "Folder of recorded rollouts (RUN_DIR/rollouts) to train on instead of generating.")
     rollout_record_gib: float = flag(
@@ -214,7 +214,7 @@ class RewardFlags:
     reward_timeout: float = flag(
         180.0, "Timeout in seconds for one call of a reward function, agent step or server.", POSITIVE
     )
-    on_reward_error: Literal["stop", "skip"] = flag("stop", "After a failed reward, stop the run or skip the sample.")
+    on_reward_error: Literal["stop", "skip"] = flag("stop", "If a reward call fails, stop the run or skip the sample.")
     max_turns: int | None = flag(
         None, "Turns after which an agent's episode ends (default: no limit).", POSITIVE, needs="agent_func_path"
     )

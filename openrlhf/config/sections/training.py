@@ -21,7 +21,7 @@ class BatchFlags:
     max_epochs: int = flag(1, "Passes over the data (in RL: over each rollout).", POSITIVE)
     max_steps: int | None = flag(None, "Stop after this many optimizer steps (in RL: rollouts).", POSITIVE)
     packing_samples: bool = flag(False, "Concatenate samples instead of padding them.")
-    seed: int = flag(42, "Seed of every random choice.")
+    seed: int = flag(42, "Random seed.")
     full_determinism: bool = flag(False, "Use deterministic kernels, which are slower.")
 
 
@@ -72,7 +72,7 @@ class ShardingFlags:
     )
     ds_tensor_parallel_size: int = flag(1, "Tensor-parallel degree of training.", POSITIVE)
     ring_attn_size: int = flag(1, "Devices that share one sequence through ring attention.", POSITIVE)
-    ring_head_stride: int = flag(1, "Heads per ring pass; must divide the number of heads.", POSITIVE)
+    ring_head_stride: int = flag(1, "Key heads per ring pass; must divide the number of key heads.", POSITIVE)
     local_rank: int = flag(-1, "Set by the launcher.")
 
 
