@@ -681,7 +681,7 @@ def test_processes_of_a_launcher_on_several_nodes_need_ray(run, monkeypatch):
     )
     assert holds(str(caught.value), "--critic_num_nodes 2 --critic_num_gpus_per_node 8")
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert "drives Ray" in run("train_ppo_ray", "--vllm_num_engines 8")[1][0]
+    assert "runs the Ray driver" in run("train_ppo_ray", "--vllm_num_engines 8")[1][0]
 
 
 def test_one_process_is_not_what_a_launcher_starts(run, monkeypatch):
