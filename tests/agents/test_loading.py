@@ -46,7 +46,7 @@ def test_file_without_the_required_function_lists_what_it_defines(write):
     file = write("import os\ndef score(): ...\nclass Agent: ...")
     with pytest.raises(ConfigError, match=r"no function reward_func; it defines score, Agent\. Try: def reward_func"):
         find_reward(load_module(file), file)
-    with pytest.raises(ConfigError, match="nor function run_agent or step; it defines score, Agent"):
+    with pytest.raises(ConfigError, match="nor a function run_agent or step; it defines score, Agent"):
         find_agent(load_module(file), file)
 
 

@@ -57,7 +57,7 @@ def test_long_prompts_are_dropped_and_counted(records, letters, capsys):
     (short,) = make_prompts(records({"input": "abcdefgh"}, {"input": "xy"}), letters, budget=3)
     assert (short.index, short.text) == (0, "xy")
     stderr = capsys.readouterr().err
-    assert "1 of 2 prompts are longer than the 3 tokens that --prompt_max_len 3 leaves them, and are dropped" in stderr
+    assert "1 of 2 prompts are longer than the 3 tokens that --prompt_max_len 3 allows and are dropped" in stderr
     assert "--prompt_max_len 8 would keep all" in stderr
 
 
@@ -73,7 +73,7 @@ def test_a_budget_that_drops_almost_every_prompt_is_rejected(records, letters):
 
 def test_a_budget_that_drops_every_prompt_is_rejected(records, letters):
     tight = Budget(4, "--max_len", 16)
-    with pytest.raises(DataError, match=r"1 of 1 .* 4 tokens that --max_len 20 leaves them.* Try: --max_len 21"):
+    with pytest.raises(DataError, match=r"1 of 1 .* 4 tokens that --max_len 20 allows.* Try: --max_len 21"):
         prompt_rows(records({"input": "abcde"}), letters, PromptFlags(), TemplateFlags(), tight)
 
 

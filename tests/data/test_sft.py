@@ -104,7 +104,7 @@ def test_turns_that_do_not_fit_are_dropped_and_counted(records, capsys):
     data = records({"input": TURNS})
     (row,) = read(data, template=CHAT, tokenizer=word_tokenizer(REWRITING), multiturn=True, max_len=16)
     assert decode_row(row)[1] == "<think> five two <eos>"
-    assert "1 turns with a prompt of 14 tokens or more (--max_len 16) were left out" in capsys.readouterr().err
+    assert "1 turns with a prompt of 14 tokens or more (--max_len 16) were dropped" in capsys.readouterr().err
 
 
 def test_the_error_for_an_unusable_template_names_the_row(records):

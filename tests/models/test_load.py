@@ -55,7 +55,7 @@ def test_a_cpu_computes_in_fp32_and_says_so(folder, capsys):
     assert choose_dtype("fp16", torch.device("cuda")) == torch.float16
     assert load(folder, param_dtype="bf16").dtype == torch.float32
     explain_precision("bf16", CPU)
-    assert said(capsys) == ["no GPU: everything runs in fp32, since bf16 is many times slower on a CPU"]
+    assert said(capsys) == ["no GPU: everything runs in fp32, because bf16 is many times slower on a CPU"]
     explain_precision("fp32", CPU)
     assert said(capsys) == []
 

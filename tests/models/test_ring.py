@@ -106,7 +106,7 @@ def test_the_head_stride_must_divide_the_key_heads():
 
 
 REFUSED = {
-    "layers of linear_attention": Qwen3NextConfig(num_hidden_layers=4),
+    "linear_attention layers": Qwen3NextConfig(num_hidden_layers=4),
     "caps its attention scores": CONFIGS["gemma2"](),
     "dynamic rotary": LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
 }
