@@ -186,6 +186,8 @@ def prepare(task: dict, streams: array.array) -> list[str]:
     sys.path[:] = [*python_path, *(path for path in sys.path[1:] if path not in python_path)]
     if "numpy" in sys.modules:  # the module `random` reseeds itself after a fork
         sys.modules["numpy"].random.seed()
+    if "tempfile" in sys.modules:
+        sys.modules["tempfile"].tempdir = None  # read TMPDIR again
     return task["argv"][task["argv"][0] == "-u" :]
 
 

@@ -1,0 +1,69 @@
+"""Run the drills and print what was tried, what survived and what was lost; exit with 1 if anything was lost.
+
+python -m tools.drill                                  # make drill: everything, in less than an hour on two cores
+python -m tools.drill --drills local bad --local 10    # some drills, with fewer kills
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tools.drill.outcome import Outcome, render_table
+
+SETTINGS = ("RAY_", "WANDB_", "VLLM_", "OPENRLHF_", "SLURM_", "TORCHELASTIC_")  # variables that would change runs
+
+
+def local_kills(folder: Path, flags: argparse.Namespace) -> Outcome:
+    from tools.drill.local_kills import drill_local_kills
+
+    return drill_local_kills(folder, flags.local, flags.seed, flags.at_a_time)
+
+
+DRILLS: dict[str, tuple[str, Callable[[Path, argparse.Namespace], Outcome]]] = {
+    "local": ("kills of RL in one process, sync and async", local_kills),
+}
+
+
+def parse_flags() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="drill", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--drills", nargs="+", choices=DRILLS, default=list(DRILLS), help="default: all")
+    parser.add_argument("--seed", type=int, default=0, help="of all random moments and damages (default: 0)")
+    parser.add_argument("--local", type=int, default=70, help="kills of runs in one process (default: 70)")
+    parser.add_argument("--at_a_time", type=int, default=2, help="small runs at the same time (default: 2)")
+    parser.add_argument("--keep", action="store_true", help="keep the folders of all runs")
+    return parser.parse_args()
+
+
+def main() -> int:
+    flags = parse_flags()
+    for name in [name for name in os.environ if name.startswith(SETTINGS)]:
+        del os.environ[name]
+    root = Path(tempfile.mkdtemp(prefix="dr", dir="/tmp"))  # short, because the paths of Ray's sockets are limited
+    os.environ |= {"WARM_OWNER": str(os.getpid()), "WARM_FOLDER": str(root), "TOKENIZERS_PARALLELISM": "false"}
+    print(f"drills: {' '.join(flags.drills)}, seed {flags.seed}, in {root}", flush=True)
+    rows: list[tuple[str, Outcome, float]] = []
+    for name in flags.drills:
+        title, drill = DRILLS[name]
+        begun = time.monotonic()
+        (root / name).mkdir()
+        outcome = drill(root / name, flags)
+        rows.append((title, outcome, time.monotonic() - begun))
+        print(f"{name}: {outcome.survived} of {outcome.tried} survived", flush=True)
+        for loss in outcome.losses:
+            print(f"  lost: {loss}", flush=True)
+    lost = sum(outcome.lost for _, outcome, _ in rows)
+    print(f"\n{render_table(rows)}\n\nseed {flags.seed}, {' '.join(sys.argv[1:]) or 'default counts'}")
+    if not flags.keep and not lost:
+        shutil.rmtree(root, ignore_errors=True)
+    return 1 if lost else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
