@@ -26,8 +26,22 @@ def local_kills(folder: Path, flags: argparse.Namespace) -> Outcome:
     return drill_local_kills(folder, flags.local, flags.seed, flags.at_a_time)
 
 
+def damaged_checkpoints(folder: Path, flags: argparse.Namespace) -> Outcome:
+    from tools.drill.damage import drill_damage
+
+    return drill_damage(folder, flags.seed, flags.damage, flags.at_a_time)
+
+
+def bad_disks(folder: Path, flags: argparse.Namespace) -> Outcome:
+    from tools.drill.damage import drill_disks
+
+    return drill_disks(folder, flags.at_a_time)
+
+
 DRILLS: dict[str, tuple[str, Callable[[Path, argparse.Namespace], Outcome]]] = {
     "local": ("kills of RL in one process, sync and async", local_kills),
+    "damage": ("truncated, bit-flipped, missing and emptied checkpoint files", damaged_checkpoints),
+    "disks": ("disks that are full or read-only", bad_disks),
 }
 
 
@@ -36,6 +50,7 @@ def parse_flags() -> argparse.Namespace:
     parser.add_argument("--drills", nargs="+", choices=DRILLS, default=list(DRILLS), help="default: all")
     parser.add_argument("--seed", type=int, default=0, help="of all random moments and damages (default: 0)")
     parser.add_argument("--local", type=int, default=70, help="kills of runs in one process (default: 70)")
+    parser.add_argument("--damage", type=int, help="damaged checkpoints (default: each file in each way)")
     parser.add_argument("--at_a_time", type=int, default=2, help="small runs at the same time (default: 2)")
     parser.add_argument("--keep", action="store_true", help="keep the folders of all runs")
     return parser.parse_args()
