@@ -88,7 +88,7 @@ def damage(ckpt: Path, case: tuple[str, str], rng: random.Random) -> None:
             (ckpt / "latest").write_text(LATEST[how])
         case ("both", how):
             for name in (NEWEST, BEFORE):
-                DAMAGES[how](rng.choice(sorted((ckpt / name).glob("policy/*") or (ckpt / name).iterdir())), rng)
+                DAMAGES[how](rng.choice(sorted((ckpt / name).rglob("*.safetensors"))), rng)
         case (how, name):
             DAMAGES[how](ckpt / NEWEST / name, rng)
 
