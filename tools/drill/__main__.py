@@ -38,10 +38,31 @@ def bad_disks(folder: Path, flags: argparse.Namespace) -> Outcome:
     return drill_disks(folder, flags.at_a_time)
 
 
+def bad_inputs(folder: Path, flags: argparse.Namespace) -> Outcome:
+    from tools.drill.bad_inputs import drill_bad_inputs
+
+    return drill_bad_inputs(folder, flags.seed, flags.bad, flags.at_a_time)
+
+
+def launched_kills(folder: Path, flags: argparse.Namespace) -> Outcome:
+    from tools.drill.launched_kills import drill_launched_kills
+
+    return drill_launched_kills(folder, flags.deepspeed, flags.seed)
+
+
+def ray_kills(folder: Path, flags: argparse.Namespace) -> Outcome:
+    from tools.drill.ray_kills import drill_ray_kills
+
+    return drill_ray_kills(folder, flags.ray, flags.seed)
+
+
 DRILLS: dict[str, tuple[str, Callable[[Path, argparse.Namespace], Outcome]]] = {
     "local": ("kills of RL in one process, sync and async", local_kills),
+    "deepspeed": ("kills of SFT on two DeepSpeed ranks: ranks, launcher", launched_kills),
+    "ray": ("kills on Ray with vLLM: driver, rank, engine, reward worker, head", ray_kills),
     "damage": ("truncated, bit-flipped, missing and emptied checkpoint files", damaged_checkpoints),
     "disks": ("disks that are full or read-only", bad_disks),
+    "bad": ("bad command lines, files, rows, models and rewards", bad_inputs),
 }
 
 
@@ -50,7 +71,10 @@ def parse_flags() -> argparse.Namespace:
     parser.add_argument("--drills", nargs="+", choices=DRILLS, default=list(DRILLS), help="default: all")
     parser.add_argument("--seed", type=int, default=0, help="of all random moments and damages (default: 0)")
     parser.add_argument("--local", type=int, default=70, help="kills of runs in one process (default: 70)")
+    parser.add_argument("--deepspeed", type=int, default=15, help="kills of two ranks (default: 15)")
+    parser.add_argument("--ray", type=int, default=15, help="kills of runs on Ray (default: 15)")
     parser.add_argument("--damage", type=int, help="damaged checkpoints (default: each file in each way)")
+    parser.add_argument("--bad", type=int, help="bad inputs (default: all)")
     parser.add_argument("--at_a_time", type=int, default=2, help="small runs at the same time (default: 2)")
     parser.add_argument("--keep", action="store_true", help="keep the folders of all runs")
     return parser.parse_args()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -116,13 +116,13 @@ def shared_files() -> set[str]:
     return set(os.listdir(SHARED_MEMORY)) if SHARED_MEMORY.is_dir() else set()
 
 
-def must_leave_no_files(folder: Path, before: set[str], expected: Iterable[str] = ()) -> None:
+def must_leave_no_files(folder: Path, before: set[str], expected: tuple[str, ...] = ()) -> None:
     """Check temporary files, hidden folders and shared memory after a run has ended by itself.
 
-    A shared file that a living process maps belongs to another run, since this one has no processes any more.
+    Names that begin with `expected` are of others. A shared file that a living process maps belongs to another run, since this one has no processes any more.
     """
     hidden = [path for path in folder.rglob(".*") if path.name.startswith(".") and "cache" not in path.parts]
-    temporary = [path for path in (folder / "tmp").iterdir() if path.name not in expected]
+    temporary = [path for path in (folder / "tmp").iterdir() if not path.name.startswith(expected)]
     new = shared_files() - before
     shared = [SHARED_MEMORY / name for name in new - _mapped(new)] if new else []
     if left := [*hidden, *temporary, *shared]:
