@@ -119,7 +119,8 @@ def shared_files() -> set[str]:
 def must_leave_no_files(folder: Path, before: set[str], expected: tuple[str, ...] = ()) -> None:
     """Check temporary files, hidden folders and shared memory after a run has ended by itself.
 
-    Names that begin with `expected` are of others. A shared file that a living process maps belongs to another run, since this one has no processes any more.
+    Names that begin with `expected` belong to other programs. So does a shared file that a living process maps, since
+    this run has no processes any more.
     """
     hidden = [path for path in folder.rglob(".*") if path.name.startswith(".") and "cache" not in path.parts]
     temporary = [path for path in (folder / "tmp").iterdir() if not path.name.startswith(expected)]
