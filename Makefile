@@ -4,11 +4,13 @@
 # make lint         the checks that `make test` and `make check` run before pytest
 # make matrix       every model family of Transformers on tiny models, and more of them in vLLM; writes docs/models.md
 # make examples     every script of examples/scripts at tiny scale, with a table of what ran
+# make drill        kill runs, damage their files and disks, feed them bad input; prints what was lost (docs/reliability.md)
 # make lock         write requirements/lock.txt again after a change of versions (needs uv and the network)
 # PYTHON=python3.12 make ...   uses another interpreter (3.11 or newer)
 # LOCK=no make ...             installs without requirements/lock.txt: for an index that serves other files than PyPI
 # make test WORKERS=1 PYTEST="--random-order"   processes that share the tests (default: cores + 1, at most 4), and
 #                                               more flags for pytest
+# make drill DRILL="--drills local --local 10 --seed 1"   some drills, counts and the seed
 
 PYTHON ?= python3
 VENV := .venv
@@ -35,8 +37,9 @@ export OMP_NUM_THREADS ?= 2
 
 WORKERS ?= auto
 PYTEST ?=
+DRILL ?=
 
-.PHONY: quickstart test check lint matrix examples lock clean
+.PHONY: quickstart test check lint matrix examples drill lock clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -44,7 +47,7 @@ quickstart: $(CORE)
 	$(BIN)/python examples/quickstart.py
 
 # Workers share the cores, so each computes on one thread.
-test check matrix: export OMP_NUM_THREADS := 1
+test check matrix drill: export OMP_NUM_THREADS := 1
 
 test: lint
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) $(PYTEST)
@@ -65,6 +68,9 @@ matrix: $(FULL)
 
 examples: $(FULL)
 	$(BIN)/python tools/run_examples.py
+
+drill: $(FULL)
+	$(BIN)/python -m tools.drill $(DRILL)
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

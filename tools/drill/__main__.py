@@ -29,7 +29,7 @@ def local_kills(folder: Path, flags: argparse.Namespace) -> Outcome:
 def damaged_checkpoints(folder: Path, flags: argparse.Namespace) -> Outcome:
     from tools.drill.damage import drill_damage
 
-    return drill_damage(folder, flags.seed, flags.damage, flags.at_a_time)
+    return drill_damage(folder, flags.seed, flags.damage, at_a_time=flags.at_a_time)
 
 
 def bad_disks(folder: Path, flags: argparse.Namespace) -> Outcome:
@@ -56,6 +56,18 @@ def ray_kills(folder: Path, flags: argparse.Namespace) -> Outcome:
     return drill_ray_kills(folder, flags.ray, flags.seed)
 
 
+def many_prompts(folder: Path, flags: argparse.Namespace) -> Outcome:
+    from tools.drill.long_runs import drill_many_prompts
+
+    return drill_many_prompts(folder, flags.prompts, flags.seed)
+
+
+def many_steps(folder: Path, flags: argparse.Namespace) -> Outcome:
+    from tools.drill.long_runs import drill_many_steps
+
+    return drill_many_steps(folder, flags.steps)
+
+
 DRILLS: dict[str, tuple[str, Callable[[Path, argparse.Namespace], Outcome]]] = {
     "local": ("kills of RL in one process, sync and async", local_kills),
     "deepspeed": ("kills of SFT on two DeepSpeed ranks: ranks, launcher", launched_kills),
@@ -63,6 +75,8 @@ DRILLS: dict[str, tuple[str, Callable[[Path, argparse.Namespace], Outcome]]] = {
     "damage": ("truncated, bit-flipped, missing and emptied checkpoint files", damaged_checkpoints),
     "disks": ("disks that are full or read-only", bad_disks),
     "bad": ("bad command lines, files, rows, models and rewards", bad_inputs),
+    "prompts": ("prompts of async RL, of which 5% have a failing reward", many_prompts),
+    "steps": ("steps of RL with rotation, evaluation and 4 restarts", many_steps),
 }
 
 
@@ -75,6 +89,8 @@ def parse_flags() -> argparse.Namespace:
     parser.add_argument("--ray", type=int, default=15, help="kills of runs on Ray (default: 15)")
     parser.add_argument("--damage", type=int, help="damaged checkpoints (default: each file in each way)")
     parser.add_argument("--bad", type=int, help="bad inputs (default: all)")
+    parser.add_argument("--prompts", type=int, default=10_000, help="prompts of the long run (default: 10,000)")
+    parser.add_argument("--steps", type=int, default=2_000, help="steps of the run with restarts (default: 2,000)")
     parser.add_argument("--at_a_time", type=int, default=2, help="small runs at the same time (default: 2)")
     parser.add_argument("--keep", action="store_true", help="keep the folders of all runs")
     return parser.parse_args()

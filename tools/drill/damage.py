@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from tests.commands import as_argv
@@ -38,7 +38,8 @@ DAMAGES: dict[str, Callable[[Path, random.Random], None]] = {
     "emptied": lambda path, rng: path.write_bytes(b""),
 }
 LATEST = {"garbage": "\x00\x01", "outside": "../elsewhere", "not there": "global_step99", "empty": ""}
-# name -> (folder on the bad disk, kind of disk, whether the run may refuse to start)
+ALL_WAYS = (*DAMAGES, "latest", "both")
+# name -> (folder on the bad disk, kind of disk)
 DISKS = {
     "no room for checkpoints": ("ckpt", "40"),
     "no room for the second checkpoint": ("ckpt", "700"),
@@ -50,13 +51,16 @@ DISKS = {
 }
 
 
-def drill_damage(folder: Path, seed: int, limit: int | None = None, at_a_time: int = 2) -> Outcome:
-    """Damage each file of the newest checkpoint in each way, then `latest`, then both checkpoints; resume each time."""
+def drill_damage(
+    folder: Path, seed: int, limit: int | None = None, ways: Collection[str] = ALL_WAYS, at_a_time: int = 2
+) -> Outcome:
+    """Damage each file of the newest checkpoint in each way, `latest`, and both checkpoints; resume each time."""
     task = RLTask(folder, make_model(folder / "model"))
     reference, _ = task.run_reference("async")
     files = [path.relative_to(reference / "ckpt" / NEWEST) for path in (reference / "ckpt" / NEWEST).rglob("*.*")]
     cases: list[tuple[str, str]] = [(how, str(name)) for name in sorted(files) for how in DAMAGES]
     cases += [("latest", how) for how in LATEST] + [("both", how) for how in DAMAGES]
+    cases = [case for case in cases if case[0] in ways]
     random.Random(f"damage {seed}").shuffle(cases)
 
     def drill(case: tuple[str, str]) -> None:
