@@ -1,4 +1,4 @@
-"""The short form of `make drill`: a few kills, a damaged checkpoint and a few bad inputs; and the drills' own checks."""
+"""The short form of `make drill`: a few kills, a damaged checkpoint, a few bad inputs; and the checks of the drills."""
 
 import random
 import sys
@@ -65,7 +65,7 @@ def test_leftover_files_are_found(tmp_path):
     process = programs.start(tmp_path, [sys.executable, "-c", "import tempfile; tempfile.mkdtemp(prefix='mine')"])
     programs.finish(process, tmp_path)
     before = programs.shared_files()
-    with pytest.raises(Lost, match="left behind: .*/tmp/mine"):
+    with pytest.raises(Lost, match=r"left behind: .*/tmp/mine"):
         programs.must_leave_no_files(tmp_path, before)
     programs.must_leave_no_files(tmp_path, before, ("mine",))
     (tmp_path / ".model.writing").mkdir()
