@@ -96,6 +96,26 @@ def parse_flags() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def run_drills(root: Path, flags: argparse.Namespace) -> list[tuple[str, Outcome, float]]:
+    """Run the chosen drills in folders of their own; return title, outcome and seconds of each."""
+    from tools.drill.programs import end_all
+
+    rows: list[tuple[str, Outcome, float]] = []
+    for name in flags.drills:
+        title, drill = DRILLS[name]
+        begun = time.monotonic()
+        (root / name).mkdir()
+        try:
+            outcome = drill(root / name, flags)
+        finally:
+            end_all(root / name)
+        rows.append((title, outcome, time.monotonic() - begun))
+        print(f"{name}: {outcome.survived} of {outcome.tried} survived", flush=True)
+        for loss in outcome.losses:
+            print(f"  lost: {loss}", flush=True)
+    return rows
+
+
 def main() -> int:
     flags = parse_flags()
     for name in [name for name in os.environ if name.startswith(SETTINGS)]:
@@ -103,16 +123,7 @@ def main() -> int:
     root = Path(tempfile.mkdtemp(prefix="dr", dir="/tmp"))  # short, because the paths of Ray's sockets are limited
     os.environ |= {"WARM_OWNER": str(os.getpid()), "WARM_FOLDER": str(root), "TOKENIZERS_PARALLELISM": "false"}
     print(f"drills: {' '.join(flags.drills)}, seed {flags.seed}, in {root}", flush=True)
-    rows: list[tuple[str, Outcome, float]] = []
-    for name in flags.drills:
-        title, drill = DRILLS[name]
-        begun = time.monotonic()
-        (root / name).mkdir()
-        outcome = drill(root / name, flags)
-        rows.append((title, outcome, time.monotonic() - begun))
-        print(f"{name}: {outcome.survived} of {outcome.tried} survived", flush=True)
-        for loss in outcome.losses:
-            print(f"  lost: {loss}", flush=True)
+    rows = run_drills(root, flags)
     lost = sum(outcome.lost for _, outcome, _ in rows)
     print(f"\n{render_table(rows)}\n\nseed {flags.seed}, {' '.join(sys.argv[1:]) or 'default counts'}")
     if not flags.keep and not lost:

@@ -56,7 +56,7 @@ FLAGS: dict[str, dict[str, object]] = {
     "a missing agent": {"agent_func_path": "./nowhere.py", "remote_rm_url": None},
     "no reward at all": {"remote_rm_url": None},
     "prompts longer than the limit": {"prompt_max_len": 1},
-    "no GPU for bf16 on CUDA": {"device": "cuda"},
+    "no GPU": {"device": "cuda"},
 }
 
 
@@ -95,7 +95,7 @@ def drill_bad_inputs(folder: Path, seed: int = 0, limit: int | None = None, at_a
         command, flags = cases[name].build(here)
         words = programs.command_words(command, {"pretrain": models()} | PATHS | flags)
         before = set(here.rglob("*"))
-        code = programs.start(here, words).wait(programs.WATCHDOG)
+        code = programs.start(here, words, CUDA_VISIBLE_DEVICES="").wait(programs.WATCHDOG)
         output = programs.read_output(here)
         errors = len(ERROR.findall(output))
         if (code, errors, "Traceback" in output) != (cases[name].code, 1, False):

@@ -44,7 +44,7 @@ DISKS = {
     "no room for checkpoints": ("ckpt", "40"),
     "no room for the second checkpoint": ("ckpt", "700"),
     "no room for the model": ("out", "60"),
-    "no room for rollouts and metrics": ("out/run", "8"),
+    "no room for rollouts and metrics": ("out/run", "64"),
     "read-only checkpoints": ("ckpt", READ_ONLY),
     "read-only model": ("out", READ_ONLY),
     "read-only run folder": ("out/run", READ_ONLY),

@@ -8,6 +8,7 @@ environment or work in it.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import time
 from collections.abc import Sequence
@@ -81,16 +82,25 @@ def last_line(folder: Path) -> str:
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:
-    """List the processes that belong to the run in this folder."""
-    mark = f"{MARK}={folder}\0".encode()
+    """List the processes that belong to the run in this folder, or to any run below it."""
+    mark = re.compile(re.escape(f"{MARK}={folder}".encode()) + b"[/\0]")
     found = []
     for process in psutil.process_iter():
         here = Path("/proc") / str(process.pid)
         with suppress(OSError, psutil.Error):  # it has ended, or belongs to another user
             in_folder = Path(os.readlink(here / "cwd")).is_relative_to(folder)
-            if (in_folder or mark in (here / "environ").read_bytes()) and process.status() != psutil.STATUS_ZOMBIE:
+            if (in_folder or mark.search((here / "environ").read_bytes())) and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
+
+
+def end_all(folder: Path) -> list[psutil.Process]:
+    """Kill every process of the runs in this folder; return them."""
+    left = processes_of(folder)
+    for process in left:
+        with suppress(psutil.Error):
+            process.kill()
+    return left
 
 
 def must_end(folder: Path, seconds: float = GRACE) -> None:
@@ -99,9 +109,7 @@ def must_end(folder: Path, seconds: float = GRACE) -> None:
     while left := processes_of(folder):
         if time.monotonic() > deadline:
             names = sorted({describe(process) for process in left})
-            for process in left:
-                with suppress(psutil.Error):
-                    process.kill()
+            end_all(folder)
             raise Lost(f"{len(left)} processes are left {seconds:g} s after the kill: {', '.join(names)}")
         time.sleep(0.05)
 
@@ -116,15 +124,15 @@ def shared_files() -> set[str]:
     return set(os.listdir(SHARED_MEMORY)) if SHARED_MEMORY.is_dir() else set()
 
 
-def must_leave_no_files(folder: Path, before: set[str], expected: tuple[str, ...] = ()) -> None:
+def must_leave_no_files(folder: Path, before: set[str] | None, expected: tuple[str, ...] = ()) -> None:
     """Check temporary files, hidden folders and shared memory after a run has ended by itself.
 
     Names that begin with `expected` belong to other programs. So does a shared file that a living process maps, since
-    this run has no processes any more.
+    this run has no processes any more. Without `before`, the names that were there first, shared memory is not checked.
     """
     hidden = [path for path in folder.rglob(".*") if path.name.startswith(".") and "cache" not in path.parts]
     temporary = [path for path in (folder / "tmp").iterdir() if not path.name.startswith(expected)]
-    new = shared_files() - before
+    new = set() if before is None else shared_files() - before
     shared = [SHARED_MEMORY / name for name in new - _mapped(new)] if new else []
     if left := [*hidden, *temporary, *shared]:
         raise Lost(f"left behind: {', '.join(str(path) for path in sorted(left)[:5])}")
