@@ -29,7 +29,7 @@ RETURNS = {  # what a reward function does wrong
     "nothing": "return None",
     "text": "return ['good'] * len(queries)",
     "a dict without rewards": "return {'score': [1.0] * len(queries)}",
-    "nested lists": "return [[1.0]] * len(queries)",
+    "two numbers per sample": "return [[1.0, 2.0]] * len(queries)",
     "an object": "return object()",
     "an exception": "raise KeyError('answer')",
     "an exit": "import sys; sys.exit(3)",
@@ -83,7 +83,7 @@ def drill_bad_inputs(folder: Path, seed: int = 0, limit: int | None = None, at_a
         source = f"def reward_func(queries, prompts, labels):\n    {line}\n"
         cases[f"reward returns {name}"] = BadInput(lambda here, source=source: rl_input(here, source), code=1)
     for name, source in SOURCES.items():
-        cases[f"reward file with {name}"] = BadInput(lambda here, source=source: rl_input(here, source), code=1)
+        cases[f"reward file with {name}"] = BadInput(lambda here, source=source: rl_input(here, source))
     for name, flags in FLAGS.items():
         cases[f"RL, {name}"] = BadInput(lambda here, flags=flags: rl_input(here, **flags))
     names = random.Random(f"bad {seed}").sample(sorted(cases), limit or len(cases))
