@@ -18,6 +18,9 @@ from pathlib import Path
 from tools.drill.outcome import Outcome, render_table
 
 SETTINGS = ("RAY_", "WANDB_", "VLLM_", "OPENRLHF_", "SLURM_", "TORCHELASTIC_")  # variables that would change runs
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
+BEGIN, END = "## Results\n", "## What survives means\n"
+COUNTS = ("local", "deepspeed", "ray", "damage", "bad", "prompts", "steps")
 
 
 def local_kills(folder: Path, flags: argparse.Namespace) -> Outcome:
@@ -92,6 +95,7 @@ def parse_flags() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=10_000, help="prompts of the long run (default: 10,000)")
     parser.add_argument("--steps", type=int, default=2_000, help="steps of the run with restarts (default: 2,000)")
     parser.add_argument("--at_a_time", type=int, default=2, help="small runs at the same time (default: 2)")
+    parser.add_argument("--write", action="store_true", help="write the table to docs/reliability.md")
     parser.add_argument("--keep", action="store_true", help="keep the folders of all runs")
     return parser.parse_args()
 
@@ -116,6 +120,19 @@ def run_drills(root: Path, flags: argparse.Namespace) -> list[tuple[str, Outcome
     return rows
 
 
+def describe(flags: argparse.Namespace) -> str:
+    """Return the flags that repeat these drills."""
+    counts = [f"--{name} {getattr(flags, name)}" for name in COUNTS if getattr(flags, name) is not None]
+    return " ".join([f"--seed {flags.seed} --drills", *flags.drills, *counts])
+
+
+def write_results(results: str) -> None:
+    """Replace the results in docs/reliability.md."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    PAGE.write_text(f"{before}{BEGIN}\n{results}\n\n{END}{after}", encoding="utf-8")
+
+
 def main() -> int:
     flags = parse_flags()
     for name in [name for name in os.environ if name.startswith(SETTINGS)]:
@@ -125,7 +142,12 @@ def main() -> int:
     print(f"drills: {' '.join(flags.drills)}, seed {flags.seed}, in {root}", flush=True)
     rows = run_drills(root, flags)
     lost = sum(outcome.lost for _, outcome, _ in rows)
-    print(f"\n{render_table(rows)}\n\nseed {flags.seed}, {' '.join(sys.argv[1:]) or 'default counts'}")
+    results = (
+        f"{render_table(rows)}\n\nSeed {flags.seed}, {os.cpu_count()} cores: `python -m tools.drill {describe(flags)}`."
+    )
+    print(f"\n{results}")
+    if flags.write:
+        write_results(results)
     if not flags.keep and not lost:
         shutil.rmtree(root, ignore_errors=True)
     return 1 if lost else 0
