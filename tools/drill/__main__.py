@@ -137,7 +137,7 @@ def main() -> int:
     flags = parse_flags()
     for name in [name for name in os.environ if name.startswith(SETTINGS)]:
         del os.environ[name]
-    root = Path(tempfile.mkdtemp(prefix="dr", dir="/tmp"))  # short, because the paths of Ray's sockets are limited
+    root = Path(tempfile.mkdtemp(prefix="d", dir="/tmp"))  # short, because the paths of Ray's sockets are limited
     os.environ |= {"WARM_OWNER": str(os.getpid()), "WARM_FOLDER": str(root), "TOKENIZERS_PARALLELISM": "false"}
     print(f"drills: {' '.join(flags.drills)}, seed {flags.seed}, in {root}", flush=True)
     rows = run_drills(root, flags)

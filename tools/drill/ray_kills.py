@@ -40,6 +40,7 @@ TARGETS = {  # text in the command line of the process
 VLLM_SHAPE = {"head_dim": 32}  # the smallest that vLLM's attention supports on CPU
 KINDS: tuple[dict[str, object], ...] = ({}, {"async_train": True, "async_queue_size": 1})
 RHYTHM = {"save_steps": 1, "max_ckpt_num": 2, "save_path": "./out", "ckpt_path": "./ckpt", "vllm_num_engines": 1}
+EXPECTED = {"out", "ckpt", "tmp", programs.OUTPUT}
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,11 @@ class RayKill:
 
 
 def start(task: Path, folder: Path, **flags: object) -> subprocess.Popen[bytes]:
-    """Start or resume a run in its folder; Ray puts its own folders into the run's temporary one."""
+    """Start or resume a run in its folder; Ray puts its own folders next to those of the run."""
     prompts, reward = task / "prompts.jsonl", task / "reward.py"
     paths = {"pretrain": str(task / "model"), "prompt_data": str(prompts), "remote_rm_url": str(reward)}
     words = [sys.executable, "-m", "openrlhf.cli.train_ppo_ray", *as_argv(ON_RAY | RHYTHM | paths | flags)]
-    return programs.start(folder, words, RAY_TMPDIR=str(folder / "tmp"), **warm_children())
+    return programs.start(folder, words, RAY_TMPDIR=str(folder), **warm_children())
 
 
 def drill_ray_kills(folder: Path, count: int, seed: int) -> Outcome:
@@ -75,7 +76,7 @@ def drill_ray_kills(folder: Path, count: int, seed: int) -> Outcome:
     kills = [RayKill(number, targets[number % len(targets)], rng.random()) for number in range(count)]
 
     def drill(one: RayKill) -> None:
-        here = folder / str(one.number + 1)  # a short path, because the paths of Ray's sockets are limited
+        here = folder / f"{one.number + 1:x}"  # a short path, because the paths of Ray's sockets are limited
         before = programs.shared_files()
         process = start(folder, here, **one.kind)
         programs.wait_seconds(process, one.share * seconds)
@@ -86,6 +87,8 @@ def drill_ray_kills(folder: Path, count: int, seed: int) -> Outcome:
         programs.must_end(here)
         must_train_each_once(here)
         programs.must_leave_no_files(here, before)
+        if left := sorted({path.name for path in here.iterdir()} - EXPECTED):
+            raise Lost(f"left behind: {', '.join(left)}")
 
     return try_all({f"{one.target}, run {one.number + 1}, at {one.share:.0%}": one for one in kills}, drill)
 
