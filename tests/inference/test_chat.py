@@ -270,8 +270,12 @@ def test_chat_works_in_a_terminal(tmp_path):
 
 @pytest.mark.slow(seconds=8)
 def test_ctrl_c_stops_the_reply_but_not_the_program(tmp_path):
-    folder = make_model(tmp_path / "endless", max_position_embeddings=1_000_000)
-    with terminal(pretrain=folder, max_len=1_000_000, temperature=1.0, top_p=1.0, input_template=SHORT) as screen:
+    folder = make_model(tmp_path / "endless", sharp=True, max_position_embeddings=1_000_000)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():  # the logit of EOS is 0, so a greedy reply never ends by itself, however late Ctrl-C comes
+        model.lm_head.weight[model.config.eos_token_id] = 0
+    model.save_pretrained(folder)
+    with terminal(pretrain=folder, max_len=1_000_000, greedy_sampling=True, input_template=SHORT) as screen:
         screen.wait_for("> ")
         screen.press("ab")
         screen.wait_for("ab")  # the line is being read
