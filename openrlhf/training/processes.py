@@ -116,7 +116,9 @@ def join_process_group(backend: str, timeout: timedelta, device: torch.device | 
 def listen_on(address: str, port: int) -> socket.socket:
     """Return a socket that listens on this address; on all addresses if other machines reach this one by another."""
     family, *_, found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    spans_machines = os.environ.get("LOCAL_WORLD_SIZE", str(world_size())) != str(world_size())
+    # torchrun and our Ray actors set the first, the deepspeed launcher the second.
+    here = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or str(world_size())
+    spans_machines = here != str(world_size())
     try:
         if spans_machines and ipaddress.ip_address(found[0]).is_loopback:  # a host name, which others resolve otherwise
             raise OSError(errno.EADDRNOTAVAIL, "a loopback address")
