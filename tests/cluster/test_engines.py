@@ -21,6 +21,9 @@ class AnsweringProcess:
         self.name = name
         self.killed = False
 
+    def within(self, _):
+        return self
+
     async def call(self, method, requests):
         if method is EngineWorker.apply:
             return None

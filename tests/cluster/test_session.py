@@ -57,6 +57,7 @@ def test_ranks_follow_device_order_and_hybrid_engines_share_the_devices(two_node
     ranks = [one["CUDA_VISIBLE_DEVICES"] for one in report["groups"]["models"]]
     assert ranks == sorted(ranks)
     assert {one["LOCAL_RANK"] for one in report["groups"]["models"]} == {"0"}  # torch numbers the one GPU it sees 0
+    assert {one["MASTER_ADDR"] for one in report["groups"]["models"]} == {"127.0.0.1"}  # they are all on one node
     assert [one["CUDA_VISIBLE_DEVICES"] for one in report["engines"]] == [",".join(ranks)]
 
 
