@@ -36,9 +36,9 @@ class Recorder:
         self.folder = run_dir / ROLLOUTS if run_dir and flags.rollout_record_share > 0 else None
         self.decode = decode
         self.share, self.seed = flags.rollout_record_share, seed
-        self.limit = flags.rollout_record_gib
-        self.used = 0  # bytes
+        self.limit, self.used = 0.0, 0  # GiB, bytes
         if self.folder:
+            self.limit = flags.rollout_record_gib
             self.used = bytes_of(self.folder) if self.folder.is_dir() else 0
             self._try_to_write(ABOUT_FILE, json.dumps({"share": self.share}))
 
