@@ -56,7 +56,9 @@ class Server(uvicorn.Server):
             server_header=False,
         )
         super().__init__(settings)
-        self.flags = flags
+        self.max_connections = flags.max_connections
+        self.request_timeout = flags.request_timeout
+        self.stop_timeout = flags.stop_timeout
         self.waiting: dict[Any, Wait] = {}  # connections that wait for their client, the longest first
         self.stopped_by: int | None = None
 
@@ -70,9 +72,9 @@ class Server(uvicorn.Server):
         # The time starts again when a connection has begun another request since the last tick.
         old = {one: wait for one, wait in self.waiting.items() if one in waits and wait.cycle is waits[one].cycle}
         self.waiting = old | {one: wait for one, wait in waits.items() if one not in old}
-        excess = len(connections) - self.flags.max_connections
+        excess = len(connections) - self.max_connections
         for place, (connection, wait) in enumerate(list(self.waiting.items())):
-            if place < excess or now - wait.since > self.flags.request_timeout:
+            if place < excess or now - wait.since > self.request_timeout:
                 self.drop(connection)
         return await super().on_tick(counter)
 
@@ -91,7 +93,7 @@ class Server(uvicorn.Server):
         """Stop within --stop_timeout, whatever the clients do and however long a text is tokenised or scored."""
         if self.stopped_by is not None:
             code = 0 if self.stopped_by == signal.SIGTERM else 128 + signal.SIGINT
-            watchdog = threading.Timer(self.flags.stop_timeout + LAST_SECONDS, os._exit, [code])
+            watchdog = threading.Timer(self.stop_timeout + LAST_SECONDS, os._exit, [code])
             watchdog.daemon = True
             watchdog.start()
         await super().shutdown(sockets)
