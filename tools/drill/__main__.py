@@ -20,6 +20,7 @@ from tools.drill.outcome import Outcome, render_table
 SETTINGS = ("RAY_", "WANDB_", "VLLM_", "OPENRLHF_", "SLURM_", "TORCHELASTIC_")  # variables that would change runs
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
 BEGIN, END = "## Results\n", "## What survives means\n"
+SHOWN = 20  # losses of a drill that are printed
 COUNTS = ("local", "deepspeed", "ray", "damage", "bad", "prompts", "steps")
 
 
@@ -115,8 +116,10 @@ def run_drills(root: Path, flags: argparse.Namespace) -> list[tuple[str, Outcome
             end_all(root / name)
         rows.append((title, outcome, time.monotonic() - begun))
         print(f"{name}: {outcome.survived} of {outcome.tried} survived", flush=True)
-        for loss in outcome.losses:
+        for loss in outcome.losses[:SHOWN]:
             print(f"  lost: {loss}", flush=True)
+        if outcome.lost > SHOWN:
+            print(f"  and {outcome.lost - SHOWN} more", flush=True)
     return rows
 
 

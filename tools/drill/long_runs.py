@@ -9,6 +9,7 @@ import statistics
 import string
 import subprocess
 import time
+import zlib
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
@@ -78,7 +79,7 @@ def drill_many_prompts(folder: Path, count: int, seed: int) -> Outcome:
     words = set()
     while len(words) < count:
         words.add("".join(rng.choices(string.ascii_lowercase, k=5)))
-    rows = [{"input": word, "label": ""} for word in sorted(words)]
+    rows = [{"input": word, "label": word} for word in sorted(words)]
     flags = SMALL | PROMPT_FLAGS | PATHS | task_flags(folder, rows, FAILING_REWARD)
     flags |= {"pretrain": make_model(folder / "model")}
     here = folder / "run"
@@ -90,25 +91,17 @@ def drill_many_prompts(folder: Path, count: int, seed: int) -> Outcome:
         must_be_flat(usage)
     except Lost as lost:
         outcome.losses.append(str(lost))
-    fails = _failing(rows)
-    trained = Counter(row["prompt"]["index"] for row in recorded(here))
-    for index in range(count):
-        expected = 0 if index in fails else SAMPLES
-        if trained[index] != expected:
-            outcome.losses.append(f"prompt {index} was trained {trained[index]} times instead of {expected}")
+    trained = Counter(row["prompt"]["label"] for row in recorded(here))
+    for word in sorted(words):
+        expected = 0 if fails(word) else SAMPLES
+        if trained[word] != expected:
+            outcome.losses.append(f"prompt {word} was trained {trained[word]} times instead of {expected}")
     return outcome
 
 
-def _failing(rows: list[dict[str, str]]) -> set[int]:
-    space: dict[str, object] = {}
-    exec(FAILING_REWARD, space)
-    failing = set()
-    for index, row in enumerate(rows):
-        try:
-            space["reward_func"]([row["input"]], [row["input"]], [""])  # pyrefly: ignore
-        except RuntimeError:
-            failing.add(index)
-    return failing
+def fails(prompt: str) -> bool:
+    """Return whether FAILING_REWARD raises for this prompt."""
+    return zlib.crc32(prompt.encode()) % 20 == 0
 
 
 def recorded(folder: Path) -> list[dict]:

@@ -26,6 +26,7 @@ GRACE = 30.0  # seconds in which a run must have ended after a kill, with all it
 MARK = "DRILL_FOLDER"
 SHARED_MEMORY = Path("/dev/shm")
 OUTPUT = "output.txt"
+KEPT = (".about.json",)  # hidden files that belong to a run; the others are temporary
 
 
 def start(folder: Path, words: Sequence[str], **environ: str) -> subprocess.Popen[bytes]:
@@ -130,7 +131,7 @@ def must_leave_no_files(folder: Path, before: set[str] | None, expected: tuple[s
     Names that begin with `expected` belong to other programs. So does a shared file that a living process maps, since
     this run has no processes any more. Without `before`, the names that were there first, shared memory is not checked.
     """
-    hidden = [path for path in folder.rglob(".*") if path.name.startswith(".") and "cache" not in path.parts]
+    hidden = [path for path in folder.rglob(".*") if path.name not in KEPT and "cache" not in path.parts]
     temporary = [path for path in (folder / "tmp").iterdir() if not path.name.startswith(expected)]
     new = set() if before is None else shared_files() - before
     shared = [SHARED_MEMORY / name for name in new - _mapped(new)] if new else []
