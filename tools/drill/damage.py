@@ -38,6 +38,7 @@ DAMAGES: dict[str, Callable[[Path, random.Random], None]] = {
     "emptied": lambda path, rng: path.write_bytes(b""),
 }
 LATEST = {"garbage": "\x00\x01", "outside": "../elsewhere", "not there": "global_step99", "empty": ""}
+ROOMY = "20000"  # KiB
 ALL_WAYS = (*DAMAGES, "latest", "both")
 # name -> (folder on the bad disk, kind of disk)
 DISKS = {
@@ -45,6 +46,7 @@ DISKS = {
     "no room for the second checkpoint": ("ckpt", "700"),
     "no room for the model": ("out", "60"),
     "no room for rollouts and metrics": ("out/run", "64"),
+    "a model folder that is a disk of its own, with room": ("out", ROOMY),
     "read-only checkpoints": ("ckpt", READ_ONLY),
     "read-only model": ("out", READ_ONLY),
     "read-only run folder": ("out/run", READ_ONLY),
@@ -120,6 +122,8 @@ def drill_disks(folder: Path, at_a_time: int = 2) -> Outcome:
         process = programs.start(here, words)
         code = process.wait(programs.WATCHDOG)
         programs.must_end(here)
+        if code and kind == ROOMY:
+            raise Lost(f"exit code {code} although there is room: {programs.last_line(here)}")
         if code:
             must_refuse(here, code)
         trained = "step/s" in programs.read_output(here)
