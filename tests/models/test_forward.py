@@ -58,7 +58,7 @@ def test_log_probs_are_those_of_the_plain_model(kind, attention, layout):
 
 def test_capped_attention_is_rejected_if_it_cannot_be_computed():
     network = make_network(CAPPED, SEGMENTED)
-    with pytest.raises(ConfigError, match=r"caps its attention scores.*Try: --attn_implementation eager"):
+    with pytest.raises(ConfigError, match=r"attention score caps.*Try: --attn_implementation eager"):
         network(pack(make_rows()), LogProbs)
 
 
