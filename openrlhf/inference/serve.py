@@ -39,7 +39,7 @@ TIMED_OUT = b"HTTP/1.1 408 Request Timeout\r\nContent-Length: 0\r\nConnection: c
 STOPPING = "\nopenrlhf: stopping when the requests in flight are answered; press Ctrl-C again to stop immediately"
 
 
-class Server(uvicorn.Server):
+class RewardModelServer(uvicorn.Server):
     """Uvicorn server that clients cannot hold up, and that remembers which signal stopped it.
 
     Uvicorn itself waits forever for a request that has begun. After a signal it finishes the requests in flight and
@@ -149,14 +149,14 @@ def leave_a_core() -> None:
         torch.set_num_threads(max(1, torch.get_num_threads() - 1))
 
 
-def build_server(config: ServeRMConfig) -> Server:
+def build_server(config: ServeRMConfig) -> RewardModelServer:
     """Build the server except for its address; the model is loaded here."""
     flags = config.server
     device = choose_model_device(config.model, str(flags.reward_pretrain))
     model = open_served_model(config, device)
     tokens = flags.batch_tokens or BATCH_TOKENS[device.type]
     limits = ForwardLimits(flags.batch_size, tokens, flags.packing_samples)
-    return Server(build_app(model, Batcher(model.score, limits), flags), flags)
+    return RewardModelServer(build_app(model, Batcher(model.score, limits), flags), flags)
 
 
 def bind(host: str, port: int) -> socket.socket:

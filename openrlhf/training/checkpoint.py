@@ -113,9 +113,10 @@ def exporting(folder: Path, ranks: Ranks | None = None) -> Iterator[Path]:
 
 
 def begin_export(folder: Path, ranks: Ranks) -> Path:
-    """Create the temporary folder of an export."""
+    """Create the temporary folder of an export: next to the target, or inside it if it is a disk of its own."""
     suffix = f"{ranks.agree(secrets.randbits(48)):012x}"
-    aside = folder.parent / f".{folder.name}.exporting-{suffix}"  # `with_name` would reject "."
+    is_disk = folder.is_dir() and folder.stat().st_dev != folder.parent.stat().st_dev
+    aside = (folder if is_disk else folder.parent) / f".{folder.name}.exporting-{suffix}"  # `with_name` rejects "."
     _in_first(ranks, lambda: aside.mkdir(parents=True))
     return aside
 

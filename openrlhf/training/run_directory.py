@@ -54,7 +54,8 @@ def hold_run_folders(config: TrainingConfig) -> Iterator[None]:
     with hold_folders({"--save_path": save_path, "--ckpt_path": ckpt_path, "--run_dir": run_folder(config)}):
         checkpoint.remove_leftovers(ckpt_path, checkpoint.is_checkpoint_name)
         exports = (save_path.name, f"{save_path.name}_critic")
-        checkpoint.remove_leftovers(save_path.parent, lambda name: name in exports)
+        for folder in (save_path.parent, save_path):
+            checkpoint.remove_leftovers(folder, lambda name: name in exports)
         warn_if_too_full(config)
         yield
 

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -242,6 +243,14 @@ def test_an_export_keeps_other_files_of_the_folder(tmp_path):
     assert list_names(folder) == ["config.json", "model.safetensors", "runs"]
     assert (folder / "runs" / "metrics.jsonl").read_text() == "{}"
     assert list_names(tmp_path) == ["out"]
+
+
+def test_an_export_reaches_a_folder_on_another_disk(tmp_path):
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as disk:
+        (tmp_path / "out").symlink_to(disk)
+        export_together(OneProcess(), tmp_path / "out", lambda aside: (aside / "config.json").write_text("{}"))
+        assert os.listdir(disk) == ["config.json"]
+    assert os.listdir(tmp_path) == ["out"]
 
 
 @pytest.mark.parametrize("marker", ["config.json", "adapter_config.json"])

@@ -89,7 +89,7 @@ def write_frame(connection: socket.socket, message: dict[str, Any], descriptors:
         connection.sendall(HEADER.pack(len(data)) + data)
 
 
-class Server:
+class ProgramServer:
     """The fork server: sets up the isolation once, then runs one program per request."""
 
     def __init__(self, connection: socket.socket, isolation: str) -> None:
@@ -330,7 +330,7 @@ def main(descriptor: int, isolation: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a handler in init could be triggered by the program
     connection = socket.socket(fileno=descriptor)
     try:
-        server = Server(connection, isolation)
+        server = ProgramServer(connection, isolation)
     except OSError as error:
         write_frame(connection, {"failed": str(error.strerror or error)})
         return
