@@ -33,8 +33,12 @@ def find_failure(isolation):
     try:
         ForkServer(isolation, SMALL.disk).close()
     except StartError as error:
-        return str(error)
-    return ""
+        failure = str(error)
+    else:
+        return ""
+    permitted = subprocess.run(["unshare", "--user", "--map-root-user", "--net", "true"], check=False).returncode == 0
+    assert not permitted, f"this machine permits namespaces, but the sandbox does not start: {failure}"
+    return failure
 
 
 @pytest.fixture(params=["namespaces", "bubblewrap"] if shutil.which("bwrap") else ["namespaces"])

@@ -23,10 +23,14 @@ KILLING_REWARD = """
 import os, signal
 from pathlib import Path
 
+def parent_of(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
 def children_of_trainer(name):
-    '''Return the pids with this name whose parent is the trainer, which is our parent too.'''
+    '''Return the pids with this name whose parent is the trainer, which started our supervisor too.'''
+    trainer = parent_of(os.getppid())
     stats = [path.read_text().rpartition(")") for path in Path("/proc").glob("[0-9]*/stat")]
-    return [head.split()[0] for head, _, rest in stats if int(rest.split()[1]) == os.getppid() and name in head]
+    return [head.split()[0] for head, _, rest in stats if int(rest.split()[1]) == trainer and name in head]
 
 def is_ours(pid):
     '''False if it has ended; another process may have its pid by now.'''

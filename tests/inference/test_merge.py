@@ -120,7 +120,7 @@ def test_wrong_inputs_are_reported(adapter, models, capfd, tmp_path):
     assert "is the adapter of a language model. Try: without --is_rm" in error_line(capfd, models(), folder, is_rm=True)
     for name, shape in others.items():
         assert "does not fit" in error_line(capfd, make_model(tmp_path / name, **shape), folder)
-    assert "no such folder" in error_line(capfd, models(), "org/adapter")
+    assert "expected a local folder with an adapter_config.json" in error_line(capfd, models(), "org/adapter")
     assert "has no adapter_config.json" in error_line(capfd, models(), models())
     assert "is the same as --model_path" in error_line(capfd, models(), folder, output_path=models())
 

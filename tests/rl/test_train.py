@@ -496,7 +496,7 @@ def test_a_finished_run_can_resume_with_more_steps(train_ppo):
 
 
 def rollouts(ran):
-    return sorted(path.name for path in (ran.save_path / "run" / "rollouts").iterdir())
+    return sorted(path.name for path in (ran.save_path / "run" / "rollouts").glob("step_*.jsonl"))
 
 
 def test_a_new_run_in_an_old_folder_keeps_only_its_own_rollouts(train_ppo):

@@ -1,7 +1,6 @@
 """vLLM in this process generates what the Transformers engine does, through new weights, pauses, sleep and errors."""
 
 import asyncio
-import time
 from dataclasses import replace
 
 import pytest
@@ -368,22 +367,3 @@ def test_a_missing_parameter_is_named_and_stops_generation_until_it_arrives(shar
         return long
 
     assert len(asyncio.run(change()).token_ids) == LONG.params.max_tokens
-
-
-@pytest.mark.slow(seconds=8)
-def test_steps_without_tokens_end_the_wait(folder, tokenizer, monkeypatch):
-    """A scheduler that finds no memory for any request takes steps forever."""
-    engine = build(folder, tokenizer, engine_timeout=3.0)
-
-    async def run():
-        assert len((await engine.generate([SHORT]))[0].token_ids) == 3
-        monkeypatch.setattr(engine._engine, "step", lambda: time.sleep(0.01) or [])
-        with pytest.raises(
-            EngineError, match=r"vLLM hangs: no progress for .* while generating 1 requests, which have 0"
-        ):
-            await engine.generate([SHORT])
-        with pytest.raises(EngineError, match="vLLM hangs"):
-            await engine.pause(drain=True)
-        await engine.close()
-
-    asyncio.run(run())

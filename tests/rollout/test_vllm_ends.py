@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import time
 
 import pytest
 import torch
@@ -72,3 +73,23 @@ def test_torch_in_a_folder_with_a_space_disables_compilation(folder, tokenizer, 
     asyncio.run(engine.generate([SHORT]))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
     asyncio.run(engine.close())
+
+
+@pytest.mark.slow(seconds=8)
+def test_steps_without_tokens_end_the_wait(folder, tokenizer, monkeypatch):
+    """A scheduler that finds no memory for any request takes steps forever."""
+    engine = build(folder, tokenizer, engine_timeout=60.0)
+
+    async def run():
+        assert len((await engine.generate([SHORT]))[0].token_ids) == 3
+        engine._watch.seconds = 1.0  # the first generation, which compiles, may take longer
+        monkeypatch.setattr(engine._engine, "step", lambda: time.sleep(0.01) or [])
+        with pytest.raises(
+            EngineError, match=r"vLLM hangs: no progress for .* while generating 1 requests, which have 0"
+        ):
+            await engine.generate([SHORT])
+        with pytest.raises(EngineError, match="vLLM hangs"):
+            await engine.pause(drain=True)
+        await engine.close()
+
+    asyncio.run(run())

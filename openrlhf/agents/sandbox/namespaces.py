@@ -73,16 +73,15 @@ def enter_namespaces(connection: socket.socket) -> tuple[int, int]:
 
 def make_root() -> None:
     """Make a root folder of read-only binds: system libraries, this interpreter, a few devices; nothing else."""
+    prefixes = {sys.prefix, sys.base_prefix, os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))}
+    real_paths = {path: os.path.realpath(path) for path in sorted(prefixes, key=len)}  # an environment may be a link
     linux.mount("none", "/", flags=linux.SLAVE | linux.RECURSIVE)
     linux.mount("tmpfs", "/tmp", "tmpfs", linux.NO_SUID | linux.NO_DEVICES, "mode=755,size=1m")
     linux.use_root("/tmp")
-    prefixes = {
-        sys.prefix,
-        sys.base_prefix,
-        os.path.dirname(os.path.dirname(os.path.realpath("/old" + sys.executable))),
-    }
-    for path in (*ROOT_FOLDERS, *SETTINGS, *sorted(prefixes, key=len)):
-        copy_path(path.removeprefix("/old"))
+    for path in (*ROOT_FOLDERS, *SETTINGS):
+        copy_path(path, path)
+    for path, real in real_paths.items():
+        copy_path(real, path)
     os.makedirs("/dev", exist_ok=True)
     for device in DEVICES:
         os.close(os.open(f"/dev/{device}", os.O_CREAT | os.O_WRONLY, 0o644))
@@ -104,13 +103,13 @@ def make_root() -> None:
     socket.sethostname("program")
 
 
-def copy_path(path: str) -> None:
+def copy_path(source: str, path: str) -> None:
     """Show a path of the old root in the new one, as a link if it is one; skip it if it is there."""
-    old = "/old" + path
+    old = "/old" + source
     if not os.path.lexists(old) or os.path.lexists(path):
         return
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    if os.path.islink(old) and path in (*ROOT_FOLDERS, *SETTINGS):
+    if os.path.islink(old):
         os.symlink(os.readlink(old), path)
         return
     if os.path.isdir(old):
