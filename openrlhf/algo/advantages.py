@@ -77,7 +77,7 @@ def normalize(
 ) -> Tensor:
     """Whiten advantages by the statistics of a whole rollout (REINFORCE++, arXiv 2501.03262); zero at masked tokens.
 
-    By default, `advantages` is the whole rollout.
+    Without `statistics`, they are computed from `advantages`, which must then be the whole rollout.
     """
     whole = statistics or moments(advantages, action_mask)
     scale = whole.variance.clamp(min=1e-8).rsqrt() if divide_by_std else torch.ones_like(whole.count)

@@ -28,7 +28,7 @@ Arguments = ParamSpec("Arguments")
 BACKGROUND = "background"  # concurrency group of calls that run alongside the process's current work
 COLOURS = re.compile(r"\x1b\[\d+m")
 RESUME = "the same command with --load_checkpoint, to resume from the last checkpoint"
-SECONDS_TO_BLAME = 5.0  # how long the failure of one process waits for news that another one died
+SECONDS_TO_BLAME = 5.0  # wait after a failed call: if another process died, that is the cause
 
 
 class DeathError(BackendError):

@@ -23,7 +23,7 @@ from openrlhf.monitor import say
 SILENCE_TIMEOUT = 10.0  # seconds, for a head that neither accepts nor refuses connections
 RETRY_PAUSE = 0.1  # seconds between two attempts to connect to a head that closed the connection
 MAY_COME_BACK = "RAY_gcs_rpc_server_reconnect_timeout_s"  # Ray's variable; set if the head keeps its state in Redis
-# TCP keepalive, to notice a machine that disappears without closing its connections; Linux names.
+# TCP keepalive (Linux option names), to notice a machine that disappears without closing its connections.
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}  # seconds, seconds, probes
 
 

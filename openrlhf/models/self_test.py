@@ -39,7 +39,7 @@ from openrlhf.monitor import say
 from openrlhf.types import Batch, TokenRow
 
 LENGTHS = (14, 9, 17, 5, 12, 7)  # most exceed the reach of a convolution; boundaries vary within chunked scans
-FP32_LEAK = 1e-5  # maximum change if only other sequences change; small, since short sequences leak little
+FP32_LEAK = 1e-5  # maximum change of a sequence when only its neighbours change; tight, because short leaks are small
 LEAST_LEAK = 1e-3  # maximum mean change in half precision
 
 

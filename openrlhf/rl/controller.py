@@ -119,7 +119,7 @@ class Controller:
         self.lockstep = resolve_runtime(self.config) == "local"
         self.changed = asyncio.Condition()
         self.gap = watch_gap(self.config, self.workers, self.scoring, self.monitor, self.encode)
-        self.generation_seconds: dict[int, float] = {}  # by number of the rollout
+        self.generation_seconds: dict[int, float] = {}  # keyed by rollout number
         self.same_rewards = 0  # steps in a row in which the samples of each prompt had equal rewards
         self.step_began = time.perf_counter()
         self.last: dict[str, float] = {}

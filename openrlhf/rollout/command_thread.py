@@ -170,7 +170,7 @@ class CommandThread(ABC):
                 if command is not None:
                     self.answer(command.waiter, self._failure)
         if self._closed:
-            self._inbox.put(None)  # again, in case that the thread gets unstuck
+            self._inbox.put(None)  # the loop above may have taken it; put it back in case the thread recovers
 
     def _run(self, num_threads: int, started: Future[None]) -> None:
         """Build the engine, then alternate between commands and steps until closed: the main function of the thread."""

@@ -30,7 +30,7 @@ MAX_MESSAGE = 1 << 26  # bytes; headers are a few hundred kilobytes
 ACCEPT_PAUSE = 0.05  # seconds before another attempt to accept, after one failed
 NONCE = 32  # bytes
 LENGTH = struct.Struct("!Q")  # precedes each message
-# TCP keepalive, to notice a machine that disappears without closing its connections; Linux names.
+# TCP keepalive (Linux option names), to notice a machine that disappears without closing its connections.
 KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 6}  # seconds, seconds, probes
 
 

@@ -42,7 +42,7 @@ class ProgressWatch:
         self._progress_at = time.monotonic()
 
     def stop_clock(self) -> None:
-        """Watch the current task no longer: the rest of it has deadlines of its own."""
+        """Stop watching the current task; the rest of it has its own deadlines."""
         self._task = None
 
     def close(self) -> None:

@@ -33,7 +33,7 @@ class LoopUsage:
         self.running, self.since = call, now
 
     def used_by_others(self, call: int, now: float) -> float:
-        """Return the seconds for which calls other than `call` have run, including the current one."""
+        """Return the total seconds that calls other than `call` have run, up to now."""
         ongoing = now - self.since if self.running not in (None, call) else 0.0
         return self.total - self.by_call[call] + ongoing
 
