@@ -149,7 +149,7 @@ def short_session(monkeypatch):
     """A chat user who sends one message and exits; a server that binds any free port and stops immediately."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("ab\nexit\n"))
     monkeypatch.setattr(serve, "bind", lambda host, port, bind=serve.bind: bind(host, 0))
-    monkeypatch.setattr(serve.Server, "run", lambda self, sockets: None)
+    monkeypatch.setattr(serve.RewardModelServer, "run", lambda self, sockets: None)
 
 
 @pytest.mark.parametrize("name", RUNS)
