@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -123,6 +124,18 @@ def run_drills(root: Path, flags: argparse.Namespace) -> list[tuple[str, Outcome
     return rows
 
 
+def end_runs_on_signals(root: Path) -> None:
+    """Kill all runs when the drill itself is stopped; threads that wait for runs would not notice otherwise."""
+    from tools.drill.programs import end_all
+
+    def end(number: int, frame: object) -> None:
+        end_all(root)
+        os._exit(128 + number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
+
+
 def describe(flags: argparse.Namespace) -> str:
     """Return the flags that repeat these drills."""
     counts = [f"--{name} {getattr(flags, name)}" for name in COUNTS if getattr(flags, name) is not None]
@@ -143,6 +156,7 @@ def main() -> int:
     root = Path(tempfile.mkdtemp(prefix="d", dir="/tmp"))  # short, because the paths of Ray's sockets are limited
     os.environ |= {"WARM_OWNER": str(os.getpid()), "WARM_FOLDER": str(root), "TOKENIZERS_PARALLELISM": "false"}
     print(f"drills: {' '.join(flags.drills)}, seed {flags.seed}, in {root}", flush=True)
+    end_runs_on_signals(root)
     rows = run_drills(root, flags)
     lost = sum(outcome.lost for _, outcome, _ in rows)
     results = (
