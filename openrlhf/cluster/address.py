@@ -39,8 +39,8 @@ def find_cluster(environ: MutableMapping[str, str]) -> str | None:
     """Return the address of the cluster to join, or None to start one.
 
     It is an error if a cluster was named explicitly but does not answer. If a named cluster requires a token and one is
-    available, RAY_AUTH_MODE is set in `environ`. A cluster that nobody named never gets the token: its address comes
-    from a file that may be older than the process that answers there now.
+    available, RAY_AUTH_MODE is set in `environ`. The token is never sent to a cluster that was not named: its
+    address comes from a file that may be older than the process that answers there now.
     """
     given = environ.get("RAY_ADDRESS") or ("auto" if "RAY_JOB_CONFIG_JSON_ENV_VAR" in environ else None)
     if given == "local":

@@ -74,7 +74,7 @@ def remove_leftovers(parent: Path) -> list[Path]:
 
 
 def is_left(folder: Path) -> bool:
-    """Return whether no run uses the folder, and nobody may want to look at it."""
+    """Return whether the folder can be deleted: no run uses it, and logs kept after an error are old enough."""
     old = time.time() - folder.lstat().st_mtime > KEPT_SECONDS
     if not (folder / ALIVE).exists():  # it was just made, or by an older version
         return old

@@ -49,7 +49,7 @@ class Channel:
     timeout: float = 120.0  # seconds
     patience: float = 24 * 3600.0  # seconds to wait for a version to start: the trainer may have to finish a step first
     port: int = 0
-    secret: bytes = field(default=b"", repr=False)  # new for each channel; whoever knows it can join
+    secret: bytes = field(default=b"", repr=False)  # new for each channel; a process that has it can join
 
     def join(self, number: int) -> Link:
         """Connect to the sender as receiver `number`."""

@@ -156,7 +156,7 @@ class ChatEpisode:
             return {"role": "assistant", "content": text}
         try:
             content, calls = self.find_calls(text, len(self.outputs))
-        except Exception as error:
+        except Exception as error:  # the user's code may raise anything
             raise RolloutError(
                 f"find_calls raised {type(error).__name__}: {error}, for {shorten(text)}; it should return calls it"
                 " cannot parse as text"

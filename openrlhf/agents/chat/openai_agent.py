@@ -84,7 +84,7 @@ class OpenAIAgentExecutor(ChatExecutor):
         result: object = 0.0
         try:
             result = await call_in_thread(self.run_agent, {name: offered[name] for name in self.arguments})
-        except Exception as error:
+        except Exception as error:  # the user's code may raise anything, and wraps our errors in its client's
             if episode.error is not None:
                 raise episode.error from error
             if not episode.is_full:
