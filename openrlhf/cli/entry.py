@@ -48,6 +48,8 @@ def command(main: Callable[[Sequence[str]], None]) -> Callable[..., None]:
                 main(sys.argv[1:] if argv is None else argv)
             finally:
                 sys.stdout.flush()  # flush here, where BrokenPipeError is caught, not at exit
+            if argv is None:
+                exit_launched_process()
         except OpenRLHFError as error:
             say(f"error: {error}")
             if not is_main_process() and error.exit_code == 1:  # flag and data errors are equal on all ranks
@@ -61,6 +63,17 @@ def command(main: Callable[[Sequence[str]], None]) -> Callable[..., None]:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     return entry
+
+
+def exit_launched_process() -> None:
+    """End a process of a launch that has done its work, without the interpreter's own teardown.
+
+    Threads of the process group are still running then. If one of them needs the interpreter during its teardown, the
+    process aborts, and the launcher reports a finished run as failed.
+    """
+    if "RANK" in os.environ:
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def make_main(name: str) -> Callable[..., None]:

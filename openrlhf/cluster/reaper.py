@@ -1,10 +1,9 @@
 """Remove everything that a private Ray leaves behind, however its run ends.
 
 `private_folder` makes the folder of a private Ray and starts this file as a small process. When the driver is done, or
-dies, that process kills the processes of the private Ray that are still there, and removes the folder: Ray's own agents
-would wait for a lost head for a minute, and its folder would stay. The processes are known by a variable in their
-environment (MARK), which they inherit from Ray's first ones. If the reaper was killed too, the next run that starts a
-private Ray does its work (`remove_leftovers`).
+dies, that process kills the processes of the private Ray that are still there (`belongs_to`), and removes the folder:
+Ray's own agents would wait for a lost head for a minute, and its folder would stay. If the reaper was killed too, the
+next run that starts a private Ray does its work (`remove_leftovers`).
 
 This file also runs alone, so it imports nothing of the package.
 """
@@ -23,7 +22,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
+
+if TYPE_CHECKING:
+    import psutil
 
 MARK = "OPENRLHF_PRIVATE_RAY"  # variable of Ray's processes: the folder that they belong to
 PREFIX = "openrlhf-ray-"
@@ -32,6 +34,8 @@ KEPT = "kept"  # file that marks a folder whose logs should stay
 KEPT_SECONDS = 7 * 24 * 3600.0  # how long kept logs stay, and folders of unknown state
 CHECK_EVERY = 0.5  # seconds
 SECONDS_TO_REAP = 30.0
+SCAN_EVERY = 0.1  # seconds
+QUIET_SCANS = 3  # a process has no environment while it starts a program, so one scan may miss it
 
 
 @contextmanager
@@ -68,7 +72,7 @@ def remove_leftovers(parent: Path) -> list[Path]:
         with suppress(OSError):  # another run removes it at the same time
             status = folder.lstat()
             if status.st_uid == os.geteuid() and folder.is_dir() and not folder.is_symlink() and is_left(folder):
-                reap(folder)
+                reap(folder, os.getpid())
                 removed.append(folder)
     return removed
 
@@ -86,21 +90,38 @@ def is_left(folder: Path) -> bool:
     return old or not (folder / KEPT).exists()
 
 
-def reap(folder: Path) -> None:
-    """Kill the processes of the folder's Ray, and remove the folder unless its logs are kept."""
+def reap(folder: Path, driver: int) -> None:
+    """Kill the processes of the folder's Ray, but not the driver, and remove the folder unless its logs are kept."""
     import psutil
 
     deadline = time.monotonic() + SECONDS_TO_REAP
-    found = True
-    while found and time.monotonic() < deadline:  # repeat: a process may have started another one meanwhile
-        found = False
+    quiet = 0  # scans in a row without a process of this Ray
+    while quiet < QUIET_SCANS and time.monotonic() < deadline:
+        quiet += 1
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):  # it has ended, or belongs to another user
-                if process.environ().get(MARK) == str(folder):
+                if belongs_to(process, folder, driver):
                     process.kill()
-                    found = True
+                    quiet = 0
+        time.sleep(SCAN_EVERY)
     if not (folder / KEPT).exists():
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def belongs_to(process: psutil.Process, folder: Path, driver: int) -> bool:
+    """Return whether a process is one of the folder's Ray: it inherited MARK, or writes to a log there.
+
+    The environment alone is not enough: Ray's agents overwrite a part of theirs with a title for `ps`.
+    """
+    if process.pid == driver or process.uids().real != os.getuid():
+        return False
+    if process.environ().get(MARK) == str(folder):
+        return True
+    if process.ppid() == driver:  # a fork of the driver has the driver's own log open
+        return False
+    # Only Linux tells how a file was opened; there, a user who reads a log is spared.
+    written = [file.path for file in process.open_files() if getattr(file, "mode", "w") != "r"]
+    return any(Path(path).is_relative_to(folder) for path in written)
 
 
 def main() -> None:
@@ -110,7 +131,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     while os.getppid() == driver and not select.select([sys.stdin], [], [], CHECK_EVERY)[0]:
         pass
-    reap(folder)
+    reap(folder, driver)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,17 @@ def main(argv):
 if __name__ == "__main__":
     main()
 """
+ABORT_AT_EXIT = """
+import atexit, os, sys
+from openrlhf.cli.entry import command
+
+@command
+def main(argv):
+    atexit.register(os.abort)
+    print("done", file=sys.stderr)
+
+main()
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +85,13 @@ def test_a_module_and_the_console_entry_run_the_same_command(command, capsys):
         main([command, "--help"])
     assert ended.value.code == 0
     assert capsys.readouterr().out == run_python("-m", f"openrlhf.cli.{command}", "--help").stdout
+
+
+def test_a_launched_process_that_has_done_its_work_does_not_abort_at_exit(monkeypatch):
+    """Threads of the process group may abort the interpreter while it ends."""
+    monkeypatch.setenv("RANK", "1")
+    done = run_python("-c", ABORT_AT_EXIT)
+    assert (done.returncode, done.stderr) == (0, "done\n")
 
 
 def test_without_a_command_all_commands_are_listed():

@@ -20,8 +20,10 @@ from pathlib import Path
 from openrlhf.cluster.reaper import MARK, private_folder
 with private_folder(Path(sys.argv[1])) as folder:
     marked = os.environ | {MARK: str(folder)}
-    words = ["sh", "-c", "sleep 1000 & echo up; wait"]
-    agent = subprocess.Popen(words, env=marked, start_new_session=True, stdout=subprocess.PIPE)
+    log = open(folder / "ray.log", "w")
+    # Like Ray's agents, the second process has lost its environment, and writes to a log.
+    words = ["sh", "-c", "env -i sleep 1000 & echo up; wait"]
+    agent = subprocess.Popen(words, env=marked, start_new_session=True, stdout=subprocess.PIPE, stderr=log)
     agent.stdout.readline()
     if os.fork() == 0:  # a child that holds all open files, as those of multiprocessing do
         time.sleep(1000)
@@ -59,6 +61,8 @@ def test_processes_and_folder_go_with_the_driver(tmp_path, how):
             running.stdin.flush()
         assert wait_until_gone([reaper.pid, *agents])
         assert list(tmp_path.iterdir()) == []
+        if how == "finished":
+            assert running.wait() == 0
 
 
 def test_leftovers_of_a_run_that_was_killed_with_its_reaper_are_removed_by_the_next(tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import distributed as dist
 
+from openrlhf.cli.entry import exit_launched_process
 from openrlhf.config.sections.training import ShardingFlags
 from openrlhf.training.deepspeed import DeepSpeedBackend
 from openrlhf.training.processes import start_distributed
@@ -40,7 +41,7 @@ def main() -> None:
         "local": os.environ["LOCAL_RANK"],
     }
     (args.folder / f"{args.name}-{backend.rank}.json").write_text(json.dumps(seen))
-    dist.destroy_process_group()
+    exit_launched_process()
 
 
 if __name__ == "__main__":
