@@ -1,4 +1,4 @@
-"""The errors that users can cause or must act on, in one hierarchy.
+"""Errors that users can cause or must act on, in one hierarchy.
 
 Each error also derives from a standard error, so that `except ValueError` works as expected for calls from Python.
 Commands print the message and exit with `exit_code`: 2 for invalid input, 1 for a failed run.
@@ -26,7 +26,7 @@ class ConfigError(OpenRLHFError, ValueError):
 
 
 class DataError(OpenRLHFError, ValueError):
-    """An unusable dataset, row or field; the message names file, row and field."""
+    """An unusable dataset, row or field; the message names the file, row and field."""
 
     exit_code = 2
 
@@ -50,8 +50,8 @@ class EngineError(RolloutError):
 
 
 class BackendError(OpenRLHFError, RuntimeError):
-    """A failure that stops training: a dead worker, a non-finite loss or a checkpoint that does not match."""
+    """A failure that stops training: a dead worker, a non-finite loss or a checkpoint that does not match the run."""
 
 
 class DiskError(BackendError):
-    """A file that cannot be written: the disk is full, or the folder is read-only or forbidden."""
+    """A file that cannot be written: the disk is full, the folder is read-only, or the user lacks permission."""

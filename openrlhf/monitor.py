@@ -1,4 +1,4 @@
-"""Reporting of a run: console lines, progress bar, metrics file, TensorBoard, Weights & Biases.
+"""Progress and metrics of a run: console lines, progress bar, metrics file, TensorBoard and Weights & Biases.
 
 `say` prints one line from anywhere in the package. A training loop holds a `Monitor`, which passes metrics to its sinks
 and shows the progress bar; batch_inference opens its own bar with `open_bar`. Only the main process (rank 0)
@@ -36,7 +36,7 @@ def say(line: str) -> None:
 
 def open_bar(name: str, *, total: int, done: int = 0, unit: str, hidden: bool = False) -> tqdm[NoReturn]:
     """Return a progress bar on stderr; only the main process shows it."""
-    from tqdm import tqdm  # late: parsing flags must not wait for it
+    from tqdm import tqdm  # imported late to keep flag parsing fast
 
     pause = 0.1 if sys.stderr.isatty() else 10  # seconds between updates; in a log file each update adds a line
     hidden = hidden or not is_main_process()
@@ -52,9 +52,9 @@ class Sink(Protocol):
 
 
 class MetricsFile:
-    """Metrics as one JSON object per line in `run_dir/metrics.jsonl`, after the lines that are already there.
+    """Sink that appends metrics to `run_dir/metrics.jsonl`, one JSON object per line.
 
-    If the disk is full, lines wait in memory until there is room again; the run goes on.
+    If the disk is full, lines are kept in memory until there is room again; the run continues.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -67,10 +67,10 @@ class MetricsFile:
         line = json.dumps({"kind": kind, "step": step, **values}).encode() + b"\n"
         was_waiting, self.waiting = bool(self.waiting), self.waiting + line
         if (reason := self._write()) and not was_waiting:
-            say(f"{self.path} cannot be written: {reason}. Training continues, and lines are kept until there is room")
+            say(f"{self.path} cannot be written: {reason}. Training continues; metrics are kept in memory")
 
     def _write(self) -> str | None:
-        """Write all lines that wait, or none of them; return the reason in that case."""
+        """Write all waiting lines or none; return None, or the reason why nothing was written."""
         end = self.file.seek(0, os.SEEK_END)
         try:
             written = self.file.write(self.waiting)
@@ -84,12 +84,12 @@ class MetricsFile:
 
     def close(self) -> None:
         if self.waiting and (reason := self._write()):
-            say(f"{self.path} lacks its last {len(self.waiting.splitlines())} lines: {reason}")
+            say(f"the last {len(self.waiting.splitlines())} lines of {self.path} were not written: {reason}")
         self.file.close()
 
 
 class TensorBoard:
-    """TensorBoard scalars under train/ and eval/."""
+    """Sink that writes TensorBoard scalars under train/ and eval/."""
 
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -105,7 +105,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """Weights & Biases run.
+    """Sink that logs to a Weights & Biases run.
 
     A `key` of "true" uses the existing login. Without a network, WANDB_MODE=offline keeps the run in a local folder.
     """
@@ -167,7 +167,7 @@ class Monitor(AbstractContextManager["Monitor"]):
             self.bar.last_print_t += seconds
 
     def log(self, kind: str, step: int, values: Mapping[str, float]) -> None:
-        """Pass metrics to all sinks; one whose disk or network fails is dropped with a line."""
+        """Pass metrics to all sinks; drop a sink whose disk or network fails, and print a message."""
         for sink in list(self.sinks):
             try:
                 sink.log(kind, step, values)
@@ -176,7 +176,7 @@ class Monitor(AbstractContextManager["Monitor"]):
 
     def _drop(self, sink: Sink, error: OSError) -> None:
         self.sinks.remove(sink)
-        self.tell(f"{type(sink).__name__} gets no more metrics: {error}. Training continues")
+        self.tell(f"no more metrics are sent to {type(sink).__name__}: {error}. Training continues")
 
     def tell(self, line: str) -> None:
         """Print a line above the bar."""

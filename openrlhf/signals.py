@@ -1,15 +1,15 @@
-"""Every handler of Ctrl-C (SIGINT) and SIGTERM in the package.
+"""All handling of Ctrl-C (SIGINT) and SIGTERM in the package.
 
 A command passes through three phases. While it imports modules, a signal ends it immediately (`exit_on_signals`). While
 it works, a signal raises KeyboardInterrupt (`interrupt_on_signals`), so a scheduler's SIGTERM is treated like a user's
-Ctrl-C. While something runs that should end cleanly, an optimizer step or a chat reply, the first signal is only a
-request to stop (`stop_request`), and a second one raises. Python delivers signals to the main thread only, so in any
-other thread these functions do nothing.
+Ctrl-C. During work that should end cleanly, such as an optimizer step or a chat reply, the first signal only requests a
+stop (`stop_request`), and a second one raises. Python delivers signals to the main thread only, so in any other thread
+these functions do nothing.
 
-An exception is raised only when the main thread next runs Python code, and the cleanup after it may hang as well. So a
-thread of each command also counts the signals (`LastResort`): GRACE_SECONDS after the second request it kills the
-child processes and ends the program. Code that never releases the interpreter lock is the one exception: it stops the
-thread, too, and only SIGKILL ends it.
+An exception is raised only when the main thread next runs Python code, and the cleanup after it may hang. Each command
+therefore has a thread that also counts the signals (`LastResort`): GRACE_SECONDS after the second request it kills the
+child processes and ends the program. Code that never releases the interpreter lock blocks this thread, too; then only
+SIGKILL ends the program.
 """
 
 import os
@@ -30,14 +30,14 @@ STDERR = 2
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 INTERRUPTED = 130  # exit code by convention after Ctrl-C
 SAME_REQUEST = 1.0  # seconds: launchers and process groups deliver one request twice
-GRACE_SECONDS = 4.0  # between the second request and the end of a program that has not ended by itself
+GRACE_SECONDS = 4.0  # time for the program to exit after the second request, before it is ended
 SAVES = "\nopenrlhf: stopping after this step, with a checkpoint; press Ctrl-C again to stop immediately, without one"
 SAVES_NOTHING = (
     "\nopenrlhf: stopping after this step, without a checkpoint (--disable_ds_ckpt);"
     " press Ctrl-C again to stop immediately"
 )
 
-# Set in programs that are one of our commands: this process belongs to us, and may be ended.
+# True in our own commands, which may end the process; False if another program imports the package.
 _is_command = False
 
 
@@ -66,7 +66,7 @@ def exit_on_signals() -> None:
 
 
 def not_ignored() -> list[signal.Signals]:
-    """List the signals to handle: not those our parent made us ignore, as nohup and background jobs of shells do."""
+    """Return the signals to handle, without those that the parent process (nohup, a shell) set to be ignored."""
     return [number for number in SIGNALS if signal.getsignal(number) not in (signal.SIG_IGN, None)]
 
 
@@ -77,9 +77,9 @@ def handled_by(
     *,
     ends: bool = True,
 ) -> Iterator[None]:
-    """Let `handler` handle the signals while the context is open, and restore the previous handlers afterwards.
+    """Install `handler` for the signals while the context is open, and restore the previous handlers afterwards.
 
-    `ends` is False if the signals do not ask the program to end, however often they are sent.
+    Pass `ends=False` for signals that never request the end of the program, however often they arrive.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -97,16 +97,16 @@ def handled_by(
 
 @dataclass
 class Requests:
-    """The requests to stop that have arrived so far, as far as they are different requests."""
+    """Requests to stop that have arrived so far; repeated deliveries of one request count once."""
 
-    first: float | None = None  # when the first one arrived
+    first: float | None = None  # time at which the first request arrived
 
     def add(self, number: int) -> bool:
-        """Add a signal and return whether it is a further request.
+        """Record a signal and return whether it is a further request.
 
         A SIGTERM right after another signal is the same request, delivered twice: to the process group, and by the
-        launcher. Launched processes take no SIGTERM as a further request, because the `deepspeed` launcher signals its
-        processes one after another, seconds apart; launchers kill what does not end.
+        launcher. In a launched process no SIGTERM counts as a further request, because the `deepspeed` launcher signals
+        its processes one after another, seconds apart; launchers kill processes that do not end.
         """
         now = time.monotonic()
         if self.first is None:
@@ -118,12 +118,12 @@ class Requests:
 
 
 class LastResort:
-    """Thread that ends the program if a second request to stop has not done so after GRACE_SECONDS.
+    """Thread that ends the program if it still runs GRACE_SECONDS after the second request to stop.
 
-    It reads the signals from a pipe that the interpreter's own handler writes to, whatever the main thread is doing.
+    The interpreter writes each signal to a pipe, which this thread reads even while the main thread is blocked.
     """
 
-    counted = frozenset(SIGNALS)  # signals that ask the program to end, in the current context
+    counted = frozenset(SIGNALS)  # signals that count as requests to stop in the current context
     running = False
 
     @classmethod
@@ -135,7 +135,7 @@ class LastResort:
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
         signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-        # A forked process inherits the pipe, and its signals are not ours.
+        # A forked child inherits the pipe, but its signals must not count here.
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
         threading.Thread(target=cls._watch, args=(reading,), daemon=True, name="openrlhf-last-resort").start()
 
@@ -153,7 +153,7 @@ class LastResort:
 
 
 def end_program(line: str, code: int) -> NoReturn:
-    """Print a line, kill all child processes and exit, from any thread and whatever the main thread is doing."""
+    """Print a line, kill all descendants and exit, from any thread and even while the main thread is blocked."""
     write_line(line)
     for child in descendants(os.getpid()):
         with suppress(ProcessLookupError, PermissionError):
@@ -162,14 +162,14 @@ def end_program(line: str, code: int) -> NoReturn:
 
 
 def descendants(ancestor: int) -> list[int]:
-    """Return the ids of all processes below this one; empty on systems without /proc."""
+    """Return the ids of all descendants of a process; empty on systems without /proc."""
     parents: dict[int, int] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the process has ended
             # "pid (name) state parent ...", where the name may contain anything
             parents[int(stat.parent.name)] = int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
     found = [ancestor]
-    for parent in found:  # grows while it is read
+    for parent in found:  # the list grows during the loop
         found += [child for child, own in parents.items() if own == parent]
     return found[1:]
 
@@ -196,7 +196,7 @@ def interrupt_on_signals() -> AbstractContextManager[None]:
 
 @dataclass
 class StopRequest:
-    """Whether the user or the scheduler asked to stop; loops check it where they can end cleanly."""
+    """Flag that the user or the scheduler requested a stop; loops check it at points where they can end cleanly."""
 
     requested: bool = False
 
@@ -208,7 +208,7 @@ def stop_request(
     signals: Iterable[signal.Signals] = SIGNALS,
     error: type[KeyboardInterrupt] = KeyboardInterrupt,
 ) -> Iterator[StopRequest]:
-    """Take the first signal as a request to stop, and print `message`; a second request raises `error` immediately."""
+    """Treat the first signal as a request to stop and print `message`; raise `error` on a second request."""
     stop = StopRequest()
     requests = Requests()
 

@@ -49,7 +49,7 @@ class PairRow:
 class LabelledRow:
     """A response labelled desirable (True) or undesirable (False).
 
-    `prompt_length` splits prompt from response, so that KTO can join a prompt to another row's response.
+    `prompt_length` separates prompt and response, so that KTO can pair a prompt with another row's response.
     """
 
     tokens: TokenRow
@@ -116,14 +116,14 @@ class StepBatch(Batch):
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutBatch(Batch):
-    """Samples of a rollout to score."""
+    """Rollout samples to score."""
 
     temperature_factors: Tensor | None = None  # [rows, tokens], see Trajectory; None means all 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyBatch(RolloutBatch):
-    """Samples of a rollout to train the policy and the critic on; all tensors are [rows, tokens]."""
+    """Rollout samples to train the policy and the critic on; all tensors are [rows, tokens]."""
 
     advantages: Tensor
     rollout_log_probs: Tensor  # computed by the engine during sampling
@@ -135,7 +135,7 @@ class PolicyBatch(RolloutBatch):
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt, from which all samples of a group start.
+    """A prompt, shared by all samples of a group.
 
     `index` is the row in the prompt set; it distinguishes groups whose prompts have the same text.
     """
@@ -165,7 +165,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """Input of one generation."""
+    """Input to one generation."""
 
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
