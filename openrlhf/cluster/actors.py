@@ -37,7 +37,7 @@ Answer = TypeVar("Answer")
 class RankInfo:
     """Position of a process in its group."""
 
-    rank: int  # data-parallel rank; tensor-parallel and ring peers share it, because they see the same rows
+    rank: int  # data-parallel rank; tensor-parallel and ring peers share it, because they process the same rows
     data_parallel_size: int
 
 
@@ -48,7 +48,7 @@ class ModelWorker:
     sender: WeightSender | None = None
 
     def start(self, config: RLConfig, group: GroupPlan, rollouts: int, number: int, folder: str) -> RankInfo:
-        """Join the group, load the models and return this process's position; `folder` is the driver's."""
+        """Join the group, load the models and return the position in it; `folder` is the driver's working folder."""
         enter(folder)
         sharding = config.sharding
         self.device = join(config)
@@ -57,7 +57,7 @@ class ModelWorker:
         self.models = build_models(config, tokenizer, self.device, rollouts, roles=group.roles, rewards=group.rewards)
         model = self.models.policy or self.models.critic
         if model is None:
-            # Frozen models are not split by tensor parallelism, so each process sees its own rows; with ring
+            # Frozen models are not split by tensor parallelism, so each process gets its own rows; with ring
             # attention, however, they follow the layout of the trained models.
             ring = sharding.ring_attn_size
             peers = ring * sharding.ds_tensor_parallel_size if ring > 1 else 1
@@ -71,7 +71,7 @@ class ModelWorker:
         return method(self.models, *arguments)
 
     def open_channel(self, channel: Channel) -> Channel:
-        """Serve a new channel to engines and close the previous one."""
+        """Open a new channel to the engines and close the previous one."""
         if self.sender is not None:
             self.sender.close()
         self.sender = WeightSender(channel, self.device)
@@ -87,7 +87,7 @@ class ModelWorker:
                 pass
 
     def heartbeat(self) -> None:
-        """Block forever; the pending call fails as soon as the process dies, which tells the driver."""
+        """Block forever, so that this call fails when the process dies and the driver notices."""
         threading.Event().wait()
 
     def exit(self) -> None:
@@ -101,7 +101,7 @@ class EngineWorker:
     has_weights: asyncio.Event
 
     async def start(self, spec: EngineSpec, number: int, folder: str) -> None:
-        """Load the model of engine `number`; `folder` is the driver's."""
+        """Load the model of engine `number`; `folder` is the driver's working folder."""
         enter(folder)
         self.has_weights = asyncio.Event()
         if not spec.awaits_weights:
@@ -129,7 +129,7 @@ class EngineWorker:
 
 
 def enter(folder: str) -> None:
-    """Change to the driver's working folder, so that relative paths mean the same; not every node needs to have it."""
+    """Disable progress bars and change to the driver's working folder if this node has it, for relative paths."""
     disable_progress_bar()
     with suppress(FileNotFoundError):
         os.chdir(folder)

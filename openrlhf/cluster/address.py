@@ -1,7 +1,7 @@
 """Find the Ray cluster that a run joins.
 
-It is the one that RAY_ADDRESS or a Ray job names, else one that runs on this machine without a token. If there is none,
-`driver` starts one. Clusters are probed first, because Ray itself is slow to notice that one is gone.
+RAY_ADDRESS or a Ray job may name the cluster. Otherwise a run joins a cluster on this machine that needs no token, or
+`driver` starts one. Clusters are probed first, because Ray itself is slow to notice that a cluster is gone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from openrlhf.monitor import say
 
 SECONDS_TO_CONNECT = 3.0
 SECONDS_TO_ANSWER = 20.0  # including one or two for importing Ray
-MAX_RECORD = 256  # characters of an address
+MAX_RECORD = 256  # characters read from Ray's file, which holds an address
 NEEDS_TOKEN = 3  # exit code of PROBE
 
 # Runs in a separate process, because Ray waits 40 seconds for a server that does not answer, and aborts the process if
@@ -38,9 +38,9 @@ except AuthenticationError:
 def find_cluster(environ: MutableMapping[str, str]) -> str | None:
     """Return the address of the cluster to join, or None to start one.
 
-    It is an error if a cluster was named explicitly but does not answer. If a named cluster requires a token and one is
-    available, RAY_AUTH_MODE is set in `environ`. The token is never sent to a cluster that was not named: its
-    address comes from a file that may be older than the process that answers there now.
+    Raise ConfigError if a cluster was named explicitly but does not answer. If a named cluster requires a token and one
+    is available, set RAY_AUTH_MODE in `environ`. The token is never sent to a cluster that was not named: its address
+    comes from a file that may be out of date, so another process may answer there.
     """
     given = environ.get("RAY_ADDRESS") or ("auto" if "RAY_JOB_CONFIG_JSON_ENV_VAR" in environ else None)
     if given == "local":
@@ -63,23 +63,23 @@ def find_cluster(environ: MutableMapping[str, str]) -> str | None:
     if given is not None:
         where = f"at {address}" if address is not None else "on this machine"
         raise ConfigError(
-            f"RAY_ADDRESS is {given}, but no Ray answers {where}",
-            try_this="ray start --head there, or unset RAY_ADDRESS to start a private Ray",
+            f"RAY_ADDRESS is {given}, but no Ray cluster answers {where}",
+            try_this="ray start --head on that machine, or unset RAY_ADDRESS to start a private Ray",
         )
     if address is not None:
-        say(f"Ray at {address} is gone, though {record} still names it")
+        say(f"no Ray cluster answers at {address}, the address in {record}; it is ignored")
     return None
 
 
 def read_record(record: Path, *, needed: bool) -> str | None:
-    """Return the address in Ray's file; None if there is no such file, or if another user may have written it.
+    """Return the address in Ray's file; None if the file is missing or another user may have written it.
 
-    The file and the folders around it must belong to this user or to root. Ray lets everyone write to its folder, so
-    another user can replace the file, but not by one that belongs to this user. It is an error if the file is `needed`
-    and cannot be trusted.
+    The file and its two parent folders must belong to this user or to root. Everyone may write to Ray's folder, so
+    another user can replace the file, but the new file then belongs to that user. Raise ConfigError if the file is
+    `needed` but cannot be trusted.
     """
     try:
-        # Neither follow a link nor wait for the other end of a pipe.
+        # Do not follow a link, and do not block on a named pipe.
         handle = os.open(record, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(handle, encoding="utf-8") as file:
             found = [os.fstat(handle), *(folder.stat() for folder in record.parents[:2])]
@@ -90,7 +90,7 @@ def read_record(record: Path, *, needed: bool) -> str | None:
     if stranger is None and stat.S_ISREG(found[0].st_mode) and not found[0].st_mode & stat.S_IWOTH:
         return address or None
     who = "everyone may write it" if stranger is None else f"it or its folder belongs to user {stranger}"
-    message = f"{record} cannot be trusted: expected a file of this user or root, but {who}"
+    message = f"{record} cannot be trusted: expected a file that only this user or root can write, but {who}"
     if needed:
         raise ConfigError(message, try_this="RAY_ADDRESS=host:port of the cluster")
     say(f"{message}; it is ignored")
@@ -98,13 +98,13 @@ def read_record(record: Path, *, needed: bool) -> str | None:
 
 
 def is_alive(address: str, environ: MutableMapping[str, str], *, named: bool) -> bool:
-    """Return within seconds whether Ray answers; switch to token authentication if it is needed and possible.
+    """Return within seconds whether Ray answers; enable token authentication if it is required and a token exists.
 
-    Only a cluster that the user `named` gets the token.
+    The token is sent only to a cluster that the user `named`.
     """
     if not is_reachable(address):
         return False
-    # Ray looks for a token in the environment, in the file it names, and in the home directory.
+    # Ray looks for a token in RAY_AUTH_TOKEN, in the file RAY_AUTH_TOKEN_PATH, and in the home directory.
     file = Path(environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
     has_token = bool(environ.get("RAY_AUTH_TOKEN")) or file.is_file()
     if not named:
@@ -155,15 +155,15 @@ def open_connection(address: str) -> socket.socket:
 
 def unnamed_error(address: str) -> ConfigError:
     return ConfigError(
-        f"this machine's Ray is recorded at {address}, and a token is sent only to a cluster that you name: expected "
-        "RAY_ADDRESS, which is not set",
+        f"cannot join this machine's Ray cluster at {address}, because a token is sent only to a cluster that you "
+        "name: expected RAY_ADDRESS to be set",
         try_this=f"RAY_ADDRESS={address} to join it with the token, or RAY_ADDRESS=local to start a private Ray",
     )
 
 
 def token_error(address: str) -> ConfigError:
     return ConfigError(
-        f"the Ray cluster at {address} requires a token: the one in this environment is missing or wrong",
+        f"the Ray cluster at {address} requires a token, but the token in this environment is missing or wrong",
         try_this="export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=<the file with the cluster's token>, or "
         "RAY_ADDRESS=local to start a private Ray",
     )

@@ -2,9 +2,9 @@
 
 `Process.call` returns the answer, raises the process's own error with the name of the process added, or raises a
 `DeathError` if the process is gone. When a process that the run depends on dies, `ProcessWatch` ends all pending waits
-immediately. Calls to engines that should be short have a deadline (`Process.within`). The others take as long as their
-work does: loading a model, a training step (a rank that waits for a lost one fails after DeepSpeed's timeout), writing
-a checkpoint, and generation, which the engine itself watches. They end when the process does.
+immediately. Short calls to engines have a deadline (`Process.within`). Other calls have none: loading a model, a
+training step (a rank that waits for a lost one fails after DeepSpeed's timeout), writing a checkpoint, and generation,
+which the engine itself monitors. They fail when the process dies.
 
 A method is passed as the function itself (`process.call(ModelWorker.send, version, verify)`), so that its arguments and
 its answer are type-checked across the process boundary.
@@ -28,7 +28,7 @@ Arguments = ParamSpec("Arguments")
 BACKGROUND = "background"  # concurrency group of calls that run alongside the process's current work
 COLOURS = re.compile(r"\x1b\[\d+m")
 RESUME = "the same command with --load_checkpoint, to resume from the last checkpoint"
-SECONDS_TO_BLAME = 5.0  # wait after a failed call: if another process died, that is the cause
+SECONDS_TO_BLAME = 5.0  # wait after a failed call, in case the death of another process caused it
 
 
 class DeathError(BackendError):
@@ -109,7 +109,7 @@ class Process(Generic[Worker]):
         ray.kill(self.actor)
 
     def ask_to_exit(self) -> None:
-        """Ask the process to exit by itself; killing it needs Ray's head node, which may be gone."""
+        """Make the process exit by itself; killing it would need Ray's head node, which may be gone."""
         self.actor.exit.options(concurrency_group=BACKGROUND).remote()
 
 
@@ -121,7 +121,7 @@ class ProcessWatch:
         self.watches: list[asyncio.Task[None]] = []
 
     def watch(self, process: Process[Any]) -> None:
-        """Watch the process from now on, through its `heartbeat`: a call that ends, with an error, when it dies."""
+        """Watch the process from now on through its `heartbeat`, a call that fails when the process dies."""
 
         async def wait_for_death() -> None:
             try:
@@ -140,7 +140,7 @@ class ProcessWatch:
             if self.death.done():
                 self.death.result()
             return await task
-        except DeathError as error:  # the call failed before the watch noticed
+        except DeathError as error:  # the call failed before the watch noticed the death
             raise BackendError(error.message, try_this=RESUME) from None
         except BackendError:
             # A rank usually fails because another one died, which Ray may report a little later: prefer that cause.

@@ -23,8 +23,8 @@ from openrlhf.errors import BackendError, ConfigError, OpenRLHFError, RolloutErr
 from openrlhf.monitor import say
 from openrlhf.signals import keep_sigterm_handler
 
-# By default Ray starts one idle worker per core, which our actors never use because each has its own environment, and
-# a process that reports usage statistics.
+# Ray starts one idle worker per core and a process that reports usage statistics, unless told otherwise. Our actors
+# never use the idle workers, because each actor has its own environment.
 RAY_SETTINGS = {"RAY_prestart_worker_first_driver": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 PROCESSES_PER_CORE = 4  # limit for runs on CPUs; more processes per core would only slow the run down
 
@@ -56,18 +56,18 @@ def joined(plan: PlacementPlan) -> Iterator[bool]:
 def private_ray(plan: PlacementPlan) -> Iterator[None]:
     """Run a private Ray with its own token on this machine.
 
-    Its logs are kept for a week after a backend error, a rollout error or an unexpected one.
+    Its logs are kept for a week after a backend error, a rollout error or an unexpected error.
     """
     import ray
 
     slots = private_slots(plan)
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # otherwise Ray writes one to the home directory
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # otherwise Ray writes a token to the home directory
     for name, value in RAY_SETTINGS.items():
         os.environ.setdefault(name, value)
-    # A folder with a short path: Ray keeps sockets deep below it, whose paths are limited to 107 characters.
+    # Keep the path short: Ray puts sockets deep below this folder, and socket paths are limited to 107 characters.
     parent = Path(os.environ.get("RAY_TMPDIR", "/tmp"))
     for leftover in remove_leftovers(parent):
-        say(f"removed {leftover}, which a run that was killed left behind")
+        say(f"removed {leftover}, left behind by an earlier run")
     say("starting a private Ray on this machine; it stops with the run")
     with private_folder(parent) as folder:
         try:
@@ -76,7 +76,7 @@ def private_ray(plan: PlacementPlan) -> Iterator[None]:
                 start_driver(address="local", include_dashboard=False, _temp_dir=str(folder), **slots)
             del os.environ[MARK]
             yield
-        except Exception as error:  # re-raised: only decides whether the logs are worth keeping
+        except Exception as error:  # re-raised; caught only to decide whether to keep the logs
             if isinstance(error, (BackendError, RolloutError)) or not isinstance(error, OpenRLHFError):
                 (folder / KEPT).touch()
                 say(f"logs of all processes: {folder}/session_latest/logs")
@@ -87,9 +87,9 @@ def private_ray(plan: PlacementPlan) -> Iterator[None]:
 
 @contextmanager
 def interpreter_for_ray(folder: Path) -> Iterator[None]:
-    """Let Ray start its processes through a link in the folder if the interpreter's path needs shell quoting.
+    """Replace an interpreter path that needs shell quoting by a link in the folder while Ray starts its processes.
 
-    Ray passes the path to a shell unquoted, and would then wait forever for its workers.
+    Ray passes the path to a shell unquoted, so its workers would not start and it would wait for them forever.
     """
     python = Path(sys.executable)
     if shlex.quote(sys.executable) != sys.executable and python.is_relative_to(sys.prefix):
@@ -107,7 +107,7 @@ def start_driver(**options: Any) -> None:
     import ray
     from ray._raylet import Config  # pyrefly: ignore[missing-module-attribute]
 
-    Config.initialize("")  # Ray read RAY_AUTH_MODE at import; it may have been set since then
+    Config.initialize("")  # reads RAY_AUTH_MODE again, which may have changed since Ray was imported
     try:
         with keep_sigterm_handler():
             ray.init(namespace=f"openrlhf-{secrets.token_hex(4)}", logging_level=logging.ERROR, **options)
@@ -126,7 +126,7 @@ def start_driver(**options: Any) -> None:
 def private_slots(plan: PlacementPlan) -> dict[str, int]:
     """Return the CPUs and GPUs that a private Ray declares.
 
-    A plan that does not fit is rejected here, before the ten seconds that starting Ray takes.
+    Raise ConfigError if the plan does not fit, before Ray is started, which takes ten seconds.
     """
     import torch
 

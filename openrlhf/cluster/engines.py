@@ -1,8 +1,8 @@
 """All engines of a run on a cluster behind one interface: routing of requests and replacement of failed engines.
 
 Engines are replaced, and their restarts counted, only here. A failed request replaces its own engine
-(`replace_after`); a failed sync checks all engines (`replace_failed`). Both hold `change_lock` until the new engines
-have weights. `weight_sync.RaySync` delivers these.
+(`_replace_after`); a failed sync checks all engines (`replace_failed`). In both cases `change_lock` is held until the
+new engines have received weights from `weight_sync.RaySync`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from openrlhf.monitor import say
 from openrlhf.rollout.engine import LoadingEngine
 from openrlhf.types import Completion, Request
 
-SHORT_CALL = 600.0  # seconds for a call that moves memory at most; a busy engine may answer late
-SLACK = 32  # an engine with the prompt in its cache is preferred up to this many requests above the least busy one
+SHORT_CALL = 600.0  # deadline in seconds of calls without generation; long, because a busy engine may answer late
+SLACK = 32  # requests by which an engine that has the prompt in its cache may exceed the least busy engine
 
 
 @dataclass
@@ -30,26 +30,26 @@ class EngineReplica:
 
     number: int
     process: Process[EngineWorker]
-    running: int = 0  # requests that it has not finished
+    running: int = 0  # unfinished requests
     restarts: int = 0
     ready: bool = True  # False while it is being replaced
 
 
 @dataclass
 class RayEngines:
-    """Engines as one: each request goes to the engine with its prompt in the cache, or else to the least busy one."""
+    """All engines as one; a request goes to the engine that has its prompt in the cache, or else to the least busy."""
 
     engines: Sequence[EngineReplica]
     start: Callable[[int], Awaitable[Process[EngineWorker]]]  # starts a new process for the engine with this number
     watch: ProcessWatch
-    max_restarts: int  # of each engine
+    max_restarts: int  # per engine
     version: int = 0
     by_prefix: dict[int, EngineReplica] = field(default_factory=dict)  # cached prefixes; cleared at each sync
     change_lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while engines are replaced or get weights
     send_weights: Callable[[], Awaitable[None]] | None = None  # sends the policy's weights to a new engine
 
     async def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Generate all completions; requests that an engine had not finished when it died are generated again.
+        """Generate all completions; unfinished requests of a failed engine are generated again.
 
         Requests with the same prefix go to the same engine.
         """
@@ -64,7 +64,7 @@ class RayEngines:
     async def _generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Generate requests of one prefix, and retry them until an engine succeeds."""
         if not self.engines:
-            raise EngineError("a replayed run has no engine to generate with", try_this="without --replay")
+            raise EngineError("a replayed run has no engine to generate with", try_this="a run without --replay")
         while True:
             engine = self.choose(requests[0].prefix)
             process = engine.process
@@ -89,7 +89,7 @@ class RayEngines:
     async def _replace_after(
         self, failure: OpenRLHFError, engine: EngineReplica, failed: Process[EngineWorker]
     ) -> None:
-        """Replace the engine if no other request has done so; the others wait here until it can generate."""
+        """Replace the engine unless another request has done so; other requests wait until the engine can generate."""
         async with self.change_lock:
             if engine.process is failed:
                 engine.ready = False
@@ -115,18 +115,18 @@ class RayEngines:
         return any(await asyncio.gather(*map(replace_if_failed, self.engines)))
 
     async def _replace(self, engine: EngineReplica, failure: OpenRLHFError) -> None:
-        """Kill the engine's process and start another, at most `max_restarts` times."""
+        """Kill the engine's process and start a new one, at most `max_restarts` times."""
         if engine.restarts >= self.max_restarts:
             message = f"{failure.message}, after {engine.restarts} restarts (--max_restarts)"
             raise EngineError(message, try_this=RESUME)
         engine.restarts += 1
-        say(f"{failure.message}; restarting it, and generating its unfinished requests again")
+        say(f"{failure.message}; restarting the engine and generating its unfinished requests again")
         engine.process.kill()
         engine.process = await self.start(engine.number)
 
     async def apply(
         self, work: Callable[[LoadingEngine], Awaitable[None]], *, seconds: float | None = SHORT_CALL
     ) -> None:
-        """Apply a function, such as one that pauses an engine, to every engine in its process; wait for all of them."""
+        """Apply a function, such as one that pauses an engine, to all engines in their processes, and wait for them."""
         calls = (engine.process.within(seconds).call(EngineWorker.apply, work) for engine in self.engines)
         await asyncio.gather(*calls)

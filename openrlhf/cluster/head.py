@@ -1,8 +1,8 @@
-"""Watch over Ray's head node, without which no run can continue: if it is lost, the run ends with a clear error.
+"""Watch Ray's head node, without which no run can continue: if it is lost, the run ends with a clear error.
 
-Otherwise Ray would try to reach the head for a minute and then end the driver from C++, without any cleanup. The watch
-is a TCP connection to the head, held by a thread: the event loop may be busy, or blocked by Ray, which waits for the
-head.
+Otherwise Ray would try to reach the head for a minute and then end the driver from C++, without any cleanup. A thread
+holds a TCP connection to the head; the event loop could not, because it may be busy, or blocked in a call of Ray that
+waits for the head.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}  # seconds
 
 
 class Head:
-    """The head node at an address. Once it is `lost`, do not call Ray again: it would wait for the head."""
+    """The head node at an address. Once it is `lost`, do not call Ray again: the call would wait for the head."""
 
     def __init__(self, address: str, environ: Mapping[str, str] = os.environ) -> None:
         self.address = address
@@ -63,15 +63,15 @@ class Head:
                         with suppress(OSError):  # the head closed the connection first
                             self.connection.shutdown(socket.SHUT_RDWR)
                     watch.join()
-        except Exception as error:  # whatever Ray or the run raises while the head is gone is a symptom of its loss
+        except Exception as error:  # any error raised while the head is gone is a symptom of its loss
             if not self.lost and is_reachable(self.address):
                 raise
             self.lost = True
             raise self.error from error
 
     def _watch(self, released: threading.Event, report_loss: Callable[[], object]) -> None:
-        """Reconnect whenever the connection closes; report the loss once the head has been away longer than allowed."""
-        missed: float | None = None  # when the head went away
+        """Reconnect whenever the connection closes; report the loss once the head has been unreachable too long."""
+        missed: float | None = None  # time since which the head is unreachable
         pause = 0.0
         while not released.wait(pause):
             began, pause = time.monotonic(), RETRY_PAUSE
@@ -79,7 +79,7 @@ class Head:
                 self._stay_connected(released)
                 missed = None
                 if time.monotonic() - began > RETRY_PAUSE:
-                    pause = 0.0  # reconnect immediately: Ray may end this process any moment
+                    pause = 0.0  # reconnect immediately: Ray may end this process at any moment
                 continue
             except ConnectionRefusedError:  # the machine is up, but the head does not listen
                 allowed = self.patience
@@ -88,7 +88,7 @@ class Head:
             missed = missed or time.monotonic()
             if time.monotonic() - missed >= allowed:
                 self.lost = True
-                say(str(self.error))  # now: Ray may end a driver that has outlived its shell at any moment
+                say(str(self.error))  # print it now: Ray may end this process at any moment
                 report_loss()
                 return
 

@@ -1,6 +1,6 @@
 """The train_ppo and train_ppo_ray commands: choose the runtime and, if it is Ray, start models and engines on it.
 
-`open_ray` is the counterpart of `rl.local.open_local`; the loop in `rl.train` does not know which one it runs on. It
+`open_ray` is the counterpart of `rl.local.open_local`; the loop in `rl.train` is the same for both. It
 plans the placement, reserves the devices (`session`), starts the processes (`starter`) and connects the models'
 workers, the engines and the weight sync between them.
 """
@@ -34,7 +34,7 @@ from openrlhf.training.preflight import explain_hardware
 
 
 def run(config: RLConfig) -> RLResult:
-    """Train in one process or on a cluster, as --runtime says."""
+    """Train in one process or on a cluster, depending on --runtime."""
     if resolve_runtime(config) == "local":
         return train.run(config)
     require("ray", "--runtime ray")
@@ -58,7 +58,7 @@ async def open_ray(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollout
             say(f"starting {asked.describe()}")
             starting_engines = starter.start_engines(engine_spec(config), max_restarts=config.engines.max_restarts)
             starting_groups = (starter.start_group(group, config, rollouts) for group in asked.groups)
-            if shares_devices:  # vLLM measures the free memory when it starts
+            if shares_devices:  # vLLM measures the free memory at its start, so the models must not be loaded yet
                 engines = await starting_engines
                 if sleeps:
                     await engines.apply(lambda engine: engine.sleep())
@@ -66,7 +66,7 @@ async def open_ray(config: RLConfig, tokenizer: PreTrainedTokenizerBase, rollout
             else:
                 engines, groups = await asyncio.gather(starting_engines, asyncio.gather(*starting_groups))
 
-            # Weights travel by CUDA IPC to engines on the policy's GPUs, by NCCL to engines on their own, by TCP on
+            # Send weights by CUDA IPC to engines on the policy's GPUs, by NCCL to engines on other GPUs, and by TCP on
             # CPUs.
             transport: Transport = "tcp"
             if cluster.unit == "GPU" and shares_devices:

@@ -36,7 +36,7 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """One engine: on devices of its own, or on those of ranks [number * devices, (number + 1) * devices) of a group."""
+    """One engine, on its own devices or on those of ranks [number * devices, (number + 1) * devices) of a group."""
 
     number: int
     devices: int  # its tensor-parallel size
@@ -63,7 +63,7 @@ class PlacementPlan:
     engines: tuple[EnginePlan, ...]
 
     def blocks(self) -> tuple[DeviceBlock, ...]:
-        """Return each device of the run once, in bundle order: groups by rank, then engines with their own devices."""
+        """Return the blocks of all devices in bundle order: groups by rank, then engines with their own devices."""
         groups = (DeviceBlock(group.name, group.devices_per_node) for group in self.groups for _ in range(group.nodes))
         own = (DeviceBlock(engine.name, engine.devices) for engine in self.engines if engine.shares is None)
         return (*groups, *own)
@@ -84,9 +84,9 @@ class PlacementPlan:
 def plan(config: RLConfig) -> PlacementPlan:
     """Plan the groups and engines of a run.
 
-    vLLM engines share the models' devices in a colocated run and have their own otherwise. An asynchronous run trains
-    and generates at the same time, so its engines always have their own. Without vLLM, each policy process has a
-    Transformers engine on its device.
+    vLLM engines share the models' devices in a colocated run and have their own devices otherwise. An asynchronous run
+    trains and generates at the same time, so its engines always have their own devices. Without vLLM, each
+    policy process has a Transformers engine on its device.
     """
     groups = plan_groups(config)
     policy = next(group for group in groups if "actor" in group.roles)
@@ -100,7 +100,7 @@ def plan(config: RLConfig) -> PlacementPlan:
 def plan_groups(config: RLConfig) -> tuple[GroupPlan, ...]:
     """Return one group per set of roles that share processes.
 
-    The config checks guarantee that colocated roles ask for the same number of devices.
+    The config checks guarantee that colocated roles request the same number of devices.
     """
     placement = config.placement
     rewards = tuple(range(len(config.rewards.reward_models))) if config.rewards.scored_by_models else ()
@@ -132,7 +132,7 @@ def plan_groups(config: RLConfig) -> tuple[GroupPlan, ...]:
 class Node:
     """A machine of the cluster. Its devices are GPUs, or CPU cores if the cluster has no GPU."""
 
-    id: str  # Ray's
+    id: str  # Ray's node id
     address: str
     devices: int
     free: int  # devices that no other job holds
@@ -142,9 +142,9 @@ class Node:
 def pack(blocks: Sequence[DeviceBlock], nodes: Sequence[Node]) -> tuple[str, ...] | None:
     """Return a node id for each block, or None if the blocks cannot all be placed.
 
-    This is a backtracking search. Large blocks are placed first, each on the node with the fewest
-    free devices that suffice, to keep empty nodes whole. Nodes with equally many free devices are interchangeable, so
-    failed states are remembered up to that symmetry.
+    This is a backtracking search. Large blocks are placed first, each on the node with the fewest free devices that
+    suffice, to keep other nodes empty. Nodes with equally many free devices are interchangeable, so states that differ
+    only by exchanging such nodes are tried once.
     """
     order = sorted(range(len(blocks)), key=lambda index: -blocks[index].devices)
     failed: set[tuple[int, tuple[tuple[int, bool], ...]]] = set()
@@ -174,7 +174,7 @@ def pack(blocks: Sequence[DeviceBlock], nodes: Sequence[Node]) -> tuple[str, ...
 
 
 def explain_shortage(asked: PlacementPlan, nodes: Sequence[Node], unit: str, *, private: bool) -> ConfigError:
-    """Return the error for a plan that does not fit: what it needs, what is available, what to change."""
+    """Return the error for a plan that does not fit: required devices, free devices and flags to change."""
     free, total = sum(node.free for node in nodes), sum(node.devices for node in nodes)
     there = ", ".join(f"{node.address} has {node.free} of {node.devices} free" for node in nodes) or "no node is alive"
     message = f"the run asks for {asked.devices} {unit}s ({asked.describe()}), but {there}"
@@ -182,7 +182,7 @@ def explain_shortage(asked: PlacementPlan, nodes: Sequence[Node], unit: str, *, 
     if widest > len(nodes):
         message += f"; {widest} nodes are requested, but there are {len(nodes)}"
     elif free >= asked.devices:
-        message += "; all devices of an engine, and all that a group takes per node, must be on one node"
+        message += "; all devices of an engine must be on one node, and so must all devices that a group uses per node"
     if widest > len(nodes) and private:
         return ConfigError(message, try_this="ray start on every node first (docs/cluster.md), or fewer --*_num_nodes")
     fewer = "--*_num_nodes, --*_num_gpus_per_node and --vllm_num_engines" if asked.groups else "--vllm_num_engines"

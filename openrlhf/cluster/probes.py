@@ -1,4 +1,4 @@
-"""Small functions that Ray runs on a node to inspect it. They import nothing heavy."""
+"""Small functions that Ray runs on a node to inspect it. They import no heavy modules."""
 
 import socket
 from pathlib import Path
@@ -24,5 +24,5 @@ def find_free_port(address: str) -> int:
 
 
 def unseen(files: list[Path]) -> list[Path]:
-    """Return the files that this node does not see."""
+    """Return the files that do not exist on this node."""
     return [file for file in files if not file.exists()]

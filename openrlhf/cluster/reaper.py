@@ -1,11 +1,11 @@
 """Remove everything that a private Ray leaves behind, however its run ends.
 
-`private_folder` makes the folder of a private Ray and starts this file as a small process. When the driver is done, or
-dies, that process kills the processes of the private Ray that are still there (`belongs_to`), and removes the folder:
-Ray's own agents would wait for a lost head for a minute, and its folder would stay. If the reaper was killed too, the
-next run that starts a private Ray does its work (`remove_leftovers`).
+`private_folder` makes the folder of a private Ray and starts this file as a small process, the reaper. When the driver
+is done or dies, the reaper kills the remaining processes of the private Ray (`belongs_to`) and removes the folder.
+Without it, Ray's agents would wait for a lost head for a minute, and the folder would stay. If the reaper itself was
+killed, the next run that starts a private Ray cleans up (`remove_leftovers`).
 
-This file also runs alone, so it imports nothing of the package.
+This file also runs as a script, so it does not import the package.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from typing import TYPE_CHECKING, BinaryIO
 if TYPE_CHECKING:
     import psutil
 
-MARK = "OPENRLHF_PRIVATE_RAY"  # variable of Ray's processes: the folder that they belong to
+MARK = "OPENRLHF_PRIVATE_RAY"  # environment variable of Ray's processes: the folder of their private Ray
 PREFIX = "openrlhf-ray-"
-ALIVE = "alive"  # file that the driver holds locked
-KEPT = "kept"  # file that marks a folder whose logs should stay
-KEPT_SECONDS = 7 * 24 * 3600.0  # how long kept logs stay, and folders of unknown state
+ALIVE = "alive"  # file that the driver keeps locked while it runs
+KEPT = "kept"  # file that marks a folder whose logs are kept
+KEPT_SECONDS = 7 * 24 * 3600.0  # age at which kept logs and folders of unknown state are removed
 CHECK_EVERY = 0.5  # seconds
 SECONDS_TO_REAP = 30.0
 SCAN_EVERY = 0.1  # seconds
-QUIET_SCANS = 3  # a process has no environment while it starts a program, so one scan may miss it
+QUIET_SCANS = 3  # empty scans before the end; one scan may miss a process, whose environment is unset during exec
 
 
 @contextmanager
@@ -58,7 +58,7 @@ def private_folder(parent: Path) -> Iterator[Path]:
 
 
 def hold(folder: Path) -> BinaryIO:
-    """Lock the folder's file ALIVE as long as the returned file is open; it appears only when it is locked."""
+    """Lock the folder's file ALIVE while the returned file is open; it gets the name ALIVE only once it is locked."""
     file = (folder / f"{ALIVE}.new").open("wb")
     fcntl.flock(file, fcntl.LOCK_EX)
     (folder / f"{ALIVE}.new").rename(folder / ALIVE)
@@ -66,10 +66,10 @@ def hold(folder: Path) -> BinaryIO:
 
 
 def remove_leftovers(parent: Path) -> list[Path]:
-    """Remove what killed runs of this user left behind, and logs that were kept for long; return their folders."""
+    """Clean up after killed runs of this user, and remove logs older than KEPT_SECONDS; return the removed folders."""
     removed = []
     for folder in parent.glob(f"{PREFIX}*"):
-        with suppress(OSError):  # another run removes it at the same time
+        with suppress(OSError):  # another run may remove it at the same time
             status = folder.lstat()
             if status.st_uid == os.geteuid() and folder.is_dir() and not folder.is_symlink() and is_left(folder):
                 reap(folder, os.getpid())
@@ -78,9 +78,9 @@ def remove_leftovers(parent: Path) -> list[Path]:
 
 
 def is_left(folder: Path) -> bool:
-    """Return whether the folder can be deleted: no run uses it, and logs kept after an error are old enough."""
+    """Return whether the folder can be deleted: no run uses it, and logs kept after an error have expired."""
     old = time.time() - folder.lstat().st_mtime > KEPT_SECONDS
-    if not (folder / ALIVE).exists():  # it was just made, or by an older version
+    if not (folder / ALIVE).exists():  # just made, or made by an older version
         return old
     with (folder / ALIVE).open("rb") as file:
         try:
@@ -109,9 +109,9 @@ def reap(folder: Path, driver: int) -> None:
 
 
 def belongs_to(process: psutil.Process, folder: Path, driver: int) -> bool:
-    """Return whether a process is one of the folder's Ray: it inherited MARK, or writes to a log there.
+    """Return whether a process belongs to the folder's Ray: it inherited MARK or writes to a file in the folder.
 
-    The environment alone is not enough: Ray's agents overwrite a part of theirs with a title for `ps`.
+    MARK alone is not enough: Ray's agents overwrite part of their environment with a title for `ps`.
     """
     if process.pid == driver or process.uids().real != os.getuid():
         return False
@@ -119,14 +119,14 @@ def belongs_to(process: psutil.Process, folder: Path, driver: int) -> bool:
         return True
     if process.ppid() == driver:  # a fork of the driver has the driver's own log open
         return False
-    # Only Linux tells how a file was opened; there, a user who reads a log is spared.
+    # Only Linux reports how a file was opened; there, a process that only reads a log does not count.
     written = [file.path for file in process.open_files() if getattr(file, "mode", "w") != "r"]
     return any(Path(path).is_relative_to(folder) for path in written)
 
 
 def main() -> None:
-    """Wait until the driver writes to the pipe or dies; a child that the driver forked may hold the pipe open."""
-    folder, driver = Path(sys.argv[1]), int(sys.argv[2])  # the driver may be gone already, so do not ask for the parent
+    """Wait until the driver writes to the pipe or dies, even if its forked child holds the pipe open; then clean up."""
+    folder, driver = Path(sys.argv[1]), int(sys.argv[2])  # not os.getppid(): the driver may be gone already
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     while os.getppid() == driver and not select.select([sys.stdin], [], [], CHECK_EVERY)[0]:

@@ -1,7 +1,7 @@
 """Reserve the devices of a run on a Ray cluster and assign them to its processes.
 
 `connect` joins or starts Ray (`driver`), chooses nodes for the plan (`placement.pack`), reserves the devices and yields
-a `Cluster`; `starter` asks it for the slots of the processes it starts.
+a `Cluster`, which gives `starter` a slot for each process.
 
 Ray only reserves devices and starts processes. One placement group holds all devices of a run, so that it starts as a
 whole or not at all, and each process gets its devices through its environment. Files with reward functions and agents
@@ -49,7 +49,7 @@ class Device:
 class ProcessSlot:
     """Place of one process on the cluster; start it with `Actor.options(**slot.options).remote(...)`."""
 
-    options: Mapping[str, object]  # for Ray, including the environment of the process
+    options: Mapping[str, object]  # Ray options, including the environment of the process
     address: str  # of its node
     node: str  # id of its node
 
@@ -82,7 +82,7 @@ class Cluster:
         }
         slots: list[ProcessSlot] = []
         for rank, device in enumerate(devices):
-            local_rank = 0 if device.visible is not None else rank % per_node  # torch numbers the one GPU it sees 0
+            local_rank = 0 if device.visible is not None else rank % per_node  # the only visible GPU is number 0
             slots.append(self._slot((device,), shared | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}))
         return slots
 
@@ -96,7 +96,7 @@ class Cluster:
         """Return the slot of a process on these devices of one node.
 
         The process requests no resources from Ray: the placement group holds the devices, so processes that share
-        them need no fractions, and Ray does not change CUDA_VISIBLE_DEVICES of a process that requests no GPU.
+        them need no fractional GPUs, and Ray leaves CUDA_VISIBLE_DEVICES unchanged if a process requests no GPU.
         """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -175,13 +175,13 @@ def reserve(plan: PlacementPlan, chosen: Sequence[str], nodes: Sequence[Node], u
                 try_this="ray status to see what holds them, then the same command again",
             )
         visible: Sequence[str | None] = [None] * len(places)
-        if unit == "GPU":  # only a process inside a bundle can tell its GPU
+        if unit == "GPU":  # only a process inside a bundle can find out its GPU
             asked = [run_on_node(probes.own_device, reserved, bundle, num_gpus=1) for bundle in range(len(places))]
             visible = await_answers(asked)
         devices: dict[str, list[Device]] = {}
         for bundle, (owner, name) in enumerate(places):
             devices.setdefault(owner, []).append(Device(bundle, by_id[name], visible[bundle]))
-        # Ray gives devices to bundles in any order; ranks follow the devices' numbers on each node, or their UUIDs.
+        # Ray assigns devices to bundles in any order; on each node, order the ranks by device number or UUID.
         # Comparing lengths first sorts 10 after 9.
         for found in devices.values():
             order = list(dict.fromkeys(device.node.id for device in found))
@@ -195,9 +195,9 @@ def reserve(plan: PlacementPlan, chosen: Sequence[str], nodes: Sequence[Node], u
 def run_on_node(
     probe: Callable[..., Answer], reserved: PlacementGroup, bundle: int, *arguments: object, num_gpus: int = 0
 ) -> ObjectRef[Answer]:
-    """Run a function of `probes` on the node of a bundle; return the reference of its answer.
+    """Run a function of `probes` on the node of a bundle; return a reference to its answer.
 
-    It is pickled by value, so that the node needs no `openrlhf` for it.
+    The function is pickled by value, so the node needs no installed `openrlhf` to run it.
     """
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -209,7 +209,7 @@ def run_on_node(
 
 
 def await_answers(references: Sequence[ObjectRef[Answer]]) -> list[Answer]:
-    """Wait for the answers of functions of `probes`."""
+    """Wait for the answers of functions started with `run_on_node`."""
     import ray
 
     try:
@@ -222,7 +222,7 @@ def await_answers(references: Sequence[ObjectRef[Answer]]) -> list[Answer]:
 
 
 def check_shared_folders(cluster: Cluster, folders: Mapping[str, str]) -> None:
-    """Check that every node sees the folders of checkpoints and results, by looking there for a file written here."""
+    """Check that all nodes share the folders of checkpoints and results: each must see a file written here."""
     import ray
 
     here = ray.get_runtime_context().get_node_id()
@@ -242,8 +242,8 @@ def check_shared_folders(cluster: Cluster, folders: Mapping[str, str]) -> None:
             (unseen,) = await_answers([asked])
             for flag in (flag for flag, file in files.items() if file in unseen):
                 raise ConfigError(
-                    f"{flag} {folders[flag]} is not shared by all nodes: {device.node.address} does not see what this "
-                    "node writes there, but the workers of all nodes write one checkpoint",
+                    f"{flag} {folders[flag]} is not shared by all nodes: a file written here is missing on "
+                    f"{device.node.address}, but the workers of all nodes write one checkpoint",
                     try_this=f"{flag} on a file system that all nodes share",
                 )
     finally:

@@ -1,6 +1,6 @@
 """Start the processes of a plan as Ray actors, and end all of them together, even after an error.
 
-`launch` starts worker groups and engines of a training run, `inference.generate` only engines. The watch ends the run
+`launch` starts the worker groups and engines of a training run, `inference.generate` only engines. The watch ends a run
 if a worker process dies; engines are not watched, because `RayEngines` replaces them.
 """
 
@@ -43,7 +43,7 @@ async def open_starter(cluster: Cluster) -> AsyncIterator[ProcessStarter]:
 
 @dataclass(frozen=True)
 class ProcessStarter:
-    """Starter of a plan's processes; it keeps track of all of them."""
+    """Starter of a plan's processes, with a list of those it has started."""
 
     cluster: Cluster
     watch: ProcessWatch
@@ -53,7 +53,7 @@ class ProcessStarter:
         """Start the processes of a group and wait until they have loaded their models."""
         import ray
 
-        remote: Any = ray.remote  # its annotations lack some of its options
+        remote: Any = ray.remote  # Ray's annotations lack some of the options
         actor = remote(concurrency_groups={BACKGROUND: 2})(ModelWorker)  # two threads: for `heartbeat` and for `exit`
         processes: list[Process[ModelWorker]] = [
             Process(actor.options(**slot.options).remote(), f"{group.name} {number}", slot.address)

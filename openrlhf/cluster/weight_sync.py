@@ -1,7 +1,7 @@
 """Weight sync on a cluster: send weights from the policy's processes to the engines.
 
-The policy's workers send and the engines receive at the same time, over channels (`rollout.channel`) that are opened
-again whenever an engine was replaced or a sync failed. A failed engine is replaced by `RayEngines`, and the sync is
+The policy's workers send and the engines receive at the same time over channels (`rollout.channel`). New channels are
+opened after an engine was replaced or a sync failed. A failed engine is replaced by `RayEngines`, and the sync is
 repeated; the failure of a policy rank ends the run.
 """
 
@@ -22,7 +22,7 @@ from openrlhf.rollout.engine import Checksums
 from openrlhf.rollout.sync_proof import SyncProof, compare
 from openrlhf.rollout.weight_receiver import IncomingWeights, WeightsPerWorker
 
-CHANNEL_TIMEOUT = 60.0  # seconds, of both ends of a channel
+CHANNEL_TIMEOUT = 60.0  # seconds, at both ends of a channel
 LOOPBACK = "127.0.0.1"  # where a channel within one machine listens
 SECONDS_TO_FAIL = 3 * CHANNEL_TIMEOUT  # for all processes to report the failure of a transfer
 SECONDS_TO_NOTICE = 2.0  # time for a sender to notice on its own that a receiver is gone, as it usually does
@@ -60,7 +60,8 @@ class RaySync:
 
         The other engines receive the weights they already have, or newer ones if the policy has trained since.
         """
-        drain = self.drains and not self.sleeps  # if they take turns, the policy has not changed: no need to finish
+        # If engines and training take turns, the weights are unchanged, so running requests need not finish first.
+        drain = self.drains and not self.sleeps
         await self._retry(lambda: self._deliver(self.engines.version, drain=drain, verify=True))
 
     async def begin_training(self) -> None:
@@ -81,7 +82,7 @@ class RaySync:
                 if self.sleeps:  # free the device's memory, which a new engine needs to start
                     await self.policy.call_all(Models.rest)
                 if not await self.engines.replace_failed():
-                    raise  # all engines are healthy, so it would fail again
+                    raise  # all engines are healthy, so another attempt would fail, too
 
     async def _deliver(self, version: int, *, drain: bool, verify: bool) -> None:
         """Send the weights, then hand the devices over to the engines and let them generate."""
@@ -99,11 +100,11 @@ class RaySync:
         processes = [engine.process for engine in self.engines.engines]
         if self.connected != processes:
             await self._open_channels()
-        self.connected = []  # until this version has arrived, since failed channels cannot be used again
-        # Draining takes as long as the longest request, which the engine watches.
+        self.connected = []  # reset until this version has arrived: channels of a failed transfer cannot be reused
+        # No deadline: draining takes as long as the longest request, which the engine monitors.
         await self.engines.apply(lambda engine: engine.pause(drain=drain), seconds=None)
         if self.sleeps:
-            # Engines that are awake, such as new ones, free memory for the policy.
+            # First put engines that are awake, such as new ones, to sleep: this frees memory for the policy.
             await self.engines.apply(lambda engine: engine.sleep())
             await self.engines.apply(lambda engine: engine.wake("weights"))
         senders = (process.call(ModelWorker.send, version, verify) for process in self.policy.processes)
@@ -129,7 +130,7 @@ class RaySync:
     async def _failure(
         self, sending: asyncio.Future[list[Checksums]], receiving: Sequence[asyncio.Future[Checksums]]
     ) -> BaseException:
-        """Cancel a failed transfer for all processes that still wait in it, and return the error to raise.
+        """Cancel a failed transfer in all processes that still wait for it, and return the error to raise.
 
         The error of a lost engine takes precedence: it is more informative than the timeouts of the others.
         """
@@ -138,10 +139,11 @@ class RaySync:
             return error  # a rank of the policy is gone, so the run cannot continue
         if not sending.done():
             for channel in {channel for channel, _ in self.channels}:
-                asyncio.get_running_loop().run_in_executor(None, channel.call_off)  # slow if the sender is just ending
+                # In a thread, because the call is slow if the sender is just ending.
+                asyncio.get_running_loop().run_in_executor(None, channel.call_off)
         _, silent = await asyncio.wait((*receiving, sending), timeout=SECONDS_TO_FAIL)
         for engine, load in zip(self.engines.engines, receiving, strict=True):
-            if load in silent:  # it hangs, since both ends of a channel have deadlines
+            if load in silent:  # it hangs; otherwise the timeout of its channel would have ended it
                 return DeathError(f"{engine.process} did not answer within {SECONDS_TO_FAIL:g} seconds")
         # Engines first: their errors are more informative.
         ended = await asyncio.gather(*receiving, sending, return_exceptions=True)
@@ -149,7 +151,7 @@ class RaySync:
         return next((failure for failure in failures if isinstance(failure, LOST)), failures[0])
 
     async def _open_channels(self) -> None:
-        """Open new channels to the current engine processes; channels to dead ones are not used again."""
+        """Open new channels to the current engine processes; channels to dead processes are not reused."""
         receivers = self.workers_per_engine * len(self.engines.engines)
         # With ipc, one channel per pair of processes that share a GPU; otherwise one from the first rank to all.
         senders = self.policy.processes[: receivers if self.transport == "ipc" else 1]

@@ -28,7 +28,7 @@ from openrlhf.training.backend import B
 from openrlhf.types import PolicyBatch, RolloutBatch, Trajectory
 
 Answer = TypeVar("Answer")
-Share = TypeVar("Share")  # what one data-parallel rank works on
+Share = TypeVar("Share")  # the work of one data-parallel rank
 Arguments = TypeVarTuple("Arguments")
 
 
@@ -38,7 +38,7 @@ class WorkerGroup:
 
     group: GroupPlan
     processes: Sequence[Process[ModelWorker]]
-    positions: Sequence[RankInfo]  # of the processes
+    positions: Sequence[RankInfo]  # one per process
     watch: ProcessWatch
 
     @property
@@ -55,8 +55,8 @@ class WorkerGroup:
     ) -> list[Answer]:
         """Call a method of `Models` with one share per data-parallel rank, and return the answers by rank.
 
-        Shares are stored once in Ray's object store, and the processes of a rank get a reference. They see the same
-        rows and give equal answers, so only the first one's answer is used.
+        Shares are stored once in Ray's object store, and the processes of a rank get a reference. They process the same
+        rows and return equal answers, so only the answer of the first is used.
         """
         import ray
 
@@ -98,7 +98,7 @@ class RayWorkers:
         method: Callable[[Models, Sequence[RolloutBatch]], list[Tensor]],
         batches: Sequence[RolloutBatch],
     ) -> list[Tensor] | None:
-        """Score the batches in a group and return the results in their order; None without a group."""
+        """Score the batches in a group and return the results in batch order; None without a group."""
         if group is None:
             return None
         places, shares = share_out(batches, group.ranks)
@@ -132,7 +132,7 @@ class RayWorkers:
         if self.critic is not None:
             _, shares = share_out(micro_batches, self.critic.ranks)
             steps.append(self.critic.call_shared(Models.train_critic, shares, progress))
-        # Metrics are already reduced over the ranks, so those of the first rank count.
+        # Metrics are already reduced over the ranks, so those of the first rank suffice.
         return {name: value for answers in await asyncio.gather(*steps) for name, value in answers[0].items()}
 
     async def save(self, folder: Path) -> None:
@@ -165,7 +165,7 @@ def share_trajectories(
 def share_out(batches: Sequence[B], ranks: int) -> tuple[list[list[int]], list[list[B]]]:
     """Split micro-batches over the ranks with balanced token counts; return their indices and the batches, by rank.
 
-    The ranks of a sharded model wait for each other, so shorter shares are padded with batches of weight zero.
+    The ranks of a sharded model wait for each other, so shorter shares are padded with filler batches.
     """
     sizes = [int((batch.sequence_ids >= 0).sum()) for batch in batches]
     places = interleave(sizes, ranks)

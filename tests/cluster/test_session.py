@@ -113,7 +113,7 @@ def test_a_cluster_with_a_token_must_be_named(two_nodes):
 def test_an_unreachable_ray_address_is_an_error(machine, dead_address):
     report, _ = machine.run_driver("report_placement", ONE_GROUP, RAY_ADDRESS=dead_address)
     assert report["error"] == "ConfigError"
-    assert f"RAY_ADDRESS is {dead_address}, but no Ray answers" in report["message"]
+    assert f"RAY_ADDRESS is {dead_address}, but no Ray cluster answers" in report["message"]
 
 
 def test_a_dashboard_address_is_an_error(machine):
