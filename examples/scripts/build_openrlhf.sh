@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs this package with vLLM, Ray and DeepSpeed into the active Python, for example inside the container.
-# NVIDIA's image pins its own PyTorch, and vLLM needs another: this lifts the pin and uninstalls the packages that were
-# compiled against the image's PyTorch. EXTRAS selects the extras.
+# NVIDIA's PyTorch images pin their own PyTorch, and vLLM needs another: this lifts the pin and uninstalls the packages
+# that were compiled against the image's PyTorch. EXTRAS selects the extras.
 set -euo pipefail
 
 unset PIP_CONSTRAINT

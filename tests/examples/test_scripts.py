@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -124,6 +125,11 @@ def test_the_container_has_no_privileges_and_no_login(called_words, tmp_path):
     assert shared == [str(ROOT), str(cache / "hub"), str(cache / "datasets")]
     assert words[-1] == "nvidia-smi"
     assert f"{cache}/token:/root/.cache/huggingface/token:ro" in called_words("docker_run", HF_LOGIN="1")
+
+
+def test_the_image_is_built_on_a_base_that_cannot_move():
+    recipe = (ROOT / "dockerfile/Dockerfile").read_text()
+    assert re.search(r"^ARG BASE=\S+@sha256:[0-9a-f]{64}\nFROM \$\{BASE\}$", recipe, re.MULTILINE)
 
 
 def test_the_seccomp_profile_allows_user_namespaces_and_little_else():
