@@ -2,9 +2,9 @@
 
 `Process.call` returns the answer, raises the process's own error with the name of the process added, or raises a
 `DeathError` if the process is gone. When a process that the run depends on dies, `ProcessWatch` ends all pending waits
-immediately. Short calls to engines have a deadline (`Process.within`). Other calls have none: loading a model, a
-training step (a rank that waits for a lost one fails after DeepSpeed's timeout), writing a checkpoint, and generation,
-which the engine itself monitors. They fail when the process dies.
+immediately. Calls have a deadline (`Process.within`): --worker_timeout for loading models, a training step and a
+checkpoint; --engine_timeout for loading an engine; seconds for short calls. Only generation has none, because the
+engine itself monitors its progress.
 
 A method is passed as the function itself (`process.call(ModelWorker.send, version, verify)`), so that its arguments and
 its answer are type-checked across the process boundary.
@@ -47,13 +47,14 @@ class Process(Generic[Worker]):
     address: str
     cancels: bool = False  # cancelling the caller also cancels the call in the actor
     seconds: float | None = None  # deadline of a call; a process that misses it counts as dead
+    timeout_flag: str | None = None  # flag that sets `seconds`, if there is one
 
     def __str__(self) -> str:
         return f"{self.name} on {self.address}"
 
-    def within(self, seconds: float | None) -> Process[Worker]:
+    def within(self, seconds: float | None, timeout_flag: str | None = None) -> Process[Worker]:
         """Return the same process, with a deadline for its calls."""
-        return replace(self, seconds=seconds)
+        return replace(self, seconds=seconds, timeout_flag=timeout_flag)
 
     async def call(
         self,
@@ -101,7 +102,11 @@ class Process(Generic[Worker]):
         except TimeoutError:
             if not deadline.expired():
                 raise
-            raise DeathError(f"{self} did not answer within {self.seconds:g} seconds", try_this=RESUME) from None
+            message = f"{self} did not answer within {self.seconds:g} seconds"
+            if self.timeout_flag is None:
+                raise DeathError(message, try_this=RESUME) from None
+            try_this = f"{RESUME}; with a larger {self.timeout_flag} if it was only slow"
+            raise DeathError(f"{message} ({self.timeout_flag})", try_this=try_this) from None
 
     def kill(self) -> None:
         import ray
@@ -125,7 +130,9 @@ class ProcessWatch:
 
         async def wait_for_death() -> None:
             try:
-                await process.answer(process.actor.heartbeat.options(concurrency_group=BACKGROUND).remote())
+                await process.within(None).answer(
+                    process.actor.heartbeat.options(concurrency_group=BACKGROUND).remote()
+                )
             except BackendError as error:
                 if not self.death.done():  # a plain BackendError, which no caller tries to recover from
                     self.death.set_exception(BackendError(error.message, try_this=RESUME))
@@ -141,7 +148,7 @@ class ProcessWatch:
                 self.death.result()
             return await task
         except DeathError as error:  # the call failed before the watch noticed the death
-            raise BackendError(error.message, try_this=RESUME) from None
+            raise BackendError(error.message, try_this=error.try_this) from None
         except BackendError:
             # A rank usually fails because another one died, which Ray may report a little later: prefer that cause.
             await asyncio.wait((self.death,), timeout=SECONDS_TO_BLAME)

@@ -56,7 +56,9 @@ class ProcessStarter:
         remote: Any = ray.remote  # Ray's annotations lack some of the options
         actor = remote(concurrency_groups={BACKGROUND: 2})(ModelWorker)  # two threads: for `heartbeat` and for `exit`
         processes: list[Process[ModelWorker]] = [
-            Process(actor.options(**slot.options).remote(), f"{group.name} {number}", slot.address)
+            Process(actor.options(**slot.options).remote(), f"{group.name} {number}", slot.address).within(
+                config.placement.worker_timeout, "--worker_timeout"
+            )
             for number, slot in enumerate(self.cluster.group_slots(group))
         ]
         self.processes.extend(processes)
@@ -81,7 +83,8 @@ class ProcessStarter:
             handle = actor.options(**slot.options, max_concurrency=ENGINE_CALLS).remote()
             process: Process[EngineWorker] = Process(handle, f"engine {number}", slot.address, cancels=True)
             self.processes.append(process)
-            await self.watch.guard(process.call(EngineWorker.start, spec, number, os.getcwd()))
+            starting = process.within(spec.engines.engine_timeout, "--engine_timeout")
+            await self.watch.guard(starting.call(EngineWorker.start, spec, number, os.getcwd()))
             return process
 
         started = await asyncio.gather(*(start(engine.number) for engine in self.cluster.plan.engines))

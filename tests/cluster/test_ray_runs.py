@@ -297,6 +297,11 @@ def test_a_cancelled_request_is_cancelled_in_its_engine(tmp_path, model):
         asyncio.run(asyncio.wait_for(scenario(), WATCHDOG))
 
 
+def test_a_rank_that_misses_its_deadline_ends_the_run(run_on_ray):
+    with pytest.raises(BackendError, match=r"policy 0 on \S+ did not answer within 0\.01 seconds \(--worker_timeout\)"):
+        run_on_ray("out", 1, worker_timeout=0.01)
+
+
 def test_an_engine_death_with_max_restarts_0_ends_the_run(run_on_ray, monkeypatch):
     KillOnCall(monkeypatch, "engine 0", EngineWorker.generate, at=10)
     with pytest.raises(RolloutError, match=r"engine 0 on \S+ died: .*, after 0 restarts \(--max_restarts\)"):

@@ -418,6 +418,7 @@ ADDED_TO_RL = {
     "ref_pretrain": None,
     "max_restarts": 1,
     "engine_timeout": 1800.0,
+    "worker_timeout": 7200.0,
     "sync_check_every": 0,
     "reward_api_key": None,
 }

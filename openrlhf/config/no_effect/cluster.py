@@ -53,7 +53,7 @@ CLUSTER = rows(
     ("sync_check_every", "because the engine samples with the policy itself", engine_and_policy_are_one),
     ("sync_check_every engine_timeout", "with --replay, which generates nothing", replays),
     (
-        "colocate_actor_ref colocate_critic_reward colocate_all_models max_restarts",
+        "colocate_actor_ref colocate_critic_reward colocate_all_models max_restarts worker_timeout",
         "in one process",
         lambda c: resolve_runtime(c) == "local",
     ),

@@ -43,6 +43,12 @@ class PlacementFlags:
     deepspeed_enable_sleep: bool = flag(
         False, "Move weights and optimizer states off the device while another phase runs."
     )
+    worker_timeout: float = flag(
+        7200.0,
+        "Seconds that loading the models, one training step or one checkpoint may take on Ray; a process that takes "
+        "longer counts as hung, and the run ends.",
+        POSITIVE,
+    )
 
     def num_nodes(self, role: Role) -> int:
         counts = {
