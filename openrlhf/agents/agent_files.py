@@ -21,7 +21,7 @@ LEGACY_ARGUMENTS = ("max_steps", "max_length", "llm_engine", "hf_tokenizer", "re
 
 
 def find_agent(module: ModuleType, file: str) -> Callable[[], AgentExecutorBase]:
-    """Return a constructor for the executor that the file defines or needs; legacy classes take arguments."""
+    """Return a constructor of the executor for an agent file; only legacy classes take arguments."""
     found = vars(module).get("AgentExecutor")
     if inspect.isclass(found):
         return check_executor(found, file)
@@ -40,7 +40,7 @@ def find_agent(module: ModuleType, file: str) -> Callable[[], AgentExecutorBase]
 
 
 def check_executor(kind: type[object], file: str) -> type[AgentExecutorBase]:
-    """Return the class; reject it if it is not an executor, needs unknown arguments, or lacks a method."""
+    """Return the class; raise ConfigError if it is not an executor, requires unknown arguments, or lacks a method."""
     name = f"class AgentExecutor in --agent_func_path {file}"
     if not issubclass(kind, AgentExecutorBase):
         raise ConfigError(

@@ -2,7 +2,7 @@
 
 Each episode has its own proxy, because the trainer counts, seeds and replays requests per episode. However, an executor
 may keep the first proxy it gets, in an attribute or in a server with its own thread, and use it for all later episodes.
-Such a request is assigned to the episode whose code makes it. In a server's thread, this episode is unknown, and the
+Such a request is assigned to the episode whose code makes it. In a server's thread, that episode is unknown, so the
 request is matched by its tokens: it continues the episode whose tokens it starts with, or starts an episode without
 requests. Episodes of the same prompt are interchangeable until their first request, so any of them may be chosen.
 """
@@ -30,7 +30,7 @@ current_call: ContextVar[int | None] = ContextVar("current_call", default=None) 
 
 
 class EpisodeOver(Exception):
-    """Raised if an episode ends before the engine answers its request."""
+    """The episode has ended before the engine answered its request."""
 
 
 @dataclass(eq=False)
@@ -122,7 +122,7 @@ class RequestRouter:
             found = max(idle or episodes, key=lambda item: item.call == kept)
         if found.call != kept and not self.has_guessed:
             self.has_guessed = True
-            say("an agent uses the llm_engine of one episode in others: requests are matched by their tokens")
+            say("an agent uses the llm_engine of one episode in other episodes: requests are matched by their tokens")
         return found
 
 

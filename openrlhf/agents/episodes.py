@@ -18,7 +18,7 @@ from openrlhf.agents.trajectory import read_trajectory
 from openrlhf.errors import EngineError, RewardError, RolloutError
 from openrlhf.types import Prompt, SamplingParams, Trajectory
 
-RETRIES = 1  # for an episode that crashed its process or timed out
+RETRIES = 1  # of an episode that crashed its process or timed out
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from openrlhf.types import Completion, Prompt, Request, SamplingParams, Trajecto
 SampleError: TypeAlias = RewardError | RolloutError
 OnError: TypeAlias = Literal["stop", "skip"]  # --on_reward_error
 SHOWN = 160  # maximum characters of a text in a message
-GROWTH = 4  # skipped samples are reported again when there are this many times as many
+GROWTH = 4  # report skipped samples again each time their number has grown by this factor
 
 
 class Session(Protocol):
-    """One episode's access to the policy: one request at a time; closed after the last request."""
+    """Access of one episode to the policy, one request at a time; close it after the last request."""
 
     async def generate(self, request: Request) -> Completion: ...
 
@@ -32,7 +32,7 @@ class Session(Protocol):
 class GroupResult:
     """The samples of a prompt, in order, and the errors of the missing ones.
 
-    Reward and score are NaN if a reward model scores later. Failures occur only with --on_reward_error skip.
+    Reward and score are NaN if reward models score the samples later. Failures occur only with --on_reward_error skip.
     """
 
     trajectories: list[Trajectory]
@@ -55,10 +55,10 @@ class GroupExecutor(Protocol):
 
 @dataclass
 class ReportingExecutor:
-    """GroupExecutor of a run: passes everything on to `inner`, and reports the samples that it skips.
+    """GroupExecutor that forwards its calls to `inner` and reports skipped samples.
 
     The first error is printed immediately, then the count at growing intervals: a run whose reward always fails would
-    otherwise look like a run that is merely slow.
+    otherwise look like a slow run.
     """
 
     inner: GroupExecutor
@@ -98,7 +98,7 @@ def is_power(number: int, base: int) -> bool:
 
 
 def clip(text: str, limit: int = SHOWN) -> str:
-    """Return the text, or the beginning and end of a long one."""
+    """Return the text; if it is longer than `limit`, return only its beginning and end."""
     return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
 
 

@@ -50,7 +50,7 @@ class ResultQueue:
 
 
 class LegacyExecutor(EpisodeExecutor):
-    """Wraps a legacy executor class; if it does not define `execute`, its agent runs multi-turn episodes."""
+    """Wrapper of a legacy executor class; without a method `execute`, its agent runs multi-turn episodes."""
 
     inner: Any  # an instance of the user's class, built by `prepare`
 
@@ -86,7 +86,7 @@ class LegacyExecutor(EpisodeExecutor):
 
 
 class StepFunction(AgentInstanceBase):
-    """The environment of one episode; executes the file again, so that its globals have their initial values."""
+    """The environment of one episode; it executes the file again to reset its globals."""
 
     def __init__(self, file: str) -> None:
         self.step_function: Callable[..., object] = vars(load_module(file))["step"]
@@ -105,7 +105,7 @@ class StepFunction(AgentInstanceBase):
             result = (dict(extra) if isinstance(extra, Mapping) else {}) | named
         else:
             raise RolloutError(f"step returned {kind_of(returned)}; expected a dict, or a tuple ({', '.join(TUPLE)})")
-        after = result.get("next_observation", result.get("next_state"))  # the name in 0.8.3
+        after = result.get("next_observation", result.get("next_state"))  # called next_state in 0.8.3
         result["environment_feedback"] = find_feedback(after, observation + action, bool(result.get("done")))
         return result
 

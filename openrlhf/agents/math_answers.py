@@ -1,6 +1,6 @@
 r"""Extract mathematical answers from responses, and compare them with a reference.
 
-Two answers agree if they are the same number, or the same text after notation without meaning is removed. If the
+Two answers agree if they are the same number, or the same text apart from notation without meaning. If the
 package math-verify is installed, they also agree if they are mathematically equal, such as `\frac{\sqrt{4}}{2}` and 1,
 or `(x+1)^2` and its expansion. Reward files import these functions from `openrlhf.utils`.
 """
@@ -52,7 +52,7 @@ def grade_answer(given_answer: object, ground_truth: object) -> bool:
 
 
 def bare(answer: str) -> str:
-    """Remove notation without meaning from an answer, including a box."""
+    """Remove the box and notation without meaning from an answer."""
     boxed = extract_boxed_answer(answer)
     text = (answer if boxed is None else boxed).strip().rstrip(".")
     text = DROPPED.sub("", WRAPPED.sub(r"\1", text))

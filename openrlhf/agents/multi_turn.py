@@ -20,13 +20,13 @@ STEP = "the agent's step"
 
 
 class MultiTurnAgentExecutor(EpisodeExecutor):
-    """Runs an AgentInstanceBase, with a new instance for each sample."""
+    """Executor that runs an AgentInstanceBase, with a new instance for each sample."""
 
     def __init__(self, agent_instance_cls: Callable[[], object]) -> None:
         self.agent_instance_cls = agent_instance_cls
 
     async def run_episode(self, task: EpisodeTask) -> EpisodeResult:
-        """Alternate between generation and `step` until it is done, the context is full, or max_turns is reached.
+        """Alternate generation and `step` until the episode is done, the context is full, or max_turns is reached.
 
         Rewards are summed; for scores and extra_logs, the last values are used.
         """

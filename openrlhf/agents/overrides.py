@@ -17,7 +17,7 @@ from openrlhf.types import SamplingParams
 def check_overrides(run: SamplingParams, requested: Sequence[SamplingParams], *, compares_engine: bool) -> None:
     """Raise RolloutError for sampling parameters that training cannot account for.
 
-    `run` is the sampling parameters of the run, and `requested` those of an episode's requests. `compares_engine` means
+    `run` has the sampling parameters of the run, `requested` those of an episode's requests. `compares_engine` means
     that the loss compares the log-probs of engine and trainer.
     """
     for params in requested:

@@ -1,10 +1,10 @@
 """Client for a reward server: sends a group of samples as one POST and returns the decoded answer.
 
 Requests run in daemon threads with urllib, so that generation in this process, which may block the event loop, does not
-hold up an answer. A server that does not answer, or that answers 408, 429 or 5xx, is retried with growing pauses, at
-least those that it asks for; other errors are raised immediately. Redirects are not followed: samples and key go only
-to the address that the user named. `rewards.ServerRewards` uses it for the servers of --remote_rm_url,
-`SingleTurnAgentExecutor` for a server that an agent file names.
+delay an answer. If a server does not answer, or answers 408, 429 or 5xx, the request is retried with growing pauses,
+which are at least as long as its Retry-After header says; other errors are raised immediately. Redirects are not
+followed, so that samples and key are sent only to the address that the user named. `rewards.ServerRewards` uses the
+client for the servers of --remote_rm_url, `SingleTurnAgentExecutor` for a server that an agent file names.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from openrlhf.errors import RewardError
 
 TRIES = 5
 FIRST_PAUSE = 0.5  # seconds before the second try; doubles with each further try
-LONGEST_PAUSE = 60.0  # seconds that a server can ask for with Retry-After
+LONGEST_PAUSE = 60.0  # seconds; upper bound for Retry-After
 LARGEST_ANSWER = 1 << 26  # bytes
-TEMPORARY = (408, 429)  # statuses below 500 that a retry may cure
+TEMPORARY = (408, 429)  # statuses below 500 after which a retry may succeed
 
 
 class Unavailable(Exception):
@@ -47,7 +47,7 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class RewardServer:
-    """A reward server at a URL; user:password@ in it is sent as basic authentication, in place of the key."""
+    """A reward server; user:password@ in its URL is sent as basic authentication instead of the key."""
 
     url: str
     timeout: float  # seconds for one try
@@ -78,7 +78,7 @@ class RewardServer:
                 return parse_json(answer)
             except InvalidJSON as error:
                 shown = shorten(answer.decode(errors="replace"))
-                raise RewardError(f"{self.name} answered with something that is not JSON: {shown} ({error})") from None
+                raise RewardError(f"the answer of {self.name} is not JSON: {shown} ({error})") from None
         raise RewardError(f"{self.name} failed {TRIES} times, the last time with: {failure}")
 
     async def _post_in_thread(self, body: bytes) -> bytes:
@@ -87,7 +87,7 @@ class RewardServer:
         The thread is a daemon, so that a name server that never answers does not block the program's exit.
         """
         result: Future[bytes] = Future()
-        result.set_running_or_notify_cancel()  # a caller that times out cannot cancel the future under the thread
+        result.set_running_or_notify_cancel()  # so that a caller that times out cannot cancel it while the thread runs
         connection = Connection()
 
         def run() -> None:
@@ -147,12 +147,12 @@ class RewardServer:
             target = shorten(mask_urls(error.headers.get("Location", "")))
             return RewardError(
                 f"{self.name} answered {error.code}, a redirect to {target}: redirects are not followed, because"
-                " samples and key go only to the address you named",
+                " samples and key are sent only to the address you named",
                 try_this="the final address",
             )
         try:
             shown = " ".join(error.read(200).decode(errors="replace").split())
-        except (OSError, http.client.HTTPException):  # the status is known, its explanation got lost
+        except (OSError, http.client.HTTPException):  # the status is known, but its explanation cannot be read
             shown = ""
         if error.code >= 500 or error.code in TEMPORARY:
             return Unavailable(f"status {error.code} {shown}", read_pause(error.headers.get("Retry-After")))
@@ -168,7 +168,7 @@ class Connection:
         self.has_ended = False
 
     def opener(self) -> urllib.request.OpenerDirector:
-        """Return an opener that connects through this object; without handlers for redirects, files or FTP."""
+        """Return an opener that connects through this object and has no handlers for redirects, files or FTP."""
         opener = urllib.request.OpenerDirector()
         handlers = (
             urllib.request.ProxyHandler(),
@@ -192,7 +192,7 @@ class Connection:
         return made
 
     def end(self) -> None:
-        """Shut the connection down: the thread that reads from it, sends to it or shakes hands fails immediately."""
+        """Shut the connection down, so that a thread that sends, reads or does a TLS handshake fails immediately."""
         with self.lock:
             self.has_ended = True
             if self.socket is not None:
@@ -203,7 +203,7 @@ class Connection:
 
 
 class Connecting(urllib.request.AbstractHTTPHandler):
-    """Part of a handler that connects through a `Connection`."""
+    """Base class of handlers that connect through a `Connection`."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ class TLSHandler(Connecting, urllib.request.HTTPSHandler):
 
 
 def read_pause(header: str | None) -> float:
-    """Return the seconds that a Retry-After header asks for, within bounds; 0 if it is missing or malformed."""
+    """Return the pause of a Retry-After header, from 0 to LONGEST_PAUSE; 0 if it is missing or malformed."""
     if header is None:
         return 0.0
     try:
@@ -238,6 +238,6 @@ def read_pause(header: str | None) -> float:
 
 
 def seconds_until(date: str) -> float:
-    """Return the time until an HTTP date; raise ValueError if it is not one."""
+    """Return the seconds until an HTTP date; raise ValueError if the date is malformed."""
     then = parsedate_to_datetime(date)
     return (then.replace(tzinfo=then.tzinfo or UTC) - datetime.now(UTC)).total_seconds()

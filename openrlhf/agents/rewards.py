@@ -1,7 +1,7 @@
 """Sources of rewards for single-turn samples: a user's reward file, or reward servers.
 
-`SingleTurnSamples` asks its source once per group of samples. A reward file runs in worker processes (`sandbox`): the
-texts of a group go to a worker, and its scores come back. Servers are called over HTTP (`reward_server`).
+`SingleTurnSamples` calls its source once per group of samples. A reward file runs in worker processes (`sandbox`): a
+worker receives the texts of a group and returns their scores. Servers are called over HTTP (`reward_server`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from openrlhf.agents.sandbox.pool import Pool
 from openrlhf.agents.scores import Group, Scored, read_scores
 from openrlhf.errors import RewardError
 
-CONCURRENT_REQUESTS = 32  # to reward servers
+CONCURRENT_REQUESTS = 32  # limit for all reward servers together
 
 
 class FileRewards:
@@ -31,7 +31,7 @@ class FileRewards:
         self.origin = f"reward_func in {pool.spec.file}"
 
     async def score(self, group: Group, *, isolate: bool = True) -> list[Scored | RewardError]:
-        """Call reward_func on the group. If it fails, find the samples that make it fail, or raise CallFailure."""
+        """Call reward_func on the group. If it fails, `isolate` the failing samples or raise CallFailure."""
         count = len(group.queries)
         labels = [group.prompt.label] * count
         given = RewardInput(list(group.queries), [group.prompt.text] * count, labels, group.seed)
@@ -47,7 +47,7 @@ class FileRewards:
             return [RewardError(f"{error}; the first sample is {group.describe(0)}")] * count
 
     async def _score_without_failing(self, group: Group) -> list[Scored | RewardError]:
-        """Score each sample alone to find those that fail, then the rest together: reward_func may compare them."""
+        """Score samples alone to find those that fail, then the rest together, since reward_func may compare them."""
         indices = range(len(group.queries))
 
         async def try_alone(index: int) -> RewardError | None:
@@ -88,9 +88,9 @@ class ServerRewards:
         self.limit = asyncio.Semaphore(CONCURRENT_REQUESTS)
 
     async def score(self, group: Group) -> list[Scored | RewardError]:
-        """Score a group at the next server; if that fails, every sample gets the error."""
+        """Score a group on the next server; if that fails, return the error for every sample."""
         loop = asyncio.get_running_loop()
-        if self.loop is not loop:  # a semaphore works on one event loop only, and the dry run has its own
+        if self.loop is not loop:  # a semaphore works on one event loop only, and the dry run has its own loop
             self.loop, self.limit = loop, asyncio.Semaphore(CONCURRENT_REQUESTS)
         server = next(self.servers)
         count = len(group.queries)

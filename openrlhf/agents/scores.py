@@ -21,11 +21,11 @@ class Scored:
     """The scores of a sample."""
 
     reward: float  # the training signal
-    score: float  # decides dynamic filtering
+    score: float  # used for dynamic filtering
     extra_logs: Mapping[str, float] = field(default_factory=dict)
 
 
-NOT_SCORED = Scored(math.nan, math.nan)  # placeholder until reward models score
+NOT_SCORED = Scored(math.nan, math.nan)  # placeholder until reward models score the sample
 
 
 @dataclass(frozen=True)
@@ -78,14 +78,13 @@ def per_sample(values: object, count: int, name: str) -> list[object]:
         )
     if len(values) != count:
         raise RewardError(
-            f"{name} has {len(values)} values for {count} samples; a call gets all samples of a prompt and returns one"
-            " value for each"
+            f"{name} has {len(values)} values for {count} samples: expected one value for each sample of a prompt"
         )
     return values
 
 
 def read_number(value: object, name: str) -> float:
-    """Return a finite number, also from a list of one."""
+    """Return a finite number; a list of one number is accepted, too."""
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if not isinstance(value, int | float):

@@ -62,7 +62,7 @@ def read_trajectory(
     kept = [(start, min(end, context_length)) for start, end in ranges if start < context_length]
     if not kept:
         raise RolloutError(
-            f"the episode has no action within {context_length} tokens: action_ranges are {ranges} of {len(tokens)}"
+            f"the episode of {len(tokens)} tokens has no action within {context_length} tokens: action_ranges are {ranges}"
         )
     length = kept[-1][1]
     mask = [False] * length  # [tokens]

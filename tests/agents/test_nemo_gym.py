@@ -194,4 +194,4 @@ def test_unreachable_server_and_malformed_row_are_reported(build, write):
     assert "is the resources server up?" in str(failure)
     (failure,) = run(build(agent_func_path=file, on_reward_error="skip"), [Scripted("7")], asked=prompt("?")).failures
     assert isinstance(failure, RolloutError)
-    assert "the label of a prompt for NeMo Gym is its row" in str(failure)
+    assert "the label of a prompt for NeMo Gym is not a row" in str(failure)

@@ -1,4 +1,4 @@
-"""An episode in the form of a chat: answers chat requests with turns of the policy and collects the training sample.
+"""Episodes in the form of a chat: answer chat requests with turns of the policy and collect the training sample.
 
 Executors whose environment exchanges messages (OpenAI's client, GEM, NeMo Gym) extend `ChatExecutor`, open a
 `ChatEpisode` and call `answer` for each turn. The chat is an append-only sequence of tokens: the chat template renders
@@ -31,7 +31,7 @@ FindCalls: TypeAlias = Callable[[str, int], tuple[str, list[ToolCall]]]
 
 
 class EpisodeFull(Exception):
-    """The episode has reached its token or turn limit and cannot take another turn."""
+    """The episode has reached its token or turn limit, so no further turn is possible."""
 
 
 @dataclass(eq=False)
@@ -47,11 +47,11 @@ class ChatEpisode:
     find_calls: FindCalls
     name: str = field(default_factory=lambda: secrets.token_hex(8))
     key: str = field(default_factory=lambda: f"sk-{secrets.token_hex(16)}")
-    error: OpenRLHFError | None = None  # first request that could not be served
+    error: OpenRLHFError | None = None  # error of the first request that could not be served
     is_full: bool = False  # a request arrived after the last possible turn
-    last_answer: tuple[dict[str, Json], ChatTurn] | None = None  # body of the last request, and the turn it got
+    last_answer: tuple[dict[str, Json], ChatTurn] | None = None  # body of the last request, and its answer
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while a request is answered
-    messages: list[Message] = field(default_factory=list)  # of all roles so far, in order
+    messages: list[Message] = field(default_factory=list)  # all messages so far, of all roles
     tools: Tools = None
     transcript: Transcript = field(default_factory=Transcript)
     outputs: list[CompletionOutput] = field(default_factory=list)  # turns of the policy so far
@@ -64,8 +64,8 @@ class ChatEpisode:
         if len(prompt_ids) >= task.max_length or len(self.outputs) == self.max_turns:
             if not self.outputs:
                 raise RolloutError(
-                    f"the first request of an episode has {len(prompt_ids)} tokens, and prompt and turns together may"
-                    f" have {task.max_length}",
+                    f"the first request of an episode has {len(prompt_ids)} tokens: expected fewer than"
+                    f" {task.max_length}, the limit for the whole episode",
                     try_this="a shorter request, or a larger --max_len (or --prompt_max_len and --generate_max_len)",
                 )
             self.is_full = True
@@ -96,9 +96,9 @@ class ChatEpisode:
         if not self.messages:
             return tokenise(self.render(messages, tools), tokenizer)
         self._check_continues(messages, tools)
-        # Render with a mark in place of the policy's last turn; the text after the mark is what the request adds.
+        # Render with a mark in place of the policy's last turn; the request adds the text after the mark.
         last = len(self.messages) - 1
-        mark = secrets.token_hex(16)  # random, because the policy could say a known mark, and a tool could repeat it
+        mark = secrets.token_hex(16)  # random, because the policy or a tool could produce a fixed mark
         marked = [*messages[:last], {"role": "assistant", "content": mark}, *messages[last + 1 :]]
         _, found, after = self.render(marked, tools).rpartition(mark)
         if not found:
@@ -125,7 +125,7 @@ class ChatEpisode:
         if tools != self.tools:
             raise RolloutError(
                 "the request's tools differ from those of its episode's first request, which are in the prompt",
-                try_this='the same tools in every request, with tool_choice "none" if none may be called',
+                try_this='the same tools in every request, with tool_choice "none" to forbid calls',
             )
         difference = ""
         if len(messages) < len(self.messages):
@@ -137,9 +137,9 @@ class ChatEpisode:
                 break
         if difference:
             raise RolloutError(
-                f"a request does not continue the conversation of its episode: {difference}. The messages of an episode"
-                " may only grow: send back each reply of the assistant unchanged, change nothing before it, and hold"
-                " one conversation per episode"
+                f"a request does not continue the conversation of its episode: {difference}. Try: append messages"
+                " without changing earlier ones, send back each reply of the assistant unchanged, and hold one"
+                " conversation per episode"
             )
 
     def _make_message(self, output: CompletionOutput, *, may_call: bool) -> Message:
@@ -158,8 +158,8 @@ class ChatEpisode:
             content, calls = self.find_calls(text, len(self.outputs))
         except Exception as error:  # the user's code may raise anything
             raise RolloutError(
-                f"find_calls raised {type(error).__name__}: {error}, for {shorten(text)}; it should return calls it"
-                " cannot parse as text"
+                f"find_calls raised {type(error).__name__}: {error}, for {shorten(text)}: expected it to return"
+                " calls that it cannot parse as text"
             ) from error
         return {"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {})
 
@@ -171,7 +171,7 @@ class ChatEpisode:
 def comparable(message: Message) -> object:
     """Return the part of a message that a later request must repeat unchanged.
 
-    Clients may strip blanks around the assistant's text and change the ids of its tool calls.
+    Clients may strip whitespace around the assistant's text and change the ids of its tool calls.
     """
     if message["role"] != "assistant":
         return message
@@ -180,14 +180,14 @@ def comparable(message: Message) -> object:
 
 
 class ChatExecutor(EpisodeExecutor):
-    """Base of executors whose episodes are chats: turns go through the chat template."""
+    """Base class of executors whose episodes are chats, rendered with the chat template."""
 
     async def prepare(self) -> None:
         """Reject --apply_chat_template, which would apply the template twice."""
         if self.template.apply_chat_template:
             raise ConfigError(
-                "--apply_chat_template renders prompts before the agent gets them, and its messages are rendered again:"
-                " leave the flag out"
+                "--apply_chat_template would apply the template twice, because the agent's messages are also"
+                " rendered with it: leave the flag out"
             )
 
     def open_chat(self, task: EpisodeTask, calls: FindCalls = find_calls) -> ChatEpisode:

@@ -1,7 +1,7 @@
 """Executor for the environments of GEM (package gem-llm).
 
-The environment's observations are the user's messages, and the policy's turns are its actions. An agent file uses it
-with `class AgentExecutor(GemAgentExecutor)`.
+The environment's observations are the user messages, and the policy's turns are the actions. Agent files use it with
+`class AgentExecutor(GemAgentExecutor)`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from openrlhf.data.messages import Message
 from openrlhf.errors import ConfigError, RolloutError
 
 PIP = "pip install gem-llm"
-LEAST_REWARD = -1.0  # lower bound per episode, however many small penalties add up
+LEAST_REWARD = -1.0  # lower bound of an episode's reward, even if many small penalties add up
 
 
 class GemAgentExecutor(ChatExecutor):
     """Executor for GEM: the prompt names an environment, such as game:GuessTheNumber-v0-easy; the label is its seed.
 
-    All samples of a prompt therefore play the same game. Turns go through the chat template. The reward is the sum of
-    the environment's rewards, but at least -1.
+    All samples of a prompt therefore play the same game. Turns are rendered with the chat template. The reward is the
+    sum of the environment's rewards, but at least -1.
     """
 
     async def prepare(self) -> None:
@@ -37,7 +37,7 @@ class GemAgentExecutor(ChatExecutor):
         self.gem: Any = importlib.import_module("gem")
 
     async def run_episode(self, task: EpisodeTask) -> EpisodeResult:
-        """Play one game, with the reward of each turn as a step reward."""
+        """Play one game; the reward of each turn becomes a step reward."""
         game = self._make_game(task.prompt)
         episode = self.open_chat(task)
         try:
@@ -81,6 +81,6 @@ class GemAgentExecutor(ChatExecutor):
             known = importlib.import_module("gem.envs.registration").ENV_REGISTRY
             near = difflib.get_close_matches(name, known)
             raise RolloutError(
-                f"a prompt must name a GEM environment; {name!r} is unknown ({error})",
+                f"a prompt must name a GEM environment: {name!r} is unknown ({error})",
                 try_this=" or ".join(near) if near else "gem.print_envs() for all names",
             ) from None

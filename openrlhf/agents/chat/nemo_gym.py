@@ -1,4 +1,4 @@
-"""Executor for NeMo Gym environments: the policy plays against one resources server over its HTTP protocol.
+"""Executor for NeMo Gym environments: the policy interacts with one resources server over HTTP.
 
 An episode is POST /seed_session with the row, POST /TOOL with the arguments of each tool call of the policy, and POST
 /verify with the row and the whole conversation as a Responses object, which returns the reward. Cookies that the server
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from aiohttp import ClientSession
 
 ROW = (
-    "the label of a prompt for NeMo Gym is its row, as an object or as JSON text, with responses_create_params.input"
-    " and, if any, a list of tools"
+    "the label of a prompt for NeMo Gym is not a row: expected an object or JSON text with"
+    " responses_create_params.input and an optional list of tools"
 )
-Item: TypeAlias = dict[str, Json]  # of a Responses object
+Item: TypeAlias = dict[str, Json]  # item of a Responses object
 
 
 class NemoGymAgentExecutor(ChatExecutor):
-    """Executor that plays against the resources server at `url`; the label of a prompt is its row."""
+    """Executor for the resources server at `url`; the label of a prompt is its row."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
@@ -45,12 +45,12 @@ class NemoGymAgentExecutor(ChatExecutor):
         await super().prepare()
 
     async def run_episode(self, task: EpisodeTask) -> EpisodeResult:
-        """Seed the session, play the turns, and have the server verify the conversation."""
+        """Seed the session, run the turns, and have the server verify the conversation."""
         from aiohttp import ClientSession, CookieJar
 
         row = read_row(task.label)
         episode = self.open_chat(task)
-        async with ClientSession(cookie_jar=CookieJar(unsafe=True)) as http:  # cookies also from IP addresses
+        async with ClientSession(cookie_jar=CookieJar(unsafe=True)) as http:  # accept cookies from IP addresses, too
             await self._ask(http, "/seed_session", row)
             params = row["responses_create_params"]
             output = await self._play(http, params, episode)
@@ -66,12 +66,14 @@ class NemoGymAgentExecutor(ChatExecutor):
             }
             verified = await self._ask(http, "/verify", row | {"response": response})
         if not isinstance(verified, Mapping) or "reward" not in verified:
-            raise RewardError(f"{self.url}/verify answered without a reward: {clip(repr(verified))}")
+            raise RewardError(
+                f"{self.url}/verify sent no reward: expected an object with reward, got {clip(repr(verified))}"
+            )
         calls = float(sum(item["type"] == "function_call" for item in output))
         return {**episode.result(), "reward": verified["reward"], "extra_logs": {"tool_calls": calls}}
 
     async def _play(self, http: ClientSession, params: Mapping[str, Any], episode: ChatEpisode) -> list[Item]:
-        """Play turns until one has no tool calls or is truncated, or the episode is full; return Responses items."""
+        """Run turns until one has no tool calls or is truncated, or the episode is full; return Responses items."""
         given = params["input"]
         try:
             messages = read_chat([{"role": "user", "content": given}] if isinstance(given, str) else given)
@@ -94,7 +96,7 @@ class NemoGymAgentExecutor(ChatExecutor):
                 text = f"there is no tool {name}"
                 # Only tools that the row lists are requested, so the policy cannot reach other paths of the server.
                 if any(tool["function"]["name"] == name for tool in tools):
-                    _, text = await self._post(http, f"/{name}", call["function"]["arguments"])  # of any status
+                    _, text = await self._post(http, f"/{name}", call["function"]["arguments"])  # whatever the status
                 messages.append({"role": "tool", "tool_call_id": number, "content": text})
                 item: Item = {"type": "function_call_output", "id": f"fco_{number}", "status": "completed"}
                 output.append(item | {"call_id": number, "output": text})
@@ -119,9 +121,7 @@ class NemoGymAgentExecutor(ChatExecutor):
         try:
             return parse_json(text)
         except InvalidJSON as error:
-            raise RewardError(
-                f"{self.url}{path} answered with something that is not JSON: {clip(text)} ({error})"
-            ) from None
+            raise RewardError(f"the answer of {self.url}{path} is not JSON: {clip(text)} ({error})") from None
 
 
 def read_row(label: object) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def read_row(label: object) -> dict[str, Any]:
         params = row.get("responses_create_params")
         if isinstance(params, Mapping) and params.get("input") and isinstance(params.get("tools") or [], list):
             return row
-    raise RolloutError(f"{ROW}; it is {kind_of(label)}")
+    raise RolloutError(f"{ROW}, got {kind_of(label)}")
 
 
 def convert_tool(tool: object) -> dict[str, Any]:

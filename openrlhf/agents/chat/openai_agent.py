@@ -1,6 +1,6 @@
 """Executor for agents that use OpenAI's client.
 
-`run_agent` gets a base_url and a key, talks to the policy like any OpenAI-compatible server, and returns the reward.
+`run_agent` gets a base_url and a key, calls the policy like any OpenAI-compatible server, and returns the reward.
 Its conversation is the training sample. The server (`server.py`) runs in the same worker process, on its event loop;
 `run_agent` runs in a thread, so it may block.
 """
@@ -27,7 +27,7 @@ from openrlhf.errors import ConfigError, RolloutError
 if TYPE_CHECKING:
     from openrlhf.agents.chat.server import ChatServer
 
-OFFERED = ("base_url", "api_key", "prompt", "label", "session_id", "seed")  # arguments that run_agent may take
+OFFERED = ("base_url", "api_key", "prompt", "label", "session_id", "seed")  # arguments that run_agent may declare
 RESULT = "expected a number, or a dict with 'reward' (and 'scores', 'extra_logs')"
 
 
@@ -38,8 +38,8 @@ class OpenAIAgentExecutor(ChatExecutor):
     arguments it needs out of base_url, api_key, prompt, label, session_id and seed, and returns the reward.
     """
 
-    server: ChatServer  # these two are set by `prepare`
-    arguments: list[str]  # that run_agent takes
+    server: ChatServer  # set by `prepare`, like `arguments`
+    arguments: list[str]  # names of the arguments that run_agent declares
 
     @abstractmethod
     def run_agent(self, base_url: str, api_key: str, prompt: str, label: Any) -> Any:
@@ -58,9 +58,9 @@ class OpenAIAgentExecutor(ChatExecutor):
         require("aiohttp", "an agent with run_agent")
         self.arguments = accepted_arguments(self.run_agent)
         await super().prepare()
-        from openrlhf.agents.chat.server import HOST, ChatServer  # imports aiohttp, an extra
+        from openrlhf.agents.chat.server import HOST, ChatServer  # imports aiohttp, an optional dependency
 
-        # Clients in this process must reach the server directly, whatever proxy the environment sets.
+        # Clients in this process must reach the server directly, even if the environment sets a proxy.
         known = {os.environ.get(name, "") for name in ("NO_PROXY", "no_proxy")}
         os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(filter(None, [*sorted(known), HOST]))
         self.server = ChatServer()
@@ -69,8 +69,8 @@ class OpenAIAgentExecutor(ChatExecutor):
     async def run_episode(self, task: EpisodeTask) -> EpisodeResult:
         """Serve one episode while run_agent runs; return its conversation with the agent's reward.
 
-        An error in serving its requests takes precedence over its result and its own exceptions. If it raises because
-        the episode is full, the reward is 0.
+        An error in serving the agent's requests takes precedence over the agent's result and exceptions. If run_agent
+        raises because the episode is full, the reward is 0.
         """
         episode = self.open_chat(task, self.find_calls)
         offered = {
@@ -84,7 +84,7 @@ class OpenAIAgentExecutor(ChatExecutor):
         result: object = 0.0
         try:
             result = await call_in_thread(self.run_agent, {name: offered[name] for name in self.arguments})
-        except Exception as error:  # the user's code may raise anything, and wraps our errors in its client's
+        except Exception as error:  # user code may raise anything, and its client wraps our errors
             if episode.error is not None:
                 raise episode.error from error
             if not episode.is_full:
@@ -108,7 +108,7 @@ def make_executor(function: Callable[..., object]) -> OpenAIAgentExecutor:
 
 
 def accepted_arguments(function: Callable[..., object]) -> list[str]:
-    """Return the offered arguments that a run_agent takes, according to its signature."""
+    """Return the names from OFFERED that run_agent declares in its signature."""
     parameters = inspect.signature(function).parameters.values()
     if any(item.kind is item.VAR_KEYWORD for item in parameters):
         return list(OFFERED)

@@ -51,7 +51,7 @@ class ChatServer:
             return web.json_response({"status": "ok"})
 
         async def not_found(request: web.Request) -> web.Response:
-            text = f"{request.method} {request.path} is not an endpoint; an episode serves {ENDPOINTS}"
+            text = f"{request.method} {request.path} is not an endpoint: expected one of {ENDPOINTS}"
             raise refusal(web.HTTPNotFound, text)
 
         app = web.Application(client_max_size=LARGEST_BODY)
@@ -81,7 +81,7 @@ class ChatServer:
             text = "this episode has ended or does not exist; use the base_url given to run_agent"
             raise refusal(web.HTTPNotFound, text)
         if request.headers.get("Authorization") != f"Bearer {episode.key}":
-            text = "the api_key is not the one that run_agent was given for this base_url"
+            text = "wrong api_key: expected the one that run_agent got with this base_url"
             raise refusal(web.HTTPUnauthorized, text)
         return episode
 
@@ -104,14 +104,14 @@ class ChatServer:
         return web.json_response({"count": len(ids), "max_model_len": episode.task.max_length, "tokens": ids})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        """Answer a chat completion, one at a time per episode; record any error other than a full episode."""
+        """Answer chat requests, one at a time per episode; record any error other than a full episode."""
         episode = self._find_episode(request)
         try:
             body = await read_json(request)
             for difference in list_ignored(body, episode.task.sampling_params):
                 if difference not in self.warned:  # once per process
                     self.warned.add(difference)
-                    say(f"the agent asks for {difference}: sampling follows the run's flags, so this is ignored")
+                    say(f"the agent requests {difference}: sampling follows the run's flags, so this is ignored")
             asked = read_request(body)
             async with episode.turn:
                 # A retry after a lost response gets the same turn again instead of a new sample.

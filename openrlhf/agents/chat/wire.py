@@ -25,8 +25,8 @@ Tools: TypeAlias = Sequence[Mapping[str, Any]] | None
 MODEL = "policy"
 REQUEST = Place("the agent's request", 1)
 TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
-# The run's flags decide these, because its log-probs and loss assume one distribution. The values here are those of a
-# run that has no such flag.
+# Sampling parameters that only the run's flags can set, because log-probs and loss assume one distribution. These
+# values apply if a run has no such flag.
 FOLLOWS_FLAGS = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -63,7 +63,7 @@ class ChatRequest:
     max_tokens: int | None = None
     stop: list[str] = field(default_factory=list)
     stream: bool = False
-    with_usage: bool = False  # at the end of a stream
+    with_usage: bool = False  # send token counts at the end of a stream
     with_log_probs: bool = False
 
 
@@ -79,7 +79,7 @@ class ChatTurn:
 
     @property
     def finish_reason(self) -> str:
-        """The reason in OpenAI's terms, which include tool calls."""
+        """Finish reason in OpenAI's format, which has a value for tool calls."""
         return "tool_calls" if self.message.get("tool_calls") else self.output.finish_reason
 
     def usage(self) -> dict[str, Json]:
@@ -114,8 +114,8 @@ def read_request(body: object) -> ChatRequest:
     for name, is_wrong in wrong.items():
         if is_wrong:
             raise RolloutError(
-                f"a request asks for {name}={clip(repr(body[name]))}, which would distort what the policy"
-                " samples: omit it, and let the reward judge the form of an answer"
+                f"a request asks for {name}={clip(repr(body[name]))}, which would distort the policy's"
+                " samples: omit it, and enforce the format of answers through the reward"
             )
     usage = body.get("stream_options") or {}
     if not isinstance(usage, Mapping):
@@ -123,11 +123,11 @@ def read_request(body: object) -> ChatRequest:
     stop = body.get("stop") or []
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or not all(isinstance(text, str) for text in stop):
-        raise RolloutError(f"stop of a request is {clip(repr(stop))}; expected a text or a list of texts")
+        raise RolloutError(f"stop of a request is {clip(repr(stop))}; expected a string or a list of strings")
     tools = read_tools(body.get("tools"))
     limits = [body[name] for name in ("max_tokens", "max_completion_tokens") if body.get(name) is not None]
     if not all(isinstance(limit, int) and limit > 0 for limit in limits):
-        raise RolloutError(f"max_tokens of a request is {clip(repr(limits))}; expected a number of tokens above 0")
+        raise RolloutError(f"max_tokens of a request is {clip(repr(limits))}; expected an integer above 0")
     try:
         messages = read_chat(body.get("messages"))
     except DataError as error:
@@ -218,7 +218,7 @@ def format_message(message: Message) -> Message:
 
 
 def format_completion(turn: ChatTurn, request: ChatRequest) -> dict[str, Json]:
-    """Format a turn as one response; `token_ids` is an extension that other clients ignore."""
+    """Format a turn as one response; `token_ids` is an extension that OpenAI's clients ignore."""
     choice: Json = {
         "index": 0,
         "message": format_message(turn.message),

@@ -1,7 +1,7 @@
 """Worker processes that run user code, so that an exception, a hang or a crash fails one sample and not the run.
 
 `Pool` assigns calls to processes and retries them, `WorkerProcess` is its handle of one process, and `Worker` is the
-program in that process. `messages` defines what they send each other.
+program in that process. `messages` defines the messages between the two.
 
 Programs that a model wrote are not user code: `program.run_program` isolates them from the machine.
 """

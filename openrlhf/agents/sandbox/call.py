@@ -1,7 +1,7 @@
 """One call of user code: its input, its result or failure, and the engine's answers to its requests.
 
-`Pool.call` creates a `Call`; it may outlive several worker processes, because it is retried in a new one if its process
-dies. `Call` lives on the pool's event loop.
+`Pool.call` creates a `Call`, which is retried in a new worker process if its process dies. A `Call` is used only on the
+pool's event loop.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ErrorClass = TypeVar("ErrorClass", bound=OpenRLHFError)
 
 
 class CallFailure(Exception):
-    """A call that user code failed to answer: it raised, timed out, or ended its process.
+    """Failure of a call: user code raised, timed out, or ended its process.
 
     `error_class` names the OpenRLHFError that was raised, if any; `text` is then a complete message. Otherwise `text`
     is the rest of a sentence about the user's code, such as "raised ValueError: ...".
@@ -68,7 +68,7 @@ class Call:
     expired: CallFailure | None = None  # set at its deadline
     engine_turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # an episode makes one request at a time
     requests: dict[int, tuple[Request, asyncio.Future[Completion]]] = field(default_factory=dict)  # by number
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)  # that wait for answers of the engine
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)  # tasks that wait for the engine
 
     def ask_engine(self, number: int, request: Request) -> asyncio.Future[Completion]:
         """Send request `number` to the engine, or return the earlier answer if a retry repeats the request."""

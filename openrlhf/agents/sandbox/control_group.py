@@ -1,7 +1,7 @@
 """Control groups: limits on the memory and the number of all processes of a run together.
 
-Both versions are supported, if this process may create groups: version 1 below its own groups, version 2 next to its
-own group or below it. Without groups, limits per process and per user take their place.
+Versions 1 and 2 are supported if this process may create groups: version 1 below its own groups, version 2 next to its
+own group or below it. Without groups, limits per process and per user apply instead.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 NAME = "openrlhf-program"
-REMOVE_SECONDS = 5.0  # for killed processes to leave a group
+REMOVE_SECONDS = 5.0  # time for killed processes to leave a group
 _numbers = itertools.count()
 
 
 def own_groups(proc: Path = Path("/proc/self")) -> Iterator[tuple[set[str], Path]]:
-    """Yield the controllers and the folder of each group of this process; version 2 has the controllers {""}."""
+    """Yield the controllers and the folder of each group of this process; in version 2 the controllers are {""}."""
     mounts: dict[frozenset[str], tuple[str, Path]] = {}
     for line in (proc / "mountinfo").read_text().splitlines():
         left, _, right = line.partition(" - ")
@@ -43,7 +43,7 @@ class ControlGroup:
     """New groups for the processes of one fork server."""
 
     memory: Path
-    pids: Path  # the same folder in version 2
+    pids: Path  # in version 2 the same folder as `memory`
     written: dict[Path, int] = field(default_factory=dict)  # limits in force
 
     @classmethod
@@ -72,7 +72,7 @@ class ControlGroup:
 
     @property
     def members(self) -> list[str]:
-        """The files that take the id of a process to put it into the groups."""
+        """Files to which a process id is written to move the process into the groups."""
         return [str(folder / "cgroup.procs") for folder in dict.fromkeys((self.memory, self.pids))]
 
     def limit(self, memory: int, processes: int) -> None:
@@ -112,7 +112,7 @@ class ControlGroup:
 
 
 def make_group(parent: Path, name: str, file: str) -> Path | None:
-    """Make a group that has a file of this name or prefix; None if it cannot be made or lacks the controller."""
+    """Make a group; return None if this fails, or if the group has no file with this prefix and thus no controller."""
     remove_abandoned(parent)
     folder = parent / name
     try:

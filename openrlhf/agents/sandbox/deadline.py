@@ -45,7 +45,7 @@ class Deadline:
         self.call, self.seconds, self.usage, self.expire = call, seconds, usage, expire
         self.loop = asyncio.get_running_loop()
         self.timer: asyncio.TimerHandle | None = None
-        self.pauses = 1  # open requests to the engine; resume() takes this one back and starts the clock
+        self.pauses = 1  # open requests to the engine; 1 at first, so that resume() starts the clock
         self.resume()
 
     def pause(self) -> None:

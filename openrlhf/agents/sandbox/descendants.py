@@ -41,7 +41,7 @@ def list_descendants() -> list[int]:
 def kill_descendants() -> dict[int, int]:
     """Kill and reap all descendants of this process, which must have called `adopt_orphans`; return their exit codes.
 
-    Stopped first, none of them can start another process while the rest are being found.
+    All are stopped before they are killed, so that none can start another process during the search.
     """
     codes: dict[int, int] = {}
     while True:

@@ -1,16 +1,16 @@
-"""Process that runs programs written by a model, each in a fork of its warm interpreter.
+"""Process that runs programs written by a model, each in a fork of its preloaded interpreter.
 
 `program.ForkServer` starts it with a clean environment and sends it one program at a time. It holds no secrets: a
-program that reads all its memory finds the standard library. With `isolation` "namespaces" the processes are
+program that reads all its memory finds only the standard library. With `isolation` "namespaces" the processes are:
 
     server      own user, mount, network and UTS namespaces; root folder of read-only binds; never runs a program's code
       init      own pid, mount and IPC namespaces, so own /proc and own /tmp; its end kills every process of the run
-        program unprivileged user, no capabilities, system-call filter, resource limits; no descriptors but 0, 1, 2
+        program unprivileged user, no capabilities, system-call filter, resource limits; only descriptors 0 to 3
 
-With "none" (inside bubblewrap, or if the user asked for it) the server kills the descendants of a program instead.
+With "none" (inside bubblewrap, or at the user's request) the server kills the descendants of a program instead.
 
-Frames on the socket: a length of 4 bytes, big-endian, then JSON. A request may carry one descriptor, the program's
-descriptor 3.
+A frame on the socket is a 4-byte big-endian length followed by JSON. A request may carry one descriptor, which becomes
+the program's descriptor 3.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from openrlhf.agents.sandbox.descendants import adopt_orphans, kill_descendants
 from openrlhf.agents.sandbox.namespaces import enter_namespaces, make_root
 
 HEADER = struct.Struct(">I")
-FILES_PER_MEBIBYTE = 64  # inodes of a program's folder, which live in kernel memory
+FILES_PER_MEBIBYTE = 64  # limits the inodes of a program's folder, which use kernel memory
 PRELOADED = (
     *(
         "abc",
@@ -107,7 +107,7 @@ class ProgramServer:
         else:
             adopt_orphans()
         if sys.platform == "linux":
-            linux.prctl(linux.SET_DUMPABLE, 0)  # programs of the same user cannot trace this process
+            linux.prctl(linux.SET_DUMPABLE, 0)  # keeps programs of the same user from tracing this process
 
     def serve(self) -> None:
         """Run programs until the other end closes the socket."""
@@ -168,7 +168,7 @@ class ProgramServer:
                     limit = "seconds"
                     self._kill(init)
                 for key, _ in selector.select(left if limit is None else None):
-                    if key.data == "owner":  # it sends nothing during a run, so it has gone
+                    if key.data == "owner":  # the owner sends nothing during a run, so it is gone
                         self._kill(init)
                         os._exit(1)
                     part = os.read(key.fd, 1 << 16)
@@ -190,7 +190,7 @@ class ProgramServer:
                             written[key.data] += os.read(key.fd, limits["output"] - len(written[key.data]))
                         os.close(key.fd)
         with suppress(ChildProcessError):
-            os.waitpid(init, 0)  # in a pid namespace: returns when all its processes are gone
+            os.waitpid(init, 0)  # in a pid namespace, this waits until all its processes have ended
         return {name: bytes(data) for name, data in written.items()}, limit
 
     def _kill(self, init: int) -> None:
@@ -202,7 +202,7 @@ class ProgramServer:
     def _be_init(
         self, request: dict[str, Any], folder: str, pipes: dict[str, tuple[int, int]], descriptors: list[int]
     ) -> NoReturn:
-        """Be the first process of a run: prepare its folder, start the program, report its exit code, and end."""
+        """Act as the first process of a run: prepare its folder, start the program, report its exit code, and end."""
         status = pipes["status"][1]
         try:
             if sys.platform == "linux":
@@ -246,9 +246,9 @@ class ProgramServer:
                 linux.drop_privileges(*self.user)
             if sys.platform == "linux":
                 linux.prctl(linux.NO_NEW_PRIVILEGES, 1)
-                linux.prctl(linux.SET_DUMPABLE, 1)  # else it could not open its own /proc/self
+                linux.prctl(linux.SET_DUMPABLE, 1)  # otherwise the program could not open /proc/self
                 with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-                    file.write("1000")  # out of memory, the kernel kills the program and not the server
+                    file.write("1000")  # if memory runs out, the kernel kills the program, not the server
             enter_folder(folder, request)
             limit_resources(request["limits"]["resources"])
             if self.filter:
@@ -259,11 +259,11 @@ class ProgramServer:
         try:
             run_program(request, folder)
         finally:
-            os._exit(1)  # an exception in the program's exit functions
+            os._exit(1)  # reached only after an exception in the program's exit functions
 
 
 def limit_resources(resources: dict[str, tuple[int, int]]) -> None:
-    """Set soft and hard limits by the names of the resource module, as far as the present hard limits allow."""
+    """Set soft and hard limits, named as in the `resource` module and capped at the current hard limits."""
     for name, wanted in resources.items():
         allowed = resource.getrlimit(getattr(resource, name))[1]
         capped = [most if allowed == resource.RLIM_INFINITY else min(most, allowed) for most in wanted]
@@ -290,7 +290,7 @@ def run_program(request: dict[str, Any], folder: str) -> NoReturn:
     """Run the program in this process, as the interpreter would, and exit."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     if request["argv"]:
-        for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them
+        for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores these signals
             signal.signal(getattr(signal, name), signal.SIG_DFL)
         try:
             os.execvp(request["argv"][0], request["argv"])
@@ -313,11 +313,11 @@ def run_program(request: dict[str, Any], folder: str) -> NoReturn:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         if not (end.code is None or isinstance(end.code, int)):
             print(end.code, file=sys.stderr)  # noqa: T201 - as the interpreter does
-    except BaseException as error:  # noqa: BLE001 - it is the program's
-        first = error.__traceback__.tb_next if error.__traceback__ else None  # without the frame above
+    except BaseException as error:  # noqa: BLE001 - the program may raise anything
+        first = error.__traceback__.tb_next if error.__traceback__ else None  # without the frame of this function
         traceback.print_exception(type(error), error, first)
         code = 1
-    getattr(threading, "_shutdown")()  # noqa: B009 - waits for its threads; the type stubs lack it
+    getattr(threading, "_shutdown")()  # noqa: B009 - waits for the program's threads; missing in the type stubs
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):
@@ -327,7 +327,7 @@ def run_program(request: dict[str, Any], folder: str) -> NoReturn:
 
 def main(descriptor: int, isolation: str) -> None:
     """Run the server on a socket; first report whether the isolation works."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a handler in init could be triggered by the program
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a program could trigger a Python handler in init
     connection = socket.socket(fileno=descriptor)
     try:
         server = ProgramServer(connection, isolation)

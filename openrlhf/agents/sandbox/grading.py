@@ -2,9 +2,9 @@
 
 Program and test run in two sandboxes, connected by a socket. In the test, the functions and classes of the program are
 stand-ins: a call sends its arguments to the program and receives plain data (numbers, texts, lists, ...), which the
-test compares. So the program never sees the test, the expected values or the verdict, and its objects never take part
-in a comparison: an `__eq__` that is always true, a patched `assert` or built-in, a search through frames and memory, an
-early `os._exit(0)` or a message in place of a result gain nothing.
+test compares. The program therefore has no access to the test, the expected values or the verdict, and its objects
+never take part in a comparison. This defeats an `__eq__` that is always true, a patched `assert` or built-in, a search
+through frames and memory, an early `os._exit(0)` and a message in place of a result.
 
     trainer: passes_test --- run_program(ANSWER) program's sandbox      answers calls
                          \\-- run_program(GRADE) test's sandbox          makes them, compares, exits with the verdict
@@ -12,8 +12,8 @@ early `os._exit(0)` or a message in place of a result gain nothing.
 Not prevented: a program that recognises the arguments of a known test and returns the right values for them.
 
 Limits of the stand-ins: arguments must be plain data or results of the program, so a test cannot pass its own
-functions; results that are neither plain data nor arrays can be called, indexed, iterated and measured with len(), but
-equal only themselves; built-in names and modules of the standard library always mean Python's own.
+functions. Results that are neither plain data nor arrays can be called, indexed, iterated and measured with len(), but
+equal only themselves. Built-in names and modules of the standard library always refer to Python's own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from openrlhf.agents.sandbox.program import DEFAULT_LIMITS, ProgramLimits, run_program
 
-# Both sides: values as JSON. A list is [kind, content]; other values stand for themselves.
+# Both sides encode values as JSON: numbers and texts as they are, other values as [kind, content].
 VALUES = """
 import json
 
@@ -128,7 +128,7 @@ def ask(action, target=None, name=None, arguments=None):
     return decode(result, StandIn)
 
 def update(given, after):
-    "Let the test see that the program changed a list, set or dict that it was given."
+    "Copy the changes that the program made to its arguments into the lists, sets and dicts of the test."
     for old, new in zip(given, after):
         if type(old) is type(new) is list:
             old[:] = new
@@ -177,9 +177,9 @@ print("\\npassed")
 
 
 def passes_test(solution: str, test: str, limits: ProgramLimits = DEFAULT_LIMITS) -> bool:
-    """Return whether a test passes, such as `assert add(1, 2) == 3`, that uses the functions of a program.
+    """Return whether a program passes a test, such as `assert add(1, 2) == 3`, which uses its functions.
 
-    Program and test have these limits each. A program that does not run, ends early or exceeds its limits fails.
+    The limits apply to program and test separately. A program that cannot run, ends early or exceeds a limit fails.
     """
     ours, theirs = socket.socketpair()
     with ThreadPoolExecutor(1) as thread:

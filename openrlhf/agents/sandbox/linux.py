@@ -1,7 +1,7 @@
 """System calls for isolating a program: namespaces, mounts, privileges and a system-call filter.
 
-Python 3.11 wraps few of them, so they go through ctypes. The module needs only the standard library: the fork server
-loads it in a bare interpreter.
+Python 3.11 wraps few of them, so they are called through ctypes. The module needs only the standard library: the fork
+server loads it in a bare interpreter.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def check(result: int, what: str) -> int:
-    """Raise OSError with the name of the failed call."""
+    """Return the result of a system call; raise OSError with the name of the call if it failed."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
@@ -59,7 +59,7 @@ def unshare(flags: int) -> None:
 
 
 def join_namespace(descriptor: int, kind: int) -> None:
-    """Move this process into the namespace that a file of /proc/PID/ns stands for."""
+    """Move this process into the namespace that a file in /proc/PID/ns refers to."""
     check(_libc.setns(ctypes.c_int(descriptor), ctypes.c_int(kind)), "setns")
 
 
@@ -71,7 +71,7 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
 
 
 def bind(source: str, target: str, *, read_only: bool = True) -> None:
-    """Show a folder or file at a second place, with everything mounted below it."""
+    """Bind-mount a folder or file to a second path, with everything mounted below it."""
     mount(source, target, flags=BIND | RECURSIVE)
     if read_only:
         # struct mount_attr: attr_set, attr_clr, propagation, userns_fd; 0x8000 is AT_RECURSIVE
@@ -111,12 +111,12 @@ def drop_privileges(uid: int, gid: int) -> None:
 
 
 def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
-    """One instruction of classic BPF (struct sock_filter)."""
+    """Encode one instruction of classic BPF (struct sock_filter)."""
     return struct.pack("HBBI", code, if_true, if_false, value)
 
 
 def make_filter(machine: str) -> bytes:
-    """Return a seccomp filter that denies SYSTEM_CALLS, odd sockets and new user namespaces."""
+    """Return a seccomp filter that denies SYSTEM_CALLS, sockets of other families and new user namespaces."""
     load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
     audit, socket, clone, clone3, denied = SYSTEM_CALLS[machine]
     number, architecture, argument = 0, 4, 16 if sys.byteorder == "little" else 20  # in struct seccomp_data
@@ -136,7 +136,7 @@ def make_filter(machine: str) -> bytes:
 
 
 def filter_system_calls(machine_filter: bytes) -> None:
-    """Install a seccomp filter in this process and all that it starts; needs NO_NEW_PRIVILEGES."""
+    """Install a seccomp filter in this process and all processes that it starts; needs NO_NEW_PRIVILEGES."""
     code = ctypes.create_string_buffer(machine_filter, len(machine_filter))
     program = struct.pack("HxxxxxxP", len(machine_filter) // 8, ctypes.addressof(code))
     buffer = ctypes.create_string_buffer(program, len(program))

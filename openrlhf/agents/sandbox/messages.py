@@ -82,12 +82,12 @@ class EngineAnswer:
 
 @dataclass(frozen=True)
 class FileLoaded:
-    """The user's file has been loaded; the worker now handles calls."""
+    """The user's file has been loaded; the worker now accepts calls."""
 
 
 @dataclass(frozen=True)
 class RunningCall:
-    """The call whose code runs on the worker's event loop from now on; None when it waits."""
+    """The call whose code runs on the worker's event loop from now on; None when the loop waits."""
 
     call: int | None
 
@@ -128,7 +128,7 @@ ToWorker: TypeAlias = WorkerSpec | StartCall | CancelCall | EngineAnswer
 
 
 def plain(value: object) -> Json:
-    """Convert tensors, arrays and containers to numbers, lists and dicts, which JSON can hold.
+    """Convert tensors, arrays and containers to numbers, lists and dicts that can be sent as JSON.
 
     Anything else becomes its repr, so that an error message can show it.
     """

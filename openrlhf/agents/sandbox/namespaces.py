@@ -1,4 +1,4 @@
-"""The namespaces of a fork server: its users, its root folder, and the start in a child process.
+"""Namespaces of a fork server: map its users, enter the namespaces in a child process, and build its root folder.
 
 Needs only the standard library: the fork server loads it in a bare interpreter.
 """
@@ -13,14 +13,14 @@ from contextlib import suppress
 
 from openrlhf.agents.sandbox import linux
 
-NOBODY = 65534  # the user of programs if the server runs as root, for whom RLIMIT_NPROC does not hold
+NOBODY = 65534  # user of programs if the server runs as root, because RLIMIT_NPROC does not limit root
 ROOT_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 SETTINGS = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives", "/etc/localtime")
 DEVICES = ("null", "zero", "full", "random", "urandom")
 
 
 def map_users(server: int) -> int:
-    """Define the users of the server's new user namespace, from outside; return 0, or 1 if only its own is allowed."""
+    """Map users into the server's new user namespace, from outside; return 0, or 1 if only its own user is allowed."""
     own_only = False
     for kind, own in (("gid", os.getgid()), ("uid", os.getuid())):
         try:
@@ -39,7 +39,7 @@ def map_users(server: int) -> int:
 
 
 def enter_namespaces(connection: socket.socket) -> tuple[int, int]:
-    """Continue in a child with namespaces of its own; return the user and group for programs."""
+    """Continue in a child process with its own namespaces; return the user and group for programs."""
     server, own = os.getpid(), (os.getuid(), os.getgid())
     wait, ready = os.pipe()
     helper = os.fork()
@@ -61,7 +61,7 @@ def enter_namespaces(connection: socket.socket) -> tuple[int, int]:
         os.close(ready)
         outcome = os.waitstatus_to_exitcode(os.waitpid(helper, 0)[1])
     if outcome not in (0, 1):
-        raise OSError("the users of a user namespace cannot be mapped")
+        raise OSError("users cannot be mapped into a new user namespace")
     child = os.fork()
     if child != 0:
         connection.close()
@@ -72,7 +72,7 @@ def enter_namespaces(connection: socket.socket) -> tuple[int, int]:
 
 
 def make_root() -> None:
-    """Make a root folder of read-only binds: system libraries, this interpreter, a few devices; nothing else."""
+    """Build a root folder of read-only bind mounts: only system libraries, this interpreter and a few devices."""
     prefixes = {sys.prefix, sys.base_prefix, os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))}
     real_paths = {path: os.path.realpath(path) for path in sorted(prefixes, key=len)}  # an environment may be a link
     linux.mount("none", "/", flags=linux.SLAVE | linux.RECURSIVE)
@@ -91,8 +91,8 @@ def make_root() -> None:
     os.symlink("/tmp", "/dev/shm")  # shared memory counts towards the size of the program's folder
     for name in ("/proc", "/tmp"):
         os.mkdir(name, 0o755)
-    # The kernel lets a user namespace mount a new /proc only while it sees an unobstructed one. Containers obstruct
-    # theirs; programs then have no /proc.
+    # The kernel lets a user namespace mount a new /proc only if no part of the existing one is hidden. Containers hide
+    # parts of /proc, so programs there have none.
     with suppress(OSError):
         linux.mount("proc", "/proc", "proc", linux.NO_SUID | linux.NO_DEVICES)
     with open("/etc/passwd", "w") as file:
@@ -104,7 +104,7 @@ def make_root() -> None:
 
 
 def copy_path(source: str, path: str) -> None:
-    """Show a path of the old root in the new one, as a link if it is one; skip it if it is there."""
+    """Bind a path of the old root into the new one, or copy it if it is a link; skip a path that exists there."""
     old = "/old" + source
     if not os.path.lexists(old) or os.path.lexists(path):
         return

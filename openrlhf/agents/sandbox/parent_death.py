@@ -1,8 +1,8 @@
 """Process cleanup: a worker ends with its trainer, and every process that the worker started ends with the worker.
 
 On Linux the kernel enforces this, even while user code holds the interpreter lock and no other Python code can run. The
-process that the trainer starts becomes a supervisor, and its child the worker. Orphans become children of the
-supervisor, so a daemon in a session of its own cannot escape:
+process that the trainer starts becomes a supervisor, and its child becomes the worker. Orphans become children of the
+supervisor, so a daemon in its own session cannot escape:
 
     trainer's death or SIGTERM  ->  supervisor kills all its descendants  ->  ends like the worker
     worker's death              ->
@@ -29,7 +29,7 @@ POLL_SECONDS = 1.0
 
 
 def die_with(parent: int) -> None:
-    """Kill this worker's process group when the parent dies; call it first in a worker that leads its own group."""
+    """Kill this worker and its children when the parent dies; call it first in a worker that leads a process group."""
     if sys.platform == "linux":
         prctl = ctypes.CDLL(None).prctl
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD})
@@ -64,7 +64,7 @@ def _supervise(worker: int, parent: int) -> NoReturn:
         if signal.sigwait({signal.SIGTERM, signal.SIGCHLD}) == signal.SIGTERM:
             break
         with suppress(ChildProcessError):
-            while (ended := os.waitpid(-1, os.WNOHANG))[0] != 0:  # orphans, too
+            while (ended := os.waitpid(-1, os.WNOHANG))[0] != 0:  # reaps orphans, too
                 if ended[0] == worker:
                     code = os.waitstatus_to_exitcode(ended[1])
     killed = kill_descendants()

@@ -24,17 +24,17 @@ from openrlhf.agents.sandbox.process import PoolLimits, WorkerProcess
 from openrlhf.errors import ConfigError, RolloutError
 from openrlhf.types import Completion, Request
 
-CLOSED = "the processes of rewards and agents have been closed"
-MOST_UNEXPLAINED = 2  # crashes of unknown cause in its process that a call survives; the next one fails it
+CLOSED = "the worker processes of rewards and agents have been stopped"
+MOST_UNEXPLAINED = 2  # crashes of unknown cause after which a call is retried; it fails after one more
 
 
 async def refuse_request(request: Request) -> Completion:
-    """Stand in for the engine in calls that have none."""
+    """Reject a request to the engine; used in calls that must not generate."""
     raise RolloutError("a reward function has no access to the engine: only agents can generate")
 
 
 class Pool:
-    """Worker processes that serve one file. All methods below `close` run in the pool's own thread."""
+    """Worker processes that run one user file. All methods below `_stop_thread` run in the pool's own thread."""
 
     def __init__(self, spec: WorkerSpec, limits: PoolLimits, owns: TemporaryDirectory[str] | None = None) -> None:
         self.spec, self.limits, self.owns = spec, limits, owns
@@ -59,7 +59,7 @@ class Pool:
             asyncio.run_coroutine_threadsafe(self._close(), self.loop).result()
             self._stop_thread()
             is_whole = failure.error_class == ConfigError.__name__
-            text = failure.text if is_whole else f"{self.spec.file} cannot be used: loading it {failure.text}"
+            text = failure.text if is_whole else f"{self.spec.file} cannot be loaded: it {failure.text}"
             raise failure.to_error(ConfigError, text) from None
 
     async def call(
@@ -67,8 +67,8 @@ class Pool:
     ) -> CallResult:
         """Run user code on its input and return its result, or raise CallFailure.
 
-        A call that crashes its process or times out is retried up to `retries` times. `generate` serves the requests
-        of the user code to the engine; it runs on the caller's event loop.
+        A call that crashes its process or times out is retried up to `retries` times. `generate` sends the requests
+        of the user code to the engine and runs on the caller's event loop.
         """
         if self.closed:
             raise RolloutError(CLOSED)
@@ -171,10 +171,10 @@ class Pool:
             self.queue.append(call)
 
     def _end_process(self, worker: WorkerProcess, failure: CallFailure) -> None:
-        """Handle the end of a process: retry the call that caused it alone, and restart the others elsewhere."""
+        """Retry the calls of a process that ended: the call that caused it alone, the others in any process."""
         self.workers.remove(worker)
         for call in worker.calls.values():
-            if call.answer.done():  # the engine failed the call in the meantime
+            if call.answer.done():  # the engine has failed the call in the meantime
                 continue
             if self.closed:
                 call.answer.set_exception(RolloutError(CLOSED))

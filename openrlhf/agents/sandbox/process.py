@@ -1,7 +1,7 @@
 """Trainer-side handle of a worker process: start it, exchange messages, kill its descendants, report its exit once.
 
-The pool assigns calls to a `WorkerProcess` and learns of their end, and of the end of the process, through callbacks.
-The handle enforces the deadlines of its calls and passes their requests to the engine. It lives on the pool's event
+The pool assigns calls to a `WorkerProcess`, which reports the end of each call and of the process through callbacks.
+The handle enforces the deadlines of its calls and passes their requests to the engine. It runs on the pool's event
 loop; `worker.Worker` is the other end of the pipe.
 """
 
@@ -30,8 +30,8 @@ START = (
     "from openrlhf.agents.sandbox.worker import main; main({calls}, {replies}, {parent})"
 )
 DRAIN_SECONDS = 1.0  # wait for the last messages of a process that has ended
-GRACE_SECONDS = 1.0  # for user code to return after it is cancelled
-KILL_SECONDS = 10.0  # for a supervisor to kill its descendants
+GRACE_SECONDS = 1.0  # time for user code to return after it is cancelled
+KILL_SECONDS = 10.0  # time for a supervisor to kill its descendants
 LOADING_SECONDS = 300.0  # time limit for loading a user's file, mostly its imports
 
 
@@ -48,7 +48,7 @@ class PoolLimits:
 class WorkerProcess:
     """A process with its own process group that runs user code, and the calls assigned to it.
 
-    `on_call_end` is called when user code has returned or raised; a call without an answer then has expired. `on_exit`
+    `on_call_end` is called when user code has returned or raised; a call that has no answer then has expired. `on_exit`
     is called once, after the process has ended and `failure` and `blamed` are set.
     """
 
@@ -66,8 +66,8 @@ class WorkerProcess:
         self.deadlines: dict[int, Deadline] = {}  # of these calls, once the file is loaded
         self.usage = LoopUsage()
         self.retiring = False  # gets no more calls
-        self.killed = False  # or to be killed once started
-        self.reaped = False  # its process id may be reused
+        self.killed = False  # killed, or to be killed once started
+        self.reaped = False  # True once its process id may be reused
         self.failure: CallFailure | None = None  # why it was killed, or how it ended
         self.blamed: Call | None = None  # the call that caused `failure`, if known
         self.process: asyncio.subprocess.Process | None = None
@@ -95,7 +95,7 @@ class WorkerProcess:
         if self.process is None or self.reaped:
             return
         if sys.platform == "linux" and self.process.returncode is None:
-            for number in (signal.SIGTERM, signal.SIGCONT):  # to its supervisor (parent_death.py), even if stopped
+            for number in (signal.SIGTERM, signal.SIGCONT):  # SIGCONT in case its supervisor is stopped
                 with suppress(ProcessLookupError):
                     self.process.send_signal(number)
             self.loop.call_later(KILL_SECONDS, self._kill_group)
@@ -114,7 +114,7 @@ class WorkerProcess:
         self.kill()
 
     def start_deadline(self, call: Call) -> None:
-        """Start the clock of a call; while the file is still loading, leave that to `_listen`."""
+        """Start the deadline of a call; if the file is still loading, `_listen` starts it later."""
         if self.loaded.done():
             self.deadlines[call.number] = Deadline(
                 call.number, self.limits.timeout, self.usage, lambda: self._stop_expired(call)
@@ -127,7 +127,7 @@ class WorkerProcess:
         process continue; the process is killed if the call has not returned after GRACE_SECONDS.
         """
         call.expired = expired = CallFailure(f"did not return within {self.limits.timeout:g} s (--reward_timeout)")
-        self.retiring = True  # threads of the cancelled call may still run there
+        self.retiring = True  # threads of the cancelled call may still run in this process
         self.send(messages.CancelCall(call.number))
 
         def kill_unless_ended() -> None:
@@ -180,7 +180,7 @@ class WorkerProcess:
             )
         _, self.writer = await asyncio.open_unix_connection(sock=calls)
         reader, reply_writer = await asyncio.open_unix_connection(sock=replies)
-        if self.killed:  # before its process id was known
+        if self.killed:  # killed before its process id was known
             self.kill()
         else:
             self.writer.writelines(self.unsent)
@@ -249,7 +249,7 @@ class WorkerProcess:
             call.answer.cancel()
         elif (error := answer.exception()) is not None:
             if not call.answer.done():
-                call.answer.set_exception(error)  # an engine's error is not the sample's fault: raise it unchanged
+                call.answer.set_exception(error)  # the sample did not cause this error, so raise it unchanged
         elif call.number in self.calls and not self.killed:
             deadline.resume()
             self.send(messages.EngineAnswer(call.number, message.request, answer.result()))

@@ -1,4 +1,4 @@
-"""Run programs written by a model, isolated from the machine, with limits on everything they can use up.
+"""Run programs written by a model, isolated from the machine, with limits on time, memory, processes, output and disk.
 
 Reward functions and tools call `run_program`:
 
@@ -7,11 +7,11 @@ Reward functions and tools call `run_program`:
     result = run_program("print(6 * 7)", limits=ProgramLimits(seconds=2))
     result.stdout == "42\\n" and result.exit_code == 0
 
-A program sees the system's libraries and this Python read-only, an empty folder of its own in memory, and its own
-processes; no network, no other files, no environment of the trainer. When it ends, so does everything that it started.
+A program has read-only access to the system's libraries and this Python, an empty folder in memory and its own
+processes, but no network, no other files and no environment of the trainer. When it ends, all its processes are killed.
 Each call uses one fork server (`fork_server.py`), isolated by Linux namespaces. If those are forbidden, bubblewrap
 (`bwrap`) starts the server instead, once per program, which is slower. Without either, `run_program` raises
-ConfigError, unless the caller or OPENRLHF_UNISOLATED_PROGRAMS=1 accepts programs with the user's own rights.
+ConfigError, unless the caller or OPENRLHF_UNISOLATED_PROGRAMS=1 accepts programs with the user's own permissions.
 """
 
 from __future__ import annotations
@@ -44,35 +44,35 @@ START = (
     "import sys; sys.path.insert(0, {root}); from openrlhf.agents.sandbox.fork_server import main; "
     "sys.path.remove({root}); main({descriptor}, {isolation})"
 )
-# Run in a shell: put it into control groups, then become the command after "--".
+# Shell script that joins the control groups in its arguments, then becomes the command after "--".
 JOIN = 'while [ "$1" != -- ]; do echo $$ > "$1" || exit 1; shift; done; shift; exec "$@"'
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
 START_SECONDS = 60.0  # time limit for starting a server, on a busy machine
-GRACE_SECONDS = 30.0  # for the server to kill a program and answer
+GRACE_SECONDS = 30.0  # time for the server to kill a program and answer
 OVERHEAD = 64 << 20  # bytes of memory for the server itself
 
 
 @dataclass(frozen=True)
 class ProgramLimits:
-    """What a program may use. Sizes are in bytes."""
+    """Limits of a program. Sizes are in bytes."""
 
     seconds: float = 5.0
-    """Time on the clock."""
+    """Wall-clock time."""
     cpu_seconds: int | None = None
     """Processor time of each process; default: a second more than `seconds`."""
     memory: int = 1 << 30
     """Memory of all processes together if control groups are available, else of each process."""
     processes: int = 32
-    """Processes and threads at the same time."""
+    """Number of concurrent processes and threads."""
     output: int = 1 << 16
-    """Each of standard output and standard error; a program that writes more is killed."""
+    """Size of standard output and of standard error, each; a program that writes more is killed."""
     file_size: int = 1 << 24
-    """One file."""
+    """Size of each file."""
     disk: int = 1 << 26
-    """All files; they are kept in memory. Not enforced without isolation."""
+    """Size of all files together, which are kept in memory. Not enforced without isolation."""
 
     def for_server(self, processes: int) -> dict[str, Any]:
-        """Return the limits as the fork server takes them, with the process limit in the kernel's counting."""
+        """Return the limits in the form that the fork server expects; `processes` is the value of RLIMIT_NPROC."""
         cpu = math.ceil(self.seconds) + 1 if self.cpu_seconds is None else self.cpu_seconds
         resources = {
             "RLIMIT_CPU": (cpu, cpu + 1),  # SIGXCPU, then SIGKILL
@@ -97,13 +97,13 @@ class ProgramResult:
     stdout: str
     stderr: str
     limit: Literal["seconds", "cpu_seconds", "memory", "output"] | None
-    """The limit for which the program was killed."""
+    """The limit that the program exceeded, if it was killed for that."""
     seconds: float
-    """Time on the clock that it ran."""
+    """Wall-clock time of the run."""
 
 
 class StartError(Exception):
-    """A fork server that cannot work here; the message says why."""
+    """A fork server cannot run on this machine; the message gives the reason."""
 
 
 class ForkServer:
@@ -155,16 +155,16 @@ class ForkServer:
         if "failed" in frame[0]:
             raise StartError(frame[0]["failed"])
         if self.isolation == "bubblewrap":
-            return os.getuid()  # outside of it
+            return os.getuid()  # the user outside the sandbox
         if self.isolation != "none" and frame[0]["user"] == 0 and self.group is None:
             raise StartError("root's processes cannot be counted without control groups")
         return frame[0]["user"]
 
     def run(self, request: dict[str, Any], limits: ProgramLimits, channel: socket.socket | None) -> ProgramResult:
-        """Run one program; if it manages to end the server, that counts as the program's end."""
+        """Run one program; if it ends the server, report it as killed."""
         kills = 0
         if self.group is not None:
-            self.group.limit(limits.memory + OVERHEAD, limits.processes + 4)  # with sh or bwrap, server and init
+            self.group.limit(limits.memory + OVERHEAD, limits.processes + 4)  # plus sh or bwrap, server and init
             kills = self.group.count_kills()
         self.connection.settimeout(limits.seconds + GRACE_SECONDS)
         message = request | {"limits": limits.for_server(self._most_processes(limits.processes))}
@@ -205,7 +205,7 @@ class ForkServer:
         self.process.wait()
 
     def close(self) -> None:
-        """End the server, which ends itself when the socket closes, and remove its control groups."""
+        """Close the socket, which makes the server exit, and remove its control groups."""
         self.connection.close()
         try:
             self.process.wait(GRACE_SECONDS)
@@ -218,7 +218,7 @@ class ForkServer:
 
 
 def clean_environment() -> dict[str, str]:
-    """Return the environment of programs: no variable of the trainer but the library path."""
+    """Return the environment of programs; only the library path is taken from the trainer's."""
     folders = [os.path.dirname(sys.executable), "/usr/local/bin", "/usr/bin", "/bin"]
     kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
     return kept | {
@@ -262,7 +262,7 @@ def count_tasks(user: int) -> int:
 
 
 class _Servers:
-    """Idle fork servers of this process, and the isolation that works here."""
+    """Idle fork servers of this process, and the isolation that works on this machine."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -271,13 +271,13 @@ class _Servers:
         self.failures: dict[Isolation, str] = {}
 
     def take(self, disk: int, *, allow_unisolated: bool) -> ForkServer:
-        """Return an idle server or start one, with the best isolation that works here."""
+        """Return an idle server or start one, with the best isolation that works on this machine."""
         with self.lock:
             usable = [server for server in self.idle if allow_unisolated or server.isolation != "none"]
             if usable:
                 self.idle.remove(usable[-1])
                 return usable[-1]
-            if self.isolation is None:  # only the first call tries
+            if self.isolation is None:  # only the first call tries each kind
                 for isolation in ("namespaces", "bubblewrap"):
                     try:
                         server = ForkServer(isolation, disk)
@@ -292,12 +292,12 @@ class _Servers:
             raise ConfigError(
                 f"programs cannot be isolated on this machine: expected user namespaces or bubblewrap, got {reasons}",
                 try_this=f"allow user namespaces (docs/agents.md), or set {OPT_IN}=1 (allow_unisolated=True in Python) "
-                "to run programs with your own rights",
+                "to run programs with your own permissions",
             )
         try:
             return ForkServer(self.isolation, disk)
         except StartError as error:
-            raise ConfigError(f"no process for programs could be started: {error}") from None
+            raise ConfigError(f"the fork server for programs cannot be started: {error}") from None
 
     def give_back(self, server: ForkServer) -> None:
         if server.is_reusable:
@@ -319,7 +319,7 @@ _servers = _Servers()
 
 
 def _forget_servers() -> None:
-    """After a fork, the servers belong to the parent."""
+    """Forget the servers in a forked child: they belong to the parent."""
     global _servers
     _servers = _Servers()
 
@@ -347,10 +347,10 @@ def run_program(
 ) -> ProgramResult:
     """Run Python source, or the command `argv`, and return how it ended and what it wrote.
 
-    `files` are put into the program's folder, which is its current one; names are relative paths. `channel` becomes the
-    program's descriptor 3 and is closed here. Calls from several threads run at the same time; in async code, use
-    `asyncio.to_thread`. `allow_unisolated` accepts a machine that cannot isolate programs; the default is the
-    environment variable OPENRLHF_UNISOLATED_PROGRAMS=1.
+    `files` maps relative paths in the program's working folder to contents. `channel` becomes the program's
+    descriptor 3 and is closed here. Calls from several threads run at the same time; in async code, use
+    `asyncio.to_thread`. `allow_unisolated` allows programs on a machine that cannot isolate them (default: only if the
+    environment variable OPENRLHF_UNISOLATED_PROGRAMS is 1).
     """
     with channel or nullcontext():
         request = make_request(source, argv, stdin, files or {}, limits)
@@ -368,12 +368,12 @@ def make_request(
 ) -> dict[str, Any]:
     """Check the arguments of `run_program`, and encode them for the server."""
     if (source is None) == (not argv):
-        raise ValueError("a program is needed: expected either Python source or argv")
+        raise ValueError("the program is missing or given twice: expected either Python source or argv")
     given = dict(files) if source is None else {"program.py": source} | dict(files)
     contents = {name: encode(data) for name, data in given.items()}
     for name in contents:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or not name:
-            raise ValueError(f"a file of a program has a wrong name: expected a relative path, got {name!r}")
+            raise ValueError(f"invalid file name of a program: expected a relative path, got {name!r}")
     if sum(map(len, contents.values())) * 3 // 4 + len(stdin) > limits.disk:
         raise ValueError(f"the files of a program do not fit: expected at most {limits.disk} bytes (limits.disk)")
     return {"source": source, "argv": list(argv), "stdin": encode(stdin), "files": contents}

@@ -1,7 +1,7 @@
 """Main program of a worker process: runs user code on one event loop and exchanges messages with the trainer.
 
 It loads the user's file, then answers calls: rewards of a group, or episodes, which send requests to the engine. It
-reports which call is running at every moment, so that the trainer can charge time and crashes to the right call.
+reports which call is running at every moment, so that the trainer can attribute time and crashes to the right call.
 `process.WorkerProcess` starts it and is the other end of the pipe.
 """
 
@@ -67,7 +67,7 @@ class ReportingCoroutine(Coroutine[object, object, object]):
 
 
 class Worker:
-    """The user's file, loaded, and the calls that its reward function or executor is answering."""
+    """The loaded user file, and the calls that its reward function or executor is answering."""
 
     spec: messages.WorkerSpec
     router: RequestRouter
@@ -80,7 +80,7 @@ class Worker:
         self.tasks: dict[int, asyncio.Task[None]] = {}  # by call
 
     def send(self, message: messages.ToTrainer) -> None:
-        """Send a message, from any thread; it blocks, so that it arrives even if user code ends the process next."""
+        """Send a message from any thread; block until it is sent, because user code may end the process next."""
         data = json.dumps([type(message).__name__, vars(message)]).encode()
         with self.writing:
             self.replies.sendall(messages.HEADER.pack(len(data)) + data)
@@ -89,7 +89,7 @@ class Worker:
         """Handle the trainer's messages until it ends the process; return if the file cannot be loaded."""
         loop = asyncio.get_running_loop()
         loop.set_task_factory(self._create_task)
-        reader, _writer = await asyncio.open_unix_connection(sock=calls)  # the socket closes with an unused writer
+        reader, _writer = await asyncio.open_unix_connection(sock=calls)  # without the writer, the socket closes
         while True:
             try:
                 (length,) = messages.HEADER.unpack(await reader.readexactly(messages.HEADER.size))
@@ -158,7 +158,7 @@ class Worker:
             self.tasks.pop(call, None)
 
     async def _run_episode(self, call: int, given: messages.EpisodeInput) -> messages.Json:
-        """Run one episode; return its result reduced to RESULT_KEYS, or as it is if it is not a dict."""
+        """Run one episode; return its RESULT_KEYS, or the unchanged result if it is not a dict."""
         engine = self.router.open(call, given.params.seed, given.prompt)
         set_seed(given.params.seed)
         more: dict[str, Any] = {"images": None} if takes_keyword(self.executor.execute, "images") else {}
@@ -182,7 +182,7 @@ class Worker:
 
 
 def describe_exception(call: int | None, error: BaseException, file: str) -> messages.CallRaised:
-    """Describe an exception with the line in the user's file and the whole traceback."""
+    """Describe an exception with the line in the user's file and the full traceback."""
     whole = "".join(traceback.format_exception(error))
     if isinstance(error, OpenRLHFError):
         return messages.CallRaised(call, str(error), whole, type(error).__name__)
