@@ -29,7 +29,7 @@ from openrlhf.monitor import is_main_process
 STDERR = 2
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 INTERRUPTED = 130  # exit code by convention after Ctrl-C
-SAME_REQUEST = 1.0  # seconds: launchers and process groups deliver one request twice
+SAME_REQUEST = 1.0  # seconds within which launchers may deliver the same request twice
 GRACE_SECONDS = 4.0  # time for the program to exit after the second request, before it is ended
 SAVES = "\nopenrlhf: stopping after this step, with a checkpoint; press Ctrl-C again to stop immediately, without one"
 SAVES_NOTHING = (
@@ -42,7 +42,7 @@ _is_command = False
 
 
 def write_line(line: str) -> None:
-    """Print a line to stderr from a signal handler; `print` is unsafe there, since the signal may interrupt one."""
+    """Print a line to stderr from a signal handler; `print` is unsafe there, since the signal may interrupt another."""
     if is_main_process():
         os.write(STDERR, f"{line}\n".encode())
 
@@ -185,7 +185,7 @@ def keep_sigterm_handler() -> Iterator[None]:
 
 
 def interrupt_on_signals() -> AbstractContextManager[None]:
-    """Raise KeyboardInterrupt on both signals while the context is open; in a command, start the `LastResort`.
+    """Raise KeyboardInterrupt on either signal while the context is open; in a command, start `LastResort`.
 
     The handler is Python's own, which `asyncio.run` recognises and replaces with one that cancels the running task.
     """

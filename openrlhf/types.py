@@ -2,7 +2,7 @@
 
 Dataset rows (TokenRow, PairRow, ...) are collated into batches for training, one kind of batch for each kind of row.
 In RL, an engine answers a Request with a Completion, a finished episode becomes a Trajectory, and the trajectories of
-a rollout are trained on as PolicyBatches.
+a rollout become PolicyBatches for training.
 
 One convention holds everywhere: the mask, log-prob or advantage at index t belongs to token t, not to the position
 that predicts it. For a prompt of two tokens and a response of three:

@@ -1,7 +1,7 @@
 """Find the executor or function in an agent file, and return an executor that runs it.
 
 An agent file defines a class `AgentExecutor`, a function `run_agent`, or the older `step`. A worker calls `find_agent`
-when it loads the file, so that mistakes are reported before training, with the line to add.
+when it loads the file, so that mistakes are reported before training, together with the line to add.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def check_executor(kind: type[object], file: str) -> type[AgentExecutorBase]:
             f"{name} is created without arguments, but its constructor requires {', '.join(unknown)}",
             try_this="def __init__(self): super().__init__(AgentInstance)",
         )
-    missing = sorted(kind.__abstractmethods__ - ({"execute"} if required else set()))  # legacy classes may lack it
+    missing = sorted(kind.__abstractmethods__ - ({"execute"} if required else set()))  # optional in legacy classes
     if missing:
         heads: list[str] = []
         for method in missing:

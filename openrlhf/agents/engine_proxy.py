@@ -47,7 +47,7 @@ class EpisodeRequests:
 
 @dataclass(eq=False)
 class RequestRouter:
-    """Sends the requests of all running episodes in this process to the trainer, and returns the answers."""
+    """Router that sends the requests of all running episodes in this process to the trainer and returns the answers."""
 
     send: Callable[[EngineRequest], None]
     max_length: int
@@ -77,7 +77,7 @@ class RequestRouter:
     async def generate(
         self, kept: int | None, caller: int | None, ids: list[int], sampling_params: object
     ) -> RequestOutput:
-        """Send a request for the episode it belongs to, and wait for the engine's answer.
+        """Send a request on behalf of its episode, and wait for the engine's answer.
 
         `kept` is the call that the proxy was made for, and `caller` the call whose code makes the request, if known. An
         episode that was matched by tokens may end before the answer arrives; the request is then matched again.
@@ -101,7 +101,7 @@ class RequestRouter:
                     raise RolloutError("the episode ended before its request was answered") from None
                 continue
             episode.tokens = [*ids, *completion.token_ids]
-            set_seed(seed_for(episode.seed, number + 1))  # for user code until the next request
+            set_seed(seed_for(episode.seed, number + 1))  # seeds user code until the next request
             return RequestOutput.from_completion(ids, completion)
 
     def _guess_episode(self, kept: int | None, ids: list[int]) -> EpisodeRequests:

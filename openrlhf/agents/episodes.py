@@ -18,7 +18,7 @@ from openrlhf.agents.trajectory import read_trajectory
 from openrlhf.errors import EngineError, RewardError, RolloutError
 from openrlhf.types import Prompt, SamplingParams, Trajectory
 
-RETRIES = 1  # of an episode that crashed its process or timed out
+RETRIES = 1  # retries of an episode after a crash or a timeout
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class AgentEpisodes:
         async def run(number: int, params: SamplingParams, session: Session) -> Trajectory | SampleError:
             try:
                 return await self._run_episode(prompt, number, params, session)
-            except EngineError:  # not caused by this sample
+            except EngineError:  # the engine failed, not this sample
                 raise
             except (RewardError, RolloutError) as error:
                 if self.on_error == "stop":

@@ -1,8 +1,8 @@
 """Interface between the RL loop, which owns prompts and engines, and executors, which turn prompts into scored samples.
 
 The loop calls `GroupExecutor.run_group` with a prompt and one engine session per sample; `SingleTurnSamples` and
-`AgentEpisodes` implement it, and `ReportingExecutor` reports the samples that they skip. The functions here describe
-samples in messages.
+`AgentEpisodes` implement it, and `ReportingExecutor` reports the samples that they skip. The functions format
+samples for error messages.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ReportingExecutor:
 
     inner: GroupExecutor
     tell: Callable[[str], None]  # prints a line
-    samples: int = 0  # finished so far, failed ones included
+    samples: int = 0  # finished samples, including failed ones
     failures: int = 0
     first: str = ""  # the first error
 
@@ -108,7 +108,7 @@ def shorten(text: str, limit: int = SHOWN) -> str:
 
 
 def sample_name(prompt: Prompt, response: str | None = None, *, sample: int | None = None) -> str:
-    """Describe a sample for a message."""
+    """Describe a sample for an error message."""
     number = "" if sample is None else f"sample {sample} of "
     answer = "" if response is None else f", response {shorten(response)}"
     return f"{number}prompt {prompt.index} {shorten(prompt.text)}{answer}"

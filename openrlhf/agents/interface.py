@@ -197,7 +197,7 @@ class StepStates(TypedDict):
     observation_text: str  # everything before the policy's turn
     action_text: str  # the policy's turn
     label: Any
-    sampling_params: Any  # of this turn; a step may return changed ones for the next turn
+    sampling_params: Any  # parameters of this turn; `step` may return others for the next turn
 
 
 class AgentInstanceBase(ABC):

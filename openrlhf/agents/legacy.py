@@ -118,7 +118,7 @@ def find_feedback(after: object, before: str, done: bool) -> str:
     if after is None and done:
         return ""
     if not isinstance(after, str):
-        raise RolloutError(f"'next_observation' of step is {kind_of(after)}; expected text")
+        raise RolloutError(f"'next_observation' of step is {kind_of(after)}; expected a string")
     if after.startswith(before):
         return after[len(before) :]
     pairs = enumerate(zip(after, before, strict=False))

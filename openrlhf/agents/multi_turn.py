@@ -75,7 +75,7 @@ def read_observation(result: object) -> str:
     """Validate the result of `reset` and return its observation."""
     observation = result.get("observation") if isinstance(result, Mapping) else None
     if not isinstance(observation, str):
-        raise RolloutError(f"the agent's reset returned {kind_of(result)}; expected a dict with a text 'observation'")
+        raise RolloutError(f"the agent's reset returned {kind_of(result)}; expected a dict with a string 'observation'")
     return observation
 
 
@@ -93,5 +93,5 @@ def read_step(result: object) -> Mapping[str, Any]:
         )
     feedback = result.get("environment_feedback")
     if not isinstance(feedback, str | None):
-        raise RolloutError(f"'environment_feedback' of {STEP} is {kind_of(feedback)}; expected text")
+        raise RolloutError(f"'environment_feedback' of {STEP} is {kind_of(feedback)}; expected a string")
     return result

@@ -101,7 +101,7 @@ class RewardServer:
         threading.Thread(target=run, daemon=True, name="openrlhf-reward-server").start()
         answer = asyncio.wrap_future(result)
         try:
-            # Not asyncio.timeout: if generation blocked the loop, that would cancel an answer that has already arrived.
+            # Not asyncio.timeout: if generation blocked the loop, it would cancel an answer that has already arrived.
             await asyncio.wait({answer}, timeout=self.timeout)
         finally:
             connection.end()
@@ -133,7 +133,7 @@ class RewardServer:
             parts = urlsplit(self.url)
             if parts.scheme not in ("http", "https") or not parts.hostname:
                 raise ValueError("expected http://HOST:PORT/PATH")
-            _ = parts.port  # raises ValueError if it is not a number
+            _ = parts.port  # raises ValueError if the port is not a number
         except ValueError as error:
             raise RewardError(f"{self.name} has an invalid address: {error}") from None
         user, found, host = parts.netloc.rpartition("@")
@@ -227,7 +227,7 @@ class TLSHandler(Connecting, urllib.request.HTTPSHandler):
 
 
 def read_pause(header: str | None) -> float:
-    """Return the pause of a Retry-After header, from 0 to LONGEST_PAUSE; 0 if it is missing or malformed."""
+    """Return the seconds in a Retry-After header, at most LONGEST_PAUSE; 0 if it is missing or malformed."""
     if header is None:
         return 0.0
     try:

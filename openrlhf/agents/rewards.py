@@ -31,7 +31,7 @@ class FileRewards:
         self.origin = f"reward_func in {pool.spec.file}"
 
     async def score(self, group: Group, *, isolate: bool = True) -> list[Scored | RewardError]:
-        """Call reward_func on the group. If it fails, `isolate` the failing samples or raise CallFailure."""
+        """Call reward_func on the group. If it fails, find the failing samples if `isolate`, else raise CallFailure."""
         count = len(group.queries)
         labels = [group.prompt.label] * count
         given = RewardInput(list(group.queries), [group.prompt.text] * count, labels, group.seed)

@@ -35,7 +35,7 @@ class Group:
     prompt: Prompt
     queries: tuple[str, ...]  # prompt and response, with special tokens
     responses: tuple[str, ...]
-    seed: int = 0  # of the random generators in the reward function
+    seed: int = 0  # seeds the random generators in the reward function
 
     def part(self, indices: Sequence[int]) -> Group:
         """Return the group with only the samples at these indices."""
@@ -43,7 +43,7 @@ class Group:
         return Group(self.prompt, queries, responses, self.seed)
 
     def describe(self, index: int) -> str:
-        """Describe a sample for a message."""
+        """Describe a sample for an error message."""
         return sample_name(self.prompt, self.responses[index])
 
 
@@ -120,5 +120,5 @@ def read_logs(given: object, count: int, origin: str) -> list[dict[str, float]]:
 
 
 def kind_of(value: object) -> str:
-    """Describe a value and its type for a message."""
+    """Describe a value and its type for an error message."""
     return "None" if value is None else f"{clip(repr(value), 60)} ({type(value).__name__})"

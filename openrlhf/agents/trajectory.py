@@ -62,7 +62,8 @@ def read_trajectory(
     kept = [(start, min(end, context_length)) for start, end in ranges if start < context_length]
     if not kept:
         raise RolloutError(
-            f"the episode of {len(tokens)} tokens has no action within {context_length} tokens: action_ranges are {ranges}"
+            f"the episode of {len(tokens)} tokens has no action within {context_length} tokens: action_ranges are"
+            f" {ranges}"
         )
     length = kept[-1][1]
     mask = [False] * length  # [tokens]
@@ -100,7 +101,7 @@ def read_reward(given: object, *, scored_later: bool) -> float:
 
 
 def read_step_rewards(given: object, length: int) -> StepRewards:
-    """Return (index of a turn's last action token, reward); rewards of removed turns move to the last token."""
+    """Return (index of a turn's last action token, reward); rewards of removed turns are assigned to the last token."""
     if given is None:
         return ()
     rewards: list[tuple[int, float]] = []
@@ -122,7 +123,7 @@ def read_tokens(given: object) -> list[int]:
 
 
 def read_ranges(given: object, length: int) -> Ranges:
-    """Check that action ranges are in order, within the tokens and do not overlap; remove empty ranges."""
+    """Check that action ranges are ordered, disjoint and within the tokens; remove empty ranges."""
     if not isinstance(given, list):
         raise RolloutError(f"'action_ranges' is {kind_of(given)}; expected a list of (start, end)")
     ranges: Ranges = []
@@ -164,7 +165,7 @@ def read_log_probs(
 def spread_temperatures(
     tokens: Sequence[int], ranges: Ranges, completions: Sequence[Completion], factors: Sequence[float]
 ) -> list[float]:
-    """Return the temperature factor of each token, from that of its completion; empty if all are 1."""
+    """Return the temperature factor of each token, taken from its completion; empty if all are 1."""
     if all(factor == 1.0 for factor in factors):
         return []
     spread = [1.0] * len(tokens)  # [tokens]

@@ -129,7 +129,7 @@ class EngineWorker:
 
 
 def enter(folder: str) -> None:
-    """Disable progress bars and change to the driver's working folder if this node has it, for relative paths."""
+    """Disable progress bars, and change to the driver's working folder if it exists, so that relative paths work."""
     disable_progress_bar()
     with suppress(FileNotFoundError):
         os.chdir(folder)

@@ -18,9 +18,9 @@ from openrlhf.errors import ConfigError
 from openrlhf.monitor import say
 
 SECONDS_TO_CONNECT = 3.0
-SECONDS_TO_ANSWER = 20.0  # including one or two for importing Ray
+SECONDS_TO_ANSWER = 20.0  # time limit of PROBE, including one or two seconds to import Ray
 MAX_RECORD = 256  # characters read from Ray's file, which holds an address
-NEEDS_TOKEN = 3  # exit code of PROBE
+NEEDS_TOKEN = 3  # exit code of PROBE if a token is missing or wrong
 
 # Runs in a separate process, because Ray waits 40 seconds for a server that does not answer, and aborts the process if
 # a token is missing.

@@ -23,8 +23,8 @@ from openrlhf.errors import BackendError, ConfigError, OpenRLHFError, RolloutErr
 from openrlhf.monitor import say
 from openrlhf.signals import keep_sigterm_handler
 
-# Ray starts one idle worker per core and a process that reports usage statistics, unless told otherwise. Our actors
-# never use the idle workers, because each actor has its own environment.
+# By default, Ray starts one idle worker per core and a process that reports usage statistics. Our actors never use the
+# idle workers, because each actor has its own environment.
 RAY_SETTINGS = {"RAY_prestart_worker_first_driver": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 PROCESSES_PER_CORE = 4  # limit for runs on CPUs; more processes per core would only slow the run down
 
@@ -87,7 +87,7 @@ def private_ray(plan: PlacementPlan) -> Iterator[None]:
 
 @contextmanager
 def interpreter_for_ray(folder: Path) -> Iterator[None]:
-    """Replace an interpreter path that needs shell quoting by a link in the folder while Ray starts its processes.
+    """Replace an interpreter path that needs shell quoting with a link in the folder while Ray starts its processes.
 
     Ray passes the path to a shell unquoted, so its workers would not start and it would wait for them forever.
     """

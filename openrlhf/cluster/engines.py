@@ -20,7 +20,7 @@ from openrlhf.monitor import say
 from openrlhf.rollout.engine import LoadingEngine
 from openrlhf.types import Completion, Request
 
-SHORT_CALL = 600.0  # deadline in seconds of calls without generation; long, because a busy engine may answer late
+SHORT_CALL = 600.0  # seconds; deadline of calls without generation, long because a busy engine may answer late
 SLACK = 32  # requests by which an engine that has the prompt in its cache may exceed the least busy engine
 
 

@@ -1,8 +1,8 @@
 """Watch Ray's head node, without which no run can continue: if it is lost, the run ends with a clear error.
 
 Otherwise Ray would try to reach the head for a minute and then end the driver from C++, without any cleanup. A thread
-holds a TCP connection to the head; the event loop could not, because it may be busy, or blocked in a call of Ray that
-waits for the head.
+holds a TCP connection to the head, because the event loop may be busy, or blocked by a call of Ray that waits for the
+head.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Head:
 
     def __init__(self, address: str, environ: Mapping[str, str] = os.environ) -> None:
         self.address = address
-        self.patience = float(environ.get(MAY_COME_BACK) or 0)  # seconds that a head may be away to restart
+        self.patience = float(environ.get(MAY_COME_BACK) or 0)  # seconds that the head may take to restart
         self.lost = False
         self.connection: socket.socket | None = None
         message = f"the Ray head node at {address} is gone, so the run cannot continue"
@@ -71,7 +71,7 @@ class Head:
 
     def _watch(self, released: threading.Event, report_loss: Callable[[], object]) -> None:
         """Reconnect whenever the connection closes; report the loss once the head has been unreachable too long."""
-        missed: float | None = None  # time since which the head is unreachable
+        missed: float | None = None  # when the head became unreachable
         pause = 0.0
         while not released.wait(pause):
             began, pause = time.monotonic(), RETRY_PAUSE

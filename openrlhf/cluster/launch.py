@@ -1,8 +1,8 @@
 """The train_ppo and train_ppo_ray commands: choose the runtime and, if it is Ray, start models and engines on it.
 
-`open_ray` is the counterpart of `rl.local.open_local`; the loop in `rl.train` is the same for both. It
-plans the placement, reserves the devices (`session`), starts the processes (`starter`) and connects the models'
-workers, the engines and the weight sync between them.
+`open_ray` is the counterpart of `rl.local.open_local`; the loop in `rl.train` is the same for both. `open_ray` plans
+the placement, reserves the devices (`session`), starts the processes (`starter`) and connects the models' workers, the
+engines and the weight sync between them.
 """
 
 from __future__ import annotations

@@ -85,8 +85,8 @@ def plan(config: RLConfig) -> PlacementPlan:
     """Plan the groups and engines of a run.
 
     vLLM engines share the models' devices in a colocated run and have their own devices otherwise. An asynchronous run
-    trains and generates at the same time, so its engines always have their own devices. Without vLLM, each
-    policy process has a Transformers engine on its device.
+    trains and generates at the same time, so its engines always have their own devices. Without vLLM, each policy
+    process has a Transformers engine on its device.
     """
     groups = plan_groups(config)
     policy = next(group for group in groups if "actor" in group.roles)
@@ -188,7 +188,7 @@ def explain_shortage(asked: PlacementPlan, nodes: Sequence[Node], unit: str, *, 
     fewer = "--*_num_nodes, --*_num_gpus_per_node and --vllm_num_engines" if asked.groups else "--vllm_num_engines"
     if total >= asked.devices > free:
         return ConfigError(message, try_this=f"ray status to see which jobs hold the others, or fewer {fewer}")
-    if asked.groups and asked.groups[0].name != COLOCATED:  # would everything fit on the policy's devices?
+    if asked.groups and asked.groups[0].name != COLOCATED:  # suggest colocation if it would fit
         blocks = asked.blocks()
         of_policy = [block for block in blocks if block.owner == asked.groups[0].name]
         if len(of_policy) < len(blocks) and pack(of_policy, nodes) is not None:

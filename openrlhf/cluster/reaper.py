@@ -35,7 +35,7 @@ KEPT_SECONDS = 7 * 24 * 3600.0  # age at which kept logs and folders of unknown 
 CHECK_EVERY = 0.5  # seconds
 SECONDS_TO_REAP = 30.0
 SCAN_EVERY = 0.1  # seconds
-QUIET_SCANS = 3  # empty scans before the end; one scan may miss a process, whose environment is unset during exec
+QUIET_SCANS = 3  # scans without a match before the end; a scan misses processes in exec, which have no environment
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def private_folder(parent: Path) -> Iterator[Path]:
         try:
             yield folder
         finally:
-            reaper.communicate(b"end")  # closing its input is not enough: a forked child may hold it open
+            reaper.communicate(b"end")  # closing the pipe is not enough: a forked child may hold it open
 
 
 def hold(folder: Path) -> BinaryIO:

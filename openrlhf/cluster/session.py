@@ -1,7 +1,7 @@
 """Reserve the devices of a run on a Ray cluster and assign them to its processes.
 
 `connect` joins or starts Ray (`driver`), chooses nodes for the plan (`placement.pack`), reserves the devices and yields
-a `Cluster`, which gives `starter` a slot for each process.
+a `Cluster`, from which `starter` gets a slot for each process.
 
 Ray only reserves devices and starts processes. One placement group holds all devices of a run, so that it starts as a
 whole or not at all, and each process gets its devices through its environment. Files with reward functions and agents
@@ -70,7 +70,7 @@ class Cluster:
         Their environment holds the rendezvous address of the group's processes; each call finds a new port.
         """
         devices, per_node = self.devices[group.name], group.devices_per_node
-        # Processes of one node meet on its loopback address, which other machines cannot reach.
+        # If all processes are on one node, use its loopback address, which other machines cannot reach.
         one_node = len({device.node.id for device in devices}) == 1
         address = "127.0.0.1" if one_node else devices[0].node.address
         (port,) = await_answers([run_on_node(probes.find_free_port, self.reserved, devices[0].bundle, address)])
@@ -101,14 +101,14 @@ class Cluster:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         node = devices[0].node
-        processes = sum(device.node.id == node.id for device in chain(*self.devices.values()))  # they share the cores
-        # Workers import the checkout, if the package runs from one, before anything on the inherited path.
+        processes = sum(device.node.id == node.id for device in chain(*self.devices.values()))  # all share its cores
+        # If the package runs from a checkout, workers import it from there, before anything on the inherited path.
         package = Path(openrlhf.__file__).parents[1]
         checkout = "" if package.name in ("site-packages", "dist-packages") else str(package)
         values = {
             "PYTHONPATH": os.pathsep.join(filter(None, (checkout, os.environ.get("PYTHONPATH")))),
             "OMP_NUM_THREADS": str(max(1, node.cores // processes)),
-            "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),  # its warnings do not help users
+            "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),  # hides warnings of PyTorch
             **environment,
         }
         if self.unit == "GPU":

@@ -23,9 +23,9 @@ from openrlhf.rollout.sync_proof import SyncProof, compare
 from openrlhf.rollout.weight_receiver import IncomingWeights, WeightsPerWorker
 
 CHANNEL_TIMEOUT = 60.0  # seconds, at both ends of a channel
-LOOPBACK = "127.0.0.1"  # where a channel within one machine listens
-SECONDS_TO_FAIL = 3 * CHANNEL_TIMEOUT  # for all processes to report the failure of a transfer
-SECONDS_TO_NOTICE = 2.0  # time for a sender to notice on its own that a receiver is gone, as it usually does
+LOOPBACK = "127.0.0.1"  # address of a channel within one machine
+SECONDS_TO_FAIL = 3 * CHANNEL_TIMEOUT  # time for all processes to report the failure of a transfer
+SECONDS_TO_NOTICE = 2.0  # time for a sender to notice by itself that a receiver is gone
 
 
 @dataclass
@@ -153,7 +153,7 @@ class RaySync:
     async def _open_channels(self) -> None:
         """Open new channels to the current engine processes; channels to dead processes are not reused."""
         receivers = self.workers_per_engine * len(self.engines.engines)
-        # With ipc, one channel per pair of processes that share a GPU; otherwise one from the first rank to all.
+        # With ipc, open one channel per pair of processes that share a GPU; otherwise one from the first rank to all.
         senders = self.policy.processes[: receivers if self.transport == "ipc" else 1]
         size = 1 if self.transport == "ipc" else receivers
         addresses = {engine.process.address for engine in self.engines.engines}

@@ -82,7 +82,7 @@ class RayWorkers:
         self.trained = [group for group in groups if {"actor", "critic"} & set(group.group.roles)]
 
     async def score(self, batches: Sequence[RolloutBatch], *, log_probs: bool) -> BatchScores:
-        values, reference, own = await asyncio.gather(  # a shared process runs them in this order: see LocalWorkers
+        values, reference, own = await asyncio.gather(  # policy last, as in LocalWorkers
             self._score(self.critic, Models.values, batches),
             self._score(self.reference, Models.reference_log_probs, batches),
             self._score(self.policy if log_probs else None, Models.log_probs, batches),

@@ -1,7 +1,7 @@
 """Executor for agents that use OpenAI's client.
 
 `run_agent` gets a base_url and a key, calls the policy like any OpenAI-compatible server, and returns the reward.
-Its conversation is the training sample. The server (`server.py`) runs in the same worker process, on its event loop;
+The conversation is the training sample. The server (`server.py`) runs in the same worker process, on its event loop;
 `run_agent` runs in a thread, so it may block.
 """
 

@@ -34,7 +34,7 @@ ENDPOINTS = "/v1/chat/completions, /v1/models and /tokenize"
 
 
 class ChatServer:
-    """Server of the open episodes, by name.
+    """HTTP server for the open episodes, each under its own URL.
 
     A request that cannot be served is also recorded in `ChatEpisode.error`, because an agent may swallow the error.
     """

@@ -83,7 +83,7 @@ class ChatTurn:
         return "tool_calls" if self.message.get("tool_calls") else self.output.finish_reason
 
     def usage(self) -> dict[str, Json]:
-        """Count the tokens in OpenAI's format."""
+        """Return the token counts in OpenAI's format."""
         prompt, completion = len(self.prompt_token_ids), len(self.output.token_ids)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 

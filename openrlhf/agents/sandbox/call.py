@@ -64,8 +64,8 @@ class Call:
     answer: asyncio.Future[Json]
     failures: int = 0  # crashes and timeouts that this call caused
     unexplained: int = 0  # crashes of its process with unknown cause
-    alone: bool = False  # it crashed a process, so it runs alone in the next one
-    expired: CallFailure | None = None  # set at its deadline
+    alone: bool = False  # True after it crashed a process: the next one runs only this call
+    expired: CallFailure | None = None  # set when the call exceeds its deadline
     engine_turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # an episode makes one request at a time
     requests: dict[int, tuple[Request, asyncio.Future[Completion]]] = field(default_factory=dict)  # by number
     tasks: set[asyncio.Task[None]] = field(default_factory=set)  # tasks that wait for the engine

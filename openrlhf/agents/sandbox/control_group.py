@@ -1,4 +1,4 @@
-"""Control groups: limits on the memory and the number of all processes of a run together.
+"""Control groups: shared limits on the memory and the number of all processes of a run.
 
 Versions 1 and 2 are supported if this process may create groups: version 1 below its own groups, version 2 next to its
 own group or below it. Without groups, limits per process and per user apply instead.

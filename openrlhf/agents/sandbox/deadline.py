@@ -1,8 +1,8 @@
 """Timeouts that count only the time of user code.
 
-A call is not charged for waiting on the engine, nor for time in which another call of the same worker process blocks
-its event loop. Each `WorkerProcess` has a `LoopUsage`, which it updates from the worker's reports, and a `Deadline` for
-each of its calls.
+The deadline of a call excludes time spent waiting for the engine, and time in which another call of the same worker
+process blocks its event loop. Each `WorkerProcess` has a `LoopUsage`, which it updates from the worker's reports, and a
+`Deadline` for each of its calls.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from dataclasses import dataclass, field
 
 @dataclass
 class LoopUsage:
-    """Which call is running on a worker's event loop, and how long each call has run so far.
+    """The call that runs on a worker's event loop, and the running time of each call so far.
 
     Times are in seconds of the trainer's event-loop clock.
     """
 
     running: int | None = None
     since: float = 0.0  # when `running` last changed
-    total: float = 0.0  # of all calls, up to `since`
+    total: float = 0.0  # running time of all calls, up to `since`
     by_call: dict[int, float] = field(default_factory=lambda: defaultdict(float))
 
     def switch(self, call: int | None, now: float) -> None:
-        """Record that `call` starts running now, or that none does (None)."""
+        """Record that `call` starts running now; None means that no call runs."""
         if self.running is not None:
             self.total += now - self.since
             self.by_call[self.running] += now - self.since
@@ -62,18 +62,18 @@ class Deadline:
             self.timer = self.loop.call_later(self.seconds, self._check)
 
     def stop(self) -> None:
-        """Cancel the timer for good, or until `resume`."""
+        """Cancel the timer; `resume` can start it again."""
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
 
     def _check(self) -> None:
-        """Expire if the call itself has used up its time; otherwise set the timer for the rest."""
+        """Expire if the call itself has used up its time; otherwise set the timer to the remaining time."""
         now = self.loop.time()
         used_by_others = self.usage.used_by_others(self.call, now) - self.used_before
         left = self.seconds - (now - self.started - used_by_others)
         if left <= 0:
             self.expire()
         else:
-            # At least 1% of the limit: while another call runs, `left` does not shrink, and this would busy-loop.
+            # Wait at least 1% of the limit: `left` does not shrink while another call runs, so this would busy-loop.
             self.timer = self.loop.call_later(max(left, self.seconds / 100), self._check)

@@ -1,4 +1,4 @@
-"""Kill everything that a process started, including daemons that left its process group.
+"""Kill all processes that a process started, including daemons that left its process group.
 
 A subreaper (Linux) becomes the parent of its orphaned descendants, so none of them can escape to process 1. Other
 systems have no such mechanism; there, only process groups are killed.

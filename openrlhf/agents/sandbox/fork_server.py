@@ -122,7 +122,7 @@ class ProgramServer:
             write_frame(self.connection, answer)
 
     def run(self, request: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
-        """Run one program to its end; return how it ended and what it wrote."""
+        """Run one program to its end; return its exit code, its output and the limit it exceeded."""
         folder = "/tmp" if self.isolated else tempfile.mkdtemp(prefix="openrlhf-program-")
         pipes = {name: os.pipe() for name in ("stdout", "stderr", "status")}
         began = time.monotonic()
@@ -153,7 +153,7 @@ class ProgramServer:
     def _watch(
         self, init: int, reads: dict[str, int], limits: dict[str, Any], began: float
     ) -> tuple[dict[str, bytes], str | None]:
-        """Collect the output of a run until its init process ends; kill it at its deadline or if it writes too much."""
+        """Collect the output of a run until init ends; kill the run at the deadline or if the output is too large."""
         written = {name: bytearray() for name in reads}
         limit: str | None = None
         with selectors.DefaultSelector() as selector:
@@ -234,7 +234,7 @@ class ProgramServer:
             linux.mount("proc", "/proc", "proc", linux.NO_SUID | linux.NO_DEVICES, "subset=pid")
 
     def _be_program(self, request: dict[str, Any], folder: str, outputs: list[int], descriptors: list[int]) -> NoReturn:
-        """Give up everything but the standard streams and an optional descriptor 3, then run the program."""
+        """Drop privileges and all descriptors except 0, 1, 2 and an optional 3, then run the program."""
         try:
             os.setsid()
             for target, descriptor in enumerate(outputs, start=1):
@@ -271,7 +271,7 @@ def limit_resources(resources: dict[str, tuple[int, int]]) -> None:
 
 
 def enter_folder(folder: str, request: dict[str, Any]) -> None:
-    """Write the program's files and its standard input, and make the folder the current one."""
+    """Change to the program's folder, and write its files and its standard input there."""
     os.umask(0o077)
     os.chdir(folder)
     os.environ.update(HOME=folder, TMPDIR=folder)

@@ -28,7 +28,7 @@ class WorkerSpec:
 
     file: str
     kind: Literal["reward", "agent"]
-    max_length: int = 0  # tokens of an episode, prompt included
+    max_length: int = 0  # maximum tokens of an episode, including the prompt
     max_turns: int | None = None
     scored_later: bool = False  # reward models score episodes that return no reward
     tokenizer_folder: str | None = None
@@ -73,7 +73,7 @@ class CancelCall:
 
 @dataclass(frozen=True)
 class EngineAnswer:
-    """The engine's answer to the request of this number."""
+    """The engine's answer to a request, identified by its number."""
 
     call: int
     request: int

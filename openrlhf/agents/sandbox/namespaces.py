@@ -1,6 +1,6 @@
 """Namespaces of a fork server: map its users, enter the namespaces in a child process, and build its root folder.
 
-Needs only the standard library: the fork server loads it in a bare interpreter.
+The module needs only the standard library: the fork server loads it in a bare interpreter.
 """
 
 from __future__ import annotations

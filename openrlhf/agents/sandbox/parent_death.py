@@ -4,7 +4,7 @@ On Linux the kernel enforces this, even while user code holds the interpreter lo
 process that the trainer starts becomes a supervisor, and its child becomes the worker. Orphans become children of the
 supervisor, so a daemon in its own session cannot escape:
 
-    trainer's death or SIGTERM  ->  supervisor kills all its descendants  ->  ends like the worker
+    trainer's death or SIGTERM  ->  supervisor kills all its descendants  ->  exits with the worker's status
     worker's death              ->
 
 On other systems a thread of the worker polls for the trainer's death and kills the process group.
@@ -56,7 +56,7 @@ def end_all() -> None:
 
 
 def _supervise(worker: int, parent: int) -> NoReturn:
-    """Wait for the end of the worker or for SIGTERM, kill all descendants, and end as the worker did."""
+    """Wait for the end of the worker or for SIGTERM, kill all descendants, and exit with the status of the worker."""
     adopt_orphans()
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # inherited copies would keep the worker's pipes open
     code: int | None = None
@@ -69,7 +69,7 @@ def _supervise(worker: int, parent: int) -> NoReturn:
                     code = os.waitstatus_to_exitcode(ended[1])
     killed = kill_descendants()
     if code is None:
-        code = killed.get(worker, -signal.SIGKILL)  # it may have ended by itself just before SIGTERM came
+        code = killed.get(worker, -signal.SIGKILL)  # the worker may have ended just before SIGTERM
     if code >= 0:
         os._exit(code)
     cause = signal.Signals(-code)

@@ -1,7 +1,7 @@
 """Pool of worker processes that run user code: assigns calls to processes and retries them after crashes.
 
 `FileRewards` and `AgentEpisodes` call it. If a process dies, the call that ended it is blamed and retried alone in a
-new process, up to its number of retries; the other calls of that process start again elsewhere. The pool has an event
+new process, up to its number of retries; the other calls start again in other processes. The pool has an event
 loop in its own thread, because an engine in the trainer's process may block the trainer's loop while it generates:
 
     trainer's loop          pool's loop (thread)                     worker process
@@ -25,7 +25,7 @@ from openrlhf.errors import ConfigError, RolloutError
 from openrlhf.types import Completion, Request
 
 CLOSED = "the worker processes of rewards and agents have been stopped"
-MOST_UNEXPLAINED = 2  # crashes of unknown cause after which a call is retried; it fails after one more
+MOST_UNEXPLAINED = 2  # retries of a call after crashes of unknown cause
 
 
 async def refuse_request(request: Request) -> Completion:
@@ -134,7 +134,7 @@ class Pool:
 
     def _assign(self) -> None:
         """Assign queued calls to processes, in order, as capacity allows."""
-        if self.closed:  # `_close` fails the calls that are still queued; a new process would never be killed
+        if self.closed:  # `_close` fails the queued calls; a process started now would never be killed
             return
         limits = self.limits
         queued, self.queue = self.queue, deque()
@@ -142,7 +142,7 @@ class Pool:
             open_workers = [worker for worker in self.workers if not (worker.alone or worker.retiring or worker.killed)]
             worker = min(open_workers, key=lambda worker: len(worker.calls), default=None)  # the least busy one
             may_spawn = len(open_workers) < limits.processes
-            if call.alone:  # it crashed a process, so it gets its own
+            if call.alone:  # the call crashed a process, so it gets its own
                 worker = self._spawn(alone=True)
             elif worker is None or (may_spawn and len(worker.calls) >= limits.calls_before_another):
                 worker = self._spawn()

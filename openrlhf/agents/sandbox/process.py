@@ -39,7 +39,7 @@ LOADING_SECONDS = 300.0  # time limit for loading a user's file, mostly its impo
 class PoolLimits:
     """Concurrency and time limits of a pool."""
 
-    timeout: float  # seconds of user code per call, without waiting for the engine
+    timeout: float  # seconds of user code per call, excluding waits for the engine
     processes: int = 1
     calls_before_another: int = 1  # concurrent calls in a process before another process is started
     calls_per_process: int | None = None  # further calls are queued; None: no limit
@@ -62,10 +62,10 @@ class WorkerProcess:
         alone: bool = False,
     ) -> None:
         self.limits, self.on_call_end, self.on_exit, self.alone = limits, on_call_end, on_exit, alone
-        self.calls: dict[int, Call] = {}  # sent to it but not yet answered, by number
-        self.deadlines: dict[int, Deadline] = {}  # of these calls, once the file is loaded
+        self.calls: dict[int, Call] = {}  # calls sent but not yet answered, by number
+        self.deadlines: dict[int, Deadline] = {}  # deadlines of these calls, once the file is loaded
         self.usage = LoopUsage()
-        self.retiring = False  # gets no more calls
+        self.retiring = False  # True: no further calls are assigned
         self.killed = False  # killed, or to be killed once started
         self.reaped = False  # True once its process id may be reused
         self.failure: CallFailure | None = None  # why it was killed, or how it ended
@@ -108,7 +108,7 @@ class WorkerProcess:
                 os.killpg(self.process.pid, signal.SIGKILL)
 
     def fail(self, failure: CallFailure, blamed: Call | None = None) -> None:
-        """Kill the process and record why, and which call is to blame."""
+        """Kill the process, and record the cause and the call to blame."""
         if self.failure is None:
             self.failure, self.blamed = failure, blamed
         self.kill()
@@ -161,7 +161,7 @@ class WorkerProcess:
         self.on_exit(self, self.failure)
 
     async def _run(self) -> int:
-        """Start the process and handle its messages; return the exit code after process and pipe have ended."""
+        """Start the process and handle its messages; return the exit code once the process has ended."""
         # One socket pair per direction: a failed write closes its socket, but the last replies must still be readable.
         calls, their_calls = socket.socketpair()
         replies, their_replies = socket.socketpair()

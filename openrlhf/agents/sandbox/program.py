@@ -90,7 +90,7 @@ DEFAULT_LIMITS = ProgramLimits()
 
 @dataclass(frozen=True)
 class ProgramResult:
-    """How a program ended, and what it wrote."""
+    """Exit code, output and running time of a program."""
 
     exit_code: int
     """As in subprocess: negative if a signal ended the program."""
@@ -143,7 +143,7 @@ class ForkServer:
         return command
 
     def _read_start(self) -> int:
-        """Wait until the server is ready; return the user that programs run as."""
+        """Wait until the server is ready; return the id of the user that programs run as."""
         try:
             frame = read_frame(self.connection)
         except (OSError, ValueError) as error:
@@ -172,7 +172,7 @@ class ForkServer:
         with suppress(OSError, ValueError):
             write_frame(self.connection, message, () if channel is None else (channel.fileno(),))
             if channel is not None:
-                channel.close()  # its other end must notice when the program ends
+                channel.close()  # so that its other end notices when the program ends
             frame = read_frame(self.connection)
             answer = None if frame is None else frame[0]
         out_of_memory = self.group is not None and self.group.count_kills() > kills
@@ -345,7 +345,7 @@ def run_program(
     channel: socket.socket | None = None,
     allow_unisolated: bool | None = None,
 ) -> ProgramResult:
-    """Run Python source, or the command `argv`, and return how it ended and what it wrote.
+    """Run Python source or the command `argv`, and return its exit code and output.
 
     `files` maps relative paths in the program's working folder to contents. `channel` becomes the program's
     descriptor 3 and is closed here. Calls from several threads run at the same time; in async code, use

@@ -71,8 +71,8 @@ class Worker:
 
     spec: messages.WorkerSpec
     router: RequestRouter
-    reward: RewardFunction  # of a reward file
-    executor: AgentExecutorBase  # of an agent file
+    reward: RewardFunction  # set for a reward file
+    executor: AgentExecutorBase  # set for an agent file
 
     def __init__(self, replies: socket.socket) -> None:
         self.replies = replies
@@ -86,7 +86,7 @@ class Worker:
             self.replies.sendall(messages.HEADER.pack(len(data)) + data)
 
     async def serve(self, calls: socket.socket) -> None:
-        """Handle the trainer's messages until it ends the process; return if the file cannot be loaded."""
+        """Handle messages until the trainer ends the process; return if the file cannot be loaded."""
         loop = asyncio.get_running_loop()
         loop.set_task_factory(self._create_task)
         reader, _writer = await asyncio.open_unix_connection(sock=calls)  # without the writer, the socket closes
