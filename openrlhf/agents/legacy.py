@@ -104,7 +104,7 @@ class StepFunction(AgentInstanceBase):
             extra = named.pop("extra")
             result = (dict(extra) if isinstance(extra, Mapping) else {}) | named
         else:
-            raise RolloutError(f"step returned {kind_of(returned)}; expected a dict, or a tuple ({', '.join(TUPLE)})")
+            raise RolloutError(f"step returned {kind_of(returned)}: expected a dict, or a tuple ({', '.join(TUPLE)})")
         after = result.get("next_observation", result.get("next_state"))  # called next_state in 0.8.3
         result["environment_feedback"] = find_feedback(after, observation + action, bool(result.get("done")))
         return result
@@ -118,7 +118,7 @@ def find_feedback(after: object, before: str, done: bool) -> str:
     if after is None and done:
         return ""
     if not isinstance(after, str):
-        raise RolloutError(f"'next_observation' of step is {kind_of(after)}; expected a string")
+        raise RolloutError(f"'next_observation' of step is {kind_of(after)}: expected a string")
     if after.startswith(before):
         return after[len(before) :]
     pairs = enumerate(zip(after, before, strict=False))

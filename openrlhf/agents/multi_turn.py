@@ -75,14 +75,14 @@ def read_observation(result: object) -> str:
     """Validate the result of `reset` and return its observation."""
     observation = result.get("observation") if isinstance(result, Mapping) else None
     if not isinstance(observation, str):
-        raise RolloutError(f"the agent's reset returned {kind_of(result)}; expected a dict with a string 'observation'")
+        raise RolloutError(f"the agent's reset returned {kind_of(result)}: expected a dict with a string 'observation'")
     return observation
 
 
 def read_step(result: object) -> Mapping[str, Any]:
     """Validate the result of `step`; raise a RolloutError that describes the problem."""
     if not isinstance(result, Mapping):
-        raise RolloutError(f"{STEP} returned {kind_of(result)}; expected a dict with 'rewards' and 'done'")
+        raise RolloutError(f"{STEP} returned {kind_of(result)}: expected a dict with 'rewards' and 'done'")
     missing = [key for key in ("rewards", "done") if key not in result]
     if missing:
         raise RolloutError(f"{STEP} returned a dict without {' and '.join(missing)}; its keys are {list(result)}")
@@ -93,5 +93,5 @@ def read_step(result: object) -> Mapping[str, Any]:
         )
     feedback = result.get("environment_feedback")
     if not isinstance(feedback, str | None):
-        raise RolloutError(f"'environment_feedback' of {STEP} is {kind_of(feedback)}; expected a string")
+        raise RolloutError(f"'environment_feedback' of {STEP} is {kind_of(feedback)}: expected a string")
     return result

@@ -111,7 +111,7 @@ def read_logs(given: object, count: int, origin: str) -> list[dict[str, float]]:
         floats = [as_float(item) for item in values if isinstance(item, int | float)]
         if len(values) != count or len(floats) != count:
             raise RewardError(
-                f"{origin}: extra_logs {clip(repr(name))} is {clip(repr(values))}; expected a number, or one for"
+                f"{origin}: extra_logs {clip(repr(name))} is {clip(repr(values))}: expected a number, or one for"
                 f" each of {count} samples"
             )
         for own, number in zip(logs, floats, strict=True):

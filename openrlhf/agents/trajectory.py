@@ -52,7 +52,7 @@ def read_trajectory(
     may be None.
     """
     if not isinstance(result, Mapping):
-        raise RolloutError(f"execute returned {kind_of(result)}; expected a dict with observation_tokens")
+        raise RolloutError(f"execute returned {kind_of(result)}: expected a dict with observation_tokens")
     tokens = read_tokens(result.get("observation_tokens"))
     ranges = read_ranges(result.get("action_ranges"), len(tokens))
     log_probs = read_log_probs(result.get("rollout_log_probs"), tokens, ranges, completions)
@@ -107,7 +107,7 @@ def read_step_rewards(given: object, length: int) -> StepRewards:
     rewards: list[tuple[int, float]] = []
     for item in given if isinstance(given, list) else [given]:
         if not (isinstance(item, (list, tuple)) and len(item) == 2 and isinstance(item[0], int | float)):
-            raise RolloutError(f"'step_rewards' holds {kind_of(item)}; expected (index of a token, reward)")
+            raise RolloutError(f"'step_rewards' holds {kind_of(item)}: expected (index of a token, reward)")
         rewards.append((min(int(item[0]), length - 1), read_number(item[1], "a step reward")))
     return tuple(rewards)
 
@@ -115,22 +115,22 @@ def read_step_rewards(given: object, length: int) -> StepRewards:
 def read_tokens(given: object) -> list[int]:
     """Validate the token ids of an episode."""
     if not isinstance(given, list) or not given:
-        raise RolloutError(f"'observation_tokens' is {kind_of(given)}; expected the token ids of the whole episode")
+        raise RolloutError(f"'observation_tokens' is {kind_of(given)}: expected the token ids of the whole episode")
     wrong = [item for item in given if not isinstance(item, int)]
     if wrong:
-        raise RolloutError(f"'observation_tokens' holds {kind_of(wrong[0])}; expected token ids")
+        raise RolloutError(f"'observation_tokens' holds {kind_of(wrong[0])}: expected token ids")
     return given
 
 
 def read_ranges(given: object, length: int) -> Ranges:
     """Check that action ranges are ordered, disjoint and within the tokens; remove empty ranges."""
     if not isinstance(given, list):
-        raise RolloutError(f"'action_ranges' is {kind_of(given)}; expected a list of (start, end)")
+        raise RolloutError(f"'action_ranges' is {kind_of(given)}: expected a list of (start, end)")
     ranges: Ranges = []
     last = 0
     for item in given:
         if not (isinstance(item, (list, tuple)) and len(item) == 2 and all(isinstance(edge, int) for edge in item)):
-            raise RolloutError(f"'action_ranges' holds {kind_of(item)}; expected (start, end)")
+            raise RolloutError(f"'action_ranges' holds {kind_of(item)}: expected (start, end)")
         start, end = item
         if not 0 <= start <= end <= length:
             raise RolloutError(f"action range ({start}, {end}) is not within the {length} observation_tokens")
@@ -153,10 +153,10 @@ def read_log_probs(
             log_probs[place : place + count] = completions[number].log_probs[:count]
         return log_probs
     if not isinstance(given, list):
-        raise RolloutError(f"'rollout_log_probs' is {kind_of(given)}; expected a list, or None")
+        raise RolloutError(f"'rollout_log_probs' is {kind_of(given)}: expected a list, or None")
     if len(given) != len(tokens):
         raise RolloutError(
-            f"'rollout_log_probs' has {len(given)} values for {len(tokens)} observation_tokens; expected one for each,"
+            f"'rollout_log_probs' has {len(given)} values for {len(tokens)} observation_tokens: expected one for each,"
             " 0.0 outside actions"
         )
     return [read_number(value, f"rollout_log_probs[{place}]") for place, value in enumerate(given)]

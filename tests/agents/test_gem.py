@@ -55,7 +55,7 @@ def test_game_matches_hand_computed_tokens_and_rewards(build, write):
     [
         ("game:Lower", "2", "'game:Lower' is unknown (Environment game:Lower not found"),
         ("game:GuessTheNumber-v0", "2", "Try: game:GuessTheNumber-v0-"),  # as upstream's example calls it
-        ("game:Higher", "", "the label of a prompt for GEM is '' (str); expected a whole number"),
+        ("game:Higher", "", "the label of a prompt for GEM is '' (str): expected a whole number"),
     ],
 )
 def test_unknown_game_or_seed_is_reported(build, write, name, label, message):

@@ -85,7 +85,7 @@ def test_first_token_is_never_an_action():
     ("changes", "message"),
     [
         ({"observation_tokens": None}, "'observation_tokens' is None"),
-        ({"observation_tokens": [1, "x"]}, "'x' (str); expected token ids"),
+        ({"observation_tokens": [1, "x"]}, "'x' (str): expected token ids"),
         ({"action_ranges": None}, "'action_ranges' is None"),
         ({"action_ranges": [[2]]}, "expected (start, end)"),
         ({"action_ranges": [[2, 9]]}, "(2, 9) is not within the 7 observation_tokens"),

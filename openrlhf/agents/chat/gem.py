@@ -44,7 +44,7 @@ class GemAgentExecutor(ChatExecutor):
             seed = int(task.label)
         except (TypeError, ValueError, OverflowError):
             raise RolloutError(
-                f"the label of a prompt for GEM is {kind_of(task.label)}; expected a whole number, the seed of a game",
+                f"the label of a prompt for GEM is {kind_of(task.label)}: expected a whole number, the seed of a game",
                 try_this="--label_key with the field that holds the seed",
             ) from None
 

@@ -140,7 +140,7 @@ def read_row(label: object) -> dict[str, Any]:
 def convert_tool(tool: object) -> dict[str, Any]:
     """Convert a tool from the flat format of the Responses API to the nested one of chat templates."""
     if not isinstance(tool, Mapping) or tool.get("type") != "function" or not isinstance(tool.get("name"), str):
-        raise RolloutError(f"a tool of responses_create_params is {kind_of(tool)}; expected a function with a name")
+        raise RolloutError(f"a tool of responses_create_params is {kind_of(tool)}: expected a function with a name")
     known = ("name", "description", "parameters")
     return {"type": "function", "function": {key: tool[key] for key in known if tool.get(key) is not None}}
 

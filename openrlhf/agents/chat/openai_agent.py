@@ -145,5 +145,5 @@ def read_result(result: object, *, scored_later: bool = False) -> EpisodeResult:
     reward = named.get("reward", named.get("rewards"))
     may_be_none = scored_later and named.keys() <= {"reward", "rewards", "scores", "extra_logs"}
     if reward is None and not may_be_none:
-        raise RolloutError(f"run_agent returned {kind_of(given)}; {RESULT}")
+        raise RolloutError(f"run_agent returned {kind_of(given)}: {RESULT}")
     return {"reward": reward, "scores": named.get("scores"), "extra_logs": named.get("extra_logs")}

@@ -119,15 +119,15 @@ def read_request(body: object) -> ChatRequest:
             )
     usage = body.get("stream_options") or {}
     if not isinstance(usage, Mapping):
-        raise RolloutError(f"stream_options of a request is {clip(repr(usage))}; expected an object")
+        raise RolloutError(f"'stream_options' of a request is {clip(repr(usage))}: expected an object")
     stop = body.get("stop") or []
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or not all(isinstance(text, str) for text in stop):
-        raise RolloutError(f"stop of a request is {clip(repr(stop))}; expected a string or a list of strings")
+        raise RolloutError(f"'stop' of a request is {clip(repr(stop))}: expected a string or a list of strings")
     tools = read_tools(body.get("tools"))
     limits = [body[name] for name in ("max_tokens", "max_completion_tokens") if body.get(name) is not None]
     if not all(isinstance(limit, int) and limit > 0 for limit in limits):
-        raise RolloutError(f"max_tokens of a request is {clip(repr(limits))}; expected an integer above 0")
+        raise RolloutError(f"'max_tokens' of a request is {clip(repr(limits))}: expected an integer above 0")
     try:
         messages = read_chat(body.get("messages"))
     except DataError as error:
@@ -149,7 +149,7 @@ def read_tools(given: object) -> Tools:
     if not given:
         return None
     if not isinstance(given, list) or not all(isinstance(tool, Mapping) for tool in given):
-        raise RolloutError(f"tools of a request is {clip(repr(given))}; expected a list of objects")
+        raise RolloutError(f"'tools' of a request is {clip(repr(given))}: expected a list of objects")
     return given
 
 

@@ -59,7 +59,7 @@ class ProgramLimits:
     seconds: float = 5.0
     """Wall-clock time."""
     cpu_seconds: int | None = None
-    """Processor time of each process; default: a second more than `seconds`."""
+    """Processor time of each process; default: one second more than `seconds`."""
     memory: int = 1 << 30
     """Memory of all processes together if control groups are available, else of each process."""
     processes: int = 32
