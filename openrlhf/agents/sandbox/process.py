@@ -97,7 +97,8 @@ class WorkerProcess:
         if sys.platform == "linux" and self.process.returncode is None:
             for number in (signal.SIGTERM, signal.SIGCONT):  # SIGCONT in case its supervisor is stopped
                 with suppress(ProcessLookupError):
-                    self.process.send_signal(number)
+                    # Process.send_signal would poll first, and take the exit code away from asyncio's own wait.
+                    os.kill(self.process.pid, number)
             self.loop.call_later(KILL_SECONDS, self._kill_group)
         else:
             self._kill_group()
