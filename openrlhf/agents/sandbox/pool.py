@@ -24,7 +24,7 @@ from openrlhf.agents.sandbox.process import PoolLimits, WorkerProcess
 from openrlhf.errors import ConfigError, RolloutError
 from openrlhf.types import Completion, Request
 
-CLOSED = "the worker processes of rewards and agents have been stopped"
+CLOSED = "the worker processes of rewards and agents have been closed"
 MOST_UNEXPLAINED = 2  # retries of a call after crashes of unknown cause
 
 
