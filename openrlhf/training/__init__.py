@@ -8,11 +8,11 @@
     backend                        TrainBackend and Objective, the interface between loop, objective and hardware
       local, optim                 one process: fp32 master weights, Adam and Muon, loss scale
       deepspeed*, ring_groups      several processes: ZeRO, tensor parallelism, rings
-      audit, host_memory           both: check that all parameters learn; offload tensors during sleep
+      audit, host_memory           for both: check that all parameters learn; offload tensors during sleep
     run_directory, earlier_run     files of a run, shared with RL
-      folder_lock                  one run per folder
-      checkpoint, manifest         folders that are complete or absent, and verified
-      final_save, disk_space       full and forbidden disks
+      folder_lock                  locks that allow one run per folder
+      checkpoint, manifest         atomic writes of checkpoints, and their verification
+      final_save, disk_space       saving when a disk is full or read-only
 
 The RL loop (`rl`) uses everything from `objectives` downwards.
 """

@@ -2,7 +2,7 @@
 
 A parameter without a gradient stops the run with an error. Gradients of exactly zero, and fp32 weights that do not
 move despite a gradient, are reported as one line each. Backends call `begin` and `end` around each optimizer step;
-after `STEPS` steps the audit concludes, removes its hooks, and costs nothing more.
+after `STEPS` audited steps, the audit reports its findings and removes its hooks.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from openrlhf.training.optim import Named
 
 STEPS = 3  # audited steps; steps with a learning rate of 0 do not count
 NAMES = 4  # parameter names listed per message
-# One module per expert: it has no gradient while no token is routed to it, so a missing gradient is not an error.
+# The parameters of one expert have no gradient until a token is routed to it, so a missing gradient is not an error.
 ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 Master = Callable[[nn.Parameter], Tensor | None]  # the fp32 weights of a parameter, or this rank's shard of them
 
 
 class Audit:
-    """Watch gradients as they are produced, before they are sharded or freed, and check that the fp32 masters move.
+    """Check gradients as they are produced, before they are sharded or freed, and check that the fp32 masters move.
 
-    `most` is the elementwise maximum over processes: a rank with nothing but filler micro-batches sees no gradient,
-    although other ranks do.
+    `most` returns the elementwise maximum over processes, because a rank with only filler micro-batches has only zero
+    gradients.
     """
 
     def __init__(self, named: Sequence[Named], master: Master, most: Callable[[Tensor], Tensor]) -> None:
@@ -38,16 +38,16 @@ class Audit:
         self.most = most
         self.steps = 0  # audited so far
         self.audited = False  # whether the current step counts
-        self.nonzero: dict[int, Tensor] = {}  # in this step, by the parameter's index: whether its gradient is nonzero
+        self.nonzero: dict[int, Tensor] = {}  # index of a parameter -> whether its gradient is nonzero in this step
         self.before: list[Tensor | None] = []  # fingerprints of the masters before the step
-        # [4, parameters], over all audited steps and ranks: had a gradient, it was nonzero, has a master, it moved.
+        # [4, parameters], for any audited step and rank: has a gradient, it is nonzero, has a master, the master moved.
         self.ever = torch.zeros(4, len(self.named), dtype=torch.bool)
         self.hooks = [
             parameter.register_hook(partial(self._see, number)) for number, (_, parameter) in enumerate(self.named)
         ]
 
     def _see(self, number: int, gradient: Tensor) -> None:
-        """Note a gradient; runs as a hook, once per micro-batch."""
+        """Record whether a gradient is nonzero; called as a hook for each micro-batch."""
         found = gradient.detach().any()
         seen = self.nonzero.get(number)
         self.nonzero[number] = found if seen is None else seen | found
@@ -86,18 +86,18 @@ class Audit:
         return [None if one is None else one.detach().view(torch.int32).sum(dtype=torch.int64) for one in masters]
 
     def _conclude(self) -> None:
-        """Raise or report, once, what the audited steps have shown."""
+        """Raise an error for parameters without a gradient, and print the other findings."""
         received, nonzero, has_master, moved = self.ever  # [parameters] each
         names = [name for name, _ in self.named]
         unused = [name for name, seen in zip(names, received, strict=True) if not seen and not ONE_EXPERT.search(name)]
         if unused:
             raise BackendError(
                 f"{self._some(unused)} received no gradient in {STEPS} steps: the loss does not depend on them",
-                try_this="another model, or freeze what is not used",
+                try_this="another model, or freeze the unused parameters",
             )
         for which, finding in (
             (~nonzero, f"gradients of exactly zero in the first {STEPS} steps"),
-            (nonzero & has_master & ~moved, f"gradients, and fp32 weights that did not move in {STEPS} steps"),
+            (nonzero & has_master & ~moved, f"gradients, but fp32 weights that did not move in {STEPS} steps"),
         ):
             found = [name for name, chosen in zip(names, which, strict=True) if chosen]
             if found:
@@ -115,7 +115,7 @@ def some_of(names: Sequence[str], total: int, what: str) -> str:
 
 
 def report_frozen(network: nn.Module) -> None:
-    """Print which parameters are frozen; without adapters that is rarely intended, and the audit does not see them."""
+    """Print which parameters are frozen; without adapters that is rarely intended, and the audit skips them."""
     named = list(network.named_parameters())
     frozen = [name for name, parameter in named if not parameter.requires_grad]
     if frozen:

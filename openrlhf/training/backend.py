@@ -31,8 +31,8 @@ from openrlhf.training.host_memory import HostMemory
 from openrlhf.types import Batch, RolloutBatch
 
 COMPILER = "inductor"  # backend of torch.compile; tests use one that does not generate C++
-LEAST_LOSS = 0.1  # smaller losses are not checked: dropout may change them by as much
-SLACK = 1.5  # factor by which a checked share of the loss may be off
+LEAST_LOSS = 0.1  # smaller losses are not checked, because dropout may change them by that much
+SLACK = 1.5  # factor by which a share of the loss may differ from the expected one
 
 B = TypeVar("B", bound=Batch)
 BatchKind = TypeVar("BatchKind", bound=Batch, contravariant=True)
@@ -118,7 +118,7 @@ class TrainBackend(Frozen, Ranks, ABC):
 
     rank = 0  # data-parallel rank of this process
     data_parallel_size = 1
-    unchecked_steps = 3  # whose loss is still to be checked, see `_check_share`
+    unchecked_steps = 3  # steps that `_check_share` still has to check
     # `process` is the global rank, which also counts tensor-parallel peers and ring members; process 0 writes files.
 
     def __init__(self, network: Network, device: torch.device) -> None:
@@ -154,10 +154,10 @@ class TrainBackend(Frozen, Ranks, ABC):
 
     @torch.no_grad()
     def _check_share(self, share: float, batch: B, objective: Objective[B], totals: StepTotals) -> None:
-        """Raise if a micro-batch's share of the step's loss does not fit its size, as if shares were averages.
+        """Raise if a micro-batch's share of the step's loss does not match its size, as with a loss that averages.
 
-        Its loss as a step of its own, times the part of the step that it makes up, must give about the same. All ranks
-        run this forward pass, because a sharded model needs them all.
+        The share must be about the fraction of the step that the micro-batch makes up, times the loss of a step that
+        consists of this micro-batch alone. All ranks run this forward pass, because a sharded model needs them all.
         """
         own = totals if batch.filler else StepTotals(*counts(batch))
         self.module.eval()
@@ -165,13 +165,13 @@ class TrainBackend(Frozen, Ranks, ABC):
         self.module.train()
         if batch.filler or not (math.isfinite(share) and math.isfinite(alone)) or abs(alone) < LEAST_LOSS:
             return
-        # Its part of the targets, sequences and micro-batches; which of these counts depends on the objective.
+        # The micro-batch's fractions of all targets, sequences and micro-batches; an objective divides by one of these.
         parts = [float(mine / whole) for mine, whole in zip(astuple(own), astuple(totals), strict=True) if whole > 0]
         if not min(parts) / SLACK < share / alone < max(parts) * SLACK:
             raise BackendError(
-                f"the first of {totals.micro_batches:g} micro-batches makes up {min(parts):.2g} to {max(parts):.2g} of "
-                f"the step, but its share of the loss is {share / alone:.2g} of its own loss: gradients would depend "
-                "on the number of micro-batches"
+                f"the first of {totals.micro_batches:g} micro-batches has a wrong share of the step's loss: expected "
+                f"{min(parts):.2g} to {max(parts):.2g} of the loss that it has alone, got {share / alone:.2g}; "
+                "gradients would depend on the number of micro-batches"
             )
 
     @torch.no_grad()
@@ -230,7 +230,7 @@ class TrainBackend(Frozen, Ranks, ABC):
         """Restore the state written by `save`."""
 
     def steps_taken(self) -> int | None:
-        """Return the number of optimizer steps so far, by the optimizer's own count; None if it keeps none."""
+        """Return the number of optimizer steps so far, as counted by the optimizer; None if it does not count."""
         return None
 
     def export(self, folder: Path) -> None:

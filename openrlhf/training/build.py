@@ -176,7 +176,7 @@ def load_frozen(
 ) -> Frozen:
     """Load the reference of DPO and KTO or the teacher of distillation.
 
-    Its vocabulary must have the size of the trained network's, because the two are compared token by token.
+    Its vocabulary must be as large as that of the trained network, because the two are compared token by token.
     """
     model = load_language_model(config, name, device)
     found, own = (item.config.get_text_config().vocab_size for item in (model, network.decoder))

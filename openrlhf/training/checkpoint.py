@@ -1,9 +1,10 @@
-"""Checkpoint and export folders that appear complete or not at all, in files that hold no code: safetensors, JSON.
+"""Checkpoint and export folders that appear complete or not at all.
 
 `writing` and `exporting` yield a hidden folder with a random name next to the target. The caller fills it, alone or
-together with other ranks; it is then flushed to disk and renamed or moved into place, so a crash never leaves a folder
-that looks complete but is not; `remove_leftovers` deletes what it does leave. The supervised loop, the RL driver and
-`lora_combiner` write everything through them.
+together with other ranks. The folder is then flushed to disk and renamed or moved into place, so a crash never leaves a
+folder that looks complete but is not. `remove_leftovers` deletes the hidden folders of a crashed run. The supervised
+loop, the RL driver and `lora_combiner` write all models and checkpoints this way. Apart from DeepSpeed's shards, the
+files are safetensors and JSON, which contain no code.
 
 Under --ckpt_path, a run has one folder per step (global_step20), a file `latest` with the name of the newest, and with
 --save_hf_ckpt a model folder next to each (global_step20_hf). The state.json of a checkpoint names its run, so that
@@ -31,14 +32,14 @@ MODEL = "model"  # finished model for which --save_path had no room
 PREFIX = "global_step"
 CHECKPOINT = re.compile(rf"{PREFIX}(0|[1-9][0-9]*)")
 STEP = re.compile(rf"{CHECKPOINT.pattern}(_hf)?")
-# Hidden folders of this module, with the name of their target; before they got random names, two ended in .old.
+# Hidden folders of this module; group 1 is the name of the target. Older versions used .old, and no random suffix.
 LEFTOVER = re.compile(r"\.(.*)\.(writing|exporting|replaced|deleting|old)(-[0-9a-f]+)?")
 MARKERS = ("config.json", "adapter_config.json")  # files by which Transformers and PEFT recognise a model
-COMPLETE, NO_SPACE, FAILED = range(3)  # outcomes of process 0
+COMPLETE, NO_SPACE, FAILED = range(3)  # outcomes that process 0 broadcasts
 
 
 class Ranks:
-    """The processes that write one folder together: by default this one alone, otherwise those of a `TrainBackend`."""
+    """The processes that write one folder together: by default only this one, otherwise those of a `TrainBackend`."""
 
     process = 0
     num_processes = 1
@@ -47,7 +48,7 @@ class Ranks:
         """Wait for the other processes, if there are any."""
 
     def agree(self, number: int) -> int:
-        """Return the number that process 0 passed, in every process; it must be below 2**53."""
+        """Broadcast the number that process 0 passes, which must be below 2**53, and return it."""
         return number
 
 
@@ -87,7 +88,7 @@ def writing(folder: Path, ranks: Ranks | None = None) -> Iterator[Path]:
         yield aside
     except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
-        # Several ranks wait for each other while they save: if one of them fails, none can go on.
+        # Only a single process can continue after a DiskError; with several, other ranks may still wait for this one.
         if ranks.num_processes == 1 and not isinstance(error, OpenRLHFError) and (reason := disk_failure(error)):
             raise DiskError(reason) from error
         raise
@@ -103,8 +104,7 @@ def writing(folder: Path, ranks: Ranks | None = None) -> Iterator[Path]:
 def exporting(folder: Path, ranks: Ranks | None = None) -> Iterator[Path]:
     """Yield a temporary folder to fill with a model; its files then move into `folder`, whose other files are kept.
 
-    If process 0, which writes the files, cannot write them for lack of space or of permission, all ranks raise
-    DiskError together.
+    If process 0, which writes the files, lacks space or permission, all ranks raise DiskError together.
     """
     ranks = ranks or Ranks()
     aside = begin_export(folder, ranks)
@@ -113,7 +113,7 @@ def exporting(folder: Path, ranks: Ranks | None = None) -> Iterator[Path]:
 
 
 def begin_export(folder: Path, ranks: Ranks) -> Path:
-    """Create the temporary folder of an export: next to the target, or inside it if it is a disk of its own."""
+    """Create the temporary folder of an export: next to the target, or inside it if it is a mount point."""
     suffix = f"{ranks.agree(secrets.randbits(48)):012x}"
     is_disk = folder.is_dir() and folder.stat().st_dev != folder.parent.stat().st_dev
     aside = (folder if is_disk else folder.parent) / f".{folder.name}.exporting-{suffix}"  # `with_name` rejects "."
@@ -125,10 +125,10 @@ def begin_export(folder: Path, ranks: Ranks) -> Path:
 def finish_export(aside: Path, folder: Path, ranks: Ranks) -> Iterator[None]:
     """Let the caller fill `aside` with a model, then move its files into `folder`.
 
-    The old config.json is deleted first and the new one is moved last: a folder without it is not a model, so a
-    half-moved export is never mistaken for a complete one. An older export is deleted: Transformers would prefer its
-    model.safetensors to the new shards, and would put its adapter on the new weights. Exporting adapters does not
-    delete a full model, which may be their base.
+    The old config.json is deleted first and the new one is moved last. A folder without it is not a model, so a
+    half-moved export is never mistaken for a complete one. An older export is deleted, because Transformers would
+    prefer its model.safetensors to the new shards and apply its adapter to the new weights. Exporting adapters does
+    not delete a full model, which may be their base.
     """
 
     def publish() -> None:
@@ -151,8 +151,8 @@ def finish_export(aside: Path, folder: Path, ranks: Ranks) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            # Process 0 writes the files after all ranks have gathered the weights, so all can learn that the disk is
-            # full. After any other failure they may wait for each other: raise, and the launcher ends them.
+            # Process 0 writes the files after all ranks have gathered the weights, so all ranks can raise DiskError
+            # together. After any other failure, ranks may still wait for each other: raise, and the launcher ends them.
             if disk_failure(error):
                 _raise_together(ranks, error)
             raise
@@ -164,7 +164,7 @@ def finish_export(aside: Path, folder: Path, ranks: Ranks) -> Iterator[None]:
 
 
 def _in_first(ranks: Ranks, work: Callable[[], object]) -> None:
-    """Do work on files in process 0 while the others wait; if it fails, raise in all of them."""
+    """Run `work`, which changes files, in process 0 while the others wait; if it fails, raise in all of them."""
     error: Exception | None = None
     if ranks.process == 0:
         try:
@@ -181,11 +181,14 @@ def _raise_together(ranks: Ranks, error: Exception | None) -> None:
     if outcome == NO_SPACE:
         raise DiskError(reason or "process 0 could not write its files") from error
     if outcome == FAILED:
-        raise error or BackendError("process 0 failed")
+        raise error or BackendError("process 0 could not write its files: see its own error")
 
 
 def remove_leftovers(parent: Path, is_ours: Callable[[str], object]) -> None:
-    """Delete what a killed run left of the folders in `parent` whose names `is_ours` accepts; call under a lock."""
+    """Clean up the hidden folders that a killed run left in `parent`; call it while holding the lock.
+
+    Hidden folders of targets that `is_ours` accepts are deleted, or renamed back if their target was being replaced.
+    """
     for path in list(parent.glob(".*")):
         match = LEFTOVER.fullmatch(path.name)
         if not match or not is_ours(match[1]):
@@ -204,7 +207,7 @@ def is_checkpoint_name(name: str) -> bool:
 
 
 def point_latest(root: Path, step: int) -> None:
-    """Name the checkpoint of this step as the one to resume from; the file is replaced atomically."""
+    """Record this step's checkpoint in the file `latest` as the one to resume from; the file is replaced atomically."""
     try:
         replace_file(root / LATEST, f"{PREFIX}{step}")
     except OSError as error:
@@ -219,8 +222,8 @@ def finished(root: Path) -> list[Path]:
 def newest(root: Path) -> Path | None:
     """Return the checkpoint to resume from: the one `latest` names or, if that is damaged, the one before it.
 
-    Only checkpoints of the same run are considered. A damaged one is reported in one line, and if no checkpoint is
-    whole, an error is raised: the run must not start over unnoticed.
+    Only checkpoints of the same run are considered. Damaged checkpoints are reported in one line. If all are damaged,
+    an error is raised, so that the run does not start over unnoticed.
     """
     reasons: list[str] = []
     for folder in _by_preference(root):
@@ -234,14 +237,14 @@ def newest(root: Path) -> Path | None:
         return folder
     if reasons:
         raise BackendError(
-            f"no checkpoint in {root} is whole: {'; '.join(reasons)}",
+            f"no checkpoint in {root} is intact: {'; '.join(reasons)}",
             try_this="a backup of that folder, or the same command without --load_checkpoint to start over",
         )
     return None
 
 
 def _by_preference(root: Path) -> list[Path]:
-    """List the checkpoints to try: the one that `latest` names, earlier ones of its run, later ones of its run."""
+    """List the checkpoints to try in order: the one that `latest` names, then earlier and later ones of its run."""
     found = finished(root)[::-1]
     pointer = root / LATEST
     if not pointer.is_file():
@@ -268,7 +271,7 @@ def find_fault(folder: Path, *, only_state: bool = False) -> str | None:
         state = read_state(folder)
     except BackendError:
         return f"{STATE} is missing or cannot be read"
-    if only_state or ("run" not in state and not (folder / MANIFEST).exists()):  # of an older version
+    if only_state or ("run" not in state and not (folder / MANIFEST).exists()):  # written by an older version
         return None
     return find_damage(folder)
 
@@ -276,8 +279,8 @@ def find_fault(folder: Path, *, only_state: bool = False) -> str | None:
 def rotate(root: Path, *, step: int, run: str, keep: int, max_gib: float) -> None:
     """Delete the oldest steps, checkpoint and HF export together, until at most `keep` steps and `max_gib` remain.
 
-    Call it after writing the checkpoint of `step`. Steps of other runs, and later steps than this one, which the run
-    will write again, go first. The step itself and the one that `latest` names are never deleted.
+    Call it after writing the checkpoint of `step`. Steps of other runs and steps after this one, which the run will
+    write again, are deleted first. The step itself and the one that `latest` names are never deleted.
     """
     by_step: dict[int, list[Path]] = {}
     for path in root.glob(f"{PREFIX}*"):
@@ -304,13 +307,13 @@ def rotate(root: Path, *, step: int, run: str, keep: int, max_gib: float) -> Non
 
 
 def bytes_of_last(root: Path, run: str) -> int:
-    """Return the size of this run's newest checkpoint, or 0 if it has none: the next one will be as large."""
+    """Return the size of this run's newest checkpoint, an estimate for the next one; 0 if there is none."""
     own = [folder for folder in finished(root) if run_of(folder) == run]
     return bytes_of(own[-1]) if own else 0
 
 
 def run_of(folder: Path) -> str | None:
-    """Return the id of the run that wrote a checkpoint; None if it has none or cannot be read."""
+    """Return the id of the run that wrote a checkpoint; None if the id is missing or unreadable."""
     try:
         return read_state(folder).get("run")
     except BackendError:
@@ -323,16 +326,16 @@ def write_state(folder: Path, state: dict[str, Any]) -> None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Return what `write_state` wrote."""
+    """Read the JSON part of a checkpoint."""
     try:
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise BackendError(f"the checkpoint {folder} cannot be read: {error}") from None
     if not isinstance(state, dict):
-        raise BackendError(f"the checkpoint {folder} cannot be read: {STATE} holds no object")
+        raise BackendError(f"the checkpoint {folder} cannot be read: {STATE} is not a JSON object")
     return state
 
 
 def step_of(folder: Path) -> int:
-    """Return the step of a checkpoint, which its name holds."""
+    """Return the step number in the name of a checkpoint."""
     return int(folder.name.removeprefix(PREFIX))

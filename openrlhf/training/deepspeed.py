@@ -2,8 +2,8 @@
 
 `DeepSpeedBackend` implements `TrainBackend` and `DeepSpeedFrozen` implements `Frozen`; every process of the launch
 constructs one and makes the same calls in the same order. Gradients and metrics are summed over processes; a ring
-counts as one data-parallel rank. `deepspeed_config` holds DeepSpeed's settings, `deepspeed_shards` the module that its
-engine wraps and the handling of shards, and `processes` the start-up.
+counts as one data-parallel rank. `deepspeed_config` builds DeepSpeed's settings, `deepspeed_shards` wraps the network
+in an engine and gathers its shards, and `processes` starts torch.distributed.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from openrlhf.training.processes import agree
 from openrlhf.training.ring_groups import share_rows
 
 TAG = "deepspeed"  # folder of DeepSpeed's files inside a checkpoint
-UNIVERSAL_TAG = "universal"  # the same, converted for any number of devices
+UNIVERSAL_TAG = "universal"  # the same files, converted for any number of devices
 CONVERTER = "python -m deepspeed.checkpoint.ds_to_universal"
 
 
 class DeepSpeedFrozen(Frozen):
     """A model that is not trained, such as a reference or a teacher.
 
-    It is sharded under ZeRO-3, and a full copy on each rank otherwise. `offload` keeps its weights in host memory.
+    Under ZeRO-3 it is sharded; otherwise each rank has a full copy. `offload` keeps its weights in host memory.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class DeepSpeedBackend(TrainBackend):
         self._scales_loss = facts.dtype == torch.float16  # DeepSpeed then skips steps that overflow
         self.engine.enable_backward_allreduce = not self.clips_here
         choose_layout(network, self.forward, lambda excess: float(_largest(excess, device)))
-        if sharding.deepcompile:  # not DeepSpeed's own, which compiles for fixed shapes: lengths vary here
+        if sharding.deepcompile:  # not with DeepSpeed's own compiler, which expects fixed shapes
             compile_decoder_layers(network)
         self.engine.train()
         self.audit = Audit(trainable(network), shards.master_shard, lambda found: _largest(found, device))
@@ -131,8 +131,8 @@ class DeepSpeedBackend(TrainBackend):
         return int(_largest(count, self.device))
 
     def backward(self, loss: Tensor) -> None:
-        # DeepSpeed averages gradients over processes, but ours are shares of one sum (within a ring too), so scale the
-        # loss by the number of processes averaged over.
+        # DeepSpeed averages gradients over processes, but ours must be summed, also within a ring. Scaling the loss by
+        # the number of processes turns the average into a sum.
         self.engine.backward(loss * self.averages, scale_wrt_gas=False)
 
     def optim_step(self, scale: float) -> float | None:
@@ -144,13 +144,13 @@ class DeepSpeedBackend(TrainBackend):
             parameters = [parameter for _, parameter in trainable(self.network)]
             norm = float(clip_grad_norm_(parameters, self.flags.max_norm or math.inf, mpu=self.engine.mpu))
             if not math.isfinite(norm):
-                raise BackendError(f"the gradient norm is {norm}, so nothing was changed")
+                raise BackendError(f"the gradient norm is {norm}, so the weights were not updated")
             self.engine.step()
         else:
             self.engine.step()
             norm = float(self.engine.get_global_grad_norm())
             if not (math.isfinite(norm) or self._scales_loss):
-                raise BackendError(f"the gradient norm is {norm}", try_this="a smaller learning rate")
+                raise BackendError(f"the gradient norm is not finite: got {norm}", try_this="a smaller learning rate")
         shards.keep_gathered(self.head_parameters)
         applied = self.engine.was_step_applied()
         self.audit.end(moved=applied)
@@ -182,11 +182,12 @@ class DeepSpeedBackend(TrainBackend):
             convert = f"{CONVERTER} --input_folder {folder / TAG} --output_folder {folder / UNIVERSAL_TAG}"
             raise BackendError(
                 f"{folder} has no {tag} folder, so it is not a checkpoint of this backend",
-                try_this=f"`{convert}`, which makes one" if self.universal else None,
+                try_this=f"create one with `{convert}`" if self.universal else None,
             )
-        must_be_private(checkpoints_above(folder), folder)  # what follows unpickles its files
+        must_be_private(checkpoints_above(folder), folder)  # the next line unpickles the files
         self.engine.load_checkpoint(str(folder), tag=tag, load_module_strict=not self.has_adapters)
-        # Under ZeRO-3, loading a universal checkpoint gives one group's weight decay and one shared step count to all.
+        # Under ZeRO-3, loading a universal checkpoint gives all groups the same weight decay and all parameters
+        # one shared step count. Restore the decays and copy the count.
         for group, decay in zip(self.optimizer.param_groups, self.decays, strict=True):
             group["weight_decay"] = decay
         for parameter, slots in self.optimizer.state.items():
@@ -201,7 +202,7 @@ class DeepSpeedBackend(TrainBackend):
         try:
             if self.process == 0:
                 save_model(self.network, folder, weights)
-        finally:  # after a failure too: the caller may try again in another folder
+        finally:  # also after a failure, because the caller may retry in another folder
             self.barrier()
 
     def any_process(self, condition: bool) -> bool:
@@ -228,13 +229,13 @@ class DeepSpeedBackend(TrainBackend):
             shards.keep_gathered(self.head_parameters)
 
     def sum_metrics(self, metrics: Metrics) -> Metrics:
-        # In rank order. Names travel with the values, because a rank with only fillers does not know them.
+        # Add in rank order. Names are sent with the values, because a rank with only fillers has no metrics.
         everyone = _gather_bytes(encode_metrics(metrics), self.device, self.group)
         return add_metrics(map(decode_metrics, everyone))
 
 
 def _gather_bytes(own: bytes, device: torch.device, group: dist.ProcessGroup) -> list[bytes]:
-    """Return the bytes of all processes of the group, by rank, through tensors: torch would unpickle objects."""
+    """Return the bytes of each process of the group, by rank; sent as tensors, because torch pickles objects."""
     ranks = dist.get_world_size(group)
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ranks)]
     dist.all_gather(lengths, torch.tensor([len(own)], device=device), group=group)

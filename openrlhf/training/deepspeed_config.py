@@ -1,7 +1,7 @@
 """DeepSpeed's settings as a function of our flags: the dictionaries that `deepspeed.py` passes to the engine.
 
-`engine_config` is for a network that is trained, `frozen_config` for one that is only sharded. The flags have passed
-the rules of `config/checks/sharding.py`. DeepSpeed's documentation explains each key.
+`engine_config` is for a network that is trained, `frozen_config` for one that is only sharded. The flags have already
+passed the rules of `config/checks/sharding.py`. DeepSpeed's documentation explains each key.
 """
 
 from dataclasses import dataclass
@@ -49,8 +49,8 @@ def engine_config(sharding: ShardingFlags, max_norm: float, facts: NetworkFacts,
         **half_precision(facts.dtype),
     }
     # The dtype in which gradients accumulate over micro-batches. Under ZeRO, bf16 models accumulate in fp32 unless a
-    # flag says otherwise, because bf16 has only 8 significant bits. Weights in fp32, as always on a CPU, have fp32
-    # gradients regardless of the flag.
+    # flag sets another dtype, because bf16 has only 8 significant bits. On a CPU, weights are
+    # always fp32; fp32 weights have fp32 gradients regardless of the flag.
     in_bf16 = facts.dtype == torch.bfloat16 and sharding.zero_stage >= 1
     dtype = sharding.grad_accum_dtype or ("fp32" if in_bf16 else None)
     if dtype and facts.dtype != torch.float32:
@@ -67,7 +67,7 @@ def engine_config(sharding: ShardingFlags, max_norm: float, facts: NetworkFacts,
 
 def frozen_config(sharding: ShardingFlags, facts: NetworkFacts, *, offload: bool) -> Section:
     """Build the ZeRO-3 config of a model that is not trained: sharded weights, no optimizer."""
-    assert sharding.zero_stage == 3, "only ZeRO-3 shards a model that does not learn"
+    assert sharding.zero_stage == 3, "only ZeRO-3 shards a model that is not trained"
     zero: Section = {**_sharded_weights(sharding, facts), "stage": 3}
     if offload and facts.device_type != "cpu":
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
@@ -80,7 +80,7 @@ def frozen_config(sharding: ShardingFlags, facts: NetworkFacts, *, offload: bool
 
 
 def clips_outside(sharding: ShardingFlags, facts: NetworkFacts) -> bool:
-    """Return True if the backend must clip: without ZeRO and in fp32 the engine clips but does not report the norm."""
+    """Return True if the backend must clip: without ZeRO and in fp32, the engine clips but does not report the norm."""
     return sharding.zero_stage == 0 and facts.dtype == torch.float32
 
 

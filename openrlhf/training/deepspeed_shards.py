@@ -1,9 +1,9 @@
-"""A network inside a DeepSpeed engine: the module that the engine wraps, its sharded weights, and its sleep.
+"""A network inside a DeepSpeed engine: the module that the engine wraps, its sharded weights, and its offloading.
 
 `deepspeed.py` uses three groups of functions from here. `engine_around` translates between our dataclasses and the
-plain tensors that DeepSpeed's hooks see. The next functions gather shards; they are collective: all
-ranks must call them with the same parameters. `put_to_sleep` and `wake_up` free the device memory while rollout engines
-use the device.
+plain tensors that DeepSpeed's hooks expect. The next functions gather shards; they are collective, so all ranks must
+call them with the same parameters. `put_to_sleep` and `wake_up` free the device memory while rollout engines use the
+device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ZeroParameter: TypeAlias = Any  # a parameter to which DeepSpeed may have added 
 
 
 class EngineModule(nn.Module):
-    """A network with plain tensors as arguments and results, because DeepSpeed's hooks do not see into dataclasses.
+    """A network with plain tensors as arguments and results, because DeepSpeed's hooks ignore tensors in dataclasses.
 
     A teacher's head is a function, so it is set as an attribute before the call.
     """
@@ -60,7 +60,7 @@ class EngineModule(nn.Module):
 def engine_around(
     network: Network, sharding: ShardingFlags, config: Section, optimizer: torch.optim.Optimizer | None = None
 ) -> tuple[Engine, Run]:
-    """Build a DeepSpeed engine around a network; also return the callable by which an objective runs it."""
+    """Build a DeepSpeed engine around a network; also return the callable with which an objective runs it."""
     if sharding.zero_stage == 3:
         # Gather each block of experts as a unit. Otherwise a rank that routes no token to some expert would not gather
         # it, and the other ranks would hang.
@@ -104,7 +104,7 @@ def unhook_head(network: Network) -> list[nn.Parameter]:
 
 
 def keep_gathered(parameters: list[nn.Parameter]) -> None:
-    """Gather sharded parameters and keep them gathered; free for those that already are. Every rank must call it."""
+    """Gather sharded parameters and keep them gathered; a no-op for those that already are. Every rank must call it."""
     sharded: list[ZeroParameter] = [parameter for parameter in parameters if is_sharded(parameter)]
     if sharded:
         sharded[0].all_gather(sharded)
@@ -134,7 +134,7 @@ def gather(tensors: Sequence[Tensor]) -> Iterator[Callable[[Tensor], Tensor]]:
 
 def _full(tensor: ZeroParameter) -> Tensor:
     alias = tensor.detach()
-    if hasattr(tensor, "gather_params"):  # AutoTP; on an alias: the weight must keep pointing into ZeRO's buffer
+    if hasattr(tensor, "gather_params"):  # AutoTP; gather an alias: the weight must keep pointing into ZeRO's buffer
         tensor.gather_params([alias])
     return alias
 
@@ -144,8 +144,8 @@ def put_to_sleep(
 ) -> None:
     """Move weights, gradients and optimizer state to host memory; `stage` is the ZeRO stage.
 
-    DeepSpeed offloads most of its own state, and `host` takes the rest: without ZeRO that is everything; with it,
-    frozen weights, and at stage 3 also masters and optimizer state.
+    DeepSpeed offloads most of its own state, and `host` stores the rest: everything without ZeRO, frozen weights at
+    stages 1 to 3, and masters and optimizer state at stage 3.
     """
     frozen: list[ZeroParameter] = [parameter for parameter in network.parameters() if not parameter.requires_grad]
     if stage == 3:  # DeepSpeed offloads the state of its own optimizers only, and no weights if some are frozen

@@ -1,6 +1,6 @@
-"""Files on disks that may be full, forbidden or lose power.
+"""Writing to disks that may be full, read-only or lose power.
 
-Recognise the errors of such disks, ask for room before something large is written, and replace files as a whole.
+The functions recognise disk errors, check for free space before large writes, and replace files atomically.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from openrlhf.errors import DiskError
 from openrlhf.monitor import say
 
 GIB = 1024**3
-# Errors that are the disk's and not the program's: another place, or the same one later, may work.
+# Errors of the disk, not of the program: another folder may work, or the same one later.
 ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE)
-MARGIN = 1.05  # of an estimated size
+MARGIN = 1.05  # factor on estimated sizes
 
 
 def disk_failure(error: BaseException) -> str | None:
-    """Return why the disk did not accept a file, or None if the error is about something else.
+    """Return why a file could not be written, or None if the error has another cause.
 
-    Only Python's own functions raise OSError. safetensors puts the operating system's message into its own error, also
-    across Ray, and PyTorch reports no reason at all.
+    Only Python's own functions raise OSError. The errors of safetensors and Ray contain the operating system's message
+    in their text, and PyTorch reports no reason at all.
     """
     if isinstance(error, OSError) and error.errno is not None:
         where = f": {error.filename}" if error.filename else ""
@@ -54,17 +54,17 @@ def bytes_free(folder: Path) -> int:
 
 
 def has_room(folder: Path, needed: int, what: str) -> bool:
-    """Return whether `needed` bytes fit on the folder's disk; otherwise say that `what` is not written."""
+    """Return whether `needed` bytes fit on the folder's disk; if not, print that `what` is not written."""
     free = bytes_free(folder)
     if needed * MARGIN <= free:
         return True
-    say(f"{what} is not written: it needs {show(needed)}, and {folder} has {show(free)} free. Training continues")
+    say(f"{what} is not written: it needs {show(needed)}, but {folder} has {show(free)} free. Training continues")
     return False
 
 
 @contextmanager
 def skip_if_disk_fails(what: str) -> Iterator[None]:
-    """Report a DiskError in one line and go on."""
+    """Report a DiskError in one line and continue."""
     try:
         yield
     except DiskError as error:
@@ -72,7 +72,7 @@ def skip_if_disk_fails(what: str) -> Iterator[None]:
 
 
 def show(size: float) -> str:
-    """Return a size for messages."""
+    """Format a size in bytes for messages."""
     for unit in ("bytes", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.0f} {unit}"
@@ -81,7 +81,7 @@ def show(size: float) -> str:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a file so that after a crash either the old or the new content is there, complete."""
+    """Replace a file atomically: after a crash it has either all of its old content or all of the new."""
     aside = path.with_name(f".{path.name}.writing-{secrets.token_hex(6)}")
     try:
         aside.write_text(text, encoding="utf-8", errors="surrogateescape")
@@ -93,7 +93,7 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def flush(path: Path) -> None:
-    """Wait until a file's content, or a folder's list of names, is on the disk."""
+    """Wait until a file's content, or a folder's list of files, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,8 +1,8 @@
-"""The record that an earlier run left in the run directory: it is moved, never deleted.
+"""Moves the record of an earlier run to another folder; records are never deleted.
 
-A run that starts where another one has been moves that run's metrics and rollouts to run_dir/earlier/TIME, TIME being
-when it started, with a copy of its config.json. A run that resumes does the same with the part that comes after its
-checkpoint, so that metrics.jsonl and rollouts/ always describe one uninterrupted run.
+A new run in the same run directory moves the earlier run's metrics and rollouts to run_dir/earlier/TIME, with a copy of
+its config.json; TIME is when the earlier run started. A resumed run does the same with the steps after its checkpoint,
+so that metrics.jsonl and rollouts/ always describe one uninterrupted run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STEP_NUMBER = re.compile(r"step_(\d+)\.jsonl")
 
 
 def set_earlier_run_aside(run_dir: Path, resumed_at: int = 0) -> None:
-    """Keep the record of steps up to `resumed_at` in place and move the rest aside; say so in one line."""
+    """Move the record of all steps after `resumed_at` to another folder, and print its name."""
     try:
         moved = _set_aside(run_dir, resumed_at)
     except OSError as error:
@@ -53,7 +53,7 @@ def _set_aside(run_dir: Path, resumed_at: int) -> Path | None:
             shutil.copy2(rollouts / ABOUT_FILE, aside / ROLLOUTS)
     for file in files:
         file.rename(aside / ROLLOUTS / file.name)
-    if kept:  # lines are in two places until the second file is replaced, but never in none
+    if kept:  # in this order, a crash may duplicate lines but never loses any
         replace_file(aside / METRICS_FILE, dropped)
         replace_file(metrics, kept)
     elif metrics.exists():
@@ -64,11 +64,11 @@ def _set_aside(run_dir: Path, resumed_at: int) -> Path | None:
 def split_metrics(path: Path, resumed_at: int) -> tuple[str, str]:
     """Split the lines of a metrics file into those of steps up to `resumed_at`, and the others.
 
-    A line that a crash has cut short is one of the others.
+    A line that a crash cut short counts as one of the others.
     """
     kept: list[str] = []
     dropped: list[str] = []
-    # "surrogateescape" restores bytes that are not UTF-8 when they are written again.
+    # "surrogateescape" preserves bytes that are not UTF-8 until they are written again.
     text = path.read_text(encoding="utf-8", errors="surrogateescape") if path.exists() else ""
     for line in text.splitlines(keepends=True):
         try:
@@ -91,7 +91,7 @@ def _step(file: Path) -> int:
 
 
 def _new_folder(folder: Path) -> Path:
-    """Create the folder, with a number after its name if that is taken."""
+    """Create the folder; if it exists, create one with a number appended to the name."""
     for number in range(1, 10_000):
         path = folder if number == 1 else folder.with_name(f"{folder.name}_{number}")
         if not path.exists():

@@ -1,7 +1,7 @@
-"""The finished model is never lost to a full or forbidden disk.
+"""Saves the trained model even if the disk is full or read-only.
 
-`warn_if_too_full` looks at the disk before training starts. `FinalSave` saves the trained model in --save_path or, if
-that fails, in another place, and otherwise waits for room.
+`warn_if_too_full` checks the free space before training starts. `FinalSave` saves the trained model in --save_path or,
+if that fails, in another folder. If no disk has room, it waits and retries.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from openrlhf.monitor import say
 from openrlhf.training.checkpoint import MARKERS, Ranks, begin_export, finish_export
 from openrlhf.training.disk_space import bytes_free, show
 
-PAUSE, RETRIES = 10.0, 60  # seconds between attempts when no disk has room, and how often
+PAUSE, RETRIES = 10.0, 60  # seconds between attempts when no disk has room; number of attempts
 
 
 def model_bytes(config: TrainingConfig) -> int:
-    """Return the size of the files that the model loads from; 0 if they are not on this machine, or for adapters."""
+    """Return the size of the files that the model is loaded from; 0 for adapters, or if the files are not local."""
     if flag_values(config)["lora_rank"]:
         return 0
     name = str(config.model.pretrain)
@@ -40,13 +40,13 @@ def warn_if_too_full(config: TrainingConfig) -> None:
     free = bytes_free(folder)
     if needed > free:
         say(
-            f"--save_path {folder} has {show(free)} free, and the model has {show(needed)}: it will not fit."
-            f" Make room while the run trains, or choose another --save_path"
+            f"the model will not fit in --save_path {folder}: it needs {show(needed)}, but {show(free)} are free."
+            f" Try: make room while the run trains, or another --save_path"
         )
 
 
 class FinalSave:
-    """The save of a trained model: fill the folder of each attempt, until one succeeds.
+    """Saves a trained model; the caller fills the folder of each attempt until one succeeds.
 
         saving = FinalSave(folder, fallback, ranks)
         for attempt in saving.attempts():
@@ -54,8 +54,8 @@ class FinalSave:
                 export(aside)
         saving.must_be_in_place()
 
-    The places are `folder`, `fallback` and the temporary folder of this machine, then again `folder`, until there is
-    room. All `ranks` make the same attempts.
+    The attempts use `folder`, `fallback` and a temporary folder of this machine, and then `folder` again until there
+    is room. All `ranks` make the same attempts.
     """
 
     def __init__(self, folder: Path, fallback: Path, ranks: Ranks | None = None) -> None:
@@ -79,7 +79,7 @@ class FinalSave:
         raise DiskError(f"the trained model could not be saved in {self.folder}: {self.failure}")
 
     def must_be_in_place(self) -> None:
-        """Raise DiskError if the model was saved, but not in its folder."""
+        """Raise DiskError if the model was saved in another folder than requested."""
         if self.saved != self.folder:
             raise DiskError(
                 f"--save_path {self.folder} could not be written: the trained model is in {self.saved}",
@@ -99,8 +99,8 @@ class FinalSave:
         else:
             yield self.folder  # only process 0 writes
         say(
-            f"the model could not be saved anywhere: {self.failure}. Make room for it in {self.folder}: the run tries"
-            f" again every {PAUSE:.0f} seconds, {RETRIES} times"
+            f"the model could not be saved anywhere: {self.failure}. Make room for it in {self.folder}: the run"
+            f" retries every {PAUSE:.0f} seconds, up to {RETRIES} times"
         )
         for _ in range(RETRIES):
             time.sleep(PAUSE)
@@ -112,7 +112,7 @@ class FinalSave:
             with finish_export(aside, place, self.ranks):
                 yield aside
                 if self.ranks.process == 0 and not any((aside / name).exists() for name in MARKERS):
-                    raise DiskError(f"the model's files did not arrive in {aside}: it may be on another machine")
+                    raise DiskError(f"the model's files are not in {aside}: the folder may be on another machine")
             self.saved = place
         except DiskError as error:
             self.failure = str(error)

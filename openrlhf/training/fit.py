@@ -1,11 +1,11 @@
 """The supervised training loop, shared by all six supervised commands.
 
 `training/supervised.py` builds a `Fit` from rows, an objective, a backend and the sections of flags that concern the
-loop, resumes it if asked, and calls `run`. Each step goes through
+loop, resumes it if requested, and calls `run`. Each step runs
 
     order.rows -> collate -> objective.prepare -> backend.forward_backward -> loss is finite? -> backend.optim_step
 
-on all ranks together; evaluation, checkpoints and logs happen in between. On a signal, `run` finishes the current step,
+on all ranks together. The loop evaluates, saves and logs between steps. On a signal, `run` finishes the current step,
 writes a checkpoint and raises `Interrupted`.
 """
 
@@ -39,11 +39,14 @@ Prepared = TypeVar("Prepared", bound=Batch)
 Summary = Callable[[Metrics], dict[str, float]]
 Evaluated = Callable[[Mapping[str, float]], None]
 
-LOSS_NAMES = ("loss", "gpt_loss", "kto_loss", "prm_loss")  # an objective reports its loss under the first of these
+LOSS_NAMES = ("loss", "gpt_loss", "kto_loss", "prm_loss")  # the first of these that an objective reports is its loss
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised when a run stops on request; `folder` is the checkpoint it wrote, None if `disabled` or without room."""
+    """Raised when a run stops on a signal.
+
+    `folder` is the checkpoint that it wrote; None if checkpoints are `disabled` or the disk has no room.
+    """
 
     def __init__(self, folder: Path | None, *, disabled: bool = False) -> None:
         super().__init__()
@@ -53,7 +56,7 @@ class Interrupted(KeyboardInterrupt):
 
 @dataclass
 class Fit(Generic[Row, Collated, Prepared]):
-    """A supervised run; optionally `resume` it, then call `run` once."""
+    """A supervised run: call `run` once, after `resume` if it continues from a checkpoint."""
 
     backend: TrainBackend
     objective: SupervisedObjective[Row, Collated, Prepared]
@@ -89,7 +92,7 @@ class Fit(Generic[Row, Collated, Prepared]):
             for step in range(first_step, total):
                 last = self._train(step)
                 due = self.order.ends_epoch(step) if eval_steps == -1 else (step + 1) % eval_steps == 0
-                if due or step + 1 == total:  # the last step's model is the one that is kept
+                if due or step + 1 == total:  # always evaluate the final model
                     self.evaluate(step + 1)
                 stopping = self.backend.any_process(stop.requested)
                 if stopping or (save_steps > 0 and (step + 1) % save_steps == 0):
@@ -110,7 +113,7 @@ class Fit(Generic[Row, Collated, Prepared]):
 
         values = values_of(result.metrics)
         loss = next(name for name in LOSS_NAMES if name in values)
-        values["loss_mean"] = values[loss]  # the means are those of this step, but dashboards expect these names
+        values["loss_mean"] = values[loss]  # dashboards expect this name, although the mean covers only this step
         values |= {"acc_mean": values["acc"]} if "acc" in values else {}
         values["lr"] = self.optimizer.learning_rate * scale
         values |= {} if norm is None else {"grad_norm": norm}  # None: the step was skipped
@@ -147,7 +150,7 @@ class Fit(Generic[Row, Collated, Prepared]):
         return values
 
     def _keep(self, values: Mapping[str, float]) -> None:
-        """Remember the results of an evaluation, new or restored, and pass them on."""
+        """Store the results of a new or restored evaluation, and call `on_evaluated`."""
         self.last_evaluation = values
         if self.on_evaluated:
             self.on_evaluated(values)
@@ -155,7 +158,7 @@ class Fit(Generic[Row, Collated, Prepared]):
     def save(self, step: int) -> Path | None:
         """Write a resumable checkpoint and, if requested, a model folder next to it; return the checkpoint.
 
-        What does not fit on the disk is skipped with a line: the run goes on, and the next one is due as usual.
+        A folder that does not fit on the disk is skipped with a message, and training continues.
         """
         flags, root = self.checkpoints, Path(self.checkpoints.ckpt_path)
         folder, saved = checkpoint.step_folder(root, step), False
@@ -179,7 +182,7 @@ class Fit(Generic[Row, Collated, Prepared]):
         return folder if saved else None
 
     def _has_room(self, root: Path, what: str) -> bool:
-        """Return whether a checkpoint fits on the disk, as all ranks see it."""
+        """Return on all ranks whether a checkpoint fits on the disk of process 0."""
         needed = checkpoint.bytes_of_last(root, self.run_id) or self.backend.checkpoint_bytes()
         return bool(self.backend.agree(self.backend.process == 0 and has_room(root, needed, what)))
 
@@ -188,8 +191,8 @@ class Fit(Generic[Row, Collated, Prepared]):
         state = checkpoint.read_state(folder)
         if state["num_rows"] != len(self.rows):
             raise BackendError(
-                f"the checkpoint {folder} was made on {state['num_rows']} rows, but the data now has {len(self.rows)}:"
-                " its position in the data is lost"
+                f"the data changed since the checkpoint {folder} was written: expected {state['num_rows']} rows, got"
+                f" {len(self.rows)}; resuming would repeat or skip rows"
             )
         self.backend.load(folder)
         load_rng(folder, self.backend.process)

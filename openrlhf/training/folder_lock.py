@@ -1,7 +1,7 @@
-"""One run per folder: a lock that ends with the process that holds it.
+"""A lock on a folder, so that only one run writes to it.
 
-The lock is `flock` on a small file in the folder, which names the holder for messages. The kernel releases it when the
-process ends, however it ends, so a file that a killed run left behind is not a lock.
+The lock is an `flock` on a small file in the folder; the file names the holder for error messages. The kernel releases
+the lock when the process ends for any reason, so the file of a killed run does not block the next one.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ UNSUPPORTED = (
     errno.ENOSYS,
     errno.EOPNOTSUPP,
     errno.ENOLCK,
-)  # on file systems without locks
+)  # errors of file systems without locks
 
 _held: set[int] = set()  # descriptors of the locks of this process
 
 
 def _close_in_child() -> None:
-    # A forked child shares the descriptor, and with it the lock: it would keep the lock after its parent is killed.
+    # A forked child inherits the descriptor, and would hold the lock even after its parent is killed.
     for descriptor in _held:
         with suppress(OSError):
             os.close(descriptor)
@@ -45,8 +45,8 @@ os.register_at_fork(after_in_child=_close_in_child)
 def hold_folder(folder: Path, flag: str, file: str = LOCK_FILE) -> Iterator[None]:
     """Hold the lock of a folder, which is created if it does not exist; `flag` names it in messages.
 
-    Raise ConfigError if another run holds the lock. On exit the file is removed, and folders that were created for it
-    too if they are still empty.
+    Raise ConfigError if another run holds the lock. On exit, the file is removed, and so are folders that were created
+    for it and are still empty.
     """
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
@@ -66,7 +66,7 @@ def hold_folder(folder: Path, flag: str, file: str = LOCK_FILE) -> Iterator[None
         yield
     finally:
         if descriptor in _held:  # not in a forked child, which has no lock to release
-            with suppress(OSError):  # a file that was deleted or replaced during the run is not ours to remove
+            with suppress(OSError):  # remove the file unless it was deleted or replaced during the run
                 if os.path.samestat(os.fstat(descriptor), os.stat(folder / file)):
                     (folder / file).unlink()
             _held.discard(descriptor)
@@ -78,7 +78,7 @@ def hold_folder(folder: Path, flag: str, file: str = LOCK_FILE) -> Iterator[None
 
 @contextmanager
 def hold_folders(folders: Mapping[str, Path]) -> Iterator[None]:
-    """Hold the locks of several folders, given by flag; a folder that two flags name is locked once."""
+    """Hold the locks of several folders, keyed by flag; a folder that two flags name is locked once."""
     locked: set[Path] = set()
     with ExitStack() as stack:
         for flag, folder in folders.items():
@@ -89,7 +89,7 @@ def hold_folders(folders: Mapping[str, Path]) -> Iterator[None]:
 
 
 def _lock(path: Path) -> int:
-    """Open and lock the file and name this process in it; raise BlockingIOError if another process has the lock."""
+    """Lock the file and describe this process in it; raise BlockingIOError if another process has the lock."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -100,7 +100,7 @@ def _lock(path: Path) -> int:
                     raise
                 say(f"{path.parent} does not support locks ({error.strerror}): make sure that no other run uses it")
                 return descriptor
-            # The holder before us may have removed the file after we opened it; then our lock is on nothing.
+            # The previous holder may have removed the file after we opened it; our lock would then protect nothing.
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), os.stat(path)):
                     _write_holder(descriptor)
@@ -112,20 +112,21 @@ def _lock(path: Path) -> int:
 
 
 def _write_holder(descriptor: int) -> None:
-    command = [Path(sys.argv[0]).stem, *(word for word in sys.argv[1:2] if not word.startswith("-"))]  # without keys
+    # Leave out flags, which may contain API keys.
+    command = [Path(sys.argv[0]).stem, *(word for word in sys.argv[1:2] if not word.startswith("-"))]
     holder = {
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": " ".join(command),
     }
-    with suppress(OSError):  # on a full disk the lock still holds
+    with suppress(OSError):  # the lock works even if the disk is full
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(holder).encode(), 0)
 
 
 def _holder(path: Path) -> str:
-    """Describe the process that holds the lock, as far as its file says."""
+    """Describe the process that holds the lock; empty if the file does not name it."""
     try:
         holder = json.loads(path.read_bytes())
         return f": process {holder['pid']} on host {holder['host']} ({holder['command']}, started {holder['started']})"

@@ -1,9 +1,9 @@
-"""Is a checkpoint whole, and may it be unpickled?
+"""Checks that a checkpoint is intact and safe to unpickle.
 
-`write_manifest` lists the size and checksum of each file of a finished checkpoint, and `find_damage` compares. A
-checksum is SHA-256 over the SHA-256 digests of the file's 16 MiB blocks, so that threads can share the work on a
-single large file. DeepSpeed's shards are pickles, which can run code: `must_be_private` refuses them in a folder that
-another user can write.
+`write_manifest` lists the size and checksum of each file of a finished checkpoint, and `find_damage` compares the files
+with this list. A checksum is SHA-256 over the SHA-256 digests of the file's 16 MiB blocks, so that threads can share
+the work on a single large file. DeepSpeed's shards are pickles, which can run code: `must_be_private` rejects them if
+another user can write to their folder.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def find_damage(folder: Path) -> str | None:
-    """Return what is wrong with the files that the manifest lists, or None; files added since are not judged."""
+    """Return what is wrong with the files that the manifest lists, or None; files added later are ignored."""
     try:
         listed = json.loads((folder / MANIFEST).read_bytes())["files"]
         expected: dict[str, tuple[int, str]] = {
@@ -42,7 +42,7 @@ def find_damage(folder: Path) -> str | None:
         return f"{MANIFEST} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{MANIFEST} cannot be read ({type(error).__name__})"
-    for name, (size, _) in expected.items():  # the cheap test first
+    for name, (size, _) in expected.items():  # sizes first, because they are fast to check
         if not (folder / name).is_file():
             return f"{name} is missing"
         if (found := (folder / name).stat().st_size) != size:
@@ -50,9 +50,9 @@ def find_damage(folder: Path) -> str | None:
     try:
         sums = checksums(folder, list(expected))
     except OSError as error:
-        return f"it cannot be read: {error.strerror}: {error.filename}"
+        return f"a file cannot be read: {error.strerror}: {error.filename}"
     damaged = [name for name, (_, value) in expected.items() if sums[name] != value]
-    return f"{damaged[0]} does not have the content that was written" if damaged else None
+    return f"{damaged[0]} does not match its checksum" if damaged else None
 
 
 def checksums(folder: Path, names: list[str]) -> dict[str, str]:
@@ -72,27 +72,27 @@ def checksums(folder: Path, names: list[str]) -> dict[str, str]:
 
 
 def make_private(path: Path) -> None:
-    """Take away the right of other users to write a file or folder, which a umask of 002 grants to the group."""
+    """Remove other users' permission to write a file or folder, which a umask of 002 grants to the group."""
     mode = stat.S_IMODE(path.stat().st_mode)
     if mode & OTHERS_WRITE:
         path.chmod(mode & ~OTHERS_WRITE)
 
 
 def checkpoints_above(folder: Path) -> Path:
-    """Return the --ckpt_path that holds a checkpoint or a folder inside one."""
+    """Return the --ckpt_path that contains `folder`, a checkpoint or a folder inside one."""
     inside = [path for path in (folder, *folder.parents) if path.name.startswith("global_step")]
     return (inside[-1] if inside else folder).parent
 
 
 def must_be_private(root: Path, folder: Path) -> None:
-    """Raise if another user can change what is in `folder`, or replace it: `root` is the --ckpt_path that holds it."""
+    """Raise if another user can change or replace `folder`; `root` is the --ckpt_path that contains it."""
     above = [path for path in folder.parents if path.is_relative_to(root)]
     for path in (*above, folder, *folder.rglob("*")):
         status = path.stat()
         if status.st_uid not in (os.geteuid(), 0):
             raise BackendError(
                 f"{path} belongs to user {status.st_uid}, and loading DeepSpeed's checkpoints can run code: expected a"
-                f" file of user {os.geteuid()} or of root",
+                f" file owned by user {os.geteuid()} or root",
                 try_this=f"chown -R {os.geteuid()} {root}, if you trust its content",
             )
         if status.st_mode & OTHERS_WRITE:

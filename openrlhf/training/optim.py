@@ -56,7 +56,7 @@ def schedule(name: str, *, warmup_ratio: float, total_steps: int, min_lr_ratio: 
 
 
 def between_steps(scheduled: Callable[[int], float], place: float) -> float:
-    """Interpolate the factor at a fractional step; runs have these if their number of steps is not known in advance."""
+    """Interpolate the factor at a fractional step, for runs whose number of steps is not known in advance."""
     step = math.floor(place)
     before, after = scheduled(step), scheduled(step + 1)
     return before + (after - before) * (place - step)
@@ -148,7 +148,7 @@ class MasterOptimizer:
         """Update with `scale` times each peak learning rate; return the gradient norm before clipping.
 
         If a `loss_scale` is given, gradients are divided by it first, and a step whose gradients are not finite is
-        skipped and returns None. Without one, such gradients raise.
+        skipped and returns None. Without a loss scale, such gradients raise an error.
         """
         # Wait for asynchronous copies of gradients to host memory and of masters to the device.
         for device in {parameter.device for parameter, master in self.split if master.device != parameter.device}:
@@ -181,7 +181,7 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Copy the masters to the network; they are cast on the device, where it is faster."""
+        """Copy the masters to the network; they are cast on the device, where casting is faster."""
         for parameter, master in self.split:
             parameter.copy_(master.to(parameter.device, non_blocking=True))
 

@@ -2,7 +2,7 @@
 
 A run is one process, or one per device. `torchrun`, the `deepspeed` launcher or a Ray actor starts the processes and
 sets RANK, WORLD_SIZE and LOCAL_RANK; each process then calls `join`, which returns its device. Models are loaded inside
-`loading`, so that under ZeRO-3 no process ever holds a whole one. DeepSpeed is imported only if a run needs it.
+`loading`, so that under ZeRO-3 no process ever holds a full model. DeepSpeed is imported only if a run needs it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def join(config: TrainingConfig) -> torch.device:
 
 
 def agree(number: int, device: torch.device) -> int:
-    """Return the number that process 0 passed, in every process of the run."""
+    """Broadcast the number that process 0 passes to all processes of the run, and return it."""
     if not dist.is_initialized():
         return number
     shared = torch.tensor([number], dtype=torch.int64, device=device)
@@ -62,9 +62,9 @@ def choose_device(asked: str, local_rank: int = -1) -> torch.device:
     A launcher assigns GPUs by LOCAL_RANK. A single process uses the first GPU, or the CPU if there is none.
     """
     if asked == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda, but PyTorch sees no GPU here", try_this="--device cpu")
+        raise ConfigError("--device cuda needs a GPU, but PyTorch finds none", try_this="--device cpu")
     if asked == "cpu" or not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # stops DeepSpeed, if imported, from logging its own guess
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed guesses the device and logs the guess
         return torch.device("cpu")
     number = local_rank if local_rank != -1 else int(os.environ.get("LOCAL_RANK", "0"))
     torch.cuda.set_device(number)
@@ -82,22 +82,22 @@ def start_distributed(device: torch.device) -> torch.device:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     if device.type == "cpu":
-        # A shared-memory all-reduce for inference: it takes minutes to compile, and training does not call it.
+        # This shared-memory all-reduce is for inference. It takes minutes to compile, and training does not use it.
         ops.__compatible_ops__["deepspeed_shm_comm"] = False
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     backend = "nccl" if device.type == "cuda" else "gloo"
     if not dist.is_initialized():
-        # As DeepSpeed does: binding a device lets NCCL split communicators, which a group of one has no use for.
+        # Bind the device as DeepSpeed does, so that NCCL can split communicators; a group of one needs no split.
         bound = device if device.type == "cuda" and world_size() > 1 else None
         join_process_group(backend, default_pg_timeout, bound)
-    deepspeed.init_distributed(backend, verbose=False)  # takes over the group
+    deepspeed.init_distributed(backend, verbose=False)  # adopts the group
     return device
 
 
 def join_process_group(backend: str, timeout: timedelta, device: torch.device | None = None) -> None:
-    """Join torch's default group of the processes of this launch, through a store that listens on MASTER_ADDR only.
+    """Join torch's default process group through a store that listens on MASTER_ADDR only.
 
-    Left to itself, torch listens on all interfaces. `torchrun` serves the store of its processes itself.
+    By default, torch listens on all interfaces. Under `torchrun`, the launcher already serves the store.
     """
     rank, size = int(os.environ["RANK"]), world_size()
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -114,13 +114,13 @@ def join_process_group(backend: str, timeout: timedelta, device: torch.device | 
 
 
 def listen_on(address: str, port: int) -> socket.socket:
-    """Return a socket that listens on this address; on all addresses if other machines reach this one by another."""
+    """Return a socket that listens on this address, or on all if other machines use another address of this one."""
     family, *_, found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    # torchrun and our Ray actors set the first, the deepspeed launcher the second.
+    # torchrun and our Ray actors set LOCAL_WORLD_SIZE, the deepspeed launcher sets LOCAL_SIZE.
     here = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or str(world_size())
     spans_machines = here != str(world_size())
     try:
-        if spans_machines and ipaddress.ip_address(found[0]).is_loopback:  # a host name, which others resolve otherwise
+        if spans_machines and ipaddress.ip_address(found[0]).is_loopback:  # others resolve the name differently
             raise OSError(errno.EADDRNOTAVAIL, "a loopback address")
         return socket.create_server(found[:2], family=family, backlog=1024)
     except OSError as error:
@@ -134,16 +134,16 @@ def listen_on(address: str, port: int) -> socket.socket:
 
 
 def use_interface_of(address: str) -> None:
-    """Let gloo use the network interface that leads to this address, instead of the one of the host's name."""
+    """Make gloo use the network interface that routes to this address, not the one that the host name resolves to."""
     import psutil
 
-    # Connecting a datagram socket chooses the route, and sends nothing.
+    # Connecting a datagram socket selects the route without sending anything.
     try:
         family, *_, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(target)
             own_address = str(probe.getsockname()[0])
-    except OSError:  # torch will say what is wrong with the address
+    except OSError:  # torch will report the invalid address
         return
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address.partition("%")[0] == own_address for one in addresses):
@@ -153,7 +153,7 @@ def use_interface_of(address: str) -> None:
 def loading(config: TrainingConfig, device: torch.device) -> AbstractContextManager[None]:
     """Return a context for loading language models: sharded if ZeRO-3 is used, plain otherwise.
 
-    4-bit models always load plainly.
+    4-bit models are never sharded.
     """
     if not uses_deepspeed(config) or config.sharding.zero_stage != 3 or config.model.load_in_4bit:
         return nullcontext()

@@ -1,4 +1,4 @@
-"""The objectives of the policy and the critic in RL, which apply the losses of `algo`; picklable for workers.
+"""The objectives of the policy and the critic in RL, which apply the losses of `algo`. Workers receive them pickled.
 
 Both train on a PolicyBatch with advantages, returns, old values and log-probs, all [rows, tokens]. If old log-probs are
 missing, the current ones are used, which is exact for a single on-policy step. `rl.models` passes the objectives to

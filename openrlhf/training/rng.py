@@ -25,7 +25,7 @@ def seed_everything(seed: int, *, deterministic: bool) -> None:
 
 
 def seed_dropout(seed: int, rank: int) -> None:
-    """Seed processes with different tokens differently for dropout; `rank` is equal for tensor-parallel peers.
+    """Give processes with different tokens different seeds for dropout; tensor-parallel peers pass the same `rank`.
 
     Call this after the models are built, because newly initialised weights must agree in all processes.
     """

@@ -1,8 +1,8 @@
 """Files of a training run that all training commands share.
 
 The run directory (--run_dir) holds config.json, which records how the run was started, and metrics.jsonl. Checkpoints
-are in --ckpt_path. `hold_run_folders` keeps other runs out of both while a run lasts. `find_checkpoint` chooses the
-checkpoint to resume from, and `make_monitor` opens the run directory once nothing can reject the run any longer.
+are in --ckpt_path. `hold_run_folders` locks both against other runs. `find_checkpoint` chooses the checkpoint to resume
+from, and `make_monitor` opens the run directory after all checks that may reject the run.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def run_folder(config: TrainingConfig) -> Path:
 
 @contextmanager
 def hold_run_folders(config: TrainingConfig) -> Iterator[None]:
-    """Reserve the folders of a run while the context is open, and delete what a killed run left in them.
+    """Lock the folders of a run while the context is open, and clean up after a killed run.
 
-    Raise ConfigError if another run uses one of them. Enter it before models load; only the main process writes, so
-    only that one holds the locks.
+    Raise ConfigError if another run uses one of the folders. Enter the context before loading models. Only the main
+    process writes to the folders, so only that process holds the locks.
     """
     if not is_main_process():
         yield
@@ -63,7 +63,7 @@ def hold_run_folders(config: TrainingConfig) -> Iterator[None]:
 def shown_flags(config: object) -> dict[str, object]:
     """Return all flags for files and dashboards, with API keys and credentials in URLs hidden.
 
-    The values have gone through JSON, so that they compare equal to saved ones.
+    The values are converted to JSON types, so that they compare equal to saved ones.
     """
     flags = flag_values(config)
     flags |= {name: "***" for name in SECRET if flags.get(name)}
@@ -74,7 +74,7 @@ def shown_flags(config: object) -> dict[str, object]:
 def write_run_config(run_dir: Path, flags: Mapping[str, object], commits: Mapping[str, str]) -> None:
     """Write `run_dir/config.json`: how the run was started, and with which versions of code, models and data.
 
-    That is flags, working directory, package versions, the git revision of a checkout, and commits of hub names.
+    The file contains flags, working directory, package versions, the git revision, and the commits of hub names.
     """
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
@@ -101,15 +101,15 @@ def write_run_config(run_dir: Path, flags: Mapping[str, object], commits: Mappin
 def find_checkpoint(config: TrainingConfig, agree: Callable[[int], int] = int) -> Path | None:
     """Return the checkpoint that --load_checkpoint resumes from, and print the flags that changed since.
 
-    The main process verifies and chooses it; `agree` tells the other processes its step.
+    The main process verifies and chooses it; `agree` broadcasts its step to the other processes.
     """
     root = Path(config.checkpoints.ckpt_path)
     if not config.checkpoints.load_checkpoint:
         if count := len(checkpoint.finished(root)):
             left = "1 checkpoint of an earlier run is" if count == 1 else f"{count} checkpoints of an earlier run are"
             say(
-                f"{left} in {root}: rotation (--max_ckpt_num) counts them too, and --load_checkpoint would resume from"
-                " there"
+                f"{left} in {root}: rotation (--max_ckpt_num) includes old checkpoints, and --load_checkpoint would"
+                " resume from there"
             )
         return None
     found = _choose_checkpoint(config, root) if is_main_process() else None
@@ -138,9 +138,9 @@ def _choose_checkpoint(config: TrainingConfig, root: Path) -> Path | None:
 
 
 def must_not_be_elsewhere(config: TrainingConfig, root: Path) -> None:
-    """Raise if the run in --run_dir wrote its checkpoints elsewhere: --ckpt_path is mistyped.
+    """Raise if the earlier run in --run_dir used another --ckpt_path, because this one may be mistyped.
 
-    A run that was killed before its first checkpoint had the same --ckpt_path, and simply starts again.
+    If both are the same, the earlier run was stopped before its first checkpoint, and the run starts over.
     """
     run_dir = run_folder(config)
     if not has_record(run_dir):
@@ -160,18 +160,18 @@ def must_not_be_elsewhere(config: TrainingConfig, root: Path) -> None:
 
 
 def explain_stop(stop: Interrupted) -> str:
-    """Return the line that says how to resume a run that was asked to stop."""
+    """Return a message that says how to resume a run that was stopped by a signal."""
     if stop.folder is None and stop.disabled:
         return "stopped without a checkpoint (--disable_ds_ckpt), so the run cannot be resumed"
     if stop.folder is None:
-        return "stopped without a new checkpoint; --load_checkpoint resumes from the one before, if there is one"
+        return "stopped without a new checkpoint; --load_checkpoint resumes from the previous one, if there is one"
     return f"stopped; run the same command with --load_checkpoint to resume from {stop.folder}"
 
 
 def make_monitor(config: TrainingConfig, total_steps: int, first_step: int, more: Sequence[Sink] = ()) -> Monitor:
     """Create the monitor of a run: progress bar and metrics file, plus TensorBoard and Weights & Biases if requested.
 
-    Only the main process writes; the others get a monitor without sinks. `more` are sinks of the caller.
+    Only the main process writes; the others get a monitor without sinks. `more` are additional sinks of the caller.
     """
     logs = config.logs
     if not is_main_process():
@@ -179,7 +179,7 @@ def make_monitor(config: TrainingConfig, total_steps: int, first_step: int, more
     name = logs.wandb_run_name.replace("%s", datetime.now().strftime("%m%dT%H:%M"))
     flags = shown_flags(config)
     sinks: list[Sink] = [*more]
-    if logs.use_wandb:  # first, because it may fail
+    if logs.use_wandb:  # first, because connecting may fail
         project, group, org = logs.wandb_project, logs.wandb_group, logs.wandb_org
         sinks.append(Wandb(logs.use_wandb, name=name, project=project, group=group, org=org, config=flags))
     if logs.use_tensorboard:

@@ -83,7 +83,7 @@ def train(
         max_steps=config.batches.max_steps,
     )
     if len(data.train) < order.batch_size:
-        say(f"only {len(data.train)} rows, fewer than --train_batch_size {order.batch_size}: each step trains on all")
+        say(f"only {len(data.train)} rows for --train_batch_size {order.batch_size}: each step trains on all of them")
     scheduled = make_schedule(config, order.total_steps)
     resume_from = find_checkpoint(config, lambda step: agree(step, device))
     # Models load here; until then all processes use the same seed.

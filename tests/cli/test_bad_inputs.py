@@ -152,7 +152,7 @@ BAD = {
     ),
     "unreadable config": (lambda f, m: sft(f, m, config=write_text(f, "c.yaml", "{[")), "--config c.yaml is not YAML"),
     "missing config": (lambda f, m: sft(f, m, config="./no.yaml"), "--config no.yaml: no such file"),
-    "no GPU": (lambda f, m: sft(f, m, device="cuda"), "--device cuda, but PyTorch sees no GPU here"),
+    "no GPU": (lambda f, m: sft(f, m, device="cuda"), "--device cuda needs a GPU, but PyTorch finds none"),
     "unknown attention": (lambda f, m: sft(f, m, attn_implementation="magic"), 'attn_implementation="magic"'),
     "bad wandb key": (lambda f, m: sft(f, m, use_wandb="short"), "--use_wandb: API key must have 40"),
 }

@@ -347,7 +347,7 @@ def test_a_broken_state_file_gives_one_line(tmp_path):
 DAMAGES = {
     "a flipped bit": (
         lambda folder: (folder / "weights").write_bytes(b"y"),
-        "weights does not have the content that was written",
+        "weights does not match its checksum",
     ),
     "truncated": (lambda folder: os.truncate(folder / "weights", 0), "weights has 0 bytes instead of 1"),
     "a missing file": (lambda folder: (folder / "weights").unlink(), "weights is missing"),
@@ -375,7 +375,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(damage, tmp_pa
 def test_a_run_never_starts_over_because_its_checkpoints_are_damaged(tmp_path):
     for step in (2, 4):
         (save(tmp_path, step) / "weights").write_text("bad")
-    with pytest.raises(BackendError, match=r"no checkpoint in .* is whole: global_step4: weights has 3 bytes"):
+    with pytest.raises(BackendError, match=r"no checkpoint in .* is intact: global_step4: weights has 3 bytes"):
         newest(tmp_path)
 
 

@@ -35,7 +35,7 @@ def test_every_bit_counts(place, folder):
     content = bytearray((folder / "large").read_bytes())
     content[place] ^= 1
     (folder / "large").write_bytes(content)
-    assert find_damage(folder) == "large does not have the content that was written"
+    assert find_damage(folder) == "large does not match its checksum"
 
 
 def test_swapped_blocks_are_damage(folder):
