@@ -48,7 +48,7 @@ class Header:
 
     @classmethod
     def decode(cls, text: bytes) -> Header:
-        """Parse the JSON of `encode`; it is not a pickle, because a pickle from the network could run code."""
+        """Parse the JSON of `encode`. The format is not pickle, because a pickle from the network could run code."""
         fields = json.loads(text)
         entries = [Entry(**entry) for entry in fields["entries"]]
         shared = SharedMemory(**fields["shared"]) if fields["shared"] else None
@@ -57,7 +57,7 @@ class Header:
 
 @dataclass
 class Bucket:
-    """A byte buffer to fill. It grows for a tensor that is larger than the bucket, which is then sent alone."""
+    """A byte buffer to fill. If a tensor is larger than the buffer, the buffer grows and the tensor is sent alone."""
 
     buffer: Tensor  # [bytes]
     entries: list[Entry] = field(default_factory=list)

@@ -1,12 +1,12 @@
-"""The channel that carries weights from one trainer process to the workers of inference engines.
+"""The channel that sends weights from one trainer process to the workers of inference engines.
 
-`WeightSender` (weight_sender.py) is the trainer's end, `IncomingWeights` (weight_receiver.py) an engine's. Both take
-part at the same time. Each receiver has one authenticated connection (link.py) to the sender:
+`WeightSender` (weight_sender.py) is the trainer's end, `IncomingWeights` (weight_receiver.py) an engine's. Both run at
+the same time. Each receiver has one authenticated connection (link.py) to the sender:
 
     sender                                                                    each receiver i
     open the channel: listen on `host`                                    <-  connect, joined i
-    fill a bucket, header 0                      ->                           allocate what the header asks for
-    its bytes (tcp: on the link; nccl: broadcast; ipc: leave them there)  ->  load the tensors
+    fill a bucket, header 0                      ->                           allocate a buffer of that size
+    its bytes (tcp: on the link; nccl: broadcast; ipc: shared memory)     ->  load the tensors
     fill the other bucket meanwhile              <-                           ok
     ...
     header n with `end`                          ->                           ok
@@ -14,7 +14,7 @@ part at the same time. Each receiver has one authenticated connection (link.py) 
 A receiver acknowledges a bucket once its tensors have been used, so two buckets alternate: one is filled while the
 other is read. Messages are JSON and never pickles, so a channel cannot make a process run code, and only processes that
 got the channel's secret from the sender (through Ray) can join it. Every wait has a timeout, and its error names the
-side that did not respond. NCCL's process group is our own, because vLLM and DeepSpeed each own torch's default one.
+side that did not respond. NCCL gets a separate process group, because torch's default one belongs to vLLM or DeepSpeed.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from openrlhf.rollout.link import Link, connect
 
 Transport = Literal["tcp", "nccl", "ipc"]
 
-OK = "ok"  # a receiver's acknowledgement; any other answer says what went wrong
-CALL_OFF_SECONDS = 3.0  # for reaching the sender
+OK = "ok"  # a receiver's acknowledgement; any other answer describes an error
+CALL_OFF_SECONDS = 3.0  # timeout for connecting to the sender
 
 
 @dataclass(frozen=True)
 class Channel:
-    """Address of a weight channel, and how its bytes travel. A `WeightSender` fills in port and secret."""
+    """Address, transport and limits of a weight channel. A `WeightSender` sets the port and the secret."""
 
     host: str  # an address of the sender's machine that the receivers can reach; the sender listens only there
     transport: Transport
     receivers: int  # number of processes, which are numbered from 0
     bucket_bytes: int = 1 << 28
     timeout: float = 120.0  # seconds
-    patience: float = 24 * 3600.0  # seconds to wait for a version to start: the trainer may have to finish a step first
+    patience: float = 24 * 3600.0  # seconds to wait for the next version: the trainer may be in a long step
     port: int = 0
     secret: bytes = field(default=b"", repr=False)  # new for each channel; a process that has it can join
 
@@ -58,7 +58,7 @@ class Channel:
         return link
 
     def call_off(self) -> None:
-        """Tell the sender, from any process, that a receiver will not join; do nothing if the sender is gone."""
+        """Notify the sender, from any process, that a receiver will not join; do nothing if the sender has exited."""
         with suppress(OSError):
             link = connect(self.host, self.port, self.secret, CALL_OFF_SECONDS)
             link.send(Join(None).encode(), CALL_OFF_SECONDS)
@@ -67,13 +67,13 @@ class Channel:
     def form_group(self, store: dist.Store, rank: int) -> dist.ProcessGroup:
         """Join the NCCL group, in which the sender has rank 0.
 
-        It is one of torch's backends; their type stubs lack the collectives, which those of ProcessGroup have.
+        The result is a torch backend, annotated as ProcessGroup because the stubs of backends lack the collectives.
         """
-        # Above this size torch would collect ids of several ranks, but `Rendezvous` carries those of the sender only.
+        # Above this size, torch would collect ids from several ranks, but `Rendezvous` transfers only the sender's.
         os.environ["TORCH_NCCL_RANKS_PER_ROOT"] = str(max(128, self.receivers + 1))
         nccl: Any = vars(dist)["ProcessGroupNCCL"]  # missing in CPU builds of PyTorch
         options = nccl.Options()
-        # NCCL's own watchdog would end the process; our timeouts raise long before.
+        # NCCL's own watchdog would end the process; our timeouts raise an error long before.
         options._timeout = timedelta(hours=24)
         # Otherwise a receiver that dies before the first broadcast would block the others forever.
         options.config.blocking = 0
@@ -96,9 +96,9 @@ class Join:
 
 
 class Rendezvous(dist.Store):
-    """Store through which the ranks of an NCCL group find each other: the sender's entries travel over the links.
+    """Store through which the ranks of an NCCL group find each other; the sender's entries are sent over the links.
 
-    NCCL's id is the key to the group, so it must not be in a store that others can read.
+    A process with NCCL's id can join the group, so the id must not be in a store that others can read.
     """
 
     def __init__(self, publish: Callable[[bytes], object] | None = None, read: Callable[[], bytes] | None = None):
@@ -114,20 +114,20 @@ class Rendezvous(dist.Store):
         assert self.read is not None
         message = json.loads(self.read())
         if message.get("key") != key:
-            raise RolloutError(f"the weight sender stored {message.get('key')!r}: expected {key!r}")
+            raise RolloutError(f"the weight sender sent a wrong key: expected {key!r}, got {message.get('key')!r}")
         return bytes.fromhex(message["value"])
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Do nothing: `get` waits."""
 
     def check(self, keys: list[str]) -> bool:
-        """Return False: torch's monitor looks for requests to dump its state, which nothing here makes."""
+        """Return False: torch's monitor checks for requests to dump its state, and there are none."""
         return False
 
 
 @contextmanager
 def blame(who: str) -> Iterator[None]:
-    """Turn errors of links and of torch into a RolloutError that says which side did not respond, and how."""
+    """Turn errors of links and of torch into a RolloutError that says which side failed, and why."""
     try:
         yield
     except RolloutError:

@@ -1,12 +1,12 @@
-"""A checksum of a tensor's bytes that is the same on every device: it shows whether weights arrived as they were sent.
+"""A checksum of a tensor's bytes that is the same on every device, to check that weights arrived unchanged.
 
-Senders and engines each compute one per tensor when a weight sync is verified; the two sides are then compared.
+To verify a weight sync, the sender and each engine compute one checksum per tensor, and `sync_proof` compares them.
 """
 
 import torch
 from torch import Tensor
 
-PRIME = 1_000_003  # elements are weighted by their position modulo this, so that swapped ones are noticed
+PRIME = 1_000_003  # elements are weighted by their position modulo this, so that swapping two elements changes the sum
 
 
 def checksum(tensor: Tensor) -> int:

@@ -6,7 +6,7 @@
     result or exception        <- future <-      answer the callers whose work is complete
 
 Nothing polls: an idle thread blocks until the next command, and each caller awaits its future in its own event loop.
-If the thread itself makes no progress, a watchdog (`progress.py`) answers the callers in its place, with an error.
+If the thread itself makes no progress, a watchdog (`progress.py`) raises an error in the callers instead.
 `StepLoop` (vllm_loop.py) is the subclass that drives vLLM.
 """
 
@@ -31,9 +31,9 @@ from openrlhf.rollout.progress import RESUME, ProgressWatch
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 Owner = TypeVar("Owner", bound="CommandThread")
-Waiter: TypeAlias = Future[Any]  # the answer to one caller, who awaits it in an event loop with `asyncio.wrap_future`
+Waiter: TypeAlias = Future[Any]  # the answer to one caller, which awaits it in an event loop with `asyncio.wrap_future`
 CLOSED = "this engine was closed"
-JOIN_SECONDS = 1.0  # between two looks at whether a thread that should end is stuck
+JOIN_SECONDS = 1.0  # seconds between checks of whether a thread that should end is stuck
 
 
 class Command(NamedTuple):
@@ -49,7 +49,7 @@ def on_thread(
 ) -> Callable[Concatenate[Owner, Parameters], Coroutine[None, None, Result]]:
     """Turn a method that must run on the thread into a coroutine for callers in any event loop.
 
-    A RolloutError that it raises is the answer to its caller; any other error means that the engine failed.
+    A RolloutError of the method is raised in its caller; any other error means that the engine failed.
     """
 
     @wraps(work)
@@ -74,11 +74,11 @@ class CommandThread(ABC):
     def __init__(self, name: str, timeout: float = math.inf) -> None:
         """Start the thread, and wait until it has built the engine; errors of `_build` are raised here.
 
-        `name` is the engine's name, for messages. After `timeout` seconds without progress it counts as failed. A
-        subclass initialises its own state before this.
+        `name` is the engine's name in messages. After `timeout` seconds without progress, the engine counts as failed.
+        A subclass initialises its own state before calling this.
         """
         self.name = name
-        self._lock = threading.Lock()  # ensures that no command follows the one that closes
+        self._lock = threading.Lock()  # ensures that no command is queued after the engine is closed
         self._closed = False
         self._failure: EngineError | None = None  # after one, the state of the engine is unknown
         self._waiting: set[Waiter] = set()  # callers whose commands have run, but who have no answer yet
@@ -107,11 +107,11 @@ class CommandThread(ABC):
     def _step(self) -> None:
         """Let the engine take one step, and answer the callers whose work is complete.
 
-        Call `self._watch.progress()` if the step brought the work forward.
+        Call `self._watch.progress()` if the step made progress.
         """
 
     def _step_task(self) -> str:
-        """Say what a step does, to complete "no progress while ..."."""
+        """Return what a step does, to complete the message "no progress while ..."."""
         return "taking a step"
 
     @abstractmethod
@@ -128,7 +128,7 @@ class CommandThread(ABC):
             self._inbox.put(Command(work, waiter, task))
 
     def answer(self, waiter: Waiter, result: object) -> None:
-        """Give a caller its result or its exception. Only the thread may call this, and `_give_up` if it is stuck."""
+        """Pass a result or an exception to a caller. Only the thread may call this, or `_give_up` if it is stuck."""
         self._waiting.discard(waiter)
         with suppress(InvalidStateError):  # cancelled, or answered before
             if isinstance(result, Exception):
@@ -144,7 +144,7 @@ class CommandThread(ABC):
             raise EngineError(CLOSED)
 
     async def close(self) -> None:
-        """Let the thread run the commands before this one, fail the callers that still wait, and release the engine."""
+        """Run the commands queued so far, raise an error in callers that still wait, and release the engine."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -158,7 +158,7 @@ class CommandThread(ABC):
         await asyncio.to_thread(join)
 
     def _give_up(self, problem: str) -> None:
-        """Fail all callers, present and future, in place of the thread: it is stuck in the engine."""
+        """Raise an error in all current and future callers, because the thread is stuck in the engine."""
         with self._lock:
             self._failure = EngineError(f"{self.name} hangs: {problem}", try_this=RESUME)
             self._stuck = True
@@ -170,11 +170,11 @@ class CommandThread(ABC):
                 if command is not None:
                     self.answer(command.waiter, self._failure)
         if self._closed:
-            self._inbox.put(None)  # the loop above may have taken it; put it back in case the thread recovers
+            self._inbox.put(None)  # the loop above may have removed it; the thread needs it to end if it recovers
 
     def _run(self, num_threads: int, started: Future[None]) -> None:
         """Build the engine, then alternate between commands and steps until closed: the main function of the thread."""
-        torch.set_num_threads(num_threads)  # OpenMP counts per thread: otherwise this one would use every core
+        torch.set_num_threads(num_threads)  # OpenMP's limit is per thread; the default is every core
         try:
             self._build()
         except Exception as error:  # noqa: BLE001 - any failure must reach the caller that builds the engine
@@ -191,7 +191,7 @@ class CommandThread(ABC):
             self._shut_down()
 
     def _run_commands(self) -> bool:
-        """Run all pending commands, and wait for one if there is nothing to step; return False at the end."""
+        """Run all pending commands, and wait for one if there is nothing to step; return False once closed."""
         idle = self._failure is not None or not self._may_step()
         while True:
             try:

@@ -32,8 +32,8 @@ from openrlhf.monitor import say
 from openrlhf.rollout.decoding import ContinuousBatching, Decoding
 from openrlhf.rollout.fallback_decoding import OwnCaches, Uncached
 
-FAST = "sdpa"  # attention over left-padded rows with a cache
-PLAIN = "eager"  # attention that every model has
+FAST = "sdpa"  # fast attention for left-padded rows with a cache
+PLAIN = "eager"  # attention that every model supports
 PROMPTS = (
     11,
     6,

@@ -1,4 +1,4 @@
-"""The in-process engine: a Transformers model with continuous batching and exact log-probs. Needs no other package.
+"""The in-process engine: a Transformers model with continuous batching and exact log-probs.
 
 A call of `complete` runs its requests through a batch of at most `max_rows` rows:
 
@@ -62,7 +62,7 @@ class RunningBatch:
 
 
 class HFEngine:
-    """Engine over a network that training may share."""
+    """Engine that generates with a network, which may be shared with training."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class HFEngine:
     def complete(self, requests: Sequence[Request], on_done: OnDone | None = None) -> list[Completion]:
         """Return all completions in the order of the requests; `on_done` gets each, with its index, when it is done."""
         waiting = [RunningRow(index, request) for index, request in enumerate(requests)]
-        waiting.sort(key=lambda row: -len(row.request.prompt_token_ids))  # neighbours of similar length pad little
+        waiting.sort(key=lambda row: -len(row.request.prompt_token_ids))  # rows of similar length need little padding
         completions: dict[int, Completion] = {}
         running: RunningBatch | None = None
         with evaluating(self.network.decoder, self.decoding.attention), self._watched(len(requests)):
@@ -127,7 +127,7 @@ class HFEngine:
 
     @contextmanager
     def _watched(self, count: int) -> Iterator[None]:
-        """Watch the progress of this many requests; the thread that generates cannot notice that it hangs."""
+        """Watch the progress of `count` requests, because a thread that hangs cannot notice it."""
         if self.watch is None:
             yield
             return
@@ -137,7 +137,7 @@ class HFEngine:
 
     @torch.no_grad()
     def stream(self, request: Request) -> Iterator[int]:
-        """Yield the tokens of one completion as they are sampled; it ends when the caller stops iterating."""
+        """Yield the tokens of one completion as they are sampled, until it ends or the caller stops iterating."""
         with evaluating(self.network.decoder, self.decoding.attention):
             row = RunningRow(0, request)
             running = self._prefill([row])
@@ -147,7 +147,7 @@ class HFEngine:
                 yield row.token_ids[-1]
 
     def _admit(self, running: RunningBatch | None, waiting: list[RunningRow]) -> RunningBatch:
-        """Fill free slots, once there are enough of them: each admission copies the cache."""
+        """Fill free slots once there are enough of them, because each admission copies the cache."""
         free = self.max_rows - (len(running.rows) if running else 0)
         if running and (not waiting or free < self._worth_a_copy(running, len(waiting))):
             return running
@@ -161,7 +161,7 @@ class HFEngine:
         return running
 
     def _retire(self, running: RunningBatch, *, num_waiting: int) -> tuple[RunningBatch | None, list[RunningRow]]:
-        """Remove rows that have ended, once there are enough of them; return the batch that is left, and these rows."""
+        """Remove rows that have ended, once there are enough of them; return the remaining batch and these rows."""
         active = [index for index, row in enumerate(running.rows) if row.finish_reason is None]
         ended = [row for row in running.rows if row.finish_reason is not None]
         if not active:
@@ -176,7 +176,8 @@ class HFEngine:
     def _worth_a_copy(self, running: RunningBatch, num_waiting: int) -> int:
         """Return how many slots justify a copy of the cache.
 
-        That is an eighth of the running rows; if requests wait, an eighth of all slots or as many as wait, if fewer.
+        The number is an eighth of the running rows. If requests wait, it is an eighth of all slots, but at most the
+        number of waiting requests.
         """
         if not num_waiting:
             return max(1, len(running.rows) // 8)
@@ -258,16 +259,16 @@ class HFEngine:
         self.may_generate.set()
 
     async def sleep(self) -> None:
-        """Do nothing: the trainer offloads a network that it shares, and the engine's own stays on its device."""
+        """Do nothing: the trainer offloads a shared network, and a network of the engine stays on its device."""
 
     async def wake(self, part: Part) -> None:
         """Do nothing, like `sleep`."""
 
     async def health(self) -> None:
-        """Never raise: the engine lives as long as its process."""
+        """Do nothing: the engine is usable as long as its process runs."""
 
     async def close(self) -> None:
-        """Stop watching; no other thread or process was started."""
+        """Stop the watchdog; there is no other thread or process to stop."""
         if self.watch is not None:
             self.watch.close()
 

@@ -18,7 +18,7 @@ from openrlhf.errors import RolloutError
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """What another process needs to open a buffer on the same GPU."""
+    """The description by which another process opens a buffer on the same GPU."""
 
     gpu: str  # its UUID: indices may differ between processes
     # Torch's own description: handle, size and offset of the allocation; handle and offset of the reference counter
@@ -31,13 +31,13 @@ def check_allocator() -> None:
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         if "expandable_segments:true" in os.environ.get(name, "").lower():
             raise RolloutError(
-                f"{name} asks for expandable segments, which cannot be shared with an engine on the same GPU",
-                try_this=f"{name}= (empty), or engines on GPUs of their own",
+                f"{name} enables expandable segments, which cannot be shared with an engine on the same GPU",
+                try_this=f"an empty {name}, or engines on separate GPUs",
             )
 
 
 def share_memory(buffer: Tensor) -> SharedMemory:
-    """Describe a buffer for `open_memory` in another process. Reuse it only after that process released it."""
+    """Describe a buffer for `open_memory` in another process. Reuse it only after that process has released it."""
     storage: Any = buffer.untyped_storage()  # its type stub lacks this method
     _, *described = storage._share_cuda_()
     gpu = str(torch.cuda.get_device_properties(buffer.device).uuid)
@@ -50,7 +50,7 @@ def open_memory(shared: SharedMemory) -> Tensor:
     here = str(torch.cuda.get_device_properties(device).uuid)
     if here != shared.gpu:
         raise RolloutError(
-            f"the weights are on GPU {shared.gpu} and this process uses {here}: ipc needs the same GPU for both"
+            f"ipc needs sender and receiver on the same GPU: expected {shared.gpu}, got {here}"
         )
     torch.cuda.init()
     described = [bytes.fromhex(value) if isinstance(value, str) else value for value in shared.storage]

@@ -1,14 +1,14 @@
 """Authenticated connections: a socket that only processes with a shared secret can use, with a deadline on every wait.
 
-A weight channel (channel.py) consists of them. Both ends first prove that they know the secret, without sending it:
+A weight channel (channel.py) uses them. Both ends first prove that they know the secret, without sending it:
 
     server                                              client
     32 random bytes                         ->
                                             <-          32 random bytes, HMAC("client", both)
     HMAC("server", both)                    ->
 
-The random bytes are new for each connection, so a recorded handshake is worthless later. After it, each message is
-preceded by its length. Messages are bytes that the caller parses, never pickles. They are not encrypted.
+The random bytes are new for each connection, so a recorded handshake cannot be replayed. After the handshake, each
+message is preceded by its length. Messages are bytes that the caller parses, never pickles. They are not encrypted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from contextlib import suppress
 from openrlhf.errors import RolloutError
 
 HANDSHAKE_SECONDS = 10.0  # for a client to prove that it knows the secret
-MAX_HANDSHAKES = 64  # connections that may be waiting for their proof; more stay in the queue of the socket
+MAX_HANDSHAKES = 64  # concurrent handshakes; further connections wait in the queue of the socket
 MAX_MESSAGE = 1 << 26  # bytes; headers are a few hundred kilobytes
 ACCEPT_PAUSE = 0.05  # seconds before another attempt to accept, after one failed
 NONCE = 32  # bytes
@@ -38,7 +38,7 @@ class Link:
     """One end of an authenticated connection.
 
     Waits that take too long raise TimeoutError; a connection that the other end closed raises ConnectionError. One
-    thread may send while another receives, if both use the same timeout: a socket has only one.
+    thread may send while another receives, if both use the same timeout, because a socket has only one.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -64,7 +64,7 @@ class Link:
         return bytes(self.receive_raw(bytearray(length), deadline - time.monotonic()))
 
     def send_raw(self, data: memoryview, seconds: float) -> None:
-        """Send bytes of a length that the receiver knows."""
+        """Send bytes without their length, which the receiver must know."""
         self.socket.settimeout(seconds)
         self.socket.sendall(data)
 
@@ -91,7 +91,7 @@ class Link:
             return True
 
     def close(self) -> None:
-        """Close the connection; threads that wait for it are woken by an error."""
+        """Close the connection; threads that wait for it get an error."""
         with suppress(OSError):  # the other end closed it first
             self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
@@ -118,9 +118,9 @@ def prove(secret: bytes, role: bytes, challenges: bytes) -> bytes:
 
 
 class LinkServer:
-    """A socket on one address that passes each authenticated connection to `accepted`, in a thread of its own.
+    """A socket on one address that passes each authenticated connection to `accepted`, in a separate thread.
 
-    Clients that do not know the secret, or say nothing, are disconnected.
+    Clients that do not prove in time that they know the secret are disconnected.
     """
 
     def __init__(self, host: str, secret: bytes, accepted: Callable[[Link], None]) -> None:
@@ -145,7 +145,7 @@ class LinkServer:
             self.free_places.acquire()
             try:
                 connection, _ = self.socket.accept()
-            except OSError:  # the client left again, this process has too many files open, or the server is closed
+            except OSError:  # the client disconnected, this process has too many open files, or the server is closed
                 self.free_places.release()
                 time.sleep(ACCEPT_PAUSE)
                 continue
@@ -164,7 +164,7 @@ class LinkServer:
                 link.send_raw(memoryview(prove(self.secret, b"server", challenge + own)), HANDSHAKE_SECONDS)
                 known = True
                 self.accepted(link)
-        except (OSError, ValueError, TypeError):  # it left, said nothing in time, or something that makes no sense
+        except (OSError, ValueError, TypeError):  # the client disconnected, timed out or sent an invalid message
             known = False
         finally:
             self.free_places.release()

@@ -1,7 +1,7 @@
 """Watchdog of an engine: ends the wait for an engine that makes no progress, such as one stuck in a GPU kernel.
 
-The engine's thread says what it works on and when it made progress (a token, or a command that ended). A thread of the
-watch looks at this from time to time. It cannot interrupt the engine's thread, so the owner decides what a stall means:
+The engine's thread records its task and the time of its last progress (a token or a finished command). The watchdog's
+thread checks this periodically. It cannot interrupt the engine's thread, so the owner decides how to react to a stall:
 vLLM's callers get an EngineError (`command_thread.py`), and the in-process engine ends the program (`hf.py`).
 """
 
@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-LOOKS = 10  # per time limit
-SLOWEST = 60.0  # maximum seconds between two looks
+LOOKS = 10  # checks per time limit
+SLOWEST = 60.0  # maximum seconds between two checks
 RESUME = "the same command with --load_checkpoint, to resume from the last checkpoint, or a larger --engine_timeout"
 
 
@@ -30,7 +30,7 @@ class ProgressWatch:
 
     @contextmanager
     def working(self, task: str) -> Iterator[None]:
-        """Watch a task while the context is open; the clock goes on from the last progress, see `progress`."""
+        """Watch a task while the context is open; the time is measured from the last call of `progress`."""
         self._task = task
         try:
             yield
@@ -38,7 +38,7 @@ class ProgressWatch:
             self._task = None
 
     def progress(self) -> None:
-        """Restart the clock: call it after each token, and before and after a task that makes none."""
+        """Restart the clock: call it after each token, and before and after a task that produces no tokens."""
         self._progress_at = time.monotonic()
 
     def stop_clock(self) -> None:

@@ -11,7 +11,7 @@ vLLM runs without its own engine process, so it has side effects on its host pro
   restored here;
 - it seeds torch's global generators when it starts, and samples from them unless `seeded_requests` is on.
 
-So build the engine first, then seed and build the trainer.
+Therefore, build the engine first, then seed and build the trainer.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the host process decides which cores to use
 }
-CHANGED_VARIABLES = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")  # by vLLM on CPU; launchers give the second another meaning
+CHANGED_VARIABLES = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")  # by vLLM on CPU; launchers use the second one differently
 TORCH = os.path.dirname(torch.__file__)
 SEEDS = 1 << 63  # vLLM stores a seed as a signed 64-bit integer
 
@@ -56,8 +56,8 @@ SEEDS = 1 << 63  # vLLM stores a seed as a signed 64-bit integer
 class VLLMEngine(StepLoop):
     """vLLM as a LoadingEngine.
 
-    Its workers iterate over the `weights` given to `load`: in this process or, with tensor parallelism, in others, each
-    of which unpickles them and iterates on its own.
+    Its workers iterate over the `weights` given to `load`. With tensor parallelism, each worker is a separate process
+    and iterates over its own unpickled copy.
     """
 
     def __init__(self, spec: EngineSpec, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> None:
@@ -65,12 +65,12 @@ class VLLMEngine(StepLoop):
         self.spec = spec
         self.tokenizer = tokenizer
         self.dtype = choose_dtype(spec.model.param_dtype, device)
-        self.compiles = " " not in TORCH  # PyTorch hands its own path to the linker of Inductor's code without quotes
+        self.compiles = " " not in TORCH  # Inductor passes PyTorch's path to the linker without quotes
         # Set the variables that vLLM reads on import and at startup; only the first overrides the user's value.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # vLLM logs before it does this itself
+        logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # vLLM logs before it sets this itself
         if find_spec("flashinfer") is None:
             os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
         if not self.compiles:
@@ -80,11 +80,11 @@ class VLLMEngine(StepLoop):
         self._ends: frozenset[int] = frozenset()
         try:
             super().__init__(spec.engines.engine_timeout)
-        except Exception as error:  # vLLM has no base class of its own errors, and every layer below it may fail
+        except Exception as error:  # vLLM's errors have no common base class, and every layer below may fail
             raise RolloutError(f"vLLM did not start with {spec.model.pretrain}: {error}") from error
 
     def _build(self) -> None:
-        """Build vLLM on the thread of the step loop, try it out, and read the model's end tokens."""
+        """Build vLLM on the thread of the step loop, generate one token as a test, and read the model's end tokens."""
         if not self.compiles:
             torch._dynamo.config.disable = True  # a setting per thread; all steps run on this one
         with _preserve_host_settings():  # importing vLLM changes them too
@@ -116,8 +116,8 @@ class VLLMEngine(StepLoop):
         texts = self.tokenizer.batch_decode([list(completion.token_ids) for completion in made])
         completions: list[Completion] = []
         for request, completion, text in zip(requests, made, texts, strict=True):
-            # A greedy token is certain under the distribution it was sampled from; vLLM reports its log-prob under the
-            # model's.
+            # A greedy token has probability 1 in the sampling distribution, but vLLM reports its log-prob under the
+            # model's distribution.
             greedy = request.params.temperature == 0.0
             log_probs = (0.0,) * len(completion.token_ids) if greedy else completion.log_probs
             completions.append(replace(completion, text=text, log_probs=log_probs))
@@ -126,7 +126,7 @@ class VLLMEngine(StepLoop):
     def _sampling(self, params: SamplingParams) -> VLLMSamplingParams:
         """Translate our parameters to vLLM's.
 
-        vLLM forbids end tokens until there are `min_tokens` tokens; our end token may be the last of these.
+        Our `min_tokens` includes the end token; vLLM's does not.
         """
         import vllm
         from vllm.sampling_params import RequestOutputKind
@@ -141,9 +141,9 @@ class VLLMEngine(StepLoop):
             min_tokens=max(0, min(params.min_tokens - 1, params.max_tokens)),
             stop=list(params.stop),
             stop_token_ids=sorted({*self._ends, *params.stop_token_ids}),
-            ignore_eos=True,  # end tokens are among the stop tokens, whatever vLLM reads from the model's folder
+            ignore_eos=True,  # the stop tokens above include the end tokens
             seed=params.seed % SEEDS if self.spec.seeded_requests else None,
-            logprobs=0,  # only that of the sampled token
+            logprobs=0,  # only for the sampled token
             flat_logprobs=True,
             detokenize=bool(params.stop),
             skip_special_tokens=False,
@@ -155,7 +155,7 @@ class VLLMEngine(StepLoop):
 
     async def sleep(self) -> None:
         if not self.spec.engines.vllm_enable_sleep:
-            raise RolloutError("this vLLM engine cannot sleep", try_this="--vllm_enable_sleep")
+            raise RolloutError("this vLLM engine was started without sleep mode", try_this="--vllm_enable_sleep")
         await super().sleep()
 
 
@@ -194,7 +194,7 @@ def build_engine(spec: EngineSpec, dtype: torch.dtype, *, compiles: bool) -> LLM
         gpu_memory_utilization=flags.vllm_gpu_memory_utilization,
         enforce_eager=flags.enforce_eager or not compiles,
         enable_prefix_caching=flags.enable_prefix_caching,
-        enable_sleep_mode=flags.vllm_enable_sleep and not current_platform.is_cpu(),  # CPUs accept sleep without
+        enable_sleep_mode=flags.vllm_enable_sleep and not current_platform.is_cpu(),  # vLLM on CPU can sleep without it
         seed=spec.seed,
         trust_remote_code=spec.model.trust_remote_code,
         max_num_seqs=spec.max_num_seqs,

@@ -1,11 +1,11 @@
 """The layers of a vLLM model: load new weights into them, and read back the weights that they compute with.
 
 On CPU, vLLM packs matrices for its kernels after loading and computes with the packed copies. Its layer-wise reload
-packs the new weights again, with two exceptions that `reloading` handles: a head that shares the embedding's weight
-keeps its copy of the old one, and experts are packed only when their kernel is built.
+packs the new weights again, with two exceptions that `reloading` corrects: a head that shares the embedding's weight
+keeps a packed copy of the old weight, and experts are packed only when their kernel is built.
 
-To verify a load, some columns of each tensor are compared: `sampled` takes them from what arrives, `read_back` from
-what the layers compute with. `vllm_worker.py` is the caller of all three.
+To verify a load, some columns of each tensor are compared: `sampled` reads them from the received tensor, `read_back`
+from the weights that the layers compute with. `vllm_worker.py` calls all three functions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ COLUMNS = 64  # approximate number of columns of a matrix that are read back
 
 
 def method_of(module: nn.Module) -> QuantizeMethodBase | None:
-    """Return the method by which vLLM stores a module's weights and computes with them; None if it has none."""
+    """Return the method by which vLLM stores a module's weights and computes with them; None if the module has none."""
     method = getattr(module, "quant_method", None)
     return method if isinstance(method, QuantizeMethodBase) else None
 
@@ -72,7 +72,7 @@ def pack_shared_weights(model: nn.Module) -> None:
 
 
 def weight_users(model: nn.Module) -> Collection[dict[str, nn.Module]]:
-    """Return, for each weight, the modules that hold it, by module name; quantised weights are left out."""
+    """Return, for each weight, the modules that hold it, by module name; quantised weights are omitted."""
     found: defaultdict[int, dict[str, nn.Module]] = defaultdict(dict)  # by id of the weight
     for name, module in model.named_modules():
         weight = module._parameters.get("weight")
@@ -83,11 +83,11 @@ def weight_users(model: nn.Module) -> Collection[dict[str, nn.Module]]:
 
 @dataclass(frozen=True)
 class Sampled:
-    """Enough of a tensor to recognise it: checksums of some columns and rows of a matrix; otherwise, of all of it."""
+    """Checksums by which to recognise a tensor: of some columns and rows of a matrix, or of all elements otherwise."""
 
     shape: tuple[int, ...]
     columns: int  # checksum
-    rows: int  # checksum, as columns of the transposed matrix: some checkpoints store that one
+    rows: int  # checksum of columns of the transposed matrix, which some checkpoints store
 
 
 def sampled(tensor: Tensor, dtype: torch.dtype) -> Sampled:
@@ -105,14 +105,14 @@ def _places(size: int, like: Tensor) -> Tensor:
 
 
 def _sum(tensor: Tensor) -> int:
-    return checksum(tensor + 0.0)  # -0.0 becomes 0.0: a product with a unit vector loses the sign of a zero
+    return checksum(tensor + 0.0)  # turn -0.0 into 0.0, because a product with a unit vector loses the sign
 
 
 def read_back(model: nn.Module, fused: Mapping[str, Sequence[str]], arrived: Mapping[str, Sampled]) -> frozenset[str]:
     """Return the names of tensors that every layer uses exactly as they arrived.
 
-    Tensors that vLLM stores in its own form (experts, shards, reordered rows) are left out: comparing log-probs
-    covers them.
+    Tensors that vLLM stores in its own form (experts, shards, reordered rows) are omitted; comparing log-probs covers
+    them.
     """
     if not arrived or get_tensor_model_parallel_world_size() > 1:
         return frozenset()
@@ -136,7 +136,7 @@ def read_back(model: nn.Module, fused: Mapping[str, Sequence[str]], arrived: Map
 
 
 def _computed_with(module: nn.Module) -> Tensor:
-    """Return the weight that a module computes with: a vector whole, some columns of a matrix [rows, columns].
+    """Return the weight that a module computes with: all of a vector, or some columns of a matrix [rows, columns].
 
     A packed matrix cannot be inspected, but its product with a unit vector is exactly one of its columns.
     """

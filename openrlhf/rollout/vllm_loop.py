@@ -1,17 +1,17 @@
-"""vLLM on our own thread: requests, pauses, new weights and sleep are all handled between its steps.
+"""vLLM on our own thread: requests, pauses, weight loads and sleep are all processed between its steps.
 
 `VLLMEngine` (vllm.py) extends `StepLoop` with the translation between our types and vLLM's. The requests of one call
-travel together:
+stay together:
 
     run_requests([r0, r1])  ->  GenerateCall  ->  held while paused or draining
                                               ->  RunningRequest 17, 18  --steps-->  Completion each
                                               ->  both are done: the caller gets [completion of r0, of r1]
 
-Two things decide whether the thread may step: no pause, and a complete set of weights that is awake. A sync is
+The thread takes steps only if it is neither paused nor asleep and has a complete set of weights. A weight sync calls
 
     pause(drain=...)  ->  [sleep, wake("weights")]  ->  load(weights, version)  ->  [wake("cache")]  ->  resume
 
-Requests that it interrupts continue with the new weights; their keys and values are recomputed.
+Interrupted requests continue with the new weights; their keys and values are recomputed.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ def rejections() -> Iterator[None]:
 
 
 class StepLoop(CommandThread):
-    """The commands that vLLM's thread understands.
+    """The commands that run on vLLM's thread.
 
-    Callers await the coroutines. Everything else, the bodies of `on_thread` methods included, runs on the thread.
+    Callers await the coroutines. All other code, including the bodies of `on_thread` methods, runs on the thread.
     """
 
     _engine: LLMEngine  # set by `_build` of the subclass
@@ -139,7 +139,7 @@ class StepLoop(CommandThread):
         Requests are kept.
         """
         if isinstance(weights, IncomingWeights):
-            self._watch.stop_clock()  # the trainer may need long before it sends; the channel has its own deadlines
+            self._watch.stop_clock()  # the trainer may take long to send; the channel has its own deadlines
         states = self._engine.output_processor.request_states
         for name, running in self._running.items():
             if not states[running.inner_id].is_prefilling:
@@ -155,7 +155,7 @@ class StepLoop(CommandThread):
         if any(worker.checksums != received[0].checksums for worker in received):
             raise RolloutError("the workers of this engine received different weights")
         if verify:
-            # A tensor that could be read back once can always be read back, unless a layer computes with another one.
+            # If a tensor could be read back before but not now, a layer still computes with another one.
             read_back = frozenset.intersection(*(worker.read_back for worker in received))
             self._readable = self._readable or read_back
             lost = sorted(self._readable - read_back)
@@ -164,7 +164,7 @@ class StepLoop(CommandThread):
                 problem = f"vLLM still computes with other values for {len(lost)} tensors: {shown}"
                 raise RolloutError(f"weights arrived, but {problem}")
         self._has_weights = True
-        self._engine.reset_prefix_cache(reset_running_requests=True)  # drop what the old weights computed
+        self._engine.reset_prefix_cache(reset_running_requests=True)  # drop keys and values of the old weights
         self.version = version
         return received[0].checksums
 
@@ -186,7 +186,7 @@ class StepLoop(CommandThread):
             self._asleep.remove(part)
 
     def _submit(self, call: GenerateCall) -> None:
-        """Hand a call to vLLM, or hold it while paused or draining. If vLLM rejects one request, the call fails."""
+        """Submit a call to vLLM, or hold it while paused or draining. If vLLM rejects one request, the call fails."""
         if self._paused or self._draining:
             self._held.append(call)
             return
@@ -242,7 +242,7 @@ class StepLoop(CommandThread):
         for output in finished:
             made = output.outputs[0]
             if made.finish_reason not in ("stop", "length"):
-                raise RolloutError(f"vLLM ended a request with {made.finish_reason!r}")
+                raise RolloutError(f"vLLM ended a request: expected stop or length, got {made.finish_reason!r}")
             running = self._running.pop(output.request_id)
             version = self._first_versions.pop(output.request_id, self.version)
             call, token_ids, log_probs = running.call, tuple(made.token_ids), tuple(made.logprobs.logprobs)
@@ -255,9 +255,9 @@ class StepLoop(CommandThread):
         return f"generating {len(self._running)} requests, which have {self._tokens} tokens so far"
 
     def _note_tokens(self, *, has_finished: bool) -> None:
-        """Report progress if there are new tokens: a scheduler without free memory takes steps that sample none.
+        """Report progress only if there are new tokens: a scheduler without free memory takes steps that sample none.
 
-        Counting takes time, so it is done once in a while.
+        Counting takes time, so tokens are not counted in every step.
         """
         now = time.monotonic()
         if not has_finished and now < self._counted_at + min(COUNT_SECONDS, self._watch.seconds / 10):
@@ -276,4 +276,4 @@ class StepLoop(CommandThread):
         self._engine.engine_core.shutdown()
         del self._engine
         gc.collect()
-        destroy_model_parallel()  # a later engine may need other groups, as experts do
+        destroy_model_parallel()  # a later engine may need other groups, for example for experts

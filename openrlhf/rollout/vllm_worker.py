@@ -1,8 +1,8 @@
-"""The extension of vLLM's workers, in whichever process they run: load new weights without a restart.
+"""The extension with which vLLM's workers, in any process, load new weights without a restart.
 
 `build_engine` (vllm.py) names `WeightLoading` as the worker extension, and `StepLoop.load` (vllm_loop.py) calls
 `receive_weights` by name on all workers. Each worker iterates over the weights, which may come from the trainer in the
-same process or through a channel, hands them to vLLM's own loader, and reports what arrived as `Received`.
+same process or through a channel, passes them to vLLM's own loader, and reports what arrived as `Received`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Received:
     checksums: dict[str, int]  # by checkpoint name; empty unless requested
     read_back: frozenset[str] = frozenset()  # names of tensors that were read back from the layers as they arrived
     missing: tuple[str, ...] = ()  # parameters of the model for which no weights arrived
-    failure: str = ""  # why the transfer stopped early: the model is intact, but mixes old and new weights
+    failure: str = ""  # why the transfer stopped early; the model then mixes old and new weights
 
 
 class WeightLoading:
@@ -46,8 +46,8 @@ class WeightLoading:
     def receive_weights(self, weights: Weights, verify: bool) -> Received:
         """Load `weights`, iterating over them once, and report what arrived.
 
-        vLLM works on a stream of its own, which is not ordered with the trainer's: before loading, the trainer's last
-        kernels must have written the weights; after it, the trainer may change them.
+        vLLM uses another CUDA stream than the trainer, so both are synchronised twice: before loading, because the
+        trainer's last kernels must have written the weights, and after it, because the trainer may then change them.
         """
         on_cpu = current_platform.is_cpu()
         if not on_cpu:
@@ -55,7 +55,7 @@ class WeightLoading:
         model: Any = self.model_runner.get_model()
         model_config = self.vllm_config.model_config
         expected = {name for name, _ in model.named_parameters()}
-        # vLLM may store weights in another form than the checkpoint, which loading must produce again: on CPU, matrices
+        # vLLM may store weights in another form than the checkpoint, and every load must convert them: on CPU, matrices
         # are packed for its kernels; experts may be shuffled; latent attention stores products of weights.
         by_copying = not on_cpu and not any(
             isinstance(module, MLAAttention) or not isinstance(method_of(module), (*COPIED, type(None)))
@@ -79,7 +79,7 @@ class WeightLoading:
             with nullcontext() if by_copying else reloading(model, model_config):
                 try:
                     loaded, failure = model.load_weights(recorded()), ""
-                except RolloutError as error:  # from the sender. Raising it would leave other workers' answers unread
+                except RolloutError as error:  # from the sender; if raised, other workers' results would stay unread
                     loaded, failure = None, error.message
             if not on_cpu:
                 torch.accelerator.synchronize()
@@ -93,7 +93,7 @@ class WeightLoading:
 def missing_parameters(
     expected: set[str], loaded: Iterable[str] | None, fused: Mapping[str, Sequence[str]], arrived: set[str]
 ) -> set[str]:
-    """Return the parameters that did not arrive, or the parts of them.
+    """Return the names of parameters, or of parts of fused parameters, that did not arrive.
 
     `loaded` are the names that vLLM's loader reported, None if it reports none. `fused` maps the name of a fused module
     to its parts: vLLM counts a fused matrix as loaded as soon as one part (q of q, k and v) has arrived.

@@ -24,7 +24,7 @@ from openrlhf.rollout.ipc import open_memory
 
 @dataclass(frozen=True)
 class IncomingWeights:
-    """The weights of one version as they arrive at one receiver; `LoadingEngine.load` takes it, in any process.
+    """The weights of one version as they arrive at one receiver; pass it to `LoadingEngine.load` in any process.
 
     A tensor is a view of a bucket and valid only until the next one is requested: copy it to keep it longer.
     """
@@ -42,12 +42,12 @@ class IncomingWeights:
             _receivers[place] = WeightReceiver(self.channel, self.number)
         try:
             failure = yield from _receivers[place].receive(self.version)
-        except BaseException:  # GeneratorExit too: after a part of a version, the receiver cannot be used again
+        except BaseException:  # also GeneratorExit: a receiver with part of a version cannot be used again
             receiver = _receivers.pop(place, None)
             if receiver is not None:
                 receiver.close()
             raise
-        if failure:  # the channel is intact and may carry another version
+        if failure:  # the channel is still usable for another version
             raise RolloutError(f"the weight sender failed: {failure}")
 
 
@@ -71,7 +71,7 @@ class WeightReceiver:
         self.buffer: Tensor | None = None  # [bytes]
         self.sender = f"the weight sender at {channel.host}"
         self.group: dist.ProcessGroup | None = None  # only for nccl; formed when the first bytes arrive
-        # The group does not keep the Python object alive.
+        # Keep a reference, because the group does not.
         self.rendezvous = Rendezvous(read=lambda: self.link.receive(channel.timeout))
         with blame(f"{self.sender} did not accept receiver {number}"):
             self.link = channel.join(number)
@@ -100,15 +100,17 @@ class WeightReceiver:
             number += 1
 
     def _receive_header(self, version: int, number: int) -> Header:
-        """Wait for the next header: patiently for the first one of a version, since the trainer may be busy."""
+        """Wait for the next header, longer for the first one of a version, because the trainer may be busy."""
         seconds = self.channel.timeout if number else self.channel.patience
-        with blame(f"{self.sender} closed the channel: it failed, or another receiver did or did not join"):
+        with blame(f"{self.sender} closed the channel: the sender or another receiver failed, or one did not join"):
             try:
                 header = Header.decode(self.link.receive(seconds))
             except TimeoutError:
-                raise RolloutError(f"{self.sender} sent no header {version}/{number} in {seconds:g} s") from None
+                raise RolloutError(
+                    f"{self.sender} did not send header {number} of version {version} within {seconds:g} s"
+                ) from None
         if header.version != version:
-            raise RolloutError(f"{self.sender} sent version {header.version} of the weights: expected {version}")
+            raise RolloutError(f"{self.sender} sent wrong weights: expected version {version}, got {header.version}")
         return header
 
     def _receive_bytes(self, size: int) -> Tensor:
@@ -133,7 +135,7 @@ class WeightReceiver:
         # Wait on the host: an NCCL call that never ends would block the device silently.
         while not broadcast.is_completed():
             if time.monotonic() > deadline:
-                raise RolloutError(f"the weight sender paused within a bucket for {self.channel.timeout:g} s")
+                raise RolloutError(f"the weight sender did not complete a bucket within {self.channel.timeout:g} s")
             time.sleep(0.0005)
         broadcast.wait()
 
@@ -143,4 +145,4 @@ class WeightReceiver:
         self.link.close()
 
 
-_receivers: dict[tuple[bytes, int], WeightReceiver] = {}  # this process's, by secret of the channel and number
+_receivers: dict[tuple[bytes, int], WeightReceiver] = {}  # of this process, by channel secret and receiver number

@@ -1,4 +1,4 @@
-"""The trainer's end of a weight channel: pack tensors into buckets, send them to all receivers, await their answers.
+"""The trainer's end of a weight channel: pack tensors into buckets, send them to all receivers, wait for their answers.
 
 A worker process of the trainer opens a channel once (`cluster/actors.py`) and calls `WeightSender.send` for each new
 version of the policy. `channel.py` has a diagram of the protocol.
@@ -27,12 +27,12 @@ from openrlhf.rollout.ipc import check_allocator, share_memory
 from openrlhf.rollout.link import Link, LinkServer
 from openrlhf.rollout.sync_proof import RecordedWeights
 
-CALL_OFF_INTERVAL = 1.0  # seconds between checks for whether a waiting sender was called off
+CALL_OFF_INTERVAL = 1.0  # seconds between checks of whether the channel was called off
 SECRET_BYTES = 32
 
 
 class WeightSender:
-    """One sender, for any number of versions.
+    """Sends weights to the receivers of a channel, for any number of versions.
 
     If a receiver fails, the channel is closed and a new one must be created; if only the iterator of weights fails, the
     channel stays usable.
@@ -41,14 +41,14 @@ class WeightSender:
     def __init__(self, channel: Channel, device: torch.device) -> None:
         if channel.transport == "ipc":
             if channel.receivers != 1:
-                raise BackendError("an ipc channel has one receiver: make one channel for each GPU")
+                raise BackendError(f"an ipc channel has 1 receiver, got {channel.receivers}: create one per GPU")
             check_allocator()
         self.device = device
         self.receivers: dict[int, Receiver] = {}  # those that joined, by number
         self.changed = threading.Condition()  # notified when a receiver joins or the channel is called off
         self.called_off = False
         self.group: dist.ProcessGroup | None = None  # only for nccl
-        self.rendezvous = Rendezvous(publish=self.publish)  # the group does not keep the Python object alive
+        self.rendezvous = Rendezvous(publish=self.publish)  # keep a reference, because the group does not
         self.formed = False
         self.closed = False
         secret = secrets.token_bytes(SECRET_BYTES)
@@ -65,15 +65,15 @@ class WeightSender:
             elif self.closed or self.formed or join.number not in range(self.channel.receivers):
                 link.close()
             else:
-                if join.number in self.receivers:  # it gave up and tries again
+                if join.number in self.receivers:  # the receiver has reconnected
                     self.receivers[join.number].close()
                 self.receivers[join.number] = Receiver(join.number, link)
             self.changed.notify_all()
 
     def send(self, weights: Weights, version: int, *, verify: bool = False) -> Checksums:
-        """Send all weights to all receivers; return the checksums of what was sent if `verify`, else an empty dict."""
+        """Send all weights to all receivers; return checksums of the sent tensors if `verify`, else an empty dict."""
         if self.closed:
-            raise BackendError("this weight channel failed or was closed: form a new one")
+            raise BackendError("this weight channel failed or was closed: create a new one")
         sent = RecordedWeights(weights, verify=verify)
         try:
             if not self.formed:
@@ -84,11 +84,11 @@ class WeightSender:
                     pipeline.add(name, tensor)
             except RolloutError:
                 raise
-            except BaseException as error:  # tell the receivers, whatever the iterator of weights raised
+            except BaseException as error:  # notify the receivers of any error in the iterator of weights
                 pipeline.finish(f"{type(error).__name__}: {error}")
                 raise
             pipeline.finish()
-        except RolloutError:  # a receiver failed, so the others cannot be kept in step
+        except RolloutError:  # a receiver failed, so the channel cannot be used again
             self.close()
             raise
         return sent.checksums
@@ -112,9 +112,9 @@ class WeightSender:
         with self.changed:
             while missing := sorted(set(range(self.channel.receivers)) - self.receivers.keys()):
                 if self.called_off:
-                    raise RolloutError(f"{listed(missing)} did not join, and will not")
+                    raise RolloutError(f"{listed(missing)} did not join before the weight sync was called off")
                 if not self.changed.wait(deadline - time.monotonic()):
-                    raise RolloutError(f"{listed(missing)} did not join in {self.channel.timeout:g} s")
+                    raise RolloutError(f"{listed(missing)} did not join within {self.channel.timeout:g} s")
             self.formed = True
         if self.channel.transport == "nccl":
             with blame("a weight receiver is gone"):
@@ -126,9 +126,9 @@ class WeightSender:
         return [receiver.send(message, data, seconds) for receiver in self.receivers.values()]
 
     def await_answers(self, sending: Sequence[Future[None]], complaint: str) -> None:
-        """Wait for an answer from each receiver; raise if one reports an error, is gone, is called off or is too late.
+        """Wait for an answer from each receiver to the message that `sending` sends.
 
-        `sending` is the message that they answer, on its way.
+        Raise if a receiver reports an error, disconnects or answers too late, or if the channel is called off.
         """
         deadline = time.monotonic() + self.channel.timeout
         missing = set(self.receivers)
@@ -148,13 +148,13 @@ class WeightSender:
                         with blame(f"weight receiver {number} is gone"):
                             sent.result()
                 if missing and self.called_off:
-                    raise RolloutError(f"{listed(missing)} {complaint}, and will not")
+                    raise RolloutError(f"{listed(missing)} {complaint} before the weight sync was called off")
                 if missing and time.monotonic() > deadline:
-                    raise RolloutError(f"{listed(missing)} {complaint} in {self.channel.timeout:g} s")
+                    raise RolloutError(f"{listed(missing)} {complaint} within {self.channel.timeout:g} s")
 
 
 class Receiver:
-    """A receiver that joined: its connection, and the thread that sends to it, so that a slow one delays no other."""
+    """A receiver that joined: its connection, and a thread for sending, so that a slow receiver delays no other."""
 
     def __init__(self, number: int, link: Link) -> None:
         self.link = link
@@ -186,20 +186,20 @@ class InTransit:
 
 
 class BucketPipeline:
-    """One version on its way: two buckets that alternate between being filled and being read."""
+    """The transfer of one version through two buckets: one is filled while receivers read the other."""
 
     def __init__(self, sender: WeightSender, version: int) -> None:
         self.sender = sender
         self.version = version
         device = torch.device("cpu") if sender.channel.transport == "tcp" else sender.device
         size = sender.channel.bucket_bytes
-        # The first of them is being filled.
+        # The first bucket is being filled.
         self.idle = deque(Bucket(torch.empty(size, dtype=torch.uint8, device=device)) for _ in range(2))
         self.in_transit: deque[InTransit] = deque()
         self.count = 0  # headers published so far
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Copy a tensor into the current bucket, after sending that one off if it is full."""
+        """Copy a tensor into the current bucket; if it does not fit, send this bucket and use the next one."""
         if not self.idle[0].add(name, tensor):
             self._ship()
             if not self.idle:
@@ -207,7 +207,7 @@ class BucketPipeline:
             self.idle[0].add(name, tensor)
 
     def finish(self, failure: str = "") -> None:
-        """Send the last bucket and the end notice; after a `failure` of the iterator of weights, only the notice."""
+        """Send the last bucket and the end notice, or only the notice after a `failure` of the iterator of weights."""
         if not failure and self.idle[0].entries:
             self._ship()
         self._ship(Header(self.version, end=True, failure=failure))
@@ -215,7 +215,7 @@ class BucketPipeline:
             self._await_oldest()
 
     def _ship(self, notice: Header | None = None) -> None:
-        """Publish the header of the current bucket and start sending its bytes; or only publish a notice."""
+        """Publish the header of the current bucket and start sending its bytes, or only publish a notice."""
         sender, bucket, header, data = self.sender, None, notice, None
         if header is None:
             bucket = self.idle.popleft()
@@ -241,7 +241,7 @@ class BucketPipeline:
         if oldest.broadcast is not None:
             with blame("a weight receiver is gone"):
                 oldest.broadcast.wait()
-        complaint = f"did not take bucket {oldest.number} of version {self.version}"
+        complaint = f"did not acknowledge bucket {oldest.number} of version {self.version}"
         self.sender.await_answers(oldest.sending, complaint)
         self.in_transit.popleft()
         if oldest.bucket is not None:
@@ -249,6 +249,6 @@ class BucketPipeline:
 
 
 def listed(numbers: Iterable[int]) -> str:
-    """Name receivers in a message."""
+    """Return the names of receivers for a message."""
     found = sorted(numbers)
     return f"weight receiver{'s' if len(found) > 1 else ''} {', '.join(map(str, found))}"

@@ -127,7 +127,7 @@ def test_every_receiver_gets_every_tensor_of_every_version(count):
         assert sender.send([], 6) == {}
         assert answers(pairs) == [{}] * count
         sender.close()
-        with pytest.raises(BackendError, match="form a new one"):
+        with pytest.raises(BackendError, match="create a new one"):
             sender.send([], 7)
 
 
@@ -169,7 +169,7 @@ def test_a_new_channel_replaces_a_receiver_that_died():
 def test_call_off_stops_a_waiting_sender():
     sender = make_sender(2)
     sender.channel.call_off()
-    with pytest.raises(RolloutError, match="weight receivers 0, 1 did not join, and will not"):
+    with pytest.raises(RolloutError, match="weight receivers 0, 1 did not join before the weight sync was called off"):
         sender.send(weights(1), 1)
     sender.channel.call_off()  # has no effect once the sender is gone
 
@@ -178,10 +178,10 @@ def test_a_missing_receiver_is_named():
     with receivers(1) as pairs:
         sender = make_sender(2, HASTY)
         ask(pairs, sender, 1)
-        with pytest.raises(RolloutError, match="weight receiver 1 did not join in 4 s"):
+        with pytest.raises(RolloutError, match="weight receiver 1 did not join within 4 s"):
             sender.send(weights(1), 1)
         sender.close()
-        assert "closed the channel: it failed, or another receiver did or did not join" in answers(pairs)[0]
+        assert "closed the channel: the sender or another receiver failed, or one did not join" in answers(pairs)[0]
 
 
 def test_receivers_wait_for_a_sender_that_has_a_step_to_finish_first():
@@ -197,7 +197,7 @@ def test_a_sender_that_never_begins_is_named():
     sender = make_sender(1, HASTY)
     with receivers(1) as pairs:
         ask(pairs, sender, 1)
-        assert "sent no header 1/0 in 4 s" in answers(pairs)[0]
+        assert "did not send header 0 of version 1 within 4 s" in answers(pairs)[0]
 
 
 def test_a_missing_sender_is_named():
@@ -205,7 +205,7 @@ def test_a_missing_sender_is_named():
     with receivers(1) as pairs:
         send(sender, pairs, 1)
         ask(pairs, sender, 2)
-        assert "sent no header 2/0 in 4 s" in answers(pairs)[0]
+        assert "did not send header 0 of version 2 within 4 s" in answers(pairs)[0]
 
 
 def listening():
