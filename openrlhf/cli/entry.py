@@ -52,12 +52,12 @@ def command(main: Callable[[Sequence[str]], None]) -> Callable[..., None]:
                 exit_launched_process()
         except OpenRLHFError as error:
             say(f"error: {error}")
-            if not is_main_process() and error.exit_code == 1:  # flag and data errors are equal on all ranks
+            if not is_main_process() and error.exit_code == 1:  # flag and data errors are the same on all ranks
                 sys.stderr.write(f"openrlhf: error in rank {os.environ['RANK']}: {error}\n")
             raise SystemExit(error.exit_code) from None
         except KeyboardInterrupt:
             say("interrupted")
-            exec("")  # resets an interrupt during an exec; otherwise Python would exit by that signal
+            exec("")  # clears an interrupt during an exec; otherwise Python would exit with that signal
             raise SystemExit(INTERRUPTED) from None
         except BrokenPipeError:  # `--help | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -66,10 +66,10 @@ def command(main: Callable[[Sequence[str]], None]) -> Callable[..., None]:
 
 
 def exit_launched_process() -> None:
-    """End a process of a launch that has done its work, without the interpreter's own teardown.
+    """Exit a launcher's process after its work, without the teardown of the interpreter.
 
-    Threads of the process group are still running then. If one of them needs the interpreter during its teardown, the
-    process aborts, and the launcher reports a finished run as failed.
+    Threads of the process group are still running. If one of them used the interpreter during the teardown, the process
+    would abort, and the launcher would report a finished run as failed.
     """
     if "RANK" in os.environ:
         sys.stderr.flush()

@@ -2,7 +2,7 @@
 
 `run` reads and checks the input, calls `generate` or `score` to make the rows, and writes the output. Finished rows are
 stored in a folder next to the output (see `parts`), so that the same command resumes an interrupted run. If a launcher
-starts several processes, each makes some of the rows, and the first process writes the output.
+starts several processes, each produces some of the rows, and the first process writes the output.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from openrlhf.monitor import is_main_process, say
 from openrlhf.training.processes import join_process_group
 from openrlhf.training.rng import seed_everything
 
-CHECK_EVERY, GRACE = 1, 10  # seconds between checks of the launcher, and to exit after it has died
+CHECK_EVERY, GRACE = 1, 10  # seconds between checks of the launcher, and seconds to exit after its death
 BARRIER_TIMEOUT = timedelta(days=7)  # a process may finish long before the others
 
 
@@ -101,8 +101,8 @@ def finish(config: BatchInferenceConfig, parts: OutputParts) -> BatchResult:
 def exit_with_launcher() -> None:
     """Exit this process soon after its launcher dies.
 
-    Otherwise the processes of a killed launcher would keep running: they would write to the same files as a restarted
-    run and then wait for days for each other, without releasing their GPUs.
+    Otherwise the processes of a killed launcher would keep running. They would write to the same files as a restarted
+    run and then wait days for each other without releasing their GPUs.
     """
     launcher = os.getppid()
 

@@ -96,12 +96,12 @@ class ChatLoop:
         show("\n")
         self.history.turns.append((message, reply.text))
         if reply.end == "length":
-            say(f"the context is full (--max_len {max_len}), which ended the reply: clear starts over")
+            say(f"the reply ended because the context is full (--max_len {max_len}). Try: clear to start over")
         elif reply.end == "interrupted":
             say("the reply was interrupted; the part shown stays in the conversation")
 
 
 def show(text: str) -> None:
-    """Write a piece of a reply; on a terminal, control characters are shown instead of obeyed."""
+    """Write a piece of a reply; on a terminal, control characters are shown as escapes and have no effect."""
     sys.stdout.write(text.translate(SHOWN_CONTROLS) if sys.stdout.isatty() else text)
     sys.stdout.flush()

@@ -1,7 +1,7 @@
 """Conversation history of the chat command, and the prompt text that the model continues.
 
 With a chat template, the tokenizer renders the turns as messages. Without one, the prompt is a growing text: the turns
-so far, each on a line of its own, and the new message in --input_template.
+so far, each on a new line, and the new message in --input_template.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class History:
 
 
 def open_history(config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> History:
-    """Return an empty history that renders prompts as the flags and the tokenizer's chat template say."""
+    """Return an empty history that renders prompts according to the flags and the tokenizer's chat template."""
     file = config.chat.ta_prompt
     first = Path(file).expanduser().read_text(encoding="utf-8") if file else config.template.system_prompt
     suffix = f"{config.sampling.csft_prompt.strip()} " if config.sampling.enable_csft else ""

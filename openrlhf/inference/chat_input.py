@@ -31,7 +31,7 @@ class MessageReader:
                 last = line.rstrip().removesuffix(QUOTES)
                 return "\n".join([*lines, last] if last else lines)
             lines.append(line)
-        say(f"the input ended before the closing {QUOTES}; the message is used unchanged")
+        say(f"the input ended before the closing {QUOTES}; the lines so far are sent")
         return "\n".join(lines)
 
     def _read_line(self, prompt: str) -> str | None:

@@ -40,7 +40,7 @@ class StreamingDecoder:
     tokenizer: PreTrainedTokenizerBase
     show: Callable[[str], None]
     token_ids: list[int] = field(default_factory=list)
-    text: str = ""  # what was shown so far
+    text: str = ""  # text shown so far
     previous: int = 0  # first token of the last shown piece
     decoded: int = 0  # tokens that were shown
 
@@ -68,7 +68,7 @@ class StreamingDecoder:
 
 @dataclass(frozen=True)
 class ReplyGenerator:
-    """Engine with its tokenizer and sampling flags; it answers prompts."""
+    """Generates replies with an engine, its tokenizer and the sampling flags."""
 
     engine: HFEngine
     tokenizer: PreTrainedTokenizerBase

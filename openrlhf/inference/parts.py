@@ -34,14 +34,14 @@ FREE_TO_CHANGE = (
 Row = Mapping[str, object]  # a line of the output: JSON values by column
 
 
-RowLocation = tuple[Path, int]  # of a finished row: its file and the first byte of its line
+RowLocation = tuple[Path, int]  # file of a finished row, and the offset of its line in bytes
 
 
 class OutputParts:
     """Rows of one run, numbered from 0. Each `group` consecutive rows go to the same process.
 
-    This process writes finished rows to `file`, which the caller closes. It holds `lock`, which the caller closes when
-    the output is written: no other run can then write the same file.
+    This process writes finished rows to `file`, which the caller closes. It holds `lock`, so that no other run writes
+    the same output; the caller closes `lock` once the output is written.
     """
 
     def __init__(self, output: Path, config: object, *, total: int, group: int = 1) -> None:
@@ -58,7 +58,7 @@ class OutputParts:
             self.lock = stack.pop_all()  # held from here on
 
     def _open(self, config: object) -> None:
-        """Read what earlier runs have finished, and open the file of this process."""
+        """Find the rows that earlier runs finished, and open the file of this process."""
         total, output = self.total, self.output
         self._open_folder(row_settings(config, total, apart_from=(self.folder, self.aside, output)))
         if self.own.is_file():  # remove the incomplete last line that a killed process may have left
@@ -71,7 +71,7 @@ class OutputParts:
     def _open_folder(self, now: Mapping[str, object]) -> None:
         """Compare this run with the one that left rows in the folder, or record its settings in a new plan.
 
-        A run whose settings differ from those of the unfinished run is rejected rather than mixed in.
+        If the settings differ from those of the unfinished run, the run is rejected, so that rows are not mixed.
         """
         plan = self.folder / PLAN
         if not plan.is_file() or not find_rows(self.folder):  # a run that failed before its first row does not count
@@ -85,7 +85,7 @@ class OutputParts:
         if changed:
             what = ", ".join(f"{name} {before.get(name)} -> {now.get(name)}" for name in changed)
             raise ConfigError(
-                f"{self.folder} holds rows of an unfinished run with other settings: {what}",
+                f"{self.folder} contains rows of an unfinished run with other settings: {what}",
                 try_this=f"the original flags to resume, rm -r {self.folder} to start over, or another --output_path",
             )
 
@@ -129,7 +129,7 @@ class OutputParts:
             os.fsync(file.fileno())
         self.aside.rename(self.output)
         for path in self.folder.glob(ROWS):
-            path.unlink()  # before the plan: rows without a plan would be mistaken for rows of the next run
+            path.unlink()  # before the plan, because rows without one would be mistaken for rows of the next run
         shutil.rmtree(self.folder, ignore_errors=True)  # other ranks remove their locks at the same time
         return count
 

@@ -34,13 +34,13 @@ from openrlhf.monitor import say
 from openrlhf.signals import write_line
 
 BATCH_TOKENS = {"cuda": 32768, "cpu": 2048}  # on a CPU, the activations of more tokens do not fit in the cache
-LAST_SECONDS = 3  # after --stop_timeout, for the exit of the process
+LAST_SECONDS = 3  # for the process to exit after --stop_timeout
 TIMED_OUT = b"HTTP/1.1 408 Request Timeout\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 STOPPING = "\nopenrlhf: stopping when the requests in flight are answered; press Ctrl-C again to stop immediately"
 
 
 class RewardModelServer(uvicorn.Server):
-    """Uvicorn server that clients cannot hold up, and that remembers which signal stopped it.
+    """Uvicorn server with time limits for clients, which also records the signal that stopped it.
 
     Uvicorn itself waits forever for a request that has begun. After a signal it finishes the requests in flight and
     then raises the signal again.
@@ -63,13 +63,14 @@ class RewardModelServer(uvicorn.Server):
         self.stopped_by: int | None = None
 
     async def on_tick(self, counter: int) -> bool:
-        """Close connections that have waited too long for their client, or longest if there are too many connections.
+        """Close connections that have waited too long for their client.
 
-        Uvicorn calls this every 0.1 s.
+        If there are too many connections, those that have waited longest are also closed. Uvicorn calls this every
+        0.1 s.
         """
         now, connections = time.monotonic(), cast("set[Any]", self.server_state.connections)
         waits = {one: Wait(one.cycle, now) for one in connections if waits_for_client(one)}
-        # The time starts again when a connection has begun another request since the last tick.
+        # The wait starts again if the connection has begun another request since the last tick.
         old = {one: wait for one, wait in self.waiting.items() if one in waits and wait.cycle is waits[one].cycle}
         self.waiting = old | {one: wait for one, wait in waits.items() if one not in old}
         excess = len(connections) - self.max_connections
@@ -90,7 +91,7 @@ class RewardModelServer(uvicorn.Server):
         transport.close()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop within --stop_timeout, whatever the clients do and however long a text is tokenised or scored."""
+        """Stop within --stop_timeout, even if clients are slow or a text is still being tokenised or scored."""
         if self.stopped_by is not None:
             code = 0 if self.stopped_by == signal.SIGTERM else 128 + signal.SIGINT
             watchdog = threading.Timer(self.stop_timeout + LAST_SECONDS, os._exit, [code])
@@ -108,20 +109,20 @@ class RewardModelServer(uvicorn.Server):
 
 
 class Wait(NamedTuple):
-    """How long a connection has waited for its client; `cycle` is uvicorn's state of the request."""
+    """The wait of a connection for its client; `cycle` is uvicorn's state of the request."""
 
     cycle: object
     since: float
 
 
 def waits_for_client(connection: Any) -> bool:
-    """Return whether a connection waits for a request or the rest of one, or for its response to be read."""
+    """Return whether a connection waits for its client to send a request or to read a response."""
     cycle = connection.cycle
     return cycle is None or cycle.more_body or cycle.response_complete or connection.flow.write_paused
 
 
 def run(config: ServeRMConfig) -> None:
-    """Serve until SIGTERM, after which it returns normally, or Ctrl-C, which is raised as KeyboardInterrupt."""
+    """Serve until a signal: return normally after SIGTERM, and raise KeyboardInterrupt after Ctrl-C."""
     disable_progress_bar()
     host, port = config.server.host, config.server.port
     with bind(host, port) as listener:  # before the model loads, so that a taken port is reported immediately
@@ -143,14 +144,14 @@ def run(config: ServeRMConfig) -> None:
 def leave_a_core() -> None:
     """Reserve one core for handling requests.
 
-    A forward waits for its slowest thread, so a model on all cores would stall whenever one of them handles a request.
+    A forward waits for its slowest thread, so a model on all cores would stall whenever one core serves a request.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() - 1))
 
 
 def build_server(config: ServeRMConfig) -> RewardModelServer:
-    """Build the server except for its address; the model is loaded here."""
+    """Load the model and build the server, which is not yet bound to an address."""
     flags = config.server
     device = choose_model_device(config.model, str(flags.reward_pretrain))
     model = open_served_model(config, device)

@@ -24,7 +24,7 @@ from openrlhf.monitor import say
 
 MAX_QUERIES = 8192  # per request
 MAX_WAITING = 65536  # queries of all requests that are not answered yet
-MAX_DISCARDED = 4  # times --max_request_mb that are read of a larger body, so that its client can read the error
+MAX_DISCARDED = 4  # read up to this multiple of --max_request_mb, so that the client can read the error
 CLOSE = {"Connection": "close"}
 EXAMPLE = '{"query": ["a text to score"]}'
 
@@ -66,7 +66,9 @@ class RewardService:
             if not len(row):
                 raise HTTPException(422, f"query {place} has no tokens, so there is nothing to score")
             if self.refuse_long and len(row) > limit:
-                raise HTTPException(413, f"query {place} has {len(row)} tokens, and --max_len is {limit}")
+                raise HTTPException(
+                    413, f"query {place} is too long: expected at most {limit} tokens (--max_len), got {len(row)}"
+                )
         rewards = await self.batcher.score([row[:limit] for row in rows])
         for place, reward in enumerate(rewards):
             if not math.isfinite(reward):
@@ -94,8 +96,8 @@ class RewardService:
     async def _read_body(self, request: Request) -> bytes:
         """Return the whole body.
 
-        A client that is still sending cannot read the error of a body that is too large, so more of it is read and
-        discarded, within bounds. Then the connection is closed.
+        A client that is still sending cannot read an error, so more of a body that is too large is read and discarded,
+        up to `MAX_DISCARDED`. Then the connection is closed.
         """
         kept, size, limit = bytearray(), 0, self.max_bytes
         try:
@@ -106,11 +108,12 @@ class RewardService:
                 elif size > MAX_DISCARDED * limit:
                     break
         except ClientDisconnect:  # the client cannot read this, but it keeps a traceback out of the log
-            raise HTTPException(400, "the connection ended before the body did") from None
+            raise HTTPException(400, "the connection was closed before the body was complete") from None
         if size > limit:
             raise HTTPException(
                 413,
-                f"the body has {size} bytes or more, and --max_request_mb is {limit >> 20}: send fewer queries",
+                f"the body is too large: expected at most {limit >> 20} MiB (--max_request_mb), got at least {size}"
+                " bytes. Try: fewer queries",
                 CLOSE,
             )
         return bytes(kept)
@@ -153,7 +156,7 @@ def build_app(model: ServedModel, batcher: Batcher, flags: ServingFlags) -> Fast
         return {"status": "ok"}
 
     async def report_failure(request: Request, error: Exception) -> JSONResponse:
-        """Tell the client about an unexpected error; its traceback goes to the server's log."""
+        """Send an unexpected error to the client; its traceback is in the server's log."""
         return JSONResponse({"detail": f"scoring failed: {type(error).__name__}: {error}"}, 500)
 
     app = FastAPI(lifespan=scoring, openapi_url=None)

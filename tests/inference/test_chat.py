@@ -119,7 +119,7 @@ def test_an_unclosed_block_is_sent_as_it_is(chat, plain_reply):
 def test_a_full_context_is_reported_and_a_message_that_does_not_fit_is_rejected(chat, plain_reply):
     out, err = chat("ab", "x" * 96, "clear", "ab", input_template=SHORT)
     assert out == (plain_reply("ab=") + "\n") * 2
-    assert err.count("the context is full (--max_len 96), which ended the reply: clear starts over") == 2
+    assert err.count("the reply ended because the context is full (--max_len 96). Try: clear to start over") == 2
     assert "no space for a reply within --max_len 96" in err
 
 

@@ -152,7 +152,7 @@ def test_long_texts_are_truncated_and_counted(reward_model):
 def test_refuse_long_rejects_long_texts(reward_model):
     with serving(reward_pretrain=reward_model, max_len=10, refuse_long=True) as url:
         status, answer = post(url, {"query": ["abcde", "abcdefgh" * 3]})
-        assert (status, answer["detail"]) == (413, "query 1 has 24 tokens, and --max_len is 10")
+        assert (status, answer["detail"]) == (413, "query 1 is too long: expected at most 10 tokens (--max_len), got 24")
         assert post(url, {"query": ["abcdefghij"]})[0] == 200
 
 
@@ -200,7 +200,7 @@ REJECTED = {
     "half a character": (b'{"query": ["\\ud800"]}', 400, "a text contains half of a surrogate pair"),
     "thousands of digits": (b'{"query": ' + b"1" * 5000 + b"}", 400, "a number has thousands of digits"),
     "too many": ({"query": ["a"] * 8193}, 413, "8193 queries in one request; expected at most 8192"),
-    "too large": ({"query": ["a" * (1 << 20)]}, 413, "--max_request_mb is 1"),
+    "too large": ({"query": ["a" * (1 << 20)]}, 413, "at most 1 MiB (--max_request_mb)"),
 }
 
 
