@@ -1,8 +1,8 @@
 """The batch_inference command: generate or score answers for a whole dataset, and write them to one file.
 
-`run` reads and checks the input, calls `generate` or `score` to make the rows, and writes the output. Finished rows are
-stored in a folder next to the output (see `parts`), so that the same command resumes an interrupted run. If a launcher
-starts several processes, each produces some of the rows, and the first process writes the output.
+`run` reads and checks the input, calls `generate` or `score` to produce the rows, and writes the output. Finished rows
+are stored in a folder next to the output (see `parts`), so that the same command resumes an interrupted run. If a
+launcher starts several processes, each produces some of the rows, and the first process writes the output.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class BatchResult:
 
 
 def run(config: BatchInferenceConfig) -> BatchResult | None:
-    """Make all rows and write the output.
+    """Generate or score all rows, and write the output.
 
     The config must already be checked. With several processes, only the main process returns the result; the others
     return None.

@@ -43,7 +43,9 @@ def score(
             for number, reward in zip(numbers, rewards, strict=True):
                 answer = answers[number]
                 if not math.isfinite(reward):
-                    raise RewardError(f"the reward model returned {reward} for the answer {answer.response[:80]!r}")
+                    raise RewardError(
+                        f"the reward of answer {answer.response[:80]!r} is not finite: got {reward} from the reward model"
+                    )
                 row: ScoredRow = {"input": answer.prompt, "output": answer.response, "reward": reward}
                 if answer.index is not None:
                     row["index"] = answer.index

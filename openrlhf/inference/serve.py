@@ -34,7 +34,7 @@ from openrlhf.monitor import say
 from openrlhf.signals import write_line
 
 BATCH_TOKENS = {"cuda": 32768, "cpu": 2048}  # on a CPU, the activations of more tokens do not fit in the cache
-LAST_SECONDS = 3  # for the process to exit after --stop_timeout
+LAST_SECONDS = 3  # extra time for the process to exit after --stop_timeout
 TIMED_OUT = b"HTTP/1.1 408 Request Timeout\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 STOPPING = "\nopenrlhf: stopping when the requests in flight are answered; press Ctrl-C again to stop immediately"
 

@@ -31,13 +31,13 @@ EXAMPLE = '{"query": ["a text to score"]}'
 
 @dataclass
 class RewardService:
-    """Request handlers, with the tokenizer and the model behind them."""
+    """Request handlers of the server, with its model and limits."""
 
     model: ServedModel
     batcher: Batcher
     reader: ThreadPoolExecutor  # tokenises here, because long texts must not block other responses
     api_key: str | None  # None or empty: anyone may send requests
-    max_bytes: int  # of a request body
+    max_bytes: int  # maximum size of a request body
     refuse_long: bool  # reject texts longer than --max_len instead of truncating them
     has_truncated: bool = False
     num_waiting: int = 0  # queries that are not answered yet
@@ -55,7 +55,7 @@ class RewardService:
                 return await self._score(texts)
             finally:
                 self.num_waiting -= len(texts)
-        except asyncio.CancelledError:  # by uvicorn, after --stop_timeout
+        except asyncio.CancelledError:  # uvicorn cancels requests after --stop_timeout
             raise HTTPException(503, "the server is stopping", CLOSE) from None
 
     async def _score(self, texts: list[str]) -> dict[str, object]:

@@ -85,7 +85,7 @@ class Channel:
 class Join:
     """First message on a connection."""
 
-    number: int | None  # of the receiver; None to call the channel off
+    number: int | None  # number of the receiver, or None to call the channel off
 
     def encode(self) -> bytes:
         return json.dumps({"number": self.number}).encode()

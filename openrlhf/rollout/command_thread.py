@@ -80,7 +80,7 @@ class CommandThread(ABC):
         self.name = name
         self._lock = threading.Lock()  # ensures that no command is queued after the engine is closed
         self._closed = False
-        self._failure: EngineError | None = None  # after one, the state of the engine is unknown
+        self._failure: EngineError | None = None  # if set, the state of the engine is unknown
         self._waiting: set[Waiter] = set()  # callers whose commands have run, but who have no answer yet
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()  # None ends the thread
         self._stuck = False  # the thread may never answer again

@@ -24,7 +24,7 @@ from openrlhf.types import Batch
 
 @dataclass(frozen=True)
 class OwnCaches:
-    """Batches of prompts of equal length, or of single rows, each with a cache created by the model."""
+    """One batch per prompt length, or per row, each with a cache created by the model."""
 
     decoder: PreTrainedModel
     attention: str

@@ -105,7 +105,7 @@ class HFEngine:
 
     @torch.no_grad()
     def complete(self, requests: Sequence[Request], on_done: OnDone | None = None) -> list[Completion]:
-        """Return all completions in the order of the requests; `on_done` gets each, with its index, when it is done."""
+        """Return all completions in the order of the requests; `on_done` is called with each index and completion."""
         waiting = [RunningRow(index, request) for index, request in enumerate(requests)]
         waiting.sort(key=lambda row: -len(row.request.prompt_token_ids))  # rows of similar length need little padding
         completions: dict[int, Completion] = {}

@@ -24,7 +24,7 @@ from contextlib import suppress
 
 from openrlhf.errors import RolloutError
 
-HANDSHAKE_SECONDS = 10.0  # for a client to prove that it knows the secret
+HANDSHAKE_SECONDS = 10.0  # time limit for a client to prove that it knows the secret
 MAX_HANDSHAKES = 64  # concurrent handshakes; further connections wait in the queue of the socket
 MAX_MESSAGE = 1 << 26  # bytes; headers are a few hundred kilobytes
 ACCEPT_PAUSE = 0.05  # seconds before another attempt to accept, after one failed

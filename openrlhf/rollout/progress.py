@@ -42,7 +42,7 @@ class ProgressWatch:
         self._progress_at = time.monotonic()
 
     def stop_clock(self) -> None:
-        """Stop watching the current task; the rest of it has its own deadlines."""
+        """Stop watching the current task, because its remaining work has its own deadlines."""
         self._task = None
 
     def close(self) -> None:

@@ -75,7 +75,7 @@ class VLLMEngine(StepLoop):
             os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
         if not self.compiles:
             say(f"vLLM runs without torch.compile, which cannot link against PyTorch in a folder with a space: {TORCH}")
-            os.environ["TORCH_COMPILE_DISABLE"] = "1"  # for its other processes; for this one see `_build`
+            os.environ["TORCH_COMPILE_DISABLE"] = "1"  # for vLLM's other processes; `_build` covers this one
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
         self._ends: frozenset[int] = frozenset()
         try:

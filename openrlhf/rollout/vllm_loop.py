@@ -92,14 +92,14 @@ class StepLoop(CommandThread):
         self.version = 0
         self._running: dict[str, RunningRequest] = {}  # by request id
         self._count = 0  # requests so far; numbers their ids
-        self._first_versions: dict[str, int] = {}  # of a running request's first token, if the weights changed since
+        self._first_versions: dict[str, int] = {}  # request id -> weight version of its first token, if older
         self._held: list[GenerateCall] = []  # submitted while paused or draining
         self._draining: list[Waiter] = []
         self._paused = False
         self._asleep: set[Part] = set()
         self._has_weights = True
         self._readable: frozenset[str] = frozenset()  # tensors that the first verified load could read back
-        self._tokens = 0  # of the running requests, when they were last counted
+        self._tokens = 0  # tokens of the running requests at the last count
         self._counted_at = 0.0
         super().__init__("vLLM", timeout)
 

@@ -83,7 +83,7 @@ class WeightReceiver:
             header = self._receive_header(version, number)
             if header.end:
                 self.buffer = None
-                with blame(f"{self.sender} is gone"):
+                with blame(f"lost the connection to {self.sender}"):
                     self.link.send(OK.encode(), self.channel.timeout)
                 return header.failure
             answer = "stopped before the end"
@@ -95,7 +95,7 @@ class WeightReceiver:
                     torch.cuda.current_stream().synchronize()
                 answer = OK
             finally:
-                with suppress(OSError):  # a sender that is gone needs no answer
+                with suppress(OSError):  # a sender that has exited needs no answer
                     self.link.send(answer.encode(), self.channel.timeout)
             number += 1
 
@@ -145,4 +145,4 @@ class WeightReceiver:
         self.link.close()
 
 
-_receivers: dict[tuple[bytes, int], WeightReceiver] = {}  # of this process, by channel secret and receiver number
+_receivers: dict[tuple[bytes, int], WeightReceiver] = {}  # receivers of this process, by channel secret and number

@@ -117,11 +117,11 @@ class WeightSender:
                     raise RolloutError(f"{listed(missing)} did not join within {self.channel.timeout:g} s")
             self.formed = True
         if self.channel.transport == "nccl":
-            with blame("a weight receiver is gone"):
+            with blame("lost the connection to a weight receiver"):
                 self.group = self.channel.form_group(self.rendezvous, 0)
 
     def publish(self, message: bytes, data: Tensor | None = None) -> list[Future[None]]:
-        """Start sending a message, and the bytes that follow it if any, to all receivers."""
+        """Start sending a message, and any bytes that follow it, to all receivers."""
         seconds = self.channel.timeout
         return [receiver.send(message, data, seconds) for receiver in self.receivers.values()]
 
@@ -137,7 +137,7 @@ class WeightSender:
                 links.register(receiver.link, selectors.EVENT_READ, number)
             while missing:
                 for key, _ in links.select(min(CALL_OFF_INTERVAL, max(0.001, deadline - time.monotonic()))):
-                    with blame(f"weight receiver {key.data} is gone"):
+                    with blame(f"lost the connection to weight receiver {key.data}"):
                         answer = self.receivers[key.data].link.receive(self.channel.timeout).decode(errors="replace")
                     if answer != OK:
                         raise RolloutError(f"weight receiver {key.data} {answer}")
@@ -145,7 +145,7 @@ class WeightSender:
                     links.unregister(key.fileobj)
                 for number, sent in zip(self.receivers, sending, strict=True):
                     if sent.done():
-                        with blame(f"weight receiver {number} is gone"):
+                        with blame(f"lost the connection to weight receiver {number}"):
                             sent.result()
                 if missing and self.called_off:
                     raise RolloutError(f"{listed(missing)} {complaint} before the weight sync was called off")
@@ -230,7 +230,7 @@ class BucketPipeline:
         group = sender.group
         broadcast = None
         if bucket is not None and group is not None:
-            with blame("a weight receiver is gone"):
+            with blame("lost the connection to a weight receiver"):
                 broadcast = group.broadcast(bucket.buffer[: bucket.used], 0)
         self.in_transit.append(InTransit(self.count, bucket, sending, broadcast))
         self.count += 1
@@ -239,7 +239,7 @@ class BucketPipeline:
         """Wait until all receivers have used the oldest bucket in transit, and make it available again."""
         oldest = self.in_transit[0]
         if oldest.broadcast is not None:
-            with blame("a weight receiver is gone"):
+            with blame("lost the connection to a weight receiver"):
                 oldest.broadcast.wait()
         complaint = f"did not acknowledge bucket {oldest.number} of version {self.version}"
         self.sender.await_answers(oldest.sending, complaint)

@@ -59,7 +59,7 @@ class Audit:
             self.before = self._fingerprints()
 
     def end(self, *, moved: bool = True) -> None:
-        """Record the step; call after it, with `moved` false if it was skipped because gradients overflowed."""
+        """Record the step; call after the step, with `moved=False` if it was skipped because gradients overflowed."""
         if self.audited and moved:
             happened = torch.zeros(4, len(self.named))  # rows as in `ever`
             for number, nonzero in self.nonzero.items():

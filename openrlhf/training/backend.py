@@ -170,7 +170,7 @@ class TrainBackend(Frozen, Ranks, ABC):
         if not min(parts) / SLACK < share / alone < max(parts) * SLACK:
             raise BackendError(
                 f"the first of {totals.micro_batches:g} micro-batches has a wrong share of the step's loss: expected "
-                f"{min(parts):.2g} to {max(parts):.2g} of the loss that it has alone, got {share / alone:.2g}; "
+                f"{min(parts):.2g} to {max(parts):.2g} times its own loss, got {share / alone:.2g} times; "
                 "gradients would depend on the number of micro-batches"
             )
 

@@ -97,7 +97,7 @@ def writing(folder: Path, ranks: Ranks | None = None) -> Iterator[Path]:
         _in_first(ranks, publish)
     finally:
         if ranks.process == 0:
-            shutil.rmtree(aside, ignore_errors=True)  # if it could not be published
+            shutil.rmtree(aside, ignore_errors=True)  # has no effect unless publishing failed
 
 
 @contextmanager

@@ -114,7 +114,7 @@ class DeepSpeedBackend(TrainBackend):
         self.head_parameters = shards.unhook_head(network) if sharding.zero_stage == 3 else []
         shards.keep_gathered(self.head_parameters)
         self.averages = dist.get_world_size(self.engine.data_parallel_group)  # processes that DeepSpeed averages over
-        self.group = shared.lane if shared else self.engine.data_parallel_group  # of data-parallel ranks
+        self.group = shared.lane if shared else self.engine.data_parallel_group  # all data-parallel ranks
         self.rank = dist.get_rank(self.group)
         self.process, self.num_processes = dist.get_rank(), dist.get_world_size()
         self.data_parallel_size = dist.get_world_size(self.group)

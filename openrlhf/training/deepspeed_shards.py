@@ -27,7 +27,7 @@ from openrlhf.training.deepspeed_config import Section
 from openrlhf.training.host_memory import HostMemory
 from openrlhf.types import Batch
 
-Engine: TypeAlias = Any  # what deepspeed.initialize returns; it has no usable annotations
+Engine: TypeAlias = Any  # the result of deepspeed.initialize, which has no usable annotations
 ZeroParameter: TypeAlias = Any  # a parameter to which DeepSpeed may have added attributes, such as ds_status
 
 

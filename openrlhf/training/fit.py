@@ -64,7 +64,7 @@ class Fit(Generic[Row, Collated, Prepared]):
     rows: Sequence[Row]
     eval_rows: Sequence[Row]
     order: Order  # of `rows`
-    schedule: Callable[[int], float]  # from step to the factor on the peak learning rate
+    schedule: Callable[[int], float]  # maps a step to the factor on the peak learning rate
     batches: BatchFlags
     optimizer: SupervisedOptimizerFlags
     checkpoints: CheckpointFlags

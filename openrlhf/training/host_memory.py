@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass
 class HostMemory:
-    """Moves tensors to host memory and back. The buffers are pinned for speed and reused the next time."""
+    """Moves tensors to host memory and back. The buffers are pinned for speed, and they are reused."""
 
     # Tensor id -> (tensor, host buffer). The reference to the tensor prevents reuse of its id.
     buffers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)

@@ -32,7 +32,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def find_damage(folder: Path) -> str | None:
-    """Return what is wrong with the files that the manifest lists, or None; files added later are ignored."""
+    """Return the first problem with the files that the manifest lists, or None; files added later are ignored."""
     try:
         listed = json.loads((folder / MANIFEST).read_bytes())["files"]
         expected: dict[str, tuple[int, str]] = {

@@ -1,7 +1,7 @@
 """Learning rate schedules, parameter groups, fp32 master weights and the loss scale of fp16.
 
-`MasterOptimizer` is the optimizer of the local backend. It updates fp32 weights, whatever the precision of the network,
-and `LossScale` keeps fp16 gradients from underflowing. The DeepSpeed backend uses PyTorch's AdamW directly, because
+`MasterOptimizer` is the optimizer of the local backend. It updates fp32 weights for networks of any precision, and
+`LossScale` keeps fp16 gradients from underflowing. The DeepSpeed backend uses PyTorch's AdamW directly, because
 DeepSpeed has its own master weights and loss scale. Both backends share schedules and parameter groups.
 """
 

@@ -82,7 +82,7 @@ def explain_hardware(config: TrainingConfig, device: torch.device) -> None:
 
 
 def explain_precision(asked: str, device: torch.device) -> None:
-    """Report that a CPU run computes in fp32, whatever precision was requested."""
+    """Report that a CPU run computes in fp32, regardless of the requested precision."""
     if device.type == "cpu" and asked != "fp32":
         say(f"no GPU: everything runs in fp32, because {asked} is many times slower on a CPU")
 

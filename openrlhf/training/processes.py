@@ -48,7 +48,7 @@ def join(config: TrainingConfig) -> torch.device:
 
 
 def agree(number: int, device: torch.device) -> int:
-    """Broadcast the number that process 0 passes to all processes of the run, and return it."""
+    """Broadcast the number of process 0 to all processes of the run, and return it."""
     if not dist.is_initialized():
         return number
     shared = torch.tensor([number], dtype=torch.int64, device=device)

@@ -52,7 +52,7 @@ class PolicyObjective:
         metrics["policy_loss"] = whole_loss(loss, totals)
         if self.kl_coef > 0:
             if batch.reference_log_probs is None:
-                raise ValueError("the KL loss needs reference log-probs")
+                raise ValueError("the KL loss needs reference log-probs, but the batch has none")
             old = old_log_probs if self.kl_unbiased_gradient else None
             term, measured = kl_loss(
                 log_probs, batch.reference_log_probs, mask, denominator, self.kl_estimator, mode, rows, old
@@ -73,7 +73,7 @@ class ValueObjective:
 
     def loss(self, run: Run, batch: PolicyBatch, totals: StepTotals) -> tuple[Tensor, Metrics]:
         if batch.old_values is None or batch.returns is None:
-            raise ValueError("the value loss needs old values and returns")
+            raise ValueError("the value loss needs old values and returns, but the batch lacks them")
         outputs = run(batch, Values)
         loss, metrics = value_loss(
             outputs.values, batch.old_values, batch.returns, batch.target_mask, totals.targets, self.value_clip

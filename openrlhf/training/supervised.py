@@ -54,7 +54,7 @@ def run(config: SupervisedConfig, sinks: Sequence[Sink] = ()) -> Result:
 
     `sinks` receive every metric, in addition to the usual logs.
     """
-    disable_progress_bar()  # of Transformers; the monitor shows its own
+    disable_progress_bar()  # that of Transformers; the monitor has its own
     check_models(config)
     device = join(config)
     explain_hardware(config, device)
@@ -86,7 +86,7 @@ def train(
         say(f"only {len(data.train)} rows for --train_batch_size {order.batch_size}: each step trains on all of them")
     scheduled = make_schedule(config, order.total_steps)
     resume_from = find_checkpoint(config, lambda step: agree(step, device))
-    # Models load here; until then all processes use the same seed.
+    # All processes build the models with the same seed; `seed_dropout` then changes it.
     built = build(config, tokenizer, device, soft_labels=data.soft_labels)
     seed_dropout(config.batches.seed, built.backend.process // config.sharding.ds_tensor_parallel_size)
     fit = Fit(

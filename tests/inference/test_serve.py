@@ -152,7 +152,10 @@ def test_long_texts_are_truncated_and_counted(reward_model):
 def test_refuse_long_rejects_long_texts(reward_model):
     with serving(reward_pretrain=reward_model, max_len=10, refuse_long=True) as url:
         status, answer = post(url, {"query": ["abcde", "abcdefgh" * 3]})
-        assert (status, answer["detail"]) == (413, "query 1 is too long: expected at most 10 tokens (--max_len), got 24")
+        assert (status, answer["detail"]) == (
+            413,
+            "query 1 is too long: expected at most 10 tokens (--max_len), got 24",
+        )
         assert post(url, {"query": ["abcdefghij"]})[0] == 200
 
 
