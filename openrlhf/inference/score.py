@@ -44,7 +44,7 @@ def score(
                 answer = answers[number]
                 if not math.isfinite(reward):
                     raise RewardError(
-                        f"the reward of answer {answer.response[:80]!r} is not finite: got {reward} from the reward model"
+                        f"the reward of answer {answer.response[:80]!r} is not finite: the model returned {reward}"
                     )
                 row: ScoredRow = {"input": answer.prompt, "output": answer.response, "reward": reward}
                 if answer.index is not None:

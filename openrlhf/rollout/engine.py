@@ -14,7 +14,7 @@ from torch import Tensor
 from openrlhf.types import Completion, Request
 
 Weights: TypeAlias = Iterable[tuple[str, Tensor]]  # by checkpoint name
-Checksums: TypeAlias = Mapping[str, int]  # one per tensor, by the same names
+Checksums: TypeAlias = Mapping[str, int]  # one per tensor, by checkpoint name
 Part: TypeAlias = Literal["weights", "cache"]  # the memory that `sleep` releases, by use
 
 

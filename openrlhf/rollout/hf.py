@@ -71,7 +71,7 @@ class HFEngine:
         *,
         max_rows: int = 256,
         whole_log_probs: bool = False,  # over the whole vocabulary, even if sampling is limited to a part of it
-        timeout: float | None = None,  # seconds without a new token after which the program ends, because it hangs
+        timeout: float | None = None,  # end the program after this many seconds without a new token
     ) -> None:
         self.network = network
         self.tokenizer = tokenizer

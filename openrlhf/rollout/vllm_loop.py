@@ -135,8 +135,8 @@ class StepLoop(CommandThread):
     def load(self, weights: Weights, version: int, *, verify: bool = False) -> Checksums:
         """Load new weights, and let unfinished requests continue with them.
 
-        An incomplete weight set is the sender's fault: pause generation until a complete one arrives.
-        Requests are kept.
+        An incomplete weight set is the sender's fault: pause generation until a complete one arrives. Requests
+        are kept.
         """
         if isinstance(weights, IncomingWeights):
             self._watch.stop_clock()  # the trainer may take long to send; the channel has its own deadlines

@@ -110,7 +110,7 @@ class DeepSpeedBackend(TrainBackend):
         self.module = self.engine
         if sharding.zero_stage == 0:
             self.optimizer.state.clear()
-        # ZeRO-3 frees these when it updates, saves or loads weights; `keep_gathered` gathers them again.
+        # ZeRO-3 frees the head when it updates, saves or loads weights; `keep_gathered` gathers it again.
         self.head_parameters = shards.unhook_head(network) if sharding.zero_stage == 3 else []
         shards.keep_gathered(self.head_parameters)
         self.averages = dist.get_world_size(self.engine.data_parallel_group)  # processes that DeepSpeed averages over
@@ -170,7 +170,7 @@ class DeepSpeedBackend(TrainBackend):
     def save(self, folder: Path) -> None:
         mark = {UNIVERSAL_CHECKPOINT_INFO: {UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE}}
         if self.sharding.ds_tensor_parallel_size > 1:
-            mark.clear()  # AutoTP writes its own mark
+            mark.clear()  # AutoTP writes its own checkpoint info
         self.engine.save_checkpoint(
             str(folder), tag=TAG, client_state=mark, save_latest=False, exclude_frozen_parameters=self.has_adapters
         )
