@@ -41,7 +41,7 @@ class WeightSender:
     def __init__(self, channel: Channel, device: torch.device) -> None:
         if channel.transport == "ipc":
             if channel.receivers != 1:
-                raise BackendError(f"an ipc channel has 1 receiver, got {channel.receivers}: create one per GPU")
+                raise BackendError(f"ipc expects 1 receiver, got {channel.receivers}: create one channel for each GPU")
             check_allocator()
         self.device = device
         self.receivers: dict[int, Receiver] = {}  # those that joined, by number
