@@ -1,8 +1,8 @@
 """Other spellings of flags: old names, misprints in upstream documentation, and the dotted names of 0.10.2 and later.
 
-`parser.parse_given` calls `rewrite` on the words of the command line and of YAML files before argparse sees them, so
+`parser.parse_given` calls `rewrite` on the words of the command line and of YAML files before argparse parses them, so
 that the parser, the help and the errors use one name per flag. A message reports each old name; dotted names are
-current and accepted without one. Flags of older versions that no longer exist are in `retired`.
+current and need no message. Flags of older versions that no longer exist are in `retired`.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -62,7 +62,7 @@ RECOMPUTATION = (
 )
 DEVICES = "num_nodes num_gpus_per_node"
 
-# Dotted name -> flat names; the first one that the command has is used (`ref.offload` is two flags in two commands).
+# Dotted name -> flat names; the first one that the command has is used (`ref.offload` depends on the command).
 DOTTED: Mapping[str, tuple[str, ...]] = {
     **_names("", "adam.lr=learning_rate", OPTIMIZER, RECOMPUTATION),
     **_names("actor.", "adam.lr=actor_learning_rate", OPTIMIZER, RECOMPUTATION),
@@ -127,7 +127,7 @@ def known_spellings(command: type) -> list[str]:
 
 
 def successor(name: str, flags: Collection[str]) -> list[str]:
-    """Return the current flag for a spelling, followed by its implied value, if any; empty if there is none."""
+    """Return the current flag for a spelling, followed by its implied value, if any; empty for an unknown spelling."""
     known = [RENAMED[name].split()] if name in RENAMED else [[flat] for flat in (name, *DOTTED.get(name, ()))]
     return next((words for words in known if words[0] in flags), [])
 

@@ -2,8 +2,8 @@
 
 `check` is called once, right after parsing. Rules about a single flag (its range, whether it is required) are part of
 its declaration. Rules about several flags are functions in `checks/`, each named after its rule. The order matters: a
-rule sees the changes made by earlier rules and can rely on their checks. Files are checked last, because a wrong flag
-is easier to fix than a missing file.
+rule gets the config as changed by earlier rules and can rely on their checks. Files are checked last, because a wrong
+flag is easier to fix than a missing file.
 """
 
 from collections.abc import Callable, Collection

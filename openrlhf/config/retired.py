@@ -16,7 +16,7 @@ TRAINING, RL = (
 
 @dataclass(frozen=True)
 class Retired:
-    """A retired flag, and the message to print; it belonged to the commands that have the flag `of`."""
+    """A retired flag of the commands that have the flag `of`, and the message about it."""
 
     of: str
     line: str
@@ -24,7 +24,7 @@ class Retired:
     harmless: Collection[str] = ()  # values that are ignored, not rejected
 
 
-TEXT_ONLY = "has no effect: models are trained on text"
+TEXT_ONLY = "has no effect: models are trained on text only"
 RETIRED: Mapping[str, Retired] = {
     "disable_trace_cache": Retired(TRAINING, "has no effect: DeepSpeed's parameter trace works without it"),
     "torch_compile": Retired(TRAINING, "has no effect; --deepcompile compiles the decoder layers"),
@@ -34,13 +34,18 @@ RETIRED: Mapping[str, Retired] = {
     "pretrain_data": Retired(
         RL,
         "would mix a pre-training loss into PPO, which is not supported",
-        try_this="train_sft on that data first, and --init_kl_coef to stay near the result",
+        try_this="train_sft on that data first, then RL with --init_kl_coef to stay near the result",
         harmless=("", '""', "''", "None"),
     ),
     "pretrain_data_probs": Retired(RL, "has no effect without --pretrain_data"),
     "pretrain_split": Retired(RL, "has no effect without --pretrain_data"),
     **{
-        name: Retired(RL, "asks for images in prompts: models are trained on text", "--max_images_per_prompt 0", ("0",))
+        name: Retired(
+            RL,
+            "would put images into prompts, but models are trained on text only",
+            "--max_images_per_prompt 0",
+            ("0",),
+        )
         for name in ("max_images_per_prompt", "data.max_images_per_prompt")
     },
     **{name: Retired(RL, TEXT_ONLY) for name in ("image_key", "data.image_key")},

@@ -87,7 +87,7 @@ def uses_reference(config: RLConfig) -> bool:
 
 
 def uses_vllm(config: RLConfig) -> bool:
-    """Return False if Transformers generates, or if the run trains on recorded rollouts."""
+    """Return True if vLLM generates: it is requested, and the run does not train on recorded rollouts."""
     return bool(config.engines.vllm_num_engines) and config.rollout.replay is None
 
 
@@ -160,7 +160,7 @@ def uses_correction(config: RLConfig) -> bool:
 def old_log_probs_are_the_engines(config: RLConfig) -> bool:
     """Return True if the engine's log-probs are the old log-probs of the ratio: for stale samples without correction.
 
-    The weights that sampled them are gone from the trainer, so only the engine's log-probs are available. They can be
+    The trainer no longer has the weights that generated them, so only the engine's log-probs are available. They can be
     used only if they cover the whole distribution.
     """
     whole = config.rollout.whole_log_probs or not config.rollout.limits_on_tokens

@@ -1,4 +1,4 @@
-"""Addresses of servers, in the form in which messages and files may show them."""
+"""Server addresses without their secrets, for messages and files."""
 
 import re
 
@@ -7,5 +7,5 @@ QUERY_VALUE = re.compile(r"(?<=[?&])([^=&#,\s]*=)?[^&#,\s]+")  # token=...
 
 
 def mask_urls(text: str) -> str:
-    """Replace what may be secret in one or several URLs by ***: user and password, and the values of the query."""
+    """Replace the parts of URLs that may be secret with ***: user, password and the values of the query."""
     return QUERY_VALUE.sub(r"\1***", CREDENTIALS.sub("***@", text))

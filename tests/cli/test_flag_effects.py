@@ -246,7 +246,7 @@ def test_reward_model_flags_without_a_reward_model_are_reported(tmp_path, models
     run_command("train_prm", supervised("train_prm", tmp_path, models()))
     run_command("train_ppo", flags | {"reward_pretrain": "./train_prm", "normalize_reward": True})
     stderr = capsys.readouterr().err
-    assert "--normalize_reward has no effect on process reward models, which give probabilities" in stderr
+    assert "--normalize_reward has no effect on process reward models, whose scores are probabilities" in stderr
     assert "without a process reward model" not in stderr
 
 

@@ -69,13 +69,13 @@ REFUSED = [  # rule, command, added flags, parts of the message
         "correction_needs_the_whole_distribution",
         "train_ppo",
         "--enable_vllm_is_correction --top_p 0.9 --temperature 0.7",
-        "--top_p 0.9 excludes tokens at --temperature 0.7|Try: --temperature 1, or without --top_p",
+        "--top_p 0.9 excludes tokens at --temperature 0.7|Try: --temperature 1, no --top_p",
     ),
     (
         "correction_needs_the_whole_distribution",
         "train_ppo",
         "--async_train --top_p 0.9 --temperature 0.7",
-        "--top_p 0.9 excludes tokens|--async_train corrects|or --enable_vllm_is_correction false",
+        "--top_p 0.9 excludes tokens|--async_train turns correction on|or --enable_vllm_is_correction false",
     ),
     (
         "correction_needs_the_whole_distribution",
@@ -172,7 +172,7 @@ REFUSED = [  # rule, command, added flags, parts of the message
         "ranges_are_intervals",
         "train_ppo",
         "--dynamic_filtering --n_samples_per_prompt 2 --dynamic_filtering_reward_range 1 0",
-        "--dynamic_filtering_reward_range 1.0 0.0 is empty",
+        "--dynamic_filtering_reward_range 1.0 0.0 is an empty range",
     ),
     (
         "groups_have_several_samples",
@@ -181,12 +181,12 @@ REFUSED = [  # rule, command, added flags, parts of the message
         "--dynamic_filtering|--n_samples_per_prompt is 1",
     ),
     ("thresholds_are_an_interval", "train_ppo", "--vllm_is_truncated_threshold 5 0.5", "5.0 0.5|not a valid interval"),
-    ("thresholds_are_an_interval", "train_ppo", "--vllm_is_truncated_threshold 1 2 3", "one or two values, not 3"),
+    ("thresholds_are_an_interval", "train_ppo", "--vllm_is_truncated_threshold 1 2 3", "one or two values, got 3"),
     ("clip_range_is_positive", "train_ppo", "--eps_clip 1.5", "--eps_clip 1.5|[1 - low, 1 + high]"),
     ("clip_range_is_positive", "train_ppo", "--eps_clip_low_high 0.2 -1", "--eps_clip_low_high 0.2 -1.0"),
     ("context_leaves_room", "train_ppo", "--max_new_tokens 2048", "--max_new_tokens 2048|context of 2048"),
     ("overlong_buffer_fits_the_response", "train_ppo", "--overlong_buffer_len 1025", "--overlong_buffer_len 1025|1024"),
-    ("ranges_are_intervals", "train_ppo", "--reward_clip_range 1 -1", "--reward_clip_range 1.0 -1.0 is empty"),
+    ("ranges_are_intervals", "train_ppo", "--reward_clip_range 1 -1", "--reward_clip_range 1.0 -1.0 is an empty range"),
     ("local_runtime_is_one_device", "train_ppo", "--vllm_num_engines 2", "--runtime local|Try: --runtime ray"),
     ("local_runtime_is_one_device", "train_ppo_ray", "--runtime local --actor_num_nodes 2", "--runtime local"),
     (
@@ -311,7 +311,7 @@ REFUSED = [  # rule, command, added flags, parts of the message
         "revision_becomes_part_of_the_name",
         "train_sft",
         "--pretrain org/model@v1 --revision v2",
-        "--revision v2|--pretrain org/model@v1 has a revision already",
+        "--revision v2|--pretrain org/model@v1, which already contains a revision",
     ),
     (
         "models_with_a_revision_are_on_a_hub",
@@ -499,14 +499,14 @@ SAID = [  # rule, command, added flags, parts of the line
         "old_samples_are_corrected",
         "train_ppo",
         "--async_train --enable_vllm_is_correction false --top_p 0.9 --temperature 0.7",
-        "warning: |nothing corrects for it",
+        "warning: |nothing corrects for their age",
     ),
     ("empty_queue_is_synchronous", "train_ppo", "--async_train --async_queue_size 0", "--async_queue_size 0"),
     (
         "correction_needs_the_whole_distribution",
         "train_ppo",
         "--enable_vllm_is_correction --top_p 0.98",
-        "--top_p 0.98: the correction compares whole distributions",
+        "over the whole vocabulary, although --top_p 0.98 excludes tokens",
     ),
     ("engines_have_a_device", "train_ppo_ray", "--actor_num_gpus_per_node 2", "--vllm_num_engines is not given"),
     (
@@ -516,7 +516,7 @@ SAID = [  # rule, command, added flags, parts of the line
         "2 scoring micro-batches for 8 devices",
     ),
     ("rollouts_divide_into_steps", "train_ppo", "--rollout_batch_size 64", "64 samples|--train_batch_size 128"),
-    ("rollouts_divide_into_steps", "train_ppo", "--rollout_batch_size 200", "200 samples|a step of 72"),
+    ("rollouts_divide_into_steps", "train_ppo", "--rollout_batch_size 200", "200 samples has 72, not 128"),
 ]
 BY_A_LAUNCHER = {"launched_processes_become_devices"}  # tested with the environment of a launcher
 WITHOUT_EXTRAS = {"needed_extras_are_installed"}  # tested in a Python without packages

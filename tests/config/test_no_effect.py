@@ -59,11 +59,11 @@ SAID = {  # command and flags -> the line
         "--ref_num_gpus_per_node 4 has no effect with --init_kl_coef 0"
     ),
     "train_ppo --advantage_estimator rloo --n_samples_per_prompt 2 --critic_learning_rate 1e-5": (
-        "--critic_learning_rate 1e-05 has no effect without a critic (--advantage_estimator gae)"
+        "--critic_learning_rate 1e-05 has no effect without a critic, which only --advantage_estimator gae uses"
     ),
     "train_ppo --colocate_all_models": "--colocate_all_models has no effect in one process",
     "train_ppo --use_dynamic_batch --micro_train_batch_size 2": (
-        "--micro_train_batch_size 2 has no effect with --use_dynamic_batch, which counts tokens"
+        "--micro_train_batch_size 2 has no effect with --use_dynamic_batch, which limits micro-batches by tokens"
     ),
     "train_dpo --muon_nesterov false": "--muon_nesterov false has no effect without --optim muon",
     "train_kto --system_prompt 'a long text'": "--system_prompt has no effect without --apply_chat_template",
@@ -130,5 +130,5 @@ def test_weights_have_two_ways_to_travel(workspace):
 
 
 def test_one_process_has_one_device(workspace):
-    with pytest.raises(ConfigError, match=r"one device, but --reward_num_gpus_per_node 2 asks for several"):
+    with pytest.raises(ConfigError, match=r"one device, but --reward_num_gpus_per_node 2 needs more"):
         said("train_ppo", "--reward_num_gpus_per_node 2")

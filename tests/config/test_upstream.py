@@ -75,7 +75,7 @@ def test_every_retired_flag_is_tried_above():
     ("typed", "message"),
     [
         ("--pretrain_data ./sft", "--pretrain_data ./sft would mix a pre-training loss into PPO|Try: train_sft"),
-        ("--data.max_images_per_prompt=1", "asks for images in prompts|Try: --max_images_per_prompt 0"),
+        ("--data.max_images_per_prompt=1", "would put images into prompts|Try: --max_images_per_prompt 0"),
         (
             "--algo.advantage.is_correction_level token --algo.advantage.is_correction_gating tv",
             "gating tv|gating ratio",

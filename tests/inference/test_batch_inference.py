@@ -377,7 +377,7 @@ MISTAKES = {
     "--eval_task is not given": {"eval_task": None},
     "invalid choice: 'generates'": {"eval_task": "generates"},
     "nowhere.jsonl: no such file": {"dataset": "nowhere.jsonl"},
-    "--post_processor rs sorts by reward": {"post_processor": "rs"},
+    "--post_processor rs needs rewards": {"post_processor": "rs"},
     "--iter 3 with --rollout_batch_size 4 begins at row 12": {"iter": 3, "rollout_batch_size": 4},
     "is a folder, but rows are written to a file": {"output_path": "."},
     "is the dataset itself": {"output_path": "./prompts.jsonl"},

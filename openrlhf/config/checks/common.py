@@ -32,7 +32,7 @@ def numbers_are_in_range(config: object) -> None:
 
 
 def empty_template_is_none(config: Templated) -> Changed[Templated] | None:
-    """Treat an empty template as no template: scripts pass '' (even with literal quotes) if prompts are complete."""
+    """Treat an empty template as no template: scripts pass '' (even with literal quotes) for complete prompts."""
     if config.template.input_template in EMPTY:
         return change(config, "--input_template is empty: inputs are used unchanged", input_template=None)
     return None
@@ -49,7 +49,7 @@ def template_has_a_placeholder(config: Templated) -> None:
 
 
 def template_has_line_breaks(config: Templated) -> str | None:
-    r"""Warn if the shell passed `\n` as two characters, because the model would see both."""
+    r"""Warn if the shell passed `\n` as two characters, which would become part of the prompt."""
     if "\\n" in (config.template.input_template or ""):
         return "--input_template contains a backslash and an n; for a line break, write $'...\\n...' in the shell"
     return None
@@ -80,7 +80,7 @@ def four_bit_needs_bf16(config: object) -> None:
 def four_bit_trains_adapters(config: TrainingConfig) -> None:
     """Require LoRA with 4-bit weights: quantised weights have no gradient, so only adapters can be trained."""
     if config.model.load_in_4bit and config.lora.lora_rank == 0:
-        raise ConfigError("--load_in_4bit freezes the base, so there is nothing to train", try_this="--lora_rank 16")
+        raise ConfigError("--load_in_4bit freezes the base model, so only LoRA can train", try_this="--lora_rank 16")
 
 
 def tensor_parallel_needs_bf16(config: TrainingConfig) -> None:
@@ -97,10 +97,10 @@ def ring_attention_is_our_own(config: TrainingConfig) -> Changed[TrainingConfig]
         return None
     if not asked.startswith("flash_attention"):
         raise ConfigError(
-            f"--ring_attn_size {size} uses its own attention, which --attn_implementation {asked} would replace",
+            f"--ring_attn_size {size} needs ring attention, which --attn_implementation {asked} would replace",
             try_this="--attn_implementation auto",
         )
-    line = f"--attn_implementation {asked} is set to auto: --ring_attn_size uses its own attention"
+    line = f"--attn_implementation {asked} is set to auto: --ring_attn_size uses ring attention"
     return change(config, line, attn_implementation="auto")
 
 

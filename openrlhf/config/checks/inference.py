@@ -16,7 +16,7 @@ def post_processors_need_rewards(config: BatchInferenceConfig) -> None:
     processor = config.task.post_processor
     if processor not in (None, "null") and config.task.eval_task != "rm":
         raise ConfigError(
-            f"--post_processor {processor} sorts by reward, which --eval_task {config.task.eval_task} does not compute"
+            f"--post_processor {processor} needs rewards, which --eval_task {config.task.eval_task} does not compute"
         )
 
 
@@ -57,8 +57,8 @@ def engines_on_ray_are_vllm(config: BatchInferenceConfig) -> None:
         )
     if world_size() > 1:
         raise ConfigError(
-            f"--vllm_num_engines {task.vllm_num_engines} starts its engines from one process, but a launcher "
-            f"started {world_size()}",
+            f"--vllm_num_engines {task.vllm_num_engines} starts all engines from one process, but a launcher "
+            f"started {world_size()} processes",
             try_this="the same command without the launcher, or without --vllm_num_engines",
         )
 

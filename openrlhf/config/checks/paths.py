@@ -84,7 +84,7 @@ def named_files_exist(config: object) -> None:
 
 
 def replay_is_of_another_run(config: RLConfig) -> None:
-    """Require a folder with recorded rollouts, not this run's own, whose earlier record is moved aside at the start."""
+    """Require a folder of rollouts recorded by another run: a run moves its own earlier record aside when it starts."""
     replay = config.rollout.replay
     if not replay:
         return
@@ -98,7 +98,7 @@ def replay_is_of_another_run(config: RLConfig) -> None:
     if not folder.is_dir():
         raise ConfigError(f"--replay {replay}: no such folder", try_this="--replay ./ckpt/run/rollouts")
     if not any(folder.glob("step_*.jsonl")):
-        raise ConfigError(f"--replay {replay} has no step_*.jsonl, so nothing was recorded there")
+        raise ConfigError(f"--replay {replay} has no step_*.jsonl, so it is not a folder of recorded rollouts")
 
 
 def outputs_can_be_written(config: object) -> None:

@@ -40,7 +40,7 @@ def launched_processes_become_devices(config: RLConfig) -> Changed[RLConfig] | s
         return f"the first of {processes} launcher processes runs the Ray driver; the other processes exit now"
     if not isinstance(config, LocalRLConfig) and config.placement.runtime == "local":
         raise ConfigError(
-            f"--runtime local runs in one process, but a launcher started {processes}",
+            f"--runtime local runs in one process, but a launcher started {processes} processes",
             try_this="without --runtime local",
         )
     line = (
@@ -60,7 +60,7 @@ def local_runtime_is_one_device(config: RLConfig) -> None:
     several = [f"--{name} {values[name]}" for name in names if int(str(values[name] or 1)) > 1]
     if several:
         raise ConfigError(
-            f"--runtime local runs in one process on one device, but {several[0]} asks for several",
+            f"--runtime local runs in one process on one device, but {several[0]} needs more",
             try_this="--runtime ray",
         )
 
@@ -88,7 +88,7 @@ def async_engines_have_their_own_devices(config: RLConfig) -> str | None:
 
 
 def shared_devices_have_equal_counts(config: RLConfig) -> None:
-    """Require equal device counts of models that share devices: each has one process per device."""
+    """Require equal device counts for models that share devices: each has one process per device."""
     placement = config.placement
     shared: list[tuple[str, Role, Role]] = []
     if uses_reference(config) and (placement.colocate_actor_ref or placement.colocate_all_models):
@@ -100,7 +100,8 @@ def shared_devices_have_equal_counts(config: RLConfig) -> None:
         here, there = num_devices(config, one), num_devices(config, other)
         if (placement.num_nodes(one), here) != (placement.num_nodes(other), there):
             raise ConfigError(
-                f"{flag} puts {one} and {other} on the same devices, but they ask for {here} and {there}",
+                f"{flag} puts {one} and {other} on the same devices, but their nodes or devices "
+                f"differ ({here} and {there} devices)",
                 try_this=f"equal --{one}_num_nodes/--{other}_num_nodes and --{one}_num_gpus_per_node/"
                 f"--{other}_num_gpus_per_node",
             )
@@ -145,5 +146,5 @@ def groups_divide_the_devices(config: RLConfig) -> None:
 def engines_have_a_device(config: RLConfig) -> str | None:
     """Warn about generation with Transformers on a cluster, which works but is slow and rarely intended."""
     if resolve_runtime(config) == "ray" and not config.engines.vllm_num_engines:
-        return "--vllm_num_engines is not given: Transformers generates inside the policy's workers, slower than vLLM"
+        return "--vllm_num_engines is not given: Transformers generates in the policy's workers and is slower than vLLM"
     return None

@@ -1,7 +1,7 @@
 """Rules about revisions: commits, tags and branches of models and datasets on a hub.
 
-After these rules the name of a model carries its revision (`org/model@revision`), and only the loaders split it again
-(`paths.split_revision`). In the name of a dataset an @ selects a folder, so its revision stays a flag of its own.
+After these rules, the name of a model includes its revision (`org/model@revision`); only the loaders split it again
+(`paths.split_revision`). In the name of a dataset, @ selects a folder, so the revision stays in a separate flag.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ DATASETS = (("dataset", "dataset_revision"), ("prompt_data", "dataset_revision")
 
 
 def dataset_revisions(names: str | None, revisions: str | None) -> list[tuple[str, str | None]]:
-    """Return each dataset with its revision; revisions belong to the hub names in their order."""
+    """Return each dataset with its revision; revisions are matched with hub names by position."""
     left = iter(split_names(revisions))
     return [(name, None if is_here(name) else next(left, None)) for name in split_names(names)]
 
@@ -36,7 +36,7 @@ def revision_becomes_part_of_the_name(config: object) -> Changed[object] | None:
             try_this="without --revision, or a hub name such as org/model",
         )
     if "@" in model:
-        raise ConfigError(f"--revision {revision}, but --{flag} {model} has a revision already")
+        raise ConfigError(f"--revision {revision} conflicts with --{flag} {model}, which already contains a revision")
     pinned = f"{model}@{revision}"
     changed = {
         name: ",".join(pinned if item == model else item for item in split_names(str(values[name])))
@@ -48,7 +48,7 @@ def revision_becomes_part_of_the_name(config: object) -> Changed[object] | None:
 
 
 def models_with_a_revision_are_on_a_hub(config: object) -> None:
-    """Reject `folder@revision`: a folder has no revisions, and loaders would ignore it."""
+    """Reject `folder@revision`: a folder has no revisions, so loaders would ignore this one."""
     for name, item in named_by(config, MODEL_FLAGS):
         before, at, revision = item.partition("@")
         if not at or Path(item).expanduser().exists():
@@ -63,7 +63,7 @@ def models_with_a_revision_are_on_a_hub(config: object) -> None:
 
 
 def each_hub_dataset_has_a_revision(config: object) -> None:
-    """Revisions belong to hub names in their order; files and folders have none."""
+    """Require one revision per hub name, matched by position; files and folders have none."""
     values = flag_values(config)
     for data, flag in DATASETS:
         given = split_names(str(values.get(flag) or ""))

@@ -79,13 +79,13 @@ def rings_and_dynamic_batches_pack(config: RLConfig) -> Changed[RLConfig] | None
     """Turn packing on for ring attention, which splits packed sequences, and for batches that are filled by tokens."""
     ring, dynamic = config.sharding.ring_attn_size > 1, config.rollout.use_dynamic_batch
     if (ring or dynamic) and not config.batches.packing_samples:
-        why = "--ring_attn_size splits packed sequences" if ring else "--use_dynamic_batch counts tokens"
+        why = "--ring_attn_size splits packed sequences" if ring else "--use_dynamic_batch packs by tokens"
         return change(config, f"--packing_samples is turned on: {why}", packing_samples=True)
     return None
 
 
 def partial_rollout_needs_async(config: RLConfig) -> None:
-    """Reject --partial_rollout in synchronous runs: nothing is being generated at their weight syncs."""
+    """Reject --partial_rollout in synchronous runs, in which no sample is unfinished at a weight sync."""
     if config.asynchrony.partial_rollout and not config.asynchrony.async_train:
         raise ConfigError("--partial_rollout needs generation to run during training", try_this="--async_train")
 
@@ -111,7 +111,7 @@ def kl_estimator_suits_its_place(config: RLConfig) -> str | None:
 
 
 def oversampling_needs_async(config: RLConfig) -> str | None:
-    """Reject oversampling in synchronous runs: a step trains on all generated samples, so there is no use for more."""
+    """Reject oversampling in synchronous runs, which train on all generated samples and cannot use a surplus."""
     asked, size = config.rollout.vllm_generate_batch_size, config.rollout.rollout_batch_size
     if asked is None or asked <= size:
         return None
@@ -135,7 +135,9 @@ def ranges_are_intervals(config: RLConfig) -> None:
     for name, (low, high) in ranges.items():
         if not low < high:
             example = "-10 10" if name == "reward_clip_range" else "0 1"
-            raise ConfigError(f"--{name} {low} {high} is empty", try_this=f"--{name} {example}")
+            raise ConfigError(
+                f"--{name} {low} {high} is an empty range: expected low < high", try_this=f"--{name} {example}"
+            )
 
 
 def scoring_batches_cover_the_devices(config: RLConfig) -> str | None:
@@ -148,13 +150,13 @@ def scoring_batches_cover_the_devices(config: RLConfig) -> str | None:
 
 
 def rollouts_divide_into_steps(config: RLConfig) -> str | None:
-    """Report the size of an incomplete last step; its loss is averaged over the samples it has."""
+    """Report optimizer steps with fewer samples than --train_batch_size; their loss is averaged over fewer samples."""
     samples = config.rollout.samples_per_rollout
     step = config.batches.train_batch_size
     if samples < step:
-        return f"a rollout has {samples} samples, fewer than --train_batch_size {step}: it is one optimizer step"
+        return f"a rollout has {samples} samples, fewer than --train_batch_size {step}: each optimizer step uses all"
     if samples % step:
-        return f"a rollout of {samples} samples ends with a step of {samples % step} (--train_batch_size is {step})"
+        return f"the last step on a rollout of {samples} samples has {samples % step}, not {step} (--train_batch_size)"
     return None
 
 
@@ -163,7 +165,7 @@ def thresholds_are_an_interval(config: RLConfig) -> None:
     given = config.policy.vllm_is_truncated_threshold
     if len(given) not in (1, 2):
         raise ConfigError(
-            f"--vllm_is_truncated_threshold takes one or two values, not {len(given)}",
+            f"--vllm_is_truncated_threshold expects one or two values, got {len(given)}",
             try_this="--vllm_is_truncated_threshold 0.5 5.0",
         )
     low, high = config.policy.correction_range
@@ -188,7 +190,7 @@ def clip_range_is_positive(config: RLConfig) -> None:
 def gspo_clips_narrowly(config: RLConfig) -> str | None:
     """Warn about a wide clip range with GSPO: a sequence's ratio stays much closer to 1 than a token's."""
     if config.policy.policy_loss_type == "gspo" and max(config.policy.clip_range) >= 0.1:
-        return "gspo's ratio is a mean over the sequence and stays close to 1: try --eps_clip_low_high 3e-4 4e-4"
+        return "gspo averages the ratio over a sequence, which keeps it close to 1: try --eps_clip_low_high 3e-4 4e-4"
     return None
 
 
@@ -201,11 +203,11 @@ def overlong_buffer_fits_the_response(config: RLConfig) -> None:
 
 
 def context_leaves_room(config: RLConfig) -> None:
-    """Require a context that is longer than the response, to leave room for a prompt."""
+    """Require a context longer than the response, to leave room for a prompt."""
     new, context = config.rollout.max_new_tokens, config.rollout.context_length
     if new is not None and new >= context:
         raise ConfigError(
-            f"--max_new_tokens {new} leaves no room for a prompt in a context of {context}",
+            f"--max_new_tokens {new} leaves no room for a prompt in a context of {context} tokens",
             try_this=f"--max_len {2 * new}",
         )
 
@@ -224,20 +226,20 @@ def generate_max_len_within_max_len(config: RLConfig) -> Changed[RLConfig] | Non
 
 
 def correction_needs_the_whole_distribution(config: RLConfig) -> str | None:
-    """Require that the engine's log-probs cover the whole vocabulary, like the trainer's, if they are compared."""
+    """Require engine log-probs over the whole vocabulary, like the trainer's, if the correction compares them."""
     rollout, limits = config.rollout, config.rollout.limits_on_tokens
     if not (uses_correction(config) and limits):
         return None
     name = limits[0].split()[0]
     if not rollout.whole_log_probs:
         by_default = config.policy.enable_vllm_is_correction is None
-        reason = "--async_train corrects for old samples" if by_default else "--enable_vllm_is_correction is given"
+        reason = "--async_train turns correction on" if by_default else "--enable_vllm_is_correction is given"
         raise ConfigError(
-            f"{limits[0]} excludes tokens at --temperature {rollout.temperature:g}, but {reason}: all importance "
-            "weights would be too small, by a factor of the total probability of the remaining tokens",
-            try_this=f"--temperature 1, or without {name}, or --enable_vllm_is_correction false",
+            f"{reason}, but {limits[0]} excludes tokens at --temperature {rollout.temperature:g}: the engine's "
+            "log-probs are renormalised over the remaining tokens, which makes all importance weights too small",
+            try_this=f"--temperature 1, no {name}, or --enable_vllm_is_correction false",
         )
-    return f"{limits[0]}: the correction compares whole distributions and ignores that {name} excludes tokens"
+    return f"importance correction compares log-probs over the whole vocabulary, although {limits[0]} excludes tokens"
 
 
 def old_samples_are_corrected(config: RLConfig) -> str | None:
@@ -251,17 +253,17 @@ def old_samples_are_corrected(config: RLConfig) -> str | None:
     if given:
         return None
     if config.rollout.limits_on_tokens and not config.rollout.whole_log_probs:
-        return f"warning: {age}, and with --enable_vllm_is_correction false nothing corrects for it"
-    return f"warning: {age}, and with --enable_vllm_is_correction false only the clip range limits the effect"
+        return f"warning: {age}, and with --enable_vllm_is_correction false nothing corrects for their age"
+    return f"warning: {age}, and with --enable_vllm_is_correction false only the clip range limits their effect"
 
 
 def log_probs_can_be_compared(config: RLConfig) -> str | None:
-    """Report that truncated sampling changes the engine's log-probs, so that they are not compared."""
+    """Report that log-probs are not compared, because truncated sampling changes those of the engine."""
     given = config.rollout.limits_on_log_probs
     if config.engines.vllm_num_engines and given:
         return (
-            f"the log-probs of engine and trainer are not compared, because {given[0]} excludes tokens from the "
-            "engine's; weight syncs are verified by checksums alone"
+            f"the log-probs of engine and trainer are not compared, because {given[0]} excludes tokens in the "
+            "engine; weight syncs are verified by checksums alone"
         )
     return None
 
@@ -269,5 +271,5 @@ def log_probs_can_be_compared(config: RLConfig) -> str | None:
 def evaluation_needs_eval_steps(config: RLConfig) -> str | None:
     """Warn about evaluation data with --eval_steps -1, which in RL means never and is probably a mistake."""
     if config.prompts.eval_dataset and config.logs.eval_steps == -1:
-        return "--eval_dataset is given but --eval_steps is -1: it is evaluated only at step 0"
+        return "--eval_dataset is given but --eval_steps is -1: the policy is evaluated only at step 0"
     return None

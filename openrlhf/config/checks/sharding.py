@@ -30,7 +30,7 @@ def muon_trains_whole_matrices(config: TrainingConfig) -> None:
         flag = "--critic_optim" if name == "critic" and own else "--optim"
         if (own if flag == "--critic_optim" else flags.optim) == "muon":
             raise ConfigError(
-                f"{flag} muon needs whole matrices and runs in one process only; DeepSpeed's own Muon has neither "
+                f"{flag} muon needs whole matrices and runs in one process only; DeepSpeed's Muon supports neither "
                 "--muon_ns_steps nor --muon_nesterov",
                 try_this=f"{flag} adam",
             )

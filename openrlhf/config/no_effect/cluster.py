@@ -11,7 +11,7 @@ from openrlhf.config.sections.cluster import Role
 
 
 def devices_idle(flags: str, why: str, when: Callable[[RLConfig], bool]) -> Reason[RLConfig]:
-    """Make a row for device counts that no model uses; they still have an effect if they make the run choose Ray."""
+    """Make a row for device counts that no model uses; they still have an effect if they cause the run to use Ray."""
 
     def is_idle(config: RLConfig) -> bool:
         defaults = flags_of(RLConfig)
@@ -69,8 +69,8 @@ CLUSTER = rows(
         lambda c: not (uses_critic(c) and c.rewards.scored_by_models),
     ),
     counts("ref", "with --init_kl_coef 0", lambda c: not uses_reference(c)),
-    counts("critic", "without a critic (--advantage_estimator gae)", lambda c: not uses_critic(c)),
+    counts("critic", "without a critic, which only --advantage_estimator gae uses", lambda c: not uses_critic(c)),
     counts("reward", "without a reward model", lambda c: not c.rewards.scored_by_models),
-    counts("critic", "with --colocate_all_models: the policy's are used", lambda c: c.placement.colocate_all_models),
-    counts("reward", "with --colocate_all_models: the policy's are used", lambda c: c.placement.colocate_all_models),
+    counts("critic", "with --colocate_all_models, which uses the policy's", lambda c: c.placement.colocate_all_models),
+    counts("reward", "with --colocate_all_models, which uses the policy's", lambda c: c.placement.colocate_all_models),
 )

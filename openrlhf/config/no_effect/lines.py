@@ -1,7 +1,7 @@
 """Messages about flags that have no effect in a run, so that no flag is ignored silently.
 
 Each row of the table holds some flags, the condition under which they have no effect, and the end of the message
-"--zero_stage 2 has no effect ...". A row applies to every command of its kinds that has one of its flags. A flag that
+"--zero_stage 2 has no effect ...". A row applies to every config of its `kinds` that has one of its flags. A flag that
 only depends on another flag needs no row; declare the dependency instead (`flag(..., needs="lora_rank")`).
 `tests/cli/test_flag_effects.py` runs the commands and fails if a flag that was not read has no row.
 """

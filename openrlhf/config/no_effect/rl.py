@@ -25,7 +25,7 @@ RL = rows(
     ("generate_max_len", "with --max_len and --max_new_tokens", response_has_another_limit),
     (
         "micro_train_batch_size micro_rollout_batch_size",
-        "with --use_dynamic_batch, which counts tokens",
+        "with --use_dynamic_batch, which limits micro-batches by tokens",
         lambda c: c.rollout.use_dynamic_batch,
     ),
     (
@@ -55,7 +55,7 @@ RL = rows(
     ),
     (
         "reward_timeout on_reward_error label_key",
-        "with reward models only",
+        "if only reward models give rewards",
         lambda c: c.rewards.scored_by_models and not c.rewards.agent_func_path,
     ),
     # Losses.
@@ -64,7 +64,7 @@ RL = rows(
         "critic_adam_betas critic_adam_eps critic_max_norm critic_muon_lr critic_muon_momentum "
         "critic_muon_ns_steps critic_muon_nesterov value_clip "
         "save_value_network lambd",
-        "without a critic (--advantage_estimator gae)",
+        "without a critic, which only --advantage_estimator gae uses",
         lambda c: not uses_critic(c),
     ),
     (
@@ -79,7 +79,7 @@ RL = rows(
     ),
     (
         "critic_lr_warmup_ratio",
-        "with --critic_lr_scheduler constant; constant_with_warmup has a warm-up",
+        "with --critic_lr_scheduler constant; use constant_with_warmup for a warm-up",
         lambda c: c.optimizer.critic.lr_scheduler == "constant" and c.optimizer.critic_lr_warmup_ratio,
     ),
     (

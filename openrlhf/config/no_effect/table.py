@@ -27,7 +27,7 @@ NEEDS = dict.fromkeys(item.needs for kind in COMMANDS.values() for item in flags
 # reason applies.
 TABLE = (*ALWAYS, *TRAINING, *RL, *CLUSTER, *INFERENCE, *map(unmet_need, NEEDS))
 
-# Reasons that are known only after a run has started, when its device and its kinds of reward models are known.
+# Reasons that depend on the device or on the kinds of reward models, which are known only after a run has started.
 
 ON_CPU = rows(
     object,
@@ -37,4 +37,4 @@ ON_CPU = rows(
 )
 NO_PROCESS_REWARDS = "without a process reward model in --reward_pretrain"
 WITHOUT_STEPS = rows(RLConfig, ("step_rewards prm_reduce", NO_PROCESS_REWARDS, always))
-STEPS_ONLY = rows(RLConfig, ("normalize_reward", "on process reward models, which give probabilities", always))
+STEPS_ONLY = rows(RLConfig, ("normalize_reward", "on process reward models, whose scores are probabilities", always))

@@ -79,7 +79,7 @@ TRAINING = (
         ),
         (
             "lr_warmup_ratio",
-            "with --lr_scheduler constant; constant_with_warmup has a warm-up",
+            "with --lr_scheduler constant; use constant_with_warmup for a warm-up",
             lambda c: schedulers(c) == {"constant"} and c.optimizer.lr_warmup_ratio > 0,
         ),
         (  # train_rm evaluates on training rows by default

@@ -1,4 +1,4 @@
-"""Flags about processes: the runtime, the placement of models on devices, and the rollout engines.
+"""Flags for the runtime, the placement of models on devices, and the rollout engines.
 
 Read device counts through `runtime.num_devices`, which applies the default of the chosen runtime.
 """
@@ -80,16 +80,16 @@ class EngineFlags:
     vllm_gpu_memory_utilization: float = flag(0.95, "Share of a device's memory that an engine uses.", POSITIVE_SHARE)
     vllm_enable_sleep: bool = flag(False, "Free the engines' memory while models train (needs --colocate_all_models).")
     vllm_sync_backend: Literal["nccl", "gloo"] = flag(
-        "nccl", "Transport of weights to engines on other devices; gloo: through host memory, over TCP."
+        "nccl", "Backend that sends weights to engines on other devices; gloo uses host memory and TCP."
     )
     vllm_sync_with_ray: bool = flag(False, "Accepted, but unused: weights are never sent through Ray.")
     enable_prefix_caching: bool = flag(False, "Reuse the KV cache of common prefixes; it is reset at each weight sync.")
     enforce_eager: bool = flag(False, "Run the engines without CUDA graphs.")
-    max_restarts: int = flag(1, "How often a dead engine is restarted before the run stops.", NOT_NEGATIVE)
+    max_restarts: int = flag(1, "How many times a dead engine is restarted before the run stops.", NOT_NEGATIVE)
     engine_timeout: float = flag(
         1800.0,
-        "Seconds without a new token, or in one weight load, after which an engine counts as hung: it is restarted on "
-        "Ray, and ends the run in one process.",
+        "Seconds without a new token, or for one weight load, after which an engine counts as hung. On Ray, the engine "
+        "is restarted; in a single process, the run ends.",
         POSITIVE,
     )
     sync_check_every: int = flag(

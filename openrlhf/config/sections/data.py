@@ -1,4 +1,4 @@
-"""Flags about data: datasets, their fields, and templates.
+"""Flags for datasets, their fields, and templates.
 
 `split_names` splits the flags that hold a comma-separated list; `openrlhf.data` loads the datasets.
 """
@@ -39,7 +39,7 @@ class DatasetFlags(EvaluationFlags):
     dataset_revision: str | None = flag(
         None, "Comma-separated commit hashes, tags or branches, one for each hub name in --dataset."
     )
-    max_samples: int = flag(1_000_000, "Maximum rows per dataset, applied again after mixing.", POSITIVE)
+    max_samples: int = flag(1_000_000, "Maximum rows per dataset, and in total after mixing.", POSITIVE)
     max_len: int = flag(2048, "Maximum tokens per sample; longer ones are truncated.", POSITIVE)
     dataloader_num_workers: int = flag(0, "Accepted, but unused: rows are prepared before training.", NOT_NEGATIVE)
 
@@ -50,10 +50,10 @@ class TemplateFlags:
 
     apply_chat_template: bool = flag(False, "Format messages with the tokenizer's chat template.")
     tokenizer_chat_template: str | None = flag(None, "Chat template (Jinja text) to use instead of the tokenizer's.")
-    input_template: str | None = flag(None, "Template with {} for the input, used without a chat template.")
+    input_template: str | None = flag(None, "Template with {} for the input, used if no chat template is applied.")
     system_prompt: str | None = flag(None, "System message for conversations that do not start with one.")
     chat_template_kwargs: str | None = flag(
-        None, 'JSON object for the chat template, such as {"enable_thinking": false}.'
+        None, 'Variables for the chat template, as a JSON object such as {"enable_thinking": false}.'
     )
 
     @property

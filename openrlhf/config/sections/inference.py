@@ -13,7 +13,7 @@ PORT = Range("above 0 and at most 65535", lambda value: 0 < value <= 65535)
 class SamplingFlags:
     """Sampling"""
 
-    greedy_sampling: bool = flag(False, "Always take the most likely token.")
+    greedy_sampling: bool = flag(False, "Always choose the most likely token.")
     temperature: float = flag(1.0, "Sampling temperature.", NOT_NEGATIVE)
     top_p: float = flag(1.0, "Sample from the smallest set of tokens with this total probability.", POSITIVE_SHARE)
     repetition_penalty: float = flag(1.0, "Values above 1 make tokens that already occurred less likely.", POSITIVE)
@@ -46,8 +46,8 @@ class BatchTaskFlags:
     )
     rollout_batch_size: int = flag(2048, "Prompts per slice, with --iter.", POSITIVE)
     micro_batch_size: int = flag(16, "Samples per device and forward pass.", POSITIVE)
-    prompt_max_len: int = flag(1024, "Maximum tokens of a prompt.", POSITIVE)
-    max_new_tokens: int = flag(1024, "Maximum tokens of a response.", POSITIVE)
+    prompt_max_len: int = flag(1024, "Maximum tokens per prompt.", POSITIVE)
+    max_new_tokens: int = flag(1024, "Maximum tokens per response.", POSITIVE)
     tp_size: int | None = flag(None, "Devices per vLLM engine (default: all, or 1 with --vllm_num_engines).", POSITIVE)
     vllm_num_engines: int | None = flag(None, "Number of vLLM engines on Ray (default: one in each process).", POSITIVE)
     max_num_seqs: int = flag(256, "Maximum sequences that an engine runs concurrently.", POSITIVE)
@@ -72,7 +72,7 @@ class BatchDataFlags:
     dataset_revision: str | None = flag(
         None, "Comma-separated commit hashes, tags or branches, one for each hub name in --dataset."
     )
-    max_samples: int = flag(100_000_000, "Maximum rows per dataset, applied again after mixing.", POSITIVE)
+    max_samples: int = flag(100_000_000, "Maximum rows per dataset, and in total after mixing.", POSITIVE)
     max_len: int = flag(2048, "Maximum tokens per sample when scoring.", POSITIVE)
     input_key: str = flag("input", "Field with the prompt.")
     output_key: str = flag("output", "Field with the response.")
@@ -82,7 +82,7 @@ class BatchDataFlags:
 class ChatFlags:
     """Conversation"""
 
-    max_len: int = flag(4096, "Maximum tokens of history and reply together.", POSITIVE)
+    max_len: int = flag(4096, "Maximum tokens in the history and the reply together.", POSITIVE)
     ta_prompt: str | None = flag(None, "File whose text starts the history.")
 
 
@@ -121,12 +121,14 @@ class ServingFlags:
     )
     max_request_mb: int = flag(32, "Maximum size of a request body in MiB.", POSITIVE)
     max_connections: int = flag(
-        512, "Maximum open connections; beyond it, the one that has waited longest for its client is closed.", POSITIVE
+        512,
+        "Maximum open connections; above it, the connection that has waited longest for its client is closed.",
+        POSITIVE,
     )
     request_timeout: int = flag(
-        60, "Seconds in which a client must send its whole request, or read its response.", POSITIVE
+        60, "Seconds within which a client must send its whole request or read its response.", POSITIVE
     )
-    stop_timeout: int = flag(30, "Seconds after SIGTERM or Ctrl-C in which requests in flight are answered.", POSITIVE)
+    stop_timeout: int = flag(30, "Seconds allowed to answer requests in flight after SIGTERM or Ctrl-C.", POSITIVE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,4 +139,4 @@ class MergeFlags:
     revision: str | None = flag(None, "Commit hash, tag or branch of the base model on its hub.")
     lora_path: str | None = flag(None, "Adapter folder.", required="./adapter")
     output_path: str | None = flag(None, "Folder for the merged model.", required="./merged")
-    is_rm: bool = flag(False, "The base is a reward model (sequence classification).")
+    is_rm: bool = flag(False, "Merge into a reward model (sequence classification).")

@@ -1,4 +1,4 @@
-"""Flags about models: source, precision, adapters and heads.
+"""Flags for models: source, precision, adapters and heads.
 
 Commands that only load a model have a subset of the flags of commands that train one, so the sections inherit from
 each other. `models.load` takes `LoadingFlags` and therefore accepts every subclass.
@@ -36,9 +36,11 @@ class LoadingFlags(PrecisionFlags):
         None, "Commit hash, tag or branch of the command's model on its hub; for other models, write name@revision."
     )
     trust_remote_code: bool = flag(
-        False, "Allow code from the model or dataset repository to run; upstream always does."
+        False, "Allow code from the model or dataset repository to run; upstream always allows it."
     )
-    skip_self_test: bool = flag(False, "Skip the self-test against the model's own forward (about a second per model).")
+    skip_self_test: bool = flag(
+        False, "Skip the self-test against the model's own forward pass (about a second per model)."
+    )
     use_ms: bool = flag(False, "Download models and datasets from ModelScope.")
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "Device; auto uses a GPU if there is one.")
 
@@ -67,7 +69,7 @@ class LoraFlags:
     """LoRA"""
 
     lora_rank: int = flag(0, "Rank of the adapters; 0 trains all weights.", NOT_NEGATIVE)
-    lora_alpha: int = flag(16, "Scale of the adapters: alpha / rank.", POSITIVE, needs="lora_rank")
+    lora_alpha: int = flag(16, "Adapters are scaled by alpha / rank.", POSITIVE, needs="lora_rank")
     lora_dropout: float = flag(0.0, "Dropout before the adapters.", BELOW_ONE, needs="lora_rank")
     target_modules: tuple[str, ...] = flag(("all-linear",), "Modules that get an adapter.", needs="lora_rank")
 

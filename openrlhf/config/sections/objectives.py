@@ -13,7 +13,7 @@ class PairwiseRewardFlags:
     """Reward loss"""
 
     loss: Literal["sigmoid", "logexp"] = flag(
-        "sigmoid", "Log-sigmoid of the reward difference, or the equivalent log-exp form."
+        "sigmoid", "Loss on the reward difference: log-sigmoid, or the equivalent log-exp form."
     )
     margin_loss: bool = flag(False, "Subtract each row's `margin` inside the sigmoid.")
     compute_fp32_loss: bool = flag(False, "Accepted, but unused: rewards are always in fp32 before the loss.")
@@ -24,8 +24,8 @@ class DirectPreferenceFlags:
     """Preference loss"""
 
     beta: float = flag(0.1, "Strength of the regularisation towards the reference.", POSITIVE)
-    ipo: bool = flag(False, "IPO: a squared loss instead of the log-sigmoid.")
-    ipo_length_average: bool = flag(False, "IPO on mean log-probs, as in TRL, instead of sums.", needs="ipo")
+    ipo: bool = flag(False, "Use the squared loss of IPO instead of the log-sigmoid.")
+    ipo_length_average: bool = flag(False, "Use mean instead of summed log-probs in IPO, as TRL does.", needs="ipo")
     label_smoothing: float = flag(0.0, "cDPO: expected share of mislabelled pairs.", UP_TO_HALF)
     nll_loss_coef: float = flag(0.0, "Weight of the negative log-likelihood of the chosen response.", NOT_NEGATIVE)
 

@@ -1,7 +1,7 @@
 """Flags of reinforcement learning: prompts, rollouts, rewards, advantages, KL, losses and the critic.
 
 The RL loop, its losses and its workers receive these sections unchanged; they are frozen and picklable. Values derived
-from one section are its properties; values derived from several are functions in `config/runtime.py`.
+from one section are properties of that section; values derived from several are functions in `config/runtime.py`.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -28,7 +28,7 @@ Aggregation = Literal["token-mean", "seq-mean", "constant"]
 Correction = Literal["tis", "icepop", "seq-mask-tis"]
 
 EXPLORING = Range(
-    "above 0: at 0 the most likely token is always taken, so nothing is explored", lambda value: value > 0
+    "above 0: at 0 the most likely token is always chosen, so nothing is explored", lambda value: value > 0
 )
 ABOVE_ONE = Range("above 1", lambda value: value > 1)
 AT_MOST_ONE = Range("at most 1", lambda value: value <= 1)
@@ -52,7 +52,7 @@ class PromptFlags(EvaluationFlags):
     )
     input_key: str = flag("input", "Field with the prompt: text or a list of messages.")
     label_key: str | None = flag(None, "Field passed to the reward function or agent as the label.")
-    max_samples: int = flag(100_000_000, "Maximum rows per dataset, applied again after mixing.", POSITIVE)
+    max_samples: int = flag(100_000_000, "Maximum rows per dataset, and in total after mixing.", POSITIVE)
     dataloader_num_workers: int = flag(0, "Accepted, but unused: prompts are prepared before training.", NOT_NEGATIVE)
     eval_temperature: float = flag(0.6, "Sampling temperature of evaluation.", NOT_NEGATIVE, needs="eval_dataset")
     eval_n_samples_per_prompt: int = flag(4, "Samples per evaluation prompt.", POSITIVE, needs="eval_dataset")
@@ -66,17 +66,15 @@ class RolloutFlags:
     n_samples_per_prompt: int = flag(1, "Samples per prompt.", POSITIVE)
     micro_rollout_batch_size: int = flag(8, "Samples per forward pass for log-probs, values and rewards.", POSITIVE)
     num_episodes: int = flag(1, "Passes over the prompts.", POSITIVE)
-    prompt_max_len: int = flag(1024, "Maximum tokens of a prompt; unused if --max_len is given.", POSITIVE)
-    generate_max_len: int = flag(GENERATE_MAX_LEN, "Maximum tokens of a response; see also --max_len.", POSITIVE)
+    prompt_max_len: int = flag(1024, "Maximum tokens per prompt; unused if --max_len is given.", POSITIVE)
+    generate_max_len: int = flag(GENERATE_MAX_LEN, "Maximum tokens per response; see also --max_len.", POSITIVE)
     max_len: int | None = flag(
         None,
-        "Maximum tokens of prompt and response together (default: --prompt_max_len + --generate_max_len).",
+        "Maximum tokens in prompt and response together (default: --prompt_max_len + --generate_max_len).",
         POSITIVE,
     )
-    max_new_tokens: int | None = flag(
-        None, "Maximum tokens of a response (default: whatever the context allows).", POSITIVE
-    )
-    min_new_tokens: int = flag(1, "Minimum tokens of a response.", POSITIVE)
+    max_new_tokens: int | None = flag(None, "Maximum tokens per response (default: the rest of the context).", POSITIVE)
+    min_new_tokens: int = flag(1, "Minimum tokens per response.", POSITIVE)
     temperature: float = flag(
         1.0, "Sampling temperature; policy and reference also divide their logits by it.", EXPLORING
     )
@@ -86,7 +84,10 @@ class RolloutFlags:
     stop: tuple[str, ...] = flag((), "Strings that end a response.")
     replay: str | None = flag(None, "Folder of recorded rollouts (RUN_DIR/rollouts) to train on instead of generating.")
     rollout_record_gib: float = flag(
-        10.0, "Stop recording rollouts when RUN_DIR/rollouts has this many GiB.", POSITIVE, needs="rollout_record_share"
+        10.0,
+        "Stop recording rollouts when RUN_DIR/rollouts reaches this many GiB.",
+        POSITIVE,
+        needs="rollout_record_share",
     )
     rollout_record_share: float = flag(1.0, "Share of the groups to record in RUN_DIR/rollouts; 0 records none.", SHARE)
     vllm_generate_batch_size: int | None = flag(
@@ -98,12 +99,12 @@ class RolloutFlags:
     dynamic_filtering_reward_range: tuple[float, float] = flag(
         (0.0, 1.0), "Lower and upper bound of a group's mean score, both exclusive.", needs="dynamic_filtering"
     )
-    use_dynamic_batch: bool = flag(False, "Fill micro-batches by tokens instead of samples; turns packing on.")
+    use_dynamic_batch: bool = flag(False, "Limit micro-batches by tokens instead of samples; turns packing on.")
     train_max_tokens_per_gpu: int = flag(
         16192, "Maximum tokens per training micro-batch.", POSITIVE, needs="use_dynamic_batch"
     )
     rollout_max_tokens_per_gpu: int | None = flag(
-        None, "Maximum tokens per scoring micro-batch (default: as in training).", POSITIVE, needs="use_dynamic_batch"
+        None, "Maximum tokens per scoring micro-batch (default: as for training).", POSITIVE, needs="use_dynamic_batch"
     )
 
     @property
@@ -169,7 +170,7 @@ class AsyncTrainingFlags:
     async_train: bool = flag(False, "Generate the next rollouts while training on the current one.")
     async_queue_size: int = flag(
         1,
-        "Maximum number of weight updates between sampling and training a sample; 0 means synchronous training.",
+        "Maximum weight updates between generating a sample and training on it; 0 means synchronous training.",
         NOT_NEGATIVE,
         needs="async_train",
     )
@@ -181,7 +182,7 @@ class RewardFlags:
     """Rewards and agents"""
 
     reward_pretrain: str | None = flag(
-        None, "Comma-separated reward models; with an agent, they score the episodes for which it returns no reward."
+        None, "Comma-separated reward models; with an agent, they score episodes for which the agent returns no reward."
     )
     reward_weights: tuple[float, ...] = flag((), "Weight of each reward model (default: 1 each).")
     remote_rm_url: str | None = flag(None, "Comma-separated reward servers, or a .py file with reward_func.")
@@ -192,7 +193,7 @@ class RewardFlags:
     )
     agent_func_path: str | None = flag(None, "Python file with a class AgentExecutor, or a function run_agent or step.")
     normalize_reward: bool = flag(False, "Use (reward - mean) / std, with the mean and std stored in the reward model.")
-    reward_clip_range: tuple[float, float] = flag((-10.0, 10.0), "Bounds of the shaped reward.")
+    reward_clip_range: tuple[float, float] = flag((-10.0, 10.0), "Range to which shaped rewards are clipped.")
     overlong_buffer_len: float | None = flag(
         None, "Number of tokens before the length limit over which the overlong penalty grows.", POSITIVE
     )
@@ -209,14 +210,14 @@ class RewardFlags:
     )
     prm_reduce: Literal["min", "mean", "last", "product"] = flag(
         "min",
-        "How step scores of a process reward model are reduced to one score and, without --step_rewards, one reward.",
+        "How a process reward model's step scores become one score per sample and, without --step_rewards, its reward.",
     )
     reward_timeout: float = flag(
-        180.0, "Timeout in seconds for one call of a reward function, agent step or server.", POSITIVE
+        180.0, "Timeout in seconds for one call to a reward function, agent step or reward server.", POSITIVE
     )
     on_reward_error: Literal["stop", "skip"] = flag("stop", "If a reward call fails, stop the run or skip the sample.")
     max_turns: int | None = flag(
-        None, "Turns after which an agent's episode ends (default: no limit).", POSITIVE, needs="agent_func_path"
+        None, "Maximum turns per agent episode (default: no limit).", POSITIVE, needs="agent_func_path"
     )
     max_concurrent_episodes: int | None = flag(
         None,
@@ -232,7 +233,7 @@ class RewardFlags:
 
     @property
     def scored_by_models(self) -> bool:
-        """True if reward models score samples; with an agent, only the episodes for which it returns no reward."""
+        """True if reward models score samples; with an agent, only episodes for which the agent returns no reward."""
         return bool(self.reward_models) and bool(self.agent_func_path or not self.remote_rm_url)
 
     @property
@@ -272,7 +273,7 @@ class KLControlFlags:
     )
     use_kl_loss: bool = flag(False, "Add the KL term to the loss instead of the reward.")
     kl_unbiased_gradient: bool = flag(
-        False, "Keep the estimator's value, but give it an unbiased gradient of the KL.", needs="use_kl_loss"
+        False, "Give the KL loss an unbiased gradient of the KL; its value does not change.", needs="use_kl_loss"
     )
 
 
@@ -282,12 +283,18 @@ class PolicyLossFlags:
 
     policy_loss_type: Literal["ppo", "gspo"] = flag("ppo", "Compute the ratio per token (ppo) or per sequence (gspo).")
     eps_clip: float = flag(0.2, "Clip the ratio to [1 - eps, 1 + eps].", NOT_NEGATIVE)
-    eps_clip_low_high: tuple[float, float] | None = flag(None, "Clip ranges below and above 1 (default: --eps_clip).")
+    eps_clip_low_high: tuple[float, float] | None = flag(
+        None, "Clip range below and above 1 (default: --eps_clip for both)."
+    )
     dual_clip: float | None = flag(
-        None, "Bound on the loss of actions with a negative advantage that became much more likely.", ABOVE_ONE
+        None,
+        "Limit the loss of actions with a negative advantage A to this value times |A| (dual-clip PPO).",
+        ABOVE_ONE,
     )
     loss_agg_mode: Aggregation | None = flag(
-        None, "Average the loss over tokens, sequences or a constant length (default: as in the estimator's paper)."
+        None,
+        "Average the loss over tokens, sequences or a constant length (default: constant for dr_grpo, else "
+        "token-mean).",
     )
     value_clip: float = flag(0.5, "Clip range for changes in the critic's values.", POSITIVE)
     entropy_loss_coef: float | None = flag(None, "Weight of the entropy bonus; 0 only logs the entropy.", NOT_NEGATIVE)
@@ -297,13 +304,16 @@ class PolicyLossFlags:
         "engine (default: on with --async_train, whose samples are stale; otherwise off).",
     )
     vllm_is_correction_type: Correction = flag(
-        "tis", "Out-of-range weights: clamp them (tis), drop the token (icepop) or the sequence (seq-mask-tis)."
+        "tis",
+        "Out-of-range importance weights: clamp (tis), drop the token (icepop) or the sequence (seq-mask-tis).",
     )
     vllm_is_truncated_threshold: tuple[float, ...] = flag(
         (0.5, 5.0), "Lower and upper bound of the importance weight; a single value is the upper bound."
     )
     freezing_actor_steps: int = flag(-1, "Train only the critic in the first N steps.")
-    enable_ema: bool = flag(False, "Save an exponential moving average of the policy instead of the policy.")
+    enable_ema: bool = flag(
+        False, "Save an exponential moving average of the policy's weights instead of the final weights."
+    )
     ema_beta: float = flag(0.992, "Decay of the moving average.", BELOW_ONE, needs="enable_ema")
 
     @property
@@ -360,7 +370,7 @@ class CriticFlags:
     ref_reward_offload: bool = flag(False, "Keep reference and reward models on the CPU between forward passes.")
     best_metric_key: str = flag(
         "",
-        "Evaluation metric that selects the best checkpoint, or none to disable it (default: the first *_pass1, "
+        "Evaluation metric that selects the best checkpoint; none disables this (default: the first *_pass1, "
         "else the first *_reward).",
         needs="eval_dataset",
     )

@@ -1,6 +1,6 @@
-"""Flags about training itself: batches, optimizer, sharding, checkpoints and logs.
+"""Flags for training: batches, optimizer, sharding, checkpoints and logs.
 
-The training backends take `OptimizerFlags`, with the learning rate as a separate argument, because reinforcement
+The training backends receive `OptimizerFlags`, with the learning rate as a separate argument, because reinforcement
 learning has one learning rate for the policy and one for the critic.
 """
 
@@ -58,7 +58,7 @@ class ShardingFlags:
 
     zero_stage: int = flag(2, "DeepSpeed ZeRO stage, 0 to 3.", ZERO_STAGE)
     zpg: int = flag(1, "Size of the secondary partition (ZeRO++ hpZ), usually the devices per node.", POSITIVE)
-    adam_offload: bool = flag(False, "Keep the optimizer states and run the optimizer step on the CPU.")
+    adam_offload: bool = flag(False, "Keep the optimizer states on the CPU and run the optimizer step there.")
     overlap_comm: bool = flag(False, "Reduce gradients during the backward pass.")
     grad_accum_dtype: Literal["fp32", "bf16", "fp16"] | None = flag(
         None, "Dtype in which gradients are accumulated (default: fp32 for bf16 weights under ZeRO)."
