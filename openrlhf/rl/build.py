@@ -51,7 +51,7 @@ def build_models(
     `rewards` selects reward models by their index in --reward_pretrain (default: all).
     """
     total_steps = rollouts * steps_per_rollout(config)
-    # The order matters, because new heads and adapters use torch's random numbers.
+    # The order matters, because new heads and adapters are initialised with torch's random numbers.
     policy = build_policy(config, device, total_steps) if "actor" in roles else None
     has_critic = "critic" in roles and uses_critic(config)
     critic = build_critic(config, tokenizer, device, total_steps) if has_critic else None

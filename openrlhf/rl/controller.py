@@ -25,13 +25,13 @@ Back-pressure points:
 2. The trainer waits before each step for a rollout in the queue. In lockstep it waits for k + 1, all that the current
    weights may generate, so generation and training alternate. Once no rollout is left to generate, it trains the rest
    without waiting.
-3. The weight sync after each step pauses an engine with weights of its own: the trainer waits until the requests in
+3. The weight sync after each step pauses an engine that has its own weights: the trainer waits until the requests in
    progress have finished (with --partial_rollout they are interrupted instead), and new requests wait for the sync.
 4. With k = 0, `begin_training` puts engines that share devices with the models to sleep until the next sync.
 5. The probe after a sync (see `proof.py`), evaluation and `after_step` (checkpoints) delay the next training step. A
    producer that waits at [1] is woken only after them.
 6. Within a rollout, `runtime.most_episodes` limits the episodes in progress and --vllm_generate_batch_size the prompts
-   per call for generation.
+   per generation call.
 7. The recorder writes the samples while the trainer works, and is awaited before the step ends.
 
 If the producer or the trainer fails, `run` cancels the other and raises.
@@ -67,8 +67,8 @@ from openrlhf.types import Prompt
 
 AfterStep: TypeAlias = "Callable[[Controller], Awaitable[None]]"  # `rl/train.py` saves checkpoints in it
 NOT_AVERAGED = ("_lr", "_loss_scale", "_skipped_steps")  # suffixes of metrics for which only the last value counts
-EQUAL_STEPS = 3  # steps with equal rewards before the user is told
-PROGRESS_NAMES = {  # metrics in the progress bar, with the short names that users know
+EQUAL_STEPS = 3  # consecutive steps with equal rewards before a warning
+PROGRESS_NAMES = {  # metrics in the progress bar, with their short names
     "reward": "reward",
     "policy_loss": "act_loss",
     "kl": "kl",
@@ -84,7 +84,7 @@ class State:
 
     kl: FixedKL | AdaptiveKL
     version: int = 0  # of the weights: the number of rollouts trained
-    made: int = 0  # rollouts generated, without empty ones
+    made: int = 0  # non-empty rollouts generated
     place: int = 0  # position in the source where the next rollout begins
     failures: int = 0  # samples of all rollouts that failed and were skipped
     queue: deque[Rollout] = field(default_factory=deque)  # generated but not yet trained on
@@ -160,7 +160,7 @@ class Controller:
     async def _consume(self, after_step: AfterStep) -> None:
         """Train on the rollouts of the queue in order, one step for each, until there are none left."""
         state = self.state
-        ahead = self.queue_size if self.lockstep else 0  # in lockstep, current weights first generate all they may
+        ahead = self.queue_size if self.lockstep else 0  # in lockstep, first wait for all rollouts of these weights
         while True:
             async with self.changed:
                 await self.changed.wait_for(lambda: self.exhausted or len(state.queue) > ahead)
@@ -211,7 +211,7 @@ class Controller:
         self._note_rewards(experience, step)
         values = {} if self.gap is None else await self.gap.compare(rollout.trajectories, state.version, step)
         scored = time.perf_counter()
-        writing = asyncio.create_task(asyncio.to_thread(self.recorder.write, step, experience))  # beside training
+        writing = asyncio.create_task(asyncio.to_thread(self.recorder.write, step, experience))  # during training
         values |= await self._take_steps(rollout, experience)
         await writing
         if experience.kl is not None:
@@ -224,7 +224,7 @@ class Controller:
         return values
 
     def _note_rewards(self, experience: Experience, step: int) -> None:
-        """Tell the user if rewards do not distinguish samples for several steps in a row: nothing is learned then."""
+        """Warn if rewards do not distinguish samples for several steps in a row, because nothing is learned then."""
         rewards = {item.reward for item in experience.trajectories}
         within_groups = self.config.advantage.advantage_estimator in GROUP_ESTIMATORS
         equal = len(rewards) == 1 or (within_groups and experience.metrics.get("group_reward_std") == 0.0)
@@ -234,13 +234,13 @@ class Controller:
             which = every if len(rewards) == 1 else "all samples of a prompt had the same reward"
             self.monitor.tell(
                 f"step {step}: {which} for {EQUAL_STEPS} steps in a row, so the policy learns nothing from them. "
-                "Try: look at the recorded samples (RUN_DIR/rollouts) and at the reward"
+                "Try: check the recorded samples (RUN_DIR/rollouts) and the reward"
             )
 
     async def _take_steps(self, rollout: Rollout, experience: Experience) -> dict[str, float]:
-        """Take the optimizer steps of a rollout and return the mean of each metric; of NOT_AVERAGED, the last value."""
+        """Take the optimizer steps of a rollout; return the mean of each metric (for NOT_AVERAGED, the last value)."""
         flags, batching, version = self.config.batches, self.training, self.state.version
-        # The samples of each step, shuffled in every epoch; the last step of an epoch takes what is left.
+        # The samples of each step, shuffled in every epoch; the last step of an epoch may have fewer.
         count, size = len(experience.trajectories), flags.train_batch_size
         steps: list[list[int]] = []
         for epoch in range(flags.max_epochs):
@@ -261,7 +261,7 @@ class Controller:
         return means | {name: value for name, value in found[-1].items() if name.endswith(NOT_AVERAGED)}
 
     async def _probe(self, rollout: Rollout, values: dict[str, float]) -> dict[str, float]:
-        """Compare engine and trainer right after a sync, if no rollout of these weights will do so in time."""
+        """Compare engine and trainer right after a sync, if a probe is due."""
         if self.gap is None:
             return {}
         self.gap.note_update(values)

@@ -1,7 +1,7 @@
-"""Trial of the first rows, before any model loads.
+"""Test a run on its first rows, before any model loads.
 
-They go through template, tokenizer and, in reinforcement learning, the reward function or agent, as they will in
-training, so that mistakes in data, templates and reward code show up within seconds. `dry_run` does only this; every
+As in training, the rows are formatted, tokenised and, in reinforcement learning, passed to the reward function or
+agent, so that mistakes in data, templates and reward code show up within seconds. --dry_run runs only this test; every
 RL run also calls `build_tested_executor`.
 """
 
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 FIRST_ROWS = 8
 SHOWN = 240  # characters of an example on the console
 MADE_UP = "a made-up answer"
-HANGING = 0.9  # share of --reward_timeout without any event after which a reward hangs
+HANGING = 0.9  # share of --reward_timeout without any event after which a reward counts as hung
 
 
 def run(config: RLConfig | SupervisedConfig) -> None:
-    """Try everything that needs no model weights; nothing is downloaded for it."""
+    """Test everything that needs no model weights, without downloading anything."""
     if isinstance(config, RLConfig):
         names, critic = (config.prompts.prompt_data, config.prompts.eval_dataset), critic_model(config)
     else:
@@ -55,7 +55,7 @@ def run(config: RLConfig | SupervisedConfig) -> None:
     datasets = [name for given in names for name in split_names(given) if not is_on_disk(name)]
     missing = ([] if tokenizer_is_here(str(config.model.pretrain)) else [str(config.model.pretrain)]) + datasets
     if missing:
-        say(f"no rows were tried: {', '.join(missing)} would have to be downloaded first")
+        say(f"no rows were tested: {', '.join(missing)} must be downloaded first")
         return
     if critic is None or tokenizer_is_here(critic):
         check_models(config)
@@ -100,7 +100,7 @@ def try_supervised(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase)
 
 
 def show_row(row: Row, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Print the first row as the model will see it, with the part that is learned or judged."""
+    """Print the first row as input of the model, and the part that is trained on or compared."""
     first, judged = "the first row", "learned"
     if isinstance(row, StepRow):
         text = shorten(text_of(row.input_ids, tokenizer), SHOWN)
@@ -158,14 +158,14 @@ def build_tested_executor(
 class MadeUpSession:
     """Session without an engine.
 
-    It first gives `text` as the answer. Later answers are as long as allowed, so that a multi-turn episode ends soon.
+    The first answer is `text`. Later answers are as long as allowed, so that a multi-turn episode ends soon.
     """
 
     def __init__(self, text: str, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         self.ids: list[int] = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         self.asked = 0
-        self.asked_at = time.monotonic()  # the last time, or the start of the trial
+        self.asked_at = time.monotonic()  # time of the last request, or of the start
 
     async def generate(self, request: Request) -> Completion:
         self.asked_at = time.monotonic()
@@ -185,7 +185,7 @@ async def try_prompts(
     """Run the first prompts through the executor with made-up answers, all within one --reward_timeout.
 
     Groups have as many samples as in training, because a reward function may compare the samples of a group; agents
-    play a single sample.
+    run a single sample.
     """
     rewards = config.rewards
     timeout = rewards.reward_timeout if rewards.agent_func_path or rewards.remote_rm_url else math.inf
@@ -194,7 +194,7 @@ async def try_prompts(
     sessions: list[MadeUpSession] = []
     tasks: list[asyncio.Task[GroupResult]] = []
     for prompt in prompts:
-        # Answers that differ, based on the label if it is a text, since it probably looks like an answer.
+        # The answers differ. They start with the label if it is text, because it probably looks like an answer.
         text = prompt.label if isinstance(prompt.label, str) and prompt.label else MADE_UP
         own = [MadeUpSession(text if number == 0 else f"{text} {number}", tokenizer) for number in range(samples)]
         sessions += own
@@ -207,7 +207,7 @@ async def try_prompts(
         while unfinished and (left := deadline - time.monotonic()) > 0:
             ended, unfinished = await asyncio.wait(unfinished, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             last_event = time.monotonic() if ended else last_event
-    finally:  # kill user code that hangs, instead of waiting for the timeouts and retries of each sample
+    finally:  # kill hanging user code instead of waiting for the timeouts and retries of each sample
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -228,16 +228,14 @@ async def try_prompts(
                 results.append(GroupResult([], [error] * samples))
                 continue
         if isinstance(error, RewardError | RolloutError):
-            message = f"tried before training with a made-up answer: {error.message}"
+            message = f"in the test with made-up answers before training: {error.message}"
             raise type(error)(message, try_this=error.try_this) from error
         if error is not None:
             raise error
         if task not in unfinished:
             results.append(task.result())
     if len(results) < len(tasks):
-        say(
-            f"the trial of rewards ended after {timeout:g} s (--reward_timeout): {len(results)} of {len(tasks)} prompts"
-        )
+        say(f"the reward test ended after {timeout:g} s (--reward_timeout) with {len(results)} of {len(tasks)} prompts")
     return results
 
 

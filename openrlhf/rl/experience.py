@@ -67,7 +67,7 @@ async def make_experience(
     estimator, clip_range = advantage.advantage_estimator, flags.reward_clip_range
     trajectories = await with_model_rewards(trajectories, workers, each_step=flags.step_rewards)
 
-    # Score micro-batches, and combine the results to tensors [samples, tokens]; None if a model is absent.
+    # Score micro-batches, and combine the results into tensors [samples, tokens]; None if a model is absent.
     tokens = RolloutTokens.of(trajectories, batching.layout)
     parts = batching.cut(tokens.lengths.tolist())
     scored = await workers.score([tokens.batch(part) for part in parts], log_probs=scores_policy(config))

@@ -1,14 +1,14 @@
 """The likely cause of a gap between the log-probs of engine and trainer.
 
-`GapWatch` (proof.py) calls `find_cause` once it has measured a gap that is too large. Each cause leaves its own trace:
+`GapWatch` (proof.py) calls `find_cause` once it has measured a gap that is too large. Each cause has its own symptom:
 
 - stale weights: both sides agreed until the weights changed, or the engine agrees with the frozen reference;
-- tokenisation: the first turn agrees and later turns do not, or the prompt's text has tokens that remove the gap;
-- temperature: the gap is gone if the trainer computes at another temperature;
-- top-p and the like: the engine divides by the probability of the tokens that it leaves, so its log-probs are higher;
+- tokenisation: the first turn agrees and later turns do not, or tokenising the prompts again removes the gap;
+- temperature: the gap disappears if the trainer uses another temperature;
+- top-p, top-k or min-p: the engine renormalises over the tokens that it keeps, so its log-probs are higher;
 - precision: small differences in both directions.
 
-Looking for them costs a few forward passes over the same samples.
+The search costs a few forward passes over the same samples.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from openrlhf.types import RolloutBatch, Trajectory
 
 EXPLAINED = 0.2  # a variant explains the gap if it leaves at most this share of it
 FACTORS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.25, 1.4, 1.7, 2.0)  # temperatures to try, relative to the trainer's
-MOSTLY = 0.97  # share of tokens with a higher log-prob in the engine that suggests a limit on tokens
-LEAST_TOKENS = 8  # fewer tokens suggest nothing
-ONE_SIDED = 0.5  # differences whose mean is below this share of their mean size go in both directions
+MOSTLY = 0.97  # share of tokens with a higher log-prob in the engine that suggests truncated sampling
+LEAST_TOKENS = 8  # minimum number of tokens for that conclusion
+ONE_SIDED = 0.5  # differences go in both directions if their mean is below this share of their mean size
 PRECISION = (
     "--param_dtype fp32 to see whether precision is the cause, --attn_implementation eager, or no --packing_samples"
 )
@@ -38,7 +38,7 @@ Differences = Sequence[tuple[Trajectory, list[float]]]
 
 @dataclass(frozen=True)
 class Cause:
-    """What probably went wrong, and what to try."""
+    """The likely cause of a gap, and advice to fix it."""
 
     text: str
     advice: str
@@ -50,8 +50,8 @@ class Comparison:
 
     batches: Sequence[RolloutBatch]
     differences: Differences
-    compare: Callable[[Sequence[torch.Tensor]], Differences]  # the differences to other log-probs of the batches
-    # The differences if the prompts had the tokens of their texts; None if they have these, or if this is unknown.
+    compare: Callable[[Sequence[torch.Tensor]], Differences]  # differences from other log-probs of the batches
+    # The differences after tokenising the prompts again; None if their tokens stay the same or this is not possible.
     with_other_prompts: Callable[[], Awaitable[Differences | None]]
 
 
@@ -62,7 +62,7 @@ def mean_gap(differences: Differences) -> float:
 
 
 async def find_cause(found: Comparison, workers: Workers, *, agreed_before_update: bool) -> Cause:
-    """Return the cause with the clearest trace."""
+    """Return the first cause whose symptom is found."""
     gap = mean_gap(found.differences)
     every = [value for _, values in found.differences for value in values]
     if math.isnan(gap):
@@ -80,12 +80,12 @@ async def find_cause(found: Comparison, workers: Workers, *, agreed_before_updat
     others = await found.with_other_prompts()
     if others is not None and mean_gap(others) < EXPLAINED * gap:
         return Cause(
-            "tokenisation: the engine saw other tokens of the same prompt texts",
+            "tokenisation: the engine received different tokens for the same prompt texts",
             "a template and tokenizer that give the same tokens in the engine and in the trainer",
         )
     if later_turns_differ(found.differences):
         return Cause(
-            "tokenisation: first turns agree and later turns do not, so the history has other tokens in the trainer",
+            "tokenisation: first turns agree and later turns do not, so the trainer has other tokens for the history",
             "an agent and a template that only append to the history, and never tokenise it again",
         )
 
@@ -96,16 +96,16 @@ async def find_cause(found: Comparison, workers: Workers, *, agreed_before_updat
     nearest = min(tried, key=lambda factor: tried[factor])
     if tried[nearest] < EXPLAINED * gap:
         return Cause(
-            f"temperature: the engine seems to sample at {nearest:g} times the trainer's, where they differ by only "
-            f"{tried[nearest]:.2g}",
-            "one --temperature on both sides, and engines without sampling defaults of their own",
+            f"temperature: the engine seems to sample at {nearest:g} times the trainer's temperature, at which they "
+            f"differ by only {tried[nearest]:.2g}",
+            "the same --temperature on both sides, and engines without their own sampling defaults",
         )
 
     higher = sum(value > 0 for value in every)
     if len(every) >= LEAST_TOKENS and higher >= MOSTLY * len(every):
         return Cause(
             f"top-p, top-k or min-p: {higher} of {len(every)} tokens are likelier in the engine, which excludes others",
-            "engines without sampling defaults of their own (generation_config.json)",
+            "engines without their own sampling defaults (generation_config.json)",
         )
     if abs(sum(every)) / len(every) < ONE_SIDED * gap:
         return Cause("precision or kernels: the differences go in both directions", PRECISION)
@@ -123,7 +123,7 @@ def later_turns_differ(differences: Differences) -> bool:
     first: list[float] = []
     later: list[float] = []
     for item, values in differences:
-        # The number of the turn of each action token: a turn begins where the mask becomes true.
+        # Number the turns of the action tokens: a turn begins where the mask becomes true.
         begins = [after and not before for before, after in pairwise((False, *item.action_mask))]
         turn, turns = 0, list[int]()
         for begun, acts in zip(begins, item.action_mask, strict=True):

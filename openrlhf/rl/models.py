@@ -46,8 +46,8 @@ class Trained:
         """Return the learning rate factor at `progress`, the fraction of the run that is done.
 
         `began` is the progress at which this network started training. Because the schedule follows progress, a run
-        with fewer steps than planned still goes through the whole schedule, in larger steps. A resumed run with a
-        different number of prompts never leaves the schedule.
+        with fewer steps than planned still covers the whole schedule, in larger steps. A resumed run with a different
+        number of prompts stays within the schedule.
         """
         done = (progress - began) / (1.0 - began) if began < 1.0 else 0.0
         return between_steps(self.schedule, self.planned_steps * min(max(done, 0.0), 1.0))

@@ -1,9 +1,9 @@
-"""Check that engine and trainer compute the same policy, by their log-probs of the same sampled tokens.
+"""Check that engine and trainer compute the same policy, by comparing their log-probs of the same sampled tokens.
 
 Only tokens sampled with the trainer's current weights can be compared. Samples are scored at least two to a batch, in
-the layout of the run: a model that mixes up the sequences of a batch would pass a test with one. The controller calls
-`GapWatch.compare` at every step and, in asynchronous runs, `GapWatch.probe` after some weight syncs. If the difference
-is too large, `gap_causes.find_cause` looks for the reason.
+the layout of the run: a model that mixes up the sequences of a batch would pass a test with a single sequence. The
+controller calls `GapWatch.compare` at every step and, in asynchronous runs, `GapWatch.probe` after some weight syncs.
+If the difference is too large, `gap_causes.find_cause` looks for the reason.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def watch_gap(
 ) -> GapWatch | None:
     """Return the comparison for a run; its limits depend on the run's precision.
 
-    None for recorded rollouts, and if sampling leaves tokens out (top-p and the like): the engine's log-probs then
-    refer to the remaining tokens only and cannot be compared.
+    Return None for recorded rollouts, and if sampling excludes tokens (top-p, for example): the engine's log-probs then
+    cover only the remaining tokens and cannot be compared.
     """
     rollout = config.rollout
     if rollout.replay or rollout.limits_on_log_probs:
         return None
     local = resolve_runtime(config) == "local"
-    separate = not local or bool(config.engines.vllm_num_engines)  # not the trainer's own modules
+    separate = not local or bool(config.engines.vllm_num_engines)  # the engine does not share the trainer's modules
     on_cpu = config.model.device == "cpu" or (local and not torch.cuda.is_available())
     exact = config.model.param_dtype == "fp32" or on_cpu
     probe_every = None
@@ -70,36 +70,36 @@ class GapWatch:
     monitor: Monitor
     warn: float  # gap above which the user is warned
     stop: float  # gap above which the run stops
-    # Asynchronous runs train on samples from older weights, so they request some from new ones: after the first sync
-    # that changed the weights, and after every N-th sync (0: only that one). None: samples are never requested.
+    # Asynchronous runs train on samples from older weights, so they request extra samples from new weights: after the
+    # first sync of changed weights, and after every N-th sync (0: only after that first one). None: never.
     probe_every: int | None = None
     encode: Encode | None = None  # tokenises a prompt again, to find the cause of a gap
     warned: float = 0.0  # gap of the last warning
     moved: bool = False  # the weights have changed since the start of the run
-    agreed: bool = False  # a comparison before that was within the limits
-    proved: bool = False  # a sync of changed weights has been compared, or the user was told why not
+    agreed: bool = False  # a comparison before the weights changed was within the limits
+    proved: bool = False  # a sync of changed weights was checked, or a message says why not
 
     async def compare(self, trajectories: Sequence[Trajectory], version: int, step: int) -> dict[str, float]:
-        """Return the gap as a metric of the step; none if no sample can be compared.
+        """Return the gap as a metric of the step; empty if no sample can be compared.
 
-        A sample cannot be compared if it was sampled with older weights, or if a turn was limited to some tokens.
+        A sample cannot be compared if older weights generated it, or if sampling excluded tokens in one of its turns.
         """
         comparable = (item for item in trajectories if item.version == version and item.whole_vocabulary)
         fresh = [item for item in comparable if any(item.action_mask)]
         if not fresh:
             return {}
-        # A few samples spread over the rollout, or the shortest ones if two of them exceed a micro-batch.
+        # Choose a few samples spread over the rollout, or the shortest ones if two of these exceed a micro-batch.
         chosen = fresh[:: max(1, len(fresh) // SAMPLES)][:SAMPLES]
         room = self.batching.token_budget or self.batching.size * max(len(item.input_ids) for item in fresh)
         if sum(sorted(len(item.input_ids) for item in chosen)[-2:]) > room:
             chosen = sorted(fresh, key=lambda item: len(item.input_ids))[:SAMPLES]
         pairs = [chosen[place : place + 2] for place in range(0, len(chosen), 2)]
-        if len(pairs[-1]) == 1:  # add another sequence, in front of it because leaks go to later sequences
+        if len(pairs[-1]) == 1:  # add a sequence in front, because values leak only into later sequences
             pairs[-1] = [min(trajectories, key=lambda item: len(item.input_ids)), *pairs[-1]]
         batches = [batch_trajectories(pair, self.batching.layout) for pair in pairs]
 
         def compare_with(scores: Sequence[Tensor]) -> Differences:
-            """Return the differences of the chosen samples to log-probs of `batches`, [rows, tokens] each."""
+            """Return the differences of the chosen samples from `scores`, log-probs [rows, tokens] of each batch."""
             differences = []
             for pair, batch, tensor in zip(pairs, batches, scores, strict=True):
                 for number, item in enumerate(pair):
@@ -117,7 +117,7 @@ class GapWatch:
         return {"rollout/log_prob_difference": gap}
 
     async def _with_other_prompts(self, chosen: Sequence[Trajectory]) -> Differences | None:
-        """Compare the samples as if their prompts had the tokens of their texts; None if they have these."""
+        """Compare the samples after tokenising their prompts again; return None if the tokens do not change."""
         if self.encode is None:
             return None
         others: list[Trajectory] = []
@@ -169,21 +169,21 @@ class GapWatch:
         self.moved = self.moved or (metrics.get("actor_lr", 0.0) > 0 and metrics.get("actor_grad_norm", 0.0) > 0)
 
     def probe_is_due(self, version: int) -> bool:
-        """True at every `probe_every`-th version, and until a sync of changed weights has been compared."""
+        """Return True at every `probe_every`-th version, and until a sync of changed weights has been compared."""
         every = self.probe_every
         return every is not None and ((every > 0 and version % every == 0) or (self.moved and not self.proved))
 
     async def probe(
         self, engine: Engine, prompts: Sequence[Prompt], flags: RolloutFlags, version: int
     ) -> dict[str, float]:
-        """Sample a few tokens with the weights that have just been synced, and compare these."""
+        """Sample a few tokens with the weights just synced, and compare their log-probs."""
         asked = [prompt for prompt in prompts if len(prompt.input_ids) < flags.context_length][:SAMPLES]
         requests: list[Request] = []
         for prompt in asked:
             most = min(PROBE_TOKENS, flags.context_length - len(prompt.input_ids))
             params = replace(sampling(prompt, flags, version)[0], max_tokens=most, seed=version, stop=())
             requests.append(Request(prompt.input_ids, params))
-        self.proved = self.proved or self.moved  # or, below, the user is told why not
+        self.proved = self.proved or self.moved  # or a message below says why not
         skipped = (
             f"step {version}: the log-probs of engine and trainer were not compared after this weight sync, because"
         )

@@ -1,8 +1,8 @@
 """Records of a run: each trained sample with its tokens, log-probs, reward and advantage, as JSON lines.
 
 The controller writes one file per step through `Recorder`, and `Replay` serves such files as the rollouts of another
-run. A record may be partial: a share of the groups, or the steps up to a limit; `.about.json` says so. A checkpoint
-stores the queue of rollouts that are not trained yet in a similar format.
+run. A record may be partial: a share of the groups, or the steps up to a size limit, as `.about.json` says. A
+checkpoint stores the queue of rollouts that are not trained yet in a similar format.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DEFAULTS = RolloutFlags()
 class Recorder:
     """Writes `run_dir/rollouts/step_000001.jsonl`, one line per sample; `datasets` can read the folder directly.
 
-    Recording never ends a run: at --rollout_record_gib, or when the disk is full, it stops with a line.
+    Recording never ends a run: at --rollout_record_gib, or when the disk is full, it stops with a message.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class Recorder:
             self._try_to_write(ABOUT_FILE, json.dumps({"share": self.share}))
 
     def _is_chosen(self, step: int, item: Trajectory) -> bool:
-        """Choose whole groups, by a function of seed, step and prompt."""
+        """Return whether to record the item's group; the choice depends only on seed, step and prompt."""
         return self.share == 1 or random.Random(f"{self.seed} {step} {item.prompt.index}").random() < self.share
 
     def _try_to_write(self, name: str, text: str) -> bool:
-        """Write a file as a whole; if it cannot be written, stop recording."""
+        """Write a complete file; if it cannot be written, stop recording and return False."""
         assert self.folder
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -84,7 +84,7 @@ class Recorder:
                 if tensor is not None
             }
             response = self.decode(item.input_ids[first:]) if self.decode else ""
-            # The trajectory's own numbers are not rounded, so that a replay trains on exactly these.
+            # The numbers of the trajectory itself are not rounded, so that a replay trains on exactly the same values.
             lines.append(json.dumps(rounded | {"step": step, **plain(item), "response": response}) + "\n")
         if not lines:  # none of the groups was chosen; a replay cannot train on an empty file
             return
@@ -116,10 +116,10 @@ class Replay:
 
 
 def describe_gaps(folder: Path, files: Sequence[Path]) -> str:
-    """Say what a record lacks; empty if it is complete as far as it goes."""
+    """Describe what is missing from a record; empty if nothing is missing."""
     try:
         about: dict[str, Any] = json.loads((folder / ABOUT_FILE).read_bytes())
-    except (OSError, ValueError):  # of an older version, which recorded everything
+    except (OSError, ValueError):  # older versions recorded everything and did not write this file
         about = {}
     steps = {int(file.stem.removeprefix("step_")) for file in files}
     missing = len(set(range(1, max(steps, default=0) + 1)) - steps)
@@ -130,7 +130,7 @@ def describe_gaps(folder: Path, files: Sequence[Path]) -> str:
 
 
 def plain(item: Trajectory) -> dict[str, Any]:
-    """Return a trajectory as a dict for JSON; `asdict` would copy every single token."""
+    """Return a trajectory as a dict for JSON; `asdict` would copy every token."""
     return {**vars(item), "prompt": vars(item.prompt)}
 
 

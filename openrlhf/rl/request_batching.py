@@ -1,14 +1,14 @@
 """Concurrent episodes, and how their requests are batched for the engine.
 
-`run_groups` asks an `EpisodeScheduler` for one `EpisodeSession` per sample and gives the sessions to the executor. An
+`run_groups` gets one `EpisodeSession` per sample from an `EpisodeScheduler` and passes them to the executor. An
 episode generates through its session; the scheduler collects requests and sends them to the engine in batches:
 
     episode -> EpisodeSession.generate -> pending -> EpisodeScheduler.send_if_ready -> Engine.generate
        ^                                                                                    |
        +---------------------------------------  _deliver  <--------------------------------+
 
-In lockstep, a batch is sent as soon as every running episode waits for one. Engines are fastest with bulk admission,
-and the batches depend only on the episodes, so a run repeats exactly. This also holds with a limit on episodes: which
+In lockstep, a batch is sent as soon as every running episode has a request. Engines are fastest with large batches, and
+the batches depend only on the episodes, so a run is reproducible. This also holds with a limit on episodes: which
 groups start before the next batch depends on how many episodes have ended, not on which ended first.
 
 Without lockstep, episodes do not wait for each other: the requests that the samples of a prompt make in the same
@@ -44,11 +44,11 @@ class EpisodeScheduler:
         self.limit = limit
         self.lockstep = lockstep
         self.running = 0  # episodes
-        self.numbers = count()  # of all episodes, in the order of their groups
+        self.numbers = count()  # numbers of the episodes, in the order of their groups
         # Groups that wait to start: their sessions, and the future that returns them.
         self.queue: deque[tuple[list[EpisodeSession], asyncio.Future[list[EpisodeSession]]]] = deque()
         self.pending: list[PendingRequest] = []
-        self.batches: set[asyncio.Future[list[Completion]]] = set()  # references, so that they are not collected
+        self.batches: set[asyncio.Future[list[Completion]]] = set()  # keeps the futures from being garbage-collected
 
     def open_group(self, size: int, prefix: int = 0) -> asyncio.Future[list[EpisodeSession]]:
         """Return a future of the sessions of a group whose samples share the prompt `prefix`.
@@ -114,8 +114,8 @@ class EpisodeSession:
     open: bool = True
 
     async def generate(self, request: Request) -> Completion:
-        """Return the completion of a request, which waits for its batch."""
-        assert self.open, "an episode that has ended asked for more tokens"
+        """Add a request to the next batch, and return its completion."""
+        assert self.open, "an episode requested tokens after it had ended"
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         entry = PendingRequest(self.episode, replace(request, prefix=self.prefix), answer)
         self.scheduler.pending.append(entry)
@@ -127,7 +127,7 @@ class EpisodeSession:
                 self.scheduler.pending.remove(entry)
 
     def close(self) -> None:
-        """End the episode, which may let a group start or complete the batch of the others."""
+        """End the episode; this may start a queued group, or send the batch of the other episodes."""
         if self.open:
             self.open = False
             self.scheduler.running -= 1

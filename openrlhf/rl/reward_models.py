@@ -104,7 +104,7 @@ def rounds(batching: Batching, rows: Sequence[Row], model: Frozen) -> Iterator[t
     """Yield micro-batches of rows, each with the indices of its rows in `rows`.
 
     Processes that share a sharded model must run it the same number of times, but a token budget may divide their rows
-    into different numbers of micro-batches. A process with fewer repeats its first micro-batch, without indices.
+    into different numbers of micro-batches. A process with fewer of them repeats its first one, without indices.
     """
     parts = batching.cut([len(row) for row in rows])
     missing = model.most_rounds(len(parts)) - len(

@@ -1,4 +1,4 @@
-"""Generation of rollouts: a group of samples for each prompt, in order and filtered, until a rollout is full.
+"""Generate rollouts: one group of samples per prompt, in order and filtered, until a rollout is full.
 
 The controller takes rollouts from a `RolloutSource`: `GeneratedRollouts` here, or `Replay` in `record.py`. A rollout
 may be smaller than requested, or empty, when the prompts run out. Evaluation uses `run_groups` as well.
@@ -45,7 +45,7 @@ class PromptOrder:
         return len(self.prompts) * self.episodes
 
     def take(self, start: int, count: int) -> list[Prompt]:
-        """Return the next prompts from `start`. Their index becomes their position, so that each group has its own."""
+        """Return the next prompts from `start`, with their position as index, so that each group has a unique index."""
         taken = []
         for place in range(start, min(start + count, len(self))):
             episode, within = divmod(place, len(self.prompts))
@@ -56,7 +56,7 @@ class PromptOrder:
 
 @dataclass(frozen=True)
 class Rollout:
-    """The trajectories of one rollout, from the prompts between `place` and `next_place`, where the next one begins."""
+    """The trajectories of one rollout, from the prompts between `place` and `next_place`, where the next begins."""
 
     number: int
     version: int  # of the engine's weights when the rollout began

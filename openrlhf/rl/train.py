@@ -1,7 +1,7 @@
 """Reinforcement learning from a checked config to a saved policy.
 
 `run` checks the models, loads the prompts and tries the reward before anything expensive starts. `train` then opens the
-local or the Ray runtime and drives the controller; `Saver` writes checkpoints between its steps.
+local or the Ray runtime and runs the controller; `Saver` writes checkpoints between steps.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def run(config: RLConfig, open_runtime: OpenRuntime = open_local) -> RLResult:
     prompts, eval_prompts = load_prompts(config, tokenizer), load_eval_prompts(config, tokenizer)
     order = PromptOrder(prompts, config.rollout.num_episodes, config.batches.seed)
     if len(prompts) < config.rollout.rollout_batch_size:
-        say(f"only {len(prompts)} prompts, fewer than --rollout_batch_size: rollouts use those available")
+        say(f"only {len(prompts)} prompts, fewer than --rollout_batch_size: rollouts are smaller or repeat prompts")
     explain_warmup(config, order)
     explain_reward_models(config)
     executor = build_tested_executor(config, tokenizer, prompts)
@@ -83,7 +83,7 @@ def run(config: RLConfig, open_runtime: OpenRuntime = open_local) -> RLResult:
         # Models load from here on, after every check that does not need them.
         with hold_run_folders(config):
             return asyncio.run(train(config, open_runtime, tokenizer, order, executor, eval_prompts))
-    except Interrupted as stop:  # a KeyboardInterrupt leaves the event loop immediately, so `train` cannot catch it
+    except Interrupted as stop:  # a KeyboardInterrupt, which ends the event loop before `train` could catch it
         say(explain_stop(stop))
         raise
     finally:
@@ -113,7 +113,7 @@ async def train(
     executor: GroupExecutor,
     eval_prompts: Sequence[Prompt],
 ) -> RLResult:
-    """Run the loop from its start, or from a checkpoint, to the saved policy; close everything it started."""
+    """Train from the start or from a checkpoint until the policy is saved, and close everything that was started."""
     resume_from = find_checkpoint(config)
     run_id = (checkpoint.run_of(resume_from) if resume_from else None) or checkpoint.new_run_id()
     state = load_state(resume_from, kl_controller(config.kl.init_kl_coef, config.kl.kl_target, config.kl.kl_horizon))
@@ -167,7 +167,7 @@ async def train(
 
 
 def nothing_trained(reporting: ReportingExecutor, *, filtered: bool) -> RolloutError:
-    """Return the error of a run that kept no group of samples, and so took no step and has no policy to save."""
+    """Return the error for a run that kept no group of samples, so that it took no step and saves no policy."""
     problem = "no step was trained, and nothing is saved: no group of samples was kept"
     if reporting.failures:
         return RolloutError(
@@ -184,7 +184,7 @@ def nothing_trained(reporting: ReportingExecutor, *, filtered: bool) -> RolloutE
 class Saver:
     """Callback after each step.
 
-    It writes a checkpoint when one is due or the run was asked to stop, and keeps the best policy by metric.
+    It writes a checkpoint when one is due or a stop is requested, and keeps the checkpoint with the best metric.
     """
 
     config: RLConfig
@@ -220,10 +220,10 @@ class Saver:
     async def save(self, controller: Controller, folder: Path, what: str) -> bool:
         """Write a checkpoint to a temporary folder, then rename it, so that it is complete or absent.
 
-        Return whether it fits on the disk; if not, the run goes on without it.
+        Return whether it was written; if the disk has no room, the run continues without it.
         """
         state = controller.state
-        # The first one has at least three times the size of the model: weights and two moments.
+        # The first checkpoint takes at least three times the size of the model: weights and two moments.
         needed = checkpoint.bytes_of_last(folder.parent, self.run_id) or 3 * model_bytes(self.config)
         if not has_room(folder.parent, needed, what):
             return False
@@ -285,7 +285,7 @@ async def export(write: Callable[[Path], Awaitable[None]], tokenizer: PreTrained
 async def save_finished(
     write: Callable[[Path], Awaitable[None]], tokenizer: PreTrainedTokenizerBase, folder: Path, fallback: Path
 ) -> FinalSave:
-    """Export a trained model; if its disk is full or forbidden, somewhere else."""
+    """Export a trained model to `folder`, or elsewhere if that disk is full or not writable."""
     saving = FinalSave(folder, fallback)
     for attempt in saving.attempts():
         with attempt as aside:

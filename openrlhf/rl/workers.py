@@ -101,10 +101,10 @@ class Workers(Protocol):
 
 
 class WeightSync(Protocol):
-    """Transfer of weights from the trainer to the engines, in which both take part."""
+    """Transfer of weights from the trainer to the engines."""
 
     async def sync(self, version: int) -> None:
-        """Send the policy's weights to the engines; engines that share its devices take these over to generate."""
+        """Send the policy's weights to the engines; engines that share its devices get them back to generate."""
         ...
 
     async def begin_training(self) -> None:

@@ -88,7 +88,7 @@ def test_a_dry_run_shows_a_prompt_and_its_reward(run_ppo, tmp_path):
 def test_an_invalid_reward_is_found_before_a_model_loads(run_ppo, line, complaint):
     code, stderr = run_ppo(reward_source(line))
     assert code == 1
-    assert "tried before training with a made-up answer: " in stderr
+    assert "in the test with made-up answers before training: " in stderr
     assert complaint in stderr
     assert "reward.py" in stderr
 
@@ -239,7 +239,7 @@ def test_a_slow_agent_ends_the_trial_but_not_the_run(run_ppo, tmp_path):
     prompts = write_rows(tmp_path / "prompts.jsonl", make_prompts(4))
     code, stderr = run_ppo(prompt_data=prompts, agent_func_path="./agent.py", dry_run=True, reward_timeout=4)
     assert code == 0, stderr
-    assert "the trial of rewards ended after 4 s (--reward_timeout): 0 of 4 prompts" in stderr
+    assert "the reward test ended after 4 s (--reward_timeout) with 0 of 4 prompts" in stderr
 
 
 def test_a_server_that_never_answers_costs_one_timeout(run_ppo, tmp_path):
@@ -313,5 +313,5 @@ def test_an_unknown_schedule_is_rejected_in_rl(run_ppo):
 def test_a_dry_run_does_not_download(tmp_path, capsys):
     dataset = write_rows(tmp_path / "rows.jsonl", answers(12))
     run_command("train_sft", {"pretrain": "org/model", "dataset": f"{dataset},org/data", "dry_run": True})
-    assert "no rows were tried: org/model, org/data would have to be downloaded first" in capsys.readouterr().err
+    assert "no rows were tested: org/model, org/data must be downloaded first" in capsys.readouterr().err
     assert Path(dataset).exists()

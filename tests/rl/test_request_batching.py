@@ -70,7 +70,7 @@ def test_an_ended_episode_cannot_send_requests():
         session.close()
         await session.generate(request(1))
 
-    with pytest.raises(AssertionError, match="an episode that has ended asked for more tokens"):
+    with pytest.raises(AssertionError, match="an episode requested tokens after it had ended"):
         asyncio.run(main())
 
 

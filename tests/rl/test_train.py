@@ -387,7 +387,10 @@ def test_incomplete_batches_are_trained_and_reported(train_ppo, capsys):
     assert [len(read_rollouts(ran, step)) for step in (1, 2)] == [32, 8]
     few = train_ppo("few", rows=make_prompts(3), num_episodes=2)
     assert [len(read_rollouts(few, step)) for step in (1,)] == [24]
-    assert "only 3 prompts, fewer than --rollout_batch_size: rollouts use those available" in capsys.readouterr().err
+    assert (
+        "only 3 prompts, fewer than --rollout_batch_size: rollouts are smaller or repeat prompts"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_run_of_warm_up_steps_only_is_reported(train_ppo, capsys):

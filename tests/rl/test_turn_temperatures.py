@@ -61,7 +61,7 @@ def test_a_turn_with_a_truncated_vocabulary_is_rejected_before_training(train_ag
     with pytest.raises(SystemExit):
         train_agent("top_p = 0.9", enable_vllm_is_correction=True)
     stderr = capsys.readouterr().err
-    assert "tried before training" in stderr
+    assert "in the test with made-up answers before training" in stderr
     assert "sampling_params.top_p=0.9 changes the sampling distribution" in stderr
     assert "Try: leave top_p unchanged, or --enable_vllm_is_correction false" in stderr
 
