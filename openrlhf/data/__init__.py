@@ -1,7 +1,7 @@
 """From datasets to batches of tokens.
 
     files, sources         a flag's datasets, opened and mixed          -> Records
-    json_text              JSON from outside, checked; also used for models, servers and clients
+    json_text              untrusted JSON, checked; also used for models, servers and clients
     messages, templates    one row's prompt and response as text        -> Marked: text and learned spans
     tokens                 text as token ids with a mask                -> TokenRow
     sft, preference,       all rows of a command; invalid rows raise,   -> rows of one kind

@@ -64,7 +64,7 @@ def iteration_slice(records: Records, number: int | None, size: int) -> tuple[Re
 def read_prompts(
     records: Records, tokenizer: PreTrainedTokenizerBase, config: BatchInferenceConfig, *, first_index: int, budget: int
 ) -> list[Prompt]:
-    """Make a Prompt of each row, numbered as in the whole dataset.
+    """Make a Prompt from each row, numbered as in the whole dataset.
 
     Prompts longer than `budget` tokens are truncated at the start, and a message reports how many.
     """

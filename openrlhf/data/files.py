@@ -2,7 +2,7 @@
 
 Files are read directly instead of with `datasets`, so that error messages have exact line numbers, rows need not share
 a schema, and nothing is copied into a cache. `open_json` returns one of the two `Source`s below. Files with either
-suffix may contain an array or one object per line; the first line decides.
+suffix may contain an array or one object per line; the first line shows which.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def find_lines(content: mmap.mmap, limit: int | None) -> list[tuple[int, int, in
 
 
 def broken_json(name: str, error: InvalidJSON, line: int | None = None) -> DataError:
-    """Return an error about broken JSON, or about values that cannot be used; `line` is that of a JSON Lines file."""
+    """Return an error about broken JSON or unusable values; `line` is the line number in a JSON Lines file."""
     number = error.line if line is None else line
     where = name if number is None else f"{name}, line {number}"
     if error.column is not None:

@@ -1,9 +1,9 @@
-"""JSON from outside: dataset files, models, servers and clients.
+"""Parser for untrusted JSON from dataset files, models, servers and clients.
 
-`parse_json` is the one function for text that this package did not write. It either returns a value that every later
-step can handle, or raises `InvalidJSON`, which the caller turns into its own error. `json.loads` alone is not enough:
-it raises three kinds of exceptions, and it returns values on which later code fails, such as half a surrogate pair,
-which no tokenizer accepts, or an object that nests too deep to be compared, shown or written again.
+All JSON that this package did not write is parsed by `parse_json`. It either returns a value that all later code can
+use, or raises `InvalidJSON`, which the caller turns into its own error. `json.loads` alone is not enough: it raises
+three kinds of exceptions, and it returns values on which later code fails, such as half a surrogate pair, which no
+tokenizer accepts, or an object that is nested too deeply to be compared, printed or serialised.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import math
 import re
 from typing import Any
 
-MAX_DEPTH = 100  # of nested lists and objects
+MAX_DEPTH = 100  # maximum levels of nested lists and objects
 HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")  # escape of a surrogate, alone or in a pair
 
 
 class InvalidJSON(ValueError):
-    """Text that is not usable JSON; the line and column of a syntax error are known."""
+    """Raised for text that is not usable JSON; contains the line and column of a syntax error."""
 
     def __init__(self, problem: str, line: int | None = None, column: int | None = None) -> None:
         super().__init__(problem if column is None else f"{problem} at line {line} column {column}")
@@ -39,11 +39,11 @@ def parse_json(text: str | bytes, *, finite: bool = False) -> Any:
         raise InvalidJSON(error.msg, error.lineno, error.colno) from None
     except UnicodeError as error:  # bytes of another encoding, or half a surrogate pair
         raise InvalidJSON(str(error)) from None
-    except ValueError:  # Python does not convert longer numbers, because that takes quadratic time
+    except ValueError:  # Python does not convert very long numbers, because that takes quadratic time
         raise InvalidJSON("a number has thousands of digits") from None
     except RecursionError:
         raise InvalidJSON(f"lists and objects nest deeper than {MAX_DEPTH} levels") from None
-    # Most texts cannot hold anything bad, and counting brackets is far cheaper than visiting all values.
+    # Most texts need no check of their values, and counting brackets is far cheaper than visiting all values.
     if finite or text.count("[") + text.count("{") > MAX_DEPTH or HALF_PAIR.search(text):
         check_values(value, finite=finite)
     return value
@@ -65,7 +65,7 @@ def check_values(value: object, *, finite: bool) -> None:
             elif isinstance(item, str) and not item.isascii() and not is_text(item):
                 raise InvalidJSON("a text contains half of a surrogate pair")
             elif finite and isinstance(item, float) and not math.isfinite(item):
-                raise InvalidJSON(f"a number is {item}, not finite")
+                raise InvalidJSON(f"expected finite numbers, got {item}")
         level, depth = inner, depth + 1
 
 

@@ -106,7 +106,7 @@ def labelled_rows(
 
 
 def mismatch_rows(rows: Sequence[LabelledRow], max_len: int) -> list[TokenRow]:
-    """Join each prompt to the next row's response, the last to the first's, truncated to `max_len` with a final EOS."""
+    """Join each prompt and the next row's response (the last and the first), cut to `max_len` with a final EOS."""
     mismatched: list[TokenRow] = []
     for row, other in zip(rows, [*rows[1:], *rows[:1]], strict=True):
         length, begin = row.prompt_length, other.prompt_length

@@ -122,7 +122,7 @@ class StepReader:
             kinds = ("probabilities", "tokens") if self.soft else ("tokens", "probabilities")
             raise place.error(f"expected {kinds[0]}, as in earlier labels, got {kinds[1]}")
         if isinstance(label, int | float):
-            if not 0 <= label <= 1:  # NaN is not either
+            if not 0 <= label <= 1:  # also true for NaN
                 raise place.error(f"expected a probability from 0 to 1, got {str(label)[:40]}")
             return float(label)
         if not isinstance(label, str):
@@ -133,7 +133,7 @@ class StepReader:
             return float(known.index(label))
         ids = tokenize(label, self.tokenizer)[0]
         if len(ids) != 1:
-            raise place.error(f"expected one token as label, got {label!r}, which is {len(ids)} tokens")
+            raise place.error(f"expected one token as label, got {label!r} with {len(ids)} tokens")
         return float(ids[0])
 
 

@@ -84,7 +84,7 @@ def prompt_budget(config: RLConfig) -> Budget:
 def prompt_rows(
     records: Records, tokenizer: PreTrainedTokenizerBase, flags: PromptFlags, template: TemplateFlags, budget: Budget
 ) -> list[Prompt]:
-    """Make a Prompt of each row that fits the budget, numbered from 0 without gaps."""
+    """Make a Prompt from each row that fits the budget, numbered from 0 without gaps."""
     chat = open_chat(tokenizer, template)
 
     def make(record: Record) -> list[Prompt]:

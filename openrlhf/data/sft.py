@@ -101,6 +101,6 @@ def multiturn_rows(records: Records, chat: Chat, fields: ConversationFlags, max_
     if split:
         say(
             f"the chat template rewrites earlier turns: {split} conversations were split into one sample per assistant"
-            f" turn, with the context that the model would see; {too_long} turns {long_prompt(max_len)} were dropped"
+            f" turn, each with the context of that turn; {too_long} turns {long_prompt(max_len)} were dropped"
         )
     return rows

@@ -184,8 +184,8 @@ def load(name: str, path: Path, data_dir: str | None, loading: LoadingFlags, rev
         return load_from_modelscope(name, revision, trust_remote_code=loading.trust_remote_code)
     if revision is None:
         return datasets.load_dataset(name, data_dir=data_dir)
-    # Given a revision, `datasets` would still use whatever version it has cached if the hub does not respond. So
-    # download the commit itself, all of it or only the folder, and load that.
+    # Even with a revision, `datasets` uses any cached version if the hub does not respond. So download that commit, or
+    # only its subfolder, and load the files.
     wanted = None if data_dir is None else [f"{data_dir}/**", "README.md"]
     folder = snapshot_download(name, repo_type="dataset", revision=revision, allow_patterns=wanted)
     return datasets.load_dataset(folder, data_dir=data_dir)

@@ -25,7 +25,7 @@ from openrlhf.errors import ConfigError
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Span = tuple[int, int]
-# What expressions in a template raise for messages that it does not expect.
+# Exceptions that expressions in a template raise for messages that it does not support.
 TEMPLATE_FAULTS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
 
 # The function is annotated to return a str, but returns the texts and, for each, the spans of its {% generation %}
