@@ -96,7 +96,7 @@ def interleave(lengths: Sequence[int], ranks: int) -> list[list[int]]:
 
 @dataclass
 class _Partial:
-    """A partition of some of the items. Empty parts are not stored, so merging takes time only for the smaller side."""
+    """A partition of some of the items, without empty parts, so that merging takes time only for the smaller side."""
 
     parts: list[Part]  # a heap, smallest first
     longest: int

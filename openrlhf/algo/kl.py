@@ -72,7 +72,7 @@ def kl_loss(
 
 def _estimator(name: str) -> Callable[[Tensor], Tensor]:
     if name not in KL_ESTIMATORS:
-        raise ValueError(f"unknown KL estimator {name!r}; known: {', '.join(KL_ESTIMATORS)}")
+        raise ValueError(f"unknown KL estimator {name!r}: expected one of {', '.join(KL_ESTIMATORS)}")
     return KL_ESTIMATORS[name]
 
 

@@ -84,7 +84,7 @@ def encode_metrics(metrics: Metrics) -> bytes:
 
 
 def decode_metrics(text: bytes) -> Metrics:
-    """Read what `encode_metrics` wrote, of another process."""
+    """Read the metrics that `encode_metrics` wrote in another process."""
     kinds = {2: Mean, 3: Moments}  # by the number of their fields
     return {
         name: kinds[len(values)](*(torch.tensor(value, dtype=torch.float64) for value in values))
@@ -93,7 +93,7 @@ def decode_metrics(text: bytes) -> Metrics:
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:
-    """Return `values` in fp32, zero outside the mask; a product would propagate NaNs, also in gradients."""
+    """Return `values` in fp32, zero outside the mask; a multiplication would propagate NaNs, also in gradients."""
     return torch.where(mask.bool(), values.float(), 0.0)
 
 
@@ -158,6 +158,6 @@ def aggregate(values: Tensor, mask: Tensor, mode: str, denominator: Denominator,
     arXiv 2503.20783). The shares of all micro-batches and ranks add up to the loss.
     """
     if mode not in AGGREGATIONS:
-        raise ValueError(f"unknown aggregation {mode!r}; known: {', '.join(AGGREGATIONS)}")
+        raise ValueError(f"unknown aggregation {mode!r}: expected one of {', '.join(AGGREGATIONS)}")
     summands = sequence_means(values, mask, rows) if mode == "seq-mean" else masked(values, mask)
     return divide(summands.sum(), denominator)

@@ -61,7 +61,7 @@ def prm_loss(
     if labels.is_floating_point():
         count = 0 if reward_token_ids is None else len(reward_token_ids)
         if count != 2:
-            raise ValueError(f"float labels need exactly 2 reward tokens, the positive one first; got {count}")
+            raise ValueError(f"float labels: expected exactly 2 reward tokens, the positive one first, got {count}")
         positive = masked(labels, kept)  # [...]
         targets = torch.stack([positive, 1 - positive], dim=-1)  # [..., 2]
         losses, best = -(targets * log_probs).sum(-1), targets.argmax(-1)
@@ -73,7 +73,7 @@ def prm_loss(
             unknown = kept & ~matches.any(-1)
             if bool(unknown.any()):
                 ids = sorted(set(labels[unknown].tolist()))
-                raise ValueError(f"labels {ids[:5]} are not reward tokens; known: {list(reward_token_ids)}")
+                raise ValueError(f"labels {ids[:5]} are not reward tokens: expected {list(reward_token_ids)}")
             best = matches.int().argmax(-1)
         losses = -log_probs.gather(-1, best.unsqueeze(-1)).squeeze(-1)
     metrics = {"prm_loss": mean_of(losses, kept), "acc": mean_of(log_probs.argmax(-1) == best, kept)}

@@ -24,7 +24,7 @@ def value_loss(
     metrics = {"values": mean_of(value, action_mask)}
     if value_clip is not None:
         old = masked(old_values, action_mask)
-        # old + clamp(value - old) would round, and unclipped values would count as clipped.
+        # Not old + clamp(value - old), whose rounding would make unclipped values count as clipped.
         bounded = (value.clamp(old - value_clip, old + value_clip) - target).square()
         metrics["value_clip_ratio"] = mean_of(bounded > errors, action_mask)
         errors = torch.maximum(errors, bounded)

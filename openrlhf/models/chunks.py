@@ -90,7 +90,7 @@ def distillation_terms(
 
 
 def divided(logits: Tensor, temperature: Temperature, part: slice = slice(None)) -> Tensor:
-    """Divide logits [tokens, vocabulary] by the temperature in fp32; `part` selects their temperatures, if per token.
+    """Divide logits [tokens, vocabulary] by the temperature in fp32; `part` selects temperatures given per token.
 
     If the temperature is 1, the logits are returned unchanged: the softmax converts them to fp32.
     """

@@ -56,7 +56,7 @@ class DistillationTerms(LogProbs):
 
 @dataclass(frozen=True, kw_only=True)
 class HiddenStates(Outputs):
-    """Hidden states before the vocabulary head; a student learns from those of its teacher."""
+    """Hidden states before the vocabulary head, which distillation needs from the teacher."""
 
     hidden: Tensor  # [targets, hidden]: the state that predicts each target
 
@@ -272,7 +272,7 @@ class Network(nn.Module):
         if self.training and torch.is_grad_enabled() and not router_logits[0].requires_grad:
             raise ConfigError(
                 "--aux_loss_coef has no gradient with --gradient_checkpointing_use_reentrant",
-                try_this="--gradient_checkpointing alone",
+                try_this="without --gradient_checkpointing_use_reentrant",
             )
         experts = config.num_local_experts if hasattr(config, "num_local_experts") else config.num_experts
         return balance(router_logits, experts, config.num_experts_per_tok, attention_mask)

@@ -48,7 +48,7 @@ def separate_pad_from_eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizer
 
 
 def add_missing_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Add embeddings if the tokenizer has an added padding token; the embedding's value is never used."""
+    """Add an embedding for a padding token that was added to the tokenizer; its value is never used."""
     if len(tokenizer) > model.get_input_embeddings().get_parameter("weight").shape[0]:
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
 

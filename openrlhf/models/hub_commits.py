@@ -1,4 +1,4 @@
-"""The commits that hub names stand for: a branch or a tag may move, so runs and adapters record the commit."""
+"""Resolve hub names to commits: a branch or tag may move, so runs and adapters record the commit."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from openrlhf.config.flags import flag_values
 
 
 def hub_commits(config: object) -> dict[str, str]:
-    """Return the commit of each model and of each dataset with a revision, by name, as the Hugging Face cache has it.
+    """Return the commits in the Hugging Face cache of each model and of each dataset with a revision, by name.
 
-    Datasets without a revision are left out: `datasets` may load an older version than the cache names.
+    Datasets without a revision are omitted, because `datasets` may load an older version than the cache names.
     """
     found = {item: model_commit(item) for _, item in named_by(config, MODEL_FLAGS)}
     values = flag_values(config)
@@ -32,7 +32,7 @@ def model_commit(name: str) -> str | None:
 
 
 def cached_commit(kind: str, repository: str, revision: str | None) -> str | None:
-    """Return the commit that a revision was resolved to when it was last downloaded; None if it was not."""
+    """Return the commit that a revision was resolved to when it was last downloaded; None if it never was."""
     folder = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=repository, repo_type=kind))
     reference = folder / "refs" / (revision or "main")
     commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else revision

@@ -71,7 +71,7 @@ def read_config(name: str, loading: LoadingFlags) -> PretrainedConfig:
 
 
 def usable_length(name: str, config: PretrainedConfig, max_len: int) -> int:
-    """Return --max_len or, if that is less, the number of positions that the model supports."""
+    """Return --max_len or the number of positions that the model supports, whichever is smaller."""
     known = known_positions(config) or max_len
     if known < max_len:
         say(f"--max_len {max_len} exceeds the {known} positions that {name} supports: {known} is used instead")
@@ -87,7 +87,7 @@ def load_causal_lm(name: str, loading: LoadingFlags, *, device: torch.device, pa
     """Load a decoder with its vocabulary head on the CPU (if quantised, on the device); the backend moves it."""
     config = read_config(name, loading)
     model, missing = _from_pretrained(AutoModelForCausalLM, config, name, loading, device, packing)
-    _reject_missing(name, missing, "a language model; one that train_rm saved has no vocabulary head")
+    _reject_missing(name, missing, "a language model; a model that train_rm saved has no vocabulary head")
     return model
 
 
@@ -122,7 +122,7 @@ def load_scalar_model(
     _reject_missing(name, [key for key in missing if not key.startswith(f"{SCALAR_HEAD}.")])
     if missing and not new_head:
         raise ConfigError(
-            f"{name} has no weights for a scalar head called {saved_prefix}, so its rewards would be noise",
+            f"{name} has no weights for a scalar head called {saved_prefix}, so its rewards would be random",
             try_this="a folder that train_rm saved, or --value_head_prefix with the head's name",
         )
     if missing:
@@ -163,7 +163,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraFlags, *, scalar: bool) -> nn
         adapted = get_peft_model(model, config, revision=vars(model).get("hub_commit"))
     except ValueError as error:
         raise ConfigError(f"--target_modules {' '.join(lora.target_modules)}: {_first_line(error)}") from None
-    # Two layers that share a weight cannot both have adapters, because both could not be merged into that weight.
+    # Two layers that share a weight cannot both have adapters, because only one adapter can be merged into a weight.
     seen: dict[int, str] = {}
     for name, module in adapted.named_modules():
         if isinstance(module, LoraLayer) and not name.endswith(".base_layer"):  # adapters of experts are nested
@@ -217,7 +217,8 @@ def _from_pretrained(
         model, report = auto_class.from_pretrained(**_source(name, loading), output_loading_info=True, **options)
     except KeyError as error:  # some classes have their own table of attention implementations
         raise ConfigError(
-            f"cannot load the model {name}: it has no {error}", try_this="--attn_implementation eager"
+            f"cannot load the model {name}: it has no attention implementation {error}",
+            try_this="--attn_implementation eager",
         ) from None
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise _cannot_load("model", name, error) from None

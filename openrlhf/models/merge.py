@@ -68,7 +68,7 @@ def check_kind(adapter: Path, *, is_rm: bool) -> None:
 
 
 def with_trained_revision(base: str, adapter: Path) -> str:
-    """Add to the hub name of the base the commit that the adapter was trained on, unless a revision is given."""
+    """Append the commit that the adapter was trained on to the base's hub name, unless a revision is given."""
     settings = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
     commit = settings.get("revision")
     if is_here(base) or "@" in base or not commit or settings.get("base_model_name_or_path") != base:
@@ -81,7 +81,7 @@ def attach_adapter(model: PreTrainedModel, adapter: Path, base: str) -> AdaptedM
     """Return the model with the adapter attached; every tensor of the adapter must match a tensor of the model."""
     from peft import PeftModel, get_peft_model_state_dict
 
-    misfit = f"{adapter} does not fit {base}; is that the model it was trained on?"
+    misfit = f"{adapter} does not fit {base}: expected the model that the adapter was trained on."
     try:
         adapted = PeftModel.from_pretrained(model, str(adapter))
     except (ValueError, RuntimeError, KeyError) as error:

@@ -26,7 +26,7 @@ def attention_in(decoder: PreTrainedModel) -> str:
 
 
 def set_attention(decoder: PreTrainedModel, attention: str) -> None:
-    """Set the attention implementation of a loaded model, unless the model does not support this."""
+    """Set the attention implementation of a loaded model, if the model supports this."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

@@ -137,8 +137,8 @@ def checkpoint_places(network: Network) -> dict[str, Tensor]:
 def _views(decoder: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return views of fused tensors by the checkpoint names of their parts.
 
-    Running the conversion on element indices instead of weights shows where each element goes. If the indices of a
-    saved tensor form a regular pattern within one source, the saved tensor is a strided view of that source.
+    Running the conversion on element indices instead of weights shows the new position of each element. If the
+    indices of a saved tensor form a regular pattern within one source, it is a strided view of that source.
     """
     sizes = [tensor.numel() for tensor in tensors.values()]
     starts = dict(zip(tensors, accumulate(sizes, initial=0), strict=False))

@@ -1,6 +1,6 @@
-"""A ring of N processes that share every packed row; each holds some of its tokens (--ring_attn_size).
+"""A ring of N processes that share every packed row; each holds a part of its tokens (--ring_attn_size).
 
-The row is cut into 2N chunks, and process i takes chunks i and 2N - 1 - i. Late tokens attend to more keys than early
+The row is cut into 2N chunks, and process i holds chunks i and 2N - 1 - i. Late tokens attend to more keys than early
 ones, so this balances the work. For N = 2 and a row of three sequences a, b and c:
 
     row         a a a a a | b b b b b | b b b c c | c c c . .        . pads the row
@@ -9,7 +9,7 @@ ones, so this balances the work. For N = 2 and a row of three sequences a, b and
 
     1. `Network` selects this process's tokens (`Share.cut`) and runs the layers on them.
     2. In attention, keys and values are passed around the ring (ring_attention.py). `Share.blocks` determines which
-       queries of this process see which keys of another: the end of c, in process 0, sees its beginning in process 1.
+       queries of this process attend to which keys of another: the end of c, in process 0, to its start in process 1.
     3. `Network` gathers the outputs of all processes on each of them (`Share.join`), so losses do not depend on rings.
 """
 
@@ -38,7 +38,7 @@ ROPE_OF_THE_LENGTH = {"dynamic", "longrope"}  # angles depend on the last positi
 
 @dataclass(frozen=True)
 class Ring:
-    """This process's position in its ring; keys and values are passed on for `head_stride` key heads at a time."""
+    """This process's position in its ring; keys and values are sent for `head_stride` key heads at a time."""
 
     group: dist.ProcessGroup
     index: int
@@ -74,10 +74,11 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Block:
-    """Queries of this process and the keys of one process that they see, in pairs of segments.
+    """Queries of this process and the keys of one process that they attend to, in pairs of segments.
 
     If queries and keys are the same tokens, attention is causal and `distance` is 0. If the keys are from an earlier
-    part of the same sequence, each query sees all of them, and `distance` is from the first key to the first query.
+    part of the same sequence, every query attends to all of them, and the first query is `distance` tokens after the
+    first key.
     """
 
     queries: slice
@@ -130,7 +131,7 @@ class Share:
         return JoinRows.apply(values, numbers, count, self.ring.group)
 
     def blocks(self, source: int, window: int | None = None) -> Iterator[Block]:
-        """Yield the blocks of this process's queries and the keys of process `source` that they see."""
+        """Yield the blocks of this process's queries and the keys of process `source` that they attend to."""
         if source == self.ring.index:
             # Triangles: the sequences, or parts of sequences, within each of this process's two chunks.
             bounds = {0, self.chunk, 2 * self.chunk}
@@ -144,7 +145,7 @@ class Share:
                 if key_start >= query_start:
                     continue
                 # A rectangle: the one sequence that extends from an earlier chunk into a later one, if any. With a
-                # sliding window it is reduced to its corner, so that every query in it sees at least one key.
+                # sliding window it is reduced to its corner, so that every query in it has at least one key.
                 key_end = key_start + self.chunk
                 begin, end = next((a, b) for a, b in pairwise(self.bounds) if a <= query_start < b)
                 first_key, last_query = max(key_start, begin), min(query_start + self.chunk, end)

@@ -8,8 +8,8 @@ processes:
     1           keys of 2          keys of 0          keys of 1
     2           keys of 1          keys of 2          keys of 0
 
-In the backward pass the keys go around again, and the gradients of keys and values follow one step behind. Each process
-adds its contribution; after the last step, the gradients have returned to the process that owns the keys.
+In the backward pass the keys are passed around again, and the gradients of keys and values follow one step behind.
+Each process adds its contribution; after the last step, the gradients have returned to the process that owns the keys.
 """
 
 from collections.abc import Iterator
@@ -89,7 +89,7 @@ def ring_backward(result: AttentionResult, passed: Tensor, share: Share, scoring
 
 
 def visits(passed: Tensor, share: Share) -> Iterator[tuple[int, Tensor]]:
-    """Yield (process, its keys and values), starting with this one; the next are received while the caller computes."""
+    """Yield (process, its keys and values), starting with this one; the next keys arrive while the caller computes."""
     ring = share.ring
     for step in range(ring.size):
         exchange = ring.pass_on(passed) if step + 1 < ring.size else None

@@ -38,8 +38,8 @@ from openrlhf.models.inputs import CallLayout
 from openrlhf.monitor import say
 from openrlhf.types import Batch, TokenRow
 
-LENGTHS = (14, 9, 17, 5, 12, 7)  # most exceed the reach of a convolution; boundaries vary within chunked scans
-FP32_LEAK = 1e-5  # maximum change of a sequence when only its neighbours change; tight, because short leaks are small
+LENGTHS = (14, 9, 17, 5, 12, 7)  # most exceed the reach of a convolution; starts vary within the chunks of a scan
+FP32_LEAK = 1e-5  # maximum change of a sequence if only its neighbours change; strict, because leaks may be small
 LEAST_LEAK = 1e-3  # maximum mean change in half precision
 
 
@@ -172,8 +172,8 @@ def check_forward(forward: BackendForward, probe: LayoutProbe) -> tuple[float, s
 
     The first error is the difference from the model's own results. The second is a leak: if the tokens of every second
     sequence change, the results of the other sequences must not. Most kernels round identically for identical shapes,
-    so even a leak far below the model's rounding error is visible. Changing only the last sequence, which earlier ones
-    cannot see in a causal model, measures the remaining noise.
+    so even a leak far below the model's rounding error is visible. Changing only the last sequence, which cannot
+    affect earlier ones in a causal model, measures the remaining noise.
     """
     batch = probe.batch
     found = answers(forward(batch, probe.wanted), batch)
@@ -197,12 +197,12 @@ def check_forward(forward: BackendForward, probe: LayoutProbe) -> tuple[float, s
         leaked, allowed = float(change(every_second).mean()), LEAST_LEAK + agreement.ROUNDINGS * noise
     excess, problem = agreement.relative_error(found, probe.own, probe.rounding)
     if not leaked / allowed <= excess:
-        return leaked / allowed, f"lets sequences see each other ({leaked:.2g}, {allowed:.2g} allowed)"
+        return leaked / allowed, f"leaks between sequences ({leaked:.2g}, {allowed:.2g} allowed)"
     return excess, problem
 
 
 def check_training(network: Network, probe: LayoutProbe) -> tuple[float, str]:
-    """Return the error in training mode, where some layers use other kernels; infinite if gradients are not finite.
+    """Return the error in training mode, in which some layers use other kernels; infinite if gradients are not finite.
 
     For a network with dropout or other noise, only the gradient is checked.
     """

@@ -4,7 +4,7 @@ Multimodal models are trained on text only, so no gradient reaches their vision 
 indexer of sparse attention selects tokens by top-k, which has no gradient. Some families freeze parameters themselves
 (sinusoids, the biases by which a router balances its experts), but Transformers does not keep them frozen on loading.
 All of these must be frozen; otherwise the optimizer would allocate state for them, and the audit would stop the run
-because they do not learn.
+because they do not change.
 """
 
 import copy

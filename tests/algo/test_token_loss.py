@@ -111,7 +111,7 @@ def test_prm_soft_labels_need_two_reward_tokens():
 
 
 def test_prm_error_names_a_label_that_is_not_a_reward_token():
-    with pytest.raises(ValueError, match=r"\[2\] are not reward tokens; known: \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"\[2\] are not reward tokens: expected \[0, 1\]"):
         prm_loss(torch.ones(1, 3), torch.tensor([2]), torch.ones(1), 1, [0, 1])
 
 

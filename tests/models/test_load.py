@@ -114,7 +114,9 @@ def test_a_family_without_a_classifier_is_rejected_as_reward_model(tmp_path):
 
 def test_a_family_with_its_own_table_of_attentions_is_rejected_in_one_line(tmp_path):
     build("git").save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"it has no 'openrlhf_segmented'. Try: --attn_implementation eager"):
+    with pytest.raises(
+        ConfigError, match=r"it has no attention implementation 'openrlhf_segmented'. Try: --attn_implementation eager"
+    ):
         load_causal_lm(str(tmp_path), ModelFlags(), device=CPU, packing=True)
     load_causal_lm(str(tmp_path), ModelFlags(attn_implementation="eager"), device=CPU, packing=True)
 

@@ -98,7 +98,7 @@ def layout_of(network: Network) -> str:
     ("family", "settled", "why"),
     [
         ("lfm2", f"packed {SEGMENTED}", ""),
-        ("qwen3_next", "padded sdpa", "packed with the packed kernel lets sequences see each other"),
+        ("qwen3_next", "padded sdpa", "packed with the packed kernel leaks between sequences"),
         ("granitemoehybrid", "padded sdpa", "packed with the packed kernel"),
         ("gpt_oss", "padded eager", "uses attention score caps or sinks"),
         ("bloom", "padded eager", ""),  # outside the attention registry: never loaded for packing
@@ -146,7 +146,7 @@ def test_a_leak_through_a_decaying_state_is_detected(capsys):
     network.decoder.set_attn_implementation(SEGMENTED)
     network.layout = "packed"
     assert settle(network).layout == "padded"
-    assert "packed with the packed kernel lets sequences see each other" in capsys.readouterr().err
+    assert "packed with the packed kernel leaks between sequences" in capsys.readouterr().err
 
 
 def test_lost_sequence_bounds_are_detected(monkeypatch, capsys):
@@ -233,7 +233,7 @@ def test_half_precision_is_measured_against_its_own_rounding(kind):
 def test_a_leak_is_detected_in_half_precision_too(family, capsys):
     network = build(family).to(torch.bfloat16)
     assert settle(network).layout == "padded"
-    assert "packed with the packed kernel lets sequences see each other" in capsys.readouterr().err
+    assert "packed with the packed kernel leaks between sequences" in capsys.readouterr().err
 
 
 def test_a_leak_in_training_mode_alone_is_detected(monkeypatch, capsys):
