@@ -106,7 +106,10 @@ def labelled_rows(
 
 
 def mismatch_rows(rows: Sequence[LabelledRow], max_len: int) -> list[TokenRow]:
-    """Join each prompt and the next row's response (the last and the first), cut to `max_len` with a final EOS."""
+    """Join each prompt with the response of the next row, and the last prompt with the first response.
+
+    Rows are truncated to `max_len` tokens and end in EOS.
+    """
     mismatched: list[TokenRow] = []
     for row, other in zip(rows, [*rows[1:], *rows[:1]], strict=True):
         length, begin = row.prompt_length, other.prompt_length

@@ -102,8 +102,8 @@ class StepReader:
         labels = labels_in_text(value, pieces, self.fields.reward_tokens)
         if labels is None:
             raise record.at(self.fields.label_key).error(
-                "expected a list with one label per step, got a text that differs from the input in more than"
-                " --reward_tokens in place of its placeholders"
+                "expected a list with one label per step, or the input with --reward_tokens in place of its"
+                " placeholders, got a different text"
             )
         return labels
 

@@ -77,7 +77,7 @@ class Record:
             existing = list(self.row)
             suggested = " or ".join(map(shlex.quote, existing[:MAX_SUGGESTED_FIELDS]))
             raise DataError(
-                f"{self.place}: no field {field!r}; there are {', '.join(map(repr, existing)) or 'none'}",
+                f"{self.place}: no field {field!r}; the row has {', '.join(map(repr, existing)) or 'none'}",
                 try_this=f"{flag} {suggested}" if existing else None,
             )
         return self.row[field]

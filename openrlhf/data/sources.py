@@ -87,7 +87,7 @@ def load_dataset_rows(
 ) -> Records:
     """Load a comma-separated list of datasets, concatenated or mixed by a comma-separated list of probabilities.
 
-    `revisions` is a comma-separated list, too, with one commit, tag or branch for each hub name in `spec`.
+    `revisions` is a comma-separated list with one commit, tag or branch for each hub name in `spec`.
     Only the first `max_samples` rows of each dataset are used, and then only the first `max_samples` rows of the
     result. Mixing continues until every dataset is exhausted, so rows of shorter datasets repeat.
     """
@@ -145,7 +145,7 @@ def open_source(item: str, split: str, limit: int | None, loading: LoadingFlags,
     if isinstance(loaded, Mapping):  # split -> table; a dataset without splits is used as a whole
         split = "train" if path.is_file() else split
         if split not in loaded:
-            raise DataError(f"{name} has no split {split!r}; there are {', '.join(map(repr, loaded))}")
+            raise DataError(f"{name} has no split {split!r}, only {', '.join(map(repr, loaded))}")
         loaded = loaded[split]
     assert isinstance(loaded, datasets.Dataset), (
         f"{name}: expected a table with random access, got {type(loaded).__name__}"

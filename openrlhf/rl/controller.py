@@ -83,7 +83,7 @@ class State:
     """Progress of a run: everything that resuming needs besides weights and optimizer."""
 
     kl: FixedKL | AdaptiveKL
-    version: int = 0  # of the weights: the number of rollouts trained
+    version: int = 0  # version of the weights: the number of rollouts trained on
     made: int = 0  # non-empty rollouts generated
     place: int = 0  # position in the source where the next rollout begins
     failures: int = 0  # samples of all rollouts that failed and were skipped

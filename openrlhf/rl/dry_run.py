@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from openrlhf.data.collate import Row
 
 FIRST_ROWS = 8
-SHOWN = 240  # characters of an example on the console
+SHOWN = 240  # maximum characters of an example in a message
 MADE_UP = "a made-up answer"
 HANGING = 0.9  # share of --reward_timeout without any event after which a reward counts as hung
 
@@ -156,7 +156,7 @@ def build_tested_executor(
 
 
 class MadeUpSession:
-    """Session without an engine.
+    """Session that returns made-up answers, without an engine.
 
     The first answer is `text`. Later answers are as long as allowed, so that a multi-turn episode ends soon.
     """

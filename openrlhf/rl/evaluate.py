@@ -34,7 +34,7 @@ async def evaluate(
 
 
 def summary(trajectories: Sequence[Trajectory], n: int) -> dict[str, float]:
-    """Return the mean reward and lengths per data source, and pass@1 and pass@n if all its scores are 0 or 1."""
+    """Return the mean reward and lengths per data source, and pass@1 and pass@n if all scores are 0 or 1."""
     values: dict[str, float] = {}
     for source in sorted({item.prompt.datasource for item in trajectories}):
         own = [item for item in trajectories if item.prompt.datasource == source]

@@ -123,7 +123,7 @@ async def make_experience(
 async def with_model_rewards(
     trajectories: Sequence[Trajectory], workers: Workers, *, each_step: bool
 ) -> list[Trajectory]:
-    """Score the samples without a reward with the reward models; with `each_step`, keep one reward per step.
+    """Use the reward models to score samples that have no reward; with `each_step`, keep one reward per step.
 
     Scores set by an agent are kept.
     """

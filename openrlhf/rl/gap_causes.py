@@ -104,12 +104,12 @@ async def find_cause(found: Comparison, workers: Workers, *, agreed_before_updat
     higher = sum(value > 0 for value in every)
     if len(every) >= LEAST_TOKENS and higher >= MOSTLY * len(every):
         return Cause(
-            f"top-p, top-k or min-p: {higher} of {len(every)} tokens are likelier in the engine, which excludes others",
+            f"top-p, top-k or min-p: {higher} of {len(every)} tokens are likelier in the engine, which may drop others",
             "engines without their own sampling defaults (generation_config.json)",
         )
     if abs(sum(every)) / len(every) < ONE_SIDED * gap:
         return Cause("precision or kernels: the differences go in both directions", PRECISION)
-    return Cause("unknown: neither weights, temperature, top-p nor tokenisation explain it", PRECISION)
+    return Cause("unknown: neither weights, temperature, top-p nor tokenisation explains it", PRECISION)
 
 
 def scaled(batch: RolloutBatch, factor: float) -> torch.Tensor:

@@ -161,7 +161,7 @@ class Models:
         return model
 
     def rest(self) -> None:
-        """Put the model on the device to sleep, if models sleep and one is awake."""
+        """Put the model that is awake to sleep, if there is one."""
         if self.awake is not None:
             self.awake.sleep()
         self.awake = None

@@ -183,7 +183,7 @@ class GapWatch:
             most = min(PROBE_TOKENS, flags.context_length - len(prompt.input_ids))
             params = replace(sampling(prompt, flags, version)[0], max_tokens=most, seed=version, stop=())
             requests.append(Request(prompt.input_ids, params))
-        self.proved = self.proved or self.moved  # or a message below says why not
+        self.proved = self.proved or self.moved  # if the comparison fails, a message says why
         skipped = (
             f"step {version}: the log-probs of engine and trainer were not compared after this weight sync, because"
         )

@@ -156,4 +156,4 @@ def read_queue(path: Path) -> Iterator[Rollout]:
     for text in path.read_text(encoding="utf-8").splitlines():
         row = json.loads(text)
         row["trajectories"] = [trajectory(item) for item in row["trajectories"]]
-        yield Rollout(**{"place": row["next_place"]} | row)  # older checkpoints lack the place
+        yield Rollout(**{"place": row["next_place"]} | row)  # checkpoints of older versions have no `place`

@@ -268,7 +268,7 @@ def load_state(folder: Path | None, kl: FixedKL | AdaptiveKL) -> State:
     # Every rollout that was made has been trained or is in the queue, and used at least one prompt.
     if state.made != state.version + len(state.queue) or state.place < state.made:
         raise BackendError(
-            f"the checkpoint {folder} contradicts itself: {state.made} rollouts made from {state.place} prompts, "
+            f"the checkpoint {folder} is inconsistent: {state.made} rollouts made from {state.place} prompts, "
             f"{state.version} trained and {len(state.queue)} in the queue; prompts would be repeated or skipped",
             try_this="an older checkpoint, or start over without --load_checkpoint",
         )

@@ -104,7 +104,7 @@ class WeightSync(Protocol):
     """Transfer of weights from the trainer to the engines."""
 
     async def sync(self, version: int) -> None:
-        """Send the policy's weights to the engines; engines that share its devices get them back to generate."""
+        """Send the policy's weights to the engines; engines that released shared devices can then generate again."""
         ...
 
     async def begin_training(self) -> None:

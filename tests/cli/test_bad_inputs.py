@@ -79,7 +79,7 @@ STEP = {"input": "a#b#", "label": ["+", "-"]}
 BAD = {
     "wrong key": (
         lambda f, m: sft(f, m, input_key="question"),
-        "a.jsonl, row 1: no field 'question'; there are 'input'",
+        "a.jsonl, row 1: no field 'question'; the row has 'input'",
     ),
     "empty file": (lambda f, m: ("train_sft", ANSWERS | {"dataset": write_text(f, "e.jsonl", "")}), "e.jsonl"),
     "broken JSON": (broken_json, "b.jsonl, line 3"),

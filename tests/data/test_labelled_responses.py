@@ -52,7 +52,7 @@ def test_the_error_for_an_invalid_label_names_the_row(records, label, got):
 
 
 def test_the_error_for_a_missing_label_lists_the_fields(records):
-    message = r"^data.jsonl, row 1: no field 'label'; there are 'input', 'output'. Try: --label_key input or output$"
+    message = r"^data.jsonl, row 1: no field 'label'; the row has 'input', 'output'. Try: --label_key input or output$"
     with pytest.raises(DataError, match=message):
         read(records({"input": "one", "output": "two"}))
 

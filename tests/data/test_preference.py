@@ -104,15 +104,15 @@ def test_a_dataset_of_equal_pairs_is_an_error(records):
         ({"prompt": "one", "chosen": 17, "rejected": "x"}, "row 1, field 'chosen': expected text, got the number 17"),
         (
             {"prompt": "one", "good": "two"},
-            "row 1: no field 'chosen'; there are 'prompt', 'good'. Try: --chosen_key prompt or good",
+            "row 1: no field 'chosen'; the row has 'prompt', 'good'. Try: --chosen_key prompt or good",
         ),
         (
             {"prompt": "one", "chosen": "two"},
-            "row 1: no field 'rejected'; there are 'prompt', 'chosen'. Try: --rejected_key",
+            "row 1: no field 'rejected'; the row has 'prompt', 'chosen'. Try: --rejected_key",
         ),
         (
             {"chosen": "one", "rejected": "two"},
-            "row 1: no field 'prompt'; there are 'chosen', 'rejected'. Try: --prompt_key",
+            "row 1: no field 'prompt'; the row has 'chosen', 'rejected'. Try: --prompt_key",
         ),
         ({**PAIR, "margin": 10**400}, "row 1, field 'margin': expected a number, got the number 1000"),
         ({**PAIR, "margin": "far"}, "row 1, field 'margin': expected a number, got the text 'far'"),

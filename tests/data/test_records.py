@@ -9,10 +9,10 @@ from openrlhf.errors import DataError
 @pytest.mark.parametrize(
     ("fields", "complaint"),
     [
-        (["question", "answer"], "there are 'question', 'answer'. Try: --input_key question or answer"),
-        (["the question"], "there are 'the question'. Try: --input_key 'the question'"),
-        (["a", "b", "c", "d"], "there are 'a', 'b', 'c', 'd'. Try: --input_key a or b or c"),
-        ([], "there are none"),
+        (["question", "answer"], "the row has 'question', 'answer'. Try: --input_key question or answer"),
+        (["the question"], "the row has 'the question'. Try: --input_key 'the question'"),
+        (["a", "b", "c", "d"], "the row has 'a', 'b', 'c', 'd'. Try: --input_key a or b or c"),
+        ([], "the row has none"),
     ],
 )
 def test_the_error_for_a_wrong_key_lists_the_fields_and_the_flag(fields, complaint):

@@ -208,7 +208,7 @@ def test_a_missing_dataset_is_reported(name):
 
 def test_the_error_for_a_missing_split_lists_the_splits():
     datasets.DatasetDict({"train": datasets.Dataset.from_list(numbers(2))}).save_to_disk("saved")
-    with pytest.raises(DataError, match=r"^saved has no split 'test'; there are 'train'$"):
+    with pytest.raises(DataError, match=r"^saved has no split 'test', only 'train'$"):
         read("saved", "test")
 
 

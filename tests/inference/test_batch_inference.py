@@ -381,7 +381,7 @@ MISTAKES = {
     "--iter 3 with --rollout_batch_size 4 begins at row 12": {"iter": 3, "rollout_batch_size": 4},
     "is a folder, but rows are written to a file": {"output_path": "."},
     "is the dataset itself": {"output_path": "./prompts.jsonl"},
-    "no field 'question'; there are 'input'": {"input_key": "question"},
+    "no field 'question'; the row has 'input'": {"input_key": "question"},
 }
 
 

@@ -286,10 +286,10 @@ def test_a_dry_run_shows_the_learned_text(command, model_without_weights, tmp_pa
     ("flags", "complaint"),
     [
         ({"lr_scheduler": "sideways"}, "--lr_scheduler sideways"),
-        ({"output_key": "nowhere"}, "row 1: no field 'nowhere'; there are 'input', 'output'. Try: --output_key"),
+        ({"output_key": "nowhere"}, "row 1: no field 'nowhere'; the row has 'input', 'output'. Try: --output_key"),
         (
             {"eval_dataset": "./bad.jsonl"},
-            "bad.jsonl, row 1: no field 'input'; there are 'text'. Try: --input_key text",
+            "bad.jsonl, row 1: no field 'input'; the row has 'text'. Try: --input_key text",
         ),
     ],
 )

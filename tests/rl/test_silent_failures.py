@@ -240,5 +240,5 @@ def test_prompts_that_are_repeated_after_resume(run, monkeypatch, lost):
     )
     code, stderr = run(save_steps=2, load_checkpoint=True)
     assert code == 1
-    assert "contradicts itself" in stderr
+    assert "is inconsistent" in stderr
     assert "prompts would be repeated or skipped" in stderr

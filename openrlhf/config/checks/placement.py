@@ -123,7 +123,7 @@ def hybrid_engines_cover_the_policy(config: RLConfig) -> None:
     if policy // nodes % size:
         raise ConfigError(
             f"--vllm_tensor_parallel_size {size} does not divide the {policy // nodes} devices that the policy has on "
-            "a node, and an engine must be on one node",
+            "a node, but an engine must be on one node",
             try_this=f"a multiple of {size} for --actor_num_gpus_per_node",
         )
 

@@ -76,7 +76,7 @@ def only_gae_has_a_critic(config: RLConfig) -> Changed[RLConfig] | None:
 
 
 def rings_and_dynamic_batches_pack(config: RLConfig) -> Changed[RLConfig] | None:
-    """Turn packing on for ring attention, which splits packed sequences, and for batches that are filled by tokens."""
+    """Turn packing on for ring attention, which splits packed sequences, and for batches that are limited by tokens."""
     ring, dynamic = config.sharding.ring_attn_size > 1, config.rollout.use_dynamic_batch
     if (ring or dynamic) and not config.batches.packing_samples:
         why = "--ring_attn_size splits packed sequences" if ring else "--use_dynamic_batch packs by tokens"
@@ -154,7 +154,7 @@ def rollouts_divide_into_steps(config: RLConfig) -> str | None:
     samples = config.rollout.samples_per_rollout
     step = config.batches.train_batch_size
     if samples < step:
-        return f"a rollout has {samples} samples, fewer than --train_batch_size {step}: each optimizer step uses all"
+        return f"a rollout has {samples} samples, fewer than --train_batch_size {step}: every step uses them all"
     if samples % step:
         return f"the last step on a rollout of {samples} samples has {samples % step}, not {step} (--train_batch_size)"
     return None

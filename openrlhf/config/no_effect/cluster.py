@@ -71,6 +71,14 @@ CLUSTER = rows(
     counts("ref", "with --init_kl_coef 0", lambda c: not uses_reference(c)),
     counts("critic", "without a critic, which only --advantage_estimator gae uses", lambda c: not uses_critic(c)),
     counts("reward", "without a reward model", lambda c: not c.rewards.scored_by_models),
-    counts("critic", "with --colocate_all_models, which uses the policy's", lambda c: c.placement.colocate_all_models),
-    counts("reward", "with --colocate_all_models, which uses the policy's", lambda c: c.placement.colocate_all_models),
+    counts(
+        "critic",
+        "with --colocate_all_models, which uses the policy's counts",
+        lambda c: c.placement.colocate_all_models,
+    ),
+    counts(
+        "reward",
+        "with --colocate_all_models, which uses the policy's counts",
+        lambda c: c.placement.colocate_all_models,
+    ),
 )

@@ -109,19 +109,19 @@ class RolloutFlags:
 
     @property
     def context_length(self) -> int:
-        """Maximum number of tokens of prompt and response together."""
+        """Maximum number of tokens in prompt and response together."""
         return self.max_len if self.max_len is not None else self.prompt_max_len + self.generate_max_len
 
     @property
     def response_length(self) -> int | None:
-        """Maximum number of tokens of a response; None means the rest of the context after the prompt."""
+        """Maximum number of tokens in a response; None means the rest of the context after the prompt."""
         if self.max_new_tokens is not None or self.max_len is not None:
             return self.max_new_tokens
         return self.generate_max_len
 
     @property
     def longest_response(self) -> int:
-        """Upper bound on the tokens of a response to any prompt."""
+        """Maximum number of tokens in a response to any prompt."""
         return self.response_length or self.context_length
 
     @property
