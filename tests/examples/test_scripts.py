@@ -22,13 +22,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(path for path in (ROOT / "examples" / "scripts").glob("*.sh") if path.name != "common.sh")
 NOT_TRAINING = ("build_openrlhf", "ckpt_ds_zero_to_universal", "docker_run", "nvidia_docker_install")
 PIPELINES = ("train_conditional", "train_iterative_dpo", "train_prm_best_of_n", "train_rejection_sampling")
-FAST = (
-    "train_sft",
-    "train_dpo_llama",
-    "train_llama_slurm",
-    "train_ppo_llama",
-    "train_reinforce_baseline_hybrid_engine",
-)
+FAST = ("train_sft", "train_dpo_llama", "train_llama_slurm", "train_ppo_llama")
 WATCHDOG = 900  # seconds; they take a tenth of it on two idle cores
 RECORDER = '#!/bin/sh\nprintf "%s\\0" "${0##*/}" "$@" > "$RECORDED"\n'
 
