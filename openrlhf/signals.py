@@ -148,8 +148,8 @@ class LastResort:
                     time.sleep(GRACE_SECONDS)
                     frame = sys._current_frames().get(threading.main_thread().ident or 0)
                     place = f" in {frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
-                    line = f"openrlhf: still busy{place} {GRACE_SECONDS:g} s after the second request: ending now"
-                    end_program(line, INTERRUPTED)
+                    late = f"{GRACE_SECONDS:g} s after the second signal"
+                    end_program(f"openrlhf: still running{place} {late}: killing all processes", INTERRUPTED)
 
 
 def end_program(line: str, code: int) -> NoReturn:

@@ -127,7 +127,7 @@ class AgentExecutorBase(ABC):
         """Set up the executor; called once, before the first episode."""
 
     async def generate(self, prompt_ids: Sequence[int], sampling_params: object) -> RequestOutput:
-        """Return the policy's continuation; used by files for 0.8.7 to 0.9.0, whose executors hold the engine."""
+        """Return the policy's continuation. Agent files written for OpenRLHF 0.8.7 to 0.9.0 call it."""
         engine: LLMEngine = vars(self)["llm_engine"]
         return await engine.generate(prompt_ids, sampling_params)
 

@@ -123,7 +123,9 @@ def sequence_sums(values: Tensor, mask: Tensor, rows: Tensor | None = None, num_
     kept = masked(values, mask)
     if rows is None:
         if values.dim() != 2:
-            raise ValueError(f"packed tokens of shape {list(values.shape)} need rows, each token's sequence number")
+            raise ValueError(
+                f"`rows` is missing: expected values of shape [sequences, tokens] without it, got {list(values.shape)}"
+            )
         return kept.sum(-1)
     sums = kept.new_zeros(rows.numel() if num_sequences is None else num_sequences)
     valid = torch.where(mask.bool(), rows, 0).long()  # masked tokens, such as padding (-1), add zero to sequence 0

@@ -152,7 +152,10 @@ def _views(decoder: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Te
         source = max((name for name in starts if starts[name] <= first), key=lambda name: starts[name])
         within = int(found.max()) < starts[source] + tensors[source].numel()
         if not within or not torch.equal(numbers.as_strided(found.shape, steps, first), found):
-            raise RolloutError(f"checkpoint tensor {saved} is not a view of any tensor of this model")
+            raise RolloutError(
+                f"weights of this model cannot be replaced in place: checkpoint tensor {saved} is not a view of one of "
+                "its tensors"
+            )
         views[saved] = tensors[source].as_strided(found.shape, steps, first - starts[source])
     return views
 

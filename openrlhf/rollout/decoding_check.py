@@ -69,8 +69,8 @@ def choose_decoding(network: Network, strategies: Iterable[Decoding] | None = No
         problems.append(f"{strategy} {problem}")
     ends = "; ".join(dict.fromkeys((problems[0], problems[-1])))  # report the first and the last strategy
     raise ConfigError(
-        f"{name} does not match its own forward with any decoding strategy: {ends}",
-        try_this="vLLM as the engine, or --skip_self_test to generate anyway",
+        f"no decoding strategy reproduces the forward pass of {name}: {ends}",
+        try_this="vLLM (--vllm_num_engines 1), or --skip_self_test to generate anyway",
     )
 
 

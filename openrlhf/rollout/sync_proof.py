@@ -60,8 +60,10 @@ def compare(sent: Checksums, received: Checksums, receiver: str) -> None:
     more = sorted(received.keys() - sent.keys())
     complaints = [
         f"{len(names)} {what} ({', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''})"
-        for what, names in (("did not arrive", missing), ("arrived changed", other), ("were never sent", more))
+        for what, names in (("missing", missing), ("with other values", other), ("never sent", more))
         if names
     ]
     if complaints:
-        raise RolloutError(f"weight sync: of {len(sent)} parameters sent to {receiver}, {'; '.join(complaints)}")
+        raise RolloutError(
+            f"weight sync to {receiver}: expected the {len(sent)} parameters sent, got {'; '.join(complaints)}"
+        )

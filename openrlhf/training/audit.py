@@ -96,12 +96,12 @@ class Audit:
                 try_this="another model, or freeze the unused parameters",
             )
         for which, finding in (
-            (~nonzero, f"gradients of exactly zero in the first {STEPS} steps"),
-            (nonzero & has_master & ~moved, f"gradients, but fp32 weights that did not move in {STEPS} steps"),
+            (~nonzero, f"had gradients of exactly zero in the first {STEPS} steps"),
+            (nonzero & has_master & ~moved, f"had gradients, but their fp32 weights did not change in {STEPS} steps"),
         ):
             found = [name for name, chosen in zip(names, which, strict=True) if chosen]
             if found:
-                say(f"{self._some(found)} had {finding}")
+                say(f"{self._some(found)} {finding}")
 
     def _some(self, names: list[str]) -> str:
         return some_of(names, len(self.named), "trainable parameters")

@@ -60,7 +60,7 @@ def test_unknown_mode_lists_the_known_ones():
 
 
 def test_packed_tokens_without_row_ids_are_rejected():
-    with pytest.raises(ValueError, match="need rows"):
+    with pytest.raises(ValueError, match="`rows` is missing"):
         sequence_sums(torch.ones(3), torch.ones(3))
 
 

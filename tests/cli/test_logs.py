@@ -71,6 +71,7 @@ def test_metrics_and_evaluations_follow_their_intervals(tmp_path, train):
     ]
 
 
+@pytest.mark.slow(seconds=7)
 def test_flags_and_versions_are_recorded_without_api_keys(tmp_path, train, wandb_offline):
     files = dataset_flags(tmp_path, answers(8), answers(2))
     flags = {"use_wandb": "secret" * 8, "run_dir": "./elsewhere", "wandb_project": "toys", "save_steps": 1}

@@ -73,6 +73,7 @@ def problem_of(read):
     return None
 
 
+@pytest.mark.slow(seconds=3)
 @pytest.mark.parametrize("name", READERS)
 @FUZZING
 @given(data=st.data(), template=st.sampled_from([STABLE, TOOLS, MARKING, REWRITING]))

@@ -223,6 +223,7 @@ bodies = st.one_of(
 )
 
 
+@pytest.mark.slow(seconds=4)
 @js.FUZZING
 @given(body=bodies)
 def test_any_body_gets_rewards_or_an_explanation(server, body):

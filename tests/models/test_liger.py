@@ -46,12 +46,14 @@ def loaded(tmp_path_factory):
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
+@pytest.mark.slow(seconds=13)
 def test_norms_and_mlps_are_fused_under_either_head(loaded):
     found, _ = loaded
     assert found["llama"] == [7, 7]  # two layers: two norms and an MLP each, and the last norm
     assert found["qwen3"] == [11, 11]  # norms of queries and keys as well
 
 
+@pytest.mark.slow(seconds=0)
 def test_a_family_that_liger_does_not_support_is_unchanged(loaded):
     found, said = loaded
     assert found["gpt2"] == [0, 0]

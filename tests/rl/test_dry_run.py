@@ -226,6 +226,7 @@ def test_a_reward_that_hangs_costs_one_timeout(run_ppo, tmp_path, policy):
     assert code == (1 if policy == "stop" else 0), stderr
 
 
+@pytest.mark.slow(seconds=5)
 def test_the_trial_names_the_prompt_that_hangs(run_ppo, monkeypatch):
     monkeypatch.setattr("openrlhf.rl.dry_run.HANGING", 0.0)  # on a slow machine the others may take most of the time
     code, stderr = run_ppo(HANGING.format(condition="prompts[0] == 'gacc'"), dry_run=True, reward_timeout=5)
@@ -233,6 +234,7 @@ def test_the_trial_names_the_prompt_that_hangs(run_ppo, monkeypatch):
     assert "did not return within 5 s (--reward_timeout), for prompt 6 'gacc'" in stderr
 
 
+@pytest.mark.slow(seconds=5)
 def test_a_slow_agent_ends_the_trial_but_not_the_run(run_ppo, tmp_path):
     """Each of its three steps takes less than the timeout."""
     (tmp_path / "agent.py").write_text(AGENT % ("import asyncio; await asyncio.sleep(1.9); " + ONGOING))

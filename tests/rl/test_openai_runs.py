@@ -1,5 +1,6 @@
 """A run of two steps trains an agent that uses the OpenAI client."""
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -22,6 +23,7 @@ def run_agent(base_url, api_key, prompt, label):
 """
 
 
+@pytest.mark.slow(seconds=4)
 def test_conversations_of_an_openai_client_are_trained_on(tmp_path, models):
     (tmp_path / "agent.py").write_text(AGENT)
     rows = write_rows(tmp_path / "prompts.jsonl", make_prompts(4))

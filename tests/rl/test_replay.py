@@ -59,6 +59,7 @@ def fail_on_generate(*_):
     raise AssertionError("a replay used the engine")
 
 
+@pytest.mark.slow(seconds=3)
 @pytest.mark.parametrize("more", [{}, {"enable_vllm_is_correction": True}, {"async_train": True}])
 def test_a_replay_gives_the_weights_of_the_recorded_run(train, models, monkeypatch, tmp_path, more):
     first = train("one", max_steps=1, **more)

@@ -203,7 +203,7 @@ def test_frozen_parameters(run, monkeypatch, command):
 def test_weights_that_the_optimizer_does_not_change(run, monkeypatch, command):
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: None)
     _, stderr = run(command)
-    assert "had gradients, but fp32 weights that did not move in 3 steps" in stderr
+    assert "had gradients, but their fp32 weights did not change in 3 steps" in stderr
 
 
 @pytest.mark.parametrize("command", ["train_sft", "train_ppo"])

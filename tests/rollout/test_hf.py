@@ -270,6 +270,7 @@ engine.complete([request])
 """
 
 
+@pytest.mark.slow(seconds=13)
 def test_an_engine_without_new_tokens_ends_the_program(tmp_path):
     folder = make_model(tmp_path / "model")
     done = subprocess.run(

@@ -130,7 +130,7 @@ def test_gradients_of_zero_are_reported_in_one_line(tmp_path, capsys):
 def test_masters_that_cannot_move_are_reported(tmp_path, capsys):
     train(make_network(tmp_path), rate=1e-30)
     (line,) = lines(capsys)
-    assert "fp32 weights that did not move" in line
+    assert "their fp32 weights did not change" in line
 
 
 def test_half_precision_weights_are_judged_by_their_masters(capsys):

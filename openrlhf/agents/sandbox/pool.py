@@ -39,7 +39,7 @@ class Pool:
     def __init__(self, spec: WorkerSpec, limits: PoolLimits, owns: TemporaryDirectory[str] | None = None) -> None:
         self.spec, self.limits, self.owns = spec, limits, owns
         self.workers: list[WorkerProcess] = []
-        self.queue: deque[Call] = deque()  # calls without a process
+        self.queue: deque[Call] = deque()  # calls that wait for a process
         self.calls: set[Call] = set()  # all unfinished calls
         self.numbers = itertools.count()
         self.closed = False

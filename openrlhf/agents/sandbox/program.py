@@ -157,7 +157,7 @@ class ForkServer:
         if self.isolation == "bubblewrap":
             return os.getuid()  # the user outside the sandbox
         if self.isolation != "none" and frame[0]["user"] == 0 and self.group is None:
-            raise StartError("root's processes cannot be counted without control groups")
+            raise StartError("the kernel does not limit the number of root's processes without control groups")
         return frame[0]["user"]
 
     def run(self, request: dict[str, Any], limits: ProgramLimits, channel: socket.socket | None) -> ProgramResult:
