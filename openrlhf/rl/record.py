@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,12 @@ class Recorder:
     """
 
     def __init__(
-        self, run_dir: Path | None, decode: Any = None, flags: RolloutFlags = DEFAULTS, *, seed: int = 0
+        self,
+        run_dir: Path | None,
+        decode: Callable[[list[int]], object] | None = None,
+        flags: RolloutFlags = DEFAULTS,
+        *,
+        seed: int = 0,
     ) -> None:
         self.folder = run_dir / ROLLOUTS if run_dir and flags.rollout_record_share > 0 else None
         self.decode = decode
@@ -83,7 +88,7 @@ class Recorder:
                 for name, tensor in tensors.items()
                 if tensor is not None
             }
-            response = self.decode(item.input_ids[first:]) if self.decode else ""
+            response = self.decode(list(item.input_ids[first:])) if self.decode else ""
             # The numbers of the trajectory itself are not rounded, so that a replay trains on exactly the same values.
             lines.append(json.dumps(rounded | {"step": step, **plain(item), "response": response}) + "\n")
         if not lines:  # none of the groups was chosen; a replay cannot train on an empty file
@@ -129,7 +134,7 @@ def describe_gaps(folder: Path, files: Sequence[Path]) -> str:
     return ", ".join(found)
 
 
-def plain(item: Trajectory) -> dict[str, Any]:
+def plain(item: Trajectory) -> dict[str, object]:
     """Return a trajectory as a dict for JSON; `asdict` would copy every token."""
     return {**vars(item), "prompt": vars(item.prompt)}
 

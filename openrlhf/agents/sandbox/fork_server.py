@@ -34,8 +34,9 @@ import threading
 import time
 import traceback
 import types
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, TypedDict
 
 from openrlhf.agents.sandbox import linux
 from openrlhf.agents.sandbox.descendants import adopt_orphans, kill_descendants
@@ -62,7 +63,43 @@ PRELOADED = (
 )
 
 
-def read_frame(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+class ServerLimits(TypedDict):
+    """`ProgramLimits` in the form that this process applies."""
+
+    seconds: float
+    output: int
+    disk: int
+    resources: dict[str, tuple[int, int]]  # soft and hard limits by their names in the resource module
+
+
+class Program(TypedDict):
+    """Python `source` or the command `argv`, with its files. The contents of files and `stdin` are in base64."""
+
+    source: str  # unused with `argv`
+    argv: list[str]
+    stdin: str
+    files: dict[str, str]
+
+
+class ProgramRequest(TypedDict):
+    """A program to run."""
+
+    program: Program
+    limits: ServerLimits
+
+
+class ProgramAnswer(TypedDict):
+    """How a program ended and what it wrote, or why it could not be started (`failed`, else empty)."""
+
+    failed: str
+    code: int
+    limit: Literal["seconds", "output"] | None
+    seconds: float
+    stdout: str
+    stderr: str
+
+
+def read_frame(connection: socket.socket) -> tuple[Any, list[int]] | None:
     """Return the next frame and the descriptors that came with it; None at the end of the stream."""
     head, descriptors, _, _ = socket.recv_fds(connection, HEADER.size, 1)
     while head and len(head) < HEADER.size:
@@ -80,7 +117,7 @@ def read_frame(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | 
     return json.loads(b"".join(parts)), descriptors
 
 
-def write_frame(connection: socket.socket, message: dict[str, Any], descriptors: tuple[int, ...] = ()) -> None:
+def write_frame(connection: socket.socket, message: Mapping[str, object], descriptors: tuple[int, ...] = ()) -> None:
     data = json.dumps(message).encode()
     if descriptors:
         socket.send_fds(connection, [HEADER.pack(len(data))], descriptors)
@@ -116,12 +153,12 @@ class ProgramServer:
             try:
                 answer = self.run(request, descriptors)
             except OSError as error:
-                answer = {"failed": str(error)}
+                answer = {"failed": str(error), "code": 1, "limit": None, "seconds": 0.0, "stdout": "", "stderr": ""}
             for descriptor in descriptors:
                 os.close(descriptor)
             write_frame(self.connection, answer)
 
-    def run(self, request: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
+    def run(self, request: ProgramRequest, descriptors: list[int]) -> ProgramAnswer:
         """Run one program to its end; return its exit code, its output and the limit it exceeded."""
         folder = "/tmp" if self.isolated else tempfile.mkdtemp(prefix="openrlhf-program-")
         pipes = {name: os.pipe() for name in ("stdout", "stderr", "status")}
@@ -141,21 +178,22 @@ class ProgramServer:
             if not self.isolated:
                 kill_descendants()
                 shutil.rmtree(folder, ignore_errors=True)
-        status = written.pop("status").decode()
+        status = written["status"].decode()
         return {
+            "failed": status.removeprefix("setup: ") if status.startswith("setup: ") else "",
             "code": int(status) if status.lstrip("-").isdecimal() else -signal.SIGKILL,
-            "setup": status.removeprefix("setup: ") if status.startswith("setup: ") else "",
             "limit": limit,
             "seconds": time.monotonic() - began,
-            **{name: data.decode(errors="replace") for name, data in written.items()},
+            "stdout": written["stdout"].decode(errors="replace"),
+            "stderr": written["stderr"].decode(errors="replace"),
         }
 
     def _watch(
-        self, init: int, reads: dict[str, int], limits: dict[str, Any], began: float
-    ) -> tuple[dict[str, bytes], str | None]:
+        self, init: int, reads: dict[str, int], limits: ServerLimits, began: float
+    ) -> tuple[dict[str, bytes], Literal["seconds", "output"] | None]:
         """Collect the output of a run until init ends; kill the run at the deadline or if the output is too large."""
         written = {name: bytearray() for name in reads}
-        limit: str | None = None
+        limit: Literal["seconds", "output"] | None = None
         with selectors.DefaultSelector() as selector:
             for name, descriptor in reads.items():
                 selector.register(descriptor, selectors.EVENT_READ, name)
@@ -200,7 +238,7 @@ class ProgramServer:
             kill_descendants()
 
     def _be_init(
-        self, request: dict[str, Any], folder: str, pipes: dict[str, tuple[int, int]], descriptors: list[int]
+        self, request: ProgramRequest, folder: str, pipes: dict[str, tuple[int, int]], descriptors: list[int]
     ) -> NoReturn:
         """Act as the first process of a run: prepare its folder, start the program, report its exit code, and end."""
         status = pipes["status"][1]
@@ -224,7 +262,7 @@ class ProgramServer:
             os.write(status, f"setup: {error}".encode())
         os._exit(0)
 
-    def _mount(self, limits: dict[str, Any]) -> None:
+    def _mount(self, limits: ServerLimits) -> None:
         """Mount the program's own /tmp, of limited size, and a /proc that shows only its processes."""
         linux.unshare(linux.NEW_MOUNTS | linux.NEW_IPC)
         inodes = max(limits["disk"] >> 20, 1) * FILES_PER_MEBIBYTE
@@ -233,7 +271,7 @@ class ProgramServer:
         if os.listdir("/proc"):
             linux.mount("proc", "/proc", "proc", linux.NO_SUID | linux.NO_DEVICES, "subset=pid")
 
-    def _be_program(self, request: dict[str, Any], folder: str, outputs: list[int], descriptors: list[int]) -> NoReturn:
+    def _be_program(self, request: ProgramRequest, folder: str, outputs: list[int], descriptors: list[int]) -> NoReturn:
         """Drop privileges and all descriptors except 0, 1, 2 and an optional 3, then run the program."""
         try:
             os.setsid()
@@ -249,7 +287,7 @@ class ProgramServer:
                 linux.prctl(linux.SET_DUMPABLE, 1)  # otherwise the program could not open /proc/self
                 with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
                     file.write("1000")  # if memory runs out, the kernel kills the program, not the server
-            enter_folder(folder, request)
+            enter_folder(folder, request["program"])
             limit_resources(request["limits"]["resources"])
             if self.filter:
                 linux.filter_system_calls(self.filter)
@@ -257,7 +295,7 @@ class ProgramServer:
             os.write(2, f"the sandbox could not start the program: {error}\n".encode())
             os._exit(126)
         try:
-            run_program(request, folder)
+            run_program(request["program"], folder)
         finally:
             os._exit(1)  # reached only after an exception in the program's exit functions
 
@@ -270,32 +308,32 @@ def limit_resources(resources: dict[str, tuple[int, int]]) -> None:
         resource.setrlimit(getattr(resource, name), (capped[0], capped[1]))
 
 
-def enter_folder(folder: str, request: dict[str, Any]) -> None:
+def enter_folder(folder: str, program: Program) -> None:
     """Change to the program's folder, and write its files and its standard input there."""
     os.umask(0o077)
     os.chdir(folder)
     os.environ.update(HOME=folder, TMPDIR=folder)
-    for name, data in request["files"].items():
+    for name, data in program["files"].items():
         os.makedirs(os.path.dirname(os.path.join(folder, name)), exist_ok=True)
         with open(name, "wb") as file:
             file.write(base64.b64decode(data))
     with tempfile.TemporaryFile(dir=folder) as file:
-        file.write(base64.b64decode(request["stdin"]))
+        file.write(base64.b64decode(program["stdin"]))
         file.flush()
         file.seek(0)
         os.dup2(file.fileno(), 0)
 
 
-def run_program(request: dict[str, Any], folder: str) -> NoReturn:
+def run_program(program: Program, folder: str) -> NoReturn:
     """Run the program in this process, as the interpreter would, and exit."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    if request["argv"]:
+    if program["argv"]:
         for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores these signals
             signal.signal(getattr(signal, name), signal.SIG_DFL)
         try:
-            os.execvp(request["argv"][0], request["argv"])
+            os.execvp(program["argv"][0], program["argv"])
         except (OSError, ValueError) as error:  # no such program, or a null character
-            os.write(2, f"{request['argv'][0]!r}: {error}\n".encode())
+            os.write(2, f"{program['argv'][0]!r}: {error}\n".encode())
             os._exit(127)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.stdin = os.fdopen(0, encoding="utf-8", errors="replace", closefd=False)
@@ -308,7 +346,7 @@ def run_program(request: dict[str, Any], folder: str) -> NoReturn:
     sys.modules["__main__"] = main
     code = 0
     try:
-        exec(compile(request["source"], path, "exec", dont_inherit=True), main.__dict__)
+        exec(compile(program["source"], path, "exec", dont_inherit=True), main.__dict__)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         if not (end.code is None or isinstance(end.code, int)):

@@ -31,13 +31,21 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from openrlhf.agents.sandbox.control_group import ControlGroup
-from openrlhf.agents.sandbox.fork_server import read_frame, write_frame
+from openrlhf.agents.sandbox.fork_server import (
+    Program,
+    ProgramAnswer,
+    ProgramRequest,
+    ServerLimits,
+    read_frame,
+    write_frame,
+)
 from openrlhf.agents.sandbox.namespaces import NOBODY, ROOT_FOLDERS, SETTINGS
 from openrlhf.errors import ConfigError
 
+Limit: TypeAlias = Literal["seconds", "cpu_seconds", "memory", "output"]
 Isolation: TypeAlias = Literal["namespaces", "bubblewrap", "none"]
 OPT_IN = "OPENRLHF_UNISOLATED_PROGRAMS"
 START = (
@@ -71,7 +79,7 @@ class ProgramLimits:
     disk: int = 1 << 26
     """Size of all files together, which are kept in memory. Not enforced without isolation."""
 
-    def for_server(self, processes: int) -> dict[str, Any]:
+    def for_server(self, processes: int) -> ServerLimits:
         """Return the limits in the form that the fork server expects; `processes` is the value of RLIMIT_NPROC."""
         cpu = math.ceil(self.seconds) + 1 if self.cpu_seconds is None else self.cpu_seconds
         resources = {
@@ -96,7 +104,7 @@ class ProgramResult:
     """As in subprocess: negative if a signal ended the program."""
     stdout: str
     stderr: str
-    limit: Literal["seconds", "cpu_seconds", "memory", "output"] | None
+    limit: Limit | None
     """The limit that the program exceeded, if it was killed for that."""
     seconds: float
     """Wall-clock time of the run."""
@@ -160,17 +168,18 @@ class ForkServer:
             raise StartError("the kernel does not limit the number of root's processes without control groups")
         return frame[0]["user"]
 
-    def run(self, request: dict[str, Any], limits: ProgramLimits, channel: socket.socket | None) -> ProgramResult:
+    def run(self, program: Program, limits: ProgramLimits, channel: socket.socket | None) -> ProgramResult:
         """Run one program; if it ends the server, report it as killed."""
         kills = 0
         if self.group is not None:
             self.group.limit(limits.memory + OVERHEAD, limits.processes + 4)  # plus sh or bwrap, server and init
             kills = self.group.count_kills()
         self.connection.settimeout(limits.seconds + GRACE_SECONDS)
-        message = request | {"limits": limits.for_server(self._most_processes(limits.processes))}
-        answer: dict[str, Any] | None = None
+        allowed = limits.for_server(self._most_processes(limits.processes))
+        request: ProgramRequest = {"program": program, "limits": allowed}
+        answer: ProgramAnswer | None = None
         with suppress(OSError, ValueError):
-            write_frame(self.connection, message, () if channel is None else (channel.fileno(),))
+            write_frame(self.connection, request, () if channel is None else (channel.fileno(),))
             if channel is not None:
                 channel.close()  # so that its other end notices when the program ends
             frame = read_frame(self.connection)
@@ -178,10 +187,10 @@ class ForkServer:
         out_of_memory = self.group is not None and self.group.count_kills() > kills
         if answer is None:
             self.kill()
-            answer = {"code": -signal.SIGKILL, "stdout": "", "stderr": "", "limit": None, "seconds": limits.seconds}
-        elif failed := answer.get("failed") or answer.get("setup"):
-            raise ConfigError(f"a program could not be started: {failed}")
-        limit = answer["limit"]
+            return ProgramResult(-signal.SIGKILL, "", "", "memory" if out_of_memory else None, limits.seconds)
+        if answer["failed"]:
+            raise ConfigError(f"a program could not be started: {answer['failed']}")
+        limit: Limit | None = answer["limit"]
         if limit is None and out_of_memory:
             limit = "memory"
         elif limit is None and answer["code"] == -signal.SIGXCPU:
@@ -353,19 +362,19 @@ def run_program(
     environment variable OPENRLHF_UNISOLATED_PROGRAMS is 1).
     """
     with channel or nullcontext():
-        request = make_request(source, argv, stdin, files or {}, limits)
+        program = make_program(source, argv, stdin, files or {}, limits)
         if allow_unisolated is None:
             allow_unisolated = os.environ.get(OPT_IN) == "1"
         server = _servers.take(limits.disk, allow_unisolated=allow_unisolated)
         try:
-            return server.run(request, limits, channel)
+            return server.run(program, limits, channel)
         finally:
             _servers.give_back(server)
 
 
-def make_request(
+def make_program(
     source: str | None, argv: Sequence[str], stdin: str | bytes, files: Mapping[str, str | bytes], limits: ProgramLimits
-) -> dict[str, Any]:
+) -> Program:
     """Check the arguments of `run_program`, and encode them for the server."""
     if (source is None) == (not argv):
         raise ValueError("the program is missing or given twice: expected either Python source or argv")
@@ -376,7 +385,7 @@ def make_request(
             raise ValueError(f"invalid file name of a program: expected a relative path, got {name!r}")
     if sum(map(len, contents.values())) * 3 // 4 + len(stdin) > limits.disk:
         raise ValueError(f"the files of a program do not fit: expected at most {limits.disk} bytes (limits.disk)")
-    return {"source": source, "argv": list(argv), "stdin": encode(stdin), "files": contents}
+    return {"source": source or "", "argv": list(argv), "stdin": encode(stdin), "files": contents}
 
 
 def encode(data: str | bytes) -> str:
