@@ -26,6 +26,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from openrlhf.agents.executor import shorten
+from openrlhf.agents.futures import mark_retrieved
 from openrlhf.config.urls import mask_urls
 from openrlhf.data.json_text import InvalidJSON, parse_json
 from openrlhf.errors import RewardError
@@ -99,7 +100,7 @@ class RewardServer:
                 connection.end()
 
         threading.Thread(target=run, daemon=True, name="openrlhf-reward-server").start()
-        answer = asyncio.wrap_future(result)
+        answer = mark_retrieved(asyncio.wrap_future(result))  # a cancelled caller leaves it behind
         try:
             # Not asyncio.timeout: if generation blocked the loop, it would cancel an answer that has already arrived.
             await asyncio.wait({answer}, timeout=self.timeout)
