@@ -181,6 +181,34 @@ def test_memory_bomb_of_many_processes(attack):
         assert result.limit == "memory"
 
 
+def test_out_of_memory_the_kernel_kills_the_program_first(attack):
+    # Without control groups, and with a low score, the kernel would kill the largest process: the trainer.
+    ran = attack(
+        """
+        import os
+        score = "/proc/self/oom_score_adj"
+        try:
+            with open(score, "w") as file:
+                file.write("0")
+        except OSError as error:
+            print(error.strerror)
+        print(open(score).read() if os.path.exists(score) else 1000)
+        """
+    )
+    assert ran.stdout.split()[-1:] == ["1000"], ran
+
+
+def test_memory_that_counts_towards_no_process(attack):
+    ran = attack(
+        """
+        import ctypes
+        libc = ctypes.CDLL(None)
+        print(libc.shmget(0, ctypes.c_size_t(1 << 20), 0o1600), libc.msgget(0, 0o1600), libc.memfd_create(b"x", 0))
+        """
+    )
+    assert ran.stdout == "-1 -1 -1\n", ran
+
+
 def test_network(attack):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

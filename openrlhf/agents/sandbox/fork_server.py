@@ -263,13 +263,16 @@ class ProgramServer:
         os._exit(0)
 
     def _mount(self, limits: ServerLimits) -> None:
-        """Mount the program's own /tmp, of limited size, and a /proc that shows only its processes."""
+        """Mount the program's own /tmp, of limited size, and a /proc that shows only its processes.
+
+        A program must not write to /proc: it could lower its oom_score_adj, and the kernel would kill the trainer.
+        """
         linux.unshare(linux.NEW_MOUNTS | linux.NEW_IPC)
         inodes = max(limits["disk"] >> 20, 1) * FILES_PER_MEBIBYTE
         options = f"mode=700,size={limits['disk']},nr_inodes={inodes},uid={self.user[0]},gid={self.user[1]}"
         linux.mount("tmpfs", "/tmp", "tmpfs", linux.NO_SUID | linux.NO_DEVICES, options)
         if os.listdir("/proc"):
-            linux.mount("proc", "/proc", "proc", linux.NO_SUID | linux.NO_DEVICES, "subset=pid")
+            linux.mount("proc", "/proc", "proc", linux.NO_SUID | linux.NO_DEVICES | linux.READ_ONLY, "subset=pid")
 
     def _be_program(self, request: ProgramRequest, folder: str, outputs: list[int], descriptors: list[int]) -> NoReturn:
         """Drop privileges and all descriptors except 0, 1, 2 and an optional 3, then run the program."""
@@ -285,8 +288,6 @@ class ProgramServer:
             if sys.platform == "linux":
                 linux.prctl(linux.NO_NEW_PRIVILEGES, 1)
                 linux.prctl(linux.SET_DUMPABLE, 1)  # otherwise the program could not open /proc/self
-                with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-                    file.write("1000")  # if memory runs out, the kernel kills the program, not the server
             enter_folder(folder, request["program"])
             limit_resources(request["limits"]["resources"])
             if self.filter:

@@ -27,18 +27,26 @@ NOT_IMPLEMENTED = 0x00050000 | errno.ENOSYS
 ALLOWED = 0x7FFF0000
 SOCKET_FAMILIES = (1, 2, 10)  # UNIX, INET, INET6; others (vsock, netlink, packet) may bypass the network namespace
 
-# Kernel interfaces that a program does not need and that have a history of privilege escalations.
+# Kernel interfaces that a program does not need and that have a history of privilege escalations, and those for memory
+# that counts towards no process, so that without control groups nothing would limit it.
 # Per architecture: audit number, socket, clone, clone3, then the denied calls: ptrace, mount, umount2, pivot_root,
 # unshare, setns, bpf, perf_event_open, userfaultfd, add_key, request_key, keyctl, process_vm_readv, process_vm_writev,
-# open_by_handle_at, io_uring_setup, open_tree, move_mount, fsopen, mount_setattr.
+# open_by_handle_at, io_uring_setup, open_tree, move_mount, fsopen, mount_setattr, memfd_create, memfd_secret, shmget,
+# msgget, mq_open.
 SYSTEM_CALLS: dict[str, tuple[int, int, int, int, tuple[int, ...]]] = {
     "x86_64": (
         *(0xC000003E, 41, 56, 435),
-        (101, 165, 166, 155, 272, 308, 321, 298, 323, 248, 249, 250, 310, 311, 304, 425, 428, 429, 430, 442),
+        (
+            *(101, 165, 166, 155, 272, 308, 321, 298, 323, 248, 249, 250, 310, 311, 304, 425, 428, 429, 430, 442),
+            *(319, 447, 29, 68, 240),
+        ),
     ),
     "aarch64": (
         *(0xC00000B7, 198, 220, 435),
-        (117, 40, 39, 41, 97, 268, 280, 241, 282, 217, 218, 219, 270, 271, 265, 425, 428, 429, 430, 442),
+        (
+            *(117, 40, 39, 41, 97, 268, 280, 241, 282, 217, 218, 219, 270, 271, 265, 425, 428, 429, 430, 442),
+            *(279, 447, 194, 186, 180),
+        ),
     ),
 }
 

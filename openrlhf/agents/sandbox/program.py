@@ -52,8 +52,12 @@ START = (
     "import sys; sys.path.insert(0, {root}); from openrlhf.agents.sandbox.fork_server import main; "
     "sys.path.remove({root}); main({descriptor}, {isolation})"
 )
-# Shell script that joins the control groups in its arguments, then becomes the command after "--".
-JOIN = 'while [ "$1" != -- ]; do echo $$ > "$1" || exit 1; shift; done; shift; exec "$@"'
+# Shell script that joins the control groups in its arguments, then becomes the command after "--". If memory runs out,
+# the kernel should kill programs and their server, not the trainer; inside the sandbox, /proc cannot be written.
+JOIN = (
+    "{ echo 1000 > /proc/self/oom_score_adj; } 2> /dev/null; "
+    'while [ "$1" != -- ]; do echo $$ > "$1" || exit 1; shift; done; shift; exec "$@"'
+)
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
 START_SECONDS = 60.0  # time limit for starting a server, on a busy machine
 GRACE_SECONDS = 30.0  # time for the server to kill a program and answer
@@ -146,8 +150,8 @@ class ForkServer:
         command = [sys.executable, "-P", "-s", "-X", "utf8", "-c", start]
         if self.isolation == "bubblewrap":
             command = [*bubblewrap_command(disk), *command]
-        if self.group is not None:
-            command = ["/bin/sh", "-c", JOIN, "sh", *self.group.members, "--", *command]
+        if sys.platform == "linux":
+            command = ["/bin/sh", "-c", JOIN, "sh", *(self.group.members if self.group else ()), "--", *command]
         return command
 
     def _read_start(self) -> int:
@@ -254,7 +258,7 @@ def bubblewrap_command(disk: int) -> list[str]:
             command += ["--ro-bind-try", path, path]
     command += ["--ro-bind", f"{PACKAGE_ROOT}/openrlhf", f"{PACKAGE_ROOT}/openrlhf"]
     user = ["--uid", str(NOBODY), "--gid", str(NOBODY)] if os.getuid() == 0 else []
-    command += [*user, "--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
+    command += [*user, "--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
     for folder in ("/tmp", "/dev/shm"):
         command += ["--size", str(disk), "--tmpfs", folder]
     return [*command, "--remount-ro", "/", "--chdir", "/tmp", "--"]
