@@ -49,6 +49,7 @@ class RewardModelServer(uvicorn.Server):
     def __init__(self, app: FastAPI, flags: ServingFlags) -> None:
         settings = uvicorn.Config(
             app,
+            http="h11",  # unlike httptools, it limits headers and the requests that a client sends ahead
             ws="none",
             timeout_graceful_shutdown=flags.stop_timeout,
             log_level="warning",
