@@ -15,6 +15,8 @@ from importlib.util import find_spec
 from typing import Any
 
 BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
+BRACE = re.compile(r"[{}]")
+MAX_DIGITS = 1000  # of a number; Python refuses to convert much longer ones
 SECONDS = 5  # time limit of math-verify per answer
 
 # Notation that does not change the meaning of an answer.
@@ -27,13 +29,16 @@ NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:/\d+)?")
 
 def extract_boxed_answer(solution: str | None) -> str | None:
     r"""Return the content of the last \boxed{...} with balanced braces, or None."""
-    for start in reversed([match.end() for match in BOXED.finditer(solution or "")]):
-        depth = 1
-        for place in range(start, len(str(solution))):
-            depth += {"{": 1, "}": -1}.get(str(solution)[place], 0)
-            if depth == 0:
-                return str(solution)[start:place].strip()
-    return None
+    text = solution or ""
+    starts = {match.end() for match in BOXED.finditer(text)}
+    opened: list[int] = []  # start of the content of each brace that is open
+    closed: dict[int, int] = {}  # boxes, from the start to the end of their content
+    for brace in BRACE.finditer(text):
+        if brace[0] == "{":
+            opened.append(brace.end())
+        elif opened and (start := opened.pop()) in starts:
+            closed[start] = brace.start()
+    return text[max(closed) : closed[max(closed)]].strip() if closed else None
 
 
 def grade_answer(given_answer: object, ground_truth: object) -> bool:
@@ -68,7 +73,7 @@ def as_quotient(fraction: re.Match[str]) -> str:
 
 def number(text: str) -> Fraction | None:
     """Parse an integer, a decimal or a fraction; return None for anything else."""
-    if not NUMBER.fullmatch(text):
+    if len(text) > MAX_DIGITS or not NUMBER.fullmatch(text):
         return None
     above, _, below = text.partition("/")
     return None if below and not int(below) else Fraction(above) / Fraction(below or 1)

@@ -1,6 +1,7 @@
 """Extraction and grading of mathematical answers, with math-verify and without it."""
 
 import threading
+import time
 
 import pytest
 
@@ -80,3 +81,14 @@ def test_grading_works_in_a_thread():
 def test_both_import_paths_give_the_same_functions():
     assert math_utils.grade_answer is grade_answer
     assert math_utils.extract_boxed_answer is extract_boxed_answer
+
+
+@pytest.mark.parametrize("answer", ["1" * 5000, "0." + "1" * 5000, "1/" + "1" * 5000, r"\frac{1}{" + "1" * 5000 + "}"])
+def test_a_number_with_thousands_of_digits_is_wrong_and_not_an_error(answer):
+    assert not grade_answer(answer, "42")
+
+
+def test_many_open_boxes_take_linear_time():
+    began = time.monotonic()
+    assert extract_boxed_answer(r"\boxed{1}" + r"\boxed{" * 6000) == "1"
+    assert time.monotonic() - began < 5
