@@ -10,12 +10,17 @@ run ends with a line that says what to do (docs/agents.md).
         --n_samples_per_prompt 8 --remote_rm_url examples/rewards/code_execution.py
 """
 
+import math
 import re
+import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from openrlhf.agents.sandbox.grading import passes_test
 from openrlhf.agents.sandbox.program import ProgramLimits
 
+WORKERS = 2
+GROUP_SECONDS = 120  # for all samples of a call; programs that hang must not use up --reward_timeout (180)
 LIMITS = ProgramLimits(seconds=5, memory=1 << 30, file_size=1 << 20)
 BLOCK = re.compile(r"```(?:python|py)?\n(.*?)```", re.DOTALL)
 
@@ -23,8 +28,9 @@ BLOCK = re.compile(r"```(?:python|py)?\n(.*?)```", re.DOTALL)
 def reward_func(queries, prompts, labels, **kwargs):
     responses = [query.removeprefix(prompt) for query, prompt in zip(queries, prompts, strict=True)]
     programs = [code_of(response) for response in responses]
-    with ThreadPoolExecutor(max_workers=2) as runners:
-        shares = list(runners.map(share_passed, programs, labels))
+    seconds = GROUP_SECONDS / math.ceil(len(programs) / WORKERS)
+    with ThreadPoolExecutor(WORKERS) as runners:
+        shares = list(runners.map(lambda program, label: share_passed(program, label, seconds), programs, labels))
     return {
         "rewards": shares,
         "scores": [float(share == 1.0) for share in shares],
@@ -37,10 +43,17 @@ def code_of(response):
     return blocks[-1] if blocks else None
 
 
-def share_passed(program, label):
+def share_passed(program, label, seconds):
+    """The share of tests that pass within so many seconds together; the rest fail."""
     tests = [line for line in label.splitlines() if line.strip()] if isinstance(label, str) else list(label)
     if not tests:
         raise ValueError("the label contains no test")
     if program is None:
         return 0.0
-    return sum(passes_test(program, test, LIMITS) for test in tests) / len(tests)
+    passed, deadline = 0, time.monotonic() + seconds
+    for test in tests:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            break
+        passed += passes_test(program, test, replace(LIMITS, seconds=min(LIMITS.seconds, left)))
+    return passed / len(tests)

@@ -2,6 +2,7 @@
 
 import json
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,23 @@ def test_code_execution_enforces_its_limits(code_reward):
     assert got["rewards"] == [1.0, 0.5] + [0.0] * 9
     assert got["scores"] == [1.0] + [0.0] * 10
     assert got["extra_logs"]["has_code"] == [1.0] * 10 + [0.0]
+
+
+@pytest.mark.slow(seconds=5)
+@pytest.mark.parametrize("count", [1, 4])
+def test_programs_that_hang_do_not_use_up_the_reward_timeout(code_reward, count):
+    code_reward |= {"LIMITS": ProgramLimits(seconds=2), "GROUP_SECONDS": 4}
+    began = time.monotonic()
+    queries = ["```python\nwhile True: pass\n```"] * count
+    got = code_reward["reward_func"](queries, [""] * count, ["assert add(1, 2) == 3\n" * 8] * count)
+    assert time.monotonic() - began < 12  # not 8 * 2 and more
+    assert got["rewards"] == [0.0] * count
+
+
+def test_a_program_cannot_end_the_loop_of_a_test(code_reward):
+    program = "def add(a, b): raise StopIteration"
+    test = "assert all(map(lambda case: add(*case) == 3, [(1, 2), (2, 1)]))"
+    assert code_reward["reward_func"]([f"```python\n{program}\n```"], [""], [[test]])["rewards"] == [0.0]
 
 
 @pytest.mark.parametrize("cheat", CHEATS)
