@@ -25,7 +25,7 @@ from contextlib import suppress
 from openrlhf.errors import RolloutError
 
 HANDSHAKE_SECONDS = 10.0  # time limit for a client to prove that it knows the secret
-MAX_HANDSHAKES = 64  # concurrent handshakes; further connections wait in the queue of the socket
+MAX_HANDSHAKES = 64  # concurrent handshakes; a further connection closes the oldest of them
 MAX_MESSAGE = 1 << 26  # bytes; headers are a few hundred kilobytes
 ACCEPT_PAUSE = 0.05  # seconds before another attempt to accept, after one failed
 NONCE = 32  # bytes
@@ -120,7 +120,8 @@ def prove(secret: bytes, role: bytes, challenges: bytes) -> bytes:
 class LinkServer:
     """A socket on one address that passes each authenticated connection to `accepted`, in a separate thread.
 
-    Clients that do not prove in time that they know the secret are disconnected.
+    Clients that do not prove in time that they know the secret are disconnected. They cannot keep others out: a client
+    that knows the secret proves it long before MAX_HANDSHAKES newer connections arrive.
     """
 
     def __init__(self, host: str, secret: bytes, accepted: Callable[[Link], None]) -> None:
@@ -137,18 +138,24 @@ class LinkServer:
         self.secret = secret
         self.accepted = accepted
         self.closed = False
-        self.free_places = threading.BoundedSemaphore(MAX_HANDSHAKES)
+        self.lock = threading.Lock()
+        self.unproven: dict[socket.socket, None] = {}  # connections in their handshake, oldest first
         threading.Thread(target=self._accept, daemon=True, name="openrlhf-channel").start()
 
     def _accept(self) -> None:
         while not self.closed:
-            self.free_places.acquire()
             try:
                 connection, _ = self.socket.accept()
             except OSError:  # the client disconnected, this process has too many open files, or the server is closed
-                self.free_places.release()
                 time.sleep(ACCEPT_PAUSE)
                 continue
+            with self.lock:
+                if len(self.unproven) == MAX_HANDSHAKES:
+                    oldest = next(iter(self.unproven))
+                    del self.unproven[oldest]
+                    with suppress(OSError):
+                        oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
+                self.unproven[connection] = None
             threading.Thread(target=self._authenticate, args=(connection,), daemon=True).start()
 
     def _authenticate(self, connection: socket.socket) -> None:
@@ -160,16 +167,21 @@ class LinkServer:
             link.send_raw(memoryview(challenge), HANDSHAKE_SECONDS)
             answer = bytes(link.receive_raw(bytearray(2 * NONCE), HANDSHAKE_SECONDS))
             own, proof = answer[:NONCE], answer[NONCE:]
-            if hmac.compare_digest(proof, prove(self.secret, b"client", challenge + own)):
+            if hmac.compare_digest(proof, prove(self.secret, b"client", challenge + own)) and self._leave(connection):
                 link.send_raw(memoryview(prove(self.secret, b"server", challenge + own)), HANDSHAKE_SECONDS)
                 known = True
                 self.accepted(link)
         except (OSError, ValueError, TypeError):  # the client disconnected, timed out or sent an invalid message
             known = False
         finally:
-            self.free_places.release()
             if not known:
+                self._leave(connection)
                 connection.close()
+
+    def _leave(self, connection: socket.socket) -> bool:
+        """End the handshake of a connection; return False if it was closed in favour of a newer one."""
+        with self.lock:
+            return self.unproven.pop(connection, False) is None
 
     def close(self) -> None:
         self.closed = True

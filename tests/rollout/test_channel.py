@@ -262,7 +262,7 @@ def test_strangers_are_refused_and_the_transfer_goes_on():
 
 
 def test_silent_strangers_do_not_block_receivers(monkeypatch):
-    monkeypatch.setattr(link, "HANDSHAKE_SECONDS", 1.0)
+    monkeypatch.setattr(link, "HANDSHAKE_SECONDS", 10 * PATIENT)
     sender = make_sender(1)
     with ExitStack() as stack, receivers(1) as pairs:
         for _ in range(2 * link.MAX_HANDSHAKES):
