@@ -91,7 +91,8 @@ def hold_folders(folders: Mapping[str, Path]) -> Iterator[None]:
 def _lock(path: Path) -> int:
     """Lock the file and describe this process in it; raise BlockingIOError if another process has the lock."""
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        # Not through a link: in a folder of another user it could lead to any file of this one, which would be emptied.
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -116,3 +116,13 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
         hold_folder(tmp_path / "file" / "out", "--save_path"),
     ):
         pass
+
+
+def test_a_lock_file_that_is_a_link_is_refused(tmp_path):
+    """In a folder of another user, it may lead to any file of this user."""
+    (tmp_path / "precious").write_text("thesis")
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / LOCK_FILE).symlink_to(tmp_path / "precious")
+    with pytest.raises(ConfigError, match="cannot be written"), hold_folder(tmp_path / "shared", "--run_dir"):
+        pass
+    assert (tmp_path / "precious").read_text() == "thesis"
