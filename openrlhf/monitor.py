@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
 METRICS_FILE = "metrics.jsonl"
+# Quoted text must not move the cursor, set the clipboard or retitle the window; only line breaks and tabs take effect.
+CONTROLS = (*range(0x20), *range(0x7F, 0xA0))
+SHOWN_CONTROLS = {code: f"\\x{code:02x}" for code in CONTROLS if chr(code) not in "\n\t"}
 
 
 def is_main_process() -> bool:
@@ -29,9 +32,12 @@ def is_main_process() -> bool:
 
 
 def say(line: str) -> None:
-    """Print one line to stderr, which keeps stdout free for piping; only the main process prints."""
+    """Print one line to stderr, which keeps stdout free for piping; only the main process prints.
+
+    Control characters are shown instead of obeyed: a message may quote a model, a server or a dataset.
+    """
     if is_main_process():
-        print(f"openrlhf: {line}", file=sys.stderr, flush=True)  # noqa: T201
+        print(f"openrlhf: {line.translate(SHOWN_CONTROLS)}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def open_bar(name: str, *, total: int, done: int = 0, unit: str, hidden: bool = False) -> tqdm[NoReturn]:

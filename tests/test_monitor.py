@@ -25,6 +25,11 @@ def test_only_the_first_process_prints(monkeypatch, capsys):
     assert capsys.readouterr() == ("", "openrlhf: hello\n")
 
 
+def test_control_characters_are_shown_and_not_obeyed(capsys):
+    say("answered \x1b]0;title\x07\x1b[2J\r\x9b\tand\nmore")
+    assert capsys.readouterr().err == "openrlhf: answered \\x1b]0;title\\x07\\x1b[2J\\x0d\\x9b\tand\nmore\n"
+
+
 def test_metrics_are_one_json_object_per_line_and_written_immediately(tmp_path):
     file = MetricsFile(tmp_path / "run")
     file.log("train", 1, {"loss": 0.5})

@@ -19,16 +19,13 @@ from openrlhf.inference.chat_input import QUOTES, MessageReader
 from openrlhf.inference.chat_reply import ReplyGenerator
 from openrlhf.inference.engine import choose_model_device, open_hf_engine
 from openrlhf.models.load import load_tokenizer, read_config, usable_length
-from openrlhf.monitor import say
+from openrlhf.monitor import SHOWN_CONTROLS, say
 from openrlhf.signals import handled_by, stop_request
 
 BANNER = (
     "exit or Ctrl-D quits, clear starts over, Ctrl-C stops a reply;"
     f" {QUOTES} begins and ends a message of several lines"
 )
-# A reply must not move the cursor, set the clipboard or retitle the window; only line breaks and tabs take effect.
-CONTROLS = (*range(0x20), *range(0x7F, 0xA0))
-SHOWN_CONTROLS = {code: f"\\x{code:02x}" for code in CONTROLS if chr(code) not in "\n\t"}
 CTRL_C = (signal.SIGINT,)  # SIGTERM keeps its handler, so a scheduler can still end the program
 
 
