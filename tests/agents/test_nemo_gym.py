@@ -155,6 +155,24 @@ def test_error_status_of_the_server_is_reported(build, write):
     assert '/verify answered 422: {"detail": "no such row"}' in str(failure)
 
 
+def test_redirects_are_not_followed(build, write):
+    """Otherwise a server could read, through a tool's result, an address that only this machine can reach."""
+
+    async def internal(request):
+        return web.Response(text="internal")
+
+    async def redirect(request):
+        raise web.HTTPTemporaryRedirect("/internal")
+
+    scales = Scales()
+    with served(scales.app(**{"/weigh": redirect, "/internal": internal})) as url:
+        executor = build(agent_func_path=write(AGENT.format(url=url)), context_length=300)
+        asked = prompt("how heavy?", label=json.dumps(ROW))
+        got = run(executor, [Scripted(CALL, "7</s>")], asked=asked, max_tokens=120).trajectories[0]
+    assert "internal" not in decode(got.input_ids)
+    assert "307" in decode(got.input_ids)
+
+
 async def disconnect(request):
     request.transport.close()
     return web.Response()

@@ -102,11 +102,14 @@ class NemoGymAgentExecutor(ChatExecutor):
                 output.append(item | {"call_id": number, "output": text})
 
     async def _post(self, http: ClientSession, path: str, body: Mapping[str, object]) -> tuple[int, str]:
-        """Return the status and text of a response; raise RewardError if there is none."""
+        """Return the status and text of a response; raise RewardError if there is none.
+
+        Redirects are not followed: the server could have this machine read an address that only it can reach.
+        """
         from aiohttp import ClientError
 
         try:
-            async with http.post(self.url + path, json=body) as answer:
+            async with http.post(self.url + path, json=body, allow_redirects=False) as answer:
                 return answer.status, await answer.text(errors="replace")
         except TimeoutError:
             raise RewardError(f"{self.url}{path} did not answer in time") from None
