@@ -155,6 +155,7 @@ def test_a_program_cannot_end_the_loop_of_a_test(code_reward):
     assert code_reward["reward_func"]([f"```python\n{program}\n```"], [""], [[test]])["rewards"] == [0.0]
 
 
+@pytest.mark.slow(seconds=1)
 @pytest.mark.parametrize("cheat", CHEATS)
 def test_code_execution_cannot_be_cheated(code_reward, cheat):
     """A program that does not solve the task gets nothing, however it tries."""

@@ -197,6 +197,7 @@ SLOW = {
 }
 
 
+@pytest.mark.slow(seconds=6)
 @pytest.mark.parametrize("part", SLOW)
 def test_a_server_that_answers_byte_by_byte_leaves_no_thread(through, part):
     """Each byte arrives before a timeout of single reads; only a deadline for the whole request ends this."""

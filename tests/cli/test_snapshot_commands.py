@@ -26,6 +26,7 @@ def conversation(question, answer):
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
+@pytest.mark.slow(seconds=2)
 @pytest.mark.parametrize("place", RUNNABLE)
 def test_a_command_printed_in_a_readme_runs(place, tmp_path, models, wandb_offline):
     command, printed, _ = PRINTED[place]

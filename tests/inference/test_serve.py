@@ -103,6 +103,7 @@ def plain_scores(folder, texts):
     return [model(torch.tensor([ids])).logits.item() for ids in read]
 
 
+@pytest.mark.slow(seconds=2)
 @pytest.mark.parametrize("flags", [{}, {"packing_samples": True}, {"batch_size": 3}, {"batch_tokens": 64}], ids=str)
 def test_concurrent_clients_get_the_scores_of_the_model_alone(reward_model, flags):
     expected = dict(zip(TEXTS, plain_scores(reward_model, TEXTS), strict=True))

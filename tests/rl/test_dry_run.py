@@ -174,6 +174,7 @@ def test_a_reward_server_is_called(run_ppo, tmp_path):
     assert "rewards has 3 values for 4 samples" in stderr
 
 
+@pytest.mark.slow(seconds=2)
 @pytest.mark.parametrize(
     ("step", "code", "expected"),
     [
@@ -214,6 +215,7 @@ def reward_func(queries, prompts, labels):
 """
 
 
+@pytest.mark.slow(seconds=2)
 @pytest.mark.parametrize("policy", ["stop", "skip"])
 def test_a_reward_that_hangs_costs_one_timeout(run_ppo, tmp_path, policy):
     """Each prompt is tried at most once, and none of its samples alone."""

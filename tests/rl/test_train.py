@@ -334,6 +334,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.slow(seconds=2)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants_of_rl_runs_finish(variant, train_ppo, models):
     flags = VARIANTS[variant] | ({"pretrain": models("mixtral")} if "experts" in variant else {})

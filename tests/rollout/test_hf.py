@@ -75,6 +75,7 @@ def test_log_probs_are_those_that_training_computes(network, tokenizer):
     assert_trainable(network, asked, HFEngine(network, tokenizer, max_rows=4).complete(asked), 0.7)
 
 
+@pytest.mark.slow(seconds=1)
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_every_family_of_models(kind, tmp_path, tokenizer):
     model = AutoModelForCausalLM.from_pretrained(make_model(tmp_path, kind))
