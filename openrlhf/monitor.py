@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from openrlhf.errors import ConfigError
+from openrlhf.errors import ConfigError, counted
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -90,7 +90,8 @@ class MetricsFile:
 
     def close(self) -> None:
         if self.waiting and (reason := self._write()):
-            say(f"the last {len(self.waiting.splitlines())} lines of {self.path} were not written: {reason}")
+            lost = counted(len(self.waiting.splitlines()), "line")
+            say(f"{self.path} lacks its last {lost}, which could not be written: {reason}")
         self.file.close()
 
 

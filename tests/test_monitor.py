@@ -58,7 +58,7 @@ def test_a_full_disk_delays_lines_and_ends_nothing(tmp_path, file_size_limit, ca
     with file_size_limit(1):
         file.log("train", 5, {"loss": 0.5})
         file.close()
-    assert "metrics.jsonl were not written" in capsys.readouterr().err
+    assert "metrics.jsonl lacks its last " in capsys.readouterr().err
 
 
 def test_a_sink_that_fails_is_dropped_with_a_line(capsys):
