@@ -32,7 +32,7 @@ def load_module(file: str) -> ModuleType:
     name = f"openrlhf_user_{path.stem}_{next(_numbers)}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"{file} cannot be loaded as a Python file")
+        raise ConfigError(f"{file} cannot be loaded: expected a Python file (.py)")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look it up by name
     spec.loader.exec_module(module)

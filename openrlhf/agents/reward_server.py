@@ -122,7 +122,7 @@ class RewardServer:
         except (OSError, http.client.HTTPException) as error:  # connection refused, reset, closed early or timed out
             raise Unavailable(f"{type(error).__name__}: {error}") from None
         if len(answer) > LARGEST_ANSWER:
-            raise RewardError(f"{self.name} answered with more than {LARGEST_ANSWER >> 20} MiB")
+            raise RewardError(f"the answer of {self.name} is too large: expected at most {LARGEST_ANSWER >> 20} MiB")
         return answer
 
     def _request(self, body: bytes) -> urllib.request.Request:

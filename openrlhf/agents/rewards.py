@@ -17,7 +17,7 @@ from openrlhf.agents.sandbox.call import CallFailure
 from openrlhf.agents.sandbox.messages import RewardInput
 from openrlhf.agents.sandbox.pool import Pool
 from openrlhf.agents.scores import Group, Scored, read_scores
-from openrlhf.errors import RewardError
+from openrlhf.errors import RewardError, counted
 
 CONCURRENT_REQUESTS = 32  # limit for all reward servers together
 
@@ -69,7 +69,7 @@ class FileRewards:
             try:
                 together = await self.score(group.part(rest), isolate=False)
             except CallFailure as failure:
-                sample = f"{len(rest)} samples together, the first: {group.describe(0)}"
+                sample = f"{counted(len(rest), 'sample')} together, the first: {group.describe(rest[0])}"
                 together = [self._error(failure, sample)] * len(rest)
             scores |= dict(zip(rest, together, strict=True))
         return [scores[index] for index in indices]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from openrlhf.agents.executor import clip, sample_name
 from openrlhf.data.records import as_float
-from openrlhf.errors import RewardError
+from openrlhf.errors import RewardError, counted
 from openrlhf.types import Prompt
 
 
@@ -74,11 +74,13 @@ def per_sample(values: object, count: int, name: str) -> list[object]:
         return [values]
     if not isinstance(values, list):
         raise RewardError(
-            f"{name} of {count} samples: expected a list or tensor of {count} numbers, got {kind_of(values)}"
+            f"{name} of {counted(count, 'sample')}: expected a list or tensor of {counted(count, 'number')}, got"
+            f" {kind_of(values)}"
         )
     if len(values) != count:
         raise RewardError(
-            f"{name} has {len(values)} values for {count} samples: expected one value for each sample of a prompt"
+            f"{name} has {counted(len(values), 'value')} for {counted(count, 'sample')}: expected one value for each"
+            " sample of a prompt"
         )
     return values
 
@@ -111,8 +113,8 @@ def read_logs(given: object, count: int, origin: str) -> list[dict[str, float]]:
         floats = [as_float(item) for item in values if isinstance(item, int | float)]
         if len(values) != count or len(floats) != count:
             raise RewardError(
-                f"{origin}: extra_logs {clip(repr(name))} is {clip(repr(values))}: expected a number, or one for"
-                f" each of {count} samples"
+                f"{origin}: extra_logs {clip(repr(name))} is {clip(repr(values))}: expected a number, or a list"
+                f" with one number for each sample ({count})"
             )
         for own, number in zip(logs, floats, strict=True):
             own[str(name)] = number

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from openrlhf.agents.scores import NOT_SCORED, Scored, kind_of, read_logs, read_number
-from openrlhf.errors import RewardError, RolloutError
+from openrlhf.errors import RewardError, RolloutError, counted
 from openrlhf.types import Completion, Prompt, StepRewards, Trajectory
 
 Ranges: TypeAlias = list[tuple[int, int]]  # half-open token ranges of the actions
@@ -156,8 +156,8 @@ def read_log_probs(
         raise RolloutError(f"'rollout_log_probs' is {kind_of(given)}: expected a list, or None")
     if len(given) != len(tokens):
         raise RolloutError(
-            f"'rollout_log_probs' has {len(given)} values for {len(tokens)} observation_tokens: expected one for each,"
-            " 0.0 outside actions"
+            f"'rollout_log_probs' has {counted(len(given), 'value')} for {len(tokens)} observation_tokens: expected one"
+            " for each, 0.0 outside actions"
         )
     return [read_number(value, f"rollout_log_probs[{place}]") for place, value in enumerate(given)]
 

@@ -235,7 +235,7 @@ def test_endpoints_streaming_retries_and_ignored_parameters(build, write, capfd)
 
 
 REFUSED = [
-    ("await ask(u); await ask(u)", "it ends after 1 messages, but the episode has 2"),
+    ("await ask(u); await ask(u)", "it ends after 1 message, but the episode has 2"),
     (
         'said = await ask(u); await ask(u, {"role": "assistant", "content": "other"}, u)',
         'message 1 is \'{"role": "assistant", "content": "other"}\', but the episode has',

@@ -184,7 +184,7 @@ def test_an_address_that_is_not_http_is_rejected_immediately(through, address):
 def test_an_endless_answer_is_rejected(through, monkeypatch):
     monkeypatch.setattr("openrlhf.agents.reward_server.LARGEST_ANSWER", 1 << 20)
     endless = dripping(b"HTTP/1.1 200 OK\r\n\r\n", b" " * 100_000, pause=0)
-    with endless as address, pytest.raises(RewardError, match="answered with more than 1 MiB"):
+    with endless as address, pytest.raises(RewardError, match="is too large: expected at most 1 MiB"):
         run(through(f"http://{address}/"), [Scripted("2")])
 
 
@@ -225,7 +225,7 @@ def test_unreachable_server_is_named(through):
         ((200, "[1]"), "answered [1], not a JSON object"),
         ((404, "no such path"), "refused the request: 404 no such path"),
         ((200, '{"reward": [1]}'), "without 'rewards'"),
-        ((200, '{"rewards": [1, 2]}'), "2 values for 1 samples"),
+        ((200, '{"rewards": [1, 2]}'), "2 values for 1 sample"),
         ((200, '{"rewards": [null]}'), "the reward is None"),
         ((200, '{"rewards": [NaN]}'), "the reward is nan"),
     ],

@@ -139,7 +139,7 @@ def test_skipped_failure_drops_only_its_sample(build, write, fault):
 
 @pytest.mark.parametrize(
     ("result", "message"),
-    [("[1.0]", "has 1 values for 2 samples"), ("None", "got None"), ("object()", "object object")],
+    [("[1.0]", "has 1 value for 2 samples"), ("None", "got None"), ("object()", "object object")],
 )
 def test_malformed_result_fails_the_group(build, write, result, message):
     file = write(f"def reward_func(queries, prompts): return {result}")

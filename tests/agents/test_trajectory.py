@@ -92,7 +92,7 @@ def test_first_token_is_never_an_action():
         ({"action_ranges": [[4, 2]]}, "(4, 2) is not within"),
         ({"action_ranges": [[2, 4], [3, 5]]}, "(3, 5) starts before the previous one ends, at 4"),
         ({"action_ranges": []}, "no action within 100 tokens"),
-        ({"rollout_log_probs": [0.0]}, "1 values for 7 observation_tokens"),
+        ({"rollout_log_probs": [0.0]}, "1 value for 7 observation_tokens"),
         ({"rollout_log_probs": "none"}, "'none' (str)"),
         ({"rollout_log_probs": None, "observation_tokens": [1, 2, 3, 4, 5, 6, 7]}, "differ from those of the engine"),
     ],

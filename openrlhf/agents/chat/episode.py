@@ -22,7 +22,7 @@ from openrlhf.agents.interface import AgentSamplingParams, CompletionOutput, Epi
 from openrlhf.agents.sandbox.messages import Json
 from openrlhf.agents.transcript import Transcript, tokenise
 from openrlhf.data.messages import Conversation, Message
-from openrlhf.errors import ConfigError, DataError, OpenRLHFError, RolloutError
+from openrlhf.errors import ConfigError, DataError, OpenRLHFError, RolloutError, counted
 
 if TYPE_CHECKING:
     from openrlhf.data.templates import Chat
@@ -71,7 +71,7 @@ class ChatEpisode:
             self.is_full = True
             raise EpisodeFull(
                 f"the episode is over: it has {len(prompt_ids)} tokens (limit: {task.max_length}) before its next turn,"
-                f" and {len(self.outputs)} turns (limit: {self.max_turns or 'none'})"
+                f" and {counted(len(self.outputs), 'turn')} (limit: {self.max_turns or 'none'})"
             )
         self.messages, self.tools = list(request.messages), request.tools
         self.transcript.add_feedback("", added)
@@ -129,7 +129,7 @@ class ChatEpisode:
             )
         difference = ""
         if len(messages) < len(self.messages):
-            difference = f"it ends after {len(messages)} messages, but the episode has {len(self.messages)}"
+            difference = f"it ends after {counted(len(messages), 'message')}, but the episode has {len(self.messages)}"
         for place, pair in enumerate(zip(messages, self.messages, strict=False)):
             if comparable(pair[0]) != comparable(pair[1]):
                 given, expected = (shorten(json.dumps(item, ensure_ascii=False, default=str)) for item in pair)

@@ -137,7 +137,8 @@ class ProgramServer:
             self.filter = linux.make_filter(platform.machine())
         if self.isolated:
             if not self.filter:
-                raise OSError(f"system-call numbers of {platform.machine()} are not known")
+                supported = " or ".join(linux.SYSTEM_CALLS)
+                raise OSError(f"expected Linux on {supported}, got {sys.platform} on {platform.machine()}")
             self.user = enter_namespaces(connection)
             self.own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY)
             make_root()

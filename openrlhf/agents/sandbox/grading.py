@@ -109,7 +109,7 @@ GRADE = (
 import ast, builtins, importlib, socket, sys
 
 STREAM = socket.socket(fileno=3).makefile("rw", encoding="utf-8")
-MOST = 1 << 22  # characters of an answer
+MOST = 1 << 22  # maximum characters of an answer
 
 def ask(action, target=None, name=None, arguments=None):
     sent = encode(arguments, lambda value: value._number)

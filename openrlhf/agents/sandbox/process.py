@@ -145,11 +145,12 @@ class WorkerProcess:
         """Run the process to its end, find the cause and the call to blame, and report them to the pool."""
         try:
             code = await self._run()
-            ended = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            problem = f"ended its process: {how}"
         except OSError as error:
-            ended = f"it could not be started: {error}"
+            problem = f"cannot run: its process could not be started: {error}"
         if self.failure is None:
-            self.failure = CallFailure(f"ended its process: {ended}")
+            self.failure = CallFailure(problem)
             if self.usage.running in self.calls:
                 self.blamed = self.calls[self.usage.running]
             elif self.loaded.done() and len(self.calls) == 1:

@@ -163,13 +163,15 @@ class ForkServer:
         if frame is None:
             assert self.process.stderr is not None
             text = self.process.stderr.read().decode(errors="replace").strip()
-            raise StartError(text.splitlines()[-1] if text else "it ended without a message")
+            raise StartError(text.splitlines()[-1] if text else "its process ended without an error message")
         if "failed" in frame[0]:
             raise StartError(frame[0]["failed"])
         if self.isolation == "bubblewrap":
             return os.getuid()  # the user outside the sandbox
         if self.isolation != "none" and frame[0]["user"] == 0 and self.group is None:
-            raise StartError("the kernel does not limit the number of root's processes without control groups")
+            raise StartError(
+                "programs would run as root, with no limit on their processes, because no control group can be created"
+            )
         return frame[0]["user"]
 
     def run(self, program: Program, limits: ProgramLimits, channel: socket.socket | None) -> ProgramResult:
@@ -387,8 +389,12 @@ def make_program(
     for name in contents:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or not name:
             raise ValueError(f"invalid file name of a program: expected a relative path, got {name!r}")
-    if sum(map(len, contents.values())) * 3 // 4 + len(stdin) > limits.disk:
-        raise ValueError(f"the files of a program do not fit: expected at most {limits.disk} bytes (limits.disk)")
+    size = sum(map(len, contents.values())) * 3 // 4 + len(stdin)
+    if size > limits.disk:
+        raise ValueError(
+            f"the program's files and stdin do not fit: expected at most {limits.disk} bytes (limits.disk), got about"
+            f" {size}"
+        )
     return {"source": source or "", "argv": list(argv), "stdin": encode(stdin), "files": contents}
 
 
