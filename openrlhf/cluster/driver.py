@@ -19,7 +19,7 @@ from typing import Any
 from openrlhf.cluster.address import find_cluster, token_error
 from openrlhf.cluster.placement import Node, PlacementPlan, explain_shortage, pack
 from openrlhf.cluster.reaper import KEPT, MARK, private_folder, remove_leftovers
-from openrlhf.errors import BackendError, ConfigError, OpenRLHFError, RolloutError
+from openrlhf.errors import BackendError, ConfigError, OpenRLHFError, RolloutError, counted
 from openrlhf.monitor import say
 from openrlhf.signals import keep_sigterm_handler
 
@@ -137,5 +137,8 @@ def private_slots(plan: PlacementPlan) -> dict[str, int]:
         raise explain_shortage(plan, [here], "GPU" if gpus else "CPU slot", private=True)
     if gpus:
         return {"num_gpus": gpus}
-    say(f"no GPU found: the run's {plan.devices} devices are processes on {cores} CPU cores")
+    say(
+        f"no GPU found: each of the run's devices ({plan.devices}) is a process on this machine, which has"
+        f" {counted(cores, 'CPU core')}"
+    )
     return {"num_cpus": max(cores, plan.devices), "num_gpus": 0}

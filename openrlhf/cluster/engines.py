@@ -15,7 +15,7 @@ from itertools import groupby
 from openrlhf.agents.futures import mark_retrieved
 from openrlhf.cluster.actors import EngineWorker
 from openrlhf.cluster.calls import LOST, RESUME, Process, ProcessWatch
-from openrlhf.errors import EngineError, OpenRLHFError
+from openrlhf.errors import EngineError, OpenRLHFError, counted
 from openrlhf.monitor import say
 from openrlhf.rollout.engine import LoadingEngine
 from openrlhf.types import Completion, Request
@@ -117,7 +117,7 @@ class RayEngines:
     async def _replace(self, engine: EngineReplica, failure: OpenRLHFError) -> None:
         """Kill the engine's process and start a new one, at most `max_restarts` times."""
         if engine.restarts >= self.max_restarts:
-            message = f"{failure.message}, after {engine.restarts} restarts (--max_restarts)"
+            message = f"{failure.message}, after {counted(engine.restarts, 'restart')} (--max_restarts)"
             raise EngineError(message, try_this=RESUME)
         engine.restarts += 1
         say(f"{failure.message}; restarting the engine and generating its unfinished requests again")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.runtime import num_devices, used_roles
 from openrlhf.config.sections.cluster import Role
-from openrlhf.errors import ConfigError
+from openrlhf.errors import ConfigError, counted
 
 NAMES: Mapping[Role, str] = {"actor": "policy", "ref": "reference", "critic": "critic", "reward": "reward"}
 COLOCATED = "models"  # name of the single group of --colocate_all_models
@@ -177,20 +177,24 @@ def explain_shortage(asked: PlacementPlan, nodes: Sequence[Node], unit: str, *, 
     """Return the error for a plan that does not fit: required devices, free devices and flags to change."""
     free, total = sum(node.free for node in nodes), sum(node.devices for node in nodes)
     there = ", ".join(f"{node.address} has {node.free} of {node.devices} free" for node in nodes) or "no node is alive"
-    message = f"the run asks for {asked.devices} {unit}s ({asked.describe()}), but {there}"
+    message = f"the run asks for {counted(asked.devices, unit)} ({asked.describe()}), but {there}"
     widest = max((group.nodes for group in asked.groups), default=1)
     if widest > len(nodes):
-        message += f"; {widest} nodes are requested, but there are {len(nodes)}"
+        message += f"; expected {counted(widest, 'node')}, got {len(nodes)}"
     elif free >= asked.devices:
         message += "; all devices of an engine must be on one node, and so must all devices that a group uses per node"
     if widest > len(nodes) and private:
-        return ConfigError(message, try_this="ray start on every node first (docs/cluster.md), or fewer --*_num_nodes")
-    fewer = "--*_num_nodes, --*_num_gpus_per_node and --vllm_num_engines" if asked.groups else "--vllm_num_engines"
+        return ConfigError(
+            message, try_this="ray start on every node first (docs/cluster.md), or smaller --*_num_nodes"
+        )
+    smaller = "a smaller --vllm_num_engines"
+    if asked.groups:
+        smaller = "smaller --*_num_nodes, --*_num_gpus_per_node and --vllm_num_engines"
     if total >= asked.devices > free:
-        return ConfigError(message, try_this=f"ray status to see which jobs hold the others, or fewer {fewer}")
+        return ConfigError(message, try_this=f"ray status to see which jobs hold the others, or {smaller}")
     if asked.groups and asked.groups[0].name != COLOCATED:  # suggest colocation if it would fit
         blocks = asked.blocks()
         of_policy = [block for block in blocks if block.owner == asked.groups[0].name]
         if len(of_policy) < len(blocks) and pack(of_policy, nodes) is not None:
-            return ConfigError(message, try_this=f"--colocate_all_models, or fewer {fewer}")
-    return ConfigError(message, try_this=f"fewer {fewer}")
+            return ConfigError(message, try_this=f"--colocate_all_models, or {smaller}")
+    return ConfigError(message, try_this=smaller)

@@ -24,7 +24,7 @@ from openrlhf.cluster import probes
 from openrlhf.cluster.driver import joined
 from openrlhf.cluster.head import Head
 from openrlhf.cluster.placement import GroupPlan, Node, PlacementPlan, explain_shortage, pack
-from openrlhf.errors import BackendError, ConfigError
+from openrlhf.errors import BackendError, ConfigError, counted
 from openrlhf.monitor import say
 
 if TYPE_CHECKING:
@@ -170,8 +170,8 @@ def reserve(plan: PlacementPlan, chosen: Sequence[str], nodes: Sequence[Node], u
     try:
         if not reserved.wait(SECONDS_TO_RESERVE):
             raise BackendError(
-                f"Ray did not reserve the run's {len(places)} {unit}s ({plan.describe()}) within "
-                f"{SECONDS_TO_RESERVE:.0f} seconds, although they were free: another job may have taken them",
+                f"Ray did not reserve {counted(len(places), unit)} for the run ({plan.describe()}) within "
+                f"{SECONDS_TO_RESERVE:.0f} seconds, although enough were free: another job may have taken them",
                 try_this="ray status to see what holds them, then the same command again",
             )
         visible: Sequence[str | None] = [None] * len(places)

@@ -147,18 +147,18 @@ def test_the_error_for_too_few_devices_lists_requested_and_free_devices():
     message = shortage("--vllm_num_engines 2", nodes(8))
     assert "asks for 18 GPUs (policy 1 x 8, reference 1 x 8, engines 2 x 1)" in message
     assert "10.0.0.0 has 8 of 8 free" in message
-    assert "Try: --colocate_all_models, or fewer --*_num_nodes" in message
+    assert "Try: --colocate_all_models, or smaller --*_num_nodes" in message
 
 
 @pytest.mark.parametrize("flags", ["--actor_num_gpus_per_node 9", "--colocate_all_models --async_train"])
 def test_sharing_devices_is_suggested_only_if_it_helps(flags):
     message = shortage(f"--vllm_num_engines 2 {flags}", nodes(8))
-    assert "Try: fewer --*_num_nodes, --*_num_gpus_per_node and --vllm_num_engines" in message
+    assert "Try: smaller --*_num_nodes, --*_num_gpus_per_node and --vllm_num_engines" in message
 
 
 def test_for_generation_only_fewer_engines_are_suggested():
     engines = PlacementPlan((), tuple(EnginePlan(number, 1, None) for number in range(9)))
-    assert str(explain_shortage(engines, nodes(8), "GPU", private=True)).endswith("Try: fewer --vllm_num_engines")
+    assert str(explain_shortage(engines, nodes(8), "GPU", private=True)).endswith("Try: a smaller --vllm_num_engines")
 
 
 def test_devices_in_use_are_distinguished_from_missing_devices():
@@ -172,7 +172,7 @@ def test_devices_on_the_wrong_nodes_are_explained():
 
 def test_too_few_nodes_are_explained_for_joined_and_private_ray():
     flags = "--init_kl_coef 0 --actor_num_nodes 2 --actor_num_gpus_per_node 1"
-    assert "2 nodes are requested, but there are 1" in shortage(flags, nodes(8))
+    assert "expected 2 nodes, got 1" in shortage(flags, nodes(8))
     assert "ray start on every node" in shortage(flags, nodes(8), private=True)
 
 
