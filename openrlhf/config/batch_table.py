@@ -40,7 +40,7 @@ def rl_table(config: RLConfig) -> list[Line]:
     samples, ranks, context = rollout.samples_per_rollout, policy_ranks(config), rollout.context_length
     step = min(batches.train_batch_size, samples)
     steps, how = steps_per_rollout(config), f"{samples} / {batches.train_batch_size} x --max_epochs"
-    runtime = f"--runtime {config.placement.runtime}, {ranks} data-parallel device(s) for the policy"
+    runtime = f"--runtime {config.placement.runtime}, data-parallel devices of the policy: {ranks}"
     scored, trained = rollout.micro_rollout_batch_size, batches.micro_train_batch_size
     scorings, trainings = ceil(ceil(samples / ranks) / scored), ceil(ceil(step / ranks) / trained)
     if rollout.use_dynamic_batch:

@@ -101,9 +101,14 @@ REFUSED = [  # rule, command, added flags, parts of the message
         "four_bit_needs_bf16",
         "train_sft",
         "--load_in_4bit --lora_rank 8 --param_dtype fp16",
-        "--load_in_4bit|--param_dtype is fp16",
+        "--load_in_4bit|expected --param_dtype bf16, got fp16",
     ),
-    ("four_bit_needs_bf16", "serve_rm", "--load_in_4bit --param_dtype fp16", "--load_in_4bit|--param_dtype is fp16"),
+    (
+        "four_bit_needs_bf16",
+        "serve_rm",
+        "--load_in_4bit --param_dtype fp16",
+        "--load_in_4bit|expected --param_dtype bf16, got fp16",
+    ),
     ("four_bit_trains_adapters", "train_sft", "--load_in_4bit", "--load_in_4bit|Try: --lora_rank 16"),
     (
         "tensor_parallel_needs_bf16",
@@ -132,7 +137,7 @@ REFUSED = [  # rule, command, added flags, parts of the message
         "processes_fill_the_groups",
         "train_sft",
         "--ring_attn_size 2 --packing_samples",
-        "--ring_attn_size 2 x --ds_tensor_parallel_size 1|1 processes",
+        "--ring_attn_size 2 x --ds_tensor_parallel_size 1|number of processes (1)",
     ),
     ("outputs_can_be_written", "train_sft", "--save_path ./data.jsonl", "--save_path ./data.jsonl|is a file"),
     ("template_has_a_placeholder", "train_sft", "--input_template User:", "--input_template 'User:'|User: {}"),
@@ -225,19 +230,19 @@ REFUSED = [  # rule, command, added flags, parts of the message
         "groups_divide_the_devices",
         "train_ppo",
         "--ring_attn_size 2",
-        "--ring_attn_size 2 x --ds_tensor_parallel_size 1|1 device(s) of actor|--actor_num_gpus_per_node 2",
+        "--ring_attn_size 2 x --ds_tensor_parallel_size 1|1 device of actor|--actor_num_gpus_per_node 2",
     ),
     (
         "groups_divide_the_devices",
         "train_ppo_ray",
         "--actor_num_gpus_per_node 2 --critic_num_gpus_per_node 1 --ds_tensor_parallel_size 2",
-        "1 device(s) of critic",
+        "1 device of critic",
     ),
     (
         "groups_divide_the_devices",
         "train_ppo_ray",
         "--remote_rm_url= --reward_pretrain ./model --reward_num_gpus_per_node 3 --ring_attn_size 2",
-        "3 device(s) of reward|--reward_num_gpus_per_node 2",
+        "3 devices of reward|--reward_num_gpus_per_node 2",
     ),
     *(
         (rule, "train_ppo_ray", f"{PAIR} {added}", parts)
@@ -336,7 +341,7 @@ REFUSED = [  # rule, command, added flags, parts of the message
         "each_hub_dataset_has_a_revision",
         "train_ppo",
         "--prompt_data org/a,./data.jsonl,org/b@part --dataset_revision v1",
-        "--dataset_revision has 1 values, but --prompt_data has 2 hub names",
+        "--dataset_revision has 1 value, but --prompt_data has 2 hub names",
     ),
     (
         "each_hub_dataset_has_a_revision",
@@ -513,10 +518,15 @@ SAID = [  # rule, command, added flags, parts of the line
         "scoring_batches_cover_the_devices",
         "train_ppo_ray",
         "--vllm_num_engines 8 --rollout_batch_size 16 --train_batch_size 16",
-        "2 scoring micro-batches for 8 devices",
+        "too few scoring micro-batches: 2 for 8 devices",
     ),
     ("rollouts_divide_into_steps", "train_ppo", "--rollout_batch_size 64", "64 samples|--train_batch_size 128"),
-    ("rollouts_divide_into_steps", "train_ppo", "--rollout_batch_size 200", "200 samples has 72, not 128"),
+    (
+        "rollouts_divide_into_steps",
+        "train_ppo",
+        "--rollout_batch_size 200",
+        "200 samples, so its last step has 72, not --train_batch_size 128",
+    ),
 ]
 BY_A_LAUNCHER = {"launched_processes_become_devices"}  # tested with the environment of a launcher
 WITHOUT_EXTRAS = {"needed_extras_are_installed"}  # tested in a Python without packages

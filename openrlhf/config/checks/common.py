@@ -5,7 +5,7 @@ import json
 from openrlhf.config.checks.rule import Changed, change
 from openrlhf.config.commands import Templated, TrainingConfig
 from openrlhf.config.flags import flag_values, flags_of
-from openrlhf.errors import ConfigError
+from openrlhf.errors import ConfigError, counted
 
 EMPTY = ("", '""', "''")
 
@@ -74,7 +74,7 @@ def four_bit_needs_bf16(config: object) -> None:
     """Require bf16 with 4-bit weights, which are dequantised to bf16 for every matrix product."""
     values = flag_values(config)
     if values["load_in_4bit"] and values["param_dtype"] != "bf16":
-        raise ConfigError(f"--load_in_4bit computes in bf16, but --param_dtype is {values['param_dtype']}")
+        raise ConfigError(f"--load_in_4bit computes in bf16: expected --param_dtype bf16, got {values['param_dtype']}")
 
 
 def four_bit_trains_adapters(config: TrainingConfig) -> None:
@@ -119,7 +119,9 @@ def probabilities_match_datasets(config: object) -> None:
                 f"--{probs} {given!r} is not a comma-separated list of numbers", try_this=f"--{probs} 0.7,0.3"
             ) from None
         if len(shares) != count:
-            raise ConfigError(f"--{probs} has {len(shares)} values, but --{data} names {count} datasets")
+            raise ConfigError(
+                f"--{probs} has {counted(len(shares), 'value')}, but --{data} names {counted(count, 'dataset')}"
+            )
         if min(shares) < 0 or abs(sum(shares) - 1) > 1e-6:
             raise ConfigError(f"--{probs} {given}: each probability must be 0 or more, and they must sum to 1")
 

@@ -16,7 +16,7 @@ from openrlhf.config.runtime import (
     uses_reference,
 )
 from openrlhf.config.sections.cluster import ROLES, Role
-from openrlhf.errors import ConfigError
+from openrlhf.errors import ConfigError, counted
 
 
 def launched_processes_become_devices(config: RLConfig) -> Changed[RLConfig] | str | None:
@@ -116,14 +116,14 @@ def hybrid_engines_cover_the_policy(config: RLConfig) -> None:
     if policy != engines * size:
         per_node, rest = divmod(engines * size, nodes)
         raise ConfigError(
-            f"--colocate_all_models shares the policy's {policy} devices with the engines, but "
+            f"--colocate_all_models shares the policy's {counted(policy, 'device')} with the engines, but "
             f"--vllm_num_engines {engines} x --vllm_tensor_parallel_size {size} is {engines * size}",
             try_this=f"--vllm_num_engines {policy // size}" if rest else f"--actor_num_gpus_per_node {per_node}",
         )
     if policy // nodes % size:
         raise ConfigError(
-            f"--vllm_tensor_parallel_size {size} does not divide the {policy // nodes} devices that the policy has on "
-            "a node, but an engine must be on one node",
+            f"--vllm_tensor_parallel_size {size} does not divide the {counted(policy // nodes, 'device')} that the "
+            "policy has on a node, but an engine must be on one node",
             try_this=f"a multiple of {size} for --actor_num_gpus_per_node",
         )
 
@@ -138,7 +138,7 @@ def groups_divide_the_devices(config: RLConfig) -> None:
         if devices % (ring * tensor):
             raise ConfigError(
                 f"--ring_attn_size {ring} x --ds_tensor_parallel_size {tensor} does not divide the "
-                f"{devices} device(s) of {role}",
+                f"{counted(devices, 'device')} of {role}",
                 try_this=f"--{role}_num_gpus_per_node {ring * tensor}",
             )
 

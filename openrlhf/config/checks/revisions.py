@@ -10,7 +10,7 @@ from openrlhf.config.checks.paths import MODEL_FLAGS, is_here, named_by
 from openrlhf.config.checks.rule import Changed, change
 from openrlhf.config.flags import flag_values
 from openrlhf.config.sections.data import split_names
-from openrlhf.errors import ConfigError
+from openrlhf.errors import ConfigError, counted
 
 OWN_MODEL = ("pretrain", "model_path", "reward_pretrain")  # the first one that a command has is its model
 DATASETS = (("dataset", "dataset_revision"), ("prompt_data", "dataset_revision"), ("eval_dataset", "eval_revision"))
@@ -76,7 +76,9 @@ def each_hub_dataset_has_a_revision(config: object) -> None:
                 try_this=f"without --{flag}",
             )
         if len(given) != len(hub):
-            raise ConfigError(f"--{flag} has {len(given)} values, but --{data} has {len(hub)} hub names")
+            raise ConfigError(
+                f"--{flag} has {counted(len(given), 'value')}, but --{data} has {counted(len(hub), 'hub name')}"
+            )
 
 
 def the_same_dataset_has_the_same_revision(config: object) -> Changed[object] | None:

@@ -5,7 +5,7 @@ from openrlhf.config.commands import RLConfig
 from openrlhf.config.runtime import is_asynchronous, policy_ranks, uses_correction
 from openrlhf.config.sections.rl import GENERATE_MAX_LEN, GROUP_ESTIMATORS
 from openrlhf.config.urls import mask_urls
-from openrlhf.errors import ConfigError
+from openrlhf.errors import ConfigError, counted
 
 
 def a_reward_is_given(config: RLConfig) -> None:
@@ -40,7 +40,8 @@ def reward_weights_match_models(config: RLConfig) -> None:
     weights, models = config.rewards.reward_weights, config.rewards.reward_models
     if weights and len(weights) != len(models):
         raise ConfigError(
-            f"--reward_weights has {len(weights)} values, but --reward_pretrain names {len(models)} models"
+            f"--reward_weights has {counted(len(weights), 'value')}, but --reward_pretrain names"
+            f" {counted(len(models), 'model')}"
         )
 
 
@@ -145,7 +146,9 @@ def scoring_batches_cover_the_devices(config: RLConfig) -> str | None:
     batches = -(-config.rollout.samples_per_rollout // config.rollout.micro_rollout_batch_size)
     ranks = policy_ranks(config)
     if batches < ranks and not config.rollout.use_dynamic_batch:
-        return f"a rollout has {batches} scoring micro-batches for {ranks} devices: some devices will be idle"
+        return (
+            f"a rollout has too few scoring micro-batches: {batches} for {ranks} devices, so some devices will be idle"
+        )
     return None
 
 
@@ -154,9 +157,10 @@ def rollouts_divide_into_steps(config: RLConfig) -> str | None:
     samples = config.rollout.samples_per_rollout
     step = config.batches.train_batch_size
     if samples < step:
-        return f"a rollout has {samples} samples, fewer than --train_batch_size {step}: every step uses them all"
+        given = counted(samples, "sample")
+        return f"a rollout has {given}, fewer than --train_batch_size {step}: every step uses the whole rollout"
     if samples % step:
-        return f"the last step on a rollout of {samples} samples has {samples % step}, not {step} (--train_batch_size)"
+        return f"a rollout has {samples} samples, so its last step has {samples % step}, not --train_batch_size {step}"
     return None
 
 
@@ -171,7 +175,8 @@ def thresholds_are_an_interval(config: RLConfig) -> None:
     low, high = config.policy.correction_range
     if not 0 <= low < high:
         raise ConfigError(
-            f"--vllm_is_truncated_threshold {low} {high} is not a valid interval of importance weights",
+            f"--vllm_is_truncated_threshold {low} {high} is not a valid interval of importance weights: expected "
+            "0 <= low < high",
             try_this="--vllm_is_truncated_threshold 0.5 5.0",
         )
 

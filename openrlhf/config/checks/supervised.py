@@ -30,7 +30,8 @@ def processes_fill_the_groups(config: SupervisedConfig) -> None:
     ring, tensor = config.sharding.ring_attn_size, config.sharding.ds_tensor_parallel_size
     if world_size() % (ring * tensor):
         raise ConfigError(
-            f"--ring_attn_size {ring} x --ds_tensor_parallel_size {tensor} does not divide {world_size()} processes",
+            f"--ring_attn_size {ring} x --ds_tensor_parallel_size {tensor} does not divide the number of "
+            f"processes ({world_size()})",
             try_this=f"deepspeed --num_gpus {ring * tensor} ...",
         )
 
