@@ -22,7 +22,7 @@ from openrlhf.data.responses import mark_response
 from openrlhf.data.rows import EMPTY_PROMPT, Dropped, build_rows
 from openrlhf.data.templates import open_chat
 from openrlhf.data.tokens import check_tokenizer, encode
-from openrlhf.errors import DataError
+from openrlhf.errors import DataError, counted
 from openrlhf.monitor import say
 from openrlhf.types import Prompt
 
@@ -55,7 +55,7 @@ def iteration_slice(records: Records, number: int | None, size: int) -> tuple[Re
     if first >= len(records):
         raise DataError(
             f"--iter {number} with --rollout_batch_size {size} begins at row {first} of {records.name},"
-            f" which has {len(records)} rows",
+            f" which has {counted(len(records), 'row')}",
             try_this=f"--iter 0 to {(len(records) - 1) // size}",
         )
     return Records(records.sources, records.order[first : first + size]), first

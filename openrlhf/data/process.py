@@ -78,7 +78,7 @@ class StepReader:
                     try_this="spaces around them, or a special token as --placeholder_token",
                 )
             raise record.at(self.fields.label_key).error(
-                f"expected one label for each of {len(places)} placeholders {placeholder!r}, got {len(given)}"
+                f"expected as many labels as placeholders {placeholder!r} ({len(places)}), got {len(given)}"
             )
         if not given:
             raise Dropped("without a step")

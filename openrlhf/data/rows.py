@@ -60,7 +60,8 @@ def build_rows(records: Records, make: Callable[[Record], Iterable[Row]]) -> lis
             dropped[str(drop)] += 1
     reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.most_common())
     if not rows:
-        raise DataError(f"{records.name}: none of {len(records)} rows can be used: {reasons or 'the dataset is empty'}")
+        why = reasons or "the dataset is empty"
+        raise DataError(f"{records.name}: no row out of {len(records)} can be used: {why}")
     if dropped:
         say(f"{records.name}: dropped {dropped.total()} of {len(records)} rows: {reasons}")
     return rows

@@ -16,7 +16,7 @@ from openrlhf.data.responses import check_fields, mark_response, read_conversati
 from openrlhf.data.rows import EMPTY_PROMPT, EMPTY_RESPONSE, Dropped, build_rows, long_prompt
 from openrlhf.data.templates import Chat, RewritesHistory, open_chat
 from openrlhf.data.tokens import check_fast, check_tokenizer, encode, tokenize
-from openrlhf.errors import ConfigError
+from openrlhf.errors import ConfigError, counted
 from openrlhf.monitor import say
 from openrlhf.types import TokenRow
 
@@ -100,7 +100,8 @@ def multiturn_rows(records: Records, chat: Chat, fields: ConversationFlags, max_
     rows = build_rows(records, make)
     if split:
         say(
-            f"the chat template rewrites earlier turns: {split} conversations were split into one sample per assistant"
-            f" turn, each with the context of that turn; {too_long} turns {long_prompt(max_len)} were dropped"
+            f"the chat template rewrites earlier turns: split {counted(split, 'conversation')} into one sample per"
+            f" assistant turn, each with the context of that turn; dropped {counted(too_long, 'turn')}"
+            f" {long_prompt(max_len)}"
         )
     return rows

@@ -20,7 +20,7 @@ from openrlhf.data.records import Records
 from openrlhf.data.rows import Loaded
 from openrlhf.data.sft import sft_rows
 from openrlhf.data.sources import load_dataset, load_dataset_rows
-from openrlhf.errors import ConfigError, DataError
+from openrlhf.errors import ConfigError, DataError, counted
 from openrlhf.monitor import say
 
 SCORED_ROWS = 100  # minimum number of rows for a reliable mean and standard deviation of scores
@@ -45,7 +45,8 @@ def load_data(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase) -> S
     if data.eval_dataset is None:
         scored = train.rows[: max(SCORED_ROWS, len(train.rows) // 100)] if isinstance(config, commands.RMConfig) else []
         if scored:
-            say(f"no --eval_dataset: the first {len(scored)} training rows are used for the mean and std of scores")
+            first = counted(len(scored), "training row")
+            say(f"no --eval_dataset: the mean and std of scores are computed on the first {first}")
         return SupervisedData(train.rows, scored, train.soft_labels)
     records = load_dataset_rows(
         data.eval_dataset, split=data.eval_split, revisions=data.eval_revision, loading=config.model

@@ -125,7 +125,7 @@ BAD = {
     ),
     "too few labels": (
         lambda f, m: prm(f, m, [STEP | {"label": ["+"]}]),
-        "expected one label for each of 2 placeholders",
+        "expected as many labels as placeholders '#' (2), got 1",
     ),
     "probability of 2": (lambda f, m: prm(f, m, [STEP | {"label": [0.5, 2.0]}]), "a probability from 0 to 1"),
     "one reward token": (lambda f, m: prm(f, m, reward_tokens=["+"]), "--reward_tokens"),

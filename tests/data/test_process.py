@@ -48,7 +48,7 @@ def test_labels_are_truncated_with_the_text(records, capsys):
 
 
 def test_a_text_without_a_step_is_dropped(records):
-    with pytest.raises(DataError, match=r"none of 1 rows can be used: 1 without a step$"):
+    with pytest.raises(DataError, match=r"no row out of 1 can be used: 1 without a step$"):
         read(records({"input": "one", "label": []}))
 
 
@@ -71,7 +71,7 @@ def test_ambiguous_labels_in_the_text_are_rejected(records):
 @pytest.mark.parametrize(
     ("label", "complaint"),
     [
-        (["+"], "expected one label for each of 2 placeholders 'ки', got 1"),
+        (["+"], r"expected as many labels as placeholders 'ки' \(2\), got 1"),
         (["+", "six"], r"expected one of --reward_tokens \+ - as label, got 'six'"),
         ([0.5, 1.5], "expected a probability from 0 to 1, got 1.5"),
         ([0.5, 10**400], "expected a probability from 0 to 1, got 10{39}"),

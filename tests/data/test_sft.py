@@ -97,14 +97,14 @@ def test_rewritten_history_splits_a_conversation_into_its_turns(records, capsys)
         ("<user> one <eos>\n<assistant> <think> five two <eos>", "<think> five two <eos>"),
     ]
     stderr = capsys.readouterr().err
-    assert stderr.count("the chat template rewrites earlier turns: 1 conversations were split into one sample per") == 1
+    assert stderr.count("the chat template rewrites earlier turns: split 1 conversation into one sample per") == 1
 
 
 def test_turns_that_do_not_fit_are_dropped_and_counted(records, capsys):
     data = records({"input": TURNS})
     (row,) = read(data, template=CHAT, tokenizer=word_tokenizer(REWRITING), multiturn=True, max_len=16)
     assert decode_row(row)[1] == "<think> five two <eos>"
-    assert "1 turns with a prompt of 14 tokens or more (--max_len 16) were dropped" in capsys.readouterr().err
+    assert "dropped 1 turn with a prompt of 14 tokens or more (--max_len 16)" in capsys.readouterr().err
 
 
 def test_the_error_for_an_unusable_template_names_the_row(records):
@@ -158,7 +158,7 @@ def test_dropped_rows_are_counted_by_reason(records, capsys):
     ],
 )
 def test_dropping_every_row_is_an_error_with_the_reasons(records, value, reason):
-    with pytest.raises(DataError, match=f"^data.jsonl: none of 1 rows can be used: 1 {reason}$"):
+    with pytest.raises(DataError, match=f"^data.jsonl: no row out of 1 can be used: 1 {reason}$"):
         read(records({"input": value}), template=CHAT)
 
 
@@ -171,7 +171,7 @@ def test_dropping_every_row_is_an_error_with_the_reasons(records, value, reason)
     ],
 )
 def test_multiturn_names_the_reasons_for_dropped_rows(records, value, reason):
-    with pytest.raises(DataError, match=f"^data.jsonl: none of 1 rows can be used: 1 {reason}$"):
+    with pytest.raises(DataError, match=f"^data.jsonl: no row out of 1 can be used: 1 {reason}$"):
         read(records({"input": value}), template=CHAT, multiturn=True, max_len=10)
 
 
