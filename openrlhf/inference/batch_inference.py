@@ -24,6 +24,7 @@ from openrlhf.config.checks.supervised import world_size
 from openrlhf.config.commands import BatchInferenceConfig
 from openrlhf.data.answers import iteration_slice, read_answers
 from openrlhf.data.sources import load_dataset
+from openrlhf.errors import counted
 from openrlhf.inference.generate import generate, plan_generation
 from openrlhf.inference.parts import OutputParts
 from openrlhf.inference.postprocess import POST_PROCESSORS, ScoredRow
@@ -90,11 +91,11 @@ def finish(config: BatchInferenceConfig, parts: OutputParts) -> BatchResult:
         scored = cast("list[ScoredRow]", list(rows))  # as `score` wrote them
         rewards = [row["reward"] for row in scored]
         mean, std = statistics.fmean(rewards), statistics.stdev(rewards) if len(rewards) > 1 else 0.0
-        say(f"reward: mean {mean:.4f}, std {std:.4f} over {len(scored)} rows")
+        say(f"reward: mean {mean:.4f}, std {std:.4f} over {counted(len(scored), 'row')}")
         process = POST_PROCESSORS.get(config.task.post_processor or "null")
         rows = process(scored, config.task) if process else scored
     count = parts.finish(rows)
-    say(f"saved {parts.output}: {count} rows")
+    say(f"saved {parts.output}: {counted(count, 'row')}")
     return BatchResult(parts.output, count, mean, std)
 
 

@@ -209,8 +209,8 @@ def own_devices(visible: Sequence[str], asked: int | None, local_rank: int, neig
     own = list(visible[local_rank * count : (local_rank + 1) * count])
     if len(own) < count:
         raise ConfigError(
-            f"{neighbours} processes with {count} GPUs each (--tp_size) need {neighbours * count}, but"
-            f" {len(visible)} are visible",
+            f"too few GPUs are visible: expected {neighbours * count}, --tp_size {count} for each process on this"
+            f" machine ({neighbours}), got {len(visible)}",
             try_this=f"--tp_size {max(1, len(visible) // neighbours)}, or fewer processes",
         )
     return own

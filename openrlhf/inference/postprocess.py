@@ -68,7 +68,7 @@ def preference_pairs(rows: Sequence[ScoredRow], _: BatchTaskFlags) -> Sequence[R
         pairs.append(pair | ({"index": chosen["index"]} if "index" in chosen else {}))
     if not pairs:
         raise DataError(
-            f"none of {len(groups)} prompts has two answers with different rewards, so there are no pairs",
+            f"no prompt out of {len(groups)} has two answers with different rewards, so there are no pairs",
             try_this="answers generated with --best_of_n 4 or more and a --temperature above 0",
         )
     if without := len(groups) - len(pairs):

@@ -23,7 +23,7 @@ from openrlhf.inference.served_model import ServedModel
 from openrlhf.monitor import say
 
 MAX_QUERIES = 8192  # per request
-MAX_WAITING = 65536  # queries of all requests that are not answered yet
+MAX_WAITING = 65536  # maximum number of unanswered queries, over all requests
 MAX_DISCARDED = 4  # read up to this multiple of --max_request_mb, so that the client can read the error
 CLOSE = {"Connection": "close"}
 EXAMPLE = '{"query": ["a text to score"]}'
@@ -132,7 +132,7 @@ def read_queries(body: bytes) -> list[str]:
         raise HTTPException(422, f"the body must have either query or queries, as in {EXAMPLE}")
     texts = [asked[given[0]]] if isinstance(asked[given[0]], str) else asked[given[0]]
     if not isinstance(texts, list) or not texts:
-        raise HTTPException(422, f"{given[0]} must be a text or a list of texts, not empty")
+        raise HTTPException(422, f"{given[0]} must be a text or a non-empty list of texts")
     if len(texts) > MAX_QUERIES:
         raise HTTPException(413, f"{len(texts)} queries in one request; expected at most {MAX_QUERIES}, so split them")
     for place, text in enumerate(texts):

@@ -369,7 +369,7 @@ def test_processes_of_one_machine_share_its_devices(requested, rank, neighbours,
 
 
 def test_too_few_devices_are_rejected():
-    with pytest.raises(ConfigError, match=r"2 processes with 4 GPUs each .* need 8, but 4 are visible"):
+    with pytest.raises(ConfigError, match=r"expected 8, --tp_size 4 for each process .* \(2\), got 4"):
         own_devices("0123", 4, 1, 2)
 
 

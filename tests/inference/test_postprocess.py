@@ -53,7 +53,7 @@ def test_answers_with_equal_rewards_give_no_pair_and_are_counted(capfd):
 
 
 def test_no_pair_at_all_is_an_error():
-    with pytest.raises(DataError, match=r"none of 1 prompts has two answers with different rewards.*--best_of_n"):
+    with pytest.raises(DataError, match=r"no prompt out of 1 has two answers with different rewards.*--best_of_n"):
         preference_pairs(rows(("p", "a", 1.0), ("p", "b", 1.0)), PLAIN)
 
 
