@@ -54,7 +54,7 @@ def relative_error(found: Tensor, own: Tensor, rounding: float | None) -> tuple[
         error, allowed = float((off / own.abs().clamp(min=1.0)).max()), FP32_TOLERANCE
     else:
         error, allowed = float(off.mean()), ROUNDINGS * max(rounding, LEAST_ROUNDING)
-    return error / allowed, f"is off by {error:.2g} ({allowed:.2g} allowed)"
+    return error / allowed, f"differs from the model's own results by {error:.2g} ({allowed:.2g} allowed)"
 
 
 def measure_rounding(decoder: PreTrainedModel, own: Tensor, compute: Callable[[], Tensor]) -> float | None:

@@ -110,7 +110,9 @@ def decoder_name(model: PreTrainedModel) -> str:
         return name
     inner = [name for name, child in model._modules.items() if isinstance(child, PreTrainedModel)]
     if len(inner) != 1:
-        raise ConfigError(f"{type(model).__name__} does not separate its decoder from its head")
+        raise ConfigError(
+            f"{type(model).__name__} cannot be used: expected its decoder and its head to be separate modules"
+        )
     return inner[0]
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from openrlhf.config.checks.paths import is_here
 from openrlhf.config.sections.model import LoadingFlags
-from openrlhf.errors import ConfigError
+from openrlhf.errors import ConfigError, counted
 from openrlhf.models.export import HEAD_CONFIG, HEAD_KEYS
 from openrlhf.models.heads import SCALAR_HEAD, add_missing_embeddings
 from openrlhf.models.load import load_causal_lm, load_scalar_model, load_tokenizer
@@ -95,5 +95,5 @@ def attach_adapter(model: PreTrainedModel, adapter: Path, base: str) -> AdaptedM
     places = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
     odd = {name for name in saved ^ places if "embed" not in name}  # the adapter's file may contain resized embeddings
     if odd:
-        raise ConfigError(f"{misfit} {len(odd)} tensors have no counterpart, such as {min(odd)}")
+        raise ConfigError(f"{misfit} No counterpart for {counted(len(odd), 'tensor')}, such as {min(odd)}")
     return adapted

@@ -153,8 +153,9 @@ def _views(decoder: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Te
         within = int(found.max()) < starts[source] + tensors[source].numel()
         if not within or not torch.equal(numbers.as_strided(found.shape, steps, first), found):
             raise RolloutError(
-                f"weights of this model cannot be replaced in place: checkpoint tensor {saved} is not a view of one of "
-                "its tensors"
+                f"{type(decoder).__name__} cannot receive new weights in the in-process engine: its checkpoint tensor "
+                f"{saved} is not part of a single tensor in memory",
+                try_this="vLLM (--vllm_num_engines 1), or another model",
             )
         views[saved] = tensors[source].as_strided(found.shape, steps, first - starts[source])
     return views

@@ -26,7 +26,7 @@ from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
 from openrlhf.config.sections.training import ShardingFlags
-from openrlhf.errors import ConfigError
+from openrlhf.errors import ConfigError, counted
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -195,7 +195,8 @@ def check_ring(config: PretrainedConfig, sharding: ShardingFlags) -> None:
     heads = (values.get("num_key_value_heads") or text.num_attention_heads) // sharding.ds_tensor_parallel_size
     if heads % sharding.ring_head_stride:
         raise ConfigError(
-            f"--ring_head_stride {sharding.ring_head_stride} does not divide the model's {heads} key heads on a device",
+            f"--ring_head_stride {sharding.ring_head_stride} does not divide the model's {counted(heads, 'key head')}"
+            " on a device",
             try_this=f"--ring_head_stride {heads}",
         )
     others = set(values.get("layer_types") or ()) - RINGABLE_LAYERS
@@ -205,7 +206,10 @@ def check_ring(config: PretrainedConfig, sharding: ShardingFlags) -> None:
             try_this="--ring_attn_size 1 --ds_tensor_parallel_size 2",
         )
     if values.get("attn_logit_softcapping"):
-        raise ConfigError("--ring_attn_size: this model caps its attention scores, which a ring does not support")
+        raise ConfigError(
+            "--ring_attn_size: this model caps its attention scores, which a ring does not support",
+            try_this="--ring_attn_size 1",
+        )
     rope = values.get("rope_parameters") or {}  # of the whole model or, in some families, per layer type
     angles = ROPE_OF_THE_LENGTH & {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)}
     if angles:

@@ -110,7 +110,7 @@ def choose_layout(network: Network, forward: BackendForward, worst: Callable[[fl
             return
         problems.append(f"{candidate} {problem}")
     raise ConfigError(
-        f"{name} does not match its own forward in any layout: {'; '.join(problems)}",
+        f"no layout reproduces the forward pass of {name}: {'; '.join(problems)}",
         try_this="another model, or --skip_self_test to run it anyway",
     )
 
@@ -151,7 +151,7 @@ def make_probe(network: Network, forward: BackendForward) -> LayoutProbe:
             rounding = agreement.measure_rounding(decoder, own, lambda: answers(forward(batch, own_kind), batch))
     except agreement.FAILURES as failure:
         adapted = network.model is not decoder
-        how = "its forward with adapters" if adapted else "its own forward"
+        how = "its forward pass with adapters" if adapted else "its own forward pass"
         raise ConfigError(
             f"{name} cannot run here: {how} fails with {agreement.describe_error(failure)}",
             try_this="other --target_modules, or --lora_rank 0" if adapted else None,

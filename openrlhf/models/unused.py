@@ -24,7 +24,7 @@ def freeze_unused(model: PreTrainedModel) -> list[str]:
     with torch.device("meta"):
         bare = type(model)(copy.deepcopy(model.config))
     for name, parameter in bare.named_parameters():
-        if not parameter.requires_grad:  # frozen by the model's class, but not after loading
+        if not parameter.requires_grad:  # the model's class freezes it, but loading undoes that
             model.get_parameter(name).requires_grad_(False)
     names = [name for name, _ in model.named_modules() if name.rpartition(".")[2] == INDEXER]
     if model.config.get_text_config() is not model.config:  # a multimodal model: other encoders next to a text decoder

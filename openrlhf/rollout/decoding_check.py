@@ -53,7 +53,9 @@ def choose_decoding(network: Network, strategies: Iterable[Decoding] | None = No
     try:
         probe = make_probe(network.decoder)
     except FAILURES as failure:
-        raise ConfigError(f"{name} cannot run here: its own forward fails with {describe_error(failure)}") from failure
+        raise ConfigError(
+            f"{name} cannot run here: its own forward pass fails with {describe_error(failure)}"
+        ) from failure
     problems: list[str] = []
     for strategy in strategies:
         try:

@@ -184,7 +184,9 @@ def test_layers_that_share_their_weights_get_no_adapters():
 def test_adapters_on_unsupported_layers_are_rejected():
     """llama4's router is a linear layer that returns two tensors."""
     network = Network(add_adapters(build("llama4_text"), LoraFlags(lora_rank=2), scalar=False)).eval()
-    with pytest.raises(ConfigError, match=r"its forward with adapters fails with .*\. Try: other --target_modules"):
+    with pytest.raises(
+        ConfigError, match=r"its forward pass with adapters fails with .*\. Try: other --target_modules"
+    ):
         choose_layout(network, network)
 
 

@@ -102,7 +102,7 @@ def layout_of(network: Network) -> str:
         ("granitemoehybrid", "padded sdpa", "packed with the packed kernel"),
         ("gpt_oss", "padded eager", "uses attention score caps or sinks"),
         ("bloom", "padded eager", ""),  # outside the attention registry: never loaded for packing
-        ("cpmant", "row by row eager", "padded with eager is off by"),
+        ("cpmant", "row by row eager", "padded with eager differs from the model's own results by"),
     ],
 )
 def test_the_fastest_correct_layout_is_chosen(family, settled, why, capsys):
@@ -169,7 +169,10 @@ def test_an_incomplete_head_is_rejected(monkeypatch, dtype):
     network = make_network("granite", "sdpa", logits_scaling=0.2).to(dtype).eval()
     settle(network)
     monkeypatch.setattr(Network, "vocabulary_head", property(lambda self: VocabularyHead(self.decoder, 1.0)))
-    with pytest.raises(ConfigError, match=r"GraniteForCausalLM does not match its own forward .* is off by"):
+    with pytest.raises(
+        ConfigError,
+        match=r"no layout reproduces the forward pass of GraniteForCausalLM: .* differs from the model.s own results",
+    ):
         settle(network)
 
 
@@ -179,7 +182,7 @@ def test_a_scalar_head_is_tested_too(monkeypatch):
     assert layout_of(network) == f"packed {SEGMENTED}"
     broken = torch.nn.Linear(32, 1, bias=False)
     monkeypatch.setattr(Network, "scalar_head", property(lambda self: broken))
-    with pytest.raises(ConfigError, match="LlamaForSequenceClassification does not match its own forward"):
+    with pytest.raises(ConfigError, match="no layout reproduces the forward pass of LlamaForSequenceClassification"):
         settle(network)
 
 
@@ -195,7 +198,7 @@ def test_a_model_that_cannot_run_by_itself_is_rejected(monkeypatch):
     network = make_network("llama", "sdpa").eval()
     monkeypatch.setattr(type(network.decoder.model), "forward", lambda self, **kwargs: 1 / 0)
     with pytest.raises(
-        ConfigError, match="LlamaForCausalLM cannot run here: its own forward fails with ZeroDivisionError"
+        ConfigError, match="LlamaForCausalLM cannot run here: its own forward pass fails with ZeroDivisionError"
     ):
         settle(network)
 
@@ -253,7 +256,7 @@ def test_a_leak_in_training_mode_alone_is_detected(monkeypatch, capsys):
     settle(network)
     assert network.layout == "padded"
     assert not network.training
-    assert "packed with the packed kernel is off by" in capsys.readouterr().err
+    assert "packed with the packed kernel differs from the model's own results by" in capsys.readouterr().err
 
 
 def test_kernels_without_a_backward_pass_are_not_used_for_training(monkeypatch, capsys):

@@ -126,9 +126,9 @@ class BrokenRows(CachedRows):
 @pytest.mark.parametrize(
     ("fault", "problem"),
     [
-        ("keep", "is off by "),
-        ("add", "is off by "),
-        ("numbers", "is off by inf (0.0001 allowed)"),
+        ("keep", "differs from the model's own results by "),
+        ("add", "differs from the model's own results by "),
+        ("numbers", "differs from the model's own results by inf (0.0001 allowed)"),
         ("step", "fails with IndexError: list index out of range"),
     ],
 )
