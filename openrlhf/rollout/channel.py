@@ -35,7 +35,7 @@ from openrlhf.rollout.link import Link, connect
 Transport = Literal["tcp", "nccl", "ipc"]
 
 OK = "ok"  # a receiver's acknowledgement; any other answer describes an error
-CALL_OFF_SECONDS = 3.0  # timeout for connecting to the sender
+CALL_OFF_SECONDS = 3.0  # timeout for notifying the sender that a receiver will not join
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.errors import EngineError, RolloutError
+from openrlhf.errors import EngineError, RolloutError, counted
 from openrlhf.models.forward import Network
 from openrlhf.models.modes import evaluating
 from openrlhf.models.plain import checkpoint_places, load_weights
@@ -132,7 +132,7 @@ class HFEngine:
             yield
             return
         self.watch.progress()
-        with self.watch.working(f"generating {count} requests"):
+        with self.watch.working(f"generating {counted(count, 'request')}"):
             yield
 
     @torch.no_grad()

@@ -49,7 +49,10 @@ def open_memory(shared: SharedMemory) -> Tensor:
     device = torch.cuda.current_device()
     here = str(torch.cuda.get_device_properties(device).uuid)
     if here != shared.gpu:
-        raise RolloutError(f"ipc needs sender and receiver on the same GPU: expected {shared.gpu}, got {here}")
+        raise RolloutError(
+            f"CUDA IPC shares weights only within one GPU: expected an engine on the trainer's GPU {shared.gpu},"
+            f" got {here}"
+        )
     torch.cuda.init()
     described = [bytes.fromhex(value) if isinstance(value, str) else value for value in shared.storage]
     storage = torch.UntypedStorage._new_shared_cuda(device, *described)

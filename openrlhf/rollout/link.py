@@ -60,7 +60,7 @@ class Link:
         deadline = time.monotonic() + seconds
         (length,) = LENGTH.unpack(self.receive_raw(bytearray(LENGTH.size), seconds))
         if length > MAX_MESSAGE:
-            raise ConnectionError(f"announced a message of {length} bytes: expected at most {MAX_MESSAGE}")
+            raise ConnectionError(f"the other end sends a message of {length} bytes: expected at most {MAX_MESSAGE}")
         return bytes(self.receive_raw(bytearray(length), deadline - time.monotonic()))
 
     def send_raw(self, data: memoryview, seconds: float) -> None:
@@ -76,7 +76,7 @@ class Link:
             self.socket.settimeout(max(0.001, deadline - time.monotonic()))
             count = self.socket.recv_into(rest)
             if count == 0:
-                raise ConnectionError("closed the connection")
+                raise ConnectionError("the other end closed the connection")
             rest = rest[count:]
         return buffer
 
@@ -106,7 +106,7 @@ def connect(host: str, port: int, secret: bytes, seconds: float) -> Link:
         link.send_raw(memoryview(own + prove(secret, b"client", challenge + own)), seconds)
         proof = link.receive_raw(bytearray(NONCE), seconds)
         if not hmac.compare_digest(proof, prove(secret, b"server", challenge + own)):
-            raise ConnectionError("does not know the secret of this channel")
+            raise ConnectionError("the other end does not know the secret of this channel")
     except BaseException:
         link.close()
         raise

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from openrlhf.errors import RolloutError
+from openrlhf.errors import RolloutError, counted
 from openrlhf.rollout.checksum import checksum
 from openrlhf.rollout.engine import Checksums, Weights
 
@@ -65,5 +65,6 @@ def compare(sent: Checksums, received: Checksums, receiver: str) -> None:
     ]
     if complaints:
         raise RolloutError(
-            f"weight sync to {receiver}: expected the {len(sent)} parameters sent, got {'; '.join(complaints)}"
+            f"the weights of {receiver} differ from those sent ({counted(len(sent), 'parameter')}):"
+            f" {'; '.join(complaints)}"
         )

@@ -25,7 +25,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from openrlhf.errors import RolloutError
+from openrlhf.errors import RolloutError, counted
 from openrlhf.rollout.command_thread import CommandThread, Waiter, on_thread
 from openrlhf.rollout.engine import Checksums, Part, Weights
 from openrlhf.rollout.weight_receiver import IncomingWeights
@@ -106,7 +106,7 @@ class StepLoop(CommandThread):
     async def run_requests(self, requests: Sequence[VLLMRequest]) -> list[Completion]:
         """Return all completions in order, without their texts. Cancelling the call withdraws its requests."""
         call = GenerateCall(requests)
-        self.post(lambda: self._submit(call), call.waiter, f"accepting {len(requests)} requests")
+        self.post(lambda: self._submit(call), call.waiter, f"accepting {counted(len(requests), 'request')}")
         try:
             return await asyncio.wrap_future(call.waiter)
         except asyncio.CancelledError:
@@ -161,7 +161,7 @@ class StepLoop(CommandThread):
             lost = sorted(self._readable - read_back)
             if lost:
                 shown = ", ".join(lost[:SHOWN]) + (", ..." if len(lost) > SHOWN else "")
-                problem = f"vLLM still computes with other values for {len(lost)} tensors: {shown}"
+                problem = f"vLLM still computes with other values for {counted(len(lost), 'tensor')}: {shown}"
                 raise RolloutError(f"weights arrived, but {problem}")
         self._has_weights = True
         self._engine.reset_prefix_cache(reset_running_requests=True)  # drop keys and values of the old weights
@@ -242,7 +242,8 @@ class StepLoop(CommandThread):
         for output in finished:
             made = output.outputs[0]
             if made.finish_reason not in ("stop", "length"):
-                raise RolloutError(f"vLLM ended a request: expected stop or length, got {made.finish_reason!r}")
+                why = made.finish_reason
+                raise RolloutError(f"vLLM did not finish a request: expected finish_reason stop or length, got {why!r}")
             running = self._running.pop(output.request_id)
             version = self._first_versions.pop(output.request_id, self.version)
             call, token_ids, log_probs = running.call, tuple(made.token_ids), tuple(made.logprobs.logprobs)
@@ -252,7 +253,7 @@ class StepLoop(CommandThread):
         self._end_drain()
 
     def _step_task(self) -> str:
-        return f"generating {len(self._running)} requests, which have {self._tokens} tokens so far"
+        return f"generating {counted(len(self._running), 'request')}, with {counted(self._tokens, 'token')} so far"
 
     def _note_tokens(self, *, has_finished: bool) -> None:
         """Report progress only if there are new tokens: a scheduler without free memory takes steps that sample none.

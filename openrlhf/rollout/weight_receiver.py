@@ -86,7 +86,7 @@ class WeightReceiver:
                 with blame(f"lost the connection to {self.sender}"):
                     self.link.send(OK.encode(), self.channel.timeout)
                 return header.failure
-            answer = "stopped before the end"
+            answer = "stopped before it had loaded all weights"
             try:
                 shared = header.shared
                 buffer = self._receive_bytes(header.used) if shared is None else open_memory(shared)  # [bytes]
@@ -107,7 +107,8 @@ class WeightReceiver:
                 header = Header.decode(self.link.receive(seconds))
             except TimeoutError:
                 raise RolloutError(
-                    f"{self.sender} did not send header {number} of version {version} within {seconds:g} s"
+                    f"{self.sender} did not send the next weights within {seconds:g} s (header {number} of version"
+                    f" {version})"
                 ) from None
         if header.version != version:
             raise RolloutError(f"{self.sender} sent wrong weights: expected version {version}, got {header.version}")

@@ -146,7 +146,7 @@ def test_a_receiver_that_stops_early_fails_the_send_and_a_new_channel_works():
     with receivers(1) as pairs:
         sender = make_sender(1)
         ask(pairs, sender, 1, only=3)
-        with pytest.raises(RolloutError, match="weight receiver 0 stopped before the end"):
+        with pytest.raises(RolloutError, match="weight receiver 0 stopped before it had loaded all weights"):
             sender.send(weights(1), 1)
         assert answers(pairs) == [["scalar", "empty", "layers.0"]]
         send(make_sender(1), pairs, 1)
@@ -197,7 +197,7 @@ def test_a_sender_that_never_begins_is_named():
     sender = make_sender(1, HASTY)
     with receivers(1) as pairs:
         ask(pairs, sender, 1)
-        assert "did not send header 0 of version 1 within 4 s" in answers(pairs)[0]
+        assert "did not send the next weights within 4 s (header 0 of version 1)" in answers(pairs)[0]
 
 
 def test_a_missing_sender_is_named():
@@ -205,7 +205,7 @@ def test_a_missing_sender_is_named():
     with receivers(1) as pairs:
         send(sender, pairs, 1)
         ask(pairs, sender, 2)
-        assert "did not send header 0 of version 2 within 4 s" in answers(pairs)[0]
+        assert "did not send the next weights within 4 s (header 0 of version 2)" in answers(pairs)[0]
 
 
 def listening():
@@ -242,7 +242,7 @@ def heard(connection):
 def test_strangers_are_refused_and_the_transfer_goes_on():
     """One knows a wrong secret, one sends garbage, one says nothing, and one repeats what a receiver said."""
     sender = make_sender(1)
-    with pytest.raises(RolloutError, match="did not accept receiver 0: closed the connection"):
+    with pytest.raises(RolloutError, match="did not accept receiver 0: the other end closed the connection"):
         next(iter(IncomingWeights(replace(sender.channel, secret=b"guessed"), 0, 1)))
 
     def connect():

@@ -280,5 +280,5 @@ def test_an_engine_without_new_tokens_ends_the_program(tmp_path):
     assert done.returncode == 1, done.stderr
     assert "error: the engine hangs: no progress for" in done.stderr
     assert (
-        "(--engine_timeout 1) while generating 1 requests. Try: the same command with --load_checkpoint" in done.stderr
+        "(--engine_timeout 1) while generating 1 request. Try: the same command with --load_checkpoint" in done.stderr
     )

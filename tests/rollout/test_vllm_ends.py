@@ -84,9 +84,7 @@ def test_steps_without_tokens_end_the_wait(folder, tokenizer, monkeypatch):
         assert len((await engine.generate([SHORT]))[0].token_ids) == 3
         engine._watch.seconds = 1.0  # the first generation, which compiles, may take longer
         monkeypatch.setattr(engine._engine, "step", lambda: time.sleep(0.01) or [])
-        with pytest.raises(
-            EngineError, match=r"vLLM hangs: no progress for .* while generating 1 requests, which have 0"
-        ):
+        with pytest.raises(EngineError, match=r"vLLM hangs: no progress for .* while generating 1 request, with 0"):
             await engine.generate([SHORT])
         with pytest.raises(EngineError, match="vLLM hangs"):
             await engine.pause(drain=True)
