@@ -36,7 +36,7 @@ class Audit:
         self.named = list(named)
         self.master = master
         self.most = most
-        self.steps = 0  # audited so far
+        self.steps = 0  # steps audited so far
         self.audited = False  # whether the current step counts
         self.nonzero: dict[int, Tensor] = {}  # index of a parameter -> whether its gradient is nonzero in this step
         self.before: list[Tensor | None] = []  # fingerprints of the masters before the step

@@ -171,7 +171,8 @@ class TrainBackend(Frozen, Ranks, ABC):
             raise BackendError(
                 f"the first of {totals.micro_batches:g} micro-batches has a wrong share of the step's loss: expected "
                 f"{min(parts):.2g} to {max(parts):.2g} times its own loss, got {share / alone:.2g} times; "
-                "gradients would depend on the number of micro-batches"
+                "gradients would depend on the number of micro-batches",
+                try_this="a loss that divides by the totals of the step (StepTotals), not of the micro-batch",
             )
 
     @torch.no_grad()

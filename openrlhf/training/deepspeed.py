@@ -144,7 +144,9 @@ class DeepSpeedBackend(TrainBackend):
             parameters = [parameter for _, parameter in trainable(self.network)]
             norm = float(clip_grad_norm_(parameters, self.flags.max_norm or math.inf, mpu=self.engine.mpu))
             if not math.isfinite(norm):
-                raise BackendError(f"the gradient norm is {norm}, so the weights were not updated")
+                raise BackendError(
+                    f"the gradient norm is {norm}, so the weights were not updated", try_this="a smaller learning rate"
+                )
             self.engine.step()
         else:
             self.engine.step()
@@ -181,7 +183,7 @@ class DeepSpeedBackend(TrainBackend):
         if not (folder / tag).is_dir():
             convert = f"{CONVERTER} --input_folder {folder / TAG} --output_folder {folder / UNIVERSAL_TAG}"
             raise BackendError(
-                f"{folder} has no {tag} folder, so it is not a checkpoint of this backend",
+                f"{folder} has no {tag} folder, so DeepSpeed cannot resume from it",
                 try_this=f"create one with `{convert}`" if self.universal else None,
             )
         must_be_private(checkpoints_above(folder), folder)  # the next line unpickles the files

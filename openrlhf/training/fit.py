@@ -82,8 +82,8 @@ class Fit(Generic[Row, Collated, Prepared]):
         taken = self.backend.steps_taken()
         if taken not in (None, first_step):
             raise BackendError(
-                f"the optimizer has taken {taken} steps, but training would continue after step {first_step}: it would "
-                "repeat or skip data, or train without the optimizer's state",
+                f"the optimizer is at step {taken}, but training would continue after step {first_step}: it would"
+                " repeat or skip data, or train without the optimizer's state",
                 try_this="an older checkpoint, or start over without --load_checkpoint",
             )
         save_steps, eval_steps, total = self.checkpoints.save_steps, self.logs.eval_steps, self.order.total_steps
@@ -192,7 +192,8 @@ class Fit(Generic[Row, Collated, Prepared]):
         if state["num_rows"] != len(self.rows):
             raise BackendError(
                 f"the data changed since the checkpoint {folder} was written: expected {state['num_rows']} rows, got"
-                f" {len(self.rows)}; resuming would repeat or skip rows"
+                f" {len(self.rows)}; resuming would repeat or skip rows",
+                try_this="the original data, or start over without --load_checkpoint",
             )
         self.backend.load(folder)
         load_rng(folder, self.backend.process)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from openrlhf.config.sections.training import OptimizerFlags
-from openrlhf.errors import BackendError
+from openrlhf.errors import BackendError, counted
 from openrlhf.models.forward import Network
 from openrlhf.models.self_test import choose_layout
 from openrlhf.training.audit import Audit
@@ -89,10 +89,13 @@ class LocalBackend(TrainBackend):
             self.optimizer.load_state(tensors)
             lost = tensors.keys() - self.optimizer.state().keys()
             if lost:
-                raise BackendError(f"{len(lost)} tensors of the optimizer were not restored, such as {min(lost)}")
+                raise BackendError(
+                    f"the optimizer has no place for {counted(len(lost), 'saved tensor')}, such as {min(lost)}"
+                )
         except (OSError, KeyError, RuntimeError, SafetensorError) as error:
             raise BackendError(
-                f"the checkpoint {folder} does not fit this model: {str(error).splitlines()[0]}"
+                f"the checkpoint {folder} does not fit this model: {str(error).splitlines()[0]}",
+                try_this="the model and flags of the run that wrote it, or start over without --load_checkpoint",
             ) from None
         if self.loss_scale and scale is not None:
             value, applied, skipped = scale.tolist()

@@ -19,6 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 from openrlhf.config.commands import SupervisedConfig
 from openrlhf.data.collate import collate
 from openrlhf.data.supervised import SupervisedData, load_data
+from openrlhf.errors import counted
 from openrlhf.models.load import load_tokenizer
 from openrlhf.monitor import Sink, say
 from openrlhf.training import checkpoint
@@ -83,7 +84,8 @@ def train(
         max_steps=config.batches.max_steps,
     )
     if len(data.train) < order.batch_size:
-        say(f"only {len(data.train)} rows for --train_batch_size {order.batch_size}: each step trains on all of them")
+        few = f"only {counted(len(data.train), 'row')} for --train_batch_size {order.batch_size}"
+        say(f"{few}: each step trains on all the data")
     scheduled = make_schedule(config, order.total_steps)
     resume_from = find_checkpoint(config, lambda step: agree(step, device))
     # All processes build the models with the same seed; `seed_dropout` then changes it.

@@ -219,7 +219,7 @@ def test_optimizer_state_that_is_lost_on_resume(run, monkeypatch, command):
     monkeypatch.setattr(MasterOptimizer, "load_state", only_weights)
     code, stderr = run(command, save_steps=2, load_checkpoint=True)
     assert code == 1
-    assert "tensors of the optimizer were not restored, such as exp_avg/" in stderr
+    assert "saved tensors, such as exp_avg/" in stderr
 
 
 def test_rows_that_are_repeated_after_resume(run, monkeypatch):
@@ -228,7 +228,7 @@ def test_rows_that_are_repeated_after_resume(run, monkeypatch):
     monkeypatch.setattr(Fit, "resume", lambda self, folder: right(self, folder) and 0)
     code, stderr = run("train_sft", save_steps=2, load_checkpoint=True)
     assert code == 1
-    assert "the optimizer has taken 4 steps, but training would continue after step 0" in stderr
+    assert "the optimizer is at step 4, but training would continue after step 0" in stderr
 
 
 @pytest.mark.parametrize("lost", ["place", "made"])
