@@ -27,7 +27,7 @@ from openrlhf.config.sections.data import split_names
 from openrlhf.config.sections.rl import RewardFlags
 from openrlhf.data.prompts import load_eval_prompts, load_prompts
 from openrlhf.data.supervised import load_train
-from openrlhf.errors import RewardError, RolloutError
+from openrlhf.errors import RewardError, RolloutError, counted
 from openrlhf.models.load import load_tokenizer
 from openrlhf.monitor import say
 from openrlhf.rl.rollouts import sampling
@@ -251,8 +251,8 @@ def explain(results: Sequence[GroupResult], tokenizer: PreTrainedTokenizerBase) 
     failures = [failure for result in results for failure in result.failures]
     if failures:
         say(
-            f"{len(failures)} made-up answers to the first {len(results)} prompts failed, and such samples are dropped"
-            f" (--on_reward_error skip); the first: {failures[0]}"
+            f"{counted(len(failures), 'made-up answer')} to the first {counted(len(results), 'prompt')} failed, and"
+            f" such samples are dropped (--on_reward_error skip); the first: {failures[0]}"
         )
     made = [item for result in results for item in result.trajectories if not math.isnan(item.reward)]
     if made:
@@ -260,7 +260,7 @@ def explain(results: Sequence[GroupResult], tokenizer: PreTrainedTokenizerBase) 
         response = text_of(first.input_ids[first.action_mask.index(True) :], tokenizer)
         extremes = dict.fromkeys(f"{reward:g}" for reward in (min(rewards), max(rewards)))
         say(
-            f"rewards of made-up answers to the first {len(results)} prompts are {' to '.join(extremes)};"
+            f"rewards of made-up answers to the first {counted(len(results), 'prompt')} are {' to '.join(extremes)};"
             f" {shorten(response)} gets {rewards[0]:g}"
         )
 

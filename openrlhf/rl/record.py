@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf.config.sections.rl import RolloutFlags
+from openrlhf.errors import counted
 from openrlhf.monitor import say
 from openrlhf.rl.experience import Experience
 from openrlhf.rl.rollouts import Rollout
@@ -129,7 +130,7 @@ def describe_gaps(folder: Path, files: Sequence[Path]) -> str:
     steps = {int(file.stem.removeprefix("step_")) for file in files}
     missing = len(set(range(1, max(steps, default=0) + 1)) - steps)
     found = [f"{about['share']:.0%} of the groups"] if about.get("share", 1) < 1 else []
-    found += [f"{missing} steps are missing"] if missing else []
+    found += [f"{counted(missing, 'step')} missing"] if missing else []
     found += [f"recording stopped before step {about['stopped_before_step']}"] if "stopped_before_step" in about else []
     return ", ".join(found)
 

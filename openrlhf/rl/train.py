@@ -23,7 +23,7 @@ from openrlhf.config.runtime import num_optimizer_steps, num_rollouts, policy_ra
 from openrlhf.config.sections.training import OptimizerFlags
 from openrlhf.data.collate import Layout
 from openrlhf.data.prompts import load_eval_prompts, load_prompts
-from openrlhf.errors import BackendError, RolloutError
+from openrlhf.errors import BackendError, RolloutError, counted
 from openrlhf.models.load import load_tokenizer
 from openrlhf.monitor import say
 from openrlhf.rl.build import make_schedule, scoring_batches, training_batches
@@ -75,7 +75,8 @@ def run(config: RLConfig, open_runtime: OpenRuntime = open_local) -> RLResult:
     prompts, eval_prompts = load_prompts(config, tokenizer), load_eval_prompts(config, tokenizer)
     order = PromptOrder(prompts, config.rollout.num_episodes, config.batches.seed)
     if len(prompts) < config.rollout.rollout_batch_size:
-        say(f"only {len(prompts)} prompts, fewer than --rollout_batch_size: rollouts are smaller or repeat prompts")
+        few = f"only {counted(len(prompts), 'prompt')}, fewer than --rollout_batch_size"
+        say(f"{few}: rollouts are smaller or repeat prompts")
     explain_warmup(config, order)
     explain_reward_models(config)
     executor = build_tested_executor(config, tokenizer, prompts)
@@ -268,8 +269,8 @@ def load_state(folder: Path | None, kl: FixedKL | AdaptiveKL) -> State:
     # Every rollout that was made has been trained or is in the queue, and used at least one prompt.
     if state.made != state.version + len(state.queue) or state.place < state.made:
         raise BackendError(
-            f"the checkpoint {folder} is inconsistent: {state.made} rollouts made from {state.place} prompts, "
-            f"{state.version} trained and {len(state.queue)} in the queue; prompts would be repeated or skipped",
+            f"the checkpoint {folder} is inconsistent (rollouts made: {state.made}, trained: {state.version}, queued: "
+            f"{len(state.queue)}; prompts used: {state.place}): prompts would be repeated or skipped",
             try_this="an older checkpoint, or start over without --load_checkpoint",
         )
     return state

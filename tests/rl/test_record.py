@@ -164,5 +164,5 @@ def test_a_replay_says_what_a_partial_record_lacks(tmp_path, capsys):
     capsys.readouterr()
     assert len(Replay(tmp_path / "rollouts")) == 4
     folder = tmp_path / "rollouts"
-    told = "50% of the groups, 2 steps are missing, recording stopped before step 7"
+    told = "50% of the groups, 2 steps missing, recording stopped before step 7"
     assert capsys.readouterr().err == f"openrlhf: --replay {folder} is a partial record: {told}\n"
