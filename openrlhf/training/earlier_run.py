@@ -36,8 +36,9 @@ def set_earlier_run_aside(run_dir: Path, resumed_at: int = 0) -> None:
 
 def _set_aside(run_dir: Path, resumed_at: int) -> Path | None:
     metrics, rollouts, config = run_dir / METRICS_FILE, run_dir / ROLLOUTS, run_dir / CONFIG_FILE
-    for leftover in rollouts.glob(f".{STEP_FILES}.writing-*"):
-        leftover.unlink()
+    for target in (config, metrics, rollouts / STEP_FILES, rollouts / ABOUT_FILE):
+        for unfinished in target.parent.glob(f".{target.name}.writing-*"):  # a run was killed in `replace_file`
+            unfinished.unlink()
     kept, dropped = split_metrics(metrics, resumed_at)
     files = [file for file in sorted(rollouts.glob(STEP_FILES)) if not 0 < _step(file) <= resumed_at]
     if not dropped and not files:

@@ -47,6 +47,18 @@ def test_a_plain_start_moves_everything(run_dir, capsys):
     assert sorted(path.name for path in (run_dir / "earlier").iterdir()) == [aside.name, f"{aside.name}_2"]
 
 
+def test_unfinished_files_of_a_killed_run_are_removed(run_dir):
+    unfinished = [
+        ".config.json.writing-0a1b",
+        ".metrics.jsonl.writing-0a1b",
+        "rollouts/.step_000004.jsonl.writing-0a1b",
+    ]
+    for name in unfinished:
+        (run_dir / name).write_text('{"st')
+    set_earlier_run_aside(run_dir, resumed_at=3)
+    assert not files(run_dir).keys() & set(unfinished)
+
+
 def test_a_resumed_run_keeps_the_steps_up_to_its_checkpoint(run_dir, capsys):
     with (run_dir / "metrics.jsonl").open("ab") as file:
         file.write(b'\xff\xfe\n{"no": "step"}\n{"kind": "train", "st')  # a damaged disk, then a crash
