@@ -6,6 +6,7 @@ RAY_ADDRESS or a Ray job may name the cluster. Otherwise a run joins a cluster o
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 import stat
@@ -21,6 +22,8 @@ SECONDS_TO_CONNECT = 3.0
 SECONDS_TO_ANSWER = 20.0  # time limit of PROBE, including one or two seconds to import Ray
 MAX_RECORD = 256  # characters read from Ray's file, which holds an address
 NEEDS_TOKEN = 3  # exit code of PROBE if a token is missing or wrong
+SOCKET_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))  # of Linux
+LISTENING = "0A"  # state in SOCKET_TABLES
 
 # Runs in a separate process, because Ray waits 40 seconds for a server that does not answer, and aborts the process if
 # a token is missing.
@@ -40,7 +43,8 @@ def find_cluster(environ: MutableMapping[str, str]) -> str | None:
 
     Raise ConfigError if a cluster was named explicitly but does not answer. If a named cluster requires a token and one
     is available, set RAY_AUTH_MODE in `environ`. The token is never sent to a cluster that was not named: its address
-    comes from a file that may be out of date, so another process may answer there.
+    comes from a file that may be out of date, so another process may answer there. For the same reason, `auto` names a
+    cluster only if this user or root listens at that address.
     """
     given = environ.get("RAY_ADDRESS") or ("auto" if "RAY_JOB_CONFIG_JSON_ENV_VAR" in environ else None)
     if given == "local":
@@ -53,8 +57,19 @@ def find_cluster(environ: MutableMapping[str, str]) -> str | None:
     # `ray start` records this machine's cluster in a file, which remains there when Ray dies.
     folder = environ.get("RAY_TMPDIR") or environ.get("TMPDIR") or "/tmp"
     record = Path(folder) / "ray" / "ray_current_cluster"
-    address = read_record(record, needed=given == "auto") if given in (None, "auto") else given
-    if address is not None and is_alive(address, environ, named=given is not None):
+    address, named = given, True
+    if given in (None, "auto"):
+        address = read_record(record, needed=given == "auto")
+        owners = set() if address is None else find_listeners(address)
+        if strangers := owners - {0, os.geteuid()}:
+            who = " and ".join(map(str, sorted(strangers)))
+            message = f"user {who} listens at {address}, the address in {record}: expected this user or root"
+            if given == "auto":
+                raise ConfigError(message, try_this="RAY_ADDRESS=host:port of the cluster")
+            say(f"{message}; it is ignored")
+            return None
+        named = given == "auto" and bool(owners)
+    if address is not None and is_alive(address, environ, named=named):
         if environ.get("RAY_AUTH_MODE", "").lower() != "token":
             say(
                 f"joining the Ray cluster at {address} without a token: anyone who reaches its ports can run code there"
@@ -95,6 +110,27 @@ def read_record(record: Path, *, needed: bool) -> str | None:
         raise ConfigError(message, try_this="RAY_ADDRESS=host:port of the cluster")
     say(f"{message}; it is ignored")
     return None
+
+
+def find_listeners(address: str) -> set[int]:
+    """Return the ids of the users that listen at an address of this machine; empty if they cannot be determined."""
+    host, _, port = address.rpartition(":")
+    try:
+        ip = ipaddress.ip_address(host.strip("[]"))
+        with socket.socket(socket.AF_INET if ip.version == 4 else socket.AF_INET6, socket.SOCK_DGRAM) as test:
+            test.bind((str(ip), 0))  # fails for an address of another machine
+        lines = [line.split() for table in SOCKET_TABLES if table.exists() for line in table.read_text().splitlines()]
+        hosts = (ip.packed, bytes(10) + b"\xff\xff" + ip.packed, bytes(4), bytes(16))  # mapped to IPv6; all interfaces
+        names = {f"{hex_words(packed)}:{int(port):04X}" for packed in hosts}
+    except (OSError, ValueError):
+        return set()
+    return {int(line[7]) for line in lines if line[1] in names and line[3] == LISTENING}
+
+
+def hex_words(packed: bytes) -> str:
+    """Return an IP address as the kernel prints it in SOCKET_TABLES: words of 32 bits in the machine's byte order."""
+    words = [packed[start : start + 4] for start in range(0, len(packed), 4)]
+    return "".join(f"{int.from_bytes(word, sys.byteorder):08X}" for word in words)
 
 
 def is_alive(address: str, environ: MutableMapping[str, str], *, named: bool) -> bool:
@@ -156,7 +192,7 @@ def open_connection(address: str) -> socket.socket:
 def unnamed_error(address: str) -> ConfigError:
     return ConfigError(
         f"cannot join this machine's Ray cluster at {address}, because a token is sent only to a cluster that you "
-        "name: expected RAY_ADDRESS to be set",
+        "name: expected RAY_ADDRESS=host:port",
         try_this=f"RAY_ADDRESS={address} to join it with the token, or RAY_ADDRESS=local to start a private Ray",
     )
 

@@ -15,7 +15,7 @@ STRANGER = 54321  # a user id that is not ours
 
 @pytest.fixture
 def server():
-    """A server that is no Ray, and what its clients said to it."""
+    """The address of a server that is no Ray, what its clients said to it, and its socket."""
     said = bytearray()
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -30,7 +30,7 @@ def server():
                         said.extend(data)
 
         threading.Thread(target=serve, daemon=True).start()
-        yield f"127.0.0.1:{listener.getsockname()[1]}", said
+        yield f"127.0.0.1:{listener.getsockname()[1]}", said, listener
         listener.shutdown(socket.SHUT_RDWR)
 
 
@@ -87,3 +87,50 @@ def test_the_token_is_not_sent_to_a_cluster_that_was_not_named(record, environ, 
     with pytest.raises(ConfigError, match=rf"only to a cluster that you name.*RAY_ADDRESS={server[0]}"):
         find_cluster(environ | {"RAY_AUTH_MODE": "token"})
     assert not server[1]
+
+
+def test_auto_does_not_send_the_token_to_another_user(record, environ, server, monkeypatch, capsys):
+    """A record outlives its Ray, and its port is then free for everyone."""
+    record.write_text(server[0])
+    if os.geteuid() == 0:
+        os.chown(server[2].fileno(), STRANGER, STRANGER)  # the owner that the kernel lists for a socket
+    else:
+        monkeypatch.setattr(address, "find_listeners", lambda _: {STRANGER})
+    environ["RAY_AUTH_MODE"] = "token"
+    with pytest.raises(ConfigError, match=rf"user {STRANGER} listens at {server[0]}.*RAY_ADDRESS=host:port"):
+        find_cluster(environ | {"RAY_ADDRESS": "auto"})
+    assert find_cluster(environ) is None
+    assert f"user {STRANGER} listens at {server[0]}" in capsys.readouterr().err
+    assert not server[1]
+
+
+def test_auto_does_not_send_the_token_to_an_unknown_user(record, environ, server, monkeypatch):
+    monkeypatch.setattr(address, "SOCKET_TABLES", (record.parent / "missing",))  # as on other systems than Linux
+    record.write_text(server[0])
+    with pytest.raises(ConfigError, match=rf"expected RAY_ADDRESS=host:port. Try: RAY_ADDRESS={server[0]}"):
+        find_cluster(environ | {"RAY_ADDRESS": "auto", "RAY_AUTH_MODE": "token"})
+    assert not server[1]
+
+
+def test_auto_names_a_cluster_of_this_user(record, environ, server, monkeypatch):
+    tried = []
+    monkeypatch.setattr(address, "probe", lambda at, given: tried.append((at, given["RAY_AUTH_MODE"])) or 0)
+    record.write_text(server[0])
+    assert find_cluster(environ | {"RAY_ADDRESS": "auto", "RAY_AUTH_MODE": "token"}) == server[0]
+    assert tried == [(server[0], "token")]
+
+
+@pytest.mark.skipif(not address.SOCKET_TABLES[0].exists(), reason="only Linux lists the owners of sockets")
+@pytest.mark.parametrize(("host", "asked"), [("127.0.0.1", None), ("", "127.0.0.1"), ("::1", None), ("::", "::1")])
+def test_owners_of_listening_sockets_are_found(host, asked):
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, 0), family=family)
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    with listener:
+        port = listener.getsockname()[1]
+        assert address.find_listeners(f"{asked or host}:{port}") == {os.geteuid()}
+        assert address.find_listeners(f"192.0.2.1:{port}") == set()  # another machine
+        assert address.find_listeners(f"localhost:{port}") == set()  # may have several addresses
+    assert address.find_listeners(f"{asked or host}:{port}") == set()
