@@ -3,6 +3,7 @@
 On a machine that offers none, `run_program` must refuse; `attack` checks that instead.
 """
 
+import errno
 import os
 import re
 import shutil
@@ -19,7 +20,7 @@ import pytest
 from sessions import WATCHDOG
 
 from openrlhf.agents.sandbox import program
-from openrlhf.agents.sandbox.control_group import remove_abandoned
+from openrlhf.agents.sandbox.control_group import ControlGroup, remove_abandoned
 from openrlhf.agents.sandbox.program import ForkServer, ProgramLimits, StartError, close_servers, run_program
 from openrlhf.errors import ConfigError
 
@@ -207,6 +208,42 @@ def test_memory_that_counts_towards_no_process(attack):
         """
     )
     assert ran.stdout == "-1 -1 -1\n", ran
+
+
+def test_a_limit_is_set_when_the_memory_of_a_killed_program_is_free(tmp_path, monkeypatch):
+    """In version 1, the kernel refuses a limit below the memory in use, which it frees a moment after a kill."""
+    tries, write = [], Path.write_text
+
+    def refuse_twice(path, text):
+        tries.append(path.name)
+        if tries.count("memory.limit_in_bytes") in (1, 2):
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+        return write(path, text)
+
+    for name in ("memory.limit_in_bytes", "pids.max"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(Path, "write_text", refuse_twice)
+    ControlGroup(tmp_path, tmp_path).limit(memory=1 << 20, processes=4)
+    assert (tmp_path / "memory.limit_in_bytes").read_text() == str(1 << 20)
+    assert tries == ["pids.max", *["memory.limit_in_bytes"] * 3]
+
+
+def test_a_server_whose_limits_cannot_be_set_is_replaced(attack, monkeypatch):
+    assert attack("print(1)").stdout == "1\n"
+    idle = program._servers.idle[:]
+    if not idle or idle[0].group is None:
+        pytest.skip("no server with a control group is left for a second program")
+    limit = ControlGroup.limit
+
+    def refuse(group, memory, processes):
+        if group is idle[0].group:
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+        limit(group, memory, processes)
+
+    monkeypatch.setattr(ControlGroup, "limit", refuse)
+    assert attack("print(2)").stdout == "2\n"
+    assert idle[0].process.returncode is not None
+    assert not idle[0].group.memory.exists()
 
 
 def test_network(attack):

@@ -6,6 +6,7 @@ own group or below it. Without groups, limits per process and per user apply ins
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import time
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 NAME = "openrlhf-program"
-REMOVE_SECONDS = 5.0  # time for killed processes to leave a group
+REMOVE_SECONDS = 5.0  # time for killed processes to leave a group, and for the kernel to free their memory
 _numbers = itertools.count()
 
 
@@ -76,7 +77,7 @@ class ControlGroup:
         return [str(folder / "cgroup.procs") for folder in dict.fromkeys((self.memory, self.pids))]
 
     def limit(self, memory: int, processes: int) -> None:
-        """Set the limits, if they are not in force already."""
+        """Set the limits, if they are not in force already; raise OSError if the group uses more than that."""
         version_1 = (self.memory / "memory.limit_in_bytes").exists()
         files = {self.pids / "pids.max": processes}
         if version_1:
@@ -85,7 +86,7 @@ class ControlGroup:
             files |= {self.memory / "memory.max": memory, self.memory / "memory.swap.max": 0}
         for file, value in files.items():
             if self.written.get(file) != value and file.exists():
-                file.write_text(str(value))
+                write_limit(file, value)
                 self.written[file] = value
 
     def count_kills(self) -> int:
@@ -109,6 +110,19 @@ class ControlGroup:
                     if time.monotonic() > deadline:
                         break
                     time.sleep(0.01)
+
+
+def write_limit(file: Path, value: int) -> None:
+    """Write a limit; in version 1 this fails with EBUSY as long as the group uses more memory than that."""
+    deadline = time.monotonic() + REMOVE_SECONDS
+    while True:
+        try:
+            file.write_text(str(value))
+            return
+        except OSError as error:
+            if error.errno != errno.EBUSY or time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
 
 
 def make_group(parent: Path, name: str, file: str) -> Path | None:

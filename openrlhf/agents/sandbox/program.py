@@ -174,12 +174,14 @@ class ForkServer:
             )
         return frame[0]["user"]
 
-    def run(self, program: Program, limits: ProgramLimits, channel: socket.socket | None) -> ProgramResult:
-        """Run one program; if it ends the server, report it as killed."""
-        kills = 0
+    def set_limits(self, limits: ProgramLimits) -> None:
+        """Set the limits of the control group; raise OSError if memory that an earlier program left exceeds them."""
         if self.group is not None:
             self.group.limit(limits.memory + OVERHEAD, limits.processes + 4)  # plus sh or bwrap, server and init
-            kills = self.group.count_kills()
+
+    def run(self, program: Program, limits: ProgramLimits, channel: socket.socket | None) -> ProgramResult:
+        """Run one program after `set_limits`; if it ends the server, report it as killed."""
+        kills = 0 if self.group is None else self.group.count_kills()
         self.connection.settimeout(limits.seconds + GRACE_SECONDS)
         allowed = limits.for_server(self._most_processes(limits.processes))
         request: ProgramRequest = {"program": program, "limits": allowed}
@@ -285,13 +287,33 @@ class _Servers:
         self.isolation: Isolation | None = None
         self.failures: dict[Isolation, str] = {}
 
-    def take(self, disk: int, *, allow_unisolated: bool) -> ForkServer:
-        """Return an idle server or start one, with the best isolation that works on this machine."""
+    def take(self, limits: ProgramLimits, *, allow_unisolated: bool) -> ForkServer:
+        """Return an idle server or start one, and set its limits; replace servers whose limits cannot be set."""
+        while (idle := self._take_idle(allow_unisolated=allow_unisolated)) is not None:
+            try:
+                idle.set_limits(limits)
+            except OSError:
+                idle.close()
+            else:
+                return idle
+        server = self._start(limits.disk, allow_unisolated=allow_unisolated)
+        try:
+            server.set_limits(limits)
+        except OSError as error:
+            server.close()
+            raise ConfigError(f"the limits of a program cannot be set: {error}") from None
+        return server
+
+    def _take_idle(self, *, allow_unisolated: bool) -> ForkServer | None:
         with self.lock:
             usable = [server for server in self.idle if allow_unisolated or server.isolation != "none"]
             if usable:
                 self.idle.remove(usable[-1])
-                return usable[-1]
+            return usable[-1] if usable else None
+
+    def _start(self, disk: int, *, allow_unisolated: bool) -> ForkServer:
+        """Start a server with the best isolation that works on this machine."""
+        with self.lock:
             if self.isolation is None:  # only the first call tries each kind
                 for isolation in ("namespaces", "bubblewrap"):
                     try:
@@ -371,7 +393,7 @@ def run_program(
         program = make_program(source, argv, stdin, files or {}, limits)
         if allow_unisolated is None:
             allow_unisolated = os.environ.get(OPT_IN) == "1"
-        server = _servers.take(limits.disk, allow_unisolated=allow_unisolated)
+        server = _servers.take(limits, allow_unisolated=allow_unisolated)
         try:
             return server.run(program, limits, channel)
         finally:
