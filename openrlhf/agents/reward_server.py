@@ -119,6 +119,10 @@ class RewardServer:
         except urllib.error.HTTPError as error:
             with error:
                 raise self._failure(error) from None
+        except (http.client.InvalidURL, ValueError):  # their texts repeat the address or the key
+            raise RewardError(
+                f"{self.name} cannot be asked: expected ASCII without spaces and control characters in address and key"
+            ) from None
         except (OSError, http.client.HTTPException) as error:  # connection refused, reset, closed early or timed out
             raise Unavailable(f"{type(error).__name__}: {error}") from None
         if len(answer) > LARGEST_ANSWER:

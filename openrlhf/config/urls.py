@@ -2,10 +2,11 @@
 
 import re
 
-CREDENTIALS = re.compile(r"(?<=://)[^/?#,\s]*@")  # user:password@
-QUERY_VALUE = re.compile(r"(?<=[?&])([^=&#,\s]*=)?[^&#,\s]+")  # token=...
+CREDENTIALS = re.compile(r"(?<=://)[^/?#,]*@")  # user:password@
+QUERY_VALUE = re.compile(r"(?<=[?&])([^=&#,]*=)?[^&#,]+")  # token=...
+FRAGMENT = re.compile(r"(://[^#,]*#)[^,]+")
 
 
 def mask_urls(text: str) -> str:
-    """Replace the parts of URLs that may be secret with ***: user, password and the values of the query."""
-    return QUERY_VALUE.sub(r"\1***", CREDENTIALS.sub("***@", text))
+    """Replace the parts of URLs that may be secret with ***: user, password, values of the query and fragment."""
+    return FRAGMENT.sub(r"\1***", QUERY_VALUE.sub(r"\1***", CREDENTIALS.sub("***@", text)))

@@ -1,5 +1,6 @@
 import base64
 import json
+import re
 import threading
 import time
 from contextlib import contextmanager, suppress
@@ -179,6 +180,23 @@ def test_credentials_in_the_address_are_sent_and_never_shown(through):
 def test_an_address_that_is_not_http_is_rejected_immediately(through, address):
     with pytest.raises(RewardError, match="has an invalid address"):
         run(through(address), [Scripted("2")])
+
+
+@pytest.mark.parametrize(
+    ("address", "key"),
+    [
+        ("/?token=one two", None),
+        ("/?token=one\x7ftwo", None),
+        ("/", "one\ntwo"),
+        ("/", "onetwo\u20ac"),
+    ],
+)
+def test_an_address_or_key_that_http_does_not_allow_is_not_shown(through, address, key):
+    with serving(by_length) as (url, received), pytest.raises(RewardError, match="cannot be asked") as error:
+        run(through(url + address, api_key=key), [Scripted("2")])
+    assert url in str(error.value)
+    assert not re.search("one|two", str(error.value))
+    assert received == []
 
 
 def test_an_endless_answer_is_rejected(through, monkeypatch):
