@@ -20,6 +20,7 @@ C = TypeVar("C")
 Rules = tuple[Rule[Any], ...]
 
 FILES: Rules = (
+    revisions.revisions_are_not_empty,
     revisions.revision_becomes_part_of_the_name,
     revisions.models_with_a_revision_are_on_a_hub,
     revisions.each_hub_dataset_has_a_revision,

@@ -87,6 +87,8 @@ BAD = {
     "missing eval file": (lambda f, m: sft(f, m, eval_dataset="./no.jsonl"), "--eval_dataset ./no.jsonl"),
     "no data at all": (lambda f, m: ("train_sft", ANSWERS), "--dataset is not given"),
     "unknown model folder": (lambda f, m: sft(f, m, pretrain="./no"), "--pretrain ./no: no such folder"),
+    "empty revision": (lambda f, m: sft(f, m, revision=""), "--revision is empty"),
+    "empty dataset revision": (lambda f, m: sft(f, m, dataset_revision=""), "--dataset_revision is empty"),
     "folder without config": (
         lambda f, m: sft(f, m, pretrain=folder_without_config(f)),
         "--pretrain ./hollow has no config.json",

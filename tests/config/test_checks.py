@@ -306,6 +306,15 @@ REFUSED = [  # rule, command, added flags, parts of the message
         "--eval_task rm --post_processor csft --reward_template {input}",
         "'{input}'|{reward}",
     ),
+    *(
+        ("revisions_are_not_empty", command, words, f"--{flag} is empty|Try: without --{flag} for the default branch")
+        for command, words, flag in [
+            ("train_sft", "--pretrain org/model --revision=", "revision"),
+            ("serve_rm", "--reward_pretrain org/model --revision ' '", "revision"),
+            ("train_ppo", "--prompt_data org/a --dataset_revision ''", "dataset_revision"),
+            ("train_sft", "--eval_dataset org/a --eval_revision ,", "eval_revision"),
+        ]
+    ),
     (
         "revision_becomes_part_of_the_name",
         "train_sft",

@@ -22,6 +22,17 @@ def dataset_revisions(names: str | None, revisions: str | None) -> list[tuple[st
     return [(name, None if is_here(name) else next(left, None)) for name in split_names(names)]
 
 
+def revisions_are_not_empty(config: object) -> None:
+    """Reject empty revisions: an unset shell variable would load the default branch."""
+    values = flag_values(config)
+    for flag in ("revision", "dataset_revision", "eval_revision"):
+        if values.get(flag) is not None and not split_names(str(values[flag])):
+            raise ConfigError(
+                f"--{flag} is empty: expected a commit hash, tag or branch",
+                try_this=f"without --{flag} for the default branch",
+            )
+
+
 def revision_becomes_part_of_the_name(config: object) -> Changed[object] | None:
     """Append --revision to the name of the command's model, wherever that name is given."""
     values = flag_values(config)
