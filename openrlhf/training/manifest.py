@@ -3,14 +3,16 @@
 `write_manifest` lists the size and checksum of each file of a finished checkpoint, and `find_damage` compares the files
 with this list. A checksum is SHA-256 over the SHA-256 digests of the file's 16 MiB blocks, so that threads can share
 the work on a single large file. DeepSpeed's shards are pickles, which can run code: `must_be_private` rejects them if
-another user can write to their folder.
+another user can write to their folder or replace it.
 """
 
 from __future__ import annotations
 
+import grp
 import hashlib
 import json
 import os
+import pwd
 import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -101,6 +103,30 @@ def must_be_private(root: Path, folder: Path) -> None:
                 f" {stat.S_IMODE(status.st_mode) & ~OTHERS_WRITE:o}, got {stat.S_IMODE(status.st_mode):o}",
                 try_this=f"chmod -R go-w {root}, if you trust its content",
             )
+    for path in dict.fromkeys((*root.absolute().parents, *root.resolve().parents)):  # `root` may be a link
+        if can_be_replaced_in(path):
+            raise BackendError(
+                f"other users can write {path} and thus replace {root}, and loading DeepSpeed's checkpoints can run"
+                " code: expected a folder that only its owner can write, or with a sticky bit",
+                try_this=f"chmod go-w {path}, or chmod +t {path}",
+            )
+
+
+def can_be_replaced_in(folder: Path) -> bool:
+    """Return whether users other than the owner can rename the entries of a folder, which a sticky bit prevents."""
+    status = folder.stat()
+    if status.st_mode & stat.S_ISVTX:
+        return False
+    return bool(status.st_mode & stat.S_IWOTH or (status.st_mode & stat.S_IWGRP and not is_private(status.st_gid)))
+
+
+def is_private(group: int) -> bool:
+    """Return whether a group is root's or this user's alone; with the latter, a umask of 002 is common."""
+    try:
+        user, found = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(group)
+    except KeyError:  # a user or group without a name, as in containers
+        return group == 0
+    return group == 0 or (found.gr_name == user and set(found.gr_mem) <= {user})
 
 
 def _files(folder: Path) -> Iterator[Path]:

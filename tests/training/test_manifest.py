@@ -1,6 +1,7 @@
 """Checksums of checkpoints, and who may have written a pickle."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -77,3 +78,33 @@ def test_pickles_of_another_user_are_refused(folder, monkeypatch):
         monkeypatch.setattr(os, "geteuid", lambda: 54321)
     with pytest.raises(BackendError, match=r"belongs to user .* Try: chown"):
         must_be_private(checkpoints_above(folder), folder)
+
+
+@pytest.mark.parametrize("through_link", [False, True])
+@pytest.mark.parametrize(("mode", "refused"), [(0o777, True), (0o1777, False), (0o775, True), (0o755, False)])
+def test_pickles_whose_folder_others_can_replace_are_refused(mode, refused, through_link, tmp_path, monkeypatch):
+    if refused:
+        monkeypatch.setattr(manifest, "is_private", lambda group: False)
+    shared = tmp_path / "shared"
+    root = shared / "run" / "ckpt"
+    (root / "global_step1").mkdir(parents=True)
+    for path in (tmp_path, shared / "run", root, root / "global_step1"):
+        path.chmod(0o755)
+    shared.chmod(mode)
+    if through_link:  # a link elsewhere, to the folder
+        (tmp_path / "link").symlink_to(root)
+        root = tmp_path / "link"
+    if refused:
+        with pytest.raises(BackendError, match=rf"can write {shared} and thus replace .* Try: chmod go-w {shared}"):
+            must_be_private(root, root / "global_step1")
+    else:
+        must_be_private(root, root / "global_step1")
+
+
+def test_the_group_of_one_user_is_private(monkeypatch):
+    def of(name, members):
+        monkeypatch.setattr(manifest.grp, "getgrgid", lambda group: SimpleNamespace(gr_name=name, gr_mem=members))
+        return manifest.is_private(1234)
+
+    monkeypatch.setattr(manifest.pwd, "getpwuid", lambda user: SimpleNamespace(pw_name="me"))
+    assert [of("me", []), of("me", ["me"]), of("users", []), of("me", ["you"])] == [True, True, False, False]
