@@ -28,6 +28,18 @@ def test_math_verification_names_its_missing_package(build, write):
         build(remote_rm_url=write(missing + (EXAMPLES / "rewards/math_verification.py").read_text()))
 
 
+@pytest.mark.slow(seconds=6)
+@pytest.mark.parametrize(("seconds", "last"), [(8, 1.0), (1, 0.0)], ids=["a share for each", "time is up"])
+def test_answers_that_take_long_do_not_use_up_the_reward_timeout(seconds, last):
+    space = {}
+    exec((EXAMPLES / "rewards/math_verification.py").read_text(), space)
+    space["GROUP_SECONDS"] = seconds
+    began = time.monotonic()
+    got = space["reward_func"]([r"\boxed{9^{9^{9^{9}}}}"] * 3 + ["it is 3"], [""] * 4, ["3"] * 4)
+    assert time.monotonic() - began < 10  # not 3 * 5 and more
+    assert got["rewards"] == [0.0, 0.0, 0.0, last]
+
+
 def test_format_and_length(build):
     rambling = "<think>" + "so " * 10 + "</think><answer>two </answer>"
     texts = ["<think>well</think><answer>Two.</answer>", "<think>well</think><answer>3</answer>", "two", rambling]
