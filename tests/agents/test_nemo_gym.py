@@ -14,6 +14,7 @@ from aiohttp import ClientSession, ClientTimeout, web
 from openai.types.responses import Response
 from sessions import TOOL_TEMPLATE, Scripted, decode, encode, prompt, run
 
+from openrlhf.agents.chat import nemo_gym
 from openrlhf.agents.chat.nemo_gym import NemoGymAgentExecutor
 from openrlhf.errors import RewardError, RolloutError
 from tests.tiny import make_tokenizer
@@ -171,6 +172,50 @@ def test_redirects_are_not_followed(build, write):
         got = run(executor, [Scripted(CALL, "7</s>")], asked=asked, max_tokens=120).trajectories[0]
     assert "internal" not in decode(got.input_ids)
     assert "307" in decode(got.input_ids)
+
+
+def test_an_endless_answer_is_rejected(monkeypatch):
+    sent = []
+
+    async def drip(request):
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for _ in range(1000):
+            await response.write(bytes(100_000))
+            sent.append(100_000)
+        return response
+
+    async def ask(url):
+        async with ClientSession() as http:
+            await NemoGymAgentExecutor(url)._post(http, "/weigh", {})
+
+    monkeypatch.setattr(nemo_gym, "LARGEST_ANSWER", 1 << 20)
+    too_large = pytest.raises(RewardError, match="/weigh answered with more than 1 MiB")
+    with served(Scales().app(**{"/weigh": drip})) as url, too_large:
+        asyncio.run(ask(url))
+    assert sum(sent) < 50_000_000
+
+
+@pytest.mark.parametrize(
+    ("body", "charset", "text"),
+    [
+        ("\xe4\u20ac".encode(), None, "\xe4\u20ac"),
+        (b"\xe4", "latin-1", "\xe4"),
+        (b"a\xff", "no-such", "a\ufffd"),
+        (b"a", "hex", "a"),
+    ],
+)
+def test_answers_are_decoded(body, charset, text):
+    async def answer(request):
+        kind = "text/plain" + (f"; charset={charset}" if charset else "")
+        return web.Response(body=body, headers={"Content-Type": kind})
+
+    async def ask(url):
+        async with ClientSession() as http:
+            return await NemoGymAgentExecutor(url)._post(http, "/weigh", {})
+
+    with served(Scales().app(**{"/weigh": answer})) as url:
+        assert asyncio.run(ask(url)) == (200, text)
 
 
 async def disconnect(request):

@@ -16,6 +16,7 @@ from openrlhf.agents.chat.episode import ChatEpisode, ChatExecutor, EpisodeFull
 from openrlhf.agents.chat.wire import MODEL, ChatRequest, format_message, read_chat
 from openrlhf.agents.executor import clip
 from openrlhf.agents.interface import EpisodeResult, EpisodeTask
+from openrlhf.agents.reward_server import LARGEST_ANSWER
 from openrlhf.agents.sandbox.messages import Json
 from openrlhf.agents.scores import kind_of
 from openrlhf.config.checks.extras import require
@@ -102,7 +103,7 @@ class NemoGymAgentExecutor(ChatExecutor):
                 output.append(item | {"call_id": number, "output": text})
 
     async def _post(self, http: ClientSession, path: str, body: Mapping[str, object]) -> tuple[int, str]:
-        """Return the status and text of a response; raise RewardError if there is none.
+        """Return the status and text of a response; raise RewardError if there is none or it is too large.
 
         Redirects are not followed: the server could have this machine read an address that only it can reach.
         """
@@ -110,7 +111,12 @@ class NemoGymAgentExecutor(ChatExecutor):
 
         try:
             async with http.post(self.url + path, json=body, allow_redirects=False) as answer:
-                return answer.status, await answer.text(errors="replace")
+                received = bytearray()
+                async for part in answer.content.iter_any():
+                    received += part
+                    if len(received) > LARGEST_ANSWER:
+                        raise RewardError(f"{self.url}{path} answered with more than {LARGEST_ANSWER >> 20} MiB")
+                return answer.status, decode(received, answer.charset)
         except TimeoutError:
             raise RewardError(f"{self.url}{path} did not answer in time") from None
         except ClientError as error:
@@ -125,6 +131,14 @@ class NemoGymAgentExecutor(ChatExecutor):
             return parse_json(text)
         except InvalidJSON as error:
             raise RewardError(f"the answer of {self.url}{path} is not JSON: {clip(text)} ({error})") from None
+
+
+def decode(body: bytearray, charset: str | None) -> str:
+    """Decode a response; an unknown charset counts as UTF-8."""
+    try:
+        return body.decode(charset or "utf-8", errors="replace")
+    except (LookupError, ValueError):
+        return body.decode(errors="replace")
 
 
 def read_row(label: object) -> dict[str, Any]:
