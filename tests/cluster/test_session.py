@@ -105,9 +105,12 @@ def test_a_cluster_with_a_token_must_be_named(two_nodes):
     record = machine.folder / "ray" / "ray_current_cluster"
     record.write_text(environ["RAY_ADDRESS"])
     report, _ = machine.run_driver("report_placement", ONE_GROUP, RAY_AUTH_TOKEN=TOKEN)
+    one_device = f"{ONE_GROUP} --actor_num_gpus_per_node 1"
+    named, _ = machine.run_driver("report_placement", one_device, RAY_AUTH_TOKEN=TOKEN, RAY_ADDRESS="auto")
     record.unlink()
     assert report["error"] == "ConfigError"
     assert "sent only to a cluster that you name" in report["message"]
+    assert len(named["groups"]["policy"]) == 1  # this user's processes listen at the recorded address
 
 
 def test_an_unreachable_ray_address_is_an_error(machine, dead_address):
