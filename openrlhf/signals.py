@@ -8,8 +8,9 @@ these functions do nothing.
 
 An exception is raised only when the main thread next runs Python code, and the cleanup after it may hang. Each command
 therefore has a thread that also counts the signals (`LastResort`): GRACE_SECONDS after the second request it kills the
-child processes and ends the program. Code that never releases the interpreter lock blocks this thread, too; then only
-SIGKILL ends the program.
+child processes and ends the program. Where nothing can be lost, it does so at the first request
+(`end_at_first_signal`). Code that never releases the interpreter lock blocks this thread, too; then only SIGKILL ends
+the program.
 """
 
 import os
@@ -124,6 +125,7 @@ class LastResort:
     """
 
     counted = frozenset(SIGNALS)  # signals that count as requests to stop in the current context
+    at_first = False  # end the program at the first request
     running = False
 
     @classmethod
@@ -144,6 +146,8 @@ class LastResort:
         requests = Requests()
         while True:
             for number in os.read(pipe, 1):
+                if cls.at_first and number in cls.counted:
+                    end_program("openrlhf: interrupted", INTERRUPTED)
                 if number in cls.counted and requests.add(number):
                     time.sleep(GRACE_SECONDS)
                     frame = sys._current_frames().get(threading.main_thread().ident or 0)
@@ -172,6 +176,16 @@ def descendants(ancestor: int) -> list[int]:
     for parent in found:  # the list grows during the loop
         found += [child for child, own in parents.items() if own == parent]
     return found[1:]
+
+
+@contextmanager
+def end_at_first_signal() -> Iterator[None]:
+    """End a command at the first signal while the context is open: for waits in C++ that no exception interrupts."""
+    LastResort.at_first = True
+    try:
+        yield
+    finally:
+        LastResort.at_first = False
 
 
 @contextmanager

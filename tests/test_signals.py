@@ -150,6 +150,17 @@ def test_a_second_request_ends_a_program_that_hangs(hang, number):
         time.sleep(0.01)
 
 
+def test_one_request_ends_a_wait_in_which_nothing_can_be_lost():
+    hang = "with signals.end_at_first_signal(): print(flush=True); lock_twice"
+    words = [sys.executable, "-c", PROGRAM.format(hang=hang)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=command_environ()) as program:
+        for _ in range(2):  # the child's id, then an empty line when the wait begins
+            program.stdout.readline()
+        program.send_signal(signal.SIGTERM)
+        assert program.wait(DEADLINE) == 130
+        assert b"openrlhf: interrupted\n" in program.stderr.read()  # the handler may print its line, too
+
+
 NOT_OURS = """
 import os, signal, time
 from openrlhf import signals

@@ -27,6 +27,7 @@ from openrlhf.config.sections.training import ShardingFlags
 from openrlhf.errors import BackendError, ConfigError
 from openrlhf.models.load import choose_dtype
 from openrlhf.monitor import say
+from openrlhf.signals import end_at_first_signal
 from openrlhf.training.deepspeed_config import half_precision
 
 
@@ -94,6 +95,7 @@ def start_distributed(device: torch.device) -> torch.device:
     return device
 
 
+@end_at_first_signal()  # if another process died, the launcher asks this one to end, which waits for it in C++
 def join_process_group(backend: str, timeout: timedelta, device: torch.device | None = None) -> None:
     """Join torch's default process group through a store that listens on MASTER_ADDR only.
 
