@@ -6,11 +6,13 @@ do not interfere. `session` opens it with `joined`.
 
 from __future__ import annotations
 
+import getpass
 import logging
 import os
 import secrets
 import shlex
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +27,11 @@ from openrlhf.signals import keep_sigterm_handler
 
 # By default, Ray starts one idle worker per core and a process that reports usage statistics. Our actors never use the
 # idle workers, because each actor has its own environment.
-RAY_SETTINGS = {"RAY_prestart_worker_first_driver": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+RAY_SETTINGS = {
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "20",  # by default, Ray waits a minute for a head that died
+}
 PROCESSES_PER_CORE = 4  # limit for runs on CPUs; more processes per core would only slow the run down
 
 
@@ -71,10 +77,8 @@ def private_ray(plan: PlacementPlan) -> Iterator[None]:
     say("starting a private Ray on this machine; it stops with the run")
     with private_folder(parent) as folder:
         try:
-            os.environ[MARK] = str(folder)  # Ray's processes inherit it
-            with interpreter_for_ray(folder):
+            with environment_for_ray(folder), interpreter_for_ray(folder):
                 start_driver(address="local", include_dashboard=False, _temp_dir=str(folder), **slots)
-            del os.environ[MARK]
             yield
         except Exception as error:  # re-raised; caught only to decide whether to keep the logs
             if isinstance(error, (BackendError, RolloutError)) or not isinstance(error, OpenRLHFError):
@@ -83,6 +87,35 @@ def private_ray(plan: PlacementPlan) -> Iterator[None]:
             raise
         finally:
             ray.shutdown()
+
+
+@contextmanager
+def environment_for_ray(folder: Path) -> Iterator[None]:
+    """Set the variables that Ray's processes inherit while Ray starts them.
+
+    Temporary files go to the private folder, because an engine that is killed cannot remove its own; only compiled code
+    stays where torch would put it, for the next run.
+    """
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container may run as a user without a name
+        user = str(os.getuid())
+    temporary = folder / "tmp"
+    temporary.mkdir()
+    inherited = {
+        "TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{user}",
+        **os.environ,
+        MARK: str(folder),
+        "TMPDIR": str(temporary),
+    }
+    before = dict(os.environ)
+    os.environ.update(inherited)
+    try:
+        yield
+    finally:
+        for name in inherited.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
 
 
 @contextmanager

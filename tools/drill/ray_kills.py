@@ -20,6 +20,7 @@ from pathlib import Path
 
 import psutil
 
+from openrlhf.cluster.reaper import KEPT, PREFIX
 from tests.cluster.ray_runs import ON_RAY
 from tests.commands import as_argv
 from tests.rl.toy_task import make_prompts, task_flags
@@ -40,7 +41,6 @@ TARGETS = {  # text in the command line of the process
 VLLM_SHAPE = {"head_dim": 32}  # the smallest that vLLM's attention supports on CPU
 KINDS: tuple[dict[str, object], ...] = ({}, {"async_train": True, "async_queue_size": 1})
 RHYTHM = {"save_steps": 1, "max_ckpt_num": 2, "save_path": "./out", "ckpt_path": "./ckpt", "vllm_num_engines": 1}
-OF_VLLM = ("vllm_dist_",)  # an empty file per engine, which vLLM never removes
 EXPECTED = {"out", "ckpt", "tmp", programs.OUTPUT}
 
 
@@ -87,8 +87,9 @@ def drill_ray_kills(folder: Path, count: int, seed: int) -> Outcome:
             programs.finish(start(folder, here, load_checkpoint=True, **one.kind), here)
         programs.must_end(here)
         must_train_each_once(here)
-        programs.must_leave_no_files(here, before, OF_VLLM)
-        if left := sorted({path.name for path in here.iterdir()} - EXPECTED):
+        programs.must_leave_no_files(here, before)
+        kept = {path.parent.name for path in here.glob(f"{PREFIX}*/{KEPT}")}  # logs of a run that failed
+        if left := sorted({path.name for path in here.iterdir()} - EXPECTED - kept):
             raise Lost(f"left behind: {', '.join(left)}")
 
     return try_all({f"{one.target}, run {one.number + 1}, at {one.share:.0%}": one for one in kills}, drill)
