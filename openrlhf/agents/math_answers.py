@@ -19,7 +19,7 @@ BRACE = re.compile(r"[{}]")
 MAX_DIGITS = 1000  # of a number; Python refuses to convert much longer ones
 SECONDS = 5  # time limit of math-verify per answer
 
-# Notation that does not change the meaning of an answer.
+# Notation that is removed or rewritten before answers are compared.
 DROPPED = re.compile(r"\\left|\\right|\\[!,;: ]|\\(?:text|mathrm|mathbf)\s*\{\s*\}|\\\$|\$|\\%|%|\s+|\^\s*\{?\\circ\}?")
 WRAPPED = re.compile(r"\\(?:text|mathrm|mathbf|textbf)\s*\{([^{}]*)\}")
 FRACTION = re.compile(r"(\d)?\\[dt]?frac(?:\{([^{}]+)\}|(\d))(?:\{([^{}]+)\}|(\d))")

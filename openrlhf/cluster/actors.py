@@ -74,7 +74,7 @@ class ModelWorker:
         return method(self.models, *arguments)
 
     def open_channel(self, channel: Channel) -> Channel:
-        """Open a new channel to the engines and close the previous one."""
+        """Close the previous channel to the engines and open a new one."""
         if self.sender is not None:
             self.sender.close()
         self.sender = WeightSender(channel, self.device)

@@ -89,7 +89,7 @@ class RayEngines:
     async def _replace_after(
         self, failure: OpenRLHFError, engine: EngineReplica, failed: Process[EngineWorker]
     ) -> None:
-        """Replace the engine unless another request has done so; other requests wait until the engine can generate."""
+        """Replace a failed engine unless another request has; requests that lost it wait for the new one's weights."""
         async with self.change_lock:
             if engine.process is failed:
                 engine.ready = False

@@ -46,7 +46,7 @@ def one_token(tokenizer: PreTrainedTokenizerBase, text: str, flag: str) -> int:
 
 
 def step_rows(records: Records, tokenizer: PreTrainedTokenizerBase, fields: StepFlags, max_len: int) -> Loaded:
-    """Make rows for a process reward model, truncated to `max_len` with the labels of the remaining steps."""
+    """Make rows for a process reward model, truncated to `max_len` together with the labels of the steps cut off."""
     reader = StepReader(tokenizer, fields, step_tokens(tokenizer, fields), max_len)
     rows = build_rows(records, reader.make)
     return Loaded(rows, soft_labels=reader.soft is True)

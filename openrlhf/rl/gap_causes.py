@@ -96,15 +96,16 @@ async def find_cause(found: Comparison, workers: Workers, *, agreed_before_updat
     nearest = min(tried, key=lambda factor: tried[factor])
     if tried[nearest] < EXPLAINED * gap:
         return Cause(
-            f"temperature: the engine seems to sample at {nearest:g} times the trainer's temperature, at which they "
-            f"differ by only {tried[nearest]:.2g}",
+            f"temperature: the engine seems to sample at {nearest:g} times the trainer's temperature, which "
+            f"reduces the gap to {tried[nearest]:.2g}",
             "the same --temperature on both sides, and engines without their own sampling defaults",
         )
 
     higher = sum(value > 0 for value in every)
     if len(every) >= LEAST_TOKENS and higher >= MOSTLY * len(every):
         return Cause(
-            f"top-p, top-k or min-p: {higher} of {len(every)} tokens are likelier in the engine, which may drop others",
+            f"top-p, top-k or min-p: {higher} of {len(every)} tokens are more probable in the engine, so it seems to "
+            "exclude others",
             "engines without their own sampling defaults (generation_config.json)",
         )
     if abs(sum(every)) / len(every) < ONE_SIDED * gap:

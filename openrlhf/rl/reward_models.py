@@ -123,7 +123,7 @@ class OutcomeRewardModel:
     model: Frozen
     texts: Retokenizer  # translates samples into the model's tokens
     batching: Batching
-    weight: float = 1.0  # weight in the sum of several models; applies only to trajectories
+    weight: float = 1.0  # weight in the sum over reward models; `score` applies it, `score_rows` does not
     mean: float = 0.0
     std: float = 1.0
 
@@ -155,7 +155,7 @@ class ProcessRewardModel:
     placeholder_id: int  # the token that ends a step
     reward_ids: tuple[int, ...]  # the label tokens
     reduce: str = "min"  # a key of REDUCE
-    weight: float = 1.0  # weight in the sum of several models; applies only to trajectories
+    weight: float = 1.0  # weight in the sum over reward models; `score` applies it, `score_rows` does not
 
     def score(self, trajectories: Sequence[Trajectory]) -> ModelRewards:
         """Return the weighted rewards of all steps that end in an action token; steps in the prompt are ignored."""

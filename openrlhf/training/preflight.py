@@ -44,14 +44,14 @@ def check_models(config: TrainingConfig) -> None:
         if coef > AUX_ON and not balances_experts(config.model, model):
             if role == "policy":
                 raise ConfigError(
-                    f"--aux_loss_coef {coef:g} needs a mixture of experts, but {name} has no experts",
-                    try_this="without --aux_loss_coef",
+                    f"--aux_loss_coef {coef:g} needs a model with a router loss: {name} has no router_aux_loss_coef",
+                    try_this="remove --aux_loss_coef",
                 )
-            say(f"--aux_loss_coef does not apply to the critic: {name} has no experts")
+            say(f"--aux_loss_coef does not apply to the critic: {name} has no router_aux_loss_coef")
 
 
 def balances_experts(model: ModelFlags, config: PretrainedConfig) -> bool:
-    """Return True if the load-balancing loss is on and the model has experts."""
+    """Return True if the load-balancing loss is on and the model computes it."""
     return model.aux_loss_coef > AUX_ON and "router_aux_loss_coef" in config.to_dict()
 
 

@@ -108,8 +108,8 @@ def find_checkpoint(config: TrainingConfig, agree: Callable[[int], int] = int) -
         if count := len(checkpoint.finished(root)):
             left = "1 checkpoint of an earlier run is" if count == 1 else f"{count} checkpoints of an earlier run are"
             say(
-                f"{left} in {root}: rotation (--max_ckpt_num) includes old checkpoints, and --load_checkpoint would"
-                " resume from there"
+                f"{left} in {root}: rotation (--max_ckpt_num) deletes old checkpoints first. Try: --load_checkpoint to"
+                " resume, or another --ckpt_path to keep them"
             )
         return None
     found = _choose_checkpoint(config, root) if is_main_process() else None

@@ -20,7 +20,7 @@ from tools.drill.outcome import Outcome, render_table
 
 SETTINGS = ("RAY_", "WANDB_", "VLLM_", "OPENRLHF_", "SLURM_", "TORCHELASTIC_")  # variables that would change runs
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
-BEGIN, END = "## Results\n", "## What survives means\n"
+BEGIN, END = "## Results\n", "## What each drill checks\n"
 SHOWN = 20  # losses of a drill that are printed
 COUNTS = ("local", "deepspeed", "ray", "damage", "bad", "prompts", "steps")
 

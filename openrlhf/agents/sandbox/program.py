@@ -61,6 +61,7 @@ JOIN = (
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
 START_SECONDS = 60.0  # time limit for starting a server, on a busy machine
 GRACE_SECONDS = 30.0  # time for the server to kill a program and answer
+OWN_PROCESSES = 4  # the server, its parent (two with bubblewrap) and init
 OVERHEAD = 64 << 20  # bytes of memory for the server itself
 
 
@@ -177,7 +178,7 @@ class ForkServer:
     def set_limits(self, limits: ProgramLimits) -> None:
         """Set the limits of the control group; raise OSError if memory that an earlier program left exceeds them."""
         if self.group is not None:
-            self.group.limit(limits.memory + OVERHEAD, limits.processes + 4)  # plus sh or bwrap, server and init
+            self.group.limit(limits.memory + OVERHEAD, limits.processes + OWN_PROCESSES)
 
     def run(self, program: Program, limits: ProgramLimits, channel: socket.socket | None) -> ProgramResult:
         """Run one program after `set_limits`; if it ends the server, report it as killed."""

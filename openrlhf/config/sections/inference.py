@@ -48,8 +48,14 @@ class BatchTaskFlags:
     micro_batch_size: int = flag(16, "Samples per device and forward pass.", POSITIVE)
     prompt_max_len: int = flag(1024, "Maximum tokens per prompt.", POSITIVE)
     max_new_tokens: int = flag(1024, "Maximum tokens per response.", POSITIVE)
-    tp_size: int | None = flag(None, "Devices per vLLM engine (default: all, or 1 with --vllm_num_engines).", POSITIVE)
-    vllm_num_engines: int | None = flag(None, "Number of vLLM engines on Ray (default: one in each process).", POSITIVE)
+    tp_size: int | None = flag(
+        None,
+        "Devices per vLLM engine (default: 1 with --vllm_num_engines, else the process's share of the machine's GPUs).",
+        POSITIVE,
+    )
+    vllm_num_engines: int | None = flag(
+        None, "Number of vLLM engines to start on Ray (default: one engine per process, without Ray).", POSITIVE
+    )
     max_num_seqs: int = flag(256, "Maximum sequences that an engine runs concurrently.", POSITIVE)
     enable_prefix_caching: bool = flag(False, "Reuse the KV cache of common prefixes.")
     zero_stage: int = flag(0, "DeepSpeed ZeRO stage, 0 to 3.", ZERO_STAGE)

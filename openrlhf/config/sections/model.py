@@ -30,7 +30,9 @@ class LoadingFlags(PrecisionFlags):
     load_in_4bit: bool = flag(
         False, "Load the base model in 4-bit NF4 with double quantisation (needs bf16, bitsandbytes)."
     )
-    experts_implementation: str | None = flag(None, "Mixture-of-experts implementation, by its Transformers name.")
+    experts_implementation: str | None = flag(
+        None, "Mixture-of-experts implementation, by its Transformers name, such as eager or grouped_mm."
+    )
     disable_fast_tokenizer: bool = flag(False, "Accepted, but unused: Transformers has only fast tokenizers.")
     revision: str | None = flag(
         None, "Commit hash, tag or branch of the command's model on its hub; for other models, write name@revision."
