@@ -146,7 +146,7 @@ def start_driver(**options: Any) -> None:
             ray.init(namespace=f"openrlhf-{secrets.token_hex(4)}", logging_level=logging.ERROR, **options)
     except ray.exceptions.AuthenticationError:
         raise token_error(str(options["address"])) from None
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RaySystemError) as error:
         reason = " ".join(str(error).split())
         if options["address"] == "local":
             raise BackendError(f"Ray did not start on this machine: {reason}") from error

@@ -22,6 +22,7 @@ from openrlhf.data.supervised import SupervisedData, load_data
 from openrlhf.errors import counted
 from openrlhf.models.load import load_tokenizer
 from openrlhf.monitor import Sink, say
+from openrlhf.signals import end_at_first_signal
 from openrlhf.training import checkpoint
 from openrlhf.training.build import Built, build
 from openrlhf.training.final_save import FinalSave
@@ -87,9 +88,10 @@ def train(
         few = f"only {counted(len(data.train), 'row')} for --train_batch_size {order.batch_size}"
         say(f"{few}: each step trains on all the data")
     scheduled = make_schedule(config, order.total_steps)
-    resume_from = find_checkpoint(config, lambda step: agree(step, device))
-    # All processes build the models with the same seed; `seed_dropout` then changes it.
-    built = build(config, tokenizer, device, soft_labels=data.soft_labels)
+    with end_at_first_signal():  # processes may wait in C++ for one that died, and nothing can be lost yet
+        resume_from = find_checkpoint(config, lambda step: agree(step, device))
+        # All processes build the models with the same seed; `seed_dropout` then changes it.
+        built = build(config, tokenizer, device, soft_labels=data.soft_labels)
     seed_dropout(config.batches.seed, built.backend.process // config.sharding.ds_tensor_parallel_size)
     fit = Fit(
         backend=built.backend,
@@ -109,7 +111,8 @@ def train(
         on_evaluated=built.on_evaluated,
     )
 
-    first_step = fit.resume(resume_from) if resume_from else 0
+    with end_at_first_signal():
+        first_step = fit.resume(resume_from) if resume_from else 0
     folder = Path(config.checkpoints.save_path)
     try:
         # The run writes nothing before this point, because any step above may still reject it.
