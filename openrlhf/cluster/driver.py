@@ -13,8 +13,9 @@ import secrets
 import shlex
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from openrlhf.cluster.placement import Node, PlacementPlan, explain_shortage, pa
 from openrlhf.cluster.reaper import KEPT, MARK, private_folder, remove_leftovers
 from openrlhf.errors import BackendError, ConfigError, OpenRLHFError, RolloutError, counted
 from openrlhf.monitor import say
-from openrlhf.signals import keep_sigterm_handler
+from openrlhf.signals import end_program, keep_sigterm_handler
 
 # By default, Ray starts one idle worker per core and a process that reports usage statistics. Our actors never use the
 # idle workers, because each actor has its own environment.
@@ -32,6 +33,8 @@ RAY_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_gcs_rpc_server_reconnect_timeout_s": "20",  # by default, Ray waits a minute for a head that died
 }
+HEAD = "gcs_server"  # name of Ray's head process
+CHECK_HEAD_EVERY = 0.1  # seconds
 PROCESSES_PER_CORE = 4  # limit for runs on CPUs; more processes per core would only slow the run down
 
 
@@ -77,7 +80,7 @@ def private_ray(plan: PlacementPlan) -> Iterator[None]:
     say("starting a private Ray on this machine; it stops with the run")
     with private_folder(parent) as folder:
         try:
-            with environment_for_ray(folder), interpreter_for_ray(folder):
+            with environment_for_ray(folder), interpreter_for_ray(folder), watch_starting_head():
                 start_driver(address="local", include_dashboard=False, _temp_dir=str(folder), **slots)
             yield
         except Exception as error:  # re-raised; caught only to decide whether to keep the logs
@@ -133,6 +136,32 @@ def interpreter_for_ray(folder: Path) -> Iterator[None]:
         yield
     finally:
         sys.executable = str(python)
+
+
+@contextmanager
+def watch_starting_head() -> Iterator[None]:
+    """End the program if Ray's head dies while `ray.init` waits for it: Ray would end it later, without a cause."""
+    import psutil
+
+    started = threading.Event()
+
+    def watch() -> None:
+        head: psutil.Process | None = None
+        while not started.wait(CHECK_HEAD_EVERY):
+            with suppress(psutil.Error):
+                if head is None:
+                    head = next((one for one in psutil.Process().children() if one.name() == HEAD), None)
+                elif not head.is_running() or head.status() == psutil.STATUS_ZOMBIE:
+                    line = (
+                        "openrlhf: error: Ray's head process died while Ray was starting. Try: the same command again"
+                    )
+                    end_program(line, BackendError.exit_code)
+
+    threading.Thread(target=watch, daemon=True, name="openrlhf-ray-head").start()
+    try:
+        yield
+    finally:
+        started.set()
 
 
 def start_driver(**options: Any) -> None:
