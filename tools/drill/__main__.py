@@ -1,6 +1,6 @@
 """Run the drills and print what was tried, what survived and what was lost; exit with 1 if anything was lost.
 
-python -m tools.drill                                  # make drill: everything, in less than an hour on two cores
+python -m tools.drill                                  # make drill: everything, in about ten minutes on two cores
 python -m tools.drill --drills local bad --local 10    # some drills, with fewer kills
 """
 
