@@ -28,11 +28,7 @@ from openrlhf.signals import end_program, keep_sigterm_handler
 
 # By default, Ray starts one idle worker per core and a process that reports usage statistics. Our actors never use the
 # idle workers, because each actor has its own environment.
-RAY_SETTINGS = {
-    "RAY_prestart_worker_first_driver": "0",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_gcs_rpc_server_reconnect_timeout_s": "20",  # by default, Ray waits a minute for a head that died
-}
+RAY_SETTINGS = {"RAY_prestart_worker_first_driver": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 HEAD = "gcs_server"  # name of Ray's head process
 CHECK_HEAD_EVERY = 0.1  # seconds
 PROCESSES_PER_CORE = 4  # limit for runs on CPUs; more processes per core would only slow the run down

@@ -77,7 +77,7 @@ def test_a_reward_model_without_eval_data_evaluates_on_the_first_training_rows(c
     got = load_data(RMConfig(data=DatasetFlags(dataset="train.jsonl"), fields=FIELDS[RMConfig]), word_tokenizer())
     assert len(got.train) == count
     assert got.evaluation == got.train[:held]
-    assert f"the first {held} training rows" in capsys.readouterr().err
+    assert f"the first {held} training row" in capsys.readouterr().err
 
 
 def test_only_dpo_drops_long_prompts(tmp_path):
