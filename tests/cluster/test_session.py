@@ -142,7 +142,7 @@ def test_a_private_ray_starts_with_an_interpreter_path_that_has_a_space(machine)
 
 def test_a_private_ray_ends_with_a_killed_driver_and_the_next_one_starts(machine, dead_address):
     """A stale address file of an older Ray must not matter to either of them."""
-    machine.environ = COLD
+    warm, machine.environ = machine.environ, COLD  # the killed one has the processes that a user's has
     (machine.folder / "ray").mkdir()
     (machine.folder / "ray" / "ray_current_cluster").write_text(dead_address)
     flags = f"{ONE_GROUP} --actor_num_gpus_per_node 2"
@@ -158,6 +158,7 @@ def test_a_private_ray_ends_with_a_killed_driver_and_the_next_one_starts(machine
     assert list(machine.folder.glob("openrlhf-ray-*")) == []
     assert len(processes) > 4
 
+    machine.environ = warm
     report, stderr = machine.run_driver("report_placement", flags)
     assert f"no Ray cluster answers at {dead_address}" in stderr
     assert "no GPU found: each of the run's devices (" in stderr
