@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -130,8 +131,8 @@ def test_a_run_leaves_nothing_for_the_next(attack):
         os.environ["LEFT"] = "1"
     """
     assert attack(first).exit_code == 0
-    second = "import math, os; print(len(os.listdir('.')), math.pi > 3, 'LEFT' in os.environ)"
-    assert attack(second).stdout == "1 True False\n"
+    second = "import math, os; print('left' in os.listdir('/tmp'), math.pi > 3, 'LEFT' in os.environ)"
+    assert attack(second).stdout == "False True False\n"
 
 
 def test_fork_bomb(attack):
@@ -538,6 +539,29 @@ def test_an_unprivileged_user_needs_no_other_user(tmp_path):
         assert "unshare" in done.stderr or "cannot be isolated" in done.stderr
     else:
         assert done.stdout.startswith("namespaces 1234 False\n"), done.stderr
+
+
+BELOW_TMP = """
+import sys
+sys.path.insert(0, {root!r})
+from openrlhf.agents.sandbox import program
+source = "import os, sys, textwrap, sqlite3; open('/tmp/mine', 'w'); print(sys.prefix, sorted(os.listdir('/tmp')))"
+result = program.run_program(source)
+print(program._servers.isolation, result.stdout or result.stderr)
+"""
+
+
+def test_an_environment_below_tmp_stays_visible():
+    """Programs have their own /tmp, but import libraries from an environment below the machine's."""
+    if find_failure("namespaces"):
+        return
+    with tempfile.TemporaryDirectory(prefix="or", dir="/tmp") as folder:
+        environment, file = Path(folder, "an environment"), Path(folder, "run.py")
+        environment.symlink_to(sys.prefix)
+        file.write_text(BELOW_TMP.format(root=str(ROOT)))
+        python = environment / Path(sys.executable).relative_to(sys.prefix)
+        done = subprocess.run([python, file], capture_output=True, text=True, timeout=WATCHDOG)
+        assert done.stdout == f"namespaces {environment} ['mine', '{Path(folder).name}', 'program.py']\n\n", done.stderr
 
 
 # Without isolation --------------------------------------------------------------------------------------------------

@@ -132,6 +132,7 @@ class ProgramServer:
     def __init__(self, connection: socket.socket, isolation: str) -> None:
         self.connection, self.isolated = connection, isolation == "namespaces"
         self.user = os.getuid(), os.getgid()
+        self.hidden: list[str] = []  # mounts that a program's own /tmp would hide
         self.filter = b""
         if sys.platform == "linux" and platform.machine() in linux.SYSTEM_CALLS:
             self.filter = linux.make_filter(platform.machine())
@@ -141,7 +142,7 @@ class ProgramServer:
                 raise OSError(f"expected Linux on {supported}, got {sys.platform} on {platform.machine()}")
             self.user = enter_namespaces(connection)
             self.own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY)
-            make_root()
+            self.hidden = make_root()
         else:
             adopt_orphans()
         if sys.platform == "linux":
@@ -266,12 +267,17 @@ class ProgramServer:
     def _mount(self, limits: ServerLimits) -> None:
         """Mount the program's own /tmp, of limited size, and a /proc that shows only its processes.
 
+        An environment below /tmp stays visible.
         A program must not write to /proc: it could lower its oom_score_adj, and the kernel would kill the trainer.
         """
         linux.unshare(linux.NEW_MOUNTS | linux.NEW_IPC)
         inodes = max(limits["disk"] >> 20, 1) * FILES_PER_MEBIBYTE
         options = f"mode=700,size={limits['disk']},nr_inodes={inodes},uid={self.user[0]},gid={self.user[1]}"
+        hidden = [(path, linux.copy_mount(path)) for path in self.hidden]
         linux.mount("tmpfs", "/tmp", "tmpfs", linux.NO_SUID | linux.NO_DEVICES, options)
+        for path, descriptor in hidden:
+            os.makedirs(path)
+            linux.attach_mount(descriptor, path)
         if os.listdir("/proc"):
             linux.mount("proc", "/proc", "proc", linux.NO_SUID | linux.NO_DEVICES | linux.READ_ONLY, "subset=pid")
 

@@ -20,7 +20,7 @@ DETACH = 2  # MNT_DETACH
 PARENT_DEATH_SIGNAL, SET_DUMPABLE, SET_SECCOMP, DROP_BOUNDING, SET_SUBREAPER, NO_NEW_PRIVILEGES, AMBIENT = (
     *(1, 4, 22, 24, 36, 38, 47),  # linux/prctl.h: PR_*
 )
-MOUNT_SETATTR = 442  # the number is the same on all architectures
+OPEN_TREE, MOVE_MOUNT, MOUNT_SETATTR = 428, 429, 442  # the numbers are the same on all architectures
 CAPABILITY_VERSION = 0x20080522  # linux/capability.h: two 32-bit words per set
 DENIED = 0x00050000 | errno.EPERM  # linux/seccomp.h: SECCOMP_RET_ERRNO
 NOT_IMPLEMENTED = 0x00050000 | errno.ENOSYS
@@ -86,6 +86,21 @@ def bind(source: str, target: str, *, read_only: bool = True) -> None:
         attributes = struct.pack("QQQQ", READ_ONLY | NO_SUID | NO_DEVICES, 0, 0, 0)
         result = _libc.syscall(MOUNT_SETATTR, -100, os.fsencode(target), 0x8000, attributes, len(attributes))
         check(result, f"mount_setattr {target}")
+
+
+def copy_mount(path: str) -> int:
+    """Return a descriptor of a copy of the mount at a path, which `attach_mount` makes visible."""
+    flags = 0x8001 | os.O_CLOEXEC  # AT_RECURSIVE | OPEN_TREE_CLONE
+    return check(_libc.syscall(OPEN_TREE, -100, os.fsencode(path), ctypes.c_uint(flags)), f"open_tree {path}")
+
+
+def attach_mount(descriptor: int, path: str) -> None:
+    """Mount a copy at a path, and close its descriptor."""
+    try:
+        result = _libc.syscall(MOVE_MOUNT, descriptor, b"", -100, os.fsencode(path), 4)  # MOVE_MOUNT_F_EMPTY_PATH
+        check(result, f"move_mount {path}")
+    finally:
+        os.close(descriptor)
 
 
 def use_root(folder: str) -> None:

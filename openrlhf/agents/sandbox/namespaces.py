@@ -71,8 +71,11 @@ def enter_namespaces(connection: socket.socket) -> tuple[int, int]:
     return (NOBODY, NOBODY) if outcome == 0 else own
 
 
-def make_root() -> None:
-    """Build a root folder of read-only bind mounts: only system libraries, this interpreter and a few devices."""
+def make_root() -> list[str]:
+    """Build a root folder of read-only bind mounts: only system libraries, this interpreter and a few devices.
+
+    Return the mounts below /tmp, where an environment may be: a program's own /tmp would hide them.
+    """
     prefixes = {sys.prefix, sys.base_prefix, os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))}
     real_paths = {path: os.path.realpath(path) for path in sorted(prefixes, key=len)}  # an environment may be a link
     linux.mount("none", "/", flags=linux.SLAVE | linux.RECURSIVE)
@@ -90,7 +93,7 @@ def make_root() -> None:
         os.symlink(target, f"/dev/{name}")
     os.symlink("/tmp", "/dev/shm")  # shared memory counts towards the size of the program's folder
     for name in ("/proc", "/tmp"):
-        os.mkdir(name, 0o755)
+        os.makedirs(name, 0o755, exist_ok=True)
     # The kernel lets a user namespace mount a new /proc only if no part of the existing one is hidden. Containers hide
     # parts of /proc, so programs there have none.
     with suppress(OSError):
@@ -101,6 +104,7 @@ def make_root() -> None:
     os.rmdir("/old")
     linux.mount("none", "/", flags=linux.REMOUNT | linux.BIND | linux.READ_ONLY | linux.NO_SUID | linux.NO_DEVICES)
     socket.sethostname("program")
+    return [path for path in real_paths if path.startswith("/tmp/") and os.path.ismount(path)]
 
 
 def copy_path(source: str, path: str) -> None:

@@ -256,6 +256,7 @@ def bubblewrap_command(disk: int) -> list[str]:
         raise StartError("bwrap is not installed")
     shown = [*ROOT_FOLDERS, *SETTINGS, sys.prefix, sys.base_prefix, str(Path(sys.executable).resolve().parents[1])]
     command = [program, "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    command += ["--size", str(disk), "--tmpfs", "/tmp"]  # first: the environment may be below it
     for path in dict.fromkeys(shown):
         if os.path.islink(path) and path in ROOT_FOLDERS:
             command += ["--symlink", os.readlink(path), path]
@@ -264,8 +265,7 @@ def bubblewrap_command(disk: int) -> list[str]:
     command += ["--ro-bind", f"{PACKAGE_ROOT}/openrlhf", f"{PACKAGE_ROOT}/openrlhf"]
     user = ["--uid", str(NOBODY), "--gid", str(NOBODY)] if os.getuid() == 0 else []
     command += [*user, "--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
-    for folder in ("/tmp", "/dev/shm"):
-        command += ["--size", str(disk), "--tmpfs", folder]
+    command += ["--size", str(disk), "--tmpfs", "/dev/shm"]
     return [*command, "--remount-ro", "/", "--chdir", "/tmp", "--"]
 
 
