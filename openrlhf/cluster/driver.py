@@ -174,7 +174,9 @@ def start_driver(**options: Any) -> None:
     except (OSError, RuntimeError, ValueError, ray.exceptions.RaySystemError) as error:
         reason = " ".join(str(error).split())
         if options["address"] == "local":
-            raise BackendError(f"Ray did not start on this machine: {reason}") from error
+            raise BackendError(
+                f"Ray did not start on this machine: {reason}", try_this="the same command again"
+            ) from error
         raise ConfigError(
             f"the Ray cluster at {options['address']} rejected this process: {reason}",
             try_this="the same command on a node of the cluster, with the cluster's versions of Ray and Python",
