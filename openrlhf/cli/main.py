@@ -2,29 +2,61 @@
 
 import difflib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import version
 
 from openrlhf.cli.entry import command
 from openrlhf.config.commands import COMMANDS
+from openrlhf.config.flags import summary_of
 from openrlhf.errors import ConfigError
+
+# The order of `openrlhf --help`. A command without a group is listed under OTHER.
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "Set up": ("doctor", "init"),
+    "Train": (
+        *("train_sft", "train_rm", "train_dpo", "train_kto", "train_kd", "train_prm"),
+        *("train_ppo", "train_ppo_ray"),
+    ),
+    "Look at data and runs": ("preview", "view"),
+    "Use a model": ("interactive_chat", "batch_inference", "serve_rm"),
+    "Take it home": ("lora_combiner", "export"),
+}
+OTHER = "Other"
+END = """
+openrlhf <command> --help           a typical command line and the essential flags
+openrlhf <command> --help all       every flag; --help WORD: a section, a flag, or all flags that mention the word
+openrlhf <command> --config FILE    flags from a YAML file; openrlhf init TASK writes one
+"""
 
 
 @command
 def main(argv: Sequence[str]) -> None:
     """List the commands, print the version, or pass the remaining arguments to a command."""
-    if not argv or argv[0] in ("-h", "--help"):
-        lines = (f"  {name:<18}{(config.__doc__ or '').strip()}\n" for name, config in COMMANDS.items())
-        sys.stdout.write("openrlhf <command> [--flag value ...]\n\n" + "".join(lines))
-        sys.stdout.write("\nopenrlhf <command> --help lists its flags.\n")
-    elif argv[0] == "--version":
+    words = list(argv)
+    if words[:1] == ["help"] and len(words) > 1:  # `openrlhf help train_sft lora` is `openrlhf train_sft --help lora`
+        words = [words[1], "--help", *words[2:]]
+    if not words or words[0] in ("-h", "--help", "help"):
+        sys.stdout.write(list_commands())
+    elif words[0] == "--version":
         sys.stdout.write(f"openrlhf {version('openrlhf')}\n")
-    elif (name := argv[0].replace("-", "_")) in COMMANDS:
-        import_module(f"openrlhf.cli.{name}").main(argv[1:])
+    elif (name := words[0].replace("-", "_")) in COMMANDS:
+        import_module(f"openrlhf.cli.{name}").main(words[1:])
     else:
         near = difflib.get_close_matches(name, COMMANDS, n=3) or ["openrlhf --help"]
-        raise ConfigError(f"unknown command {argv[0]}", try_this=" or ".join(near))
+        raise ConfigError(f"unknown command {words[0]}", try_this=" or ".join(near))
+
+
+def list_commands() -> str:
+    """Return all commands by group, with their descriptions."""
+    named = {name for names in GROUPS.values() for name in names}
+    groups = {**GROUPS, OTHER: tuple(name for name in COMMANDS if name not in named)}
+    lines = ["openrlhf <command> [--flag value ...]"]
+    for title, names in groups.items():
+        known = [name for name in names if name in COMMANDS]
+        if known:
+            lines += ["", f"{title}:", *(f"  {name:<18}{summary_of(COMMANDS[name])}" for name in known)]
+    return "\n".join(lines) + "\n" + END
 
 
 if __name__ == "__main__":

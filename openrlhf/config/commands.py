@@ -1,7 +1,8 @@
 """The config of each command: its sections of flags, and the defaults that differ for this command.
 
-`COMMANDS` maps command names to configs. `openrlhf --help` shows the docstrings of the configs. A config is frozen;
-use `flags.replace_flags` to make a changed copy.
+`COMMANDS` maps command names to configs. The docstring of a config is its help: the first line describes the command in
+`openrlhf --help`, and the rest is a typical command line, which the tests run through the parser and the checks. A
+config is frozen; use `flags.replace_flags` to make a changed copy.
 """
 
 from dataclasses import dataclass
@@ -56,7 +57,11 @@ class SupervisedConfig(TrainingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SFTConfig(SupervisedConfig):
-    """Supervised fine-tuning, and continued pre-training with --pretrain_mode."""
+    r"""Supervised fine-tuning, and continued pre-training with --pretrain_mode.
+
+    openrlhf train_sft --pretrain ./model --dataset ./chats.jsonl --input_key messages --apply_chat_template \
+        --multiturn --max_len 2048 --packing_samples --learning_rate 1e-5 --max_epochs 2 --save_path ./sft
+    """
 
     fields: ConversationFlags = section(ConversationFlags)
     template: TemplateFlags = section(TemplateFlags, input_template=PLAIN_TEMPLATE)
@@ -66,7 +71,11 @@ class SFTConfig(SupervisedConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RMConfig(SupervisedConfig):
-    """Train a reward model on pairs of responses."""
+    r"""Train a reward model on pairs of responses.
+
+    openrlhf train_rm --pretrain ./sft --dataset ./pairs.jsonl --prompt_key prompt --apply_chat_template \
+        --max_len 2048 --packing_samples --learning_rate 9e-6 --max_epochs 1 --save_path ./rm
+    """
 
     data: DatasetFlags = section(DatasetFlags, max_len=512)
     fields: PairFlags = section(PairFlags)
@@ -81,7 +90,11 @@ class RMConfig(SupervisedConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DPOConfig(SupervisedConfig):
-    """Direct preference optimisation: DPO, IPO and cDPO."""
+    r"""Direct preference optimisation: DPO, IPO and cDPO.
+
+    openrlhf train_dpo --pretrain ./sft --dataset ./pairs.jsonl --prompt_key prompt --apply_chat_template \
+        --beta 0.1 --learning_rate 5e-7 --max_len 2048 --packing_samples --save_path ./dpo
+    """
 
     data: DatasetFlags = section(DatasetFlags, max_len=512, eval_split="test")
     fields: PairFlags = section(PairFlags)
@@ -95,7 +108,11 @@ class DPOConfig(SupervisedConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class KTOConfig(SupervisedConfig):
-    """Preference optimisation from single labelled responses (KTO)."""
+    r"""Preference optimisation from single labelled responses (KTO).
+
+    openrlhf train_kto --pretrain ./sft --dataset ./labelled.jsonl --input_key prompt --output_key response \
+        --label_key label --beta 0.1 --learning_rate 5e-7 --max_len 2048 --save_path ./kto
+    """
 
     model: ModelFlags = section(ModelFlags, pretrain="bigscience/bloomz-1b7")
     data: DatasetFlags = section(DatasetFlags, eval_split="test")
@@ -110,7 +127,11 @@ class KTOConfig(SupervisedConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class KDConfig(SupervisedConfig):
-    """Knowledge distillation from a teacher model."""
+    r"""Knowledge distillation from a teacher model.
+
+    openrlhf train_kd --pretrain ./student --teacher_model ./teacher --dataset ./answers.jsonl \
+        --input_key question --output_key answer --kd_coef 0.4 --learning_rate 1e-5 --save_path ./kd
+    """
 
     data: DatasetFlags = section(DatasetFlags, eval_split="test")
     fields: TeacherResponseFlags = section(TeacherResponseFlags, output_key="output")
@@ -121,7 +142,11 @@ class KDConfig(SupervisedConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PRMConfig(SupervisedConfig):
-    """Train a process reward model on labelled steps."""
+    r"""Train a process reward model on labelled steps.
+
+    openrlhf train_prm --pretrain ./sft --dataset ./steps.jsonl --input_key text --label_key labels \
+        --placeholder_token '<step>' --reward_tokens + - --learning_rate 1e-6 --save_path ./prm
+    """
 
     data: DatasetFlags = section(DatasetFlags, eval_split="test")
     fields: StepFlags = section(StepFlags)
@@ -133,7 +158,14 @@ class PRMConfig(SupervisedConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RLConfig(TrainingConfig):
-    """Reinforcement learning with PPO, REINFORCE++, RLOO, GRPO or Dr. GRPO; single- and multi-turn agents."""
+    r"""Reinforcement learning with PPO, REINFORCE++, RLOO, GRPO or Dr. GRPO; single- and multi-turn agents.
+
+    openrlhf train_ppo_ray --pretrain ./sft --prompt_data ./prompts.jsonl --input_key question --label_key answer \
+        --apply_chat_template --remote_rm_url ./reward.py --advantage_estimator group_norm --n_samples_per_prompt 8 \
+        --rollout_batch_size 128 --train_batch_size 1024 --max_new_tokens 1024 --init_kl_coef 0 \
+        --actor_num_gpus_per_node 8 --vllm_num_engines 8 --colocate_all_models --vllm_enable_sleep \
+        --deepspeed_enable_sleep --save_path ./grpo
+    """
 
     prompts: rl.PromptFlags = section(rl.PromptFlags)
     template: TemplateFlags = section(TemplateFlags)
@@ -157,14 +189,23 @@ class RLConfig(TrainingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalRLConfig(RLConfig):
-    """Reinforcement learning in one process without Ray; under deepspeed or torchrun, on one device per process."""
+    r"""Reinforcement learning in one process without Ray; under deepspeed or torchrun, on one device per process.
+
+    openrlhf train_ppo --pretrain ./sft --prompt_data ./prompts.jsonl --input_key question --label_key answer \
+        --apply_chat_template --remote_rm_url ./reward.py --advantage_estimator group_norm --n_samples_per_prompt 8 \
+        --rollout_batch_size 32 --train_batch_size 256 --max_new_tokens 512 --init_kl_coef 0 --save_path ./grpo
+    """
 
     placement: cluster.PlacementFlags = section(cluster.PlacementFlags, runtime="local")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchInferenceConfig:
-    """Generate, score and post-process responses for whole datasets."""
+    r"""Generate, score and post-process responses for whole datasets.
+
+    openrlhf batch_inference --eval_task generate --pretrain ./model --dataset ./prompts.jsonl --input_key question \
+        --apply_chat_template --best_of_n 4 --max_new_tokens 512 --output_path ./answers.jsonl
+    """
 
     task: inference.BatchTaskFlags = section(inference.BatchTaskFlags)
     model: ServedModelFlags = section(ServedModelFlags)
@@ -176,7 +217,10 @@ class BatchInferenceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatConfig:
-    """Chat with a model."""
+    r"""Chat with a model.
+
+    openrlhf interactive_chat --pretrain ./model --apply_chat_template --temperature 0.7
+    """
 
     model: ServedModelFlags = section(ServedModelFlags)
     chat: inference.ChatFlags = section(inference.ChatFlags)
@@ -188,7 +232,10 @@ class ChatConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeRMConfig:
-    """Serve a reward model over HTTP."""
+    r"""Serve a reward model over HTTP.
+
+    openrlhf serve_rm --reward_pretrain ./rm --port 5000 --max_len 4096
+    """
 
     server: inference.ServingFlags = section(inference.ServingFlags)
     head: ValueHeadFlags = section(ValueHeadFlags)
@@ -197,7 +244,10 @@ class ServeRMConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraCombinerConfig:
-    """Merge a LoRA adapter into its base model."""
+    r"""Merge a LoRA adapter into its base model.
+
+    openrlhf lora_combiner --model_path ./base --lora_path ./adapter --output_path ./merged
+    """
 
     merge: inference.MergeFlags = section(inference.MergeFlags)
     model: PrecisionFlags = section(PrecisionFlags)

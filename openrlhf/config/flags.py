@@ -1,16 +1,18 @@
 """Flags as dataclass fields: declare flags, list the flags of a command, replace their values.
 
 A section is a frozen dataclass whose fields are flags, and a command is a frozen dataclass of sections
-(`commands.py`). `flag()` declares a flag once: its default, help, range, the flag it depends on, and whether it is
-required. The parser, the checks, the messages about unused flags and `config.json` all read these declarations, so
-adding a flag means adding one field.
+(`commands.py`). `flag()` declares a flag once: its default, help, range, the flag it depends on, whether it is
+required, and whether it is one of the essential flags that the short help shows. The parser, the help, the checks, the
+messages about unused flags and `config.json` all read these declarations, so adding a flag means adding one field.
 """
 
 import dataclasses
+import inspect
+import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, TypeVar, cast, get_type_hints
+from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 C = TypeVar("C")
@@ -33,15 +35,22 @@ POSITIVE_OR_MINUS_ONE = Range("above 0, or -1", lambda value: value > 0 or value
 
 
 def flag(
-    default: T, help: str, within: Range | None = None, *, needs: str | None = None, required: str | None = None
+    default: T,
+    help: str,
+    within: Range | None = None,
+    *,
+    needs: str | None = None,
+    required: str | None = None,
+    essential: bool = False,
 ) -> T:
     """Declare a field of a section, and with it the command-line flag of the same name.
 
     `within` is the allowed range; None is always allowed, and every element of a tuple must be in range. `needs` names
     another flag of the same command: while that flag is unset, this one has no effect and a message says so. `required`
-    marks a flag that the command cannot run without; its value is an example for the error message.
+    marks a flag that the command cannot run without; its value is an example for the error message. `essential` marks
+    a flag that most users of the command set: `--help` shows these, `--help all` shows every flag.
     """
-    metadata = {"help": help, "within": within, "needs": needs, "required": required}
+    metadata = {"help": help, "within": within, "needs": needs, "required": required, "essential": essential}
     return cast(T, dataclasses.field(default=default, metadata=metadata))
 
 
@@ -63,6 +72,7 @@ class Flag:
     within: Range | None
     needs: str | None
     required: str | None
+    essential: bool
 
 
 @cache
@@ -79,6 +89,25 @@ def flags_of(command: type) -> Mapping[str, Flag]:
             assert name not in found, f"{command.__name__} declares --{name} twice"
             found[name] = Flag(name, part.name, title, types[name], default=default, **item.metadata)
     return found
+
+
+def without_none(form: object) -> object:
+    """Return the type of a flag's values, `int` for `int | None`."""
+    if get_origin(form) in (Union, types.UnionType):
+        (form,) = (member for member in get_args(form) if member is not type(None))
+    return form
+
+
+def summary_of(command: type) -> str:
+    """Return the first line of a command's docstring, its description in --help."""
+    return (command.__doc__ or "").strip().partition("\n")[0]
+
+
+def typical_use(command: type, prog: str) -> str:
+    """Return a typical command line: the rest of the command's docstring, or else the required flags with examples."""
+    written = inspect.cleandoc(command.__doc__ or "").partition("\n")[2].strip()
+    needed = [f" --{item.name} {item.required}" for item in flags_of(command).values() if item.required]
+    return written or prog + "".join(needed)
 
 
 def replace_flags(config: C, **values: object) -> C:

@@ -9,13 +9,15 @@ import difflib
 import json
 import os
 import re
-import types
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
 from openrlhf.config.aliases import FALSE, environment_arguments, known_spellings, rewrite, successor
-from openrlhf.config.flags import Flag, flags_of, replace_flags
+from openrlhf.config.flags import Flag, flags_of, replace_flags, summary_of, without_none
+from openrlhf.config.help import asked_topic, help_text
+from openrlhf.config.suggestions import suggest
 from openrlhf.errors import ConfigError
 from openrlhf.monitor import say
 
@@ -38,10 +40,13 @@ def parse_given(
 ) -> tuple[C, frozenset[str]]:
     """Parse flags from the environment, then `--config FILE`, then `argv`; later values override earlier ones.
 
-    Return the config and the names of the flags that were given.
+    Return the config and the names of the flags that were given. `--help` prints the help and exits instead.
     """
     environ = os.environ if environ is None else environ
     parser = build_parser(command, prog)
+    if (topic := asked_topic(argv)) is not None:
+        sys.stdout.write(help_text(command, parser, topic))
+        raise SystemExit(0)
     files = parser.parse_known_args(rewrite(command, argv)[0])[0].config
     from_files = [word for file in files for word in file_arguments(command, Path(file))]
     from_environment, became = environment_arguments(command, environ)
@@ -64,8 +69,8 @@ class FlagParser(argparse.ArgumentParser):
         raise ConfigError(message.replace("argument ", "", 1), try_this=f"{self.prog} --help")
 
 
-class FlagHelp(argparse.HelpFormatter):
-    """Help formatter with room for long names and without brackets after switches."""
+class FlagHelp(argparse.RawDescriptionHelpFormatter):
+    """Help formatter with room for long names, without brackets after switches, and with example lines as written."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=44, width=120)
@@ -75,12 +80,13 @@ class FlagHelp(argparse.HelpFormatter):
 
 
 def build_parser(command: type, prog: str) -> FlagParser:
-    description = (command.__doc__ or "").strip()
+    """Build the parser of a command; --help is not part of it, because `parse_given` answers that first."""
     parser = FlagParser(
         prog=prog,
         usage=f"{prog} [--flag value ...]",
-        description=description,
+        description=summary_of(command),
         formatter_class=FlagHelp,
+        add_help=False,
         allow_abbrev=False,  # a typo could be accepted as an abbreviation of another flag
     )
     parser.add_argument(
@@ -118,12 +124,6 @@ def argument_options(item: Flag) -> dict[str, Any]:
     return options | {"type": kind, "metavar": METAVARS[kind]}
 
 
-def without_none(form: object) -> object:
-    if get_origin(form) in (Union, types.UnionType):
-        (form,) = (member for member in get_args(form) if member is not type(None))
-    return form
-
-
 def to_bool(text: str) -> bool:
     if text.lower() in TRUE:
         return True
@@ -133,14 +133,16 @@ def to_bool(text: str) -> bool:
 
 
 def unknown_flag(command: type, given: str) -> ConfigError:
-    """Build the error for an unknown flag, with suggestions: names with that prefix, or else similar names."""
+    """Build the error for an unknown flag, with our flag for a name used elsewhere, or else similar names."""
     name = given.split("=")[0].lstrip("-")
     if not given.startswith("--"):
         return ConfigError(f"expected a flag, got {given!r}", try_this="put quotes around values with spaces")
+    if suggested := suggest(name, flags_of(command)):
+        return ConfigError(f"--{name} is not a flag of this command", try_this=suggested)
     known = ["config", *known_spellings(command)]
     near = [match for match in known if match.startswith(name)][:3]
     near = near or difflib.get_close_matches(name, known, n=3, cutoff=0.6)
-    hint = " or ".join(f"--{match}" for match in near) if near else "--help for all flags"
+    hint = " or ".join(f"--{match}" for match in near) if near else "--help all for all flags"
     return ConfigError(f"--{name} is not a flag of this command", try_this=hint)
 
 

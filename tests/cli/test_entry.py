@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import openrlhf
-from openrlhf.cli.main import main
+from openrlhf.cli.main import OTHER, main
 from openrlhf.config.commands import COMMANDS
 from tests.warm import warm_python
 
@@ -76,6 +76,7 @@ def test_help_of_a_module_is_grouped_and_exits_with_0(command):
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"usage: openrlhf {command} ")
     headings = [line for line in done.stdout.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert headings[0] == "typical use:"
     assert len(headings) >= 3
 
 
@@ -94,17 +95,34 @@ def test_a_launched_process_that_has_done_its_work_does_not_abort_at_exit(monkey
     assert (done.returncode, done.stderr) == (0, "done\n")
 
 
-def test_without_a_command_all_commands_are_listed():
+def test_without_a_command_all_commands_are_listed_by_group():
     done = openrlhf_cli()
     assert done.returncode == 0
     assert all(f"  {command} " in done.stdout for command in COMMANDS)
-    assert openrlhf_cli("--help").stdout == done.stdout
+    assert f"{OTHER}:" not in done.stdout, "a new command needs a place in GROUPS"
+    assert max(map(len, done.stdout.splitlines())) <= 120
+    assert openrlhf_cli("--help").stdout == openrlhf_cli("help").stdout == done.stdout
+
+
+def test_help_is_also_a_command(capsys):
+    for asked, same in (
+        (["help", "train_sft"], ["train_sft", "--help"]),
+        (["help", "train-ppo", "lora"], ["train_ppo", "--help=lora"]),
+    ):
+        texts = []
+        for argv in (asked, same):
+            with pytest.raises(SystemExit) as ended:
+                main(argv)
+            assert ended.value.code == 0
+            texts.append(capsys.readouterr().out)
+        assert texts[0] == texts[1] != ""
 
 
 def test_the_console_entry_prints_help_as_a_process():
     done = openrlhf_cli("train-sft", "--help")
     assert done.returncode == 0
     assert "--packing_samples" in done.stdout
+    assert "--lora_dropout" not in done.stdout
 
 
 def test_flags_are_parsed_and_checked_without_heavy_imports():
@@ -112,9 +130,11 @@ def test_flags_are_parsed_and_checked_without_heavy_imports():
 import sys
 from openrlhf.cli.entry import start
 from openrlhf.config.commands import COMMANDS
+from openrlhf.config.help import help_text
 from openrlhf.config.parser import build_parser
 for name, command in COMMANDS.items():
-    build_parser(command, name).format_help()
+    for topic in ("", "all"):
+        help_text(command, build_parser(command, name), topic)
 start({SFT[0]!r}, {SFT[1:]!r})
 start({RL[0]!r}, {RL[1:]!r})
 start("train_ppo_ray", {RL[1:]!r} + ["--vllm_num_engines", "8"])
@@ -151,7 +171,7 @@ def test_only_the_first_process_of_a_launcher_prints(monkeypatch):
     assert (done.returncode, done.stderr) == (2, "")
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["train_ppo_ray", "--help"]], ids=["short", "long"])
+@pytest.mark.parametrize("argv", [["--help"], ["train_ppo_ray", "--help", "all"]], ids=["short", "long"])
 def test_a_closed_output_pipe_is_not_an_error(argv, monkeypatch):
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     reading, writing = os.pipe()

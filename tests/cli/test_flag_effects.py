@@ -18,11 +18,11 @@ import torch
 import openrlhf
 from openrlhf.config.check import check
 from openrlhf.config.commands import COMMANDS
-from openrlhf.config.flags import flags_of, replace_flags
+from openrlhf.config.flags import flags_of, replace_flags, without_none
 from openrlhf.config.no_effect.lines import EMPTY, idle_flags
 from openrlhf.config.no_effect.table import ON_CPU, STEPS_ONLY, TABLE, WITHOUT_STEPS
 from openrlhf.config.no_effect.training import ALWAYS
-from openrlhf.config.parser import parse, without_none
+from openrlhf.config.parser import parse
 from openrlhf.config.sections.training import OptimizerFlags
 from openrlhf.errors import ConfigError
 from openrlhf.inference import serve

@@ -6,7 +6,7 @@ import pytest
 
 from openrlhf.config.commands import COMMANDS, PRMConfig, RLConfig, RMConfig, SFTConfig
 from openrlhf.config.flags import flag_values, flags_of, replace_flags
-from openrlhf.config.parser import build_parser, parse
+from openrlhf.config.parser import parse
 from openrlhf.errors import ConfigError
 
 
@@ -298,28 +298,6 @@ def test_printing_every_flag_and_parsing_it_again_changes_nothing(command):
         if value is not None:
             argv += [f"--{name}", *map(str, value)] if isinstance(value, tuple) else [f"--{name}={value}"]
     assert parse(COMMANDS[command], argv, environ={}) == config
-
-
-# help
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_mentions_every_flag_under_a_heading(command):
-    text = build_parser(COMMANDS[command], f"openrlhf {command}").format_help()
-    lines = [line.strip() for line in text.splitlines()]
-    for item in flags_of(COMMANDS[command]).values():
-        assert any(line == f"--{item.name}" or line.startswith(f"--{item.name} ") for line in lines), item.name
-        assert f"{item.title}:" in lines
-    assert max(map(len, lines)) <= 120
-
-
-def test_help_shows_defaults_that_are_zero_and_leaves_out_those_that_are_nothing():
-    text = " ".join(build_parser(PRMConfig, "openrlhf train_prm").format_help().split())
-    assert "0 trains all weights (default: 0)" in text
-    assert "values up to 1e-8 disable it (default: 0.0)." in text
-    assert "(default: prm_%s)" in text
-    assert "(default: )" not in text
-    assert "(default: False)" not in text
 
 
 def test_a_list_in_a_file_is_a_comma_list_where_the_flag_is_one_text(tmp_path):

@@ -11,8 +11,7 @@ from openrlhf.algo.policy_loss import CORRECTIONS, POLICY_LOSSES
 from openrlhf.algo.reduce import AGGREGATIONS
 from openrlhf.algo.shaping import SHAPING
 from openrlhf.config.commands import COMMANDS, RLConfig
-from openrlhf.config.flags import flags_of, replace_flags
-from openrlhf.config.parser import without_none
+from openrlhf.config.flags import flags_of, replace_flags, without_none
 from openrlhf.config.runtime import (
     evaluation_config,
     is_asynchronous,

@@ -10,8 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeVar, get_origin
 
-from openrlhf.config.flags import Flag, flag_values, flags_of
-from openrlhf.config.parser import without_none
+from openrlhf.config.flags import Flag, flag_values, flags_of, without_none
 
 C = TypeVar("C")
 Reason: TypeAlias = tuple[str, str, Callable[[C], object]]  # flags separated by spaces, why, when

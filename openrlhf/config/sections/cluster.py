@@ -23,7 +23,7 @@ class PlacementFlags:
     )
     actor_num_nodes: int = flag(1, "Nodes for the policy.", POSITIVE)
     actor_num_gpus_per_node: int | None = flag(
-        None, "Devices per node for the policy (default: 8 on Ray, else 1).", POSITIVE
+        None, "Devices per node for the policy (default: 8 on Ray, else 1).", POSITIVE, essential=True
     )
     ref_num_nodes: int = flag(1, "Nodes for the reference model.", POSITIVE)
     ref_num_gpus_per_node: int | None = flag(
@@ -39,7 +39,9 @@ class PlacementFlags:
     )
     colocate_actor_ref: bool = flag(False, "Share devices between policy and reference model.")
     colocate_critic_reward: bool = flag(False, "Share devices between critic and reward models.")
-    colocate_all_models: bool = flag(False, "Share devices between all models and the engines (hybrid engine).")
+    colocate_all_models: bool = flag(
+        False, "Share devices between all models and the engines (hybrid engine).", essential=True
+    )
     deepspeed_enable_sleep: bool = flag(
         False, "Move weights and optimizer states off the device while another phase runs."
     )
@@ -74,7 +76,10 @@ class EngineFlags:
     """vLLM engines"""
 
     vllm_num_engines: int | None = flag(
-        None, "Number of vLLM engines (default: 0; Transformers then generates in the policy's process).", NOT_NEGATIVE
+        None,
+        "Number of vLLM engines (default: 0; Transformers then generates in the policy's process).",
+        NOT_NEGATIVE,
+        essential=True,
     )
     vllm_tensor_parallel_size: int = flag(1, "Devices per engine.", POSITIVE)
     vllm_gpu_memory_utilization: float = flag(0.95, "Share of a device's memory that an engine uses.", POSITIVE_SHARE)

@@ -18,7 +18,7 @@ def split_names(text: str | None) -> tuple[str, ...]:
 class EvaluationFlags:
     """Evaluation data"""
 
-    eval_dataset: str | None = flag(None, "Comma-separated datasets to evaluate on.")
+    eval_dataset: str | None = flag(None, "Comma-separated datasets to evaluate on.", essential=True)
     eval_split: str = flag("train", "Split of the evaluation datasets.", needs="eval_dataset")
     eval_revision: str | None = flag(
         None, "Comma-separated revisions, one for each hub name in --eval_dataset.", needs="eval_dataset"
@@ -33,14 +33,15 @@ class DatasetFlags(EvaluationFlags):
         None,
         "Comma-separated files (json, jsonl, csv, parquet, arrow), folders or hub names; name@dir selects a subfolder.",
         required="./data.jsonl",
+        essential=True,
     )
     dataset_probs: str | None = flag(None, "Comma-separated mixing probabilities (default: concatenate the datasets).")
     dataset_split: str = flag("train", "Split of the training datasets.")
     dataset_revision: str | None = flag(
         None, "Comma-separated commit hashes, tags or branches, one for each hub name in --dataset."
     )
-    max_samples: int = flag(1_000_000, "Maximum rows per dataset, and in total after mixing.", POSITIVE)
-    max_len: int = flag(2048, "Maximum tokens per sample; longer ones are truncated.", POSITIVE)
+    max_samples: int = flag(1_000_000, "Maximum rows per dataset, and in total after mixing.", POSITIVE, essential=True)
+    max_len: int = flag(2048, "Maximum tokens per sample; longer ones are truncated.", POSITIVE, essential=True)
     dataloader_num_workers: int = flag(0, "Accepted, but unused: rows are prepared before training.", NOT_NEGATIVE)
 
 
@@ -48,9 +49,11 @@ class DatasetFlags(EvaluationFlags):
 class TemplateFlags:
     """Templates"""
 
-    apply_chat_template: bool = flag(False, "Format messages with the tokenizer's chat template.")
+    apply_chat_template: bool = flag(False, "Format messages with the tokenizer's chat template.", essential=True)
     tokenizer_chat_template: str | None = flag(None, "Chat template (Jinja text) to use instead of the tokenizer's.")
-    input_template: str | None = flag(None, "Template with {} for the input, used if no chat template is applied.")
+    input_template: str | None = flag(
+        None, "Template with {} for the input, used if no chat template is applied.", essential=True
+    )
     system_prompt: str | None = flag(None, "System message for conversations that do not start with one.")
     chat_template_kwargs: str | None = flag(
         None, 'Variables for the chat template, as a JSON object such as {"enable_thinking": false}.'
@@ -65,8 +68,8 @@ class TemplateFlags:
 class ResponseFlags:
     """Fields"""
 
-    input_key: str = flag("input", "Field with the prompt: text or a list of messages.")
-    output_key: str | None = flag(None, "Field with the response.")
+    input_key: str = flag("input", "Field with the prompt: text or a list of messages.", essential=True)
+    output_key: str | None = flag(None, "Field with the response.", essential=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,34 +86,40 @@ class ConversationFlags(TeacherResponseFlags):
     pretrain_mode: bool = flag(
         False, "Continued pre-training: train on every token of the plain text, without a template or EOS."
     )
-    multiturn: bool = flag(False, "Train on every assistant turn, not only the last (needs --apply_chat_template).")
+    multiturn: bool = flag(
+        False, "Train on every assistant turn, not only the last (needs --apply_chat_template).", essential=True
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledResponseFlags(ResponseFlags):
     """Fields"""
 
-    label_key: str = flag("label", "Field with the label: 1 if the response is desirable, else 0.")
+    label_key: str = flag("label", "Field with the label: 1 if the response is desirable, else 0.", essential=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairFlags:
     """Fields"""
 
-    prompt_key: str | None = flag(None, "Field with the prompt (default: chosen and rejected responses contain it).")
-    chosen_key: str = flag("chosen", "Field with the preferred response.")
-    rejected_key: str = flag("rejected", "Field with the rejected response.")
+    prompt_key: str | None = flag(
+        None, "Field with the prompt (default: chosen and rejected responses contain it).", essential=True
+    )
+    chosen_key: str = flag("chosen", "Field with the preferred response.", essential=True)
+    rejected_key: str = flag("rejected", "Field with the rejected response.", essential=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepFlags:
     """Fields"""
 
-    input_key: str = flag("input", "Field with the text; each step in it ends with --placeholder_token.")
-    label_key: str = flag("label", "Field with one label per step.")
+    input_key: str = flag(
+        "input", "Field with the text; each step in it ends with --placeholder_token.", essential=True
+    )
+    label_key: str = flag("label", "Field with one label per step.", essential=True)
     placeholder_token: str | None = flag(
-        None, "Token that ends each step; must be a single token of the vocabulary.", required="'ки'"
+        None, "Token that ends each step; must be a single token of the vocabulary.", required="'ки'", essential=True
     )
     reward_tokens: tuple[str, ...] = flag(
-        (), "Label tokens, with the positive one first; soft labels need exactly two."
+        (), "Label tokens, with the positive one first; soft labels need exactly two.", essential=True
     )

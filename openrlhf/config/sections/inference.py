@@ -14,8 +14,10 @@ class SamplingFlags:
     """Sampling"""
 
     greedy_sampling: bool = flag(False, "Always choose the most likely token.")
-    temperature: float = flag(1.0, "Sampling temperature.", NOT_NEGATIVE)
-    top_p: float = flag(1.0, "Sample from the smallest set of tokens with this total probability.", POSITIVE_SHARE)
+    temperature: float = flag(1.0, "Sampling temperature.", NOT_NEGATIVE, essential=True)
+    top_p: float = flag(
+        1.0, "Sample from the smallest set of tokens with this total probability.", POSITIVE_SHARE, essential=True
+    )
     repetition_penalty: float = flag(1.0, "Values above 1 make tokens that already occurred less likely.", POSITIVE)
     enable_csft: bool = flag(False, "Append --csft_prompt to the prompt (conditional SFT).")
     csft_prompt: str = flag("<rm_score>: 5.00", "Text that --enable_csft appends to the prompt.", needs="enable_csft")
@@ -26,13 +28,17 @@ class BatchTaskFlags:
     """Task"""
 
     eval_task: Literal["generate_vllm", "generate", "rm"] | None = flag(
-        None, "Generate with vLLM, generate with Transformers, or score with a reward model.", required="generate"
+        None,
+        "Generate with vLLM, generate with Transformers, or score with a reward model.",
+        required="generate",
+        essential=True,
     )
-    output_path: str | None = flag(None, "JSONL file for the output rows.", required="./out.jsonl")
-    best_of_n: int = flag(1, "Responses per prompt.", POSITIVE)
+    output_path: str | None = flag(None, "JSONL file for the output rows.", required="./out.jsonl", essential=True)
+    best_of_n: int = flag(1, "Responses per prompt.", POSITIVE, essential=True)
     post_processor: Literal["rs", "csft", "iter_dpo", "null"] | None = flag(
         None,
         "After scoring, write the best response per prompt (rs), conditional SFT rows (csft) or DPO pairs (iter_dpo).",
+        essential=True,
     )
     reward_template: str | None = flag(None, "Prompt template of --post_processor csft, with {input} and {reward}.")
     normalize_reward: bool = flag(
@@ -45,9 +51,9 @@ class BatchTaskFlags:
         NOT_NEGATIVE,
     )
     rollout_batch_size: int = flag(2048, "Prompts per slice, with --iter.", POSITIVE)
-    micro_batch_size: int = flag(16, "Samples per device and forward pass.", POSITIVE)
+    micro_batch_size: int = flag(16, "Samples per device and forward pass.", POSITIVE, essential=True)
     prompt_max_len: int = flag(1024, "Maximum tokens per prompt.", POSITIVE)
-    max_new_tokens: int = flag(1024, "Maximum tokens per response.", POSITIVE)
+    max_new_tokens: int = flag(1024, "Maximum tokens per response.", POSITIVE, essential=True)
     tp_size: int | None = flag(
         None,
         "Devices per vLLM engine (default: 1 with --vllm_num_engines, else the process's share of the machine's GPUs).",
@@ -72,23 +78,26 @@ class BatchDataFlags:
         None,
         "Comma-separated files, folders or hub names; name@dir selects a subfolder.",
         required="./prompts.jsonl",
+        essential=True,
     )
     dataset_probs: str | None = flag(None, "Comma-separated mixing probabilities (default: concatenate the datasets).")
     dataset_split: str = flag("train", "Split of the datasets.")
     dataset_revision: str | None = flag(
         None, "Comma-separated commit hashes, tags or branches, one for each hub name in --dataset."
     )
-    max_samples: int = flag(100_000_000, "Maximum rows per dataset, and in total after mixing.", POSITIVE)
+    max_samples: int = flag(
+        100_000_000, "Maximum rows per dataset, and in total after mixing.", POSITIVE, essential=True
+    )
     max_len: int = flag(2048, "Maximum tokens per sample when scoring.", POSITIVE)
-    input_key: str = flag("input", "Field with the prompt.")
-    output_key: str = flag("output", "Field with the response.")
+    input_key: str = flag("input", "Field with the prompt.", essential=True)
+    output_key: str = flag("output", "Field with the response.", essential=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatFlags:
     """Conversation"""
 
-    max_len: int = flag(4096, "Maximum tokens in the history and the reply together.", POSITIVE)
+    max_len: int = flag(4096, "Maximum tokens in the history and the reply together.", POSITIVE, essential=True)
     ta_prompt: str | None = flag(None, "File whose text starts the history.")
 
 
@@ -96,18 +105,23 @@ class ChatFlags:
 class ServingFlags:
     """Server"""
 
-    reward_pretrain: str | None = flag(None, "Reward model folder or hub name.", required="./reward_model")
+    reward_pretrain: str | None = flag(
+        None, "Reward model folder or hub name.", required="./reward_model", essential=True
+    )
     normalize_reward: bool = flag(
-        False, "Return (reward - mean) / std, with the mean and std stored in the reward model."
+        False, "Return (reward - mean) / std, with the mean and std stored in the reward model.", essential=True
     )
     max_len: int = flag(
-        2048, "Maximum tokens per query; longer queries are truncated, or rejected with --refuse_long.", POSITIVE
+        2048,
+        "Maximum tokens per query; longer queries are truncated, or rejected with --refuse_long.",
+        POSITIVE,
+        essential=True,
     )
     refuse_long: bool = flag(
         False, "Reject a query of more than --max_len tokens with status 413 instead of truncating it."
     )
     batch_size: int | None = flag(
-        None, "Queries per forward pass (default: as many as --batch_tokens allows).", POSITIVE
+        None, "Queries per forward pass (default: as many as --batch_tokens allows).", POSITIVE, essential=True
     )
     batch_tokens: int | None = flag(
         None,
@@ -117,13 +131,16 @@ class ServingFlags:
     )
     packing_samples: bool = flag(False, "Concatenate queries instead of padding them.")
     host: str = flag(
-        "127.0.0.1", "Address to bind; any address other than loopback, such as 0.0.0.0, requires --api_key."
+        "127.0.0.1",
+        "Address to bind; any address other than loopback, such as 0.0.0.0, requires --api_key.",
+        essential=True,
     )
-    port: int = flag(5000, "Port to bind.", PORT)
+    port: int = flag(5000, "Port to bind.", PORT, essential=True)
     api_key: str | None = flag(
         None,
         "Key that requests must send (Authorization: Bearer KEY); set OPENRLHF_RM_API_KEY instead to keep it off the "
         "command line.",
+        essential=True,
     )
     max_request_mb: int = flag(32, "Maximum size of a request body in MiB.", POSITIVE)
     max_connections: int = flag(
@@ -141,8 +158,8 @@ class ServingFlags:
 class MergeFlags:
     """Merge"""
 
-    model_path: str | None = flag(None, "Base model folder or hub name.", required="./base")
+    model_path: str | None = flag(None, "Base model folder or hub name.", required="./base", essential=True)
     revision: str | None = flag(None, "Commit hash, tag or branch of the base model on its hub.")
-    lora_path: str | None = flag(None, "Adapter folder.", required="./adapter")
-    output_path: str | None = flag(None, "Folder for the merged model.", required="./merged")
-    is_rm: bool = flag(False, "Merge into a reward model (sequence classification).")
+    lora_path: str | None = flag(None, "Adapter folder.", required="./adapter", essential=True)
+    output_path: str | None = flag(None, "Folder for the merged model.", required="./merged", essential=True)
+    is_rm: bool = flag(False, "Merge into a reward model (sequence classification).", essential=True)

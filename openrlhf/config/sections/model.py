@@ -28,7 +28,7 @@ class LoadingFlags(PrecisionFlags):
         "Attention implementation, by its Transformers name; auto uses the varlen kernel on CUDA and SDPA on a CPU.",
     )
     load_in_4bit: bool = flag(
-        False, "Load the base model in 4-bit NF4 with double quantisation (needs bf16, bitsandbytes)."
+        False, "Load the base model in 4-bit NF4 with double quantisation (needs bf16, bitsandbytes).", essential=True
     )
     experts_implementation: str | None = flag(
         None, "Mixture-of-experts implementation, by its Transformers name, such as eager or grouped_mm."
@@ -52,7 +52,10 @@ class ServedModelFlags(LoadingFlags):
     """Model"""
 
     pretrain: str | None = flag(
-        None, "Model folder or hub name; name@revision selects a commit, tag or branch.", required="./model"
+        None,
+        "Model folder or hub name; name@revision selects a commit, tag or branch.",
+        required="./model",
+        essential=True,
     )
 
 
@@ -70,7 +73,7 @@ class ModelFlags(ServedModelFlags):
 class LoraFlags:
     """LoRA"""
 
-    lora_rank: int = flag(0, "Rank of the adapters; 0 trains all weights.", NOT_NEGATIVE)
+    lora_rank: int = flag(0, "Rank of the adapters; 0 trains all weights.", NOT_NEGATIVE, essential=True)
     lora_alpha: int = flag(16, "Adapters are scaled by alpha / rank.", POSITIVE, needs="lora_rank")
     lora_dropout: float = flag(0.0, "Dropout before the adapters.", BELOW_ONE, needs="lora_rank")
     target_modules: tuple[str, ...] = flag(("all-linear",), "Modules that get an adapter.", needs="lora_rank")

@@ -23,7 +23,7 @@ class PairwiseRewardFlags:
 class DirectPreferenceFlags:
     """Preference loss"""
 
-    beta: float = flag(0.1, "Strength of the regularisation towards the reference.", POSITIVE)
+    beta: float = flag(0.1, "Strength of the regularisation towards the reference.", POSITIVE, essential=True)
     ipo: bool = flag(False, "Use the squared loss of IPO instead of the log-sigmoid.")
     ipo_length_average: bool = flag(False, "Use mean instead of summed log-probs in IPO, as TRL does.", needs="ipo")
     label_smoothing: float = flag(0.0, "cDPO: expected share of mislabelled pairs.", UP_TO_HALF)
@@ -34,7 +34,7 @@ class DirectPreferenceFlags:
 class UnpairedPreferenceFlags:
     """KTO loss"""
 
-    beta: float = flag(0.01, "Strength of the regularisation towards the reference.", POSITIVE)
+    beta: float = flag(0.01, "Strength of the regularisation towards the reference.", POSITIVE, essential=True)
     desirable_loss_weight: float = flag(1.0, "Weight of rows with label 1.", NOT_NEGATIVE)
     undesirable_loss_weight: float = flag(1.0, "Weight of rows with label 0.", NOT_NEGATIVE)
 
@@ -44,7 +44,12 @@ class DistillationFlags:
     """Distillation"""
 
     teacher_model: str | None = flag(
-        None, "Teacher model folder or hub name; must share the student's vocabulary.", required="./teacher"
+        None,
+        "Teacher model folder or hub name; must share the student's vocabulary.",
+        required="./teacher",
+        essential=True,
     )
     teacher_offload: bool = flag(False, "Keep the teacher on the CPU between forward passes.")
-    kd_coef: float = flag(0.4, "Weight c of the distillation loss: (1 - c) x cross entropy + c x distillation.", SHARE)
+    kd_coef: float = flag(
+        0.4, "Weight c of the distillation loss: (1 - c) x cross entropy + c x distillation.", SHARE, essential=True
+    )

@@ -42,6 +42,7 @@ class PromptFlags(EvaluationFlags):
         None,
         "Comma-separated prompt datasets: files, folders or hub names; name@dir selects a subfolder.",
         required="./prompts.jsonl",
+        essential=True,
     )
     prompt_data_probs: str | None = flag(
         None, "Comma-separated mixing probabilities (default: concatenate the datasets)."
@@ -50,8 +51,8 @@ class PromptFlags(EvaluationFlags):
     dataset_revision: str | None = flag(
         None, "Comma-separated commit hashes, tags or branches, one for each hub name in --prompt_data."
     )
-    input_key: str = flag("input", "Field with the prompt: text or a list of messages.")
-    label_key: str | None = flag(None, "Field passed to the reward function or agent as the label.")
+    input_key: str = flag("input", "Field with the prompt: text or a list of messages.", essential=True)
+    label_key: str | None = flag(None, "Field passed to the reward function or agent as the label.", essential=True)
     max_samples: int = flag(100_000_000, "Maximum rows per dataset, and in total after mixing.", POSITIVE)
     dataloader_num_workers: int = flag(0, "Accepted, but unused: prompts are prepared before training.", NOT_NEGATIVE)
     eval_temperature: float = flag(0.6, "Sampling temperature of evaluation.", NOT_NEGATIVE, needs="eval_dataset")
@@ -62,8 +63,8 @@ class PromptFlags(EvaluationFlags):
 class RolloutFlags:
     """Rollout"""
 
-    rollout_batch_size: int = flag(1024, "Prompts per rollout.", POSITIVE)
-    n_samples_per_prompt: int = flag(1, "Samples per prompt.", POSITIVE)
+    rollout_batch_size: int = flag(1024, "Prompts per rollout.", POSITIVE, essential=True)
+    n_samples_per_prompt: int = flag(1, "Samples per prompt.", POSITIVE, essential=True)
     micro_rollout_batch_size: int = flag(8, "Samples per forward pass for log-probs, values and rewards.", POSITIVE)
     num_episodes: int = flag(1, "Passes over the prompts.", POSITIVE)
     prompt_max_len: int = flag(1024, "Maximum tokens per prompt; unused if --max_len is given.", POSITIVE)
@@ -73,7 +74,9 @@ class RolloutFlags:
         "Maximum tokens in prompt and response together (default: --prompt_max_len + --generate_max_len).",
         POSITIVE,
     )
-    max_new_tokens: int | None = flag(None, "Maximum tokens per response (default: the rest of the context).", POSITIVE)
+    max_new_tokens: int | None = flag(
+        None, "Maximum tokens per response (default: the rest of the context).", POSITIVE, essential=True
+    )
     min_new_tokens: int = flag(1, "Minimum tokens per response.", POSITIVE)
     temperature: float = flag(
         1.0, "Sampling temperature; policy and reference also divide their logits by it.", EXPLORING
@@ -182,16 +185,22 @@ class RewardFlags:
     """Rewards and agents"""
 
     reward_pretrain: str | None = flag(
-        None, "Comma-separated reward models; with an agent, they score episodes for which the agent returns no reward."
+        None,
+        "Comma-separated reward models; with an agent, they score episodes for which the agent returns no reward.",
+        essential=True,
     )
     reward_weights: tuple[float, ...] = flag((), "Weight of each reward model (default: 1 each).")
-    remote_rm_url: str | None = flag(None, "Comma-separated reward servers, or a .py file with reward_func.")
+    remote_rm_url: str | None = flag(
+        None, "Comma-separated reward servers, or a .py file with reward_func.", essential=True
+    )
     reward_api_key: str | None = flag(
         None,
         "Key of the reward servers (serve_rm --api_key); set OPENRLHF_RM_API_KEY instead to keep it off the command "
         "line.",
     )
-    agent_func_path: str | None = flag(None, "Python file with a class AgentExecutor, or a function run_agent or step.")
+    agent_func_path: str | None = flag(
+        None, "Python file with a class AgentExecutor, or a function run_agent or step.", essential=True
+    )
     normalize_reward: bool = flag(False, "Use (reward - mean) / std, with the mean and std stored in the reward model.")
     reward_clip_range: tuple[float, float] = flag((-10.0, 10.0), "Range to which shaped rewards are clipped.")
     overlong_buffer_len: float | None = flag(
@@ -255,6 +264,7 @@ class AdvantageFlags:
         "gae",
         "Advantage estimator: gae is PPO, reinforce is REINFORCE++, group_norm is GRPO; reinforce_baseline suits "
         "verifiable rewards.",
+        essential=True,
     )
     gamma: float = flag(1.0, "Discount factor; only gae and reinforce use a value below 1.", SHARE)
     lambd: float = flag(1.0, "GAE lambda.", SHARE)
@@ -265,7 +275,9 @@ class AdvantageFlags:
 class KLControlFlags:
     """KL to the reference"""
 
-    init_kl_coef: float = flag(0.01, "Weight of the KL term; with 0, no reference model is loaded.", NOT_NEGATIVE)
+    init_kl_coef: float = flag(
+        0.01, "Weight of the KL term; with 0, no reference model is loaded.", NOT_NEGATIVE, essential=True
+    )
     kl_target: float | None = flag(None, "Adapt the weight so that the KL stays near this value.", POSITIVE)
     kl_horizon: int = flag(10_000, "Number of samples over which the weight adapts.", POSITIVE, needs="kl_target")
     kl_estimator: KLEstimator = flag(
@@ -335,7 +347,7 @@ class PolicyLossFlags:
 class PolicyOptimizerFlags(OptimizerFlags):
     """Optimizer"""
 
-    actor_learning_rate: float = flag(1e-6, "Peak learning rate of the policy.", NOT_NEGATIVE)
+    actor_learning_rate: float = flag(1e-6, "Peak learning rate of the policy.", NOT_NEGATIVE, essential=True)
     critic_learning_rate: float = flag(9e-6, "Peak learning rate of the critic.", NOT_NEGATIVE)
     # One flag with the prefix `critic_` for each flag of OptimizerFlags.
     critic_optim: Literal["adam", "muon"] | None = flag(None, "Critic optimizer (default: same as the policy).")

@@ -16,11 +16,13 @@ ZERO_STAGE = Range("0, 1, 2 or 3", lambda value: value in (0, 1, 2, 3))
 class BatchFlags:
     """Batches"""
 
-    train_batch_size: int = flag(128, "Samples per optimizer step, over all devices.", POSITIVE)
-    micro_train_batch_size: int = flag(8, "Samples per device in one forward and backward pass.", POSITIVE)
-    max_epochs: int = flag(1, "Passes over the data (in RL: over each rollout).", POSITIVE)
+    train_batch_size: int = flag(128, "Samples per optimizer step, over all devices.", POSITIVE, essential=True)
+    micro_train_batch_size: int = flag(
+        8, "Samples per device in one forward and backward pass.", POSITIVE, essential=True
+    )
+    max_epochs: int = flag(1, "Passes over the data (in RL: over each rollout).", POSITIVE, essential=True)
     max_steps: int | None = flag(None, "Stop after this many optimizer steps (in RL: rollouts).", POSITIVE)
-    packing_samples: bool = flag(False, "Concatenate samples instead of padding them.")
+    packing_samples: bool = flag(False, "Concatenate samples instead of padding them.", essential=True)
     seed: int = flag(42, "Random seed.")
     full_determinism: bool = flag(False, "Use deterministic kernels, which are slower.")
 
@@ -49,7 +51,7 @@ class OptimizerFlags:
 class SupervisedOptimizerFlags(OptimizerFlags):
     """Optimizer"""
 
-    learning_rate: float = flag(5e-6, "Peak learning rate.", NOT_NEGATIVE)
+    learning_rate: float = flag(5e-6, "Peak learning rate.", NOT_NEGATIVE, essential=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +65,7 @@ class ShardingFlags:
     grad_accum_dtype: Literal["fp32", "bf16", "fp16"] | None = flag(
         None, "Dtype in which gradients are accumulated (default: fp32 for bf16 weights under ZeRO)."
     )
-    gradient_checkpointing: bool = flag(False, "Recompute activations in the backward pass.")
+    gradient_checkpointing: bool = flag(False, "Recompute activations in the backward pass.", essential=True)
     gradient_checkpointing_use_reentrant: bool = flag(
         False, "Use the reentrant variant of gradient checkpointing.", needs="gradient_checkpointing"
     )
@@ -80,9 +82,11 @@ class ShardingFlags:
 class CheckpointFlags:
     """Checkpoints"""
 
-    save_path: str = flag("./ckpt", "Folder for the finished model.")
+    save_path: str = flag("./ckpt", "Folder for the finished model.", essential=True)
     ckpt_path: str = flag("./ckpt/checkpoints", "Folder for checkpoints that a run can resume from.")
-    save_steps: int = flag(-1, "Write a checkpoint every N steps; -1 means never.", POSITIVE_OR_MINUS_ONE)
+    save_steps: int = flag(
+        -1, "Write a checkpoint every N steps; -1 means never.", POSITIVE_OR_MINUS_ONE, essential=True
+    )
     save_hf_ckpt: bool = flag(False, "With each checkpoint, also write a model folder that Transformers can load.")
     disable_ds_ckpt: bool = flag(False, "Do not write resumable checkpoints.")
     max_ckpt_num: int = flag(3, "Maximum number of checkpoints to keep.", POSITIVE)
@@ -100,7 +104,9 @@ class LogFlags:
     logging_steps: int = flag(1, "Log every N steps.", POSITIVE)
     eval_steps: int = flag(-1, "Evaluate every N steps; -1 means once per epoch (in RL: never).", POSITIVE_OR_MINUS_ONE)
     use_tensorboard: str | None = flag(None, "Folder for TensorBoard logs.")
-    use_wandb: str | None = flag(None, "Weights & Biases API key, or True if you are already logged in.")
+    use_wandb: str | None = flag(
+        None, "Weights & Biases API key, or True if you are already logged in.", essential=True
+    )
     wandb_org: str | None = flag(None, "Weights & Biases entity.", needs="use_wandb")
     wandb_group: str | None = flag(None, "Weights & Biases group.", needs="use_wandb")
     wandb_project: str = flag("openrlhf_train_sft", "Weights & Biases project.", needs="use_wandb")
@@ -113,5 +119,7 @@ class RunFlags:
 
     run_dir: str | None = flag(None, "Folder for config, metrics and rollouts (default: a folder in --save_path).")
     dry_run: bool = flag(
-        False, "Check the flags, test the data and the reward on the first 8 rows, and exit without loading models."
+        False,
+        "Check the flags, test the data and the reward on the first 8 rows, and exit without loading models.",
+        essential=True,
     )
