@@ -32,6 +32,8 @@ RUNS = {  # command -> module with `run`; other commands use SUPERVISED
     "interactive_chat": "openrlhf.inference.chat",
     "serve_rm": "openrlhf.inference.serve",
     "lora_combiner": "openrlhf.inference.merge",
+    "init": "openrlhf.cli.starter.files",
+    "doctor": "openrlhf.cluster.doctor.report",
 }
 SUPERVISED, DRY_RUN = "openrlhf.training.supervised", "openrlhf.rl.dry_run"
 

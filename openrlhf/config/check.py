@@ -153,6 +153,8 @@ RULES: dict[type, Rules] = {
         paths.adapter_folder_exists,
         inference.merging_keeps_its_sources,
     ),
+    commands.InitConfig: (common.required_flags_are_given,),
+    commands.DoctorConfig: (),
 }
 
 

@@ -8,7 +8,7 @@ config is frozen; use `flags.replace_flags` to make a changed copy.
 from dataclasses import dataclass
 
 from openrlhf.config.flags import section
-from openrlhf.config.sections import cluster, inference, objectives, rl, training
+from openrlhf.config.sections import cluster, inference, objectives, rl, setup, training
 
 # Configs have fields called `data` and `model`, so the sections of these two modules are imported by name.
 from openrlhf.config.sections.data import (
@@ -253,6 +253,26 @@ class LoraCombinerConfig:
     model: PrecisionFlags = section(PrecisionFlags)
 
 
+@dataclass(frozen=True, kw_only=True)
+class InitConfig:
+    """Write a commented YAML file with the essential flags of a task, and a reward or agent file to start from.
+
+    openrlhf init grpo --output run.yaml
+    """
+
+    starter: setup.InitFlags = section(setup.InitFlags)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorConfig:
+    """Check this machine: packages, devices, memory, disks, ports and limits, with a command for each problem.
+
+    openrlhf doctor
+    """
+
+    report: setup.DoctorFlags = section(setup.DoctorFlags)
+
+
 Templated = SFTConfig | RMConfig | DPOConfig | KTOConfig | KDConfig | RLConfig | BatchInferenceConfig | ChatConfig
 
 COMMANDS: dict[str, type] = {
@@ -268,4 +288,6 @@ COMMANDS: dict[str, type] = {
     "interactive_chat": ChatConfig,
     "serve_rm": ServeRMConfig,
     "lora_combiner": LoraCombinerConfig,
+    "init": InitConfig,
+    "doctor": DoctorConfig,
 }

@@ -141,6 +141,8 @@ RUNS = {  # name, which starts with the command -> function that returns its fla
     "interactive_chat": lambda folder, model: {"pretrain": model, "max_len": 40, "device": "cpu"},
     "serve_rm": serving,
     "lora_combiner": merging,
+    "init": lambda folder, model: {"task": "grpo", "output": "run.yaml"},
+    "doctor": lambda folder, model: {"online": True},
 }
 
 

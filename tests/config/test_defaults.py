@@ -381,6 +381,8 @@ DOCUMENTED = {
         "is_rm": False,
         "param_dtype": "bf16",
     },
+    "init": {"task": None, "output": None, "overwrite": False},
+    "doctor": {"online": False, "json": False},
 }
 
 # Flags of later versions, and our own.

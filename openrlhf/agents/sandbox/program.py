@@ -373,6 +373,13 @@ def close_servers() -> None:
 atexit.register(close_servers)
 
 
+def working_isolation() -> Isolation:
+    """Return how programs are isolated on this machine, after running one; raise ConfigError if they cannot be."""
+    run_program("pass", allow_unisolated=False)
+    assert _servers.isolation is not None
+    return _servers.isolation
+
+
 def run_program(
     source: str | None = None,
     *,

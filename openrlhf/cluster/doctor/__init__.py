@@ -1,0 +1,5 @@
+"""The command `doctor`: is this machine ready, and if not, what to do about it.
+
+Each module returns findings about one area: `packages`, `devices`, `host` (memory, disks, limits, ports) and `services`
+(the sandbox for programs, the hub). `report` prints them. It all works without torch, whose absence is then a finding.
+"""

@@ -1,0 +1,26 @@
+"""What the doctor finds: one line about this machine, and a fix if something is wrong."""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+Status: TypeAlias = Literal["ok", "note", "warning", "broken"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    A note is worth knowing, a warning matters for some runs, and `broken` means that no run works. The last two have a
+    fix.
+    """
+
+    area: str
+    subject: str
+    value: str
+    status: Status = "ok"
+    fix: str = ""
+
+
+def size(number: float) -> str:
+    """Format a number of bytes."""
+    return f"{number / 2**30:.1f} GiB"
