@@ -21,12 +21,13 @@ from datasets.exceptions import DatasetsError
 from huggingface_hub import snapshot_download
 from numpy.typing import NDArray
 
-from openrlhf.config.checks.paths import looks_local
+from openrlhf.config.checks.paths import looks_local, nearest_path
 from openrlhf.config.checks.revisions import dataset_revisions
 from openrlhf.config.sections.data import DatasetFlags
 from openrlhf.config.sections.inference import BatchDataFlags
 from openrlhf.config.sections.model import LoadingFlags
 from openrlhf.data.files import open_json
+from openrlhf.data.hub import dataset_is_cached, hub_failure
 from openrlhf.data.records import Records, Source
 from openrlhf.errors import ConfigError, DataError, MissingExtraError
 from openrlhf.monitor import say
@@ -136,6 +137,10 @@ def open_source(item: str, split: str, limit: int | None, loading: LoadingFlags,
     check_path(name, path)
     if path.is_file() and path.suffix in JSON:
         return open_json(name, path, limit)
+    from_hub = not path.exists() and not loading.use_ms
+    if from_hub and not dataset_is_cached(name) and (failure := hub_failure()):
+        fix = nearest_path(name) or "a file or folder on this machine, or HF_ENDPOINT with the address of a mirror"
+        raise DataError(f"{name} is neither a local path nor in the cache, and {failure}", try_this=fix)
     with quiet():
         try:
             loaded = load(name, path, data_dir or None, loading, revision)

@@ -31,8 +31,9 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from openrlhf.config.checks.paths import looks_local, split_revision
+from openrlhf.config.checks.paths import looks_local, nearest_path, split_revision
 from openrlhf.config.sections.model import LoadingFlags, LoraFlags, ModelFlags
+from openrlhf.data.hub import hub_failure, model_is_cached
 from openrlhf.errors import ConfigError
 from openrlhf.models.attention import choose_attention, fitting_attention
 from openrlhf.models.heads import SCALAR_HEAD, init_scalar_head
@@ -251,6 +252,11 @@ def _source(name: str, loading: LoadingFlags) -> dict[str, Any]:
         from modelscope import snapshot_download  # pyrefly: ignore[missing-import]
 
         return source | {"pretrained_model_name_or_path": snapshot_download(where, **pinned)}
+    if not Path(where).exists() and (failure := hub_failure()):
+        if not model_is_cached(where, revision):
+            fix = nearest_path(where) or "a folder on this machine, or HF_ENDPOINT with the address of a mirror"
+            raise ConfigError(f"{where} is neither a local folder nor in the cache, and {failure}", try_this=fix)
+        pinned["local_files_only"] = True  # otherwise the client retries for most of a minute before it looks there
     return source | pinned
 
 

@@ -22,7 +22,7 @@ from openrlhf.agents.build import build_executor
 from openrlhf.agents.executor import GroupExecutor, GroupResult, sample_name, shorten
 from openrlhf.config.checks.paths import split_revision
 from openrlhf.config.commands import RLConfig, SupervisedConfig
-from openrlhf.config.runtime import compares_engine, critic_model
+from openrlhf.config.runtime import compares_engine, critic_model, resolve_runtime
 from openrlhf.config.sections.data import split_names
 from openrlhf.config.sections.rl import RewardFlags
 from openrlhf.data.prompts import load_eval_prompts, load_prompts
@@ -33,6 +33,7 @@ from openrlhf.monitor import say
 from openrlhf.rl.rollouts import sampling
 from openrlhf.training.optim import schedule
 from openrlhf.training.preflight import check_models
+from openrlhf.training.processes import choose_device
 from openrlhf.types import Completion, LabelledRow, PairRow, Prompt, Request, StepRow
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ HANGING = 0.9  # share of --reward_timeout without any event after which a rewar
 
 def run(config: RLConfig | SupervisedConfig) -> None:
     """Test everything that needs no model weights, without downloading anything."""
+    if not (isinstance(config, RLConfig) and resolve_runtime(config) == "ray"):  # there, workers have the devices
+        choose_device(config.model.device, config.sharding.local_rank)  # rejects --device cuda without a GPU
     if isinstance(config, RLConfig):
         names, critic = (config.prompts.prompt_data, config.prompts.eval_dataset), critic_model(config)
     else:

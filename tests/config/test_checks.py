@@ -359,6 +359,9 @@ REFUSED = [  # rule, command, added flags, parts of the message
         "--eval_revision has 2 values, but --eval_dataset has 1",
     ),
     ("model_folders_exist", "train_sft", "--pretrain ./nowhere", "--pretrain ./nowhere: no such folder|org/model"),
+    ("model_folders_exist", "train_sft", "--pretrain ./modle", "--pretrain ./modle: no such folder|Try: ./model"),
+    ("model_folders_exist", "train_sft", "--pretrain runs/sft/model", "--pretrain runs/sft/model: no such folder"),
+    ("model_folders_exist", "train_sft", "--pretrain model_/", "--pretrain model_/: no such folder|Try: ./model"),
     (
         "model_folders_exist",
         "train_ppo",
@@ -369,6 +372,8 @@ REFUSED = [  # rule, command, added flags, parts of the message
     ("model_folders_exist", "train_sft", "--pretrain ./empty", "./empty has no config.json"),
     ("model_folders_exist", "serve_rm", "--reward_pretrain ./adapter", "./adapter is a LoRA adapter|lora_combiner"),
     ("dataset_files_exist", "train_sft", "--dataset ./data.jsonl,gone.jsonl", "--dataset gone.jsonl: no such file"),
+    ("dataset_files_exist", "train_sft", "--dataset ./dta.jsonl", "no such file or folder. Try: ./data.jsonl"),
+    ("dataset_files_exist", "train_sft", "--dataset my/own/rows", "--dataset my/own/rows: no such file or folder"),
     ("dataset_files_exist", "train_sft", "--eval_dataset ./gone@dir", "--eval_dataset ./gone: no such file or folder"),
     ("named_files_exist", "train_ppo", "--remote_rm_url gone.py", "--remote_rm_url gone.py: no such file"),
     ("named_files_exist", "train_ppo", "--agent_func_path ./gone.py", "--agent_func_path ./gone.py: no such file"),

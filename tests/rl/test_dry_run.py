@@ -309,6 +309,16 @@ def test_a_dry_run_reports_the_errors_of_a_run(model_without_weights, tmp_path, 
     assert complaint in capsys.readouterr().err
 
 
+def test_a_dry_run_looks_for_the_device(model_without_weights, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    dataset = write_rows(tmp_path / "rows.jsonl", answers(12))
+    flags = {"pretrain": model_without_weights, "dataset": dataset, "dry_run": True, "device": "cuda", **ANSWERS}
+    with pytest.raises(SystemExit) as ended:
+        run_command("train_sft", flags)
+    assert ended.value.code == 2
+    assert "--device cuda needs a GPU, but PyTorch finds none. Try: --device cpu" in capsys.readouterr().err
+
+
 def test_an_unknown_schedule_is_rejected_in_rl(run_ppo):
     code, stderr = run_ppo(VALID, lr_scheduler="sideways")
     assert (code, "--lr_scheduler sideways" in stderr) == (2, True)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-import urllib.request
 from collections.abc import Iterator
-from urllib.error import HTTPError, URLError
 
 from openrlhf.agents.sandbox.program import close_servers, working_isolation
 from openrlhf.cluster.doctor.findings import Finding
+from openrlhf.data.hub import connection_failure
 from openrlhf.errors import ConfigError
 
 AREA = "Services"
 HUB = "https://huggingface.co"
-SECONDS = 5.0
 
 
 def sandbox_findings() -> Iterator[Finding]:
@@ -29,25 +27,14 @@ def sandbox_findings() -> Iterator[Finding]:
 
 
 def hub_findings(*, online: bool) -> Iterator[Finding]:
-    """Yield whether the hub answers; without `online`, nothing is sent."""
+    """Yield whether the hub can be reached; without `online`, it is not tried."""
     hub = os.environ.get("HF_ENDPOINT") or HUB
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
         yield Finding(AREA, "hub", "HF_HUB_OFFLINE is set: only models and data in the cache can be used", "note")
     elif not online:
         yield Finding(AREA, "hub", f"{hub}, not tried (--online tries it)")
+    elif reason := connection_failure(hub):
+        fix = "check the network or HTTPS_PROXY, set HF_ENDPOINT to a mirror, or use local folders and HF_HUB_OFFLINE=1"
+        yield Finding(AREA, "hub", f"{hub} cannot be reached: {reason}", "warning", fix)
     else:
-        yield try_hub(hub)
-
-
-def try_hub(hub: str) -> Finding:
-    """Send one request to the hub."""
-    fix = "check the network or HTTPS_PROXY, set HF_ENDPOINT to a mirror, or use local folders and HF_HUB_OFFLINE=1"
-    try:
-        with urllib.request.urlopen(urllib.request.Request(hub, method="HEAD"), timeout=SECONDS):
-            pass
-    except HTTPError:  # it answered
-        pass
-    except (URLError, OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
-        return Finding(AREA, "hub", f"{hub} cannot be reached: {reason}", "warning", fix)
-    return Finding(AREA, "hub", f"{hub} answers")
+        yield Finding(AREA, "hub", f"{hub} can be reached")

@@ -1,5 +1,6 @@
 """Rules about files and folders: a path that is clearly local must exist before anything is loaded."""
 
+import difflib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,25 @@ DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".py")
 def looks_local(name: str) -> bool:
     """Return True for `/x`, `./x`, `../x` and `~/x`; a hub name cannot start like this."""
     return name.startswith(("/", "./", "../", "~"))
+
+
+def cannot_be_on_a_hub(name: str) -> bool:
+    """Return True for a name that only a path can have: hub names are `model` or `org/model`."""
+    return looks_local(name) or name.endswith("/") or name.partition("@")[0].count("/") > 1 or "\\" in name
+
+
+def nearest_path(name: str) -> str | None:
+    """Return the existing path that a mistyped one probably means: one of its folders, or its last part, differs."""
+    path = Path(name).expanduser()
+    existing = next((parent for parent in path.parents if parent.is_dir()), None)
+    if existing is None:
+        return None
+    wrong, *rest = path.relative_to(existing).parts
+    for match in difflib.get_close_matches(wrong, sorted(item.name for item in existing.iterdir()), n=3):
+        if (existing / match).joinpath(*rest).exists():
+            found = str((existing / match).joinpath(*rest))
+            return found if looks_local(found) else f"./{found}"
+    return None
 
 
 def is_here(name: str) -> bool:
@@ -46,10 +66,9 @@ def model_folders_exist(config: object) -> None:
     """Reject local paths that do not exist, are files, contain only an adapter, or are not models."""
     for name, item in named_by(config, MODEL_FLAGS):
         folder = Path(item).expanduser()
-        if looks_local(item) and not folder.exists():
-            raise ConfigError(
-                f"--{name} {item}: no such folder", try_this="a model folder, or a hub name such as org/model"
-            )
+        if cannot_be_on_a_hub(item) and not folder.exists():
+            fix = nearest_path(item) or "a model folder, or a hub name such as org/model"
+            raise ConfigError(f"--{name} {item}: no such folder", try_this=fix)
         if folder.is_file():
             raise ConfigError(f"--{name} {item} is a file, but a model is a folder with config.json")
         if looks_local(item) and (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
@@ -72,8 +91,9 @@ def dataset_files_exist(config: object) -> None:
     """Reject missing dataset files, which would otherwise be looked up on the hub."""
     for name, item in named_by(config, DATA_FLAGS):
         path = item.partition("@")[0]
-        if (looks_local(path) or path.endswith(DATA_SUFFIXES)) and not Path(path).expanduser().exists():
-            raise ConfigError(f"--{name} {path}: no such file or folder")
+        local = cannot_be_on_a_hub(path) or path.endswith(DATA_SUFFIXES)
+        if local and not Path(path).expanduser().exists():
+            raise ConfigError(f"--{name} {path}: no such file or folder", try_this=nearest_path(path))
 
 
 def named_files_exist(config: object) -> None:

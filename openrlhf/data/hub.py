@@ -1,0 +1,56 @@
+"""Is the Hugging Face Hub there? Ask once and quickly: its client retries for most of a minute.
+
+`models.load` and `data.sources` call `hub_failure` for names that are not local. A name that is in the cache is then
+loaded from there, and any other name is an error: often it was meant as a folder, and is mistyped.
+"""
+
+from __future__ import annotations
+
+import socket
+from functools import cache
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+from huggingface_hub import constants, try_to_load_from_cache
+
+SECONDS = 5.0
+PORTS = {"https": 443, "http": 80}
+FILES_OF_A_MODEL = ("config.json", "tokenizer_config.json")
+
+
+def hub_failure() -> str | None:
+    """Return why the hub cannot be reached; None if it can be, or if HF_HUB_OFFLINE says not to try."""
+    if constants.HF_HUB_OFFLINE:
+        return None
+    reason = connection_failure(constants.ENDPOINT)
+    return None if reason is None else f"{constants.ENDPOINT} cannot be reached: {reason}"
+
+
+@cache
+def connection_failure(address: str) -> str | None:
+    """Return why no connection to a URL, or to the proxy for it, can be opened; None if one can. Nothing is sent."""
+    url = urlsplit(address)
+    proxy = getproxies().get(url.scheme)
+    if proxy and not proxy_bypass(url.hostname or ""):
+        url = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    try:
+        with socket.create_connection((url.hostname or "", url.port or PORTS.get(url.scheme, 443)), timeout=SECONDS):
+            return None
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def model_is_cached(repository: str, revision: str | None) -> bool:
+    """Return whether the config or tokenizer of a model is in the hub's cache."""
+    found = (try_to_load_from_cache(repository, file, revision=revision) for file in FILES_OF_A_MODEL)
+    return any(isinstance(path, str) for path in found)
+
+
+def dataset_is_cached(name: str) -> bool:
+    """Return whether a dataset is in the cache of `datasets` or in that of the hub."""
+    import datasets
+
+    prepared = Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___")
+    downloaded = Path(constants.HF_HUB_CACHE) / f"datasets--{name.replace('/', '--')}"
+    return prepared.exists() or downloaded.exists()
