@@ -67,12 +67,13 @@ def one_thread():
 def pytest_collection_modifyitems(config, items):
     """Run the longest files first, so that workers finish together; a file takes the sum of its slow marks.
 
-    Tests marked `matrix` try every model family, which takes long, so they run only if `-m` names the mark.
+    Tests marked `matrix` (every model family) or `nightly` take long, so they run only if `-m` names the mark.
     """
-    if "matrix" not in config.option.markexpr:
-        left_out = [item for item in items if item.get_closest_marker("matrix")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("matrix")]
+    for mark in ("matrix", "nightly"):
+        if mark not in config.option.markexpr:
+            left_out = [item for item in items if item.get_closest_marker(mark)]
+            config.hook.pytest_deselected(items=left_out)
+            items[:] = [item for item in items if not item.get_closest_marker(mark)]
     seconds = {}
     for item in items:
         for mark in item.iter_markers("slow"):
