@@ -1,4 +1,4 @@
-"""Reinforcement learning in one process without Ray; under deepspeed or torchrun, on one device per process."""
+"""Reinforcement learning (PPO, GRPO, RLOO, REINFORCE++, agents) in one process, or in those of a launcher."""
 
 from openrlhf.cli.entry import make_main
 

@@ -1,4 +1,4 @@
-"""Reinforcement learning with PPO, REINFORCE++, RLOO, GRPO or Dr. GRPO; single- and multi-turn agents."""
+"""Reinforcement learning (PPO, GRPO, RLOO, REINFORCE++, agents) on several devices or machines, with Ray."""
 
 from openrlhf.cli.entry import make_main
 

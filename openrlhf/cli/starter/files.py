@@ -40,7 +40,7 @@ def run(config: InitConfig) -> None:
     text = yaml_text(replace(starter, values={**starter.values, **placed}), str(path))
     files = {path: text} | ({path.parent / code[0]: code[1]} if code else {})
     existing = [file for file in files if file.exists()]
-    if existing and not flags.overwrite:
+    if not flags.overwrite and existing:
         raise ConfigError(
             f"{' and '.join(map(str, existing))} would be overwritten", try_this="--overwrite, or another --output"
         )
