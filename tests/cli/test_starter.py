@@ -15,6 +15,7 @@ from openrlhf.config.commands import COMMANDS, InitConfig
 from openrlhf.config.flags import flag_values, flags_of, typical_use
 from openrlhf.config.parser import parse_given
 from openrlhf.config.sections.setup import Task
+from tests.commands import as_argv
 
 RESULTS = ("./runs/rm",)  # models that another task trains
 
@@ -25,22 +26,30 @@ def fails(argv, capsys):
     return ended.value.code, capsys.readouterr().err
 
 
-def make_inputs(folder, values):
+def make_inputs(folder, starter):
     """Write the files that a task reads: its dataset, with the row of its header, and its reward model."""
     for name in ("dataset", "prompt_data"):
-        if name in values:
-            (folder / values[name]).write_text("{}\n")
+        if name in starter.values:
+            (folder / starter.values[name]).write_text(f"{starter.rows}\n" * 8)
     for result in RESULTS:
         (folder / result).mkdir(parents=True, exist_ok=True)
         (folder / result / "config.json").write_text("{}")
 
 
-@pytest.mark.parametrize("task", get_args(Task))
-def test_the_file_of_a_task_passes_the_checks_and_sets_its_values(task, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def run_starter(task, folder, models, **flags):
+    """Run the command of a task with its files, on the tiny model."""
     main(["init", task, "--output", "run.yaml"])
     starter = TASKS[task]
-    make_inputs(tmp_path, starter.values)
+    make_inputs(folder, starter)
+    named = {name: models() for name in ("pretrain", "teacher_model", "reward_pretrain") if name in starter.values}
+    main([starter.command, "--config", "run.yaml", *as_argv(named | flags)])
+
+
+@pytest.mark.parametrize("task", get_args(Task))
+def test_the_file_of_a_task_passes_the_checks_and_sets_its_values(task, tmp_path, capsys):
+    main(["init", task, "--output", "run.yaml"])
+    starter = TASKS[task]
+    make_inputs(tmp_path, starter)
     text = (tmp_path / "run.yaml").read_text()
     config = COMMANDS[starter.command]
     capsys.readouterr()
@@ -59,8 +68,7 @@ def test_the_file_of_a_task_passes_the_checks_and_sets_its_values(task, tmp_path
 
 
 @pytest.mark.parametrize("task", get_args(Task))
-def test_uncommenting_the_defaults_changes_nothing(task, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_uncommenting_the_defaults_changes_nothing(task, tmp_path):
     main(["init", task, "--output", "run.yaml"])
     lines = (tmp_path / "run.yaml").read_text().splitlines()
     active = [line.removeprefix("#") if line.startswith("#") and line[1:2].isalpha() else line for line in lines]
@@ -68,6 +76,18 @@ def test_uncommenting_the_defaults_changes_nothing(task, tmp_path, monkeypatch):
     config = COMMANDS[TASKS[task].command]
     short, whole = (parse_given(config, ["--config", name], environ={})[0] for name in ("run.yaml", "all.yaml"))
     assert short == whole
+
+
+@pytest.mark.parametrize("task", get_args(Task))
+def test_the_row_in_the_header_fits_the_flags(task, tmp_path, models, capsys):
+    run_starter(task, tmp_path, models, dry_run=True)
+    assert "dry run: nothing was trained or written" in capsys.readouterr().err
+
+
+def test_a_starter_trains_with_smaller_sizes(tmp_path, models):
+    sizes = {"rollout_batch_size": 4, "n_samples_per_prompt": 2, "train_batch_size": 8, "max_new_tokens": 4}
+    run_starter("grpo", tmp_path, models, **sizes, max_steps=1)
+    assert (tmp_path / "runs" / "grpo" / "model.safetensors").exists()
 
 
 def test_every_task_is_a_choice():
@@ -86,16 +106,14 @@ def test_without_an_output_the_file_goes_to_stdout_and_the_rest_to_stderr(capsys
 @pytest.mark.parametrize(
     ("task", "file", "flag"), [("grpo", "reward.py", "remote_rm_url"), ("agent", "agent.py", "agent_func_path")]
 )
-def test_a_code_file_is_written_next_to_the_yaml_file(task, file, flag, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_a_code_file_is_written_next_to_the_yaml_file(task, file, flag, tmp_path, capsys):
     main(["init", task, "--output", "settings/run.yaml"])
     assert yaml.safe_load((tmp_path / "settings" / "run.yaml").read_text())[flag] == f"./settings/{file}"
     compile((tmp_path / "settings" / file).read_text(), file, "exec")
     assert f"wrote settings/{file}\n" in capsys.readouterr().err
 
 
-def test_files_are_replaced_only_if_asked(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_files_are_replaced_only_if_asked(tmp_path, capsys):
     (tmp_path / "reward.py").write_text("mine")
     code, said = fails(["init", "grpo", "--output", "run.yaml"], capsys)
     assert (code, (tmp_path / "reward.py").read_text()) == (2, "mine")
@@ -115,8 +133,7 @@ def test_a_task_is_needed_and_a_wrong_one_lists_the_choices(capsys):
     assert all(task in said for task in get_args(Task))
 
 
-def test_the_typical_command_line_of_init_runs(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_the_typical_command_line_of_init_runs(tmp_path, capsys):
     main(shlex.split(typical_use(InitConfig, "openrlhf init"))[1:])
     assert {path.name for path in tmp_path.iterdir()} == {"run.yaml", "reward.py"}
 
