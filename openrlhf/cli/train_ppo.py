@@ -1,4 +1,4 @@
-"""Reinforcement learning (PPO, GRPO, RLOO, REINFORCE++, agents) in one process, or in those of a launcher."""
+"""Reinforcement learning (PPO, GRPO, RLOO, REINFORCE++, agents) in one process, or a launcher's."""
 
 from openrlhf.cli.entry import make_main
 

@@ -1,4 +1,4 @@
-"""Reinforcement learning (PPO, GRPO, RLOO, REINFORCE++, agents) on several devices or machines, with Ray."""
+"""Reinforcement learning (PPO, GRPO, RLOO, REINFORCE++, agents) on many devices, with Ray."""
 
 from openrlhf.cli.entry import make_main
 

@@ -158,7 +158,7 @@ class PRMConfig(SupervisedConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RLConfig(TrainingConfig):
-    r"""Reinforcement learning (PPO, GRPO, RLOO, REINFORCE++, agents) on several devices or machines, with Ray.
+    r"""Reinforcement learning (PPO, GRPO, RLOO, REINFORCE++, agents) on many devices, with Ray.
 
     openrlhf train_ppo_ray --pretrain ./sft --prompt_data ./prompts.jsonl --input_key question --label_key answer \
         --apply_chat_template --remote_rm_url ./reward.py --advantage_estimator group_norm --n_samples_per_prompt 8 \
@@ -189,7 +189,7 @@ class RLConfig(TrainingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalRLConfig(RLConfig):
-    r"""Reinforcement learning (PPO, GRPO, RLOO, REINFORCE++, agents) in one process, or in those of a launcher.
+    r"""Reinforcement learning (PPO, GRPO, RLOO, REINFORCE++, agents) in one process, or a launcher's.
 
     openrlhf train_ppo --pretrain ./sft --prompt_data ./prompts.jsonl --input_key question --label_key answer \
         --apply_chat_template --remote_rm_url ./reward.py --advantage_estimator group_norm --n_samples_per_prompt 8 \
@@ -255,7 +255,7 @@ class LoraCombinerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class InitConfig:
-    """Write a commented YAML file for a task (sft, dpo, grpo, ...), and a reward or agent file to start from.
+    """Write a commented YAML file for a task (sft, dpo, grpo, ...), and the code file that it needs.
 
     openrlhf init grpo --output run.yaml
     """
