@@ -91,6 +91,13 @@ def flags_of(command: type) -> Mapping[str, Flag]:
     return found
 
 
+def in_reading_order(command: type) -> list[Flag]:
+    """Return the flags for readers: the sections with required flags (the model and the data) first."""
+    flags = flags_of(command).values()
+    first = {item.section for item in flags if item.required}
+    return sorted(flags, key=lambda item: item.section not in first)
+
+
 def without_none(form: object) -> object:
     """Return the type of a flag's values, `int` for `int | None`."""
     if get_origin(form) in (Union, types.UnionType):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
 from openrlhf.config.aliases import FALSE, environment_arguments, known_spellings, rewrite, successor
-from openrlhf.config.flags import Flag, flags_of, replace_flags, summary_of, without_none
+from openrlhf.config.flags import Flag, flags_of, in_reading_order, replace_flags, summary_of, without_none
 from openrlhf.config.help import asked_topic, help_text
 from openrlhf.config.suggestions import suggest
 from openrlhf.errors import ConfigError
@@ -98,7 +98,7 @@ def build_parser(command: type, prog: str) -> FlagParser:
     )
     parser._negative_number_matcher = NEGATIVE_NUMBER  # argparse's default pattern mistakes -1e-3 for a flag
     groups: dict[str, argparse._ArgumentGroup] = {}
-    for item in flags_of(command).values():
+    for item in in_reading_order(command):
         if item.section not in groups:
             groups[item.section] = parser.add_argument_group(item.title)
         groups[item.section].add_argument(f"--{item.name}", dest=item.name, **argument_options(item))

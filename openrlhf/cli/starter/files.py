@@ -16,7 +16,7 @@ from textwrap import fill
 from openrlhf.cli.starter.skeletons import AGENT, REWARD
 from openrlhf.cli.starter.tasks import TASKS, Starter, Value
 from openrlhf.config.commands import COMMANDS, InitConfig
-from openrlhf.config.flags import Flag, flags_of
+from openrlhf.config.flags import Flag, in_reading_order
 from openrlhf.errors import ConfigError
 from openrlhf.monitor import say
 
@@ -59,7 +59,6 @@ def beside(path: Path, name: str) -> str:
 
 def yaml_text(starter: Starter, path: str) -> str:
     """Return the YAML file of a task; `path` is where it will be stored."""
-    flags = flags_of(COMMANDS[starter.command])
     call = f"openrlhf {starter.command} --config {path}"
     lines = [
         f"# {starter.what}.",
@@ -73,12 +72,11 @@ def yaml_text(starter: Starter, path: str) -> str:
             f"{starter.command} --help all lists every flag."
         ),
     ]
-    named = {name for name, item in flags.items() if item.essential or item.required} | starter.values.keys()
-    shown = [flags[name] for name in flags if name in named - {"dry_run"}]  # that belongs on a command line
-    first = {item.section for item in shown if item.required}  # the model and the data come first
-    shown.sort(key=lambda item: item.section not in first)
     title = ""
-    for item in shown:
+    for item in in_reading_order(COMMANDS[starter.command]):
+        listed = item.essential or item.required or item.name in starter.values
+        if not listed or item.name == "dry_run":  # a dry run is asked for on the command line
+            continue
         if item.title != title:
             title = item.title
             lines += ["", f"# ---- {title}"]
