@@ -1,7 +1,8 @@
 """Is the Hugging Face Hub there? Ask once and quickly: its client retries for most of a minute.
 
 `models.load` and `data.sources` call `hub_failure` for names that are not local. A name that is in the cache is then
-loaded from there, and any other name is an error: often it was meant as a folder, and is mistyped.
+loaded from there, and any other name is an error: often it was meant as a folder, and is mistyped. The hub's client is
+imported late, because `openrlhf doctor` calls `connection_failure` where nothing may be installed yet.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from huggingface_hub import constants, try_to_load_from_cache
-
 SECONDS = 5.0
 PORTS = {"https": 443, "http": 80}
 FILES_OF_A_MODEL = ("config.json", "tokenizer_config.json")
@@ -21,6 +20,8 @@ FILES_OF_A_MODEL = ("config.json", "tokenizer_config.json")
 
 def hub_failure() -> str | None:
     """Return why the hub cannot be reached; None if it can be, or if HF_HUB_OFFLINE says not to try."""
+    from huggingface_hub import constants
+
     if constants.HF_HUB_OFFLINE:
         return None
     reason = connection_failure(constants.ENDPOINT)
@@ -43,6 +44,8 @@ def connection_failure(address: str) -> str | None:
 
 def model_is_cached(repository: str, revision: str | None) -> bool:
     """Return whether the config or tokenizer of a model is in the hub's cache."""
+    from huggingface_hub import try_to_load_from_cache
+
     found = (try_to_load_from_cache(repository, file, revision=revision) for file in FILES_OF_A_MODEL)
     return any(isinstance(path, str) for path in found)
 
@@ -50,6 +53,7 @@ def model_is_cached(repository: str, revision: str | None) -> bool:
 def dataset_is_cached(name: str) -> bool:
     """Return whether a dataset is in the cache of `datasets` or in that of the hub."""
     import datasets
+    from huggingface_hub import constants
 
     prepared = Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___")
     downloaded = Path(constants.HF_HUB_CACHE) / f"datasets--{name.replace('/', '--')}"

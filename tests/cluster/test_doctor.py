@@ -18,7 +18,8 @@ from tests.commands import ROOT
 
 WITHOUT_TORCH = """
 import sys
-sys.modules["torch"] = None  # an import raises ImportError
+for name in ("torch", "transformers", "datasets", "huggingface_hub", "ray", "packaging"):
+    sys.modules[name] = None  # an import raises ImportError
 from openrlhf.cli.main import main
 main(["doctor", "--json"])
 """
