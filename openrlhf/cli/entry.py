@@ -34,6 +34,7 @@ RUNS = {  # command -> module with `run`; other commands use SUPERVISED
     "lora_combiner": "openrlhf.inference.merge",
     "init": "openrlhf.cli.starter.files",
     "doctor": "openrlhf.cluster.doctor.report",
+    "view": "openrlhf.view.launch",
 }
 SUPERVISED, DRY_RUN = "openrlhf.training.supervised", "openrlhf.rl.dry_run"
 

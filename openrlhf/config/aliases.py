@@ -123,7 +123,8 @@ def known_spellings(command: type) -> list[str]:
     """List every spelling that a command accepts, current names first."""
     flags = flags_of(command)
     old = [name for name in (*RENAMED, *DOTTED) if successor(name, flags)]
-    return list(dict.fromkeys([*flags, *old, *retired_names(flags)]))
+    current = [name for name, item in flags.items() if not item.positional]
+    return list(dict.fromkeys([*current, *old, *retired_names(flags)]))
 
 
 def successor(name: str, flags: Collection[str]) -> list[str]:

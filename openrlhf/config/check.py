@@ -155,6 +155,12 @@ RULES: dict[type, Rules] = {
     ),
     commands.InitConfig: (common.required_flags_are_given,),
     commands.DoctorConfig: (),
+    commands.ViewConfig: (
+        common.required_flags_are_given,
+        common.numbers_are_in_range,
+        extras.serving_the_page_needs_its_extra,
+        paths.run_folders_exist,
+    ),
 }
 
 

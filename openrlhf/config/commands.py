@@ -8,7 +8,7 @@ config is frozen; use `flags.replace_flags` to make a changed copy.
 from dataclasses import dataclass
 
 from openrlhf.config.flags import section
-from openrlhf.config.sections import cluster, inference, objectives, rl, setup, training
+from openrlhf.config.sections import cluster, inference, objectives, rl, setup, training, view
 
 # Configs have fields called `data` and `model`, so the sections of these two modules are imported by name.
 from openrlhf.config.sections.data import (
@@ -273,6 +273,16 @@ class DoctorConfig:
     report: setup.DoctorFlags = section(setup.DoctorFlags)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ViewConfig:
+    """Show the curves and samples of runs in a browser.
+
+    openrlhf view ./sft ./grpo
+    """
+
+    page: view.PageFlags = section(view.PageFlags)
+
+
 Templated = SFTConfig | RMConfig | DPOConfig | KTOConfig | KDConfig | RLConfig | BatchInferenceConfig | ChatConfig
 
 COMMANDS: dict[str, type] = {
@@ -288,6 +298,7 @@ COMMANDS: dict[str, type] = {
     "interactive_chat": ChatConfig,
     "serve_rm": ServeRMConfig,
     "lora_combiner": LoraCombinerConfig,
+    "view": ViewConfig,
     "init": InitConfig,
     "doctor": DoctorConfig,
 }

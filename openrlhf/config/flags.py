@@ -42,15 +42,24 @@ def flag(
     needs: str | None = None,
     required: str | None = None,
     essential: bool = False,
+    positional: str | None = None,
 ) -> T:
     """Declare a field of a section, and with it the command-line flag of the same name.
 
     `within` is the allowed range; None is always allowed, and every element of a tuple must be in range. `needs` names
     another flag of the same command: while that flag is unset, this one has no effect and a message says so. `required`
     marks a flag that the command cannot run without; its value is an example for the error message. `essential` marks
-    a flag that most users of the command set: `--help` shows these, `--help all` shows every flag.
+    a flag that most users of the command set: `--help` shows these, `--help all` shows every flag. `positional` marks a
+    tuple that takes the words outside flags; its value is their placeholder in the help.
     """
-    metadata = {"help": help, "within": within, "needs": needs, "required": required, "essential": essential}
+    metadata = {
+        "help": help,
+        "within": within,
+        "needs": needs,
+        "required": required,
+        "essential": essential,
+        "positional": positional,
+    }
     return cast(T, dataclasses.field(default=default, metadata=metadata))
 
 
@@ -73,6 +82,12 @@ class Flag:
     needs: str | None
     required: str | None
     essential: bool
+    positional: str | None
+
+    @property
+    def spelling(self) -> str:
+        """How a user writes it."""
+        return self.positional or f"--{self.name}"
 
 
 @cache

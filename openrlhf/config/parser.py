@@ -47,19 +47,38 @@ def parse_given(
     if (topic := asked_topic(argv)) is not None:
         sys.stdout.write(help_text(command, parser, topic))
         raise SystemExit(0)
-    files = parser.parse_known_args(rewrite(command, argv)[0])[0].config
+    files = parse_words(command, parser, rewrite(command, argv)[0])[0].config
     from_files = [word for file in files for word in file_arguments(command, Path(file))]
     from_environment, became = environment_arguments(command, environ)
     given, notes = rewrite(command, [*from_environment, *from_files, *argv])
     for note in [*became, *notes]:
         say(note)
-    values, unknown = parser.parse_known_args(given)
+    values, unknown = parse_words(command, parser, given)
     if unknown:
         raise unknown_flag(command, unknown[0])
     names = {word.removeprefix("--").partition("=")[0] for word in given if word.startswith("--")}
     parsed = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(values).items()}
     del parsed["config"]  # not a flag of the command
     return replace_flags(command(), **parsed), frozenset(names & flags_of(command).keys())
+
+
+def parse_words(
+    command: type, parser: argparse.ArgumentParser, words: Sequence[str]
+) -> tuple[argparse.Namespace, list[str]]:
+    """Parse the words of a command line; also return those that are neither flags nor values.
+
+    Positional arguments may stand anywhere: also between flags, and after a switch, which does not take them as its
+    value.
+    """
+    flags = flags_of(command)
+    if not any(item.positional for item in flags.values()):
+        return parser.parse_known_args(words)
+    switches = {f"--{item.name}" for item in flags.values() if without_none(item.type) is bool}
+    separate: list[str] = []
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        is_alone = word in switches and following.lower() not in (*TRUE, *FALSE)
+        separate.append(f"{word}=true" if is_alone else word)
+    return parser.parse_known_intermixed_args(separate)
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -81,9 +100,10 @@ class FlagHelp(argparse.RawDescriptionHelpFormatter):
 
 def build_parser(command: type, prog: str) -> FlagParser:
     """Build the parser of a command; --help is not part of it, because `parse_given` answers that first."""
+    places = "".join(f" {item.positional} ..." for item in flags_of(command).values() if item.positional)
     parser = FlagParser(
         prog=prog,
-        usage=f"{prog} [--flag value ...]",
+        usage=f"{prog}{places} [--flag value ...]",
         description=summary_of(command),
         formatter_class=FlagHelp,
         add_help=False,
@@ -101,7 +121,11 @@ def build_parser(command: type, prog: str) -> FlagParser:
     for item in in_reading_order(command):
         if item.section not in groups:
             groups[item.section] = parser.add_argument_group(item.title)
-        groups[item.section].add_argument(f"--{item.name}", dest=item.name, **argument_options(item))
+        if item.positional:  # argparse derives `dest` from the name, and rejects it as an argument
+            options = argument_options(item) | {"nargs": "*", "metavar": item.positional}
+            groups[item.section].add_argument(item.name, **options)
+        else:
+            groups[item.section].add_argument(f"--{item.name}", dest=item.name, **argument_options(item))
     return parser
 
 

@@ -15,7 +15,8 @@ def required_flags_are_given(config: object) -> None:
     values = flag_values(config)
     for name, item in flags_of(type(config)).items():
         if item.required and not values[name]:
-            raise ConfigError(f"--{name} is not given, but this command needs it", try_this=f"--{name} {item.required}")
+            fix = item.required if item.positional else f"--{name} {item.required}"
+            raise ConfigError(f"{item.spelling} is not given, but this command needs it", try_this=fix)
 
 
 def numbers_are_in_range(config: object) -> None:

@@ -2,7 +2,7 @@
 
 from importlib.util import find_spec
 
-from openrlhf.config.commands import BatchInferenceConfig, RLConfig, ServeRMConfig
+from openrlhf.config.commands import BatchInferenceConfig, RLConfig, ServeRMConfig, ViewConfig
 from openrlhf.config.flags import flag_values
 from openrlhf.config.runtime import resolve_runtime
 from openrlhf.errors import MissingExtraError
@@ -12,10 +12,10 @@ EXTRA_OF = {"liger_kernel": "liger", "bitsandbytes": "qlora"}  # by package; oth
 EXTRA_OF |= dict.fromkeys(("fastapi", "uvicorn", "aiohttp"), "serve")
 
 
-def require(package: str, needed_by: str) -> None:
+def require(package: str, needed_by: str, extra: str | None = None) -> None:
     """Raise an error with the pip command if a package is not installed, without importing it."""
     if find_spec(package) is None:
-        extra = EXTRA_OF.get(package, package)
+        extra = extra or EXTRA_OF.get(package, package)
         raise MissingExtraError(
             f"{needed_by} needs {package}, which is not installed", try_this=f"pip install '.[{extra}]'"
         )
@@ -41,3 +41,10 @@ def needed_extras_are_installed(config: object) -> None:
         case ServeRMConfig():
             for package in ("fastapi", "uvicorn"):
                 require(package, "serve_rm")
+
+
+def serving_the_page_needs_its_extra(config: ViewConfig) -> None:
+    """Require the server's packages unless the page is written to a file."""
+    if not config.page.export:
+        for package in ("fastapi", "uvicorn"):
+            require(package, "openrlhf view without --export", extra="view")

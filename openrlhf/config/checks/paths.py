@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from openrlhf.config.commands import LoraCombinerConfig, RLConfig
+from openrlhf.config.commands import LoraCombinerConfig, RLConfig, ViewConfig
 from openrlhf.config.flags import flag_values
 from openrlhf.config.sections.data import split_names
 from openrlhf.errors import ConfigError
@@ -101,6 +101,13 @@ def named_files_exist(config: object) -> None:
     for name, item in named_by(config, ("remote_rm_url", "agent_func_path", "ta_prompt")):
         if (item.endswith(".py") or name == "ta_prompt") and not Path(item).expanduser().is_file():
             raise ConfigError(f"--{name} {item}: no such file")
+
+
+def run_folders_exist(config: ViewConfig) -> None:
+    """Reject a RUN_DIR that is not a folder."""
+    for item in config.page.run_dirs:
+        if not Path(item).expanduser().is_dir():
+            raise ConfigError(f"RUN_DIR {item}: no such folder", try_this="the --save_path or --run_dir of a run")
 
 
 def replay_is_of_another_run(config: RLConfig) -> None:

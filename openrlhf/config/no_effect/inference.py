@@ -1,8 +1,8 @@
-"""Flags of generation, scoring and chat that have no effect in some runs; see `lines`."""
+"""Flags of generation, scoring, chat and the page of runs that have no effect in some runs; see `lines`."""
 
 from collections.abc import Callable
 
-from openrlhf.config.commands import BatchInferenceConfig, ChatConfig
+from openrlhf.config.commands import BatchInferenceConfig, ChatConfig, ViewConfig
 from openrlhf.config.no_effect.lines import rows
 
 
@@ -41,4 +41,5 @@ INFERENCE = (
         ("rollout_batch_size", "without --iter", lambda c: c.task.iter is None),
     ),
     *rows(SAMPLED, ("temperature top_p", "with --greedy_sampling", lambda c: c.sampling.greedy_sampling)),
+    *rows(ViewConfig, ("port open", "with --export, which starts no server", lambda c: c.page.export)),
 )

@@ -1,0 +1,97 @@
+"""Finds the runs below the given folders, and reads how they were started.
+
+A run is a folder with metrics or recorded rollouts (see `training/run_directory.py`). Users name a --run_dir, a
+--save_path with `run/` in it, or a folder that contains several of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from openrlhf.errors import ConfigError
+from openrlhf.monitor import METRICS_FILE
+from openrlhf.training.earlier_run import CONFIG_FILE, ROLLOUTS
+
+MOST_DEPTH = 4  # levels of folders to search below a given one
+USUAL_NAME = "run"  # name of the run directory in --save_path, which says nothing about the run
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """How a run was started; empty if its config.json is missing or unreadable."""
+
+    flags: Mapping[str, object] = field(default_factory=dict)
+    folder: Path = field(default_factory=Path)  # the working directory, which relative paths in flags start from
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory, and the name that distinguishes it from the other runs of the page."""
+
+    name: str
+    folder: Path
+
+    @property
+    def metrics(self) -> Path:
+        return self.folder / METRICS_FILE
+
+    @property
+    def rollouts(self) -> Path:
+        return self.folder / ROLLOUTS
+
+    def config(self) -> RunConfig:
+        try:
+            # Some defaults are infinite, which is not JSON in a browser: flags are only shown, so keep the word.
+            content = json.loads((self.folder / CONFIG_FILE).read_bytes(), parse_constant=str)
+            return RunConfig(dict(content["flags"]), Path(str(content.get("cwd", ""))))
+        except (OSError, ValueError, KeyError, TypeError):
+            return RunConfig()
+
+
+def find_runs(folders: Sequence[str | Path]) -> list[Run]:
+    """Return the runs below each folder, the oldest first; raise ConfigError for a folder without runs."""
+    found: dict[Path, None] = {}
+    for given in folders:
+        folder = Path(given).expanduser().resolve()
+        below = sorted(_run_folders(folder, MOST_DEPTH), key=_started)
+        if not below:
+            raise ConfigError(
+                f"RUN_DIR {given}: contains no run, which is a folder with {METRICS_FILE}",
+                try_this="the --save_path or --run_dir of a training command",
+            )
+        found |= dict.fromkeys(below)
+    return [Run(name, folder) for folder, name in _short_names(list(found)).items()]
+
+
+def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
+    """Yield the runs in a folder. The parts of a run are not searched, so `earlier/` must be named explicitly."""
+    if (folder / METRICS_FILE).is_file() or (folder / ROLLOUTS).is_dir():
+        yield folder
+    elif depth > 0:
+        try:
+            inside = [path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
+        except OSError:  # not readable
+            return
+        for path in inside:
+            yield from _run_folders(path, depth - 1)
+
+
+def _started(folder: Path) -> tuple[float, Path]:
+    config = folder / CONFIG_FILE
+    return (config if config.exists() else folder).stat().st_mtime, folder
+
+
+def _short_names(folders: Sequence[Path]) -> dict[Path, str]:
+    """Name each folder by the last parts of its path, as many as it takes to be unique."""
+    paths = {folder: folder.parts[1:-1] if folder.name == USUAL_NAME else folder.parts[1:] for folder in folders}
+    names = {folder: "/".join(parts[-1:]) for folder, parts in paths.items()}
+    for length in range(2, max((len(parts) for parts in paths.values()), default=0) + 1):
+        count = Counter(names.values())
+        names = {
+            folder: "/".join(paths[folder][-length:]) if count[name] > 1 else name for folder, name in names.items()
+        }
+    return names

@@ -1,0 +1,146 @@
+"""Serves the page on loopback: its files, and the answers to its questions as JSON.
+
+Only GET, only this machine, and only under a name of this machine: the Host header is checked, so that a website cannot
+reach the server by pointing its own name to 127.0.0.1. A request selects runs and samples by number, never by path.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import sqlite3
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Annotated
+
+import uvicorn
+from fastapi import Depends, FastAPI, Request, Response
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+from openrlhf.errors import ConfigError
+from openrlhf.monitor import say
+from openrlhf.view.answers import to_json
+from openrlhf.view.metrics import Position
+from openrlhf.view.page import Asset, assets, served_page
+from openrlhf.view.sample_index import Query
+from openrlhf.view.viewer import Viewer
+
+HOST = "127.0.0.1"
+NAMES = [HOST, "localhost"]
+UPDATE_SECONDS = 1.0  # pause between two looks for new samples
+HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+def build_app(viewer: Viewer) -> FastAPI:
+    """Return the application of a viewer."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=NAMES, www_redirect=False)
+    page = served_page()
+
+    @app.middleware("http")
+    async def add_headers(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+        response = await call_next(request)
+        response.headers.update(HEADERS | {"Content-Security-Policy": page.policy})
+        return response
+
+    @app.get("/")
+    def index() -> Response:
+        return Response(page.html, media_type="text/html")
+
+    for name, asset in assets().items():
+        app.get(f"/static/{name}")(_serve(asset))
+    _add_answers(app, viewer)
+    return app
+
+
+def _serve(asset: Asset) -> Callable[[], Response]:
+    def serve() -> Response:
+        return Response(asset.content, media_type=asset.media_type)
+
+    return serve
+
+
+def _add_answers(app: FastAPI, viewer: Viewer) -> None:
+    """Add the questions of the page. Functions without `async` run in threads, so that files may be slow."""
+
+    @app.exception_handler(KeyError)
+    @app.exception_handler(OverflowError)  # a number that SQLite cannot hold
+    async def unknown(request: Request, error: Exception) -> Response:
+        return Response(to_json({"error": "no such run"}), status_code=404, media_type="application/json")
+
+    @app.get("/api/runs")
+    def runs() -> Response:
+        return _answer(viewer.runs())
+
+    @app.get("/api/flags")
+    def flags(run: int) -> Response:
+        return _answer(viewer.flags(run))
+
+    @app.get("/api/metrics")
+    def metrics(run: int, since: Annotated[Position, Depends()]) -> Response:
+        return _answer(viewer.metrics(run, since))
+
+    @app.get("/api/samples")
+    def samples(query: Annotated[Query, Depends()]) -> Response:
+        return _answer(viewer.find(query))
+
+    @app.get("/api/group")
+    def group(sample: int) -> Response:
+        return _answer(viewer.group(sample))
+
+
+def _answer(value: object) -> Response:
+    return Response(to_json(value), media_type="application/json")
+
+
+class Server(uvicorn.Server):
+    """The page's server, which also keeps the index of samples current while it runs."""
+
+    def __init__(self, viewer: Viewer) -> None:
+        super().__init__(
+            uvicorn.Config(
+                build_app(viewer),
+                http="h11",
+                ws="none",
+                lifespan="off",
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=1,
+            )
+        )
+        self.viewer = viewer
+        self.stopping = threading.Event()
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until a signal or `should_exit`."""
+        updating = threading.Thread(target=self._keep_current, daemon=True, name="openrlhf-view-index")
+        updating.start()
+        try:
+            super().run(sockets)
+        finally:
+            self.stopping.set()
+            updating.join()
+
+    def _keep_current(self) -> None:
+        try:
+            while not self.stopping.is_set():
+                self.viewer.update()
+                self.stopping.wait(UPDATE_SECONDS)
+        except (OSError, sqlite3.Error) as error:  # such as a full disk
+            say(f"new samples are no longer shown: {error}. Curves still are")
+
+
+def bind(port: int | None) -> socket.socket:
+    """Return a listening socket on loopback; without a port, on a free one."""
+    try:
+        return socket.create_server((HOST, port or 0))
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"--port {port} is taken on {HOST}", try_this="no --port, for a free one") from None
+        raise ConfigError(f"--port {port} cannot be bound on {HOST}: {error.strerror}") from None

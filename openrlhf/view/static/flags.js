@@ -1,0 +1,49 @@
+// The flags that the shown runs were started with: those that differ, or all of them.
+
+import { element } from "view/dom.js";
+
+export class FlagsView {
+  constructor(root, source, runs) {
+    this.source = source;
+    this.runs = runs;
+    this.known = new Map(); // run id -> flags
+    this.all = element("input", { type: "checkbox", onchange: () => this.draw() });
+    this.search = element("input", {
+      ...{ type: "search", placeholder: "Filter flags", "aria-label": "Filter flags", spellcheck: "false" },
+      oninput: () => this.draw(),
+    });
+    this.body = element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Flags" });
+    const everything = element("label", { class: "check" }, this.all, " Also flags that are equal");
+    root.append(element("div", { class: "controls" }, this.search, everything), this.body);
+  }
+
+  async update() {
+    for (const run of this.runs.shown) {
+      if (!this.known.has(run.id)) this.known.set(run.id, await this.source.flags(run.id));
+    }
+    this.draw();
+  }
+
+  draw() {
+    const runs = this.runs.shown.filter((run) => this.known.has(run.id));
+    const wanted = this.search.value.trim().toLowerCase();
+    const names = [...new Set(runs.flatMap((run) => Object.keys(this.known.get(run.id))))].sort();
+    const rows = names
+      .map((name) => [name, runs.map((run) => shown(this.known.get(run.id)[name]))])
+      .filter(([name, values]) => name.includes(wanted) && (this.all.checked || runs.length < 2 || new Set(values).size > 1));
+    if (!rows.length) {
+      this.body.replaceChildren(element("p", { class: "empty" }, runs.length ? "No such flag differs." : "No run is shown."));
+      return;
+    }
+    const head = element("tr", {}, element("th", { scope: "col" }, "Flag"), ...runs.map((run) => element("th", { scope: "col" }, run.name)));
+    const lines = rows.map(([name, values]) =>
+      element("tr", {}, element("th", { scope: "row" }, `--${name}`), ...values.map((value) => element("td", {}, value))),
+    );
+    this.body.replaceChildren(element("table", {}, element("thead", {}, head), element("tbody", {}, ...lines)));
+  }
+}
+
+function shown(value) {
+  if (value === undefined) return ""; // not a flag of that command
+  return typeof value === "string" ? value : JSON.stringify(value);
+}

@@ -1,0 +1,82 @@
+"""The text of each token, decoded by the tokenizer that the run saved or started from.
+
+A record holds token ids and the text of the whole response. Colouring single tokens needs their texts, so the tokenizer
+is loaded with `tokenizers`, which is quick, and only from this machine. Without one, the page shows ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from openrlhf.config.checks.paths import split_revision
+from openrlhf.view.runs import Run
+
+TOKENIZER_FILE = "tokenizer.json"
+FLAGS = ("save_path", "pretrain")  # that name a folder or a hub name with the run's tokenizer; the first is preferred
+
+
+class TokenTexts:
+    """Decodes the tokens of a run one by one."""
+
+    def __init__(self, run: Run) -> None:
+        self.tokenizer = _load(run)
+
+    def decode(self, ids: Sequence[int]) -> list[str] | None:
+        """Return the text of each token, which together are the text of all; None without a tokenizer.
+
+        The text of a character that several tokens share belongs to the last of them.
+        """
+        if self.tokenizer is None:
+            return None
+        from tokenizers.decoders import DecodeStream
+
+        stream = DecodeStream(skip_special_tokens=False)
+        return [_next_text(stream, self.tokenizer, token) for token in ids]
+
+
+def _next_text(stream: Any, tokenizer: Any, token: int) -> str:
+    try:
+        return stream.step(tokenizer, token) or ""
+    except Exception:  # noqa: BLE001  the Rust library raises plain Exceptions, as for bytes that never become text
+        return tokenizer.decode([token], skip_special_tokens=False)
+
+
+def _load(run: Run) -> Any:
+    for path in _tokenizer_files(run):
+        if path.is_file():
+            from tokenizers import Tokenizer
+
+            try:
+                return Tokenizer.from_file(str(path))
+            except Exception:  # noqa: BLE001  the Rust library raises a plain Exception for a file that it cannot read
+                continue
+    return None
+
+
+def _tokenizer_files(run: Run) -> Iterator[Path]:
+    """Yield where the run's tokenizer may be, the best place first."""
+    config = run.config()
+    yield run.folder.parent / TOKENIZER_FILE  # the run is in --save_path, which may have been moved
+    for flag in FLAGS:
+        name = config.flags.get(flag)
+        if not isinstance(name, str) or not name:
+            continue
+        yield config.folder / Path(name).expanduser() / TOKENIZER_FILE
+        cached = _cached(name)
+        if cached:
+            yield cached
+
+
+def _cached(name: str) -> Path | None:
+    """Return the tokenizer of a hub name in the local cache."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    repository, revision = split_revision(name)
+    try:
+        found = try_to_load_from_cache(repository, TOKENIZER_FILE, revision=revision)
+    except HFValidationError:  # a path
+        return None
+    return Path(found) if isinstance(found, str) else None

@@ -1,0 +1,118 @@
+"""Answers what the page asks: which runs there are, their curves, their samples, and the tokens of a sample.
+
+`Viewer` answers for a server, from files that may still grow. `shown_sample` is common to it and to the report.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from openrlhf.errors import ConfigError
+from openrlhf.view.metrics import NewMetrics, Position, read_metrics
+from openrlhf.view.records import JsonlRecords, Records, Sample
+from openrlhf.view.runs import Run, find_runs
+from openrlhf.view.sample_index import Found, Query, SampleIndex
+from openrlhf.view.token_texts import TokenTexts
+
+MOST_SIDE_BY_SIDE = 32  # samples of one prompt that are shown together
+
+
+@dataclass(frozen=True)
+class ShownRun:
+    """A run in the list of runs. Its id is its place in the list, and never changes."""
+
+    id: int
+    name: str
+    folder: str
+    samples: int  # indexed so far
+
+
+@dataclass(frozen=True)
+class ShownSample:
+    """A sample with the text of each of its tokens; `texts` is None if the tokenizer is not on this machine."""
+
+    id: int
+    length: int
+    turns: int
+    texts: list[str] | None
+    sample: Sample
+
+
+@dataclass(frozen=True)
+class Group:
+    """The samples of one prompt in one step, as many as are shown."""
+
+    samples: Sequence[ShownSample]
+    total: int
+
+
+def records_of(run: Run) -> Records:
+    return JsonlRecords(run.rollouts)
+
+
+def shown_sample(number: int, sample: Sample, tokens: TokenTexts) -> ShownSample:
+    return ShownSample(number, sample.length, sample.turns, tokens.decode(sample.ids), sample)
+
+
+class Viewer:
+    """The runs below some folders, as they are now. Any thread may ask; `update` is called by one thread at a time."""
+
+    def __init__(self, folders: Sequence[str], workspace: Path) -> None:
+        self.folders = folders
+        self.index = SampleIndex(workspace / "samples.sqlite")
+        self.found: list[Run] = find_runs(folders)
+        self.tokens: dict[Path, TokenTexts] = {}
+        self.loading = threading.Lock()
+
+    def update(self) -> int:
+        """Look for new runs and new samples; return the number of records read."""
+        known = {run.folder for run in self.found}
+        with suppress(ConfigError):  # the folders were moved or deleted; what is known can still be shown
+            self.found += [run for run in find_runs(self.folders) if run.folder not in known]
+        return sum(self.index.update(number, records_of(run)) for number, run in enumerate(self.found))
+
+    def run(self, number: int) -> Run:
+        """Return a run by its id; raise KeyError for an unknown one."""
+        if not 0 <= number < len(self.found):
+            raise KeyError(number)
+        return self.found[number]
+
+    def runs(self) -> list[ShownRun]:
+        counts = self.index.counts()
+        return [
+            ShownRun(number, run.name, str(run.folder), counts.get(number, 0)) for number, run in enumerate(self.found)
+        ]
+
+    def flags(self, number: int) -> Mapping[str, object]:
+        return self.run(number).config().flags
+
+    def metrics(self, number: int, since: Position) -> NewMetrics:
+        return read_metrics(self.run(number).metrics, since)
+
+    def find(self, query: Query) -> Found:
+        return self.index.find(query)
+
+    def group(self, sample: int) -> Group:
+        """Return the group of a sample; empty if its record is gone."""
+        places = self.index.group_of(sample)
+        # If there are too many, show those around the one that was asked for.
+        own = next((rank for rank, place in enumerate(places) if place.id == sample), 0)
+        start = max(0, min(own - MOST_SIDE_BY_SIDE // 2, len(places) - MOST_SIDE_BY_SIDE))
+        shown = []
+        for place in places[start : start + MOST_SIDE_BY_SIDE]:
+            run = self.run(place.run)
+            loaded = records_of(run).load(place.file, place.place)
+            if loaded is not None:
+                shown.append(shown_sample(place.id, loaded, self._tokens_of(run)))
+        return Group(shown, len(places))
+
+    def _tokens_of(self, run: Run) -> TokenTexts:
+        """Return the run's tokenizer; look again if there was none, because a run saves it when it ends."""
+        with self.loading:
+            if run.folder not in self.tokens or self.tokens[run.folder].tokenizer is None:
+                self.tokens[run.folder] = TokenTexts(run)
+            return self.tokens[run.folder]
