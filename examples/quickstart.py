@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from curves import write_page
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -28,6 +27,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.utils.logging import disable_progress_bar
+
+from openrlhf.view.report import write_report
+from openrlhf.view.runs import find_runs
 
 DIGITS = 4
 CHARACTERS = "0123456789sort :>"
@@ -84,9 +86,10 @@ def main() -> None:
     }
     show("held-out items sorted correctly", results)
     samples(folder, held_out[:4])
-    stages = ("sft", "rm", "ppo", "grpo")
-    write_page(folder / "report.html", {name: folder / name / "run" for name in stages}, "Quickstart", results)
-    print(f"\n{time.perf_counter() - started:.0f} seconds; curves: {folder / 'report.html'}; everything: {folder}")
+    runs = find_runs([folder / stage for stage in ("sft", "rm", "ppo", "grpo")])
+    write_report(folder / "report.html", runs, title="Quickstart", summary=results)
+    seconds = f"{time.perf_counter() - started:.0f} seconds"
+    print(f"\n{seconds}; curves and samples: {folder / 'report.html'}; everything: {folder}")
 
 
 def write_task(folder: Path) -> list[tuple[str, str]]:

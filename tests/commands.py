@@ -29,11 +29,11 @@ FAST = {  # flags that suit a tiny model
 
 
 def as_argv(flags):
-    """{"bf16": True, "reward_tokens": ["+", "-"]} as words of a command line."""
+    """{"bf16": True, "reward_tokens": ["+", "-"]} as words of a command line; the name "" has positional arguments."""
     argv = []
     for name, value in flags.items():
         values = value if isinstance(value, list) else [] if value is True else [value]
-        argv += [] if value is None else [f"--{name}", *map(str, values)]
+        argv += [] if value is None else [*([f"--{name}"] if name else []), *map(str, values)]
     return argv
 
 

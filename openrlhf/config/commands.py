@@ -280,6 +280,7 @@ class ViewConfig:
     openrlhf view ./sft ./grpo
     """
 
+    runs: view.RunFolderFlags = section(view.RunFolderFlags)
     page: view.PageFlags = section(view.PageFlags)
 
 

@@ -18,14 +18,14 @@ from openrlhf.view.viewer import Viewer
 def run(config: ViewConfig) -> None:
     flags = config.page
     if flags.export:
-        runs = find_runs(flags.run_dirs)
+        runs = find_runs(config.runs.run_dirs)
         write_report(Path(flags.export).expanduser(), runs)
         say(f"wrote {flags.export}: {counted(len(runs), 'run')}, in one file that any browser opens")
         return
     from openrlhf.view.server import HOST, Server, bind  # FastAPI, which only serving needs
 
     with tempfile.TemporaryDirectory(prefix="openrlhf-view-") as workspace:
-        viewer = Viewer(flags.run_dirs, Path(workspace))
+        viewer = Viewer(config.runs.run_dirs, Path(workspace))
         with bind(flags.port) as listener:
             address = f"http://{HOST}:{listener.getsockname()[1]}"
             say(f"{counted(len(viewer.found), 'run')} on {address}; Ctrl-C ends the server")

@@ -27,6 +27,7 @@ from openrlhf.config.sections.training import OptimizerFlags
 from openrlhf.errors import ConfigError
 from openrlhf.inference import serve
 from openrlhf.training.preflight import explain_hardware
+from openrlhf.view import server as view_server
 from tests.cli.flag_reads import recorded_reads
 from tests.commands import FAST, as_argv, run_command
 from tests.rl.toy_task import SMALL, make_prompts, task_flags
@@ -127,6 +128,11 @@ def merging(folder, model):
     return {"model_path": model, "lora_path": "./adapter", "output_path": "./merged"}
 
 
+def viewing(folder, model):
+    run_command("train_sft", supervised("train_sft", folder, model, save_path="./sft"))
+    return {"": "./sft", "port": 1}
+
+
 SHORT = {"max_new_tokens": 4, "device": "cpu"}
 RUNS = {  # name, which starts with the command -> function that returns its flags
     **{command: lambda folder, model, command=command: supervised(command, folder, model) for command in ROWS},
@@ -143,15 +149,18 @@ RUNS = {  # name, which starts with the command -> function that returns its fla
     "lora_combiner": merging,
     "init": lambda folder, model: {"task": "grpo", "output": "run.yaml"},
     "doctor": lambda folder, model: {"online": True},
+    "view": viewing,
 }
 
 
 @pytest.fixture
 def short_session(monkeypatch):
-    """A chat user who sends one message and exits; a server that binds any free port and stops immediately."""
+    """A chat user who sends one message and exits; servers that bind any free port and stop immediately."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("ab\nexit\n"))
     monkeypatch.setattr(serve, "bind", lambda host, port, bind=serve.bind: bind(host, 0))
     monkeypatch.setattr(serve.RewardModelServer, "run", lambda self, sockets: None)
+    monkeypatch.setattr(view_server, "bind", lambda port, bind=view_server.bind: bind(None))
+    monkeypatch.setattr(view_server.Server, "run", lambda self, sockets: None)
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -31,6 +31,7 @@ VALID = {
     "interactive_chat": "--pretrain ./model",
     "serve_rm": "--reward_pretrain ./model",
     "lora_combiner": "--model_path ./model --lora_path ./adapter --output_path ./merged",
+    "view": "./model",
 }
 PAIR = "--actor_num_gpus_per_node 2 --critic_num_gpus_per_node 2 --ref_num_gpus_per_node 2"
 HYBRID = "--colocate_all_models --vllm_num_engines 8"
@@ -59,6 +60,8 @@ REFUSED = [  # rule, command, added flags, parts of the message
     ("required_flags_are_given", "batch_inference", "--output_path=", "--output_path is not given"),
     ("required_flags_are_given", "batch_inference", "--dataset=", "--dataset is not given"),
     ("required_flags_are_given", "lora_combiner", "--lora_path=", "--lora_path is not given"),
+    ("run_folders_exist", "view", "./nowhere", "RUN_DIR ./nowhere: no such folder|--save_path or --run_dir"),
+    ("run_folders_exist", "view", "./data.jsonl", "RUN_DIR ./data.jsonl: no such folder"),
     ("numbers_are_in_range", "train_sft", "--train_batch_size 0", "--train_batch_size is 0|above 0"),
     ("numbers_are_in_range", "train_sft", "--zero_stage 4", "--zero_stage is 4|0, 1, 2 or 3"),
     ("numbers_are_in_range", "train_sft", "--adam_betas 0.9 1.0", "--adam_betas is 1.0|below 1"),
@@ -543,7 +546,8 @@ SAID = [  # rule, command, added flags, parts of the line
     ),
 ]
 BY_A_LAUNCHER = {"launched_processes_become_devices"}  # tested with the environment of a launcher
-WITHOUT_EXTRAS = {"needed_extras_are_installed"}  # tested in a Python without packages
+# tested in a Python without packages
+WITHOUT_EXTRAS = {"needed_extras_are_installed", "serving_the_page_needs_its_extra"}
 
 
 @pytest.fixture
@@ -801,6 +805,7 @@ NEEDED = {  # command and flags -> package, extra
     "interactive_chat --load_in_4bit": ("bitsandbytes", "qlora"),
     "batch_inference --eval_task generate_vllm": ("vllm", "vllm"),
     "serve_rm --port 5001": ("fastapi", "serve"),
+    "view --port 5001": ("fastapi", "view"),
 }
 BARE_PYTHON = """
 import shlex, sys

@@ -171,6 +171,7 @@ RL = {
 }
 
 DOCUMENTED = {
+    "view": {"run_dirs": (), "port": None, "open": False, "export": None},  # ours
     "train_sft": {
         **SUPERVISED,
         **PLAIN_TEMPLATE,

@@ -29,6 +29,9 @@ SAID = {  # command and flags -> the line
     "train_kd --dataloader_num_workers 4": (
         "--dataloader_num_workers 4 has no effect because rows are prepared before training starts"
     ),
+    "view --export r.html --port 80 --open": (
+        "--port 80 and --open have no effect with --export, which starts no server"
+    ),
     "serve_rm --disable_fast_tokenizer": (
         "--disable_fast_tokenizer has no effect because Transformers has only fast tokenizers"
     ),

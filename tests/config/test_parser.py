@@ -295,9 +295,43 @@ def test_printing_every_flag_and_parsing_it_again_changes_nothing(command):
     config = COMMANDS[command]()
     argv = []
     for name, value in flag_values(config).items():
-        if value is not None:
+        if value is not None and not flags_of(COMMANDS[command])[name].positional:
             argv += [f"--{name}", *map(str, value)] if isinstance(value, tuple) else [f"--{name}={value}"]
     assert parse(COMMANDS[command], argv, environ={}) == config
+
+
+# positional arguments
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "a b --port 80 --open",
+        "--port 80 --open a b",
+        "--open true a --port 80 b",
+        "a --open b --port=80",
+        "--port 80 a --open=yes b",
+    ],
+)
+def test_positional_arguments_may_stand_anywhere(words):
+    config = parse(COMMANDS["view"], words.split(), environ={})
+    assert (config.runs.run_dirs, config.page.port, config.page.open) == (("a", "b"), 80, True)
+
+
+def test_positional_arguments_are_no_flags_and_flags_no_positional_arguments(file):
+    assert refusal(COMMANDS["view"], "--run_dirs", "a").startswith("--run_dirs is not a flag of this command")
+    assert (
+        refusal(COMMANDS["view"], "a", "--run_dir")
+        == "--run_dir is not a flag of this command. Try: --help for all flags"
+    )
+    assert "run_dirs is not a flag" in refusal(COMMANDS["view"], "--config", file("run_dirs: [a]"))
+    assert parse(COMMANDS["view"], ["a", "--config", file("open: true")], environ={}).page.open is True
+    assert refusal(SFTConfig, "a") == "expected a flag, got 'a'. Try: put quotes around values with spaces"
+
+
+def test_help_shows_positional_arguments_in_the_usage():
+    text = build_parser(COMMANDS["view"], "openrlhf view").format_help()
+    assert text.startswith("usage: openrlhf view RUN_DIR ... [--flag value ...]\n")
 
 
 def test_a_list_in_a_file_is_a_comma_list_where_the_flag_is_one_text(tmp_path):

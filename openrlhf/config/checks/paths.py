@@ -105,7 +105,7 @@ def named_files_exist(config: object) -> None:
 
 def run_folders_exist(config: ViewConfig) -> None:
     """Reject a RUN_DIR that is not a folder."""
-    for item in config.page.run_dirs:
+    for item in config.runs.run_dirs:
         if not Path(item).expanduser().is_dir():
             raise ConfigError(f"RUN_DIR {item}: no such folder", try_this="the --save_path or --run_dir of a run")
 

@@ -76,12 +76,12 @@ export class Chart {
     return {
       width: this.box.clientWidth || 300,
       height: HEIGHT,
-      padding: [8, 10, 0, 0],
+      padding: [8, 14, 0, 0],
       legend: { show: false },
       cursor: { sync: { key: "steps", scales: ["x", null] }, y: false, points: { size: 6 }, focus: { prox: -1 } },
       scales: { x: { time: false, range: wide }, y: { range: roomy } },
       axes: [
-        { ...axis, size: 22, gap: 2, space: 60, incrs: WHOLE, values: labels },
+        { ...axis, size: 22, gap: 2, space: 45, incrs: WHOLE, values: labels },
         { ...axis, size: labelWidth, gap: 4, space: 30, values: labels },
       ],
       series: [
@@ -107,7 +107,7 @@ export class Chart {
     const perRun = this.smoothing ? 2 : 1;
     const at = place ?? steps.length - 1;
     this.step.textContent = place == null ? "" : `step ${formatted(steps[at])}`;
-    const values = this.runs.map((_, number) => lastUpTo(columns[number * perRun], at));
+    const values = this.runs.map((_, number) => valueAt(columns[(number + 1) * perRun - 1], at, place == null));
     this.readout.replaceChildren(
       ...this.runs.map((run, number) =>
         element(
@@ -171,8 +171,10 @@ function aligned(curves) {
   return tables.length ? uPlot.join(tables) : [[]];
 }
 
-function lastUpTo(column, place) {
-  for (let at = place; at >= 0; at--) if (column?.[at] != null) return column[at];
+/** The value at a place or, between two steps of a run, the one before; after the run's end only if `last` is wanted. */
+function valueAt(column, place, last) {
+  if (!last && column.slice(place).every((value) => value == null)) return null;
+  for (let at = place; at >= 0; at--) if (column[at] != null) return column[at];
   return null;
 }
 

@@ -30,7 +30,7 @@ export class FlagsView {
     const names = [...new Set(runs.flatMap((run) => Object.keys(this.known.get(run.id))))].sort();
     const rows = names
       .map((name) => [name, runs.map((run) => shown(this.known.get(run.id)[name]))])
-      .filter(([name, values]) => name.includes(wanted) && (this.all.checked || runs.length < 2 || new Set(values).size > 1));
+      .filter(([name, values]) => name.includes(wanted) && (this.all.checked || runs.length < 2 || differ(values)));
     if (!rows.length) {
       this.body.replaceChildren(element("p", { class: "empty" }, runs.length ? "No such flag differs." : "No run is shown."));
       return;
@@ -43,7 +43,12 @@ export class FlagsView {
   }
 }
 
+/** True if two runs that have the flag have different values. */
+function differ(values) {
+  return new Set(values.filter((value) => value !== null)).size > 1;
+}
+
 function shown(value) {
-  if (value === undefined) return ""; // not a flag of that command
+  if (value === undefined) return null; // not a flag of that command
   return typeof value === "string" ? value : JSON.stringify(value);
 }

@@ -1,0 +1,234 @@
+"""The index of samples: what it finds, what it reads again, and how much work that is."""
+
+import json
+import sqlite3
+from dataclasses import replace
+
+import pytest
+
+from openrlhf.view import records
+from openrlhf.view.records import JsonlRecords, parse_sample
+from openrlhf.view.runs import find_runs
+from openrlhf.view.sample_index import ORDERS, PAGE_SIZE, Query, SampleIndex, conditions
+from openrlhf.view.token_texts import TokenTexts
+from openrlhf.view.viewer import records_of
+from tests.view.made_runs import make_run, record, write_step
+
+RUN = 7
+
+
+@pytest.fixture
+def index(tmp_path):
+    return SampleIndex(tmp_path / "index.sqlite")
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    return make_run(tmp_path / "made")
+
+
+@pytest.fixture
+def indexed(index, run_dir):
+    """The index of the hand-made run: 3 steps, 3 prompts each, 4 samples of each prompt."""
+    assert index.update(RUN, JsonlRecords(run_dir / "rollouts")) == 36
+    return index
+
+
+def find(index, **query):
+    return index.find(Query(RUN, **query))
+
+
+@pytest.mark.parametrize(
+    ("query", "matches"),
+    [
+        ({}, lambda row: True),
+        ({"step_from": 2}, lambda row: row.step >= 2),
+        ({"step_from": 2, "step_to": 2}, lambda row: row.step == 2),
+        ({"reward_from": 0.5}, lambda row: row.reward >= 0.5),
+        ({"reward_to": 0.1}, lambda row: row.reward <= 0.1),
+        ({"length_from": 9}, lambda row: row.length >= 9),
+        ({"finish": "length"}, lambda row: row.truncated),
+        ({"finish": "stop"}, lambda row: not row.truncated),
+        ({"prompt_index": 1, "step_to": 1}, lambda row: row.prompt_index == 1 and row.step == 1),
+        ({"text": "word2"}, lambda row: "word2" in row.response),
+        ({"text": "WORD2 a"}, lambda row: "word2" in row.response),
+        ({"text": "wor"}, lambda row: True),
+        ({"text": "sort 31"}, lambda row: True),
+        ({"text": "word1 a3"}, lambda row: row.response == "word1 a3"),
+        ({"text": "absent"}, lambda row: False),
+        ({"text": "::"}, lambda row: False),
+        ({"text": '"word1" OR ( NEAR'}, lambda row: False),
+    ],
+)
+def test_filters_find_exactly_what_matches(indexed, query, matches):
+    expected = [row for row in find(indexed).rows if matches(row)]
+    found = find(indexed, **query)
+    assert found.rows == expected
+    assert (found.total, found.indexed, found.unreadable) == (len(expected), 36, 0)
+
+
+def test_samples_of_other_runs_are_not_found(indexed):
+    assert indexed.find(Query(RUN + 1)).total == 0
+
+
+@pytest.mark.parametrize(
+    ("order", "key"),
+    [
+        ("newest", lambda row: -row.step),
+        ("oldest", lambda row: row.step),
+        ("best", lambda row: -row.reward),
+        ("worst", lambda row: row.reward),
+        ("longest", lambda row: -row.length),
+        ("shortest", lambda row: row.length),
+    ],
+)
+def test_orders(indexed, order, key):
+    keys = [key(row) for row in find(indexed, order=order).rows]
+    assert keys == sorted(keys)
+
+
+def test_pages_hold_every_sample_once(index, run_dir):
+    write_step(run_dir, 9, [record(9, row, "a") for row in range(2 * PAGE_SIZE)])
+    index.update(RUN, JsonlRecords(run_dir / "rollouts"))
+    for order in ORDERS:
+        pages = [find(index, order=order, page=page).rows for page in range(4)]
+        assert [len(page) for page in pages] == [PAGE_SIZE, PAGE_SIZE, 36, 0]
+        assert len({row.id for page in pages for row in page}) == 2 * PAGE_SIZE + 36
+
+
+def test_the_group_of_a_sample_is_its_prompt_in_its_step(indexed, run_dir):
+    row = find(indexed, text="word1 a2", step_to=2).rows[0]
+    group = indexed.group_of(row.id)
+    samples = [JsonlRecords(run_dir / "rollouts").load(place.file, place.place) for place in group]
+    assert [sample.response for sample in samples] == [f"word1 a{number}" for number in range(4)]
+    assert {sample.step for sample in samples} == {row.step}
+    assert indexed.group_of(10**6) == []
+
+
+# Records that grow, are replaced, or are broken
+
+
+def test_only_new_records_are_read(indexed, run_dir):
+    source = JsonlRecords(run_dir / "rollouts")
+    assert indexed.update(RUN, source) == 0
+    with (run_dir / "rollouts" / "step_000003.jsonl").open("a") as file:
+        file.write(json.dumps(record(3, 0, "late")) + "\n")
+    write_step(run_dir, 4, [record(4, 0, "later")])
+    assert indexed.update(RUN, source) == 2
+    assert find(indexed, text="late").total == 2
+
+
+def test_an_incomplete_line_is_read_when_it_is_complete(index, run_dir):
+    path = run_dir / "rollouts" / "step_000001.jsonl"
+    lines = path.read_text()
+    path.write_text(lines[:-10])
+    source = JsonlRecords(run_dir / "rollouts")
+    assert index.update(RUN, source) == 35
+    with path.open("a") as file:
+        file.write(lines[-10:])
+    assert index.update(RUN, source) == 1
+    assert find(index).total == 36
+
+
+def test_moved_and_replaced_files_are_forgotten(indexed, run_dir):
+    folder = run_dir / "rollouts"
+    (folder / "step_000003.jsonl").rename(run_dir / "aside.jsonl")
+    (folder / "step_000002.jsonl").unlink()
+    write_step(run_dir, 2, [record(2, 0, "changed")])
+    indexed.update(RUN, JsonlRecords(folder))
+    assert find(indexed).total == 13
+    assert find(indexed, step_from=2).rows[0].response == "changed"
+    assert find(indexed, text="word1", step_from=2).total == 0
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "{",
+        "[]",
+        "null",
+        "{}",
+        "[" * 100_000,
+        json.dumps(record(1, 10**30, "x")),
+        json.dumps(record(1, 0, "x") | {"reward": None}),
+        json.dumps(record(1, 0, "x", action_mask=5)),
+        json.dumps(record(1, 0, "x", prompt={"index": 0})),
+    ],
+)
+def test_a_broken_record_is_counted_and_left_out(index, run_dir, broken):
+    write_step(run_dir, 1, [record(1, 0, "good"), broken, record(1, 1, "fine")])
+    index.update(RUN, JsonlRecords(run_dir / "rollouts"))
+    found = find(index, step_to=1)
+    assert [row.response for row in found.rows] == ["good", "fine"]
+    assert found.unreadable == 1
+
+
+def test_unusual_values_are_kept(index, run_dir):
+    row = record(1, 0, "odd", reward=float("nan")) | {"response": "a \ud800 b \x00 c"}
+    write_step(run_dir, 1, [row | {"prompt": row["prompt"] | {"label": {"answer": [1]}}}])
+    index.update(RUN, JsonlRecords(run_dir / "rollouts"))
+    (found,) = find(index, step_to=1).rows
+    assert (found.reward, found.response) == (None, "a \ufffd b \x00 c")
+    assert parse_sample((run_dir / "rollouts" / "step_000001.jsonl").read_bytes()).label == '{"answer": [1]}'
+
+
+# Real records
+
+
+def test_samples_of_a_real_run_have_turns_tokens_and_log_probs(index, agent_run):
+    (run,) = find_runs([agent_run])
+    assert index.update(RUN, records_of(run)) == 64
+    rows = find(index).rows
+    assert {row.turns for row in rows} == {2}
+    place = index.group_of(rows[0].id)[0]
+    sample = records_of(run).load(place.file, place.place)
+    texts = TokenTexts(run).decode(sample.ids)
+    assert "".join(texts) == sample.response
+    environment = [text for text, acts in zip(texts, sample.actions, strict=True) if not acts]
+    assert "".join(environment) == "again!"
+    assert len(sample.advantages) == len(sample.engine) == len(sample.ids)
+    assert sample.length == sum(sample.actions) < len(sample.ids)
+
+
+def test_without_a_tokenizer_on_this_machine_there_are_no_texts(tmp_path):
+    run_dir = make_run(tmp_path / "made")
+    for path in (tmp_path / "made").glob("tokenizer*"):
+        path.unlink()
+    (run,) = find_runs([run_dir])
+    assert TokenTexts(run).decode([3, 4]) is None
+    (tmp_path / "made" / "tokenizer.json").write_text("{")
+    assert TokenTexts(run).decode([3, 4]) is None
+
+
+# 100,000 samples
+
+
+@pytest.mark.slow(seconds=8)
+def test_100000_samples_are_read_once_and_asked_for_through_indexes(index, tmp_path, monkeypatch):
+    line = json.dumps(record(1, 0, "a b"))
+    folder = tmp_path / "rollouts"
+    folder.mkdir()
+    for step in range(1, 101):
+        text = line.replace('"step": 1,', f'"step": {step},')
+        rows = (text.replace('"index": 0', f'"index": {number // 8}') for number in range(1000))
+        (folder / f"step_{step:06d}.jsonl").write_text("\n".join(rows) + "\n")
+    parsed = []
+    monkeypatch.setattr(records, "parse_sample", lambda line, parse=parse_sample: parsed.append(0) or parse(line))
+    assert index.update(RUN, JsonlRecords(folder)) == len(parsed) == 100_000
+    assert index.update(RUN, JsonlRecords(folder)) == 0
+    parsed.clear()
+    assert find(index, page=1000).total == 100_000
+    group = index.group_of(find(index, step_from=50, step_to=50).rows[0].id)
+    assert [place.file for place in group] == ["step_000050.jsonl"] * 8
+    assert [JsonlRecords(folder).load(place.file, place.place).step for place in group] == [50] * 8
+    assert len(parsed) == 8, "lists are answered from the index, and a group reads its own records"
+    assert index.path.stat().st_size < 100 * 2**20, "tokens stay in the record"
+
+    query = Query(RUN, step_from=10, step_to=90, reward_from=0.1)
+    with sqlite3.connect(index.path) as database:
+        for order, terms in ORDERS.items():
+            where, values = conditions(replace(query, order=order))
+            plan = database.execute(
+                f"EXPLAIN QUERY PLAN SELECT id FROM samples WHERE {where} ORDER BY {terms} LIMIT 50", values
+            ).fetchall()
+            assert all("USING" in row[3] and "INDEX" in row[3] for row in plan if "samples" in row[3]), (order, plan)
