@@ -1,8 +1,8 @@
-"""Progress and metrics of a run: console lines, progress bar, metrics file, TensorBoard and Weights & Biases.
+"""Progress and metrics of a run: console lines, progress bar, metrics file, and dashboards.
 
-`say` prints one line from anywhere in the package. A training loop holds a `Monitor`, which passes metrics to its sinks
-and shows the progress bar; batch_inference opens its own bar with `open_bar`. Only the main process (rank 0)
-reports.
+`say` prints one line from anywhere in the package. A training loop holds a `Monitor`, which shows the progress bar and
+passes metrics to its sinks: a file, TensorBoard, Weights & Biases or Trackio. The last two also get some samples.
+batch_inference opens its own bar with `open_bar`. Only the main process (rank 0) reports.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, redirect_stdout
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
 
 from openrlhf.errors import ConfigError, counted
 
@@ -55,6 +56,30 @@ class Sink(Protocol):
     def log(self, kind: str, step: int, values: Mapping[str, float]) -> None: ...
 
     def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class LoggedSample:
+    """A sample as a dashboard shows it, in a row of a table."""
+
+    prompt: str
+    response: str
+    reward: float
+    score: float
+    truncated: bool
+
+
+@runtime_checkable
+class SampleSink(Protocol):
+    """A sink that also takes samples of a training step."""
+
+    def log_samples(self, step: int, samples: Sequence[LoggedSample]) -> None: ...
+
+
+def table_of(step: int, samples: Sequence[LoggedSample]) -> tuple[list[Any], list[Any]]:
+    """Return the columns and rows of a table of samples."""
+    columns = [field.name for field in fields(LoggedSample)]
+    return ["step", *columns], [[step, *(getattr(sample, name) for name in columns)] for sample in samples]
 
 
 class MetricsFile:
@@ -138,6 +163,9 @@ class Wandb:
             self.run.define_metric(f"{kind}/*", step_metric=f"{kind}/global_step")
 
     def log(self, kind: str, step: int, values: Mapping[str, float]) -> None:
+        self._send(kind, step, values)
+
+    def _send(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         import wandb
 
         try:
@@ -145,8 +173,43 @@ class Wandb:
         except wandb.Error as error:
             raise OSError(str(error)) from error
 
+    def log_samples(self, step: int, samples: Sequence[LoggedSample]) -> None:
+        import wandb
+
+        columns, rows = table_of(step, samples)
+        self._send("train", step, {"samples": wandb.Table(columns=columns, data=rows)})
+
     def close(self) -> None:
         self.run.finish()
+
+
+class Trackio:
+    """Sink that logs to a project of Trackio, on this machine; `trackio show` opens its dashboard.
+
+    TRACKIO_DIR sets the folder, TRACKIO_SPACE_ID a Space on the hub instead.
+    """
+
+    def __init__(self, project: str, *, name: str, config: dict[str, object]) -> None:
+        with redirect_stdout(sys.stderr):  # it prints where its files are
+            import trackio
+
+            measured = {"auto_log_gpu": False, "auto_log_cpu": False}  # only the run's own metrics
+            self.run: Any = trackio.init(project, name=name, config=config, embed=False, **measured)
+
+    def log(self, kind: str, step: int, values: Mapping[str, float]) -> None:
+        self.run.log({f"{kind}/{name}": value for name, value in values.items()}, step=step)
+
+    def log_samples(self, step: int, samples: Sequence[LoggedSample]) -> None:
+        import trackio
+
+        columns, rows = table_of(step, samples)
+        self.run.log({"train/samples": trackio.Table(columns=columns, data=rows)}, step=step)
+
+    def close(self) -> None:
+        import trackio
+
+        with redirect_stdout(sys.stderr):
+            trackio.finish()
 
 
 class Monitor(AbstractContextManager["Monitor"]):
@@ -180,6 +243,20 @@ class Monitor(AbstractContextManager["Monitor"]):
                 sink.log(kind, step, values)
             except OSError as error:
                 self._drop(sink, error)
+
+    @property
+    def shows_samples(self) -> bool:
+        """True if a sink takes samples; otherwise the caller need not decode any."""
+        return any(isinstance(sink, SampleSink) for sink in self.sinks)
+
+    def log_samples(self, step: int, samples: Sequence[LoggedSample]) -> None:
+        """Pass samples of a training step to the sinks that take them; drop a sink that fails, as `log` does."""
+        for sink in list(self.sinks):
+            if isinstance(sink, SampleSink):
+                try:
+                    sink.log_samples(step, samples)
+                except OSError as error:
+                    self._drop(sink, error)
 
     def _drop(self, sink: Sink, error: OSError) -> None:
         self.sinks.remove(sink)

@@ -209,6 +209,8 @@ class Controller:
         experience = await make_experience(rollout.trajectories, self.workers, self.scoring, self.config, coef)
         step = state.version + 1
         self._note_rewards(experience, step)
+        if self.monitor.shows_samples and step % self.config.logs.logging_steps == 0:
+            self.monitor.log_samples(step, self.recorder.first_group(experience))
         values = {} if self.gap is None else await self.gap.compare(rollout.trajectories, state.version, step)
         scored = time.perf_counter()
         writing = asyncio.create_task(asyncio.to_thread(self.recorder.write, step, experience))  # during training

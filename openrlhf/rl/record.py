@@ -15,7 +15,7 @@ from typing import Any
 
 from openrlhf.config.sections.rl import RolloutFlags
 from openrlhf.errors import counted
-from openrlhf.monitor import say
+from openrlhf.monitor import LoggedSample, say
 from openrlhf.rl.experience import Experience
 from openrlhf.rl.rollouts import Rollout
 from openrlhf.training.disk_space import GIB, bytes_of, replace_file
@@ -23,6 +23,7 @@ from openrlhf.training.earlier_run import ABOUT_FILE, ROLLOUTS, STEP_FILE, STEP_
 from openrlhf.types import Prompt, Trajectory
 
 DEFAULTS = RolloutFlags()
+MOST_LOGGED, MOST_CHARACTERS = 8, 4000  # samples per step, and characters of a text, in dashboards
 
 
 class Recorder:
@@ -82,16 +83,13 @@ class Recorder:
         for row, item in enumerate(experience.trajectories):
             if not self._is_chosen(step, item):
                 continue
-            acted = [place for place, acts in enumerate(item.action_mask) if acts]
-            first = acted[0] if acted else len(item.input_ids)
             rounded = {
                 name: [round(value, 6) for value in tensor[row, : len(item.input_ids)].tolist()]
                 for name, tensor in tensors.items()
                 if tensor is not None
             }
-            response = self.decode(list(item.input_ids[first:])) if self.decode else ""
             # The numbers of the trajectory itself are not rounded, so that a replay trains on exactly the same values.
-            lines.append(json.dumps(rounded | {"step": step, **plain(item), "response": response}) + "\n")
+            lines.append(json.dumps(rounded | {"step": step, **plain(item), "response": self.response(item)}) + "\n")
         if not lines:  # none of the groups was chosen; a replay cannot train on an empty file
             return
         text = "".join(lines)
@@ -101,6 +99,26 @@ class Recorder:
                 self._stop(f"{self.folder} has reached --rollout_record_gib {self.limit:g} at step {step}")
         elif self._try_to_write(STEP_FILE.format(step), text):
             self.used += len(text)
+
+    def response(self, item: Trajectory) -> str:
+        """Return the text from the first action token on."""
+        first = item.action_mask.index(True) if any(item.action_mask) else len(item.input_ids)
+        return str(self.decode(list(item.input_ids[first:]))) if self.decode else ""
+
+    def first_group(self, experience: Experience) -> list[LoggedSample]:
+        """Return some samples of the first group for dashboards, with long texts cut."""
+        items = experience.trajectories
+        group = [item for item in items if item.prompt.index == items[0].prompt.index][:MOST_LOGGED]
+        return [
+            LoggedSample(
+                prompt=item.prompt.text[-MOST_CHARACTERS:],
+                response=self.response(item)[:MOST_CHARACTERS],
+                reward=item.reward,
+                score=item.score,
+                truncated=item.truncated,
+            )
+            for item in group
+        ]
 
 
 class Replay:

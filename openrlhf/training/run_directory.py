@@ -22,7 +22,7 @@ from openrlhf.config.flags import flag_values
 from openrlhf.config.urls import mask_urls
 from openrlhf.errors import ConfigError, DiskError
 from openrlhf.models.hub_commits import hub_commits
-from openrlhf.monitor import MetricsFile, Monitor, Sink, TensorBoard, Wandb, is_main_process, say
+from openrlhf.monitor import MetricsFile, Monitor, Sink, TensorBoard, Trackio, Wandb, is_main_process, say
 from openrlhf.training import checkpoint
 from openrlhf.training.disk_space import disk_failure, replace_file
 from openrlhf.training.earlier_run import CONFIG_FILE, has_record, set_earlier_run_aside
@@ -169,7 +169,7 @@ def explain_stop(stop: Interrupted) -> str:
 
 
 def make_monitor(config: TrainingConfig, total_steps: int, first_step: int, more: Sequence[Sink] = ()) -> Monitor:
-    """Create the monitor of a run: progress bar and metrics file, plus TensorBoard and Weights & Biases if requested.
+    """Create the monitor of a run: progress bar and metrics file, plus dashboards if requested.
 
     Only the main process writes; the others get a monitor without sinks. `more` are additional sinks of the caller.
     """
@@ -184,6 +184,8 @@ def make_monitor(config: TrainingConfig, total_steps: int, first_step: int, more
         sinks.append(Wandb(logs.use_wandb, name=name, project=project, group=group, org=org, config=flags))
     if logs.use_tensorboard:
         sinks.append(TensorBoard(Path(logs.use_tensorboard) / name))
+    if logs.use_trackio:
+        sinks.append(Trackio(logs.use_trackio, name=name, config=flags))
     run_dir = run_folder(config)
     set_earlier_run_aside(run_dir, first_step)
     try:

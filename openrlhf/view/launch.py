@@ -28,7 +28,7 @@ def run(config: ViewConfig) -> None:
         viewer = Viewer(config.runs.run_dirs, Path(workspace))
         with bind(flags.port) as listener:
             address = f"http://{HOST}:{listener.getsockname()[1]}"
-            say(f"{counted(len(viewer.found), 'run')} on {address}; Ctrl-C ends the server")
+            say(f"{counted(len(viewer.found), 'run')} on {address} (Ctrl-C ends the server)")
             if flags.open:
                 webbrowser.open(address)
             with suppress(KeyboardInterrupt):  # the usual end

@@ -17,7 +17,7 @@ from pathlib import Path
 
 STATIC = Path(__file__).parent / "static"
 PLOT = "vendor/uplot/uPlot.iife.min.js"
-STYLES = ("vendor/uplot/uPlot.min.css", "style.css")
+STYLES = ("vendor/uplot/uPlot.min.css", "style.css", "curves.css", "samples.css")
 TYPES = {".js": "text/javascript", ".css": "text/css"}
 ICON = (
     "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'><path d='M1 13 5 8l3 2 7-8' fill='none' "

@@ -1,10 +1,13 @@
-"""Files that a run writes: metrics under their public names, flags and versions, TensorBoard, Weights & Biases."""
+"""Files that a run writes: metrics under their public names, flags and versions; and what dashboards get."""
 
 import json
+import sqlite3
+import sys
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.rl.toy_task import SMALL, make_prompts, read_rollouts, task_flags
 from tests.toy_data import ANSWERS, PAIRS, STEPS, answers, dataset_flags, pairs, steps, verdicts
 
 TRAIN = {"lr", "grad_norm", "loss_mean"}
@@ -93,6 +96,39 @@ def test_flags_and_versions_are_recorded_without_api_keys(tmp_path, train, wandb
 def test_wandb_offline_accepts_true_instead_of_a_key(tmp_path, train, wandb_offline):
     train("train_sft", **ANSWERS, **dataset_flags(tmp_path, answers(8), answers(2)), use_wandb="True")
     assert list((tmp_path / "wandb").rglob("*.wandb"))
+
+
+@pytest.fixture
+def trackio_folder(tmp_path, monkeypatch):
+    """The folder of Trackio's files; Trackio reads the variable when it is imported."""
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "trackio"]:
+        monkeypatch.delitem(sys.modules, name)
+    return tmp_path / "trackio"
+
+
+def test_trackio_gets_metrics_and_samples(tmp_path, train, trackio_folder):
+    flags = {"use_trackio": "toys", "wandb_run_name": "mine", "max_steps": 2, "learning_rate": None, "max_epochs": 1}
+    ran = train("train_ppo", **SMALL | task_flags(tmp_path, make_prompts(16)) | flags)
+    with sqlite3.connect(trackio_folder / "toys.db") as database:
+        logged = [json.loads(row[0]) for row in database.execute("SELECT metrics FROM metrics WHERE run_name = 'mine'")]
+    rewards = [row["train/reward"] for row in logged if "train/reward" in row]
+    assert rewards == pytest.approx(ran.train("reward"))
+    tables = [row["train/samples"] for row in logged if "train/samples" in row]
+    assert [len(table["_value"]) for table in tables] == [4, 4]  # the first group of each step
+    recorded = read_rollouts(ran, 1)[:4]
+    shown = [(row["step"], row["prompt"], row["response"], row["reward"]) for row in tables[0]["_value"]]
+    assert shown == [(1, row["prompt"]["text"], row["response"], row["reward"]) for row in recorded]
+
+
+@pytest.mark.slow(seconds=5)
+def test_wandb_gets_a_table_of_samples(tmp_path, train, wandb_offline):
+    flags = {"use_wandb": "True", "max_steps": 1, "learning_rate": None, "max_epochs": 1}
+    ran = train("train_ppo", **SMALL | task_flags(tmp_path, make_prompts(8)) | flags)
+    (table,) = (tmp_path / "wandb").rglob("*.table.json")
+    content = json.loads(table.read_text())
+    assert content["columns"] == ["step", "prompt", "response", "reward", "score", "truncated"]
+    assert [row[2] for row in content["data"]] == [row["response"] for row in read_rollouts(ran, 1)[:4]]
 
 
 def test_tensorboard_gets_every_metric(tmp_path, train):

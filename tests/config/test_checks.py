@@ -801,6 +801,7 @@ NEEDED = {  # command and flags -> package, extra
     "train_ppo --vllm_num_engines 1": ("vllm", "vllm"),
     "train_sft --load_in_4bit --lora_rank 8": ("bitsandbytes", "qlora"),
     "train_sft --use_wandb key": ("wandb", "wandb"),
+    "train_sft --use_trackio toys": ("trackio", "trackio"),
     "train_dpo --use_liger_kernel": ("liger_kernel", "liger"),
     "interactive_chat --load_in_4bit": ("bitsandbytes", "qlora"),
     "batch_inference --eval_task generate_vllm": ("vllm", "vllm"),

@@ -395,6 +395,7 @@ ADDED_TO_TRAINING = {
     "max_steps": None,
     "optim": "adam",
     "adam_eps": 1e-8,
+    "use_trackio": None,
     "muon_lr": 0.02,
     "muon_momentum": 0.95,
     "muon_ns_steps": 5,

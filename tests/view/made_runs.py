@@ -38,23 +38,17 @@ def write_metrics(run_dir, rows):
             file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
 
 
-def record(step, index, response, *, reward=0.5, prompt="sort 31>", truncated=False, feedback=None, **changes):
-    """Return a line of a record: one turn, or two with the environment's feedback between them."""
+def record(step, index, response, *, reward=0.5, prompt="sort 31>", truncated=False):
+    """Return a line of a record."""
     encode = TOKENIZER.backend_tokenizer.encode
-    parts = [(prompt, False), (response, True)]
-    if feedback is not None:
-        parts += [(feedback, False), (response, True)]
-    ids, mask = [], []
-    for text, acts in parts:
-        tokens = encode(text, add_special_tokens=False).ids
-        ids += tokens
-        mask += [acts] * len(tokens)
+    before, after = (encode(text, add_special_tokens=False).ids for text in (prompt, response))
+    mask = [False] * len(before) + [True] * len(after)
     return {
         "advantages": [(reward - 0.5) * acts for acts in mask],
         "old_log_probs": [(-0.25 + 0.05 * (place % 3)) * acts for place, acts in enumerate(mask)],
         "step": step,
         "prompt": {"index": index, "text": prompt, "input_ids": [], "label": "13", "datasource": "default"},
-        "input_ids": ids,
+        "input_ids": before + after,
         "action_mask": mask,
         "rollout_log_probs": [-0.25 * acts for acts in mask],
         "reward": reward,
@@ -62,8 +56,8 @@ def record(step, index, response, *, reward=0.5, prompt="sort 31>", truncated=Fa
         "truncated": truncated,
         "version": step - 1,
         "extra_logs": {"exact": 1.0},
-        "response": "".join(text for text, _ in parts[1:]),
-    } | changes
+        "response": response,
+    }
 
 
 def write_step(run_dir, step, rows):

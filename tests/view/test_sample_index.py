@@ -151,8 +151,8 @@ def test_moved_and_replaced_files_are_forgotten(indexed, run_dir):
         "[" * 100_000,
         json.dumps(record(1, 10**30, "x")),
         json.dumps(record(1, 0, "x") | {"reward": None}),
-        json.dumps(record(1, 0, "x", action_mask=5)),
-        json.dumps(record(1, 0, "x", prompt={"index": 0})),
+        json.dumps(record(1, 0, "x") | {"action_mask": 5}),
+        json.dumps(record(1, 0, "x") | {"prompt": {"index": 0}}),
     ],
 )
 def test_a_broken_record_is_counted_and_left_out(index, run_dir, broken):

@@ -190,8 +190,8 @@ def test_the_command_prints_its_address_and_ends_with_a_signal(tmp_path, stop):
     environ = command_environ(TMPDIR=str(tmp_path))
     process = subprocess.Popen(words, cwd=tmp_path, env=environ, stderr=subprocess.PIPE, text=True)
     line = process.stderr.readline()
-    address = line.split()[4].rstrip(";")
-    assert line == f"openrlhf: 1 run on {address}; Ctrl-C ends the server\n"
+    address = line.split()[4]
+    assert line == f"openrlhf: 1 run on {address} (Ctrl-C ends the server)\n"
     assert len(get(address, "/api/runs")) == 1
     assert list(tmp_path.glob("openrlhf-view-*"))
     process.send_signal(stop)

@@ -7,7 +7,8 @@ from openrlhf.config.flags import flag_values
 from openrlhf.config.runtime import resolve_runtime
 from openrlhf.errors import MissingExtraError
 
-PACKAGE_OF = {"load_in_4bit": "bitsandbytes", "use_liger_kernel": "liger_kernel", "use_wandb": "wandb"}  # by flag
+PACKAGE_OF = {"load_in_4bit": "bitsandbytes", "use_liger_kernel": "liger_kernel"}  # by flag
+PACKAGE_OF |= {"use_wandb": "wandb", "use_trackio": "trackio"}
 EXTRA_OF = {"liger_kernel": "liger", "bitsandbytes": "qlora"}  # by package; other extras are named like their package
 EXTRA_OF |= dict.fromkeys(("fastapi", "uvicorn", "aiohttp"), "serve")
 

@@ -64,8 +64,8 @@ TRAINING = (
         ("ring_head_stride", "without --ring_attn_size", lambda c: c.sharding.ring_attn_size == 1),
         (
             "wandb_run_name",
-            "without --use_wandb or --use_tensorboard",
-            lambda c: not (c.logs.use_wandb or c.logs.use_tensorboard),
+            "without --use_wandb, --use_tensorboard or --use_trackio",
+            lambda c: not (c.logs.use_wandb or c.logs.use_tensorboard or c.logs.use_trackio),
         ),
         (
             "muon_lr muon_momentum muon_ns_steps muon_nesterov",

@@ -107,6 +107,7 @@ class LogFlags:
     use_wandb: str | None = flag(
         None, "Weights & Biases API key, or True if you are already logged in.", essential=True
     )
+    use_trackio: str | None = flag(None, "Trackio project to log to, on this machine.")
     wandb_org: str | None = flag(None, "Weights & Biases entity.", needs="use_wandb")
     wandb_group: str | None = flag(None, "Weights & Biases group.", needs="use_wandb")
     wandb_project: str = flag("openrlhf_train_sft", "Weights & Biases project.", needs="use_wandb")

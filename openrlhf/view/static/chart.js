@@ -1,5 +1,5 @@
-// One chart: a metric of one or several runs over steps, drawn by uPlot. Values follow the mouse or the arrow keys, and all
-// charts point at the same step.
+// One chart: a metric of one or several runs over steps, drawn by uPlot. Values follow the mouse or the arrow keys, and
+// all charts point at the same step.
 
 import { element, formatted } from "view/dom.js";
 
@@ -51,7 +51,12 @@ export class Chart {
     this.stale = false;
     // Each run is one curve, or two when smoothed: the measured values, faint, and the smoothed ones.
     const curves = this.runs.flatMap((run) =>
-      this.smoothing ? [{ ...run, faint: true }, { ...run, values: smoothed(run.values, this.smoothing) }] : [run],
+      this.smoothing
+        ? [
+            { ...run, faint: true },
+            { ...run, values: smoothed(run.values, this.smoothing) },
+          ]
+        : [run],
     );
     this.data = aligned(curves);
     if (this.plot && !this.rebuild) {
@@ -171,7 +176,7 @@ function aligned(curves) {
   return tables.length ? uPlot.join(tables) : [[]];
 }
 
-/** The value at a place or, between two steps of a run, the one before; after the run's end only if `last` is wanted. */
+/** The value at a place or, between two steps of a run, the one before; after the run's end only if `last`. */
 function valueAt(column, place, last) {
   if (!last && column.slice(place).every((value) => value == null)) return null;
   for (let at = place; at >= 0; at--) if (column[at] != null) return column[at];

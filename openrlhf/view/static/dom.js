@@ -1,7 +1,7 @@
-// Elements, numbers and keys. Text always becomes a text node: nothing here or elsewhere in the page parses HTML, because
-// prompts and responses are untrusted.
+// Elements, numbers and keys. Text always becomes a text node: nothing here or elsewhere in the page parses HTML,
+// because prompts and responses are untrusted.
 
-/** Make an element; `properties` are attributes, `class`, `style` (custom properties) and listeners such as `onclick`. */
+/** Make an element; `properties` are attributes, `style` (an object) and listeners such as `onclick`. */
 export function element(tag, properties = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {

@@ -32,12 +32,24 @@ export class FlagsView {
       .map((name) => [name, runs.map((run) => shown(this.known.get(run.id)[name]))])
       .filter(([name, values]) => name.includes(wanted) && (this.all.checked || runs.length < 2 || differ(values)));
     if (!rows.length) {
-      this.body.replaceChildren(element("p", { class: "empty" }, runs.length ? "No such flag differs." : "No run is shown."));
+      this.body.replaceChildren(
+        element("p", { class: "empty" }, runs.length ? "No such flag differs." : "No run is shown."),
+      );
       return;
     }
-    const head = element("tr", {}, element("th", { scope: "col" }, "Flag"), ...runs.map((run) => element("th", { scope: "col" }, run.name)));
+    const head = element(
+      "tr",
+      {},
+      element("th", { scope: "col" }, "Flag"),
+      ...runs.map((run) => element("th", { scope: "col" }, run.name)),
+    );
     const lines = rows.map(([name, values]) =>
-      element("tr", {}, element("th", { scope: "row" }, `--${name}`), ...values.map((value) => element("td", {}, value))),
+      element(
+        "tr",
+        {},
+        element("th", { scope: "row" }, `--${name}`),
+        ...values.map((value) => element("td", {}, value)),
+      ),
     );
     this.body.replaceChildren(element("table", {}, element("thead", {}, head), element("tbody", {}, ...lines)));
   }

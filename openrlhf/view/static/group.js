@@ -24,7 +24,11 @@ export class GroupView {
         label,
       ),
     );
-    this.choices = element("div", { class: "choices", role: "radiogroup", "aria-label": "Colour tokens by" }, ...choices);
+    this.choices = element(
+      "div",
+      { class: "choices", role: "radiogroup", "aria-label": "Colour tokens by" },
+      ...choices,
+    );
     this.root = element(
       "section",
       { class: "prompt-group", "aria-label": "Samples of this prompt", hidden: true },
@@ -48,13 +52,18 @@ export class GroupView {
   drawHeader(group) {
     const { prompt, label, step, prompt_index: index } = this.samples[0];
     const hidden = group.total - this.samples.length;
-    const about = `Step ${step} · prompt ${index} · ${counted(group.total, "sample")}${hidden ? `, ${hidden} not shown` : ""}`;
+    const left = hidden ? `, ${hidden} not shown` : "";
+    const about = `Step ${step} · prompt ${index} · ${counted(group.total, "sample")}${left}`;
     this.header.replaceChildren(
       element(
         "p",
         { class: "notes" },
         about,
-        element("button", { type: "button", class: "link", onclick: () => this.onPrompt(index) }, "this prompt in all steps"),
+        element(
+          "button",
+          { type: "button", class: "link", onclick: () => this.onPrompt(index) },
+          "this prompt in all steps",
+        ),
       ),
       element("pre", { class: "prompt-text", tabindex: "0", "aria-label": "Prompt" }, prompt),
       label ? element("p", { class: "notes" }, "Label: ", element("code", {}, label)) : null,

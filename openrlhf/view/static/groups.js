@@ -1,5 +1,5 @@
-// Sorts metrics into the groups of the page. The first group whose pattern matches takes a metric; the order on the page is
-// that of the list. Names are those of metrics.jsonl, such as `reward` or `timing/generation`.
+// Sorts metrics into the groups of the page. The first group whose pattern matches takes a metric. Names are those of
+// metrics.jsonl, such as `reward` or `timing/generation`.
 
 const GROUPS = [
   { title: "Evaluation", kind: "eval", pattern: /./ },
@@ -15,7 +15,14 @@ const GROUPS = [
   { title: "Reward", pattern: /reward|^score$|^return$|^acc_mean$|^values$|pass_rate/ },
 ];
 // Curves that come first in their group, because people look at them first.
-const FIRST = ["train/reward", "train/score", "train/acc_mean", "train/kl", "train/response_length", "train/policy_loss"];
+const FIRST = [
+  "train/reward",
+  "train/score",
+  "train/acc_mean",
+  "train/kl",
+  "train/response_length",
+  "train/policy_loss",
+];
 const ORDER = [
   ...["Reward", "Evaluation", "Losses", "KL", "Entropy", "Length", "Clip fraction", "Engine and trainer"],
   ...["Throughput", "Time per phase", "Optimizer", "More"],
@@ -32,9 +39,12 @@ function groupOf(curve) {
   return GROUPS.find((group) => (group.kind ?? "train") === kind && group.pattern.test(name))?.title ?? "More";
 }
 
-/** Return [title, curves] for each group that has curves; apart from FIRST, curves keep the order of the metrics file. */
+/** Return [title, curves] for each group that has curves; after FIRST, curves keep the order of the metrics file. */
 export function grouped(curves) {
-  const sorted = [...FIRST.filter((curve) => curves.includes(curve)), ...curves.filter((curve) => !FIRST.includes(curve))];
+  const sorted = [
+    ...FIRST.filter((curve) => curves.includes(curve)),
+    ...curves.filter((curve) => !FIRST.includes(curve)),
+  ];
   return ORDER.map((title) => [title, sorted.filter((curve) => groupOf(curve) === title)]).filter(
     ([, members]) => members.length > 0,
   );

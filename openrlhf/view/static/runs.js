@@ -22,7 +22,13 @@ export class Runs {
     for (const found of await this.source.runs()) {
       let run = this.all.find((known) => known.id === found.id);
       if (!run) {
-        run = { id: found.id, shown: true, color: `--run-${found.id % COLORS}`, curves: new Map(), position: { offset: 0 } };
+        run = {
+          id: found.id,
+          shown: true,
+          color: `--run-${found.id % COLORS}`,
+          curves: new Map(),
+          position: { offset: 0 },
+        };
         this.all.push(run);
         changed = true;
       }
@@ -37,7 +43,7 @@ export class Runs {
 
   async addPoints(run) {
     let changed = false;
-    for (let more = true; more; ) {
+    for (let more = true; more;) {
       const part = await this.source.metrics(run.id, run.position);
       more = part.more;
       if (part.restarted && run.curves.size) {

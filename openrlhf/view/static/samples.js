@@ -17,7 +17,7 @@ export class SamplesView {
     this.source = source;
     this.runs = runs;
     this.page = 0;
-    this.prompt = null; // {run, index}: only samples of this prompt
+    this.prompt = null; // index of the only prompt to list
     this.chosen = null; // id of the sample whose group is shown
     this.rows = [];
     this.group = new GroupView(source, (prompt) => this.choosePrompt(prompt));
@@ -28,28 +28,46 @@ export class SamplesView {
       onkeydown: (event) => this.moveInList(event),
       onclick: (event) => this.choose(Number(event.target.closest("[role=option]")?.dataset.id)),
     });
-    const turn = (by) => () => this.load((this.page += by));
+    const turn = (pages) => () => {
+      this.page += pages;
+      this.load();
+    };
     this.back = element("button", { type: "button", onclick: turn(-1) }, "← Previous");
     this.next = element("button", { type: "button", onclick: turn(1) }, "Next →");
     this.place = element("span", {});
     const pages = element("nav", { class: "pages", "aria-label": "Pages" }, this.back, this.place, this.next);
     root.append(
       this.form,
-      element("div", { class: "browser" }, element("div", { class: "found-list" }, this.count, this.list, pages), this.group.root),
+      element(
+        "div",
+        { class: "browser" },
+        element("div", { class: "found-list" }, this.count, this.list, pages),
+        this.group.root,
+      ),
     );
   }
 
   makeForm() {
-    const changed = debounced(() => {
+    const reload = debounced(() => {
       this.page = 0;
       this.load();
     });
+    const changed = (event) => {
+      if (event.target.name === "run") this.chosen = null; // show the first sample of that run
+      reload();
+    };
     const range = (name, label, step) =>
       element(
         "fieldset",
         {},
         element("legend", {}, label),
-        element("input", { type: "number", step, name: `${name}_from`, placeholder: "from", "aria-label": `${label} from` }),
+        element("input", {
+          type: "number",
+          step,
+          name: `${name}_from`,
+          placeholder: "from",
+          "aria-label": `${label} from`,
+        }),
         element("input", { type: "number", step, name: `${name}_to`, placeholder: "to", "aria-label": `${label} to` }),
       );
     const choice = (name, label, options) =>
@@ -57,13 +75,22 @@ export class SamplesView {
         "label",
         {},
         label,
-        element("select", { name }, ...Object.entries(options).map(([value, text]) => element("option", { value }, text))),
+        element(
+          "select",
+          { name, "aria-label": label },
+          ...Object.entries(options).map(([value, text]) => element("option", { value }, text)),
+        ),
       );
     this.search = element("input", {
       ...{ type: "search", name: "text", placeholder: "Search prompts and responses", spellcheck: "false" },
       "aria-label": "Search prompts and responses",
     });
-    this.promptFilter = element("button", { type: "button", class: "chip", hidden: true, onclick: () => this.choosePrompt(null) });
+    this.promptFilter = element("button", {
+      type: "button",
+      class: "chip",
+      hidden: true,
+      onclick: () => this.choosePrompt(null),
+    });
     this.runChoice = choice("run", "Run", {});
     return element(
       "form",
@@ -127,12 +154,18 @@ export class SamplesView {
       element("span", { class: "reward" }, formatted(row.reward, 3)),
       element("span", { class: "text" }, row.response || "(empty)"),
       element("span", { class: "prompt" }, row.prompt),
-      element("span", { class: "notes" }, notes.filter(Boolean).join(" · "), row.truncated ? element("em", {}, "cut off") : null),
+      element(
+        "span",
+        { class: "notes" },
+        notes.filter(Boolean).join(" · "),
+        row.truncated ? element("em", {}, "cut off") : null,
+      ),
     );
   }
 
   mark() {
-    for (const item of this.list.children) item.setAttribute("aria-selected", String(Number(item.dataset.id) === this.chosen));
+    for (const item of this.list.children)
+      item.setAttribute("aria-selected", String(Number(item.dataset.id) === this.chosen));
     const chosen = this.list.querySelector("[aria-selected=true]");
     if (chosen) this.list.setAttribute("aria-activedescendant", chosen.id);
     else this.list.removeAttribute("aria-activedescendant");

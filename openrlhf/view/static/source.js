@@ -1,5 +1,5 @@
-// Where the data comes from: the server of `openrlhf view`, or the report that this page is part of. Both answer the same
-// questions, so that the rest of the page does not know the difference.
+// Where the data comes from: the server of `openrlhf view`, or the report that this page is part of. Both answer the
+// same questions, so that the rest of the page does not know the difference.
 
 export function openSource() {
   const report = document.getElementById("report");

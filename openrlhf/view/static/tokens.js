@@ -1,5 +1,5 @@
-// The text of a sample, token by token: coloured by a number per token, with the turns of an episode marked. Tokens of the
-// environment, which the policy did not sample, are set apart and never coloured.
+// The text of a sample, token by token: coloured by a number per token, with the turns of an episode marked. Tokens of
+// the environment, which the policy did not sample, are set apart and never coloured.
 
 import { element, formatted } from "view/dom.js";
 
@@ -86,7 +86,11 @@ export class TokenText {
     if (ids.length > most) {
       const rest = ids.length - most;
       parts.push(
-        element("button", { type: "button", class: "link", onclick: () => this.fill(Infinity) }, `show ${rest} more tokens`),
+        element(
+          "button",
+          { type: "button", class: "link", onclick: () => this.fill(Infinity) },
+          `show ${rest} more tokens`,
+        ),
       );
     }
     this.root.replaceChildren(...parts);
@@ -112,7 +116,12 @@ export class TokenText {
   move(event) {
     const tokens = [...this.root.querySelectorAll(".token")];
     const now = tokens.indexOf(this.current);
-    const next = { ArrowRight: now + 1, ArrowLeft: now < 0 ? tokens.length - 1 : now - 1, Home: 0, End: tokens.length - 1 }[event.key];
+    const next = {
+      ArrowRight: now + 1,
+      ArrowLeft: now < 0 ? tokens.length - 1 : now - 1,
+      Home: 0,
+      End: tokens.length - 1,
+    }[event.key];
     if (next == null || !tokens[next]) return;
     event.preventDefault();
     this.point(tokens[next]);
