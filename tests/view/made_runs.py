@@ -14,7 +14,7 @@ AGENT = """
 from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
 
 class AgentInstance(AgentInstanceBase):
-    async def __init__(self, *args, **kwargs):
+    def __init__(self, *args, **kwargs):
         self.turn = 0
 
     async def step(self, states, **kwargs):

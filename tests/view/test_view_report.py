@@ -21,19 +21,23 @@ class Page(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.tags, self.texts = [], []
+        self.tags, self.texts, self.inside = [], {}, None
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):
         self.tags.append((tag, dict(attributes)))
+        self.inside = len(self.tags) - 1 if tag in ("script", "style") else None
+
+    def handle_endtag(self, tag):
+        self.inside = None
 
     def handle_data(self, data):
-        if self.lasttag in ("script", "style"):
-            self.texts.append((self.tags[-1], data))
+        if self.inside is not None:
+            self.texts[self.inside] = self.texts.get(self.inside, "") + data
 
     @property
     def data(self):
-        (text,) = (text for (_, attributes), text in self.texts if attributes.get("id") == "report")
+        (text,) = (text for place, text in self.texts.items() if self.tags[place][1].get("id") == "report")
         return json.loads(text)
 
 

@@ -17,7 +17,7 @@ def names(*folders):
 def test_a_run_dir_a_save_path_and_a_folder_of_them_find_the_same_run(tmp_path):
     run_dir = make_run(tmp_path / "runs" / "grpo")
     for folder in (run_dir, run_dir.parent, tmp_path / "runs", tmp_path):
-        assert [(run.name, run.folder) for run in find_runs([folder])] == [("grpo", run_dir)]
+        assert [(run.name, run.folder) for run in find_runs([folder])] == [("grpo", run_dir.resolve())]
 
 
 def test_a_run_counts_once_and_an_earlier_one_only_if_it_is_named(tmp_path):
