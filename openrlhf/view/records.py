@@ -58,7 +58,7 @@ class RecordFile:
     """A file of samples; `version` changes when it is replaced, and `size` when it grows."""
 
     name: str
-    version: int
+    version: str
     size: int
 
 
@@ -100,7 +100,7 @@ class JsonlRecords:
                 status = path.stat()
             except FileNotFoundError:  # a new run has just moved it
                 continue
-            found.append(RecordFile(path.name, status.st_ino, status.st_size))
+            found.append(RecordFile(path.name, str(status.st_ino), status.st_size))
         return found
 
     def read(self, name: str, start: int = 0) -> Iterator[Record]:

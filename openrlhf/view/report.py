@@ -21,7 +21,7 @@ from openrlhf.view.viewer import ShownSample, records_of, shown_sample
 
 MOST_POINTS = 2000  # per curve
 MOST_STEPS = 12  # of a run, whose samples are shown
-MOST_GROUPS = 2  # per step
+MOST_GROUPS = 4  # per step
 MOST_SAMPLES = 16  # per group
 MOST_TOKENS = 60_000  # per run
 

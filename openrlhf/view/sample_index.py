@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import sqlite3
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ BATCH = 500  # samples per transaction: others see progress, and a large file do
 SCHEMA = """
 PRAGMA journal_mode = WAL;
 CREATE TABLE files (
-    id INTEGER PRIMARY KEY, run INTEGER, name TEXT, version INTEGER, done INTEGER, unreadable INTEGER,
+    id INTEGER PRIMARY KEY, run INTEGER, name TEXT, version TEXT, done INTEGER, unreadable INTEGER,
     UNIQUE (run, name)
 );
 CREATE TABLE samples (
@@ -113,6 +114,7 @@ class SampleIndex:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.stopped = threading.Event()
         try:
             with self._connect() as database:
                 database.executescript(SCHEMA)
@@ -164,7 +166,7 @@ class SampleIndex:
         ).fetchone()
         rest = records.read(file.name, done)
         count = 0
-        while batch := list(islice(rest, BATCH)):
+        while not self.stopped.is_set() and (batch := list(islice(rest, BATCH))):
             count += len(batch)
             with database:  # samples, and the place where the next one begins, together
                 for record in batch:
@@ -176,6 +178,10 @@ class SampleIndex:
                     [batch[-1].end, broken, number],
                 )
         return count
+
+    def stop(self) -> None:
+        """End an update in progress soon, and make later ones do nothing."""
+        self.stopped.set()
 
     def find(self, query: Query) -> Found:
         """Return one page of the samples that match."""

@@ -71,7 +71,7 @@ def _add_answers(app: FastAPI, viewer: Viewer) -> None:
     @app.exception_handler(KeyError)
     @app.exception_handler(OverflowError)  # a number that SQLite cannot hold
     async def unknown(request: Request, error: Exception) -> Response:
-        return Response(to_json({"error": "no such run"}), status_code=404, media_type="application/json")
+        return Response(to_json({"error": "not found"}), status_code=404, media_type="application/json")
 
     @app.get("/api/runs")
     def runs() -> Response:
@@ -115,7 +115,6 @@ class Server(uvicorn.Server):
             )
         )
         self.viewer = viewer
-        self.stopping = threading.Event()
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve until a signal or `should_exit`."""
@@ -124,14 +123,14 @@ class Server(uvicorn.Server):
         try:
             super().run(sockets)
         finally:
-            self.stopping.set()
+            self.viewer.index.stop()
             updating.join()
 
     def _keep_current(self) -> None:
         try:
-            while not self.stopping.is_set():
+            self.viewer.update()
+            while not self.viewer.index.stopped.wait(UPDATE_SECONDS):
                 self.viewer.update()
-                self.stopping.wait(UPDATE_SECONDS)
         except (OSError, sqlite3.Error) as error:  # such as a full disk
             say(f"new samples are no longer shown: {error}. Curves still are")
 

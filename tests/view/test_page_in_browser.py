@@ -58,11 +58,11 @@ def visit(browser):
     problems, contexts = [], []
 
     def visit(address, **options):
-        context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}} | options)
+        context = browser.new_context(**{"viewport": {"width": 1280, "height": 2000}} | options)
         context.set_default_timeout(WAIT)
         contexts.append(context)
         page = context.new_page()
-        page.on("console", lambda line: problems.append(line.text) if line.type in ("error", "warning") else None)
+        page.on("console", lambda line: problems.append(line.text) if line.type == "error" else None)
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.on("dialog", lambda dialog: problems.append(dialog.message))
         own = urlsplit(address)
@@ -95,9 +95,8 @@ def chart(page, name):
 
 def open_samples(page, run="grpo"):
     page.get_by_role("tab", name="Samples").click()
-    page.get_by_label("Run", exact=True).select_option(label=run)
-    page.locator(".list li").first.wait_for()
-    return page.locator(".list li")
+    (number,) = page.get_by_label("Run", exact=True).select_option(label=run)
+    return page.locator(f".list[data-run='{number}'] li")
 
 
 def found(page, text):

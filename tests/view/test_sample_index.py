@@ -118,6 +118,12 @@ def test_only_new_records_are_read(indexed, run_dir):
     assert find(indexed, text="late").total == 2
 
 
+def test_an_update_can_be_stopped(index, run_dir):
+    index.stop()
+    assert index.update(RUN, JsonlRecords(run_dir / "rollouts")) == 0
+    assert find(index).total == 0
+
+
 def test_an_incomplete_line_is_read_when_it_is_complete(index, run_dir):
     path = run_dir / "rollouts" / "step_000001.jsonl"
     lines = path.read_text()

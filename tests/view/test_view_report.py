@@ -66,7 +66,7 @@ def test_a_report_has_curves_flags_samples_and_the_summary(tmp_path, agent_run, 
     assert supervised["curves"]["train/gpt_loss"]["steps"] == [1, 2]
     assert supervised["samples"] == []
     assert agent["flags"]["n_samples_per_prompt"] == 4
-    assert len(agent["samples"]) == 2 * 2 * 4  # steps, groups, samples
+    assert len(agent["samples"]) == 2 * 4 * 4  # steps, groups, samples
     assert all("".join(sample["texts"]) == sample["response"] for sample in agent["samples"])
 
 
@@ -104,7 +104,7 @@ def test_samples_of_a_report_are_bounded_and_spread(tmp_path, monkeypatch):
     assert (len(steps), steps[0], steps[-1]) == (report.MOST_STEPS, 1, 100)
     assert len(samples) == report.MOST_STEPS * report.MOST_GROUPS * report.MOST_SAMPLES
     assert len({sample["id"] for sample in samples}) == len(samples)
-    monkeypatch.setattr(report, "MOST_TOKENS", 250)
+    monkeypatch.setattr(report, "MOST_TOKENS", 400)
     samples = export(tmp_path, run_dir).data["runs"][0]["samples"]
     assert {sample["step"] for sample in samples} == {91, 100}
 

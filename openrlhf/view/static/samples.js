@@ -53,7 +53,7 @@ export class SamplesView {
       this.load();
     });
     const changed = (event) => {
-      if (event.target.name === "run") this.chosen = null; // show the first sample of that run
+      if (event.target.name === "run") this.chosen = null; // choose the first sample of that run
       reload();
     };
     const range = (name, label, step) =>
@@ -139,10 +139,12 @@ export class SamplesView {
     this.place.textContent = `${this.page + 1} / ${pages}`;
     this.back.disabled = this.page === 0;
     this.next.disabled = this.page >= pages - 1;
-    if (JSON.stringify(found.rows) === JSON.stringify(this.rows)) return;
-    this.rows = found.rows;
-    this.list.replaceChildren(...this.rows.map((row) => this.row(row)));
-    this.mark();
+    if (JSON.stringify(found.rows) !== JSON.stringify(this.rows)) {
+      this.rows = found.rows;
+      this.list.replaceChildren(...this.rows.map((row) => this.row(row)));
+      this.mark();
+    }
+    this.list.dataset.run = query.run;
     if (this.chosen == null && this.rows.length) this.choose(this.rows[0].id);
   }
 
