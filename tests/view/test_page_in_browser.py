@@ -225,7 +225,7 @@ def test_tokens_are_coloured_by_advantage_and_by_gap(page):
     assert kinds(card.nth(3)) == {"token up"}
     assert strength(card.nth(0)) < strength(card.nth(3))
     expect(page.locator(".legend")).to_contain_text("+0.3333 advantage")
-    page.get_by_label("Log-prob gap").check()
+    page.get_by_text("Log-prob gap", exact=True).click()
     expect(page.locator(".legend")).to_contain_text("+0.1 engine − trainer")
     assert kinds(card.first) == {"token down", "token "}  # the trainer's log-probs are larger, or equal
     card.first.locator(".token").nth(1).hover()
@@ -235,7 +235,7 @@ def test_tokens_are_coloured_by_advantage_and_by_gap(page):
     card.first.locator(".tokens").focus()
     page.keyboard.press("End")
     expect(page.locator(".token-about")).to_contain_text("“0”")
-    page.get_by_label("Plain").check()
+    page.get_by_text("Plain", exact=True).click()
     assert kinds(card.first) == {"token "}
 
 
