@@ -57,6 +57,10 @@ class DiskError(BackendError):
     """A file that cannot be written: the disk is full, the folder is read-only, or the user lacks permission."""
 
 
+class HubError(OpenRLHFError, RuntimeError):
+    """A failed upload; the model is complete on this machine, and the message says how to upload it later."""
+
+
 def counted(count: int, noun: str) -> str:
     """Return a count with its noun for a message, such as `1 row` or `2 rows`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

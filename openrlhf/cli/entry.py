@@ -35,6 +35,7 @@ RUNS = {  # command -> module with `run`; other commands use SUPERVISED
     "init": "openrlhf.cli.starter.files",
     "doctor": "openrlhf.cluster.doctor.report",
     "view": "openrlhf.view.launch",
+    "export": "openrlhf.inference.export",
 }
 SUPERVISED, DRY_RUN = "openrlhf.training.supervised", "openrlhf.rl.dry_run"
 

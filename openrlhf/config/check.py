@@ -10,7 +10,18 @@ from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 from openrlhf.config import commands
-from openrlhf.config.checks import common, extras, inference, paths, placement, revisions, rl, sharding, supervised
+from openrlhf.config.checks import (
+    common,
+    export,
+    extras,
+    inference,
+    paths,
+    placement,
+    revisions,
+    rl,
+    sharding,
+    supervised,
+)
 from openrlhf.config.checks.rule import Changed, Rule
 from openrlhf.config.no_effect.lines import answers
 from openrlhf.config.no_effect.table import TABLE
@@ -19,10 +30,13 @@ from openrlhf.monitor import say
 C = TypeVar("C")
 Rules = tuple[Rule[Any], ...]
 
-FILES: Rules = (
+REVISIONS: Rules = (
     revisions.revisions_are_not_empty,
     revisions.revision_becomes_part_of_the_name,
     revisions.models_with_a_revision_are_on_a_hub,
+)
+FILES: Rules = (
+    *REVISIONS,
     revisions.each_hub_dataset_has_a_revision,
     revisions.the_same_dataset_has_the_same_revision,
     paths.model_folders_exist,
@@ -44,6 +58,8 @@ TRAINING: Rules = (
     common.probabilities_match_datasets,
     common.resuming_needs_checkpoints,
     extras.needed_extras_are_installed,
+    export.repository_name_is_valid,
+    export.uploading_needs_a_login,
     paths.outputs_can_be_written,
 )
 SHARDING: Rules = (
@@ -160,6 +176,17 @@ RULES: dict[type, Rules] = {
         common.numbers_are_in_range,
         extras.serving_the_page_needs_its_extra,
         paths.run_folders_exist,
+    ),
+    commands.ExportConfig: (
+        common.required_flags_are_given,
+        export.something_is_exported,
+        export.input_template_has_a_placeholder,
+        extras.needed_extras_are_installed,
+        export.repository_name_is_valid,
+        export.uploading_needs_a_login,
+        *REVISIONS,
+        export.source_is_a_model_or_an_adapter,
+        export.exporting_keeps_its_source,
     ),
 }
 

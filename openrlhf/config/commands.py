@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from openrlhf.config.flags import section
 from openrlhf.config.sections import cluster, inference, objectives, rl, setup, training, view
 
-# Configs have fields called `data` and `model`, so the sections of these two modules are imported by name.
+# Configs have fields called `data`, `export` and `model`, so the sections of these modules are imported by name.
 from openrlhf.config.sections.data import (
     ConversationFlags,
     DatasetFlags,
@@ -20,6 +20,7 @@ from openrlhf.config.sections.data import (
     TeacherResponseFlags,
     TemplateFlags,
 )
+from openrlhf.config.sections.export import ExportFlags, HubFlags
 from openrlhf.config.sections.model import (
     LoadingFlags,
     LoraFlags,
@@ -43,6 +44,7 @@ class TrainingConfig:
     sharding: training.ShardingFlags = section(training.ShardingFlags)
     lora: LoraFlags = section(LoraFlags)
     checkpoints: training.CheckpointFlags = section(training.CheckpointFlags)
+    hub: HubFlags = section(HubFlags)
     logs: training.LogFlags = section(training.LogFlags)
     run: training.RunFlags = section(training.RunFlags)
 
@@ -284,6 +286,18 @@ class ViewConfig:
     page: view.PageFlags = section(view.PageFlags)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """Merge a model's adapter, convert it to GGUF for llama.cpp and Ollama, or upload it to the Hugging Face Hub.
+
+    openrlhf export --pretrain ./grpo --gguf q8_0 --output_path ./out
+    """
+
+    export: ExportFlags = section(ExportFlags)
+    model: PrecisionFlags = section(PrecisionFlags)
+    hub: HubFlags = section(HubFlags)
+
+
 Templated = SFTConfig | RMConfig | DPOConfig | KTOConfig | KDConfig | RLConfig | BatchInferenceConfig | ChatConfig
 
 COMMANDS: dict[str, type] = {
@@ -299,6 +313,7 @@ COMMANDS: dict[str, type] = {
     "interactive_chat": ChatConfig,
     "serve_rm": ServeRMConfig,
     "lora_combiner": LoraCombinerConfig,
+    "export": ExportConfig,
     "view": ViewConfig,
     "init": InitConfig,
     "doctor": DoctorConfig,

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -35,9 +36,12 @@ from openrlhf.rl.rollouts import GeneratedRollouts, PromptOrder
 from openrlhf.rl.workers import Workers
 from openrlhf.signals import SAVES, SAVES_NOTHING, StopRequest, stop_request
 from openrlhf.training import checkpoint
+from openrlhf.training.card_example import Kind
 from openrlhf.training.disk_space import has_room, skip_if_disk_fails
 from openrlhf.training.final_save import FinalSave, model_bytes
 from openrlhf.training.fit import Interrupted
+from openrlhf.training.hub import check_login, push_folder
+from openrlhf.training.model_card import MakeCard, Outcome, training_card, write_card
 from openrlhf.training.optim import only_warmup
 from openrlhf.training.preflight import check_models, explain_reward_models
 from openrlhf.training.rng import load_rng, save_rng, seed_everything
@@ -69,6 +73,7 @@ class RLResult:
 def run(config: RLConfig, open_runtime: OpenRuntime = open_local) -> RLResult:
     """Train, evaluate and save the policy; the config must already be checked."""
     disable_progress_bar()
+    check_login(config.hub)
     check_models(config)
     seed_everything(config.batches.seed, deterministic=config.batches.full_determinism)
     tokenizer = load_tokenizer(str(config.model.pretrain), config.model)
@@ -83,7 +88,9 @@ def run(config: RLConfig, open_runtime: OpenRuntime = open_local) -> RLResult:
     try:
         # Models load from here on, after every check that does not need them.
         with hold_run_folders(config):
-            return asyncio.run(train(config, open_runtime, tokenizer, order, executor, eval_prompts))
+            result = asyncio.run(train(config, open_runtime, tokenizer, order, executor, eval_prompts))
+            push_folder(result.save_path, config.hub)
+            return result
     except Interrupted as stop:  # a KeyboardInterrupt, which ends the event loop before `train` could catch it
         say(explain_stop(stop))
         raise
@@ -146,17 +153,20 @@ async def train(
         try:
             await runtime.sync.sync(state.version)
             with stop_request(SAVES_NOTHING if config.checkpoints.disable_ds_ckpt else SAVES) as stop:
-                await controller.run(Saver(config, runtime.workers, stop, tokenizer, run_id))
+                await controller.run(Saver(config, runtime.workers, stop, tokenizer, run_id, len(order.prompts)))
             if was_complete and state.version:
                 say(f"the checkpoint is at step {state.version}: no steps are left to train")
             elif not controller.last:
                 raise nothing_trained(reporting, filtered=config.rollout.dynamic_filtering)
             await runtime.sync.begin_training()
             folder, fallback = Path(config.checkpoints.save_path), Path(config.checkpoints.ckpt_path) / checkpoint.MODEL
-            savings = [await save_finished(runtime.workers.export, tokenizer, folder, fallback)]
+            outcome = outcome_of(controller, len(order.prompts))
+            card = partial(training_card, config, outcome)
+            savings = [await save_finished(runtime.workers.export, tokenizer, card, folder, fallback)]
             if config.critic.save_value_network and uses_critic(config):
-                places = (path.with_name(f"{path.name}_critic") for path in (folder, fallback))
-                savings.append(await save_finished(runtime.workers.export_critic, tokenizer, *places))
+                places = [path.with_name(f"{path.name}_critic") for path in (folder, fallback)]
+                card = partial(training_card, config, outcome, folder=places[0], kind=Kind.CRITIC)
+                savings.append(await save_finished(runtime.workers.export_critic, tokenizer, card, *places))
             for saving in savings:
                 saving.must_be_in_place()
         finally:
@@ -193,6 +203,7 @@ class Saver:
     stop: StopRequest
     tokenizer: PreTrainedTokenizerBase
     run_id: str
+    num_prompts: int
 
     async def __call__(self, controller: Controller) -> None:
         flags, version = self.config.checkpoints, controller.state.version
@@ -211,8 +222,10 @@ class Saver:
                     checkpoint.point_latest(root, version)
                     saved = True
             if flags.save_hf_ckpt:
+                model = folder.with_name(f"{folder.name}_hf")
+                card = partial(training_card, self.config, outcome_of(controller, self.num_prompts), folder=model)
                 with skip_if_disk_fails(f"the model folder of step {version}"):
-                    await export(self.workers.export, self.tokenizer, folder.with_name(f"{folder.name}_hf"))
+                    await export(self.workers.export, self.tokenizer, card, model)
             checkpoint.rotate(root, step=version, run=self.run_id, keep=flags.max_ckpt_num, max_gib=flags.max_ckpt_mem)
             if self.stop.requested:
                 raise Interrupted(folder if saved else None, disabled=flags.disable_ds_ckpt)
@@ -276,15 +289,33 @@ def load_state(folder: Path | None, kl: FixedKL | AdaptiveKL) -> State:
     return state
 
 
-async def export(write: Callable[[Path], Awaitable[None]], tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def outcome_of(controller: Controller, num_prompts: int) -> Outcome:
+    """Return what the run has reached, for the card of a model that is saved now."""
+    return Outcome(
+        rows=num_prompts,
+        eval_rows=len(controller.eval_prompts),
+        step=controller.state.version,
+        train=controller.last,
+        evaluation=controller.last_evaluation,
+    )
+
+
+async def export(
+    write: Callable[[Path], Awaitable[None]], tokenizer: PreTrainedTokenizerBase, card: MakeCard, folder: Path
+) -> None:
     """Write a model and its tokenizer for plain Transformers; the folder appears only when it is complete."""
     with checkpoint.exporting(folder) as aside:
         await write(aside)
         tokenizer.save_pretrained(aside)
+        write_card(aside, card)
 
 
 async def save_finished(
-    write: Callable[[Path], Awaitable[None]], tokenizer: PreTrainedTokenizerBase, folder: Path, fallback: Path
+    write: Callable[[Path], Awaitable[None]],
+    tokenizer: PreTrainedTokenizerBase,
+    card: MakeCard,
+    folder: Path,
+    fallback: Path,
 ) -> FinalSave:
     """Export a trained model to `folder`, or elsewhere if that disk is full or not writable."""
     saving = FinalSave(folder, fallback)
@@ -292,4 +323,5 @@ async def save_finished(
         with attempt as aside:
             await write(aside)
             tokenizer.save_pretrained(aside)
+            write_card(aside, card)
     return saving

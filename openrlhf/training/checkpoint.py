@@ -137,7 +137,8 @@ def finish_export(aside: Path, folder: Path, ranks: Ranks) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         model = ("config.json", "model.safetensors.index.json", "model*.safetensors")
         adapter = ("adapter_config.json", "adapter_model*.safetensors", "head_config.json")
-        replaced = (*model, *adapter) if (aside / "config.json").exists() else adapter
+        is_model, is_adapter = ((aside / name).exists() for name in MARKERS)
+        replaced = (*model, *adapter) if is_model else adapter if is_adapter else ()
         for path in [path for name in replaced for path in folder.glob(name)]:
             path.unlink()
         for path in sorted(aside.iterdir(), key=lambda path: path.name in MARKERS):

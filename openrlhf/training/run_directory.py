@@ -71,17 +71,22 @@ def shown_flags(config: object) -> dict[str, object]:
     return json.loads(json.dumps(flags))
 
 
-def write_run_config(run_dir: Path, flags: Mapping[str, object], commits: Mapping[str, str]) -> None:
-    """Write `run_dir/config.json`: how the run was started, and with which versions of code, models and data.
-
-    The file contains flags, working directory, package versions, the git revision, and the commits of hub names.
-    """
+def package_versions() -> dict[str, str | None]:
+    """Return the versions of Python and of the packages that a run depends on; None for those not installed."""
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = None
+    return versions
+
+
+def write_run_config(run_dir: Path, flags: Mapping[str, object], commits: Mapping[str, str]) -> None:
+    """Write `run_dir/config.json`: how the run was started, and with which versions of code, models and data.
+
+    The file contains flags, working directory, package versions, the git revision, and the commits of hub names.
+    """
     try:
         git = ["git", "rev-parse", "HEAD"]
         found = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=5, check=True)
@@ -91,7 +96,7 @@ def write_run_config(run_dir: Path, flags: Mapping[str, object], commits: Mappin
     content = {
         "flags": flags,
         "cwd": str(Path.cwd()),
-        "versions": versions,
+        "versions": package_versions(),
         "revision": revision,
         "hub_commits": commits,
     }

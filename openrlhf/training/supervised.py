@@ -27,6 +27,8 @@ from openrlhf.training import checkpoint
 from openrlhf.training.build import Built, build
 from openrlhf.training.final_save import FinalSave
 from openrlhf.training.fit import Fit, Interrupted
+from openrlhf.training.hub import check_login, push_folder
+from openrlhf.training.model_card import MakeCard, Outcome, training_card, write_card
 from openrlhf.training.optim import only_warmup, schedule
 from openrlhf.training.order import Order
 from openrlhf.training.preflight import check_models, explain_hardware
@@ -57,6 +59,7 @@ def run(config: SupervisedConfig, sinks: Sequence[Sink] = ()) -> Result:
     `sinks` receive every metric, in addition to the usual logs.
     """
     disable_progress_bar()  # that of Transformers; the monitor has its own
+    check_login(config.hub)
     check_models(config)
     device = join(config)
     explain_hardware(config, device)
@@ -66,7 +69,9 @@ def run(config: SupervisedConfig, sinks: Sequence[Sink] = ()) -> Result:
     tokenizer = load_tokenizer(str(config.model.pretrain), config.model)
     data = load_data(config, tokenizer)
     with hold_run_folders(config):
-        return train(config, data, tokenizer, device, sinks)
+        result = train(config, data, tokenizer, device, sinks)
+        push_folder(result.save_path, config.hub)
+    return result
 
 
 def train(
@@ -93,6 +98,11 @@ def train(
         # All processes build the models with the same seed; `seed_dropout` then changes it.
         built = build(config, tokenizer, device, soft_labels=data.soft_labels)
     seed_dropout(config.batches.seed, built.backend.process // config.sharding.ds_tensor_parallel_size)
+
+    def save_step(folder: Path) -> None:
+        outcome = Outcome(len(data.train), len(data.evaluation), evaluation=fit.last_evaluation)
+        save_model_folder(built, tokenizer, folder, lambda: training_card(config, outcome, folder=folder))
+
     fit = Fit(
         backend=built.backend,
         objective=built.objective,
@@ -106,7 +116,7 @@ def train(
         checkpoints=config.checkpoints,
         logs=config.logs,
         settings=shown_flags(config),
-        export=lambda folder: save_model_folder(built, tokenizer, folder),
+        export=save_step,
         summarise=built.summarise,
         on_evaluated=built.on_evaluated,
     )
@@ -125,10 +135,11 @@ def train(
     except Interrupted as stop:
         say(explain_stop(stop))
         raise
+    outcome = Outcome(len(data.train), len(data.evaluation), order.total_steps, last, fit.last_evaluation)
     saving = FinalSave(folder, Path(config.checkpoints.ckpt_path) / checkpoint.MODEL, built.backend)
     for attempt in saving.attempts():
         with attempt as aside:
-            fill_model_folder(built, tokenizer, aside)
+            fill_model_folder(built, tokenizer, aside, lambda: training_card(config, outcome))
     saving.must_be_in_place()
     say(f"saved {folder}")
     return Result(folder, order.total_steps, last, fit.last_evaluation)
@@ -147,13 +158,14 @@ def make_schedule(config: SupervisedConfig, total_steps: int) -> Callable[[int],
     return scheduled
 
 
-def save_model_folder(built: Built, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Export the model and its tokenizer; all processes call it together."""
+def save_model_folder(built: Built, tokenizer: PreTrainedTokenizerBase, folder: Path, card: MakeCard) -> None:
+    """Export the model, its tokenizer and its card; all processes call it together."""
     with checkpoint.exporting(folder, built.backend) as aside:
-        fill_model_folder(built, tokenizer, aside)
+        fill_model_folder(built, tokenizer, aside, card)
 
 
-def fill_model_folder(built: Built, tokenizer: PreTrainedTokenizerBase, aside: Path) -> None:
+def fill_model_folder(built: Built, tokenizer: PreTrainedTokenizerBase, aside: Path, card: MakeCard) -> None:
     built.backend.export(aside)
     if built.backend.process == 0:
         tokenizer.save_pretrained(aside)
+        write_card(aside, card)

@@ -7,9 +7,15 @@ from openrlhf.config.flags import flag_values
 from openrlhf.config.runtime import resolve_runtime
 from openrlhf.errors import MissingExtraError
 
-PACKAGE_OF = {"load_in_4bit": "bitsandbytes", "use_liger_kernel": "liger_kernel"}  # by flag
-PACKAGE_OF |= {"use_wandb": "wandb", "use_trackio": "trackio"}
-EXTRA_OF = {"liger_kernel": "liger", "bitsandbytes": "qlora"}  # by package; other extras are named like their package
+PACKAGE_OF = {  # by flag
+    "load_in_4bit": "bitsandbytes",
+    "use_liger_kernel": "liger_kernel",
+    "use_wandb": "wandb",
+    "use_trackio": "trackio",
+    "gguf": "gguf",
+}
+# By package; other extras are named like their package.
+EXTRA_OF = {"liger_kernel": "liger", "bitsandbytes": "qlora", "gguf": "export"}
 EXTRA_OF |= dict.fromkeys(("fastapi", "uvicorn", "aiohttp"), "serve")
 
 

@@ -131,9 +131,14 @@ def replay_is_of_another_run(config: RLConfig) -> None:
 def outputs_can_be_written(config: object) -> None:
     """Check output folders now, not after hours of training when the result is saved."""
     for name, item in named_by(config, OUTPUT_FLAGS):
-        folder = Path(item).expanduser()
-        nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        if not nearest.is_dir():
-            raise ConfigError(f"--{name} {item}: {nearest} is a file, not a folder to write to")
-        if not os.access(nearest, os.W_OK):
-            raise ConfigError(f"--{name} {item}: {nearest} cannot be written to")
+        must_be_writable(name, item)
+
+
+def must_be_writable(flag: str, item: str) -> None:
+    """Reject an output folder that cannot be created or written to."""
+    folder = Path(item).expanduser()
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        raise ConfigError(f"--{flag} {item}: {nearest} is a file, not a folder to write to")
+    if not os.access(nearest, os.W_OK):
+        raise ConfigError(f"--{flag} {item}: {nearest} cannot be written to")

@@ -1,8 +1,8 @@
-"""Flags of generation, scoring, chat and the page of runs that have no effect in some runs; see `lines`."""
+"""Flags of generation, scoring, chat, export and the page of runs that have no effect in some runs; see `lines`."""
 
 from collections.abc import Callable
 
-from openrlhf.config.commands import BatchInferenceConfig, ChatConfig, ViewConfig
+from openrlhf.config.commands import BatchInferenceConfig, ChatConfig, ExportConfig, ViewConfig
 from openrlhf.config.no_effect.lines import rows
 
 
@@ -42,4 +42,9 @@ INFERENCE = (
     ),
     *rows(SAMPLED, ("temperature top_p", "with --greedy_sampling", lambda c: c.sampling.greedy_sampling)),
     *rows(ViewConfig, ("port open", "with --export, which starts no server", lambda c: c.page.export)),
+    *rows(
+        ExportConfig,
+        ("param_dtype", "with --gguf, which names the type of the weights", lambda c: c.export.gguf is not None),
+        ("param_dtype", "without --output_path", lambda c: c.export.output_path is None),
+    ),
 )

@@ -1,0 +1,112 @@
+"""The model card of a merged or converted model, which carries over what the card of its source says.
+
+Metadata and the section on training come from the source; the example is written again, since the model is loaded
+differently. A source without a card of ours gives a short card.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from openrlhf.config.checks.paths import is_here
+from openrlhf.training.card_example import Example, Kind
+from openrlhf.training.model_card import (
+    TRAINING_SECTION,
+    assemble,
+    base_metadata,
+    license_section,
+    prompt_section,
+    read_card,
+    use_section,
+    versions_section,
+)
+from openrlhf.training.prompt_format import PromptFormat
+
+
+def trained_format(source: str) -> PromptFormat | None:
+    """Return the prompt format in the card of a model; None without such a card."""
+    card = read_card(source)
+    return PromptFormat.from_metadata(card.data.get("prompt_format")) if card else None
+
+
+def merged_card(folder: Path, source: str, base: str | None, kind: Kind) -> ModelCard:
+    """Return the card of a full model that was made from a model or adapter, `source`, and its base."""
+    metadata = inherited_metadata(source, base)
+    metadata.library_name = "transformers"
+    metadata.pipeline_tag = "text-classification" if kind.scores else "text-generation"
+    prompt = trained_format(source)
+    merged = f", merged from the adapter `{source}` into `{base}`" if base else f", made from `{source}`"
+    return assemble(
+        metadata,
+        [
+            f"# {folder.name}",
+            f"This is a {kind.value}{merged} with OpenRLHF.",
+            use_section(Example(str(folder), kind, prompt or PromptFormat())),
+            prompt_section(prompt, kind) if prompt else "",
+            training_part(source),
+            license_section(metadata),
+            versions_section(),
+        ],
+    )
+
+
+def gguf_card(folder: Path, source: str, base: str | None, file: str, weights: str) -> ModelCard:
+    """Return the card of a GGUF file with its Modelfile."""
+    metadata = inherited_metadata(source, base)
+    metadata.library_name = "gguf"
+    metadata.pipeline_tag = "text-generation"
+    metadata.tags = [*(metadata.tags or []), "gguf"]
+    name = folder.name.lower().replace(" ", "-")
+    use = "\n".join(
+        [
+            "## Use",
+            "",
+            "With Ollama, in this folder:",
+            "",
+            f"```bash\nollama create {name} -f Modelfile\nollama run {name}\n```",
+            "",
+            "With llama.cpp:",
+            "",
+            f"```bash\nllama-cli -m {file}\n```",
+        ]
+    )
+    prompt = trained_format(source)
+    return assemble(
+        metadata,
+        [
+            f"# {folder.name}",
+            f"This is `{source}` as a GGUF file with weights of type {weights}, written by OpenRLHF.",
+            use,
+            prompt_section(prompt, Kind.LANGUAGE) if prompt else "",
+            training_part(source),
+            license_section(metadata),
+            versions_section(),
+        ],
+    )
+
+
+def inherited_metadata(source: str, base: str | None) -> ModelCardData:
+    """Return the metadata of a source's card, or what is known of its base."""
+    metadata = base_metadata(base or source)
+    card = read_card(source) if is_here(source) else None
+    if card is None:
+        metadata.tags = ["openrlhf"]
+        return metadata
+    known = card.data
+    metadata.base_model = known.get("base_model") or metadata.base_model
+    metadata.datasets = known.get("datasets")
+    metadata.tags = [tag for tag in known.get("tags") or ["openrlhf"] if tag != "lora"]
+    if prompt := known.get("prompt_format"):
+        metadata["prompt_format"] = prompt
+    return metadata
+
+
+def training_part(source: str) -> str:
+    """Return the card of a model from its section on training on, without the sections that are written again."""
+    card = read_card(source) if is_here(source) else None
+    _, found, text = card.text.partition(TRAINING_SECTION) if card else ("", "", "")
+    for heading in ("## License", "## Versions"):
+        text = text.partition(heading)[0]
+    return (found + text).strip()

@@ -1,0 +1,175 @@
+"""The export command: merge a model's adapter, convert the model to GGUF, and upload the result.
+
+With --output_path, the model is loaded in fp32 on the CPU, adapters are merged into their base, and a new folder is
+written: for Transformers or, with --gguf, for llama.cpp and Ollama. Without it, the folder of --pretrain is uploaded as
+it is, which is also how an upload that failed after training is repeated.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
+from openrlhf.config.checks.paths import looks_local
+from openrlhf.config.commands import ExportConfig
+from openrlhf.config.sections.export import GGUFType
+from openrlhf.errors import ConfigError
+from openrlhf.inference.converted_card import gguf_card, merged_card, trained_format
+from openrlhf.inference.gguf.modelfile import modelfile, starts_with_bos
+from openrlhf.inference.gguf.verify import compare_logits, compare_tensors, reload_logits, sample_logits
+from openrlhf.inference.gguf.write import Plan, check_exportable, write_gguf
+from openrlhf.models.export import save_model
+from openrlhf.models.forward import Network
+from openrlhf.models.heads import SCALAR_HEAD
+from openrlhf.models.load import DTYPES, load_causal_lm, load_scalar_model, load_tokenizer, read_config
+from openrlhf.models.merge import CPU, FULL, TASKS, merge_adapter
+from openrlhf.monitor import say
+from openrlhf.training.card_example import Kind
+from openrlhf.training.checkpoint import exporting, remove_leftovers
+from openrlhf.training.disk_space import show
+from openrlhf.training.folder_lock import hold_folder
+from openrlhf.training.hub import check_login, push_folder
+from openrlhf.training.model_card import write_card
+from openrlhf.training.processes import choose_device
+from openrlhf.training.prompt_format import PromptFormat
+
+MODEL, MODELFILE = "model.gguf", "Modelfile"
+
+
+@dataclass(frozen=True)
+class Source:
+    """The model to export, loaded on the CPU with its adapter merged."""
+
+    name: str
+    base: str | None  # of an adapter
+    kind: Kind
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+
+def run(config: ExportConfig) -> Path:
+    """Export or upload a model and return its folder; the config must already be checked."""
+    disable_progress_bar()
+    check_login(config.hub)
+    flags = config.export
+    folder = Path(flags.output_path or str(flags.pretrain)).expanduser()
+    if flags.output_path is not None:
+        choose_device("cpu")
+        with hold_folder(folder, "--output_path"):
+            remove_leftovers(folder.parent, lambda name: name == folder.name)
+            if flags.gguf is None:
+                save_for_transformers(config, folder)
+            else:
+                save_as_gguf(config, folder, flags.gguf)
+    push_folder(folder, config.hub)
+    return folder
+
+
+def load_source(name: str, dtype: torch.dtype) -> Source:
+    """Load a model or, if the folder holds an adapter, its base with the adapter merged into it."""
+    adapter = Path(name).expanduser()
+    settings = adapter / "adapter_config.json"
+    if settings.is_file() and not (adapter / "config.json").is_file():
+        saved = json.loads(settings.read_text(encoding="utf-8"))
+        base, is_rm = str(saved.get("base_model_name_or_path")), TASKS.get(saved.get("task_type"), False)
+        if looks_local(base) and not Path(base).expanduser().exists():
+            raise ConfigError(
+                f"--pretrain {name} is an adapter of {base}, which does not exist",
+                try_this=f"openrlhf lora_combiner --model_path BASE --lora_path {name} --output_path MERGED",
+            )
+        merged, tokenizer = merge_adapter(base, adapter, is_rm=is_rm, dtype=dtype)
+        return Source(name, base, Kind.REWARD if is_rm else Kind.LANGUAGE, merged, tokenizer)
+    classes = read_config(name, FULL).architectures or []
+    tokenizer = load_tokenizer(name, FULL)
+    if any("SequenceClassification" in item for item in classes):
+        model = load_scalar_model(name, FULL, device=CPU, packing=False, head_prefix=SCALAR_HEAD)
+        return Source(name, None, Kind.REWARD, moved(model, dtype), tokenizer)
+    model = load_causal_lm(name, FULL, device=CPU, packing=False)
+    return Source(name, None, Kind.LANGUAGE, moved(model, dtype), tokenizer)
+
+
+def moved(model: Any, target: torch.dtype | str) -> PreTrainedModel:
+    """Move a model to a dtype or device, in place; `to` of a Transformers model is not typed."""
+    return model.to(target)
+
+
+def save_for_transformers(config: ExportConfig, folder: Path) -> None:
+    """Write a full model in --param_dtype."""
+    dtype = config.model.param_dtype
+    source = load_source(str(config.export.pretrain), DTYPES[dtype])
+    with exporting(folder) as aside:
+        save_model(Network(source.model), aside)
+        source.tokenizer.save_pretrained(aside)
+        write_card(aside, partial(merged_card, folder, source.name, source.base, source.kind))
+    say(f"saved {folder} in {dtype}")
+
+
+def save_as_gguf(config: ExportConfig, folder: Path, weights: GGUFType) -> None:
+    """Write model.gguf and a Modelfile, and compare the file with the model before the folder is published."""
+    flags = config.export
+    source = load_source(str(flags.pretrain), torch.float32)
+    if source.kind is not Kind.LANGUAGE:
+        raise ConfigError(f"--gguf needs a language model, but {source.name} is a {source.kind.value}")
+    family, vocabulary = check_exportable(source.model, source.tokenizer)
+    prompt = prompt_format(config, source)
+    own_template = prompt.chat_template if prompt else None
+    plan = Plan(
+        family,
+        vocabulary,
+        name=folder.name,
+        weights=weights,
+        chat_template=own_template or plain_template(source.tokenizer),
+        add_bos=starts_with_bos(source.tokenizer, prompt),
+    )
+    with exporting(folder) as aside:
+        path = aside / MODEL
+        write_gguf(path, source.model, source.tokenizer, plan)
+        text, complete = modelfile(MODEL, source.tokenizer, prompt or PromptFormat())
+        (aside / MODELFILE).write_text(text, encoding="utf-8")
+        write_card(aside, partial(gguf_card, folder, source.name, source.base, MODEL, weights))
+        checked = check_file(path, source, plan, reload=not flags.skip_self_test)
+        size = show(path.stat().st_size)
+    if not complete:
+        say(
+            "the Modelfile has no TEMPLATE, because the chat template does more than put fixed texts around messages:"
+            " llama.cpp and Ollama use the one in model.gguf"
+        )
+    say(f"saved {folder / MODEL} ({weights}, {size}): {checked}")
+
+
+def prompt_format(config: ExportConfig, source: Source) -> PromptFormat | None:
+    """Return how the model is prompted: as the flag says, as in training, or by its chat template if it has one."""
+    if config.export.input_template is not None:
+        return PromptFormat(input_template=config.export.input_template or None)
+    trained = trained_format(source.name)
+    if trained is not None:
+        return trained
+    return PromptFormat(chat=True) if plain_template(source.tokenizer) else None
+
+
+def plain_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the tokenizer's chat template; of several, the default one."""
+    template = tokenizer.chat_template
+    return template.get("default") if isinstance(template, dict) else template
+
+
+def check_file(path: Path, source: Source, plan: Plan, *, reload: bool) -> str:
+    """Compare a written file with the model and describe the result; raise if they differ.
+
+    The model is released before the file is loaded, so that memory holds one of them at a time.
+    """
+    difference = compare_tensors(path, source.model, plan.family, plan.weights)
+    weights = f"weights differ by at most {difference:.2%}"
+    if not reload:
+        return weights
+    expected = sample_logits(source.model, source.tokenizer)
+    moved(source.model, "meta")
+    found = reload_logits(path, source.model.config, source.tokenizer)
+    return f"{weights}; reloaded, {compare_logits(expected, found, plan.weights)}"

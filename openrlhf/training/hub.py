@@ -1,0 +1,87 @@
+"""Upload of a finished model to the Hugging Face Hub (--push_to_hub).
+
+`check_login` runs before anything expensive and asks the hub who the token belongs to; the rules in
+`config/checks/export.py` have already checked the name of the repository. `push_folder` runs after the model has been
+saved, so a failed upload costs nothing but a second attempt, whose command the error contains.
+
+The token comes from HF_TOKEN or from `hf auth login`. It is not a flag, so no record of a run can contain it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, HTTPError
+from huggingface_hub.utils import disable_progress_bars
+
+from openrlhf.config.sections.export import HubFlags
+from openrlhf.errors import ConfigError, HubError
+from openrlhf.monitor import is_main_process, say
+
+MODEL_SUBFOLDERS = ("additional_chat_templates",)  # of a tokenizer; other folders belong to runs and checkpoints
+REJECTED = (401, 403)  # answers to a token that is not valid, or may not write
+
+
+def check_login(flags: HubFlags) -> None:
+    """Ask the hub whether it knows the token. A hub that cannot be reached now may be reachable after training."""
+    if flags.push_to_hub is None or not is_main_process():
+        return
+    try:
+        HfApi().whoami()
+    except HfHubHTTPError as error:
+        if error.response.status_code in REJECTED:
+            raise ConfigError(
+                f"--push_to_hub {flags.push_to_hub}: the hub does not accept this machine's token",
+                try_this="hf auth login, or another HF_TOKEN in the environment",
+            ) from None
+        say(f"--push_to_hub: the hub does not answer as expected ({first_line(error)}); the run continues")
+    except (HTTPError, OSError) as error:
+        say(f"--push_to_hub: the hub cannot be reached now ({first_line(error)}); the model will be saved locally")
+
+
+def push_folder(folder: Path, flags: HubFlags) -> None:
+    """Upload the model in a folder, without the records and checkpoints of its run; does nothing without the flag."""
+    if flags.push_to_hub is None or not is_main_process():
+        return
+    disable_progress_bars()
+    with explained_failures(folder, flags):
+        api = HfApi()
+        repository = api.create_repo(flags.push_to_hub, private=flags.hub_private or None, exist_ok=True)
+        api.upload_folder(
+            repo_id=repository.repo_id,
+            folder_path=folder,
+            allow_patterns=model_files(folder),
+            commit_message="Upload model with OpenRLHF",
+        )
+    say(f"uploaded {folder} to {repository}")
+
+
+def model_files(folder: Path) -> list[str]:
+    """Return the files of a model folder, relative to it.
+
+    By default, --save_path also contains the folders of checkpoints and of the run, with rollouts and metrics.
+    """
+    files = [path for path in folder.iterdir() if path.is_file()]
+    files += [path for name in MODEL_SUBFOLDERS for path in (folder / name).glob("*")]
+    return sorted(str(path.relative_to(folder)) for path in files if not path.name.startswith("."))
+
+
+@contextmanager
+def explained_failures(folder: Path, flags: HubFlags) -> Iterator[None]:
+    """Turn a failed upload into one line that says where the model is, and how to upload it later."""
+    try:
+        yield
+    except (HTTPError, OSError, ValueError) as error:
+        private = " --hub_private" if flags.hub_private else ""
+        raise HubError(
+            f"the upload to {flags.push_to_hub} failed: {first_line(error)}. The model is complete in {folder}",
+            try_this=f"openrlhf export --pretrain {folder} --push_to_hub {flags.push_to_hub}{private}",
+        ) from None
+
+
+def first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].rstrip(".") if lines else type(error).__name__

@@ -1,0 +1,286 @@
+"""The model card (README.md) of a saved model: what it is, how to prompt it, and how it was made.
+
+`training_card` describes the result of a training run; `inference/converted_card.py` describes a model that was merged
+or converted, and carries the section on training over. `write_card` puts a card into a folder that is being saved: the
+card appears together with the model, and a card that cannot be made never costs the model.
+
+The metadata at the top follows the Hugging Face Hub, which rejects local paths as names of models and datasets: those
+appear only in the text. `prompt_format` is our own key (`prompt_format.py`).
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
+
+from openrlhf.config import commands
+from openrlhf.config.checks.paths import OUTPUT_FLAGS, is_here, split_revision
+from openrlhf.config.checks.revisions import dataset_revisions
+from openrlhf.config.commands import COMMANDS, RLConfig, TrainingConfig
+from openrlhf.config.flags import flag_values, flags_of
+from openrlhf.errors import counted
+from openrlhf.models.hub_commits import as_text, cached_commit, model_commit
+from openrlhf.monitor import say
+from openrlhf.training.card_example import Example, Kind
+from openrlhf.training.prompt_format import PromptFormat
+from openrlhf.training.run_directory import SECRET, package_versions, shown_flags
+
+MakeCard = Callable[[], ModelCard]
+CARD_FILE = "README.md"
+TRAINING_SECTION = "## Training"  # from here to its end, a card is carried over to converted models
+# Flags that say where a run writes and reports, but not what it trains.
+NOT_REPRODUCED = {*OUTPUT_FLAGS, *SECRET, "load_checkpoint", "local_rank", "use_tensorboard", "push_to_hub"}
+NOT_REPRODUCED |= {"hub_private", "wandb_org", "wandb_group", "wandb_project", "wandb_run_name"}
+ESTIMATORS = {  # name of the algorithm, tag of the card
+    "gae": ("PPO", "ppo"),
+    "reinforce": ("REINFORCE++", "reinforce"),
+    "rloo": ("RLOO", "rloo"),
+    "reinforce_baseline": ("REINFORCE++ with a baseline", "reinforce"),
+    "group_norm": ("GRPO", "grpo"),
+    "dr_grpo": ("Dr. GRPO", "dr-grpo"),
+}
+ALGORITHMS: dict[type, tuple[str, str]] = {
+    commands.SFTConfig: ("supervised fine-tuning", "sft"),
+    commands.RMConfig: ("pairwise reward modelling", "reward-model"),
+    commands.DPOConfig: ("direct preference optimisation (DPO)", "dpo"),
+    commands.KTOConfig: ("Kahneman-Tversky optimisation (KTO)", "kto"),
+    commands.KDConfig: ("knowledge distillation", "distillation"),
+    commands.PRMConfig: ("process reward modelling", "process-reward-model"),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run has trained on and reached when a model is saved."""
+
+    rows: int  # training rows, or prompts in reinforcement learning
+    eval_rows: int = 0
+    step: int | None = None  # None if not known
+    train: Mapping[str, float] = field(default_factory=dict)  # metrics of the last step
+    evaluation: Mapping[str, float] = field(default_factory=dict)
+
+
+def write_card(folder: Path, make: MakeCard) -> None:
+    """Write a card into a folder that is being saved; if it cannot be made, print a line and go on."""
+    try:
+        (folder / CARD_FILE).write_text(str(make()), encoding="utf-8")
+    except Exception as error:  # noqa: BLE001 - nothing about a card is worth losing a trained model
+        say(f"the model is saved without a model card: {type(error).__name__}: {error}")
+
+
+def training_card(
+    config: TrainingConfig, outcome: Outcome, *, folder: Path | None = None, kind: Kind | None = None
+) -> ModelCard:
+    """Return the card of a model that a run saves.
+
+    `folder` and `kind` are given if it is not the finished model: for the model of a checkpoint, or a critic.
+    """
+    kind = kind or kind_of(config)
+    prompt, adapter = PromptFormat.of(config), config.lora.lora_rank > 0 and kind is not Kind.CRITIC
+    algorithm, tag = algorithm_of(config)
+    base = str(config.model.pretrain)
+    path = str(folder) if folder else config.hub.push_to_hub or config.checkpoints.save_path
+    metadata = base_metadata(base)
+    metadata.datasets = hub_datasets(config) or None
+    metadata.library_name = "peft" if adapter else "transformers"
+    metadata.pipeline_tag = "text-classification" if kind.scores else "text-generation"
+    metadata.tags = ["openrlhf", tag, *(["lora"] if adapter else [])]
+    metadata["prompt_format"] = prompt.metadata()
+    example = Example(
+        path, kind, prompt, is_adapter=adapter, head=as_text(flag_values(config).get("value_head_prefix")) or "score"
+    )
+    if isinstance(config, commands.PRMConfig):
+        fields = config.fields
+        example = Example(
+            path, kind, prompt, adapter, step_token=str(fields.placeholder_token), step_labels=fields.reward_tokens
+        )
+    what = f"the LoRA adapter of a {kind.value}" if adapter else f"a {kind.value}"
+    sections = [
+        f"# {Path(path).name}",
+        f"This is {what}, trained from `{base}` by {algorithm} with OpenRLHF (`openrlhf {command_of(config)}`).",
+        use_section(example),
+        prompt_section(prompt, kind),
+        training_section(config, outcome),
+        results_section(outcome),
+        license_section(metadata),
+        versions_section(),
+    ]
+    return assemble(metadata, sections)
+
+
+def assemble(metadata: ModelCardData, sections: list[str]) -> ModelCard:
+    """Join metadata and sections to a card; empty sections are left out."""
+    body = "\n\n".join(section for section in sections if section)
+    return ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{body}\n", ignore_metadata_errors=True)
+
+
+def command_of(config: TrainingConfig) -> str:
+    return next(name for name, kind in COMMANDS.items() if kind is type(config))
+
+
+def kind_of(config: TrainingConfig) -> Kind:
+    if isinstance(config, commands.RMConfig):
+        return Kind.REWARD
+    return Kind.PROCESS_REWARD if isinstance(config, commands.PRMConfig) else Kind.LANGUAGE
+
+
+def algorithm_of(config: TrainingConfig) -> tuple[str, str]:
+    """Return the name and the tag of the training algorithm."""
+    match config:
+        case RLConfig(advantage=advantage):
+            name, tag = ESTIMATORS[advantage.advantage_estimator]
+            return f"reinforcement learning ({name})", tag
+        case commands.DPOConfig(objective=objective) if objective.ipo:
+            return "identity preference optimisation (IPO)", "ipo"
+        case commands.SFTConfig(fields=fields) if fields.pretrain_mode:
+            return "continued pre-training", "pretraining"
+    return ALGORITHMS[type(config)]
+
+
+def read_card(name: str) -> ModelCard | None:
+    """Return the card of a model folder, or of a hub name whose card is in the local cache; None without one."""
+    cached = None if is_here(name) else try_to_load_from_cache(*_repository(name))
+    file = Path(cached) if isinstance(cached, str) else Path(name).expanduser() / CARD_FILE
+    try:
+        return ModelCard.load(file, ignore_metadata_errors=True) if file.is_file() else None
+    except (OSError, ValueError):
+        return None
+
+
+def _repository(name: str) -> tuple[str, str, None, str | None]:
+    repository, revision = split_revision(name)
+    return repository, CARD_FILE, None, revision
+
+
+def base_metadata(base: str) -> ModelCardData:
+    """Return the metadata that a model inherits from its base: license, language and, for a folder, its own base.
+
+    A base without a card is of unknown license.
+    """
+    card = read_card(base)
+    known = card.data if card else ModelCardData()
+    licence = known.get("license")
+    return ModelCardData(
+        base_model=known.get("base_model") if is_here(base) else split_revision(base)[0],
+        license=licence or "other",
+        license_name=known.get("license_name") if licence else "unknown",
+        license_link=known.get("license_link"),
+        language=known.get("language"),
+    )
+
+
+def hub_datasets(config: TrainingConfig) -> list[str]:
+    """Return the training datasets that are on a hub."""
+    return [name.partition("@")[0] for name, _ in training_data(config) if not is_here(name)]
+
+
+def training_data(config: TrainingConfig) -> list[tuple[str, str | None]]:
+    """Return the names of the training datasets with their revisions."""
+    values = flag_values(config)
+    names = as_text(values.get("dataset")) or as_text(values.get("prompt_data"))
+    return dataset_revisions(names, as_text(values.get("dataset_revision")))
+
+
+def use_section(example: Example) -> str:
+    return f"## Use\n\n```python\n{example.code()}\n```"
+
+
+def prompt_section(prompt: PromptFormat, kind: Kind) -> str:
+    """Describe the prompt format in words; the example shows it in code."""
+    if kind is Kind.PROCESS_REWARD:
+        return ""
+    lines = ["## Prompt format", ""]
+    if prompt.chat:
+        whose = (
+            "a chat template of its own (in the example)" if prompt.chat_template else "the tokenizer's chat template"
+        )
+        lines.append(f"The model was trained with {whose}; use it for every prompt.")
+        if prompt.system_prompt:
+            lines.append(f"Conversations start with this system message: {prompt.system_prompt!r}")
+    elif prompt.input_template:
+        lines += ["Prompts were written like this in training, with `{}` for the input:", ""]
+        lines += ["```text", prompt.input_template, "```"]
+    else:
+        lines.append("The model was trained on plain text, without a template.")
+    return "\n".join(lines)
+
+
+def training_section(config: TrainingConfig, outcome: Outcome) -> str:
+    """Describe base model, data and flags, with the command that repeats the run."""
+    base, unit = str(config.model.pretrain), "prompt" if isinstance(config, RLConfig) else "row"
+    commit = model_commit(base)
+    data = []
+    for name, revision in training_data(config):
+        resolved = cached_commit("dataset", name.partition("@")[0], revision) if revision else None
+        at = f" at revision `{resolved or revision}`" if revision else ""
+        data.append(f"`{name}`{at}")
+    lines = [
+        TRAINING_SECTION,
+        "",
+        f"- Base model: `{base}`" + (f" (commit `{commit}`)" if commit else ""),
+        f"- Data: {', '.join(data)}; {counted(outcome.rows, unit)} after preparation",
+        *([f"- Evaluation data: {counted(outcome.eval_rows, unit)}"] if outcome.eval_rows else []),
+        f"- Algorithm: {algorithm_of(config)[0]}",
+        *([f"- Steps: {outcome.step}"] if outcome.step is not None else []),
+        f"- Date: {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        "",
+        "Repeat the run with:",
+        "",
+        "```bash",
+        reproduction(config),
+        "```",
+    ]
+    return "\n".join(lines)
+
+
+def reproduction(config: TrainingConfig) -> str:
+    """Return the command line with every flag that differs from its default, without outputs and API keys."""
+    shown, flags, values = shown_flags(config), flags_of(type(config)), flag_values(config)
+    words = [f"openrlhf {command_of(config)}"]
+    for name, item in flags.items():
+        value = shown[name]
+        if name in NOT_REPRODUCED or values[name] == item.default:
+            continue
+        if value is None:
+            words.append(f"--{name} ''")  # an empty value unsets a flag
+        elif value is True:
+            words.append(f"--{name}")
+        else:
+            parts = value if isinstance(value, list) else ["false" if value is False else value]
+            words.append(" ".join((f"--{name}", *(shlex.quote(str(part)) for part in parts))))
+    return " \\\n    ".join(words)
+
+
+def results_section(outcome: Outcome) -> str:
+    """Return the evaluation as a table, and the metrics of the last step folded away below it."""
+    parts = []
+    if outcome.evaluation:
+        parts.append(metrics_table(outcome.evaluation))
+    if train := {name: value for name, value in outcome.train.items() if not name.startswith("timing/")}:
+        parts.append(f"<details><summary>Metrics of the last step</summary>\n\n{metrics_table(train)}\n\n</details>")
+    return "\n\n".join(["## Results", *parts]) if parts else ""
+
+
+def metrics_table(metrics: Mapping[str, float]) -> str:
+    return "\n".join(
+        ["| metric | value |", "|---|---|", *(f"| {name} | {value:.4g} |" for name, value in metrics.items())]
+    )
+
+
+def license_section(metadata: ModelCardData) -> str:
+    if metadata.get("license_name") != "unknown":
+        return ""
+    return (
+        "## License\n\nThe base model's card was not found, so its license is not known. Fill in `license` at the top"
+        " before you share this model."
+    )
+
+
+def versions_section() -> str:
+    known = (f"{name} {number}" for name, number in package_versions().items() if number)
+    return f"## Versions\n\n{', '.join(known)}"
