@@ -9,10 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
+from transformers import PreTrainedModel
 
 from openrlhf.config.checks.paths import is_here
+from openrlhf.models.heads import SCALAR_HEAD
 from openrlhf.training.card_example import Example, Kind
 from openrlhf.training.model_card import (
+    PROCESS_REWARD_TAG,
     TRAINING_SECTION,
     assemble,
     base_metadata,
@@ -31,25 +34,36 @@ def trained_format(source: str) -> PromptFormat | None:
     return PromptFormat.from_metadata(card.data.get("prompt_format")) if card else None
 
 
-def merged_card(folder: Path, source: str, base: str | None, kind: Kind) -> ModelCard:
+def merged_card(folder: Path, source: str, base: str | None, model: PreTrainedModel) -> ModelCard:
     """Return the card of a full model that was made from a model or adapter, `source`, and its base."""
+    kind, head = kind_of_model(source, model), model.config.to_dict().get("value_head_prefix", SCALAR_HEAD)
     metadata = inherited_metadata(source, base)
     metadata.library_name = "transformers"
     metadata.pipeline_tag = "text-classification" if kind.scores else "text-generation"
     prompt = trained_format(source)
+    example = Example(str(folder), kind, prompt or PromptFormat(), head=head)
     merged = f", merged from the adapter `{source}` into `{base}`" if base else f", made from `{source}`"
     return assemble(
         metadata,
         [
             f"# {folder.name}",
             f"This is a {kind.value}{merged} with OpenRLHF.",
-            use_section(Example(str(folder), kind, prompt or PromptFormat())),
+            use_section(example) if kind is not Kind.PROCESS_REWARD else "",
             prompt_section(prompt, kind) if prompt else "",
             training_part(source),
             license_section(metadata),
             versions_section(),
         ],
     )
+
+
+def kind_of_model(source: str, model: PreTrainedModel) -> Kind:
+    """Return what a model computes; a process reward model is a language model, so only its card tells."""
+    if not hasattr(model, "lm_head") and hasattr(model, SCALAR_HEAD):
+        return Kind.REWARD
+    card = read_card(source)
+    tags = (card.data.get("tags") or []) if card else []
+    return Kind.PROCESS_REWARD if PROCESS_REWARD_TAG in tags else Kind.LANGUAGE
 
 
 def gguf_card(folder: Path, source: str, base: str | None, file: str, weights: str) -> ModelCard:

@@ -107,7 +107,7 @@ def save_for_transformers(config: ExportConfig, folder: Path) -> None:
     with exporting(folder) as aside:
         save_model(Network(source.model), aside)
         source.tokenizer.save_pretrained(aside)
-        write_card(aside, partial(merged_card, folder, source.name, source.base, source.kind))
+        write_card(aside, partial(merged_card, folder, source.name, source.base, source.model))
     say(f"saved {folder} in {dtype}")
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
 
 from openrlhf.config.commands import LoraCombinerConfig
+from openrlhf.inference.converted_card import merged_card
 from openrlhf.models.export import save_model
 from openrlhf.models.forward import Network
 from openrlhf.models.load import DTYPES
@@ -14,6 +16,7 @@ from openrlhf.models.merge import merge_adapter
 from openrlhf.monitor import say
 from openrlhf.training.checkpoint import exporting, remove_leftovers
 from openrlhf.training.folder_lock import hold_folder
+from openrlhf.training.model_card import write_card
 from openrlhf.training.processes import choose_device
 
 
@@ -37,5 +40,6 @@ def run(config: LoraCombinerConfig) -> Path:
         with exporting(folder) as aside:
             save_model(Network(model), aside)
             tokenizer.save_pretrained(aside)
+            write_card(aside, partial(merged_card, folder, str(flags.lora_path), str(flags.model_path), model))
     say(f"saved {folder} in {config.model.param_dtype}")
     return folder

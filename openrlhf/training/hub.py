@@ -9,6 +9,7 @@ The token comes from HF_TOKEN or from `hf auth login`. It is not a flag, so no r
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,13 +76,17 @@ def explained_failures(folder: Path, flags: HubFlags) -> Iterator[None]:
     try:
         yield
     except (HTTPError, OSError, ValueError) as error:
-        private = " --hub_private" if flags.hub_private else ""
+        words = ["openrlhf", "export", "--pretrain", str(folder), "--push_to_hub", flags.push_to_hub or ""]
+        words += ["--hub_private"] if flags.hub_private else []
         raise HubError(
             f"the upload to {flags.push_to_hub} failed: {first_line(error)}. The model is complete in {folder}",
-            try_this=f"openrlhf export --pretrain {folder} --push_to_hub {flags.push_to_hub}{private}",
+            try_this=shlex.join(words),
         ) from None
 
 
 def first_line(error: Exception) -> str:
+    """Return the reason of a failure in one line: what the hub says or, without an answer, the error itself."""
+    if isinstance(error, HfHubHTTPError) and error.server_message:
+        return f"{error.response.status_code} {' '.join(error.server_message.split())}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0].rstrip(".") if lines else type(error).__name__

@@ -36,6 +36,7 @@ TRAINING_SECTION = "## Training"  # from here to its end, a card is carried over
 # Flags that say where a run writes and reports, but not what it trains.
 NOT_REPRODUCED = {*OUTPUT_FLAGS, *SECRET, "load_checkpoint", "local_rank", "use_tensorboard", "push_to_hub"}
 NOT_REPRODUCED |= {"hub_private", "wandb_org", "wandb_group", "wandb_project", "wandb_run_name"}
+PROCESS_REWARD_TAG = "process-reward-model"
 ESTIMATORS = {  # name of the algorithm, tag of the card
     "gae": ("PPO", "ppo"),
     "reinforce": ("REINFORCE++", "reinforce"),
@@ -50,7 +51,7 @@ ALGORITHMS: dict[type, tuple[str, str]] = {
     commands.DPOConfig: ("direct preference optimisation (DPO)", "dpo"),
     commands.KTOConfig: ("Kahneman-Tversky optimisation (KTO)", "kto"),
     commands.KDConfig: ("knowledge distillation", "distillation"),
-    commands.PRMConfig: ("process reward modelling", "process-reward-model"),
+    commands.PRMConfig: ("process reward modelling", PROCESS_REWARD_TAG),
 }
 
 

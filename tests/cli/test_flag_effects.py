@@ -28,6 +28,7 @@ from openrlhf.errors import ConfigError
 from openrlhf.inference import serve
 from openrlhf.training.preflight import explain_hardware
 from openrlhf.view import server as view_server
+from tests.byte_models import make_byte_model
 from tests.cli.flag_reads import recorded_reads
 from tests.commands import FAST, as_argv, run_command
 from tests.rl.toy_task import SMALL, make_prompts, task_flags
@@ -133,6 +134,10 @@ def viewing(folder, model):
     return {"": "./sft", "port": 1}
 
 
+def exporting(folder, model):
+    return {"pretrain": make_byte_model(folder / "source"), "output_path": "./exported", "gguf": "f16"}
+
+
 SHORT = {"max_new_tokens": 4, "device": "cpu"}
 RUNS = {  # name, which starts with the command -> function that returns its flags
     **{command: lambda folder, model, command=command: supervised(command, folder, model) for command in ROWS},
@@ -150,6 +155,8 @@ RUNS = {  # name, which starts with the command -> function that returns its fla
     "init": lambda folder, model: {"task": "grpo", "output": "run.yaml"},
     "doctor": lambda folder, model: {"online": True},
     "view": viewing,
+    "export to GGUF": exporting,
+    "export to Transformers": lambda folder, model: {"pretrain": model, "output_path": "./exported"},
 }
 
 

@@ -32,6 +32,7 @@ VALID = {
     "serve_rm": "--reward_pretrain ./model",
     "lora_combiner": "--model_path ./model --lora_path ./adapter --output_path ./merged",
     "view": "./model",
+    "export": "--pretrain ./model --output_path ./exported",
 }
 PAIR = "--actor_num_gpus_per_node 2 --critic_num_gpus_per_node 2 --ref_num_gpus_per_node 2"
 HYBRID = "--colocate_all_models --vllm_num_engines 8"
@@ -391,6 +392,21 @@ REFUSED = [  # rule, command, added flags, parts of the message
     ("named_files_exist", "interactive_chat", "--ta_prompt ./gone.txt", "--ta_prompt ./gone.txt: no such file"),
     ("rows_go_to_a_file", "batch_inference", "--output_path ./model", "is a folder|--output_path model/rows.jsonl"),
     ("merging_keeps_its_sources", "lora_combiner", "--output_path ./model", "is the same as --model_path|./merged"),
+    ("repository_name_is_valid", "train_sft", "--push_to_hub 'a model'", "--push_to_hub a model|my-org/my-model"),
+    ("repository_name_is_valid", "export", "--push_to_hub a/b/c", "--push_to_hub a/b/c is not the name"),
+    ("uploading_needs_a_login", "train_ppo", "--push_to_hub org/name", "needs a login|hf auth login"),
+    ("something_is_exported", "export", "--output_path=", "neither --output_path nor --push_to_hub|--gguf q8_0"),
+    ("something_is_exported", "export", "--output_path= --gguf f16", "--gguf needs a folder to write to"),
+    ("something_is_exported", "export", "--output_path ./data.jsonl/x", "data.jsonl is a file"),
+    ("input_template_has_a_placeholder", "export", "--gguf f16 --input_template Q:", "--input_template 'Q:' has no {}"),
+    ("source_is_a_model_or_an_adapter", "export", "--pretrain ./gone", "--pretrain ./gone: no such folder"),
+    (
+        "source_is_a_model_or_an_adapter",
+        "export",
+        "--pretrain ./empty",
+        "./empty is not a model: it has no config.json",
+    ),
+    ("exporting_keeps_its_source", "export", "--output_path ./model", "is the same as --pretrain|./exported"),
     (
         "adapter_folder_exists",
         "lora_combiner",

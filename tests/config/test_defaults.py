@@ -384,6 +384,13 @@ DOCUMENTED = {
     },
     "init": {"task": None, "output": None, "overwrite": False},
     "doctor": {"online": False, "json": False},
+    "export": {  # ours
+        "pretrain": None,
+        "output_path": None,
+        "gguf": None,
+        "param_dtype": "bf16",
+        "push_to_hub": None,
+    },
 }
 
 # Flags of later versions, and our own.
@@ -401,6 +408,8 @@ ADDED_TO_TRAINING = {
     "muon_ns_steps": 5,
     "muon_nesterov": True,
     "min_lr_ratio": 0.1,
+    "push_to_hub": None,
+    "hub_private": False,
     "experts_implementation": None,
 }
 ADDED_TO_RL = {

@@ -1,0 +1,76 @@
+"""Uploads to a hub, against a server with its endpoints: complete, repeatable, and without the records of a run."""
+
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from tests.commands import free_port, run_command
+from tests.hub_server import TOKEN, HubServer
+from tests.toy_data import ANSWERS, answers, write_rows
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """Start a hub, with its token in the environment."""
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # another protocol for large files
+    with HubServer() as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        yield server
+
+
+@pytest.fixture
+def sft(tmp_path, train):
+    """Return a function that trains a model inside its checkpoint folder, as the default flags do."""
+    data = write_rows(tmp_path / "rows.jsonl", answers(16))
+    return lambda **flags: train("train_sft", dataset=data, ckpt_path="./out/ckpt", save_steps=1, **ANSWERS, **flags)
+
+
+def model_files(folder):
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
+
+
+def test_a_finished_model_is_uploaded_without_the_records_of_its_run(hub, sft, capfd):
+    ran = sft(push_to_hub="org/name", hub_private=True)
+    assert (ran.save_path / "run" / "metrics.jsonl").exists()
+    assert (ran.save_path / "ckpt" / "global_step1").exists()
+    assert hub.files["org/name"] == model_files(ran.save_path)
+    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= hub.files["org/name"].keys()
+    assert hub.private["org/name"]
+    assert f"uploaded {ran.save_path.name} to {hub.url}/org/name" in capfd.readouterr().err
+    assert all(TOKEN.encode() not in path.read_bytes() for path in ran.save_path.rglob("*") if path.is_file())
+
+
+def test_a_failed_upload_keeps_the_model_and_can_be_repeated(hub, sft, capfd):
+    hub.failing = "/commit/"
+    with pytest.raises(SystemExit) as stop:
+        sft(push_to_hub="name")
+    assert stop.value.code == 1
+    error = capfd.readouterr().err
+    assert "the upload to name failed: 400 the disk of the hub is full. The model is complete in out" in error
+    assert "Try: openrlhf export --pretrain out --push_to_hub name" in error
+    hub.failing = None
+    run_command("export", {"pretrain": "out", "push_to_hub": "name"})
+    assert hub.files["someone/name"] == model_files("out")
+    assert not hub.private["someone/name"]
+
+
+def test_a_wrong_token_is_noticed_before_training(hub, sft, monkeypatch, capfd):
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    with pytest.raises(SystemExit) as stop:
+        sft(push_to_hub="org/name")
+    assert stop.value.code == 2
+    assert "the hub does not accept this machine's token. Try: hf auth login" in capfd.readouterr().err
+    assert not Path("out").exists()
+
+
+def test_without_a_network_the_run_is_saved_and_says_how_to_upload(hub, sft, monkeypatch, capfd):
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    with pytest.raises(SystemExit):
+        sft(push_to_hub="org/name")
+    error = capfd.readouterr().err
+    assert "the hub cannot be reached now" in error
+    assert "Try: openrlhf export --pretrain out --push_to_hub org/name" in error
+    assert (Path("out") / "model.safetensors").exists()
