@@ -102,14 +102,13 @@ def gguf_card(folder: Path, source: str, base: str | None, file: str, weights: s
 
 
 def inherited_metadata(source: str, base: str | None) -> ModelCardData:
-    """Return the metadata of a source's card, or what is known of its base."""
-    metadata = base_metadata(base or source)
+    """Return the metadata of a source's card or, without one, what is known of its base."""
     card = read_card(source) if is_here(source) else None
+    metadata = base_metadata(source if card or base is None else base)
     if card is None:
         metadata.tags = ["openrlhf"]
         return metadata
     known = card.data
-    metadata.base_model = known.get("base_model") or metadata.base_model
     metadata.datasets = known.get("datasets")
     metadata.tags = [tag for tag in known.get("tags") or ["openrlhf"] if tag != "lora"]
     if prompt := known.get("prompt_format"):

@@ -14,15 +14,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
-from huggingface_hub.utils import disable_progress_bars
+from huggingface_hub.utils import build_hf_headers, disable_progress_bars, get_session, hf_raise_for_status
 
 from openrlhf.config.sections.export import HubFlags
 from openrlhf.errors import ConfigError, HubError
 from openrlhf.monitor import is_main_process, say
 
 MODEL_SUBFOLDERS = ("additional_chat_templates",)  # of a tokenizer; other folders belong to runs and checkpoints
+TIMEOUT = 15.0  # seconds for the hub's first answer
 REJECTED = (401, 403)  # answers to a token that is not valid, or may not write
 
 
@@ -31,7 +32,7 @@ def check_login(flags: HubFlags) -> None:
     if flags.push_to_hub is None or not is_main_process():
         return
     try:
-        HfApi().whoami()
+        ask_hub()
     except HfHubHTTPError as error:
         if error.response.status_code in REJECTED:
             raise ConfigError(
@@ -43,12 +44,22 @@ def check_login(flags: HubFlags) -> None:
         say(f"--push_to_hub: the hub cannot be reached now ({first_line(error)}); the model will be saved locally")
 
 
+def ask_hub() -> None:
+    """Ask the hub who the token belongs to; raise if it does not answer in time or does not know the token.
+
+    The client's own requests have no time limit: behind a firewall that drops packets, they would wait for ever.
+    """
+    url = f"{constants.ENDPOINT}/api/whoami-v2"
+    hf_raise_for_status(get_session().get(url, headers=build_hf_headers(), timeout=TIMEOUT))
+
+
 def push_folder(folder: Path, flags: HubFlags) -> None:
     """Upload the model in a folder, without the records and checkpoints of its run; does nothing without the flag."""
     if flags.push_to_hub is None or not is_main_process():
         return
     disable_progress_bars()
     with explained_failures(folder, flags):
+        ask_hub()
         api = HfApi()
         repository = api.create_repo(flags.push_to_hub, private=flags.hub_private or None, exist_ok=True)
         api.upload_folder(
