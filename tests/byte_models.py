@@ -1,5 +1,7 @@
 """Tiny models whose tokenizers are of the kinds that GGUF files know: byte-level BPE and SentencePiece BPE."""
 
+import json
+
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -54,6 +56,9 @@ def sentencepiece_tokenizer():
     symbols = [*special, *(f"<0x{byte:02X}>" for byte in range(256))]
     trainer = trainers.BpeTrainer(vocab_size=340, special_tokens=symbols, show_progress=False)
     tokenizer.train_from_iterator(TEXT[:3], trainer)
+    parts = json.loads(tokenizer.to_str())
+    parts["added_tokens"] = parts["added_tokens"][: len(special)]  # bytes are ordinary tokens
+    tokenizer = Tokenizer.from_str(json.dumps(parts))
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 

@@ -60,7 +60,7 @@ def run(config: ExportConfig) -> Path:
     check_login(config.hub)
     flags = config.export
     folder = Path(flags.output_path or str(flags.pretrain)).expanduser()
-    if flags.output_path is not None:
+    if flags.output_path:
         choose_device("cpu")
         with hold_folder(folder, "--output_path"):
             remove_leftovers(folder.parent, lambda name: name == folder.name)

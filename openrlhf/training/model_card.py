@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from openrlhf.config.checks.paths import OUTPUT_FLAGS, is_here, split_revision
 from openrlhf.config.checks.revisions import dataset_revisions
 from openrlhf.config.commands import COMMANDS, RLConfig, TrainingConfig
 from openrlhf.config.flags import flag_values, flags_of
+from openrlhf.config.runtime import critic_model
 from openrlhf.errors import counted
 from openrlhf.models.hub_commits import as_text, cached_commit, model_commit
 from openrlhf.monitor import say
@@ -82,36 +83,49 @@ def training_card(
     `folder` and `kind` are given if it is not the finished model: for the model of a checkpoint, or a critic.
     """
     kind = kind or kind_of(config)
-    prompt, adapter = PromptFormat.of(config), config.lora.lora_rank > 0 and kind is not Kind.CRITIC
-    algorithm, tag = algorithm_of(config)
-    base = str(config.model.pretrain)
+    base = base_of(config, kind)
     path = str(folder) if folder else config.hub.push_to_hub or config.checkpoints.save_path
+    example = example_of(config, path, kind)
+    algorithm, tag = algorithm_of(config)
     metadata = base_metadata(base)
     metadata.datasets = hub_datasets(config) or None
-    metadata.library_name = "peft" if adapter else "transformers"
+    metadata.library_name = "peft" if example.is_adapter else "transformers"
     metadata.pipeline_tag = "text-classification" if kind.scores else "text-generation"
-    metadata.tags = ["openrlhf", tag, *(["lora"] if adapter else [])]
-    metadata["prompt_format"] = prompt.metadata()
-    example = Example(
-        path, kind, prompt, is_adapter=adapter, head=as_text(flag_values(config).get("value_head_prefix")) or "score"
-    )
-    if isinstance(config, commands.PRMConfig):
-        fields = config.fields
-        example = Example(
-            path, kind, prompt, adapter, step_token=str(fields.placeholder_token), step_labels=fields.reward_tokens
-        )
-    what = f"the LoRA adapter of a {kind.value}" if adapter else f"a {kind.value}"
+    metadata.tags = ["openrlhf", tag, *(["lora"] if example.is_adapter else [])]
+    metadata["prompt_format"] = example.prompt.metadata()
+    what = f"the LoRA adapter of a {kind.value}" if example.is_adapter else f"a {kind.value}"
     sections = [
         f"# {Path(path).name}",
         f"This is {what}, trained from `{base}` by {algorithm} with OpenRLHF (`openrlhf {command_of(config)}`).",
         use_section(example),
-        prompt_section(prompt, kind),
-        training_section(config, outcome),
+        prompt_section(example.prompt, kind),
+        training_section(config, outcome, base),
         results_section(outcome),
         license_section(metadata),
         versions_section(),
     ]
     return assemble(metadata, sections)
+
+
+def example_of(config: TrainingConfig, path: str, kind: Kind) -> Example:
+    """Collect what the example code of a trained model depends on."""
+    example = Example(
+        path,
+        kind,
+        PromptFormat.of(config),
+        is_adapter=config.lora.lora_rank > 0,
+        head=as_text(flag_values(config).get("value_head_prefix")) or "score",
+    )
+    if not isinstance(config, commands.PRMConfig):
+        return example
+    fields = config.fields
+    return replace(example, step_token=str(fields.placeholder_token), step_labels=fields.reward_tokens)
+
+
+def base_of(config: TrainingConfig, kind: Kind) -> str:
+    """Return the model that training started from; a critic starts from one of its own or from a reward model."""
+    is_critic = isinstance(config, RLConfig) and kind is Kind.CRITIC
+    return str(critic_model(config) if is_critic else config.model.pretrain)
 
 
 def assemble(metadata: ModelCardData, sections: list[str]) -> ModelCard:
@@ -211,9 +225,9 @@ def prompt_section(prompt: PromptFormat, kind: Kind) -> str:
     return "\n".join(lines)
 
 
-def training_section(config: TrainingConfig, outcome: Outcome) -> str:
+def training_section(config: TrainingConfig, outcome: Outcome, base: str) -> str:
     """Describe base model, data and flags, with the command that repeats the run."""
-    base, unit = str(config.model.pretrain), "prompt" if isinstance(config, RLConfig) else "row"
+    unit = "prompt" if isinstance(config, RLConfig) else "row"
     commit = model_commit(base)
     data = []
     for name, revision in training_data(config):

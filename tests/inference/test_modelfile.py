@@ -31,7 +31,7 @@ def run_go(template, turns):
     loop, reply = re.fullmatch(
         r"\{\{ range \.Messages \}\}(.*)\{\{ end \}\}\{\{ end \}\}(.*)", template, re.DOTALL
     ).groups()
-    branches = dict(re.findall(r'\{\{ (?:else )?if eq \.Role "(\w+)" \}\}(.*?)(?=\{\{ else if|$)', loop, re.DOTALL))
+    branches = dict(re.findall(r'\{\{ (?:else )?if eq \.Role "(\w+)" \}\}(.*?)(?=\{\{ else if|\Z)', loop, re.DOTALL))
     text = "".join(branches[role].replace("{{ .Content }}", content) for role, content in turns) + reply
     return text.replace('{{ "{{" }}', "{{")
 

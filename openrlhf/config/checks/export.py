@@ -47,7 +47,7 @@ def uploading_needs_a_login(config: TrainingConfig | ExportConfig) -> None:
 def something_is_exported(config: ExportConfig) -> None:
     """Require an output folder, or a repository to upload the folder to."""
     flags = config.export
-    if flags.output_path is not None:
+    if flags.output_path:
         must_be_writable("output_path", flags.output_path)
     elif flags.gguf is not None:
         raise ConfigError("--gguf needs a folder to write to", try_this="--output_path ./exported")
@@ -75,13 +75,13 @@ def source_is_a_model_or_an_adapter(config: ExportConfig) -> None:
     if not folder.is_dir():
         if folder.exists() or looks_local(name):
             raise ConfigError(f"--pretrain {name}: no such folder")
-        if config.export.output_path is None:
+        if not config.export.output_path:
             raise ConfigError(
                 f"--pretrain {name} is not a folder on this machine, so there is nothing to upload",
                 try_this="--output_path ./exported",
             )
         return
-    accepted = MODEL_FILES if config.export.output_path is None else MODEL_FILES[:2]
+    accepted = MODEL_FILES[:2] if config.export.output_path else MODEL_FILES
     if not any((folder / file).is_file() for file in accepted):
         raise ConfigError(f"--pretrain {name} is not a model: it has no {' or '.join(accepted)}")
 
@@ -89,7 +89,7 @@ def source_is_a_model_or_an_adapter(config: ExportConfig) -> None:
 def exporting_keeps_its_source(config: ExportConfig) -> None:
     """Reject an output path that would overwrite the exported model."""
     flags = config.export
-    if flags.output_path is None:
+    if not flags.output_path:
         return
     if Path(flags.output_path).expanduser().resolve() == Path(str(flags.pretrain)).expanduser().resolve():
         raise ConfigError(

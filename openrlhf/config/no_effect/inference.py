@@ -45,6 +45,6 @@ INFERENCE = (
     *rows(
         ExportConfig,
         ("param_dtype", "with --gguf, which names the type of the weights", lambda c: c.export.gguf is not None),
-        ("param_dtype", "without --output_path", lambda c: c.export.output_path is None),
+        ("param_dtype", "without --output_path", lambda c: not c.export.output_path),
     ),
 )

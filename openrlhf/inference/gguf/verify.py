@@ -13,7 +13,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from openrlhf.config.sections.export import GGUFType
 from openrlhf.errors import BackendError
@@ -71,7 +77,10 @@ def reload_logits(path: Path, config: PretrainedConfig, tokenizer: PreTrainedTok
     """Return the logits of the file for the same text, computed by Transformers.
 
     The config is the model's own, because Transformers does not read all of it from a file (Llama 3's rotary factors).
+    It is that of Llama for Mistral, which has no architecture of its own in GGUF files.
     """
+    if config.model_type == "mistral":
+        config = LlamaConfig.from_dict(config.to_dict() | {"model_type": "llama"})
     with redirect_stderr(io.StringIO()):  # a progress bar that cannot be switched off
         model = AutoModelForCausalLM.from_pretrained(
             path.parent, gguf_file=path.name, config=config, dtype=torch.float32
