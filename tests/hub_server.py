@@ -38,7 +38,7 @@ class HubServer:
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
-        self.thread = threading.Thread(target=self.server.serve_forever)
+        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,))  # seconds between polls
 
     def __enter__(self):
         self.thread.start()

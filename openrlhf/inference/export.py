@@ -44,7 +44,7 @@ MODEL, MODELFILE = "model.gguf", "Modelfile"
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceModel:
     """The model to export, loaded on the CPU with its adapter merged."""
 
     name: str
@@ -72,7 +72,7 @@ def run(config: ExportConfig) -> Path:
     return folder
 
 
-def load_source(name: str, dtype: torch.dtype) -> Source:
+def load_source(name: str, dtype: torch.dtype) -> SourceModel:
     """Load a model or, if the folder holds an adapter, its base with the adapter merged into it."""
     adapter = Path(name).expanduser()
     settings = adapter / "adapter_config.json"
@@ -85,14 +85,14 @@ def load_source(name: str, dtype: torch.dtype) -> Source:
                 try_this=f"openrlhf lora_combiner --model_path BASE --lora_path {name} --output_path MERGED",
             )
         merged, tokenizer = merge_adapter(base, adapter, is_rm=is_rm, dtype=dtype)
-        return Source(name, base, Kind.REWARD if is_rm else Kind.LANGUAGE, merged, tokenizer)
+        return SourceModel(name, base, Kind.REWARD if is_rm else Kind.LANGUAGE, merged, tokenizer)
     classes = read_config(name, FULL).architectures or []
     tokenizer = load_tokenizer(name, FULL)
     if any("SequenceClassification" in item for item in classes):
         model = load_scalar_model(name, FULL, device=CPU, packing=False, head_prefix=SCALAR_HEAD)
-        return Source(name, None, Kind.REWARD, moved(model, dtype), tokenizer)
+        return SourceModel(name, None, Kind.REWARD, moved(model, dtype), tokenizer)
     model = load_causal_lm(name, FULL, device=CPU, packing=False)
-    return Source(name, None, Kind.LANGUAGE, moved(model, dtype), tokenizer)
+    return SourceModel(name, None, Kind.LANGUAGE, moved(model, dtype), tokenizer)
 
 
 def moved(model: Any, target: torch.dtype | str) -> PreTrainedModel:
@@ -144,7 +144,7 @@ def save_as_gguf(config: ExportConfig, folder: Path, weights: GGUFType) -> None:
     say(f"saved {folder / MODEL} ({weights}, {size}): {checked}")
 
 
-def prompt_format(config: ExportConfig, source: Source) -> PromptFormat | None:
+def prompt_format(config: ExportConfig, source: SourceModel) -> PromptFormat | None:
     """Return how the model is prompted: as the flag says, as in training, or by its chat template if it has one."""
     if config.export.input_template is not None:
         return PromptFormat(input_template=config.export.input_template or None)
@@ -160,7 +160,7 @@ def plain_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
     return template.get("default") if isinstance(template, dict) else template
 
 
-def check_file(path: Path, source: Source, plan: Plan, *, reload: bool) -> str:
+def check_file(path: Path, source: SourceModel, plan: Plan, *, reload: bool) -> str:
     """Compare a written file with the model and describe the result; raise if they differ.
 
     The model is released before the file is loaded, so that memory holds one of them at a time.

@@ -49,7 +49,7 @@ READ_ELSEWHERE = {
 }
 # Code passes these on in every run; code further down uses them only under the table's condition.
 PASSED_ON = {
-    *("eval_steps", "best_metric_key", "wandb_run_name", "use_ms", "min_lr_ratio", "label_key", "lambd"),
+    *("eval_steps", "best_metric_key", "wandb_run_name", "param_dtype", "use_ms", "min_lr_ratio", "label_key", "lambd"),
     *("critic_muon_lr", "critic_muon_momentum", "critic_muon_ns_steps", "critic_muon_nesterov"),
     *("critic_lr_scheduler", "critic_min_lr_ratio", "save_value_network"),
     *("kl_horizon", "kl_target", "kl_estimator", "use_kl_loss", "kl_unbiased_gradient"),

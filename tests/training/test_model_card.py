@@ -55,7 +55,7 @@ def test_the_card_repeats_the_run(train, tmp_path):
     data = {"dataset": write_rows(tmp_path / "my rows.jsonl", answers(16))}
     ran = train("train_sft", **data, input_template="Q: {}\n'A' ", output_key="output", adam_betas=[0.8, 0.9])
     words = re.search(r"```bash\n(.*?)```", read(ran.save_path).text, re.DOTALL)[1]
-    command, *argv = shlex.split(words)[1:]
+    command, *argv = shlex.split(words.replace("\\\n", " "))[1:]
     again = flag_values(parse(COMMANDS[command], argv, environ={}))
     recorded = json.loads((ran.save_path / "run" / "config.json").read_text())["flags"]
     for name in NOT_REPRODUCED & again.keys():
@@ -93,7 +93,7 @@ def test_reward_models_score_in_their_examples(train, tmp_path, capsys):
         data = {"dataset": write_rows(tmp_path / "pairs.jsonl", pairs(16))}
         ran = train("train_rm", name, **data, **PAIRS, value_head_prefix=prefix)
         assert read(ran.save_path).data.pipeline_tag == "text-classification"
-        printed = float(run_example(ran.save_path, capsys))
+        printed = (float(run_example(ran.save_path, capsys)) - ran.config["mean"]) / ran.config["std"]
         rows = write_rows(tmp_path / "rows.jsonl", [{"input": "Your question", "output": "An answer"}])
         scoring = {"eval_task": "rm", "pretrain": str(ran.save_path), "dataset": rows, "output_path": "scored.jsonl"}
         run_command("batch_inference", scoring | {"input_template": PAIRS["input_template"]})
