@@ -22,6 +22,7 @@ from openrlhf.config.commands import ExportConfig
 from openrlhf.config.sections.export import GGUFType
 from openrlhf.errors import ConfigError
 from openrlhf.inference.converted_card import gguf_card, merged_card, trained_format
+from openrlhf.inference.gguf.families import family_of
 from openrlhf.inference.gguf.modelfile import modelfile, starts_with_bos
 from openrlhf.inference.gguf.verify import compare_logits, compare_tensors, reload_logits, sample_logits
 from openrlhf.inference.gguf.write import Plan, check_exportable, write_gguf
@@ -72,20 +73,36 @@ def run(config: ExportConfig) -> Path:
     return folder
 
 
+@dataclass(frozen=True)
+class AdapterBase:
+    """The model that an adapter was trained on."""
+
+    name: str
+    is_rm: bool
+
+
+def adapter_base(folder: str) -> AdapterBase | None:
+    """Return the base of an adapter; None if the folder holds a model, or is a hub name."""
+    path = Path(folder).expanduser()
+    settings = path / "adapter_config.json"
+    if not settings.is_file() or (path / "config.json").is_file():
+        return None
+    saved = json.loads(settings.read_text(encoding="utf-8"))
+    base = str(saved.get("base_model_name_or_path"))
+    if looks_local(base) and not Path(base).expanduser().exists():
+        raise ConfigError(
+            f"--pretrain {folder} is an adapter of {base}, which does not exist",
+            try_this=f"openrlhf lora_combiner --model_path BASE --lora_path {folder} --output_path MERGED",
+        )
+    return AdapterBase(base, TASKS.get(saved.get("task_type"), False))
+
+
 def load_source(name: str, dtype: torch.dtype) -> SourceModel:
     """Load a model or, if the folder holds an adapter, its base with the adapter merged into it."""
-    adapter = Path(name).expanduser()
-    settings = adapter / "adapter_config.json"
-    if settings.is_file() and not (adapter / "config.json").is_file():
-        saved = json.loads(settings.read_text(encoding="utf-8"))
-        base, is_rm = str(saved.get("base_model_name_or_path")), TASKS.get(saved.get("task_type"), False)
-        if looks_local(base) and not Path(base).expanduser().exists():
-            raise ConfigError(
-                f"--pretrain {name} is an adapter of {base}, which does not exist",
-                try_this=f"openrlhf lora_combiner --model_path BASE --lora_path {name} --output_path MERGED",
-            )
-        merged, tokenizer = merge_adapter(base, adapter, is_rm=is_rm, dtype=dtype)
-        return SourceModel(name, base, Kind.REWARD if is_rm else Kind.LANGUAGE, merged, tokenizer)
+    base = adapter_base(name)
+    if base is not None:
+        merged, tokenizer = merge_adapter(base.name, Path(name).expanduser(), is_rm=base.is_rm, dtype=dtype)
+        return SourceModel(name, base.name, Kind.REWARD if base.is_rm else Kind.LANGUAGE, merged, tokenizer)
     classes = read_config(name, FULL).architectures or []
     tokenizer = load_tokenizer(name, FULL)
     if any("SequenceClassification" in item for item in classes):
@@ -114,7 +131,10 @@ def save_for_transformers(config: ExportConfig, folder: Path) -> None:
 def save_as_gguf(config: ExportConfig, folder: Path, weights: GGUFType) -> None:
     """Write model.gguf and a Modelfile, and compare the file with the model before the folder is published."""
     flags = config.export
-    source = load_source(str(flags.pretrain), torch.float32)
+    name = str(flags.pretrain)
+    base = adapter_base(name)
+    family_of(read_config(base.name if base else name, FULL))  # rejects most other models before their weights load
+    source = load_source(name, torch.float32)
     if source.kind is not Kind.LANGUAGE:
         raise ConfigError(f"--gguf needs a language model, but {source.name} is a {source.kind.value}")
     family, vocabulary = check_exportable(source.model, source.tokenizer)

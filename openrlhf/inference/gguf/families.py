@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 CONVERTER = "convert_hf_to_gguf.py of llama.cpp, which supports more models"
 OUTPUT_HEAD = "lm_head.weight"
+LAYERS_OF_27B = (46, 62)  # of Gemma 2 and 3, for which llama.cpp knows another scale of attention
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,9 @@ def family_of(config: PretrainedConfig) -> Family:
     kind = rope_of(config).get("rope_type", "default")
     if kind not in ("default", "linear", "yarn", "llama3"):
         raise ConfigError(f"--gguf cannot write rotary embeddings of type {kind}", try_this=CONVERTER)
+    scale = getattr(config, "query_pre_attn_scalar", head_dim_of(config))
+    if scale != head_dim_of(config) and config.num_hidden_layers not in LAYERS_OF_27B:
+        raise ConfigError(f"--gguf cannot write attention that is scaled by 1/sqrt({scale})", try_this=CONVERTER)
     return family
 
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -17,16 +19,14 @@ from openrlhf.inference.gguf.families import Family, add_hyperparameters, family
 from openrlhf.inference.gguf.vocabulary import Vocabulary, read_vocabulary
 
 if TYPE_CHECKING:
-    import numpy as np
     from gguf import GGMLQuantizationType, GGUFWriter
-    from numpy.typing import NDArray
 
 SPECIAL_TOKENS = ("bos", "eos", "unk", "pad")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a file will contain; made before any work, so that models that cannot be written are rejected first."""
+    """What a file will contain besides the weights."""
 
     family: Family
     vocabulary: Vocabulary
@@ -63,7 +63,8 @@ def write_gguf(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenize
     for tensor in tensors:
         shape = tuple(tensor.weight.shape)
         stored = stored_type(shape, plan.weights)
-        writer.add_tensor_info(tensor.name, shape, gguf_dtype(), stored_bytes(shape, stored), stored)
+        # The dtype only tells the writer that the shape counts values, not bytes.
+        writer.add_tensor_info(tensor.name, shape, np.dtype(np.float32), stored_bytes(shape, stored), stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -113,13 +114,6 @@ def stored_bytes(shape: tuple[int, ...], stored: GGMLQuantizationType) -> int:
 
     block, size = GGML_QUANT_SIZES[stored]
     return math.prod(shape) // block * size
-
-
-def gguf_dtype() -> np.dtype[np.float32]:
-    """Return the dtype of values before they are encoded; the writer only uses the encoded type."""
-    import numpy as np
-
-    return np.dtype(np.float32)
 
 
 def encode(value: Tensor, stored: GGMLQuantizationType) -> NDArray[np.generic]:
