@@ -50,6 +50,10 @@ def open_bar(name: str, *, total: int, done: int = 0, unit: str, hidden: bool = 
     return tqdm(total=total, initial=done, desc=name, unit=unit, disable=hidden, mininterval=pause)
 
 
+class StopTraining(Exception):
+    """Raised by a sink or an `on_step` callback: end the run after this step, as if it were the last one."""
+
+
 class Sink(Protocol):
     """Destination of metrics. `kind` is "train" or "eval"; `step` counts training steps from 1."""
 
@@ -223,6 +227,7 @@ class Monitor(AbstractContextManager["Monitor"]):
         self, sinks: Sequence[Sink] = (), *, total_steps: int = 0, first_step: int = 0, name: str = "train"
     ) -> None:
         self.sinks = list(sinks)
+        self.stops = False  # True after a sink has raised StopTraining
         self.bar = open_bar(name, total=total_steps, done=first_step, unit="step", hidden=total_steps == 0)
 
     def advance(self, shown: Mapping[str, float]) -> None:
@@ -241,6 +246,9 @@ class Monitor(AbstractContextManager["Monitor"]):
         for sink in list(self.sinks):
             try:
                 sink.log(kind, step, values)
+            except StopTraining as reason:
+                self.stops = True
+                self.tell(f"step {step}: training ends here" + (f": {reason}" if str(reason) else ""))
             except OSError as error:
                 self._drop(sink, error)
 

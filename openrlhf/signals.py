@@ -4,7 +4,7 @@ A command passes through three phases. While it imports modules, a signal ends i
 it works, a signal raises KeyboardInterrupt (`interrupt_on_signals`), so a scheduler's SIGTERM is treated like a user's
 Ctrl-C. During work that should end cleanly, such as an optimizer step or a chat reply, the first signal only requests a
 stop (`stop_request`), and a second one raises. Python delivers signals to the main thread only, so in any other thread
-these functions do nothing.
+these functions do nothing, unless the main thread waits for that thread and forwards its signals (`forward_signals`).
 
 An exception is raised only when the main thread next runs Python code, and the cleanup after it may hang. Each command
 therefore has a thread that also counts the signals (`LastResort`): GRACE_SECONDS after the second request it kills the
@@ -40,6 +40,8 @@ SAVES_NOTHING = (
 
 # True in our own commands, which may end the process; False if another program imports the package.
 _is_command = False
+# Handlers of the `stop_request` contexts that are open in other threads than the main one, innermost last.
+_handlers_elsewhere: list[Callable[[int, FrameType | None], None]] = []
 
 
 def write_line(line: str) -> None:
@@ -195,7 +197,8 @@ def keep_sigterm_handler() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, ours)
+        if threading.current_thread() is threading.main_thread():  # elsewhere, no code can install a handler
+            signal.signal(signal.SIGTERM, ours)
 
 
 def interrupt_on_signals() -> AbstractContextManager[None]:
@@ -234,5 +237,29 @@ def stop_request(
             if message is not None:
                 write_line(message)
 
-    with handled_by(note, signals):
+    if threading.current_thread() is threading.main_thread():
+        with handled_by(note, signals):
+            yield stop
+        return
+    _handlers_elsewhere.append(note)
+    try:
         yield stop
+    finally:
+        _handlers_elsewhere.remove(note)
+
+
+def forward_signals(interrupt: Callable[[], object]) -> AbstractContextManager[None]:
+    """Let the main thread wait for another thread's work: that thread's open `stop_request` handles the signals.
+
+    `interrupt` is called if there is none, or if it raises at the second request. It must make the other thread end.
+    """
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        try:
+            if not _handlers_elsewhere:
+                raise KeyboardInterrupt
+            _handlers_elsewhere[-1](number, frame)
+        except KeyboardInterrupt:
+            interrupt()
+
+    return handled_by(forward, not_ignored())

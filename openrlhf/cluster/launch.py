@@ -8,7 +8,7 @@ engines and the weight sync between them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ from openrlhf.cluster.workers import RayWorkers
 from openrlhf.config.checks.extras import require
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.runtime import resolve_runtime
-from openrlhf.monitor import say
+from openrlhf.monitor import Sink, say
 from openrlhf.rl import train
 from openrlhf.rl.engines import engine_spec
 from openrlhf.rl.local import Runtime
@@ -33,12 +33,12 @@ from openrlhf.rollout.sync_proof import SyncProof
 from openrlhf.training.preflight import explain_hardware
 
 
-def run(config: RLConfig) -> RLResult:
-    """Train in one process or on a cluster, depending on --runtime."""
+def run(config: RLConfig, sinks: Sequence[Sink] = ()) -> RLResult:
+    """Train in one process or on a cluster, depending on --runtime; `sinks` receive every metric."""
     if resolve_runtime(config) == "local":
-        return train.run(config)
+        return train.run(config, sinks=sinks)
     require("ray", "--runtime ray")
-    return train.run(config, open_ray)
+    return train.run(config, open_ray, sinks)
 
 
 @asynccontextmanager

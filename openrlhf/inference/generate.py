@@ -25,6 +25,7 @@ from openrlhf.config.sections.cluster import EngineFlags
 from openrlhf.data.answers import INDEX, read_prompts
 from openrlhf.data.records import Records
 from openrlhf.errors import ConfigError
+from openrlhf.event_loop import run_async
 from openrlhf.inference.engine import choose_model_device, open_hf_engine, sampling_params
 from openrlhf.inference.parts import OutputParts
 from openrlhf.inference.progress import RowProgress
@@ -103,9 +104,9 @@ def generate(generation: Generation, parts: OutputParts, tokenizer: PreTrainedTo
 
     with closing(progress.bar):
         if config.task.vllm_num_engines:
-            asyncio.run(generate_on_ray(generation, answer))
+            run_async(generate_on_ray(generation, answer))
         elif config.task.eval_task == "generate_vllm":
-            asyncio.run(generate_with_vllm(generation, tokenizer, answer))
+            run_async(generate_with_vllm(generation, tokenizer, answer))
         else:
             model, name = config.model, str(config.model.pretrain)
             device = choose_model_device(model, name, config.task.local_rank)

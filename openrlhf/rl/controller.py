@@ -126,7 +126,10 @@ class Controller:
         self.last_evaluation: dict[str, float] = {}
 
     async def run(self, after_step: AfterStep) -> None:
-        """Train until prompts or steps run out; `after_step` saves checkpoints, and may stop the run by raising."""
+        """Train until prompts or steps run out, or until a sink raises StopTraining.
+
+        `after_step` saves checkpoints, and may stop the run by raising.
+        """
         if self.state.version == 0:
             await self.evaluate()
         self._between_steps(self.step_began)
@@ -143,7 +146,9 @@ class Controller:
         state = self.state
         while not self.exhausted:
             async with self.changed:
-                await self.changed.wait_for(lambda: state.made <= state.version + self.queue_size)
+                await self.changed.wait_for(lambda: self.monitor.stops or state.made <= state.version + self.queue_size)
+            if self.monitor.stops:
+                return
             began = time.perf_counter()
             rollout = await self.source.take(state.made, state.place)
             self.generation_seconds[rollout.number] = time.perf_counter() - began
@@ -163,8 +168,8 @@ class Controller:
         ahead = self.queue_size if self.lockstep else 0  # in lockstep, first wait for all rollouts of these weights
         while True:
             async with self.changed:
-                await self.changed.wait_for(lambda: self.exhausted or len(state.queue) > ahead)
-            if not state.queue:
+                await self.changed.wait_for(lambda: self.monitor.stops or self.exhausted or len(state.queue) > ahead)
+            if self.monitor.stops or not state.queue:
                 return
             rollout = state.queue.popleft()
             values = await self._train(rollout)

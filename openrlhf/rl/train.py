@@ -6,7 +6,6 @@ local or the Ray runtime and runs the controller; `Saver` writes checkpoints bet
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -25,8 +24,9 @@ from openrlhf.config.sections.training import OptimizerFlags
 from openrlhf.data.collate import Layout
 from openrlhf.data.prompts import load_eval_prompts, load_prompts
 from openrlhf.errors import BackendError, RolloutError, counted
+from openrlhf.event_loop import run_async
 from openrlhf.models.load import load_tokenizer
-from openrlhf.monitor import say
+from openrlhf.monitor import Sink, say
 from openrlhf.rl.build import make_schedule, scoring_batches, training_batches
 from openrlhf.rl.controller import Controller, State
 from openrlhf.rl.dry_run import build_tested_executor
@@ -70,8 +70,11 @@ class RLResult:
     evaluation: Mapping[str, float]
 
 
-def run(config: RLConfig, open_runtime: OpenRuntime = open_local) -> RLResult:
-    """Train, evaluate and save the policy; the config must already be checked."""
+def run(config: RLConfig, open_runtime: OpenRuntime = open_local, sinks: Sequence[Sink] = ()) -> RLResult:
+    """Train, evaluate and save the policy; the config must already be checked.
+
+    `sinks` receive every metric, in addition to the usual logs.
+    """
     disable_progress_bar()
     check_login(config.hub)
     check_models(config)
@@ -88,14 +91,14 @@ def run(config: RLConfig, open_runtime: OpenRuntime = open_local) -> RLResult:
     try:
         # Models load from here on, after every check that does not need them.
         with hold_run_folders(config):
-            result = asyncio.run(train(config, open_runtime, tokenizer, order, executor, eval_prompts))
+            result = run_async(train(config, open_runtime, tokenizer, order, executor, eval_prompts, sinks))
             push_folder(result.save_path, config.hub)
             return result
     except Interrupted as stop:  # a KeyboardInterrupt, which ends the event loop before `train` could catch it
         say(explain_stop(stop))
         raise
     finally:
-        asyncio.run(executor.close())
+        run_async(executor.close())
 
 
 def explain_warmup(config: RLConfig, order: PromptOrder) -> None:
@@ -120,6 +123,7 @@ async def train(
     order: PromptOrder,
     executor: GroupExecutor,
     eval_prompts: Sequence[Prompt],
+    sinks: Sequence[Sink],
 ) -> RLResult:
     """Train from the start or from a checkpoint until the policy is saved, and close everything that was started."""
     resume_from = find_checkpoint(config)
@@ -131,7 +135,7 @@ async def train(
         if resume_from:  # before the monitor changes the run directory: the checkpoint may not fit this model
             await runtime.workers.load(resume_from)
             load_rng(resume_from, 0)
-        monitor = make_monitor(config, rollouts, state.version)
+        monitor = make_monitor(config, rollouts, state.version, sinks)
         reporting = ReportingExecutor(executor, monitor.tell)
         live = GeneratedRollouts(order, runtime.engine, reporting, runtime.workers, config)
         controller = Controller(

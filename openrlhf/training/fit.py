@@ -6,7 +6,7 @@ loop, resumes it if requested, and calls `run`. Each step runs
     order.rows -> collate -> objective.prepare -> backend.forward_backward -> loss is finite? -> backend.optim_step
 
 on all ranks together. The loop evaluates, saves and logs between steps. On a signal, `run` finishes the current step,
-writes a checkpoint and raises `Interrupted`.
+writes a checkpoint and raises `Interrupted`. If a sink raises `StopTraining`, the current step becomes the last one.
 """
 
 from __future__ import annotations
@@ -75,10 +75,12 @@ class Fit(Generic[Row, Collated, Prepared]):
     summarise: Summary = values_of  # turns evaluation metrics into the values to log
     on_evaluated: Evaluated | None = None  # called with those values, also when a checkpoint restores them
     last_evaluation: Mapping[str, float] = field(default_factory=dict)
+    last_step: int = 0  # number of steps trained, including those before a resume
     run_id: str = field(default_factory=checkpoint.new_run_id)  # a resumed run keeps the id of its checkpoint
 
     def run(self, first_step: int = 0) -> dict[str, float]:
         """Train from `first_step` to the end; return the last step's metrics."""
+        self.last_step = first_step
         taken = self.backend.steps_taken()
         if taken not in (None, first_step):
             raise BackendError(
@@ -91,14 +93,20 @@ class Fit(Generic[Row, Collated, Prepared]):
         with stop_request(SAVES_NOTHING if self.checkpoints.disable_ds_ckpt else SAVES) as stop:
             for step in range(first_step, total):
                 last = self._train(step)
+                self.last_step = step + 1
                 due = self.order.ends_epoch(step) if eval_steps == -1 else (step + 1) % eval_steps == 0
-                if due or step + 1 == total:  # always evaluate the final model
+                if due:
+                    self.evaluate(step + 1)
+                is_last = step + 1 == total or self.backend.any_process(self.monitor.stops)
+                if is_last and not due:  # always evaluate the final model
                     self.evaluate(step + 1)
                 stopping = self.backend.any_process(stop.requested)
                 if stopping or (save_steps > 0 and (step + 1) % save_steps == 0):
                     folder = self.save(step + 1)
                     if stopping:
                         raise Interrupted(folder, disabled=self.checkpoints.disable_ds_ckpt)
+                if is_last:
+                    break
         return last
 
     def _train(self, step: int) -> dict[str, float]:

@@ -142,7 +142,7 @@ def train(
             fill_model_folder(built, tokenizer, aside, lambda: training_card(config, outcome))
     saving.must_be_in_place()
     say(f"saved {folder}")
-    return Result(folder, order.total_steps, last, fit.last_evaluation)
+    return Result(folder, fit.last_step, last, fit.last_evaluation)
 
 
 def make_schedule(config: SupervisedConfig, total_steps: int) -> Callable[[int], float]:

@@ -1,0 +1,71 @@
+"""Run a coroutine from synchronous code, also in a notebook.
+
+A notebook runs its cells on an event loop, and Python refuses to run a second loop in the same thread. `run_async`
+then runs the coroutine in a thread of its own, and the calling thread waits. Ctrl-C works as elsewhere: the first one
+ends a run after its step, with a checkpoint; otherwise it cancels the coroutine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
+
+from openrlhf.signals import forward_signals
+
+Result = TypeVar("Result")
+
+
+def run_async(work: Coroutine[Any, Any, Result]) -> Result:
+    """Run a coroutine to its end and return its result, like `asyncio.run`."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    return LoopThread(work).result()
+
+
+class LoopThread(Generic[Result]):
+    """A thread that runs one coroutine on its own event loop."""
+
+    def __init__(self, work: Coroutine[Any, Any, Result]) -> None:
+        self.work = work
+        self.ended: Future[Result] = Future()
+        self.interrupted = False
+        self.loop: asyncio.AbstractEventLoop | None = None  # set while the coroutine runs
+        self.task: asyncio.Task[Any] | None = None
+
+    def result(self) -> Result:
+        """Run the coroutine and wait for its result; raise KeyboardInterrupt if a signal cancelled it."""
+        with forward_signals(self.interrupt):
+            threading.Thread(target=self._run, daemon=True, name="openrlhf-event-loop").start()
+            try:
+                return self.ended.result()
+            except asyncio.CancelledError:
+                if self.interrupted:
+                    raise KeyboardInterrupt from None
+                raise
+
+    def interrupt(self) -> None:
+        """Cancel the coroutine, from the calling thread."""
+        self.interrupted = True
+        if self.loop is not None and self.task is not None:
+            self.loop.call_soon_threadsafe(self.task.cancel)
+
+    def _run(self) -> None:
+        try:
+            self.ended.set_result(asyncio.run(self._main()))
+        except BaseException as error:  # noqa: BLE001 - raised again in the calling thread
+            self.ended.set_exception(error)
+
+    async def _main(self) -> Result:
+        self.loop, self.task = asyncio.get_running_loop(), asyncio.current_task()
+        try:
+            if self.interrupted:  # before the loop had started
+                self.work.close()
+                raise asyncio.CancelledError
+            return await self.work
+        finally:
+            self.loop = None
