@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 
 from openrlhf.agents.episodes import AgentEpisodes
 from openrlhf.agents.executor import GroupExecutor
+from openrlhf.agents.loading import defined_in
 from openrlhf.agents.reward_server import RewardServer
 from openrlhf.agents.rewards import FileRewards, ServerRewards
+from openrlhf.agents.sandbox.handle import PoolLimits
 from openrlhf.agents.sandbox.messages import WorkerSpec
 from openrlhf.agents.sandbox.pool import Pool
-from openrlhf.agents.sandbox.process import PoolLimits
 from openrlhf.agents.single_turn import SingleTurnSamples
+from openrlhf.config.in_memory import find_object, is_in_memory
 from openrlhf.config.sections.data import TemplateFlags
 from openrlhf.config.sections.rl import RewardFlags
 
@@ -48,9 +50,13 @@ def build_executor(
     processes = processes or max(1, min(MOST_PROCESSES, (os.cpu_count() or 2) // 2))
     if not rewards.agent_func_path:
         source: FileRewards | ServerRewards | None = None
-        if rewards.reward_file:
+        function = object_of(rewards.remote_rm_url, "remote_rm_url")
+        if rewards.reward_file or function is not None:
+            # Functions of the caller share one thread, where async ones overlap; other threads would need locks.
             limits = PoolLimits(rewards.reward_timeout, processes, calls_before_another=1, calls_per_process=1)
-            pool = Pool(WorkerSpec(str(Path(rewards.reward_file).expanduser().resolve()), "reward"), limits)
+            if function is not None:
+                limits = PoolLimits(rewards.reward_timeout)
+            pool = Pool(WorkerSpec(file_of(rewards.reward_file, function), "reward", code=function), limits)
             pool.start()
             source = FileRewards(pool, stop_at_failure=rewards.on_reward_error == "stop")
         elif rewards.reward_servers:
@@ -66,9 +72,11 @@ def build_executor(
     tokenizer.save_pretrained(folder.name)
     kind = type(tokenizer)
     is_known = kind.__module__.startswith("transformers.")
+    agent = object_of(rewards.agent_func_path, "agent_func_path")
     spec = WorkerSpec(
-        str(Path(rewards.agent_func_path).expanduser().resolve()),
+        file_of(rewards.agent_func_path, agent),
         "agent",
+        code=agent,
         max_length=context_length,
         max_turns=rewards.max_turns,
         scored_later=rewards.scored_by_models,
@@ -78,6 +86,18 @@ def build_executor(
         template=template or TemplateFlags(),
     )
     limits = PoolLimits(rewards.reward_timeout, processes, calls_before_another=EPISODES_BEFORE_ANOTHER)
+    if agent is not None:  # one thread for all episodes, as for functions
+        limits = PoolLimits(rewards.reward_timeout)
     pool = Pool(spec, limits, owns=folder)
     pool.start()
     return AgentEpisodes(pool, context_length, rewards.step_rewards, rewards.on_reward_error, compares_engine)
+
+
+def object_of(name: str | None, flag: str) -> object | None:
+    """Return the function or agent that a Python caller passed for this flag; None if the flag names something else."""
+    return find_object(str(name), flag) if is_in_memory(name) else None
+
+
+def file_of(path: str | None, code: object | None) -> str:
+    """Return the file with the user's code, from its flag or from the object that it defines."""
+    return str(Path(str(path)).expanduser().resolve()) if code is None else defined_in(code)

@@ -52,6 +52,7 @@ class RequestRouter:
     send: Callable[[EngineRequest], None]
     max_length: int
     tokenizer: PreTrainedTokenizerBase
+    seeds_torch: bool = True
     running: dict[int, EpisodeRequests] = field(default_factory=dict)  # by call number
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     has_guessed: bool = False  # True after a request was matched by its tokens, which is reported once
@@ -101,7 +102,8 @@ class RequestRouter:
                     raise RolloutError("the episode ended before its request was answered") from None
                 continue
             episode.tokens = [*ids, *completion.token_ids]
-            set_seed(seed_for(episode.seed, number + 1))  # seeds user code until the next request
+            next_seed = seed_for(episode.seed, number + 1)
+            set_seed(next_seed, seeds_torch=self.seeds_torch)  # seeds user code until the next request
             return RequestOutput.from_completion(ids, completion)
 
     def _guess_episode(self, kept: int | None, ids: list[int]) -> EpisodeRequests:
@@ -150,11 +152,14 @@ class EngineProxy:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, router.loop))
 
 
-def set_seed(seed: int) -> None:
-    """Seed the random generators, so that user code depends only on its sample, not on other calls in the process."""
+def set_seed(seed: int, *, seeds_torch: bool = True) -> None:
+    """Seed the random generators, so that user code depends only on its sample, not on other calls in the process.
+
+    In the trainer's process, PyTorch's generators belong to training and must not be seeded.
+    """
     random.seed(seed)
     modules: dict[str, Any] = dict(sys.modules)  # numpy and torch are seeded only if user code has imported them
     if "numpy" in modules:
         modules["numpy"].random.seed(seed % 2**32)
-    if "torch" in modules:
+    if seeds_torch and "torch" in modules:
         modules["torch"].manual_seed(seed)

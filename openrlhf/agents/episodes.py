@@ -59,7 +59,7 @@ class AgentEpisodes:
 
     async def _run_episode(self, prompt: Prompt, number: int, params: SamplingParams, session: Session) -> Trajectory:
         """Run one episode and validate its result; errors name the agent file and the sample."""
-        sample, agent = sample_name(prompt, sample=number), f"the agent in {self.pool.spec.file}"
+        sample, agent = sample_name(prompt, sample=number), self.pool.spec.name
         try:
             given = EpisodeInput(prompt.text, prompt.label, params)
             played = await self.pool.call(given, retries=RETRIES, generate=session.generate)

@@ -53,11 +53,11 @@ def find_reward(module: ModuleType, file: str, *, flag: str = "--remote_rm_url")
             f"{flag} {file} has no function reward_func; it defines {defined_names(module)}",
             try_this="def reward_func(queries, prompts, labels): ...",
         )
-    return adapt_reward(found, file)
+    return adapt_reward(found, f"reward_func in {file}")
 
 
-def adapt_reward(function: Callable[..., object], file: str) -> RewardFunction:
-    """Adapt a reward function to a call with (queries, prompts, labels).
+def adapt_reward(function: Callable[..., object], name: str) -> RewardFunction:
+    """Adapt a reward function to a call with (queries, prompts, labels); `name` is for error messages.
 
     It may take three positional arguments, or two and optionally a keyword argument `labels`.
     """
@@ -67,7 +67,7 @@ def adapt_reward(function: Callable[..., object], file: str) -> RewardFunction:
     required = [item for item in parameters.values() if item.kind in POSITIONAL and item.default is item.empty]
     if accepted < 2 or len(required) > 3:
         raise ConfigError(
-            f"reward_func{inspect.signature(function)} in {file} cannot be called with (queries, prompts, labels)",
+            f"{name} takes {inspect.signature(function)}, so it cannot be called with (queries, prompts, labels)",
             try_this="def reward_func(queries, prompts, labels): ...",
         )
     if accepted >= 3:
@@ -75,6 +75,14 @@ def adapt_reward(function: Callable[..., object], file: str) -> RewardFunction:
     if "labels" in parameters or inspect.Parameter.VAR_KEYWORD in kinds:
         return lambda queries, prompts, labels: function(queries, prompts, labels=labels)
     return lambda queries, prompts, labels: function(queries, prompts)
+
+
+def defined_in(code: object) -> str:
+    """Return the file that defines a function, a class or the class of an instance; empty if there is none."""
+    methods = vars(code if inspect.isclass(code) else type(code)).values()
+    candidates: tuple[Any, ...] = (code, *methods)
+    functions = (item for item in map(inspect.unwrap, candidates) if inspect.isfunction(item))
+    return next((item.__code__.co_filename for item in functions), "")
 
 
 def takes_keyword(function: Callable[..., object], name: str) -> bool:

@@ -1,7 +1,8 @@
-"""Sources of rewards for single-turn samples: a user's reward file, or reward servers.
+"""Sources of rewards for single-turn samples: a user's reward function, or reward servers.
 
-`SingleTurnSamples` calls its source once per group of samples. A reward file runs in worker processes (`sandbox`): a
-worker receives the texts of a group and returns their scores. Servers are called over HTTP (`reward_server`).
+`SingleTurnSamples` calls its source once per group of samples. A reward function runs in workers (`sandbox`): processes
+for a file, threads for a Python object. A worker receives the texts of a group and returns their scores. Servers are
+called over HTTP (`reward_server`).
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ CONCURRENT_REQUESTS = 32  # limit for all reward servers together
 
 
 class FileRewards:
-    """Rewards from the reward_func in a .py file, which is called once per group."""
+    """Rewards from the reward_func in a .py file or from a Python function, which is called once per group."""
 
     def __init__(self, pool: Pool, *, stop_at_failure: bool) -> None:
         self.pool = pool
         self.stop_at_failure = stop_at_failure
-        self.origin = f"reward_func in {pool.spec.file}"
+        self.origin = pool.spec.name
 
     async def score(self, group: Group, *, isolate: bool = True) -> list[Scored | RewardError]:
         """Call reward_func on the group. If it fails, find the failing samples if `isolate`, else raise CallFailure."""

@@ -29,7 +29,7 @@ class SingleTurnAgentExecutor(EpisodeExecutor):
     def __init__(self, remote_rm_url: Callable[..., object] | str | None = None) -> None:
         self.reward: RewardFunction | None = None
         if callable(remote_rm_url):
-            self.reward = adapt_reward(remote_rm_url, "the agent's file")
+            self.reward = adapt_reward(remote_rm_url, "the reward function in the agent's file")
         elif remote_rm_url is not None and remote_rm_url.endswith(".py"):
             self.reward = find_reward(load_module(remote_rm_url), remote_rm_url)
         elif remote_rm_url is not None:

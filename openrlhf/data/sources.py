@@ -1,4 +1,4 @@
-"""Load the datasets that a flag names: files, folders, saved datasets and hub names.
+"""Load the datasets that a flag names: files, folders, saved datasets, hub names and objects of a Python caller.
 
 `load_dataset` reads --dataset, and `load_dataset_rows` the datasets of any other flag. JSON files are read by `files`;
 all other datasets are loaded as Arrow tables by `datasets` or, with --use_ms, by ModelScope. Only row numbers are
@@ -23,10 +23,11 @@ from numpy.typing import NDArray
 
 from openrlhf.config.checks.paths import looks_local, nearest_path
 from openrlhf.config.checks.revisions import dataset_revisions
+from openrlhf.config.in_memory import find_object, is_in_memory
 from openrlhf.config.sections.data import DatasetFlags
 from openrlhf.config.sections.inference import BatchDataFlags
 from openrlhf.config.sections.model import LoadingFlags
-from openrlhf.data.files import open_json
+from openrlhf.data.files import JsonArray, open_json
 from openrlhf.data.hub import dataset_is_cached, hub_failure
 from openrlhf.data.records import Records, Source
 from openrlhf.errors import ConfigError, DataError, MissingExtraError
@@ -129,7 +130,9 @@ def mix(lengths: Sequence[int], probs: Sequence[float], seed: int) -> NDArray[np
 
 
 def open_source(item: str, split: str, limit: int | None, loading: LoadingFlags, revision: str | None = None) -> Source:
-    """Open one dataset: a file, a folder or a hub name, optionally followed by @dir for a subfolder."""
+    """Open one dataset: a file, a folder or a hub name, optionally followed by @dir for a subfolder; or an object."""
+    if is_in_memory(item):
+        return open_object(item, split)
     name, _, data_dir = item.partition("@")
     if Path(item).expanduser().exists():  # the @ is part of the path
         name, data_dir = item, ""
@@ -147,14 +150,30 @@ def open_source(item: str, split: str, limit: int | None, loading: LoadingFlags,
         except LOADER_ERRORS as error:
             at = f" at revision {revision}" if revision else ""
             raise DataError(f"{name}: cannot be loaded{at}: {cause_of(error)}") from None
-    if isinstance(loaded, Mapping):  # split -> table; a dataset without splits is used as a whole
-        split = "train" if path.is_file() else split
+    return take_split(name, loaded, "train" if path.is_file() else split)
+
+
+def open_object(name: str, split: str) -> Source:
+    """Open the rows that a Python caller passed: a list of dicts, a table, or a mapping from splits to tables."""
+    given = find_object(name, "dataset")
+    if not isinstance(given, list):
+        return take_split(name, given, split)
+    if not given:
+        raise DataError(f"{name} has no rows")
+    return JsonArray(name, given)
+
+
+def take_split(name: str, loaded: object, split: str) -> TableRows:
+    """Return the rows of a split; a table without splits is used as a whole."""
+    if isinstance(loaded, Mapping):
         if split not in loaded:
             raise DataError(f"{name} has no split {split!r}, only {', '.join(map(repr, loaded))}")
         loaded = loaded[split]
-    assert isinstance(loaded, datasets.Dataset), (
-        f"{name}: expected a table with random access, got {type(loaded).__name__}"
-    )
+    if not isinstance(loaded, datasets.Dataset):
+        raise DataError(
+            f"{name}: expected rows with random access, got {type(loaded).__name__}",
+            try_this="a list of dicts, or a datasets.Dataset",
+        )
     if not len(loaded):
         raise DataError(f"{name} has no rows")
     return TableRows(name, loaded)

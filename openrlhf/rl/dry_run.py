@@ -22,12 +22,14 @@ from openrlhf.agents.build import build_executor
 from openrlhf.agents.executor import GroupExecutor, GroupResult, sample_name, shorten
 from openrlhf.config.checks.paths import split_revision
 from openrlhf.config.commands import RLConfig, SupervisedConfig
+from openrlhf.config.in_memory import is_in_memory
 from openrlhf.config.runtime import compares_engine, critic_model, resolve_runtime
 from openrlhf.config.sections.data import split_names
 from openrlhf.config.sections.rl import RewardFlags
 from openrlhf.data.prompts import load_eval_prompts, load_prompts
 from openrlhf.data.supervised import load_train
 from openrlhf.errors import RewardError, RolloutError, counted
+from openrlhf.event_loop import run_async
 from openrlhf.models.load import load_tokenizer
 from openrlhf.monitor import say
 from openrlhf.rl.rollouts import sampling
@@ -71,8 +73,8 @@ def run(config: RLConfig | SupervisedConfig) -> None:
 
 
 def is_on_disk(name: str) -> bool:
-    """Return whether a local path exists, with or without the part after an `@`."""
-    return any(Path(path).expanduser().exists() for path in (name, name.partition("@")[0]))
+    """Return whether a local path exists, with or without the part after an `@`; objects are always here."""
+    return is_in_memory(name) or any(Path(path).expanduser().exists() for path in (name, name.partition("@")[0]))
 
 
 def tokenizer_is_here(name: str) -> bool:
@@ -128,7 +130,7 @@ def try_rl(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     config = replace(config, prompts=replace(flags, max_samples=most))
     prompts = load_prompts(config, tokenizer)
     load_eval_prompts(config, tokenizer)
-    asyncio.run(build_tested_executor(config, tokenizer, prompts).close())
+    run_async(build_tested_executor(config, tokenizer, prompts).close())
 
 
 def build_tested_executor(
@@ -150,9 +152,9 @@ def build_tested_executor(
     if config.rollout.replay:  # recorded rollouts already have rewards
         return executor
     try:
-        results = asyncio.run(try_prompts(config, tokenizer, prompts[:FIRST_ROWS], executor))
+        results = run_async(try_prompts(config, tokenizer, prompts[:FIRST_ROWS], executor))
     except BaseException:
-        asyncio.run(executor.close())
+        run_async(executor.close())
         raise
     explain(results, tokenizer)
     return executor
@@ -246,6 +248,8 @@ def source_of(rewards: RewardFlags) -> str:
     """Name the user's code or server that gives the rewards."""
     if rewards.agent_func_path:
         return f"the agent in {rewards.agent_func_path}"
+    if is_in_memory(rewards.remote_rm_url):
+        return f"the reward function {rewards.remote_rm_url}"
     return f"reward_func in {rewards.reward_file}" if rewards.reward_file else "a reward server (--remote_rm_url)"
 
 

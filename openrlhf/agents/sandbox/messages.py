@@ -5,7 +5,8 @@
 
 Messages to a worker are pickled, because a label may be any object from a dataset. Messages to the trainer are JSON,
 [class name, fields], so the trainer never unpickles objects that user code made. On both pipes a message is preceded by
-its length as 8 bytes, big-endian (`HEADER`). `process.WorkerProcess` and `worker.Worker` are the two ends.
+its length as 8 bytes, big-endian (`HEADER`). `process.WorkerProcess` and `worker.ProcessWorker` are the two ends.
+Between a thread and the trainer, messages are passed as they are.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | Non
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """First message to a worker: the user's file to load, and the settings of its episodes."""
+    """First message to a worker: the user's file to load, or the object to call, and the settings of its episodes."""
 
-    file: str
+    file: str  # for an object, the file that defines it
     kind: Literal["reward", "agent"]
     max_length: int = 0  # maximum tokens of an episode, including the prompt
     max_turns: int | None = None
@@ -35,6 +36,13 @@ class WorkerSpec:
     tokenizer_class: tuple[str, str] = ("transformers", "AutoTokenizer")  # module and name
     trust_remote_code: bool = False
     template: TemplateFlags = field(default_factory=TemplateFlags)
+    code: Any = None  # a reward function or agent that a Python caller passed; it runs in a thread
+
+    @property
+    def name(self) -> str:
+        """Name of the user's code in messages."""
+        what = "reward_func" if self.kind == "reward" else "the agent"
+        return f"{what} in {self.file}" if self.code is None else f"{self.kind}={object_name(self.code)}"
 
 
 @dataclass(frozen=True)
@@ -125,6 +133,11 @@ WORKER_MESSAGES = {
 }
 ToTrainer: TypeAlias = FileLoaded | RunningCall | EngineRequest | CallReturned | CallRaised
 ToWorker: TypeAlias = WorkerSpec | StartCall | CancelCall | EngineAnswer
+
+
+def object_name(value: object) -> str:
+    """Return the name of a function or class, or of the class of an instance."""
+    return str(getattr(value, "__name__", type(value).__name__))
 
 
 def plain(value: object) -> Json:

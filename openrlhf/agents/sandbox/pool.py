@@ -19,8 +19,8 @@ from tempfile import TemporaryDirectory
 
 from openrlhf.agents.futures import mark_retrieved
 from openrlhf.agents.sandbox.call import Call, CallFailure, CallResult, Generate
+from openrlhf.agents.sandbox.handle import PoolLimits, WorkerHandle
 from openrlhf.agents.sandbox.messages import EpisodeInput, RewardInput, StartCall, WorkerSpec
-from openrlhf.agents.sandbox.process import PoolLimits, WorkerProcess
 from openrlhf.errors import ConfigError, RolloutError
 from openrlhf.types import Completion, Request
 
@@ -34,11 +34,11 @@ async def refuse_request(request: Request) -> Completion:
 
 
 class Pool:
-    """Worker processes that run one user file. All methods below `_stop_thread` run in the pool's own thread."""
+    """Workers that run one user file or object. All methods below `_stop_thread` run in the pool's own thread."""
 
     def __init__(self, spec: WorkerSpec, limits: PoolLimits, owns: TemporaryDirectory[str] | None = None) -> None:
         self.spec, self.limits, self.owns = spec, limits, owns
-        self.workers: list[WorkerProcess] = []
+        self.workers: list[WorkerHandle] = []
         self.queue: deque[Call] = deque()  # calls that wait for a process
         self.calls: set[Call] = set()  # all unfinished calls
         self.numbers = itertools.count()
@@ -59,7 +59,8 @@ class Pool:
             asyncio.run_coroutine_threadsafe(self._close(), self.loop).result()
             self._stop_thread()
             is_whole = failure.error_class == ConfigError.__name__
-            text = failure.text if is_whole else f"{self.spec.file} cannot be loaded: it {failure.text}"
+            what = self.spec.file if self.spec.code is None else self.spec.name
+            text = failure.text if is_whole else f"{what} cannot be loaded: it {failure.text}"
             raise failure.to_error(ConfigError, text) from None
 
     async def call(
@@ -126,9 +127,14 @@ class Pool:
             for _, request in call.requests.values():
                 request.cancel()
 
-    def _spawn(self, *, alone: bool = False) -> WorkerProcess:
-        """Start a process; `alone` reserves it for one call."""
-        worker = WorkerProcess(self.spec, self.limits, self._end_call, self._end_process, alone=alone)
+    def _spawn(self, *, alone: bool = False) -> WorkerHandle:
+        """Start a process, or a thread for an object; `alone` reserves it for one call."""
+        # Imported here, so that the trainer does not load the code that only workers need.
+        if self.spec.code is None:
+            from openrlhf.agents.sandbox.process import WorkerProcess as kind
+        else:
+            from openrlhf.agents.sandbox.thread import WorkerThread as kind
+        worker = kind(self.spec, self.limits, self._end_call, self._end_process, alone=alone)
         self.workers.append(worker)
         return worker
 
@@ -154,7 +160,7 @@ class Pool:
             worker.send(StartCall(call.number, call.input))  # a process that is still loading reads it later
             worker.start_deadline(call)
 
-    def _end_call(self, worker: WorkerProcess, call: Call) -> None:
+    def _end_call(self, worker: WorkerHandle, call: Call) -> None:
         """Retry a call that ended after its deadline; kill its process if it is no longer needed."""
         if call.expired is not None and not call.answer.done():
             self._retry(call, call.expired)
@@ -170,7 +176,7 @@ class Pool:
         else:
             self.queue.append(call)
 
-    def _end_process(self, worker: WorkerProcess, failure: CallFailure) -> None:
+    def _end_process(self, worker: WorkerHandle, failure: CallFailure) -> None:
         """Retry the calls of a process that ended: the call that caused it alone, the others in any process."""
         self.workers.remove(worker)
         for call in worker.calls.values():

@@ -1,8 +1,9 @@
-"""Main program of a worker process: runs user code on one event loop and exchanges messages with the trainer.
+"""Worker: runs user code on one event loop and exchanges messages with the trainer.
 
-It loads the user's file, then answers calls: rewards of a group, or episodes, which send requests to the engine. It
-reports which call is running at every moment, so that the trainer can attribute time and crashes to the right call.
-`process.WorkerProcess` starts it and is the other end of the pipe.
+It loads the user's file or object, then answers calls: rewards of a group, or episodes, which send requests to the
+engine. It reports which call is running at every moment, so that the trainer can attribute time and crashes to the
+right call. `main` is the program of a worker process, which `process.WorkerProcess` starts; `thread.WorkerThread` runs
+a worker in a thread.
 """
 
 from __future__ import annotations
@@ -16,16 +17,25 @@ import pickle
 import socket
 import threading
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Generator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from openrlhf.agents.agent_files import find_agent, required_arguments
+from openrlhf.agents.agent_files import agent_of_object, find_agent, required_arguments
 from openrlhf.agents.engine_proxy import EngineProxy, RequestRouter, current_call, set_seed
 from openrlhf.agents.interface import AgentExecutorBase, params_for_agent
 from openrlhf.agents.legacy import LegacyExecutor
-from openrlhf.agents.loading import RewardFunction, create_instance, find_reward, load_module, resolve, takes_keyword
+from openrlhf.agents.loading import (
+    RewardFunction,
+    adapt_reward,
+    create_instance,
+    find_reward,
+    load_module,
+    resolve,
+    takes_keyword,
+)
 from openrlhf.agents.sandbox import messages
 from openrlhf.agents.sandbox.messages import plain
 from openrlhf.agents.sandbox.parent_death import die_with, end_all
@@ -66,53 +76,46 @@ class ReportingCoroutine(Coroutine[object, object, object]):
         return self.coroutine.__await__()
 
 
-class Worker:
-    """The loaded user file, and the calls that its reward function or executor is answering."""
+class Worker(ABC):
+    """The loaded user code, and the calls that its reward function or executor is answering."""
 
     spec: messages.WorkerSpec
     router: RequestRouter
-    reward: RewardFunction  # set for a reward file
-    executor: AgentExecutorBase  # set for an agent file
+    reward: RewardFunction  # set for a reward
+    executor: AgentExecutorBase  # set for an agent
+    owns_process = True  # False: the process trains, too, and its random state must not change
 
-    def __init__(self, replies: socket.socket) -> None:
-        self.replies = replies
-        self.writing = threading.Lock()  # user threads may send requests to the engine
+    def __init__(self) -> None:
         self.tasks: dict[int, asyncio.Task[None]] = {}  # by call
 
+    @abstractmethod
     def send(self, message: messages.ToTrainer) -> None:
-        """Send a message from any thread; block until it is sent, because user code may end the process next."""
-        data = json.dumps([type(message).__name__, vars(message)]).encode()
-        with self.writing:
-            self.replies.sendall(messages.HEADER.pack(len(data)) + data)
+        """Send a message to the trainer, from any thread."""
 
-    async def serve(self, calls: socket.socket) -> None:
-        """Handle messages until the trainer ends the process; return if the file cannot be loaded."""
-        loop = asyncio.get_running_loop()
-        loop.set_task_factory(self._create_task)
-        reader, _writer = await asyncio.open_unix_connection(sock=calls)  # without the writer, the socket closes
-        while True:
-            try:
-                (length,) = messages.HEADER.unpack(await reader.readexactly(messages.HEADER.size))
-                message: messages.ToWorker = pickle.loads(await reader.readexactly(length))
-            except (asyncio.IncompleteReadError, OSError):  # the trainer is gone
-                end_all()
-                return
-            match message:
-                case messages.WorkerSpec():
-                    try:
-                        await self._load(message)
-                    except BaseException as error:  # noqa: BLE001 - user code may raise anything
-                        self.send(describe_exception(None, error, message.file))
-                        return
-                    self.send(messages.FileLoaded())
-                case messages.StartCall():
-                    token = current_call.set(message.call)
-                    self.tasks[message.call] = loop.create_task(self._answer(message.call, message.input))
-                    current_call.reset(token)
-                case messages.CancelCall() if message.call in self.tasks:
-                    self.tasks[message.call].cancel()
-                case messages.EngineAnswer():
-                    self.router.deliver(message)
+    def track_tasks(self) -> None:
+        """Report from now on which call runs on this event loop."""
+        asyncio.get_running_loop().set_task_factory(self._create_task)
+
+    async def take(self, message: messages.ToWorker) -> bool:
+        """Handle a message of the trainer; return False if the user code cannot be loaded."""
+        match message:
+            case messages.WorkerSpec():
+                try:
+                    await self._load(message)
+                except BaseException as error:  # noqa: BLE001 - user code may raise anything
+                    self.send(describe_exception(None, error, message.file))
+                    return False
+                self.send(messages.FileLoaded())
+            case messages.StartCall():
+                token = current_call.set(message.call)
+                answer = self._answer(message.call, message.input)
+                self.tasks[message.call] = asyncio.get_running_loop().create_task(answer)
+                current_call.reset(token)
+            case messages.CancelCall() if message.call in self.tasks:
+                self.tasks[message.call].cancel()
+            case messages.EngineAnswer():
+                self.router.deliver(message)
+        return True
 
     def _create_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
         """Task factory that reports the running times of every task that a call starts, directly or indirectly."""
@@ -123,15 +126,18 @@ class Worker:
     async def _load(self, spec: messages.WorkerSpec) -> None:
         """Load the reward function, or build and prepare the executor."""
         self.spec = spec
-        module = load_module(spec.file)
         if spec.kind == "reward":
-            self.reward = find_reward(module, spec.file)
+            self.reward = (
+                find_reward(load_module(spec.file), spec.file)
+                if spec.code is None
+                else adapt_reward(spec.code, spec.name)
+            )
             return
-        build = find_agent(module, spec.file)
+        build = find_agent(load_module(spec.file), spec.file) if spec.code is None else agent_of_object(spec.code)
         class_module, class_name = spec.tokenizer_class
         tokenizer_class = getattr(importlib.import_module(class_module), class_name)
         tokenizer = tokenizer_class.from_pretrained(spec.tokenizer_folder, trust_remote_code=spec.trust_remote_code)
-        self.router = RequestRouter(self.send, spec.max_length, tokenizer)
+        self.router = RequestRouter(self.send, spec.max_length, tokenizer, seeds_torch=self.owns_process)
         if required_arguments(build):
             engine = EngineProxy(self.router)
             build = partial(LegacyExecutor, build, spec.max_length, engine, tokenizer)
@@ -145,7 +151,7 @@ class Worker:
         """Run one call and send its result or exception; even SystemExit is reported."""
         try:
             if isinstance(given, messages.RewardInput):
-                set_seed(given.seed)
+                set_seed(given.seed, seeds_torch=self.owns_process)
                 returned = self.reward(given.queries, given.prompts, given.labels)
                 result = plain(await returned if inspect.isawaitable(returned) else returned)
             else:
@@ -160,7 +166,7 @@ class Worker:
     async def _run_episode(self, call: int, given: messages.EpisodeInput) -> messages.Json:
         """Run one episode; return its RESULT_KEYS, or the unchanged result if it is not a dict."""
         engine = self.router.open(call, given.params.seed, given.prompt)
-        set_seed(given.params.seed)
+        set_seed(given.params.seed, seeds_torch=self.owns_process)
         more: dict[str, Any] = {"images": None} if takes_keyword(self.executor.execute, "images") else {}
         try:
             result = await resolve(
@@ -181,6 +187,35 @@ class Worker:
         return {key: plain(result[key]) for key in RESULT_KEYS if key in result}
 
 
+class ProcessWorker(Worker):
+    """Worker in a process of its own, which exchanges messages with the trainer over sockets."""
+
+    def __init__(self, replies: socket.socket) -> None:
+        super().__init__()
+        self.replies = replies
+        self.writing = threading.Lock()  # user threads may send requests to the engine
+
+    def send(self, message: messages.ToTrainer) -> None:
+        """Send a message; block until it is sent, because user code may end the process next."""
+        data = json.dumps([type(message).__name__, vars(message)]).encode()
+        with self.writing:
+            self.replies.sendall(messages.HEADER.pack(len(data)) + data)
+
+    async def serve(self, calls: socket.socket) -> None:
+        """Handle messages until the trainer ends the process; return if the file cannot be loaded."""
+        self.track_tasks()
+        reader, _writer = await asyncio.open_unix_connection(sock=calls)  # without the writer, the socket closes
+        while True:
+            try:
+                (length,) = messages.HEADER.unpack(await reader.readexactly(messages.HEADER.size))
+                message: messages.ToWorker = pickle.loads(await reader.readexactly(length))
+            except (asyncio.IncompleteReadError, OSError):  # the trainer is gone
+                end_all()
+                return
+            if not await self.take(message):
+                return
+
+
 def describe_exception(call: int | None, error: BaseException, file: str) -> messages.CallRaised:
     """Describe an exception with the line in the user's file and the full traceback."""
     whole = "".join(traceback.format_exception(error))
@@ -188,10 +223,17 @@ def describe_exception(call: int | None, error: BaseException, file: str) -> mes
         return messages.CallRaised(call, str(error), whole, type(error).__name__)
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if Path(frame.filename).name == Path(file).name] or frames
-    line = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
+    line = f" at {describe_place(own[-1])}" if own else ""
     is_exit = isinstance(error, SystemExit)
     what = f"called sys.exit({error.code!r})" if is_exit else f"raised {type(error).__name__}: {error}"
     return messages.CallRaised(call, what + line, whole, "")
+
+
+def describe_place(frame: traceback.FrameSummary) -> str:
+    """Return file and line; for a notebook, whose cells have file names of their own, only the line."""
+    if "ipykernel_" in frame.filename or "<ipython-input" in frame.filename:
+        return f"line {frame.lineno} of its notebook cell"
+    return f"{frame.filename}:{frame.lineno}"
 
 
 def main(calls: int, replies: int, parent: int) -> None:
@@ -199,4 +241,4 @@ def main(calls: int, replies: int, parent: int) -> None:
     die_with(parent)
     for descriptor in (calls, replies):
         os.set_inheritable(descriptor, False)
-    asyncio.run(Worker(socket.socket(fileno=replies)).serve(socket.socket(fileno=calls)))
+    asyncio.run(ProcessWorker(socket.socket(fileno=replies)).serve(socket.socket(fileno=calls)))

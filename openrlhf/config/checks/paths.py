@@ -7,6 +7,7 @@ from pathlib import Path
 
 from openrlhf.config.commands import LoraCombinerConfig, RLConfig, ViewConfig
 from openrlhf.config.flags import flag_values
+from openrlhf.config.in_memory import is_in_memory
 from openrlhf.config.sections.data import split_names
 from openrlhf.errors import ConfigError
 
@@ -42,7 +43,7 @@ def nearest_path(name: str) -> str | None:
 
 def is_here(name: str) -> bool:
     """Return True for a model or dataset on this machine, which is loaded without contacting a hub."""
-    return looks_local(name) or Path(name.partition("@")[0]).expanduser().exists()
+    return looks_local(name) or is_in_memory(name) or Path(name.partition("@")[0]).expanduser().exists()
 
 
 def split_revision(name: str) -> tuple[str, str | None]:

@@ -2,6 +2,7 @@
 
 from openrlhf.config.checks.rule import Changed, change
 from openrlhf.config.commands import RLConfig
+from openrlhf.config.in_memory import is_in_memory
 from openrlhf.config.runtime import is_asynchronous, policy_ranks, uses_correction
 from openrlhf.config.sections.rl import GENERATE_MAX_LEN, GROUP_ESTIMATORS
 from openrlhf.config.urls import mask_urls
@@ -29,9 +30,9 @@ def reward_addresses_are_http_or_python(config: RLConfig) -> None:
 
 
 def agents_are_python_files(config: RLConfig) -> None:
-    """Require a .py file as the agent, because it is imported."""
+    """Require a .py file as the agent, because it is imported; Python callers may pass an object."""
     path = config.rewards.agent_func_path
-    if path and not path.endswith(".py"):
+    if path and not path.endswith(".py") and not is_in_memory(path):
         raise ConfigError(f"--agent_func_path {path} is not a .py file")
 
 

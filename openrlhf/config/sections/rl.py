@@ -17,6 +17,7 @@ from openrlhf.config.flags import (
     Range,
     flag,
 )
+from openrlhf.config.in_memory import is_in_memory
 from openrlhf.config.sections.data import EvaluationFlags, split_names
 from openrlhf.config.sections.training import OptimizerFlags
 
@@ -247,8 +248,8 @@ class RewardFlags:
 
     @property
     def reward_servers(self) -> tuple[str, ...]:
-        """Addresses of reward servers; empty if --remote_rm_url is a Python file."""
-        return () if self.reward_file else split_names(self.remote_rm_url)
+        """Addresses of reward servers; empty if --remote_rm_url is a Python file or function."""
+        return () if self.reward_file or is_in_memory(self.remote_rm_url) else split_names(self.remote_rm_url)
 
     @property
     def reward_file(self) -> str | None:
