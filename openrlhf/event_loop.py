@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, Generic, TypeVar
 
 from openrlhf.signals import forward_signals
 
 Result = TypeVar("Result")
+CHECK_SIGNALS_EVERY = 0.2  # seconds
 
 
 def run_async(work: Coroutine[Any, Any, Result]) -> Result:
@@ -41,6 +42,8 @@ class LoopThread(Generic[Result]):
         """Run the coroutine and wait for its result; raise KeyboardInterrupt if a signal cancelled it."""
         with forward_signals(self.interrupt):
             threading.Thread(target=self._run, daemon=True, name="openrlhf-event-loop").start()
+            while not self.ended.done():  # a signal that the kernel delivers to another thread does not wake this one
+                wait([self.ended], timeout=CHECK_SIGNALS_EVERY)
             try:
                 return self.ended.result()
             except asyncio.CancelledError:

@@ -45,7 +45,8 @@ def open_bar(name: str, *, total: int, done: int = 0, unit: str, hidden: bool = 
     """Return a progress bar on stderr; only the main process shows it."""
     from tqdm import tqdm  # imported late to keep flag parsing fast
 
-    pause = 0.1 if sys.stderr.isatty() else 10  # seconds between updates; in a log file each update adds a line
+    # Seconds between updates: in a log file each update adds a line, but a notebook overwrites the last one.
+    pause = 0.1 if sys.stderr.isatty() else 1 if "ipykernel" in sys.modules else 10
     hidden = hidden or not is_main_process()
     return tqdm(total=total, initial=done, desc=name, unit=unit, disable=hidden, mininterval=pause)
 

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 
 import pytest
 
+ON_REQUEST = ("matrix", "nightly")
 GIB_PER_WORKER = 6  # the largest test runs Ray, two vLLM engines and two DeepSpeed ranks
 MOST_WORKERS = 4  # the longest file takes a quarter of the time
 SETTINGS = ("RAY_", "WANDB_", "VLLM_", "OPENRLHF_", "SLURM_", "TORCHELASTIC_")  # prefixes of variables that change runs
@@ -67,13 +68,12 @@ def one_thread():
 def pytest_collection_modifyitems(config, items):
     """Run the longest files first, so that workers finish together; a file takes the sum of its slow marks.
 
-    Tests marked `matrix` (every model family) or `nightly` take long, so they run only if `-m` names the mark.
+    Tests marked with one of ON_REQUEST take long, so they run only if `-m` names the mark.
     """
-    for mark in ("matrix", "nightly"):
-        if mark not in config.option.markexpr:
-            left_out = [item for item in items if item.get_closest_marker(mark)]
-            config.hook.pytest_deselected(items=left_out)
-            items[:] = [item for item in items if not item.get_closest_marker(mark)]
+    hidden = [mark for mark in ON_REQUEST if mark not in config.option.markexpr]
+    left_out = [item for item in items if any(map(item.get_closest_marker, hidden))]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
     seconds = {}
     for item in items:
         for mark in item.iter_markers("slow"):

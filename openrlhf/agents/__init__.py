@@ -10,10 +10,10 @@ scores. With a reward file, these functions pass the texts to the user's code an
     Pool.call, Pool._run, Pool._assign                 sandbox/pool.py
     WorkerProcess.send                                 sandbox/process.py
       | pipe
-    Worker.serve, Worker._answer -> reward_func        sandbox/worker.py, in the worker process
-    plain, Worker.send                                 sandbox/messages.py, sandbox/worker.py
+    ProcessWorker.serve, take, _answer -> reward_func  sandbox/worker.py, in the worker process
+    plain, ProcessWorker.send                          sandbox/messages.py, sandbox/worker.py
       | pipe
-    WorkerProcess._listen                              sandbox/process.py
+    WorkerProcess._listen, take                        sandbox/process.py, sandbox/handle.py
     read_scores                                        scores.py
 
 With an agent file, `AgentEpisodes.run_group` (`episodes.py`) sends each sample through the same pool. `Worker._answer`

@@ -41,21 +41,20 @@ def build_executor(
     template: TemplateFlags | None = None,
     compares_engine: bool = False,
 ) -> GroupExecutor:
-    """Build the executor for an agent file, a reward file, reward servers, or none of them.
+    """Build the executor for an agent, a reward function, reward servers, or none of them.
 
     With none of them, reward models score the samples later. A file is loaded immediately in a first worker process, so
     that errors in it are reported before training. `processes` is the maximum number of worker processes (default: half
     of the CPU cores, at most 8). `compares_engine` means that the loss compares the log-probs of engine and trainer.
     """
     processes = processes or max(1, min(MOST_PROCESSES, (os.cpu_count() or 2) // 2))
+    if is_in_memory(rewards.agent_func_path or rewards.remote_rm_url):
+        processes = 1  # calls of an object share one thread, where async ones overlap; in several, it would need locks
     if not rewards.agent_func_path:
         source: FileRewards | ServerRewards | None = None
         function = object_of(rewards.remote_rm_url, "remote_rm_url")
         if rewards.reward_file or function is not None:
-            # Functions of the caller share one thread, where async ones overlap; other threads would need locks.
-            limits = PoolLimits(rewards.reward_timeout, processes, calls_before_another=1, calls_per_process=1)
-            if function is not None:
-                limits = PoolLimits(rewards.reward_timeout)
+            limits = PoolLimits(rewards.reward_timeout, processes, calls_per_process=1 if function is None else None)
             pool = Pool(WorkerSpec(file_of(rewards.reward_file, function), "reward", code=function), limits)
             pool.start()
             source = FileRewards(pool, stop_at_failure=rewards.on_reward_error == "stop")
@@ -86,8 +85,6 @@ def build_executor(
         template=template or TemplateFlags(),
     )
     limits = PoolLimits(rewards.reward_timeout, processes, calls_before_another=EPISODES_BEFORE_ANOTHER)
-    if agent is not None:  # one thread for all episodes, as for functions
-        limits = PoolLimits(rewards.reward_timeout)
     pool = Pool(spec, limits, owns=folder)
     pool.start()
     return AgentEpisodes(pool, context_length, rewards.step_rewards, rewards.on_reward_error, compares_engine)

@@ -19,7 +19,6 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-import openrlhf
 from openrlhf.cluster import probes
 from openrlhf.cluster.driver import joined
 from openrlhf.cluster.head import Head
@@ -103,7 +102,7 @@ class Cluster:
         node = devices[0].node
         processes = sum(device.node.id == node.id for device in chain(*self.devices.values()))  # all share its cores
         # If the package runs from a checkout, workers import it from there, before anything on the inherited path.
-        package = Path(openrlhf.__file__).parents[1]
+        package = Path(__file__).parents[2]
         checkout = "" if package.name in ("site-packages", "dist-packages") else str(package)
         values = {
             "PYTHONPATH": os.pathsep.join(filter(None, (checkout, os.environ.get("PYTHONPATH")))),

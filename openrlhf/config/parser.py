@@ -184,24 +184,36 @@ def file_arguments(command: type, path: Path) -> list[str]:
         raise ConfigError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, Mapping):
         raise ConfigError(f"--config {path} contains no flags", try_this="lines such as `pretrain: ./model`")
+    try:
+        return mapping_arguments(command, dict(flatten(content, known_spellings(command))))
+    except ConfigError as error:
+        raise ConfigError(f"in --config {path}: {error}") from None
+
+
+def mapping_arguments(command: type, values: Mapping[str, object]) -> list[str]:
+    """Convert flags by name to command-line arguments; None leaves a flag at its default."""
     known, flags = known_spellings(command), flags_of(command)
     arguments: list[str] = []
-    for name, value in flatten(content, known):
+    for name, value in values.items():
         if name not in known:
-            raise ConfigError(f"in --config {path}: {unknown_flag(command, '--' + name)}")
+            raise unknown_flag(command, "--" + name)
         flag = next(iter(successor(name, flags)), None)
         match value:
             case None:
                 pass
-            case list() if flag and without_none(flags[flag].type) is str:  # such as a list of datasets
-                arguments.append(f"--{name}={','.join(map(str, value))}")
-            case list():
-                arguments += [f"--{name}", *map(str, value)]
+            case list() | tuple() if flag and without_none(flags[flag].type) is str:  # such as a list of datasets
+                arguments.append(f"--{name}={','.join(map(as_word, value))}")
+            case list() | tuple():
+                arguments += [f"--{name}", *map(as_word, value)]
             case bool() | Mapping():
                 arguments.append(f"--{name}={json.dumps(value)}")
             case _:
-                arguments.append(f"--{name}={value}")
+                arguments.append(f"--{name}={as_word(value)}")
     return arguments
+
+
+def as_word(value: object) -> str:
+    return os.fspath(value) if isinstance(value, os.PathLike) else str(value)
 
 
 def flatten(content: Mapping[str, object], known: Sequence[str], prefix: str = "") -> list[tuple[str, object]]:

@@ -1,7 +1,7 @@
 """The batch_inference command: generate or score answers for a whole dataset, and write them to one file.
 
-`run` reads and checks the input, calls `generate` or `score` to produce the rows, and writes the output. Finished rows
-are stored in a folder next to the output (see `parts`), so that the same command resumes an interrupted run. If a
+`produce` reads and checks the input, calls `generate` or `score` to produce the rows, and writes the output. Finished
+rows are stored in a folder next to the output (see `parts`), so that the same command resumes an interrupted run. If a
 launcher starts several processes, each produces some of the rows, and the first process writes the output.
 """
 
@@ -49,10 +49,17 @@ class BatchResult:
 
 
 def run(config: BatchInferenceConfig) -> BatchResult | None:
+    """Generate or score all rows, write the output and print its path; the config must already be checked."""
+    result = produce(config)
+    if result is not None:
+        say(f"saved {result.output_path}: {counted(result.rows, 'row')}")
+    return result
+
+
+def produce(config: BatchInferenceConfig) -> BatchResult | None:
     """Generate or score all rows, and write the output.
 
-    The config must already be checked. With several processes, only the main process returns the result; the others
-    return None.
+    With several processes, only the main process returns the result; the others return None.
     """
     disable_progress_bar()
     exit_with_launcher()
@@ -94,9 +101,7 @@ def finish(config: BatchInferenceConfig, parts: OutputParts) -> BatchResult:
         say(f"reward: mean {mean:.4f}, std {std:.4f} over {counted(len(scored), 'row')}")
         process = POST_PROCESSORS.get(config.task.post_processor or "null")
         rows = process(scored, config.task) if process else scored
-    count = parts.finish(rows)
-    say(f"saved {parts.output}: {counted(count, 'row')}")
-    return BatchResult(parts.output, count, mean, std)
+    return BatchResult(parts.output, parts.finish(rows), mean, std)
 
 
 def exit_with_launcher() -> None:

@@ -128,16 +128,18 @@ def test_the_console_entry_prints_help_as_a_process():
 def test_flags_are_parsed_and_checked_without_heavy_imports():
     program = f"""
 import sys
-from openrlhf.cli.entry import start
+from openrlhf.api.start import prepare
 from openrlhf.config.commands import COMMANDS
 from openrlhf.config.help import help_text
 from openrlhf.config.parser import build_parser
 for name, command in COMMANDS.items():
     for topic in ("", "all"):
         help_text(command, build_parser(command, name), topic)
-start({SFT[0]!r}, {SFT[1:]!r})
-start({RL[0]!r}, {RL[1:]!r})
-start("train_ppo_ray", {RL[1:]!r} + ["--vllm_num_engines", "8"])
+prepare({SFT[0]!r}, {SFT[1:]!r})
+prepare({RL[0]!r}, {RL[1:]!r})
+prepare("train_ppo_ray", {RL[1:]!r} + ["--vllm_num_engines", "8"])
+import openrlhf
+openrlhf.train_sft, openrlhf.generate  # loads the functions
 heavy = {{"torch", "transformers", "datasets", "ray", "vllm", "deepspeed", "wandb", "numpy"}}
 print(sorted(heavy & sys.modules.keys()))
 """

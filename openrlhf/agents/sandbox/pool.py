@@ -21,6 +21,7 @@ from openrlhf.agents.futures import mark_retrieved
 from openrlhf.agents.sandbox.call import Call, CallFailure, CallResult, Generate
 from openrlhf.agents.sandbox.handle import PoolLimits, WorkerHandle
 from openrlhf.agents.sandbox.messages import EpisodeInput, RewardInput, StartCall, WorkerSpec
+from openrlhf.agents.sandbox.process import WorkerProcess
 from openrlhf.errors import ConfigError, RolloutError
 from openrlhf.types import Completion, Request
 
@@ -129,11 +130,11 @@ class Pool:
 
     def _spawn(self, *, alone: bool = False) -> WorkerHandle:
         """Start a process, or a thread for an object; `alone` reserves it for one call."""
-        # Imported here, so that the trainer does not load the code that only workers need.
-        if self.spec.code is None:
-            from openrlhf.agents.sandbox.process import WorkerProcess as kind
-        else:
-            from openrlhf.agents.sandbox.thread import WorkerThread as kind
+        kind: type[WorkerHandle] = WorkerProcess
+        if self.spec.code is not None:
+            from openrlhf.agents.sandbox.thread import WorkerThread  # imports all that a worker needs
+
+            kind = WorkerThread
         worker = kind(self.spec, self.limits, self._end_call, self._end_process, alone=alone)
         self.workers.append(worker)
         return worker

@@ -1,0 +1,71 @@
+"""Keyword arguments of a Python caller as command-line arguments.
+
+Most keywords are flags, and their values are converted to text. Datasets, reward functions and agents may be objects:
+`as_arguments` holds them in memory while the run lasts and passes their names on (see `config/in_memory.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from openrlhf.config.checks.paths import DATA_FLAGS
+from openrlhf.config.commands import COMMANDS
+from openrlhf.config.in_memory import held
+from openrlhf.config.parser import mapping_arguments
+from openrlhf.errors import ConfigError, counted
+
+CODE_FLAGS = {"reward": "remote_rm_url", "agent": "agent_func_path"}  # keyword -> flag for a path or a URL
+
+
+@contextmanager
+def as_arguments(command: str, keywords: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Yield the command-line arguments for these keywords; objects stay available while the context is open."""
+    flags = dict(keywords)
+    files = [f"--config={os.fspath(flags.pop('config'))}"] if flags.get("config") is not None else []
+    with ExitStack() as stack:
+        for name in DATA_FLAGS:
+            if name in flags and not is_text(flags[name]):
+                flags[name] = stack.enter_context(held(describe_rows(name, flags[name]), flags[name]))
+        for name, flag in CODE_FLAGS.items() if command.startswith("train_ppo") else ():
+            if flags.get(name) is not None and flags.get(flag) is not None:
+                raise ConfigError(f"{name}= and {flag}= are two values for the same flag", try_this=f"only {name}=")
+            code = flags.pop(name, None)
+            if name == "reward" and not (is_text(code) or callable(code)):
+                raise ConfigError(
+                    f"reward= is a {type(code).__name__}: expected a function, a .py file or the address of a server",
+                    try_this="def reward(queries, prompts, labels): ...",
+                )
+            if code is not None and not is_text(code):
+                code = stack.enter_context(held(str(getattr(code, "__name__", type(code).__name__)), code))
+            if code is not None:
+                flags[flag] = code
+        yield [*files, *mapping_arguments(COMMANDS[command], flags)]
+
+
+def is_text(value: Any) -> bool:
+    """Return True if a value names something: text, a path, a list of them, or None for the default."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return bool(value) and all(map(is_text, value))
+    return value is None or hasattr(value, "__fspath__") or isinstance(value, str)
+
+
+def describe_rows(flag: str, rows: Any) -> str:
+    """Describe a dataset in memory: its size, and a fingerprint that shows on resume whether the rows have changed."""
+    if isinstance(rows, Mapping):  # a DatasetDict
+        return " and ".join(f"{split}: {describe_rows(flag, table)}" for split, table in rows.items())
+    if isinstance(rows, list):
+        lines = (json.dumps(row, sort_keys=True, default=repr) for row in rows)
+        fingerprint = hashlib.blake2b("\n".join(lines).encode(), digest_size=3).hexdigest()
+    elif hasattr(rows, "column_names") and hasattr(rows, "__len__"):  # a Dataset; other iterables have no random access
+        fingerprint = str(getattr(rows, "_fingerprint", ""))[:6]
+    else:
+        raise ConfigError(
+            f"{flag}= is a {type(rows).__name__}: expected a path, a list of dicts or a datasets.Dataset",
+            try_this=f"{flag}=list(rows)",
+        )
+    return f"{counted(len(rows), 'row')}; {fingerprint}"

@@ -1,0 +1,24 @@
+"""Answers to the prompts of a Python caller: batch_inference without a file that stays.
+
+`openrlhf.generate` writes no output of its own, so its rows go to a temporary folder and come back as a list.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+from openrlhf.config.commands import BatchInferenceConfig
+from openrlhf.config.flags import replace_flags
+from openrlhf.inference.batch_inference import produce
+
+
+def run(config: BatchInferenceConfig) -> list[str]:
+    """Return the answers in order; empty in all processes of a launcher but the first."""
+    with tempfile.TemporaryDirectory(prefix="openrlhf-answers-") as folder:
+        result = produce(replace_flags(config, output_path=str(Path(folder) / "answers.jsonl")))
+        if result is None:
+            return []
+        lines = result.output_path.read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["output"] for line in lines]
