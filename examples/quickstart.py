@@ -123,10 +123,10 @@ def write(path: Path, rows: list[dict[str, str]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def build_model(folder: Path) -> None:
+def build_model(folder: Path, characters: str = CHARACTERS) -> None:
     """A decoder with random weights, and one token for each character."""
-    vocabulary = {token: number for number, token in enumerate(["</s>", "<pad>", *CHARACTERS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=" "))
+    vocabulary = {token: number for number, token in enumerate(["</s>", "<pad>", *characters])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=characters[-1]))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="<pad>").save_pretrained(folder)
