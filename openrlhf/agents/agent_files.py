@@ -15,7 +15,7 @@ from openrlhf.agents.interface import AgentExecutorBase, AgentInstanceBase
 from openrlhf.agents.legacy import StepFunction
 from openrlhf.agents.loading import POSITIONAL, defined_names
 from openrlhf.agents.multi_turn import MultiTurnAgentExecutor
-from openrlhf.agents.sandbox.messages import object_name
+from openrlhf.config.in_memory import object_name
 from openrlhf.errors import ConfigError
 
 # Constructor arguments of executors written for 0.8.7 to 0.9.0, which `LegacyExecutor` supplies.

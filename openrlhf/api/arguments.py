@@ -15,7 +15,7 @@ from typing import Any
 
 from openrlhf.config.checks.paths import DATA_FLAGS
 from openrlhf.config.commands import COMMANDS
-from openrlhf.config.in_memory import held
+from openrlhf.config.in_memory import held, object_name
 from openrlhf.config.parser import mapping_arguments
 from openrlhf.errors import ConfigError, counted
 
@@ -31,20 +31,24 @@ def as_arguments(command: str, keywords: Mapping[str, Any]) -> Iterator[list[str
         for name in DATA_FLAGS:
             if name in flags and not is_text(flags[name]):
                 flags[name] = stack.enter_context(held(describe_rows(name, flags[name]), flags[name]))
-        for name, flag in CODE_FLAGS.items() if command.startswith("train_ppo") else ():
-            if flags.get(name) is not None and flags.get(flag) is not None:
-                raise ConfigError(f"{name}= and {flag}= are two values for the same flag", try_this=f"only {name}=")
-            code = flags.pop(name, None)
-            if name == "reward" and not (is_text(code) or callable(code)):
-                raise ConfigError(
-                    f"reward= is a {type(code).__name__}: expected a function, a .py file or the address of a server",
-                    try_this="def reward(queries, prompts, labels): ...",
-                )
-            if code is not None and not is_text(code):
-                code = stack.enter_context(held(str(getattr(code, "__name__", type(code).__name__)), code))
-            if code is not None:
-                flags[flag] = code
+        if command == "train_ppo":
+            for name, flag in CODE_FLAGS.items():
+                code = flags.pop(name, None)
+                if code is not None:
+                    must_be_code(name, code, flag, given=flags.get(flag))
+                    flags[flag] = code if is_text(code) else stack.enter_context(held(object_name(code), code))
         yield [*files, *mapping_arguments(COMMANDS[command], flags)]
+
+
+def must_be_code(name: str, code: object, flag: str, *, given: object) -> None:
+    """Raise for a reward that is not a function, and for a value that the flag of the same meaning has, too."""
+    if given is not None:
+        raise ConfigError(f"{name}= and {flag}= are two values for the same flag", try_this=f"only {name}=")
+    if name == "reward" and not (is_text(code) or callable(code)):
+        raise ConfigError(
+            f"reward= is a {type(code).__name__}: expected a function, a .py file or the address of a server",
+            try_this="def reward(queries, prompts, labels): ...",
+        )
 
 
 def is_text(value: Any) -> bool:

@@ -7,7 +7,7 @@ from os import PathLike
 from typing import Any
 
 from openrlhf.api.arguments import as_arguments
-from openrlhf.api.start import prepare, run
+from openrlhf.api.start import prepare, run_and_restore
 from openrlhf.errors import ConfigError
 
 
@@ -31,8 +31,6 @@ def generate(
     >>> len(answers)
     2
     """
-    from openrlhf.training.process_state import process_state_restored  # imports torch, so only now
-
     if isinstance(prompts, str):
         raise ConfigError("prompts= is a text: expected a list of prompts", try_this="prompts=[text]")
     if not prompts:
@@ -40,6 +38,7 @@ def generate(
     given: dict[str, Any] = {
         "pretrain": model,
         "dataset": [{"input": prompt} for prompt in prompts],
+        "input_key": "input",
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
         "greedy_sampling": greedy_sampling,
@@ -48,5 +47,5 @@ def generate(
         "output_path": "answers.jsonl",  # required by the command; `inference.in_memory` uses a temporary file instead
     }
     flags.setdefault("eval_task", "generate")
-    with process_state_restored(), as_arguments("batch_inference", flags | given) as argv:
-        return run("generate", prepare("batch_inference", argv))
+    with as_arguments("batch_inference", flags | given) as argv:
+        return run_and_restore("generate", prepare("batch_inference", argv))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias, cast
 
+from openrlhf.errors import BackendError
 from openrlhf.monitor import METRICS_FILE
 
 Kind: TypeAlias = Literal["train", "eval"]
@@ -33,13 +34,16 @@ class StepCallback:
     on_step: OnStep
 
     def log(self, kind: str, step: int, values: Mapping[str, float]) -> None:
-        self.on_step(StepRecord(cast(Kind, kind), step, dict(values)))
+        try:
+            self.on_step(StepRecord(cast(Kind, kind), step, dict(values)))
+        except OSError as error:  # the monitor would take it for a full disk, and continue without the callback
+            raise BackendError(f"on_step raised {type(error).__name__}: {error}") from error
 
     def close(self) -> None:
         """Do nothing: there is no file or connection to close."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TrainResult:
     """A finished training run. It can be used as a path: wherever a model folder is expected, pass the result."""
 
@@ -49,7 +53,7 @@ class TrainResult:
     steps: int  # steps trained, including those before a resume; 0 for a dry run
     metrics: Mapping[str, float]  # of the last training step
     evaluation: Mapping[str, float]  # of the last evaluation; empty without one
-    history: tuple[StepRecord, ...] = field(default=(), repr=False)  # every logged step and evaluation, in order
+    history: tuple[StepRecord, ...] = ()  # every logged step and evaluation, in order
 
     def curve(self, name: str, kind: Kind = "train") -> tuple[list[int], list[float]]:
         """Return the steps and values of a metric, for a plot: `plt.plot(*result.curve("reward"))`."""
@@ -62,8 +66,8 @@ class TrainResult:
     def __fspath__(self) -> str:
         return str(self.model)
 
-    def __str__(self) -> str:
-        return "\n".join(f"{name:<12}{value}" for name, value in self._lines())
+    def __repr__(self) -> str:
+        return "\n".join(["TrainResult", *(f"  {name:<13}{value}" for name, value in self._lines())])
 
     def _repr_html_(self) -> str:
         rows = (f"<tr><th>{name}</th><td>{html.escape(value)}</td></tr>" for name, value in self._lines())

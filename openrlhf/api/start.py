@@ -67,3 +67,11 @@ def run(name: str, config: object, sinks: Sequence[Sink] = ()) -> Any:
     work = import_module(DRY_RUN if is_dry else RUNS.get(name, SUPERVISED)).run  # imports torch and Transformers
     with interrupt_on_signals():
         return work(config, sinks=sinks) if trains and not is_dry else work(config)
+
+
+def run_and_restore(name: str, config: object, sinks: Sequence[Sink] = ()) -> Any:
+    """Run a command for a Python caller, and leave the process as it was."""
+    from openrlhf.training.process_state import process_state_restored  # imports torch, so only after the checks
+
+    with process_state_restored():
+        return run(name, config, sinks)

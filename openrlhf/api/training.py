@@ -23,7 +23,7 @@ from openrlhf.api.keywords import (
     takes_flags,
 )
 from openrlhf.api.result import StepCallback, TrainResult, read_history
-from openrlhf.api.start import prepare, run
+from openrlhf.api.start import prepare, run_and_restore
 from openrlhf.config.commands import TrainingConfig
 
 
@@ -126,15 +126,15 @@ def train_ppo(**keywords: Any) -> TrainResult:
 
 
 def train(command: str, keywords: dict[str, Any]) -> TrainResult:
-    """Run a training command with keywords; leave this process as it was."""
-    from openrlhf.training import checkpoint  # imports torch, so only now
-    from openrlhf.training.process_state import process_state_restored
+    """Run a training command with keywords."""
+    on_step = keywords.pop("on_step", None)
+    with as_arguments(command, keywords) as argv:
+        config: TrainingConfig = prepare(command, argv)
+        outcome = run_and_restore(command, config, [] if on_step is None else [StepCallback(on_step)])
+
+    from openrlhf.training import checkpoint  # imports torch, so only after the checks
     from openrlhf.training.run_directory import run_folder
 
-    on_step = keywords.pop("on_step", None)
-    with process_state_restored(), as_arguments(command, keywords) as argv:
-        config: TrainingConfig = prepare(command, argv)
-        outcome = run(command, config, [] if on_step is None else [StepCallback(on_step)])
     run_dir = run_folder(config)
     return TrainResult(
         model=Path(config.checkpoints.save_path),

@@ -21,6 +21,11 @@ def is_in_memory(name: str | None) -> bool:
     return name is not None and name.startswith(PREFIX)
 
 
+def object_name(value: object) -> str:
+    """Return the name of a function or class, or of the class of an instance."""
+    return str(getattr(value, "__name__", type(value).__name__))
+
+
 @contextmanager
 def held(description: str, value: object) -> Iterator[str]:
     """Make an object available while the context is open; yield the name under which a flag refers to it."""

@@ -16,7 +16,7 @@ from transformers.utils import logging
 import openrlhf
 from openrlhf import StopTraining, generate, train_ppo, train_sft
 from openrlhf.api import generation, training
-from openrlhf.errors import DataError, RewardError
+from openrlhf.errors import BackendError, DataError, RewardError
 from openrlhf.training import checkpoint
 from openrlhf.utils.agent import AgentInstanceBase
 from tests.commands import FAST
@@ -120,11 +120,12 @@ def test_a_callback_ends_training_early_and_the_model_is_saved(sft, ppo, capsys)
     assert capsys.readouterr().err.count("step 2: training ends here: enough") == 2
 
 
-def test_an_error_in_a_callback_ends_the_run(sft):
+@pytest.mark.parametrize("kind", [LookupError, FileNotFoundError])
+def test_an_error_in_a_callback_ends_the_run(sft, kind):
     def on_step(record):
-        raise LookupError("mine")
+        raise kind("mine")
 
-    with pytest.raises(LookupError, match="mine"):
+    with pytest.raises((LookupError, BackendError), match="mine"):
         sft(on_step=on_step)
     assert sft().steps == 3  # the folders are free again
 

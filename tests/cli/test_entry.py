@@ -139,7 +139,11 @@ prepare({SFT[0]!r}, {SFT[1:]!r})
 prepare({RL[0]!r}, {RL[1:]!r})
 prepare("train_ppo_ray", {RL[1:]!r} + ["--vllm_num_engines", "8"])
 import openrlhf
-openrlhf.train_sft, openrlhf.generate  # loads the functions
+openrlhf.generate
+try:
+    openrlhf.train_sft(datset="misspelled")
+except ValueError as error:
+    assert "Try: --dataset" in str(error)
 heavy = {{"torch", "transformers", "datasets", "ray", "vllm", "deepspeed", "wandb", "numpy"}}
 print(sorted(heavy & sys.modules.keys()))
 """

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+from openrlhf.config.in_memory import object_name
 from openrlhf.config.sections.data import TemplateFlags
 from openrlhf.types import Completion, SamplingParams
 
@@ -133,11 +134,6 @@ WORKER_MESSAGES = {
 }
 ToTrainer: TypeAlias = FileLoaded | RunningCall | EngineRequest | CallReturned | CallRaised
 ToWorker: TypeAlias = WorkerSpec | StartCall | CancelCall | EngineAnswer
-
-
-def object_name(value: object) -> str:
-    """Return the name of a function or class, or of the class of an instance."""
-    return str(getattr(value, "__name__", type(value).__name__))
 
 
 def plain(value: object) -> Json:
