@@ -21,6 +21,11 @@ def is_in_memory(name: str | None) -> bool:
     return name is not None and name.startswith(PREFIX)
 
 
+def describe(name: str) -> str:
+    """Return the part of an object's name that describes it."""
+    return name.removeprefix(PREFIX).removesuffix(")")
+
+
 def object_name(value: object) -> str:
     """Return the name of a function or class, or of the class of an instance."""
     return str(getattr(value, "__name__", type(value).__name__))

@@ -22,7 +22,7 @@ from openrlhf.agents.build import build_executor
 from openrlhf.agents.executor import GroupExecutor, GroupResult, sample_name, shorten
 from openrlhf.config.checks.paths import split_revision
 from openrlhf.config.commands import RLConfig, SupervisedConfig
-from openrlhf.config.in_memory import is_in_memory
+from openrlhf.config.in_memory import describe, is_in_memory
 from openrlhf.config.runtime import compares_engine, critic_model, resolve_runtime
 from openrlhf.config.sections.data import split_names
 from openrlhf.config.sections.rl import RewardFlags
@@ -246,10 +246,11 @@ async def try_prompts(
 
 def source_of(rewards: RewardFlags) -> str:
     """Name the user's code or server that gives the rewards."""
-    if rewards.agent_func_path:
-        return f"the agent in {rewards.agent_func_path}"
-    if is_in_memory(rewards.remote_rm_url):
-        return f"the reward function {rewards.remote_rm_url}"
+    agent, reward = rewards.agent_func_path, rewards.remote_rm_url
+    if agent:
+        return f"agent={describe(agent)}" if is_in_memory(agent) else f"the agent in {agent}"
+    if reward and is_in_memory(reward):
+        return f"reward={describe(reward)}"
     return f"reward_func in {rewards.reward_file}" if rewards.reward_file else "a reward server (--remote_rm_url)"
 
 

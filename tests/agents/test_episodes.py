@@ -318,7 +318,7 @@ PARENT = """
     sys.path.insert(0, {root!r})
     from openrlhf.agents.sandbox.messages import RewardInput, WorkerSpec
     from openrlhf.agents.sandbox.pool import Pool
-    from openrlhf.agents.sandbox.process import PoolLimits
+    from openrlhf.agents.sandbox.handle import PoolLimits
     pool = Pool(WorkerSpec({file!r}, "reward"), PoolLimits(timeout=3600.0))
     pool.start()
     asyncio.run(pool.call(RewardInput([], [], [], seed=0), retries=0))
