@@ -64,4 +64,4 @@ def rl_table(config: RLConfig) -> list[Line]:
 
 def render(lines: list[Line]) -> str:
     names, values = max(len(line.name) for line in lines), max(len(line.value) for line in lines)
-    return "\n".join(f"  {line.name:<{names}}  {line.value:>{values}}  {line.how}" for line in lines)
+    return "\n".join(f"  {line.name:<{names}}  {line.value:>{values}}  {line.how}".rstrip() for line in lines)

@@ -16,14 +16,15 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.commands import BatchInferenceConfig
 from openrlhf.config.sections.data import ResponseFlags
+from openrlhf.data.findings import check_texts, field_findings, first_rows
 from openrlhf.data.prompts import prompt_text
 from openrlhf.data.records import Record, Records
+from openrlhf.data.report import Budget, DataReport
 from openrlhf.data.responses import mark_response
-from openrlhf.data.rows import EMPTY_PROMPT, Dropped, build_rows
+from openrlhf.data.rows import EMPTY_PROMPT, Dropped, Loaded, build_rows
 from openrlhf.data.templates import open_chat
 from openrlhf.data.tokens import check_tokenizer, encode
 from openrlhf.errors import DataError, counted
-from openrlhf.monitor import say
 from openrlhf.types import Prompt
 
 INDEX = "index"  # output column with the row number of the prompt
@@ -62,19 +63,24 @@ def iteration_slice(records: Records, number: int | None, size: int) -> tuple[Re
 
 
 def read_prompts(
-    records: Records, tokenizer: PreTrainedTokenizerBase, config: BatchInferenceConfig, *, first_index: int, budget: int
-) -> list[Prompt]:
+    records: Records,
+    tokenizer: PreTrainedTokenizerBase,
+    config: BatchInferenceConfig,
+    *,
+    first_index: int,
+    budget: Budget,
+) -> Loaded:
     """Make a Prompt from each row, numbered as in the whole dataset.
 
-    Prompts longer than `budget` tokens are truncated at the start, and a message reports how many.
+    Prompts longer than the budget are truncated at the start, and the report counts them.
     """
     template, sampling = config.template, config.sampling
     chat = open_chat(tokenizer, template)
     indices = count(first_index)  # dropped rows are counted too
-    cut = 0  # number of truncated prompts
+    report = DataReport(records.name, budget, cut_at="start")
+    report.add(*field_findings(first_rows(records), (config.data.input_key,), template))
 
     def make(record: Record) -> list[Prompt]:
-        nonlocal cut
         index = next(indices)
         text = prompt_text(record, config.data.input_key, chat, template)
         if not text.strip():
@@ -82,16 +88,14 @@ def read_prompts(
         if sampling.enable_csft:
             text = with_condition(text, sampling.csft_prompt)
         ids: Sequence[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        cut += len(ids) > budget
-        return [Prompt(index, text, tuple(ids[-budget:]))]
+        report.keep((text, len(ids)))
+        return [Prompt(index, text, tuple(ids[-budget.tokens :]))]
 
-    prompts = build_rows(records, make)
-    if cut:
-        say(f"{cut} of {len(prompts)} prompts are longer than {budget} tokens and are truncated at the start")
-    return prompts
+    prompts = build_rows(records, make, report)
+    return Loaded(prompts, check_texts(report, tokenizer))
 
 
-def read_answers(records: Records, tokenizer: PreTrainedTokenizerBase, config: BatchInferenceConfig) -> list[Answer]:
+def read_answers(records: Records, tokenizer: PreTrainedTokenizerBase, config: BatchInferenceConfig) -> Loaded:
     """Tokenise prompts with responses as in reward model training: with EOS, truncated to --max_len.
 
     The texts of an Answer are not truncated, because they are written to the output.
@@ -99,14 +103,18 @@ def read_answers(records: Records, tokenizer: PreTrainedTokenizerBase, config: B
     check_tokenizer(tokenizer)
     fields = ResponseFlags(input_key=config.data.input_key, output_key=config.data.output_key)
     chat = open_chat(tokenizer, config.template)
+    report = DataReport(records.name, Budget(config.data.max_len, "--max_len"))
+    report.add(*field_findings(first_rows(records), (fields.input_key, fields.output_key), config.template))
 
     def make(record: Record) -> list[Answer]:
         marked = mark_response(record, fields, chat, config.template.input_template)
         start, end = marked.spans[0][0], marked.spans[-1][1]
-        ids = encode(marked, tokenizer, config.data.max_len).row.input_ids
+        encoded = encode(marked, tokenizer, config.data.max_len)
         index = record.row.get(INDEX)
         if index is not None and (isinstance(index, bool) or not isinstance(index, int | str)):
             raise record.at(INDEX).mismatch("the row number of a prompt", index)
-        return [Answer(marked.text[:start], marked.text[start:end], index, ids)]
+        report.keep((encoded.text, encoded.length))
+        return [Answer(marked.text[:start], marked.text[start:end], index, encoded.row.input_ids)]
 
-    return build_rows(records, make)
+    rows = build_rows(records, make, report)
+    return Loaded(rows, check_texts(report, tokenizer))

@@ -1,8 +1,8 @@
 """Convert conversations from the common dataset formats to messages with role and content.
 
 OpenAI-style messages, ShareGPT messages (`from`, `value`) and plain text are accepted; tool calls and tool descriptions
-may be objects or JSON text. `read_messages` and `read_tools` read a dataset row, and `templates.Chat` renders the
-result. `agents.chat` uses `read_message` for the requests of OpenAI clients.
+may be objects or JSON text. `read_text`, `read_messages` and `read_tools` read a dataset row, and
+`templates.Chat` renders the result. `agents.chat` uses `read_message` for the requests of OpenAI clients.
 """
 
 from __future__ import annotations
@@ -60,9 +60,21 @@ def read_messages(record: Record, field: str, flag: str, *, speaker: str | None 
         return [{"role": speaker, "content": value or ""}]
     if value is None:
         return []
+    if isinstance(value, str):
+        own = "--output_key FIELD for the response" if flag == "--input_key" else "--prompt_key FIELD for the prompt"
+        fix = f"{own}, if it has its own field, or remove --apply_chat_template"
+        raise record.at(field).mismatch("a message list", value, try_this=fix)
     if not isinstance(value, list):
         raise record.at(field).mismatch("a message list" if speaker is None else "text or a message list", value)
     return [read_message(item, record.at(field)) for item in value]
+
+
+def read_text(record: Record, field: str, flag: str) -> str:
+    """Read the text that a plain template is filled with; the error for a message list suggests the chat template."""
+    value = record.value(field, flag)
+    if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+        raise record.at(field).mismatch("text", value, try_this="--apply_chat_template, which formats messages")
+    return record.text(field, flag)
 
 
 def read_message(item: object, place: Place) -> Message:

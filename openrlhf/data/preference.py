@@ -12,10 +12,12 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.sections.data import LabelledResponseFlags, PairFlags, TemplateFlags
-from openrlhf.data.messages import read_messages
+from openrlhf.data.findings import check_texts, field_findings, first_rows, unused_prompt
+from openrlhf.data.messages import read_messages, read_text
 from openrlhf.data.records import Record, Records
+from openrlhf.data.report import Budget, DataReport, Finding
 from openrlhf.data.responses import check_fields, mark_plain, mark_response
-from openrlhf.data.rows import EMPTY_PROMPT, NO_ANSWER, Dropped, build_rows, long_prompt
+from openrlhf.data.rows import EMPTY_PROMPT, EMPTY_RESPONSE, NO_ANSWER, Dropped, Loaded, build_rows, long_prompt
 from openrlhf.data.templates import Chat, fill, open_chat
 from openrlhf.data.tokens import Marked, check_tokenizer, encode
 from openrlhf.types import LabelledRow, PairRow, TokenRow
@@ -29,7 +31,7 @@ def preference_rows(
     max_len: int,
     *,
     drop_long_prompts: bool,
-) -> list[PairRow]:
+) -> Loaded:
     """Make pairs for a reward model or DPO.
 
     A reward model can score truncated texts, so it keeps long prompts. DPO drops them (`drop_long_prompts`), because
@@ -37,20 +39,34 @@ def preference_rows(
     """
     check_tokenizer(tokenizer)
     chat = open_chat(tokenizer, template)
+    report = DataReport(records.name, Budget(max_len, "--max_len"))
+    first, keys = first_rows(records), (fields.prompt_key, fields.chosen_key, fields.rejected_key)
+    report.add(*field_findings(first, keys, template))
+    report.add(unused_prompt(first, fields))
+    empty = 0  # number of pairs with an empty response
 
     def make(record: Record) -> list[PairRow]:
+        nonlocal empty
         sides = ((fields.chosen_key, "--chosen_key"), (fields.rejected_key, "--rejected_key"))
         texts = [mark_side(record, fields, side, flag, chat, template) for side, flag in sides]
         if texts[0].text == texts[1].text:
             raise Dropped("with chosen equal to rejected")
         chosen, rejected = (encode(text, tokenizer, max_len) for text in texts)
         if drop_long_prompts and max(chosen.prompt_length, rejected.prompt_length) >= max_len - 2:
-            raise long_prompt(max_len)
+            raise long_prompt(max_len, max(chosen.length, rejected.length))
         if np.array_equal(chosen.row.input_ids, rejected.row.input_ids):
             raise Dropped(f"with chosen equal to rejected within --max_len {max_len}")
-        return [PairRow(chosen.row, rejected.row, record.number("margin", default=0.0))]
+        row = PairRow(chosen.row, rejected.row, record.number("margin", default=0.0))
+        report.keep((chosen.text, chosen.length), (rejected.text, rejected.length))
+        if drop_long_prompts:  # a reward model does not learn tokens
+            report.without_eos += not (chosen.learns_eos and rejected.learns_eos)
+        empty += any(not "".join(text.text[begin:end] for begin, end in text.spans).strip() for text in texts)
+        return [row]
 
-    return build_rows(records, make)
+    rows = build_rows(records, make, report)
+    if empty:
+        report.add(Finding(f"{empty} of {len(rows)} pairs have a side {EMPTY_RESPONSE}"))
+    return Loaded(rows, check_texts(report, tokenizer))
 
 
 def mark_side(
@@ -63,8 +79,8 @@ def mark_side(
     if chat is None:
         prompt = ""
         if fields.prompt_key is not None:
-            prompt = fill(template.input_template, record.text(fields.prompt_key, "--prompt_key"))
-        return mark_plain(prompt, record.text(side, flag))
+            prompt = fill(template.input_template, read_text(record, fields.prompt_key, "--prompt_key"))
+        return mark_plain(prompt, read_text(record, side, flag))
     if fields.prompt_key is None:
         messages = read_messages(record, side, flag)
         before = len(messages) - 1
@@ -87,11 +103,13 @@ def labelled_rows(
     fields: LabelledResponseFlags,
     template: TemplateFlags,
     max_len: int,
-) -> list[LabelledRow]:
+) -> Loaded:
     """Make rows for KTO: as for SFT, with a label of 1 (desirable) or 0."""
     check_tokenizer(tokenizer)
     chat = open_chat(tokenizer, template)
     check_fields(fields, chat)
+    report = DataReport(records.name, Budget(max_len, "--max_len"))
+    report.add(*field_findings(first_rows(records), (fields.input_key, fields.output_key), template))
 
     def make(record: Record) -> list[LabelledRow]:
         label = record.value(fields.label_key, "--label_key")
@@ -99,10 +117,17 @@ def labelled_rows(
             raise record.at(fields.label_key).mismatch("0, 1, true or false", label)
         encoded = encode(mark_response(record, fields, chat, template.input_template), tokenizer, max_len)
         if encoded.prompt_length >= max_len - 2:
-            raise long_prompt(max_len)
+            raise long_prompt(max_len, encoded.length)
+        report.keep((encoded.text, encoded.length))
+        report.without_eos += not encoded.learns_eos
         return [LabelledRow(encoded.row, encoded.prompt_length, bool(label))]
 
-    return build_rows(records, make)
+    rows = build_rows(records, make, report)
+    desirable = sum(row.label for row in rows)
+    if len(rows) > 1 and desirable in (0, len(rows)):
+        kind = "desirable" if desirable else "undesirable"
+        report.add(Finding(f"all {len(rows)} responses are {kind}, so there is nothing to tell apart"))
+    return Loaded(rows, check_texts(report, tokenizer))
 
 
 def mismatch_rows(rows: Sequence[LabelledRow], max_len: int) -> list[TokenRow]:

@@ -13,8 +13,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.sections.data import StepFlags
+from openrlhf.data.findings import check_texts
 from openrlhf.data.records import Record, Records
-from openrlhf.data.rows import Dropped, Loaded, build_rows
+from openrlhf.data.report import Budget, DataReport
+from openrlhf.data.rows import Dropped, Loaded, TooLong, build_rows
 from openrlhf.data.tokens import check_fast, tokenize
 from openrlhf.errors import ConfigError
 from openrlhf.types import StepRow
@@ -45,11 +47,19 @@ def one_token(tokenizer: PreTrainedTokenizerBase, text: str, flag: str) -> int:
     return int(ids[0])
 
 
+def label_text(label: float, tokenizer: PreTrainedTokenizerBase, fields: StepFlags, *, soft: bool) -> str:
+    """Return the label of a step as in the data: a probability or a token."""
+    if soft:
+        return f"{label:g}"
+    return fields.reward_tokens[int(label)] if fields.reward_tokens else str(tokenizer.decode([int(label)]))
+
+
 def step_rows(records: Records, tokenizer: PreTrainedTokenizerBase, fields: StepFlags, max_len: int) -> Loaded:
     """Make rows for a process reward model, truncated to `max_len` together with the labels of the steps cut off."""
-    reader = StepReader(tokenizer, fields, step_tokens(tokenizer, fields), max_len)
-    rows = build_rows(records, reader.make)
-    return Loaded(rows, soft_labels=reader.soft is True)
+    report = DataReport(records.name, Budget(max_len, "--max_len"))
+    reader = StepReader(tokenizer, fields, step_tokens(tokenizer, fields), max_len, report)
+    rows = build_rows(records, reader.make, report)
+    return Loaded(rows, check_texts(report, tokenizer), soft_labels=reader.soft is True)
 
 
 @dataclass
@@ -60,6 +70,7 @@ class StepReader:
     fields: StepFlags
     tokens: StepTokens
     max_len: int
+    report: DataReport
     soft: bool | None = None  # None until the first label is read
 
     def make(self, record: Record) -> list[StepRow]:
@@ -87,7 +98,8 @@ class StepReader:
         values = [self._number(label, record) for label in given]
         kept = int((places < self.max_len).sum())
         if not kept:
-            raise Dropped(f"whose first step ends past --max_len {self.max_len}")
+            raise TooLong(f"whose first step ends past --max_len {self.max_len}", tokens=len(ids))
+        self.report.keep((text, len(ids)))
         labels = np.asarray(values[:kept], dtype=np.float32)  # [steps]
         return [StepRow(ids[: self.max_len], places[:kept], labels)]
 

@@ -6,30 +6,38 @@ label and data source, which the reward function receives.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.sections.data import TemplateFlags
 from openrlhf.config.sections.rl import PromptFlags
-from openrlhf.data.messages import read_messages
+from openrlhf.data.findings import check_texts, field_findings, first_rows, missing_labels
+from openrlhf.data.messages import read_messages, read_text
 from openrlhf.data.records import Record, Records
-from openrlhf.data.rows import EMPTY_PROMPT, Dropped, build_rows
+from openrlhf.data.report import Budget, DataReport
+from openrlhf.data.rows import EMPTY_PROMPT, Dropped, Loaded, TooLong, announce, build_rows
 from openrlhf.data.sources import load_dataset_rows
 from openrlhf.data.templates import Chat, fill, open_chat
-from openrlhf.errors import DataError
-from openrlhf.monitor import say
 from openrlhf.types import Prompt
 
 DATASOURCE = "datasource"  # column by which evaluation metrics are grouped
-LEAST_KEPT = 0.1  # fraction of the prompts that must fit the budget
-USUAL = 0.95  # fraction of the prompts that fit the suggested budget
 
 
 def load_prompts(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """Load the training prompts and print what is wrong with them."""
+    return list(announce(read_prompt_data(config, tokenizer)).rows)
+
+
+def load_eval_prompts(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """Load the evaluation prompts and print what is wrong with them; empty without --eval_dataset."""
+    loaded = read_eval_prompts(config, tokenizer)
+    return [] if loaded is None else list(announce(loaded).rows)
+
+
+def read_prompt_data(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> Loaded:
     """Load the training prompts, limited to --max_samples and mixed by --prompt_data_probs."""
     flags = config.prompts
     records = load_dataset_rows(
@@ -41,14 +49,16 @@ def load_prompts(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> list[P
         revisions=flags.dataset_revision,
         loading=config.model,
     )
-    return prompt_rows(records, tokenizer, flags, config.template, prompt_budget(config))
+    return with_label_check(
+        records, config, prompt_rows(records, tokenizer, flags, config.template, prompt_budget(config))
+    )
 
 
-def load_eval_prompts(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    """Load the evaluation prompts; empty without --eval_dataset."""
+def read_eval_prompts(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> Loaded | None:
+    """Load the evaluation prompts; None without --eval_dataset."""
     flags = config.prompts
     if flags.eval_dataset is None:
-        return []
+        return None
     records = load_dataset_rows(
         flags.eval_dataset,
         split=flags.eval_split,
@@ -56,20 +66,16 @@ def load_eval_prompts(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> l
         revisions=flags.eval_revision,
         loading=config.model,
     )
-    return prompt_rows(records, tokenizer, flags, config.template, prompt_budget(config))
+    return with_label_check(
+        records, config, prompt_rows(records, tokenizer, flags, config.template, prompt_budget(config))
+    )
 
 
-@dataclass(frozen=True)
-class Budget:
-    """The longest prompt that leaves room for a response, and the flag that sets it."""
-
-    tokens: int
-    flag: str = "--prompt_max_len"
-    more: int = 0  # flag value - prompt tokens: the tokens that the flag reserves for the response
-
-    def for_prompts(self, tokens: int) -> str:
-        """Return the flag, with its value, that would allow prompts of `tokens` tokens."""
-        return f"{self.flag} {tokens + self.more}"
+def with_label_check(records: Records, config: RLConfig, loaded: Loaded) -> Loaded:
+    """Add a finding about empty labels, unless reward models give the rewards, which need no labels."""
+    if config.rewards.agent_func_path or not config.rewards.scored_by_models:
+        loaded.report.add(missing_labels(first_rows(records), config.prompts.label_key))
+    return loaded
 
 
 def prompt_budget(config: RLConfig) -> Budget:
@@ -83,9 +89,11 @@ def prompt_budget(config: RLConfig) -> Budget:
 
 def prompt_rows(
     records: Records, tokenizer: PreTrainedTokenizerBase, flags: PromptFlags, template: TemplateFlags, budget: Budget
-) -> list[Prompt]:
+) -> Loaded:
     """Make a Prompt from each row that fits the budget, numbered from 0 without gaps."""
     chat = open_chat(tokenizer, template)
+    report = DataReport(records.name, budget)
+    report.add(*field_findings(first_rows(records), (flags.input_key,), template))
 
     def make(record: Record) -> list[Prompt]:
         text = prompt_text(record, flags.input_key, chat, template)
@@ -94,33 +102,18 @@ def prompt_rows(
             raise Dropped(EMPTY_PROMPT)
         label = "" if flags.label_key is None else record.value(flags.label_key, "--label_key")
         source = str(record.row.get(DATASOURCE, "default"))
+        if len(ids) > budget.tokens:
+            raise TooLong(f"longer than {budget}", tokens=len(ids))
+        report.keep((text, len(ids)))
         return [Prompt(index=-1, text=text, input_ids=tuple(ids), label=label, datasource=source)]
 
-    prompts = build_rows(records, make)
-    check_lengths([len(prompt.input_ids) for prompt in prompts], budget, records.name)
-    kept = [prompt for prompt in prompts if len(prompt.input_ids) <= budget.tokens]
-    return [replace(prompt, index=index) for index, prompt in enumerate(kept)]
-
-
-def check_lengths(lengths: Sequence[int], budget: Budget, name: str) -> None:
-    """Report how many prompts are dropped because they are too long; raise if hardly any would remain."""
-    dropped = sum(length > budget.tokens for length in lengths)
-    if not dropped:
-        return
-    limit = f"the {budget.tokens} tokens that {budget.for_prompts(budget.tokens)} allows"
-    found = f"{name}: {dropped} of {len(lengths)} prompts are longer than {limit}"
-    usual = sorted(lengths)[math.ceil(USUAL * len(lengths)) - 1]
-    if len(lengths) - dropped < LEAST_KEPT * len(lengths):
-        raise DataError(
-            f"{found}, so almost no prompts would remain",
-            try_this=f"{budget.for_prompts(usual)}, which keeps {USUAL:.0%} of them",
-        )
-    say(f"{found} and are dropped; {budget.for_prompts(max(lengths))} would keep all")
+    prompts = [replace(prompt, index=index) for index, prompt in enumerate(build_rows(records, make, report))]
+    return Loaded(prompts, check_texts(report, tokenizer))
 
 
 def prompt_text(record: Record, input_key: str, chat: Chat | None, template: TemplateFlags) -> str:
     """Return the prompt as text, rendered with the chat template or the input template."""
     if chat is None:
-        return fill(template.input_template, record.text(input_key, "--input_key"))
+        return fill(template.input_template, read_text(record, input_key, "--input_key"))
     messages = read_messages(record, input_key, "--input_key", speaker="user")
     return chat.render(chat.conversation(record, messages), prompt=True).text

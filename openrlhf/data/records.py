@@ -37,9 +37,9 @@ class Place:
         """Return an error that names this location."""
         return DataError(f"{self}: {problem}", try_this=try_this)
 
-    def mismatch(self, expected: str, got: object) -> DataError:
+    def mismatch(self, expected: str, got: object, *, try_this: str | None = None) -> DataError:
         """Return an error about a value of the wrong kind."""
-        return self.error(f"expected {expected}, got {describe(got)}")
+        return self.error(f"expected {expected}, got {describe(got)}", try_this=try_this)
 
 
 def describe(value: object) -> str:

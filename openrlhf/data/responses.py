@@ -8,7 +8,7 @@ the text that `tokens.encode` turns into a row.
 from __future__ import annotations
 
 from openrlhf.config.sections.data import ResponseFlags
-from openrlhf.data.messages import Message, read_messages, says_something
+from openrlhf.data.messages import Message, read_messages, read_text, says_something
 from openrlhf.data.records import Record
 from openrlhf.data.rows import EMPTY_PROMPT, EMPTY_RESPONSE, NO_ANSWER, Dropped
 from openrlhf.data.templates import Chat, fill
@@ -37,8 +37,8 @@ def mark_response(record: Record, fields: ResponseFlags, chat: Chat | None, inpu
             raise Dropped(EMPTY_RESPONSE)
         conversation = chat.conversation(record, messages)
         return chat.mark_response(conversation, len(conversation.messages) - 1)
-    prompt = record.text(fields.input_key, "--input_key")
-    response = record.text(str(fields.output_key), "--output_key")
+    prompt = read_text(record, fields.input_key, "--input_key")
+    response = read_text(record, str(fields.output_key), "--output_key")
     if not prompt.strip():
         raise Dropped(EMPTY_PROMPT)
     if not response.strip():

@@ -1,12 +1,11 @@
-"""The loop that builds all rows of a dataset, reports dropped rows, and raises an error if none are left.
+"""The loop that builds all rows of a dataset, counts dropped rows, and raises an error if hardly any are left.
 
 `build_rows` takes a function that makes the rows of one record. The function raises a DataError for invalid data, which
-ends the run, and `Dropped` for a valid record that cannot be trained on, which is counted and reported.
+ends the run, and `Dropped` for a valid record that cannot be trained on, which is counted in the dataset's report.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -14,7 +13,7 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 from openrlhf.data.records import Record, Records
-from openrlhf.errors import DataError
+from openrlhf.data.report import DataReport
 from openrlhf.monitor import is_main_process, say
 
 LARGE = 2000  # minimum number of rows for a progress bar
@@ -26,15 +25,24 @@ class Dropped(Exception):
     """Raised for a valid row that cannot be trained on; the message completes "3 rows ..."."""
 
 
+class TooLong(Dropped):
+    """Raised for a row that is dropped for its length."""
+
+    def __init__(self, reason: str, *, tokens: int) -> None:
+        super().__init__(reason)
+        self.tokens = tokens  # of the whole row
+
+
 @dataclass(frozen=True)
 class Loaded:
-    """Rows of one kind.
+    """Rows of one kind, and the report of the dataset that they were made from.
 
     The labels of process reward models are either all soft (the probability of the first reward token) or all hard (an
     index into the reward tokens, or a vocabulary id if no reward tokens are given).
     """
 
     rows: Sequence[Any]
+    report: DataReport
     soft_labels: bool = False
 
 
@@ -43,25 +51,29 @@ EMPTY_RESPONSE = "with an empty response"
 NO_ANSWER = "whose last message is not the assistant's"
 
 
-def long_prompt(max_len: int) -> Dropped:
-    """Return the exception for a prompt that leaves almost no room for the response."""
-    return Dropped(f"with a prompt of {max_len - 2} tokens or more (--max_len {max_len})")
+def long_prompt(max_len: int, tokens: int) -> TooLong:
+    """Return the exception for a row whose prompt leaves almost no room for the response."""
+    return TooLong(f"with a prompt of {max_len - 2} tokens or more (--max_len {max_len})", tokens=tokens)
 
 
-def build_rows(records: Records, make: Callable[[Record], Iterable[Row]]) -> list[Row]:
-    """Collect the rows that `make` returns for each record; report dropped records by reason."""
+def build_rows(records: Records, make: Callable[[Record], Iterable[Row]], report: DataReport) -> list[Row]:
+    """Collect the rows that `make` returns for each record; count dropped records by reason."""
     rows: list[Row] = []
-    dropped: Counter[str] = Counter()
+    report.read = len(records)
     hidden = len(records) < LARGE or not is_main_process()
     for record in tqdm(records, desc="reading", unit=" rows", total=len(records), disable=hidden, leave=False):
         try:
             rows.extend(make(record))
         except Dropped as drop:
-            dropped[str(drop)] += 1
-    reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.most_common())
-    if not rows:
-        why = reasons or "the dataset is empty"
-        raise DataError(f"{records.name}: no row out of {len(records)} can be used: {why}")
-    if dropped:
-        say(f"{records.name}: dropped {dropped.total()} of {len(records)} rows: {reasons}")
+            report.dropped[str(drop)] += 1
+            if isinstance(drop, TooLong):
+                report.too_long.append(drop.tokens)
+    report.require_rows()
     return rows
+
+
+def announce(loaded: Loaded) -> Loaded:
+    """Print what a user should know about the rows, and return them."""
+    for line in loaded.report.lines():
+        say(line)
+    return loaded

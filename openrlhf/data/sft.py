@@ -10,14 +10,15 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.sections.data import ConversationFlags, TeacherResponseFlags, TemplateFlags
+from openrlhf.data.findings import check_texts, field_findings, first_rows
 from openrlhf.data.messages import says_something
 from openrlhf.data.records import Record, Records
+from openrlhf.data.report import Budget, DataReport, Finding
 from openrlhf.data.responses import check_fields, mark_response, read_conversation
-from openrlhf.data.rows import EMPTY_PROMPT, EMPTY_RESPONSE, Dropped, build_rows, long_prompt
+from openrlhf.data.rows import EMPTY_PROMPT, EMPTY_RESPONSE, Dropped, Loaded, build_rows, long_prompt
 from openrlhf.data.templates import Chat, RewritesHistory, open_chat
 from openrlhf.data.tokens import check_fast, check_tokenizer, encode, tokenize
 from openrlhf.errors import ConfigError, counted
-from openrlhf.monitor import say
 from openrlhf.types import TokenRow
 
 
@@ -27,17 +28,33 @@ def sft_rows(
     fields: TeacherResponseFlags,
     template: TemplateFlags,
     max_len: int,
-) -> list[TokenRow]:
+) -> Loaded:
     """Make rows for SFT in the format that the flags select."""
+    report = DataReport(records.name, Budget(max_len, "--max_len"))
     if fields.pretrain_mode:
-        return pretrain_rows(records, tokenizer, fields.input_key, max_len)
+        rows = pretrain_rows(records, tokenizer, fields.input_key, report)
+    else:
+        report.add(*field_findings(first_rows(records), (fields.input_key, fields.output_key), template))
+        rows = response_rows(records, tokenizer, fields, template, report)
+    return Loaded(rows, check_texts(report, tokenizer))
+
+
+def response_rows(
+    records: Records,
+    tokenizer: PreTrainedTokenizerBase,
+    fields: TeacherResponseFlags,
+    template: TemplateFlags,
+    report: DataReport,
+) -> list[TokenRow]:
+    """Make rows whose response, or every assistant turn, is learned."""
     check_tokenizer(tokenizer)
     chat = open_chat(tokenizer, template)
     if isinstance(fields, ConversationFlags) and fields.multiturn:
         if chat is None:
             raise ConfigError("--multiturn needs the chat template to find the turns", try_this="--apply_chat_template")
-        return multiturn_rows(records, chat, fields, max_len)
+        return multiturn_rows(records, chat, fields, report)
     check_fields(fields, chat)
+    max_len = report.budget.tokens
 
     def make(record: Record) -> list[TokenRow]:
         marked = mark_response(record, fields, chat, template.input_template)
@@ -45,31 +62,39 @@ def sft_rows(
             raise Dropped(EMPTY_PROMPT)
         encoded = encode(marked, tokenizer, max_len)
         if encoded.prompt_length >= max_len - 2:
-            raise long_prompt(max_len)
+            raise long_prompt(max_len, encoded.length)
+        report.keep((encoded.text, encoded.length))
+        report.without_eos += not encoded.learns_eos
         return [encoded.row]
 
-    return build_rows(records, make)
+    return build_rows(records, make, report)
 
 
-def pretrain_rows(records: Records, tokenizer: PreTrainedTokenizerBase, input_key: str, max_len: int) -> list[TokenRow]:
-    """Make rows of whole texts, truncated to `max_len`; all tokens but the first are learned, and no EOS is added."""
+def pretrain_rows(
+    records: Records, tokenizer: PreTrainedTokenizerBase, input_key: str, report: DataReport
+) -> list[TokenRow]:
+    """Make rows of whole texts, truncated to --max_len; all tokens but the first are learned, and no EOS is added."""
     check_fast(tokenizer)
 
     def make(record: Record) -> list[TokenRow]:
-        ids = tokenize(record.text(input_key, "--input_key"), tokenizer)[0][:max_len]  # [tokens]
+        text = record.text(input_key, "--input_key")
+        whole = tokenize(text, tokenizer)[0]  # [tokens]
+        ids = whole[: report.budget.tokens]
         if len(ids) < 2:
             raise Dropped("with fewer than two tokens")
+        report.keep((text, len(whole)))
         return [TokenRow(ids, np.arange(len(ids)) > 0)]
 
-    return build_rows(records, make)
+    return build_rows(records, make, report)
 
 
-def multiturn_rows(records: Records, chat: Chat, fields: ConversationFlags, max_len: int) -> list[TokenRow]:
+def multiturn_rows(records: Records, chat: Chat, fields: ConversationFlags, report: DataReport) -> list[TokenRow]:
     """Make rows in which every assistant turn is learned.
 
     A template may drop the reasoning of earlier turns, so the full text does not contain these turns as generated. Such
     a conversation is split into one row per turn: the conversation up to that turn, with only that turn learned.
     """
+    max_len = report.budget.tokens
     split = 0  # number of conversations that were split into one row per turn
     too_long = 0  # number of turns omitted because their context fills --max_len
 
@@ -91,17 +116,21 @@ def multiturn_rows(records: Records, chat: Chat, fields: ConversationFlags, max_
             split += 1
             marked = [chat.mark_response(conversation.first(turn + 1), turn) for turn in spoken]
         encoded = [encode(text, chat.tokenizer, max_len) for text in marked]
-        rows = [item.row for item in encoded if item.prompt_length < max_len - 2]
-        if not rows:
-            raise long_prompt(max_len)
-        too_long += len(encoded) - len(rows)
-        return rows
+        kept = [item for item in encoded if item.prompt_length < max_len - 2]
+        if not kept:
+            raise long_prompt(max_len, max(item.length for item in encoded))
+        too_long += len(encoded) - len(kept)
+        for item in kept:
+            report.keep((item.text, item.length))
+            report.without_eos += not item.learns_eos
+        return [item.row for item in kept]
 
-    rows = build_rows(records, make)
+    rows = build_rows(records, make, report)
     if split:
-        say(
+        problem = (
             f"the chat template rewrites earlier turns: split {counted(split, 'conversation')} into one sample per"
             f" assistant turn, each with the context of that turn; dropped {counted(too_long, 'turn')}"
-            f" {long_prompt(max_len)}"
+            f" {long_prompt(max_len, 0)}"
         )
+        report.add(Finding(problem))
     return rows

@@ -35,6 +35,9 @@ class Encoded:
 
     row: TokenRow
     prompt_length: int  # tokens before the first learned token, counted before truncation
+    text: str
+    length: int  # tokens of the whole text, before truncation
+    learns_eos: bool  # an EOS is among the targets, counted before truncation
 
 
 def check_fast(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -65,7 +68,8 @@ def encode(marked: Marked, tokenizer: PreTrainedTokenizerBase, max_len: int) -> 
     """Encode a text with learned spans as a row that ends in EOS and has at most `max_len` tokens.
 
     A token that crosses the edge of a span belongs to the span. Trailing newlines are removed. EOS is appended unless
-    the text already ends in it, and replaces the last token of a truncated row.
+    the text already ends in it, and replaces the last token of a truncated row. There it is not a target: the model
+    must not learn to stop where a response was cut.
     """
     text = marked.text.rstrip("\n")
     ids, offsets = tokenize(text, tokenizer)  # [tokens], [tokens, 2]
@@ -76,8 +80,9 @@ def encode(marked: Marked, tokenizer: PreTrainedTokenizerBase, max_len: int) -> 
         ends_learned = bool(marked.spans) and marked.spans[-1][1] >= len(text)
         ids, mask = np.append(ids, np.int32(tokenizer.eos_token_id)), np.append(mask, ends_learned)
     prompt_length = int(mask.argmax()) if mask.any() else len(mask)
-    if len(ids) > max_len:
+    length, learns_eos = len(ids), bool((ids[mask] == tokenizer.eos_token_id).any())
+    if length > max_len:
         ids, mask = ids[:max_len].copy(), mask[:max_len].copy()
-        ids[-1] = tokenizer.eos_token_id
+        ids[-1], mask[-1] = tokenizer.eos_token_id, False
     mask[0] = False  # the first token is never predicted
-    return Encoded(TokenRow(ids, mask), prompt_length)
+    return Encoded(TokenRow(ids, mask), prompt_length, marked.text, length, learns_eos)

@@ -23,6 +23,7 @@ from transformers.utils.logging import disable_progress_bar
 from openrlhf.config.checks.supervised import world_size
 from openrlhf.config.commands import BatchInferenceConfig
 from openrlhf.data.answers import iteration_slice, read_answers
+from openrlhf.data.rows import announce
 from openrlhf.data.sources import load_dataset
 from openrlhf.errors import counted
 from openrlhf.inference.generate import generate, plan_generation
@@ -70,7 +71,7 @@ def produce(config: BatchInferenceConfig) -> BatchResult | None:
     output = Path(str(config.task.output_path)).expanduser()
     # Read and check all input before `OutputParts` writes anything.
     if config.task.eval_task == "rm":
-        answers = read_answers(records, tokenizer, config)
+        answers = announce(read_answers(records, tokenizer, config)).rows
         parts = OutputParts(output, config, total=len(answers))
         make_rows = partial(score, config, answers, parts, tokenizer)
     else:

@@ -24,6 +24,8 @@ from openrlhf.config.commands import BatchInferenceConfig
 from openrlhf.config.sections.cluster import EngineFlags
 from openrlhf.data.answers import INDEX, read_prompts
 from openrlhf.data.records import Records
+from openrlhf.data.report import Budget
+from openrlhf.data.rows import Loaded, announce
 from openrlhf.errors import ConfigError
 from openrlhf.event_loop import run_async
 from openrlhf.inference.engine import choose_model_device, open_hf_engine, sampling_params
@@ -67,7 +69,24 @@ class Generation:
 def plan_generation(
     config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, records: Records, first_index: int
 ) -> Generation:
-    """Read the prompts of this run, truncated to leave room for at least one token of the answer."""
+    """Read the prompts of this run."""
+    context = generation_context(config)
+    prompts = announce(read_generation_prompts(config, tokenizer, records, first_index, context)).rows
+    return Generation(prompts, config.task.best_of_n, context, config)
+
+
+def read_generation_prompts(
+    config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, records: Records, first_index: int, context: int
+) -> Loaded:
+    """Read prompts, truncated to leave room for at least one token of the answer."""
+    task = config.task
+    is_models_limit = context < task.prompt_max_len + task.max_new_tokens  # so that no flag would help
+    budget = Budget(min(task.prompt_max_len, context - 1), None if is_models_limit else "--prompt_max_len")
+    return read_prompts(records, tokenizer, config, first_index=first_index, budget=budget)
+
+
+def generation_context(config: BatchInferenceConfig) -> int:
+    """Return the maximum tokens of a prompt and its answer together."""
     task = config.task
     # The context is the sum of both flags, limited by the model.
     asked = task.prompt_max_len + task.max_new_tokens
@@ -77,10 +96,7 @@ def plan_generation(
             f"--prompt_max_len plus --max_new_tokens is {asked} tokens, but the model supports {limit}:"
             " longer answers are cut off"
         )
-    context = min(asked, limit)
-    budget = min(task.prompt_max_len, context - 1)
-    prompts = read_prompts(records, tokenizer, config, first_index=first_index, budget=budget)
-    return Generation(prompts, task.best_of_n, context, config)
+    return min(asked, limit)
 
 
 def generate(generation: Generation, parts: OutputParts, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -26,8 +26,10 @@ from openrlhf.config.in_memory import describe, is_in_memory
 from openrlhf.config.runtime import compares_engine, critic_model, resolve_runtime
 from openrlhf.config.sections.data import split_names
 from openrlhf.config.sections.rl import RewardFlags
+from openrlhf.data.preview_text import describe_row
 from openrlhf.data.prompts import load_eval_prompts, load_prompts
-from openrlhf.data.supervised import load_train
+from openrlhf.data.rows import announce
+from openrlhf.data.supervised import load_train, read_evaluation
 from openrlhf.errors import RewardError, RolloutError, counted
 from openrlhf.event_loop import run_async
 from openrlhf.models.load import load_tokenizer
@@ -36,15 +38,12 @@ from openrlhf.rl.rollouts import sampling
 from openrlhf.training.optim import schedule
 from openrlhf.training.preflight import check_models
 from openrlhf.training.processes import choose_device
-from openrlhf.types import Completion, LabelledRow, PairRow, Prompt, Request, StepRow
+from openrlhf.types import Completion, Prompt, Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from openrlhf.data.collate import Row
-
 FIRST_ROWS = 8
-SHOWN = 240  # maximum characters of an example in a message
 MADE_UP = "a made-up answer"
 HANGING = 0.9  # share of --reward_timeout without any event after which a reward counts as hung
 
@@ -90,37 +89,9 @@ def try_supervised(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase)
     flags, data = config.optimizer, config.data
     schedule(flags.lr_scheduler, warmup_ratio=flags.lr_warmup_ratio, total_steps=1, min_lr_ratio=flags.min_lr_ratio)
     most = FIRST_ROWS if data.max_samples is None else min(FIRST_ROWS, data.max_samples)
-    rows = load_train(replace(config, data=replace(data, max_samples=most)), tokenizer).rows
-    show_row(rows[0], tokenizer)
+    load_train(replace(config, data=replace(data, max_samples=most)), tokenizer)
     if data.eval_dataset is not None:
-        held_out = replace(
-            data,
-            dataset=data.eval_dataset,
-            dataset_split=data.eval_split,
-            dataset_revision=data.eval_revision,
-            dataset_probs=None,
-            max_samples=FIRST_ROWS,
-        )
-        load_train(replace(config, data=held_out), tokenizer)
-
-
-def show_row(row: Row, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Print the first row as input of the model, and the part that is trained on or compared."""
-    first, judged = "the first row", "learned"
-    if isinstance(row, StepRow):
-        text = shorten(text_of(row.input_ids, tokenizer), SHOWN)
-        labels = ", ".join(f"{label:g}" for label in row.step_labels.tolist())
-        say(f"{first}, {len(row.input_ids)} tokens: {text}; labels of its steps: {labels}")
-        return
-    if isinstance(row, PairRow):
-        parts, judged = {f"{first}, chosen": row.chosen, f"{first}, rejected": row.rejected}, "response"
-    elif isinstance(row, LabelledRow):
-        parts = {f"{first}, {'desirable' if row.label else 'undesirable'}": row.tokens}
-    else:
-        parts = {first: row}
-    for name, part in parts.items():
-        whole, own = (text_of(ids, tokenizer) for ids in (part.input_ids, part.input_ids[part.target_mask]))
-        say(f"{name}, {len(part.input_ids)} tokens: {shorten(whole, SHOWN)}; {judged}: {shorten(own, SHOWN)}")
+        announce(read_evaluation(config, tokenizer, max_samples=FIRST_ROWS))
 
 
 def try_rl(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -140,7 +111,7 @@ def build_tested_executor(
     flags = config.optimizer
     for name in (flags.lr_scheduler, flags.critic_lr_scheduler or flags.lr_scheduler):  # rejects invalid flags
         schedule(name, warmup_ratio=flags.lr_warmup_ratio, total_steps=1, min_lr_ratio=flags.min_lr_ratio)
-    say(f"the first prompt, {len(prompts[0].input_ids)} tokens: {shorten(prompts[0].text, SHOWN)}")
+    say(describe_row(prompts[0], tokenizer))
     executor = build_executor(
         config.rewards,
         tokenizer,

@@ -19,6 +19,7 @@ from openrlhf.data.answers import read_answers, read_prompts
 from openrlhf.data.preference import labelled_rows, preference_rows
 from openrlhf.data.process import step_rows
 from openrlhf.data.prompts import Budget, prompt_rows
+from openrlhf.data.rows import Loaded
 from openrlhf.data.sft import sft_rows
 from openrlhf.data.sources import load_dataset_rows
 from openrlhf.errors import ConfigError, DataError
@@ -40,11 +41,11 @@ READERS = {
     "pairs, chat": lambda *data: preference_rows(*data, PairFlags(), CHAT, LENGTH, drop_long_prompts=False),
     "KTO": lambda *data: labelled_rows(*data, LabelledResponseFlags(output_key="output"), PLAIN, LENGTH),
     "KTO, chat": lambda *data: labelled_rows(*data, LabelledResponseFlags(), CHAT, LENGTH),
-    "steps": lambda *data: step_rows(*data, StepFlags(placeholder_token="ки", reward_tokens=("+", "-")), LENGTH).rows,
+    "steps": lambda *data: step_rows(*data, StepFlags(placeholder_token="ки", reward_tokens=("+", "-")), LENGTH),
     "prompts": lambda *data: prompt_rows(*data, PromptFlags(label_key="label"), PLAIN, Budget(LENGTH)),
     "prompts, chat": lambda *data: prompt_rows(*data, PromptFlags(), CHAT, Budget(LENGTH)),
     "generation, chat": lambda *data: read_prompts(
-        *data, BatchInferenceConfig(template=CHAT), first_index=0, budget=LENGTH
+        *data, BatchInferenceConfig(template=CHAT), first_index=0, budget=Budget(LENGTH)
     ),
     "scoring": lambda *data: read_answers(*data, BatchInferenceConfig(template=PLAIN)),
 }
@@ -67,7 +68,8 @@ plain_rows, chat_rows, stepwise_rows = rows(words), rows(conversations), rows(st
 def problem_of(read):
     """Return the message with which a function rejects its data; None if it returns rows."""
     try:
-        assert read()
+        loaded = read()
+        assert loaded.rows if isinstance(loaded, Loaded) else loaded
     except (DataError, ConfigError) as error:
         return str(error)
     return None

@@ -4,6 +4,7 @@ import pytest
 
 from openrlhf.config.sections.data import LabelledResponseFlags, TemplateFlags
 from openrlhf.data.preference import labelled_rows, mismatch_rows
+from openrlhf.data.rows import announce
 from openrlhf.errors import ConfigError, DataError
 from tests.data.chat_words import assistant, decode_row, user, word_tokenizer
 
@@ -13,7 +14,7 @@ CHAT = TemplateFlags(apply_chat_template=True)
 
 def read(records, *, template=PLAIN, max_len=100, output_key="output", input_key="input"):
     fields = LabelledResponseFlags(input_key=input_key, output_key=output_key)
-    return labelled_rows(records, word_tokenizer(), fields, template, max_len)
+    return announce(labelled_rows(records, word_tokenizer(), fields, template, max_len)).rows
 
 
 def row(prompt, response, label=1):

@@ -4,6 +4,7 @@ import pytest
 
 from openrlhf.config.sections.data import PairFlags, TemplateFlags
 from openrlhf.data.preference import preference_rows
+from openrlhf.data.rows import announce
 from openrlhf.errors import DataError
 from tests.data.chat_words import MARKING, STABLE, assistant, decode_row, user, word_tokenizer
 
@@ -14,9 +15,9 @@ PAIR = {"prompt": "one", "chosen": "two", "rejected": "three"}
 
 def read(records, *, template=PLAIN, tokenizer=None, max_len=100, drop_long_prompts=True, prompt_key="prompt"):
     fields = PairFlags(prompt_key=prompt_key)
-    return preference_rows(
-        records, tokenizer or word_tokenizer(), fields, template, max_len, drop_long_prompts=drop_long_prompts
-    )
+    tokenizer = tokenizer or word_tokenizer()
+    pairs = preference_rows(records, tokenizer, fields, template, max_len, drop_long_prompts=drop_long_prompts)
+    return announce(pairs).rows
 
 
 def test_plain_pairs_match_hand_computation(records):
@@ -127,7 +128,7 @@ def test_errors_name_row_and_field(records, data, complaint):
 @pytest.mark.parametrize(
     ("chosen", "prompt_key", "reason"),
     [
-        ([assistant("two")], None, "with an empty prompt"),
+        ([assistant("two")], None, "with an empty prompt. Try: --prompt_key prompt"),
         ([assistant("two"), user("one")], None, "whose last message is not the assistant's"),
         ([], "prompt", "whose last message is not the assistant's"),
     ],

@@ -5,6 +5,7 @@ import pytest
 
 from openrlhf.config.sections.data import StepFlags
 from openrlhf.data.process import step_rows, step_tokens
+from openrlhf.data.rows import announce
 from openrlhf.errors import ConfigError, DataError
 from tests.data.chat_words import merging_tokenizer, word_tokenizer
 
@@ -13,7 +14,7 @@ TEXT = "one two ки three ки"
 
 def read(records, *, max_len=100, placeholder="ки", reward_tokens=("+", "-"), tokenizer=None):
     fields = StepFlags(placeholder_token=placeholder, reward_tokens=reward_tokens)
-    return step_rows(records, tokenizer or word_tokenizer(), fields, max_len)
+    return announce(step_rows(records, tokenizer or word_tokenizer(), fields, max_len))
 
 
 def test_hard_labels_match_hand_computation(records):

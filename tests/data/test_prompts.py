@@ -6,7 +6,9 @@ from openrlhf.config.commands import COMMANDS
 from openrlhf.config.parser import parse
 from openrlhf.config.sections.data import TemplateFlags
 from openrlhf.config.sections.rl import PromptFlags
-from openrlhf.data.prompts import Budget, load_eval_prompts, load_prompts, prompt_budget, prompt_rows
+from openrlhf.data.prompts import load_eval_prompts, load_prompts, prompt_budget, prompt_rows
+from openrlhf.data.report import Budget
+from openrlhf.data.rows import announce
 from openrlhf.errors import DataError
 from tests.tiny import make_tokenizer
 
@@ -19,7 +21,9 @@ def letters():
 
 
 def make_prompts(records, letters, budget=100, template=None, **flags):
-    return prompt_rows(records, letters, PromptFlags(**flags), template or TemplateFlags(), Budget(budget))
+    return announce(
+        prompt_rows(records, letters, PromptFlags(**flags), template or TemplateFlags(), Budget(budget))
+    ).rows
 
 
 def test_plain_text_is_put_into_the_template(records, letters):
@@ -56,9 +60,9 @@ def test_text_becomes_a_users_message(records, letters):
 def test_long_prompts_are_dropped_and_counted(records, letters, capsys):
     (short,) = make_prompts(records({"input": "abcdefgh"}, {"input": "xy"}), letters, budget=3)
     assert (short.index, short.text) == (0, "xy")
-    stderr = capsys.readouterr().err
-    assert "1 of 2 prompts are longer than the 3 tokens that --prompt_max_len 3 allows and are dropped" in stderr
-    assert "--prompt_max_len 8 would keep all" in stderr
+    assert (
+        "dropped 1 of 2 rows: 1 longer than the 3 tokens that --prompt_max_len 3 allows. Try: --prompt_max_len 8"
+    ) in capsys.readouterr().err
 
 
 def test_a_budget_that_drops_almost_every_prompt_is_rejected(records, letters):
@@ -67,13 +71,13 @@ def test_a_budget_that_drops_almost_every_prompt_is_rejected(records, letters):
     for budget in (4, 1):
         with pytest.raises(DataError) as caught:
             make_prompts(rows, letters, budget=budget)
-        assert "19 of 20 prompts are longer" in str(caught.value)
-        assert "almost no prompts would remain. Try: --prompt_max_len 22, which keeps 95% of them" in str(caught.value)
+        assert "almost no rows would remain: 19 of 20 are dropped: 19 longer" in str(caught.value)
+        assert "Try: --prompt_max_len 22, which keeps 95% of them" in str(caught.value)
 
 
 def test_a_budget_that_drops_every_prompt_is_rejected(records, letters):
     tight = Budget(4, "--max_len", 16)
-    with pytest.raises(DataError, match=r"1 of 1 .* 4 tokens that --max_len 20 allows.* Try: --max_len 21"):
+    with pytest.raises(DataError, match=r"no row out of 1 .* 4 tokens that --max_len 20 allows.* Try: --max_len 21"):
         prompt_rows(records({"input": "abcde"}), letters, PromptFlags(), TemplateFlags(), tight)
 
 

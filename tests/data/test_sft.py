@@ -3,6 +3,7 @@
 import pytest
 
 from openrlhf.config.sections.data import ConversationFlags, TemplateFlags
+from openrlhf.data.rows import announce
 from openrlhf.data.sft import sft_rows
 from openrlhf.errors import ConfigError, DataError
 from tests.data.chat_words import (
@@ -24,7 +25,7 @@ TURNS = [user("one"), assistant("two", reasoning="five"), user("three"), assista
 
 def read(records, *, template=PLAIN, tokenizer=None, max_len=100, **fields):
     fields = ConversationFlags(**fields)
-    return sft_rows(records, tokenizer or word_tokenizer(), fields, template, max_len)
+    return announce(sft_rows(records, tokenizer or word_tokenizer(), fields, template, max_len)).rows
 
 
 def test_plain_rows_match_hand_computation(records):
@@ -143,7 +144,7 @@ def test_dropped_rows_are_counted_by_reason(records, capsys):
     assert decode_row(row) == ("one two<eos>", "two<eos>")
     assert capsys.readouterr().err.strip() == (
         "openrlhf: data.jsonl: dropped 4 of 5 rows: 2 with a prompt of 5 tokens or more (--max_len 7),"
-        " 1 with an empty response, 1 with an empty prompt"
+        " 1 with an empty response, 1 with an empty prompt. Try: --max_len 10, which keeps all of them whole"
     )
 
 
@@ -167,7 +168,10 @@ def test_dropping_every_row_is_an_error_with_the_reasons(records, value, reason)
     [
         ([user("one")], "without an assistant turn"),
         ([user("one"), assistant("")], "with an empty response"),
-        ([user("one " * 20), assistant("two")], r"with a prompt of 8 tokens or more \(--max_len 10\)"),
+        (
+            [user("one " * 20), assistant("two")],
+            r"with a prompt of 8 tokens or more \(--max_len 10\). Try: --max_len 50, which keeps all of them whole",
+        ),
     ],
 )
 def test_multiturn_names_the_reasons_for_dropped_rows(records, value, reason):

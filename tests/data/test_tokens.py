@@ -36,9 +36,9 @@ def test_mask_equals_upstreams_mask_shifted_by_one(tokenizer):
 
 
 def test_mask_of_two_turns_equals_upstreams(tokenizer):
-    # upstream's mask at the predicting position is [0, 1, 0, 1, 0]
-    row = encode(Marked("one two three", ((4, 7), (8, 13))), tokenizer, 5).row
-    assert row.target_mask.tolist() == [False, False, True, False, True]
+    # upstream's mask at the predicting position is [0, 1, 0, 1, 1, 0]
+    row = encode(Marked("one two three", ((4, 7), (8, 13))), tokenizer, 6).row
+    assert row.target_mask.tolist() == [False, False, True, False, True, True]
 
 
 def test_a_token_that_straddles_the_boundary_belongs_to_the_response():
@@ -60,10 +60,11 @@ def test_eos_after_unlearned_text_is_not_learned(tokenizer):
     assert decode_row(encode(Marked("one two three", ((4, 7),)), tokenizer, 10).row) == ("one two three<eos>", "two")
 
 
-def test_a_truncated_row_ends_in_eos(tokenizer):
+def test_a_truncated_row_ends_in_an_eos_that_is_not_learned(tokenizer):
     encoded = encode(Marked("one two three four", ((4, 18),)), tokenizer, 4)
     assert encoded.row.input_ids.tolist() == [7, 3, 8, 0]
-    assert encoded.row.target_mask.tolist() == [False, False, True, True]
+    assert encoded.row.target_mask.tolist() == [False, False, True, False]
+    assert (encoded.length, encoded.learns_eos) == (8, True)
     assert encoded.prompt_length == 2
 
 

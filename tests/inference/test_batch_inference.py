@@ -112,7 +112,7 @@ def test_an_answer_ends_at_the_models_context_length(infer, folder, capfd):
     rows = infer(dataset=prompts(["x" * 600]), max_new_tokens=1000, prompt_max_len=500)
     stderr = capfd.readouterr().err
     assert "the model supports 512" in stderr
-    assert "1 of 1 prompts are longer than 500 tokens and are truncated at the start" in stderr
+    assert "rows longer than the 500 tokens: 1 of 1; 100 tokens are cut off at the start" in stderr
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert len(tokenizer(rows[0]["output"]).input_ids) <= 12
 

@@ -267,11 +267,11 @@ def test_a_server_that_never_answers_costs_one_timeout(run_ppo, tmp_path):
 
 
 SUPERVISED = {
-    "train_sft": (answers(12), ANSWERS, "'daced=D</s>'; learned: 'D</s>'"),
-    "train_dpo": (pairs(12), PAIRS, "chosen, 12 tokens"),
-    "train_rm": (pairs(12), PAIRS, "rejected, 13 tokens: 'ynbiq=qvprpz</s>'; response: 'qvprpz</s>'"),
-    "train_kto": (verdicts(12), ANSWERS, "the first row, desirable"),
-    "train_prm": (steps(12), STEPS, "labels of its steps: "),
+    "train_sft": (answers(12), ANSWERS, "the first row, 8 tokens: 'daced=[[D</s>]]'"),
+    "train_dpo": (pairs(12), PAIRS, "; rejected 13 tokens: 'ynbiq=[[qvprpz</s>]]'"),
+    "train_rm": (pairs(12), PAIRS, "the first row, chosen 12 tokens: 'ynbiq=[["),
+    "train_kto": (verdicts(12), ANSWERS, "</s>]]'; desirable"),
+    "train_prm": (steps(12), STEPS, "[[#: "),
 }
 
 
