@@ -23,6 +23,11 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "Take it home": ("lora_combiner", "export"),
 }
 OTHER = "Other"
+# What each command does, by name; preview has no flags of its own config, but those of the command that it previews.
+SUMMARIES = {
+    **{name: summary_of(config) for name, config in COMMANDS.items()},
+    "preview": "Show the data of a command as its model would see it.",
+}
 END = """
 openrlhf <command> --help           a typical command line and the essential flags
 openrlhf <command> --help all       every flag; --help WORD: a section, a flag, or all flags that mention the word
@@ -40,22 +45,21 @@ def main(argv: Sequence[str]) -> None:
         sys.stdout.write(list_commands())
     elif words[0] == "--version":
         sys.stdout.write(f"openrlhf {version('openrlhf')}\n")
-    elif (name := words[0].replace("-", "_")) in COMMANDS:
+    elif (name := words[0].replace("-", "_")) in SUMMARIES:
         import_module(f"openrlhf.cli.{name}").main(words[1:])
     else:
-        near = difflib.get_close_matches(name, COMMANDS, n=3) or ["openrlhf --help"]
+        near = difflib.get_close_matches(name, SUMMARIES, n=3) or ["openrlhf --help"]
         raise ConfigError(f"unknown command {words[0]}", try_this=" or ".join(near))
 
 
 def list_commands() -> str:
     """Return all commands by group, with their descriptions."""
     named = {name for names in GROUPS.values() for name in names}
-    groups = {**GROUPS, OTHER: tuple(name for name in COMMANDS if name not in named)}
+    groups = {**GROUPS, OTHER: tuple(name for name in SUMMARIES if name not in named)}
     lines = ["openrlhf <command> [--flag value ...]"]
     for title, names in groups.items():
-        known = [name for name in names if name in COMMANDS]
-        if known:
-            lines += ["", f"{title}:", *(f"  {name:<18}{summary_of(COMMANDS[name])}" for name in known)]
+        if names:
+            lines += ["", f"{title}:", *(f"  {name:<18}{SUMMARIES[name]}" for name in names)]
     return "\n".join(lines) + "\n" + END
 
 

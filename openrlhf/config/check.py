@@ -6,7 +6,7 @@ rule gets the config as changed by earlier rules and can rely on their checks. F
 flag is easier to fix than a missing file.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
 
 from openrlhf.config import commands
@@ -191,17 +191,45 @@ RULES: dict[type, Rules] = {
 }
 
 
+# Rules about data and templates, for commands that only read the data.
+DATA_RULES = frozenset(
+    {
+        *TEMPLATE,
+        *FILES,
+        common.numbers_are_in_range,
+        common.probabilities_match_datasets,
+        supervised.multiturn_needs_a_chat_template,
+        supervised.pretraining_has_no_turns,
+        supervised.reward_tokens_differ,
+        rl.generate_max_len_within_max_len,
+        rl.context_leaves_room,
+    }
+)
+
+
+def check_data(config: C, tell: Callable[[str], None] = say) -> C:
+    """Apply only the rules that concern the data: a preview needs no GPU, reward, extra or place for the output."""
+    common.data_flags_are_given(config)
+    return apply_rules(config, [rule for rule in RULES[type(config)] if rule in DATA_RULES], tell)
+
+
 def check(config: C, tell: Callable[[str], None] = say, given: Collection[str] | None = None) -> C:
     """Apply a command's rules in order and return the final config.
 
     Flags in `given` that have no effect in this run are reported; None means all flags that differ from their defaults.
     """
-    for rule in RULES[type(config)]:
+    config = apply_rules(config, RULES[type(config)], tell)
+    for line in answers(config, TABLE, given):
+        tell(line)
+    return config
+
+
+def apply_rules(config: C, rules: Iterable[Rule[Any]], tell: Callable[[str], None]) -> C:
+    """Apply rules in order; each gets the config as changed by those before it."""
+    for rule in rules:
         match rule(config):
             case str(line):
                 tell(line)
             case Changed(config, line):
                 tell(line)
-    for line in answers(config, TABLE, given):
-        tell(line)
     return config

@@ -1,6 +1,7 @@
 """Rules that several commands share: model, template, precision, data and checkpoint flags."""
 
 import json
+from collections.abc import Iterable
 
 from openrlhf.config.checks.rule import Changed, change
 from openrlhf.config.commands import Templated, TrainingConfig
@@ -8,12 +9,24 @@ from openrlhf.config.flags import flag_values, flags_of
 from openrlhf.errors import ConfigError, counted
 
 EMPTY = ("", '""', "''")
+NOT_FOR_DATA = ("output_path", "teacher_model")  # required flags that a preview of the data does not need
 
 
 def required_flags_are_given(config: object) -> None:
     """Require all flags that are declared as required."""
-    values = flag_values(config)
-    for name, item in flags_of(type(config)).items():
+    require(config, flags_of(type(config)))
+
+
+def data_flags_are_given(config: object) -> None:
+    """Require those of the required flags that reading the data depends on."""
+    require(config, [name for name in flags_of(type(config)) if name not in NOT_FOR_DATA])
+
+
+def require(config: object, names: Iterable[str]) -> None:
+    """Raise for the first of these flags that is declared as required and not given."""
+    values, flags = flag_values(config), flags_of(type(config))
+    for name in names:
+        item = flags[name]
         if item.required and not values[name]:
             fix = item.required if item.positional else f"--{name} {item.required}"
             raise ConfigError(f"{item.spelling} is not given, but this command needs it", try_this=fix)

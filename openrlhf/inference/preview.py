@@ -1,0 +1,130 @@
+"""The preview command: show the data of a command as its model would see it, without loading the model.
+
+`run` reads every dataset that the command's flags name, in the same way as the command itself, analyses the rows
+(`data.preview`) and prints them to stdout.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
+from openrlhf.config.batch_table import Line
+from openrlhf.config.commands import BatchInferenceConfig, PRMConfig, RLConfig, SupervisedConfig
+from openrlhf.config.preview import PreviewFlags, ReadsData
+from openrlhf.config.runtime import num_optimizer_steps, num_rollouts
+from openrlhf.config.sections.data import TemplateFlags
+from openrlhf.data.answers import iteration_slice, read_answers
+from openrlhf.data.preview import NUMBER, LabelText, Preview, preview_data
+from openrlhf.data.preview_text import render
+from openrlhf.data.prompts import read_eval_prompts, read_prompt_data
+from openrlhf.data.rows import Loaded
+from openrlhf.data.sources import load_dataset
+from openrlhf.data.supervised import label_text_of, read_evaluation, read_train
+from openrlhf.inference.generate import generation_context, read_generation_prompts
+from openrlhf.models.load import load_tokenizer
+
+
+@dataclass(frozen=True)
+class FlagData:
+    """The rows of one dataset flag, and how many steps the command takes over them."""
+
+    flag: str
+    loaded: Loaded
+    steps: tuple[Line, ...] = ()
+    label_text: LabelText = NUMBER
+
+
+def run(config: ReadsData, flags: PreviewFlags) -> list[Preview]:
+    """Print a preview of each dataset of the command, and return them; the config must already be checked."""
+    disable_progress_bar()
+    tokenizer = load_tokenizer(str(config.model.pretrain), config.model)
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    previews: list[Preview] = []
+    for data in read_data(config, tokenizer):
+        preview = preview_data(
+            data.flag,
+            data.loaded,
+            tokenizer,
+            num_rows=flags.rows,
+            template=template_of(config),
+            label_text=data.label_text,
+        )
+        text = render(preview, data.steps, longest=flags.row_chars, colour=colour)
+        encoding = sys.stdout.encoding or "utf-8"  # a terminal may lack characters of the data
+        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+        previews.append(preview)
+    return previews
+
+
+def template_of(config: ReadsData) -> TemplateFlags | None:
+    """Return the template flags of a command, unless it reads plain text."""
+    if isinstance(config, PRMConfig) or getattr(getattr(config, "fields", None), "pretrain_mode", False):
+        return None
+    template = getattr(config, "template", None)
+    return template if isinstance(template, TemplateFlags) else None
+
+
+def read_data(config: ReadsData, tokenizer: PreTrainedTokenizerBase) -> list[FlagData]:
+    """Read the datasets of a command's flags."""
+    match config:
+        case RLConfig():
+            return read_rl(config, tokenizer)
+        case BatchInferenceConfig():
+            return [read_batch(config, tokenizer)]
+        case SupervisedConfig():
+            return read_supervised(config, tokenizer)
+
+
+def read_supervised(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase) -> list[FlagData]:
+    loaded, batches = read_train(config, tokenizer), config.batches
+    per_epoch = math.ceil(len(loaded.rows) / batches.train_batch_size)
+    total = min(per_epoch * batches.max_epochs, batches.max_steps or math.inf)
+    steps = (
+        Line(
+            "steps per epoch", f"{per_epoch:,}", f"{len(loaded.rows):,} / --train_batch_size {batches.train_batch_size}"
+        ),
+        Line("steps", f"{total:,}", f"--max_epochs {batches.max_epochs}" + limit(batches.max_steps)),
+    )
+    found = [FlagData("dataset", loaded, steps, label_text_of(config, loaded, tokenizer))]
+    if config.data.eval_dataset is not None:
+        held_out = read_evaluation(config, tokenizer)
+        found.append(FlagData("eval_dataset", held_out, (), label_text_of(config, held_out, tokenizer)))
+    return found
+
+
+def read_rl(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> list[FlagData]:
+    loaded, rollout = read_prompt_data(config, tokenizer), config.rollout
+    once, prompts = len(loaded.rows), len(loaded.rows) * rollout.num_episodes
+    batch = f"{once:,} / --rollout_batch_size {rollout.rollout_batch_size}"
+    steps = (
+        Line("rollouts per pass", f"{math.ceil(once / rollout.rollout_batch_size):,}", batch),
+        Line(
+            "rollouts",
+            f"{num_rollouts(config, prompts):,}",
+            f"--num_episodes {rollout.num_episodes}" + limit(config.batches.max_steps),
+        ),
+        Line("optimizer steps", f"{num_optimizer_steps(config, prompts):,}", "over all rollouts"),
+    )
+    held_out = read_eval_prompts(config, tokenizer)
+    return [FlagData("prompt_data", loaded, steps), *([] if held_out is None else [FlagData("eval_dataset", held_out)])]
+
+
+def read_batch(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase) -> FlagData:
+    task = config.task
+    records = load_dataset(config.data, seed=task.seed, loading=config.model)
+    records, first = iteration_slice(records, task.iter, task.rollout_batch_size)
+    if task.eval_task == "rm":
+        return FlagData("dataset", read_answers(records, tokenizer, config))
+    loaded = read_generation_prompts(config, tokenizer, records, first, generation_context(config))
+    responses = Line("responses", f"{len(loaded.rows) * task.best_of_n:,}", f"--best_of_n {task.best_of_n}")
+    return FlagData("dataset", loaded, (responses,))
+
+
+def limit(max_steps: int | None) -> str:
+    return "" if max_steps is None else f", --max_steps {max_steps}"
