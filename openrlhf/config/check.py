@@ -196,7 +196,6 @@ DATA_RULES = frozenset(
     {
         *TEMPLATE,
         *FILES,
-        common.numbers_are_in_range,
         common.probabilities_match_datasets,
         supervised.multiturn_needs_a_chat_template,
         supervised.pretraining_has_no_turns,

@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, make_dataclass
-from typing import TypeVar
 
 from openrlhf.config.check import check_data
+from openrlhf.config.checks.common import numbers_are_in_range
 from openrlhf.config.commands import COMMANDS, BatchInferenceConfig, RLConfig, SupervisedConfig
 from openrlhf.config.flags import NOT_NEGATIVE, POSITIVE, flag, section
 from openrlhf.config.parser import parse
 
-C = TypeVar("C")
 ReadsData = SupervisedConfig | RLConfig | BatchInferenceConfig
 PREVIEWED: dict[str, type[ReadsData]] = {
     name: config for name, config in COMMANDS.items() if issubclass(config, ReadsData)
@@ -27,8 +26,8 @@ class PreviewFlags:
 def parse_preview(name: str, argv: Sequence[str]) -> tuple[ReadsData, PreviewFlags]:
     """Parse and check the flags of `openrlhf preview NAME`; return the command's config and the preview's flags."""
     command = PREVIEWED[name]
-    extended = with_preview_flags(command)
-    config = parse(extended, argv, prog=f"openrlhf preview {name}")
+    config = parse(with_preview_flags(command), argv, prog=f"openrlhf preview {name}")
+    numbers_are_in_range(config)
     own = command(**{part.name: getattr(config, part.name) for part in fields(command)})
     return check_data(own), config.preview
 

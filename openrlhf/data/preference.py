@@ -60,13 +60,18 @@ def preference_rows(
         report.keep((chosen.text, chosen.length), (rejected.text, rejected.length))
         if drop_long_prompts:  # a reward model does not learn tokens
             report.without_eos += not (chosen.learns_eos and rejected.learns_eos)
-        empty += any(not "".join(text.text[begin:end] for begin, end in text.spans).strip() for text in texts)
+        empty += any(is_empty(text, str(tokenizer.eos_token)) for text in texts)
         return [row]
 
     rows = build_rows(records, make, report)
     if empty:
         report.add(Finding(f"{empty} of {len(rows)} pairs have a side {EMPTY_RESPONSE}"))
     return Loaded(rows, check_texts(report, tokenizer))
+
+
+def is_empty(marked: Marked, eos: str) -> bool:
+    """Return whether a response has no text; a chat template may have added EOS."""
+    return not any(marked.text[begin:end].replace(eos, "").strip() for begin, end in marked.spans)
 
 
 def mark_side(

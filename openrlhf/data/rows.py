@@ -53,7 +53,11 @@ NO_ANSWER = "whose last message is not the assistant's"
 
 def long_prompt(max_len: int, tokens: int) -> TooLong:
     """Return the exception for a row whose prompt leaves almost no room for the response."""
-    return TooLong(f"with a prompt of {max_len - 2} tokens or more (--max_len {max_len})", tokens=tokens)
+    return TooLong(long_prompt_reason(max_len), tokens=tokens)
+
+
+def long_prompt_reason(max_len: int) -> str:
+    return f"with a prompt of {max_len - 2} tokens or more (--max_len {max_len})"
 
 
 def build_rows(records: Records, make: Callable[[Record], Iterable[Row]], report: DataReport) -> list[Row]:

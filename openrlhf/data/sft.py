@@ -15,7 +15,15 @@ from openrlhf.data.messages import says_something
 from openrlhf.data.records import Record, Records
 from openrlhf.data.report import Budget, DataReport, Finding
 from openrlhf.data.responses import check_fields, mark_response, read_conversation
-from openrlhf.data.rows import EMPTY_PROMPT, EMPTY_RESPONSE, Dropped, Loaded, build_rows, long_prompt
+from openrlhf.data.rows import (
+    EMPTY_PROMPT,
+    EMPTY_RESPONSE,
+    Dropped,
+    Loaded,
+    build_rows,
+    long_prompt,
+    long_prompt_reason,
+)
 from openrlhf.data.templates import Chat, RewritesHistory, open_chat
 from openrlhf.data.tokens import check_fast, check_tokenizer, encode, tokenize
 from openrlhf.errors import ConfigError, counted
@@ -130,7 +138,7 @@ def multiturn_rows(records: Records, chat: Chat, fields: ConversationFlags, repo
         problem = (
             f"the chat template rewrites earlier turns: split {counted(split, 'conversation')} into one sample per"
             f" assistant turn, each with the context of that turn; dropped {counted(too_long, 'turn')}"
-            f" {long_prompt(max_len, 0)}"
+            f" {long_prompt_reason(max_len)}"
         )
         report.add(Finding(problem))
     return rows

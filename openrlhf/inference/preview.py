@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from openrlhf.config.batch_table import Line
-from openrlhf.config.commands import BatchInferenceConfig, PRMConfig, RLConfig, SupervisedConfig
+from openrlhf.config.commands import BatchInferenceConfig, KDConfig, RLConfig, SFTConfig, SupervisedConfig, Templated
 from openrlhf.config.preview import PreviewFlags, ReadsData
 from openrlhf.config.runtime import num_optimizer_steps, num_rollouts
 from openrlhf.config.sections.data import TemplateFlags
@@ -28,6 +28,7 @@ from openrlhf.data.sources import load_dataset
 from openrlhf.data.supervised import label_text_of, read_evaluation, read_train
 from openrlhf.inference.generate import generation_context, read_generation_prompts
 from openrlhf.models.load import load_tokenizer
+from openrlhf.training.order import Order
 
 
 @dataclass(frozen=True)
@@ -64,10 +65,9 @@ def run(config: ReadsData, flags: PreviewFlags) -> list[Preview]:
 
 def template_of(config: ReadsData) -> TemplateFlags | None:
     """Return the template flags of a command, unless it reads plain text."""
-    if isinstance(config, PRMConfig) or getattr(getattr(config, "fields", None), "pretrain_mode", False):
+    if isinstance(config, SFTConfig | KDConfig) and config.fields.pretrain_mode:
         return None
-    template = getattr(config, "template", None)
-    return template if isinstance(template, TemplateFlags) else None
+    return config.template if isinstance(config, Templated) else None
 
 
 def read_data(config: ReadsData, tokenizer: PreTrainedTokenizerBase) -> list[FlagData]:
@@ -82,14 +82,13 @@ def read_data(config: ReadsData, tokenizer: PreTrainedTokenizerBase) -> list[Fla
 
 
 def read_supervised(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase) -> list[FlagData]:
+    """Read --dataset and --eval_dataset of a supervised command."""
     loaded, batches = read_train(config, tokenizer), config.batches
-    per_epoch = math.ceil(len(loaded.rows) / batches.train_batch_size)
-    total = min(per_epoch * batches.max_epochs, batches.max_steps or math.inf)
+    size, epochs = batches.train_batch_size, batches.max_epochs
+    order = Order(len(loaded.rows), size, epochs, batches.seed, batches.max_steps)
     steps = (
-        Line(
-            "steps per epoch", f"{per_epoch:,}", f"{len(loaded.rows):,} / --train_batch_size {batches.train_batch_size}"
-        ),
-        Line("steps", f"{total:,}", f"--max_epochs {batches.max_epochs}" + limit(batches.max_steps)),
+        Line("steps per epoch", f"{order.steps_per_epoch:,}", f"{order.num_rows:,} / --train_batch_size {size}"),
+        Line("steps", f"{order.total_steps:,}", f"--max_epochs {epochs}" + limit(batches.max_steps)),
     )
     found = [FlagData("dataset", loaded, steps, label_text_of(config, loaded, tokenizer))]
     if config.data.eval_dataset is not None:
@@ -99,16 +98,16 @@ def read_supervised(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase
 
 
 def read_rl(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> list[FlagData]:
+    """Read --prompt_data and --eval_dataset."""
     loaded, rollout = read_prompt_data(config, tokenizer), config.rollout
     once, prompts = len(loaded.rows), len(loaded.rows) * rollout.num_episodes
-    batch = f"{once:,} / --rollout_batch_size {rollout.rollout_batch_size}"
+    batch, passes = (
+        f"{once:,} / --rollout_batch_size {rollout.rollout_batch_size}",
+        f"--num_episodes {rollout.num_episodes}",
+    )
     steps = (
         Line("rollouts per pass", f"{math.ceil(once / rollout.rollout_batch_size):,}", batch),
-        Line(
-            "rollouts",
-            f"{num_rollouts(config, prompts):,}",
-            f"--num_episodes {rollout.num_episodes}" + limit(config.batches.max_steps),
-        ),
+        Line("rollouts", f"{num_rollouts(config, prompts):,}", passes + limit(config.batches.max_steps)),
         Line("optimizer steps", f"{num_optimizer_steps(config, prompts):,}", "over all rollouts"),
     )
     held_out = read_eval_prompts(config, tokenizer)
@@ -116,6 +115,7 @@ def read_rl(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> list[FlagDa
 
 
 def read_batch(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase) -> FlagData:
+    """Read the prompts to generate from, or the answers to score."""
     task = config.task
     records = load_dataset(config.data, seed=task.seed, loading=config.model)
     records, first = iteration_slice(records, task.iter, task.rollout_batch_size)
