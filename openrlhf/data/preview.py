@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Literal
 
 import numpy as np
@@ -152,7 +151,7 @@ def show_row(row: AnyRow, tokenizer: PreTrainedTokenizerBase, label_text: LabelT
         if isinstance(row, StepRow):
             segments = step_segments(row, tokenizer, label_text)
         else:
-            segments = tuple(Segment(text, marked) for text, marked in split_text(part.input_ids, mask, tokenizer))
+            segments = marked_segments(part.input_ids, mask, tokenizer)
         shown.append(ShownSequence(part.name, len(part.input_ids), int(mask.sum()), segments))
     return ShownRow(tuple(shown), marks_of(row), label)
 
@@ -169,33 +168,40 @@ def marks_of(row: AnyRow) -> Marks | None:
     return None
 
 
-def split_text(
+def marked_segments(
     ids: NDArray[np.int32], mask: NDArray[np.bool_], tokenizer: PreTrainedTokenizerBase
-) -> list[tuple[str, bool]]:
-    """Decode tokens to pieces of text, one for each run of equal mask values.
+) -> tuple[Segment, ...]:
+    """Return one segment for each run of equal mask values."""
+    ends = [*(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)]
+    texts = split_text(ids, ends, tokenizer)
+    return tuple(Segment(text, bool(mask[end - 1])) for text, end in zip(texts, ends, strict=True))
+
+
+def step_segments(row: StepRow, tokenizer: PreTrainedTokenizerBase, label_text: LabelText) -> tuple[Segment, ...]:
+    """Return one segment for each step, and one for its placeholder, which has the label."""
+    labels = dict(zip((row.step_places + 1).tolist(), row.step_labels.tolist(), strict=True))  # end of step -> label
+    ends = sorted({*labels, *row.step_places.tolist(), len(row.input_ids)} - {0})
+    texts = split_text(row.input_ids, ends, tokenizer)
+    return tuple(
+        Segment(text, end in labels, label_text(labels[end]) if end in labels else None)
+        for text, end in zip(texts, ends, strict=True)
+    )
+
+
+def split_text(ids: NDArray[np.int32], ends: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Decode tokens to pieces of text that end before the positions `ends`.
 
     A tokenizer may join tokens with spaces or merge their bytes into one character, so a piece is what the text up to
     its end adds to the text before it.
     """
-    pieces: list[tuple[str, bool]] = []
-    before, end = "", 0
-    for marked, run in groupby(mask.tolist()):
-        start, end = end, end + len(list(run))
+    pieces: list[str] = []
+    before, start = "", 0
+    for end in ends:
         through = decode(ids[:end], tokenizer)
-        is_longer = through.startswith(before)
-        pieces.append((through[len(before) :] if is_longer else decode(ids[start:end], tokenizer), marked))
-        before = through
+        adds = through.startswith(before)
+        pieces.append(through[len(before) :] if adds else decode(ids[start:end], tokenizer))
+        before, start = through, end
     return pieces
-
-
-def step_segments(row: StepRow, tokenizer: PreTrainedTokenizerBase, label_text: LabelText) -> tuple[Segment, ...]:
-    """Return the steps of a row, each followed by its placeholder with its label."""
-    mask = np.isin(np.arange(len(row.input_ids)), row.step_places)
-    labels = iter(row.step_labels.tolist())
-    return tuple(
-        Segment(text, marked, label_text(next(labels)) if marked else None)
-        for text, marked in split_text(row.input_ids, mask, tokenizer)
-    )
 
 
 def decode(ids: Iterable[int], tokenizer: PreTrainedTokenizerBase) -> str:

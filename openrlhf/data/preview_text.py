@@ -40,7 +40,7 @@ def render(preview: Preview, steps: Sequence[Line], *, longest: int, colour: boo
 
 def render_row(number: int, row: ShownRow, longest: int, *, colour: bool) -> str:
     """Return a row with its label and its sequences, each indented under its name and number of tokens."""
-    lines = [f"row {number}" + ("" if row.label is None else f", {row.label}")]
+    lines = [f"row {number}" + ("" if row.label is None else f", {abridge(row.label, longest)}")]
     for part in row.sequences:
         marked = "" if row.marks is None else f", {row.marks}: {part.marked}"
         name = "" if part.name == "row" else f"{part.name}, "
@@ -130,4 +130,5 @@ def describe_row(row: AnyRow, tokenizer: PreTrainedTokenizerBase, label_text: La
         side = "" if part.name == what else f"{part.name} "
         text = "".join(mark(replace(segment, text=abridge(segment.text, BRIEF))) for segment in part.segments)
         texts.append(f"{side}{counted(part.tokens, 'token')}: {text!r}")
-    return f"the first {what}, {'; '.join(texts if shown.label is None else [*texts, shown.label])}"
+    label = [] if shown.label is None else [abridge(shown.label, BRIEF)]
+    return f"the first {what}, {'; '.join(texts + label)}"

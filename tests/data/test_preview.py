@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from openrlhf.config.sections.data import ConversationFlags, TemplateFlags
-from openrlhf.data.preview import Bin, Segment, duplicates, histogram, preview_data, show_row, split_text
+from openrlhf.data.preview import Bin, Segment, duplicates, histogram, marked_segments, preview_data, show_row
 from openrlhf.data.preview_text import GREEN, RESET, abridge, describe_row, render
 from openrlhf.data.sft import sft_rows
 from openrlhf.types import LabelledRow, PairRow, Prompt, StepRow, TokenRow
@@ -38,12 +38,13 @@ def test_each_kind_of_row_shows_what_the_loss_looks_at():
     assert (pair.label, pair.marks) == ("margin 0.5", "response")
     prompt = show_row(Prompt(0, "ab", tuple(TOKENIZER("ab")["input_ids"]), label={"x": 1}), TOKENIZER)
     assert (prompt.label, prompt.marks) == ("label {'x': 1}", None)
-    steps = StepRow(row.input_ids, np.array([1, 3], dtype=np.int32), np.array([0.0, 1.0], dtype=np.float32))
-    assert show_row(steps, TOKENIZER, lambda label: "+-"[int(label)]).sequences[0].segments == (
+    places, labels = np.array([1, 2], dtype=np.int32), np.array([0.0, 1.0], dtype=np.float32)
+    steps = show_row(StepRow(row.input_ids, places, labels), TOKENIZER, lambda label: "+-"[int(label)])
+    assert steps.sequences[0].segments == (
         Segment("a", marked=False),
         Segment("=", marked=True, label="+"),
-        Segment("b", marked=False),
-        Segment("</s>", marked=True, label="-"),
+        Segment("b", marked=True, label="-"),
+        Segment("</s>", marked=False),
     )
 
 
@@ -51,7 +52,9 @@ def test_the_pieces_of_a_text_join_to_the_whole():
     ids = np.array(TOKENIZER("one two three")["input_ids"], dtype=np.int32)
     for seed in range(20):
         mask = np.random.default_rng(seed).random(len(ids)) < 0.5
-        assert "".join(text for text, _ in split_text(ids, mask, TOKENIZER)) == "one two three"
+        segments = marked_segments(ids, mask, TOKENIZER)
+        assert "".join(segment.text for segment in segments) == "one two three"
+        assert "".join(segment.text for segment in segments if segment.marked) == TOKENIZER.decode(ids[mask])
 
 
 @pytest.mark.parametrize("lengths", [[5], [1, 1000], list(range(3, 47)), [7, 8, 9, 9], [0, 123456]])
