@@ -1,8 +1,8 @@
 """Test a run on its first rows, before any model loads.
 
-As in training, the rows are formatted, tokenised and, in reinforcement learning, passed to the reward function or
-agent, so that mistakes in data, templates and reward code show up within seconds. --dry_run runs only this test; every
-RL run also calls `build_tested_executor`.
+As in training, the rows are formatted, tokenised and, in reinforcement learning, answered: the reward function or agent
+gets right and wrong made-up answers. So mistakes in data, templates and reward code show up within seconds. --dry_run
+runs only this test; every RL run also calls `build_tested_executor`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import math
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -123,11 +123,12 @@ def build_tested_executor(
     if config.rollout.replay:  # recorded rollouts already have rewards
         return executor
     try:
-        results = run_async(try_prompts(config, tokenizer, prompts[:FIRST_ROWS], executor))
+        trials = make_trials(config, prompts[:FIRST_ROWS])
+        tried = run_async(try_answers(config, tokenizer, trials, executor))
     except BaseException:
         run_async(executor.close())
         raise
-    explain(results, tokenizer)
+    explain(tried, tokenizer)
     return executor
 
 
@@ -155,27 +156,47 @@ class MadeUpSession:
         """Do nothing: there is no request to cancel."""
 
 
-async def try_prompts(
-    config: RLConfig, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], executor: GroupExecutor
-) -> list[GroupResult]:
-    """Run the first prompts through the executor with made-up answers, all within one --reward_timeout.
+@dataclass(frozen=True)
+class Trial:
+    """A prompt, and made-up answers for the samples of its group; one of them may be right."""
 
-    Groups have as many samples as in training, because a reward function may compare the samples of a group; agents
-    run a single sample.
+    prompt: Prompt
+    answers: tuple[str, ...]
+    right: str | None  # None if a right answer is not known
+
+
+def make_trials(config: RLConfig, prompts: Sequence[Prompt]) -> list[Trial]:
+    """Answer each prompt right and wrong; if its label is text, it is probably a right answer.
+
+    Groups have as many samples as in training, because a reward function may compare them; if that is one, each prompt
+    gets two groups. An agent plays its samples one by one: one right and one wrong answer are enough.
     """
+    samples = 2 if config.rewards.agent_func_path else config.rollout.n_samples_per_prompt
+    trials: list[Trial] = []
+    for prompt in prompts:
+        right = prompt.label if isinstance(prompt.label, str) and prompt.label else None
+        answers = [MADE_UP, *(f"{MADE_UP} {number}" for number in range(1, samples))]
+        if right is not None:
+            answers = [right, *answers][: max(samples, 2)]
+        for place in range(0, len(answers), samples):
+            trials.append(Trial(prompt, tuple(answers[place : place + samples]), right))
+    return trials
+
+
+async def try_answers(
+    config: RLConfig, tokenizer: PreTrainedTokenizerBase, trials: Sequence[Trial], executor: GroupExecutor
+) -> list[tuple[Trial, GroupResult]]:
+    """Run the trials through the executor, all within one --reward_timeout; return those that ended."""
     rewards = config.rewards
     timeout = rewards.reward_timeout if rewards.agent_func_path or rewards.remote_rm_url else math.inf
-    samples = 1 if rewards.agent_func_path else config.rollout.n_samples_per_prompt
-    flags = replace(config.rollout, n_samples_per_prompt=samples)
     sessions: list[MadeUpSession] = []
     tasks: list[asyncio.Task[GroupResult]] = []
-    for prompt in prompts:
-        # The answers differ. They start with the label if it is text, because it probably looks like an answer.
-        text = prompt.label if isinstance(prompt.label, str) and prompt.label else MADE_UP
-        own = [MadeUpSession(text if number == 0 else f"{text} {number}", tokenizer) for number in range(samples)]
+    for trial in trials:
+        own = [MadeUpSession(text, tokenizer) for text in trial.answers]
         sessions += own
-        params = sampling(prompt, flags, config.batches.seed)
-        tasks.append(asyncio.create_task(executor.run_group(prompt, params, own)))
+        flags = replace(config.rollout, n_samples_per_prompt=len(own))
+        params = sampling(trial.prompt, flags, config.batches.seed)
+        tasks.append(asyncio.create_task(executor.run_group(trial.prompt, params, own)))
     unfinished = set(tasks)
     last_event = time.monotonic()
     deadline = last_event + timeout
@@ -192,16 +213,16 @@ async def try_prompts(
     # its worker process. Otherwise rewards are only slow.
     last_event = max(last_event, *(session.asked_at for session in sessions))
     hangs = bool(unfinished) and deadline - last_event > HANGING * timeout
-    results: list[GroupResult] = []
-    for prompt, task in zip(prompts, tasks, strict=True):  # raise the first error in row order, not the first in time
+    tried: list[tuple[Trial, GroupResult]] = []
+    for trial, task in zip(trials, tasks, strict=True):  # raise the first error in row order, not the first in time
         error = None if task in unfinished else task.exception()
         if task in unfinished and hangs:
             hangs = False
             message = f"{source_of(rewards)} did not return within {timeout:g} s (--reward_timeout)"
             fix = "a time limit in the code of the reward, or a larger --reward_timeout"
-            error = RewardError(f"{message}, for {sample_name(prompt)}", try_this=fix)
+            error = RewardError(f"{message}, for {sample_name(trial.prompt)}", try_this=fix)
             if rewards.on_reward_error == "skip":
-                results.append(GroupResult([], [error] * samples))
+                tried.append((trial, GroupResult([], [error] * len(trial.answers))))
                 continue
         if isinstance(error, RewardError | RolloutError):
             message = f"in the test with made-up answers before training: {error.message}"
@@ -209,10 +230,15 @@ async def try_prompts(
         if error is not None:
             raise error
         if task not in unfinished:
-            results.append(task.result())
-    if len(results) < len(tasks):
-        say(f"the reward test ended after {timeout:g} s (--reward_timeout) with {len(results)} of {len(tasks)} prompts")
-    return results
+            tried.append((trial, task.result()))
+    if len(tried) < len(tasks):
+        ended, total = num_prompts(trial for trial, _ in tried), num_prompts(trials)
+        say(f"the reward test ended after {timeout:g} s (--reward_timeout) with {ended} of {total} prompts")
+    return tried
+
+
+def num_prompts(trials: Iterable[Trial]) -> int:
+    return len({trial.prompt.index for trial in trials})
 
 
 def source_of(rewards: RewardFlags) -> str:
@@ -225,22 +251,38 @@ def source_of(rewards: RewardFlags) -> str:
     return f"reward_func in {rewards.reward_file}" if rewards.reward_file else "a reward server (--remote_rm_url)"
 
 
-def explain(results: Sequence[GroupResult], tokenizer: PreTrainedTokenizerBase) -> None:
+def explain(tried: Sequence[tuple[Trial, GroupResult]], tokenizer: PreTrainedTokenizerBase) -> None:
     """Print failures and the range of the rewards; rewards of reward models are not known yet."""
-    failures = [failure for result in results for failure in result.failures]
+    prompts = counted(num_prompts(trial for trial, _ in tried), "prompt")
+    failures = [failure for _, result in tried for failure in result.failures]
     if failures:
         say(
-            f"{counted(len(failures), 'made-up answer')} to the first {counted(len(results), 'prompt')} failed, and"
-            f" such samples are dropped (--on_reward_error skip); the first: {failures[0]}"
+            f"{counted(len(failures), 'made-up answer')} to the first {prompts} failed, and such samples are dropped"
+            f" (--on_reward_error skip); the first: {failures[0]}"
         )
-    made = [item for result in results for item in result.trajectories if not math.isnan(item.reward)]
-    if made:
-        rewards, first = [item.reward for item in made], made[0]
-        response = text_of(first.input_ids[first.action_mask.index(True) :], tokenizer)
-        extremes = dict.fromkeys(f"{reward:g}" for reward in (min(rewards), max(rewards)))
+    made = [item for _, result in tried for item in result.trajectories if not math.isnan(item.reward)]
+    if not made:
+        return
+    rewards, first = [item.reward for item in made], made[0]
+    response = text_of(first.input_ids[first.action_mask.index(True) :], tokenizer)
+    extremes = dict.fromkeys(f"{reward:g}" for reward in (min(rewards), max(rewards)))
+    say(
+        f"rewards of made-up answers to the first {prompts} are {' to '.join(extremes)}; {shorten(response)} gets"
+        f" {rewards[0]:g}"
+    )
+    # Rewards of right and wrong answers by prompt; with failures it is not known which samples are missing.
+    right: dict[int, set[float]] = {}
+    wrong: dict[int, set[float]] = {}
+    for trial, result in tried:
+        if trial.right is not None and not result.failures:
+            for answer, item in zip(trial.answers, result.trajectories, strict=True):
+                side = right if answer == trial.right else wrong
+                side.setdefault(trial.prompt.index, set()).add(item.reward)
+    if right and right == wrong and all(len(found) == 1 for found in right.values()):
         say(
-            f"rewards of made-up answers to the first {counted(len(results), 'prompt')} are {' to '.join(extremes)};"
-            f" {shorten(response)} gets {rewards[0]:g}"
+            "right answers (the labels) and wrong answers to these prompts get the same rewards. Try: check that the"
+            " reward uses the label and accepts it as an answer; ignore this if it expects another format or has no"
+            " need of labels"
         )
 
 

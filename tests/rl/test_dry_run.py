@@ -71,7 +71,7 @@ def test_a_dry_run_shows_a_prompt_and_its_reward(run_ppo, tmp_path):
     code, stderr = run_ppo(VALID, dry_run=True, input_template="<{}>")
     assert code == 0
     assert "the first prompt, 4 tokens: '<aa>'" in stderr
-    assert "rewards of made-up answers to the first 8 prompts are 9 to 14; 'x</s>' gets 9" in stderr
+    assert "rewards of made-up answers to the first 8 prompts are 9 to 15; 'x</s>' gets 9" in stderr
     assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"hollow", "prompts.jsonl", "reward.py"}
 
 
@@ -131,6 +131,27 @@ def test_a_reward_that_compares_samples_gets_a_whole_group(run_ppo):
     assert run_ppo(reward_source(line), dry_run=True)[0] == 0
 
 
+SAME = "right answers (the labels) and wrong answers to these prompts get the same rewards"
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+@pytest.mark.parametrize(
+    ("line", "same"),
+    [
+        ("return [1.0 if label in query[len(prompt):] else 0.0 for query, prompt, label in data]", False),
+        ("return [1.0 if 'boxed' in query else 0.0 for query, prompt, label in data]", True),
+        ("return [float(len(prompt)) for query, prompt, label in data]", True),  # not the same for each prompt
+    ],
+)
+def test_a_reward_that_does_not_tell_right_from_wrong_is_reported(run_ppo, samples, line, same):
+    flags = {"n_samples_per_prompt": samples, "advantage_estimator": "reinforce", "dry_run": True}
+    source = reward_source(f"data = zip(queries, prompts, labels); assert len(queries) == {samples}; {line}")
+    code, stderr = run_ppo(source, rows=make_prompts(5, label="x"), **flags)
+    assert code == 0, stderr
+    assert "rewards of made-up answers to the first 5 prompts are" in stderr
+    assert (SAME in stderr) == same
+
+
 def test_labels_that_are_not_text_reach_the_reward(run_ppo):
     rows = [row | {"label": {"answer": [1, 2]}} for row in make_prompts(3)]
     code, stderr = run_ppo(reward_source("return [float(label['answer'][1]) for label in labels]"), rows, dry_run=True)
@@ -180,6 +201,7 @@ def test_a_reward_server_is_called(run_ppo, tmp_path):
     [
         (ONGOING, 0, "gets 1.5"),  # three answers fill the context
         (ONGOING.replace("False", "True"), 0, "gets 0.5"),
+        (f"if 'a made' in states['action_text']: return oh\n        {ONGOING}", 1, "raised NameError: name 'oh'"),
         (ONGOING.replace("0.5", "float('nan')"), 1, "'rewards' of the agent's step is nan"),
         ("return {'rewards': 1.0}", 1, "returned a dict without done"),
         ("return states['nothing']", 1, "raised KeyError: 'nothing'"),
