@@ -35,7 +35,12 @@ def load_module(file: str) -> ModuleType:
         raise ConfigError(f"{file} cannot be loaded: expected a Python file (.py)")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look it up by name
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:  # of the file or of one that it imports
+        line = "" if error.text is None else f": {error.text.strip()}"
+        place = f"{error.filename}:{error.lineno}{line}"
+        raise ConfigError(f"{file} cannot be loaded: {type(error).__name__}, {error.msg}, at {place}") from None
     return module
 
 

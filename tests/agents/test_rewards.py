@@ -83,15 +83,16 @@ def test_reward_is_nan_if_a_model_scores_later(build):
         ("def score(): ...", "has no function reward_func; it defines score"),
         ("def reward_func(x): ...", "cannot be called with"),
         ("import nothing_of_this_name", "No module named 'nothing_of_this_name'"),
-        ("def reward_func(", "SyntaxError"),
+        ("import os\ndef reward_func(", "SyntaxError, '(' was never closed, at {file}:2: def reward_func("),
         ("import sys; sys.exit(3)", "called sys.exit(3)"),
         ("import os; os._exit(3)", "exit code 3"),
     ],
 )
 def test_unusable_file_is_rejected_before_training(build, write, source, message):
+    file = write(source)
     with pytest.raises(ConfigError) as error:
-        build(remote_rm_url=write(source))
-    assert message in str(error.value)
+        build(remote_rm_url=file)
+    assert message.format(file=file) in str(error.value)
 
 
 WHEN_ONE = """
