@@ -140,6 +140,8 @@ def run(config: ServeRMConfig) -> None:
         except KeyboardInterrupt:
             if server.stopped_by != signal.SIGTERM:
                 raise
+        finally:
+            gc.unfreeze()  # extension modules report objects as leaked that Python does not free at exit
 
 
 def leave_a_core() -> None:
