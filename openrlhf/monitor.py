@@ -1,8 +1,9 @@
-"""Progress and metrics of a run: console lines, progress bar, metrics file, and dashboards.
+"""Progress and metrics of a run: console lines, progress, metrics file, and dashboards.
 
-`say` prints one line from anywhere in the package. A training loop holds a `Monitor`, which shows the progress bar and
-passes metrics to its sinks: a file, TensorBoard, Weights & Biases or Trackio. The last two also get some samples.
-batch_inference opens its own bar with `open_bar`. Only the main process (rank 0) reports.
+`say` prints one line from anywhere in the package. A training loop holds a `Monitor`, which shows the progress of the
+run and passes metrics to its sinks: a file, TensorBoard, Weights & Biases or Trackio. The last two also get some
+samples. Evaluations and batch_inference use `Progress` themselves. Progress is a bar on a terminal, with lines above
+it, and a line now and then in a log file. Only the main process (rank 0) reports.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, redirect_stdout
 from dataclasses import dataclass, fields
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
 METRICS_FILE = "metrics.jsonl"
+PAUSE = 10.0  # seconds between lines about progress in a log file
 # Quoted text must not move the cursor, set the clipboard or retitle the window; only line breaks and tabs take effect.
 CONTROLS = (*range(0x20), *range(0x7F, 0xA0))
 SHOWN_CONTROLS = {code: f"\\x{code:02x}" for code in CONTROLS if chr(code) not in "\n\t"}
@@ -35,20 +38,111 @@ def is_main_process() -> bool:
 def say(line: str) -> None:
     """Print one line to stderr, which keeps stdout free for piping; only the main process prints.
 
-    Control characters are shown instead of obeyed: a message may quote a model, a server or a dataset.
+    Control characters are shown instead of obeyed: a message may quote a model, a server or a dataset. If there is a
+    progress bar, the line appears above it.
     """
-    if is_main_process():
-        print(f"openrlhf: {line.translate(SHOWN_CONTROLS)}", file=sys.stderr, flush=True)  # noqa: T201
+    if not is_main_process():
+        return
+    text = f"openrlhf: {line.translate(SHOWN_CONTROLS)}"
+    if Progress.open_bars:
+        from tqdm import tqdm
+
+        tqdm.write(text, file=sys.stderr)
+    else:
+        print(text, file=sys.stderr, flush=True)  # noqa: T201
 
 
-def open_bar(name: str, *, total: int, done: int = 0, unit: str, hidden: bool = False) -> tqdm[NoReturn]:
-    """Return a progress bar on stderr; only the main process shows it."""
-    from tqdm import tqdm  # imported late to keep flag parsing fast
+def shown_number(value: float) -> str:
+    """Return a number as people write it: four digits, and 10,040 rather than 1.004e+04."""
+    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e12 else f"{value:.4g}"
 
-    # Seconds between updates: in a log file each update adds a line, but a notebook overwrites the last one.
-    pause = 0.1 if sys.stderr.isatty() else 1 if "ipykernel" in sys.modules else 10
-    hidden = hidden or not is_main_process()
-    return tqdm(total=total, initial=done, desc=name, unit=unit, disable=hidden, mininterval=pause)
+
+def shown_count(count: int) -> str:
+    """Return a large number in three digits, such as 546k, 1.24M or 7.62B."""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= 0.9995 * size:
+            return f"{count / size:.3g}{unit}"
+    return str(count)
+
+
+def shown_time(seconds: float) -> str:
+    """Return a duration such as 40 s, 12 min or 3 h 20 min."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
+
+
+class Progress(AbstractContextManager["Progress"]):
+    """Progress of a loop, shown by the main process only: a bar on a terminal, otherwise a line every `PAUSE` seconds.
+
+    If it is `brief` (a part of a longer run, such as an evaluation), nothing of it remains: the bar disappears, and a
+    log file gets no line at its end.
+    """
+
+    open_bars = 0  # bars on the terminal, which lines must not overwrite
+
+    def __init__(
+        self, name: str, *, total: int, done: int = 0, unit: str, hidden: bool = False, brief: bool = False
+    ) -> None:
+        self.name, self.total, self.done, self.unit, self.brief = name, total, done, unit, brief
+        self.hidden = hidden or not is_main_process()
+        self.shown: Mapping[str, float] = {}
+        self.counted = 0  # updates since the start, for the rate
+        self.told_at = self.started = time.monotonic()
+        self.told = done  # what the last line said
+        self.bar: tqdm[NoReturn] | None = None
+        notebook = "ipykernel" in sys.modules  # can overwrite a line, too
+        if not self.hidden and (notebook or sys.stderr.isatty()):
+            from tqdm import tqdm  # imported late to keep flag parsing fast
+
+            pause = 1.0 if notebook else 0.1  # seconds between updates
+            self.bar = tqdm(total=total, initial=done, desc=name, unit=unit, leave=not brief, mininterval=pause)
+            Progress.open_bars += 1
+
+    def advance(self, shown: Mapping[str, float] | None = None) -> None:
+        """Count one more unit, and show these values next to it."""
+        self.done += 1
+        self.counted += 1
+        self.shown = shown or {}
+        if self.bar is not None:
+            self.bar.set_postfix({name: shown_number(value) for name, value in self.shown.items()}, refresh=False)
+            self.bar.update()
+        elif not self.hidden and time.monotonic() - self.told_at >= PAUSE:
+            self._tell()
+
+    def _tell(self) -> None:
+        """Print a line such as `train: step 20 of 100, 2.1 s/step, 3 min left, loss 0.52`."""
+        each = (time.monotonic() - self.started) / max(self.counted, 1)
+        line = f"{self.name}: {self.unit} {self.done} of {self.total}, {each:.3g} s/{self.unit}"
+        if self.done < self.total:
+            line += f", {shown_time(each * (self.total - self.done))} left"
+        say(line + "".join(f", {name} {shown_number(value)}" for name, value in self.shown.items()))
+        self.told, self.told_at = self.done, time.monotonic()
+
+    def leave_out(self, seconds: float) -> None:
+        """Exclude time in which nothing could advance from the rate and the time left."""
+        self.started += seconds
+        if self.bar is not None:
+            self.bar.start_t += seconds
+            self.bar.last_print_t += seconds
+
+    def restart_clock(self) -> None:
+        """Exclude all the time until now, such as that of loading a model."""
+        self.leave_out(time.monotonic() - self.started)
+
+    def close(self) -> None:
+        """Show the final state and end; may be called more than once."""
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
+            Progress.open_bars -= 1
+        elif not (self.hidden or self.brief) and self.told != self.done:
+            self._tell()
+        self.hidden = True
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class StopTraining(Exception):
@@ -218,10 +312,10 @@ class Trackio:
 
 
 class Monitor(AbstractContextManager["Monitor"]):
-    """The metric sinks of a run and its progress bar, which only the main process shows.
+    """The metric sinks of a run and its progress, which only the main process shows.
 
     As a context manager it closes both on exit, so that later messages appear below the finished bar. With
-    `total_steps=0` there is no bar.
+    `total_steps=0` no progress is shown.
     """
 
     def __init__(
@@ -229,18 +323,15 @@ class Monitor(AbstractContextManager["Monitor"]):
     ) -> None:
         self.sinks = list(sinks)
         self.stops = False  # True after a sink has raised StopTraining
-        self.bar = open_bar(name, total=total_steps, done=first_step, unit="step", hidden=total_steps == 0)
+        self.progress = Progress(name, total=total_steps, done=first_step, unit="step", hidden=total_steps == 0)
 
     def advance(self, shown: Mapping[str, float]) -> None:
-        """Advance the bar by one step and show the values of `shown` next to it."""
-        self.bar.set_postfix({name: f"{value:.4g}" for name, value in shown.items()}, refresh=False)
-        self.bar.update()
+        """Advance by one step and show the values of `shown` next to it."""
+        self.progress.advance(shown)
 
     def leave_out(self, seconds: float) -> None:
-        """Exclude time outside steps (evaluation, checkpoints) from the bar's rate and time estimate."""
-        if not self.bar.disable:
-            self.bar.start_t += seconds
-            self.bar.last_print_t += seconds
+        """Exclude time outside steps (evaluation, checkpoints) from the rate and the time left."""
+        self.progress.leave_out(seconds)
 
     def log(self, kind: str, step: int, values: Mapping[str, float]) -> None:
         """Pass metrics to all sinks; drop a sink whose disk or network fails, and print a message."""
@@ -272,12 +363,11 @@ class Monitor(AbstractContextManager["Monitor"]):
         self.tell(f"no more metrics are sent to {type(sink).__name__}: {error}. Training continues")
 
     def tell(self, line: str) -> None:
-        """Print a line above the bar."""
-        if is_main_process():
-            self.bar.write(f"openrlhf: {line}", file=sys.stderr)
+        """Print a line, above the bar if there is one."""
+        say(line)
 
     def close(self) -> None:
-        self.bar.close()
+        self.progress.close()
         for sink in list(self.sinks):
             try:
                 sink.close()

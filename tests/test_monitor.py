@@ -1,10 +1,13 @@
 """Lines, metrics and progress bar of a run, and which process prints them."""
 
+import io
 import json
+import sys
 
 import pytest
 
-from openrlhf.monitor import MetricsFile, Monitor, is_main_process, say
+from openrlhf import monitor as module
+from openrlhf.monitor import MetricsFile, Monitor, Progress, is_main_process, say, shown_count, shown_number, shown_time
 
 
 @pytest.fixture(autouse=True)
@@ -103,24 +106,119 @@ def test_a_monitor_writes_to_its_sinks_and_closes_them_when_the_run_fails():
     assert (notes.lines, notes.closed) == ([("eval", 3, {"loss": 1.0})], True)
 
 
-def test_the_progress_bar_shows_the_step_and_lines_are_printed_above_it(capsys):
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def open_terminal(monkeypatch):
+    """Make standard error a terminal whose text can be read."""
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    return sys.stderr
+
+
+def test_on_a_terminal_a_bar_shows_the_step_and_lines_are_printed_above_it(monkeypatch):
+    terminal = open_terminal(monkeypatch)
     with Monitor(total_steps=4, first_step=2) as monitor:
-        monitor.advance({"loss": 0.123456, "tok/s": 1000.0})
+        monitor.advance({"loss": 0.123456, "tok/s": 10040.4})
+        monitor.progress.bar.refresh()
         monitor.tell("a line")
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "3/4" in captured.err
-    assert "loss=0.1235, tok/s=1000" in captured.err
-    assert "openrlhf: a line\n" in captured.err
+        say("from elsewhere")
+    say("below")
+    text = terminal.getvalue()
+    assert "3/4" in text
+    assert "loss=0.1235, tok/s=10,040" in text
+    for line in ("a line", "from elsewhere"):  # on a line of its own: the bar was erased before it
+        assert f" \ropenrlhf: {line}\n" in text
+    assert text.endswith("\nopenrlhf: below\n")
+    assert Progress.open_bars == 0
 
 
-def test_time_outside_steps_is_excluded_from_the_rate():
+def test_a_brief_bar_disappears(monkeypatch):
+    terminal = open_terminal(monkeypatch)
+    with Progress("evaluate", total=2, unit="batch", brief=True) as progress:
+        progress.advance()
+    assert terminal.getvalue().endswith("\r")
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that a test moves."""
+    now = [1000.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_a_log_file_gets_whole_lines_at_a_calm_rate(clock, capsys):
+    with Monitor(total_steps=100) as monitor:
+        for step in range(6):
+            clock[0] += 4.0
+            monitor.advance({"loss": step / 10, "lr": 1e-05})
+    assert capsys.readouterr().err.splitlines() == [
+        "openrlhf: train: step 3 of 100, 4 s/step, 6 min left, loss 0.2, lr 1e-05",
+        "openrlhf: train: step 6 of 100, 4 s/step, 6 min left, loss 0.5, lr 1e-05",
+    ]
+
+
+def test_a_short_run_and_a_resumed_one_get_one_line_at_their_end(clock, capsys):
+    with Monitor(total_steps=4, first_step=2) as monitor:
+        for _ in range(2):
+            clock[0] += 0.5
+            monitor.advance({})
+    with Monitor(total_steps=4, first_step=4):
+        pass
+    with Progress("evaluate", total=1, unit="prompt", brief=True) as progress:
+        progress.advance()
+    assert capsys.readouterr().err == "openrlhf: train: step 4 of 4, 0.5 s/step\n"
+
+
+def test_time_outside_steps_is_excluded_from_the_rate(clock, capsys):
+    with Monitor(total_steps=3) as monitor:
+        for outside in (0.0, 3600.0):
+            clock[0] += 10.0
+            monitor.advance({})
+            clock[0] += outside
+            monitor.leave_out(outside)
+    assert "step 2 of 3, 10 s/step, 10 s left" in capsys.readouterr().err
+
+
+def test_time_outside_steps_is_excluded_from_the_rate_of_a_bar(monkeypatch):
+    open_terminal(monkeypatch)
     with Monitor(total_steps=4) as monitor:
-        monitor.bar.start_t -= 100  # as if an evaluation had taken that long
-        monitor.bar.last_print_t -= 100
+        bar = monitor.progress.bar
+        bar.start_t -= 100  # as if an evaluation had taken that long
+        bar.last_print_t -= 100
         monitor.leave_out(100.0)
         monitor.advance({})
-        assert monitor.bar.format_dict["elapsed"] < 50
+        assert bar.format_dict["elapsed"] < 50
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (10040.4, "10,040"),
+        (1e-5, "1e-05"),
+        (0.123456, "0.1235"),
+        (999.96, "1000"),
+        (-2500.0, "-2,500"),
+        (1e15, "1e+15"),
+    ],
+)
+def test_numbers_are_written_as_people_do(value, text):
+    assert shown_number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(999, "999"), (545_920, "546k"), (1_240_000, "1.24M"), (999_900_000, "1B"), (7_615_000_000, "7.62B")],
+)
+def test_counts_are_written_in_three_digits(count, text):
+    assert shown_count(count) == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(5.4, "5 s"), (99.0, "99 s"), (720.0, "12 min"), (12000, "3 h 20 min")])
+def test_durations_are_written_as_people_do(seconds, text):
+    assert shown_time(seconds) == text
 
 
 def test_a_monitor_without_steps_or_on_another_rank_is_silent(monkeypatch, capsys):

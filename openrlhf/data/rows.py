@@ -6,6 +6,7 @@ ends the run, and `Dropped` for a valid record that cannot be trained on, which 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -64,7 +65,7 @@ def build_rows(records: Records, make: Callable[[Record], Iterable[Row]], report
     """Collect the rows that `make` returns for each record; count dropped records by reason."""
     rows: list[Row] = []
     report.read = len(records)
-    hidden = len(records) < LARGE or not is_main_process()
+    hidden = len(records) < LARGE or not is_main_process() or not sys.stderr.isatty()
     for record in tqdm(records, desc="reading", unit=" rows", total=len(records), disable=hidden, leave=False):
         try:
             rows.extend(make(record))

@@ -118,7 +118,7 @@ def generate(generation: Generation, parts: OutputParts, tokenizer: PreTrainedTo
         progress.restart_clock()
         await stream(engine, requests, store, window=AHEAD * config.task.max_num_seqs * num_engines)
 
-    with closing(progress.bar):
+    with closing(progress):
         if config.task.vllm_num_engines:
             run_async(generate_on_ray(generation, answer))
         elif config.task.eval_task == "generate_vllm":

@@ -36,7 +36,7 @@ def score(
     model = open_reward_model(config, tokenizer)
     size = config.task.micro_batch_size
     progress = RowProgress("score", parts)
-    with closing(progress.bar):
+    with closing(progress):
         for start in range(0, len(missing), size):
             numbers = missing[start : start + size]
             rewards = model.score_rows([answers[number].input_ids for number in numbers]).tolist()

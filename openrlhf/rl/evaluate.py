@@ -12,6 +12,7 @@ import numpy as np
 
 from openrlhf.agents.executor import GroupExecutor
 from openrlhf.config.commands import RLConfig
+from openrlhf.monitor import Progress
 from openrlhf.rl.experience import with_model_rewards
 from openrlhf.rl.rollouts import run_groups
 from openrlhf.rl.workers import Workers
@@ -26,7 +27,8 @@ async def evaluate(
 
     `config` is the result of `runtime.evaluation_config`.
     """
-    results = await run_groups(prompts, engine, executor, config)
+    with Progress("evaluate", total=len(prompts), unit="prompt", brief=True) as progress:
+        results = await run_groups(prompts, engine, executor, config, progress)
     trajectories = [item for result in results for item in result.trajectories]
     # Evaluation uses one score per sample, so step rewards are not needed.
     scored = await with_model_rewards(trajectories, workers, each_step=False)

@@ -20,6 +20,7 @@ from openrlhf.algo.shaping import group_is_kept
 from openrlhf.config.commands import RLConfig
 from openrlhf.config.runtime import generates_in_lockstep, most_episodes
 from openrlhf.config.sections.rl import RolloutFlags
+from openrlhf.monitor import Progress
 from openrlhf.rl.experience import with_model_rewards
 from openrlhf.rl.request_batching import EpisodeScheduler, EpisodeSession
 from openrlhf.rl.workers import Workers
@@ -114,14 +115,25 @@ class GeneratedRollouts:
 
 
 async def run_groups(
-    prompts: Sequence[Prompt], engine: Engine, executor: GroupExecutor, config: RLConfig
+    prompts: Sequence[Prompt],
+    engine: Engine,
+    executor: GroupExecutor,
+    config: RLConfig,
+    progress: Progress | None = None,
 ) -> list[GroupResult]:
-    """Run the samples of all prompts concurrently; beyond the limit, groups start in order as others end."""
+    """Run the samples of all prompts concurrently; beyond the limit, groups start in order as others end.
+
+    `progress` counts the groups that have ended.
+    """
     scheduler = EpisodeScheduler(engine, most_episodes(config), lockstep=generates_in_lockstep(config))
     groups = [scheduler.open_group(config.rollout.n_samples_per_prompt, prompt.index) for prompt in prompts]
 
     async def run(prompt: Prompt, group: asyncio.Future[list[EpisodeSession]]) -> GroupResult:
-        return await executor.run_group(prompt, sampling(prompt, config.rollout, config.batches.seed), await group)
+        params = sampling(prompt, config.rollout, config.batches.seed)
+        result = await executor.run_group(prompt, params, await group)
+        if progress is not None:
+            progress.advance()
+        return result
 
     return await gather_or_cancel(map(run, prompts, groups))
 
