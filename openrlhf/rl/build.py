@@ -74,7 +74,7 @@ def build_policy(config: RLConfig, device: torch.device, total_steps: int) -> Po
     """Load the policy and set up its optimizer, schedule and objective."""
     network = make_network(config, load_language_model(config, str(config.model.pretrain), device), scalar=False)
     flags, rate = config.optimizer, config.optimizer.actor_learning_rate
-    backend = make_backend(config, network, flags, rate, device)
+    backend = make_backend(config, network, flags, rate, device, role="policy")
     return Policy(
         backend,
         make_schedule(flags, total_steps),
@@ -111,7 +111,7 @@ def build_critic(
     model = load_scalar_model(name, config.model, device=device, packing=packing, head_prefix=prefix, new_head=True)
     network = make_network(config, model, scalar=True)
     flags, rate = config.optimizer.critic, config.optimizer.critic_learning_rate
-    backend = make_backend(config, network, flags, rate, device)
+    backend = make_backend(config, network, flags, rate, device, role="critic")
     objective = ValueObjective(config.policy.value_clip, config.model.aux_loss_coef)
     return Critic(backend, make_schedule(flags, total_steps), total_steps, rate, objective)
 

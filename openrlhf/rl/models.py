@@ -128,6 +128,7 @@ class Models:
         """
         policy = self._use(self.policy)
         objective = replace(policy.objective, kl_coef=kl_coef if policy.objective.kl_coef > 0 else 0.0)
+        policy.backend.has_signal = any(objective.has_signal(batch) for batch in micro_batches)
         result = policy.backend.forward_backward(micro_batches, objective)
         values = values_of(result.metrics) | self._update("actor", policy, progress)
         if policy.ema_beta:  # update the moving average

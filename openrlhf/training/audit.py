@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from openrlhf.errors import BackendError
-from openrlhf.monitor import say
+from openrlhf.monitor import say, shown_count
 from openrlhf.training.optim import Named
 
 STEPS = 3  # audited steps; steps with a learning rate of 0 do not count
@@ -37,7 +37,8 @@ class Audit:
         self.master = master
         self.most = most
         self.steps = 0  # steps audited so far
-        self.audited = False  # whether the current step counts
+        self.audited = False  # whether the current step counts, and ...
+        self.has_signal = True  # ... whether this rank has anything to learn in it
         self.nonzero: dict[int, Tensor] = {}  # index of a parameter -> whether its gradient is nonzero in this step
         self.before: list[Tensor | None] = []  # fingerprints of the masters before the step
         # [4, parameters], for any audited step and rank: has a gradient, it is nonzero, has a master, the master moved.
@@ -52,16 +53,21 @@ class Audit:
         seen = self.nonzero.get(number)
         self.nonzero[number] = found if seen is None else seen | found
 
-    def begin(self, learning_rate: float) -> None:
-        """Fingerprint the masters; call before the optimizer step."""
+    def begin(self, learning_rate: float, *, has_signal: bool = True) -> None:
+        """Fingerprint the masters; call before the optimizer step.
+
+        Without a signal on any rank, all gradients are zero by design, and the step says nothing about parameters.
+        """
         self.audited = bool(self.hooks) and learning_rate > 0
+        self.has_signal = has_signal
         if self.audited:
             self.before = self._fingerprints()
 
     def end(self, *, moved: bool = True) -> None:
         """Record the step; call after the step, with `moved=False` if it was skipped because gradients overflowed."""
         if self.audited and moved:
-            happened = torch.zeros(4, len(self.named))  # rows as in `ever`
+            happened = torch.zeros(5, len(self.named))  # rows as in `ever`, and whether there is a signal
+            happened[4] = self.has_signal
             for number, nonzero in self.nonzero.items():
                 happened[0, number] = 1.0
                 happened[1, number] = nonzero
@@ -69,8 +75,10 @@ class Audit:
                 if before is not None and after is not None:
                     happened[2, number] = 1.0
                     happened[3, number] = before != after
-            self.ever |= self.most(happened).bool()
-            self.steps += 1
+            *seen, has_signal = self.most(happened).bool()
+            if has_signal.all():
+                self.ever |= torch.stack(seen)
+                self.steps += 1
         self.nonzero.clear()
         self.before = []
         if self.steps == STEPS and self.hooks:
@@ -112,6 +120,22 @@ def some_of(names: Sequence[str], total: int, what: str) -> str:
     shown = ", ".join(name.removeprefix("model.") for name in names[:NAMES])
     more = ", ..." if len(names) > NAMES else ""
     return f"{len(names)} of {total} {what} ({shown}{more})"
+
+
+def report_trained(network: nn.Module, role: str) -> None:
+    """Print how many parameters are trained, such as `training 1.22M of 135M parameters (0.9%)`."""
+    sizes = [(num_values(parameter), parameter.requires_grad) for parameter in network.parameters()]
+    total, trained = sum(size for size, _ in sizes), sum(size for size, learns in sizes if learns)
+    part = f"all {shown_count(total)} parameters"
+    if trained < total:
+        part = f"{shown_count(trained)} of {shown_count(total)} parameters ({100 * trained / total:.2g}%)"
+    say(f"training {part} of the {role}")
+
+
+def num_values(parameter: nn.Parameter) -> int:
+    """Return the size of a parameter that may be sharded by ZeRO-3 or packed, two 4-bit values to a byte."""
+    quantised = getattr(parameter, "quant_state", None)
+    return quantised.shape.numel() if quantised is not None else getattr(parameter, "ds_numel", parameter.numel())
 
 
 def report_frozen(network: nn.Module) -> None:

@@ -119,6 +119,7 @@ class TrainBackend(Frozen, Ranks, ABC):
     rank = 0  # data-parallel rank of this process
     data_parallel_size = 1
     unchecked_steps = 3  # steps that `_check_share` still has to check
+    has_signal = True  # set to False before an optimizer step whose gradients are zero by design; see `Audit`
     # `process` is the global rank, which also counts tensor-parallel peers and ring members; process 0 writes files.
 
     def __init__(self, network: Network, device: torch.device) -> None:

@@ -37,9 +37,9 @@ from openrlhf.models.heads import separate_pad_from_eos
 from openrlhf.models.load import add_adapters, load_causal_lm, load_scalar_model, recompute_activations
 from openrlhf.monitor import say
 from openrlhf.training import objectives
-from openrlhf.training.audit import report_frozen
+from openrlhf.training.audit import report_frozen, report_trained
 from openrlhf.training.backend import Frozen, TrainBackend, values_of
-from openrlhf.training.fit import Evaluated, Summary
+from openrlhf.training.fit import LOSS_NAMES, Evaluated, Summary
 from openrlhf.training.local import LocalBackend, LocalFrozen
 from openrlhf.training.objectives import SupervisedObjective
 from openrlhf.training.preflight import balances_experts
@@ -47,14 +47,18 @@ from openrlhf.training.processes import loading, uses_deepspeed
 
 
 def evaluation_values(metrics: Metrics) -> dict[str, float]:
-    """Return the evaluation metrics under the names that dashboards expect."""
+    """Return the evaluation metrics: in every command `eval_loss` and, if there is one, `acc_mean`.
+
+    Dashboards of some commands expect names with a space, which are added.
+    """
     values = values_of(metrics)
-    names = PROCESS_NAMES if "prm_loss" in values else EVALUATION_NAMES
-    return {names.get(name, name): value for name, value in values.items()}
+    dashboard = {f"eval {name}": values[name] for name in ("gpt_loss", "prm_loss") if name in values}
+    if "prm_loss" in values:
+        dashboard["eval acc"] = values["acc"]
+    return {EVALUATION_NAMES.get(name, name): value for name, value in values.items()} | dashboard
 
 
-EVALUATION_NAMES = {"loss": "eval_loss", "kto_loss": "eval_loss", "gpt_loss": "eval gpt_loss", "acc": "acc_mean"}
-PROCESS_NAMES = {"prm_loss": "eval prm_loss", "acc": "eval acc"}
+EVALUATION_NAMES = {**dict.fromkeys(LOSS_NAMES, "eval_loss"), "acc": "acc_mean"}
 
 
 def reward_values(metrics: Metrics) -> dict[str, float]:
@@ -133,12 +137,20 @@ def make_network(config: TrainingConfig, model: PreTrainedModel, *, scalar: bool
 
 
 def make_backend(
-    config: TrainingConfig, network: Network, optimizer: OptimizerFlags, learning_rate: float, device: torch.device
+    config: TrainingConfig,
+    network: Network,
+    optimizer: OptimizerFlags,
+    learning_rate: float,
+    device: torch.device,
+    *,
+    role: str = "model",
 ) -> TrainBackend:
     """Wrap a network for training: in the local backend for one process, in DeepSpeed for several.
 
-    `optimizer` is the config's optimizer section or, for a critic, `PolicyOptimizerFlags.critic`.
+    `optimizer` is the config's optimizer section or, for a critic, `PolicyOptimizerFlags.critic`. `role` names the
+    network in messages.
     """
+    report_trained(network, role)
     if not config.lora.lora_rank:
         report_frozen(network)
     if not uses_deepspeed(config):

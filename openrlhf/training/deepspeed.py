@@ -138,7 +138,7 @@ class DeepSpeedBackend(TrainBackend):
     def optim_step(self, scale: float) -> float | None:
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate * scale
-        self.audit.begin(self.learning_rate * scale)
+        self.audit.begin(self.learning_rate * scale, has_signal=self.has_signal)
         if self.clips_here:  # the engine neither averages nor clips
             self.engine.buffered_allreduce_fallback()
             parameters = [parameter for _, parameter in trainable(self.network)]

@@ -65,7 +65,7 @@ class LocalBackend(TrainBackend):
         (loss if self.loss_scale is None else loss * self.loss_scale.value).backward()
 
     def optim_step(self, scale: float) -> float | None:
-        self.audit.begin(scale * self.optimizer.learning_rate)
+        self.audit.begin(scale * self.optimizer.learning_rate, has_signal=self.has_signal)
         norm = self.optimizer.step(scale, self.loss_scale.value if self.loss_scale else None)
         if self.loss_scale:
             self.loss_scale.update(overflowed=norm is None)

@@ -35,6 +35,11 @@ class PolicyObjective:
     aux_loss_coef: float = 0.0
     constant_length: int = 1  # tokens per sequence in the denominator of "constant" aggregation
 
+    def has_signal(self, batch: PolicyBatch) -> bool:
+        """Return whether a batch has anything to learn: equal rewards give advantages of zero."""
+        always = self.kl_coef or self.entropy_coef or self.aux_loss_coef
+        return bool(always) or bool(batch.advantages[batch.target_mask].any())
+
     def loss(self, run: Run, batch: PolicyBatch, totals: StepTotals) -> tuple[Tensor, Metrics]:
         temperature, mask, rows = temperature_of(batch, self.temperature), batch.target_mask, batch.sequence_ids
         kind = LogProbs if self.entropy_coef is None else LogProbsAndEntropy

@@ -1,5 +1,8 @@
 """The audit of the first steps: it finds parameters that do not learn, and accepts networks that do."""
 
+import re
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +12,7 @@ from openrlhf.config.sections.training import OptimizerFlags
 from openrlhf.errors import BackendError
 from openrlhf.models.forward import Network, Scores, Values
 from openrlhf.models.load import add_adapters, load_causal_lm, load_scalar_model, recompute_activations
-from openrlhf.training.audit import STEPS, Audit
+from openrlhf.training.audit import STEPS, Audit, num_values, report_trained
 from openrlhf.training.local import LocalBackend
 from tests.tiny import CONFIGS, make_model
 from tests.training.deepspeed_cases import Sft, make_batch
@@ -97,6 +100,39 @@ def test_recomputation_that_cuts_the_graph_is_detected(tmp_path):
     network.decoder.get_input_embeddings()._forward_hooks.clear()
     with pytest.raises(BackendError, match="received no gradient"):
         train(network)
+
+
+@pytest.mark.parametrize(
+    ("lora", "line"),
+    [
+        (0, r"training all [\d.]+k parameters of the policy"),
+        (4, r"training [\d.]+k of [\d.]+k parameters \([\d.]+%\) of"),
+    ],
+)
+def test_the_number_of_trained_parameters_is_reported(tmp_path, lora, line, capsys):
+    report_trained(make_network(tmp_path, lora=lora), "policy")
+    assert re.search(line, capsys.readouterr().err)
+
+
+def test_packed_and_sharded_parameters_count_in_full():
+    packed, sharded = nn.Parameter(torch.zeros(8)), nn.Parameter(torch.zeros(0))
+    packed.quant_state = SimpleNamespace(shape=torch.Size([4, 4]))
+    sharded.ds_numel = 100
+    assert [num_values(parameter) for parameter in (packed, sharded)] == [16, 100]
+
+
+def test_steps_without_a_signal_are_not_audited(capsys):
+    """In RL, equal rewards give gradients of zero, which says nothing about the parameters."""
+    weight = nn.Parameter(torch.ones(4))
+    audit = Audit([("weight", weight)], lambda parameter: weight, lambda found: found)
+    for has_signal in (False, False, False, True, True, True):
+        (weight.sum() * float(has_signal)).backward()
+        audit.begin(1e-3, has_signal=has_signal)
+        with torch.no_grad():
+            weight.sub_(1e-3 * float(has_signal))
+        audit.end()
+    assert audit.hooks == []
+    assert lines(capsys) == []
 
 
 def test_frozen_parameters_need_no_gradient(tmp_path, capsys):
