@@ -166,7 +166,13 @@ def training_batches(config: RLConfig, layout: Layout) -> Batching:
 
 
 def make_schedule(flags: OptimizerFlags, steps: int) -> Callable[[int], float]:
-    """Return the learning rate schedule that the optimizer flags of the policy or the critic select."""
-    return schedule(
+    """Return the learning rate schedule that the optimizer flags of the policy or the critic select.
+
+    A warm-up begins at half the rate of its second step; at zero, as in Transformers, it would waste a rollout.
+    """
+    scheduled = schedule(
         flags.lr_scheduler, warmup_ratio=flags.lr_warmup_ratio, total_steps=steps, min_lr_ratio=flags.min_lr_ratio
     )
+    if scheduled(0) > 0:
+        return scheduled
+    return lambda step: scheduled(step) if step > 0 else scheduled(1) / 2

@@ -19,15 +19,14 @@ from transformers.utils.logging import disable_progress_bar
 from openrlhf.agents.executor import GroupExecutor, ReportingExecutor
 from openrlhf.algo.kl import AdaptiveKL, FixedKL, kl_controller
 from openrlhf.config.commands import RLConfig
-from openrlhf.config.runtime import num_optimizer_steps, num_rollouts, policy_ranks, steps_per_rollout, uses_critic
-from openrlhf.config.sections.training import OptimizerFlags
+from openrlhf.config.runtime import num_rollouts, policy_ranks, uses_critic
 from openrlhf.data.collate import Layout
 from openrlhf.data.prompts import load_eval_prompts, load_prompts
 from openrlhf.errors import BackendError, RolloutError, counted
 from openrlhf.event_loop import run_async
 from openrlhf.models.load import load_tokenizer
 from openrlhf.monitor import Sink, say
-from openrlhf.rl.build import make_schedule, scoring_batches, training_batches
+from openrlhf.rl.build import scoring_batches, training_batches
 from openrlhf.rl.controller import Controller, State
 from openrlhf.rl.dry_run import build_tested_executor
 from openrlhf.rl.local import Runtime, open_local
@@ -42,7 +41,6 @@ from openrlhf.training.final_save import FinalSave, model_bytes
 from openrlhf.training.fit import Interrupted
 from openrlhf.training.hub import check_login, push_folder
 from openrlhf.training.model_card import MakeCard, Outcome, training_card, write_card
-from openrlhf.training.optim import only_warmup
 from openrlhf.training.preflight import check_models, explain_reward_models
 from openrlhf.training.rng import load_rng, save_rng, seed_everything
 from openrlhf.training.run_directory import (
@@ -85,7 +83,6 @@ def run(config: RLConfig, open_runtime: OpenRuntime = open_local, sinks: Sequenc
     if len(prompts) < config.rollout.rollout_batch_size:
         few = f"only {counted(len(prompts), 'prompt')}, fewer than --rollout_batch_size"
         say(f"{few}: rollouts are smaller or repeat prompts")
-    explain_warmup(config, order)
     explain_reward_models(config)
     executor = build_tested_executor(config, tokenizer, prompts)
     try:
@@ -99,21 +96,6 @@ def run(config: RLConfig, open_runtime: OpenRuntime = open_local, sinks: Sequenc
         raise
     finally:
         run_async(executor.close())
-
-
-def explain_warmup(config: RLConfig, order: PromptOrder) -> None:
-    """Warn if all optimizer steps fall into the warm-up, for the policy and for a critic with its own warm-up."""
-    flags = config.optimizer
-    steps = num_optimizer_steps(config, len(order))
-    planned = num_rollouts(config, len(order)) * steps_per_rollout(config)
-    warmups: dict[str, OptimizerFlags] = {"--lr_warmup_ratio": flags}
-    if uses_critic(config) and flags.critic_lr_warmup_ratio is not None:
-        warmups["--critic_lr_warmup_ratio"] = flags.critic
-    for flag, own in warmups.items():
-        scheduled = make_schedule(own, planned)
-        line = only_warmup(scheduled, steps=steps, planned=planned, warmup_ratio=own.lr_warmup_ratio, flag=flag)
-        if line:
-            say(line)
 
 
 async def train(

@@ -62,18 +62,16 @@ def between_steps(scheduled: Callable[[int], float], place: float) -> float:
     return before + (after - before) * (place - step)
 
 
-def only_warmup(
-    scheduled: Callable[[int], float], *, steps: int, planned: int, warmup_ratio: float, flag: str
-) -> str | None:
-    """Return a warning if a run ends during warm-up; `steps` may be less than the `planned` steps of the schedule."""
-    if not 0 < steps <= math.ceil(planned * warmup_ratio) or scheduled(0) > 0:
+def only_warmup(scheduled: Callable[[int], float], *, steps: int, warmup_ratio: float) -> str | None:
+    """Return a warning if a run of `steps` steps ends during warm-up."""
+    if not 0 < steps <= math.ceil(steps * warmup_ratio) or scheduled(0) > 0:
         return None
-    given = f"({flag} {warmup_ratio:g})"
+    given = f"(--lr_warmup_ratio {warmup_ratio:g})"
     if steps == 1:
         line = f"the only optimizer step is warm-up {given}, with a learning rate of 0: nothing is learned"
     else:
         line = f"all {steps} optimizer steps are warm-up {given}, the first with a learning rate of 0"
-    return f"{line}. Try: {flag} 0"
+    return f"{line}. Try: --lr_warmup_ratio 0"
 
 
 def trainable(network: nn.Module) -> list[Named]:

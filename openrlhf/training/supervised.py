@@ -152,7 +152,7 @@ def make_schedule(config: SupervisedConfig, total_steps: int) -> Callable[[int],
     scheduled = schedule(
         flags.lr_scheduler, warmup_ratio=warmup, total_steps=total_steps, min_lr_ratio=flags.min_lr_ratio
     )
-    line = only_warmup(scheduled, steps=total_steps, planned=total_steps, warmup_ratio=warmup, flag="--lr_warmup_ratio")
+    line = only_warmup(scheduled, steps=total_steps, warmup_ratio=warmup)
     if line:
         say(line)
     return scheduled

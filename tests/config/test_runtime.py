@@ -15,7 +15,6 @@ from openrlhf.config.flags import flags_of, replace_flags, without_none
 from openrlhf.config.runtime import (
     evaluation_config,
     is_asynchronous,
-    num_optimizer_steps,
     num_rollouts,
     policy_loss_flags,
     queue_size,
@@ -74,7 +73,6 @@ def test_steps_and_rollouts_are_rounded_up():
     config = rl(rollout_batch_size=10, n_samples_per_prompt=2, train_batch_size=8, max_epochs=2)
     assert steps_per_rollout(config) == 6  # 20 samples are 8 + 8 + 4
     assert num_rollouts(config, 25) == 3
-    assert num_optimizer_steps(config, 25) == (3 + 3 + 2) * 2  # the last rollout has 5 prompts
     assert num_rollouts(rl(rollout_batch_size=10, max_steps=2), 25) == 2
 
 
