@@ -5,8 +5,9 @@ loop, resumes it if requested, and calls `run`. Each step runs
 
     order.rows -> collate -> objective.prepare -> backend.forward_backward -> loss is finite? -> backend.optim_step
 
-on all ranks together. The loop evaluates, saves and logs between steps. On a signal, `run` finishes the current step,
-writes a checkpoint and raises `Interrupted`. If a sink raises `StopTraining`, the current step becomes the last one.
+on all ranks together. Between steps the loop evaluates, saves, logs and prints the warnings of `health`. On a signal,
+`run` finishes the current step, writes a checkpoint and raises `Interrupted`. If a sink raises `StopTraining`, the
+current step becomes the last one.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ import torch
 from openrlhf.algo.reduce import Metrics, add_metrics
 from openrlhf.config.sections.training import BatchFlags, CheckpointFlags, LogFlags, SupervisedOptimizerFlags
 from openrlhf.errors import BackendError
-from openrlhf.monitor import Monitor
+from openrlhf.monitor import Monitor, Progress
 from openrlhf.signals import SAVES, SAVES_NOTHING, stop_request
 from openrlhf.training import checkpoint
 from openrlhf.training.backend import StepLosses, TrainBackend, values_of
 from openrlhf.training.disk_space import has_room, skip_if_disk_fails
+from openrlhf.training.health import SupervisedHealth
 from openrlhf.training.objectives import Step, SupervisedObjective
 from openrlhf.training.order import Order, micro_batches, num_micro_batches, share
 from openrlhf.training.rng import load_rng, save_rng
@@ -90,10 +92,14 @@ class Fit(Generic[Row, Collated, Prepared]):
             )
         save_steps, eval_steps, total = self.checkpoints.save_steps, self.logs.eval_steps, self.order.total_steps
         last: dict[str, float] = {}
+        # A resumed run may have learned most of what it will, so its loss need not fall.
+        health = SupervisedHealth(clipped=self.optimizer.max_norm > 0, watches_loss=first_step == 0)
         with stop_request(SAVES_NOTHING if self.checkpoints.disable_ds_ckpt else SAVES) as stop:
             for step in range(first_step, total):
                 last = self._train(step)
                 self.last_step = step + 1
+                for line in health.check(step + 1, loss=last["loss_mean"], norm=last.get("grad_norm")):
+                    self.monitor.tell(line)
                 due = self.order.ends_epoch(step) if eval_steps == -1 else (step + 1) % eval_steps == 0
                 if due:
                     self.evaluate(step + 1)
@@ -126,9 +132,10 @@ class Fit(Generic[Row, Collated, Prepared]):
         values["lr"] = self.optimizer.learning_rate * scale
         values |= {} if norm is None else {"grad_norm": norm}  # None: the step was skipped
         values |= self.backend.loss_scaling()
-        tokens = sum(num_tokens(self.rows[place]) for place in places)
+        tokens, seconds = sum(num_tokens(self.rows[place]) for place in places), time.perf_counter() - started
+        values |= {"timing/step_total": seconds, "timing/tokens_per_second": tokens / seconds}
         shown = {name: values[name] for name in (loss, "acc", "lr") if name in values}
-        self.monitor.advance(shown | {"tok/s": tokens / (time.perf_counter() - started)})
+        self.monitor.advance(shown | {"tok/s": tokens / seconds})
         if (step + 1) % self.logs.logging_steps == 0:
             self.monitor.log("train", step + 1, values)
         return values
@@ -146,15 +153,20 @@ class Fit(Generic[Row, Collated, Prepared]):
         """Evaluate the objective on the whole evaluation set, including the last, smaller chunk."""
         if not self.eval_rows:
             return {}
-        chunk = self.order.batch_size
+        chunk, started = self.order.batch_size, time.perf_counter()
         parts: list[Metrics] = []
-        for place in range(0, len(self.eval_rows), chunk):
-            batches = self._batches(self.eval_rows[place : place + chunk])
-            parts.append(self.backend.evaluate(batches, self.objective))
+        places = range(0, len(self.eval_rows), chunk)
+        with Progress("evaluate", total=len(places), unit="batch", brief=True) as progress:
+            for place in places:
+                batches = self._batches(self.eval_rows[place : place + chunk])
+                parts.append(self.backend.evaluate(batches, self.objective))
+                progress.advance()
         values = self.summarise(add_metrics(parts))
         self._keep(values)
         self.monitor.log("eval", step, values)
-        self.monitor.tell(f"step {step}: " + ", ".join(f"{name} {value:.4f}" for name, value in values.items()))
+        shown = [f"{name} {value:.4f}" for name, value in values.items() if " " not in name]  # not those for dashboards
+        self.monitor.tell(f"step {step}: " + ", ".join(shown))
+        self.monitor.leave_out(time.perf_counter() - started)
         return values
 
     def _keep(self, values: Mapping[str, float]) -> None:
@@ -168,6 +180,7 @@ class Fit(Generic[Row, Collated, Prepared]):
 
         A folder that does not fit on the disk is skipped with a message, and training continues.
         """
+        started = time.perf_counter()
         flags, root = self.checkpoints, Path(self.checkpoints.ckpt_path)
         folder, saved = checkpoint.step_folder(root, step), False
         what, ranks = f"the checkpoint of step {step}", self.backend
@@ -187,6 +200,7 @@ class Fit(Generic[Row, Collated, Prepared]):
                 self.export(folder.with_name(f"{folder.name}_hf"))
         if ranks.process == 0:
             checkpoint.rotate(root, step=step, run=self.run_id, keep=flags.max_ckpt_num, max_gib=flags.max_ckpt_mem)
+        self.monitor.leave_out(time.perf_counter() - started)
         return folder if saved else None
 
     def _has_room(self, root: Path, what: str) -> bool:

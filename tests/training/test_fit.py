@@ -98,7 +98,7 @@ def test_the_incomplete_batch_of_an_epoch_is_its_own_step(fit):
     last = run.run()
     assert steps(sink, "train") == [1, 2, 3, 4, 5, 6]
     assert last == sink.lines[-1][2]
-    assert set(last) == {"gpt_loss", "loss_mean", "lr", "grad_norm"}
+    assert set(last) == {"gpt_loss", "loss_mean", "lr", "grad_norm", "timing/step_total", "timing/tokens_per_second"}
 
 
 def test_a_dataset_smaller_than_a_batch_is_trained(fit):

@@ -249,8 +249,9 @@ def test_a_command_runs_from_python(tmp_path, models, monkeypatch):
     result = supervised.run(check(parse(SFTConfig, argv)))
     assert result.save_path.resolve() == tmp_path / "out"
     assert result.steps == 6  # the last 4 rows are a step, in both epochs
-    assert set(result.train) == {"gpt_loss", "loss_mean", "lr", "grad_norm"}
-    assert set(result.evaluation) == {"eval gpt_loss"}
+    timings = {"timing/step_total", "timing/tokens_per_second"}
+    assert set(result.train) == {"gpt_loss", "loss_mean", "lr", "grad_norm"} | timings
+    assert set(result.evaluation) == {"eval_loss", "eval gpt_loss"}
 
 
 def test_a_run_stops_after_max_steps_and_evaluates_the_saved_model(tmp_path, train):
