@@ -22,6 +22,7 @@ from typing import Any
 from openrlhf.cluster.address import find_cluster, token_error
 from openrlhf.cluster.placement import Node, PlacementPlan, explain_shortage, pack
 from openrlhf.cluster.reaper import KEPT, MARK, private_folder, remove_leftovers
+from openrlhf.config.runtime import GPUS_PER_NODE_ON_RAY
 from openrlhf.errors import BackendError, ConfigError, OpenRLHFError, RolloutError, counted
 from openrlhf.monitor import say
 from openrlhf.signals import end_program, keep_sigterm_handler
@@ -197,8 +198,9 @@ def private_slots(plan: PlacementPlan) -> dict[str, int]:
         raise explain_shortage(plan, [here], "GPU" if gpus else "CPU slot", private=True)
     if gpus:
         return {"num_gpus": gpus}
-    say(
-        f"no GPU found: each of the run's devices ({plan.devices}) is a process on this machine, which has"
-        f" {counted(cores, 'CPU core')}"
-    )
+    line = f"no GPU found: each of the run's devices ({plan.describe()}) is a process on this machine, which has"
+    line += f" {counted(cores, 'CPU core')}"
+    if plan.devices > cores:
+        line += f". Try: smaller --*_num_gpus_per_node (default: {GPUS_PER_NODE_ON_RAY}), or --runtime local"
+    say(line)
     return {"num_cpus": max(cores, plan.devices), "num_gpus": 0}
