@@ -124,8 +124,8 @@ def main() -> None:
                 first, second = (found[size][0][loss] for size in (1, 8))
                 off = abs(first - second) / max(abs(first), 1e-3)
                 print(f"{family:17} {command}: first loss {first:.6f} and {second:.6f}, off by {off:.1e}", flush=True)
-                if "vllm_kl" in found[1][0]:
-                    print(f"{'':17} engine and trainer differ by {found[1][0]['vllm_kl']:.1e}", flush=True)
+                if "engine_kl" in found[1][0]:
+                    print(f"{'':17} engine and trainer differ by {found[1][0]['engine_kl']:.1e}", flush=True)
                 for line in dict.fromkeys(found[8][1]):
                     print(f"{'':17} {line}", flush=True)
 

@@ -112,7 +112,7 @@ def report(folder: Path, alone: float | None) -> None:
     rest = whole - medians["generation"] - medians["ppo_train"] - medians["broadcast"]
     print(f"neither generating, training nor syncing: {rest:.2f} s, {100 * rest / whole:.1f}%")
     tokens = sum(line["total_length"] for line in lines[1:]) / len(lines[1:])
-    print(f"mean sample {tokens:.0f} tokens; log-probs of engine and trainer: vllm_kl {lines[-1]['vllm_kl']:.2e}")
+    print(f"mean sample {tokens:.0f} tokens; log-probs of engine and trainer: engine_kl {lines[-1]['engine_kl']:.2e}")
     if alone is not None:
         print(f"vLLM's own generate {alone:.2f} s: the rollout takes {medians['generation'] / alone:.2f}x that")
 

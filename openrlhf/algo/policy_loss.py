@@ -95,7 +95,7 @@ def policy_loss(
     behaviour, weight = old, None
     if rollout_log_probs is not None:
         rollout = masked_log_probs(rollout_log_probs.detach(), mask)
-        metrics["vllm_kl"] = mean_of(rollout - old, mask)
+        metrics["engine_kl"] = mean_of(rollout - old, mask)
         if corrects and settings.policy_loss_type == "gspo":
             behaviour = rollout
         elif corrects:

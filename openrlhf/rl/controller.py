@@ -52,11 +52,11 @@ from openrlhf.agents.executor import GroupExecutor
 from openrlhf.agents.futures import gather_or_cancel
 from openrlhf.algo.kl import AdaptiveKL, FixedKL
 from openrlhf.config.commands import RLConfig
-from openrlhf.config.runtime import evaluation_config, queue_size, resolve_runtime
-from openrlhf.config.sections.rl import GROUP_ESTIMATORS
+from openrlhf.config.runtime import evaluation_config, queue_size, resolve_runtime, uses_vllm
 from openrlhf.monitor import Monitor
 from openrlhf.rl.evaluate import evaluate
 from openrlhf.rl.experience import Experience, make_experience
+from openrlhf.rl.health import RLHealth, StepNumbers
 from openrlhf.rl.proof import Encode, watch_gap
 from openrlhf.rl.record import Recorder
 from openrlhf.rl.rollouts import FAILURES, Rollout, RolloutSource
@@ -67,14 +67,13 @@ from openrlhf.types import Prompt
 
 AfterStep: TypeAlias = "Callable[[Controller], Awaitable[None]]"  # `rl/train.py` saves checkpoints in it
 NOT_AVERAGED = ("_lr", "_loss_scale", "_skipped_steps")  # suffixes of metrics for which only the last value counts
-EQUAL_STEPS = 3  # consecutive steps with equal rewards before a warning
 PROGRESS_NAMES = {  # metrics in the progress bar, with their short names
     "reward": "reward",
     "policy_loss": "act_loss",
     "kl": "kl",
     "response_length": "gen_len",
     "actor_lr": "act_lr",
-    "timing/step_total": "s/step",
+    "timing/tokens_per_second": "tok/s",
 }
 
 
@@ -120,7 +119,7 @@ class Controller:
         self.changed = asyncio.Condition()
         self.gap = watch_gap(self.config, self.workers, self.scoring, self.monitor, self.encode)
         self.generation_seconds: dict[int, float] = {}  # keyed by rollout number
-        self.same_rewards = 0  # steps in a row in which the samples of each prompt had equal rewards
+        self.health = RLHealth(self.config)
         self.step_began = time.perf_counter()
         self.last: dict[str, float] = {}
         self.last_evaluation: dict[str, float] = {}
@@ -188,6 +187,8 @@ class Controller:
         now = time.perf_counter()
         state.version = version
         values |= {"timing/broadcast": now - trained, "timing/step_total": now - self.step_began}
+        tokens = sum(len(item.input_ids) for item in rollout.trajectories)
+        values["timing/tokens_per_second"] = tokens / (now - self.step_began)
         values |= await self._probe(rollout, values)
         self.last = values
         if version % logs.logging_steps == 0:
@@ -213,36 +214,25 @@ class Controller:
             await self.sync.begin_training()
         experience = await make_experience(rollout.trajectories, self.workers, self.scoring, self.config, coef)
         step = state.version + 1
-        self._note_rewards(experience, step)
         if self.monitor.shows_samples and step % self.config.logs.logging_steps == 0:
             self.monitor.log_samples(step, self.recorder.first_group(experience))
         values = {} if self.gap is None else await self.gap.compare(rollout.trajectories, state.version, step)
         scored = time.perf_counter()
         writing = asyncio.create_task(asyncio.to_thread(self.recorder.write, step, experience))  # during training
         values |= await self._take_steps(rollout, experience)
+        if uses_vllm(self.config) and "engine_kl" in values:
+            values["vllm_kl"] = values["engine_kl"]  # the name that dashboards use
         await writing
         if experience.kl is not None:
             state.kl = state.kl.updated(experience.kl, len(experience.trajectories))
         values |= experience.metrics | rollout.metrics
         values |= {"kl_coef": coef, "staleness": float(state.version - rollout.version)}
+        for line in self.health.check(StepNumbers.of(step, values)):
+            self.monitor.tell(line)
         values |= {"timing/make_experience": scored - began, "timing/ppo_train": time.perf_counter() - scored}
         if rollout.number in self.generation_seconds:  # unknown for a rollout from the queue of a checkpoint
             values["timing/generation"] = self.generation_seconds.pop(rollout.number)
         return values
-
-    def _note_rewards(self, experience: Experience, step: int) -> None:
-        """Warn if rewards do not distinguish samples for several steps in a row, because nothing is learned then."""
-        rewards = {item.reward for item in experience.trajectories}
-        within_groups = self.config.advantage.advantage_estimator in GROUP_ESTIMATORS
-        equal = len(rewards) == 1 or (within_groups and experience.metrics.get("group_reward_std") == 0.0)
-        self.same_rewards = self.same_rewards + 1 if equal else 0
-        if self.same_rewards == EQUAL_STEPS:
-            every = f"every sample had reward {min(rewards):g}"
-            which = every if len(rewards) == 1 else "all samples of a prompt had the same reward"
-            self.monitor.tell(
-                f"step {step}: {which} for {EQUAL_STEPS} steps in a row, so the policy learns nothing from them. "
-                "Try: check the recorded samples (RUN_DIR/rollouts) and the reward"
-            )
 
     async def _take_steps(self, rollout: Rollout, experience: Experience) -> dict[str, float]:
         """Take the optimizer steps of a rollout; return the mean of each metric (for NOT_AVERAGED, the last value)."""

@@ -102,6 +102,8 @@ async def make_experience(
         advantages = normalize(advantages, mask, not advantage.no_advantage_std_norm)
 
     metrics = rollout_metrics(trajectories, rewards, group_ids, token_rewards, mask)
+    # The mean of -log p over sampled tokens estimates the entropy without bias, and costs nothing.
+    metrics["rollout/entropy"] = float(-rollout_log_probs[mask].mean())
     if kl is not None:
         metrics["kl"] = float(kl[mask].mean())
     if flags.step_rewards:
@@ -202,9 +204,13 @@ def rollout_metrics(
         "response_length": float(mask.sum(1).float().mean()),
         "total_length": float(np.mean([len(item.input_ids) for item in trajectories])),
         "truncated": float(np.mean([item.truncated for item in trajectories])),
+        "rollout/reward_std": float(rewards.double().std(correction=0)),
     }
     if bool(several.any()):
         metrics["group_reward_std"] = float(groups.std[several].mean())
+        equal = (groups.low == groups.high)[several].double()  # [samples in groups of several]
+        sizes = groups.size[several].double()
+        metrics["rollout/equal_groups"] = float((equal / sizes).sum() / (1 / sizes).sum())  # each group counts once
     names = sorted({name for item in trajectories for name in item.extra_logs})
     return metrics | {
         name: float(np.mean([item.extra_logs[name] for item in trajectories if name in item.extra_logs]))

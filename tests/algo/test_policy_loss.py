@@ -157,7 +157,7 @@ def test_diagnostics_match_hand_computation():
     settings = corrected()
     _, metrics = policy_loss(log_probs, old, torch.tensor([[1.0, -1, 0]]), mask, 2, settings, rollout)
     assert metrics["ppo_kl"].value.item() == pytest.approx(-50.25)  # unclamped
-    assert metrics["vllm_kl"].value.item() == pytest.approx(0.2)
+    assert metrics["engine_kl"].value.item() == pytest.approx(0.2)
     assert metrics["clip_ratio"].value.item() == 0.5
 
 

@@ -48,7 +48,7 @@ def train_agent(tmp_path, models):
 @pytest.mark.parametrize("more", [{}, {"packing_samples": True, "entropy_loss_coef": 0.01}])
 def test_tokens_are_scored_at_the_temperature_of_their_turn(train_agent, more):
     ran = train_agent("temperature = 2.5", temperature=0.7, enable_vllm_is_correction=True, init_kl_coef=0.1, **more)
-    assert max(abs(kl) for kl in ran.train("vllm_kl")) < 1e-5
+    assert max(abs(kl) for kl in ran.train("engine_kl")) < 1e-5
     assert abs(ran.train("kl")[0]) < 1e-5  # the policy still equals the reference, at any temperature
     rows = read_rollouts(ran, 2)
     for row in rows:
