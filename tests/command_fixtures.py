@@ -10,7 +10,7 @@ from functools import cache
 import datasets
 import pytest
 
-from tests.commands import FAST, FinishedRun, run_command
+from tests.commands import FAST, FinishedRun, run_command, unlisted_metrics
 from tests.tiny import make_model
 
 
@@ -52,6 +52,7 @@ def train(tmp_path, models):
     def start(command, name="out", **flags):
         paths = {"save_path": f"./{name}", "ckpt_path": f"./{name}_ckpt", "pretrain": models()}
         run_command(command, paths | FAST | flags)
+        assert unlisted_metrics(command, tmp_path / name / "run") == []
         return FinishedRun(tmp_path / name, tmp_path / f"{name}_ckpt")
 
     return start

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
+from openrlhf.config.metrics import find_metric
 from tests.warm import warm_python
 
 ROOT = Path(__file__).parents[1]  # of the repository
@@ -99,6 +100,15 @@ def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(probe.getsockname()[1])
+
+
+def unlisted_metrics(command, run_dir, extra_logs=()):
+    """Return the names in a run's metrics.jsonl that the table of metrics does not explain."""
+    path = run_dir / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    known = {"kind", "step", *extra_logs}
+    found = {(line["kind"], name) for line in lines for name in line.keys() - known}
+    return sorted(name for kind, name in found if find_metric(kind, name, command) is None)
 
 
 @dataclass(frozen=True)
