@@ -169,6 +169,14 @@ def test_changed_flags_are_listed(tmp_path, case, capsys):
     assert "flags that changed since then: --learning_rate 0.01 -> 0.5, --logging_steps 1 -> 2\n" in stderr
 
 
+def test_a_checkpoint_of_another_run_in_the_same_folder_is_noticed(tmp_path, case, capsys):
+    command, flags = case("sft", "first", max_epochs=1)
+    finish(tmp_path, command, flags)
+    run_command(command, flags | {"load_checkpoint": True, "save_path": "./second"})
+    stderr = capsys.readouterr().err
+    assert "the checkpoint is that of a run with --save_path ./first. Try: a --ckpt_path for each run" in stderr
+
+
 REFUSED = {
     "rows": (
         {},
