@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 
 from openrlhf.config.commands import RLConfig
+from openrlhf.config.runtime import uses_critic
 from openrlhf.config.sections.rl import GROUP_ESTIMATORS
 from openrlhf.training.health import NormWatch
 from openrlhf.training.run_directory import run_folder
@@ -73,7 +74,9 @@ class RLHealth:
     def __post_init__(self) -> None:
         flags = self.config.optimizer
         self.policy_norms = NormWatch(flags.max_norm > 0, "the policy's ", "--actor_learning_rate")
-        self.critic_norms = NormWatch(flags.critic.max_norm > 0, "the critic's ", "--critic_learning_rate")
+        self.critic_norms: NormWatch | None = None
+        if uses_critic(self.config):
+            self.critic_norms = NormWatch(flags.critic.max_norm > 0, "the critic's ", "--critic_learning_rate")
 
     def check(self, numbers: StepNumbers) -> list[str]:
         """Return the lines to print after a step."""
@@ -91,7 +94,8 @@ class RLHealth:
                 self.reported.add(name)
                 lines.append(f"step {numbers.step}: for {IN_A_ROW} steps in a row, {finding}")
         lines += self.policy_norms.check(numbers.step, numbers.policy_norm)
-        lines += self.critic_norms.check(numbers.step, numbers.critic_norm)
+        if self.critic_norms is not None:
+            lines += self.critic_norms.check(numbers.step, numbers.critic_norm)
         if len(self.first) < FIRST_STEPS:
             self.first.append(numbers)
         self.best = max(self.best, numbers.reward)
