@@ -29,6 +29,38 @@ def test_reward_function(build, file):
     assert [(item.reward, item.extra_logs) for item in got] == [(1.0, {"length": 7.0}), (0.0, {"length": 1.0})]
 
 
+def test_text_of_a_finished_response_ends_with_eos(build, write):
+    """The guide says so, and that a response that was cut off does not."""
+    judge = "def reward_func(queries, prompts, labels):\n    return [query.endswith('</s>') for query in queries]"
+    got = run(build(remote_rm_url=write(judge)), [Scripted("2</s>"), Scripted("2")]).trajectories
+    assert [item.reward for item in got] == [1.0, 0.0]
+
+
+def test_states_of_an_environment(build, write):
+    """`reset` and `step` receive the keys in the guide's table."""
+    agent = """
+from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
+
+
+class Checks(AgentInstanceBase):
+    async def reset(self, states, **kwargs):
+        assert set(states) == {"observation", "label"}
+        return {"observation": states["observation"] + "?"}
+
+    async def step(self, states, **kwargs):
+        assert set(states) == {"observation_text", "action_text", "label", "sampling_params"}
+        assert states["observation_text"] == "1+1=?"
+        return {"rewards": float(states["action_text"].endswith("</s>")), "done": True}
+
+
+class AgentExecutor(MultiTurnAgentExecutor):
+    def __init__(self):
+        super().__init__(Checks)
+"""
+    got = run(build(agent_func_path=write(agent)), [Scripted("2</s>"), Scripted("2")]).trajectories
+    assert [item.reward for item in got] == [1.0, 0.0]
+
+
 def test_program_reward(build, file, monkeypatch):
     """The opt-in only matters on machines that cannot isolate programs."""
     monkeypatch.setenv("OPENRLHF_UNISOLATED_PROGRAMS", "1")
