@@ -21,6 +21,7 @@ ON_REQUEST = ("matrix", "nightly")
 GIB_PER_WORKER = 6  # the largest test runs Ray, two vLLM engines and two DeepSpeed ranks
 MOST_WORKERS = 4  # the longest file takes a quarter of the time
 SETTINGS = ("RAY_", "WANDB_", "VLLM_", "OPENRLHF_", "SLURM_", "TORCHELASTIC_")  # prefixes of variables that change runs
+ON_REQUEST = ("matrix", "nightly")  # marks of tests that run only if -m names them
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 # A shell starts background jobs with SIGINT ignored, and children inherit that; some tests send SIGINT.
