@@ -20,6 +20,7 @@ import argparse
 import os
 import re
 import shlex
+import signal
 import sys
 import tempfile
 import time
@@ -73,6 +74,7 @@ def main() -> None:
     parser.add_argument("pages", nargs="*", type=Path, help="pages (default: all with shell blocks)")
     parser.add_argument("--folder", type=Path, help="folder for all files, which is kept (default: a new one)")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that `execute` also ends the page's processes
     folder = (args.folder or Path(tempfile.mkdtemp(prefix="docs-"))).resolve()
     pages = [read_page(path.resolve()) for path in args.pages] or pages_with_commands()
     make_models(folder / "models")
