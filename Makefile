@@ -5,6 +5,7 @@
 # make matrix       every model family of Transformers on tiny models, and more of them in vLLM; writes docs/models.md
 # make examples     every script of examples/scripts at tiny scale, with a table of what ran
 # make drill        kill runs, damage their files and disks, feed them bad input; prints what was lost (docs/reliability.md)
+# make docs         the documentation site in site/, with warnings as errors (python -m http.server --directory site)
 # make lock         write requirements/lock.txt again after a change of versions (needs uv and the network)
 # PYTHON=python3.12 make ...   uses another interpreter (3.11 or newer)
 # LOCK=no make ...             installs without requirements/lock.txt: for an index that serves other files than PyPI
@@ -39,7 +40,7 @@ WORKERS ?= auto
 PYTEST ?=
 DRILL ?=
 
-.PHONY: quickstart test check lint matrix examples drill lock clean
+.PHONY: quickstart test check lint matrix examples drill docs lock clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -68,6 +69,9 @@ matrix: $(FULL)
 
 examples: $(FULL)
 	$(BIN)/python tools/run_examples.py
+
+docs: $(FULL)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 drill: $(FULL)
 	$(BIN)/python -m tools.drill $(DRILL)

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 
 import pytest
 
-ON_REQUEST = ("matrix", "nightly")
 GIB_PER_WORKER = 6  # the largest test runs Ray, two vLLM engines and two DeepSpeed ranks
 MOST_WORKERS = 4  # the longest file takes a quarter of the time
 SETTINGS = ("RAY_", "WANDB_", "VLLM_", "OPENRLHF_", "SLURM_", "TORCHELASTIC_")  # prefixes of variables that change runs
