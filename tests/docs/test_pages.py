@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -110,3 +111,20 @@ def texts_of(path):
             yield "\0".join(str(part.value) for part in node.values if isinstance(part, ast.Constant))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value
+
+
+def test_migration_names_arguments_of_trl():
+    """The first column of TRL's tables, looked up in its sources: importing it would take seconds."""
+    page = (ROOT / "docs/migration.md").read_text(encoding="utf-8")
+    section = page.partition("## From TRL")[2].partition("## From verl")[0]
+    cells = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
+    names = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+    assert len(names) > 40
+    files = [*package("trl").glob("trainer/*.py"), package("transformers") / "training_args.py"]
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    defined = set(re.findall(r"^ +(\w+): |^class (\w+)", sources, re.MULTILINE))
+    assert not names - {name for pair in defined for name in pair}
+
+
+def package(name):
+    return Path(find_spec(name).origin).parent
