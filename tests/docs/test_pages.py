@@ -12,6 +12,7 @@ import pytest
 
 from openrlhf.config.aliases import known_spellings
 from openrlhf.config.commands import COMMANDS
+from openrlhf.config.flags import flags_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")])
@@ -87,6 +88,29 @@ def script_flags():
     """Return the flags of the scripts in examples/, benchmarks/ and tools/."""
     files = [path for folder in ("examples", "benchmarks", "tools") for path in (ROOT / folder).rglob("*.py")]
     return {name for path in files for name in re.findall(r'"--(\w+)"', path.read_text(encoding="utf-8"))}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs/commands").glob("*_*.md")), ids=lambda path: path.stem)
+def test_tables_state_the_defaults(path):
+    """Numbers, `off`, `none` and quoted texts are compared; descriptions of a default are not."""
+    flags = flags_of(COMMANDS[path.stem])
+    text = path.read_text(encoding="utf-8")
+    table = text.partition("| flag | default |")[2].partition("\n\n")[0]
+    for first, second in re.findall(r"^\| (`--.*?) \| (.*?) \|", table, re.MULTILINE):
+        names, shown = re.findall(r"`--(\w+)`", first), second.split(", ")
+        for name, value in zip(names, shown, strict=False):
+            assert states(value, flags[name].default), f"--{name} is {flags[name].default!r}, not {value}"
+
+
+def states(shown, default):
+    """Return whether a cell agrees with a default, as far as it can be compared."""
+    known = {"off": (False,), "none": (None, "", ())}
+    if shown in known:
+        return default in known[shown]
+    if re.fullmatch(r"-?\d+(\.\d+)?(e-?\d+)?", shown):
+        return default is None or float(shown) == default  # None: the table shows the default that follows from others
+    quoted = re.fullmatch(r"`([^-].*)`", shown)
+    return quoted is None or quoted[1].replace("\\n", "\n") == default
 
 
 def test_every_quoted_message_exists():
