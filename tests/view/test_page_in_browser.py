@@ -18,7 +18,7 @@ from tests.view.test_view_server import serving
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")  # None: the one that `playwright install` gets
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-WAIT = 60_000  # milliseconds: only a page that hangs takes so long
+WAIT = 20_000  # milliseconds: only a page that hangs takes so long
 
 pytestmark = pytest.mark.slow(seconds=1)
 
@@ -38,7 +38,7 @@ def made(tmp_path_factory, agent_run):
     grpo = make_run(folder / "grpo", flags={"learning_rate": 1e-3, "seed": 1})
     write_step(grpo, 4, [record(4, 8, HOSTILE, reward=0.9, prompt="<script>prompt()</script>")])
     write_metrics(grpo, [("train", 30, {"<b>metric</b>": 1.0})])
-    other = make_run(folder / "<i>other</i>", steps=20, recorded=0, flags={"learning_rate": 1e-4, "seed": 1})
+    other = make_run(folder / "<i>other", steps=20, recorded=0, flags={"learning_rate": 1e-4, "seed": 1})
     return [grpo, other, agent_run]
 
 
@@ -121,7 +121,7 @@ def test_curves_are_drawn_in_groups_and_overlaid(page):
     assert has_ink(page, ".chart canvas")
     assert chart(page, "reward").locator(".readout li").all_inner_texts() == [
         "grpo\n1",
-        "<i>other</i>\n1",
+        "<i>other\n1",
         "agent\n" + last(page),
     ]
     chart(page, "mine").wait_for(state="attached")
@@ -151,7 +151,7 @@ def test_hovering_and_arrow_keys_show_the_values_of_a_step(page):
 
 
 def test_runs_can_be_hidden_metrics_filtered_and_curves_smoothed(page):
-    page.get_by_role("checkbox", name="<i>other</i>").uncheck()
+    page.get_by_role("checkbox", name="<i>other").uncheck()
     expect(chart(page, "reward").locator(".readout li")).to_have_count(2)
     page.keyboard.press("/")
     page.keyboard.type("entro")
