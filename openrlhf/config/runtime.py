@@ -130,6 +130,14 @@ def steps_per_rollout(config: RLConfig) -> int:
     return math.ceil(config.rollout.samples_per_rollout / batches.train_batch_size) * batches.max_epochs
 
 
+def num_optimizer_steps(config: RLConfig, num_prompts: int) -> int:
+    """Return the number of optimizer steps of a run in which no group is filtered out."""
+    size, samples = config.rollout.rollout_batch_size, config.rollout.n_samples_per_prompt
+    prompts = (min(size, num_prompts - size * rollout) for rollout in range(num_rollouts(config, num_prompts)))
+    batches = sum(math.ceil(count * samples / config.batches.train_batch_size) for count in prompts)
+    return batches * config.batches.max_epochs
+
+
 def evaluation_config(config: RLConfig) -> RLConfig:
     """Return the config for evaluation, with its sample count and temperature and without filtering."""
     return replace_flags(

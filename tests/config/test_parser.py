@@ -6,7 +6,8 @@ import pytest
 
 from openrlhf.config.commands import COMMANDS, PRMConfig, RLConfig, RMConfig, SFTConfig
 from openrlhf.config.flags import flag_values, flags_of, replace_flags
-from openrlhf.config.parser import parse
+from openrlhf.config.help import help_text
+from openrlhf.config.parser import build_parser, parse
 from openrlhf.errors import ConfigError
 
 
@@ -330,7 +331,7 @@ def test_positional_arguments_are_no_flags_and_flags_no_positional_arguments(fil
 
 
 def test_help_shows_positional_arguments_in_the_usage():
-    text = build_parser(COMMANDS["view"], "openrlhf view").format_help()
+    text = help_text(COMMANDS["view"], build_parser(COMMANDS["view"], "openrlhf view"))
     assert text.startswith("usage: openrlhf view RUN_DIR ... [--flag value ...]\n")
 
 
