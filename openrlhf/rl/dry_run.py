@@ -281,8 +281,8 @@ def explain(tried: Sequence[tuple[Trial, GroupResult]], tokenizer: PreTrainedTok
     if right and right == wrong and all(len(found) == 1 for found in right.values()):
         say(
             "right answers (the labels) and wrong answers to these prompts get the same rewards. Try: check that the"
-            " reward uses the label and accepts it as an answer; ignore this if it expects another format or has no"
-            " need of labels"
+            " reward uses the label and accepts it as an answer; ignore this if it expects another format or does"
+            " not use labels"
         )
 
 

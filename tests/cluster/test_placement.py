@@ -3,7 +3,9 @@
 import shlex
 
 import pytest
+import torch
 
+from openrlhf.cluster.driver import private_slots
 from openrlhf.cluster.placement import (
     DeviceBlock,
     EnginePlan,
@@ -178,3 +180,14 @@ def test_too_few_nodes_are_explained_for_joined_and_private_ray():
 
 def test_a_cluster_without_nodes_is_reported():
     assert "no node is alive" in shortage("", [])
+
+
+@pytest.mark.parametrize(("cores", "advised"), [(2, True), (16, False)])
+def test_more_processes_than_cores_are_reported_with_the_flags_to_change(cores, advised, monkeypatch, capsys):
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    asked = make_plan(f"{FUNCTION} --advantage_estimator group_norm --n_samples_per_prompt 4 --init_kl_coef 0")
+    assert private_slots(asked) == {"num_cpus": max(cores, 8), "num_gpus": 0}
+    stderr = capsys.readouterr().err
+    assert f"(policy 1 x 8) is a process on this machine, which has {cores} CPU cores" in stderr
+    assert ("Try: smaller --*_num_gpus_per_node (default: 8), or --runtime local" in stderr) == advised
