@@ -129,6 +129,7 @@ def train_supervised(folder):
         "dataset": write_rows(folder / "rows.jsonl", answers(16)),
         "train_batch_size": 8,
         "micro_train_batch_size": 8,
+        "max_epochs": 1,
         "save_path": str(folder / "sft"),
         "ckpt_path": str(folder / "sft_ckpt"),
         "device": "cpu",

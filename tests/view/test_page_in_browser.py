@@ -20,7 +20,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")  # None: th
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 WAIT = 20_000  # milliseconds: only a page that hangs takes so long
 
-pytestmark = pytest.mark.slow(seconds=1)
+pytestmark = pytest.mark.slow(seconds=1)  # each; `make check` needs no browser
 
 
 @pytest.fixture(scope="module")

@@ -209,7 +209,7 @@ def test_without_a_tokenizer_on_this_machine_there_are_no_texts(tmp_path):
 # 100,000 samples
 
 
-@pytest.mark.slow(seconds=8)
+@pytest.mark.slow(seconds=5)
 def test_100000_samples_are_read_once_and_asked_for_through_indexes(index, tmp_path, monkeypatch):
     line = json.dumps(record(1, 0, "a b"))
     folder = tmp_path / "rollouts"

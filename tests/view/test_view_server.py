@@ -182,7 +182,6 @@ def test_a_taken_port_is_an_error():
         bind(taken.getsockname()[1])
 
 
-@pytest.mark.slow(seconds=3)
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 def test_the_command_prints_its_address_and_ends_with_a_signal(tmp_path, stop):
     make_run(tmp_path / "grpo")
