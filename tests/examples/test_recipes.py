@@ -28,6 +28,7 @@ TINY_RL = {
     "max_new_tokens": 4,
     "max_steps": 1,
     "runtime": "local",
+    "vllm_tensor_parallel_size": 1,
     "actor_num_gpus_per_node": 1,
     "vllm_num_engines": 0,
     **dict.fromkeys(("colocate_all_models", "vllm_enable_sleep", "deepspeed_enable_sleep", "enforce_eager"), "false"),
