@@ -56,7 +56,7 @@ def flag_row(in_commands: Sequence[tuple[str, Flag]]) -> str:
         by_default.setdefault(shown if shown in ("required", "not set") else f"`{shown}`", []).append(name)
     usual = max(by_default, key=lambda default: len(by_default[default]))
     others = [f"{', '.join(names)}: {default}" for default, names in by_default.items() if default != usual]
-    name = f"**`--{item.name}`**" if item.essential or item.required else f"`--{item.name}`"
+    name = f"**`{item.spelling}`**" if item.essential or item.required else f"`{item.spelling}`"
     meaning = f"{item.help} Needs `--{item.needs}`." if item.needs else item.help
     cells = (name, allowed_values(item), "; ".join([usual, *others]), meaning)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

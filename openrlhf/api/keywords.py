@@ -16,7 +16,7 @@ from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar, cast
 from openrlhf.api.result import OnStep
 from openrlhf.config.commands import COMMANDS
 from openrlhf.config.flags import flags_of
-from openrlhf.config.sections import cluster, data, model, objectives, rl, training
+from openrlhf.config.sections import cluster, data, export, model, objectives, rl, training
 
 KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
 P = ParamSpec("P")
@@ -66,6 +66,7 @@ class SupervisedKeywords(
     training.CheckpointFlags,
     training.LogFlags,
     training.RunFlags,
+    export.HubFlags,
 ):
     """Keywords of the functions that train on a dataset."""
 
@@ -135,6 +136,7 @@ class RLKeywords(
     training.CheckpointFlags,
     training.LogFlags,
     training.RunFlags,
+    export.HubFlags,
 ):
     """Keywords of train_ppo."""
 

@@ -288,7 +288,7 @@ class ViewConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
-    """Merge a model's adapter, convert it to GGUF for llama.cpp and Ollama, or upload it to the Hugging Face Hub.
+    """Merge an adapter, convert a model to GGUF for llama.cpp and Ollama, or upload it to the hub.
 
     openrlhf export --pretrain ./grpo --gguf q8_0 --output_path ./out
     """

@@ -19,7 +19,7 @@ PREVIEWED: dict[str, type[ReadsData]] = {
 class PreviewFlags:
     """Preview"""
 
-    rows: int = flag(3, "Number of rows to show.", NOT_NEGATIVE)
+    rows: int = flag(3, "Number of rows to show.", NOT_NEGATIVE, essential=True)
     row_chars: int = flag(2000, "Maximum characters of a prompt or response to show.", POSITIVE)
 
 

@@ -17,8 +17,8 @@ def test_every_flag_of_every_command_has_a_row_and_essential_ones_are_bold():
     sections = [part.partition("\n| flag")[::2] for part in PAGE.split("\n## ")[2:]]
     for name, command in COMMANDS.items():
         tables = "".join(table for head, table in sections if f"`{name}`" in head)
-        rows = {flag: bold for bold, flag in re.findall(r"^\| (\**)`--(\w+)`", tables, re.MULTILINE)}
-        flags = flags_of(command)
+        rows = {flag: bold for bold, flag in re.findall(r"^\| (\**)`(?:--)?(\w+)`", tables, re.MULTILINE)}
+        flags = {item.spelling.removeprefix("--"): item for item in flags_of(command).values()}
         assert rows.keys() == flags.keys()
         assert {flag for flag, bold in rows.items() if bold} == {
             flag for flag, item in flags.items() if item.essential or item.required

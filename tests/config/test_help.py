@@ -12,7 +12,7 @@ from openrlhf.config.help import MORE, asked_topic, help_text
 from openrlhf.config.parser import build_parser, parse_given
 from openrlhf.errors import ConfigError
 
-FOLDERS = ("model", "sft", "rm", "student", "teacher", "base")
+FOLDERS = ("model", "sft", "rm", "grpo", "student", "teacher", "base")
 FILES = ("reward.py", *(f"{name}.jsonl" for name in ("chats", "pairs", "labelled", "answers", "steps", "prompts")))
 MOST = 30  # essential flags of a command: they fit on two screens
 
@@ -22,8 +22,10 @@ def shown(command, topic=""):
 
 
 def flags_in(text):
-    """Return the flags that a help text lists."""
-    return re.findall(r"^  --(\w+)", text, re.MULTILINE)
+    """Return the flags and positional arguments that a help text lists, by name."""
+    places = {"RUN_DIR": "run_dirs"}
+    found = re.findall(r"^  (?:--(\w+)|([A-Z_]+))\b", text, re.MULTILINE)
+    return [flag or places[place] for flag, place in found if flag or place in places]
 
 
 @pytest.fixture

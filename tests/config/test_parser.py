@@ -323,7 +323,7 @@ def test_positional_arguments_are_no_flags_and_flags_no_positional_arguments(fil
     assert refusal(COMMANDS["view"], "--run_dirs", "a").startswith("--run_dirs is not a flag of this command")
     assert (
         refusal(COMMANDS["view"], "a", "--run_dir")
-        == "--run_dir is not a flag of this command. Try: --help for all flags"
+        == "--run_dir is not a flag of this command. Try: --help all for all flags"
     )
     assert "run_dirs is not a flag" in refusal(COMMANDS["view"], "--config", file("run_dirs: [a]"))
     assert parse(COMMANDS["view"], ["a", "--config", file("open: true")], environ={}).page.open is True

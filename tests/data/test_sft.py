@@ -1,5 +1,7 @@
 """Rows for SFT: plain text, chats, every turn or the last one, pretraining."""
 
+import sys
+
 import pytest
 
 from openrlhf.config.sections.data import ConversationFlags, TemplateFlags
@@ -195,6 +197,9 @@ def test_multiturn_needs_the_chat_template(records):
 def test_a_large_dataset_shows_a_progress_bar_on_the_main_process_only(records, capsys, monkeypatch):
     data = records(*[{"input": "one two"}] * 2000)
     assert len(read(data, pretrain_mode=True)) == 2000
+    assert capsys.readouterr().err == ""  # not on a terminal
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    read(data, pretrain_mode=True)
     assert "reading" in capsys.readouterr().err
     monkeypatch.setenv("RANK", "1")
     read(data, pretrain_mode=True)

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from openrlhf.config.aliases import known_spellings
 from openrlhf.config.commands import COMMANDS
 from openrlhf.config.flags import flags_of
+from openrlhf.config.preview import PreviewFlags
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")])
@@ -76,7 +78,9 @@ def test_links_resolve_on_github(path):
 @pytest.mark.parametrize("path", PAGES, ids=page_name)
 def test_every_flag_exists(path):
     text = path.read_text(encoding="utf-8")
-    known = {name for config in COMMANDS.values() for name in known_spellings(config)}
+    known = {name for config in COMMANDS.values() for name in known_spellings(config)} | {
+        item.name for item in fields(PreviewFlags)
+    }
     known |= {name for names in OTHER_PROGRAMS.values() for name in names.split()}
     if any(script in text for script in SCRIPTS):
         known |= script_flags()

@@ -29,9 +29,13 @@ class ExportFlags:
         required="./ckpt",
     )
     revision: str | None = flag(None, "Commit hash, tag or branch of the model on its hub.")
-    output_path: str | None = flag(None, "Folder for the exported model (default: upload --pretrain as it is).")
+    output_path: str | None = flag(
+        None, "Folder for the exported model (default: upload --pretrain as it is).", essential=True
+    )
     gguf: GGUFType | None = flag(
-        None, "Write model.gguf with weights of this type and a Modelfile, for llama.cpp, Ollama and LM Studio."
+        None,
+        "Write model.gguf with weights of this type and a Modelfile, for llama.cpp, Ollama and LM Studio.",
+        essential=True,
     )
     input_template: str | None = flag(
         None,
