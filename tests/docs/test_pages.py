@@ -78,9 +78,8 @@ def test_links_resolve_on_github(path):
 @pytest.mark.parametrize("path", PAGES, ids=page_name)
 def test_every_flag_exists(path):
     text = path.read_text(encoding="utf-8")
-    known = {name for config in COMMANDS.values() for name in known_spellings(config)} | {
-        item.name for item in fields(PreviewFlags)
-    }
+    known = {name for config in COMMANDS.values() for name in known_spellings(config)}
+    known |= {item.name for item in fields(PreviewFlags)}
     known |= {name for names in OTHER_PROGRAMS.values() for name in names.split()}
     if any(script in text for script in SCRIPTS):
         known |= script_flags()
