@@ -136,8 +136,14 @@ def lost_text(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Findi
 
 
 def lost_characters(text: str, tokenizer: PreTrainedTokenizerBase) -> Counter[str]:
-    """Count the characters that are missing after decoding; case, spaces and Unicode forms may differ."""
-    return Counter(comparable(text)) - Counter(comparable(decode(text, tokenizer)))
+    """Count the characters that are missing after decoding; empty if only case, spaces or Unicode forms differ."""
+    decoded = decode(text, tokenizer)
+    if not Counter(comparable(text)) - Counter(comparable(decoded)):
+        return Counter()
+    lost = Counter(text) - Counter(decoded)
+    return Counter(
+        {character: count for character, count in lost.items() if character == "\n" or not character.isspace()}
+    )
 
 
 def decode(text: str, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -84,12 +84,13 @@ def render_lengths(report: DataReport, histogram: Sequence[Bin]) -> str:
         f"tokens per row before truncation: {min(lengths)} to {max(lengths)}, mean {statistics.fmean(lengths):.1f},"
         f" median {statistics.median(lengths):g}; the limit is {report.budget.tokens}"
     )
-    widest, most = len(str(histogram[-1].high)), max(bar.rows for bar in histogram)
+    ranges = [f"{bar.low} - {bar.high}" if bar.low < bar.high else str(bar.low) for bar in histogram]
+    widest, most = max(map(len, ranges)), max(bar.rows for bar in histogram)
     count = len(f"{most:,}")
     lines = [summary]
-    for bar in histogram:
+    for tokens, bar in zip(ranges, histogram, strict=True):
         filled = "#" * -(-bar.rows * BAR // most)  # rounded up: a bar is empty only without rows
-        lines.append(f"  {bar.low:>{widest}} - {bar.high:>{widest}}  {bar.rows:>{count},}  {filled}".rstrip())
+        lines.append(f"  {tokens:>{widest}}  {bar.rows:>{count},}  {filled}".rstrip())
     return "\n".join(lines) + "\n"
 
 

@@ -16,13 +16,17 @@ def test_a_tokenizer_that_drops_characters_is_reported_with_what_becomes_of_the_
     tokenizer.unk_token = "?"
     finding = lost_text(["User: sort 7737>", "sort 12>"], tokenizer)
     assert "'User: sort 7737>' becomes 'sr: sort 7737>', in 1 of the first 2 texts" in finding.problem
-    assert finding.problem.endswith("lost characters: u e")
+    assert finding.problem.endswith("lost characters: U e")
     assert finding.try_this
 
 
 @pytest.mark.parametrize("text", ["one two\nthree", "Two  SPACES, and: (signs)!", "", "<eos> in the text"])
 def test_text_that_survives_the_tokenizer_is_not_reported(text):
     assert lost_text([text], make_tokenizer()) is None
+
+
+def test_lost_characters_are_shown_as_written():
+    assert lost_text(["Öl für 5 €"], make_tokenizer()).problem.endswith("lost characters: Ö ü €")
 
 
 def test_words_that_the_tokenizer_does_not_know_are_lost():

@@ -92,6 +92,7 @@ def test_the_text_marks_learned_text_with_brackets_or_colour(records):
     seen = preview(records, {"input": "a", "output": "b\nc"}, {"input": "a", "output": "d"})
     text = render(seen, (), longest=100, colour=False)
     assert "row 1\n  6 tokens, learned: 4\n    | a=[[b\n    | c</s>]]\n" in text
+    assert f"\n  4  1  {'#' * 40}\n  5  0\n  6  1  {'#' * 40}\n" in text
     coloured = render(seen, (), longest=100, colour=True)
     assert f"    | a={GREEN}b{RESET}\n    | {GREEN}c</s>{RESET}\n" in coloured
     assert "the tokenizer has a chat template, which is not used\n     Try: --apply_chat_template" in text
