@@ -656,6 +656,13 @@ def test_what_decisions_allow_passes_in_silence(run, added):
     assert run("train_ppo", added)[1] == []
 
 
+def test_a_missing_positional_argument_is_named_as_in_the_help():
+    with pytest.raises(
+        ConfigError, match=r"^RUN_DIR is not given, but this command needs it. Try: openrlhf view ./ckpt$"
+    ):
+        check(parse(COMMANDS["view"], [], environ={}))
+
+
 def test_a_hub_name_is_not_looked_for_on_disk(run):
     assert run("train_sft", "--pretrain org/model --dataset org/data --eval_dataset json@./x")[1] == []
 
