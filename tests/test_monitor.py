@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from openrlhf import monitor as module
-from openrlhf.monitor import MetricsFile, Monitor, Progress, is_main_process, say, shown_count, shown_number, shown_time
+from openrlhf.monitor import Monitor, Progress, is_main_process, say, shown_count, shown_number, shown_time
+from openrlhf.training.metric_sinks import MetricsFile
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ from openrlhf.config.flags import flag_values
 from openrlhf.config.urls import mask_urls
 from openrlhf.errors import ConfigError, DiskError
 from openrlhf.models.hub_commits import hub_commits
-from openrlhf.monitor import MetricsFile, Monitor, Sink, TensorBoard, Trackio, Wandb, is_main_process, say
+from openrlhf.monitor import Monitor, Sink, is_main_process, say
 from openrlhf.training import checkpoint
 from openrlhf.training.disk_space import disk_failure, replace_file
 from openrlhf.training.earlier_run import CONFIG_FILE, has_record, set_earlier_run_aside
@@ -30,6 +30,7 @@ from openrlhf.training.final_save import warn_if_too_full
 from openrlhf.training.fit import Interrupted
 from openrlhf.training.folder_lock import hold_folders
 from openrlhf.training.manifest import must_be_private
+from openrlhf.training.metric_sinks import MetricsFile, TensorBoard, Trackio, Wandb
 
 PACKAGES = ("openrlhf", "torch", "transformers", "peft", "datasets", "deepspeed", "ray", "vllm")
 SECRET = ("use_wandb", "api_key", "reward_api_key")  # flags that hold API keys, which must not be written to files

@@ -1,4 +1,4 @@
-"""Reads recorded samples. `Records` is all that the rest of the page knows about how they are stored.
+"""Reads recorded samples. `SampleRecords` is all that the rest of the page knows about how they are stored.
 
 `rl/record.py` writes one JSON lines file per step. A file may be cut short or still growing, and a line may be broken:
 only complete lines are read, and a broken one becomes None. A place is where a sample begins in its file.
@@ -63,7 +63,7 @@ class RecordFile:
 
 
 @dataclass(frozen=True)
-class Record:
+class SampleRecord:
     """A place in a file, and the sample there; None if it cannot be read."""
 
     place: int
@@ -71,14 +71,14 @@ class Record:
     sample: Sample | None
 
 
-class Records(Protocol):
+class SampleRecords(Protocol):
     """The recorded samples of a run."""
 
     def files(self) -> list[RecordFile]:
         """List the files in the order of their steps."""
         ...
 
-    def read(self, name: str, start: int = 0) -> Iterator[Record]:
+    def read(self, name: str, start: int = 0) -> Iterator[SampleRecord]:
         """Yield the complete records of a file from a place on."""
         ...
 
@@ -103,7 +103,7 @@ class JsonlRecords:
             found.append(RecordFile(path.name, str(status.st_ino), status.st_size))
         return found
 
-    def read(self, name: str, start: int = 0) -> Iterator[Record]:
+    def read(self, name: str, start: int = 0) -> Iterator[SampleRecord]:
         try:
             with (self.folder / name).open("rb") as file:
                 file.seek(start)
@@ -111,7 +111,7 @@ class JsonlRecords:
                 for line in file:
                     if not line.endswith(b"\n"):
                         return
-                    yield Record(place, place + len(line), parse_sample(line))
+                    yield SampleRecord(place, place + len(line), parse_sample(line))
                     place += len(line)
         except FileNotFoundError:
             return

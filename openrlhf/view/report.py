@@ -14,8 +14,8 @@ from openrlhf.errors import DiskError
 from openrlhf.view.answers import to_json
 from openrlhf.view.metrics import START, Points, read_metrics
 from openrlhf.view.page import report_page
-from openrlhf.view.records import RecordFile, Records, Sample
-from openrlhf.view.runs import Run
+from openrlhf.view.records import RecordFile, Sample, SampleRecords
+from openrlhf.view.runs import RunFolder
 from openrlhf.view.token_texts import TokenTexts
 from openrlhf.view.viewer import ShownSample, records_of, shown_sample
 
@@ -48,7 +48,7 @@ class Report:
 
 
 def write_report(
-    path: Path, runs: Sequence[Run], *, title: str = "Runs", summary: Mapping[str, str] | None = None
+    path: Path, runs: Sequence[RunFolder], *, title: str = "Runs", summary: Mapping[str, str] | None = None
 ) -> None:
     """Write a self-contained HTML page with the curves and some samples of runs."""
     report = Report(title, summary or {}, [_report_run(number, run) for number, run in enumerate(runs)])
@@ -60,7 +60,7 @@ def write_report(
         raise DiskError(f"{path} cannot be written: {error.strerror}") from error
 
 
-def _report_run(number: int, run: Run) -> ReportRun:
+def _report_run(number: int, run: RunFolder) -> ReportRun:
     chosen = _choose_samples(records_of(run))
     tokens = TokenTexts(run)
     # The numbers of samples are unique in the whole report.
@@ -69,7 +69,7 @@ def _report_run(number: int, run: Run) -> ReportRun:
     return ReportRun(number, run.name, str(run.folder), curves, run.config().flags, shown)
 
 
-def _all_curves(run: Run) -> dict[str, Points]:
+def _all_curves(run: RunFolder) -> dict[str, Points]:
     """Return all points of a run's curves."""
     curves: dict[str, Points] = {}
     position, more = START, True
@@ -91,7 +91,7 @@ def _thin_out(points: Points) -> Points:
     return Points([points.steps[place] for place in kept], [points.values[place] for place in kept])
 
 
-def _choose_samples(records: Records) -> list[Sample]:
+def _choose_samples(records: SampleRecords) -> list[Sample]:
     """Return the first groups of some steps, the first and the last step among them, up to a number of tokens."""
     files = _spread(records.files(), MOST_STEPS)
     chosen: list[Sample] = []
@@ -112,7 +112,7 @@ def _spread(files: Sequence[RecordFile], most: int) -> list[RecordFile]:
     return [files[round(place * (len(files) - 1) / (most - 1))] for place in range(most)]
 
 
-def _first_groups(records: Records, file: RecordFile) -> Iterator[Sample]:
+def _first_groups(records: SampleRecords, file: RecordFile) -> Iterator[Sample]:
     """Yield samples of the first groups in a file."""
     counts: dict[int, int] = {}
     for record in records.read(file.name):

@@ -29,7 +29,7 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunFolder:
     """A run directory, and the name that distinguishes it from the other runs of the page."""
 
     name: str
@@ -52,7 +52,7 @@ class Run:
             return RunConfig()
 
 
-def find_runs(folders: Sequence[str | Path]) -> list[Run]:
+def find_runs(folders: Sequence[str | Path]) -> list[RunFolder]:
     """Return the runs below each folder, the oldest first; raise ConfigError for a folder without runs."""
     found: dict[Path, None] = {}
     for given in folders:
@@ -64,7 +64,7 @@ def find_runs(folders: Sequence[str | Path]) -> list[Run]:
                 try_this="the --save_path or --run_dir of a training command",
             )
         found |= dict.fromkeys(below)
-    return [Run(name, folder) for folder, name in _short_names(list(found)).items()]
+    return [RunFolder(name, folder) for folder, name in _short_names(list(found)).items()]
 
 
 def _run_folders(folder: Path, depth: int) -> Iterator[Path]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from openrlhf.errors import OpenRLHFError
-from openrlhf.view.records import RecordFile, Records, Sample
+from openrlhf.view.records import RecordFile, Sample, SampleRecords
 
 PAGE_SIZE = 50
 MOST_SHOWN = 160  # characters of prompt and response in a list
@@ -128,7 +128,7 @@ class SampleIndex:
             database.execute("PRAGMA synchronous = OFF")  # the index is temporary: do not wait for the disk
             yield database
 
-    def update(self, run: int, records: Records) -> int:
+    def update(self, run: int, records: SampleRecords) -> int:
         """Index what was added to the records of a run; return the number of records read."""
         count = 0
         with self._connect() as database:
@@ -154,7 +154,7 @@ class SampleIndex:
                 database.execute("DELETE FROM files WHERE id = ?", [number])
         return known
 
-    def _read_file(self, database: sqlite3.Connection, run: int, file: RecordFile, records: Records) -> int:
+    def _read_file(self, database: sqlite3.Connection, run: int, file: RecordFile, records: SampleRecords) -> int:
         """Index the rest of a file; return the number of records read."""
         with database:
             database.execute(

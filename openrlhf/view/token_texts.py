@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf.config.checks.paths import split_revision
-from openrlhf.view.runs import Run
+from openrlhf.view.runs import RunFolder
 
 TOKENIZER_FILE = "tokenizer.json"
 FLAGS = ("save_path", "pretrain")  # that name a folder or a hub name with the run's tokenizer; the first is preferred
@@ -20,7 +20,7 @@ FLAGS = ("save_path", "pretrain")  # that name a folder or a hub name with the r
 class TokenTexts:
     """Decodes the tokens of a run one by one."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunFolder) -> None:
         self.tokenizer = _load(run)
 
     def decode(self, ids: Sequence[int]) -> list[str] | None:
@@ -43,7 +43,7 @@ def _next_text(stream: Any, tokenizer: Any, token: int) -> str:
         return tokenizer.decode([token], skip_special_tokens=False)
 
 
-def _load(run: Run) -> Any:
+def _load(run: RunFolder) -> Any:
     for path in _tokenizer_files(run):
         if path.is_file():
             from tokenizers import Tokenizer
@@ -55,7 +55,7 @@ def _load(run: Run) -> Any:
     return None
 
 
-def _tokenizer_files(run: Run) -> Iterator[Path]:
+def _tokenizer_files(run: RunFolder) -> Iterator[Path]:
     """Yield where the run's tokenizer may be, the best place first."""
     config = run.config()
     yield run.folder.parent / TOKENIZER_FILE  # the run is in --save_path, which may have been moved

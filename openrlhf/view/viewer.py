@@ -13,8 +13,8 @@ from pathlib import Path
 
 from openrlhf.errors import ConfigError
 from openrlhf.view.metrics import NewMetrics, Position, read_metrics
-from openrlhf.view.records import JsonlRecords, Records, Sample
-from openrlhf.view.runs import Run, find_runs
+from openrlhf.view.records import JsonlRecords, Sample, SampleRecords
+from openrlhf.view.runs import RunFolder, find_runs
 from openrlhf.view.sample_index import Found, Query, SampleIndex
 from openrlhf.view.token_texts import TokenTexts
 
@@ -43,14 +43,14 @@ class ShownSample:
 
 
 @dataclass(frozen=True)
-class Group:
+class PromptSamples:
     """The samples of one prompt in one step, as many as are shown."""
 
     samples: Sequence[ShownSample]
     total: int
 
 
-def records_of(run: Run) -> Records:
+def records_of(run: RunFolder) -> SampleRecords:
     return JsonlRecords(run.rollouts)
 
 
@@ -64,7 +64,7 @@ class Viewer:
     def __init__(self, folders: Sequence[str], workspace: Path) -> None:
         self.folders = folders
         self.index = SampleIndex(workspace / "samples.sqlite")
-        self.found: list[Run] = find_runs(folders)
+        self.found: list[RunFolder] = find_runs(folders)
         self.tokens: dict[Path, TokenTexts] = {}
         self.loading = threading.Lock()
 
@@ -75,7 +75,7 @@ class Viewer:
             self.found += [run for run in find_runs(self.folders) if run.folder not in known]
         return sum(self.index.update(number, records_of(run)) for number, run in enumerate(self.found))
 
-    def run(self, number: int) -> Run:
+    def run(self, number: int) -> RunFolder:
         """Return a run by its id; raise KeyError for an unknown one."""
         if not 0 <= number < len(self.found):
             raise KeyError(number)
@@ -96,7 +96,7 @@ class Viewer:
     def find(self, query: Query) -> Found:
         return self.index.find(query)
 
-    def group(self, sample: int) -> Group:
+    def group(self, sample: int) -> PromptSamples:
         """Return the group of a sample; empty if its record is gone."""
         places = self.index.group_of(sample)
         # If there are too many, show those around the one that was asked for.
@@ -108,9 +108,9 @@ class Viewer:
             loaded = records_of(run).load(place.file, place.place)
             if loaded is not None:
                 shown.append(shown_sample(place.id, loaded, self._tokens_of(run)))
-        return Group(shown, len(places))
+        return PromptSamples(shown, len(places))
 
-    def _tokens_of(self, run: Run) -> TokenTexts:
+    def _tokens_of(self, run: RunFolder) -> TokenTexts:
         """Return the run's tokenizer; look again if there was none, because a run saves it when it ends."""
         with self.loading:
             if run.folder not in self.tokens or self.tokens[run.folder].tokenizer is None:

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from openrlhf.cli.main import main
-from openrlhf.cluster.doctor.findings import Finding
+from openrlhf.cluster.doctor.findings import Diagnosis
 from openrlhf.cluster.doctor.host import host_findings, port_findings
 from openrlhf.cluster.doctor.packages import PACKAGES, Package, inspect_package, requirement_of
 from openrlhf.cluster.doctor.report import examine, render
@@ -50,7 +50,7 @@ def test_every_problem_has_a_fix_and_nothing_else_has_one():
 
 
 def test_the_report_lists_the_fixes_at_its_end():
-    fine, slow = Finding("Host", "cores", "2"), Finding("Host", "memory", "1 GiB", "warning", "more memory")
+    fine, slow = Diagnosis("Host", "cores", "2"), Diagnosis("Host", "memory", "1 GiB", "warning", "more memory")
     assert render([fine]).splitlines()[-1] == "Nothing to fix."
     assert render([fine, slow]).splitlines() == [
         "Host",
@@ -81,7 +81,7 @@ def test_packages_are_judged_by_what_ours_requires():
     needed = inspect_package(Package("no-such-package", "everything"))
     assert (needed.status, needed.fix) == ("broken", "pip install .")
     optional = inspect_package(Package("no-such-package", "speed", "liger"))
-    assert optional == Finding("Packages", "no-such-package", "not installed (speed): pip install '.[liger]'", "note")
+    assert optional == Diagnosis("Packages", "no-such-package", "not installed (speed): pip install '.[liger]'", "note")
     torch = requirement_of("torch")
     assert torch is not None
     assert not torch.specifier.contains("1.0")

@@ -7,36 +7,36 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-from openrlhf.cluster.doctor.findings import Finding, size
+from openrlhf.cluster.doctor.findings import Diagnosis, size
 
 AREA = "Devices"
 LITTLE = 0.5  # share of a GPU's memory that should be free at the start of a run
 
 
-def device_findings() -> Iterator[Finding]:
+def device_findings() -> Iterator[Diagnosis]:
     """Yield one finding for the build of PyTorch and one for each GPU."""
     try:
         import torch
     except ImportError as error:
-        yield Finding(AREA, "PyTorch", f"cannot be imported: {error}", "broken", "pip install .")
+        yield Diagnosis(AREA, "PyTorch", f"cannot be imported: {error}", "broken", "pip install .")
         return
     except OSError as error:  # a library of the CUDA build is missing
         reinstall = "pip install --force-reinstall torch"
-        yield Finding(AREA, "PyTorch", f"cannot load its libraries: {first_line(error)}", "broken", reinstall)
+        yield Diagnosis(AREA, "PyTorch", f"cannot load its libraries: {first_line(error)}", "broken", reinstall)
         return
     built_for = torch.version.cuda or torch.version.hip
     build = f"built for {'CUDA' if torch.version.cuda else 'ROCm'} {built_for}" if built_for else "CPU build"
     if torch.cuda.is_available():
-        yield Finding(AREA, "PyTorch", build)
+        yield Diagnosis(AREA, "PyTorch", build)
         yield from gpu_findings(torch)
     elif machine_has_gpu():
         fix = "nvidia-smi, then update the driver or install a PyTorch for an older CUDA"
         if not built_for:
             fix = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu130"
-        yield Finding(AREA, "PyTorch", f"{build}, which does not see the GPU of this machine", "warning", fix)
+        yield Diagnosis(AREA, "PyTorch", f"{build}, which does not see the GPU of this machine", "warning", fix)
     else:
-        yield Finding(AREA, "PyTorch", build)
-        yield Finding(AREA, "GPU", "none: everything runs on the CPU, in fp32; good for trying things out", "note")
+        yield Diagnosis(AREA, "PyTorch", build)
+        yield Diagnosis(AREA, "GPU", "none: everything runs on the CPU, in fp32; good for trying things out", "note")
 
 
 def machine_has_gpu() -> bool:
@@ -44,7 +44,7 @@ def machine_has_gpu() -> bool:
     return Path("/proc/driver/nvidia/gpus").is_dir() or bool(shutil.which("nvidia-smi"))
 
 
-def gpu_findings(torch: ModuleType) -> Iterator[Finding]:
+def gpu_findings(torch: ModuleType) -> Iterator[Diagnosis]:
     """Yield one finding for each GPU, and one for the connections between them."""
     count = torch.cuda.device_count()
     for number in range(count):
@@ -56,16 +56,16 @@ def gpu_findings(torch: ModuleType) -> Iterator[Finding]:
         )
         if properties.major < 8:
             fix = "--param_dtype fp16: this GPU is too old for bf16"
-            yield Finding(AREA, f"GPU {number}", value, "warning", fix)
+            yield Diagnosis(AREA, f"GPU {number}", value, "warning", fix)
         elif free < LITTLE * total:
-            yield Finding(AREA, f"GPU {number}", value, "warning", "nvidia-smi shows which processes use its memory")
+            yield Diagnosis(AREA, f"GPU {number}", value, "warning", "nvidia-smi shows which processes use its memory")
         else:
-            yield Finding(AREA, f"GPU {number}", value)
+            yield Diagnosis(AREA, f"GPU {number}", value)
     if count > 1:
         pairs = [(one, other) for one in range(count) for other in range(count) if one != other]
         linked = sum(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
         value = f"{linked} of {len(pairs)} pairs can access each other's memory"
-        yield Finding(AREA, "peer access", value, "ok" if linked == len(pairs) else "note")
+        yield Diagnosis(AREA, "peer access", value, "ok" if linked == len(pairs) else "note")
 
 
 def first_line(error: Exception) -> str:

@@ -7,7 +7,7 @@ Status: TypeAlias = Literal["ok", "note", "warning", "broken"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class Diagnosis:
     """One line of the report.
 
     A note is worth knowing, a warning matters for some runs, and `broken` means that no run works. The last two have a

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from openrlhf.cluster.doctor.findings import Finding, size
+from openrlhf.cluster.doctor.findings import Diagnosis, size
 
 AREA = "Host"
 GIB = 2**30
@@ -22,7 +22,7 @@ SHARED = Path("/dev/shm")
 GROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
-def host_findings() -> Iterator[Finding]:
+def host_findings() -> Iterator[Diagnosis]:
     """Yield the findings about this machine, apart from its GPUs."""
     yield from memory_findings()
     yield from disk_findings()
@@ -30,10 +30,10 @@ def host_findings() -> Iterator[Finding]:
     yield from limit_findings()
 
 
-def memory_findings() -> Iterator[Finding]:
+def memory_findings() -> Iterator[Diagnosis]:
     """Yield the number of cores, and the sizes of memory and shared memory."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    yield Finding(AREA, "cores", str(cores))
+    yield Diagnosis(AREA, "cores", str(cores))
     memory = usable_memory()
     fix = "a machine or container with more memory: models are loaded in host memory first"
     yield judged("memory", size(memory), fix, enough=memory >= LITTLE_MEMORY)
@@ -44,9 +44,9 @@ def memory_findings() -> Iterator[Finding]:
         yield judged(str(SHARED), value, fix, enough=usage.total >= LITTLE_SHARED)
 
 
-def judged(subject: str, value: str, fix: str, *, enough: bool) -> Finding:
+def judged(subject: str, value: str, fix: str, *, enough: bool) -> Diagnosis:
     """Return a finding that is fine if there is enough, and otherwise a warning with a fix."""
-    return Finding(AREA, subject, value) if enough else Finding(AREA, subject, value, "warning", fix)
+    return Diagnosis(AREA, subject, value) if enough else Diagnosis(AREA, subject, value, "warning", fix)
 
 
 def usable_memory() -> int:
@@ -58,7 +58,7 @@ def usable_memory() -> int:
     return memory
 
 
-def disk_findings() -> Iterator[Finding]:
+def disk_findings() -> Iterator[Diagnosis]:
     """Yield the free space of the folders that a run writes to."""
     cache = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or "~/.cache/huggingface") / "hub"
     for name, folder, move in (
@@ -70,31 +70,31 @@ def disk_findings() -> Iterator[Finding]:
         free = shutil.disk_usage(existing).free
         if not os.access(existing, os.W_OK):
             status = "broken" if name == "temporary folder" else "warning"
-            yield Finding(AREA, name, f"{folder} cannot be written to", status, move)
+            yield Diagnosis(AREA, name, f"{folder} cannot be written to", status, move)
         else:
             yield judged(name, f"{folder}, {size(free)} free", move, enough=free >= LITTLE_DISK)
 
 
-def port_findings() -> Iterator[Finding]:
+def port_findings() -> Iterator[Diagnosis]:
     """Yield whether this process may listen, and whether something occupies Ray's port."""
     try:
         with socket.create_server(("127.0.0.1", 0)):
-            yield Finding(AREA, "loopback", "can listen on 127.0.0.1")
+            yield Diagnosis(AREA, "loopback", "can listen on 127.0.0.1")
     except OSError as error:
         fix = "allow 127.0.0.1: ip link set lo up (Ray, vLLM and several processes need it)"
-        yield Finding(AREA, "loopback", f"cannot listen on 127.0.0.1: {error.strerror}", "warning", fix)
+        yield Diagnosis(AREA, "loopback", f"cannot listen on 127.0.0.1: {error.strerror}", "warning", fix)
         return
     with socket.socket() as probe:
         probe.settimeout(1)
         taken = probe.connect_ex(("127.0.0.1", RAY_PORT)) == 0
     if taken:
         value = f"{RAY_PORT} is in use; if that is your Ray, runs join it"
-        yield Finding(AREA, "Ray's port", value, "note")
+        yield Diagnosis(AREA, "Ray's port", value, "note")
     else:
-        yield Finding(AREA, "Ray's port", f"{RAY_PORT} is free")
+        yield Diagnosis(AREA, "Ray's port", f"{RAY_PORT} is free")
 
 
-def limit_findings() -> Iterator[Finding]:
+def limit_findings() -> Iterator[Diagnosis]:
     """Yield the limits on open files and locked memory."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     fix = "ulimit -n 65536 (Ray and vLLM open many files)"
@@ -103,7 +103,7 @@ def limit_findings() -> Iterator[Finding]:
         locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         limited = locked != resource.RLIM_INFINITY
         value = f"{shown_limit(locked)} bytes; InfiniBand needs ulimit -l unlimited" if limited else shown_limit(locked)
-        yield Finding(AREA, "locked memory", value, "note" if limited else "ok")
+        yield Diagnosis(AREA, "locked memory", value, "note" if limited else "ok")
 
 
 def shown_limit(limit: int) -> str:

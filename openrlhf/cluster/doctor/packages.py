@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import TYPE_CHECKING
 
-from openrlhf.cluster.doctor.findings import Finding
+from openrlhf.cluster.doctor.findings import Diagnosis
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -48,30 +48,30 @@ PACKAGES = (
 )
 
 
-def package_findings() -> Iterator[Finding]:
+def package_findings() -> Iterator[Diagnosis]:
     """Yield one finding for Python and one for each package."""
     old = sys.version_info < OLDEST_PYTHON
     wanted = ".".join(map(str, OLDEST_PYTHON))
     fix = f"Python {wanted} or newer: PYTHON=python{wanted} make quickstart" if old else ""
-    yield Finding(AREA, "python", platform.python_version(), "broken" if old else "ok", fix)
+    yield Diagnosis(AREA, "python", platform.python_version(), "broken" if old else "ok", fix)
     for package in PACKAGES:
         yield inspect_package(package)
 
 
-def inspect_package(package: Package) -> Finding:
+def inspect_package(package: Package) -> Diagnosis:
     """Compare the installed version of a package with what ours requires."""
     installed = installed_version(package.name)
     if installed is None:
         install = f"pip install '.[{package.extra}]'" if package.ours else f"pip install {package.name}"
         if package.extra is None:
-            return Finding(AREA, package.name, f"missing ({package.use})", "broken", "pip install .")
-        return Finding(AREA, package.name, f"not installed ({package.use}): {install}", "note")
+            return Diagnosis(AREA, package.name, f"missing ({package.use})", "broken", "pip install .")
+        return Diagnosis(AREA, package.name, f"not installed ({package.use}): {install}", "note")
     requirement = requirement_of(package.name)
     if requirement is not None and not requirement.specifier.contains(installed, prereleases=True):
         status = "broken" if package.extra is None else "warning"
         value = f"{installed}, but expected {requirement.specifier} ({package.use})"
-        return Finding(AREA, package.name, value, status, f"pip install '{package.name}{requirement.specifier}'")
-    return Finding(AREA, package.name, f"{installed} ({package.use})")
+        return Diagnosis(AREA, package.name, value, status, f"pip install '{package.name}{requirement.specifier}'")
+    return Diagnosis(AREA, package.name, f"{installed} ({package.use})")
 
 
 def installed_version(name: str) -> str | None:

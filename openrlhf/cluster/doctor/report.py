@@ -9,7 +9,7 @@ from dataclasses import asdict
 from itertools import groupby
 
 from openrlhf.cluster.doctor.devices import device_findings
-from openrlhf.cluster.doctor.findings import Finding
+from openrlhf.cluster.doctor.findings import Diagnosis
 from openrlhf.cluster.doctor.host import host_findings
 from openrlhf.cluster.doctor.packages import package_findings
 from openrlhf.cluster.doctor.services import hub_findings, sandbox_findings
@@ -27,13 +27,13 @@ def run(config: DoctorConfig) -> None:
         raise OpenRLHFError(f"no run works on this machine yet: {', '.join(broken)}", try_this="the fixes above")
 
 
-def examine(*, online: bool) -> list[Finding]:
+def examine(*, online: bool) -> list[Diagnosis]:
     """Return all findings about this machine."""
     hub = hub_findings(online=online)
     return [*package_findings(), *device_findings(), *host_findings(), *sandbox_findings(), *hub]
 
 
-def render(findings: Sequence[Finding]) -> str:
+def render(findings: Sequence[Diagnosis]) -> str:
     """Return the findings as text, by area, followed by the fixes."""
     wide = max(len(one.subject) for one in findings)
     lines: list[str] = []
