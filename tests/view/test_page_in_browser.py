@@ -16,7 +16,8 @@ from openrlhf.view.runs import find_runs
 from tests.view.made_runs import HOSTILE, make_run, record, write_metrics, write_step
 from tests.view.test_view_server import serving
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")  # None: the one that `playwright install` gets
+# None: the one that `playwright install` gets
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 WAIT = 20_000  # milliseconds: only a page that hangs takes so long
 
