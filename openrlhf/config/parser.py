@@ -75,7 +75,7 @@ def parse_words(
         return parser.parse_known_args(words)
     switches = {f"--{item.name}" for item in flags.values() if without_none(item.type) is bool}
     separate: list[str] = []
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(words, [*words, ""][1:], strict=True):
         is_alone = word in switches and following.lower() not in (*TRUE, *FALSE)
         separate.append(f"{word}=true" if is_alone else word)
     return parser.parse_known_intermixed_args(separate)
