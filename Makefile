@@ -5,6 +5,7 @@
 # make matrix       every model family of Transformers on tiny models, and more of them in vLLM; writes docs/models.md
 # make examples     every script of examples/scripts at tiny scale, with a table of what ran
 # make drill        kill runs, damage their files and disks, feed them bad input; prints what was lost (docs/reliability.md)
+# make nightly      all of the above that `make test` leaves out, the notebooks, recipes and every block of the documents: hours
 # make docs         the documentation site in site/, with warnings as errors (python -m http.server --directory site)
 # make lock         write requirements/lock.txt again after a change of versions (needs uv and the network)
 # PYTHON=python3.12 make ...   uses another interpreter (3.11 or newer)
@@ -40,7 +41,7 @@ WORKERS ?= auto
 PYTEST ?=
 DRILL ?=
 
-.PHONY: quickstart test check lint matrix examples drill docs lock clean
+.PHONY: quickstart test check lint matrix examples drill nightly docs lock clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -48,7 +49,7 @@ quickstart: $(CORE)
 	$(BIN)/python examples/quickstart.py
 
 # Workers share the cores, so each computes on one thread.
-test check matrix drill: export OMP_NUM_THREADS := 1
+test check matrix drill nightly: export OMP_NUM_THREADS := 1
 
 test: lint
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) $(PYTEST)
@@ -75,6 +76,9 @@ docs: $(FULL)
 
 drill: $(FULL)
 	$(BIN)/python -m tools.drill $(DRILL)
+
+nightly: docs matrix examples drill
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) -m nightly $(PYTEST)
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
