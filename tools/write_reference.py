@@ -35,7 +35,7 @@ def flags_page() -> str:
     sections: dict[Any, list[str]] = {}  # class of a section -> commands that have it
     for name, command in COMMANDS.items():
         use = typical_use(command, f"openrlhf {name}")
-        lines.append(f"\n### {name}\n\n{summary_of(command)}\n\n```bash\n{use}\n```")
+        lines.append(f"\n### {name}\n\n{summary_of(command)}\n\n```sh\n{use}\n```")
         for part in fields(command):
             sections.setdefault(type(getattr(command(), part.name)), []).append(name)
     for section, names in sections.items():
