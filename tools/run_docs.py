@@ -112,7 +112,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 def run_page(page: Page, folder: Path) -> str:
     """Run all blocks of a page in one shell; return what went wrong, or an empty string."""
-    work = folder / page.name
+    work = folder / "pages" / page.name
     prepare(work, page, folder / "models")
     # Blocks may start background jobs, so the shell runs them as they are; -x shows in the log which line failed.
     script = "set -x\n" + "\n".join(page.commands)

@@ -40,7 +40,8 @@ def main(argv: Sequence[str]) -> None:
     """List the commands, print the version, or pass the remaining arguments to a command."""
     words = list(argv)
     if words[:1] == ["help"] and len(words) > 1:  # `openrlhf help train_sft lora` is `openrlhf train_sft --help lora`
-        words = [words[1], "--help", *words[2:]]
+        named = 3 if words[1] == "preview" else 2  # the command that is previewed belongs to its name
+        words = [*words[1:named], "--help", *words[named:]]
     if not words or words[0] in ("-h", "--help", "help"):
         sys.stdout.write(list_commands())
     elif words[0] == "--version":

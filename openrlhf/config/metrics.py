@@ -131,6 +131,7 @@ REWARDS = (
         "Above 0: it is what group estimators learn from. It falls when a task is solved.",
     ),
     train("rollout/reward_std", RL, "Standard deviation of all rewards of the rollout.", "Above 0."),
+    train("rollout/reward_max", RL, "Highest reward of a sample of the rollout.", "Above the mean."),
     train(
         "rollout/equal_groups",
         RL,

@@ -22,6 +22,7 @@ LABEL_FIELDS = ("label", "answer", "ground_truth", "solution", "target", "refere
 # Text that chat templates write around messages; data that contains it has already been formatted.
 CHAT_MARKUP = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "<|user|>", "[INST]", "<｜User｜>")
 LONGEST = 5000  # maximum characters of a text to check
+BEFORE = 20  # characters to quote before a lost one
 QUOTED = 60  # maximum characters of a quotation
 
 FieldValues = Mapping[str, object]
@@ -126,10 +127,13 @@ def lost_text(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Findi
             lossy.append(text)
     if not lossy:
         return None
-    shown = decode(lossy[0][:LONGEST], tokenizer)
+    # Quote from shortly before the first loss, which may be far into the text.
+    text, decoded = lossy[0][:LONGEST], decode(lossy[0][:LONGEST], tokenizer)
+    same = next((place for place, pair in enumerate(zip(text, decoded, strict=False)) if pair[0] != pair[1]), 0)
+    start = max(0, same - BEFORE)
     characters = " ".join(json.dumps(character, ensure_ascii=False)[1:-1] for character, _ in lost.most_common(10))
     return Finding(
-        f"the tokenizer cannot represent all of the text: {quote(lossy[0])} becomes {quote(shown)}, in"
+        f"the tokenizer cannot represent all of the text: {quote(text[start:])} becomes {quote(decoded[start:])}, in"
         f" {len(lossy)} of the first {len(texts)} texts; lost characters: {characters}",
         "a tokenizer that knows these characters, or templates and data without them",
     )

@@ -1,4 +1,4 @@
-"""Is the Hugging Face Hub there? Ask once and quickly: its client retries for most of a minute.
+"""Is the Hugging Face Hub there? Ask quickly: its client retries for most of a minute.
 
 `models.load` and `data.sources` call `hub_failure` for names that are not local. A name that is in the cache is then
 loaded from there, and any other name is an error: often it was meant as a folder, and is mistyped. The hub's client is
@@ -8,7 +8,6 @@ imported late, because `openrlhf doctor` calls `connection_failure` where nothin
 from __future__ import annotations
 
 import socket
-from functools import cache
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -28,11 +27,10 @@ def hub_failure() -> str | None:
     return None if reason is None else f"{constants.ENDPOINT} cannot be reached: {reason}"
 
 
-@cache
 def connection_failure(address: str) -> str | None:
     """Return why no connection to a URL, or to the proxy for it, can be opened; None if one can. Nothing is sent."""
-    url = urlsplit(address)
-    proxy = getproxies().get(url.scheme)
+    url, proxies = urlsplit(address), getproxies()
+    proxy = proxies.get(url.scheme) or proxies.get("all")
     if proxy and not proxy_bypass(url.hostname or ""):
         url = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
     try:
@@ -40,6 +38,8 @@ def connection_failure(address: str) -> str | None:
             return None
     except OSError as error:
         return error.strerror or str(error)
+    except ValueError as error:  # a port or a host name that cannot exist
+        return str(error)
 
 
 def model_is_cached(repository: str, revision: str | None) -> bool:
@@ -53,8 +53,10 @@ def model_is_cached(repository: str, revision: str | None) -> bool:
 def dataset_is_cached(name: str) -> bool:
     """Return whether a dataset is in the cache of `datasets` or in that of the hub."""
     import datasets
+    from datasets.naming import camelcase_to_snakecase
     from huggingface_hub import constants
 
-    prepared = Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___")
+    *owner, last = name.split("/")
+    prepared = Path(datasets.config.HF_DATASETS_CACHE) / "___".join([*owner, camelcase_to_snakecase(last)])
     downloaded = Path(constants.HF_HUB_CACHE) / f"datasets--{name.replace('/', '--')}"
     return prepared.exists() or downloaded.exists()

@@ -147,5 +147,7 @@ def mismatch_rows(rows: Sequence[LabelledRow], max_len: int) -> list[TokenRow]:
         ids = np.concatenate([row.tokens.input_ids[:length], other.tokens.input_ids[begin:]])[:max_len]
         mask = np.concatenate([row.tokens.target_mask[:length], other.tokens.target_mask[begin:]])[:max_len]
         ids[-1] = other.tokens.input_ids[-1]  # every row ends in EOS
+        if length + len(other.tokens.input_ids) - begin > max_len:
+            mask[-1] = False  # the response was cut: the model must not learn to end there
         mismatched.append(TokenRow(ids, mask))
     return mismatched

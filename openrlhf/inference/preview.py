@@ -64,8 +64,10 @@ def run(config: ReadsData, flags: PreviewFlags) -> list[Preview]:
 
 
 def template_of(config: ReadsData) -> TemplateFlags | None:
-    """Return the template flags of a command, unless it reads plain text."""
+    """Return the template flags of a command, unless it reads plain text or texts that are already rendered."""
     if isinstance(config, SFTConfig | KDConfig) and config.fields.pretrain_mode:
+        return None
+    if isinstance(config, BatchInferenceConfig) and config.task.eval_task == "rm":
         return None
     return config.template if isinstance(config, Templated) else None
 

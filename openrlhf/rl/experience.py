@@ -205,6 +205,7 @@ def rollout_metrics(
         "total_length": float(np.mean([len(item.input_ids) for item in trajectories])),
         "truncated": float(np.mean([item.truncated for item in trajectories])),
         "rollout/reward_std": float(rewards.double().std(correction=0)),
+        "rollout/reward_max": float(rewards.max()),
     }
     if bool(several.any()):
         metrics["group_reward_std"] = float(groups.std[several].mean())

@@ -38,6 +38,7 @@ class StepNumbers:
     step: int
     reward: float  # mean over the samples
     reward_std: float  # over the samples
+    reward_max: float  # over the samples
     equal_groups: float | None = None  # share of prompts whose samples all have the same reward
     truncated: float = 0.0  # share of responses that ended at the length limit
     entropy: float | None = None  # nats per token
@@ -51,6 +52,7 @@ class StepNumbers:
             step=step,
             reward=metrics["reward"],
             reward_std=metrics["rollout/reward_std"],
+            reward_max=metrics["rollout/reward_max"],
             equal_groups=metrics.get("rollout/equal_groups"),
             truncated=metrics["truncated"],
             entropy=metrics.get("rollout/entropy"),
@@ -66,7 +68,7 @@ class RLHealth:
 
     config: RLConfig
     first: list[StepNumbers] = field(default_factory=list)  # the first FIRST_STEPS steps
-    best: float = float("-inf")  # highest mean reward so far
+    best: float = float("-inf")  # highest reward of a sample so far
     varied: bool = False  # the rewards of an earlier step differed
     in_a_row: Counter[str] = field(default_factory=Counter)  # consecutive steps with each finding
     reported: set[str] = field(default_factory=set)
@@ -98,7 +100,7 @@ class RLHealth:
             lines += self.critic_norms.check(numbers.step, numbers.critic_norm)
         if len(self.first) < FIRST_STEPS:
             self.first.append(numbers)
-        self.best = max(self.best, numbers.reward)
+        self.best = max(self.best, numbers.reward_max)
         self.varied = self.varied or numbers.reward_std > 0
         return lines
 
@@ -155,7 +157,8 @@ class RLHealth:
         if numbers.entropy is None or len(self.first) < FIRST_STEPS:
             return None
         start = median(item.entropy or 0.0 for item in self.first)
-        if numbers.entropy >= ENTROPY_LEFT * start or numbers.reward > fmean(item.reward for item in self.first):
+        # A rollout without action tokens has an entropy of NaN, which is below nothing.
+        if not numbers.entropy < ENTROPY_LEFT * start or numbers.reward > fmean(item.reward for item in self.first):
             return None
         return (
             f"the entropy was below a tenth of that at the start (now {numbers.entropy:.2g} nats per token, then "

@@ -142,7 +142,7 @@ async def train(
                 await controller.run(Saver(config, runtime.workers, stop, tokenizer, run_id, len(order.prompts)))
             if was_complete and state.version:
                 say(f"the checkpoint is at step {state.version}: no steps are left to train")
-            elif not controller.last:
+            elif not controller.last and not monitor.stops:
                 raise nothing_trained(reporting, filtered=config.rollout.dynamic_filtering)
             await runtime.sync.begin_training()
             folder, fallback = Path(config.checkpoints.save_path), Path(config.checkpoints.ckpt_path) / checkpoint.MODEL

@@ -135,7 +135,7 @@ def train(
     except Interrupted as stop:
         say(explain_stop(stop))
         raise
-    outcome = Outcome(len(data.train), len(data.evaluation), order.total_steps, last, fit.last_evaluation)
+    outcome = Outcome(len(data.train), len(data.evaluation), fit.last_step, last, fit.last_evaluation)
     saving = FinalSave(folder, Path(config.checkpoints.ckpt_path) / checkpoint.MODEL, built.backend)
     for attempt in saving.attempts():
         with attempt as aside:

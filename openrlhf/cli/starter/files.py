@@ -39,14 +39,19 @@ def run(config: InitConfig) -> None:
     placed = {name: beside(path, file) for name, (file, _) in SKELETONS.items() if name in starter.values}
     text = yaml_text(replace(starter, values={**starter.values, **placed}), str(path))
     files = {path: text} | ({path.parent / code[0]: code[1]} if code else {})
+    if path.is_dir() or (code and path.name == code[0]):
+        raise ConfigError(f"--output {flags.output}: expected the name of a YAML file", try_this="--output run.yaml")
     existing = [file for file in files if file.exists()]
     if not flags.overwrite and existing:
         raise ConfigError(
             f"{' and '.join(map(str, existing))} would be overwritten", try_this="--overwrite, or another --output"
         )
     for file, content in files.items():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(content, encoding="utf-8")
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(content, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{file} cannot be written: {error.strerror}", try_this="another --output") from error
         say(f"{'replaced' if file in existing else 'wrote'} {file}")
     say(f"next: edit {' and '.join(map(str, files))}, then run openrlhf {starter.command} --config {path} --dry_run")
 

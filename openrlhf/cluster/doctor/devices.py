@@ -49,7 +49,12 @@ def gpu_findings(torch: ModuleType) -> Iterator[Diagnosis]:
     count = torch.cuda.device_count()
     for number in range(count):
         properties = torch.cuda.get_device_properties(number)
-        free, total = torch.cuda.mem_get_info(number)
+        try:
+            free, total = torch.cuda.mem_get_info(number)  # opens a context on the GPU
+        except RuntimeError as error:
+            value = f"{properties.name}, which cannot be used: {first_line(error)}"
+            yield Diagnosis(AREA, f"GPU {number}", value, "warning", "nvidia-smi shows its state and its processes")
+            continue
         half = "bf16" if properties.major >= 8 else "no bf16"
         value = (
             f"{properties.name}, {size(free)} of {size(total)} free, {half}, sm_{properties.major}{properties.minor}"

@@ -12,7 +12,7 @@ Task = Literal["sft", "rm", "dpo", "kto", "kd", "prm", "ppo", "grpo", "reinforce
 class InitFlags:
     """Task and file"""
 
-    task: Task | None = flag(None, "What to train; also accepted without --task: openrlhf init grpo.", required="grpo")
+    task: Task | None = flag(None, "What to train; --task may be left out: openrlhf init grpo.", required="grpo")
     output: str | None = flag(
         None,
         "YAML file to write (default: standard output); a task with a reward function or an agent also gets that file, "
