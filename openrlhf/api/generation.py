@@ -46,6 +46,10 @@ def generate(
         "apply_chat_template": apply_chat_template,
         "output_path": "answers.jsonl",  # required by the command; `inference.in_memory` uses a temporary file instead
     }
+    if taken := ", ".join(sorted(flags.keys() & given.keys())):
+        raise ConfigError(
+            f"generate does not take {taken}: it returns the answers to prompts=", try_this="openrlhf batch_inference"
+        )
     flags.setdefault("eval_task", "generate")
     with as_arguments("batch_inference", flags | given) as argv:
         return run_and_restore("generate", prepare("batch_inference", argv))

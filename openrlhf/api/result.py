@@ -12,14 +12,14 @@ from typing import Literal, TypeAlias, cast
 from openrlhf.errors import BackendError
 from openrlhf.monitor import METRICS_FILE
 
-Kind: TypeAlias = Literal["train", "eval"]
+RecordKind: TypeAlias = Literal["train", "eval"]
 
 
 @dataclass(frozen=True)
 class StepRecord:
     """The metrics of one training step or of one evaluation."""
 
-    kind: Kind
+    kind: RecordKind
     step: int  # optimizer steps so far; in RL, rollouts trained so far
     metrics: Mapping[str, float]
 
@@ -35,7 +35,7 @@ class StepCallback:
 
     def log(self, kind: str, step: int, values: Mapping[str, float]) -> None:
         try:
-            self.on_step(StepRecord(cast(Kind, kind), step, dict(values)))
+            self.on_step(StepRecord(cast(RecordKind, kind), step, dict(values)))
         except OSError as error:  # the monitor would take it for a full disk, and continue without the callback
             raise BackendError(f"on_step raised {type(error).__name__}: {error}") from error
 
@@ -55,7 +55,7 @@ class TrainResult:
     evaluation: Mapping[str, float]  # of the last evaluation; empty without one
     history: tuple[StepRecord, ...] = ()  # every logged step and evaluation, in order
 
-    def curve(self, name: str, kind: Kind = "train") -> tuple[list[int], list[float]]:
+    def curve(self, name: str, kind: RecordKind = "train") -> tuple[list[int], list[float]]:
         """Return the steps and values of a metric, for a plot: `plt.plot(*result.curve("reward"))`."""
         rows = [row for row in self.history if row.kind == kind and name in row.metrics]
         if not rows:

@@ -13,7 +13,8 @@ run_init = make_main("init")
 def main(argv: Sequence[str]) -> None:
     """Run the command; the task may be given without --task, before or after the flags."""
     for place, word in enumerate(argv):
-        if word in get_args(Task) and (place == 0 or argv[place - 1] not in ("--task", "--output")):
+        is_value = place > 0 and argv[place - 1] in ("--task", "--output")
+        if not is_value and (word in get_args(Task) or (place == 0 and not word.startswith("-"))):
             argv = ["--task", word, *argv[:place], *argv[place + 1 :]]
             break
     run_init(argv)

@@ -35,13 +35,14 @@ def object_name(value: object) -> str:
 def held(description: str, value: object) -> Iterator[str]:
     """Make an object available while the context is open; yield the name under which a flag refers to it."""
     name, number = f"{PREFIX}{description})", 1
-    while _objects.setdefault(name, value) is not value:  # another thread's run uses an object of this name
+    while name in _objects:  # another thread's run holds an object of this name
         number += 1
         name = f"{PREFIX}{description} #{number})"
+    _objects[name] = value
     try:
         yield name
     finally:
-        _objects.pop(name, None)  # the same object may be held twice
+        del _objects[name]
 
 
 def find_object(name: str, flag: str) -> object:

@@ -25,7 +25,7 @@ from openrlhf.inference.converted_card import gguf_card, merged_card, trained_fo
 from openrlhf.inference.gguf.families import family_of
 from openrlhf.inference.gguf.modelfile import modelfile, starts_with_bos
 from openrlhf.inference.gguf.verify import compare_logits, compare_tensors, reload_logits, sample_logits
-from openrlhf.inference.gguf.write import Plan, check_exportable, write_gguf
+from openrlhf.inference.gguf.write import GGUFPlan, check_exportable, write_gguf
 from openrlhf.models.export import save_model
 from openrlhf.models.forward import Network
 from openrlhf.models.heads import SCALAR_HEAD
@@ -140,7 +140,7 @@ def save_as_gguf(config: ExportConfig, folder: Path, weights: GGUFType) -> None:
     family, vocabulary = check_exportable(source.model, source.tokenizer)
     prompt = prompt_format(config, source)
     own_template = prompt.chat_template if prompt else None
-    plan = Plan(
+    plan = GGUFPlan(
         family,
         vocabulary,
         name=folder.name,
@@ -180,7 +180,7 @@ def plain_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
     return template.get("default") if isinstance(template, dict) else template
 
 
-def check_file(path: Path, source: SourceModel, plan: Plan, *, reload: bool) -> str:
+def check_file(path: Path, source: SourceModel, plan: GGUFPlan, *, reload: bool) -> str:
     """Compare a written file with the model and describe the result; raise if they differ.
 
     The model is released before the file is loaded, so that memory holds one of them at a time.

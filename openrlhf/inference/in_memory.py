@@ -20,5 +20,5 @@ def run(config: BatchInferenceConfig) -> list[str]:
         result = produce(replace_flags(config, output_path=str(Path(folder) / "answers.jsonl")))
         if result is None:
             return []
-        lines = result.output_path.read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["output"] for line in lines]
+        with result.output_path.open(encoding="utf-8") as file:  # splitlines would also split at U+2028 in a text
+            return [json.loads(line)["output"] for line in file]

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 from transformers.utils import logging
 
 
@@ -19,6 +20,7 @@ def process_state_restored() -> Iterator[None]:
     """On exit, restore the environment and the settings of libraries, and free the memory of the run's models."""
     environment = dict(os.environ)
     deterministic, shows_bars = torch.are_deterministic_algorithms_enabled(), logging.is_progress_bar_enabled()
+    hub_shows_bars = not are_progress_bars_disabled()
     try:
         yield
     finally:
@@ -28,6 +30,8 @@ def process_state_restored() -> Iterator[None]:
         torch.use_deterministic_algorithms(deterministic)
         if shows_bars:
             logging.enable_progress_bar()
+        if hub_shows_bars:
+            enable_progress_bars()
         gc.collect()  # models may be in reference cycles
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()

@@ -133,6 +133,18 @@ def test_a_task_is_needed_and_a_wrong_one_lists_the_choices(capsys):
     assert all(task in said for task in get_args(Task))
 
 
+def test_the_task_may_come_last(tmp_path, capsys):
+    main(["init", "--output", str(tmp_path / "a.yaml"), "sft"])
+    assert "train_sft" in (tmp_path / "a.yaml").read_text()
+
+
+@pytest.mark.parametrize("output", [".", "reward.py", "/proc/no/run.yaml"])
+def test_an_output_that_cannot_be_a_file_is_rejected(output, capsys):
+    code, said = fails(["init", "grpo", "--output", output, "--overwrite"], capsys)
+    assert code == 2
+    assert "Try: " in said
+
+
 def test_the_typical_command_line_of_init_runs(tmp_path, capsys):
     main(shlex.split(typical_use(InitConfig, "openrlhf init"))[1:])
     assert {path.name for path in tmp_path.iterdir()} == {"run.yaml", "reward.py"}

@@ -11,7 +11,15 @@ from tests.commands import run_command
 from tests.rl.toy_task import SMALL, make_prompts, task_flags
 
 HEALTHY = StepNumbers(
-    step=0, reward=0.3, reward_std=0.4, equal_groups=0.2, truncated=0.1, entropy=1.2, kl=0.05, policy_norm=1.5
+    step=0,
+    reward=0.3,
+    reward_std=0.4,
+    reward_max=1.0,
+    equal_groups=0.2,
+    truncated=0.1,
+    entropy=1.2,
+    kl=0.05,
+    policy_norm=1.5,
 )
 
 
@@ -35,6 +43,10 @@ def after_healthy(count=30, **fault):
 
 FAULTS = {
     "no signal": ({"reward": 0.0, "reward_std": 0.0, "equal_groups": 1.0}, "every sample got the reward 0, so there"),
+    "no signal above the mean": (  # a sample got more before, so this is no success
+        {"reward": 0.5, "reward_std": 0.0, "reward_max": 0.5, "equal_groups": 1.0},
+        "every sample got the reward 0.5, so there",
+    ),
     "no signal within groups": ({"equal_groups": 1.0}, "all samples of each prompt got the same reward, so there"),
     "saturated": ({"reward": 1.0, "reward_std": 0.0, "equal_groups": 1.0}, "the highest reward of the run, 1, so"),
     "truncated": ({"truncated": 0.97}, "97% of the responses ended at the length limit (1024 tokens)"),
@@ -89,7 +101,7 @@ def test_a_leap_of_the_gradient_norm_is_reported_once():
 
 
 def test_metrics_that_a_step_does_not_log_are_not_judged():
-    few = {"reward": 0.5, "rollout/reward_std": 0.1, "truncated": 0.0}
+    few = {"reward": 0.5, "rollout/reward_std": 0.1, "rollout/reward_max": 0.7, "truncated": 0.0}
     assert watch([StepNumbers.of(1, few)] * (FIRST_STEPS + IN_A_ROW)) == []
 
 

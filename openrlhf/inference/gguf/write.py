@@ -25,7 +25,7 @@ SPECIAL_TOKENS = ("bos", "eos", "unk", "pad")
 
 
 @dataclass(frozen=True)
-class Plan:
+class GGUFPlan:
     """What a file will contain besides the weights."""
 
     family: Family
@@ -46,7 +46,7 @@ def check_exportable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
     return family, read_vocabulary(tokenizer, size)
 
 
-def write_gguf(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, plan: Plan) -> None:
+def write_gguf(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, plan: GGUFPlan) -> None:
     """Write the file; a tensor is converted only when it is written, so no second copy of the model is needed."""
     import gguf
 
@@ -73,7 +73,7 @@ def write_gguf(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenize
     writer.close()
 
 
-def add_special_tokens(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, plan: Plan) -> None:
+def add_special_tokens(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, plan: GGUFPlan) -> None:
     """Write the ids of special tokens, whether a prompt starts with BOS, and the chat template."""
     for name in SPECIAL_TOKENS:
         number = getattr(tokenizer, f"{name}_token_id")
