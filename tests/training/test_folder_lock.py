@@ -19,8 +19,12 @@ from pathlib import Path
 from openrlhf.training.folder_lock import hold_folder
 
 with hold_folder(Path(sys.argv[1]), "--ckpt_path"):
-    if "fork" in sys.argv and os.fork() == 0:
-        time.sleep(600)  # a child that outlives its parent
+    wait, ready = os.pipe()
+    if "fork" in sys.argv:
+        if os.fork() == 0:
+            os.write(ready, b"1")  # it has closed what it inherited
+            time.sleep(600)  # a child that outlives its parent
+        os.read(wait, 1)
     print("holds", flush=True)
     sys.stdin.read()
 """
