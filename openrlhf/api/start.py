@@ -13,6 +13,7 @@ from openrlhf.config.batch_table import render, rl_table, supervised_table
 from openrlhf.config.check import check
 from openrlhf.config.commands import COMMANDS, RLConfig, SupervisedConfig
 from openrlhf.config.parser import parse_given
+from openrlhf.errors import MissingExtraError
 from openrlhf.monitor import Sink, is_main_process, say
 from openrlhf.signals import interrupt_on_signals
 
@@ -64,7 +65,13 @@ def run(name: str, config: object, sinks: Sequence[Sink] = ()) -> Any:
     """
     trains = isinstance(config, RLConfig | SupervisedConfig)
     is_dry = trains and config.run.dry_run
-    work = import_module(DRY_RUN if is_dry else RUNS.get(name, SUPERVISED)).run  # imports torch and Transformers
+    try:
+        work = import_module(DRY_RUN if is_dry else RUNS.get(name, SUPERVISED)).run  # imports torch and Transformers
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(
+            f"the package {error.name} is not installed",
+            try_this="pip install . (openrlhf doctor lists what is missing)",
+        ) from error
     with interrupt_on_signals():
         return work(config, sinks=sinks) if trains and not is_dry else work(config)
 
