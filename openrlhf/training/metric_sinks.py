@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,15 @@ def table_of(step: int, samples: Sequence[LoggedSample]) -> tuple[list[Any], lis
     """Return the columns and rows of a table of samples."""
     columns = [field.name for field in fields(LoggedSample)]
     return ["step", *columns], [[step, *(getattr(sample, name) for name in columns)] for sample in samples]
+
+
+@contextmanager
+def dashboard_failures() -> Iterator[None]:
+    """Turn any error of a dashboard's library into an OSError, for which the monitor drops the sink."""
+    try:
+        yield
+    except Exception as error:  # these libraries have no common base class, and training must not end here
+        raise OSError(" ".join(str(error).split()).rstrip(".") or type(error).__name__) from error
 
 
 class MetricsFile:
@@ -106,24 +115,20 @@ class Wandb:
             self.run.define_metric(f"{kind}/*", step_metric=f"{kind}/global_step")
 
     def log(self, kind: str, step: int, values: Mapping[str, float]) -> None:
-        self._send(kind, step, values)
-
-    def _send(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        import wandb
-
-        try:
+        with dashboard_failures():
             self.run.log({f"{kind}/global_step": step, **{f"{kind}/{name}": value for name, value in values.items()}})
-        except wandb.Error as error:
-            raise OSError(str(error)) from error
 
     def log_samples(self, step: int, samples: Sequence[LoggedSample]) -> None:
         import wandb
 
         columns, rows = table_of(step, samples)
-        self._send("train", step, {"samples": wandb.Table(columns=columns, data=rows)})
+        with dashboard_failures():
+            table = wandb.Table(columns=columns, data=rows)
+            self.run.log({"train/global_step": step, "train/samples": table})
 
     def close(self) -> None:
-        self.run.finish()
+        with dashboard_failures():
+            self.run.finish()
 
 
 class Trackio:
@@ -140,16 +145,19 @@ class Trackio:
             self.run: Any = trackio.init(project, name=name, config=config, embed=False, **measured)
 
     def log(self, kind: str, step: int, values: Mapping[str, float]) -> None:
-        self.run.log({f"{kind}/{name}": value for name, value in values.items()}, step=step)
+        with dashboard_failures():
+            self.run.log({f"{kind}/{name}": value for name, value in values.items()}, step=step)
 
     def log_samples(self, step: int, samples: Sequence[LoggedSample]) -> None:
         import trackio
 
         columns, rows = table_of(step, samples)
-        self.run.log({"train/samples": trackio.Table(columns=columns, data=rows)}, step=step)
+        with dashboard_failures():
+            self.run.log({"train/samples": trackio.Table(columns=columns, data=rows)}, step=step)
 
     def close(self) -> None:
         import trackio
 
-        with redirect_stdout(sys.stderr):
+        # The run's own `finish` would not unregister it, so that it finishes again at exit, and prints to stdout.
+        with dashboard_failures(), redirect_stdout(sys.stderr):
             trackio.finish()

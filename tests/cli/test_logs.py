@@ -7,6 +7,8 @@ import sys
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from openrlhf.monitor import LoggedSample, Monitor
+from openrlhf.training.metric_sinks import Trackio, Wandb
 from tests.rl.toy_task import SMALL, make_prompts, read_rollouts, task_flags
 from tests.toy_data import ANSWERS, PAIRS, STEPS, answers, dataset_flags, pairs, steps, verdicts
 
@@ -129,6 +131,24 @@ def test_wandb_gets_a_table_of_samples(tmp_path, train, wandb_offline):
     content = json.loads(table.read_text())
     assert content["columns"] == ["step", "prompt", "response", "reward", "score", "truncated"]
     assert [row[2] for row in content["data"]] == [row["response"] for row in read_rollouts(ran, 1)[:4]]
+
+
+def test_a_dashboard_that_fails_costs_a_line_not_the_run(wandb_offline, trackio_folder, capfd):
+    import trackio
+    import wandb
+
+    for moment in ("log", "log_samples", "close"):
+        sink = Wandb("True", name="mine", project="toys", group=None, org=None, config={})
+        wandb.teardown()  # its service is gone
+        with Monitor([sink]) as monitor:
+            if moment == "log":
+                monitor.log("train", 1, {"loss": 1.0})
+            elif moment == "log_samples":
+                monitor.log_samples(1, [LoggedSample("2+2=", "4", reward=1.0, score=1.0, truncated=False)])
+    assert capfd.readouterr().err.count("no more metrics are sent to Wandb: ") == 3
+    with Monitor([Trackio("toys", name="mine", config={})]):
+        trackio.finish()
+    assert "no more metrics are sent to Trackio: Call trackio.init()" in capfd.readouterr().err
 
 
 def test_tensorboard_gets_every_metric(tmp_path, train):
