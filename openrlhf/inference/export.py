@@ -148,10 +148,10 @@ def save_as_gguf(config: ExportConfig, folder: Path, weights: GGUFType) -> None:
         chat_template=own_template or plain_template(source.tokenizer),
         add_bos=starts_with_bos(source.tokenizer, prompt),
     )
+    text, complete = modelfile(MODEL, source.tokenizer, prompt or PromptFormat())
     with exporting(folder) as aside:
         path = aside / MODEL
         write_gguf(path, source.model, source.tokenizer, plan)
-        text, complete = modelfile(MODEL, source.tokenizer, prompt or PromptFormat())
         (aside / MODELFILE).write_text(text, encoding="utf-8")
         write_card(aside, partial(gguf_card, folder, source.name, source.base, MODEL, weights))
         checked = check_file(path, source, plan, reload=not flags.skip_self_test)

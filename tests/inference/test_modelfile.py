@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from openrlhf.errors import ConfigError
 from openrlhf.inference.gguf.modelfile import ChatShape, modelfile, starts_with_bos
 from openrlhf.training.prompt_format import PromptFormat
 from tests.byte_models import CHATML, byte_level_tokenizer, sentencepiece_tokenizer
@@ -15,7 +16,7 @@ HEADERS = (  # like Llama 3's
 DEFAULT_SYSTEM = (  # like Qwen 2.5's
     "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}{% endif %}" + CHATML
 )
-BRACES = CHATML.replace("'<|im_end|>\n'", "' {{x}}<|im_end|>\n'")
+BRACES = CHATML.replace("'<|im_end|>\n'", "' {{x}}<|im_end|>{'")
 COUNTING = "{% for m in messages %}{{ loop.index ~ m['content'] }}{% endfor %}"
 NO_SYSTEM = (  # like Gemma's
     "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system messages') }}{% endif %}" + CHATML
@@ -33,7 +34,12 @@ def run_go(template, turns):
     ).groups()
     branches = dict(re.findall(r'\{\{ (?:else )?if eq \.Role "(\w+)" \}\}(.*?)(?=\{\{ else if|\Z)', loop, re.DOTALL))
     text = "".join(branches[role].replace("{{ .Content }}", content) for role, content in turns) + reply
-    return text.replace('{{ "{{" }}', "{{")
+    return without_actions(text)
+
+
+def without_actions(text):
+    """Execute the actions that print braces; any others are left, so that a comparison fails."""
+    return re.sub(r'\{\{ "(\{+)" \}\}', r"\1", text)
 
 
 @pytest.mark.parametrize("template", [CHATML, HEADERS, DEFAULT_SYSTEM, BRACES])
@@ -81,3 +87,24 @@ def test_input_templates_and_system_prompts_come_from_training():
     tokenizer = byte_level_tokenizer()
     text, _ = modelfile("model.gguf", tokenizer, PromptFormat(chat=True, system_prompt="Answer briefly."))
     assert 'SYSTEM """Answer briefly."""' in text
+
+
+@pytest.mark.parametrize("template", ["{} again: {}\nA: ", "set {{}} of", "{{{{}}}}{", "{{ x }}{}"])
+def test_every_placeholder_becomes_the_prompt_and_braces_stay_text(template):
+    text, _ = modelfile("model.gguf", byte_level_tokenizer(), PromptFormat(input_template=template))
+    go = text.partition('"""')[2].partition('"""')[0]
+    pieces = go.split("{{ .Prompt }}")
+    assert all(not piece.endswith("{") for piece in pieces)  # Go would read {{{ .Prompt }} as an action
+    assert "PROMPT".join(without_actions(piece) for piece in pieces) == template.replace("{}", "PROMPT")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "what"),
+    [
+        (PromptFormat(input_template='"""{}"""'), "the input template contains"),
+        (PromptFormat(chat=True, system_prompt='Quote with """.'), "the system prompt contains"),
+    ],
+)
+def test_three_quotes_cannot_be_in_a_modelfile(prompt, what):
+    with pytest.raises(ConfigError, match=what):
+        modelfile("model.gguf", byte_level_tokenizer(), prompt)

@@ -8,6 +8,7 @@ file then still carries the Jinja template, which llama.cpp executes and Ollama 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from openrlhf.errors import ConfigError
 from openrlhf.training.prompt_format import PromptFormat
 
 QUOTES = '"""'
@@ -136,12 +138,22 @@ def modelfile(file: str, tokenizer: PreTrainedTokenizerBase, prompt: PromptForma
         system = system or shape.default_system
         stops.append(shape.after["assistant"].strip())
     elif not prompt.chat:
-        before, after = (prompt.input_template or "{}").split("{}", 1)
-        lines.append(f"TEMPLATE {QUOTES}{literal(before)}{{{{ .Prompt }}}}{literal(after)}{QUOTES}")
-    if system and QUOTES not in system:
-        lines.append(f"SYSTEM {QUOTES}{system}{QUOTES}")
+        template = "{{ .Prompt }}".join(literal(part) for part in (prompt.input_template or "{}").split("{}"))
+        lines.append(f"TEMPLATE {quoted(template, 'input template')}")
+    if system:
+        lines.append(f"SYSTEM {quoted(system, 'system prompt')}")
     lines += [f"PARAMETER stop {stop_text(stop)}" for stop in dict.fromkeys(stops) if stop]
     return "\n".join(lines) + "\n", shape is not None or not prompt.chat
+
+
+def quoted(text: str, what: str) -> str:
+    """Return text of several lines as a value; a Modelfile has no way to write three quotes inside it."""
+    if QUOTES in text:
+        raise ConfigError(
+            f"the {what} contains {QUOTES}, which cannot be written in a Modelfile",
+            try_this="--input_template with another text, or edit prompt_format in the model's README.md",
+        )
+    return f"{QUOTES}{text}{QUOTES}"
 
 
 def stop_text(text: str) -> str:
@@ -149,8 +161,8 @@ def stop_text(text: str) -> str:
 
 
 def literal(text: str) -> str:
-    """Return text that a Go template prints unchanged."""
-    return text.replace("{{", '{{ "{{" }}')
+    """Return text that a Go template prints unchanged, also if its last brace is followed by a placeholder's."""
+    return re.sub(r"\{{2,}|\{\Z", lambda braces: f'{{{{ "{braces[0]}" }}}}', text)
 
 
 def cut_start(text: str, start: str) -> str:
