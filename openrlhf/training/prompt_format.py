@@ -15,6 +15,15 @@ from openrlhf.config.flags import flag_values
 from openrlhf.config.sections.data import TemplateFlags
 from openrlhf.data.templates import fill
 
+TEXT = (str, type(None))
+FIELD_TYPES = {  # of the metadata, which people may edit
+    "chat": bool,
+    "input_template": TEXT,
+    "chat_template": TEXT,
+    "chat_template_kwargs": dict,
+    "system_prompt": TEXT,
+}
+
 
 @dataclass(frozen=True)
 class PromptFormat:
@@ -45,8 +54,12 @@ class PromptFormat:
 
     @classmethod
     def from_metadata(cls, saved: object) -> PromptFormat | None:
-        """Read the metadata of a model card, which people may have edited; None if it holds no format."""
-        if not isinstance(saved, dict) or not saved.keys() <= cls.__dataclass_fields__.keys():
+        """Read the metadata of a model card, which people may have edited; None if it holds no usable format."""
+        if not isinstance(saved, dict):
+            return None
+        if not all(isinstance(value, FIELD_TYPES.get(name, ())) for name, value in saved.items()):
+            return None
+        if "{}" not in (saved.get("input_template") or "{}"):
             return None
         return cls(**saved)
 

@@ -167,3 +167,18 @@ def test_a_card_that_cannot_be_made_costs_a_line_not_the_model(tmp_path, capfd):
     write_card(tmp_path, make)
     assert "saved without a model card: KeyError: 'something'" in capfd.readouterr().err
     assert not (tmp_path / "README.md").exists()
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        {"chat": "yes"},
+        {"input_template": "Q: "},
+        {"input_template": 3},
+        {"chat": True, "chat_template_kwargs": "enable_thinking"},
+        {"chat": True, "system": "be brief"},
+        ["chat"],
+    ],
+)
+def test_a_prompt_format_that_was_edited_into_nonsense_is_ignored(saved):
+    assert PromptFormat.from_metadata(saved) is None
