@@ -23,6 +23,7 @@ from openrlhf.config.checks.paths import OUTPUT_FLAGS, is_here, split_revision
 from openrlhf.config.checks.revisions import dataset_revisions
 from openrlhf.config.commands import COMMANDS, RLConfig, TrainingConfig
 from openrlhf.config.flags import flag_values, flags_of
+from openrlhf.config.in_memory import is_in_memory
 from openrlhf.config.runtime import critic_model
 from openrlhf.errors import counted
 from openrlhf.models.hub_commits import as_text, cached_commit, model_commit
@@ -35,8 +36,8 @@ MakeCard = Callable[[], ModelCard]
 CARD_FILE = "README.md"
 TRAINING_SECTION = "## Training"  # from here to its end, a card is carried over to converted models
 # Flags that say where a run writes and reports, but not what it trains.
-NOT_REPRODUCED = {*OUTPUT_FLAGS, *SECRET, "load_checkpoint", "local_rank", "use_tensorboard", "push_to_hub"}
-NOT_REPRODUCED |= {"hub_private", "wandb_org", "wandb_group", "wandb_project", "wandb_run_name"}
+NOT_REPRODUCED = {*OUTPUT_FLAGS, *SECRET, "load_checkpoint", "local_rank", "use_tensorboard", "use_trackio"}
+NOT_REPRODUCED |= {"push_to_hub", "hub_private", "wandb_org", "wandb_group", "wandb_project", "wandb_run_name"}
 PROCESS_REWARD_TAG = "process-reward-model"
 ESTIMATORS = {  # name of the algorithm, tag of the card
     "gae": ("PPO", "ppo"),
@@ -226,7 +227,7 @@ def prompt_section(prompt: PromptFormat, kind: Kind) -> str:
 
 
 def training_section(config: TrainingConfig, outcome: Outcome, base: str) -> str:
-    """Describe base model, data and flags, with the command that repeats the run."""
+    """Describe base model, data and flags, and how to repeat the run."""
     unit = "prompt" if isinstance(config, RLConfig) else "row"
     commit = model_commit(base)
     data = []
@@ -244,13 +245,19 @@ def training_section(config: TrainingConfig, outcome: Outcome, base: str) -> str
         *([f"- Steps: {outcome.step}"] if outcome.step is not None else []),
         f"- Date: {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         "",
-        "Repeat the run with:",
-        "",
-        "```bash",
-        reproduction(config),
-        "```",
+        *repetition(config),
     ]
     return "\n".join(lines)
+
+
+def repetition(config: TrainingConfig) -> list[str]:
+    """Return the lines that say how to repeat the run; objects of a Python program cannot be flags of a command."""
+    if any(isinstance(value, str) and is_in_memory(value) for value in flag_values(config).values()):
+        text = (
+            "The run was started from Python, with these flags; those marked `in memory` were objects of the program:"
+        )
+        return [text, "", "```text", reproduction(config), "```"]
+    return ["Repeat the run with:", "", "```bash", reproduction(config), "```"]
 
 
 def reproduction(config: TrainingConfig) -> str:

@@ -100,7 +100,7 @@ def train(
     seed_dropout(config.batches.seed, built.backend.process // config.sharding.ds_tensor_parallel_size)
 
     def save_step(folder: Path) -> None:
-        outcome = Outcome(len(data.train), len(data.evaluation), evaluation=fit.last_evaluation)
+        outcome = Outcome(len(data.train), len(data.evaluation), fit.last_step, evaluation=fit.last_evaluation)
         save_model_folder(built, tokenizer, folder, lambda: training_card(config, outcome, folder=folder))
 
     fit = Fit(

@@ -48,7 +48,9 @@ def test_the_card_of_a_run_is_complete(train, tmp_path, models, capsys):
     assert f"| gpt_loss | {ran.train('gpt_loss')[-1]:.4g} |" in card.text
     assert "prompt = 'Your question='" in card.text  # the input template
     assert len(run_example(ran.save_path, capsys)) > 1
-    assert "ckpt/global_step1_hf" in read(ran.ckpt_path / "global_step1_hf").text
+    of_step = read(ran.ckpt_path / "global_step1_hf").text
+    assert "ckpt/global_step1_hf" in of_step
+    assert "- Steps: 1\n" in of_step
 
 
 def test_the_card_repeats_the_run(train, tmp_path):
@@ -134,12 +136,13 @@ def test_secrets_and_outputs_are_not_in_the_card():
         remote_rm_url="https://me:hidden1@host/score",
         reward_api_key="hidden2",
         use_wandb="hidden3",
+        use_trackio="my project",
         save_path="/home/me/out",
         push_to_hub="org/result",
     )
     text = str(training_card(config, Outcome(rows=1)))
     assert "https://***@host/score" in text
-    assert not any(secret in text for secret in ("hidden1", "hidden2", "hidden3", "/home/me"))
+    assert not any(secret in text for secret in ("hidden1", "hidden2", "hidden3", "/home/me", "my project"))
     assert "path = 'org/result'" in text
 
 
@@ -182,3 +185,11 @@ def test_a_card_that_cannot_be_made_costs_a_line_not_the_model(tmp_path, capfd):
 )
 def test_a_prompt_format_that_was_edited_into_nonsense_is_ignored(saved):
     assert PromptFormat.from_metadata(saved) is None
+
+
+def test_a_run_on_objects_of_a_program_is_not_shown_as_a_command():
+    config = config_of("train_sft", pretrain="org/model", dataset="in memory (120 rows; 3fa9c1)")
+    text = str(training_card(config, Outcome(rows=120)))
+    assert "Repeat the run with" not in text
+    assert "The run was started from Python" in text
+    assert "--dataset 'in memory (120 rows; 3fa9c1)'" in text
