@@ -1,7 +1,7 @@
 """The model card of a merged or converted model, which carries over what the card of its source says.
 
 Metadata and the section on training come from the source; the example is written again, since the model is loaded
-differently. A source without a card of ours gives a short card.
+differently. If the source's card is not ours, only its metadata is carried over.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from openrlhf.config.checks.paths import is_here
 from openrlhf.models.heads import SCALAR_HEAD
 from openrlhf.training.card_example import Example, Kind
+from openrlhf.training.card_file import TAG, is_ours
 from openrlhf.training.model_card import (
     PROCESS_REWARD_TAG,
     TRAINING_SECTION,
@@ -106,20 +107,22 @@ def inherited_metadata(source: str, base: str | None) -> ModelCardData:
     card = read_card(source) if is_here(source) else None
     metadata = base_metadata(source if card or base is None else base)
     if card is None:
-        metadata.tags = ["openrlhf"]
+        metadata.tags = [TAG]
         return metadata
     known = card.data
     metadata.datasets = known.get("datasets")
-    metadata.tags = [tag for tag in known.get("tags") or ["openrlhf"] if tag != "lora"]
-    if prompt := known.get("prompt_format"):
+    metadata.tags = [*dict.fromkeys([TAG, *(tag for tag in known.get("tags") or [] if tag != "lora")])]
+    if (prompt := known.get("prompt_format")) is not None:  # empty: trained on plain text
         metadata["prompt_format"] = prompt
     return metadata
 
 
 def training_part(source: str) -> str:
-    """Return the card of a model from its section on training on, without the sections that are written again."""
+    """Return our card of a model from its section on training on, without the sections that are written again."""
     card = read_card(source) if is_here(source) else None
-    _, found, text = card.text.partition(TRAINING_SECTION) if card else ("", "", "")
-    for heading in ("## License", "## Versions"):
-        text = text.partition(heading)[0]
+    if card is None or not is_ours(card):
+        return ""
+    _, found, text = card.text.partition(f"\n{TRAINING_SECTION}\n")
+    for heading in ("License", "Versions"):
+        text = text.partition(f"\n## {heading}\n")[0]
     return (found + text).strip()

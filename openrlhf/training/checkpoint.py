@@ -22,6 +22,7 @@ from typing import Any
 
 from openrlhf.errors import BackendError, DiskError, OpenRLHFError
 from openrlhf.monitor import say
+from openrlhf.training.card_file import keep_readme
 from openrlhf.training.disk_space import GIB, bytes_of, disk_failure, flush, replace_file
 from openrlhf.training.manifest import MANIFEST, find_damage, make_private, write_manifest
 
@@ -135,6 +136,7 @@ def finish_export(aside: Path, folder: Path, ranks: Ranks) -> Iterator[None]:
         for path in [*aside.rglob("*"), aside]:
             flush(path)
         folder.mkdir(parents=True, exist_ok=True)
+        keep_readme(folder, aside)
         model = ("config.json", "model.safetensors.index.json", "model*.safetensors")
         adapter = ("adapter_config.json", "adapter_model*.safetensors", "head_config.json")
         is_model, is_adapter = ((aside / name).exists() for name in MARKERS)

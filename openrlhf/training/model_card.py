@@ -29,11 +29,11 @@ from openrlhf.errors import counted
 from openrlhf.models.hub_commits import as_text, cached_commit, model_commit
 from openrlhf.monitor import say
 from openrlhf.training.card_example import Example, Kind
+from openrlhf.training.card_file import CARD_FILE, TAG, load_card, sealed
 from openrlhf.training.prompt_format import PromptFormat
 from openrlhf.training.run_directory import SECRET, package_versions, shown_flags
 
 MakeCard = Callable[[], ModelCard]
-CARD_FILE = "README.md"
 TRAINING_SECTION = "## Training"  # from here to its end, a card is carried over to converted models
 # Flags that say where a run writes and reports, but not what it trains.
 NOT_REPRODUCED = {*OUTPUT_FLAGS, *SECRET, "load_checkpoint", "local_rank", "use_tensorboard", "use_trackio"}
@@ -71,7 +71,7 @@ class Outcome:
 def write_card(folder: Path, make: MakeCard) -> None:
     """Write a card into a folder that is being saved; if it cannot be made, print a line and go on."""
     try:
-        (folder / CARD_FILE).write_text(str(make()), encoding="utf-8")
+        (folder / CARD_FILE).write_text(sealed(str(make())), encoding="utf-8")
     except Exception as error:  # noqa: BLE001 - nothing about a card is worth losing a trained model
         say(f"the model is saved without a model card: {type(error).__name__}: {error}")
 
@@ -92,7 +92,7 @@ def training_card(
     metadata.datasets = hub_datasets(config) or None
     metadata.library_name = "peft" if example.is_adapter else "transformers"
     metadata.pipeline_tag = "text-classification" if kind.scores else "text-generation"
-    metadata.tags = ["openrlhf", tag, *(["lora"] if example.is_adapter else [])]
+    metadata.tags = [TAG, tag, *(["lora"] if example.is_adapter else [])]
     metadata["prompt_format"] = example.prompt.metadata()
     what = f"the LoRA adapter of a {kind.value}" if example.is_adapter else f"a {kind.value}"
     sections = [
@@ -162,10 +162,7 @@ def read_card(name: str) -> ModelCard | None:
     """Return the card of a model folder, or of a hub name whose card is in the local cache; None without one."""
     cached = None if is_here(name) else try_to_load_from_cache(*_repository(name))
     file = Path(cached) if isinstance(cached, str) else Path(name).expanduser() / CARD_FILE
-    try:
-        return ModelCard.load(file, ignore_metadata_errors=True) if file.is_file() else None
-    except (OSError, ValueError):
-        return None
+    return load_card(file)
 
 
 def _repository(name: str) -> tuple[str, str, None, str | None]:

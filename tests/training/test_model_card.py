@@ -13,7 +13,9 @@ from huggingface_hub import ModelCard
 from openrlhf.config.commands import COMMANDS
 from openrlhf.config.flags import flag_values
 from openrlhf.config.parser import parse
-from openrlhf.training.model_card import NOT_REPRODUCED, Outcome, reproduction, training_card, write_card
+from openrlhf.inference.converted_card import gguf_card
+from openrlhf.training.checkpoint import exporting
+from openrlhf.training.model_card import NOT_REPRODUCED, Outcome, read_card, reproduction, training_card, write_card
 from openrlhf.training.prompt_format import PromptFormat
 from tests.commands import as_argv, run_command
 from tests.rl.toy_task import SMALL, make_prompts, task_flags
@@ -172,6 +174,54 @@ def test_a_card_that_cannot_be_made_costs_a_line_not_the_model(tmp_path, capfd):
     assert not (tmp_path / "README.md").exists()
 
 
+def test_a_run_on_objects_of_a_program_is_not_shown_as_a_command():
+    config = config_of("train_sft", pretrain="org/model", dataset="in memory (120 rows; 3fa9c1)")
+    text = str(training_card(config, Outcome(rows=120)))
+    assert "Repeat the run with" not in text
+    assert "The run was started from Python" in text
+    assert "--dataset 'in memory (120 rows; 3fa9c1)'" in text
+
+
+def our_card(steps):
+    config = config_of("train_sft", pretrain="org/model", dataset="org/data", input_template="")
+    return training_card(config, Outcome(rows=1, step=steps))
+
+
+def save_card(folder, steps):
+    with exporting(folder) as aside:
+        write_card(aside, lambda: our_card(steps))
+    return (folder / "README.md").read_text()
+
+
+def test_a_new_card_replaces_an_unchanged_one_and_keeps_an_edited_one(tmp_path, capfd):
+    folder = tmp_path / "model"
+    save_card(folder, 1)
+    written = save_card(folder, 2)
+    assert "- Steps: 2\n" in written
+    assert sorted(path.name for path in folder.iterdir()) == ["README.md"]
+    edited = written.replace("license: other", "license: mit")
+    (folder / "README.md").write_text(edited)
+    assert "- Steps: 3\n" in save_card(folder, 3)
+    save_card(folder, 4)
+    assert (folder / "README.md.old").read_text() == edited
+    assert capfd.readouterr().err.count("is now README.md.old") == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["# My project\n", "---\ntags: [gpt2]\n---\n# A base\n", "---\na: [b\n---\n", "---\ntags: 5\n---\n"]
+)
+def test_a_readme_that_is_not_our_card_is_kept(tmp_path, capfd, text):
+    (tmp_path / "README.md").write_text(text)
+    assert save_card(tmp_path, 1) == text
+    assert "- Steps: 1\n" in (tmp_path / "MODEL_CARD.md").read_text()
+    assert "is not a model card of OpenRLHF and is kept" in capfd.readouterr().err
+
+
+def test_a_base_whose_card_cannot_be_read_has_none(tmp_path):
+    (tmp_path / "README.md").write_text("---\nlicense: [mit\n---\n# A base\n")
+    assert read_card(str(tmp_path)) is None
+
+
 @pytest.mark.parametrize(
     "saved",
     [
@@ -187,9 +237,17 @@ def test_a_prompt_format_that_was_edited_into_nonsense_is_ignored(saved):
     assert PromptFormat.from_metadata(saved) is None
 
 
-def test_a_run_on_objects_of_a_program_is_not_shown_as_a_command():
-    config = config_of("train_sft", pretrain="org/model", dataset="in memory (120 rows; 3fa9c1)")
-    text = str(training_card(config, Outcome(rows=120)))
-    assert "Repeat the run with" not in text
-    assert "The run was started from Python" in text
-    assert "--dataset 'in memory (120 rows; 3fa9c1)'" in text
+def test_a_converted_card_carries_over_our_card_and_only_the_metadata_of_others(tmp_path):
+    ours, other = tmp_path / "ours", tmp_path / "other"
+    for folder in (ours, other):
+        folder.mkdir()
+    save_card(ours, 7)
+    (other / "README.md").write_text("---\nlicense: mit\ntags: [chat]\n---\n# A base\n\n## Training\n\nOn secrets\n")
+    card = gguf_card(tmp_path / "gguf", str(ours), None, "model.gguf", "f16")
+    assert card.data["prompt_format"] == {}  # plain text
+    assert PromptFormat.from_metadata(card.data["prompt_format"]) == PromptFormat()
+    assert "- Steps: 7\n" in card.text
+    card = gguf_card(tmp_path / "gguf", str(other), None, "model.gguf", "f16")
+    assert card.data.license == "mit"
+    assert card.data.tags == ["openrlhf", "chat", "gguf"]
+    assert "On secrets" not in card.text

@@ -1,0 +1,58 @@
+"""The file of a model card, README.md, which people edit and which may be there before a model is.
+
+Our cards end with a digest of their text, so a card that was edited can be told from one that can be replaced.
+`keep_readme` saves the others when a model moves into a folder: a README.md that is not our card stays, and an edited
+card (its license was filled in, say) gets another name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import yaml
+from huggingface_hub import ModelCard
+
+from openrlhf.monitor import say
+
+CARD_FILE = "README.md"
+EDITED_CARD = "README.md.old"  # an edited card that a new one has replaced
+OTHER_CARD = "MODEL_CARD.md"  # our card in a folder whose README.md is not ours
+TAG = "openrlhf"  # in the metadata of all our cards
+SEAL = "\n<!-- openrlhf "
+
+
+def sealed(text: str) -> str:
+    """Return the text of a card with the digest that shows whether it was edited later."""
+    return f"{text}{SEAL}{hashlib.sha256(text.encode()).hexdigest()[:16]} -->\n"
+
+
+def load_card(file: Path) -> ModelCard | None:
+    """Return the card in a file; None if there is no file, or its metadata cannot be read."""
+    try:
+        return ModelCard.load(file, ignore_metadata_errors=True) if file.is_file() else None
+    except (OSError, ValueError, TypeError, yaml.YAMLError):  # TypeError: `tags: 5`
+        return None
+
+
+def is_ours(card: ModelCard | None) -> bool:
+    tags = card.data.get("tags") if card else None
+    return isinstance(tags, list) and TAG in tags
+
+
+def was_edited(file: Path) -> bool:
+    text = file.read_text(encoding="utf-8")
+    return text != sealed(text.rpartition(SEAL)[0])
+
+
+def keep_readme(folder: Path, aside: Path) -> None:
+    """Call it before the files of `aside` move to `folder`: keep its README.md, unless it is our own, unchanged."""
+    card, present = aside / CARD_FILE, folder / CARD_FILE
+    if not card.exists() or not present.exists():
+        return
+    if not is_ours(load_card(present)):
+        card.rename(aside / OTHER_CARD)
+        say(f"{present} is not a model card of OpenRLHF and is kept: the card of the model is {folder / OTHER_CARD}")
+    elif was_edited(present):
+        present.replace(folder / EDITED_CARD)
+        say(f"the edited model card in {folder} is now {EDITED_CARD}: copy from it what the new card lacks")
