@@ -56,6 +56,8 @@ class HubServer:
         data = json.dumps(content).encode()
         request.send_response(status)
         request.send_header("Content-Type", "application/json")
+        if status == 404:
+            request.send_header("X-Error-Code", "RepoNotFound")
         request.send_header("Content-Length", str(len(data)))
         request.end_headers()
         request.wfile.write(data)
@@ -63,8 +65,8 @@ class HubServer:
     def reply(self, path, body, authorization):
         if self.failing and self.failing in path:
             return 400, {"error": "the disk of the hub is full"}
-        if path.startswith("/lfs/"):
-            self.uploaded[path.removeprefix("/lfs/")] = body
+        if path.startswith("/upload/"):
+            self.uploaded[path.removeprefix("/upload/")] = body
             return 200, {}
         if authorization != f"Bearer {TOKEN}":
             return 401, {"error": "Invalid username or password."}
@@ -82,15 +84,19 @@ class HubServer:
             return 200, {"files": [{**mode, "shouldIgnore": False, "oid": None} for mode in modes]}
         if path.endswith("/info/lfs/objects/batch"):
             objects = json.loads(body)["objects"]
-            actions = [{"upload": {"href": f"{self.url}/lfs/{item['oid']}"}} for item in objects]
+            actions = [{"upload": {"href": f"{self.url}/upload/{item['oid']}"}} for item in objects]
             return 200, {"objects": [item | {"actions": action} for item, action in zip(objects, actions, strict=True)]}
         if "/commit/" in path:
             return self.commit(path, body)
+        if (name := path.removeprefix("/api/models/")) in self.files:
+            return 200, {"id": name, "private": self.private[name]}
         return 404, {"error": path}
 
     def create(self, wanted):
         name = f"{wanted.get('organization') or 'someone'}/{wanted['name']}"
-        self.files.setdefault(name, {})
+        if name in self.files:  # keeps its visibility
+            return 409, {"error": "You already created this model repo", "url": f"{self.url}/{name}"}
+        self.files[name] = {}
         self.private[name] = wanted.get("visibility") == "private"
         return 200, {"url": f"{self.url}/{name}"}
 

@@ -15,24 +15,32 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from huggingface_hub import HfApi, constants
-from huggingface_hub.errors import HfHubHTTPError, HTTPError
+from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError
 from huggingface_hub.utils import build_hf_headers, disable_progress_bars, get_session, hf_raise_for_status
 
 from openrlhf.config.sections.export import HubFlags
 from openrlhf.errors import ConfigError, HubError
 from openrlhf.monitor import is_main_process, say
+from openrlhf.training.card_file import EDITED_CARD
 
 MODEL_SUBFOLDERS = ("additional_chat_templates",)  # of a tokenizer; other folders belong to runs and checkpoints
 TIMEOUT = 15.0  # seconds for the hub's first answer
+PRIVATE_INSTEAD = "another --push_to_hub, or make the repository private in its settings on the hub"
 REJECTED = (401, 403)  # answers to a token that is not valid, or may not write
 
 
 def check_login(flags: HubFlags) -> None:
-    """Ask the hub whether it knows the token. A hub that cannot be reached now may be reachable after training."""
+    """Ask the hub whether it knows the token, and whether the repository is public although --hub_private is set.
+
+    A hub that cannot be reached now may be reachable after training.
+    """
     if flags.push_to_hub is None or not is_main_process():
         return
+    public = False
     try:
-        ask_hub()
+        user = ask_hub()
+        name = flags.push_to_hub if "/" in flags.push_to_hub else f"{user}/{flags.push_to_hub}"
+        public = flags.hub_private and is_public(name)
     except HfHubHTTPError as error:
         if error.response.status_code in REJECTED:
             raise ConfigError(
@@ -40,17 +48,29 @@ def check_login(flags: HubFlags) -> None:
                 try_this="hf auth login, or another HF_TOKEN in the environment",
             ) from None
         say(f"--push_to_hub: the hub does not answer as expected ({first_line(error)}); the run continues")
-    except (HTTPError, OSError) as error:
+    except (HTTPError, OSError, ValueError) as error:
         say(f"--push_to_hub: the hub cannot be reached now ({first_line(error)}); the model will be saved locally")
+    if public:
+        raise ConfigError(f"--hub_private: {flags.push_to_hub} exists and is public", try_this=PRIVATE_INSTEAD)
 
 
-def ask_hub() -> None:
-    """Ask the hub who the token belongs to; raise if it does not answer in time or does not know the token.
+def ask_hub() -> str:
+    """Return the user whom the token belongs to; raise if the hub does not answer in time or does not know the token.
 
     The client's own requests have no time limit: behind a firewall that drops packets, they would wait for ever.
     """
     url = f"{constants.ENDPOINT}/api/whoami-v2"
-    hf_raise_for_status(get_session().get(url, headers=build_hf_headers(), timeout=TIMEOUT))
+    answer = get_session().get(url, headers=build_hf_headers(), timeout=TIMEOUT)
+    hf_raise_for_status(answer)
+    return str(answer.json().get("name"))
+
+
+def is_public(repository: str) -> bool:
+    """Return whether a repository exists and everyone can read it."""
+    try:
+        return HfApi().model_info(repository, timeout=TIMEOUT).private is False
+    except RepositoryNotFoundError:
+        return False
 
 
 def push_folder(folder: Path, flags: HubFlags) -> None:
@@ -62,6 +82,14 @@ def push_folder(folder: Path, flags: HubFlags) -> None:
         ask_hub()
         api = HfApi()
         repository = api.create_repo(flags.push_to_hub, private=flags.hub_private or None, exist_ok=True)
+        public = flags.hub_private and is_public(repository.repo_id)  # one that existed keeps its visibility
+    if public:
+        raise HubError(
+            f"--hub_private: {repository.repo_id} exists and is public, so nothing was uploaded. The model is complete"
+            f" in {folder}",
+            try_this=PRIVATE_INSTEAD,
+        )
+    with explained_failures(folder, flags):
         api.upload_folder(
             repo_id=repository.repo_id,
             folder_path=folder,
@@ -78,7 +106,8 @@ def model_files(folder: Path) -> list[str]:
     """
     files = [path for path in folder.iterdir() if path.is_file()]
     files += [path for name in MODEL_SUBFOLDERS for path in (folder / name).glob("*")]
-    return sorted(str(path.relative_to(folder)) for path in files if not path.name.startswith("."))
+    kept = (path for path in files if not path.name.startswith(".") and path.name != EDITED_CARD)
+    return sorted(str(path.relative_to(folder)) for path in kept)
 
 
 @contextmanager
@@ -86,7 +115,7 @@ def explained_failures(folder: Path, flags: HubFlags) -> Iterator[None]:
     """Turn a failed upload into one line that says where the model is, and how to upload it later."""
     try:
         yield
-    except (HTTPError, OSError, ValueError) as error:
+    except (HTTPError, OSError, ValueError, RuntimeError) as error:  # RuntimeError: large files, hf_xet
         words = ["openrlhf", "export", "--pretrain", str(folder), "--push_to_hub", flags.push_to_hub or ""]
         words += ["--hub_private"] if flags.hub_private else []
         raise HubError(
@@ -100,4 +129,7 @@ def first_line(error: Exception) -> str:
     if isinstance(error, HfHubHTTPError) and error.server_message:
         return f"{error.response.status_code} {' '.join(error.server_message.split())}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0].rstrip(".") if lines else type(error).__name__
+    line = lines[0].rstrip(".") if lines else type(error).__name__
+    # The RuntimeError of a large file names only the file.
+    cause = error.__cause__ if isinstance(error, RuntimeError) else None
+    return f"{line}: {first_line(cause)}" if isinstance(cause, Exception) else line

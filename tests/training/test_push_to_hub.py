@@ -5,6 +5,9 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
+from openrlhf.config.sections.export import HubFlags
+from openrlhf.errors import HubError
+from openrlhf.training.hub import push_folder
 from tests.commands import free_port, run_command
 from tests.hub_server import TOKEN, HubServer
 from tests.toy_data import ANSWERS, answers, write_rows
@@ -55,6 +58,34 @@ def test_a_failed_upload_keeps_the_model_and_can_be_repeated(hub, sft, capfd):
     run_command("export", {"pretrain": "out", "push_to_hub": "name"})
     assert hub.files["someone/name"] == model_files("out")
     assert not hub.private["someone/name"]
+
+
+def test_a_failed_upload_of_a_large_file_says_why(hub, sft, capfd):
+    hub.failing = "/upload/"
+    with pytest.raises(SystemExit) as stop:
+        sft(push_to_hub="name")
+    assert stop.value.code == 1
+    error = capfd.readouterr().err
+    assert "the upload to name failed: Error while uploading 'model.safetensors' to the Hub: 400" in error
+    assert "The model is complete in out. Try: openrlhf export --pretrain out --push_to_hub name" in error
+
+
+@pytest.mark.parametrize("name", ["org/name", "name"])
+def test_a_private_model_is_not_uploaded_to_a_public_repository(hub, name, tmp_path, capfd):
+    hub.files = {"org/name": {}, "someone/name": {}}
+    hub.private = dict.fromkeys(hub.files, False)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(SystemExit) as stop:  # before anything is loaded
+        run_command("export", {"pretrain": tmp_path, "push_to_hub": name, "hub_private": True})
+    assert stop.value.code == 2
+    assert f"--hub_private: {name} exists and is public. Try: another --push_to_hub" in capfd.readouterr().err
+    with pytest.raises(HubError, match="exists and is public, so nothing was uploaded"):  # made public in the meantime
+        push_folder(tmp_path, HubFlags(push_to_hub=name, hub_private=True))
+    assert not any(hub.files.values())
+    hub.private = dict.fromkeys(hub.files, True)
+    (tmp_path / "README.md.old").write_text("an edited card")
+    run_command("export", {"pretrain": tmp_path, "push_to_hub": name, "hub_private": True})
+    assert [*hub.files["org/name"], *hub.files["someone/name"]] == ["config.json"]
 
 
 def test_a_wrong_token_is_noticed_before_training(hub, sft, monkeypatch, capfd):
