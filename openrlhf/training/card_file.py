@@ -17,7 +17,7 @@ from openrlhf.monitor import say
 
 CARD_FILE = "README.md"
 EDITED_CARD = "README.md.old"  # an edited card that a new one has replaced
-OTHER_CARD = "MODEL_CARD.md"  # our card in a folder whose README.md is not ours
+OTHER_CARD = "README.openrlhf.md"  # our card in a folder whose README.md is not ours
 TAG = "openrlhf"  # in the metadata of all our cards
 SEAL = "\n<!-- openrlhf "
 
@@ -33,6 +33,12 @@ def load_card(file: Path) -> ModelCard | None:
         return ModelCard.load(file, ignore_metadata_errors=True) if file.is_file() else None
     except (OSError, ValueError, TypeError, yaml.YAMLError):  # TypeError: `tags: 5`
         return None
+
+
+def folder_card(folder: Path) -> ModelCard | None:
+    """Return the card of a folder, ours if there are two."""
+    card = load_card(folder / CARD_FILE)
+    return card if is_ours(card) else load_card(folder / OTHER_CARD) or card
 
 
 def is_ours(card: ModelCard | None) -> bool:

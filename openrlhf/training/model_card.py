@@ -29,7 +29,7 @@ from openrlhf.errors import counted
 from openrlhf.models.hub_commits import as_text, cached_commit, model_commit
 from openrlhf.monitor import say
 from openrlhf.training.card_example import Example, Kind
-from openrlhf.training.card_file import CARD_FILE, TAG, load_card, sealed
+from openrlhf.training.card_file import CARD_FILE, TAG, folder_card, load_card, sealed
 from openrlhf.training.prompt_format import PromptFormat
 from openrlhf.training.run_directory import SECRET, package_versions, shown_flags
 
@@ -161,8 +161,7 @@ def algorithm_of(config: TrainingConfig) -> tuple[str, str]:
 def read_card(name: str) -> ModelCard | None:
     """Return the card of a model folder, or of a hub name whose card is in the local cache; None without one."""
     cached = None if is_here(name) else try_to_load_from_cache(*_repository(name))
-    file = Path(cached) if isinstance(cached, str) else Path(name).expanduser() / CARD_FILE
-    return load_card(file)
+    return load_card(Path(cached)) if isinstance(cached, str) else folder_card(Path(name).expanduser())
 
 
 def _repository(name: str) -> tuple[str, str, None, str | None]:

@@ -213,7 +213,8 @@ def test_a_new_card_replaces_an_unchanged_one_and_keeps_an_edited_one(tmp_path, 
 def test_a_readme_that_is_not_our_card_is_kept(tmp_path, capfd, text):
     (tmp_path / "README.md").write_text(text)
     assert save_card(tmp_path, 1) == text
-    assert "- Steps: 1\n" in (tmp_path / "MODEL_CARD.md").read_text()
+    assert (tmp_path / "README.openrlhf.md").exists()
+    assert "- Steps: 1\n" in read_card(str(tmp_path)).text
     assert "is not a model card of OpenRLHF and is kept" in capfd.readouterr().err
 
 
