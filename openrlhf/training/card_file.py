@@ -28,9 +28,10 @@ def sealed(text: str) -> str:
 
 
 def load_card(file: Path) -> ModelCard | None:
-    """Return the card in a file; None if there is no file, or its metadata cannot be read."""
+    """Return the card in a file; None if there is no file, or it has no metadata that can be read."""
     try:
-        return ModelCard.load(file, ignore_metadata_errors=True) if file.is_file() else None
+        text = file.read_text(encoding="utf-8")
+        return ModelCard(text, ignore_metadata_errors=True) if text.lstrip().startswith("---") else None
     except (OSError, ValueError, TypeError, yaml.YAMLError):  # TypeError: `tags: 5`
         return None
 

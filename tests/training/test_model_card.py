@@ -218,9 +218,11 @@ def test_a_readme_that_is_not_our_card_is_kept(tmp_path, capfd, text):
     assert "is not a model card of OpenRLHF and is kept" in capfd.readouterr().err
 
 
-def test_a_base_whose_card_cannot_be_read_has_none(tmp_path):
-    (tmp_path / "README.md").write_text("---\nlicense: [mit\n---\n# A base\n")
+@pytest.mark.parametrize("text", ["---\nlicense: [mit\n---\n# A base\n", "# A base\n"])
+def test_a_readme_without_readable_metadata_is_not_a_card(tmp_path, text, caplog):
+    (tmp_path / "README.md").write_text(text)
     assert read_card(str(tmp_path)) is None
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(
