@@ -60,6 +60,8 @@ def read_metrics(path: Path, since: Position = START) -> NewMetrics:
                 data += file.readline()
     except FileNotFoundError:
         return NewMetrics({}, Position(), restarted=since.offset > 0, more=False)
+    except OSError:  # such as a network file system that does not answer: keep the earlier points and ask again
+        return NewMetrics({}, since, restarted=False, more=False)
     complete = data[: data.rfind(b"\n") + 1]
     curves: dict[str, Points] = {}
     unreadable = sum(not _add_line(curves, line) for line in complete.splitlines())

@@ -60,12 +60,12 @@ class Query:
     """Which samples of a run to list; None does not restrict. Bounds are inclusive."""
 
     run: int
-    step_from: int | None = None
-    step_to: int | None = None
+    step_from: float | None = None
+    step_to: float | None = None
     reward_from: float | None = None
     reward_to: float | None = None
-    length_from: int | None = None
-    length_to: int | None = None
+    length_from: float | None = None
+    length_to: float | None = None
     finish: Finish | None = None
     prompt_index: int | None = None
     text: str = ""

@@ -347,6 +347,20 @@ def test_curves_and_samples_follow_a_run(visit, tmp_path):
         expect(chart(page, "reward").locator("b").first).to_have_text("0.25", timeout=WAIT)
 
 
+def test_an_error_of_the_server_is_shown_and_does_not_end_the_updates(browser, tmp_path):
+    run_dir = make_run(tmp_path / "live", steps=2, recorded=0)
+    with serving(tmp_path / "index", tmp_path) as address, browser.new_context() as context:
+        page = context.new_page()
+        page.goto(address)
+        expect(page.locator(".status")).to_have_text("live", timeout=WAIT)
+        page.route("**/api/metrics?*", lambda route: route.fulfill(status=500))
+        expect(page.locator(".status")).to_have_text("error: metrics: status 500", timeout=WAIT)
+        write_metrics(run_dir, [("train", 3, {"reward": 7.5})])
+        page.unroute("**/api/metrics?*")
+        expect(page.locator(".status")).to_have_text("live", timeout=WAIT)
+        expect(chart(page, "reward").locator("b")).to_have_text(["7.5"], timeout=WAIT)
+
+
 def test_a_report_shows_its_title_and_summary(visit, addresses):
     page = visit(addresses["report"])
     expect(page.locator("h1")).to_have_text("A report")

@@ -90,6 +90,15 @@ def test_a_replaced_file_is_read_from_its_start(tmp_path):
     assert (part.restarted, part.curves["train/loss"].values) == (True, [2.0])
 
 
+def test_a_file_that_cannot_be_read_keeps_its_position(tmp_path):
+    write_metrics(tmp_path, [("train", 1, {"loss": 1.0})])
+    position = read_metrics(tmp_path / "metrics.jsonl").position
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").mkdir()  # even root cannot read a folder
+    part = read_metrics(tmp_path / "metrics.jsonl", position)
+    assert (part.curves, part.position, part.restarted, part.more) == ({}, position, False, False)
+
+
 @pytest.mark.parametrize("broken", ["{", "[]", "7", '{"step": 1}', '{"kind": "train", "step": "x"}', "[" * 100_000])
 def test_a_broken_line_is_counted_and_the_others_are_read(tmp_path, broken):
     write_metrics(tmp_path, [("train", 1, {"loss": 1.0})])

@@ -87,6 +87,8 @@ def test_samples_and_groups(address):
     assert "".join(sample["texts"]) == sample["response"]
     assert sample["actions"] == [True] * sample["length"]
     assert get(address, "/api/group", sample=10**6) == {"samples": [], "total": 0}
+    fractions = {"step_from": 1.5, "step_to": "3e0", "length_from": 0.5, "length_to": "1e3"}
+    assert get(address, "/api/samples", run=run, **fractions)["total"] == 24
 
 
 def test_a_large_group_is_shown_around_the_chosen_sample(tmp_path):

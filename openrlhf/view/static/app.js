@@ -33,21 +33,33 @@ function drawTitle() {
   byId("summary").append(element("h2", {}, "Results"), element("dl", { class: "summary" }, ...lines));
 }
 
+function showStatus(text, state) {
+  byId("status").textContent = text;
+  byId("status").dataset.state = state;
+}
+
 async function refresh() {
   try {
-    if (await runs.refresh()) await views[view].update();
-    byId("status").textContent = source.live ? "live" : "report";
-    byId("status").dataset.state = source.live ? "live" : "";
+    try {
+      await runs.refresh();
+    } finally {
+      if (runs.changed) await views[view].update(); // also with what arrived before an error
+      runs.changed = false;
+    }
+    showStatus(source.live ? "live" : "report", source.live ? "live" : "");
   } catch (error) {
-    if (!(error instanceof TypeError)) throw error; // `fetch` raises it if the server does not answer
-    byId("status").textContent = "server stopped";
-    byId("status").dataset.state = "stopped";
+    const stopped = error instanceof TypeError; // `fetch` raises it if the server does not answer
+    showStatus(stopped ? "server stopped" : `error: ${error.message}`, "stopped");
+    if (!stopped) throw error;
   }
 }
 
 async function keepCurrent() {
-  if (!document.hidden) await refresh();
-  if (source.live) setTimeout(keepCurrent, POLL_MILLISECONDS);
+  try {
+    if (!document.hidden) await refresh();
+  } finally {
+    if (source.live) setTimeout(keepCurrent, POLL_MILLISECONDS);
+  }
 }
 
 document.addEventListener("keydown", (event) => {

@@ -10,15 +10,15 @@ export class Runs {
     this.list = list;
     this.onToggle = onToggle;
     this.all = [];
+    this.changed = false; // there are new runs, points or samples to show; the caller resets it
   }
 
   get shown() {
     return this.all.filter((run) => run.shown);
   }
 
-  /** Fetch new runs and new points; return whether anything changed. */
+  /** Fetch new runs and new points; if some cannot be fetched, raise an error after the others. */
   async refresh() {
-    let changed = false;
     for (const found of await this.source.runs()) {
       let run = this.all.find((known) => known.id === found.id);
       if (!run) {
@@ -30,25 +30,24 @@ export class Runs {
           position: { offset: 0 },
         };
         this.all.push(run);
-        changed = true;
+        this.changed = true;
       }
-      changed ||= run.samples !== found.samples;
+      this.changed ||= run.samples !== found.samples;
       Object.assign(run, { name: found.name, folder: found.folder, samples: found.samples });
     }
-    const added = await Promise.all(this.all.map((run) => this.addPoints(run)));
-    changed ||= added.some(Boolean);
-    if (changed) this.draw();
-    return changed;
+    const added = await Promise.allSettled(this.all.map((run) => this.addPoints(run)));
+    if (this.changed) this.draw();
+    const failed = added.find((result) => result.status === "rejected");
+    if (failed) throw failed.reason;
   }
 
   async addPoints(run) {
-    let changed = false;
     for (let more = true; more;) {
       const part = await this.source.metrics(run.id, run.position);
       more = part.more;
       if (part.restarted && run.curves.size) {
         run.curves.clear();
-        changed = true;
+        this.changed = true;
       }
       run.position = part.position;
       for (const [name, points] of Object.entries(part.curves)) {
@@ -56,10 +55,9 @@ export class Runs {
         const curve = run.curves.get(name);
         curve.steps = curve.steps.concat(points.steps);
         curve.values = curve.values.concat(points.values);
-        changed = true;
+        this.changed = true;
       }
     }
-    return changed;
   }
 
   lastStep(run) {
