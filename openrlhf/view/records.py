@@ -79,11 +79,11 @@ class SampleRecords(Protocol):
         ...
 
     def read(self, name: str, start: int = 0) -> Iterator[SampleRecord]:
-        """Yield the complete records of a file from a place on."""
+        """Yield the complete records of a file from a place on; raise OSError if the file cannot be read."""
         ...
 
     def load(self, name: str, place: int) -> Sample | None:
-        """Return the sample at a place; None if it is no longer there."""
+        """Return the sample at a place; None if it is no longer there or cannot be read."""
         ...
 
 
@@ -117,7 +117,10 @@ class JsonlRecords:
             return
 
     def load(self, name: str, place: int) -> Sample | None:
-        return next((record.sample for record in self.read(name, place)), None)
+        try:
+            return next((record.sample for record in self.read(name, place)), None)
+        except OSError:
+            return None
 
 
 def parse_sample(line: bytes) -> Sample | None:

@@ -69,20 +69,26 @@ def find_runs(folders: Sequence[str | Path]) -> list[RunFolder]:
 
 def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
     """Yield the runs in a folder. The parts of a run are not searched, so `earlier/` must be named explicitly."""
-    if (folder / METRICS_FILE).is_file() or (folder / ROLLOUTS).is_dir():
-        yield folder
-    elif depth > 0:
-        try:
-            inside = [path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
-        except OSError:  # not readable
+    try:
+        if (folder / METRICS_FILE).is_file() or (folder / ROLLOUTS).is_dir():
+            yield folder
             return
-        for path in inside:
-            yield from _run_folders(path, depth - 1)
+        if depth == 0:
+            return
+        inside = [path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    except OSError:  # not readable
+        return
+    for path in inside:
+        yield from _run_folders(path, depth - 1)
 
 
 def _started(folder: Path) -> tuple[float, Path]:
+    """Return a key that sorts runs by their start; a folder that has just disappeared comes first."""
     config = folder / CONFIG_FILE
-    return (config if config.exists() else folder).stat().st_mtime, folder
+    try:
+        return (config if config.exists() else folder).stat().st_mtime, folder
+    except OSError:
+        return 0.0, folder
 
 
 def _short_names(folders: Sequence[Path]) -> dict[Path, str]:

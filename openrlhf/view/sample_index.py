@@ -129,14 +129,23 @@ class SampleIndex:
             yield database
 
     def update(self, run: int, records: SampleRecords) -> int:
-        """Index what was added to the records of a run; return the number of records read."""
+        """Index what was added to the records of a run; return the number of records read.
+
+        If a file cannot be read, raise OSError after the other files have been indexed.
+        """
         count = 0
+        failure: OSError | None = None
         with self._connect() as database:
             files = {file.name: file for file in records.files()}
             known = self._forget_replaced(database, run, files)
             for file in files.values():
                 if known.get(file.name, 0) < file.size:
-                    count += self._read_file(database, run, file, records)
+                    try:
+                        count += self._read_file(database, run, file, records)
+                    except OSError as error:
+                        failure = error
+        if failure:
+            raise failure
         return count
 
     def _forget_replaced(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import socket
-import sqlite3
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Annotated
@@ -18,7 +17,6 @@ from fastapi import Depends, FastAPI, Request, Response
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from openrlhf.errors import ConfigError
-from openrlhf.monitor import say
 from openrlhf.view.answers import to_json
 from openrlhf.view.metrics import Position
 from openrlhf.view.page import Asset, assets, served_page
@@ -127,12 +125,9 @@ class Server(uvicorn.Server):
             updating.join()
 
     def _keep_current(self) -> None:
-        try:
+        self.viewer.update()
+        while not self.viewer.index.stopped.wait(UPDATE_SECONDS):
             self.viewer.update()
-            while not self.viewer.index.stopped.wait(UPDATE_SECONDS):
-                self.viewer.update()
-        except (OSError, sqlite3.Error) as error:  # such as a full disk
-            say(f"new samples are no longer shown: {error}. Curves still are")
 
 
 def bind(port: int | None) -> socket.socket:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from openrlhf.errors import ConfigError
+from openrlhf.monitor import say
 from openrlhf.view.metrics import NewMetrics, Position, read_metrics
 from openrlhf.view.records import JsonlRecords, Sample, SampleRecords
 from openrlhf.view.runs import RunFolder, find_runs
@@ -67,13 +69,23 @@ class Viewer:
         self.found: list[RunFolder] = find_runs(folders)
         self.tokens: dict[Path, TokenTexts] = {}
         self.loading = threading.Lock()
+        self.problems: set[str] = set()  # that were printed
 
     def update(self) -> int:
-        """Look for new runs and new samples; return the number of records read."""
+        """Look for new runs and new samples; return the number of records read. Print each problem once."""
         known = {run.folder for run in self.found}
-        with suppress(ConfigError):  # the folders were moved or deleted; what is known can still be shown
+        with suppress(ConfigError, OSError):  # the folders were moved or deleted; what is known can still be shown
             self.found += [run for run in find_runs(self.folders) if run.folder not in known]
-        return sum(self.index.update(number, records_of(run)) for number, run in enumerate(self.found))
+        count = 0
+        for number, run in enumerate(self.found):
+            try:
+                count += self.index.update(number, records_of(run))
+            except (OSError, sqlite3.Error) as error:  # an unreadable file, or a full disk
+                problem = f"{run.name}: some samples are not shown: {error}"
+                if problem not in self.problems:
+                    say(problem)
+                self.problems.add(problem)
+        return count
 
     def run(self, number: int) -> RunFolder:
         """Return a run by its id; raise KeyError for an unknown one."""

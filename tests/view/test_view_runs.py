@@ -6,7 +6,7 @@ import pytest
 
 from openrlhf.errors import ConfigError
 from openrlhf.view.metrics import START, read_metrics
-from openrlhf.view.runs import find_runs
+from openrlhf.view.runs import _started, find_runs
 from tests.view.made_runs import make_run, write_metrics
 
 
@@ -97,6 +97,10 @@ def test_a_file_that_cannot_be_read_keeps_its_position(tmp_path):
     (tmp_path / "metrics.jsonl").mkdir()  # even root cannot read a folder
     part = read_metrics(tmp_path / "metrics.jsonl", position)
     assert (part.curves, part.position, part.restarted, part.more) == ({}, position, False, False)
+
+
+def test_a_run_that_disappears_during_the_search_does_not_end_it(tmp_path):
+    assert _started(tmp_path / "gone") == (0.0, tmp_path / "gone")
 
 
 @pytest.mark.parametrize("broken", ["{", "[]", "7", '{"step": 1}', '{"kind": "train", "step": "x"}', "[" * 100_000])

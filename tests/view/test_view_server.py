@@ -122,6 +122,21 @@ def test_new_runs_and_a_later_tokenizer_are_found(tmp_path):
     assert [run.samples for run in viewer.runs()] == [0, 0]
 
 
+def test_an_unreadable_file_is_reported_once_and_the_others_are_indexed(tmp_path, capsys):
+    first = make_run(tmp_path / "runs" / "first", recorded=2)
+    make_run(tmp_path / "runs" / "second", recorded=1)
+    (first / "rollouts" / "step_000001.jsonl").unlink()
+    (first / "rollouts" / "step_000001.jsonl").mkdir()  # even root cannot read a folder
+    viewer = Viewer([str(tmp_path / "runs")], tmp_path)
+    viewer.update()
+    viewer.update()
+    assert [(run.name, run.samples) for run in viewer.runs()] == [("first", 12), ("second", 12)]
+    assert capsys.readouterr().err.count("first: some samples are not shown: [Errno") == 1
+    (first / "rollouts" / "step_000002.jsonl").rename(tmp_path / "aside")
+    (first / "rollouts" / "step_000002.jsonl").mkdir()
+    assert viewer.group(1).samples == []
+
+
 # What is refused
 
 
