@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from openrlhf.errors import DiskError
+from openrlhf.monitor import say
 from openrlhf.view.answers import to_json
 from openrlhf.view.metrics import START, Points, read_metrics
 from openrlhf.view.page import report_page
@@ -97,10 +98,15 @@ def _choose_samples(records: SampleRecords) -> list[Sample]:
     chosen: list[Sample] = []
     room = MOST_TOKENS
     for file in reversed(files):  # the latest first, because they matter most if tokens run out
-        samples = list(_first_groups(records, file))
-        room -= sum(len(sample.ids) for sample in samples)
-        if room < 0 and chosen:
-            break
+        samples: list[Sample] = []
+        try:
+            for sample in _first_groups(records, file):
+                room -= len(sample.ids)
+                if room < 0 and (samples or chosen):  # one sample is always shown
+                    return samples + chosen
+                samples.append(sample)
+        except OSError as error:
+            say(f"some samples are not in the report: {error}")
         chosen = samples + chosen
     return chosen
 

@@ -106,7 +106,19 @@ def test_samples_of_a_report_are_bounded_and_spread(tmp_path, monkeypatch):
     assert len({sample["id"] for sample in samples}) == len(samples)
     monkeypatch.setattr(report, "MOST_TOKENS", 400)
     samples = export(tmp_path, run_dir).data["runs"][0]["samples"]
-    assert {sample["step"] for sample in samples} == {91, 100}
+    assert {sample["step"] for sample in samples} == {82, 91, 100}
+    assert 395 < sum(len(sample["ids"]) for sample in samples) <= 400
+    monkeypatch.setattr(report, "MOST_TOKENS", 1)
+    samples = export(tmp_path, run_dir).data["runs"][0]["samples"]
+    assert [(sample["step"], sample["length"]) for sample in samples] == [(100, 3)]
+
+
+def test_an_unreadable_file_is_left_out_of_a_report(tmp_path, capsys):
+    run_dir = make_run(tmp_path / "a", recorded=2)
+    (run_dir / "rollouts" / "step_000003.jsonl").mkdir()
+    samples = export(tmp_path, run_dir).data["runs"][0]["samples"]
+    assert {sample["step"] for sample in samples} == {1, 2}
+    assert "some samples are not in the report: [Errno" in capsys.readouterr().err
 
 
 def test_long_curves_are_thinned_out_and_keep_their_end():
