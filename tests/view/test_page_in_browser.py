@@ -361,6 +361,36 @@ def test_an_error_of_the_server_is_shown_and_does_not_end_the_updates(browser, t
         expect(chart(page, "reward").locator("b")).to_have_text(["7.5"], timeout=WAIT)
 
 
+def test_a_chart_follows_its_run_again_after_zooming_out(visit, tmp_path):
+    run_dir = make_run(tmp_path / "live", steps=10, recorded=0)
+    with serving(tmp_path / "index", tmp_path) as address:
+        page = visit(address)
+        reward = chart(page, "reward")
+        box = reward.locator(".u-over").bounding_box()
+        middle, height = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+        page.mouse.move(middle, height)
+        page.mouse.down()
+        page.mouse.move(middle + 90, height)
+        page.mouse.up()
+        page.mouse.move(0, 0)
+        write_metrics(run_dir, [("train", 11, {"reward": 2.0})])
+        expect(reward.locator("b")).to_have_text(["2"], timeout=WAIT)
+        assert step_at_right_edge(page, reward) < 10  # still zoomed in
+        page.mouse.dblclick(middle, height)
+        write_metrics(run_dir, [("train", 12, {"reward": 3.0})])
+        expect(page.locator(".runs .about")).to_have_text("12 steps", timeout=WAIT)
+        assert step_at_right_edge(page, reward) == 12
+
+
+def step_at_right_edge(page, plot):
+    box = plot.locator(".u-over").bounding_box()
+    page.mouse.move(box["x"] + box["width"] - 1, box["y"] + 20)
+    expect(plot.locator(".at")).to_have_text(re.compile("^step "))
+    step = int(plot.locator(".at").inner_text().split()[1])
+    page.mouse.move(0, 0)
+    return step
+
+
 def test_a_report_shows_its_title_and_summary(visit, addresses):
     page = visit(addresses["report"])
     expect(page.locator("h1")).to_have_text("A report")

@@ -101,7 +101,7 @@ export class Chart {
       ],
       hooks: {
         setCursor: [(plot) => this.read(plot.cursor.idx)],
-        setSelect: [(plot) => (this.zoomed = plot.select.width > 0)],
+        setScale: [(plot) => (this.zoomed = isZoomed(plot))],
       },
     };
   }
@@ -159,6 +159,11 @@ const WHOLE = [1, 2, 5].flatMap((digit) => [...Array(9)].map((_, power) => digit
 const labels = (_, ticks) => ticks.map((tick) => formatted(tick));
 const labelWidth = (_, texts) => 10 + 6.5 * Math.max(2, ...(texts ?? []).map((text) => text.length));
 const wide = (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]);
+
+/** True if a part of the curves is outside the chart. */
+function isZoomed({ data: [steps], scales: { x } }) {
+  return x.min > steps[0] || x.max < steps.at(-1);
+}
 
 /** Room above and below a curve, also around a constant one. */
 function roomy(_, low, high) {
