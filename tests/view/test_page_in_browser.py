@@ -391,6 +391,18 @@ def step_at_right_edge(page, plot):
     return step
 
 
+def test_flags_of_a_run_that_starts_over_are_shown(visit, tmp_path):
+    run_dir = make_run(tmp_path / "live", steps=2, recorded=0, flags={"seed": 1})
+    with serving(tmp_path / "index", tmp_path) as address:
+        page = visit(address)
+        page.get_by_role("tab", name="Flags").click()
+        seed = page.locator("#flags tbody tr", has_text="--seed")
+        expect(seed).to_have_text("--seed1")
+        (run_dir / "metrics.jsonl").unlink()
+        make_run(tmp_path / "live", steps=1, recorded=0, flags={"seed": 2})
+        expect(seed).to_have_text("--seed2", timeout=WAIT)
+
+
 def test_a_report_shows_its_title_and_summary(visit, addresses):
     page = visit(addresses["report"])
     expect(page.locator("h1")).to_have_text("A report")

@@ -6,7 +6,7 @@ export class FlagsView {
   constructor(root, source, runs) {
     this.source = source;
     this.runs = runs;
-    this.known = new Map(); // run id -> flags
+    this.known = new Map(); // run id -> flags; fetched again each time, because a run may start over with others
     this.all = element("input", { type: "checkbox", onchange: () => this.draw() });
     this.search = element("input", {
       ...{ type: "search", placeholder: "Filter flags", "aria-label": "Filter flags", spellcheck: "false" },
@@ -18,9 +18,8 @@ export class FlagsView {
   }
 
   async update() {
-    for (const run of this.runs.shown) {
-      if (!this.known.has(run.id)) this.known.set(run.id, await this.source.flags(run.id));
-    }
+    const fetched = this.runs.shown.map(async (run) => this.known.set(run.id, await this.source.flags(run.id)));
+    await Promise.all(fetched);
     this.draw();
   }
 
