@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import socket
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from typing import Annotated
 
@@ -26,6 +27,7 @@ from openrlhf.view.viewer import Viewer
 HOST = "127.0.0.1"
 NAMES = [HOST, "localhost"]
 UPDATE_SECONDS = 1.0  # pause between two looks for new samples
+SEARCH_SECONDS = 15.0  # and for new runs, which walks through the folders
 HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -126,7 +128,11 @@ class Server(uvicorn.Server):
 
     def _keep_current(self) -> None:
         self.viewer.update()
+        searched = time.monotonic()
         while not self.viewer.index.stopped.wait(UPDATE_SECONDS):
+            if time.monotonic() - searched >= SEARCH_SECONDS:
+                self.viewer.find_new_runs()
+                searched = time.monotonic()
             self.viewer.update()
 
 

@@ -61,7 +61,10 @@ def shown_sample(number: int, sample: Sample, tokens: TokenTexts) -> ShownSample
 
 
 class Viewer:
-    """The runs below some folders, as they are now. Any thread may ask; `update` is called by one thread at a time."""
+    """The runs below some folders, as they are now.
+
+    Any thread may ask; one thread at a time looks for new runs and new samples.
+    """
 
     def __init__(self, folders: Sequence[str], workspace: Path) -> None:
         self.folders = folders
@@ -71,11 +74,14 @@ class Viewer:
         self.loading = threading.Lock()
         self.problems: set[str] = set()  # that were printed
 
-    def update(self) -> int:
-        """Look for new runs and new samples; return the number of records read. Print each problem once."""
+    def find_new_runs(self) -> None:
+        """Search the folders again, which takes a while if they are large."""
         known = {run.folder for run in self.found}
         with suppress(ConfigError, OSError):  # the folders were moved or deleted; what is known can still be shown
             self.found += [run for run in find_runs(self.folders) if run.folder not in known]
+
+    def update(self) -> int:
+        """Index new samples of the known runs; return the number of records read. Print each problem once."""
         count = 0
         for number, run in enumerate(self.found):
             try:

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 from playwright.sync_api import expect, sync_playwright
 
+from openrlhf.view import server
 from openrlhf.view.report import write_report
 from openrlhf.view.runs import find_runs
 from tests.view.made_runs import HOSTILE, make_run, record, write_metrics, write_step
@@ -325,7 +326,8 @@ def test_every_control_has_a_name(page):
 # Runs that train
 
 
-def test_curves_and_samples_follow_a_run(visit, tmp_path):
+def test_curves_and_samples_follow_a_run(visit, tmp_path, monkeypatch):
+    monkeypatch.setattr(server, "SEARCH_SECONDS", 0)
     run_dir = make_run(tmp_path / "runs" / "live", steps=2, recorded=1)
     with serving(tmp_path / "index", tmp_path / "runs") as address:
         page = visit(address)

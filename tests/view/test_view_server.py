@@ -112,12 +112,14 @@ def test_new_runs_and_a_later_tokenizer_are_found(tmp_path):
     (tmp_path / "later.json").rename(tokenizer)  # a run saves its tokenizer when it ends
     assert viewer.group(1).samples[0].texts is not None
     make_run(tmp_path / "runs" / "a_second", recorded=1)
+    viewer.find_new_runs()
     viewer.update()
     assert [(run.id, run.folder) for run in viewer.runs()] == [
         (0, str(first)),
         (1, str(tmp_path / "runs/a_second/run")),
     ]
     (tmp_path / "runs").rename(tmp_path / "moved")
+    viewer.find_new_runs()
     viewer.update()
     assert [run.samples for run in viewer.runs()] == [0, 0]
 
