@@ -9,6 +9,20 @@ from tests.tiny import make_model, make_tokenizer
 from tests.toy_data import ANSWERS, answers, write_rows
 
 HOSTILE = "<img src=x onerror=alert(1)></script><script>document.title='owned'</script>"
+TEXTS = ["请把数字排序", "数と字をソートする", "set my_var = 1", "my own variable", "myvar"]
+SEARCHES = [  # and the numbers of the texts that they find
+    ("排序", [0]),
+    ("序排", []),
+    ("数字", [0]),
+    ("字", [0, 1]),
+    ("ソート 数", [1]),
+    ("my", [2, 3, 4]),
+    ("my_v", [2]),
+    ("my v", [2, 3]),
+    ("var", [2, 3]),
+    ("_ my_", [2, 3, 4]),
+    ("_", []),
+]
 TOKENIZER = make_tokenizer()
 AGENT = """
 from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor

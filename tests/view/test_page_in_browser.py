@@ -14,7 +14,7 @@ from playwright.sync_api import expect, sync_playwright
 from openrlhf.view import server
 from openrlhf.view.report import write_report
 from openrlhf.view.runs import find_runs
-from tests.view.made_runs import HOSTILE, make_run, record, write_metrics, write_step
+from tests.view.made_runs import HOSTILE, SEARCHES, TEXTS, make_run, record, write_metrics, write_step
 from tests.view.test_view_server import serving
 
 # None: the one that `playwright install` gets
@@ -201,6 +201,18 @@ def test_filters_and_search_narrow_the_list(page):
     found(page, "2 samples of 37")
     page.keyboard.press("Escape")
     expect(page.get_by_label("Search prompts and responses")).not_to_be_focused()
+
+
+def test_a_report_finds_the_same_words_as_the_index(visit, tmp_path):
+    run_dir = make_run(tmp_path / "made", recorded=0)
+    write_step(run_dir, 1, [record(1, 0, text) for text in TEXTS])
+    write_report(tmp_path / "report.html", find_runs([run_dir]))
+    page = visit((tmp_path / "report.html").as_uri())
+    open_samples(page, "made")
+    for text, matches in SEARCHES:
+        page.get_by_label("Search prompts and responses").fill(text)
+        found(page, f"{len(matches)} sample{'s' * (len(matches) != 1)} of {len(TEXTS)}")
+        expect(page.locator(".list .text")).to_have_text([TEXTS[number] for number in matches])
 
 
 def test_samples_of_a_prompt_are_side_by_side(page):

@@ -12,7 +12,7 @@ from openrlhf.view.runs import find_runs
 from openrlhf.view.sample_index import ORDERS, PAGE_SIZE, Query, SampleIndex, conditions
 from openrlhf.view.token_texts import TokenTexts
 from openrlhf.view.viewer import records_of
-from tests.view.made_runs import make_run, record, write_step
+from tests.view.made_runs import SEARCHES, TEXTS, make_run, record, write_step
 
 RUN = 7
 
@@ -65,6 +65,13 @@ def test_filters_find_exactly_what_matches(indexed, query, matches):
     found = find(indexed, **query)
     assert found.rows == expected
     assert (found.total, found.indexed, found.unreadable) == (len(expected), 36, 0)
+
+
+@pytest.mark.parametrize(("text", "matches"), SEARCHES)
+def test_words_of_any_language_are_found(index, tmp_path, text, matches):
+    write_step(tmp_path, 1, [record(1, number, text) for number, text in enumerate(TEXTS)])
+    index.update(RUN, JsonlRecords(tmp_path / "rollouts"))
+    assert [row.prompt_index for row in find(index, text=text).rows] == matches
 
 
 def test_samples_of_other_runs_are_not_found(indexed):

@@ -68,7 +68,7 @@ class ReportSource {
         within(sample.length, query.length_from, query.length_to) &&
         (query.finish === "" || sample.truncated === (query.finish === "length")) &&
         (query.prompt_index == null || sample.prompt_index === query.prompt_index) &&
-        hasWords(`${sample.prompt} ${sample.response}`, query.text),
+        hasWords([sample.prompt, sample.response], query.text),
     );
     matches.sort(ORDERS[query.order]); // stable: equal samples stay in the order of the record
     const start = query.page * this.pageSize;
@@ -87,11 +87,25 @@ class ReportSource {
   }
 }
 
-/** True if each word of the search begins a word of the text; a search without any word finds nothing. */
-function hasWords(text, search) {
+/** Characters of Chinese and Japanese, each of which counts as a word; `sample_index.py` has the same ranges. */
+const UNSPACED =
+  /[\u3005-\u3007\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff66-\uff9f\u{20000}-\u{3ffff}]/gu;
+
+function splitWords(text) {
+  return text.toLowerCase().replace(UNSPACED, " $& ").match(/[\p{L}\p{N}]+/gu) ?? [];
+}
+
+/** True if each word of the search begins a word of a text; a search without any word finds nothing. */
+function hasWords(texts, search) {
   if (!search.trim()) return true;
-  const split = (value) => value.toLowerCase().match(/[\p{L}\p{N}_]+/gu) ?? [];
-  const words = split(text);
-  const wanted = split(search);
-  return wanted.length > 0 && wanted.every((start) => words.some((word) => word.startsWith(start)));
+  const phrases = (search.match(/[\p{L}\p{N}_]+/gu) ?? []).map(splitWords).filter((phrase) => phrase.length);
+  const words = texts.map(splitWords);
+  return phrases.length > 0 && phrases.every((phrase) => words.some((all) => hasPhrase(all, phrase)));
+}
+
+/** True if the words of a phrase follow each other; the last one may be the beginning of a longer word. */
+function hasPhrase(words, phrase) {
+  const last = phrase.length - 1;
+  const follows = (start) => phrase.slice(0, last).every((word, place) => words[start + place] === word);
+  return words.some((_, start) => follows(start) && words[start + last]?.startsWith(phrase[last]));
 }
