@@ -24,8 +24,25 @@ def run_async(work: Coroutine[Any, Any, Result]) -> Result:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(work)
+        return reraise(asyncio.run(caught(work)))
     return LoopThread(work).result()
+
+
+async def caught(work: Coroutine[Any, Any, Result]) -> Result | KeyboardInterrupt:
+    """Return the result of a coroutine, or the interrupt that ended it.
+
+    An interrupt that leaves a task stops the loop itself: asyncio would log a traceback of the task later.
+    """
+    try:
+        return await work
+    except KeyboardInterrupt as interrupt:
+        return interrupt
+
+
+def reraise(outcome: Result | KeyboardInterrupt) -> Result:
+    if isinstance(outcome, KeyboardInterrupt):
+        raise outcome
+    return outcome
 
 
 class LoopThread(Generic[Result]):
@@ -59,7 +76,7 @@ class LoopThread(Generic[Result]):
 
     def _run(self) -> None:
         try:
-            self.ended.set_result(asyncio.run(self._main()))
+            self.ended.set_result(reraise(asyncio.run(caught(self._main()))))
         except BaseException as error:  # noqa: BLE001 - raised again in the calling thread
             self.ended.set_exception(error)
 

@@ -14,9 +14,11 @@ from types import FrameType
 from transformers.utils.logging import disable_progress_bar
 
 from openrlhf.config.commands import ChatConfig
+from openrlhf.config.flags import replace_flags
 from openrlhf.inference.chat_history import History, open_history
 from openrlhf.inference.chat_input import QUOTES, MessageReader
 from openrlhf.inference.chat_reply import ReplyGenerator
+from openrlhf.inference.converted_card import trained_format
 from openrlhf.inference.engine import choose_model_device, open_hf_engine
 from openrlhf.models.load import load_tokenizer, read_config, usable_length
 from openrlhf.monitor import SHOWN_CONTROLS, say
@@ -36,6 +38,7 @@ class ChatInterrupted(KeyboardInterrupt):
 def run(config: ChatConfig) -> None:
     """Load the model and chat until the user exits or the input ends."""
     disable_progress_bar()
+    config = prompted_as_trained(config)
     name = str(config.model.pretrain)
     device = choose_model_device(config.model, name)
     tokenizer = load_tokenizer(name, config.model)
@@ -43,6 +46,20 @@ def run(config: ChatConfig) -> None:
     max_len = usable_length(name, read_config(name, config.model), config.chat.max_len)
     engine = open_hf_engine(config.model, name, tokenizer, device)
     ChatLoop(ReplyGenerator(engine, tokenizer, config.sampling, max_len), history, MessageReader()).run()
+
+
+def prompted_as_trained(config: ChatConfig) -> ChatConfig:
+    """Return the config with the prompt format of the model's card, unless a template is given."""
+    given, default = config.template, ChatConfig().template
+    trained = trained_format(str(config.model.pretrain)) if given == default else None
+    if trained is None or (not trained.chat and trained.input_template == given.input_template):
+        return config
+    if trained.chat:
+        say("prompts use the chat template, as in training (model card); --input_template overrides it")
+        return replace_flags(config, apply_chat_template=True, input_template=None, system_prompt=trained.system_prompt)
+    shown = repr(trained.input_template or "{}")
+    say(f"prompts use the input template {shown}, as in training (model card); --input_template overrides it")
+    return replace_flags(config, input_template=trained.input_template or "{}")
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,8 @@ from openrlhf.training.run_directory import run_folder
 IN_A_ROW = 3  # consecutive steps with the same finding: a single rollout may be unusual
 TRUNCATED = 0.95  # share of responses; a policy that ends its answers truncates far fewer, even early in training
 HIGH_KL = 2.0  # nats per token: the sampled tokens are e^2 times less likely under the reference; 0.01 to 0.5 is usual
+EQUAL = 0.95  # share of prompts whose samples all have the same reward, from which on little can be learned
+RARE = 0.1  # mean reward as a share of the best one, below which samples are hardly ever rewarded
 FIRST_STEPS = 5  # steps that later ones are compared with
 ENTROPY_LEFT = 0.1  # share of the first entropy
 
@@ -107,7 +109,9 @@ class RLHealth:
     def _teaches_nothing(self, numbers: StepNumbers) -> bool:
         """Return whether no sample is better than those that it is compared with."""
         within_groups = self.config.advantage.advantage_estimator in GROUP_ESTIMATORS
-        return numbers.reward_std == 0 or (within_groups and numbers.equal_groups == 1)
+        equal = (numbers.equal_groups or 0.0) if within_groups else 0.0
+        rarely_rewarded = numbers.reward < RARE * max(self.best, numbers.reward_max)  # otherwise the task is solved
+        return numbers.reward_std == 0 or equal == 1 or (equal >= EQUAL and rarely_rewarded)
 
     def _is_saturated(self, numbers: StepNumbers) -> bool:
         return self.varied and numbers.reward_std == 0 and numbers.reward >= self.best
@@ -116,9 +120,10 @@ class RLHealth:
         if not self._teaches_nothing(numbers) or self._is_saturated(numbers):
             return None
         every = f"every sample got the reward {numbers.reward:g}"
-        which = every if numbers.reward_std == 0 else "all samples of each prompt got the same reward"
+        share = "each prompt" if numbers.equal_groups == 1 else f"{numbers.equal_groups or 0.0:.0%} of the prompts"
+        which = every if numbers.reward_std == 0 else f"all samples of {share} got the same reward"
         return (
-            f"{which}, so there is nothing to learn. Try: check the reward on the samples in "
+            f"{which}, so there is nothing to learn from them. Try: check the reward on the samples in "
             f"{run_folder(self.config) / 'rollouts'}; if it is right, easier or harder prompts, a reward with partial "
             "credit, or more --n_samples_per_prompt"
         )

@@ -294,8 +294,8 @@ def license_section(metadata: ModelCardData) -> str:
     if metadata.get("license_name") != "unknown":
         return ""
     return (
-        "## License\n\nThe base model's card was not found, so its license is not known. Fill in `license` at the top"
-        " before you share this model."
+        "## License\n\nThe license is not known: the base model's card was not found, or names none. Fill in `license`"
+        " at the top before you share this model."
     )
 
 

@@ -21,6 +21,7 @@ from openrlhf.inference.chat import show
 from openrlhf.inference.chat_reply import StreamingDecoder
 from tests.commands import DEADLINE, ROOT, as_argv, run_command
 from tests.tiny import make_model
+from tests.toy_data import answers, write_rows
 from tests.warm import warm_python
 
 GREEDY = {"greedy_sampling": True, "max_len": 96}
@@ -57,6 +58,23 @@ def continuation(folder, prompt, *, max_len=96, ends=(0,)):
 
 
 SHORT = "{}="
+
+
+def test_a_trained_model_is_prompted_as_its_card_says(chat, models, tmp_path):
+    rows = write_rows(tmp_path / "rows.jsonl", answers(8))
+    flags = {
+        "output_key": "output",
+        "input_template": "Q:{} A:",
+        "train_batch_size": 8,
+        "max_epochs": 1,
+        "device": "cpu",
+    }
+    run_command("train_sft", {"pretrain": models(), "dataset": rows, "save_path": str(tmp_path / "sft")} | flags)
+    said = "prompts use the input template 'Q:{} A:', as in training (model card); --input_template overrides it\n"
+    reply, stderr = chat("ab", pretrain=str(tmp_path / "sft"))
+    assert said in stderr
+    assert reply == f"{continuation(tmp_path / 'sft', 'Q:ab A:')}\n"
+    assert said not in chat("ab", pretrain=str(tmp_path / "sft"), input_template="{}")[1]
 
 
 def test_a_transcript_grows_and_clear_starts_over(chat, plain_reply):

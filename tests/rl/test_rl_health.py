@@ -48,6 +48,10 @@ FAULTS = {
         "every sample got the reward 0.5, so there",
     ),
     "no signal within groups": ({"equal_groups": 1.0}, "all samples of each prompt got the same reward, so there"),
+    "little signal within groups": (
+        {"equal_groups": 0.97, "reward": 0.01},
+        "all samples of 97% of the prompts got the same reward, so",
+    ),
     "saturated": ({"reward": 1.0, "reward_std": 0.0, "equal_groups": 1.0}, "the highest reward of the run, 1, so"),
     "truncated": ({"truncated": 0.97}, "97% of the responses ended at the length limit (1024 tokens)"),
     "kl": ({"kl": 7.5}, "the KL to the reference was above 2 nats per token (now 7.5)"),

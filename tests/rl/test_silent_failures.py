@@ -156,7 +156,8 @@ def test_a_reward_that_is_constant(run):
     code, stderr = run(reward="def reward_func(queries, prompts, labels): return [0.5 for query in queries]")
     assert code == 0, stderr
     assert (
-        "step 3: for 3 steps in a row, every sample got the reward 0.5, so there is nothing to learn. Try: " in stderr
+        "step 3: for 3 steps in a row, every sample got the reward 0.5, so there is nothing to learn from them. Try: "
+        in stderr
     )
     assert "gradients of exactly zero" not in stderr  # the consequence, which explains nothing
 

@@ -422,3 +422,5 @@ def test_a_report_shows_its_title_and_summary(visit, addresses):
     expect(page.locator("h1")).to_have_text("A report")
     expect(page.locator(".summary")).to_have_text("accuracy1% -> 99%")
     expect(page.locator(".status")).to_have_text("report")
+    page.wait_for_load_state()
+    assert page.evaluate("scrollY") == 0  # the address names a view, which the browser must not scroll to

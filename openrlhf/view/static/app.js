@@ -21,7 +21,7 @@ let view = "curves";
 
 const open = connectTabs(document.querySelector("[role=tablist]"), (name) => {
   view = name;
-  history.replaceState(null, "", `#${name}`);
+  history.replaceState(null, "", `#/${name}`); // not the id of the panel, or the browser would scroll to it
   views[view].update();
 });
 
@@ -71,5 +71,5 @@ document.addEventListener("keydown", (event) => {
 });
 
 drawTitle();
-open(location.hash.slice(1));
+open(location.hash.replace(/^#\/?/, ""));
 keepCurrent();
