@@ -4,8 +4,10 @@ Every test also fails on an error in the browser's console, and on a request tha
 """
 
 import json
+import os
 import re
 import shutil
+import tempfile
 from urllib.parse import urlsplit
 
 import pytest
@@ -27,8 +29,10 @@ pytestmark = pytest.mark.slow(seconds=1)  # each; `make check` needs no browser
 
 @pytest.fixture(scope="module")
 def browser():
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+    """Chromium, with a temporary folder of its own: it puts a socket there, whose path has at most 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="or", dir="/tmp") as folder, sync_playwright() as playwright:
+        environ = os.environ | {"TMPDIR": folder}
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS, env=environ)
         yield browser
         browser.close()
 
