@@ -1,6 +1,7 @@
 """Wrong inputs of a user: each gives one line that names the fix, exit code 2, and leaves no files."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -163,6 +164,8 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_a_wrong_input_gives_one_line_and_leaves_no_files(name, tmp_path, models, capsys, monkeypatch):
     monkeypatch.delenv("WANDB_MODE", raising=False)
+    if "wandb" in sys.modules:  # it keeps the mode of an earlier test
+        sys.modules["wandb"].teardown()
     make, complaint = BAD[name]
     command, flags = make(tmp_path, models)
     before = set(tmp_path.rglob("*"))

@@ -38,7 +38,7 @@ def run_pages(folder, *names):
 @pytest.mark.slow(seconds=15)
 def test_quick_pages_run(tmp_path):
     run_pages(tmp_path, *QUICK)
-    assert (tmp_path / "commands/train_kto/kto/config.json").exists()
+    assert (tmp_path / "pages/commands/train_kto/kto/config.json").exists()
 
 
 @pytest.mark.nightly

@@ -311,6 +311,7 @@ def test_experience_metrics_match_hand_computation():
             "truncated": 1 / 4,
             "group_reward_std": 2**0.5 / 2,
             "rollout/reward_std": 0.5**0.5,  # of 1, 3, 2 and 2
+            "rollout/reward_max": 3.0,
             "rollout/equal_groups": 1 / 2,
             "rollout/entropy": 1.0,
             "speed": 4.5,
