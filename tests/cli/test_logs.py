@@ -136,6 +136,7 @@ def test_wandb_gets_a_table_of_samples(tmp_path, train, wandb_offline):
 def test_a_dashboard_that_fails_costs_a_line_not_the_run(wandb_offline, trackio_folder, capfd):
     import trackio
     import wandb
+    from wandb.sdk.lib.module import unset_globals
 
     for moment in ("log", "log_samples", "close"):
         sink = Wandb("True", name="mine", project="toys", group=None, org=None, config={})
@@ -146,6 +147,7 @@ def test_a_dashboard_that_fails_costs_a_line_not_the_run(wandb_offline, trackio_
             elif moment == "log_samples":
                 monitor.log_samples(1, [LoggedSample("2+2=", "4", reward=1.0, score=1.0, truncated=False)])
     assert capfd.readouterr().err.count("no more metrics are sent to Wandb: ") == 3
+    unset_globals()  # these runs never finished, and later tests would take them for active ones
     with Monitor([Trackio("toys", name="mine", config={})]):
         trackio.finish()
     assert "no more metrics are sent to Trackio: Call trackio.init()" in capfd.readouterr().err
